@@ -1,0 +1,3 @@
+//! The `forebay` program.
+
+fn main() {}
