@@ -270,6 +270,5 @@ mod tests {
         assert_eq!(ChunkKey::from_hex(STABLE), Some(k[0]));
     }
 
-    const STABLE: &str = "cfa1c4e7bedd28e31ae1f1bdb4719f3dc65ced05305bf94b1ec38fbe8c7b27eb
-";
+    const STABLE: &str = "cfa1c4e7bedd28e31ae1f1bdb4719f3dc65ced05305bf94b1ec38fbe8c7b27eb";
 }
