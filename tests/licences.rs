@@ -2,8 +2,19 @@
 
 use std::process::Command;
 
-const ALLOWED: &[&str] =
-    &["Apache-2.0", "MIT", "MIT-0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "Zlib", "CC0-1.0", "Unlicense", "Unicode-3.0", "BSL-1.0"];
+const ALLOWED: &[&str] = &[
+    "Apache-2.0",
+    "MIT",
+    "MIT-0",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "ISC",
+    "Zlib",
+    "CC0-1.0",
+    "Unlicense",
+    "Unicode-3.0",
+    "BSL-1.0",
+];
 
 #[test]
 fn all_dependencies_have_a_permitted_licence() {
@@ -21,9 +32,8 @@ fn all_dependencies_have_a_permitted_licence() {
     for package in packages {
         let text = package["license"].as_str().unwrap_or("none");
         let parsed = spdx::Expression::parse_mode(text, spdx::ParseMode::LAX);
-        let fine = parsed.is_ok_and(|e| {
-            e.evaluate(|req| req.license.id().is_some_and(|id| ALLOWED.contains(&id.name)))
-        });
+        let fine =
+            parsed.is_ok_and(|e| e.evaluate(|req| req.license.id().is_some_and(|id| ALLOWED.contains(&id.name))));
         if !fine {
             refused.push(format!("{} {}: {text}", package["name"], package["version"]));
         }

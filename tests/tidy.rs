@@ -140,7 +140,8 @@ fn the_room_check_sees_plain_and_braced_imports() {
 #[test]
 fn formats_and_the_index_do_no_io_of_their_own() {
     let mut findings = Vec::new();
-    for source in sources(&["src"]).iter().filter(|s| matches!(s.room(), Some("format" | "key" | "geometry" | "paged"))) {
+    for source in sources(&["src"]).iter().filter(|s| matches!(s.room(), Some("format" | "key" | "geometry" | "paged")))
+    {
         for (n, line) in source.lines() {
             if ["std::fs", "std::net", "std::process", "SystemTime", "Instant::now"].iter().any(|w| line.contains(w)) {
                 findings.push(format!("{}:{n}: {}", source.path, line.trim()));
@@ -158,7 +159,11 @@ fn unsafe_code_stays_in_the_rooms_that_need_it_and_says_why_it_is_sound() {
         let lines: Vec<&str> = source.text.lines().collect();
         for (n, line) in source.lines() {
             let code = line.split("//").next().unwrap_or_default();
-            if !["unsafe {", "unsafe impl", "unsafe fn", "unsafe trait", "unsafe extern"].iter().any(|u| code.contains(u)) || code.contains('"') {
+            if !["unsafe {", "unsafe impl", "unsafe fn", "unsafe trait", "unsafe extern"]
+                .iter()
+                .any(|u| code.contains(u))
+                || code.contains('"')
+            {
                 continue;
             }
             if !permitted {
@@ -207,7 +212,13 @@ fn files_are_short_and_say_what_they_are_for() {
 
 #[test]
 fn nothing_is_left_for_later_in_the_code() {
-    let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X"), concat!("to", "do!("), concat!("unimpl", "emented!(")];
+    let marks = [
+        concat!("TO", "DO"),
+        concat!("FIX", "ME"),
+        concat!("XX", "X"),
+        concat!("to", "do!("),
+        concat!("unimpl", "emented!("),
+    ];
     let mut findings = Vec::new();
     for source in everything() {
         for (n, line) in source.text.lines().enumerate() {
