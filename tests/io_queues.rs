@@ -1,4 +1,5 @@
 //! Both backends of the I/O room, through the same tests.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::fs::File;
 use std::io::{Read, Write};

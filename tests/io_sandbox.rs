@@ -1,5 +1,6 @@
 //! The I/O room where the system is hostile: io_uring refused, no memory to lock, a forked child. Each case that changes the
 //! process for good runs in a child of this test binary.
+#![expect(clippy::unwrap_used, reason = "tests")]
 #![expect(unsafe_code, reason = "seccomp, capabilities, rlimits and fork have no safe wrapper")]
 
 use std::process::Command;

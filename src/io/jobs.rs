@@ -327,10 +327,7 @@ impl Jobs {
     /// Tells every caller that the queue closes without them, or that it broke with an `errno`.
     pub(super) fn abandon(&mut self, broken: Option<i32>) -> Expired {
         self.next_check = None;
-        let error = |j: &Job| match broken {
-            None => Error::new(ErrorKind::Closed, "the I/O queue was closed").at(j.file.path()),
-            Some(errno) => Error::io("the I/O queue broke", std::io::Error::from_raw_os_error(errno)).at(j.file.path()),
-        };
+        let error = |j: &Job| broken.map_or_else(super::closed, super::broken).at(j.file.path()).offset(j.offset);
         self.give_up(|_| true, error)
     }
 

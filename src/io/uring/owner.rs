@@ -221,6 +221,7 @@ impl Owner {
         {
             let mut inbox = self.shared.inbox.lock();
             inbox.closing = true;
+            inbox.broken = Some(errno);
             self.taken.append(&mut inbox.requests);
         }
         for (request, submitted) in self.taken.drain(..) {
