@@ -1,1 +1,5 @@
 //! The `io` room.
+
+mod buffer;
+
+pub use buffer::{Buf, IoBuf, MemRegion, Place};
