@@ -55,7 +55,11 @@ pub fn min_slot_bytes(layout: &SlotLayout) -> usize {
 ///
 /// # Errors
 /// [`ErrorKind::InvalidInput`] where layouts have different numbers of layers or an extent does not fit a staging slot.
-pub(super) fn layer_groups(layouts: &[&SlotLayout], group_bytes: usize, slot_bytes: usize) -> Result<Vec<Range<usize>>> {
+pub(super) fn layer_groups(
+    layouts: &[&SlotLayout],
+    group_bytes: usize,
+    slot_bytes: usize,
+) -> Result<Vec<Range<usize>>> {
     let layers = layouts.first().map_or(0, |l| l.extents.len());
     if layouts.iter().any(|l| l.extents.len() != layers) {
         return Err(Error::new(ErrorKind::InvalidInput, "chunks of different numbers of layers in one load"));

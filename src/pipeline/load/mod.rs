@@ -269,6 +269,9 @@ impl Drop for Load {
 impl fmt::Debug for Load {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.inner.state.lock();
-        f.debug_struct("Load").field("finished", &state.finished).field("result", state.result()).finish_non_exhaustive()
+        f.debug_struct("Load")
+            .field("finished", &state.finished)
+            .field("result", state.result())
+            .finish_non_exhaustive()
     }
 }

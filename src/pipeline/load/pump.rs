@@ -303,7 +303,8 @@ impl LoadPump {
                 continue;
             }
             let deadlines = watch.active.iter().filter_map(|l| l.deadline).min();
-            let wake = (!watch.active.is_empty()).then(|| deadlines.map_or(watch.moved + stall, |d| d.min(watch.moved + stall)));
+            let wake = (!watch.active.is_empty())
+                .then(|| deadlines.map_or(watch.moved + stall, |d| d.min(watch.moved + stall)));
             match wake {
                 Some(at) => {
                     let _ = self.watch_changed.wait_until(&mut watch, at);

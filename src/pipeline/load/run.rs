@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::LoadInner;
-use super::state::Step;
+use super::state::{LoadState, Step};
 use crate::device::{Part, ScatterJob, Scattered};
 use crate::error::Result;
 use crate::io::Buf;
@@ -54,7 +54,11 @@ impl LoadInner {
         };
         let parts = self.parts(&step, &wanted);
         if parts.is_empty() {
-            return self.scatter_done(&step, &[], Scattered { staging, crcs: vec![], skipped: false, skipped_blocks: vec![], error: None });
+            return self.scatter_done(
+                &step,
+                &[],
+                Scattered { staging, crcs: vec![], skipped: false, skipped_blocks: vec![], error: None },
+            );
         }
         let load = Arc::clone(self);
         self.pump.device().scatter(ScatterJob {
@@ -100,21 +104,13 @@ impl LoadInner {
                 tracing::warn!(error = %e, "a scatter failed");
                 state.fail(step.chunk, MissCause::Internal);
             } else if !out.skipped {
-                let bytes = |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map_or(0, |e| u64::from(e.len));
-                state.add_bytes(wanted.iter().map(bytes).sum());
-                bad = match header {
-                    Ok(Some(crcs)) if !state.header_came(step.chunk, crcs) => Some(MissCause::Corrupt),
-                    Err(e) => Some(MissCause::of(&e)),
-                    _ => None,
-                };
-                let sound = wanted.iter().zip(&out.crcs).all(|(&l, &crc)| state.extent_came(step.chunk, l, crc));
-                if bad.is_none() && (!sound || wanted.len() != out.crcs.len()) {
-                    bad = Some(MissCause::Corrupt);
-                }
+                let len =
+                    |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
+                state.add_bytes(wanted.iter().filter_map(len).sum());
+                bad = judge(&mut state, step.chunk, header, wanted.iter().copied().zip(out.crcs));
                 if let Some(cause) = bad {
                     state.fail(step.chunk, cause);
                 } else if !out.skipped_blocks.is_empty() {
-                    state.add_skipped_blocks(&out.skipped_blocks);
                     state.fail(step.chunk, MissCause::Unmapped);
                 }
             }
@@ -184,4 +180,22 @@ impl LoadInner {
             self.pump.finished(self);
         }
     }
+}
+
+/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header says.
+fn judge(
+    state: &mut LoadState,
+    chunk: usize,
+    header: Result<Option<Vec<u32>>>,
+    extents: impl Iterator<Item = (usize, u32)>,
+) -> Option<MissCause> {
+    let mut sound = match header {
+        Ok(None) => true,
+        Ok(Some(crcs)) => state.header_came(chunk, crcs),
+        Err(e) => return Some(MissCause::of(&e)),
+    };
+    for (layer, crc) in extents {
+        sound &= state.extent_came(chunk, layer, crc);
+    }
+    (!sound).then_some(MissCause::Corrupt)
 }

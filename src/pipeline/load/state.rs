@@ -213,10 +213,6 @@ impl LoadState {
         self.result.bytes += bytes;
     }
 
-    pub(super) fn add_skipped_blocks(&mut self, blocks: &[u32]) {
-        self.result.failed_blocks.extend_from_slice(blocks);
-    }
-
     /// Fails `chunk` for `cause` and all after it as without a prefix. Nothing where it has failed before.
     pub(super) fn fail(&mut self, chunk: usize, cause: MissCause) {
         if self.finished || chunk >= self.first_failed {
@@ -266,7 +262,7 @@ impl LoadState {
 
     /// Layer `layer`, once it is ready.
     pub(super) fn layer(&self, layer: usize) -> Option<LayerReady> {
-        (layer < self.ready).then(|| LayerReady { layer, tokens: self.result.tokens })
+        (layer < self.ready).then_some(LayerReady { layer, tokens: self.result.tokens })
     }
 
     pub(super) fn layers(&self) -> usize {

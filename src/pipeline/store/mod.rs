@@ -248,7 +248,10 @@ impl Drop for Store {
 impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.inner.state.lock();
-        f.debug_struct("Store").field("finished", &state.finished).field("result", state.result()).finish_non_exhaustive()
+        f.debug_struct("Store")
+            .field("finished", &state.finished)
+            .field("result", state.result())
+            .finish_non_exhaustive()
     }
 }
 

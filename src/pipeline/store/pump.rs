@@ -209,7 +209,8 @@ impl StorePump {
     fn work(&self) {
         let mut shared = self.shared.lock();
         loop {
-            if shared.closed && shared.stores.iter().all(|s| s.state.lock().only_commits()) && shared.retries.is_empty() {
+            if shared.closed && shared.stores.iter().all(|s| s.state.lock().only_commits()) && shared.retries.is_empty()
+            {
                 return;
             }
             shared.dirty = false;

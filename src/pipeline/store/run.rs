@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::StoreInner;
 use super::state::{Next, Step};
-use crate::device::{GatherJob, Gathered, Part};
+use crate::device::{GatherJob, Gathered};
 use crate::error::{ErrorKind, Result};
 use crate::io::Buf;
 use crate::pipeline::cause::ShedCause;
@@ -50,7 +50,7 @@ impl StoreInner {
     }
 
     fn gather(self: &Arc<Self>, step: Step, staging: Buf) {
-        let parts = self.parts(&step);
+        let parts = self.state.lock().parts(&step);
         let store = Arc::clone(self);
         self.pump.moved();
         self.pump.device().gather(GatherJob {
@@ -60,21 +60,6 @@ impl StoreInner {
             gate: Arc::clone(&self.gate),
             done: Box::new(move |out| store.gather_done(step, out)),
         });
-    }
-
-    fn parts(&self, step: &Step) -> Vec<Part> {
-        let Some((layout, tokens, plans, groups)) = self.state.lock().describe(step.chunk) else { return Vec::new() };
-        let part = |layer: usize| {
-            let extent = layout.extents.get(layer)?;
-            Some(Part {
-                layer,
-                staging_offset: step.span.staging_offset(extent.offset),
-                tokens: tokens as usize,
-                padded_len: extent.padded_len as usize,
-                plan: Arc::clone(plans.get(groups.get(layer).copied().unwrap_or(0))?),
-            })
-        };
-        step.layers.clone().filter_map(part).collect()
     }
 
     fn gather_done(self: &Arc<Self>, step: Step, out: Gathered) {
@@ -98,11 +83,11 @@ impl StoreInner {
             timeout: self.pump.io_timeout(),
             done: Box::new(move |result, buf| store.write_done(&told, result, buf)),
         };
-        self.write(step, sink, Box::new(transfer));
+        self.write(step, sink, transfer);
     }
 
-    fn write(self: &Arc<Self>, step: Step, sink: Arc<dyn ChunkSink>, transfer: Box<Transfer>) {
-        let Err(Refused { transfer, error }) = sink.write(*transfer) else { return };
+    fn write(self: &Arc<Self>, step: Step, sink: Arc<dyn ChunkSink>, transfer: Transfer) {
+        let Err(Refused { transfer, error }) = sink.write(transfer) else { return };
         if error.kind() == ErrorKind::Busy {
             return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, transfer });
         }
@@ -189,6 +174,6 @@ impl StoreInner {
 impl Retry {
     /// Tries again.
     pub(super) fn again(self) {
-        self.store.write(self.step, self.sink, self.transfer);
+        self.store.write(self.step, self.sink, *self.transfer);
     }
 }

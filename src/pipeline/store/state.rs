@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use super::{StoreChunk, StoreResult};
+use crate::device::Part;
 use crate::format::layout::SlotLayout;
 use crate::paged::ChunkPlan;
 use crate::pipeline::cause::ShedCause;
@@ -113,10 +114,6 @@ impl StoreState {
         self.ready = self.announced.len();
     }
 
-    pub(super) fn all_announced(&self) -> bool {
-        self.ready == self.announced.len()
-    }
-
     pub(super) fn is_ready(&self, layer: usize) -> bool {
         layer < self.ready
     }
@@ -158,7 +155,8 @@ impl StoreState {
     /// Whether a gather waits for staging.
     pub(super) fn wants_staging(&mut self) -> bool {
         let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
-        !self.finished && self.chunks.iter_mut().enumerate().any(|(i, c)| c.peek(i, ready, forced, group_bytes).is_some())
+        !self.finished
+            && self.chunks.iter_mut().enumerate().any(|(i, c)| c.peek(i, ready, forced, group_bytes).is_some())
     }
 
     /// Takes back a gather that could not be submitted.
@@ -187,10 +185,20 @@ impl StoreState {
         }
     }
 
-    /// What a gather needs to know of its chunk.
-    pub(super) fn describe(&self, chunk: usize) -> Option<(SlotLayout, u32, Vec<Arc<ChunkPlan>>, Arc<[usize]>)> {
-        let c = self.chunks.get(chunk)?;
-        Some((c.layout.clone(), c.tokens, c.plans.clone(), Arc::clone(&c.layer_groups)))
+    /// The parts of the gather of `step`.
+    pub(super) fn parts(&self, step: &Step) -> Vec<Part> {
+        let Some(chunk) = self.chunks.get(step.chunk) else { return Vec::new() };
+        let part = |layer: usize| {
+            let extent = chunk.layout.extents.get(layer)?;
+            Some(Part {
+                layer,
+                staging_offset: step.span.staging_offset(extent.offset),
+                tokens: chunk.tokens as usize,
+                padded_len: extent.padded_len as usize,
+                plan: Arc::clone(chunk.plans.get(chunk.layer_groups.get(layer).copied().unwrap_or(0))?),
+            })
+        };
+        step.layers.clone().filter_map(part).collect()
     }
 
     /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives and it went well.
