@@ -1,0 +1,279 @@
+//! The store thread: what opens slots, hands out staging, commits, and watches deadlines. Stores are served in the order of
+//! their arrival, so that the first one's blocks come free first.
+//!
+//! Invariants:
+//! - The thread never waits for the caller, and waits for the drive only in what the log does to open a slot.
+//! - Every event that could let it go on notifies it.
+
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::run::{Pause, Retry};
+use super::{Backpressure, Store, StoreInner, StoreSpec, StoreState};
+use crate::device::{Device, Gate, StagingPool};
+use crate::error::{Error, ErrorKind, Result};
+use crate::pipeline::cause::ShedCause;
+use crate::pipeline::groups::min_slot_bytes;
+use crate::pipeline::{PipelineOptions, PipelineStats};
+
+/// How often a full I/O queue is tried again.
+const RETRY: Duration = Duration::from_millis(1);
+/// Nothing moved for this many I/O time-outs: what waits is given up, whatever its patience.
+const STALLED_TIMEOUTS: u32 = 2;
+
+pub(in crate::pipeline) struct StorePump {
+    options: PipelineOptions,
+    stats: Arc<PipelineStats>,
+    device: Arc<dyn Device>,
+    pool: Arc<StagingPool>,
+    shared: Mutex<Shared>,
+    changed: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    stores: Vec<Arc<StoreInner>>,
+    retries: Vec<Retry>,
+    dirty: bool,
+    moved: Instant,
+    closed: bool,
+}
+
+impl StorePump {
+    pub(in crate::pipeline) fn new(
+        options: &PipelineOptions,
+        device: Arc<dyn Device>,
+        stats: Arc<PipelineStats>,
+    ) -> Result<Arc<Self>> {
+        let pump = Arc::new(Self {
+            options: options.clone(),
+            stats,
+            device,
+            pool: Arc::clone(&options.store_pool),
+            shared: Mutex::new(Shared {
+                stores: Vec::new(),
+                retries: Vec::new(),
+                dirty: false,
+                moved: Instant::now(),
+                closed: false,
+            }),
+            changed: Condvar::new(),
+            thread: Mutex::new(None),
+        });
+        let weak = Arc::downgrade(&pump);
+        pump.pool.on_free(Arc::new(move || {
+            if let Some(pump) = weak.upgrade() {
+                pump.notify();
+            }
+        }));
+        let run = Arc::clone(&pump);
+        let thread = thread::Builder::new()
+            .name("forebay-stores".to_owned())
+            .spawn(move || run.work())
+            .map_err(|e| Error::io("cannot start the store thread", e))?;
+        *pump.thread.lock() = Some(thread);
+        Ok(pump)
+    }
+
+    pub(super) fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    pub(super) fn io_timeout(&self) -> Duration {
+        self.options.io_timeout
+    }
+
+    pub(in crate::pipeline) fn pool(&self) -> &Arc<StagingPool> {
+        &self.pool
+    }
+
+    pub(in crate::pipeline) fn active(&self) -> usize {
+        self.shared.lock().stores.len()
+    }
+
+    /// Starts a store, or sheds it where too much waits already.
+    pub(in crate::pipeline) fn start(self: &Arc<Self>, spec: StoreSpec) -> Result<Store> {
+        let layers = spec.kv.layout().num_layers();
+        let slot_bytes = self.pool.slot_bytes();
+        for chunk in &spec.chunks {
+            let needed = min_slot_bytes(&chunk.layout);
+            if chunk.layout.extents.len() != layers || needed > slot_bytes {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    format!(
+                        "a chunk of {} layers in extents of up to {needed} bytes for a KV cache of {layers} layers and staging slots of {slot_bytes} bytes",
+                        chunk.layout.extents.len()
+                    ),
+                ));
+            }
+        }
+        let mut state = StoreState::new(spec.chunks, layers, self.options.group_bytes.min(slot_bytes));
+        state.count_shed(&spec.shed);
+        let inner = Arc::new(StoreInner {
+            kv: spec.kv,
+            gate: Arc::new(Gate::new()),
+            depends_on: spec.depends_on,
+            backpressure: spec.backpressure,
+            deadline: spec.deadline,
+            started: Instant::now(),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            pump: Arc::clone(self),
+        });
+        self.stats.stores_started();
+        if inner.state.lock().finished {
+            self.finished(&inner);
+        } else if let Err(cause) = self.enlist(&inner) {
+            inner.update(|state| state.shed_uncommitted(cause));
+        }
+        Ok(Store { inner })
+    }
+
+    fn enlist(&self, store: &Arc<StoreInner>) -> Result<(), ShedCause> {
+        let waiting: u64 = {
+            let stores = self.shared.lock().stores.clone();
+            stores.iter().map(|s| s.state.lock().ungathered_bytes()).sum()
+        };
+        let own = store.state.lock().ungathered_bytes();
+        let mut shared = self.shared.lock();
+        if shared.closed {
+            return Err(ShedCause::Closed);
+        }
+        let full = shared.stores.len() >= self.options.max_stores;
+        if full || (waiting > 0 && waiting + own > self.options.max_store_bytes) {
+            return Err(ShedCause::QueueFull);
+        }
+        if shared.stores.is_empty() {
+            shared.moved = Instant::now();
+        }
+        shared.stores.push(Arc::clone(store));
+        shared.dirty = true;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Something changed that may let the store thread go on.
+    pub(in crate::pipeline) fn notify(&self) {
+        let mut shared = self.shared.lock();
+        if !shared.dirty {
+            shared.dirty = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Something moved: the drive or the workers are alive.
+    pub(super) fn moved(&self) {
+        self.shared.lock().moved = Instant::now();
+    }
+
+    pub(super) fn retry_later(&self, retry: Retry) {
+        let mut shared = self.shared.lock();
+        shared.retries.push(retry);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn finished(&self, store: &StoreInner) {
+        {
+            let mut shared = self.shared.lock();
+            shared.stores.retain(|s| !std::ptr::eq(Arc::as_ptr(s), store));
+            shared.dirty = true;
+            self.changed.notify_all();
+        }
+        let result = store.state.lock().result().clone();
+        self.stats.store_finished(&result, store.started.elapsed());
+    }
+
+    /// Waits for the stores under way until `deadline`, then ends them; later stores are shed.
+    pub(in crate::pipeline) fn close(&self, deadline: Instant) {
+        let left = {
+            let mut shared = self.shared.lock();
+            shared.closed = true;
+            self.changed.notify_all();
+            while !shared.stores.is_empty() && !self.changed.wait_until(&mut shared, deadline).timed_out() {}
+            shared.stores.clone()
+        };
+        for store in left {
+            store.end(ShedCause::Closed);
+        }
+        let handle = self.thread.lock().take();
+        if let Some(handle) = handle.filter(|h| h.thread().id() != thread::current().id())
+            && handle.join().is_err()
+        {
+            tracing::error!("the store thread has panicked");
+        }
+    }
+
+    fn work(&self) {
+        let mut shared = self.shared.lock();
+        loop {
+            if shared.closed && shared.stores.iter().all(|s| s.state.lock().only_commits()) && shared.retries.is_empty()
+            {
+                return;
+            }
+            shared.dirty = false;
+            let stores = shared.stores.clone();
+            let retries = std::mem::take(&mut shared.retries);
+            drop(shared);
+            retries.into_iter().for_each(Retry::again);
+            let starved = self.pass(&stores);
+            drop(stores);
+            shared = self.shared.lock();
+            let wake = self.wake_at(&shared, starved);
+            if shared.dirty {
+                continue;
+            }
+            match wake {
+                Some(at) => {
+                    let _ = self.changed.wait_until(&mut shared, at);
+                }
+                None => self.changed.wait(&mut shared),
+            }
+        }
+    }
+
+    /// One round over all stores; `true` where one of them waits for staging.
+    fn pass(&self, stores: &[Arc<StoreInner>]) -> bool {
+        let mut starved = false;
+        for store in stores {
+            if store.deadline.is_some_and(|d| d <= Instant::now()) {
+                store.end(ShedCause::TimedOut);
+            }
+            if !starved {
+                starved = store.advance() == Pause::NoStaging;
+            }
+            store.commit();
+        }
+        if starved {
+            self.shed_starved(stores);
+        }
+        starved
+    }
+
+    fn shed_starved(&self, stores: &[Arc<StoreInner>]) {
+        let moved = self.shared.lock().moved;
+        let still = moved.elapsed();
+        for store in stores {
+            if still >= self.patience(store.backpressure) && store.state.lock().wants_staging() {
+                store.update(|state| state.shed_ungathered(ShedCause::StagingFull));
+            }
+        }
+    }
+
+    fn patience(&self, backpressure: Backpressure) -> Duration {
+        let most = self.options.io_timeout * STALLED_TIMEOUTS;
+        match backpressure {
+            Backpressure::Shed { patience } => patience.min(most),
+            Backpressure::Wait => most,
+        }
+    }
+
+    fn wake_at(&self, shared: &Shared, starved: bool) -> Option<Instant> {
+        let deadlines = shared.stores.iter().filter_map(|s| s.deadline);
+        let patience = shared.stores.iter().filter(|_| starved).map(|s| shared.moved + self.patience(s.backpressure));
+        let retry = (!shared.retries.is_empty()).then(|| Instant::now() + RETRY);
+        deadlines.chain(patience).chain(retry).min()
+    }
+}
