@@ -5,7 +5,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 fn crc(c: &mut Criterion) {
     let mut group = c.benchmark_group("crc");
     for kib in [288usize, 4096, 32768] {
-        let bytes: Vec<u8> = (0..kib << 10).map(|i| (i * 31 >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..kib << 10).map(|i| ((i * 31) >> 3) as u8).collect();
         group.throughput(Throughput::Bytes(bytes.len() as u64));
         group.bench_function(BenchmarkId::new("whole", format!("{kib}KiB")), |b| b.iter(|| crc32fast::hash(&bytes)));
         group.bench_function(BenchmarkId::new("tiles", format!("{kib}KiB")), |b| {

@@ -3,6 +3,7 @@
 //!
 //! Staging and paged KV are far larger than the caches, and blocks lie in a shuffled order, as a server's allocator
 //! leaves them. One iteration moves [`JOBS`] extents.
+#![expect(clippy::unwrap_used, reason = "benches")]
 
 use std::hint::black_box;
 use std::sync::{Arc, mpsc};
