@@ -44,6 +44,9 @@ pub(super) struct Inner {
     pub(super) closed: AtomicBool,
     pub(super) wake: Wake,
     pub(super) adopted: AtomicU64,
+    /// Versions that failed to load and that no table of ours can drop: in read-only mode.
+    pub(super) hidden: Mutex<HashSet<([u8; 16], u64)>>,
+    pub(super) any_hidden: AtomicBool,
 }
 
 impl fmt::Debug for Inner {
@@ -262,7 +265,7 @@ impl Inner {
     pub(super) fn serves(&self, entry: &Entry) -> bool {
         let live = matches!(entry.kind, EntryKind::Chunk | EntryKind::Object);
         let expired = entry.expiry_s != 0 && u64::from(entry.expiry_s) <= self.options.clock.unix_s();
-        live && !expired && entry.seq > self.cleared_up_to()
+        live && !expired && entry.seq > self.cleared_up_to() && !self.is_hidden(&entry.key, entry.seq)
     }
 
     /// The drive for a new slot.

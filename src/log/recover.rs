@@ -23,7 +23,7 @@ use crate::io::{Buf, DirectFile};
 const WINDOW_BYTES: usize = 6 << 20;
 
 /// Makes a table for that many entries.
-pub(super) type TableMaker<'a> = dyn Fn(u64, u64) -> Result<Table> + 'a;
+pub(super) type TableMaker<'a> = dyn Fn(u64, u64) -> Result<Table> + Sync + 'a;
 
 /// What was found.
 pub(super) struct Recovered {
