@@ -242,6 +242,9 @@ impl Inner {
     }
 
     fn over_share(&self, segment: u32, now_ns: u64) -> bool {
+        if self.lease_limit >= self.segments as usize {
+            return false;
+        }
         let leased = self.leased(now_ns);
         // A segment that others lease as well costs the share nothing.
         leased.len() > self.lease_limit && leased.iter().any(|(s, records)| *s == segment && *records == 1)
@@ -264,9 +267,7 @@ impl Inner {
             .claim(env.now_ns)
             .or_else(|| if self.sweep(env) > 0 { self.claim(env.now_ns) } else { None })
             .ok_or(LeaseRefused::Full)?;
-        for (part, value) in
-            [(IDENT, self.holder.ident()), (EXPIRY, expiry_ns), (TARGET, target_of(segment, epoch))]
-        {
+        for (part, value) in [(IDENT, self.holder.ident()), (EXPIRY, expiry_ns), (TARGET, target_of(segment, epoch))] {
             if let Some(word) = self.record_part(record, part) {
                 word.store(value, Ordering::Relaxed);
             }
@@ -304,4 +305,12 @@ impl Inner {
 
 fn claim_time(now_ns: u64) -> u64 {
     (now_ns / 1_000_000) & CLAIM_TIME_MASK
+}
+
+#[cfg(test)]
+impl Inner {
+    /// Claims a record as a process does that dies before it publishes.
+    pub(super) fn die_claiming(&self, now_ns: u64) {
+        let _ = self.claim(now_ns);
+    }
 }

@@ -4,12 +4,12 @@
 //! The log lets no two writers be. Lookups take no lock and make no system call.
 
 use std::fs::File;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
 use super::bucket::{
-    BUCKET_WORDS, Bucket, BucketMut, Line, MAX_PROBE, SLOTS_PER_BUCKET, Scan, Wanted, line_word, place,
+    BUCKET_WORDS, Bucket, BucketMut, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, line_word, place,
 };
 use super::entry::{Entry, EntryKind, key_words};
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
@@ -47,6 +47,14 @@ pub(super) struct WriterState {
     pub(super) crowded: bool,
 }
 
+/// The bucket that was last found locked for good, and its sequence then. The two are stored apart; a mix of two buckets
+/// only makes one lookup wait again.
+#[derive(Debug, Default)]
+struct Stuck {
+    bucket: AtomicUsize,
+    sequence: AtomicU64,
+}
+
 /// One lane's entries.
 #[derive(Debug)]
 pub struct Table {
@@ -54,12 +62,14 @@ pub struct Table {
     pub(super) buckets: usize,
     max_entries: u64,
     generation: u64,
+    stuck: Stuck,
+    /// Lookups that gave up on a locked bucket.
+    gave_up: AtomicU64,
     /// Present in the writer alone.
     pub(super) writer: Option<Mutex<WriterState>>,
 }
 
-/// Buckets for `max_entries` at seven eighths full: there, about one lookup in four of a missing key goes on to a second
-/// bucket, and no entry of a million lies further than ten from its home.
+/// Buckets for `max_entries` at seven eighths full: there, half of the lookups of a missing key go on to a second bucket.
 fn buckets_for(max_entries: u64) -> Option<u64> {
     let slots = max_entries.checked_mul(8)?.div_ceil(7);
     // Slots are numbered with 32 bits; a few buckets more than needed let small tables spread.
@@ -111,6 +121,8 @@ impl Table {
             buckets: buckets as usize,
             max_entries: spec.max_entries,
             generation: spec.generation,
+            stuck: Stuck::default(),
+            gave_up: AtomicU64::new(0),
             writer: Some(Mutex::default()),
         })
     }
@@ -131,7 +143,15 @@ impl Table {
         if !fits || buckets == 0 {
             return Err(Error::new(ErrorKind::Corrupt, "the table's buckets lie beyond its end"));
         }
-        Ok(Self { map, buckets: buckets as usize, max_entries, generation: header.generation, writer: None })
+        Ok(Self {
+            map,
+            buckets: buckets as usize,
+            max_entries,
+            generation: header.generation,
+            stuck: Stuck::default(),
+            gave_up: AtomicU64::new(0),
+            writer: None,
+        })
     }
 
     /// Maps all pages now: a reader's first lookups then pay no page faults.
@@ -181,6 +201,13 @@ impl Table {
     #[must_use]
     pub fn slots(&self) -> usize {
         self.buckets * SLOTS_PER_BUCKET
+    }
+
+    /// Lookups through this object that missed because the writer stayed within a bucket for milliseconds: it died, or the
+    /// machine took its processor away.
+    #[must_use]
+    pub fn gave_up(&self) -> u64 {
+        self.gave_up.load(Ordering::Relaxed)
     }
 
     /// Bytes of the mapping.
@@ -286,7 +313,12 @@ impl Table {
     }
 
     pub(super) fn for_each_line_of(&self, b: usize, visit: &mut impl FnMut(&Line, u32)) {
-        for line in self.bucket(b).and_then(|b| b.snapshot()).iter().flatten().flatten() {
+        let Some(bucket) = self.bucket(b) else { return };
+        let Some(lines) = bucket.snapshot(self.patience(bucket)) else {
+            self.found_stuck(b, bucket.sequence());
+            return;
+        };
+        for line in lines.iter().flatten() {
             visit(line, (b * SLOTS_PER_BUCKET + line.2) as u32);
         }
     }
@@ -304,27 +336,51 @@ impl Table {
         self.map.block_mut(HEADER_WORDS + b * BUCKET_WORDS).map(BucketMut)
     }
 
-    /// The bucket `step` after `home`.
-    pub(super) fn step(&self, home: usize, step: usize) -> usize {
-        let b = home + step;
-        if b >= self.buckets { b % self.buckets } else { b }
-    }
-
-    /// Buckets an entry may lie in.
-    pub(super) fn reach(&self) -> usize {
-        MAX_PROBE.min(self.buckets)
+    /// The buckets an entry may lie in, nearest first. A small table has some of them more than once.
+    pub(super) fn path(&self, home: usize) -> impl Iterator<Item = usize> {
+        let buckets = self.buckets;
+        (0..MAX_PROBE).scan(home, move |at, step| {
+            *at += step;
+            if *at >= buckets {
+                *at %= buckets;
+            }
+            Some(*at)
+        })
     }
 
     pub(super) fn find(&self, lo: u64, hi: Option<u64>) -> Option<(Line, u32)> {
         let (home, tag) = place(lo, self.buckets);
-        for step in 0..self.reach() {
-            let b = self.step(home, step);
-            match self.bucket(b)?.scan(Wanted { tag, lo, hi }) {
+        for b in self.path(home) {
+            let bucket = self.bucket(b)?;
+            match bucket.scan(Wanted { tag, lo, hi }, self.patience(bucket)) {
                 Scan::Found(line) => return Some((line, (b * SLOTS_PER_BUCKET + line.2) as u32)),
                 Scan::Next => {}
                 Scan::End => return None,
+                Scan::Locked(sequence) => {
+                    self.found_stuck(b, sequence);
+                    self.gave_up.fetch_add(1, Ordering::Relaxed);
+                    return None;
+                }
             }
         }
         None
+    }
+
+    /// How long to wait for the writer of `bucket`: a dead one is waited for once and not at every lookup, and a table of
+    /// garbage must not be waited for bucket by bucket.
+    #[inline]
+    fn patience(&self, bucket: Bucket<'_>) -> Patience {
+        if bucket.sequence() & 1 == 0 {
+            return Patience::Full;
+        }
+        let sequence = self.stuck.sequence.load(Ordering::Relaxed);
+        let stuck = self.bucket(self.stuck.bucket.load(Ordering::Relaxed));
+        let still = sequence & 1 == 1 && stuck.is_some_and(|b| b.sequence() == sequence);
+        if still { Patience::Little } else { Patience::Full }
+    }
+
+    fn found_stuck(&self, bucket: usize, sequence: u64) {
+        self.stuck.bucket.store(bucket, Ordering::Relaxed);
+        self.stuck.sequence.store(sequence, Ordering::Relaxed);
     }
 }

@@ -148,15 +148,15 @@ impl Table {
     /// Puts a key in that is not there.
     pub(super) fn add(&self, state: &mut WriterState, line: &[u64; ENTRY_WORDS], kind: EntryKind) -> Result<u32> {
         let (home, tag) = place(line[0], self.buckets);
-        let path = || (0..self.reach()).map(|s| self.step(home, s));
-        let free = path()
+        let free = self
+            .path(home)
             .enumerate()
             .find_map(|(s, b)| self.bucket_mut(b).and_then(|m| m.free_slot().map(|slot| (s, b, m, slot))));
         let Some((steps, b, bucket, slot)) = free else {
             state.crowded = true;
             return Err(Error::new(ErrorKind::NoSpace, "no free slot within reach in the index"));
         };
-        for passed in path().take(steps).filter_map(|b| self.bucket_mut(b)) {
+        for passed in self.path(home).take(steps).filter_map(|b| self.bucket_mut(b)) {
             passed.pass(true);
         }
         bucket.put(slot, tag, line, kind);
@@ -172,7 +172,7 @@ impl Table {
         let Some(bucket) = self.bucket_mut(b) else { return };
         bucket.clear(line.2);
         let home = place(line.0[0], self.buckets).0;
-        let passed = (0..self.reach()).map(|s| self.step(home, s)).take_while(|at| *at != b);
+        let passed = self.path(home).take_while(|at| *at != b);
         for at in passed.filter_map(|at| self.bucket_mut(at)) {
             at.pass(false);
         }
