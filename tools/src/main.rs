@@ -1,3 +1,69 @@
-//! The `forebay` program.
+//! The `forebay` program: benchmarks, cache warming, trace replay and inspection of a Forebay cache.
+//!
+//! This file only parses the command line, sets up logging and turns the outcome into an exit code; each subcommand lives
+//! in its own module. Results go to standard output, everything else (progress, warnings, errors) to standard error, so that
+//! output can be piped.
 
-fn main() {}
+mod bench;
+mod cli;
+mod out;
+mod probe;
+mod progress;
+mod replay;
+mod report;
+mod size;
+mod warm;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use forebay::ErrorKind;
+
+use crate::cli::{Cli, Command};
+use crate::out::{Context, Outcome};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    init_logging(cli.verbose);
+    let context = Context { json: cli.json, quiet: cli.quiet };
+    match run(cli.command, &context) {
+        Ok(outcome) => outcome.exit_code(),
+        Err(e) => {
+            eprintln!("forebay: {e}");
+            match e.kind() {
+                ErrorKind::InvalidInput | ErrorKind::Config => ExitCode::from(out::EXIT_USAGE),
+                _ => ExitCode::from(out::EXIT_FAILED),
+            }
+        }
+    }
+}
+
+fn run(command: Command, context: &Context) -> forebay::Result<Outcome> {
+    match command {
+        Command::Bench(args) => bench::run(&args, context),
+        Command::Replay(args) => replay::run(&args, context),
+        Command::Warm(args) => warm::run(&args, context),
+        Command::Probe(args) => probe::run(&args, context),
+    }
+}
+
+/// Logs to standard error: `FOREBAY_LOG` decides, then `RUST_LOG`, then `-v`.
+fn init_logging(verbose: u8) {
+    use std::io::IsTerminal as _;
+    let default = match verbose {
+        0 => "warn",
+        1 => "info",
+        2 => "debug",
+        _ => "trace",
+    };
+    let filter = ["FOREBAY_LOG", "RUST_LOG"]
+        .iter()
+        .find_map(|name| tracing_subscriber::EnvFilter::try_from_env(name).ok())
+        .unwrap_or_else(|| tracing_subscriber::EnvFilter::new(default));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .init();
+}

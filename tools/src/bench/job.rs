@@ -1,0 +1,218 @@
+//! A job with every option filled in and checked.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use forebay::geometry::PRESETS;
+use forebay::{Error, ErrorKind, Result};
+
+use super::options::{IoEngine, JobOptions, Layout, Rw};
+
+/// Largest number of operations in flight that a worker may ask for.
+const MAX_IODEPTH: usize = 4096;
+/// Largest number of workers.
+const MAX_NUMJOBS: usize = 256;
+/// Largest operation.
+const MAX_BS: u64 = 1 << 30;
+
+/// A job ready to run.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    /// Name; also part of its files' names.
+    pub(crate) name: String,
+    /// Workload.
+    pub(crate) rw: Rw,
+    /// I/O engine.
+    pub(crate) ioengine: IoEngine,
+    /// Bytes per operation.
+    pub(crate) bs: u64,
+    /// Operations in flight per worker.
+    pub(crate) iodepth: usize,
+    /// Workers.
+    pub(crate) numjobs: usize,
+    /// Bytes of each worker's file, or of KV; `None` where another option decides.
+    pub(crate) size: Option<u64>,
+    /// Reads among mixed operations, in percent.
+    pub(crate) rwmixread: u8,
+    /// Seed of random offsets and contents.
+    pub(crate) randseed: u64,
+    /// Longest time to run.
+    pub(crate) runtime: Option<Duration>,
+    /// Run for the whole runtime.
+    pub(crate) time_based: bool,
+    /// Wait for the jobs before this one.
+    pub(crate) stonewall: bool,
+    /// `O_DIRECT`.
+    pub(crate) direct: bool,
+    /// Directory of files or of the cache.
+    pub(crate) directory: PathBuf,
+    /// File that all workers share.
+    pub(crate) filename: Option<PathBuf>,
+    /// Flush at the end.
+    pub(crate) end_fsync: bool,
+    /// Remove the files afterwards.
+    pub(crate) unlink: bool,
+    /// Options of the engine's jobs.
+    pub(crate) kv: KvJob,
+}
+
+/// The engine's part of a job.
+#[derive(Clone, Debug)]
+pub(crate) struct KvJob {
+    /// Model preset.
+    pub(crate) model: String,
+    /// Tokens of a prompt; `None` where `size` decides.
+    pub(crate) tokens: Option<u64>,
+    /// Tokens of a paged block.
+    pub(crate) block_size: u32,
+    /// Layout of the paged KV; `None`: what the model's layers need.
+    pub(crate) layout: Option<Layout>,
+    /// Simulated attention per layer.
+    pub(crate) compute: Duration,
+    /// Leave the cache behind.
+    pub(crate) keep: bool,
+    /// Compare every loaded byte.
+    pub(crate) verify: bool,
+    /// Entries beside the prompt's own.
+    pub(crate) entries: u64,
+    /// Chunks in a cache that is reopened.
+    pub(crate) chunks: u64,
+}
+
+fn invalid(name: &str, why: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::InvalidInput, format!("job {name:?}: {why}"))
+}
+
+impl Job {
+    /// Fills in defaults and checks; `default_name` is the section's name or `forebay`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] naming the job and the option.
+    pub(crate) fn new(options: JobOptions, default_name: &str) -> Result<Self> {
+        let name = options.name.unwrap_or_else(|| default_name.to_owned());
+        let rw = options.rw.ok_or_else(|| {
+            invalid(&name, "no workload").advice("add --rw read|write|randread|randwrite|rw|randrw or an engine mode")
+        })?;
+        let kv = options.kv;
+        let job = Self {
+            rw,
+            ioengine: options.ioengine.unwrap_or(IoEngine::Auto),
+            bs: options.bs.unwrap_or(if rw.is_raw() { 4096 } else { 1 << 20 }),
+            iodepth: options.iodepth.unwrap_or(if rw.is_raw() { 1 } else { 32 }),
+            numjobs: options.numjobs.unwrap_or(1),
+            size: options.size,
+            rwmixread: options.rwmixread.unwrap_or(50),
+            randseed: options.randseed.unwrap_or(0x466f_7265_6261_7921),
+            runtime: options.runtime.filter(|t| !t.is_zero()),
+            time_based: options.time_based.unwrap_or(false),
+            stonewall: options.stonewall.unwrap_or(false),
+            direct: options.direct.unwrap_or(true),
+            directory: options.directory.unwrap_or_else(|| PathBuf::from(".")),
+            filename: options.filename,
+            end_fsync: options.end_fsync.unwrap_or(false),
+            unlink: options.unlink.unwrap_or(false),
+            kv: KvJob {
+                model: kv.model.unwrap_or_else(|| "llama-3.1-8b".to_owned()),
+                tokens: kv.tokens,
+                block_size: kv.block_size.unwrap_or(16),
+                layout: kv.layout,
+                compute: Duration::from_micros(kv.compute_us.unwrap_or(0)),
+                keep: kv.keep.unwrap_or(false),
+                verify: kv.verify.unwrap_or(false),
+                entries: kv.entries.unwrap_or(1_000_000),
+                chunks: kv.chunks.unwrap_or(1_000_000),
+            },
+            name,
+        };
+        job.validate()?;
+        Ok(job)
+    }
+
+    fn validate(&self) -> Result<()> {
+        let bad = |why: String| Err(invalid(&self.name, why));
+        if self.name.is_empty() || self.name.contains(['/', '\0']) {
+            return bad("the name must be a file name".to_owned());
+        }
+        if self.bs == 0 || self.bs > MAX_BS {
+            return bad(format!("bs must be 1 to {MAX_BS} bytes"));
+        }
+        if self.iodepth == 0 || self.iodepth > MAX_IODEPTH {
+            return bad(format!("iodepth must be 1 to {MAX_IODEPTH}"));
+        }
+        if self.numjobs == 0 || self.numjobs > MAX_NUMJOBS {
+            return bad(format!("numjobs must be 1 to {MAX_NUMJOBS}"));
+        }
+        if self.time_based && self.runtime.is_none() {
+            return bad("time_based needs a runtime".to_owned());
+        }
+        if self.kv.block_size == 0 {
+            return bad("block-size must be at least one token".to_owned());
+        }
+        if !PRESETS.contains(&self.kv.model.as_str()) {
+            return bad(format!("unknown model {:?}, use one of {}", self.kv.model, PRESETS.join(", ")));
+        }
+        if self.rw.is_raw() {
+            self.validate_raw()?;
+        }
+        Ok(())
+    }
+
+    fn validate_raw(&self) -> Result<()> {
+        if self.ioengine == IoEngine::Cufile {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("job {:?}: ioengine cufile is not active in this build", self.name),
+            )
+            .advice("use --ioengine auto, uring or threads; `forebay probe` shows which path this machine gets"));
+        }
+        if self.direct && !self.bs.is_multiple_of(512) {
+            return Err(invalid(&self.name, "bs must be a multiple of 512 bytes with direct=1"));
+        }
+        if let Some(size) = self.size.filter(|&s| s < self.bs) {
+            return Err(invalid(&self.name, format!("size {size} is smaller than bs {}", self.bs)));
+        }
+        Ok(())
+    }
+
+    /// The file of worker `index`.
+    pub(crate) fn file_of(&self, index: usize) -> PathBuf {
+        match &self.filename {
+            Some(f) if f.is_absolute() => f.clone(),
+            Some(f) if self.directory == Path::new(".") => f.clone(),
+            Some(f) => self.directory.join(f),
+            None => self.directory.join(format!("{}.{index}.0", self.name)),
+        }
+    }
+
+    /// The options that describe the job, in fio's spelling, for reports.
+    pub(crate) fn described(&self) -> Vec<(String, String)> {
+        let mut list: Vec<(&str, String)> = vec![
+            ("rw", self.rw.word().to_owned()),
+            ("ioengine", self.ioengine.word().to_owned()),
+            ("bs", self.bs.to_string()),
+            ("iodepth", self.iodepth.to_string()),
+            ("numjobs", self.numjobs.to_string()),
+            ("direct", u8::from(self.direct).to_string()),
+        ];
+        if let Some(size) = self.size {
+            list.push(("size", size.to_string()));
+        }
+        if let Some(t) = self.runtime {
+            list.push(("runtime", format!("{}s", t.as_secs_f64())));
+        }
+        if self.time_based {
+            list.push(("time_based", "1".to_owned()));
+        }
+        if matches!(self.rw, Rw::ReadWrite | Rw::Randrw) {
+            list.push(("rwmixread", self.rwmixread.to_string()));
+        }
+        if !self.rw.is_raw() {
+            list.push(("model", self.kv.model.clone()));
+            list.extend(self.kv.tokens.map(|n| ("tokens", n.to_string())));
+            list.push(("block_size", self.kv.block_size.to_string()));
+            list.extend(self.kv.layout.map(|l| ("layout", l.word().to_owned())));
+            list.push(("compute_us", self.kv.compute.as_micros().to_string()));
+        }
+        list.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()
+    }
+}

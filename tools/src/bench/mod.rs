@@ -1,0 +1,139 @@
+//! `forebay bench`: fio's options, output and JSON over Forebay's raw I/O engine and over the whole engine.
+//!
+//! `options` and `jobfile` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the engine's modes. Every runner
+//! turns a [`job::Job`] into a [`crate::report::JobResult`]; what is printed from it is `report`'s business.
+
+pub(crate) mod job;
+mod jobfile;
+mod kv;
+pub(crate) mod options;
+mod raw;
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+use forebay::{Error, Result};
+
+use crate::out::{self, Context, Outcome};
+use crate::report::{self, JobResult};
+use job::Job;
+use options::JobOptions;
+
+/// Options of `forebay bench`.
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct BenchArgs {
+    /// fio job file, instead of a job from the options below.
+    #[arg(value_name = "JOBFILE")]
+    pub(crate) job_file: Option<PathBuf>,
+    /// Section of the job file to run; may be given several times.
+    #[arg(long, requires = "job_file", value_name = "NAME")]
+    pub(crate) section: Vec<String>,
+    #[command(flatten)]
+    pub(crate) options: JobOptions,
+
+    /// Form of the results.
+    #[arg(long = "output-format", value_enum, default_value_t = OutputFormat::Normal, help_heading = "Output")]
+    pub(crate) output_format: OutputFormat,
+    /// File for the results instead of standard output.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) output: Option<PathBuf>,
+    /// Also write a report with charts.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) html: Option<PathBuf>,
+}
+
+const AFTER_HELP: &str = "\
+Jobs of a job file run at once, as in fio; `stonewall` makes a job wait for those before it. Processor figures are the
+whole process's while a job runs. Sizes are fio's: k, m, g are powers of 1024. Missing files are laid out with real data.
+
+Examples:
+  forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
+  forebay bench --rw randrw --rwmixread 80 --bs 64k --runtime 10 --time_based --size 1g --directory /mnt/nvme
+  forebay bench nightly.fio --section seq --output-format json --output result.json --html report.html
+  forebay bench --rw layerload --model llama-3.1-8b --tokens 32768 --compute-us 500 --verify --directory /mnt/nvme";
+
+/// Form of the results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputFormat {
+    /// Text as fio prints it.
+    Normal,
+    /// fio's JSON shape.
+    Json,
+}
+
+/// Runs `forebay bench`.
+pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
+    let jobs = jobs(args)?;
+    let json = context.json || args.output_format == OutputFormat::Json;
+    let context = Context { json, ..*context };
+    let mut results: Vec<JobResult> = Vec::with_capacity(jobs.len());
+    for (group, members) in groups(jobs).into_iter().enumerate() {
+        for mut result in run_group(&members, &context)? {
+            result.group = group;
+            results.push(result.complete());
+        }
+    }
+    let text = if json { out::to_json(&report::json::document(&results))? } else { report::normal::document(&results) };
+    match &args.output {
+        Some(path) => write_file(path, &text)?,
+        None => out::print(&text)?,
+    }
+    if let Some(path) = &args.html {
+        write_file(path, &report::html::document(&results)?)?;
+    }
+    let problem = results.iter().any(|r| {
+        r.forebay.wrong_bytes.unwrap_or(0) > 0
+            || r.forebay.corrupt.unwrap_or(0) > 0
+            || r.read.short_ios + r.write.short_ios > 0
+    });
+    Ok(if problem { Outcome::Problem } else { Outcome::Done })
+}
+
+fn write_file(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).map_err(|e| Error::io("cannot write the results", e).at(path))
+}
+
+fn jobs(args: &BenchArgs) -> Result<Vec<Job>> {
+    let Some(path) = &args.job_file else {
+        return Ok(vec![Job::new(args.options.clone(), "forebay")?]);
+    };
+    let file = jobfile::read(path, &args.section)?;
+    if !file.ignored.is_empty() {
+        eprintln!(
+            "forebay: warning: options of the job file that forebay does not have were ignored: {}",
+            file.ignored.join(", ")
+        );
+    }
+    file.jobs.into_iter().map(|(name, options)| Job::new(options, &name)).collect()
+}
+
+/// Jobs that run at once: a `stonewall` starts a new group.
+fn groups(jobs: Vec<Job>) -> Vec<Vec<Job>> {
+    let mut groups: Vec<Vec<Job>> = Vec::new();
+    for job in jobs {
+        match groups.last_mut() {
+            Some(group) if !job.stonewall => group.push(job),
+            _ => groups.push(vec![job]),
+        }
+    }
+    groups
+}
+
+fn run_group(members: &[Job], context: &Context) -> Result<Vec<JobResult>> {
+    if let [job] = members {
+        return Ok(vec![run_job(job, context)?]);
+    }
+    // Files are laid out before the clock of any job starts.
+    for job in members.iter().filter(|j| j.rw.is_raw()) {
+        raw::prepare(job, context)?;
+    }
+    std::thread::scope(|scope| {
+        let running: Vec<_> = members.iter().map(|job| scope.spawn(|| run_job(job, context))).collect();
+        running.into_iter().map(|thread| thread.join().unwrap_or_else(|p| std::panic::resume_unwind(p))).collect()
+    })
+}
+
+fn run_job(job: &Job, context: &Context) -> Result<JobResult> {
+    if job.rw.is_raw() { raw::run(job, context) } else { kv::run(job, context) }
+}

@@ -1,0 +1,244 @@
+//! Options of one benchmark job, in fio's vocabulary: the same list serves the command line and job files.
+//!
+//! Everything is optional here; [`super::job::Job`] has the defaults filled in and checked. Underscores and hyphens are both
+//! accepted where fio and clap differ.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use crate::size::{parse_bytes, parse_time, parse_tokens};
+
+/// What a job does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Rw {
+    /// Sequential reads of a file.
+    Read,
+    /// Sequential writes.
+    Write,
+    /// Random reads.
+    Randread,
+    /// Random writes.
+    Randwrite,
+    /// Sequential reads and writes mixed.
+    #[value(name = "rw", alias = "readwrite")]
+    ReadWrite,
+    /// Random reads and writes mixed.
+    Randrw,
+    /// Loads of whole prompts through the engine.
+    Load,
+    /// Stores of whole prompts through the engine.
+    Store,
+    /// Loads layer by layer beside simulated attention.
+    Layerload,
+    /// Stores layer by layer beside simulated attention.
+    Layerstore,
+    /// Lookups of a prompt among many entries.
+    Lookup,
+    /// Reopening a cache after kill -9.
+    Reopen,
+}
+
+impl Rw {
+    /// fio's word, or ours.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Randread => "randread",
+            Self::Randwrite => "randwrite",
+            Self::ReadWrite => "rw",
+            Self::Randrw => "randrw",
+            Self::Load => "load",
+            Self::Store => "store",
+            Self::Layerload => "layerload",
+            Self::Layerstore => "layerstore",
+            Self::Lookup => "lookup",
+            Self::Reopen => "reopen",
+        }
+    }
+
+    /// Whether the job moves blocks of plain files, without the engine.
+    pub(crate) fn is_raw(self) -> bool {
+        matches!(self, Self::Read | Self::Write | Self::Randread | Self::Randwrite | Self::ReadWrite | Self::Randrw)
+    }
+
+    /// Whether a raw job reads at all.
+    pub(crate) fn reads(self) -> bool {
+        matches!(self, Self::Read | Self::Randread | Self::ReadWrite | Self::Randrw)
+    }
+
+    /// Whether a raw job writes at all.
+    pub(crate) fn writes(self) -> bool {
+        matches!(self, Self::Write | Self::Randwrite | Self::ReadWrite | Self::Randrw)
+    }
+
+    /// Whether offsets are random.
+    pub(crate) fn is_random(self) -> bool {
+        matches!(self, Self::Randread | Self::Randwrite | Self::Randrw)
+    }
+}
+
+/// I/O engine; fio's names for the same thing are understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum IoEngine {
+    /// The best path that this machine allows.
+    #[value(alias = "libaio")]
+    Auto,
+    /// GPUDirect Storage through libcufile.
+    #[value(alias = "libcufile")]
+    Cufile,
+    /// `io_uring`.
+    #[value(aliases = ["io_uring", "io-uring"])]
+    Uring,
+    /// A pool of threads with pread and pwrite.
+    #[value(aliases = ["psync", "sync", "vsync", "pvsync", "pvsync2", "posixaio"])]
+    Threads,
+}
+
+impl IoEngine {
+    /// Our name for it.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Cufile => "cufile",
+            Self::Uring => "uring",
+            Self::Threads => "threads",
+        }
+    }
+}
+
+/// Layout of the paged KV that the engine's jobs load into and store from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Layout {
+    /// Tokens, then heads: `[block][token][head][dim]`.
+    Nhd,
+    /// Heads, then tokens: `[block][head][token][dim]`.
+    Hnd,
+    /// One compressed row per token.
+    Mla,
+    /// Blocks that only the server understands.
+    Opaque,
+}
+
+impl Layout {
+    /// Its name on the command line.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Nhd => "nhd",
+            Self::Hnd => "hnd",
+            Self::Mla => "mla",
+            Self::Opaque => "opaque",
+        }
+    }
+}
+
+/// fio's booleans: `0`, `1`, and the words.
+fn parse_bool(text: &str) -> Result<bool, String> {
+    match text.trim() {
+        "1" | "true" | "yes" | "on" => Ok(true),
+        "0" | "false" | "no" | "off" => Ok(false),
+        other => Err(format!("{other:?} is neither 0 nor 1")),
+    }
+}
+
+/// Options of a job as given; `None` where they were not.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct JobOptions {
+    /// Workload: raw I/O as in fio, or the engine.
+    #[arg(long, alias = "readwrite", value_enum, value_name = "MODE", help_heading = "Workload")]
+    pub(crate) rw: Option<Rw>,
+    /// Name of the job.
+    #[arg(long, help_heading = "Workload")]
+    pub(crate) name: Option<String>,
+    /// I/O engine; fio's `io_uring`, `psync` and relatives mean ours.
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Workload")]
+    pub(crate) ioengine: Option<IoEngine>,
+    /// Bytes per operation [default: 4k as in fio; the engine's own for its jobs].
+    #[arg(long, alias = "blocksize", value_parser = parse_bytes, value_name = "SIZE", help_heading = "Workload")]
+    pub(crate) bs: Option<u64>,
+    /// Operations kept in flight by each worker.
+    #[arg(long, value_name = "N", help_heading = "Workload")]
+    pub(crate) iodepth: Option<usize>,
+    /// Workers that run the same job at once.
+    #[arg(long, value_name = "N", help_heading = "Workload")]
+    pub(crate) numjobs: Option<usize>,
+    /// Bytes of each worker's file; for the engine's jobs, bytes of KV.
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE", help_heading = "Workload")]
+    pub(crate) size: Option<u64>,
+    /// Reads among mixed operations, in percent.
+    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=100), value_name = "PERCENT", help_heading = "Workload")]
+    pub(crate) rwmixread: Option<u8>,
+    /// Seed of random offsets and contents.
+    #[arg(long, value_name = "N", help_heading = "Workload")]
+    pub(crate) randseed: Option<u64>,
+
+    /// Longest time to run, in seconds unless a unit follows.
+    #[arg(long, value_parser = parse_time, value_name = "TIME", help_heading = "Time")]
+    pub(crate) runtime: Option<Duration>,
+    /// Run for the whole runtime, starting over where the file ends.
+    #[arg(long = "time_based", alias = "time-based", value_parser = parse_bool, num_args = 0..=1, require_equals = true,
+          default_missing_value = "1", value_name = "0|1", help_heading = "Time")]
+    pub(crate) time_based: Option<bool>,
+    /// Wait for the jobs before this one in the job file.
+    #[arg(long, alias = "wait_for_previous", value_parser = parse_bool, num_args = 0..=1, require_equals = true,
+          default_missing_value = "1", value_name = "0|1", help_heading = "Time")]
+    pub(crate) stonewall: Option<bool>,
+
+    /// `O_DIRECT` (1, the default) or the page cache (0).
+    #[arg(long, value_parser = parse_bool, value_name = "0|1", help_heading = "Files")]
+    pub(crate) direct: Option<bool>,
+    /// Directory of the files, or of the cache.
+    #[arg(long, value_name = "DIR", help_heading = "Files")]
+    pub(crate) directory: Option<PathBuf>,
+    /// File that all workers share, instead of one each in the directory.
+    #[arg(long, value_name = "FILE", help_heading = "Files")]
+    pub(crate) filename: Option<PathBuf>,
+    /// Flush when the writes are done; the flush counts as run time.
+    #[arg(long = "end_fsync", alias = "end-fsync", value_parser = parse_bool, num_args = 0..=1, require_equals = true,
+          default_missing_value = "1", value_name = "0|1", help_heading = "Files")]
+    pub(crate) end_fsync: Option<bool>,
+    /// Remove the files afterwards.
+    #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_name = "0|1", help_heading = "Files")]
+    pub(crate) unlink: Option<bool>,
+
+    #[command(flatten)]
+    pub(crate) kv: KvOptions,
+}
+
+/// Options of the engine's jobs.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Engine")]
+pub(crate) struct KvOptions {
+    /// Model whose KV is moved.
+    #[arg(long, value_name = "PRESET")]
+    pub(crate) model: Option<String>,
+    /// Tokens of a prompt.
+    #[arg(long, value_parser = parse_tokens, value_name = "N")]
+    pub(crate) tokens: Option<u64>,
+    /// Tokens of a block of the server's paged KV (`--bs` is the size of I/O operations).
+    #[arg(long = "block-size", alias = "block_size", value_name = "TOKENS")]
+    pub(crate) block_size: Option<u32>,
+    /// Layout of the paged KV.
+    #[arg(long, value_enum)]
+    pub(crate) layout: Option<Layout>,
+    /// Simulated attention per layer, in microseconds.
+    #[arg(long = "compute-us", alias = "compute_us", value_name = "N")]
+    pub(crate) compute_us: Option<u64>,
+    /// Leave the cache in the directory.
+    #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_name = "0|1")]
+    pub(crate) keep: Option<bool>,
+    /// Compare every loaded byte with a pattern made from key and position.
+    #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_name = "0|1")]
+    pub(crate) verify: Option<bool>,
+    /// Entries in the index beside the prompt's own.
+    #[arg(long, value_parser = parse_tokens, value_name = "N")]
+    pub(crate) entries: Option<u64>,
+    /// Chunks in the cache that is reopened.
+    #[arg(long, value_parser = parse_tokens, value_name = "N")]
+    pub(crate) chunks: Option<u64>,
+}

@@ -1,0 +1,177 @@
+//! `forebay replay`: what a request trace would have found in a cache of a given size under a given policy.
+//!
+//! `trace` reads the requests, `sim` is a cache without payload, `policy` decides what it gives up. Another cache is
+//! replayed through the same loop by implementing [`ReplayCache`]; this module must not know how one works inside.
+
+mod policy;
+mod sim;
+mod trace;
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use comfy_table::{CellAlignment, Table, presets};
+use forebay::geometry::Geometry;
+use forebay::{Error, ErrorKind, Result};
+use serde::Serialize;
+
+use crate::out::{self, Context, Outcome};
+use crate::progress::{self, Unit};
+use crate::size;
+pub(crate) use policy::PolicyKind;
+pub(crate) use trace::{Request, read_trace};
+
+/// Options of `forebay replay`.
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ReplayArgs {
+    /// Trace in Mooncake's format: one JSON object per line with timestamp, `input_length`, `output_length`, `hash_ids`.
+    pub(crate) trace: PathBuf,
+    /// Cache sizes in tokens, comma-separated, decimal (`3m` = 3,000,000); `unlimited` for a cache that keeps everything.
+    #[arg(long, value_delimiter = ',', default_value = "3m,10m,20m", value_parser = size::parse_tokens, value_name = "N,…")]
+    pub(crate) capacity_tokens: Vec<u64>,
+    /// Policies, comma-separated; `default` is the one a cache uses without settings.
+    #[arg(long, value_delimiter = ',', default_value = "default", value_name = "NAME,…")]
+    pub(crate) policy: Vec<PolicyKind>,
+    /// Model whose bytes per token turn tokens into bytes.
+    #[arg(long, default_value = "llama-3.1-8b", value_name = "PRESET")]
+    pub(crate) model: String,
+    /// `sim` counts without payload; `real` stores and loads through the engine.
+    #[arg(long, value_enum, default_value_t = ReplayEngine::Sim)]
+    pub(crate) engine: ReplayEngine,
+    /// Simulate reclaim in whole segments of this many tokens (0: every block by itself).
+    #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
+    pub(crate) segment_tokens: u64,
+    /// Only the first N requests.
+    #[arg(long, value_name = "N")]
+    pub(crate) limit: Option<usize>,
+}
+
+const AFTER_HELP: &str = "\
+A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked.
+Missing blocks are stored after the lookup. bytes_admitted are the bytes stored, write_amplification the bytes written
+for each of them (above 1 where a policy moves chunks to keep them).
+
+Examples:
+  forebay replay trace.jsonl
+  forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,default --json
+  forebay replay trace.jsonl --segment-tokens 131072 --model qwen3-32b";
+
+/// What a trace is replayed against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ReplayEngine {
+    /// A simulated cache without payload.
+    Sim,
+    /// The engine with its files.
+    Real,
+}
+
+/// A cache under replay.
+pub(crate) trait ReplayCache {
+    /// Serves one request: finds its prefix, stores what is missing. Returns the tokens found.
+    fn request(&mut self, request: &Request) -> Result<u64>;
+    /// Tokens stored so far: asked for by requests, and written in all (moved chunks included).
+    fn totals(&self) -> Totals;
+}
+
+/// What a cache has written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    /// Tokens admitted after a miss.
+    pub(crate) admitted_tokens: u64,
+    /// Tokens written, those included that were moved to stay.
+    pub(crate) written_tokens: u64,
+}
+
+/// One line of the result.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct ReplayResult {
+    /// Policy as asked for.
+    pub(crate) policy: &'static str,
+    /// Capacity in tokens; null for an unlimited cache.
+    pub(crate) capacity_tokens: Option<u64>,
+    /// Tokens found as a usable prefix over tokens asked.
+    pub(crate) hit_ratio: f64,
+    /// Bytes stored after misses.
+    pub(crate) bytes_admitted: u64,
+    /// Bytes written over bytes admitted; 1 where nothing was admitted.
+    pub(crate) write_amplification: f64,
+}
+
+/// Runs `forebay replay`.
+pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
+    let geometry = Geometry::preset(&args.model)?;
+    let bytes_per_token =
+        (geometry.chunk_bytes(geometry.chunk_tokens as usize) / geometry.chunk_tokens as usize) as u64;
+    let mut requests = read_trace(&args.trace)?;
+    requests.truncate(args.limit.unwrap_or(usize::MAX));
+    let asked: u64 = requests.iter().map(|r| r.input_length).sum();
+    let runs = args.policy.len() * args.capacity_tokens.len();
+    let bar = progress::bar(context, "replay", (requests.len() * runs) as u64, Unit::Count);
+    let mut results = Vec::with_capacity(runs);
+    for &policy in &args.policy {
+        for &capacity in &args.capacity_tokens {
+            let mut cache = open_cache(args, policy, capacity)?;
+            let mut found = 0;
+            for request in &requests {
+                found += cache.request(request)?;
+                bar.inc(1);
+            }
+            results.push(summarise(policy, capacity, (found, asked), cache.totals(), bytes_per_token));
+        }
+    }
+    bar.finish_and_clear();
+    if context.json {
+        out::print_json(&results)?;
+    } else {
+        out::print(&table(&results))?;
+    }
+    Ok(Outcome::Done)
+}
+
+/// The cache to replay against; the engine's own comes in here.
+fn open_cache(args: &ReplayArgs, policy: PolicyKind, capacity_tokens: u64) -> Result<Box<dyn ReplayCache>> {
+    match args.engine {
+        ReplayEngine::Sim => Ok(Box::new(sim::SimCache::new(policy, capacity_tokens, args.segment_tokens))),
+        ReplayEngine::Real => Err(Error::new(ErrorKind::Unsupported, "replay through the engine is not in this build")
+            .advice("use --engine sim")),
+    }
+}
+
+fn summarise(
+    policy: PolicyKind,
+    capacity: u64,
+    (found, asked): (u64, u64),
+    totals: Totals,
+    bytes_per_token: u64,
+) -> ReplayResult {
+    let ratio = |a: u64, b: u64, empty: f64| if b == 0 { empty } else { a as f64 / b as f64 };
+    ReplayResult {
+        policy: policy.name(),
+        capacity_tokens: (capacity != u64::MAX).then_some(capacity),
+        hit_ratio: ratio(found, asked, 0.0),
+        bytes_admitted: totals.admitted_tokens.saturating_mul(bytes_per_token),
+        write_amplification: ratio(totals.written_tokens, totals.admitted_tokens, 1.0),
+    }
+}
+
+fn table(results: &[ReplayResult]) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(["policy", "capacity", "hit ratio", "admitted", "write amplification"]);
+    for r in results {
+        let capacity =
+            r.capacity_tokens.map_or("unlimited".to_owned(), |c| format!("{} tokens", size::show_count(c as f64)));
+        table.add_row([
+            r.policy.to_owned(),
+            capacity,
+            format!("{:.4}", r.hit_ratio),
+            size::show_bytes(r.bytes_admitted as f64),
+            format!("{:.3}", r.write_amplification),
+        ]);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    format!("{table}\n")
+}

@@ -1,0 +1,110 @@
+//! What a simulated cache gives up when it is full.
+//!
+//! A policy ranks *segments* (with a granularity of one block, each block is its own segment) and may ask that single blocks
+//! of a reclaimed segment be written again. It sees ids, sizes and times only; time is the number of touches, never a clock.
+
+use std::collections::{BTreeMap, HashMap};
+
+use clap::ValueEnum;
+
+/// Policies by the names users give.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PolicyKind {
+    /// Gives up what was used longest ago.
+    Lru,
+    /// Gives up what was stored first.
+    Fifo,
+    /// What a cache does without settings.
+    Default,
+}
+
+impl PolicyKind {
+    /// The name as users give it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Fifo => "fifo",
+            Self::Default => "default",
+        }
+    }
+
+    /// A fresh policy.
+    pub(crate) fn build(self) -> Box<dyn Policy> {
+        match self {
+            Self::Lru | Self::Default => Box::new(Ordered::new(true)),
+            Self::Fifo => Box::new(Ordered::new(false)),
+        }
+    }
+}
+
+/// A block as a policy sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Block {
+    /// Prefix hash.
+    pub(crate) id: u64,
+    /// Tokens in it.
+    pub(crate) tokens: u64,
+    /// Blocks before it in its prompt.
+    pub(crate) depth: u32,
+    /// Times it was found since it was stored.
+    pub(crate) hits: u32,
+}
+
+/// The decision what to give up.
+pub(crate) trait Policy {
+    /// A segment has been opened; its blocks follow with [`Policy::touch`].
+    fn opened(&mut self, segment: u64);
+    /// `block`, which lies in `segment`, has been stored or found.
+    fn touch(&mut self, segment: u64, block: &Block);
+    /// The segment to reclaim next; it is forgotten. `open` may still be appended to and is only given up alone.
+    fn victim(&mut self, open: Option<u64>) -> Option<u64>;
+    /// Whether `block` of a reclaimed segment is to be written again.
+    fn keep(&mut self, block: &Block) -> bool;
+}
+
+/// Segments in the order of their opening (fifo) or their last touch (lru); nothing is kept.
+#[derive(Debug)]
+struct Ordered {
+    by_use: bool,
+    clock: u64,
+    order: BTreeMap<u64, u64>,
+    place: HashMap<u64, u64>,
+}
+
+impl Ordered {
+    fn new(by_use: bool) -> Self {
+        Self { by_use, clock: 0, order: BTreeMap::new(), place: HashMap::new() }
+    }
+
+    fn to_newest(&mut self, segment: u64) {
+        self.clock += 1;
+        if let Some(old) = self.place.insert(segment, self.clock) {
+            self.order.remove(&old);
+        }
+        self.order.insert(self.clock, segment);
+    }
+}
+
+impl Policy for Ordered {
+    fn opened(&mut self, segment: u64) {
+        self.to_newest(segment);
+    }
+
+    fn touch(&mut self, segment: u64, _: &Block) {
+        if self.by_use {
+            self.to_newest(segment);
+        }
+    }
+
+    fn victim(&mut self, open: Option<u64>) -> Option<u64> {
+        let (&at, &segment) =
+            self.order.iter().find(|&(_, &s)| Some(s) != open).or_else(|| self.order.iter().next())?;
+        self.order.remove(&at);
+        self.place.remove(&segment);
+        Some(segment)
+    }
+
+    fn keep(&mut self, _: &Block) -> bool {
+        false
+    }
+}
