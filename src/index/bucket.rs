@@ -56,6 +56,16 @@ pub(super) enum Scan {
     Locked(u64),
 }
 
+/// Where a key's entry is likely to be.
+pub(super) enum Hint {
+    /// At this word of the bucket.
+    Line(usize),
+    /// In a later bucket.
+    Beyond,
+    /// Nowhere.
+    Nothing,
+}
+
 /// Which key is looked for.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted {
@@ -147,11 +157,15 @@ impl Bucket<'_> {
         .unwrap_or_else(|| Scan::Locked(self.sequence()))
     }
 
-    /// The first slot with this tag, without any check: a hint of which line to prefetch.
+    /// Which line to prefetch for a key with this tag; not checked against a writer.
     #[inline]
-    pub(super) fn likely_slot(&self, tag: u16) -> Option<usize> {
+    pub(super) fn hint(&self, tag: u16) -> Hint {
         let tags = self.tags();
-        (0..SLOTS_PER_BUCKET).find(|slot| tag_at(tags, *slot) == tag)
+        match (0..SLOTS_PER_BUCKET).find(|slot| tag_at(tags, *slot) == tag) {
+            Some(slot) => Hint::Line(FIRST_LINE + slot * ENTRY_WORDS),
+            None if tags[1] >> OVERFLOW_SHIFT == 0 => Hint::Nothing,
+            None => Hint::Beyond,
+        }
     }
 
     /// Everything in the bucket; none if it stays locked.
@@ -166,11 +180,6 @@ impl Bucket<'_> {
             })
         })
     }
-}
-
-/// Word of the first entry's line within a bucket, for prefetching.
-pub(super) const fn line_word(slot: usize) -> usize {
-    FIRST_LINE + slot * ENTRY_WORDS
 }
 
 /// The writer's access to a bucket. Loads are plain: nobody else stores.

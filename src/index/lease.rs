@@ -93,14 +93,14 @@ impl LeaseGuard {
 impl Drop for LeaseGuard {
     fn drop(&mut self) {
         let inner = &self.lane.inner;
-        if inner.process != std::process::id() {
-            return;
-        }
         let mut held = inner.held.lock();
         let Some(mine) = held.get_mut(&(self.segment, self.epoch)) else { return };
         mine.guards = mine.guards.saturating_sub(1);
         if mine.guards == 0 {
-            inner.end(mine.record, mine.owner);
+            // A forked child only drops its copy of the count.
+            if inner.process == std::process::id() {
+                inner.end(mine.record, mine.owner);
+            }
             held.remove(&(self.segment, self.epoch));
         }
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use super::bucket::{
-    BUCKET_WORDS, Bucket, BucketMut, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, line_word, place,
+    BUCKET_WORDS, Bucket, BucketMut, Hint, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, place,
 };
 use super::entry::{Entry, EntryKind, key_words};
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
@@ -21,7 +21,7 @@ use crate::key::ChunkKey;
 pub(super) const W_LEN: usize = W_OWN;
 
 /// Keys in flight between the fetch of a bucket's first line, of its entry, and the comparison.
-const LOOKAHEAD: usize = 24;
+pub(super) const LOOKAHEAD: usize = 24;
 
 /// What a new table is made for.
 #[derive(Clone, Copy, Debug)]
@@ -75,6 +75,10 @@ fn buckets_for(max_entries: u64) -> Option<u64> {
     // Slots are numbered with 32 bits; a few buckets more than needed let small tables spread.
     let buckets = slots.div_ceil(SLOTS_PER_BUCKET as u64).checked_add(2)?;
     (buckets < u64::from(u32::MAX) / SLOTS_PER_BUCKET as u64).then_some(buckets)
+}
+
+fn word_of(bucket: usize) -> usize {
+    HEADER_WORDS + bucket * BUCKET_WORDS
 }
 
 impl Table {
@@ -260,14 +264,10 @@ impl Table {
     pub fn lookup(&self, keys: &[ChunkKey], mut visit: impl FnMut(usize, Option<Entry>) -> bool) {
         for ahead in 0..keys.len() + 2 * LOOKAHEAD {
             if let Some(key) = keys.get(ahead) {
-                self.map.prefetch(self.home_word(key).0);
+                self.prefetch_home(key_words(key).0);
             }
             if let Some(key) = ahead.checked_sub(LOOKAHEAD).and_then(|i| keys.get(i)) {
-                let (at, tag) = self.home_word(key);
-                let slot = self.map.block(at).and_then(|b| Bucket(b).likely_slot(tag));
-                if let Some(slot) = slot {
-                    self.map.prefetch(at + line_word(slot));
-                }
+                self.prefetch_line(key_words(key).0, None);
             }
             if let Some(i) = ahead.checked_sub(2 * LOOKAHEAD)
                 && let Some(key) = keys.get(i)
@@ -306,12 +306,6 @@ impl Table {
         }
     }
 
-    pub(super) fn for_each_line(&self, mut visit: impl FnMut(&Line, u32)) {
-        for b in 0..self.buckets {
-            self.for_each_line_of(b, &mut visit);
-        }
-    }
-
     pub(super) fn for_each_line_of(&self, b: usize, visit: &mut impl FnMut(&Line, u32)) {
         let Some(bucket) = self.bucket(b) else { return };
         let Some(lines) = bucket.snapshot(self.patience(bucket)) else {
@@ -323,17 +317,29 @@ impl Table {
         }
     }
 
-    fn home_word(&self, key: &ChunkKey) -> (usize, u16) {
-        let (home, tag) = place(key_words(key).0, self.buckets);
-        (HEADER_WORDS + home * BUCKET_WORDS, tag)
+    /// Fetches the first line of a key's home bucket.
+    #[inline]
+    pub(super) fn prefetch_home(&self, lo: u64) {
+        self.map.prefetch(word_of(place(lo, self.buckets).0));
+    }
+
+    /// Fetches the line that holds the key, or that an `empty` tag says is free for it.
+    #[inline]
+    pub(super) fn prefetch_line(&self, lo: u64, empty: Option<u16>) {
+        let (home, tag) = place(lo, self.buckets);
+        match self.bucket(home).map_or(Hint::Nothing, |b| b.hint(empty.unwrap_or(tag))) {
+            Hint::Line(word) => self.map.prefetch(word_of(home) + word),
+            Hint::Beyond => self.map.prefetch(word_of(self.path(home).nth(1).unwrap_or(home))),
+            Hint::Nothing => {}
+        }
     }
 
     fn bucket(&self, b: usize) -> Option<Bucket<'_>> {
-        self.map.block(HEADER_WORDS + b * BUCKET_WORDS).map(Bucket)
+        self.map.block(word_of(b)).map(Bucket)
     }
 
     pub(super) fn bucket_mut(&self, b: usize) -> Option<BucketMut<'_>> {
-        self.map.block_mut(HEADER_WORDS + b * BUCKET_WORDS).map(BucketMut)
+        self.map.block_mut(word_of(b)).map(BucketMut)
     }
 
     /// The buckets an entry may lie in, nearest first. A small table has some of them more than once.
