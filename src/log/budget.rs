@@ -28,7 +28,8 @@ impl Budget {
     /// Opens the drive's `BUDGET`, making it where there is none and `create_ms` gives the time.
     pub(super) fn open(root: Arc<Dir>, limits: (u64, u64), create: Option<(u64, u32)>) -> Result<Self> {
         let (capacity_bytes, min_free_bytes) = limits;
-        let options = FileOptions { write: create.is_some(), create: create.map(|(_, mode)| mode), ..FileOptions::default() };
+        let options =
+            FileOptions { write: create.is_some(), create: create.map(|(_, mode)| mode), ..FileOptions::default() };
         let file = root.open_file_in(NAME, &options)?;
         let at = |e: Error| e.at(root.path().join(NAME));
         let page = {
@@ -36,7 +37,9 @@ impl Budget {
             let mut bytes = vec![0; PAGE_BYTES];
             match std::os::unix::fs::FileExt::read_exact_at(&file, &mut bytes, 0) {
                 Ok(()) => BudgetPage::decode(&bytes).map_err(at)?,
-                Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof && file.metadata().is_ok_and(|m| m.len() == 0) => {
+                Err(e)
+                    if e.kind() == std::io::ErrorKind::UnexpectedEof && file.metadata().is_ok_and(|m| m.len() == 0) =>
+                {
                     let Some((created_ms, _)) = create else {
                         return Err(at(Error::new(ErrorKind::NotFound, "no cache here yet")));
                     };
@@ -73,16 +76,18 @@ impl Budget {
     /// Bytes by which the drive is over its capacity or under its free-space floor.
     pub(super) fn excess_bytes(&self) -> u64 {
         let over = self.used_bytes().saturating_sub(self.capacity_bytes);
-        let short = crate::io::file_system_bytes(self.root.path()).map_or(0, |(_, free)| self.min_free_bytes.saturating_sub(free));
+        let short = crate::io::file_system_bytes(self.root.path())
+            .map_or(0, |(_, free)| self.min_free_bytes.saturating_sub(free));
         over.max(short)
     }
 
-    /// Allocates `len` bytes at `offset` of `file` if the drive's bounds allow it.
+    /// Allocates ranges of files, `(file, offset, bytes)`, if the drive's bounds allow all of them.
     ///
     /// # Errors
     /// `NoSpace` where they do not, or where the file system has no room.
-    pub(super) fn grant(&self, file: &DirectFile, offset: u64, len: u64) -> Result<()> {
+    pub(super) fn grant(&self, ranges: &[(&DirectFile, u64, u64)]) -> Result<()> {
         let _held = Locked::take(&self.file)?;
+        let len: u64 = ranges.iter().map(|(_, _, len)| len).sum();
         let full = |what: &str| Err(Error::new(ErrorKind::NoSpace, what.to_owned()).at(self.root.path()));
         if self.used_bytes().saturating_add(len) > self.capacity_bytes {
             return full("the cache is at its capacity");
@@ -90,7 +95,7 @@ impl Budget {
         if crate::io::file_system_bytes(self.root.path())?.1.saturating_sub(len) < self.min_free_bytes {
             return full("the file system is at its free-space floor");
         }
-        file.allocate(offset, len)
+        ranges.iter().try_for_each(|(file, offset, len)| file.allocate(*offset, *len))
     }
 }
 

@@ -51,7 +51,8 @@ impl Disk {
 
 /// Sixteen bytes that no other lane or drive has.
 pub(super) fn random_id() -> Result<[u8; 16]> {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/uuid").map_err(|e| Error::io("cannot read a random id", e))?;
+    let text =
+        std::fs::read_to_string("/proc/sys/kernel/random/uuid").map_err(|e| Error::io("cannot read a random id", e))?;
     let hash = blake3::hash(text.as_bytes());
     Ok(hash.as_bytes().first_chunk::<16>().copied().unwrap_or([1; 16]))
 }

@@ -143,7 +143,9 @@ impl Inner {
         self.usable()?;
         if self.options.mode == Mode::ReadOnly {
             self.sheds.read_only.add(1);
-            return Err(Error::new(ErrorKind::Unsupported, "the cache was opened read-only").advice("open it with mode: rw"));
+            return Err(
+                Error::new(ErrorKind::Unsupported, "the cache was opened read-only").advice("open it with mode: rw")
+            );
         }
         Ok(())
     }
@@ -272,8 +274,7 @@ impl Inner {
     pub(super) fn place(&self, key: &ChunkKey, root: Option<&ChunkKey>, parent: &ChunkKey) -> Result<usize> {
         let now = self.options.clock.boot_ns();
         let takes = |d: &DriveState| !d.budget.draining() && d.failing_until_ns.load(Ordering::Acquire) <= now;
-        let healthy: Vec<usize> =
-            self.drives.iter().enumerate().filter(|(_, d)| takes(d)).map(|(i, _)| i).collect();
+        let healthy: Vec<usize> = self.drives.iter().enumerate().filter(|(_, d)| takes(d)).map(|(i, _)| i).collect();
         let by = match self.options.placement {
             Placement::Stripe => key,
             Placement::Chain => match root {

@@ -65,7 +65,9 @@ impl Journal {
             ring.recycle(own);
             let ring_pages = u64::from(own.superblock.ring_pages);
             if ring.live.front().is_some_and(|p| p.number + ring_pages <= ring.next) {
-                return Err(Error::new(ErrorKind::Busy, "the journal ring is full of unsealed records").at(own.index.path()));
+                return Err(
+                    Error::new(ErrorKind::Busy, "the journal ring is full of unsealed records").at(own.index.path())
+                );
             }
             let page = encode(ring.next, &own.superblock.lane, &batch);
             let place = own.superblock.ring_offset + ring.next % ring_pages * PAGE_BYTES as u64;

@@ -242,7 +242,8 @@ pub(super) fn read_superblock(dir: &Dir, index: &File) -> Result<Superblock> {
         Error::new(kind, "the lane's index is cut short").at(&path).source(e).advice(REBUILD)
     })?;
     let (a, b) = pages.split_at(crate::format::PAGE_BYTES);
-    Superblock::newest(a, b).map_err(|e| if e.kind() == ErrorKind::Corrupt { e.at(&path).advice(REBUILD) } else { e.at(&path) })
+    Superblock::newest(a, b)
+        .map_err(|e| if e.kind() == ErrorKind::Corrupt { e.at(&path).advice(REBUILD) } else { e.at(&path) })
 }
 
 const REBUILD: &str = "run `forebay fsck rebuild` on the cache_dir, or set on_incompatible: recreate to lose this lane";
@@ -275,7 +276,10 @@ pub(super) fn fresh_file(dir: &Dir, name: &str, bytes: u64, mode: u32) -> Result
         _ => {}
     }
     let file = dir.open_file_in(name, &FileOptions { write: true, create: Some(mode), exclusive: true, flags: 0 })?;
-    DirectFile::from_file(file.try_clone().map_err(|e| Error::io("cannot duplicate a file", e))?, dir.path().join(name))
-        .allocate(0, bytes)?;
+    DirectFile::from_file(
+        file.try_clone().map_err(|e| Error::io("cannot duplicate a file", e))?,
+        dir.path().join(name),
+    )
+    .allocate(0, bytes)?;
     Ok(file)
 }

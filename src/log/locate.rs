@@ -135,18 +135,27 @@ impl Inner {
 
     /// Checks a header against the index.
     pub(super) fn check_header(&self, chunk: &Chunk, bytes: &[u8]) -> Result<SlotHeader> {
-        let wrong = |what: &str| Err(Error::new(ErrorKind::Corrupt, what.to_owned()).at(chunk.file.path()).offset(chunk.slot_offset));
+        let wrong = |what: &str| {
+            Err(Error::new(ErrorKind::Corrupt, what.to_owned()).at(chunk.file.path()).offset(chunk.slot_offset))
+        };
         let (header, crc) = SlotHeader::decode(bytes).map_err(|e| e.at(chunk.file.path()).offset(chunk.slot_offset))?;
         if crc != chunk.header_crc {
             return wrong("the slot's header is not the one that was stored");
         }
         let place = (header.segment, header.epoch, header.page, header.sequence);
-        if place != (chunk.segment, chunk.epoch, chunk.page, chunk.sequence) || header.lane != chunk.lane.superblock.lane {
+        if place != (chunk.segment, chunk.epoch, chunk.page, chunk.sequence)
+            || header.lane != chunk.lane.superblock.lane
+        {
             return wrong("the slot's header belongs to another place or version");
         }
         if header.key_kind == KeyKind::ObjectPack {
-            let is_member = |m: &super::spec::Member| half(&m.key) == half(&chunk.key) && u64::from(m.length) == chunk.length;
-            return if pack::members(&header).iter().any(is_member) { Ok(header) } else { wrong("the pack lacks the object") };
+            let is_member =
+                |m: &super::spec::Member| half(&m.key) == half(&chunk.key) && u64::from(m.length) == chunk.length;
+            return if pack::members(&header).iter().any(is_member) {
+                Ok(header)
+            } else {
+                wrong("the pack lacks the object")
+            };
         }
         if half(&header.key) != half(&chunk.key) || header.tokens != chunk.tokens {
             return wrong("the slot's header is another chunk's");
@@ -182,10 +191,8 @@ impl Inner {
         if in_own && removed.is_none() {
             return Ok(());
         }
-        let tombstone = Record {
-            sequence: chunk.sequence,
-            ..Record::new(RecordKind::Tombstone, KeyKind::Chain, chunk.key)
-        };
+        let tombstone =
+            Record { sequence: chunk.sequence, ..Record::new(RecordKind::Tombstone, KeyKind::Chain, chunk.key) };
         let noted = if durable { self.note_record(own, tombstone) } else { None };
         if !in_own {
             own.publish(&noted.unwrap_or(tombstone), self.tick())?;

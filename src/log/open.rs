@@ -26,7 +26,8 @@ use crate::format::{Access as FormatAccess, PAGE_BYTES};
 use crate::index::{self, Access, SegmentState, Shard, TableSpec};
 use crate::io::{self, DirectFile, Drive};
 
-const RING_PAGES: u32 = 1024;
+/// Pages of the journal ring: 1/1024 of the capacity within these bounds.
+const RING_PAGES: std::ops::RangeInclusive<u64> = 64..=1024;
 const SHARD_LOCK: &str = "SHARD";
 const SHARD_SHM: &str = "shard.shm";
 
@@ -134,7 +135,11 @@ fn open_shard(root: &Dir, options: &LogOptions, machine: &Machine) -> Result<(Op
         .and_then(|file| Shard::attach(&file, machine.boot, Access::ReadWrite));
     let shared = match attached {
         Ok(shared) => shared,
-        Err(_) => Shard::create(&fresh_file(&dir, SHARD_SHM, PAGE_BYTES as u64, machine.file_mode)?, machine.boot, machine.holder)?,
+        Err(_) => Shard::create(
+            &fresh_file(&dir, SHARD_SHM, PAGE_BYTES as u64, machine.file_mode)?,
+            machine.boot,
+            machine.holder,
+        )?,
     };
     drop(_held);
     Ok((Some(dir), Some(lock), shared))
@@ -191,7 +196,7 @@ impl LaneOpener<'_> {
         let page = superblock.encode();
         let place = superblock.generation % 2 * PAGE_BYTES as u64;
         if index.len()? < superblock.regions_offset {
-            index.set_len(superblock.regions_offset)?;
+            index.allocate(0, superblock.regions_offset)?;
         }
         self.drive.disk.write(index, place, &page)?;
         self.drive.disk.flush(index)?;
@@ -207,7 +212,8 @@ impl LaneOpener<'_> {
                 .at(dir.path())
                 .advice("choose another cache_dir, or set on_incompatible: recreate to lose this lane"))
         };
-        if superblock.fingerprint != self.machine.fingerprint || superblock.layers_digest != self.machine.layers_digest {
+        if superblock.fingerprint != self.machine.fingerprint || superblock.layers_digest != self.machine.layers_digest
+        {
             return other("the lane was made for another geometry");
         }
         if superblock.access() != FormatAccess::Write {
@@ -222,6 +228,8 @@ impl LaneOpener<'_> {
         let segment_bytes = self.options.segment_bytes_for(slot.slot_bytes);
         let slots = (segment_bytes / slot.slot_bytes.max(1)) as usize;
         let ring_offset = 2 * PAGE_BYTES as u64;
+        let ring_pages =
+            (self.drive.capacity_bytes / 1024 / PAGE_BYTES as u64).clamp(*RING_PAGES.start(), *RING_PAGES.end());
         Ok(Superblock {
             features: [0; 3],
             generation: 0,
@@ -231,11 +239,11 @@ impl LaneOpener<'_> {
             fingerprint: self.machine.fingerprint,
             layers_digest: self.machine.layers_digest,
             segment_bytes,
-            region_bytes: region_bytes(slots * 2 + 64) as u64,
+            region_bytes: region_bytes(slots + slots / 8 + 64) as u64,
             ring_offset,
-            ring_pages: RING_PAGES,
+            ring_pages: ring_pages as u32,
             chunk_tokens: geometry.chunk_tokens,
-            regions_offset: ring_offset + u64::from(RING_PAGES) * PAGE_BYTES as u64,
+            regions_offset: ring_offset + ring_pages * PAGE_BYTES as u64,
             created_ms: self.options.clock.unix_ms(),
             model: geometry.model.clone(),
             shard: geometry.shard_dir_name(),
@@ -280,7 +288,16 @@ impl LaneOpener<'_> {
         };
         tracing::info!(lane = name, records = found.records, damaged = found.damaged, "recovered a lane");
         let table = RwLock::new(Arc::new(found.table));
-        Ok(Lane { name: name.to_owned(), drive: self.number, dir, superblock, data, table, shm: Some(shm), own: Some(own) })
+        Ok(Lane {
+            name: name.to_owned(),
+            drive: self.number,
+            dir,
+            superblock,
+            data,
+            table,
+            shm: Some(shm),
+            own: Some(own),
+        })
     }
 
     fn segment_limit(&self, superblock: &Superblock) -> u32 {
@@ -331,8 +348,13 @@ impl LaneOpener<'_> {
             private_table(TableSpec { max_entries, boot: self.machine.boot, generation, writer: self.machine.holder })
         };
         let segment_limit = self.segment_limit(&superblock).max(1 << 20);
-        let recovery =
-            Recovery { disk: &self.drive.disk, index: &index, superblock: &superblock, make_table: &make, segment_limit };
+        let recovery = Recovery {
+            disk: &self.drive.disk,
+            index: &index,
+            superblock: &superblock,
+            make_table: &make,
+            segment_limit,
+        };
         let found = recovery.run()?;
         self.drive.shard.clear_up_to(found.cleared);
         let table = RwLock::new(Arc::new(found.table));

@@ -80,7 +80,8 @@ impl Inner {
 
     fn take_slot(self: &Arc<Self>, spec: PutSpec, layout: SlotLayout) -> Result<Ticket> {
         let drive = self.place(&spec.key, spec.root.as_ref(), &spec.parent)?;
-        let lane = self.append_lane(drive).ok_or_else(|| Error::new(ErrorKind::Internal, "a drive without a lane of ours"))?;
+        let lane =
+            self.append_lane(drive).ok_or_else(|| Error::new(ErrorKind::Internal, "a drive without a lane of ours"))?;
         let sequence = self.next_sequence(drive)?;
         let place = self.allocate(&lane, &layout)?;
         Ok(Ticket { inner: Arc::clone(self), lane, spec, layout, place, sequence, ended: AtomicBool::new(false) })
@@ -123,7 +124,11 @@ impl Inner {
         let full = || Error::new(ErrorKind::NoSpace, "the lane has as many segments as it can have");
         let n = segments.without_space().ok_or_else(full)?;
         let budget = &self.drive(lane.drive)?.budget;
-        budget.grant(&lane.data, lane.segment_offset(n), lane.superblock.segment_bytes)?;
+        let sb = &lane.superblock;
+        let own = lane.own.as_ref().ok_or_else(full)?;
+        // The segment's region with it, so that sealing can neither exceed the bound nor fail for lack of space.
+        let data = (&*lane.data, lane.segment_offset(n), sb.segment_bytes);
+        budget.grant(&[data, (&*own.index, super::seal::region_offset(own, n), sb.region_bytes)])?;
         let segment = segments.entry(n).ok_or_else(full)?;
         segment.used_for = super::segment::Use::Ready;
         Ok(())
@@ -156,7 +161,8 @@ impl Ticket {
 
     fn expiry_s(&self) -> u32 {
         let now = self.inner.options.clock.unix_s();
-        let default = self.inner.options.ttl.map_or(0, |ttl| now.saturating_add(ttl.as_secs()).min(u64::from(u32::MAX)) as u32);
+        let default =
+            self.inner.options.ttl.map_or(0, |ttl| now.saturating_add(ttl.as_secs()).min(u64::from(u32::MAX)) as u32);
         if self.spec.expiry_s == 0 { default } else { self.spec.expiry_s }
     }
 

@@ -18,7 +18,8 @@ use crate::format::sealed::decode_records;
 use crate::format::slot::SlotHeader;
 use crate::format::{PAGE_BYTES, crc};
 use crate::index::{
-    ChunkSummary, CondemnRefused, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions, plan_keep, victim,
+    ChunkSummary, CondemnRefused, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions, plan_keep,
+    victim,
 };
 
 /// Share of the live bytes, in percent, that counts as hot.
@@ -210,11 +211,20 @@ impl Inner {
         let extents: Arc<[Extent]> = header
             .layers
             .iter()
-            .map(|l| Extent { offset: l.offset, len: l.len, padded_len: (l.len as usize).next_multiple_of(PAGE_BYTES) as u32 })
+            .map(|l| Extent {
+                offset: l.offset,
+                len: l.len,
+                padded_len: (l.len as usize).next_multiple_of(PAGE_BYTES) as u32,
+            })
             .collect();
         let align = if at.1 > 0 { crate::format::layout::COARSE_BYTES as u32 } else { PAGE_BYTES as u32 };
-        let layout =
-            SlotLayout { header_offset: at.1, header_bytes: at.0, align, extents, slot_bytes: u64::from(record.pages) * PAGE_BYTES as u64 };
+        let layout = SlotLayout {
+            header_offset: at.1,
+            header_bytes: at.0,
+            align,
+            extents,
+            slot_bytes: u64::from(record.pages) * PAGE_BYTES as u64,
+        };
         let place = self.allocate(to, &layout)?;
         let moved = SlotHeader {
             segment: place.segment,
@@ -228,7 +238,11 @@ impl Inner {
             if let Some(place) = buf.as_mut_slice().get_mut(from_byte..from_byte + len) {
                 place.copy_from_slice(&bytes);
             }
-            disk.write_buf(&to.data, to.segment_offset(place.segment) + u64::from(place.page) * PAGE_BYTES as u64, buf)?;
+            disk.write_buf(
+                &to.data,
+                to.segment_offset(place.segment) + u64::from(place.page) * PAGE_BYTES as u64,
+                buf,
+            )?;
             Ok(crc)
         });
         let new = written.as_ref().ok().map(|&header_crc| Record {
@@ -322,7 +336,11 @@ impl Inner {
         let mut noted = Vec::new();
         for chunk in live {
             let record = &chunk.record;
-            let here = lane.table.read().get(&record.key).is_some_and(|e| (e.segment, e.epoch, e.seq) == (n, epoch, record.sequence));
+            let here = lane
+                .table
+                .read()
+                .get(&record.key)
+                .is_some_and(|e| (e.segment, e.epoch, e.seq) == (n, epoch, record.sequence));
             if !here || lane.unpublish(&record.key, record.sequence)?.is_none() {
                 continue;
             }
@@ -331,7 +349,9 @@ impl Inner {
                 lane.table.read().drop_partial(&record.parent, record.tokens as u16)?;
             }
             let elsewhere = || {
-                let other = |l: &&Arc<Lane>| !std::ptr::eq(&raw const ***l, lane) && l.table(&self.machine).get(&record.key).is_some();
+                let other = |l: &&Arc<Lane>| {
+                    !std::ptr::eq(&raw const ***l, lane) && l.table(&self.machine).get(&record.key).is_some()
+                };
                 self.lanes().iter().any(|l| other(&l))
             };
             if own.superseding.lock().contains(&half(&record.key)) || elsewhere() {
@@ -367,7 +387,8 @@ fn survey(lane: &Lane) -> Survey {
     let recency = own.recency.lock();
     let table = Arc::clone(&lane.table.read());
     let sample_every = (table.len() / 100_000 + 1) as usize;
-    let options = SurveyOptions { segments, hot_percent: HOT_PERCENT, sample_every, offset: table.len() as usize % sample_every };
+    let options =
+        SurveyOptions { segments, hot_percent: HOT_PERCENT, sample_every, offset: table.len() as usize % sample_every };
     Survey::take(&table, &recency, &options)
 }
 

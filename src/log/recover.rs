@@ -181,7 +181,8 @@ impl Recovery<'_> {
                 return;
             }
             let sealed = header.filter(|h| h.state == SegmentState::Sealed);
-            let mut left = sealed.map_or(0, |h| h.count as usize * RECORD_BYTES).min(sb.region_bytes as usize - PAGE_BYTES);
+            let mut left =
+                sealed.map_or(0, |h| h.count as usize * RECORD_BYTES).min(sb.region_bytes as usize - PAGE_BYTES);
             let mut at = offset + PAGE_BYTES as u64;
             while left > 0 {
                 let len = left.min(WINDOW_BYTES);

@@ -28,7 +28,9 @@ impl Inner {
         for key in keys {
             let found = self.find(key);
             there.push(found.is_some());
-            let Some(drive) = found.map(|(lane, _)| lane.drive).or_else(|| self.drive_that_knows(key)) else { continue };
+            let Some(drive) = found.map(|(lane, _)| lane.drive).or_else(|| self.drive_that_knows(key)) else {
+                continue;
+            };
             let sequence = self.next_sequence(drive)?;
             let record = Record { sequence, ..Record::new(RecordKind::Tombstone, KeyKind::Chain, *key) };
             by_drive.entry(drive).or_default().push(record);
@@ -81,7 +83,9 @@ impl Inner {
 
     fn write_removals(&self, by_drive: BTreeMap<usize, Vec<Record>>) -> Result<()> {
         for (drive, records) in by_drive {
-            let lane = self.append_lane(drive).ok_or_else(|| Error::new(ErrorKind::Internal, "a drive without a lane of ours"))?;
+            let lane = self
+                .append_lane(drive)
+                .ok_or_else(|| Error::new(ErrorKind::Internal, "a drive without a lane of ours"))?;
             // Hidden first: whatever happens to the drive, this process and those that read its table serve nothing older.
             for record in records.iter().filter(|r| r.kind == RecordKind::Tombstone) {
                 lane.publish(record, self.tick())?;
@@ -107,8 +111,10 @@ impl Inner {
                 other => break other?,
             }
         };
-        let records: Vec<Record> =
-            records.iter().map(|r| Record { segment: place.segment, epoch: place.epoch, page: place.page, pages: 0, ..*r }).collect();
+        let records: Vec<Record> = records
+            .iter()
+            .map(|r| Record { segment: place.segment, epoch: place.epoch, page: place.page, pages: 0, ..*r })
+            .collect();
         let written = self.write_control_slot(lane, &layout, place, &records);
         let ended: &[Record] = if written.is_ok() { &records } else { &[] };
         own.segments.lock().ended(place, ended);

@@ -26,14 +26,17 @@ impl Inner {
         check(&options)?;
         let machine = Machine::read(&options.geometry, options.dir_mode)?;
         let policy = index::by_name(&options.policy).ok_or_else(|| {
-            Error::new(ErrorKind::Config, format!("unknown eviction policy {:?}", options.policy)).advice("use lru, fifo or default")
+            Error::new(ErrorKind::Config, format!("unknown eviction policy {:?}", options.policy))
+                .advice("use lru, fifo or default")
         })?;
         let open = |(n, dir): (usize, &std::path::PathBuf)| DriveState::open(n, dir, &options, &machine);
         let drives: Vec<DriveState> = options.dirs.iter().enumerate().map(open).collect::<Result<_>>()?;
         let mut ids = HashSet::new();
         for drive in &drives {
             if !ids.insert(drive.budget.drive()) {
-                return Err(Error::new(ErrorKind::Config, "two cache directories are the same drive").at(drive.root.path()));
+                return Err(
+                    Error::new(ErrorKind::Config, "two cache directories are the same drive").at(drive.root.path())
+                );
             }
         }
         let (lanes, mount_generation) = open_lanes(&options, &machine, &drives)?;
@@ -201,7 +204,9 @@ fn open_lanes(options: &LogOptions, machine: &Machine, drives: &[DriveState]) ->
             for name in drive.lane_names()? {
                 match opener.read(&name) {
                     Ok(lane) => lanes.push(Arc::new(lane)),
-                    Err(e) if matches!(e.kind(), ErrorKind::Incompatible | ErrorKind::Corrupt | ErrorKind::Permission) => {
+                    Err(e)
+                        if matches!(e.kind(), ErrorKind::Incompatible | ErrorKind::Corrupt | ErrorKind::Permission) =>
+                    {
                         return Err(e);
                     }
                     Err(e) => tracing::warn!(lane = name, error = %e, "a lane cannot be read"),
@@ -232,7 +237,9 @@ fn take_lanes(opener: &LaneOpener<'_>, lanes: &mut Vec<Arc<Lane>>) -> Result<()>
         let next = names.iter().filter_map(|n| n.strip_prefix("lane")?.parse::<u32>().ok()).max().map_or(0, |n| n + 1);
         let name = format!("lane{next}");
         let lane = opener.take(&name)?;
-        let lane = lane.ok_or_else(|| Error::new(ErrorKind::Locked, "a new lane was locked by somebody else").at(Path::new(&name)))?;
+        let lane = lane.ok_or_else(|| {
+            Error::new(ErrorKind::Locked, "a new lane was locked by somebody else").at(Path::new(&name))
+        })?;
         lanes.push(Arc::new(lane));
     }
     Ok(())
