@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::run::{Pause, Retry};
-use super::{Backpressure, Store, StoreInner, StoreSpec, StoreState};
+use super::{Backpressure, Store, StoreInner, StoreResult, StoreSpec, StoreState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::pipeline::cause::ShedCause;
@@ -124,8 +124,12 @@ impl StorePump {
             pump: Arc::clone(self),
         });
         self.stats.stores_started();
-        if inner.state.lock().finished {
-            self.finished(&inner);
+        let (finished, result) = {
+            let state = inner.state.lock();
+            (state.finished, state.result().clone())
+        };
+        if finished {
+            self.count(&result, Duration::ZERO);
         } else if let Err(cause) = self.enlist(&inner) {
             inner.update(|state| state.shed_uncommitted(cause));
         }
@@ -182,8 +186,11 @@ impl StorePump {
             shared.dirty = true;
             self.changed.notify_all();
         }
-        let result = store.state.lock().result().clone();
-        self.stats.store_finished(&result, store.started.elapsed());
+    }
+
+    /// Counts a store that is over, before anybody is told.
+    pub(super) fn count(&self, result: &StoreResult, took: Duration) {
+        self.stats.store_finished(result, took);
     }
 
     /// Waits for the stores under way until `deadline`, then ends them; later stores are shed.
@@ -191,6 +198,7 @@ impl StorePump {
         let left = {
             let mut shared = self.shared.lock();
             shared.closed = true;
+            shared.dirty = true;
             self.changed.notify_all();
             while !shared.stores.is_empty() && !self.changed.wait_until(&mut shared, deadline).timed_out() {}
             shared.stores.clone()
