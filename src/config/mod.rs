@@ -258,6 +258,11 @@ impl Settings {
         Ok(&self.drives)
     }
 
+    /// The cache directories of the drives.
+    pub fn cache_dirs(&self) -> impl Iterator<Item = &Path> {
+        self.drives.iter().map(|drive| drive.path.as_path())
+    }
+
     /// Bytes the cache may take on one drive whose file system holds `fs_bytes` in all: a percentage is of that file
     /// system, a number of bytes is shared equally by the drives.
     #[must_use]

@@ -77,8 +77,7 @@ pub(super) fn check(s: &Settings) -> Checked {
 }
 
 fn drives(s: &Settings) -> Checked {
-    for (i, drive) in s.drives.iter().enumerate() {
-        let path = &drive.path;
+    for path in s.cache_dirs() {
         ensure(
             path.is_absolute(),
             "drives",
@@ -91,21 +90,22 @@ fn drives(s: &Settings) -> Checked {
             format!("the cache directory {} contains ..", path.display()),
             "write the path without ..",
         )?;
-        for other in s.drives.iter().skip(i + 1) {
-            let nested = path.starts_with(&other.path) || other.path.starts_with(path);
-            ensure(
-                !nested,
-                "drives",
-                format!("the cache directories {} and {} lie in each other", path.display(), other.path.display()),
-                "give each drive its own directory",
-            )?;
-        }
         ensure(
             path != Path::new("/"),
             "drives",
             "the cache directory is the root directory",
             "give the cache its own directory",
         )?;
+    }
+    for (i, path) in s.cache_dirs().enumerate() {
+        for other in s.cache_dirs().skip(i + 1) {
+            ensure(
+                !path.starts_with(other) && !other.starts_with(path),
+                "drives",
+                format!("the cache directories {} and {} lie in each other", path.display(), other.display()),
+                "give each drive its own directory",
+            )?;
+        }
     }
     let all_drain = !s.drives.is_empty() && s.drives.iter().all(|drive| drive.drain);
     ensure(!all_drain, "drives", "every drive drains, so nothing could be stored", "leave one, or use mode: ro")

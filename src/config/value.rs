@@ -21,11 +21,13 @@ pub(super) fn loose<'de, D: Deserializer<'de>, T: Loose>(d: D) -> Result<T, D::E
 /// Serde's `deserialize_with` for enums of words, read without regard to case.
 pub(super) fn choice<'de, D: Deserializer<'de>, T: DeserializeOwned>(d: D) -> Result<T, D::Error> {
     let value = Value::deserialize(d)?;
-    let Value::String(word) = &value else {
-        // serde's own message lists the words that would do.
-        return T::deserialize(Value::String(show(&value))).map_err(D::Error::custom);
-    };
-    T::deserialize(Value::String(word.trim().to_ascii_lowercase())).map_err(D::Error::custom)
+    let word = value.as_str().map_or_else(|| show(&value), |word| word.trim().to_ascii_lowercase());
+    T::deserialize(Value::String(word)).map_err(|e: serde_json::Error| {
+        // serde's message ends in the words that would do.
+        let text = e.to_string();
+        let known = text.split_once("expected ").map_or(text.as_str(), |(_, known)| known);
+        D::Error::custom(format!("{} is not known here; use {known}", show(&value)))
+    })
 }
 
 /// A value as an error message shows it, cut to a readable length.
@@ -205,7 +207,8 @@ pub(super) mod permissions {
         let value = Value::deserialize(d)?;
         let text = match &value {
             Value::String(text) => text.trim().trim_start_matches("0o").to_owned(),
-            other => other.to_string(),
+            // With its leading zero a YAML number may arrive as 700 or as 700.0.
+            other => u32::loose(other).map_or_else(|_| String::new(), |digits| digits.to_string()),
         };
         u32::from_str_radix(&text, 8).ok().filter(|mode| *mode <= 0o7777).ok_or_else(|| {
             D::Error::custom(format!("{} is not an octal permission; write it as \"0700\" with quotes", show(&value)))
