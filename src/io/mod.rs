@@ -10,6 +10,7 @@
 //! This room knows no keys, segments or layers, and no memory but through [`IoBuf`].
 
 mod buffer;
+mod faulty;
 mod file;
 mod jobs;
 mod probe;
@@ -17,6 +18,7 @@ mod request;
 mod stats;
 mod threads;
 mod throttle;
+mod uring;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -26,6 +28,7 @@ use std::time::Instant;
 use crate::error::{Error, ErrorKind, Result};
 
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
+pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};
 pub use probe::{Drive, IoPath, Notes, PathReport, open_drive};
 pub use request::{Completion, Done, Op, Rejected, Request};
@@ -204,6 +207,10 @@ fn busy(limit: usize) -> Error {
 
 fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the I/O queue is closed")
+}
+
+fn broken(errno: i32) -> Error {
+    Error::io("the I/O queue broke", std::io::Error::from_raw_os_error(errno))
 }
 
 fn left_over(left: usize, name: &str) -> Error {
