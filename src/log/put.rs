@@ -52,7 +52,7 @@ impl Put {
     /// The file to write.
     #[must_use]
     pub fn file(&self) -> &Arc<DirectFile> {
-        todo()
+        &self.lane.data
     }
 
     /// Start of the slot in the file, in bytes.
