@@ -13,6 +13,7 @@ mod buffer;
 mod faulty;
 mod file;
 mod jobs;
+mod os;
 mod probe;
 mod request;
 mod stats;
@@ -30,6 +31,7 @@ use crate::error::{Error, ErrorKind, Result};
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};
+pub use os::{boot_clock_ns, file_system_bytes};
 pub use probe::{Drive, IoPath, Notes, PathReport, open_drive};
 pub use request::{Completion, Done, Op, Rejected, Request};
 pub use stats::{IoCounts, IoStats};
@@ -207,6 +209,10 @@ fn busy(limit: usize) -> Error {
 
 fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the I/O queue is closed")
+}
+
+fn broken(errno: i32) -> Error {
+    Error::io("the I/O queue broke", std::io::Error::from_raw_os_error(errno))
 }
 
 fn left_over(left: usize, name: &str) -> Error {
