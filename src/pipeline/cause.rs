@@ -68,8 +68,6 @@ causes! {
         Dependency = "dependency",
         /// The caller dropped the store or took its blocks back.
         Cancelled = "cancelled",
-        /// The last chunk is not full and partial chunks are not stored.
-        Unfull = "unfull",
         /// The slot mapping does not cover all tokens of the chunk.
         Unmapped = "unmapped",
         /// The engine is disabled, read-only or closed.
@@ -137,7 +135,7 @@ impl<const N: usize> Counters<N> {
 /// Chunks missed, by cause.
 pub type MissCounters = Counters<10>;
 /// Chunks shed, by cause.
-pub type ShedCounters = Counters<11>;
+pub type ShedCounters = Counters<10>;
 
 impl MissCounters {
     /// Counts `n` chunks.
@@ -165,4 +163,4 @@ impl ShedCounters {
     }
 }
 
-const _: () = assert!(MissCause::ALL.len() == 10 && ShedCause::ALL.len() == 11);
+const _: () = assert!(MissCause::ALL.len() == 10 && ShedCause::ALL.len() == 10);

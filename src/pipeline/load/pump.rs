@@ -40,6 +40,7 @@ pub(in crate::pipeline) struct LoadPump {
     device: Arc<dyn Device>,
     pool: Arc<StagingPool>,
     on_finished: FinishedHook,
+    pid: u32,
     /// Kicks that no pumper has answered yet.
     kicks: AtomicUsize,
     turns: Mutex<Turns>,
@@ -78,6 +79,7 @@ impl LoadPump {
             device,
             pool: Arc::clone(&options.load_pool),
             on_finished,
+            pid: std::process::id(),
             kicks: AtomicUsize::new(0),
             turns: Mutex::default(),
             reading: AtomicUsize::new(0),
@@ -103,6 +105,11 @@ impl LoadPump {
 
     pub(super) fn device(&self) -> &Arc<dyn Device> {
         &self.device
+    }
+
+    /// Whether this is a child of the process that made the pump: its threads and the state of its locks are not here.
+    pub(super) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
     }
 
     pub(super) fn io_timeout(&self) -> Duration {

@@ -29,6 +29,7 @@ pub(in crate::pipeline) struct StorePump {
     stats: Arc<PipelineStats>,
     device: Arc<dyn Device>,
     pool: Arc<StagingPool>,
+    pid: u32,
     shared: Mutex<Shared>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -53,6 +54,7 @@ impl StorePump {
             stats,
             device,
             pool: Arc::clone(&options.store_pool),
+            pid: std::process::id(),
             shared: Mutex::new(Shared {
                 stores: Vec::new(),
                 retries: Vec::new(),
@@ -80,6 +82,11 @@ impl StorePump {
 
     pub(super) fn device(&self) -> &Arc<dyn Device> {
         &self.device
+    }
+
+    /// Whether this is a child of the process that made the pump.
+    pub(super) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
     }
 
     pub(super) fn io_timeout(&self) -> Duration {
@@ -110,8 +117,9 @@ impl StorePump {
                 ));
             }
         }
-        let mut state = StoreState::new(spec.chunks, layers, self.options.group_bytes.min(slot_bytes));
-        state.count_shed(&spec.shed);
+        let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
+        let mut state = StoreState::new(spec.chunks, layers, group_bytes.min(slot_bytes));
+        state.count_before(spec.already_there, &spec.shed);
         let inner = Arc::new(StoreInner {
             kv: spec.kv,
             gate: Arc::new(Gate::new()),

@@ -314,8 +314,9 @@ impl StoreState {
         self.finished = self.living == 0;
     }
 
-    /// Adds chunks that were shed before the store began.
-    pub(super) fn count_shed(&mut self, shed: &[(ShedCause, usize)]) {
+    /// Adds chunks whose fate was known before the store began.
+    pub(super) fn count_before(&mut self, already_there: usize, shed: &[(ShedCause, usize)]) {
+        self.result.already_there += already_there;
         shed.iter().for_each(|&(cause, chunks)| self.result.count_shed(cause, chunks));
     }
 

@@ -147,6 +147,8 @@ impl World {
             depends_on: Vec::new(),
             backpressure: Backpressure::Wait,
             deadline: None,
+            layerwise: true,
+            already_there: 0,
             shed: Vec::new(),
         }
     }
@@ -168,6 +170,7 @@ impl World {
         let chunk = |(i, slot): (usize, &Arc<Slot>)| LoadChunk {
             source: Arc::clone(slot) as _,
             tokens: TOKENS,
+            covers: TOKENS as usize,
             plans: vec![plan(kv, i, TOKENS)],
             layer_groups: Arc::new([]),
         };
@@ -175,6 +178,7 @@ impl World {
             kv: Arc::clone(&kv.kv),
             chunks: slots.iter().enumerate().map(chunk).collect(),
             layerwise: true,
+            base_tokens: 0,
             absent: None,
             deadline: None,
         }
