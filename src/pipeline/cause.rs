@@ -104,7 +104,7 @@ impl ShedCause {
             ErrorKind::TimedOut => Self::TimedOut,
             ErrorKind::Busy => Self::QueueFull,
             ErrorKind::Cancelled => Self::Cancelled,
-            ErrorKind::Closed | ErrorKind::Forked => Self::Closed,
+            ErrorKind::Closed | ErrorKind::Forked | ErrorKind::Unsupported => Self::Closed,
             ErrorKind::Internal | ErrorKind::InvalidInput => Self::Internal,
             _ => Self::Io,
         }
