@@ -41,6 +41,7 @@
 //! # Ok::<(), forebay::Error>(())
 //! ```
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -279,6 +280,13 @@ impl Engine {
     }
 }
 
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut d = f.debug_struct("Engine");
+        d.field("model", &self.inner.geometry.model).field("up", &self.is_up()).finish_non_exhaustive()
+    }
+}
+
 impl Drop for Engine {
     fn drop(&mut self) {
         if self.check().is_err() {
@@ -292,3 +300,6 @@ impl Drop for Engine {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
