@@ -1,6 +1,7 @@
 //! Why a chunk was not loaded or not stored: the labels of counters and results.
 
 use std::array;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Error, ErrorKind};
@@ -68,8 +69,6 @@ causes! {
         Dependency = "dependency",
         /// The caller dropped the store or took its blocks back.
         Cancelled = "cancelled",
-        /// The last chunk is not full and partial chunks are not stored.
-        Unfull = "unfull",
         /// The slot mapping does not cover all tokens of the chunk.
         Unmapped = "unmapped",
         /// The engine is disabled, read-only or closed.
@@ -105,64 +104,60 @@ impl ShedCause {
             ErrorKind::TimedOut => Self::TimedOut,
             ErrorKind::Busy => Self::QueueFull,
             ErrorKind::Cancelled => Self::Cancelled,
-            ErrorKind::Closed | ErrorKind::Forked => Self::Closed,
+            ErrorKind::Closed | ErrorKind::Forked | ErrorKind::Unsupported => Self::Closed,
             ErrorKind::Internal | ErrorKind::InvalidInput => Self::Internal,
             _ => Self::Io,
         }
     }
 }
 
-/// One counter per cause.
-#[derive(Debug)]
-pub struct Counters<const N: usize>([AtomicU64; N]);
+/// A cause that can be counted.
+pub trait Cause: Copy + 'static {
+    /// Its place among all causes of its kind; below [`MAX_CAUSES`].
+    fn index(self) -> usize;
+}
 
-impl<const N: usize> Default for Counters<N> {
-    fn default() -> Self {
-        Self(array::from_fn(|_| AtomicU64::new(0)))
+impl Cause for MissCause {
+    fn index(self) -> usize {
+        self as usize
     }
 }
 
-impl<const N: usize> Counters<N> {
-    fn add(&self, at: usize, n: u64) {
-        if let Some(c) = self.0.get(at) {
-            c.fetch_add(n, Ordering::Relaxed);
+impl Cause for ShedCause {
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// More than there are causes of any kind.
+pub const MAX_CAUSES: usize = 16;
+
+const _: () = assert!(MissCause::ALL.len() <= MAX_CAUSES && ShedCause::ALL.len() <= MAX_CAUSES);
+
+/// Chunks by cause.
+#[derive(Debug)]
+pub struct Counters<C> {
+    counts: [AtomicU64; MAX_CAUSES],
+    of: PhantomData<fn(C)>,
+}
+
+impl<C> Default for Counters<C> {
+    fn default() -> Self {
+        Self { counts: array::from_fn(|_| AtomicU64::new(0)), of: PhantomData }
+    }
+}
+
+impl<C: Cause> Counters<C> {
+    /// Counts `n` chunks.
+    pub fn count(&self, cause: C, n: usize) {
+        if let Some(count) = self.counts.get(cause.index()) {
+            count.fetch_add(n as u64, Ordering::Relaxed);
         }
     }
 
-    fn get(&self, at: usize) -> u64 {
-        self.0.get(at).map_or(0, |c| c.load(Ordering::Relaxed))
-    }
-}
-
-/// Chunks missed, by cause.
-pub type MissCounters = Counters<10>;
-/// Chunks shed, by cause.
-pub type ShedCounters = Counters<11>;
-
-impl MissCounters {
-    /// Counts `n` chunks.
-    pub fn count(&self, cause: MissCause, n: usize) {
-        self.add(cause as usize, n as u64);
-    }
-
-    /// Chunks missed for this cause so far.
+    /// Chunks counted for this cause so far.
     #[must_use]
-    pub fn of(&self, cause: MissCause) -> u64 {
-        self.get(cause as usize)
+    pub fn of(&self, cause: C) -> u64 {
+        self.counts.get(cause.index()).map_or(0, |count| count.load(Ordering::Relaxed))
     }
 }
-
-impl ShedCounters {
-    /// Counts `n` chunks.
-    pub fn count(&self, cause: ShedCause, n: usize) {
-        self.add(cause as usize, n as u64);
-    }
-
-    /// Chunks shed for this cause so far.
-    #[must_use]
-    pub fn of(&self, cause: ShedCause) -> u64 {
-        self.get(cause as usize)
-    }
-}
-
-const _: () = assert!(MissCause::ALL.len() == 10 && ShedCause::ALL.len() == 11);

@@ -26,7 +26,7 @@ mod seam;
 mod stats;
 mod store;
 
-pub use cause::{Counters, MissCause, MissCounters, ShedCause, ShedCounters};
+pub use cause::{Cause, Counters, MAX_CAUSES, MissCause, ShedCause};
 pub use groups::min_slot_bytes;
 pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
 pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource, Refused, Transfer, TransferDone};

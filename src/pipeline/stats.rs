@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::cause::{MissCounters, ShedCounters};
+use super::cause::{Counters, MissCause, ShedCause};
 use super::load::LoadResult;
 use super::store::StoreResult;
 use crate::metrics::Histogram;
@@ -12,9 +12,9 @@ use crate::metrics::Histogram;
 #[derive(Debug, Default)]
 pub struct PipelineStats {
     /// Chunks missed, by cause.
-    pub misses: MissCounters,
+    pub misses: Counters<MissCause>,
     /// Chunks shed, by cause.
-    pub sheds: ShedCounters,
+    pub sheds: Counters<ShedCause>,
     /// Seconds from the start of a load to its end.
     pub load_seconds: Histogram,
     /// Seconds from the start of a store to its end.

@@ -31,6 +31,9 @@ pub struct LoadChunk {
     pub source: Arc<dyn ChunkSource>,
     /// Tokens that it holds.
     pub tokens: u32,
+    /// Tokens of the prefix that are usable once it is there: what the caller wants of it, and tokens after it that the
+    /// caller has already.
+    pub covers: usize,
     /// Where its tokens go, one plan per KV cache group.
     pub plans: Vec<Arc<ChunkPlan>>,
     /// Which of the plans each layer uses; the first for layers beyond its end.
@@ -45,6 +48,8 @@ pub struct LoadSpec {
     pub chunks: Vec<LoadChunk>,
     /// All chunks' first layers come before any second layer; otherwise chunk after chunk in large reads.
     pub layerwise: bool,
+    /// Tokens before the first chunk, which the caller has already.
+    pub base_tokens: usize,
     /// What the caller asked for beyond the chunks.
     pub absent: Option<Absent>,
     /// When the load gives up; without one it still does when nothing moves for long.
@@ -74,7 +79,7 @@ pub struct LayerReady {
 /// What a load achieved.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadResult {
-    /// Tokens of the prefix, counted from the first chunk, of which every layer is in its place and has verified.
+    /// Tokens from the start of the prefix that are usable: every layer has verified, or the caller had them already.
     pub tokens: usize,
     /// The server's blocks that must be computed, ascending. Their contents are undefined.
     pub failed_blocks: Vec<u32>,
@@ -259,6 +264,9 @@ impl Stream for Load {
 
 impl Drop for Load {
     fn drop(&mut self) {
+        if self.inner.pump.is_forked() {
+            return;
+        }
         if !self.is_finished() {
             self.inner.end(MissCause::Cancelled);
         }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::state::Step;
-use super::{Load, LoadInner, LoadSpec, LoadState};
+use super::{Load, LoadInner, LoadResult, LoadSpec, LoadState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::Buf;
@@ -40,6 +40,7 @@ pub(in crate::pipeline) struct LoadPump {
     device: Arc<dyn Device>,
     pool: Arc<StagingPool>,
     on_finished: FinishedHook,
+    pid: u32,
     /// Kicks that no pumper has answered yet.
     kicks: AtomicUsize,
     turns: Mutex<Turns>,
@@ -78,6 +79,7 @@ impl LoadPump {
             device,
             pool: Arc::clone(&options.load_pool),
             on_finished,
+            pid: std::process::id(),
             kicks: AtomicUsize::new(0),
             turns: Mutex::default(),
             reading: AtomicUsize::new(0),
@@ -105,6 +107,11 @@ impl LoadPump {
         &self.device
     }
 
+    /// Whether this is a child of the process that made the pump: its threads and the state of its locks are not here.
+    pub(super) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
+    }
+
     pub(super) fn io_timeout(&self) -> Duration {
         self.options.io_timeout
     }
@@ -116,6 +123,9 @@ impl LoadPump {
         let groups = layer_groups(&layouts, group_bytes, self.pool.slot_bytes())?;
         let state = LoadState::new(&spec, groups);
         let finished = state.finished;
+        if finished {
+            self.count(state.result(), Duration::ZERO);
+        }
         let inner = Arc::new(LoadInner {
             chunks: Mutex::new(spec.chunks),
             kv: spec.kv,
@@ -128,7 +138,6 @@ impl LoadPump {
         });
         self.stats.loads_started();
         if finished {
-            self.finished(&inner);
             return Ok(Load { inner });
         }
         if !self.enlist(&inner) {
@@ -239,6 +248,11 @@ impl LoadPump {
         }
     }
 
+    /// Counts a load that is over, before anybody is told.
+    pub(super) fn count(&self, result: &LoadResult, took: Duration) {
+        self.stats.load_finished(result, took);
+    }
+
     /// A load is over: it is forgotten here, and those who depend on it are told.
     pub(super) fn finished(&self, load: &LoadInner) {
         {
@@ -247,8 +261,6 @@ impl LoadPump {
             self.watch_changed.notify_all();
         }
         self.turns.lock().queue.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
-        let result = load.state.lock().result().clone();
-        self.stats.load_finished(&result, load.started.elapsed());
         (self.on_finished)();
         self.kick();
     }

@@ -97,8 +97,7 @@ impl LoadInner {
         };
         drop(out.staging);
         let mut bad = None;
-        let wake = {
-            let mut state = self.state.lock();
+        self.update(|state| {
             state.end_scatter(step);
             if let Some(e) = &out.error {
                 tracing::warn!(error = %e, "a scatter failed");
@@ -107,68 +106,59 @@ impl LoadInner {
                 let len =
                     |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
                 state.add_bytes(wanted.iter().filter_map(len).sum());
-                bad = judge(&mut state, step.chunk, header, wanted.iter().copied().zip(out.crcs));
+                bad = judge(state, step.chunk, header, wanted.iter().copied().zip(out.crcs));
                 if let Some(cause) = bad {
                     state.fail(step.chunk, cause);
                 } else if !out.skipped_blocks.is_empty() {
                     state.fail(step.chunk, MissCause::Unmapped);
                 }
             }
-            state.publish()
-        };
+        });
         if let (Some(cause), Some(source)) = (bad, source) {
             source.report_bad(cause);
         }
-        self.tell(wake);
     }
 
     /// Fails one chunk and what follows it.
     pub(super) fn fail(&self, chunk: usize, cause: MissCause) {
         let source = self.chunks.lock().get(chunk).map(|c| Arc::clone(&c.source));
-        let wake = {
-            let mut state = self.state.lock();
-            state.fail(chunk, cause);
-            state.publish()
-        };
+        self.update(|state| state.fail(chunk, cause));
         if let Some(source) = source {
             source.report_bad(cause);
         }
-        self.tell(wake);
     }
 
     /// Ends the whole load; memory may be written until [`LoadInner::seal`] has returned.
     pub(super) fn end(&self, cause: MissCause) {
         self.gate.begin_close();
-        let wake = {
-            let mut state = self.state.lock();
+        self.update(|state| {
             if !state.finished {
                 state.cancelled |= cause == MissCause::Cancelled;
                 state.fail_unfinished(cause);
             }
-            state.publish()
-        };
-        self.tell(wake);
+        });
     }
 
     /// Closes the gate for good; afterwards nobody writes to the caller's memory.
     pub(super) fn seal(&self) {
         self.gate.close();
-        let wake = {
-            let mut state = self.state.lock();
-            state.sealed = true;
-            state.publish()
-        };
-        self.tell(wake);
+        self.update(|state| state.sealed = true);
     }
 
-    /// Wakes who waits; a finished load leaves the pump and lets its chunks' leases go.
-    pub(super) fn tell(&self, wake: bool) {
-        if !wake {
-            return;
-        }
+    /// Changes the state and wakes who waits for that; a finished load leaves the pump and lets its chunks' leases go.
+    fn update(&self, change: impl FnOnce(&mut LoadState)) {
         let (waker, finished) = {
             let mut state = self.state.lock();
-            (state.waker.take(), state.finished)
+            let before = state.finished;
+            change(&mut state);
+            if !state.publish() {
+                return;
+            }
+            let finished = state.finished && !before;
+            if finished {
+                self.pump.count(state.result(), self.started.elapsed());
+            }
+            (state.waker.take(), finished)
         };
         self.changed.notify_all();
         if let Some(waker) = waker {

@@ -27,7 +27,7 @@ pub(super) struct Step {
 }
 
 struct ChunkState {
-    tokens: usize,
+    covers: usize,
     layout: SlotLayout,
     /// Layers that the caller wants.
     wanted: Vec<bool>,
@@ -72,7 +72,10 @@ impl LoadState {
     pub(super) fn new(spec: &LoadSpec, groups: Vec<Range<usize>>) -> Self {
         let chunks = &spec.chunks;
         let layers = spec.kv.layout().num_layers();
-        let mut result = LoadResult { tokens: chunks.iter().map(|c| c.tokens as usize).sum(), ..LoadResult::default() };
+        let mut result = LoadResult {
+            tokens: spec.base_tokens + chunks.iter().map(|c| c.covers).sum::<usize>(),
+            ..LoadResult::default()
+        };
         if let Some(absent) = &spec.absent {
             result.count_miss(absent.cause, absent.chunks);
             result.failed_blocks.extend_from_slice(&absent.blocks);
@@ -221,7 +224,7 @@ impl LoadState {
         let end = std::mem::replace(&mut self.first_failed, chunk);
         for state in self.chunks.get(chunk..end).unwrap_or_default() {
             self.busy_failed += state.scattering;
-            self.result.tokens -= state.tokens;
+            self.result.tokens -= state.covers;
             self.result.failed_blocks.extend_from_slice(&state.blocks);
             for (left, &missing) in self.remaining.iter_mut().zip(&state.missing) {
                 *left -= usize::from(missing);
@@ -290,7 +293,7 @@ impl ChunkState {
         blocks.sort_unstable();
         blocks.dedup();
         Self {
-            tokens: chunk.tokens as usize,
+            covers: chunk.covers,
             layout: chunk.source.layout().clone(),
             missing_count: missing.iter().filter(|m| **m).count(),
             wanted: missing.clone(),

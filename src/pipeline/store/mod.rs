@@ -71,6 +71,10 @@ pub struct StoreSpec {
     pub backpressure: Backpressure,
     /// When the store gives up what is not committed.
     pub deadline: Option<Instant>,
+    /// A layer is gathered soon after it was given; otherwise more of a chunk is moved at once.
+    pub layerwise: bool,
+    /// Chunks known to be stored already, besides `chunks`.
+    pub already_there: usize,
     /// Chunks that were shed before the store began, by cause.
     pub shed: Vec<(ShedCause, usize)>,
 }
@@ -241,6 +245,9 @@ impl Future for Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
+        if self.inner.pump.is_forked() {
+            return;
+        }
         self.release();
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::run::{Pause, Retry};
-use super::{Backpressure, Store, StoreInner, StoreSpec, StoreState};
+use super::{Backpressure, Store, StoreInner, StoreResult, StoreSpec, StoreState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::pipeline::cause::ShedCause;
@@ -29,6 +29,7 @@ pub(in crate::pipeline) struct StorePump {
     stats: Arc<PipelineStats>,
     device: Arc<dyn Device>,
     pool: Arc<StagingPool>,
+    pid: u32,
     shared: Mutex<Shared>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -53,6 +54,7 @@ impl StorePump {
             stats,
             device,
             pool: Arc::clone(&options.store_pool),
+            pid: std::process::id(),
             shared: Mutex::new(Shared {
                 stores: Vec::new(),
                 retries: Vec::new(),
@@ -80,6 +82,11 @@ impl StorePump {
 
     pub(super) fn device(&self) -> &Arc<dyn Device> {
         &self.device
+    }
+
+    /// Whether this is a child of the process that made the pump.
+    pub(super) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
     }
 
     pub(super) fn io_timeout(&self) -> Duration {
@@ -110,8 +117,9 @@ impl StorePump {
                 ));
             }
         }
-        let mut state = StoreState::new(spec.chunks, layers, self.options.group_bytes.min(slot_bytes));
-        state.count_shed(&spec.shed);
+        let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
+        let mut state = StoreState::new(spec.chunks, layers, group_bytes.min(slot_bytes));
+        state.count_before(spec.already_there, &spec.shed);
         let inner = Arc::new(StoreInner {
             kv: spec.kv,
             gate: Arc::new(Gate::new()),
@@ -124,8 +132,12 @@ impl StorePump {
             pump: Arc::clone(self),
         });
         self.stats.stores_started();
-        if inner.state.lock().finished {
-            self.finished(&inner);
+        let (finished, result) = {
+            let state = inner.state.lock();
+            (state.finished, state.result().clone())
+        };
+        if finished {
+            self.count(&result, Duration::ZERO);
         } else if let Err(cause) = self.enlist(&inner) {
             inner.update(|state| state.shed_uncommitted(cause));
         }
@@ -182,8 +194,11 @@ impl StorePump {
             shared.dirty = true;
             self.changed.notify_all();
         }
-        let result = store.state.lock().result().clone();
-        self.stats.store_finished(&result, store.started.elapsed());
+    }
+
+    /// Counts a store that is over, before anybody is told.
+    pub(super) fn count(&self, result: &StoreResult, took: Duration) {
+        self.stats.store_finished(result, took);
     }
 
     /// Waits for the stores under way until `deadline`, then ends them; later stores are shed.
@@ -191,6 +206,7 @@ impl StorePump {
         let left = {
             let mut shared = self.shared.lock();
             shared.closed = true;
+            shared.dirty = true;
             self.changed.notify_all();
             while !shared.stores.is_empty() && !self.changed.wait_until(&mut shared, deadline).timed_out() {}
             shared.stores.clone()

@@ -159,6 +159,9 @@ impl StoreInner {
             let before = state.finished;
             change(&mut state);
             let finished = state.finished && !before;
+            if finished {
+                self.pump.count(state.result(), self.started.elapsed());
+            }
             (if finished { state.waker.take() } else { None }, finished)
         };
         self.changed.notify_all();

@@ -73,6 +73,8 @@ pub(super) struct StoreState {
     living: usize,
     cursor: usize,
     group_bytes: usize,
+    /// Payload bytes that were not gathered yet.
+    ungathered: u64,
     result: StoreResult,
     pub(super) finished: bool,
     pub(super) waker: Option<Waker>,
@@ -91,10 +93,12 @@ impl StoreState {
             living,
             cursor: 0,
             group_bytes,
+            ungathered: 0,
             result: StoreResult::default(),
             finished: false,
             waker: None,
         };
+        state.ungathered = state.chunks.iter().map(ChunkState::ungathered_bytes).sum();
         state.settle();
         state
     }
@@ -218,6 +222,7 @@ impl StoreState {
             if let (Some(to), Some(done)) = (chunk.crcs.get_mut(layer), chunk.gathered.get_mut(layer)) {
                 *to = crc;
                 *done = true;
+                self.ungathered -= chunk.layout.extents.get(layer).map_or(0, |e| u64::from(e.len));
             }
             if let Some(left) = self.left.get_mut(layer) {
                 *left -= 1;
@@ -302,6 +307,7 @@ impl StoreState {
         let Some(c) = self.chunks.get_mut(chunk) else { return };
         c.phase = Phase::Over;
         self.busy_over += c.gathering;
+        self.ungathered -= c.ungathered_bytes();
         for (left, &done) in self.left.iter_mut().zip(&c.gathered) {
             *left -= usize::from(!done);
         }
@@ -314,8 +320,9 @@ impl StoreState {
         self.finished = self.living == 0;
     }
 
-    /// Adds chunks that were shed before the store began.
-    pub(super) fn count_shed(&mut self, shed: &[(ShedCause, usize)]) {
+    /// Adds chunks whose fate was known before the store began.
+    pub(super) fn count_before(&mut self, already_there: usize, shed: &[(ShedCause, usize)]) {
+        self.result.already_there += already_there;
         shed.iter().for_each(|&(cause, chunks)| self.result.count_shed(cause, chunks));
     }
 
@@ -330,10 +337,7 @@ impl StoreState {
 
     /// Payload bytes that were not gathered yet.
     pub(super) fn ungathered_bytes(&self) -> u64 {
-        let of = |c: &ChunkState| -> u64 {
-            c.layout.extents.iter().zip(&c.gathered).filter(|(_, g)| !**g).map(|(e, _)| u64::from(e.len)).sum()
-        };
-        self.chunks.iter().map(of).sum()
+        self.ungathered
     }
 }
 
@@ -351,6 +355,10 @@ impl ChunkState {
             written: 0,
             crcs: vec![0; layers],
         }
+    }
+
+    fn ungathered_bytes(&self) -> u64 {
+        self.layout.extents.iter().zip(&self.gathered).filter(|(_, g)| !**g).map(|(e, _)| u64::from(e.len)).sum()
     }
 
     fn peek(&self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<Step> {
