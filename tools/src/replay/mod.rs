@@ -157,7 +157,7 @@ fn summarise(
 
 fn table(results: &[ReplayResult]) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.load_preset(presets::ASCII_MARKDOWN);
     table.set_header(["policy", "capacity", "hit ratio", "admitted", "write amplification"]);
     for r in results {
         let capacity =
