@@ -1,1 +1,212 @@
-//! The `io` room.
+//! Files, memory and the queues between them.
+//!
+//! A [`Drive`] has one queue for reads and one for writes. Callers hand a [`Request`] with its buffer to a [`Queue`] and are
+//! called back with a [`Completion`]; nothing here ever blocks a caller or hands memory back while the kernel may still use it.
+//! Backends: `uring` (one owner thread per queue) and `threads` (a pool of `pread`/`pwrite`); which one runs is found by
+//! trying, and reported in [`PathReport`].
+//!
+//! Invariants: exact length or an error; every accepted request is answered once, at its time-out at the latest; a buffer in
+//! flight belongs to its queue; bounded queues reject instead of waiting; a forked child gets an error and touches nothing.
+//! This room knows no keys, segments or layers, and no memory but through [`IoBuf`].
+
+mod buffer;
+mod file;
+mod jobs;
+mod probe;
+mod request;
+mod stats;
+mod threads;
+mod throttle;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::error::{Error, ErrorKind, Result};
+
+pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
+pub use file::{Alignment, DirectFile, FileOptions};
+pub use probe::{Drive, IoPath, Notes, PathReport, open_drive};
+pub use request::{Completion, Done, Op, Rejected, Request};
+pub use stats::{IoCounts, IoStats};
+pub use throttle::ReadGauge;
+
+/// A bounded queue of transfers in one direction of one drive.
+pub trait Queue: Send + Sync {
+    /// Hands over a request; never blocks. `done` is called exactly once if it was accepted.
+    ///
+    /// # Errors
+    /// Gives the request back: `Busy` when the queue is full, `InvalidInput`, `Unsupported`, `Closed`, `Forked`.
+    fn submit(&self, request: Request) -> std::result::Result<(), Rejected>;
+
+    /// Requests accepted whose I/O has not ended, those timed out included.
+    fn in_flight(&self) -> usize {
+        self.stats().in_flight()
+    }
+
+    /// The queue's counters.
+    fn stats(&self) -> &Arc<IoStats>;
+
+    /// Takes no more requests and waits until every one in flight has ended. At `deadline` callers still waiting are told
+    /// `Closed`; what the kernel still holds stays allocated until it lets go. Not to be called from a `done`.
+    ///
+    /// # Errors
+    /// `TimedOut` when requests were left at the deadline, `Forked` in a forked child.
+    fn close(&self, deadline: Instant) -> Result<()>;
+}
+
+/// Submits `request` and waits for its end. For opening, recovery, tools and tests; `request.done` is replaced.
+#[must_use]
+pub fn wait(queue: &dyn Queue, mut request: Request) -> Completion {
+    let (tx, rx) = crossbeam_channel::bounded(1);
+    request.done = Box::new(move |c| drop(tx.send(c)));
+    let submitted = Instant::now();
+    let lost = |error, buf| Completion { result: Err(error), buf, submitted, finished: Instant::now() };
+    match queue.submit(request) {
+        Ok(()) => {
+            rx.recv().unwrap_or_else(|_| lost(Error::new(ErrorKind::Internal, "an I/O queue lost a request"), None))
+        }
+        Err(rejected) => lost(rejected.error, rejected.request.buf),
+    }
+}
+
+/// Which backend to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum EngineChoice {
+    /// The best one that passes its trial.
+    #[default]
+    Auto,
+    /// `io_uring` or an error.
+    Uring,
+    /// The thread pool.
+    Threads,
+}
+
+/// Settings of a drive's two queues.
+#[derive(Clone)]
+pub struct IoOptions {
+    /// Which backend.
+    pub engine: EngineChoice,
+    /// Blocks in the kernel at once per queue (`io_uring`); 1 to 4096.
+    pub iodepth: usize,
+    /// Largest single transfer in bytes: a multiple of 4096 up to 1 GiB. Longer requests are split.
+    pub block_bytes: usize,
+    /// Requests accepted and not ended per queue; beyond it they are rejected.
+    pub queue_limit: usize,
+    /// Threads per queue (`threads`); 1 to 256.
+    pub numjobs: usize,
+    /// Memory to register with `io_uring`, window by window when first used.
+    pub regions: Vec<Arc<dyn MemRegion>>,
+    /// Slow writes down while reads suffer from them.
+    pub write_throttle: bool,
+    /// Name of the drive in thread names, logs and metrics.
+    pub name: String,
+    /// Directory on the drive in which the trial makes a temporary file; without one it uses memory.
+    pub trial_dir: Option<PathBuf>,
+}
+
+impl Default for IoOptions {
+    fn default() -> Self {
+        Self {
+            engine: EngineChoice::Auto,
+            iodepth: 32,
+            block_bytes: 1 << 20,
+            queue_limit: 1024,
+            numjobs: 8,
+            regions: Vec::new(),
+            write_throttle: true,
+            name: "drive".to_owned(),
+            trial_dir: None,
+        }
+    }
+}
+
+impl fmt::Debug for IoOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut d = f.debug_struct("IoOptions");
+        d.field("engine", &self.engine).field("iodepth", &self.iodepth).field("block_bytes", &self.block_bytes);
+        d.field("queue_limit", &self.queue_limit).field("numjobs", &self.numjobs).field("name", &self.name);
+        d.field("regions", &self.regions.len()).finish_non_exhaustive()
+    }
+}
+
+impl IoOptions {
+    fn check(&self) -> Result<()> {
+        let bad = |why: String| Err(Error::new(ErrorKind::Config, why));
+        if !(1..=4096).contains(&self.iodepth) {
+            return bad(format!("iodepth is {}, not 1 to 4096", self.iodepth));
+        }
+        if self.block_bytes == 0 || self.block_bytes > 1 << 30 || !self.block_bytes.is_multiple_of(IO_ALIGN) {
+            return bad(format!("block_bytes is {}, not a multiple of {IO_ALIGN} up to 1 GiB", self.block_bytes));
+        }
+        if self.queue_limit == 0 {
+            return bad("queue_limit is 0: nothing could ever be read".to_owned());
+        }
+        if !(1..=256).contains(&self.numjobs) {
+            return bad(format!("numjobs is {}, not 1 to 256", self.numjobs));
+        }
+        Ok(())
+    }
+}
+
+/// The way of a queue's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Read,
+    Write,
+}
+
+impl Direction {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+}
+
+/// What a backend needs to run one queue.
+#[derive(Clone)]
+struct QueueSpec {
+    direction: Direction,
+    options: IoOptions,
+    gauge: Arc<ReadGauge>,
+    notes: Notes,
+}
+
+impl QueueSpec {
+    fn thread_name(&self) -> String {
+        format!("{}-{}", self.direction.as_str(), self.options.name)
+    }
+}
+
+/// The checks that every backend makes before it takes a request.
+fn check_request(request: &Request, direction: Direction, pid: u32) -> Result<()> {
+    if std::process::id() != pid {
+        return Err(forked());
+    }
+    if matches!((request.op, direction), (Op::Read, Direction::Write) | (Op::Write | Op::Flush, Direction::Read)) {
+        let message = format!("a {} on the queue for {}s", request.op.as_str(), direction.as_str());
+        return Err(Error::new(ErrorKind::InvalidInput, message));
+    }
+    request.check()
+}
+
+fn forked() -> Error {
+    Error::new(ErrorKind::Forked, "the process was forked after its I/O queues were opened")
+        .advice("open the cache after forking (spawn, do not fork)")
+}
+
+fn busy(limit: usize) -> Error {
+    Error::new(ErrorKind::Busy, format!("the I/O queue holds its limit of {limit} requests"))
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the I/O queue is closed")
+}
+
+fn left_over(left: usize, name: &str) -> Error {
+    tracing::warn!(queue = name, left, "I/O did not end in time at close; its buffers stay allocated until it does");
+    Error::new(ErrorKind::TimedOut, format!("{left} I/O requests had not ended when the queue {name} was closed"))
+}

@@ -1,0 +1,444 @@
+//! Files opened for direct I/O: how they are opened, how they must be aligned, how space in them is taken and given back.
+//!
+//! Invariants: files are made with mode 0600 and never opened through a symlink at their last component; a file that refuses
+//! `O_DIRECT` is opened buffered and says so. The synchronous helpers are for opening and recovery; what runs beside a
+//! server goes through a queue.
+#![expect(unsafe_code, reason = "statx, fallocate and fdatasync have no safe wrapper in the standard library")]
+
+use std::fmt;
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Weak;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::buffer::IO_ALIGN;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How to open a [`DirectFile`].
+#[derive(Clone, Copy, Debug)]
+pub struct FileOptions {
+    /// Open for writing too.
+    pub write: bool,
+    /// Make the file where it is missing (needs `write`).
+    pub create: bool,
+    /// Make the file and fail where it exists (needs `write`).
+    pub create_new: bool,
+    /// Ask for `O_DIRECT`; `false` opens buffered.
+    pub direct: bool,
+    /// Permission bits of a file that is made.
+    pub mode: u32,
+}
+
+impl FileOptions {
+    /// Read only, direct.
+    #[must_use]
+    pub const fn read_only() -> Self {
+        Self { write: false, create: false, create_new: false, direct: true, mode: 0o600 }
+    }
+
+    /// Read and write an existing file, direct.
+    #[must_use]
+    pub const fn read_write() -> Self {
+        Self { write: true, ..Self::read_only() }
+    }
+
+    /// Read and write, made with mode 0600 where it is missing, direct.
+    #[must_use]
+    pub const fn create() -> Self {
+        Self { create: true, ..Self::read_write() }
+    }
+
+    /// The same, through the page cache.
+    #[must_use]
+    pub const fn buffered(self) -> Self {
+        Self { direct: false, ..self }
+    }
+}
+
+/// What direct I/O on a file must be aligned to, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Alignment {
+    /// Alignment of the memory address.
+    pub memory: usize,
+    /// Alignment of file offset and length.
+    pub offset: usize,
+}
+
+/// Told when a file that it knows is about to be closed.
+pub(crate) trait FileWatcher: Send + Sync {
+    /// The file with this id is gone; its descriptor closes right after.
+    fn file_closed(&self, file_id: u64);
+}
+
+/// An open file for direct I/O, or buffered where the file system refuses that.
+pub struct DirectFile {
+    file: File,
+    path: PathBuf,
+    id: u64,
+    direct: bool,
+    alignment: Alignment,
+    watchers: Mutex<Vec<Weak<dyn FileWatcher>>>,
+}
+
+impl DirectFile {
+    /// Opens `path`.
+    ///
+    /// # Errors
+    /// `NotFound`, `Permission`, `Io` as the operating system says; `InvalidInput` where the last component is a symlink.
+    pub fn open(path: impl AsRef<Path>, options: FileOptions) -> Result<Self> {
+        let path = path.as_ref();
+        if !options.direct {
+            return Ok(Self::wrap(open_raw(path, options, 0)?, path, false));
+        }
+        match open_raw(path, options, libc::O_DIRECT) {
+            Ok(file) => {
+                let mut file = Self::wrap(file, path, true);
+                match dio_alignment(file.as_raw_fd()) {
+                    Some(a) if a.offset == 0 => file.make_buffered()?,
+                    Some(a) => file.alignment = a,
+                    None => {}
+                }
+                Ok(file)
+            }
+            // The kernel makes the file before it refuses O_DIRECT, so the second try must not insist on making it.
+            Err(OpenError { errno: Some(libc::EINVAL), .. }) => {
+                let again = FileOptions { create_new: false, create: options.create | options.create_new, ..options };
+                Ok(Self::wrap(open_raw(path, again, 0)?, path, false))
+            }
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Takes over an open descriptor; I/O on it is taken for buffered. For tests and for descriptors received from others.
+    #[must_use]
+    pub fn from_file(file: File, name: impl AsRef<Path>) -> Self {
+        Self::wrap(file, name.as_ref(), false)
+    }
+
+    fn wrap(file: File, path: &Path, direct: bool) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let side = if direct { IO_ALIGN } else { 1 };
+        Self {
+            file,
+            path: path.to_path_buf(),
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            direct,
+            alignment: Alignment { memory: side, offset: side },
+            watchers: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// Turns `O_DIRECT` off again where `statx` says that the file cannot do it (or does it through the page cache).
+    fn make_buffered(&mut self) -> Result<()> {
+        // SAFETY: plain fcntl calls on a descriptor that we own.
+        let rc = unsafe {
+            let flags = libc::fcntl(self.as_raw_fd(), libc::F_GETFL);
+            libc::fcntl(self.as_raw_fd(), libc::F_SETFL, flags & !libc::O_DIRECT)
+        };
+        self.direct = false;
+        self.alignment = Alignment { memory: 1, offset: 1 };
+        self.check(rc, "cannot turn direct I/O off")
+    }
+
+    /// Id of this open file; unique in the process and never used again.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The path it was opened at.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether I/O on it bypasses the page cache.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// What I/O on it must be aligned to; 1 for a buffered file.
+    #[must_use]
+    pub fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    /// Whether a transfer between `address` and file `offset` of `len` bytes is aligned as the file demands.
+    #[must_use]
+    pub fn is_aligned(&self, address: usize, offset: u64, len: usize) -> bool {
+        let a = self.alignment;
+        address.is_multiple_of(a.memory) && offset.is_multiple_of(a.offset as u64) && len.is_multiple_of(a.offset)
+    }
+
+    /// The file's length in bytes.
+    ///
+    /// # Errors
+    /// `Io` when the operating system cannot say.
+    pub fn len(&self) -> Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    /// Whether the file has no bytes.
+    ///
+    /// # Errors
+    /// As [`len`](Self::len).
+    pub fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Bytes of the drive that the file takes, holes not counted.
+    ///
+    /// # Errors
+    /// As [`len`](Self::len).
+    pub fn allocated_bytes(&self) -> Result<u64> {
+        use std::os::unix::fs::MetadataExt;
+        Ok(self.metadata()?.blocks().saturating_mul(512))
+    }
+
+    fn metadata(&self) -> Result<std::fs::Metadata> {
+        self.file.metadata().map_err(|e| Error::io("cannot stat the file", e).at(&self.path))
+    }
+
+    /// Sets the length in bytes; new bytes are a hole.
+    ///
+    /// # Errors
+    /// `NoSpace`, `Permission` or `Io`.
+    pub fn set_len(&self, len: u64) -> Result<()> {
+        self.file.set_len(len).map_err(|e| Error::io("cannot set the file's length", e).at(&self.path))
+    }
+
+    /// Reserves space for `len` bytes at `offset`, growing the file where it is shorter.
+    ///
+    /// # Errors
+    /// `NoSpace` when the file system is full, `Unsupported` where it cannot reserve, `Io` otherwise.
+    pub fn allocate(&self, offset: u64, len: u64) -> Result<()> {
+        self.fallocate(0, offset, len, "cannot reserve space")
+    }
+
+    /// Gives the space of `len` bytes at `offset` back to the file system; they read as zeros, the length stays.
+    ///
+    /// # Errors
+    /// `Unsupported` where the file system has no holes, `Io` otherwise.
+    pub fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
+        self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len, "cannot punch a hole")
+    }
+
+    fn fallocate(&self, mode: i32, offset: u64, len: u64, what: &'static str) -> Result<()> {
+        let (Ok(at), Ok(n)) = (libc::off_t::try_from(offset), libc::off_t::try_from(len)) else {
+            return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
+        };
+        loop {
+            // SAFETY: a system call on a descriptor that we own; it touches no memory of ours.
+            let rc = unsafe { libc::fallocate(self.as_raw_fd(), mode, at, n) };
+            match self.check(rc, what) {
+                Err(e) if is_eintr(&e) => {}
+                r => return r.map_err(|e| e.offset(offset)),
+            }
+        }
+    }
+
+    /// Makes what was written durable, and the metadata needed to find it.
+    ///
+    /// # Errors
+    /// `Io`: nothing written since the last success may be taken for durable.
+    pub fn sync_data(&self) -> Result<()> {
+        self.file.sync_data().map_err(|e| Error::io("cannot flush", e).at(&self.path))
+    }
+
+    /// Reads exactly `buf.len()` bytes at `offset`, blocking. For opening and recovery.
+    ///
+    /// # Errors
+    /// `InvalidInput` where a direct file's alignment is not kept, `ShortIo` at the end of the file, `Io` otherwise.
+    pub fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
+        self.check_alignment(buf.as_ptr() as usize, offset, buf.len())?;
+        let r = self.file.read_exact_at(buf, offset);
+        r.map_err(|e| Error::io("cannot read", e).at(&self.path).offset(offset))
+    }
+
+    /// Writes all of `buf` at `offset`, blocking. For opening and recovery.
+    ///
+    /// # Errors
+    /// `InvalidInput` where a direct file's alignment is not kept, `NoSpace`, `Io` otherwise.
+    pub fn write_at(&self, buf: &[u8], offset: u64) -> Result<()> {
+        self.check_alignment(buf.as_ptr() as usize, offset, buf.len())?;
+        let r = self.file.write_all_at(buf, offset);
+        r.map_err(|e| Error::io("cannot write", e).at(&self.path).offset(offset))
+    }
+
+    pub(super) fn check_alignment(&self, address: usize, offset: u64, len: usize) -> Result<()> {
+        if self.is_aligned(address, offset, len) {
+            return Ok(());
+        }
+        let Alignment { memory, offset: side } = self.alignment;
+        let message = format!("{len} bytes at address {address:#x} break the alignment of {memory} and {side} bytes");
+        Err(Error::new(ErrorKind::InvalidInput, message).at(&self.path).offset(offset))
+    }
+
+    fn check(&self, rc: i32, what: &'static str) -> Result<()> {
+        if rc == 0 {
+            return Ok(());
+        }
+        Err(Error::io(what, std::io::Error::last_os_error()).at(&self.path))
+    }
+
+    /// Tells `watcher` when this file is dropped.
+    pub(super) fn watch(&self, watcher: Weak<dyn FileWatcher>) {
+        self.watchers.lock().push(watcher);
+    }
+}
+
+impl Drop for DirectFile {
+    fn drop(&mut self) {
+        for w in self.watchers.get_mut().drain(..) {
+            if let Some(w) = w.upgrade() {
+                w.file_closed(self.id);
+            }
+        }
+    }
+}
+
+impl AsRawFd for DirectFile {
+    fn as_raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+}
+
+impl AsFd for DirectFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl fmt::Debug for DirectFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut d = f.debug_struct("DirectFile");
+        d.field("id", &self.id).field("path", &self.path).field("direct", &self.direct).finish_non_exhaustive()
+    }
+}
+
+struct OpenError {
+    errno: Option<i32>,
+    error: Error,
+}
+
+impl From<OpenError> for Error {
+    fn from(e: OpenError) -> Self {
+        e.error
+    }
+}
+
+fn open_raw(path: &Path, options: FileOptions, flags: i32) -> std::result::Result<File, OpenError> {
+    let opened = File::options()
+        .read(true)
+        .write(options.write)
+        .create(options.create)
+        .create_new(options.create_new)
+        .mode(options.mode)
+        .custom_flags(flags | libc::O_NOFOLLOW)
+        .open(path);
+    opened.map_err(|e| {
+        let errno = e.raw_os_error();
+        let error = if errno == Some(libc::ELOOP) {
+            Error::new(ErrorKind::InvalidInput, "a symlink stands where a file is expected")
+                .advice("remove it: files of the cache are never opened through symlinks")
+                .at(path)
+        } else {
+            Error::io("cannot open the file", e).at(path)
+        };
+        OpenError { errno, error }
+    })
+}
+
+fn is_eintr(e: &Error) -> bool {
+    use std::error::Error as _;
+    let source = e.source().and_then(|s| s.downcast_ref::<std::io::Error>());
+    source.and_then(std::io::Error::raw_os_error) == Some(libc::EINTR)
+}
+
+/// What the kernel says direct I/O on `fd` needs; `None` where it is too old to say, offset 0 where it cannot do it.
+fn dio_alignment(fd: RawFd) -> Option<Alignment> {
+    // SAFETY: `statx` is plain integers, for which zero bytes are valid.
+    let mut st: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is an empty C string, `st` is a valid place for the result.
+    let rc = unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut st) };
+    if rc != 0 || st.stx_mask & libc::STATX_DIOALIGN == 0 {
+        return None;
+    }
+    Some(Alignment { memory: st.stx_dio_mem_align.max(1) as usize, offset: st.stx_dio_offset_align as usize })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::AlignedBuf;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    #[test]
+    fn a_new_file_is_private_direct_and_round_trips() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let path = dir.path().join("data.kv");
+        let file = DirectFile::open(&path, FileOptions::create()).unwrap();
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(IO_ALIGN.is_multiple_of(file.alignment().offset), "{:?}", file.alignment());
+        let mut page = AlignedBuf::zeroed(IO_ALIGN).unwrap();
+        page.fill(9);
+        file.write_at(&page, 8192).unwrap();
+        file.sync_data().unwrap();
+        assert_eq!(file.len().unwrap(), 12288);
+        page.fill(0);
+        DirectFile::open(&path, FileOptions::read_only()).unwrap().read_at(&mut page, 8192).unwrap();
+        assert!(page.iter().all(|b| *b == 9));
+        assert_eq!(file.read_at(&mut page, 12288).unwrap_err().kind(), ErrorKind::ShortIo);
+    }
+
+    #[test]
+    fn unaligned_direct_io_is_refused_before_the_kernel_sees_it() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let file = DirectFile::open(dir.path().join("f"), FileOptions::create()).unwrap();
+        assert!(file.is_direct(), "the checkout lies on a file system without O_DIRECT");
+        let page = AlignedBuf::zeroed(IO_ALIGN).unwrap();
+        assert_eq!(file.write_at(&page, 100).unwrap_err().kind(), ErrorKind::InvalidInput);
+        assert_eq!(file.write_at(&page[1..], 0).unwrap_err().kind(), ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn a_symlink_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+        std::fs::write(&real, b"x").unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        for options in [FileOptions::read_only(), FileOptions::create(), FileOptions::create().buffered()] {
+            assert_eq!(DirectFile::open(&link, options).unwrap_err().kind(), ErrorKind::InvalidInput);
+        }
+    }
+
+    #[test]
+    fn space_is_reserved_and_given_back() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let path = dir.path().join("f");
+        let file = DirectFile::open(&path, FileOptions::create()).unwrap();
+        file.allocate(0, 1 << 20).unwrap();
+        assert_eq!((file.len().unwrap(), path.metadata().unwrap().size()), (1 << 20, 1 << 20));
+        assert!(file.allocated_bytes().unwrap() >= 1 << 20);
+        file.punch_hole(0, 1 << 20).unwrap();
+        assert!(file.allocated_bytes().unwrap() < 1 << 19);
+        assert_eq!(file.len().unwrap(), 1 << 20);
+    }
+
+    #[test]
+    fn a_file_system_without_direct_io_gives_a_buffered_file_that_says_so() {
+        let Ok(dir) = tempfile::tempdir_in("/dev/shm") else {
+            assert!(!Path::new("/dev/shm").is_dir(), "/dev/shm is there but not writable");
+            return;
+        };
+        let options = FileOptions { create_new: true, ..FileOptions::create() };
+        let file = DirectFile::open(dir.path().join("f"), options).unwrap();
+        file.write_at(b"odd", 1).unwrap_or_else(|e| assert!(file.is_direct(), "{e}"));
+        assert_eq!(file.alignment().offset == 1, !file.is_direct());
+    }
+}

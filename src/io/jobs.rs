@@ -1,0 +1,377 @@
+//! The requests of one queue as a state machine: split into blocks, put in order, timed out, ended. Shared by every backend, so
+//! that all of them mean the same by a time-out, a short transfer or a flush.
+//!
+//! Invariants: a job's buffer leaves the table only when none of its blocks is outstanding; its caller is told once; a flush is
+//! issued only when no earlier write to its file is outstanding. No I/O, no lock, no clock of its own: backends call in.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::buffer::Buf;
+use super::file::DirectFile;
+use super::request::{Caller, Op, Request};
+use super::stats::IoStats;
+use crate::error::{Error, ErrorKind, Result};
+
+/// A block that the kernel gave back with EAGAIN or EINTR is tried again this often.
+const MAX_TRIES: u32 = 64;
+
+/// Part of a job that goes to the kernel as one transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) job: usize,
+    start: usize,
+    pub(super) len: usize,
+    tries: u32,
+}
+
+/// A span with what a system call needs; valid until the span's end is reported.
+#[derive(Clone, Copy)]
+pub(super) struct Piece {
+    pub(super) span: Span,
+    pub(super) op: Op,
+    pub(super) fd: RawFd,
+    pub(super) file_id: u64,
+    pub(super) ptr: *mut u8,
+    pub(super) offset: u64,
+    /// Registered region and the offset of `ptr` in it.
+    pub(super) region: Option<(u64, usize)>,
+}
+
+struct Job {
+    seq: u64,
+    op: Op,
+    file: Arc<DirectFile>,
+    offset: u64,
+    buf: Option<Buf>,
+    buf_offset: usize,
+    len: usize,
+    deadline: Instant,
+    /// Bytes handed out as spans.
+    issued: usize,
+    outstanding: usize,
+    caller: Option<Caller>,
+    failed: Option<Error>,
+}
+
+/// News for a caller, to be delivered outside any lock.
+#[must_use]
+pub(super) struct Ended {
+    caller: Option<Caller>,
+    result: Result<()>,
+    buf: Option<Buf>,
+    file: Option<Arc<DirectFile>>,
+    stats: Arc<IoStats>,
+    quarantined: bool,
+}
+
+impl Ended {
+    /// Tells the caller, or gives a quarantined buffer back.
+    pub(super) fn deliver(self) {
+        if self.file.is_some() {
+            self.stats.leave();
+            if self.quarantined {
+                self.stats.release();
+            }
+        }
+        drop(self.file);
+        match self.caller {
+            Some(caller) => caller.tell(self.result, self.buf),
+            None => drop(self.buf),
+        }
+    }
+}
+
+/// Callers whose time is up, and the jobs that still have blocks in the kernel.
+#[derive(Default)]
+pub(super) struct Expired {
+    pub(super) ended: Vec<Ended>,
+    pub(super) stuck: Vec<usize>,
+    /// Blocks of those jobs that are still in the kernel.
+    pub(super) stuck_blocks: usize,
+}
+
+/// All requests of one queue that have not ended.
+pub(super) struct Jobs {
+    slots: Vec<Option<Job>>,
+    free: Vec<usize>,
+    live: usize,
+    next_seq: u64,
+    block_bytes: usize,
+    /// Jobs with bytes still to hand out, in order of submission.
+    backlog: VecDeque<usize>,
+    /// Flushes that wait for earlier writes, and those that wait no more.
+    parked: Vec<usize>,
+    ready: VecDeque<usize>,
+    retries: VecDeque<Span>,
+    /// No deadline is earlier than this; may be earlier than every deadline.
+    next_check: Option<Instant>,
+    stats: Arc<IoStats>,
+}
+
+impl Jobs {
+    pub(super) fn new(block_bytes: usize, stats: Arc<IoStats>) -> Self {
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+            live: 0,
+            next_seq: 0,
+            block_bytes,
+            backlog: VecDeque::new(),
+            parked: Vec::new(),
+            ready: VecDeque::new(),
+            retries: VecDeque::new(),
+            next_check: None,
+            stats,
+        }
+    }
+
+    /// Takes over a request that passed its check.
+    pub(super) fn admit(&mut self, r: Request, submitted: Instant) {
+        let far = || submitted + std::time::Duration::from_secs(86_400 * 365);
+        let deadline = submitted.checked_add(r.timeout).unwrap_or_else(far);
+        let caller = Caller::new(r.done, r.op, r.len, submitted, Arc::clone(&self.stats));
+        let job = Job {
+            seq: self.next_seq,
+            op: r.op,
+            file: r.file,
+            offset: r.offset,
+            buf: r.buf,
+            buf_offset: r.buf_offset,
+            len: r.len,
+            deadline,
+            issued: 0,
+            outstanding: 0,
+            caller: Some(caller),
+            failed: None,
+        };
+        self.next_seq += 1;
+        self.live += 1;
+        self.next_check = Some(self.next_check.map_or(deadline, |t| t.min(deadline)));
+        let id = self.free.pop().unwrap_or(self.slots.len());
+        if id == self.slots.len() {
+            self.slots.push(Some(job));
+        } else {
+            self.slots[id] = Some(job);
+        }
+        self.backlog.push_back(id);
+    }
+
+    /// Jobs that have not ended.
+    pub(super) fn live(&self) -> usize {
+        self.live
+    }
+
+    /// Whether `next` may have something. A flush that must wait counts until `next` has looked at it.
+    pub(super) fn has_work(&self) -> bool {
+        !(self.backlog.is_empty() && self.ready.is_empty() && self.retries.is_empty())
+    }
+
+    /// When to call `expire` next; `None` while nothing is in flight.
+    pub(super) fn next_check(&self) -> Option<Instant> {
+        if self.live == 0 { None } else { self.next_check }
+    }
+
+    /// The next block for the kernel.
+    pub(super) fn next(&mut self) -> Option<Piece> {
+        if let Some(span) = self.retries.pop_front() {
+            return self.piece(span);
+        }
+        if let Some(id) = self.ready.pop_front() {
+            return self.issue(id);
+        }
+        while let Some(&id) = self.backlog.front() {
+            let (is_flush, rest) =
+                self.slots[id].as_ref().map_or((false, 0), |j| (j.op == Op::Flush, j.len - j.issued));
+            if is_flush || rest <= self.block_bytes {
+                self.backlog.pop_front();
+            }
+            if is_flush && self.must_wait(id) {
+                self.parked.push(id);
+                continue;
+            }
+            return self.issue(id);
+        }
+        None
+    }
+
+    fn issue(&mut self, id: usize) -> Option<Piece> {
+        let job = self.slots.get_mut(id)?.as_mut()?;
+        let len = self.block_bytes.min(job.len - job.issued);
+        let span = Span { job: id, start: job.issued, len, tries: 0 };
+        job.issued += len;
+        job.outstanding += 1;
+        self.piece(span)
+    }
+
+    fn piece(&self, span: Span) -> Option<Piece> {
+        let job = self.slots.get(span.job)?.as_ref()?;
+        let at = job.buf_offset + span.start;
+        let buf = job.buf.as_ref();
+        Some(Piece {
+            span,
+            op: job.op,
+            fd: job.file.as_raw_fd(),
+            file_id: job.file.id(),
+            ptr: buf.map_or(std::ptr::null_mut(), |b| b.as_mut_ptr().wrapping_add(at)),
+            offset: job.offset + span.start as u64,
+            region: buf.and_then(Buf::region).map(|(id, base)| (id, base + at)),
+        })
+    }
+
+    /// The file of a job, for backends that keep a table of files.
+    pub(super) fn file(&self, job: usize) -> Option<&Arc<DirectFile>> {
+        Some(&self.slots.get(job)?.as_ref()?.file)
+    }
+
+    /// Whether the caller of a job was told already, while blocks of it are in the kernel.
+    pub(super) fn is_quarantined(&self, job: usize) -> bool {
+        self.slots.get(job).and_then(Option::as_ref).is_some_and(|j| j.caller.is_none())
+    }
+
+    fn must_wait(&self, flush: usize) -> bool {
+        let Some(f) = self.slots[flush].as_ref() else { return false };
+        let earlier = |j: &Job| j.op == Op::Write && j.seq < f.seq && j.file.id() == f.file.id();
+        self.slots.iter().flatten().any(earlier)
+    }
+
+    /// The kernel is done with `span`: bytes moved, or an `errno` (positive). Gives the end of its job where this was the last.
+    pub(super) fn span_ended(&mut self, span: Span, moved: std::result::Result<usize, i32>) -> Option<Ended> {
+        let job = self.slots.get_mut(span.job)?.as_mut()?;
+        let dying = job.failed.is_some() || job.caller.is_none();
+        if let Err(libc::EAGAIN | libc::EINTR) = moved
+            && !dying
+            && span.tries < MAX_TRIES
+        {
+            self.retries.push_back(Span { tries: span.tries + 1, ..span });
+            return None;
+        }
+        job.outstanding -= 1;
+        if !dying && let Some(e) = failure(job, span, moved) {
+            job.failed = Some(e);
+            self.stop_issuing(span.job);
+        }
+        self.end_if_over(span.job)
+    }
+
+    /// Hands out no more of a job; blocks that were to be tried again count as back.
+    fn stop_issuing(&mut self, id: usize) {
+        for list in [&mut self.backlog, &mut self.ready] {
+            list.retain(|j| *j != id);
+        }
+        self.parked.retain(|j| *j != id);
+        let before = self.retries.len();
+        self.retries.retain(|s| s.job != id);
+        if let Some(job) = self.slots[id].as_mut() {
+            job.outstanding -= before - self.retries.len();
+            job.issued = job.len;
+        }
+    }
+
+    fn end_if_over(&mut self, id: usize) -> Option<Ended> {
+        let slot = self.slots.get_mut(id)?;
+        if !slot.as_ref().is_some_and(|j| j.outstanding == 0 && j.issued == j.len) {
+            return None;
+        }
+        let job = slot.take()?;
+        self.free.push(id);
+        self.live -= 1;
+        if job.op == Op::Write {
+            self.release_flushes();
+        }
+        Some(Ended {
+            quarantined: job.caller.is_none(),
+            caller: job.caller,
+            result: job.failed.map_or(Ok(()), Err),
+            buf: job.buf,
+            file: Some(job.file),
+            stats: Arc::clone(&self.stats),
+        })
+    }
+
+    fn release_flushes(&mut self) {
+        let mut parked = std::mem::take(&mut self.parked);
+        parked.retain(|id| {
+            let wait = self.must_wait(*id);
+            if !wait {
+                self.ready.push_back(*id);
+            }
+            wait
+        });
+        self.parked = parked;
+    }
+
+    /// Tells every caller whose deadline has passed.
+    pub(super) fn expire(&mut self, now: Instant) -> Expired {
+        if self.next_check().is_none_or(|t| now < t) {
+            return Expired::default();
+        }
+        let expired = self.give_up(
+            |j| j.deadline <= now,
+            |j| {
+                let e =
+                    Error::new(ErrorKind::TimedOut, format!("the drive did not answer a {} in time", j.op.as_str()));
+                e.at(j.file.path()).offset(j.offset).advice("check the drive's health (smartctl, kernel log)")
+            },
+        );
+        let waiting = self.slots.iter().flatten().filter(|j| j.caller.is_some());
+        self.next_check = waiting.map(|j| j.deadline).min();
+        expired
+    }
+
+    /// Tells every caller that the queue closes without them.
+    pub(super) fn abandon(&mut self) -> Expired {
+        self.next_check = None;
+        self.give_up(|_| true, |j| Error::new(ErrorKind::Closed, "the I/O queue was closed").at(j.file.path()))
+    }
+
+    fn give_up(&mut self, which: impl Fn(&Job) -> bool, error: impl Fn(&Job) -> Error) -> Expired {
+        let mut out = Expired::default();
+        for id in 0..self.slots.len() {
+            if !self.slots[id].as_ref().is_some_and(|j| j.caller.is_some() && which(j)) {
+                continue;
+            }
+            self.stop_issuing(id);
+            let Some(job) = self.slots[id].as_mut() else { continue };
+            let e = error(job);
+            if job.outstanding == 0 {
+                // Nothing of it is in the kernel, so the buffer can go straight back.
+                job.failed = Some(e);
+                out.ended.extend(self.end_if_over(id));
+                continue;
+            }
+            self.stats.quarantine();
+            let (caller, stats) = (job.caller.take(), Arc::clone(&self.stats));
+            out.ended.push(Ended { caller, result: Err(e), buf: None, file: None, stats, quarantined: true });
+            out.stuck_blocks += job.outstanding;
+            out.stuck.push(id);
+        }
+        out
+    }
+}
+
+fn failure(job: &Job, span: Span, moved: std::result::Result<usize, i32>) -> Option<Error> {
+    let at = job.offset + span.start as u64;
+    let e = match moved {
+        Ok(_) if job.op == Op::Flush => return None,
+        Ok(n) if n == span.len => return None,
+        Ok(n) => {
+            let message = format!("a {} moved {n} of {} bytes", job.op.as_str(), span.len);
+            Error::new(ErrorKind::ShortIo, message)
+        }
+        Err(errno) => {
+            let what = match job.op {
+                Op::Read => "cannot read",
+                Op::Write => "cannot write",
+                Op::Flush => "cannot flush",
+            };
+            Error::io(what, std::io::Error::from_raw_os_error(errno))
+        }
+    };
+    Some(e.at(job.file.path()).offset(at))
+}
+
+#[cfg(test)]
+mod tests;
