@@ -253,13 +253,13 @@ impl Geometry {
         }
         for (i, layer) in self.layers.iter().enumerate() {
             let opaque = matches!(layer.kind, LayerKind::Opaque { .. });
-            if let LayerKind::Opaque { block_tokens, block_bytes } = layer.kind {
-                if block_tokens == 0 || block_bytes == 0 || !self.chunk_tokens.is_multiple_of(block_tokens) {
-                    return bad(format!(
-                        "layer {i}: opaque blocks of {block_tokens} tokens and {block_bytes} bytes do not divide a chunk of {} tokens",
-                        self.chunk_tokens
-                    ));
-                }
+            if let LayerKind::Opaque { block_tokens, block_bytes } = layer.kind
+                && (block_tokens == 0 || block_bytes == 0 || !self.chunk_tokens.is_multiple_of(block_tokens))
+            {
+                return bad(format!(
+                    "layer {i}: opaque blocks of {block_tokens} tokens and {block_bytes} bytes do not divide a chunk of {} tokens",
+                    self.chunk_tokens
+                ));
             }
             if opaque != layer.planes.is_empty() || layer.planes.iter().any(|p| p.token_bytes() == 0) {
                 return bad(format!(

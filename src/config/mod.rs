@@ -1,1 +1,325 @@
-//! The `config` room.
+//! Settings: one [`Settings`] struct, filled from a file, the environment and code, in this order of rising precedence.
+//!
+//! Every limit of the engine is a field here with its unit, and every bad value has its own error with advice; the rooms
+//! above read typed fields and parse nothing. `docs/configuration.md` lists every key, and a test keeps it complete.
+//! [`dir`] checks the cache directories and opens what lies inside them without following a symlink out.
+//!
+//! This room must not open the cache, start threads, or know any other room but `error`; the environment and the files
+//! it reads are injected through [`Loader`].
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ErrorKind, Result};
+
+mod choices;
+pub mod dir;
+mod keys;
+mod load;
+mod validate;
+mod value;
+mod warning;
+
+pub use choices::{
+    Backend, Capacity, DriveSettings, EvictionPolicy, IoEngine, MinFree, Mode, Numa, OnIncompatible, OnOpenFailure,
+    Placement,
+};
+pub use load::Loader;
+pub use warning::{Feature, Origin, Warning, WarningKind};
+
+const MIB: usize = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Every setting, typed. Field names are the keys of files and, in upper case behind `FOREBAY_`, of the environment.
+///
+/// Build one with [`Settings::load`], or in code with [`Settings::at`] and assignments, then [`Settings::validate`].
+///
+/// ```
+/// use forebay::config::{Loader, Placement};
+/// let (settings, warnings) =
+///     Loader::bare().set("cache_dir", "/mnt/a,/mnt/b").set("capacity", "1TiB").set("placement", "stripe").load()?;
+/// assert_eq!(settings.placement, Placement::Stripe);
+/// assert_eq!(settings.drive_capacity_bytes(2 << 40), 1 << 39);
+/// assert!(warnings.is_empty());
+/// # Ok::<(), forebay::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Settings {
+    /// The kind of storage; only `gds` (local NVMe, with or without GPUDirect Storage).
+    #[serde(deserialize_with = "value::choice")]
+    pub backend: Backend,
+    /// The drives of the cache, one cache directory each (`cache_dir` and `gds_path` are its short forms).
+    #[serde(deserialize_with = "value::loose")]
+    pub drives: Vec<DriveSettings>,
+    /// Tokens of one full chunk.
+    #[serde(deserialize_with = "value::loose")]
+    pub chunk_size: u32,
+    /// A load returns at once and its layers arrive in the background; otherwise it returns when everything is there.
+    #[serde(deserialize_with = "value::loose")]
+    pub enable_async_loading: bool,
+    /// Loads read layer by layer across all chunks, stores write a layer as soon as it is given.
+    #[serde(deserialize_with = "value::loose")]
+    pub use_layerwise: bool,
+    /// KV of generated tokens is stored too, not only that of prompts.
+    #[serde(deserialize_with = "value::loose")]
+    pub save_decode_cache: bool,
+    /// A last chunk with fewer than `chunk_size` tokens is stored.
+    #[serde(deserialize_with = "value::loose")]
+    pub save_unfull_chunk: bool,
+    /// I/O requests in flight per drive and direction (fio's iodepth).
+    #[serde(deserialize_with = "value::loose")]
+    pub max_concurrent_ops: usize,
+    /// Bytes of one I/O request; larger extents are split.
+    #[serde(with = "value::size")]
+    pub block_size: usize,
+    /// Bytes the cache may take on disk, over all lanes and namespaces.
+    #[serde(deserialize_with = "value::loose")]
+    pub capacity: Capacity,
+    /// Bytes that stay free on the file system, whatever else fills it.
+    #[serde(deserialize_with = "value::loose")]
+    pub min_free: MinFree,
+    /// Bytes of staging memory for loads.
+    #[serde(with = "value::size")]
+    pub staging: usize,
+    /// Bytes of staging memory for stores.
+    #[serde(with = "value::size")]
+    pub store_staging: usize,
+    /// The I/O path.
+    #[serde(deserialize_with = "value::choice")]
+    pub io_engine: IoEngine,
+    /// How chunks are spread over several drives.
+    #[serde(deserialize_with = "value::choice")]
+    pub placement: Placement,
+    /// Milliseconds until a request that the drive does not answer counts as failed.
+    #[serde(deserialize_with = "value::loose")]
+    pub io_timeout_ms: u64,
+    /// What the server gets when the cache cannot be opened.
+    #[serde(deserialize_with = "value::choice")]
+    pub on_open_failure: OnOpenFailure,
+    /// What happens to a cache written by an incompatible version.
+    #[serde(deserialize_with = "value::choice")]
+    pub on_incompatible: OnIncompatible,
+    /// Whether this process may change the cache.
+    #[serde(deserialize_with = "value::choice")]
+    pub mode: Mode,
+    /// The NUMA node of staging memory and workers.
+    #[serde(deserialize_with = "value::loose")]
+    pub numa: Numa,
+    /// Staging memory asks for huge pages and takes ordinary ones where they are refused.
+    #[serde(deserialize_with = "value::loose")]
+    pub hugepages: bool,
+    /// Permission bits of the directories that are made; files get the same without the execute bits.
+    #[serde(with = "value::permissions")]
+    pub dir_mode: u32,
+    /// Which segment is reclaimed first.
+    #[serde(deserialize_with = "value::choice")]
+    pub eviction_policy: EvictionPolicy,
+    /// Time until a stored chunk expires; `None` never.
+    #[serde(with = "value::ttl")]
+    pub ttl: Option<Duration>,
+    /// Bytes that reclaim may write again to keep hot chunks, as a share of the bytes stored (0 to 1).
+    #[serde(deserialize_with = "value::loose")]
+    pub reclaim_write_budget: f64,
+    /// Threads for scatter, gather and CRC; 0 follows the number of cores ([`Settings::worker_threads`]).
+    #[serde(serialize_with = "value::show_workers", deserialize_with = "value::workers")]
+    pub workers: usize,
+    /// Milliseconds after which a journal page is written even if it is not full.
+    #[serde(deserialize_with = "value::loose")]
+    pub commit_interval_ms: u64,
+    /// Share of the capacity that leases may hold against reclaim (0.01 to 0.25).
+    #[serde(deserialize_with = "value::loose")]
+    pub lease_share: f64,
+    /// Network file systems give a warning instead of an error.
+    #[serde(deserialize_with = "value::loose")]
+    pub allow_any_filesystem: bool,
+    /// RDMA to a remote tier; not active yet.
+    #[serde(deserialize_with = "value::loose")]
+    pub enable_rdma: bool,
+    /// Address of a remote tier; not active yet.
+    pub remote_url: Option<String>,
+    /// Encoding towards the remote tier; not active yet.
+    pub remote_serde: Option<String>,
+    /// A tier in host memory above the drives; not active yet.
+    #[serde(deserialize_with = "value::loose")]
+    pub local_cpu: bool,
+    /// Bytes of the host tier (plain numbers in files are GiB, as in LMCache); not active yet.
+    #[serde(with = "value::gigabytes")]
+    pub max_local_cpu_size: u64,
+    /// Reuse of chunks at other positions; not active yet.
+    #[serde(deserialize_with = "value::loose")]
+    pub enable_blending: bool,
+    /// Layers that blending compares; not active yet.
+    #[serde(deserialize_with = "value::loose")]
+    pub blend_check_layers: Vec<u32>,
+    /// Shares of tokens that blending recomputes; not active yet.
+    #[serde(deserialize_with = "value::loose")]
+    pub blend_recompute_ratios: Vec<f64>,
+    /// Thresholds of blending; not active yet.
+    #[serde(deserialize_with = "value::loose")]
+    pub blend_thresholds: Vec<f64>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            backend: Backend::Gds,
+            drives: Vec::new(),
+            chunk_size: 256,
+            enable_async_loading: true,
+            use_layerwise: false,
+            save_decode_cache: false,
+            save_unfull_chunk: false,
+            max_concurrent_ops: 32,
+            block_size: MIB,
+            capacity: Capacity::Percent(80.0),
+            min_free: MinFree::Auto,
+            staging: 256 * MIB,
+            store_staging: 256 * MIB,
+            io_engine: IoEngine::Auto,
+            placement: Placement::Chain,
+            io_timeout_ms: 10_000,
+            on_open_failure: OnOpenFailure::Disable,
+            on_incompatible: OnIncompatible::Refuse,
+            mode: Mode::Rw,
+            numa: Numa::Auto,
+            hugepages: true,
+            dir_mode: 0o700,
+            eviction_policy: EvictionPolicy::Lru,
+            ttl: None,
+            reclaim_write_budget: 0.1,
+            workers: 0,
+            commit_interval_ms: 50,
+            lease_share: 0.25,
+            allow_any_filesystem: false,
+            enable_rdma: false,
+            remote_url: None,
+            remote_serde: None,
+            local_cpu: false,
+            max_local_cpu_size: 0,
+            enable_blending: false,
+            blend_check_layers: Vec::new(),
+            blend_recompute_ratios: Vec::new(),
+            blend_thresholds: Vec::new(),
+        }
+    }
+}
+
+impl Settings {
+    /// Settings from the file that `FOREBAY_CONFIG_FILE` (else `LMCACHE_CONFIG_FILE`) names and from the environment.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] naming the key, where it was set and what to write instead; the kind of the I/O error where
+    /// the file cannot be read.
+    pub fn load() -> Result<(Self, Vec<Warning>)> {
+        Loader::process().load()
+    }
+
+    /// As [`Settings::load`], with a map on top that outranks file and environment.
+    ///
+    /// # Errors
+    /// As [`Settings::load`].
+    pub fn load_with(code: serde_json::Map<String, serde_json::Value>) -> Result<(Self, Vec<Warning>)> {
+        Loader::process().map(code).load()
+    }
+
+    /// The defaults, with one cache directory.
+    #[must_use]
+    pub fn at(cache_dir: impl AsRef<Path>) -> Self {
+        Self { drives: vec![DriveSettings::new(cache_dir.as_ref())], ..Self::default() }
+    }
+
+    /// The keys of all settings, in the order of the struct.
+    #[must_use]
+    pub fn keys() -> &'static [String] {
+        keys::canonical()
+    }
+
+    /// Checks every range and every pair of settings that could contradict each other.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] naming the key, with advice.
+    pub fn validate(&self) -> Result<()> {
+        validate::check(self).map_err(|bad| bad.into_error(None))
+    }
+
+    /// The drives, where at least one is set.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] where no cache directory is set.
+    pub fn require_drives(&self) -> Result<&[DriveSettings]> {
+        if self.drives.is_empty() {
+            return Err(Error::new(ErrorKind::Config, "no cache_dir is set")
+                .advice("set cache_dir (or gds_path) to a directory on a local NVMe drive"));
+        }
+        Ok(&self.drives)
+    }
+
+    /// The cache directories of the drives.
+    pub fn cache_dirs(&self) -> impl Iterator<Item = &Path> {
+        self.drives.iter().map(|drive| drive.path.as_path())
+    }
+
+    /// Bytes the cache may take on one drive whose file system holds `fs_bytes` in all: a percentage is of that file
+    /// system, a number of bytes is shared equally by the drives.
+    #[must_use]
+    pub fn drive_capacity_bytes(&self, fs_bytes: u64) -> u64 {
+        match self.capacity {
+            Capacity::Bytes(bytes) => bytes / self.drives.len().max(1) as u64,
+            Capacity::Percent(percent) => share(fs_bytes, percent),
+        }
+    }
+
+    /// Bytes that must stay free on a file system of `fs_bytes` in all.
+    #[must_use]
+    pub fn min_free_bytes(&self, fs_bytes: u64) -> u64 {
+        match self.min_free {
+            MinFree::Auto => share(fs_bytes, 5.0).min(10 * GIB),
+            MinFree::Bytes(bytes) => bytes,
+            MinFree::Percent(percent) => share(fs_bytes, percent),
+        }
+    }
+
+    /// Permission bits of files: those of directories without execute.
+    #[must_use]
+    pub fn file_mode(&self) -> u32 {
+        self.dir_mode & 0o666
+    }
+
+    /// [`Settings::io_timeout_ms`] as a duration.
+    #[must_use]
+    pub fn io_timeout(&self) -> Duration {
+        Duration::from_millis(self.io_timeout_ms)
+    }
+
+    /// [`Settings::commit_interval_ms`] as a duration.
+    #[must_use]
+    pub fn commit_interval(&self) -> Duration {
+        Duration::from_millis(self.commit_interval_ms)
+    }
+
+    /// Threads for scatter, gather and CRC: [`Settings::workers`], or half the cores, 1 to 8, where it is 0.
+    #[must_use]
+    pub fn worker_threads(&self) -> usize {
+        if self.workers > 0 {
+            return self.workers;
+        }
+        (std::thread::available_parallelism().map_or(1, usize::from) / 2).clamp(1, 8)
+    }
+
+    /// The settings as keys and values that [`Loader::map`] accepts, for reports and dumps.
+    #[must_use]
+    pub fn to_map(&self) -> serde_json::Map<String, serde_json::Value> {
+        match serde_json::to_value(self) {
+            Ok(serde_json::Value::Object(map)) => map,
+            _ => serde_json::Map::new(),
+        }
+    }
+}
+
+fn share(bytes: u64, percent: f64) -> u64 {
+    (bytes as f64 * percent / 100.0) as u64
+}

@@ -1,0 +1,42 @@
+# Two commands do everything: `make demo` and `make test`. The rest are parts of them, or benches that take long.
+CARGO ?= cargo
+PYTHON ?= python3
+FOREBAY := target/release/forebay
+CUFILE_LIB := target/cufile/libcufile.path
+
+.PHONY: demo test build lint unit doc cufile bench micro clean
+
+build:
+	$(CARGO) build --release --locked -p forebay-tools
+
+# Builds, runs the request trace through the real engine in a temporary directory, verifies every byte, shows the figures.
+demo: build
+	$(FOREBAY) demo
+
+# Everything CI runs.
+test: lint unit doc
+
+lint:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+unit: cufile
+	FOREBAY_CUFILE_PATH="$$(cat $(CUFILE_LIB) 2>/dev/null)" $(CARGO) nextest run --workspace --locked --no-fail-fast
+	$(CARGO) test --doc --workspace --locked
+
+doc:
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+
+# The real libcufile, from NVIDIA's Python wheel; tests use it where it could be fetched.
+cufile:
+	$(PYTHON) cufile-sys/fetch_wheel.py target/cufile
+
+# Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
+bench: build
+	$(PYTHON) benches/speed.py --forebay $(FOREBAY) --write docs/benchmarks.md
+
+micro:
+	$(CARGO) bench -p forebay
+
+clean:
+	$(CARGO) clean

@@ -1,0 +1,226 @@
+//! The types of settings that are a choice, a size or a percentage, and of one drive.
+//!
+//! Words in files are lower case; they are read without regard to case. Nothing here touches the file system.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize, Serializer};
+use serde_json::Value;
+
+use super::value::{self, Loose};
+
+/// The kind of storage behind the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backend {
+    /// Local NVMe, with GPUDirect Storage where the machine has it.
+    #[default]
+    Gds,
+}
+
+/// The I/O path that is asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum IoEngine {
+    /// The best path that a probe finds.
+    #[default]
+    Auto,
+    /// io_uring, or an error where the kernel refuses it.
+    #[serde(alias = "io_uring")]
+    Uring,
+    /// A pool of threads that use pread and pwrite.
+    Threads,
+}
+
+/// How chunks are spread over several drives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Placement {
+    /// A chain lies on one drive, chosen by its root: a dead drive costs its share of the prefixes.
+    #[default]
+    Chain,
+    /// The chunks of a chain take turns: one load is as fast as all drives together.
+    Stripe,
+}
+
+/// What the server gets when the cache cannot be opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnOpenFailure {
+    /// Every lookup misses, a metric says so, and opening is tried again.
+    #[default]
+    Disable,
+    /// The error.
+    Fail,
+}
+
+/// What happens to a cache that an incompatible version has written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnIncompatible {
+    /// It is left alone and opening fails.
+    #[default]
+    Refuse,
+    /// It is emptied and written anew.
+    Recreate,
+}
+
+/// Whether this process may change the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Reads and writes.
+    #[default]
+    Rw,
+    /// Reads only; works on a read-only mount.
+    Ro,
+}
+
+/// Which segment is reclaimed first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum EvictionPolicy {
+    /// The one whose chunks have not been used for the longest time.
+    #[default]
+    Lru,
+    /// The one written first.
+    Fifo,
+}
+
+/// The NUMA node of staging memory and workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Numa {
+    /// The node the drive is attached to, on machines with several.
+    #[default]
+    Auto,
+    /// No binding.
+    Off,
+    /// This node.
+    Node(u32),
+}
+
+impl Serialize for Numa {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Auto => s.serialize_str("auto"),
+            Self::Off => s.serialize_str("off"),
+            Self::Node(node) => s.serialize_u32(*node),
+        }
+    }
+}
+
+impl Loose for Numa {
+    fn loose(value: &Value) -> Result<Self, String> {
+        match value.as_str().map(str::to_ascii_lowercase).as_deref() {
+            Some("auto") => Ok(Self::Auto),
+            Some("off" | "none") => Ok(Self::Off),
+            _ if *value == Value::Bool(false) => Ok(Self::Off),
+            _ => u32::loose(value).map(Self::Node).map_err(|_| {
+                format!("{} is not a NUMA node; use auto, off or the number of a node", value::show(value))
+            }),
+        }
+    }
+}
+
+/// Bytes the cache may take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Capacity {
+    /// In all, shared equally by the drives.
+    Bytes(u64),
+    /// Percent of each drive's file system.
+    Percent(f64),
+}
+
+impl Serialize for Capacity {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Bytes(bytes) => s.serialize_str(&value::show_size(*bytes)),
+            Self::Percent(percent) => s.serialize_str(&format!("{percent}%")),
+        }
+    }
+}
+
+impl Loose for Capacity {
+    fn loose(value: &Value) -> Result<Self, String> {
+        match value::percent(value)? {
+            Some(percent) => Ok(Self::Percent(percent)),
+            None => value::size_of(value).map(Self::Bytes),
+        }
+    }
+}
+
+/// Bytes that stay free on a file system.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum MinFree {
+    /// 5 % of the file system or 10 GiB, whichever is less.
+    Auto,
+    /// This many bytes.
+    Bytes(u64),
+    /// Percent of the file system.
+    Percent(f64),
+}
+
+impl Serialize for MinFree {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Auto => s.serialize_str("auto"),
+            Self::Bytes(bytes) => s.serialize_str(&value::show_size(*bytes)),
+            Self::Percent(percent) => s.serialize_str(&format!("{percent}%")),
+        }
+    }
+}
+
+impl Loose for MinFree {
+    fn loose(value: &Value) -> Result<Self, String> {
+        if value.as_str().is_some_and(|word| word.eq_ignore_ascii_case("auto")) {
+            return Ok(Self::Auto);
+        }
+        match value::percent(value)? {
+            Some(percent) => Ok(Self::Percent(percent)),
+            None => value::size_of(value).map(Self::Bytes),
+        }
+    }
+}
+
+/// One drive of the cache.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DriveSettings {
+    /// Its cache directory.
+    pub path: PathBuf,
+    /// Nothing new is stored there; what it holds is still served until it is reclaimed.
+    #[serde(default)]
+    pub drain: bool,
+}
+
+impl DriveSettings {
+    /// A drive in full use.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into(), drain: false }
+    }
+}
+
+impl Loose for Vec<DriveSettings> {
+    fn loose(value: &Value) -> Result<Self, String> {
+        match value {
+            Value::String(paths) => {
+                Ok(paths.split(',').map(|path| DriveSettings::new(Path::new(path.trim()))).collect())
+            }
+            Value::Array(items) => items.iter().map(drive).collect(),
+            other => drive(other).map(|drive| vec![drive]),
+        }
+    }
+}
+
+fn drive(value: &Value) -> Result<DriveSettings, String> {
+    match value {
+        Value::String(path) => Ok(DriveSettings::new(Path::new(path))),
+        Value::Object(_) => {
+            DriveSettings::deserialize(value).map_err(|e| format!("a drive is a path or {{path, drain}}: {e}"))
+        }
+        other => Err(format!("{} is not a directory; write a path, or a list of paths", value::show(other))),
+    }
+}

@@ -1,0 +1,232 @@
+//! The sources of settings and their order: file, `LMCACHE_*`, `FOREBAY_*`, code; each outranks those before it.
+//!
+//! What the process sees of the outside (environment, files) comes in through [`Loader`], so that a test sets both. A
+//! value is checked where it was given, so that an error can name the variable or the file; the error of a whole file
+//! would name only the file. Nothing is read from the file system but the settings file.
+
+use std::ffi::OsString;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::keys::{self, Flatten, Layer};
+use super::warning::{Origin, Warning};
+use super::{Settings, validate};
+use crate::error::{Error, ErrorKind, Result};
+
+const OWN_PREFIX: &str = "FOREBAY_";
+const LMCACHE_PREFIX: &str = "LMCACHE_";
+const CONFIG_FILE: &str = "CONFIG_FILE";
+/// A settings file is a few lines; more than this is another file named by mistake.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// Variables of LMCache itself that are not settings of a cache.
+const LMCACHE_OTHERS: [&str; 6] =
+    ["LOG_LEVEL", "LOG_FORMAT", "USE_EXPERIMENTAL", "TRACK_USAGE", "DEBUG", "FORCE_SKIP_SAVE"];
+
+type ReadFile = Box<dyn Fn(&Path) -> std::io::Result<String>>;
+
+/// Collects the sources of settings.
+///
+/// ```
+/// use forebay::config::Loader;
+/// let file = "gds_path: /mnt/nvme\nchunk_size: 64\n";
+/// let (settings, _) = Loader::bare()
+///     .env([("LMCACHE_CONFIG_FILE", "lmcache.yaml"), ("FOREBAY_CHUNK_SIZE", "128")])
+///     .files(move |_| Ok(file.to_owned()))
+///     .set("capacity", "64GiB")
+///     .load()?;
+/// assert_eq!(settings.chunk_size, 128);
+/// # Ok::<(), forebay::Error>(())
+/// ```
+pub struct Loader {
+    env: Vec<(String, OsString)>,
+    files: ReadFile,
+    file: Option<PathBuf>,
+    code: Map<String, Value>,
+}
+
+impl Loader {
+    /// The environment and the files of this process.
+    #[must_use]
+    pub fn process() -> Self {
+        let vars = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
+        Self { env: vars.collect(), files: Box::new(read_file), file: None, code: Map::new() }
+    }
+
+    /// No environment, and the files of this process.
+    #[must_use]
+    pub fn bare() -> Self {
+        Self { env: Vec::new(), files: Box::new(read_file), file: None, code: Map::new() }
+    }
+
+    /// Takes these environment variables in place of the process's.
+    #[must_use]
+    pub fn env<K: Into<String>, V: Into<OsString>>(mut self, vars: impl IntoIterator<Item = (K, V)>) -> Self {
+        self.env = vars.into_iter().map(|(name, value)| (name.into(), value.into())).collect();
+        self
+    }
+
+    /// Reads files through `read`.
+    #[must_use]
+    pub fn files(mut self, read: impl Fn(&Path) -> std::io::Result<String> + 'static) -> Self {
+        self.files = Box::new(read);
+        self
+    }
+
+    /// Reads this file, whatever `FOREBAY_CONFIG_FILE` and `LMCACHE_CONFIG_FILE` say.
+    #[must_use]
+    pub fn file(mut self, path: impl Into<PathBuf>) -> Self {
+        self.file = Some(path.into());
+        self
+    }
+
+    /// Sets one key, above file and environment.
+    #[must_use]
+    pub fn set(mut self, key: impl Into<String>, value: impl Into<Value>) -> Self {
+        self.code.insert(key.into(), value.into());
+        self
+    }
+
+    /// Sets the keys of a map, above file and environment.
+    #[must_use]
+    pub fn map(mut self, map: Map<String, Value>) -> Self {
+        self.code.extend(map);
+        self
+    }
+
+    /// Reads all sources and gives the settings with what was found worth telling.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] naming the key, where it was set and what to write instead; the kind of the I/O error where
+    /// the settings file cannot be read.
+    pub fn load(self) -> Result<(Settings, Vec<Warning>)> {
+        let mut warnings = Vec::new();
+        let mut given = Layer::new();
+        if let Some((path, strict)) = self.file_to_read()? {
+            let map = parse_file(&path, &(self.files)(&path).map_err(|e| unreadable(&path, e))?)?;
+            let mut layer = Flatten { layer: Layer::new(), warnings: &mut warnings, strict };
+            layer.mapping("", map, &Origin::File(path))?;
+            given.extend(layer.layer);
+        }
+        for prefix in [LMCACHE_PREFIX, OWN_PREFIX] {
+            given.extend(self.env_layer(prefix, &mut warnings)?);
+        }
+        let mut layer = Flatten { layer: Layer::new(), warnings: &mut warnings, strict: true };
+        layer.mapping("", self.code, &Origin::Code)?;
+        given.extend(layer.layer);
+
+        let settings = settings_of(&given)?;
+        validate::check(&settings).map_err(|bad| {
+            let origin = given.get(bad.key).map(|given| (given.written.clone(), given.origin.clone()));
+            bad.into_error(origin)
+        })?;
+        warnings.extend(keys::not_active(&given, &settings));
+        Ok((settings, warnings))
+    }
+
+    /// The settings file, and whether its unknown keys are errors: LMCache's files hold keys of LMCache alone.
+    fn file_to_read(&self) -> Result<Option<(PathBuf, bool)>> {
+        if let Some(path) = &self.file {
+            return Ok(Some((path.clone(), true)));
+        }
+        for (prefix, strict) in [(OWN_PREFIX, true), (LMCACHE_PREFIX, false)] {
+            let name = format!("{prefix}{CONFIG_FILE}");
+            if let Some((_, path)) = self.env.iter().find(|(key, path)| *key == name && !path.is_empty()) {
+                return Ok(Some((PathBuf::from(path), strict)));
+            }
+        }
+        Ok(None)
+    }
+
+    fn env_layer(&self, prefix: &str, warnings: &mut Vec<Warning>) -> Result<Layer> {
+        // Never strict: Kubernetes gives every pod FOREBAY_PORT and the like when a service has that name.
+        let mut layer = Flatten { layer: Layer::new(), warnings, strict: false };
+        for (name, value) in &self.env {
+            let Some(key) = name.strip_prefix(prefix) else { continue };
+            let aside = key == CONFIG_FILE || (prefix == LMCACHE_PREFIX && LMCACHE_OTHERS.contains(&key));
+            if aside || key.is_empty() || value.is_empty() {
+                continue;
+            }
+            let Some(text) = value.to_str() else {
+                return Err(Error::new(ErrorKind::Config, format!("the environment variable {name} is not UTF-8"))
+                    .advice("write the value in UTF-8"));
+            };
+            let origin = Origin::Env(name.clone());
+            layer.entry(key.to_ascii_lowercase(), env_value(text, &origin)?, &origin)?;
+        }
+        Ok(layer.layer)
+    }
+}
+
+/// A variable's value: a list or mapping where it looks like one, otherwise its text without the quotes around it.
+fn env_value(text: &str, origin: &Origin) -> Result<Value> {
+    let text = text.trim();
+    if text.starts_with(['{', '[']) {
+        return serde_saphyr::from_str(text).map_err(|e| {
+            Error::new(ErrorKind::Config, format!("the value {origin} is neither JSON nor YAML: {}", first_line(&e)))
+                .advice("quote it for the shell, for example '{\"cache_dir\": \"/mnt/nvme\"}'")
+        });
+    }
+    let unquoted = ['"', '\''].iter().find_map(|quote| text.strip_prefix(*quote)?.strip_suffix(*quote));
+    Ok(Value::from(unquoted.unwrap_or(text)))
+}
+
+fn read_file(path: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_FILE_BYTES {
+        return Err(std::io::Error::other("it is larger than 1 MiB"));
+    }
+    Ok(text)
+}
+
+fn unreadable(path: &Path, e: std::io::Error) -> Error {
+    Error::io("cannot read the settings file", e)
+        .at(path)
+        .advice("correct FOREBAY_CONFIG_FILE (or LMCACHE_CONFIG_FILE), or unset it")
+}
+
+fn parse_file(path: &Path, text: &str) -> Result<Map<String, Value>> {
+    let json = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"));
+    let parsed: std::result::Result<Value, String> = match text.trim() {
+        "" => Ok(Value::Null),
+        _ if json => serde_json::from_str(text).map_err(|e| e.to_string()),
+        _ => serde_saphyr::from_str(text).map_err(|e| first_line(&e)),
+    };
+    match parsed {
+        Ok(Value::Null) => Ok(Map::new()),
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(Error::new(ErrorKind::Config, "the settings file holds no keys")
+            .at(path)
+            .advice("write one `key: value` per line, or a JSON object")),
+        Err(reason) => {
+            let kind = if json { "JSON" } else { "YAML" };
+            Err(Error::new(ErrorKind::Config, format!("the settings file is not valid {kind}: {reason}")).at(path))
+        }
+    }
+}
+
+/// The parser's message without the drawing of the place below it.
+fn first_line(e: &serde_saphyr::Error) -> String {
+    e.to_string().lines().next().unwrap_or_default().to_owned()
+}
+
+fn settings_of(given: &Layer) -> Result<Settings> {
+    let mut all = Map::new();
+    for (key, given) in given {
+        let one: Map<String, Value> = [((*key).to_owned(), given.value.clone())].into_iter().collect();
+        Settings::deserialize(Value::Object(one)).map_err(|e| {
+            let text = e.to_string();
+            let (reason, advice) = text.split_once("; ").unwrap_or((&text, ""));
+            let error = Error::new(ErrorKind::Config, format!("{} ({}): {reason}", given.written, given.origin));
+            let fallback = || format!("docs/configuration.md says what {key} may be");
+            error.advice(if advice.is_empty() { fallback() } else { advice.to_owned() })
+        })?;
+        all.insert((*key).to_owned(), given.value.clone());
+    }
+    Settings::deserialize(Value::Object(all))
+        .map_err(|e| Error::new(ErrorKind::Internal, "settings that are valid one by one are not together").source(e))
+}

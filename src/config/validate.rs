@@ -1,0 +1,169 @@
+//! Ranges of settings, and pairs that contradict each other.
+//!
+//! Only what the settings alone can tell: what depends on the geometry (is staging two extents?) or on the machine is
+//! checked where that is known.
+
+use std::path::{Component, Path};
+use std::time::Duration;
+
+use super::warning::Origin;
+use super::{Capacity, MinFree, Settings};
+use crate::error::{Error, ErrorKind};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+/// Requests are aligned to this, whatever the drive's own block is.
+const PAGE: usize = 4096;
+/// Below this a segment would hold no chunk of any real geometry.
+const MIN_CAPACITY_BYTES: u64 = 16 << 20;
+/// Expiry is kept in 32 bits of Unix seconds.
+const MAX_TTL: Duration = Duration::from_secs(20 * 365 * 86_400);
+
+/// A setting that is out of range.
+pub(super) struct Invalid {
+    pub(super) key: &'static str,
+    reason: String,
+    advice: String,
+}
+
+impl Invalid {
+    /// The error, with the key as the user wrote it and where.
+    pub(super) fn into_error(self, given: Option<(String, Origin)>) -> Error {
+        let place = match given {
+            Some((written, origin)) => format!("{written} ({origin})"),
+            None => self.key.to_owned(),
+        };
+        Error::new(ErrorKind::Config, format!("{place}: {}", self.reason)).advice(self.advice)
+    }
+}
+
+type Checked = Result<(), Invalid>;
+
+fn ensure(holds: bool, key: &'static str, reason: impl Into<String>, advice: impl Into<String>) -> Checked {
+    if holds { Ok(()) } else { Err(Invalid { key, reason: reason.into(), advice: advice.into() }) }
+}
+
+fn between<T: PartialOrd + std::fmt::Display>(key: &'static str, value: &T, low: T, high: T, unit: &str) -> Checked {
+    let holds = (&low..=&high).contains(&value);
+    ensure(holds, key, format!("{value}{unit} is out of range"), format!("use {low} to {high}{unit}"))
+}
+
+pub(super) fn check(s: &Settings) -> Checked {
+    drives(s)?;
+    memory(s)?;
+    disk(s)?;
+    between("chunk_size", &s.chunk_size, 1, 65_536, " tokens")?;
+    between("max_concurrent_ops", &s.max_concurrent_ops, 1, 4096, "")?;
+    between("io_timeout_ms", &s.io_timeout_ms, 10, 3_600_000, " ms")?;
+    between("workers", &s.workers, 0, 256, " threads")?;
+    between("commit_interval_ms", &s.commit_interval_ms, 1, 10_000, " ms")?;
+    between("reclaim_write_budget", &s.reclaim_write_budget, 0.0, 1.0, "")?;
+    between("lease_share", &s.lease_share, 0.01, 0.25, "")?;
+    if let super::Numa::Node(node) = s.numa {
+        between("numa", &node, 0, 1023, "")?;
+    }
+    ensure(
+        s.dir_mode & 0o700 == 0o700,
+        "dir_mode",
+        format!("{:04o} shuts out the owner", s.dir_mode),
+        "use \"0700\", or \"0750\" and \"0770\" to share the cache with a group",
+    )?;
+    ensure(
+        s.dir_mode & !0o2770 == 0,
+        "dir_mode",
+        format!("{:04o} grants more than owner and group need", s.dir_mode),
+        "use \"0700\", or \"0770\" to share the cache with a group: KV reveals prompts, and a writer can forge it",
+    )
+}
+
+fn drives(s: &Settings) -> Checked {
+    for path in s.cache_dirs() {
+        ensure(
+            path.is_absolute(),
+            "drives",
+            format!("the cache directory {:?} is not an absolute path", path.display().to_string()),
+            "write the whole path, for example /mnt/nvme/forebay",
+        )?;
+        ensure(
+            !path.components().any(|c| matches!(c, Component::ParentDir)),
+            "drives",
+            format!("the cache directory {} contains ..", path.display()),
+            "write the path without ..",
+        )?;
+        ensure(
+            path != Path::new("/"),
+            "drives",
+            "the cache directory is the root directory",
+            "give the cache its own directory",
+        )?;
+    }
+    for (i, path) in s.cache_dirs().enumerate() {
+        for other in s.cache_dirs().skip(i + 1) {
+            ensure(
+                !path.starts_with(other) && !other.starts_with(path),
+                "drives",
+                format!("the cache directories {} and {} lie in each other", path.display(), other.display()),
+                "give each drive its own directory",
+            )?;
+        }
+    }
+    let all_drain = !s.drives.is_empty() && s.drives.iter().all(|drive| drive.drain);
+    ensure(!all_drain, "drives", "every drive drains, so nothing could be stored", "leave one, or use mode: ro")
+}
+
+fn memory(s: &Settings) -> Checked {
+    let block = s.block_size;
+    ensure(
+        block.is_multiple_of(PAGE) && (64 * KIB..=64 * MIB).contains(&block),
+        "block_size",
+        format!("{block} bytes cannot be a request"),
+        "use a multiple of 4096 from 64KiB to 64MiB; 1MiB suits most drives",
+    )?;
+    for (key, bytes) in [("staging", s.staging), ("store_staging", s.store_staging)] {
+        ensure(
+            bytes >= MIB,
+            key,
+            format!("{bytes} bytes hold no two extents"),
+            "use at least 1MiB, better two extents for every drive's max_concurrent_ops; 256MiB suits most models",
+        )?;
+    }
+    Ok(())
+}
+
+fn disk(s: &Settings) -> Checked {
+    match s.capacity {
+        Capacity::Bytes(bytes) => ensure(
+            bytes / s.drives.len().max(1) as u64 >= MIN_CAPACITY_BYTES,
+            "capacity",
+            format!("{bytes} bytes are too few"),
+            "use at least 16MiB for each drive; a size without a unit is in bytes",
+        )?,
+        Capacity::Percent(percent) => between("capacity", &percent, 1.0, 100.0, "%")?,
+    }
+    if let MinFree::Percent(percent) = s.min_free {
+        ensure(percent <= 90.0, "min_free", format!("{percent}% leaves no room"), "use at most 90%")?;
+        if let Capacity::Percent(capacity) = s.capacity {
+            ensure(
+                capacity + percent <= 100.0,
+                "min_free",
+                format!("{percent}% free and {capacity}% of capacity are more than the file system"),
+                "lower one of the two",
+            )?;
+        }
+    }
+    if let Some(ttl) = s.ttl {
+        ensure(
+            ttl <= MAX_TTL,
+            "ttl",
+            format!("{} s is out of range", ttl.as_secs()),
+            "use at most 20 years, or never",
+        )?;
+        ensure(
+            ttl >= Duration::from_secs(1),
+            "ttl",
+            "less than a second",
+            "use whole seconds; leave ttl out for chunks that never expire",
+        )?;
+    }
+    Ok(())
+}

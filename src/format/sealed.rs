@@ -1,0 +1,118 @@
+//! A segment's region of the sealed table: one page that says what the segment is, then its records.
+//!
+//! The region is written when the segment is sealed, and its first page again when the segment is given up: until a page with
+//! `Free` and the next epoch is durable, a crash may bring the old records back, so nothing that relies on their absence
+//! (dropping a tombstone, overwriting the data) may happen before.
+
+use super::record::{RECORD_BYTES, Record};
+use super::{PAGE_BYTES, corrupt, crc_with_hole, le};
+use crate::error::Result;
+
+const MAGIC: &[u8; 8] = b"FBSEAL01";
+const CRC_AT: usize = 8;
+
+/// What the region says of its segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SegmentState {
+    /// Nothing in it is valid; its next use has the page's epoch.
+    Free,
+    /// Sealed: the records that follow are all it holds.
+    Sealed,
+}
+
+/// First page of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionHeader {
+    /// The lane that wrote it.
+    pub lane: [u8; 16],
+    /// Number of the segment.
+    pub segment: u32,
+    /// Epoch of the segment.
+    pub epoch: u32,
+    /// State of the segment.
+    pub state: SegmentState,
+    /// Records that follow.
+    pub count: u32,
+    /// Lowest sequence among them.
+    pub min_sequence: u64,
+    /// Highest sequence among them.
+    pub max_sequence: u64,
+    /// Unix milliseconds at which the segment was sealed.
+    pub sealed_ms: u64,
+}
+
+impl RegionHeader {
+    /// The page's bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut b = vec![0; PAGE_BYTES];
+        le::put_bytes(&mut b, 0, MAGIC);
+        le::put_u32(&mut b, 12, u32::from(self.state == SegmentState::Sealed));
+        le::put_bytes(&mut b, 16, &self.lane);
+        le::put_u32(&mut b, 32, self.segment);
+        le::put_u32(&mut b, 36, self.epoch);
+        le::put_u32(&mut b, 40, self.count);
+        le::put_u64(&mut b, 48, self.min_sequence);
+        le::put_u64(&mut b, 56, self.max_sequence);
+        le::put_u64(&mut b, 64, self.sealed_ms);
+        let sum = crc_with_hole(&b, CRC_AT);
+        le::put_u32(&mut b, CRC_AT, sum);
+        b
+    }
+
+    /// Reads the page; `None` where the region was never written (all zero).
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::Corrupt`] where it is neither empty nor an intact page.
+    pub fn decode(b: &[u8]) -> Result<Option<Self>> {
+        let b = b.get(..PAGE_BYTES).ok_or_else(|| corrupt("a sealed region is short"))?;
+        if b.iter().all(|&x| x == 0) {
+            return Ok(None);
+        }
+        if !b.starts_with(MAGIC) || le::get_u32(b, CRC_AT) != crc_with_hole(b, CRC_AT) {
+            return Err(corrupt("a sealed region's first page fails its CRC"));
+        }
+        let state = match le::get_u32(b, 12) {
+            0 => SegmentState::Free,
+            1 => SegmentState::Sealed,
+            _ => return Err(corrupt("a sealed region is in an unknown state")),
+        };
+        Ok(Some(Self {
+            lane: le::get_bytes(b, 16),
+            segment: le::get_u32(b, 32),
+            epoch: le::get_u32(b, 36),
+            state,
+            count: le::get_u32(b, 40),
+            min_sequence: le::get_u64(b, 48),
+            max_sequence: le::get_u64(b, 56),
+            sealed_ms: le::get_u64(b, 64),
+        }))
+    }
+}
+
+/// The bytes of a whole region: its first page and `records`, padded to pages.
+#[must_use]
+pub fn encode_region(header: &RegionHeader, records: &[Record]) -> Vec<u8> {
+    let mut bytes = header.encode();
+    bytes.reserve(records.len() * RECORD_BYTES);
+    for record in records {
+        bytes.extend_from_slice(&record.encode());
+    }
+    bytes.resize(bytes.len().next_multiple_of(PAGE_BYTES), 0);
+    bytes
+}
+
+/// Bytes of a region that holds up to `records` records.
+#[must_use]
+pub const fn region_bytes(records: usize) -> usize {
+    PAGE_BYTES + (records * RECORD_BYTES).next_multiple_of(PAGE_BYTES)
+}
+
+/// Intact records of a region's bytes behind its first page, and how many of `count` were damaged or missing.
+#[must_use]
+pub fn decode_records(body: &[u8], count: u32) -> (Vec<Record>, u32) {
+    let records: Vec<Record> =
+        body.chunks_exact(RECORD_BYTES).take(count as usize).filter_map(|b| Record::decode(b).ok()).collect();
+    let damaged = count.saturating_sub(records.len() as u32);
+    (records, damaged)
+}

@@ -1,0 +1,219 @@
+//! One bucket: its words, the sequence that makes reads whole, and the bounded wait for a writer.
+//!
+//! Words of a bucket: `0` sequence (odd while written); `1`, `2` seven tags of 16 bits (0 is an empty slot) and, on top, the
+//! number of entries that passed this bucket because it was full; `3` seven kinds of 8 bits; `4..8` unused; then seven
+//! entries of eight words. Readers follow Boehm's sequence lock: load the sequence, read, fence, compare. They never wait for
+//! a writer longer than [`ATTEMPTS`] tries: one that died in a bucket must not hang them.
+
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use super::entry::{ENTRY_WORDS, EntryKind};
+use super::mapping::Block;
+
+/// Entries of a bucket.
+pub const SLOTS_PER_BUCKET: usize = 7;
+/// Buckets an entry may lie in: its home and the next ones.
+pub const MAX_PROBE: usize = 16;
+/// Words of a bucket.
+pub(super) const BUCKET_WORDS: usize = 64;
+
+const SEQ: usize = 0;
+const TAGS: usize = 1;
+const KINDS: usize = 3;
+const FIRST_LINE: usize = 8;
+const OVERFLOW_SHIFT: u32 = 48;
+const OVERFLOW_MAX: u64 = 0xffff;
+const ATTEMPTS: u32 = 256;
+const YIELD_AFTER: u32 = 192;
+
+/// The words of an entry, its kind and its place in the bucket.
+pub(super) type Line = ([u64; ENTRY_WORDS], EntryKind, usize);
+
+/// Home bucket and tag of a key, from its first word alone so that a touch needs no more than that word.
+#[inline]
+pub(super) fn place(lo: u64, buckets: usize) -> (usize, u16) {
+    let mixed = lo.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let home = ((u128::from(mixed) * buckets as u128) >> 64) as usize;
+    (home, ((mixed >> 16) as u16).max(1))
+}
+
+/// What a bucket says about a key.
+pub(super) enum Scan {
+    /// The key's entry.
+    Found(Line),
+    /// Not here, but entries went on to later buckets.
+    Next,
+    /// Not here and not later.
+    End,
+}
+
+/// Which key is looked for.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted {
+    pub(super) tag: u16,
+    pub(super) lo: u64,
+    /// None: the first word alone decides.
+    pub(super) hi: Option<u64>,
+}
+
+/// Read access to a bucket.
+#[derive(Clone, Copy)]
+pub(super) struct Bucket<'a>(pub(super) Block<'a, BUCKET_WORDS>);
+
+fn tag_at(tags: [u64; 2], slot: usize) -> u16 {
+    let word = if slot < 4 { tags[0] } else { tags[1] };
+    (word >> (slot % 4 * 16)) as u16
+}
+
+impl Bucket<'_> {
+    fn tags(&self) -> [u64; 2] {
+        [self.0.load(TAGS), self.0.load(TAGS + 1)]
+    }
+
+    /// Runs `read` until it ran on a bucket that nobody wrote meanwhile; none after a bounded number of tries.
+    #[inline]
+    fn consistent<T>(&self, mut read: impl FnMut(&Self) -> T) -> Option<T> {
+        for attempt in 0..ATTEMPTS {
+            let before = self.0.load(SEQ);
+            fence(Ordering::Acquire);
+            if before & 1 == 0 {
+                let value = read(self);
+                fence(Ordering::Acquire);
+                if self.0.load(SEQ) == before {
+                    return Some(value);
+                }
+            }
+            if attempt < YIELD_AFTER { std::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+        None
+    }
+
+    fn line(&self, slot: usize) -> [u64; ENTRY_WORDS] {
+        let at = FIRST_LINE + slot * ENTRY_WORDS;
+        std::array::from_fn(|i| self.0.load(at + i))
+    }
+
+    fn kind(&self, slot: usize) -> Option<EntryKind> {
+        EntryKind::from_byte((self.0.load(KINDS) >> (slot * 8)) as u8)
+    }
+
+    /// Looks for a key; a bucket that stays locked has nothing in it.
+    #[inline]
+    pub(super) fn scan(&self, wanted: Wanted) -> Scan {
+        self.consistent(|b| {
+            let tags = b.tags();
+            for slot in 0..SLOTS_PER_BUCKET {
+                if tag_at(tags, slot) != wanted.tag {
+                    continue;
+                }
+                let line = b.line(slot);
+                if line[0] == wanted.lo
+                    && wanted.hi.is_none_or(|hi| line[1] == hi)
+                    && let Some(kind) = b.kind(slot)
+                {
+                    return Scan::Found((line, kind, slot));
+                }
+            }
+            if tags[1] >> OVERFLOW_SHIFT == 0 { Scan::End } else { Scan::Next }
+        })
+        .unwrap_or(Scan::End)
+    }
+
+    /// The first slot with this tag, without any check: a hint of which line to prefetch.
+    #[inline]
+    pub(super) fn likely_slot(&self, tag: u16) -> Option<usize> {
+        let tags = self.tags();
+        (0..SLOTS_PER_BUCKET).find(|slot| tag_at(tags, *slot) == tag)
+    }
+
+    /// Everything in the bucket; none if it stays locked.
+    pub(super) fn snapshot(&self) -> Option<[Option<Line>; SLOTS_PER_BUCKET]> {
+        self.consistent(|b| {
+            let tags = b.tags();
+            std::array::from_fn(|slot| {
+                if tag_at(tags, slot) == 0 {
+                    return None;
+                }
+                b.kind(slot).map(|kind| (b.line(slot), kind, slot))
+            })
+        })
+    }
+}
+
+/// Word of the first entry's line within a bucket, for prefetching.
+pub(super) const fn line_word(slot: usize) -> usize {
+    FIRST_LINE + slot * ENTRY_WORDS
+}
+
+/// The writer's access to a bucket. Loads are plain: nobody else stores.
+#[derive(Clone, Copy)]
+pub(super) struct BucketMut<'a>(pub(super) &'a [AtomicU64; BUCKET_WORDS]);
+
+impl BucketMut<'_> {
+    fn load(&self, i: usize) -> u64 {
+        self.0.get(i).map_or(0, |w| w.load(Ordering::Relaxed))
+    }
+
+    fn store(&self, i: usize, value: u64) {
+        if let Some(word) = self.0.get(i) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
+    fn tags(&self) -> [u64; 2] {
+        [self.load(TAGS), self.load(TAGS + 1)]
+    }
+
+    fn locked(&self, write: impl FnOnce(&Self)) {
+        let odd = self.load(SEQ) | 1;
+        self.store(SEQ, odd);
+        fence(Ordering::Release);
+        write(self);
+        if let Some(word) = self.0.get(SEQ) {
+            word.store(odd.wrapping_add(1), Ordering::Release);
+        }
+    }
+
+    /// A slot without an entry.
+    pub(super) fn free_slot(&self) -> Option<usize> {
+        let tags = self.tags();
+        (0..SLOTS_PER_BUCKET).find(|slot| tag_at(tags, *slot) == 0)
+    }
+
+    fn set_tag(&self, slot: usize, tag: u16) {
+        let at = TAGS + usize::from(slot >= 4);
+        let shift = slot % 4 * 16;
+        self.store(at, self.load(at) & !(0xffff << shift) | u64::from(tag) << shift);
+    }
+
+    /// Fills a slot.
+    pub(super) fn put(&self, slot: usize, tag: u16, line: &[u64; ENTRY_WORDS], kind: EntryKind) {
+        self.locked(|b| {
+            for (i, value) in line.iter().enumerate() {
+                b.store(FIRST_LINE + slot * ENTRY_WORDS + i, *value);
+            }
+            let shift = slot * 8;
+            b.store(KINDS, b.load(KINDS) & !(0xff << shift) | (kind as u64) << shift);
+            b.set_tag(slot, tag);
+        });
+    }
+
+    /// Empties a slot.
+    pub(super) fn clear(&self, slot: usize) {
+        self.locked(|b| b.set_tag(slot, 0));
+    }
+
+    /// Counts an entry that passes this bucket (`on`) or no longer does. The count sticks at its maximum, which only makes
+    /// misses go on longer. One atomic word: readers need no lock for it.
+    pub(super) fn pass(&self, on: bool) {
+        let word = self.load(TAGS + 1);
+        let count = match (word >> OVERFLOW_SHIFT, on) {
+            (OVERFLOW_MAX, _) => OVERFLOW_MAX,
+            (n, true) => n + 1,
+            (n, false) => n.saturating_sub(1),
+        };
+        self.store(TAGS + 1, word & !(OVERFLOW_MAX << OVERFLOW_SHIFT) | count << OVERFLOW_SHIFT);
+        // The mark must be seen no later than the entry it announces.
+        fence(Ordering::Release);
+    }
+}

@@ -1,0 +1,359 @@
+//! What a lane's processes share beside its entries: segment states, leases, touch ring.
+//!
+//! The file has a fixed size and lives as long as the lane does within one boot: growing the table leaves it alone, and a
+//! writer that adopts the lane [resumes](Lane::resume) it, so that leases taken from the writer before it still hold.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::Mutex;
+
+use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN, read_only};
+use super::lease::{Held, LeaseEnv};
+use super::mapping::{Access, Mapping};
+use crate::error::{Error, ErrorKind, Result};
+
+const SEGMENT_WORDS: usize = 4;
+/// Words of a lease record.
+pub(super) const RECORD_WORDS: usize = 4;
+const RECORDS: u64 = 4096;
+const RING: u64 = 16384;
+/// Segments are numbered with 24 bits.
+const MAX_SEGMENTS: u32 = 1 << 24;
+/// One more than the highest lease record ever used.
+pub(super) const W_RECORDS_HIGH: usize = W_OWN;
+/// Position of the next touch; on a line of its own, since every reader writes it.
+pub(super) const W_RING_HEAD: usize = W_OWN + 8;
+
+/// What a segment is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum SegmentState {
+    /// Holds nothing.
+    Free = 0,
+    /// Being appended to.
+    Open = 1,
+    /// Full and sealed.
+    Sealed = 2,
+    /// About to be reused: no new lease is given.
+    Condemned = 3,
+}
+
+/// A segment as every process sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentView {
+    /// State.
+    pub state: SegmentState,
+    /// Number of its current use.
+    pub epoch: u32,
+    /// Bytes of slots that the table points to.
+    pub live_bytes: u64,
+    /// Chunks that the table points to.
+    pub live_chunks: u64,
+    /// Sequence of the first record of this use.
+    pub first_seq: u64,
+}
+
+/// Why a segment was not condemned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CondemnRefused {
+    /// This process holds a lease on it.
+    Leased(Holder),
+    /// It is not sealed.
+    NotSealed,
+    /// There is no such segment, or this is not the writer's lane.
+    Invalid,
+}
+
+/// What a new lane file is made for.
+#[derive(Clone, Copy, Debug)]
+pub struct LaneSpec {
+    /// Segments the lane may ever have, at most 2^24.
+    pub segments: u32,
+    /// Segments that may be leased at once; at least one may always be. None: a quarter of `segments`.
+    pub lease_limit: Option<u32>,
+    /// Boot of the machine.
+    pub boot: BootId,
+    /// Generation of the file.
+    pub generation: u64,
+    /// The writer.
+    pub writer: Holder,
+}
+
+impl LaneSpec {
+    fn header(&self) -> Header {
+        let limit = self.lease_limit.unwrap_or(self.segments / 4).max(1);
+        Header {
+            kind: FileKind::Lane,
+            boot: self.boot,
+            generation: self.generation,
+            total_words: words_for(u64::from(self.segments), RECORDS, RING),
+            params: [u64::from(self.segments), u64::from(limit), RECORDS, RING],
+        }
+    }
+}
+
+fn words_for(segments: u64, records: u64, ring: u64) -> u64 {
+    HEADER_WORDS as u64 + segments * SEGMENT_WORDS as u64 + records * RECORD_WORDS as u64 + ring
+}
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) map: Mapping,
+    pub(super) segments: u32,
+    pub(super) lease_limit: usize,
+    pub(super) records: usize,
+    pub(super) ring: usize,
+    pub(super) holder: Holder,
+    is_writer: bool,
+    /// Leases of this process, by segment and epoch.
+    pub(super) held: Mutex<HashMap<(u32, u32), Held>>,
+    pub(super) nonce: AtomicU32,
+    /// The process that made this object: a forked child must not end its parent's leases.
+    pub(super) process: u32,
+}
+
+/// The shared state of a lane; clones are the same lane.
+#[derive(Clone, Debug)]
+pub struct Lane {
+    pub(super) inner: Arc<Inner>,
+}
+
+impl Lane {
+    /// Bytes of a lane file for `segments`, a multiple of 4096.
+    #[must_use]
+    pub fn file_bytes(segments: u32) -> u64 {
+        (words_for(u64::from(segments), RECORDS, RING) * 8).next_multiple_of(4096)
+    }
+
+    /// Makes the shared state in `file`, which is at least [`file_bytes`](Self::file_bytes) long and fallocated, as the writer.
+    ///
+    /// # Errors
+    /// `InvalidInput` for no or too many segments or too small a file, and what mapping it gives.
+    pub fn create(file: &File, spec: &LaneSpec) -> Result<Self> {
+        Self::make(Mapping::file(file, Access::ReadWrite)?, spec)
+    }
+
+    /// Makes it in memory of this process, for a lane that nobody else can reach.
+    ///
+    /// # Errors
+    /// `InvalidInput` for no or too many segments, and what mapping it gives.
+    pub fn anonymous(spec: &LaneSpec) -> Result<Self> {
+        Self::make(Mapping::anonymous(Self::file_bytes(spec.segments))?, spec)
+    }
+
+    fn make(map: Mapping, spec: &LaneSpec) -> Result<Self> {
+        if spec.segments == 0 || spec.segments > MAX_SEGMENTS {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("a lane cannot have {} segments", spec.segments)));
+        }
+        let header = spec.header();
+        header.publish(&map, spec.writer)?;
+        Self::with(map, &header, spec.writer, true)
+    }
+
+    /// Takes over, as the writer, a lane file made earlier in this boot with the same numbers. Leases stay. Segment states are
+    /// those of the writer before: set each from what recovery finds.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Incompatible` if the file is another: make a new one in its place and mark this one
+    /// [moved](Self::mark_moved) if it attaches.
+    pub fn resume(file: &File, spec: &LaneSpec) -> Result<Self> {
+        let map = Mapping::file(file, Access::ReadWrite)?;
+        let header = Header::read(&map, FileKind::Lane, spec.boot)?;
+        if header.params != spec.header().params {
+            return Err(Error::new(ErrorKind::Incompatible, "the lane file was made for another number of segments"));
+        }
+        header::set_writer(&map, spec.writer);
+        Self::with(map, &header, spec.writer, true)
+    }
+
+    /// Attaches as a reader; `holder` is this process.
+    ///
+    /// # Errors
+    /// `Corrupt` if the file is no finished lane file, `Incompatible` for another version or boot.
+    pub fn attach(file: &File, boot: BootId, holder: Holder, access: Access) -> Result<Self> {
+        let map = Mapping::file(file, access)?;
+        let header = Header::read(&map, FileKind::Lane, boot)?;
+        Self::with(map, &header, holder, false)
+    }
+
+    fn with(map: Mapping, header: &Header, holder: Holder, is_writer: bool) -> Result<Self> {
+        let [segments, limit, records, ring] = header.params;
+        let sane = segments <= u64::from(MAX_SEGMENTS) && records <= RECORDS && ring <= RING && ring.is_power_of_two();
+        if !sane || words_for(segments, records, ring) > map.words() as u64 {
+            return Err(Error::new(ErrorKind::Corrupt, "the lane file's sections lie beyond its end"));
+        }
+        Ok(Self {
+            inner: Arc::new(Inner {
+                map,
+                segments: segments as u32,
+                lease_limit: limit as usize,
+                records: records as usize,
+                ring: ring as usize,
+                holder,
+                is_writer,
+                held: Mutex::default(),
+                nonce: AtomicU32::new(0),
+                process: std::process::id(),
+            }),
+        })
+    }
+
+    /// Whether a newer lane file has taken this one's place.
+    #[must_use]
+    pub fn moved(&self) -> bool {
+        self.inner.map.load(W_MOVED) != 0
+    }
+
+    /// Tells everybody attached to open the path again.
+    pub fn mark_moved(&self) {
+        if let Some(word) = self.inner.map.word(W_MOVED) {
+            word.store(1, Ordering::Release);
+        }
+    }
+
+    /// The process that made or resumed the lane file last.
+    #[must_use]
+    pub fn writer(&self) -> Holder {
+        header::writer(&self.inner.map)
+    }
+
+    /// Segments the lane may have.
+    #[must_use]
+    pub fn segments(&self) -> u32 {
+        self.inner.segments
+    }
+
+    /// Segments that may be leased at once.
+    #[must_use]
+    pub fn lease_limit(&self) -> usize {
+        self.inner.lease_limit
+    }
+
+    /// A segment's shared state; none if there is no such segment or the words are garbage.
+    #[must_use]
+    pub fn segment(&self, segment: u32) -> Option<SegmentView> {
+        let at = self.inner.segment_word(segment)?;
+        let map = &self.inner.map;
+        let (state, epoch) = unpack(map.load_acquire(at))?;
+        Some(SegmentView {
+            state,
+            epoch,
+            live_bytes: map.load(at + 1),
+            live_chunks: map.load(at + 2),
+            first_seq: map.load(at + 3),
+        })
+    }
+
+    /// Puts a segment into a state, as when it is opened, sealed, freed, or found at recovery.
+    ///
+    /// # Errors
+    /// `InvalidInput` if there is no such segment, `Permission` if this is not the writer's lane.
+    pub fn set_segment(&self, segment: u32, state: SegmentState, epoch: u32) -> Result<()> {
+        self.writer_word(segment, 0)?.store(pack(state, epoch), Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Records the first sequence of a segment's use.
+    ///
+    /// # Errors
+    /// As [`set_segment`](Self::set_segment).
+    pub fn set_first_seq(&self, segment: u32, seq: u64) -> Result<()> {
+        self.writer_word(segment, 3)?.store(seq, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Adds to a segment's live bytes and chunks, or takes away.
+    ///
+    /// # Errors
+    /// As [`set_segment`](Self::set_segment).
+    pub fn add_live(&self, segment: u32, bytes: i64, chunks: i64) -> Result<()> {
+        for (i, delta) in [(1, bytes), (2, chunks)] {
+            let word = self.writer_word(segment, i)?;
+            let value = word.load(Ordering::Relaxed).saturating_add_signed(delta);
+            word.store(value, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Sets a segment's live bytes and chunks.
+    ///
+    /// # Errors
+    /// As [`set_segment`](Self::set_segment).
+    pub fn set_live(&self, segment: u32, bytes: u64, chunks: u64) -> Result<()> {
+        for (i, value) in [(1, bytes), (2, chunks)] {
+            self.writer_word(segment, i)?.store(value, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Condemns a sealed segment unless somebody holds a lease on it. Afterwards nobody gets one until its next use is opened
+    /// with a new epoch.
+    ///
+    /// # Errors
+    /// Why it stays as it is.
+    pub fn try_condemn(&self, segment: u32, env: &LeaseEnv<'_>) -> std::result::Result<(), CondemnRefused> {
+        let word = self.writer_word(segment, 0).map_err(|_| CondemnRefused::Invalid)?;
+        let before = word.load(Ordering::SeqCst);
+        let Some((SegmentState::Sealed, epoch)) = unpack(before) else { return Err(CondemnRefused::NotSealed) };
+        // The half of the argument that is the writer's: condemn first, look for leases second.
+        word.store(pack(SegmentState::Condemned, epoch), Ordering::SeqCst);
+        match self.inner.lease_on(segment, epoch, env) {
+            None => Ok(()),
+            Some(holder) => {
+                word.store(before, Ordering::SeqCst);
+                Err(CondemnRefused::Leased(holder))
+            }
+        }
+    }
+
+    fn writer_word(&self, segment: u32, i: usize) -> Result<&std::sync::atomic::AtomicU64> {
+        if !self.inner.is_writer {
+            return Err(read_only());
+        }
+        self.inner
+            .segment_word(segment)
+            .and_then(|at| self.inner.map.word(at + i))
+            .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("the lane has no segment {segment}")))
+    }
+}
+
+impl Inner {
+    fn segment_word(&self, segment: u32) -> Option<usize> {
+        (segment < self.segments).then_some(HEADER_WORDS + segment as usize * SEGMENT_WORDS)
+    }
+
+    /// Whether a lease on this use of a segment may be given.
+    pub(super) fn leasable(&self, segment: u32, epoch: u32) -> bool {
+        // Through the writable word: the argument needs sequential consistency, and only a writable lane gives leases.
+        self.segment_word(segment)
+            .and_then(|at| self.map.word(at))
+            .and_then(|w| unpack(w.load(Ordering::SeqCst)))
+            .is_some_and(|(state, now)| now == epoch && matches!(state, SegmentState::Open | SegmentState::Sealed))
+    }
+
+    pub(super) fn record_word(&self, record: usize) -> usize {
+        HEADER_WORDS + self.segments as usize * SEGMENT_WORDS + record * RECORD_WORDS
+    }
+
+    pub(super) fn ring_word(&self, position: u64) -> usize {
+        self.record_word(self.records) + (position as usize & (self.ring - 1))
+    }
+}
+
+fn pack(state: SegmentState, epoch: u32) -> u64 {
+    u64::from(epoch) << 8 | state as u64
+}
+
+fn unpack(word: u64) -> Option<(SegmentState, u32)> {
+    let state = match word as u8 {
+        0 => SegmentState::Free,
+        1 => SegmentState::Open,
+        2 => SegmentState::Sealed,
+        3 => SegmentState::Condemned,
+        _ => return None,
+    };
+    Some((state, u32::try_from(word >> 8).ok()?))
+}

@@ -1,0 +1,330 @@
+//! The table of one lane: making it, attaching to it, looking up.
+//!
+//! A `Table` made by [`Table::create`] or [`Table::anonymous`] is the lane's writer; one made by [`Table::attach`] only reads.
+//! The log lets no two writers be. Lookups take no lock and make no system call.
+
+use std::fs::File;
+use std::sync::atomic::Ordering;
+
+use parking_lot::Mutex;
+
+use super::bucket::{
+    BUCKET_WORDS, Bucket, BucketMut, Line, MAX_PROBE, SLOTS_PER_BUCKET, Scan, Wanted, line_word, place,
+};
+use super::entry::{Entry, EntryKind, key_words};
+use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
+use super::mapping::{Access, Mapping};
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::ChunkKey;
+
+/// Entries in the table, kept by the writer for everybody's statistics.
+pub(super) const W_LEN: usize = W_OWN;
+
+/// Keys in flight between the fetch of a bucket's first line, of its entry, and the comparison.
+const LOOKAHEAD: usize = 24;
+
+/// What a new table is made for.
+#[derive(Clone, Copy, Debug)]
+pub struct TableSpec {
+    /// Entries it must hold before it asks to grow.
+    pub max_entries: u64,
+    /// Boot of the machine.
+    pub boot: BootId,
+    /// Greater than that of every earlier table of the lane.
+    pub generation: u64,
+    /// The writer.
+    pub writer: Holder,
+}
+
+/// What only the writer knows; the shared pages hold no more than readers need.
+#[derive(Debug, Default)]
+pub(super) struct WriterState {
+    /// Slots in use, lists of partial chunks included.
+    pub(super) used: u64,
+    /// Of these, entries.
+    pub(super) entries: u64,
+    /// An entry found no slot within reach.
+    pub(super) crowded: bool,
+}
+
+/// One lane's entries.
+#[derive(Debug)]
+pub struct Table {
+    pub(super) map: Mapping,
+    pub(super) buckets: usize,
+    max_entries: u64,
+    generation: u64,
+    /// Present in the writer alone.
+    pub(super) writer: Option<Mutex<WriterState>>,
+}
+
+/// Buckets for `max_entries` at seven eighths full: there, about one lookup in four of a missing key goes on to a second
+/// bucket, and no entry of a million lies further than ten from its home.
+fn buckets_for(max_entries: u64) -> Option<u64> {
+    let slots = max_entries.checked_mul(8)?.div_ceil(7);
+    // Slots are numbered with 32 bits; a few buckets more than needed let small tables spread.
+    let buckets = slots.div_ceil(SLOTS_PER_BUCKET as u64).checked_add(2)?;
+    (buckets < u64::from(u32::MAX) / SLOTS_PER_BUCKET as u64).then_some(buckets)
+}
+
+impl Table {
+    /// Bytes of a table file for `max_entries`, a multiple of 4096.
+    ///
+    /// # Errors
+    /// `InvalidInput` beyond about 3.7 billion entries.
+    pub fn file_bytes(max_entries: u64) -> Result<u64> {
+        let buckets = buckets_for(max_entries)
+            .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("{max_entries} entries are too many")))?;
+        Ok(((HEADER_WORDS as u64 + buckets * BUCKET_WORDS as u64) * 8).next_multiple_of(4096))
+    }
+
+    /// Makes the table of a lane in `file`, which is at least [`file_bytes`](Self::file_bytes) long and fallocated. A new
+    /// file is best; anything an old one held is cleared.
+    ///
+    /// # Errors
+    /// `InvalidInput` if the file is too small, and what mapping it gives.
+    pub fn create(file: &File, spec: &TableSpec) -> Result<Self> {
+        Self::make(Mapping::file(file, Access::ReadWrite)?, spec)
+    }
+
+    /// Makes a table in memory of this process, for a lane that nobody else can read.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it is too large, and what mapping it gives.
+    pub fn anonymous(spec: &TableSpec) -> Result<Self> {
+        Self::make(Mapping::anonymous(Self::file_bytes(spec.max_entries)?)?, spec)
+    }
+
+    fn make(map: Mapping, spec: &TableSpec) -> Result<Self> {
+        let total_words = Self::file_bytes(spec.max_entries)? / 8;
+        let buckets = buckets_for(spec.max_entries).unwrap_or_default();
+        let header = Header {
+            kind: FileKind::Table,
+            boot: spec.boot,
+            generation: spec.generation,
+            total_words,
+            params: [buckets, spec.max_entries, 0, 0],
+        };
+        header.publish(&map, spec.writer)?;
+        Ok(Self {
+            map,
+            buckets: buckets as usize,
+            max_entries: spec.max_entries,
+            generation: spec.generation,
+            writer: Some(Mutex::default()),
+        })
+    }
+
+    /// Attaches to a table that another process, or this one, made during this boot.
+    ///
+    /// # Errors
+    /// `Corrupt` if the file is no finished table, `Incompatible` for another version or boot: the lane then counts as empty
+    /// until its writer has made a new table.
+    pub fn attach(file: &File, boot: BootId, access: Access) -> Result<Self> {
+        let map = Mapping::file(file, access)?;
+        let header = Header::read(&map, FileKind::Table, boot)?;
+        let [buckets, max_entries, ..] = header.params;
+        let fits = buckets
+            .checked_mul(BUCKET_WORDS as u64)
+            .and_then(|w| w.checked_add(HEADER_WORDS as u64))
+            .is_some_and(|w| w <= map.words() as u64);
+        if !fits || buckets == 0 {
+            return Err(Error::new(ErrorKind::Corrupt, "the table's buckets lie beyond its end"));
+        }
+        Ok(Self { map, buckets: buckets as usize, max_entries, generation: header.generation, writer: None })
+    }
+
+    /// Maps all pages now: a reader's first lookups then pay no page faults.
+    pub fn populate(&self) {
+        if self.writer.is_some() { self.map.populate_write() } else { self.map.populate() }
+    }
+
+    /// Whether a newer table has taken this one's place: attach to it by opening the path again.
+    #[must_use]
+    pub fn moved(&self) -> bool {
+        self.map.load(W_MOVED) != 0
+    }
+
+    /// Tells readers of this table to attach anew; to be called when the new file bears the name. A writer that adopts a lane
+    /// calls it on the table it finds. Nothing happens on a read-only mapping.
+    pub fn mark_moved(&self) {
+        if let Some(word) = self.map.word(W_MOVED) {
+            word.store(1, Ordering::Release);
+        }
+    }
+
+    /// Generation given at creation.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// The process that made the table.
+    #[must_use]
+    pub fn writer(&self) -> Holder {
+        header::writer(&self.map)
+    }
+
+    /// Entries in the table, lists of partial chunks not counted.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.map.load(W_LEN)
+    }
+
+    /// Whether there is no entry.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Slots, numbered from 0; for [`Recency`](super::Recency).
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        self.buckets * SLOTS_PER_BUCKET
+    }
+
+    /// Bytes of the mapping.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.map.words() as u64 * 8
+    }
+
+    /// Whether the writer should [`grow_into`](Self::grow_into) a table for
+    /// [`next_max_entries`](Self::next_max_entries) before inserting more.
+    #[must_use]
+    pub fn wants_growth(&self) -> bool {
+        self.writer.as_ref().is_some_and(|w| {
+            let state = w.lock();
+            state.crowded || state.used >= self.max_entries
+        })
+    }
+
+    /// Entries to make the next table for: half as many again, so that the bytes per entry stay between 84 and 126.
+    #[must_use]
+    pub fn next_max_entries(&self) -> u64 {
+        self.max_entries.saturating_add(self.max_entries / 2).max(1024)
+    }
+
+    /// The newest version of `key`, also if that is a tombstone.
+    #[must_use]
+    pub fn get(&self, key: &ChunkKey) -> Option<Entry> {
+        self.get_slot(key).map(|(entry, _)| entry)
+    }
+
+    /// Like [`get`](Self::get), with the number of its slot.
+    #[must_use]
+    pub fn get_slot(&self, key: &ChunkKey) -> Option<(Entry, u32)> {
+        let (lo, hi) = key_words(key);
+        let ((words, kind, _), slot) = self.find(lo, Some(hi))?;
+        if kind == EntryKind::Partials {
+            return None;
+        }
+        Some((Entry { key: *key, ..Entry::unpack(&words, kind) }, slot))
+    }
+
+    /// The slot of a key of which only the first eight bytes (little endian) are known, as the touch ring reports it.
+    #[must_use]
+    pub fn slot_of_tag(&self, tag: u64) -> Option<u32> {
+        self.find(tag, None).map(|(_, slot)| slot)
+    }
+
+    /// Looks up many keys, fetching from memory ahead. `visit` gets every key's place in `keys` and its entry, in order, until
+    /// it returns false.
+    pub fn lookup(&self, keys: &[ChunkKey], mut visit: impl FnMut(usize, Option<Entry>) -> bool) {
+        for ahead in 0..keys.len() + 2 * LOOKAHEAD {
+            if let Some(key) = keys.get(ahead) {
+                self.map.prefetch(self.home_word(key).0);
+            }
+            if let Some(key) = ahead.checked_sub(LOOKAHEAD).and_then(|i| keys.get(i)) {
+                let (at, tag) = self.home_word(key);
+                let slot = self.map.block(at).and_then(|b| Bucket(b).likely_slot(tag));
+                if let Some(slot) = slot {
+                    self.map.prefetch(at + line_word(slot));
+                }
+            }
+            if let Some(i) = ahead.checked_sub(2 * LOOKAHEAD)
+                && let Some(key) = keys.get(i)
+                && !visit(i, self.get(key))
+            {
+                return;
+            }
+        }
+    }
+
+    /// The entries of many keys, in their order.
+    #[must_use]
+    pub fn get_many(&self, keys: &[ChunkKey]) -> Vec<Option<Entry>> {
+        let mut entries = Vec::with_capacity(keys.len());
+        self.lookup(keys, |_, entry| {
+            entries.push(entry);
+            true
+        });
+        entries
+    }
+
+    /// Visits every entry with its slot; entries put in or removed meanwhile may or may not be seen. Keys have their first 16
+    /// bytes only.
+    pub fn for_each(&self, visit: impl FnMut(u32, &Entry)) {
+        self.for_each_sample(1, 0, visit);
+    }
+
+    /// Like [`for_each`](Self::for_each), in every `every`th bucket from `offset` on.
+    pub fn for_each_sample(&self, every: usize, offset: usize, mut visit: impl FnMut(u32, &Entry)) {
+        for b in (offset..self.buckets).step_by(every.max(1)) {
+            self.for_each_line_of(b, &mut |line, slot| {
+                if line.1 != EntryKind::Partials {
+                    visit(slot, &Entry::unpack(&line.0, line.1));
+                }
+            });
+        }
+    }
+
+    pub(super) fn for_each_line(&self, mut visit: impl FnMut(&Line, u32)) {
+        for b in 0..self.buckets {
+            self.for_each_line_of(b, &mut visit);
+        }
+    }
+
+    pub(super) fn for_each_line_of(&self, b: usize, visit: &mut impl FnMut(&Line, u32)) {
+        for line in self.bucket(b).and_then(|b| b.snapshot()).iter().flatten().flatten() {
+            visit(line, (b * SLOTS_PER_BUCKET + line.2) as u32);
+        }
+    }
+
+    fn home_word(&self, key: &ChunkKey) -> (usize, u16) {
+        let (home, tag) = place(key_words(key).0, self.buckets);
+        (HEADER_WORDS + home * BUCKET_WORDS, tag)
+    }
+
+    fn bucket(&self, b: usize) -> Option<Bucket<'_>> {
+        self.map.block(HEADER_WORDS + b * BUCKET_WORDS).map(Bucket)
+    }
+
+    pub(super) fn bucket_mut(&self, b: usize) -> Option<BucketMut<'_>> {
+        self.map.block_mut(HEADER_WORDS + b * BUCKET_WORDS).map(BucketMut)
+    }
+
+    /// The bucket `step` after `home`.
+    pub(super) fn step(&self, home: usize, step: usize) -> usize {
+        let b = home + step;
+        if b >= self.buckets { b % self.buckets } else { b }
+    }
+
+    /// Buckets an entry may lie in.
+    pub(super) fn reach(&self) -> usize {
+        MAX_PROBE.min(self.buckets)
+    }
+
+    pub(super) fn find(&self, lo: u64, hi: Option<u64>) -> Option<(Line, u32)> {
+        let (home, tag) = place(lo, self.buckets);
+        for step in 0..self.reach() {
+            let b = self.step(home, step);
+            match self.bucket(b)?.scan(Wanted { tag, lo, hi }) {
+                Scan::Found(line) => return Some((line, (b * SLOTS_PER_BUCKET + line.2) as u32)),
+                Scan::Next => {}
+                Scan::End => return None,
+            }
+        }
+        None
+    }
+}

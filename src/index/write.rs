@@ -1,0 +1,183 @@
+//! What the lane's writer does to its table: insert, remove, clear, grow.
+//!
+//! Writers of one process take turns under a lock; readers never see it. An entry appears by one bucket write after the passed
+//! buckets were marked, and disappears by one bucket write before they are unmarked: a reader at any point sees the table
+//! before or after.
+
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+
+use super::bucket::{Line, SLOTS_PER_BUCKET, place};
+use super::entry::{ENTRY_WORDS, Entry, EntryKind, key_words};
+use super::header::read_only;
+use super::table::{Table, W_LEN, WriterState};
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::ChunkKey;
+
+/// What an insert did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inserted {
+    /// Slot of the key's entry; recency is kept under this number.
+    pub slot: u32,
+    /// Whether the entry is in the table now. False if a version with a greater sequence was there, which is `other`.
+    pub stored: bool,
+    /// The version that was there: replaced if `stored`, kept if not. Its key has its first 16 bytes only.
+    pub other: Option<Entry>,
+}
+
+impl Inserted {
+    /// The entry that was replaced, if one was.
+    #[must_use]
+    pub fn replaced(&self) -> Option<Entry> {
+        self.other.filter(|_| self.stored)
+    }
+}
+
+pub(super) type State<'a> = MutexGuard<'a, WriterState>;
+
+impl Table {
+    pub(super) fn state(&self) -> Result<State<'_>> {
+        match &self.writer {
+            Some(writer) => Ok(writer.lock()),
+            None => Err(read_only()),
+        }
+    }
+
+    fn publish_len(&self, state: &WriterState) {
+        if let Some(word) = self.map.word(W_LEN) {
+            word.store(state.entries, Ordering::Relaxed);
+        }
+    }
+
+    /// Puts `entry` in, unless a version of its key with a greater sequence is there.
+    ///
+    /// # Errors
+    /// `NoSpace` if no slot is free within reach: grow, then insert again. `InvalidInput` if a field is beyond its range,
+    /// `Permission` if this is not the writer's table.
+    pub fn insert(&self, entry: &Entry) -> Result<Inserted> {
+        let line = entry.pack()?;
+        let mut state = self.state()?;
+        let [lo, hi, seq, ..] = line;
+        if let Some((old, slot)) = self.find(lo, Some(hi)) {
+            let other = Some(Entry::unpack(&old.0, old.1));
+            if old.0[2] > seq {
+                return Ok(Inserted { slot, stored: false, other });
+            }
+            self.overwrite(slot, &line, entry.kind);
+            return Ok(Inserted { slot, stored: true, other });
+        }
+        let slot = self.add(&mut state, &line, entry.kind)?;
+        Ok(Inserted { slot, stored: true, other: None })
+    }
+
+    /// Removes the entry of `key` unless it is newer than `seq`; the one removed, with its slot.
+    ///
+    /// # Errors
+    /// `Permission` if this is not the writer's table.
+    pub fn remove_if(&self, key: &ChunkKey, seq: u64) -> Result<Option<(Entry, u32)>> {
+        let mut state = self.state()?;
+        let (lo, hi) = key_words(key);
+        let Some((line, slot)) = self.find(lo, Some(hi)) else { return Ok(None) };
+        if line.0[2] > seq || line.1 == EntryKind::Partials {
+            return Ok(None);
+        }
+        self.erase(&mut state, &line, slot);
+        Ok(Some((Entry { key: *key, ..Entry::unpack(&line.0, line.1) }, slot)))
+    }
+
+    /// Removes every entry that `which` names; returns how many.
+    ///
+    /// # Errors
+    /// `Permission` if this is not the writer's table.
+    pub fn remove_where(&self, mut which: impl FnMut(u32, &Entry) -> bool) -> Result<u64> {
+        self.remove_lines(|line, slot| line.1 != EntryKind::Partials && which(slot, &Entry::unpack(&line.0, line.1)))
+    }
+
+    /// Removes everything with a sequence up to and with `seq`, lists of partial chunks included; returns how many went.
+    ///
+    /// # Errors
+    /// `Permission` if this is not the writer's table.
+    pub fn clear_up_to(&self, seq: u64) -> Result<u64> {
+        self.remove_lines(|line, _| line.0[2] <= seq)
+    }
+
+    fn remove_lines(&self, mut which: impl FnMut(&Line, u32) -> bool) -> Result<u64> {
+        let mut state = self.state()?;
+        let mut removed = 0;
+        for b in 0..self.buckets {
+            self.for_each_line_of(b, &mut |line, slot| {
+                if which(line, slot) {
+                    self.erase(&mut state, line, slot);
+                    removed += 1;
+                }
+            });
+        }
+        Ok(removed)
+    }
+
+    /// Copies everything into `larger`, a table of the same lane made for
+    /// [`next_max_entries`](Self::next_max_entries), and reports every entry's old and new slot. The log then renames the new
+    /// file over the old one and calls [`mark_moved`](Self::mark_moved) here.
+    ///
+    /// # Errors
+    /// `NoSpace` if it does not fit, `Permission` if either is not the writer's.
+    pub fn grow_into(&self, larger: &Self, mut carried: impl FnMut(u32, u32)) -> Result<()> {
+        let _frozen = self.state()?;
+        let mut state = larger.state()?;
+        let mut outcome = Ok(());
+        self.for_each_line(|line, old| {
+            if outcome.is_ok() {
+                match larger.add(&mut state, &line.0, line.1) {
+                    Ok(new) => carried(old, new),
+                    Err(e) => outcome = Err(e),
+                }
+            }
+        });
+        outcome
+    }
+
+    /// Writes a line over the one in `slot`, which has the same key.
+    pub(super) fn overwrite(&self, slot: u32, line: &[u64; ENTRY_WORDS], kind: EntryKind) {
+        let slot = slot as usize;
+        if let Some(bucket) = self.bucket_mut(slot / SLOTS_PER_BUCKET) {
+            bucket.put(slot % SLOTS_PER_BUCKET, place(line[0], self.buckets).1, line, kind);
+        }
+    }
+
+    /// Puts a key in that is not there.
+    pub(super) fn add(&self, state: &mut WriterState, line: &[u64; ENTRY_WORDS], kind: EntryKind) -> Result<u32> {
+        let (home, tag) = place(line[0], self.buckets);
+        let path = || (0..self.reach()).map(|s| self.step(home, s));
+        let free = path()
+            .enumerate()
+            .find_map(|(s, b)| self.bucket_mut(b).and_then(|m| m.free_slot().map(|slot| (s, b, m, slot))));
+        let Some((steps, b, bucket, slot)) = free else {
+            state.crowded = true;
+            return Err(Error::new(ErrorKind::NoSpace, "no free slot within reach in the index"));
+        };
+        for passed in path().take(steps).filter_map(|b| self.bucket_mut(b)) {
+            passed.pass(true);
+        }
+        bucket.put(slot, tag, line, kind);
+        state.used += 1;
+        state.entries += u64::from(kind != EntryKind::Partials);
+        self.publish_len(state);
+        Ok((b * SLOTS_PER_BUCKET + slot) as u32)
+    }
+
+    /// Empties the slot of `line`.
+    pub(super) fn erase(&self, state: &mut WriterState, line: &Line, slot: u32) {
+        let b = slot as usize / SLOTS_PER_BUCKET;
+        let Some(bucket) = self.bucket_mut(b) else { return };
+        bucket.clear(line.2);
+        let home = place(line.0[0], self.buckets).0;
+        let passed = (0..self.reach()).map(|s| self.step(home, s)).take_while(|at| *at != b);
+        for at in passed.filter_map(|at| self.bucket_mut(at)) {
+            at.pass(false);
+        }
+        state.used = state.used.saturating_sub(1);
+        state.entries = state.entries.saturating_sub(u64::from(line.1 != EntryKind::Partials));
+        self.publish_len(state);
+    }
+}

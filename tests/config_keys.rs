@@ -1,0 +1,126 @@
+//! Each key of the settings changes the typed field it stands for, from a file and from the environment, and is in the
+//! documentation with its variable and its default.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use forebay::config::{
+    Backend, Capacity, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa, OnIncompatible,
+    OnOpenFailure, Placement, Settings,
+};
+use serde_json::Value;
+
+const DOCUMENT: &str = include_str!("../docs/configuration.md");
+
+/// A key, a value as text, and what it makes of the defaults.
+type Case = (&'static str, &'static str, fn(&mut Settings));
+
+const CASES: &[Case] = &[
+    ("backend", "GDS", |s| s.backend = Backend::Gds),
+    ("drives", "/a,/b", |s| s.drives = ["/a", "/b"].map(DriveSettings::new).to_vec()),
+    ("chunk_size", "64", |s| s.chunk_size = 64),
+    ("enable_async_loading", "false", |s| s.enable_async_loading = false),
+    ("use_layerwise", "yes", |s| s.use_layerwise = true),
+    ("save_decode_cache", "1", |s| s.save_decode_cache = true),
+    ("save_unfull_chunk", "on", |s| s.save_unfull_chunk = true),
+    ("max_concurrent_ops", "4", |s| s.max_concurrent_ops = 4),
+    ("block_size", "4MiB", |s| s.block_size = 4 << 20),
+    ("capacity", "64GiB", |s| s.capacity = Capacity::Bytes(64 << 30)),
+    ("min_free", "2%", |s| s.min_free = MinFree::Percent(2.0)),
+    ("staging", "1GiB", |s| s.staging = 1 << 30),
+    ("store_staging", "33554432", |s| s.store_staging = 32 << 20),
+    ("io_engine", "threads", |s| s.io_engine = IoEngine::Threads),
+    ("placement", "stripe", |s| s.placement = Placement::Stripe),
+    ("io_timeout_ms", "2500", |s| s.io_timeout_ms = 2500),
+    ("on_open_failure", "fail", |s| s.on_open_failure = OnOpenFailure::Fail),
+    ("on_incompatible", "recreate", |s| s.on_incompatible = OnIncompatible::Recreate),
+    ("mode", "ro", |s| s.mode = Mode::Ro),
+    ("numa", "1", |s| s.numa = Numa::Node(1)),
+    ("hugepages", "off", |s| s.hugepages = false),
+    ("dir_mode", "0750", |s| s.dir_mode = 0o750),
+    ("eviction_policy", "FIFO", |s| s.eviction_policy = EvictionPolicy::Fifo),
+    ("ttl", "12h", |s| s.ttl = Some(Duration::from_secs(12 * 3600))),
+    ("reclaim_write_budget", "0.5", |s| s.reclaim_write_budget = 0.5),
+    ("workers", "7", |s| s.workers = 7),
+    ("commit_interval_ms", "10", |s| s.commit_interval_ms = 10),
+    ("lease_share", "0.125", |s| s.lease_share = 0.125),
+    ("allow_any_filesystem", "true", |s| s.allow_any_filesystem = true),
+    ("enable_rdma", "true", |s| s.enable_rdma = true),
+    ("remote_url", "tcp://h:1", |s| s.remote_url = Some("tcp://h:1".into())),
+    ("remote_serde", "naive", |s| s.remote_serde = Some("naive".into())),
+    ("local_cpu", "true", |s| s.local_cpu = true),
+    ("max_local_cpu_size", "1.5", |s| s.max_local_cpu_size = 3 << 29),
+    ("enable_blending", "true", |s| s.enable_blending = true),
+    ("blend_check_layers", "1,2", |s| s.blend_check_layers = vec![1, 2]),
+    ("blend_recompute_ratios", "0.15", |s| s.blend_recompute_ratios = vec![0.15]),
+    ("blend_thresholds", "0.1,0.2", |s| s.blend_thresholds = vec![0.1, 0.2]),
+];
+
+#[test]
+fn each_key_changes_its_typed_field_from_every_source() {
+    for (key, value, change) in CASES {
+        let mut expected = Settings::default();
+        change(&mut expected);
+        // `gds` is the only backend, so that key alone cannot differ from its default.
+        assert_eq!(expected == Settings::default(), *key == "backend", "{key} must change something");
+        let yaml = format!("{key}: {value}\n");
+        let upper = key.to_uppercase();
+        let sources = [
+            Loader::bare().file("f.yaml").files(move |_| Ok(yaml.clone())),
+            Loader::bare().env([(format!("FOREBAY_{upper}"), *value)]),
+            Loader::bare().env([(format!("LMCACHE_{upper}"), *value)]),
+            Loader::bare().set(*key, *value),
+            Loader::bare().env([("FOREBAY_EXTRA_CONFIG", format!("{{\"forebay.{key}\": \"{value}\"}}"))]),
+        ];
+        for (i, source) in sources.into_iter().enumerate() {
+            assert_eq!(source.load().unwrap().0, expected, "{key} from source {i}");
+        }
+    }
+}
+
+#[test]
+fn no_setting_lacks_a_case() {
+    let cases: Vec<&str> = CASES.iter().map(|case| case.0).collect();
+    assert_eq!(cases, Settings::keys());
+}
+
+/// The rows of the document's tables whose first cell is a key: key to the other cells.
+fn documented() -> BTreeMap<String, Vec<String>> {
+    let rows = DOCUMENT.lines().filter_map(|line| {
+        let mut cells = line.strip_prefix("| `")?.trim_end_matches(" |").split(" | ");
+        let key = cells.next()?.strip_suffix('`')?;
+        let is_setting = cells.clone().count() > 1;
+        is_setting.then(|| (key.to_owned(), cells.map(|cell| cell.trim().to_owned()).collect()))
+    });
+    rows.collect()
+}
+
+#[test]
+fn the_document_lists_every_setting_with_its_variable_default_unit_effect_and_errors() {
+    let documented = documented();
+    for (key, default) in Settings::default().to_map() {
+        let Some(cells) = documented.get(&key) else {
+            return assert!(documented.contains_key(&key), "docs/configuration.md does not list {key}");
+        };
+        assert_eq!(cells.len(), 5, "{key}: environment, default, unit, effect, errors");
+        let default = match default {
+            Value::Null => "none".to_owned(),
+            Value::String(text) => text,
+            Value::Array(items) if items.is_empty() => "none".to_owned(),
+            other => other.to_string(),
+        };
+        assert_eq!(cells[0], format!("`FOREBAY_{}`", key.to_uppercase()));
+        assert_eq!(cells[1], format!("`{default}`"), "default of {key}");
+        assert!(cells.iter().all(|cell| !cell.is_empty()), "{key} has an empty cell");
+    }
+    for key in documented.keys() {
+        assert!(Settings::keys().contains(key), "docs/configuration.md lists {key}, which is no setting");
+    }
+}
+
+#[test]
+fn the_example_of_the_document_loads_without_a_warning() {
+    let example = DOCUMENT.split("```yaml").nth(1).unwrap().split("```").next().unwrap().to_owned();
+    let (_, warnings) = Loader::bare().file("example.yaml").files(move |_| Ok(example.clone())).load().unwrap();
+    assert_eq!(warnings, []);
+}

@@ -1,0 +1,247 @@
+//! The house rules that a compiler cannot check: which room may know which, where `unsafe` and CUDA may appear, how long a
+//! file may be, and that ARCHITECTURE.md leads to every file's room. Each finding names the file and line to look at.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// For each room of `src`, the rooms it may name. `error` and `metrics` are leaves that everybody may use.
+const MAY_KNOW: &[(&str, &[&str])] = &[
+    ("error", &[]),
+    ("metrics", &[]),
+    ("config", &[]),
+    ("geometry", &[]),
+    ("key", &["geometry"]),
+    ("format", &["key", "geometry"]),
+    ("index", &["format", "key", "geometry"]),
+    ("io", &[]),
+    ("paged", &["geometry"]),
+    ("device", &["io", "paged", "geometry", "config", "format"]),
+    ("log", &["index", "io", "format", "key", "geometry", "config"]),
+    ("pipeline", &["log", "device", "paged", "io", "format", "key", "geometry", "config"]),
+    ("engine", &["pipeline", "log", "device", "paged", "io", "format", "index", "key", "geometry", "config"]),
+];
+const LEAVES: &[&str] = &["error", "metrics", "Error", "ErrorKind", "Result"];
+const MAY_BE_UNSAFE: &[&str] = &["src/io/", "src/device/", "src/index/", "cufile-sys/", "python/"];
+const MAY_KNOW_CUDA: &[&str] = &["src/device/", "src/io/", "cufile-sys/", "kernels/", "tools/", "src/config/"];
+const MAX_LINES: usize = 600;
+
+struct Source {
+    path: String,
+    text: String,
+}
+
+impl Source {
+    fn room(&self) -> Option<&str> {
+        let rest = self.path.strip_prefix("src/")?;
+        Some(rest.split('/').next()?.trim_end_matches(".rs"))
+    }
+
+    fn lines(&self) -> impl Iterator<Item = (usize, &str)> {
+        self.text.lines().enumerate().map(|(i, l)| (i + 1, l)).filter(|(_, l)| !l.trim_start().starts_with("//"))
+    }
+}
+
+fn sources(dirs: &[&str]) -> Vec<Source> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found = Vec::new();
+    let mut open: Vec<PathBuf> = dirs.iter().map(|d| root.join(d)).collect();
+    while let Some(dir) = open.pop() {
+        for entry in fs::read_dir(&dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display())) {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                let text = fs::read_to_string(&path).unwrap();
+                let path = path.strip_prefix(root).unwrap().to_string_lossy().into_owned();
+                found.push(Source { path, text });
+            }
+        }
+    }
+    assert!(found.len() > 20, "the tidy test looks in the wrong place");
+    found
+}
+
+fn everything() -> Vec<Source> {
+    sources(&["src", "tools", "cufile-sys", "tests", "benches"])
+}
+
+fn assert_clean(rule: &str, findings: &[String]) {
+    assert!(findings.is_empty(), "{rule}:\n  {}", findings.join("\n  "));
+}
+
+/// The names that follow `crate::` on a line, also inside braces.
+fn rooms_named(line: &str) -> Vec<String> {
+    let mut named = Vec::new();
+    for (at, _) in line.match_indices("crate::") {
+        let rest = &line[at + "crate::".len()..];
+        let mut depth = 0;
+        let mut word = String::new();
+        let mut at_name = true;
+        for c in rest.chars() {
+            match c {
+                '{' => {
+                    depth += 1;
+                    at_name = depth == 1 && word.is_empty();
+                }
+                '}' | ';' => break,
+                ',' if depth == 1 => {
+                    named.push(std::mem::take(&mut word));
+                    at_name = true;
+                }
+                c if c.is_alphanumeric() || c == '_' => {
+                    if at_name {
+                        word.push(c);
+                    }
+                }
+                ' ' => {}
+                _ if depth == 0 => break,
+                _ => at_name = false,
+            }
+        }
+        named.push(word);
+    }
+    named.retain(|w| !w.is_empty());
+    named
+}
+
+#[test]
+fn rooms_know_only_the_rooms_below_them() {
+    let allowed: BTreeMap<&str, &[&str]> = MAY_KNOW.iter().copied().collect();
+    let mut findings = Vec::new();
+    for source in sources(&["src"]) {
+        let Some(room) = source.room().map(str::to_owned) else { continue };
+        if room == "lib" {
+            continue;
+        }
+        let Some(may_know) = allowed.get(room.as_str()) else {
+            findings.push(format!("{}: room {room:?} is not in the list of rooms", source.path));
+            continue;
+        };
+        for (n, line) in source.lines() {
+            for named in rooms_named(line) {
+                let other = allowed.contains_key(named.as_str()) && named != room;
+                if other && !may_know.contains(&named.as_str()) && !LEAVES.contains(&named.as_str()) {
+                    findings.push(format!("{}:{n}: {room} must not know {named}", source.path));
+                }
+            }
+        }
+    }
+    assert_clean("a room reaches up or sideways", &findings);
+}
+
+#[test]
+fn the_room_check_sees_plain_and_braced_imports() {
+    assert_eq!(rooms_named("use crate::log::Log;"), ["log"]);
+    assert_eq!(rooms_named("use crate::{io::Buf, paged, log::{A, B}};"), ["io", "paged", "log"]);
+    assert_eq!(rooms_named("let x = crate::format::crc(crate::io::y());"), ["format", "io"]);
+}
+
+#[test]
+fn formats_and_the_index_do_no_io_of_their_own() {
+    let mut findings = Vec::new();
+    for source in sources(&["src"]).iter().filter(|s| matches!(s.room(), Some("format" | "key" | "geometry" | "paged")))
+    {
+        for (n, line) in source.lines() {
+            if ["std::fs", "std::net", "std::process", "SystemTime", "Instant::now"].iter().any(|w| line.contains(w)) {
+                findings.push(format!("{}:{n}: {}", source.path, line.trim()));
+            }
+        }
+    }
+    assert_clean("a pure room touches files, processes or the clock", &findings);
+}
+
+#[test]
+fn unsafe_code_stays_in_the_rooms_that_need_it_and_says_why_it_is_sound() {
+    let mut findings = Vec::new();
+    for source in everything() {
+        let permitted = MAY_BE_UNSAFE.iter().any(|p| source.path.starts_with(p)) || source.path.starts_with("tests/");
+        let lines: Vec<&str> = source.text.lines().collect();
+        for (n, line) in source.lines() {
+            let code = line.split("//").next().unwrap_or_default();
+            if !["unsafe {", "unsafe impl", "unsafe fn", "unsafe trait", "unsafe extern"]
+                .iter()
+                .any(|u| code.contains(u))
+                || code.contains('"')
+            {
+                continue;
+            }
+            if !permitted {
+                findings.push(format!("{}:{n}: unsafe outside the rooms that may have it", source.path));
+            }
+            let before = &lines[n.saturating_sub(8)..n];
+            if !before.iter().any(|l| l.contains("SAFETY") || l.contains("# Safety")) {
+                findings.push(format!("{}:{n}: unsafe without a SAFETY comment", source.path));
+            }
+        }
+    }
+    assert_clean("unsafe code", &findings);
+}
+
+#[test]
+fn only_the_device_side_knows_cuda() {
+    let mut findings = Vec::new();
+    for source in sources(&["src"]) {
+        if MAY_KNOW_CUDA.iter().any(|p| source.path.starts_with(p)) {
+            continue;
+        }
+        for (n, line) in source.lines() {
+            if ["cudarc", "cufile_sys", "cuMem", "CUdevice"].iter().any(|w| line.contains(w)) {
+                findings.push(format!("{}:{n}: {}", source.path, line.trim()));
+            }
+        }
+    }
+    assert_clean("CUDA outside its rooms", &findings);
+}
+
+#[test]
+fn files_are_short_and_say_what_they_are_for() {
+    let mut findings = Vec::new();
+    for source in everything() {
+        let lines = source.text.lines().count();
+        if lines > MAX_LINES {
+            findings.push(format!("{}: {lines} lines, at most {MAX_LINES}", source.path));
+        }
+        let is_test = source.path.ends_with("/tests.rs") || source.path.contains("/tests/");
+        if !is_test && !source.text.starts_with("//!") && !source.text.starts_with("#!") {
+            findings.push(format!("{}: does not open with its purpose (//!)", source.path));
+        }
+    }
+    assert_clean("file length and purpose", &findings);
+}
+
+#[test]
+fn nothing_is_left_for_later_in_the_code() {
+    let marks = [
+        concat!("TO", "DO"),
+        concat!("FIX", "ME"),
+        concat!("XX", "X"),
+        concat!("to", "do!("),
+        concat!("unimpl", "emented!("),
+    ];
+    let mut findings = Vec::new();
+    for source in everything() {
+        for (n, line) in source.text.lines().enumerate() {
+            if marks.iter().any(|m| line.contains(m)) {
+                findings.push(format!("{}:{}: {}", source.path, n + 1, line.trim()));
+            }
+        }
+    }
+    assert_clean("unfinished", &findings);
+}
+
+#[test]
+fn architecture_md_leads_to_every_room() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
+    let mut findings = Vec::new();
+    for source in sources(&["src", "tools/src"]) {
+        let name = source.path.rsplit('/').next().unwrap_or_default();
+        let parent = source.path.rsplit('/').nth(1).unwrap_or_default();
+        let known = [name.trim_end_matches(".rs"), parent].iter().any(|w| text.contains(w));
+        if !known && !["lib.rs", "main.rs", "mod.rs", "tests.rs"].contains(&name) {
+            findings.push(source.path);
+        }
+    }
+    assert_clean("neither the file nor its folder is in ARCHITECTURE.md", &findings);
+}
