@@ -77,11 +77,11 @@ impl Reader {
                 let run = Run { options, sink: &*sink, events: &send };
                 match uring {
                     Some(uring) => {
-                        drop(ready.send(Uring::NAME));
+                        let _ = ready.send(Uring::NAME);
                         run.all(uring, paths);
                     }
                     None => {
-                        drop(ready.send(Threads::NAME));
+                        let _ = ready.send(Threads::NAME);
                         run.all(Threads::open(options.jobs), paths);
                     }
                 }
@@ -242,6 +242,6 @@ mod tests {
         let cut = |r, n| super::cut(r, n).collect::<Vec<_>>();
         assert_eq!(cut(0..10, 4), [0..4, 4..8, 8..10]);
         assert_eq!(cut(4..8, 4), vec![4..8]);
-        assert_eq!(cut(5..5, 4), []);
+        assert!(cut(5..5, 4).is_empty());
     }
 }
