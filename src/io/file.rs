@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Weak;
@@ -117,6 +117,34 @@ impl DirectFile {
     #[must_use]
     pub fn from_file(file: File, name: impl AsRef<Path>) -> Self {
         Self::wrap(file, name.as_ref(), false)
+    }
+
+    /// A file without a name in `dir`, direct where that works; it is gone with its last descriptor.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn temporary_in(dir: impl AsRef<Path>) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let name = format!(".forebay-trial-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = dir.as_ref().join(name);
+        let file = Self::open(&path, FileOptions { create_new: true, ..FileOptions::create() })?;
+        std::fs::remove_file(&path).map_err(|e| Error::io("cannot remove the trial file", e).at(&path))?;
+        Ok(file)
+    }
+
+    /// A file without a name in memory, buffered.
+    ///
+    /// # Errors
+    /// `Io` when the kernel has none to give.
+    pub fn in_memory() -> Result<Self> {
+        // SAFETY: the name is a C string; the call touches nothing else of ours.
+        let fd = unsafe { libc::memfd_create(c"forebay".as_ptr(), libc::MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(Error::io("cannot make a file in memory", std::io::Error::last_os_error()));
+        }
+        // SAFETY: the descriptor was just made and has no other owner.
+        let file = unsafe { File::from_raw_fd(fd) };
+        Ok(Self::wrap(file, Path::new("memory"), false))
     }
 
     fn wrap(file: File, path: &Path, direct: bool) -> Self {
@@ -288,7 +316,11 @@ impl DirectFile {
 
     /// Tells `watcher` when this file is dropped.
     pub(super) fn watch(&self, watcher: Weak<dyn FileWatcher>) {
-        self.watchers.lock().push(watcher);
+        let mut watchers = self.watchers.lock();
+        watchers.retain(|w| w.strong_count() > 0);
+        if !watchers.iter().any(|w| Weak::ptr_eq(w, &watcher)) {
+            watchers.push(watcher);
+        }
     }
 }
 

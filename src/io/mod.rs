@@ -10,6 +10,7 @@
 //! This room knows no keys, segments or layers, and no memory but through [`IoBuf`].
 
 mod buffer;
+mod faulty;
 mod file;
 mod jobs;
 mod probe;
@@ -17,6 +18,7 @@ mod request;
 mod stats;
 mod threads;
 mod throttle;
+mod uring;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -26,6 +28,7 @@ use std::time::Instant;
 use crate::error::{Error, ErrorKind, Result};
 
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
+pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};
 pub use probe::{Drive, IoPath, Notes, PathReport, open_drive};
 pub use request::{Completion, Done, Op, Rejected, Request};

@@ -3,13 +3,20 @@
 //! Invariant: the active path is never a guess; a path is active only after a real write and read through it.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::threads::Threads;
-use super::{Direction, IoOptions, Queue, QueueSpec, ReadGauge};
-use crate::error::Result;
+use super::uring::Uring;
+use super::{AlignedBuf, Completion, DirectFile, EngineChoice, IO_ALIGN, IoOptions, Request, wait};
+use super::{Direction, Queue, QueueSpec, ReadGauge};
+use crate::error::{Error, ErrorKind, Result};
+
+/// A trial that takes longer has failed.
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A way of the bytes between drive and memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -108,11 +115,137 @@ impl fmt::Debug for Drive {
 /// started.
 pub fn open_drive(options: &IoOptions) -> Result<Drive> {
     options.check()?;
-    let notes = Notes::default();
+    select(options, &[(IoPath::IoUring, start_uring), (IoPath::Threads, start_threads)])
+}
+
+type Start = fn(QueueSpec) -> Result<Arc<dyn Queue>>;
+
+fn start_uring(spec: QueueSpec) -> Result<Arc<dyn Queue>> {
+    Ok(Arc::new(Uring::start(spec)?))
+}
+
+fn start_threads(spec: QueueSpec) -> Result<Arc<dyn Queue>> {
+    Ok(Arc::new(Threads::start(spec)?))
+}
+
+/// The first of `backends` that is wanted and passes its trial.
+fn select(options: &IoOptions, backends: &[(IoPath, Start)]) -> Result<Drive> {
+    let mut reasons = vec![(IoPath::CufileGds, "these queues serve host memory, which cuFile does not".to_owned())];
+    for &(path, start) in backends {
+        let wanted = match options.engine {
+            EngineChoice::Auto => true,
+            EngineChoice::Uring => path == IoPath::IoUring,
+            EngineChoice::Threads => path == IoPath::Threads,
+        };
+        if !wanted {
+            reasons.push((path, format!("the settings choose {:?}", options.engine).to_lowercase()));
+            continue;
+        }
+        let notes = Notes::default();
+        match attempt(options, start, &notes) {
+            Ok((read, write)) => {
+                tracing::debug!(path = path.as_str(), drive = options.name, "I/O path chosen");
+                return Ok(Drive { read, write, report: PathReport { active: path, reasons, notes } });
+            }
+            Err(e) if options.engine != EngineChoice::Auto => return Err(e),
+            Err(e) => {
+                tracing::info!(path = path.as_str(), drive = options.name, error = %e, "I/O path does not work here");
+                reasons.push((path, e.to_string()));
+            }
+        }
+    }
+    let why: Vec<_> = reasons.iter().map(|(path, why)| format!("{path}: {why}")).collect();
+    Err(Error::new(ErrorKind::Unsupported, format!("no I/O path works here ({})", why.join("; "))))
+}
+
+type Pair = (Arc<dyn Queue>, Arc<dyn Queue>);
+
+fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Pair> {
     let gauge = Arc::new(ReadGauge::default());
-    let spec =
-        |direction| QueueSpec { direction, options: options.clone(), gauge: Arc::clone(&gauge), notes: notes.clone() };
-    let read = Arc::new(Threads::start(spec(Direction::Read))?);
-    let write = Arc::new(Threads::start(spec(Direction::Write))?);
-    Ok(Drive { read, write, report: PathReport { active: IoPath::Threads, reasons: Vec::new(), notes: notes.clone() } })
+    let open = |direction| {
+        let (options, gauge, notes) = (options.clone(), Arc::clone(&gauge), notes.clone());
+        start(QueueSpec { direction, options, gauge, notes })
+    };
+    let (read, write) = (open(Direction::Read)?, open(Direction::Write)?);
+    trial(&*read, &*write, options.trial_dir.as_deref())?;
+    gauge.forget();
+    for queue in [&read, &write] {
+        queue.stats().forget();
+    }
+    Ok((read, write))
+}
+
+/// Writes a page, flushes it and reads it back.
+fn trial(read: &dyn Queue, write: &dyn Queue, dir: Option<&Path>) -> Result<()> {
+    let file = Arc::new(trial_file(dir)?);
+    let mut page = AlignedBuf::zeroed(IO_ALIGN)?;
+    for (i, byte) in page.iter_mut().enumerate() {
+        *byte = (i % 251) as u8;
+    }
+    let nobody = |_: Completion| {};
+    let pattern = page.to_vec();
+    let steps = |r: Request, queue| wait(queue, r.timeout(TRIAL_TIMEOUT));
+    steps(Request::write(Arc::clone(&file), 0, page.into(), nobody), write).result?;
+    steps(Request::flush(Arc::clone(&file), nobody), write).result?;
+    let back = steps(Request::read(file, 0, AlignedBuf::zeroed(IO_ALIGN)?.into(), nobody), read);
+    back.result?;
+    if back.buf.is_none_or(|b| b.as_slice() != pattern) {
+        return Err(Error::new(ErrorKind::Unsupported, "the trial read other bytes than it had written"));
+    }
+    Ok(())
+}
+
+/// A file without a name, on the drive or in memory.
+fn trial_file(dir: Option<&Path>) -> Result<DirectFile> {
+    match dir {
+        Some(dir) => DirectFile::temporary_in(dir),
+        None => DirectFile::in_memory(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(_: QueueSpec) -> Result<Arc<dyn Queue>> {
+        Err(Error::io("io_uring cannot be set up", std::io::Error::from_raw_os_error(libc::ENOSYS)))
+    }
+
+    #[test]
+    fn a_refused_backend_is_passed_over_and_the_report_says_why() {
+        let backends = [(IoPath::IoUring, refused as Start), (IoPath::Threads, start_threads)];
+        let drive = select(&IoOptions::default(), &backends).unwrap();
+        assert_eq!(drive.report.active, IoPath::Threads);
+        let why = &drive.report.reasons.iter().find(|(p, _)| *p == IoPath::IoUring).unwrap().1;
+        assert!(why.contains("not implemented"), "{why}");
+        assert_eq!(drive.write.stats().counts(), crate::io::IoCounts::default(), "the trial does not count");
+    }
+
+    #[test]
+    fn a_backend_that_was_insisted_on_is_not_replaced() {
+        let backends = [(IoPath::IoUring, refused as Start), (IoPath::Threads, start_threads)];
+        let options = IoOptions { engine: EngineChoice::Uring, ..IoOptions::default() };
+        assert!(select(&options, &backends).is_err());
+    }
+
+    #[test]
+    fn where_nothing_works_the_error_names_every_path() {
+        let backends = [(IoPath::IoUring, refused as Start), (IoPath::Threads, refused)];
+        let e = select(&IoOptions::default(), &backends).unwrap_err().to_string();
+        assert!(e.contains("io_uring:") && e.contains("threads:"), "{e}");
+    }
+
+    #[test]
+    fn settings_out_of_range_are_refused_by_name() {
+        let ok = IoOptions::default;
+        for (bad, name) in [
+            (IoOptions { iodepth: 0, ..ok() }, "iodepth"),
+            (IoOptions { block_bytes: 5000, ..ok() }, "block_bytes"),
+            (IoOptions { queue_limit: 0, ..ok() }, "queue_limit"),
+            (IoOptions { numjobs: 0, ..ok() }, "numjobs"),
+        ] {
+            let e = open_drive(&bad).unwrap_err();
+            assert!(e.kind() == ErrorKind::Config && e.to_string().contains(name), "{e}");
+        }
+    }
 }

@@ -67,6 +67,14 @@ impl IoStats {
         self.in_flight.load(Ordering::Acquire)
     }
 
+    /// Starts from zero again, so that a backend's trial does not show. Nothing may be in flight.
+    pub(super) fn forget(&self) {
+        for a in [&self.accepted, &self.rejected, &self.completed, &self.bytes, &self.errors, &self.timeouts] {
+            a.store(0, Ordering::Relaxed);
+        }
+        self.latency_ns.store(0, Ordering::Relaxed);
+    }
+
     /// Takes a place among at most `limit` requests; `false` when there is none.
     pub(super) fn enter(&self, limit: usize) -> bool {
         let r = self.in_flight.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| (n < limit).then_some(n + 1));

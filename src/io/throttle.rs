@@ -42,6 +42,12 @@ impl ReadGauge {
         average.store(new.max(1), Ordering::Relaxed);
     }
 
+    /// Forgets all samples.
+    pub(super) fn forget(&self) {
+        self.baseline.store(0, Ordering::Relaxed);
+        self.beside.store(0, Ordering::Relaxed);
+    }
+
     pub(super) fn write_starts(&self) {
         self.writes.fetch_add(1, Ordering::Relaxed);
     }

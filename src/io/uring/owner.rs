@@ -1,0 +1,239 @@
+//! The owner thread of a ring: takes requests, issues blocks, reaps completions, tells callers.
+//!
+//! Invariants: new blocks go to the kernel before callers are told, so that the drive never idles for a callback; a block that
+//! hangs past its time-out does not count against the depth, up to as many again as the depth; the thread ends only when
+//! nothing is in the kernel, except where the ring itself is broken: then everything it may still write to is leaked.
+
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use super::Shared;
+use super::ring::{BELL, CANCEL, Ring, Waited};
+use crate::error::Result;
+use crate::io::file::FileWatcher;
+use crate::io::jobs::{Ended, Expired, Jobs, Span};
+use crate::io::throttle::WriteWindow;
+use crate::io::{Direction, Request};
+
+struct InKernel {
+    span: Span,
+    started: Instant,
+    /// Bytes in the kernel when it started, itself included.
+    queued_bytes: usize,
+    stuck: bool,
+}
+
+pub(super) struct Owner {
+    shared: Arc<Shared>,
+    ring: Ring,
+    jobs: Jobs,
+    window: WriteWindow,
+    slots: Vec<Option<InKernel>>,
+    free: Vec<usize>,
+    in_kernel: usize,
+    in_kernel_bytes: usize,
+    stuck: usize,
+    ended: Vec<Ended>,
+    completions: Vec<(u64, i32, bool)>,
+    taken: Vec<(Request, Instant)>,
+    closing: bool,
+    abandon_at: Option<Instant>,
+}
+
+impl Owner {
+    /// Makes the ring. Has to run on the thread that will run the owner.
+    pub(super) fn new(shared: Arc<Shared>) -> Result<Self> {
+        let depth = shared.spec.options.iodepth;
+        let slots = 2 * depth;
+        let ring = Ring::new(&shared.spec, slots, shared.bell.as_raw_fd())?;
+        let jobs = Jobs::new(shared.spec.options.block_bytes, Arc::clone(&shared.stats));
+        Ok(Self {
+            shared,
+            ring,
+            jobs,
+            window: WriteWindow::new(depth),
+            slots: std::iter::repeat_with(|| None).take(slots).collect(),
+            free: (0..slots).rev().collect(),
+            in_kernel: 0,
+            in_kernel_bytes: 0,
+            stuck: 0,
+            ended: Vec::new(),
+            completions: Vec::new(),
+            taken: Vec::new(),
+            closing: false,
+            abandon_at: None,
+        })
+    }
+
+    /// Serves until the queue is closed and everything has ended.
+    pub(super) fn run(mut self) {
+        loop {
+            self.take_inbox();
+            self.give_up_late();
+            self.issue();
+            if !self.ended.is_empty() {
+                if let Waited::Broken(errno) = self.ring.submit() {
+                    return self.broken(errno);
+                }
+                self.ended.drain(..).for_each(Ended::deliver);
+                continue;
+            }
+            if self.closing && self.jobs.live() == 0 {
+                break;
+            }
+            if !self.lie_down() {
+                continue;
+            }
+            let until = [self.jobs.next_check(), self.abandon_at].into_iter().flatten().min();
+            let limit = until.map(|t| t.saturating_duration_since(Instant::now()));
+            if let Waited::Broken(errno) = self.ring.wait(limit) {
+                return self.broken(errno);
+            }
+            self.reap();
+        }
+        let shared = Arc::clone(&self.shared);
+        // The ring goes first: whoever waits for the close may unmap the regions it registered.
+        drop(self);
+        shared.inbox.lock().over = true;
+        shared.over.notify_all();
+    }
+
+    fn take_inbox(&mut self) {
+        let mut inbox = self.shared.inbox.lock();
+        inbox.sleeping = false;
+        std::mem::swap(&mut inbox.requests, &mut self.taken);
+        let closed_files = std::mem::take(&mut inbox.closed_files);
+        self.closing = inbox.closing;
+        self.abandon_at = [self.abandon_at, inbox.abandon_at.take()].into_iter().flatten().min();
+        drop(inbox);
+        for (request, submitted) in self.taken.drain(..) {
+            self.jobs.admit(request, submitted);
+        }
+        for id in closed_files {
+            self.ring.forget_file(id);
+        }
+    }
+
+    /// Says that the bell must be rung from now on; `false` when there is something to do first.
+    fn lie_down(&self) -> bool {
+        let mut inbox = self.shared.inbox.lock();
+        let news = inbox.closing != self.closing || inbox.abandon_at.is_some();
+        inbox.sleeping = inbox.requests.is_empty() && inbox.closed_files.is_empty() && !news;
+        inbox.sleeping
+    }
+
+    fn issue(&mut self) {
+        if !self.jobs.has_work() {
+            return;
+        }
+        let now = Instant::now();
+        while self.in_kernel - self.stuck < self.window.allowed() && !self.free.is_empty() {
+            let Some(piece) = self.jobs.next() else { break };
+            let Some(slot) = self.free.pop() else { break };
+            self.in_kernel += 1;
+            self.in_kernel_bytes += piece.span.len;
+            match self.shared.spec.direction {
+                Direction::Read => self.shared.spec.gauge.read_starts(),
+                Direction::Write => self.shared.spec.gauge.write_starts(),
+            }
+            let (span, queued_bytes) = (piece.span, self.in_kernel_bytes);
+            self.slots[slot] = Some(InKernel { span, started: now, queued_bytes, stuck: false });
+            if self.ring.push_piece(&piece, slot as u64)
+                && let Some(file) = self.jobs.file(span.job)
+            {
+                let watcher: Weak<Shared> = Arc::downgrade(&self.shared);
+                file.watch(watcher as Weak<dyn FileWatcher>);
+            }
+        }
+    }
+
+    fn reap(&mut self) {
+        let mut completions = std::mem::take(&mut self.completions);
+        self.ring.reap(&mut completions);
+        let now = Instant::now();
+        for (mark, result, more) in completions.drain(..) {
+            match mark {
+                BELL if !more => self.ring.arm_bell(),
+                BELL | CANCEL => {}
+                slot => self.block_ended(slot as usize, result, now),
+            }
+        }
+        self.completions = completions;
+    }
+
+    fn block_ended(&mut self, slot: usize, result: i32, now: Instant) {
+        let Some(block) = self.slots.get_mut(slot).and_then(Option::take) else {
+            tracing::error!(slot, result, "a completion of no known block");
+            return;
+        };
+        self.free.push(slot);
+        self.in_kernel -= 1;
+        self.in_kernel_bytes -= block.span.len;
+        self.stuck -= usize::from(block.stuck);
+        let spec = &self.shared.spec;
+        match spec.direction {
+            Direction::Read => {
+                let latency = now.saturating_duration_since(block.started);
+                spec.gauge.read_ends(latency.as_nanos() as u64, block.queued_bytes);
+            }
+            Direction::Write => {
+                spec.gauge.write_ends();
+                self.window.write_ended(spec.options.write_throttle && spec.gauge.reads_suffer());
+            }
+        }
+        let moved = usize::try_from(result).map_err(|_| -result);
+        self.ended.extend(self.jobs.span_ended(block.span, moved));
+    }
+
+    /// Tells callers whose time is up, and asks the kernel to give up their blocks.
+    fn give_up_late(&mut self) {
+        let now = match (self.jobs.next_check(), self.abandon_at) {
+            (None, None) => return,
+            _ => Instant::now(),
+        };
+        let expired = match self.abandon_at {
+            Some(t) if t <= now => {
+                self.abandon_at = None;
+                self.jobs.abandon()
+            }
+            _ => self.jobs.expire(now),
+        };
+        let Expired { ended, stuck, .. } = expired;
+        self.ended.extend(ended);
+        if stuck.is_empty() {
+            return;
+        }
+        for slot in 0..self.slots.len() {
+            let Some(block) = self.slots[slot].as_mut() else { continue };
+            if stuck.contains(&block.span.job) && !block.stuck {
+                block.stuck = true;
+                self.stuck += 1;
+                self.ring.push_cancel(slot as u64);
+            }
+        }
+    }
+
+    /// The ring no longer takes calls. Callers are told; what the kernel may still write to is never freed.
+    fn broken(mut self, errno: i32) {
+        let error = std::io::Error::from_raw_os_error(errno);
+        tracing::error!(queue = self.shared.spec.thread_name(), %error, "the ring failed; the queue is closed");
+        {
+            let mut inbox = self.shared.inbox.lock();
+            inbox.closing = true;
+            self.taken.append(&mut inbox.requests);
+        }
+        for (request, submitted) in self.taken.drain(..) {
+            self.jobs.admit(request, submitted);
+        }
+        self.ended.extend(self.jobs.abandon().ended);
+        self.ended.drain(..).for_each(Ended::deliver);
+        let shared = Arc::clone(&self.shared);
+        let leaked = self.in_kernel;
+        std::mem::forget(self);
+        if leaked == 0 {
+            shared.inbox.lock().over = true;
+        }
+        shared.over.notify_all();
+    }
+}

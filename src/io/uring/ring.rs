@@ -1,0 +1,249 @@
+//! One ring and the kernel's interface to it.
+//!
+//! Invariants: every call comes from the thread that made the ring; at most the depth agreed at its making is in the kernel, so
+//! completions never overflow; features that the kernel lacks are left out and noted, none of them is needed but timed waits.
+#![expect(unsafe_code, reason = "submission entries carry raw addresses; the job table keeps what they name alive")]
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+
+use super::tables::{FileSlot, FileTable, Window, Windows};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::jobs::Piece;
+use crate::io::{MemRegion, Notes, Op, QueueSpec};
+
+/// Completion of the bell's poll; block completions carry their slot.
+pub(super) const BELL: u64 = u64::MAX;
+/// Completion of a cancellation.
+pub(super) const CANCEL: u64 = u64::MAX - 1;
+
+const FILE_SLOTS: usize = 64;
+
+/// What waiting for completions found.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Waited {
+    /// Look at the completions; there may be none.
+    Look,
+    /// The ring is broken.
+    Broken(i32),
+}
+
+pub(super) struct Ring {
+    uring: IoUring,
+    bell: RawFd,
+    files: FileTable,
+    windows: Windows,
+    regions: Vec<Arc<dyn MemRegion>>,
+    notes: Notes,
+}
+
+impl Ring {
+    /// A ring for `depth` blocks at once whose bell is `bell`.
+    pub(super) fn new(spec: &QueueSpec, depth: usize, bell: RawFd) -> Result<Self> {
+        let uring = build(depth, &spec.notes)?;
+        if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
+            return Err(Error::new(ErrorKind::Unsupported, "io_uring of this kernel has no timed waits (before 5.11)"));
+        }
+        let regions = spec.options.regions.clone();
+        let mut ring = Self {
+            uring,
+            bell,
+            files: FileTable::new(FILE_SLOTS),
+            windows: Windows::new(regions.iter().map(|r| &**r)),
+            regions,
+            notes: spec.notes.clone(),
+        };
+        if let Err(e) = ring.uring.submitter().register_files_sparse(FILE_SLOTS as u32) {
+            ring.files.disable();
+            ring.notes.add(format!("files are not registered: {e}"));
+        }
+        let windows = ring.windows.total();
+        if windows > 0
+            && let Err(e) = ring.uring.submitter().register_buffers_sparse(windows as u32)
+        {
+            ring.windows.disable();
+            ring.notes.add(format!("buffers are not registered: {e}"));
+        }
+        ring.arm_bell();
+        Ok(ring)
+    }
+
+    /// Lets the bell wake the ring. Has to be repeated when a completion of it says that it was the last.
+    pub(super) fn arm_bell(&mut self) {
+        let e = opcode::PollAdd::new(types::Fd(self.bell), libc::POLLIN as u32).multi(true).build();
+        self.push(e.user_data(BELL));
+    }
+
+    /// Queues one block; it goes to the kernel with the next `submit` or `wait`. True where its file is newly registered.
+    pub(super) fn push_piece(&mut self, piece: &Piece, slot: u64) -> bool {
+        let window = self.window(piece);
+        let (fixed, fresh) = self.file(piece);
+        self.push(entry(piece, fixed, window).user_data(slot));
+        fresh
+    }
+
+    /// Asks the kernel to give up the block in `slot`; it completes in any case.
+    pub(super) fn push_cancel(&mut self, slot: u64) {
+        self.push(opcode::AsyncCancel::new(slot).build().user_data(CANCEL));
+    }
+
+    fn push(&mut self, entry: squeue::Entry) {
+        // SAFETY: file and memory that the entry names stay valid until its completion: blocks through the job table, which
+        // keeps both until `span_ended`, and the bell through the queue that owns it and this ring.
+        while unsafe { self.uring.submission().push(&entry) }.is_err() {
+            if let Waited::Broken(_) = self.submit() {
+                return;
+            }
+        }
+    }
+
+    fn file(&mut self, piece: &Piece) -> (Option<u32>, bool) {
+        match self.files.find(piece.file_id) {
+            FileSlot::At(i) => (Some(i), false),
+            FileSlot::New(i) => match self.uring.submitter().register_files_update(i, &[piece.fd]) {
+                Ok(_) => (Some(i), true),
+                Err(e) => {
+                    self.files.disable();
+                    self.notes.add(format!("files are no longer registered: {e}"));
+                    (None, false)
+                }
+            },
+            FileSlot::None => (None, false),
+        }
+    }
+
+    /// Clears a closed file's place, so that the kernel lets go of it.
+    pub(super) fn forget_file(&mut self, file_id: u64) {
+        if let Some(i) = self.files.forget(file_id) {
+            let _ = self.uring.submitter().register_files_update(i, &[-1]);
+        }
+    }
+
+    fn window(&mut self, piece: &Piece) -> Option<u16> {
+        let (id, at) = piece.region?;
+        match self.windows.find(id, at, piece.span.len) {
+            Window::At(i) => Some(i),
+            Window::None => None,
+            Window::New { index, offset, len } => {
+                let region = self.regions.iter().find(|r| r.id() == id)?;
+                let iov = libc::iovec { iov_base: region.as_mut_ptr().wrapping_add(offset).cast(), iov_len: len };
+                // SAFETY: the window lies in a region that `self.regions` keeps mapped for as long as the ring lives.
+                match unsafe { self.uring.submitter().register_buffers_update(index.into(), &[iov], None) } {
+                    Ok(()) => Some(index),
+                    Err(e) => {
+                        self.windows.failed(index);
+                        self.windows.freeze();
+                        let mib = self.windows.registered_bytes() >> 20;
+                        self.notes.add(format!("registered buffers end at {mib} MiB ({e}; see RLIMIT_MEMLOCK)"));
+                        None
+                    }
+                }
+            }
+        }
+    }
+
+    /// Hands the queued entries to the kernel.
+    pub(super) fn submit(&mut self) -> Waited {
+        if self.uring.submission().is_empty() {
+            return Waited::Look;
+        }
+        look_at(self.uring.submit())
+    }
+
+    /// Hands the queued entries to the kernel and sleeps until a completion comes, at most for `limit`.
+    pub(super) fn wait(&mut self, limit: Option<Duration>) -> Waited {
+        let Some(limit) = limit else { return look_at(self.uring.submit_and_wait(1)) };
+        let ts = types::Timespec::from(limit);
+        look_at(self.uring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&ts)))
+    }
+
+    /// Takes all completions: slot or mark, result, whether more will follow for the same entry.
+    pub(super) fn reap(&mut self, into: &mut Vec<(u64, i32, bool)>) {
+        into.extend(self.uring.completion().map(|c| (c.user_data(), c.result(), cqueue::more(c.flags()))));
+    }
+}
+
+fn look_at(r: std::io::Result<usize>) -> Waited {
+    match r.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO)) {
+        // Too many completions wait: reaping them is the cure.
+        Ok(_) | Err(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Waited::Look,
+        Err(errno) => Waited::Broken(errno),
+    }
+}
+
+fn entry(piece: &Piece, file: Option<u32>, window: Option<u16>) -> squeue::Entry {
+    let len = piece.span.len as u32;
+    // The crate seals the trait that both kinds of descriptor share, so the choice between them cannot be a function.
+    macro_rules! on {
+        ($make:expr) => {
+            match file {
+                Some(i) => $make(types::Fixed(i)),
+                None => $make(types::Fd(piece.fd)),
+            }
+        };
+    }
+    match (piece.op, window) {
+        (Op::Read, Some(i)) => on!(|f| opcode::ReadFixed::new(f, piece.ptr, len, i).offset(piece.offset).build()),
+        (Op::Read, None) => on!(|f| opcode::Read::new(f, piece.ptr, len).offset(piece.offset).build()),
+        (Op::Write, Some(i)) => on!(|f| opcode::WriteFixed::new(f, piece.ptr, len, i).offset(piece.offset).build()),
+        (Op::Write, None) => on!(|f| opcode::Write::new(f, piece.ptr, len).offset(piece.offset).build()),
+        (Op::Flush, _) => on!(|f| opcode::Fsync::new(f).flags(types::FsyncFlags::DATASYNC).build()),
+    }
+}
+
+/// How the kernel hands completions to the owner, cheapest first.
+#[derive(Clone, Copy)]
+enum TaskWork {
+    Deferred,
+    Cooperative,
+    Interrupting,
+}
+
+/// The ring with the cheapest completion handling that the kernel knows.
+fn build(depth: usize, notes: &Notes) -> Result<IoUring> {
+    // Room for the bell and for cancellations beside the blocks.
+    let entries = (depth as u32 + 2).next_power_of_two();
+    let mut last = libc::EINVAL;
+    for way in [TaskWork::Deferred, TaskWork::Cooperative, TaskWork::Interrupting] {
+        let mut builder = IoUring::builder();
+        builder.dontfork().setup_clamp().setup_cqsize(entries * 4);
+        let note = match way {
+            TaskWork::Deferred => {
+                builder.setup_single_issuer().setup_defer_taskrun();
+                None
+            }
+            TaskWork::Cooperative => {
+                builder.setup_coop_taskrun();
+                Some("deferred task work is not supported (before 6.1)")
+            }
+            TaskWork::Interrupting => Some("task work interrupts (before 5.19)"),
+        };
+        match builder.build(entries) {
+            Ok(uring) => {
+                note.into_iter().for_each(|n| notes.add(n.to_owned()));
+                return Ok(uring);
+            }
+            Err(e) => last = e.raw_os_error().unwrap_or(libc::EIO),
+        }
+        if last != libc::EINVAL {
+            break;
+        }
+    }
+    Err(refusal(last))
+}
+
+fn refusal(errno: i32) -> Error {
+    let source = std::io::Error::from_raw_os_error(errno);
+    let advice = match errno {
+        libc::EPERM | libc::EACCES => {
+            "a seccomp profile (Docker's and Kubernetes' default) or kernel.io_uring_disabled forbids it: allow io_uring"
+        }
+        libc::ENOSYS => "the kernel is built without it, or a sandbox hides it",
+        libc::ENOMEM => "raise RLIMIT_MEMLOCK (ulimit -l)",
+        _ => "see the kernel log",
+    };
+    Error::new(ErrorKind::Unsupported, "io_uring cannot be set up").source(source).advice(advice)
+}
