@@ -178,7 +178,10 @@ fn single_file(path: &Path) -> Result<DumpInfo> {
             }
             (None, None, Some(kv), index) => builder.mla(&file, &name, kv, index.copied())?,
             _ => {
-                return Err(bad(path, format!("{name} has {:?}, not k and v, or kv", parts.keys().collect::<Vec<_>>())));
+                return Err(bad(
+                    path,
+                    format!("{name} has {:?}, not k and v, or kv", parts.keys().collect::<Vec<_>>()),
+                ));
             }
         };
         builder.push(index, layer)?;
