@@ -1,0 +1,244 @@
+//! The host device: worker threads that copy between staging and KV in host memory.
+//!
+//! Jobs run in the order of their arrival, scatters (someone's attention waits) before gathers, but one gate in
+//! [`GATHER_TURN`] picks goes to a waiting gather, so that a server that never stops loading still stores. A job that
+//! panics is reported as failed and the worker goes on.
+//!
+//! Must not: touch paged memory outside a job's gate, call `done` with a lock or a guard held.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::{Device, GatherJob, Gathered, ScatterJob, Scattered, StagingOptions, StagingPool};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{Buf, Place};
+
+mod copy;
+mod crc;
+mod gather;
+mod parts;
+mod scatter;
+
+/// Of this many picks with both kinds waiting, one is a gather.
+const GATHER_TURN: u32 = 8;
+
+/// Settings of the host device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostOptions {
+    /// Worker threads; 0 stands for the default, the smaller of 4 and the number of cores.
+    pub workers: usize,
+    /// Prefix of the threads' names.
+    pub name: String,
+}
+
+impl Default for HostOptions {
+    fn default() -> Self {
+        Self { workers: 0, name: "forebay-copy".to_owned() }
+    }
+}
+
+/// KV in host memory, moved by a pool of threads. Dropping it finishes all jobs first.
+pub struct HostDevice {
+    shared: Arc<Shared>,
+    workers: Mutex<Vec<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    scatters: VecDeque<ScatterJob>,
+    gathers: VecDeque<GatherJob>,
+    /// Scatters picked while a gather waited.
+    passed: u32,
+    running: usize,
+    closed: bool,
+}
+
+enum Job {
+    Scatter(ScatterJob),
+    Gather(GatherJob),
+}
+
+impl Queue {
+    fn pick(&mut self) -> Option<Job> {
+        let turn = self.passed + 1 >= GATHER_TURN || self.scatters.is_empty();
+        let gather = if turn { self.gathers.pop_front() } else { None };
+        if let Some(job) = gather {
+            self.passed = 0;
+            return Some(Job::Gather(job));
+        }
+        self.passed = if self.gathers.is_empty() { 0 } else { self.passed + 1 };
+        self.scatters.pop_front().map(Job::Scatter)
+    }
+}
+
+impl HostDevice {
+    /// Starts the workers.
+    ///
+    /// # Errors
+    /// What the operating system says of a new thread.
+    pub fn new(options: &HostOptions) -> Result<Arc<Self>> {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let workers = if options.workers == 0 { cores.min(4) } else { options.workers };
+        let device = Self { shared: Arc::default(), workers: Mutex::default() };
+        for i in 0..workers {
+            let shared = Arc::clone(&device.shared);
+            let handle = thread::Builder::new()
+                .name(format!("{}-{i}", options.name))
+                .spawn(move || shared.work())
+                .map_err(|e| Error::io("cannot start a copy thread", e))?;
+            device.workers.lock().push(handle);
+        }
+        Ok(Arc::new(device))
+    }
+}
+
+impl Device for HostDevice {
+    fn place(&self) -> Place {
+        Place::Host
+    }
+
+    fn scatter(&self, job: ScatterJob) {
+        let mut queue = self.shared.queue.lock();
+        if queue.closed {
+            drop(queue);
+            return finish_scatter(job, |_| Err(closed()));
+        }
+        queue.scatters.push_back(job);
+        drop(queue);
+        self.shared.wake.notify_one();
+    }
+
+    fn gather(&self, job: GatherJob) {
+        let mut queue = self.shared.queue.lock();
+        if queue.closed {
+            drop(queue);
+            return finish_gather(job, |_| Err(closed()));
+        }
+        queue.gathers.push_back(job);
+        drop(queue);
+        self.shared.wake.notify_one();
+    }
+
+    fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {
+        StagingPool::new(options)
+    }
+
+    fn jobs(&self) -> usize {
+        let queue = self.shared.queue.lock();
+        queue.scatters.len() + queue.gathers.len() + queue.running
+    }
+
+    fn close(&self) {
+        self.shared.queue.lock().closed = true;
+        self.shared.wake.notify_all();
+        let workers = std::mem::take(&mut *self.workers.lock());
+        for worker in workers {
+            // A `done` that drops the last handle runs on a worker, which cannot wait for itself: it ends on its own.
+            if worker.thread().id() != thread::current().id() && worker.join().is_err() {
+                tracing::error!("a copy thread has panicked");
+            }
+        }
+    }
+}
+
+impl Drop for HostDevice {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Shared {
+    fn work(&self) {
+        let mut queue = self.queue.lock();
+        loop {
+            match queue.pick() {
+                Some(job) => {
+                    queue.running += 1;
+                    drop(queue);
+                    match job {
+                        Job::Scatter(job) => finish_scatter(job, scatter::run),
+                        Job::Gather(job) => finish_gather(job, gather::run),
+                    }
+                    queue = self.queue.lock();
+                    queue.running -= 1;
+                }
+                None if queue.closed => return,
+                None => self.wake.wait(&mut queue),
+            }
+        }
+    }
+}
+
+/// What the copy loops say of a job that did not fail.
+#[derive(Default)]
+struct Outcome {
+    crcs: Vec<u32>,
+    skipped: bool,
+    skipped_blocks: Vec<u32>,
+}
+
+impl Outcome {
+    fn skipped() -> Self {
+        Self { skipped: true, ..Self::default() }
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the device has been closed")
+}
+
+fn guarded(run: impl FnOnce() -> Result<Outcome>) -> (Outcome, Option<Error>) {
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(Ok(mut outcome)) => {
+            outcome.skipped_blocks.sort_unstable();
+            outcome.skipped_blocks.dedup();
+            (outcome, None)
+        }
+        Ok(Err(e)) => (Outcome::default(), Some(e)),
+        Err(_) => (Outcome::default(), Some(Error::new(ErrorKind::Internal, "a copy job panicked"))),
+    }
+}
+
+fn finish_scatter(job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<Outcome>) {
+    let (Outcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&job));
+    let ScatterJob { kv, staging, parts, gate, done } = job;
+    // Whoever hears of the end may expect that nothing of it is still held.
+    drop((kv, parts, gate));
+    call(|| done(Scattered { staging, crcs, skipped, skipped_blocks, error }));
+}
+
+fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<Outcome>) {
+    let (Outcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&mut job));
+    let GatherJob { kv, staging, parts, gate, done } = job;
+    drop((kv, parts, gate));
+    call(|| done(Gathered { staging, crcs, skipped, skipped_blocks, error }));
+}
+
+fn call(done: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(done)).is_err() {
+        tracing::error!("the callback of a copy job panicked");
+    }
+}
+
+fn host_only(staging: &Buf, kv: Place) -> Result<()> {
+    match (staging.place(), kv) {
+        (Place::Host, Place::Host) => Ok(()),
+        (s, k) => Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!("the host device cannot move bytes between staging in {s:?} and KV in {k:?}"),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,165 @@
+//! A job's part against the paged KV: checked once, then pure address arithmetic.
+//!
+//! The checks here are what the copy loops' safety rests on, together with those that the layout, the plan and the paged KV
+//! made when they were built.
+
+use std::ops::Range;
+
+use super::copy::{Axis, Grid};
+use crate::device::{PagedKv, Part};
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::{LayerKind, MAX_CHUNK_TOKENS};
+use crate::paged::{ChunkPlan, Run};
+
+/// A part whose every address has been checked.
+pub(super) struct Resolved<'a> {
+    pub(super) plan: &'a ChunkPlan,
+    pub(super) tokens: usize,
+    /// Bytes of the unpadded extent in staging.
+    pub(super) extent: Range<usize>,
+    /// End of the padding in staging.
+    pub(super) padded_end: usize,
+    pub(super) body: Body,
+}
+
+/// What the extent consists of.
+pub(super) enum Body {
+    Planes(Vec<Plane>),
+    Blocks(Blocks),
+}
+
+/// One plane: its rows in the extent and in the paged KV.
+pub(super) struct Plane {
+    /// Offset of the plane in the extent.
+    pub(super) at: usize,
+    pub(super) token_bytes: usize,
+    /// Address of block 0.
+    pub(super) base: *mut u8,
+    heads: usize,
+    head_bytes: usize,
+    head_stride: usize,
+    token_stride: usize,
+    block_stride: usize,
+    block_tokens: usize,
+}
+
+/// Opaque blocks.
+pub(super) struct Blocks {
+    pub(super) base: *mut u8,
+    pub(super) block_stride: usize,
+    pub(super) block_bytes: usize,
+}
+
+/// Which way a grid goes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    IntoKv,
+    OutOfKv,
+}
+
+/// Checks a part against the paged KV and a staging buffer of `staging_len` bytes.
+pub(super) fn resolve<'a>(kv: &PagedKv, part: &'a Part, staging_len: usize) -> Result<Resolved<'a>> {
+    let bad = |what: String| Error::new(ErrorKind::InvalidInput, format!("layer {} of a copy job: {what}", part.layer));
+    let layout = kv.layout();
+    let (Some(spec), Some(view)) = (layout.spec(part.layer), layout.layer(part.layer)) else {
+        return Err(bad(format!("the paged KV has {} layers", layout.num_layers())));
+    };
+    let plan = &*part.plan;
+    if plan.block_tokens() != view.block_tokens || plan.num_blocks() > view.num_blocks {
+        return Err(bad(format!(
+            "a plan for {} blocks of {} tokens, but the layer has {} of {}",
+            plan.num_blocks(),
+            plan.block_tokens(),
+            view.num_blocks,
+            view.block_tokens
+        )));
+    }
+    if part.tokens > MAX_CHUNK_TOKENS as usize || plan.chunk_tokens() > part.tokens {
+        return Err(bad(format!("a plan of {} tokens for a chunk of {}", plan.chunk_tokens(), part.tokens)));
+    }
+    let bytes = spec.extent_bytes(part.tokens);
+    let end = |len: usize| part.staging_offset.checked_add(len).filter(|&e| e <= staging_len);
+    let (Some(extent_end), Some(padded_end)) = (end(bytes), end(part.padded_len.max(bytes))) else {
+        return Err(bad(format!(
+            "{bytes} bytes, padded to {}, at {} do not fit into {staging_len} bytes of staging",
+            part.padded_len, part.staging_offset
+        )));
+    };
+    let bases = view
+        .planes
+        .iter()
+        .map(|p| Some(kv.memories().get(p.memory)?.as_mut_ptr().wrapping_add(p.offset)))
+        .collect::<Option<Vec<_>>>()
+        .ok_or_else(|| bad("a memory is missing".to_owned()))?;
+    let views = view.planes.iter().zip(bases);
+    let body = match spec.kind {
+        LayerKind::Opaque { block_bytes, .. } => {
+            let blocks =
+                views.map(|(p, base)| Blocks { base, block_stride: p.block_stride, block_bytes: block_bytes as usize });
+            Body::Blocks(blocks.last().ok_or_else(|| bad("no plane".to_owned()))?)
+        }
+        _ => {
+            let mut at = 0;
+            let planes = views.zip(&spec.planes).map(|((p, base), dims)| {
+                let plane = Plane {
+                    at,
+                    token_bytes: dims.token_bytes(),
+                    base,
+                    heads: dims.heads as usize,
+                    head_bytes: dims.head_bytes as usize,
+                    head_stride: p.head_stride,
+                    token_stride: p.token_stride,
+                    block_stride: p.block_stride,
+                    block_tokens: view.block_tokens as usize,
+                };
+                at += dims.token_bytes() * part.tokens;
+                plane
+            });
+            Body::Planes(planes.collect())
+        }
+    };
+    Ok(Resolved { plan, tokens: part.tokens, extent: part.staging_offset..extent_end, padded_end, body })
+}
+
+impl Plane {
+    /// Cuts the tokens of `run` that lie in `tokens` into grids: for each, the first token, the offset from `base` in the
+    /// paged KV, and the copy.
+    pub(super) fn grids(
+        &self,
+        run: Run,
+        tokens: &Range<usize>,
+        way: Way,
+    ) -> impl Iterator<Item = (usize, usize, Grid)> {
+        let first = (run.token as usize).max(tokens.start);
+        let end = (run.token as usize + run.len as usize).min(tokens.end);
+        let shift = run.slot as usize;
+        let run_token = run.token as usize;
+        // Blocks that follow each other without a gap are one block as far as copies are concerned.
+        let joined = self.block_stride == self.token_stride * self.block_tokens;
+        let mut token = first;
+        std::iter::from_fn(move || {
+            if token >= end {
+                return None;
+            }
+            let slot = shift + (token - run_token);
+            let (block, place) = (slot / self.block_tokens, slot % self.block_tokens);
+            let len = if joined { end - token } else { (end - token).min(self.block_tokens - place) };
+            let piece = (token, block * self.block_stride + place * self.token_stride, self.grid(len, way));
+            token += len;
+            Some(piece)
+        })
+    }
+
+    fn grid(&self, tokens: usize, way: Way) -> Grid {
+        let axis = |count, extent, kv| match way {
+            Way::IntoKv => Axis { count, src: extent, dst: kv },
+            Way::OutOfKv => Axis { count, src: kv, dst: extent },
+        };
+        let heads = axis(self.heads, self.head_bytes, self.head_stride);
+        let tokens = axis(tokens, self.token_bytes, self.token_stride);
+        // The paged side is the cold one: it is walked in the order of its addresses.
+        let heads_inside = self.heads == 1 || self.head_stride <= self.token_stride;
+        let (outer, inner) = if heads_inside { (tokens, heads) } else { (heads, tokens) };
+        Grid { outer, inner, bytes: self.head_bytes }
+    }
+}

@@ -1,0 +1,118 @@
+//! Staging into paged KV: the CRC of a tile, then its tokens to their slots.
+#![expect(unsafe_code, reason = "writes to the caller's paged KV")]
+
+use super::copy::{Axis, Grid, Stores, copy_grid, fence};
+use super::crc::{ExtentCrc, tile_tokens};
+use super::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
+use super::{Outcome, host_only};
+use crate::device::{Gate, ScatterJob};
+use crate::error::Result;
+use crate::paged::ChunkPlan;
+
+/// Runs a job inside its gate.
+pub(super) fn run(job: &ScatterJob) -> Result<Outcome> {
+    host_only(&job.staging, job.kv.place())?;
+    let staging = job.staging.as_slice();
+    let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
+    let Some(_guard) = job.gate.enter() else { return Ok(Outcome::skipped()) };
+    let mut outcome = Outcome { crcs: Vec::with_capacity(parts.len()), ..Outcome::default() };
+    for part in &parts {
+        let extent = staging.get(part.extent.clone()).unwrap_or_default();
+        let mut crc = ExtentCrc::new();
+        let finished = match &part.body {
+            Body::Planes(planes) => {
+                planes.iter().all(|p| scatter_plane(p, part, extent, &mut Pass { crc: &mut crc, gate: &job.gate }))
+            }
+            Body::Blocks(blocks) => {
+                outcome.skipped_blocks.extend(part.plan.skipped_blocks(part.tokens));
+                scatter_blocks(blocks, part, extent, &mut Pass { crc: &mut crc, gate: &job.gate })
+            }
+        };
+        if !finished {
+            fence();
+            return Ok(Outcome::skipped());
+        }
+        outcome.crcs.push(crc.finish());
+    }
+    fence();
+    Ok(outcome)
+}
+
+/// What goes along the walk over an extent.
+struct Pass<'a> {
+    crc: &'a mut ExtentCrc,
+    gate: &'a Gate,
+}
+
+/// Whether the gate stayed open.
+fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut Pass<'_>) -> bool {
+    let step = tile_tokens(plane.token_bytes);
+    let mut runs = Cursor::new(part.plan);
+    for start in (0..part.tokens).step_by(step) {
+        if pass.gate.is_closed() {
+            return false;
+        }
+        let tokens = start..(start + step).min(part.tokens);
+        let row = |token: usize| plane.at + token * plane.token_bytes;
+        let tile = extent.get(row(tokens.start)..row(tokens.end)).unwrap_or_default();
+        pass.crc.update(tile);
+        for &run in runs.overlapping(tokens.end) {
+            for (token, to, grid) in plane.grids(run, &tokens, Way::IntoKv) {
+                let src = tile.as_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
+                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile, their slots in
+                // blocks that the layout was checked to keep inside its memory, which the job holds. Staging belongs to the
+                // job alone, so the two do not overlap; the gate is entered.
+                unsafe { copy_grid(src, plane.base.wrapping_add(to), grid, Stores::Streamed) };
+            }
+        }
+    }
+    true
+}
+
+fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &[u8], pass: &mut Pass<'_>) -> bool {
+    let mut whole = part.plan.whole_blocks(part.tokens).peekable();
+    for (index, bytes) in extent.chunks_exact(blocks.block_bytes).enumerate() {
+        let target = whole.next_if(|b| b.index as usize == index);
+        let step = tile_tokens(1);
+        for (i, tile) in bytes.chunks(step).enumerate() {
+            if pass.gate.is_closed() {
+                return false;
+            }
+            pass.crc.update(tile);
+            if let Some(b) = target {
+                let to = b.block as usize * blocks.block_stride + i * step;
+                // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was checked
+                // to keep inside its memory, which the job holds; staging is the job's alone; the gate is entered.
+                unsafe { copy_grid(tile.as_ptr(), blocks.base.wrapping_add(to), line(tile.len()), Stores::Streamed) };
+            }
+        }
+    }
+    true
+}
+
+/// A grid of one row.
+pub(super) fn line(bytes: usize) -> Grid {
+    let one = Axis { count: 1, src: 0, dst: 0 };
+    Grid { outer: one, inner: one, bytes }
+}
+
+/// Walks a plan's runs beside the tiles of an extent.
+pub(super) struct Cursor<'a> {
+    plan: &'a ChunkPlan,
+    next: usize,
+}
+
+impl<'a> Cursor<'a> {
+    pub(super) fn new(plan: &'a ChunkPlan) -> Self {
+        Self { plan, next: 0 }
+    }
+
+    /// The runs with tokens below `end` that have not ended in an earlier tile.
+    pub(super) fn overlapping(&mut self, end: usize) -> &'a [crate::paged::Run] {
+        let runs = self.plan.runs().get(self.next..).unwrap_or_default();
+        let count = runs.partition_point(|r| (r.token as usize) < end);
+        let ended = runs.partition_point(|r| r.token as usize + r.len as usize <= end);
+        self.next += ended;
+        runs.get(..count).unwrap_or_default()
+    }
+}

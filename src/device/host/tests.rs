@@ -1,0 +1,192 @@
+use std::sync::mpsc;
+
+use super::*;
+use crate::device::{Gate, HostMemory, HugePages, PagedKv, Part};
+use crate::geometry::{LayerKind, LayerSpec};
+use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
+
+const TOKENS: usize = 64;
+
+struct Rig {
+    device: Arc<HostDevice>,
+    kv: Arc<PagedKv>,
+    memories: Vec<Arc<HostMemory>>,
+    pool: Arc<StagingPool>,
+}
+
+fn rig(workers: usize) -> Rig {
+    let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Inner, block_tokens: 16, num_blocks: 4 };
+    let layout = PagedLayout::per_layer(&[LayerSpec::kv(LayerKind::Full, 2, 64)], shape).unwrap();
+    let (kv, memories) = PagedKv::alloc_zeroed(layout).unwrap();
+    let options = StagingOptions { bytes: 1 << 20, slot_bytes: 32 << 10, hugepages: HugePages::Off, numa: None };
+    let device = HostDevice::new(&HostOptions { workers, ..HostOptions::default() }).unwrap();
+    Rig { device, kv, memories, pool: StagingPool::new(&options).unwrap() }
+}
+
+impl Rig {
+    fn part(&self) -> Part {
+        let slots: Vec<i64> = (0..TOKENS as i64).collect();
+        let plan = Arc::new(ChunkPlan::new(&slots, None, 16, 4).unwrap());
+        Part { layer: 0, staging_offset: 0, tokens: TOKENS, padded_len: 0, plan }
+    }
+
+    fn scatter_with(&self, gate: &Arc<Gate>, done: impl FnOnce(Scattered) + Send + 'static) {
+        let mut staging = self.pool.try_take().unwrap();
+        staging.as_mut_slice().fill(7);
+        let (kv, parts, gate) = (Arc::clone(&self.kv), vec![self.part()], Arc::clone(gate));
+        self.device.scatter(ScatterJob { kv, staging, parts, gate, done: Box::new(done) });
+    }
+
+    fn gather_with(&self, parts: Vec<Part>, done: impl FnOnce(Gathered) + Send + 'static) {
+        let staging = self.pool.try_take().unwrap();
+        let (kv, gate) = (Arc::clone(&self.kv), Arc::new(Gate::new()));
+        self.device.gather(GatherJob { kv, staging, parts, gate, done: Box::new(done) });
+    }
+
+    fn written(&self) -> bool {
+        let mut bytes = vec![0; 4 * 16 * 256];
+        self.memories[0].read(0, &mut bytes).unwrap();
+        bytes.contains(&7)
+    }
+}
+
+#[test]
+fn a_closed_gate_skips_the_job_and_gives_the_staging_back() {
+    let rig = rig(1);
+    let gate = Arc::new(Gate::new());
+    gate.close();
+    let (tx, rx) = mpsc::channel();
+    rig.scatter_with(&gate, move |s| tx.send((s.skipped, s.crcs.len(), s.error.is_none())).unwrap());
+    assert_eq!(rx.recv().unwrap(), (true, 0, true));
+    rig.device.close();
+    assert!(!rig.written());
+    assert_eq!(rig.pool.taken(), 0);
+}
+
+#[test]
+fn a_done_callback_may_close_its_own_gate() {
+    let rig = rig(1);
+    let gate = Arc::new(Gate::new());
+    let (tx, rx) = mpsc::channel();
+    let inner = Arc::clone(&gate);
+    rig.scatter_with(&gate, move |s| {
+        inner.close();
+        tx.send(s.skipped).unwrap();
+    });
+    assert!(!rx.recv().unwrap());
+    assert!(rig.written() && gate.is_closed());
+}
+
+#[test]
+fn after_close_of_the_gate_no_byte_is_written_whatever_is_queued() {
+    let rig = rig(2);
+    for round in 0..50 {
+        let gate = Arc::new(Gate::new());
+        let (tx, rx) = mpsc::channel();
+        for _ in 0..4 {
+            let tx = tx.clone();
+            rig.scatter_with(&gate, move |s| tx.send(s.skipped).unwrap());
+        }
+        for _ in 0..round * 20 {
+            std::hint::spin_loop();
+        }
+        gate.close();
+        rig.memories[0].write(0, &vec![1; 4 * 16 * 256]).unwrap();
+        drop(tx);
+        assert_eq!(rx.iter().count(), 4);
+        assert!(!rig.written(), "round {round}");
+    }
+}
+
+#[test]
+fn a_panic_in_a_callback_or_a_job_costs_nobody_the_worker() {
+    let rig = rig(1);
+    let gate = Arc::new(Gate::new());
+    rig.scatter_with(&gate, |_| panic!("on purpose"));
+    let (tx, rx) = mpsc::channel();
+    rig.scatter_with(&gate, move |s| tx.send(s.crcs.len()).unwrap());
+    assert_eq!(rx.recv().unwrap(), 1);
+    let (outcome, error) = guarded(|| panic!("on purpose"));
+    assert!(outcome.crcs.is_empty() && error.unwrap().kind() == ErrorKind::Internal);
+}
+
+#[test]
+fn a_job_that_does_not_fit_is_refused_with_its_layer() {
+    let rig = rig(1);
+    let plan = |slots: &[i64], bt, nb| Arc::new(ChunkPlan::new(slots, None, bt, nb).unwrap());
+    let ok = rig.part();
+    let bad = [
+        Part { layer: 1, ..ok.clone() },
+        Part { staging_offset: (32 << 10) - TOKENS * 256 + 1, ..ok.clone() },
+        Part { staging_offset: usize::MAX, ..ok.clone() },
+        Part { padded_len: (32 << 10) + 1, ..ok.clone() },
+        Part { tokens: TOKENS - 1, ..ok.clone() },
+        Part { tokens: usize::MAX, ..ok.clone() },
+        Part { plan: plan(&[0], 8, 4), ..ok.clone() },
+        Part { plan: plan(&[64], 16, 5), ..ok.clone() },
+    ];
+    for part in bad {
+        let what = format!("{part:?}");
+        let (tx, rx) = mpsc::channel();
+        rig.gather_with(vec![ok.clone(), part], move |g| tx.send((g.error, g.crcs.len())).unwrap());
+        let (error, crcs) = rx.recv().unwrap();
+        let error = error.unwrap_or_else(|| panic!("{what} was taken"));
+        assert_eq!((error.kind(), crcs), (ErrorKind::InvalidInput, 0), "{what}");
+    }
+}
+
+#[test]
+fn loads_go_before_stores_but_stores_get_their_turn() {
+    let rig = rig(1);
+    let gate = Arc::new(Gate::new());
+    let (order, seen) = mpsc::channel();
+    let (release, held) = mpsc::channel::<()>();
+    rig.scatter_with(&gate, move |_| held.recv().unwrap());
+    while rig.device.shared.queue.lock().running == 0 {
+        std::thread::yield_now();
+    }
+    let stores = order.clone();
+    rig.gather_with(vec![rig.part()], move |_| stores.send("store").unwrap());
+    for _ in 0..10 {
+        let loads = order.clone();
+        rig.scatter_with(&gate, move |_| loads.send("load").unwrap());
+    }
+    assert_eq!(rig.device.jobs(), 12);
+    drop(order);
+    release.send(()).unwrap();
+    let order: Vec<_> = seen.iter().collect();
+    assert_eq!(order.iter().position(|o| *o == "store"), Some(GATHER_TURN as usize - 1), "{order:?}");
+}
+
+#[test]
+fn closing_finishes_what_is_queued_and_refuses_what_comes_later() {
+    let rig = rig(2);
+    let gate = Arc::new(Gate::new());
+    let (tx, rx) = mpsc::channel();
+    for _ in 0..20 {
+        let tx = tx.clone();
+        rig.scatter_with(&gate, move |s| tx.send(s.error.is_none()).unwrap());
+    }
+    rig.device.close();
+    assert_eq!(rx.try_iter().filter(|ok| *ok).count(), 20);
+    let (tx, rx) = mpsc::channel();
+    rig.scatter_with(&gate, move |s| tx.send(s.error.unwrap().kind()).unwrap());
+    assert_eq!(rx.recv().unwrap(), ErrorKind::Closed);
+    assert_eq!((rig.device.jobs(), rig.pool.taken()), (0, 0));
+}
+
+#[test]
+fn the_last_handle_may_be_dropped_in_a_callback() {
+    let rig = rig(1);
+    let (tx, rx) = mpsc::channel();
+    let (release, held) = mpsc::channel::<()>();
+    let last = Arc::clone(&rig.device);
+    rig.scatter_with(&Arc::new(Gate::new()), move |_| {
+        held.recv().unwrap();
+        drop(last);
+        tx.send(()).unwrap();
+    });
+    drop(rig);
+    release.send(()).unwrap();
+    rx.recv().unwrap();
+}

@@ -1,0 +1,240 @@
+//! The caller's KV memory, and a paged layout over it.
+//!
+//! Nothing here makes a reference to the bytes: the caller's kernels and several workers may be at different parts of them
+//! at the same time. Reads and writes go through raw copies.
+#![expect(unsafe_code, reason = "raw copies from and to memory that belongs to the caller")]
+
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::region::{Region, RegionOptions};
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::LayerSpec;
+use crate::io::{MemRegion, Place};
+use crate::paged::PagedLayout;
+
+/// Memory that holds paged KV.
+///
+/// # Safety
+/// `len` bytes from `as_mut_ptr` stay valid for reads and writes, by the means of their [`Place`], as long as the value
+/// lives, and neither changes.
+pub unsafe trait KvMemory: Send + Sync + 'static {
+    /// Address of the first byte, in the address space of its place.
+    fn as_mut_ptr(&self) -> *mut u8;
+    /// Bytes.
+    fn len(&self) -> usize;
+    /// Whether there are no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Where the bytes lie.
+    fn place(&self) -> Place;
+}
+
+/// Host memory that holds paged KV: the caller's, or allocated here.
+pub struct HostMemory {
+    ptr: NonNull<u8>,
+    len: usize,
+    _owner: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: the memory is valid from any thread (contract of `from_raw`; anonymous memory otherwise), and this type only gives
+// out raw pointers and copies.
+unsafe impl Send for HostMemory {}
+// SAFETY: as for Send; racing copies of the same bytes are excluded by the slots that the caller hands out.
+unsafe impl Sync for HostMemory {}
+
+// SAFETY: address and length never change, and the owner keeps them valid.
+unsafe impl KvMemory for HostMemory {
+    fn as_mut_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+    fn len(&self) -> usize {
+        self.len
+    }
+    fn place(&self) -> Place {
+        Place::Host
+    }
+}
+
+impl HostMemory {
+    /// Zeroed memory of `len` bytes, touched lazily.
+    ///
+    /// # Errors
+    /// What the operating system says of the allocation.
+    pub fn alloc_zeroed(len: usize) -> Result<Arc<Self>> {
+        let region = Region::new(len.max(1), &RegionOptions::default())?;
+        let ptr = NonNull::new(region.as_mut_ptr())
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "a mapping at address 0"))?;
+        Ok(Arc::new(Self { ptr, len, _owner: Some(region) }))
+    }
+
+    /// The caller's memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] for a null pointer or a length that no allocation can have.
+    ///
+    /// # Safety
+    /// `len` bytes from `ptr` must be valid for reads and writes from any thread until the last clone of the result is
+    /// dropped; where an `owner` is given, that is what keeps them so. While loads and stores run, no Rust reference to bytes
+    /// of their slots may be used, and two of them at once must not concern the same slots unless both only read.
+    pub unsafe fn from_raw(ptr: *mut u8, len: usize, owner: Option<Arc<dyn Any + Send + Sync>>) -> Result<Arc<Self>> {
+        match NonNull::new(ptr) {
+            Some(ptr) if len <= isize::MAX as usize => Ok(Arc::new(Self { ptr, len, _owner: owner })),
+            _ => Err(Error::new(ErrorKind::InvalidInput, format!("KV memory of {len} bytes at {ptr:p}"))),
+        }
+    }
+
+    /// Copies bytes out, from `offset` on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where the range is not inside.
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        let src = self.range(offset, out.len())?;
+        // SAFETY: `range` checked the bounds; `out` is a unique reference, so it cannot be this memory.
+        unsafe { std::ptr::copy_nonoverlapping(src, out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes in, from `offset` on. Must not be used at bytes that a load or store is working on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where the range is not inside.
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        let dst = self.range(offset, bytes.len())?;
+        // SAFETY: `range` checked the bounds; nobody holds references to this memory (contract of `from_raw`).
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst, bytes.len()) };
+        Ok(())
+    }
+
+    fn range(&self, offset: usize, len: usize) -> Result<*mut u8> {
+        if offset.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("{len} bytes at {offset} of a KV memory of {} bytes", self.len),
+            ));
+        }
+        Ok(self.ptr.as_ptr().wrapping_add(offset))
+    }
+}
+
+impl fmt::Debug for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostMemory({} bytes at {:p})", self.len, self.ptr)
+    }
+}
+
+/// A server's paged KV cache: memories and a layout whose every reachable byte lies in them.
+pub struct PagedKv {
+    memories: Vec<Arc<dyn KvMemory>>,
+    layout: PagedLayout,
+    place: Place,
+}
+
+impl PagedKv {
+    /// A paged KV cache over memories of one place.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where the layout can reach beyond a memory, or memories lie in different places.
+    pub fn new<M: KvMemory>(memories: Vec<Arc<M>>, layout: PagedLayout) -> Result<Arc<Self>> {
+        let memories: Vec<Arc<dyn KvMemory>> = memories.into_iter().map(|m| m as _).collect();
+        let needed = layout.memory_bytes();
+        if needed.len() > memories.len() {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("paged KV: {} memories for a layout of {}", memories.len(), needed.len()),
+            ));
+        }
+        for (i, (memory, &bytes)) in memories.iter().zip(needed).enumerate() {
+            if bytes > memory.len() {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    format!("paged KV: the layout reaches byte {bytes} of memory {i}, which has {}", memory.len()),
+                )
+                .advice("check block count, strides and dtype against the server's tensor"));
+            }
+        }
+        let place = memories.first().map_or(Place::Host, |m| m.place());
+        if memories.iter().any(|m| m.place() != place) {
+            return Err(Error::new(ErrorKind::InvalidInput, "paged KV: memories of one cache in different places"));
+        }
+        Ok(Arc::new(Self { memories, layout, place }))
+    }
+
+    /// A paged KV cache in fresh zeroed host memory, with the memories to look into.
+    ///
+    /// # Errors
+    /// As [`HostMemory::alloc_zeroed`].
+    pub fn alloc_zeroed(layout: PagedLayout) -> Result<(Arc<Self>, Vec<Arc<HostMemory>>)> {
+        let memories =
+            layout.memory_bytes().iter().map(|&len| HostMemory::alloc_zeroed(len)).collect::<Result<Vec<_>>>()?;
+        Ok((Self::new(memories.clone(), layout)?, memories))
+    }
+
+    /// The layout.
+    #[must_use]
+    pub fn layout(&self) -> &PagedLayout {
+        &self.layout
+    }
+
+    /// The spec of a layer.
+    #[must_use]
+    pub fn spec(&self, layer: usize) -> Option<&LayerSpec> {
+        self.layout.spec(layer)
+    }
+
+    /// Where the memories lie.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// The memories that the layout's planes name.
+    #[must_use]
+    pub fn memories(&self) -> &[Arc<dyn KvMemory>] {
+        &self.memories
+    }
+}
+
+impl fmt::Debug for PagedKv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PagedKv({} layers in {} memories, {:?})", self.layout.num_layers(), self.memories.len(), self.place)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::LayerKind;
+    use crate::paged::{KvLayout, KvShape, Packing};
+
+    fn layout() -> PagedLayout {
+        let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Split, block_tokens: 4, num_blocks: 3 };
+        PagedLayout::per_layer(&[LayerSpec::kv(LayerKind::Full, 2, 16)], shape).unwrap()
+    }
+
+    #[test]
+    fn a_memory_one_byte_short_is_refused() {
+        let sizes = |v: usize| vec![HostMemory::alloc_zeroed(384).unwrap(), HostMemory::alloc_zeroed(v).unwrap()];
+        assert!(PagedKv::new(sizes(384), layout()).is_ok());
+        let e = PagedKv::new(sizes(383), layout()).unwrap_err();
+        assert!(e.to_string().contains("reaches byte 384 of memory 1, which has 383"), "{e}");
+        assert!(PagedKv::new(sizes(384).split_off(1), layout()).is_err());
+    }
+
+    #[test]
+    fn the_owner_of_foreign_memory_lives_as_long_as_the_memory() {
+        let mut bytes = vec![7u8; 64];
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new(());
+        // SAFETY: `bytes` outlives the memory and is not used while it lives.
+        let m = unsafe { HostMemory::from_raw(bytes.as_mut_ptr(), 64, Some(Arc::clone(&owner))) }.unwrap();
+        assert_eq!(Arc::strong_count(&owner), 2);
+        m.write(60, &[1, 2, 3, 4]).unwrap();
+        assert!(m.write(61, &[0; 4]).is_err() && m.read(usize::MAX, &mut [0; 2]).is_err());
+        drop(m);
+        assert_eq!(Arc::strong_count(&owner), 1);
+        assert_eq!(bytes[59..], [7, 1, 2, 3, 4]);
+    }
+}

@@ -1,0 +1,409 @@
+//! Scatter and gather against plain loops, over random layouts, block sizes, slot mappings and masks.
+
+use std::sync::{Arc, mpsc};
+
+use forebay::device::{
+    Device, Gate, GatherJob, Gathered, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part,
+    ScatterJob, Scattered, StagingOptions, StagingPool,
+};
+use forebay::geometry::{LayerKind, LayerSpec};
+use forebay::io::Buf;
+use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
+use proptest::prelude::*;
+
+/// One cache with its layout, whose addresses are computed here a second time, from the shape of the dimensions.
+#[derive(Clone, Debug)]
+struct Cache {
+    specs: Vec<LayerSpec>,
+    shape: KvShape,
+    cross_layer: bool,
+}
+
+impl Cache {
+    fn layout(&self) -> PagedLayout {
+        if self.cross_layer {
+            PagedLayout::cross_layer(&self.specs, self.shape).unwrap()
+        } else {
+            PagedLayout::per_layer(&self.specs, self.shape).unwrap()
+        }
+    }
+
+    fn layer_block_bytes(&self, spec: &LayerSpec) -> usize {
+        match spec.kind {
+            LayerKind::Opaque { block_bytes, .. } => block_bytes as usize,
+            _ => spec.planes.iter().map(|p| p.token_bytes()).sum::<usize>() * self.shape.block_tokens as usize,
+        }
+    }
+
+    /// Memory and offset of a block of a layer whose planes lie together.
+    fn block(&self, layer: usize, block: usize) -> (usize, usize) {
+        let sizes: Vec<usize> = self.specs.iter().map(|s| self.layer_block_bytes(s)).collect();
+        if self.cross_layer {
+            (0, block * sizes.iter().sum::<usize>() + sizes[..layer].iter().sum::<usize>())
+        } else {
+            (self.first_memory(layer), block * sizes[layer])
+        }
+    }
+
+    fn first_memory(&self, layer: usize) -> usize {
+        let per = |s: &LayerSpec| if self.shape.packing == Packing::Split { s.planes.len().max(1) } else { 1 };
+        self.specs[..layer].iter().map(per).sum()
+    }
+
+    /// Memory and offset of one head of one slot.
+    fn head(&self, layer: usize, plane: usize, slot: usize, head: usize) -> (usize, usize) {
+        let bt = self.shape.block_tokens as usize;
+        let (block, token) = (slot / bt, slot % bt);
+        let planes = &self.specs[layer].planes;
+        let (heads, hb) = (planes[plane].heads as usize, planes[plane].head_bytes as usize);
+        let token_bytes_before = planes[..plane].iter().map(|p| p.token_bytes()).sum::<usize>();
+        let element = if self.shape.layout == KvLayout::Hnd { head * bt + token } else { token * heads + head };
+        let own = block * bt * heads * hb + element * hb;
+        match self.shape.packing {
+            Packing::Split => (self.first_memory(layer) + plane, own),
+            Packing::Outer => {
+                (self.first_memory(layer), token_bytes_before * bt * self.shape.num_blocks as usize + own)
+            }
+            Packing::Inner => {
+                let (m, at) = self.block(layer, block);
+                (m, at + token_bytes_before * bt + element * hb)
+            }
+            _ => {
+                let (m, at) = self.block(layer, block);
+                let row: usize = planes.iter().map(|p| p.head_bytes as usize).sum();
+                let before: usize = planes[..plane].iter().map(|p| p.head_bytes as usize).sum();
+                (m, at + element * row + before)
+            }
+        }
+    }
+
+    /// Calls `visit(extent offset, memory, memory offset, bytes)` for all that may be moved.
+    fn moves(&self, layer: usize, slots: &[i64], tokens: usize, mut visit: impl FnMut(usize, usize, usize, usize)) {
+        let spec = &self.specs[layer];
+        let bt = self.shape.block_tokens as usize;
+        if let LayerKind::Opaque { block_bytes, .. } = spec.kind {
+            for piece in 0..tokens.div_ceil(bt) {
+                let range = piece * bt..tokens.min((piece + 1) * bt);
+                let get = |t: usize| slots.get(t).copied().unwrap_or(-1);
+                let first = get(range.start);
+                let in_order = range.clone().all(|t| get(t) == first + (t - range.start) as i64);
+                if first >= 0 && (first as usize).is_multiple_of(bt) && in_order {
+                    let (m, at) = self.block(layer, first as usize / bt);
+                    visit(piece * block_bytes as usize, m, at, block_bytes as usize);
+                }
+            }
+            return;
+        }
+        let mut plane_at = 0;
+        for (p, plane) in spec.planes.iter().enumerate() {
+            for (t, &slot) in slots.iter().enumerate().filter(|(_, s)| **s >= 0) {
+                for h in 0..plane.heads as usize {
+                    let hb = plane.head_bytes as usize;
+                    let (m, at) = self.head(layer, p, slot as usize, h);
+                    visit(plane_at + t * plane.token_bytes() + h * hb, m, at, hb);
+                }
+            }
+            plane_at += plane.token_bytes() * tokens;
+        }
+    }
+}
+
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed | 1;
+    let next = |_| {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        (x >> 24) as u8
+    };
+    (0..len).map(next).collect()
+}
+
+struct Rig {
+    cache: Cache,
+    kv: Arc<PagedKv>,
+    memories: Vec<Arc<HostMemory>>,
+}
+
+const CANARY_BYTES: usize = 64;
+
+impl Rig {
+    /// A cache whose memories hold noise and are longer than the layout needs.
+    fn new(cache: Cache, seed: u64) -> Self {
+        let layout = cache.layout();
+        let memories: Vec<_> =
+            layout.memory_bytes().iter().map(|len| HostMemory::alloc_zeroed(len + CANARY_BYTES).unwrap()).collect();
+        for (i, m) in memories.iter().enumerate() {
+            m.write(0, &noise(seed + i as u64, m.len())).unwrap();
+        }
+        let kv = PagedKv::new(memories.clone(), layout).unwrap();
+        Self { cache, kv, memories }
+    }
+
+    fn dump(&self) -> Vec<Vec<u8>> {
+        let dump = |m: &Arc<HostMemory>| {
+            let mut bytes = vec![0; m.len()];
+            m.read(0, &mut bytes).unwrap();
+            bytes
+        };
+        self.memories.iter().map(dump).collect()
+    }
+
+    /// Parts of all layers, one after another with padding, and the staging bytes they take.
+    fn parts(&self, plan: &Arc<ChunkPlan>, tokens: usize) -> (Vec<Part>, usize) {
+        let mut at = 8;
+        let part = |(layer, spec): (usize, &LayerSpec)| {
+            let padded_len = spec.extent_bytes(tokens).next_multiple_of(256);
+            let part = Part { layer, staging_offset: at, tokens, padded_len, plan: Arc::clone(plan) };
+            at += padded_len;
+            part
+        };
+        let parts = self.cache.specs.iter().enumerate().map(part).collect();
+        (parts, at)
+    }
+}
+
+fn device() -> Arc<HostDevice> {
+    HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap()
+}
+
+fn staging(bytes: usize) -> Buf {
+    let slot_bytes = StagingPool::rounded(bytes).unwrap();
+    let options = StagingOptions { bytes: slot_bytes, slot_bytes, hugepages: HugePages::Off, numa: None };
+    StagingPool::new(&options).unwrap().try_take().unwrap()
+}
+
+fn scatter(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Scattered {
+    let (tx, rx) = mpsc::channel();
+    let done = Box::new(move |s| tx.send(s).unwrap());
+    device.scatter(ScatterJob { kv: Arc::clone(kv), staging, parts, gate: Arc::new(Gate::new()), done });
+    rx.recv().unwrap()
+}
+
+fn gather(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Gathered {
+    let (tx, rx) = mpsc::channel();
+    let done = Box::new(move |s| tx.send(s).unwrap());
+    device.gather(GatherJob { kv: Arc::clone(kv), staging, parts, gate: Arc::new(Gate::new()), done });
+    rx.recv().unwrap()
+}
+
+/// A slot mapping: which blocks or slots, and which tokens are skipped by -1 or by the mask.
+#[derive(Clone, Debug)]
+struct Mapping {
+    slots: Vec<i64>,
+    mask: Option<Vec<bool>>,
+    tokens: usize,
+}
+
+impl Mapping {
+    fn plan(&self, shape: KvShape) -> Arc<ChunkPlan> {
+        let plan = ChunkPlan::new(&self.slots, self.mask.as_deref(), shape.block_tokens, shape.num_blocks);
+        Arc::new(plan.unwrap())
+    }
+
+    /// The slots with masked tokens as -1.
+    fn effective(&self) -> Vec<i64> {
+        let keep = |t: usize| self.mask.as_ref().is_none_or(|m| m[t]);
+        self.slots.iter().enumerate().map(|(t, &s)| if keep(t) { s } else { -1 }).collect()
+    }
+}
+
+fn spec(block_tokens: u32, heads: u32) -> impl Strategy<Value = LayerSpec> {
+    let head_bytes = prop_oneof![Just(64u32), Just(128), Just(256), Just(512), 1..200u32];
+    prop_oneof![
+        3 => head_bytes.prop_map(move |hb| LayerSpec::kv(LayerKind::Full, heads, hb)),
+        1 => proptest::collection::vec(1..1200u32, 1..3).prop_map(|rows| LayerSpec::mla(&rows)),
+        1 => (1..70_000u32).prop_map(move |bytes| LayerSpec::opaque(block_tokens, bytes)),
+    ]
+}
+
+fn cache() -> impl Strategy<Value = Cache> {
+    let packing = prop_oneof![Just(Packing::Split), Just(Packing::Outer), Just(Packing::Inner), Just(Packing::Row)];
+    let layout = prop_oneof![Just(KvLayout::Nhd), Just(KvLayout::Hnd)];
+    (1..20u32, 2..9u32, 1..5u32, packing, layout, any::<bool>()).prop_flat_map(
+        |(block_tokens, num_blocks, heads, packing, layout, cross)| {
+            let shape = KvShape { layout, packing, block_tokens, num_blocks };
+            let cross_layer = cross && matches!(packing, Packing::Inner | Packing::Row);
+            proptest::collection::vec(spec(block_tokens, heads), 1..4).prop_map(move |specs| Cache {
+                specs,
+                shape,
+                cross_layer,
+            })
+        },
+    )
+}
+
+fn mapping(shape: KvShape) -> impl Strategy<Value = Mapping> {
+    let (bt, blocks) = (i64::from(shape.block_tokens), i64::from(shape.num_blocks));
+    let by_block = Just((0..blocks).collect::<Vec<_>>()).prop_shuffle();
+    let by_block = by_block.prop_map(move |b| b.iter().flat_map(|b| (0..bt).map(move |t| b * bt + t)).collect());
+    let by_slot = Just((0..bt * blocks).collect::<Vec<i64>>()).prop_shuffle();
+    let order = prop_oneof![3 => by_block, 1 => by_slot];
+    let skips = prop_oneof![Just(0u32), Just(3), Just(60)];
+    (order, 1..=(bt * blocks) as usize, skips.clone(), skips, any::<u64>(), 0..3usize).prop_map(
+        |(mut slots, len, minus, masked, seed, longer)| {
+            slots.truncate(len);
+            let dice = noise(seed, 2 * len);
+            for (slot, d) in slots.iter_mut().zip(&dice) {
+                if u32::from(*d) % 100 < minus {
+                    *slot = -1;
+                }
+            }
+            let mask = (masked > 0).then(|| dice[len..].iter().map(|d| u32::from(*d) % 100 >= masked).collect());
+            Mapping { slots, mask, tokens: len + longer }
+        },
+    )
+}
+
+fn case() -> impl Strategy<Value = (Cache, Mapping, u64)> {
+    (cache(), any::<u64>()).prop_flat_map(|(cache, seed)| {
+        let shape = cache.shape;
+        (Just(cache), mapping(shape), Just(seed >> 1))
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 160, ..ProptestConfig::default() })]
+
+    #[test]
+    fn scatter_writes_what_plain_loops_write_and_nothing_else((cache, mapping, seed) in case()) {
+        let rig = Rig::new(cache, seed);
+        let (parts, bytes) = rig.parts(&mapping.plan(rig.cache.shape), mapping.tokens);
+        let mut staging = staging(bytes);
+        staging.as_mut_slice()[..bytes].copy_from_slice(&noise(seed ^ 0xabcd, bytes));
+        let mut expected = rig.dump();
+        let mut crcs = Vec::new();
+        for part in &parts {
+            let spec = &rig.cache.specs[part.layer];
+            let extent = &staging.as_slice()[part.staging_offset..][..spec.extent_bytes(mapping.tokens)];
+            crcs.push(crc32fast::hash(extent));
+            rig.cache.moves(part.layer, &mapping.effective(), mapping.tokens, |from, m, to, len| {
+                expected[m][to..to + len].copy_from_slice(&extent[from..from + len]);
+            });
+        }
+        let done = scatter(&device(), &rig.kv, staging, parts);
+        prop_assert!(done.error.is_none(), "{:?}", done.error);
+        prop_assert_eq!(done.crcs, crcs);
+        prop_assert!(rig.dump() == expected, "paged memory differs");
+    }
+
+    #[test]
+    fn gather_reads_what_plain_loops_read_and_zeroes_the_rest((cache, mapping, seed) in case()) {
+        let rig = Rig::new(cache, seed);
+        let (parts, bytes) = rig.parts(&mapping.plan(rig.cache.shape), mapping.tokens);
+        let mut staging = staging(bytes);
+        staging.as_mut_slice().fill(0xee);
+        let mut expected = staging.as_slice().to_vec();
+        let before = rig.dump();
+        let mut crcs = Vec::new();
+        for part in &parts {
+            let slot = &mut expected[part.staging_offset..][..part.padded_len];
+            slot.fill(0);
+            rig.cache.moves(part.layer, &mapping.effective(), mapping.tokens, |to, m, from, len| {
+                slot[to..to + len].copy_from_slice(&before[m][from..from + len]);
+            });
+            crcs.push(crc32fast::hash(&slot[..rig.cache.specs[part.layer].extent_bytes(mapping.tokens)]));
+        }
+        let done = gather(&device(), &rig.kv, staging, parts);
+        prop_assert!(done.error.is_none(), "{:?}", done.error);
+        prop_assert_eq!(done.crcs, crcs);
+        prop_assert!(done.staging.as_slice() == expected, "staging differs");
+        prop_assert!(rig.dump() == before, "a gather wrote to paged memory");
+    }
+
+    #[test]
+    fn kv_moves_from_one_layout_to_another_unchanged(
+        heads in 1..6u32, head_bytes in 1..300u32, bt in 1..9u32, other_bt in 1..9u32, tokens in 1..40usize, seed in any::<u64>()
+    ) {
+        let specs = vec![LayerSpec::kv(LayerKind::Full, heads, head_bytes); 2];
+        let make = |layout, packing, block_tokens: u32, cross_layer| {
+            let num_blocks = (tokens as u32).div_ceil(block_tokens) + 1;
+            Cache { specs: specs.clone(), shape: KvShape { layout, packing, block_tokens, num_blocks }, cross_layer }
+        };
+        let a = Rig::new(make(KvLayout::Nhd, Packing::Split, bt, false), seed >> 1);
+        let b = Rig::new(make(KvLayout::Hnd, Packing::Row, other_bt, true), 3);
+        let last = i64::from(b.cache.shape.block_tokens * b.cache.shape.num_blocks) - 1;
+        let from: Vec<i64> = (0..tokens as i64).collect();
+        let to: Vec<i64> = from.iter().map(|t| last - t).collect();
+        let plan = |rig: &Rig, slots: &[i64]| Mapping { slots: slots.to_vec(), mask: None, tokens }.plan(rig.cache.shape);
+        let device = device();
+        let (parts, bytes) = a.parts(&plan(&a, &from), tokens);
+        let out = gather(&device, &a.kv, staging(bytes), parts);
+        let back = scatter(&device, &b.kv, out.staging, b.parts(&plan(&b, &to), tokens).0);
+        prop_assert_eq!(out.crcs, back.crcs);
+        let (x, y) = (a.dump(), b.dump());
+        for (layer, plane) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            for (t, h) in (0..tokens).flat_map(|t| (0..heads as usize).map(move |h| (t, h))) {
+                let (m, i) = a.cache.head(layer, plane, from[t] as usize, h);
+                let (n, j) = b.cache.head(layer, plane, to[t] as usize, h);
+                prop_assert_eq!(&x[m][i..i + head_bytes as usize], &y[n][j..j + head_bytes as usize]);
+            }
+        }
+    }
+}
+
+#[test]
+fn groups_of_layers_have_their_own_slot_mappings_in_one_job() {
+    let specs = vec![LayerSpec::kv(LayerKind::Full, 2, 64), LayerSpec::kv(LayerKind::Sliding { window: 4 }, 2, 64)];
+    let shape = KvShape { layout: KvLayout::Hnd, packing: Packing::Inner, block_tokens: 4, num_blocks: 4 };
+    let rig = Rig::new(Cache { specs, shape, cross_layer: false }, 5);
+    let full: Vec<i64> = (4..12).collect();
+    let sliding: Vec<i64> = [[-1; 4], [0, 1, 2, 3]].concat();
+    let (mut parts, bytes) = rig.parts(&Arc::new(ChunkPlan::new(&full, None, 4, 4).unwrap()), 8);
+    parts[1].plan = Arc::new(ChunkPlan::new(&sliding, None, 4, 4).unwrap());
+    let mut staging = staging(bytes);
+    staging.as_mut_slice()[..bytes].copy_from_slice(&noise(77, bytes));
+    let mut expected = rig.dump();
+    for (part, slots) in parts.iter().zip([&full, &sliding]) {
+        rig.cache.moves(part.layer, slots, 8, |from, m, to, len| {
+            expected[m][to..to + len].copy_from_slice(&staging.as_slice()[part.staging_offset + from..][..len]);
+        });
+    }
+    assert!(scatter(&device(), &rig.kv, staging, parts).error.is_none());
+    assert!(rig.dump() == expected);
+}
+
+#[test]
+fn an_opaque_block_with_a_masked_token_is_left_alone_and_named() {
+    let shape = KvShape { layout: KvLayout::Opaque, packing: Packing::Split, block_tokens: 4, num_blocks: 6 };
+    let rig = Rig::new(Cache { specs: vec![LayerSpec::opaque(4, 100)], shape, cross_layer: false }, 9);
+    let slots: Vec<i64> = [5i64, 1, 3].iter().flat_map(|b| (0..4).map(move |t| b * 4 + t)).take(10).collect();
+    let mask: Vec<bool> = (0..10).map(|t| t != 6).collect();
+    let plan = Arc::new(ChunkPlan::new(&slots, Some(&mask), 4, 6).unwrap());
+    let (parts, bytes) = rig.parts(&plan, 10);
+    let mut staging = staging(bytes);
+    staging.as_mut_slice().fill(0x5a);
+    let mut expected = rig.dump();
+    expected[0][500..600].fill(0x5a);
+    expected[0][300..400].fill(0x5a);
+    let done = scatter(&device(), &rig.kv, staging, parts);
+    assert_eq!(done.skipped_blocks, [1]);
+    assert!(rig.dump() == expected);
+}
+
+#[test]
+fn scatters_into_disjoint_slots_run_side_by_side() {
+    let specs = vec![LayerSpec::kv(LayerKind::Full, 3, 40)];
+    let shape = KvShape { layout: KvLayout::Hnd, packing: Packing::Split, block_tokens: 16, num_blocks: 8 };
+    let rig = Rig::new(Cache { specs, shape, cross_layer: false }, 21);
+    let device = HostDevice::new(&HostOptions { workers: 4, ..HostOptions::default() }).unwrap();
+    let mut expected = rig.dump();
+    let (tx, rx) = mpsc::channel();
+    for job in 0..16usize {
+        // Every 16th slot: neighbours in every block belong to other jobs.
+        let slots: Vec<i64> = (0..8).map(|t| (t * 16 + job) as i64).collect();
+        let plan = Arc::new(ChunkPlan::new(&slots, None, 16, 8).unwrap());
+        let (parts, bytes) = rig.parts(&plan, 8);
+        let mut staging = staging(bytes);
+        staging.as_mut_slice()[..bytes].copy_from_slice(&noise(job as u64 * 999 + 5, bytes));
+        rig.cache.moves(0, &slots, 8, |from, m, to, len| {
+            expected[m][to..to + len].copy_from_slice(&staging.as_slice()[8 + from..][..len]);
+        });
+        let (tx, gate) = (tx.clone(), Arc::new(Gate::new()));
+        let done = Box::new(move |s: Scattered| tx.send(s.error.is_none()).unwrap());
+        device.scatter(ScatterJob { kv: Arc::clone(&rig.kv), staging, parts, gate, done });
+    }
+    drop(tx);
+    assert_eq!(rx.iter().filter(|ok| *ok).count(), 16);
+    assert!(rig.dump() == expected);
+}
