@@ -82,11 +82,7 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     if let Some(path) = &args.html {
         write_file(path, &report::html::document(&results)?)?;
     }
-    let problem = results.iter().any(|r| {
-        r.forebay.wrong_bytes.unwrap_or(0) > 0
-            || r.forebay.corrupt.unwrap_or(0) > 0
-            || r.read.short_ios + r.write.short_ios > 0
-    });
+    let problem = results.iter().any(|r| r.forebay.wrong_bytes.unwrap_or(0) > 0 || r.forebay.corrupt.unwrap_or(0) > 0);
     Ok(if problem { Outcome::Problem } else { Outcome::Done })
 }
 

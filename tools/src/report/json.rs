@@ -48,7 +48,7 @@ fn direction(d: &DirectionResult, job: &JobResult) -> Value {
         "iops": d.iops(),
         "runtime": d.runtime.as_millis() as u64,
         "total_ios": d.total_ios,
-        "short_ios": d.short_ios,
+        "short_ios": 0,
         "drop_ios": 0,
         "slat_ns": latency(&d.slat, false),
         "clat_ns": latency(&d.clat, true),

@@ -10,6 +10,7 @@ mod worker;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forebay::device::{HugePages, StagingOptions, StagingPool};
 use forebay::io::{DirectFile, Drive, EngineChoice, FileOptions, IO_ALIGN, IoOptions, open_drive};
 use forebay::{Error, ErrorKind, Result};
 
@@ -39,8 +40,9 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     let mut workers = Vec::with_capacity(job.numjobs);
     for index in 0..job.numjobs {
         let file = Arc::new(open(job, index)?);
-        let drive = open_queues(job, index)?;
-        workers.push(Worker::new(plan(job, index, size), file, drive.clone())?);
+        let pool = buffers(job)?;
+        let drive = open_queues(job, index, &pool)?;
+        workers.push(Worker::new(plan(job, index, size), &pool, file, drive.clone())?);
         drives.push(drive);
     }
     let direct = workers.iter().all(|w| w.file().is_direct());
@@ -114,7 +116,14 @@ fn open(job: &Job, index: usize) -> Result<DirectFile> {
     Ok(file)
 }
 
-fn open_queues(job: &Job, index: usize) -> Result<Drive> {
+/// Memory for one worker, the same kind that the engine stages in, so that a queue may register it.
+fn buffers(job: &Job) -> Result<Arc<StagingPool>> {
+    let slot_bytes = StagingPool::rounded(job.bs as usize)?;
+    let bytes = slot_bytes.saturating_mul(job.iodepth);
+    StagingPool::new(&StagingOptions { bytes, slot_bytes, hugepages: HugePages::default(), numa: None })
+}
+
+fn open_queues(job: &Job, index: usize, pool: &Arc<StagingPool>) -> Result<Drive> {
     let engine = match job.ioengine {
         IoEngine::Auto => EngineChoice::Auto,
         IoEngine::Uring => EngineChoice::Uring,
@@ -129,10 +138,10 @@ fn open_queues(job: &Job, index: usize) -> Result<Drive> {
         block_bytes: (job.bs as usize).next_multiple_of(IO_ALIGN),
         queue_limit: job.iodepth + 1,
         numjobs: job.iodepth.min(MAX_QUEUE_THREADS),
+        regions: vec![pool.region()],
         write_throttle: false,
         name: format!("{}.{index}", job.name),
         trial_dir: layout::directory_of(&job.file_of(index)),
-        ..IoOptions::default()
     })
 }
 

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay::io::{AlignedBuf, Buf, Completion, DirectFile, Drive, Op, Request};
+use forebay::device::StagingPool;
+use forebay::io::{Buf, Completion, DirectFile, Drive, Op, Request};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
@@ -74,10 +75,10 @@ struct State {
 
 impl Worker {
     /// A worker with its buffers, not yet started.
-    pub(super) fn new(plan: Plan, file: Arc<DirectFile>, drive: Drive) -> Result<Arc<Self>> {
+    pub(super) fn new(plan: Plan, pool: &Arc<StagingPool>, file: Arc<DirectFile>, drive: Drive) -> Result<Arc<Self>> {
         let mut waiting = Vec::with_capacity(plan.iodepth);
         for i in 0..plan.iodepth {
-            let mut buf = Buf::from(AlignedBuf::zeroed(plan.bs)?);
+            let mut buf = pool.try_take().ok_or_else(|| Error::new(ErrorKind::Internal, "too few I/O buffers"))?;
             fill_random(buf.as_mut_slice(), plan.seed ^ (i as u64) << 32);
             waiting.push(buf);
         }

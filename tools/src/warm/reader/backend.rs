@@ -90,6 +90,7 @@ impl Backend for Uring {
         Ok(Rc::new(open_files(dump)?.into_iter().map(tokio_uring::fs::File::from_std).collect()))
     }
 
+    #[expect(clippy::async_yields_async, reason = "the task is to run on; it is awaited in `finish`")]
     fn begin(&mut self, files: &Self::Files, task: Arc<Task>) -> Self::Handle {
         let files = Rc::clone(files);
         let running = self.0.block_on(async { tokio_uring::spawn(read_task(files, task)) });
