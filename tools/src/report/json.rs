@@ -89,14 +89,9 @@ pub(crate) struct Bandwidth {
     pub(crate) samples: usize,
 }
 
-/// Statistics over the samples of `d`; the last sample covers less than an interval and only counts when it is alone.
+/// Statistics over the samples of `d`.
 pub(crate) fn bandwidth(d: &DirectionResult, interval_s: f64) -> Bandwidth {
-    let mut samples = d.bytes_over_time.as_slice();
-    if let [whole @ .., _] = samples
-        && !whole.is_empty()
-    {
-        samples = whole;
-    }
+    let samples = d.whole_samples();
     if samples.is_empty() || interval_s <= 0.0 {
         return Bandwidth::default();
     }

@@ -51,6 +51,14 @@ impl DirectionResult {
         per_second(self.io_bytes, self.runtime)
     }
 
+    /// The bandwidth samples that cover their whole interval: all but the last, unless it is alone.
+    pub(crate) fn whole_samples(&self) -> &[u64] {
+        match self.bytes_over_time.as_slice() {
+            [whole @ .., _] if !whole.is_empty() => whole,
+            all => all,
+        }
+    }
+
     /// Operations per second.
     pub(crate) fn iops(&self) -> f64 {
         per_second(self.total_ios, self.runtime)
