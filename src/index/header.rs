@@ -119,7 +119,9 @@ impl Header {
             return Err(too_small());
         }
         let store = |i: usize, value: u64, order| {
-            map.word(i).map(|w| w.store(value, order)).ok_or_else(|| Error::new(ErrorKind::Permission, "read-only mapping"))
+            map.word(i)
+                .map(|w| w.store(value, order))
+                .ok_or_else(|| Error::new(ErrorKind::Permission, "read-only mapping"))
         };
         if (0..HEADER_WORDS).any(|i| map.load(i) != 0) {
             store(W_MAGIC, 0, Ordering::SeqCst)?;

@@ -264,9 +264,7 @@ impl Inner {
             .claim(env.now_ns)
             .or_else(|| if self.sweep(env) > 0 { self.claim(env.now_ns) } else { None })
             .ok_or(LeaseRefused::Full)?;
-        for (part, value) in
-            [(IDENT, self.holder.ident()), (EXPIRY, expiry_ns), (TARGET, target_of(segment, epoch))]
-        {
+        for (part, value) in [(IDENT, self.holder.ident()), (EXPIRY, expiry_ns), (TARGET, target_of(segment, epoch))] {
             if let Some(word) = self.record_part(record, part) {
                 word.store(value, Ordering::Relaxed);
             }

@@ -42,13 +42,8 @@ impl Shard {
     }
 
     fn make(map: Mapping, boot: BootId, maker: Holder) -> Result<Self> {
-        let header = Header {
-            kind: FileKind::Shard,
-            boot,
-            generation: 0,
-            total_words: HEADER_WORDS as u64,
-            params: [0; 4],
-        };
+        let header =
+            Header { kind: FileKind::Shard, boot, generation: 0, total_words: HEADER_WORDS as u64, params: [0; 4] };
         header.publish(&map, maker)?;
         Ok(Self { map })
     }

@@ -36,6 +36,8 @@ pub(super) struct Piece {
     pub(super) file_id: u64,
     pub(super) ptr: *mut u8,
     pub(super) offset: u64,
+    /// The file has no offsets.
+    pub(super) stream: bool,
     /// Registered region and the offset of `ptr` in it.
     pub(super) region: Option<(u64, usize)>,
 }
@@ -217,6 +219,7 @@ impl Jobs {
             file_id: job.file.id(),
             ptr: buf.map_or(std::ptr::null_mut(), |b| b.as_mut_ptr().wrapping_add(at)),
             offset: job.offset + span.start as u64,
+            stream: job.file.is_stream(),
             region: buf.and_then(Buf::region).map(|(id, base)| (id, base + at)),
         })
     }
@@ -321,10 +324,11 @@ impl Jobs {
         expired
     }
 
-    /// Tells every caller that the queue closes without them.
-    pub(super) fn abandon(&mut self) -> Expired {
+    /// Tells every caller that the queue closes without them, or that it broke with an `errno`.
+    pub(super) fn abandon(&mut self, broken: Option<i32>) -> Expired {
         self.next_check = None;
-        self.give_up(|_| true, |j| Error::new(ErrorKind::Closed, "the I/O queue was closed").at(j.file.path()))
+        let error = |j: &Job| broken.map_or_else(super::closed, super::broken).at(j.file.path()).offset(j.offset);
+        self.give_up(|_| true, error)
     }
 
     fn give_up(&mut self, which: impl Fn(&Job) -> bool, error: impl Fn(&Job) -> Error) -> Expired {

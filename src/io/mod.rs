@@ -209,6 +209,10 @@ fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the I/O queue is closed")
 }
 
+fn broken(errno: i32) -> Error {
+    Error::io("the I/O queue broke", std::io::Error::from_raw_os_error(errno))
+}
+
 fn left_over(left: usize, name: &str) -> Error {
     tracing::warn!(queue = name, left, "I/O did not end in time at close; its buffers stay allocated until it does");
     Error::new(ErrorKind::TimedOut, format!("{left} I/O requests had not ended when the queue {name} was closed"))

@@ -251,7 +251,7 @@ impl Shared {
         while !state.is_over() {
             let now = Instant::now();
             let expired = match state.abandon_at {
-                Some(t) if t <= now => state.jobs.abandon(),
+                Some(t) if t <= now => state.jobs.abandon(None),
                 _ => state.jobs.expire(now),
             };
             if !expired.ended.is_empty() {
@@ -291,6 +291,8 @@ fn transfer(piece: &Piece) -> std::result::Result<usize, i32> {
     // block lies within the buffer, and the buffer has no other user.
     let n = unsafe {
         match piece.op {
+            Op::Read if piece.stream => libc::read(fd, ptr, len),
+            Op::Write if piece.stream => libc::write(fd, ptr, len),
             Op::Read => libc::pread(fd, ptr, len, offset),
             Op::Write => libc::pwrite(fd, ptr, len, offset),
             Op::Flush => libc::fdatasync(fd) as isize,

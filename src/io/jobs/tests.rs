@@ -155,7 +155,7 @@ fn an_abandoned_queue_answers_everybody() {
     let flush = b.admit(Op::Flush, 0);
     let waiting = b.admit(Op::Read, 1);
     let p = b.jobs.next().unwrap();
-    b.jobs.abandon().ended.into_iter().for_each(Ended::deliver);
+    b.jobs.abandon(None).ended.into_iter().for_each(Ended::deliver);
     for (rx, with_buf) in [(&started, false), (&flush, false), (&waiting, true)] {
         let c = rx.try_recv().unwrap();
         assert_eq!((c.result.unwrap_err().kind(), c.buf.is_some()), (ErrorKind::Closed, with_buf));

@@ -21,7 +21,7 @@ use parking_lot::{Condvar, Mutex};
 use super::file::FileWatcher;
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
-use super::{Queue, QueueSpec, busy, check_request, closed, forked, left_over};
+use super::{Queue, QueueSpec, broken, busy, check_request, closed, forked, left_over};
 use crate::error::{Error, ErrorKind, Result};
 
 use owner::Owner;
@@ -53,6 +53,8 @@ struct Inbox {
     sleeping: bool,
     closing: bool,
     abandon_at: Option<Instant>,
+    /// The kernel refused the ring's calls with this `errno`.
+    broken: Option<i32>,
     /// The owner is gone.
     over: bool,
 }
@@ -99,7 +101,11 @@ impl Queue for Uring {
         }
         let submitted = Instant::now();
         let mut inbox = s.inbox.lock();
-        let refused = if inbox.closing { Some(closed()) } else { (!s.stats.enter(limit)).then(|| busy(limit)) };
+        let refused = if inbox.closing {
+            Some(inbox.broken.map_or_else(closed, broken))
+        } else {
+            (!s.stats.enter(limit)).then(|| busy(limit))
+        };
         if let Some(e) = refused {
             drop(inbox);
             s.stats.rejected();

@@ -195,7 +195,7 @@ impl Owner {
         let expired = match self.abandon_at {
             Some(t) if t <= now => {
                 self.abandon_at = None;
-                self.jobs.abandon()
+                self.jobs.abandon(None)
             }
             _ => self.jobs.expire(now),
         };
@@ -221,12 +221,13 @@ impl Owner {
         {
             let mut inbox = self.shared.inbox.lock();
             inbox.closing = true;
+            inbox.broken = Some(errno);
             self.taken.append(&mut inbox.requests);
         }
         for (request, submitted) in self.taken.drain(..) {
             self.jobs.admit(request, submitted);
         }
-        self.ended.extend(self.jobs.abandon().ended);
+        self.ended.extend(self.jobs.abandon(Some(errno)).ended);
         self.ended.drain(..).for_each(Ended::deliver);
         let shared = Arc::clone(&self.shared);
         let leaked = self.in_kernel;
