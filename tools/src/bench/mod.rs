@@ -44,7 +44,7 @@ pub(crate) struct BenchArgs {
 }
 
 const AFTER_HELP: &str = "\
-Jobs of a job file run at once, as in fio; `stonewall` makes a job wait for those before it. Processor figures are the
+Jobs of a job file run at once, as in fio; `stonewall` makes a job wait for those before it. Processor figures are the \
 whole process's while a job runs. Sizes are fio's: k, m, g are powers of 1024. Missing files are laid out with real data.
 
 Examples:

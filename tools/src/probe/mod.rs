@@ -34,7 +34,7 @@ pub(crate) struct ProbeArgs {
 }
 
 const AFTER_HELP: &str = "\
-Paths from best to last: cufile-gds, cufile-p2p, cufile-compat, io_uring, threads. The exit status is 3 where the
+Paths from best to last: cufile-gds, cufile-p2p, cufile-compat, io_uring, threads. The exit status is 3 where the \
 directory cannot hold a cache.
 
 Examples:

@@ -48,8 +48,8 @@ pub(crate) struct ReplayArgs {
 }
 
 const AFTER_HELP: &str = "\
-A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked.
-Missing blocks are stored after the lookup. bytes_admitted are the bytes stored, write_amplification the bytes written
+A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked. \
+Missing blocks are stored after the lookup. bytes_admitted are the bytes stored, write_amplification the bytes written \
 for each of them (above 1 where a policy moves chunks to keep them).
 
 Examples:

@@ -79,7 +79,7 @@ pub(crate) struct ImportArgs {
 }
 
 const AFTER_HELP: &str = "\
-A dump holds token ids and the KV of every layer; docs/warm.md names the tensors. Importing is resumable: chunks that
+A dump holds token ids and the KV of every layer; docs/warm.md names the tensors. Importing is resumable: chunks that \
 the cache has are neither read nor stored again. Dumps that cannot be read are skipped and make the exit status 3.
 
 Examples:
