@@ -172,7 +172,7 @@ impl LaneOpener<'_> {
         let index = Arc::new(direct(&dir, INDEX, &flags)?);
         let data = Arc::new(direct(&dir, DATA, &flags)?);
         let superblock = self.superblock(&dir, &index, &data)?;
-        let lane = self.recover(name, dir, lock, (index, data), superblock)?;
+        let lane = self.recover(name, dir, (lock, index, data), superblock)?;
         Ok(Some(lane))
     }
 
@@ -254,8 +254,7 @@ impl LaneOpener<'_> {
         &self,
         name: &str,
         dir: Dir,
-        lock: File,
-        (index, data): (Arc<DirectFile>, Arc<DirectFile>),
+        (lock, index, data): (File, Arc<DirectFile>, Arc<DirectFile>),
         superblock: Superblock,
     ) -> Result<Lane> {
         let regions = index.len()?.saturating_sub(superblock.regions_offset).div_ceil(superblock.region_bytes);

@@ -12,10 +12,10 @@ use super::lane::{Lane, Own, half};
 use super::seal::region_offset;
 use super::segment::{Segment, Use};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::{Extent, SlotLayout};
+use crate::format::layout::{COARSE_BYTES, Extent, SlotLayout};
 use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
 use crate::format::sealed::decode_records;
-use crate::format::slot::SlotHeader;
+use crate::format::slot::{LayerEntry, SlotHeader};
 use crate::format::{PAGE_BYTES, crc};
 use crate::index::{
     ChunkSummary, CondemnRefused, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions, plan_keep,
@@ -26,6 +26,16 @@ use crate::index::{
 const HOT_PERCENT: u8 = 75;
 /// Segments looked at in one round at most, so that other upkeep gets its turn.
 const PER_ROUND: usize = 16;
+
+/// A segment being given up.
+struct Victim<'a> {
+    lane: &'a Arc<Lane>,
+    own: &'a Own,
+    n: u32,
+    epoch: u32,
+    /// Where survivors and removals are written again.
+    append: &'a Arc<Lane>,
+}
 
 /// A chunk that a segment's records speak of and the table still has there.
 struct LiveChunk {
@@ -85,7 +95,7 @@ impl Inner {
         while !candidates.is_empty() {
             let policy = self.policy.lock();
             let best = (0..candidates.len()).min_by_key(|&i| {
-                let Some((_, s, context)) = candidates.get(i) else { return None };
+                let (_, s, context) = candidates.get(i)?;
                 debug_assert_eq!(victim(&**policy, std::slice::from_ref(s), context), Some(s.segment));
                 Some(policy.rank(s, context))
             });
@@ -98,7 +108,9 @@ impl Inner {
                 continue;
             }
             let reuse = Arc::ptr_eq(&lane, append) && !give_back;
-            let done = self.give_up(&lane, own, (summary.segment, reuse), &context, append);
+            let epoch = own.segments.lock().get(summary.segment).map_or(0, |s| s.epoch);
+            let victim = Victim { lane: &lane, own, n: summary.segment, epoch, append };
+            let done = self.give_up(&victim, reuse, &context);
             if let Err(e) = done {
                 self.uncondemn(&lane, own, summary.segment);
                 return Err(e);
@@ -131,15 +143,9 @@ impl Inner {
         }
     }
 
-    fn give_up(
-        &self,
-        lane: &Arc<Lane>,
-        own: &Own,
-        (n, reuse): (u32, bool),
-        context: &ReclaimContext,
-        append: &Arc<Lane>,
-    ) -> Result<()> {
-        let (epoch, count) = own.segments.lock().get(n).map_or((0, 0), |s| (s.epoch, s.count));
+    fn give_up(&self, victim: &Victim<'_>, reuse: bool, context: &ReclaimContext) -> Result<()> {
+        let Victim { lane, own, n, epoch, append } = *victim;
+        let count = own.segments.lock().get(n).map_or(0, |s| s.count);
         let records = self.read_records(lane, own, n, count)?;
         let live = self.live_chunks(lane, own, n, &records);
         let budget = (self.options.reclaim_write_budget * lane.superblock.segment_bytes as f64) as u64;
@@ -156,8 +162,8 @@ impl Inner {
                 });
             }
         }
-        let carried = self.carry_removals(lane, own, n, &records, append)?;
-        let dropped = self.drop_chunks(lane, own, (n, epoch), &live, append)?;
+        let carried = self.carry_removals(victim, &records)?;
+        let dropped = self.drop_chunks(victim, &live)?;
         if moved || carried || dropped {
             self.flush_lane(append)?;
         }
@@ -199,7 +205,7 @@ impl Inner {
     }
 
     /// Writes a chunk again in the open segment, under its own sequence, after checking all its bytes.
-    fn move_chunk(&self, from: &Lane, to: &Arc<Lane>, chunk: &LiveChunk) -> Result<bool> {
+    fn move_chunk(&self, from: &Arc<Lane>, to: &Arc<Lane>, chunk: &LiveChunk) -> Result<bool> {
         let record = &chunk.record;
         if !matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment | KeyKind::Object | KeyKind::ObjectPart) {
             return Ok(false);
@@ -208,23 +214,7 @@ impl Inner {
         let offset = from.segment_offset(record.segment) + u64::from(record.page) * PAGE_BYTES as u64;
         let mut buf = disk.read(&from.data, offset, record.pages as usize * PAGE_BYTES)?;
         let (header, at) = self.intact_header(record, buf.as_slice())?;
-        let extents: Arc<[Extent]> = header
-            .layers
-            .iter()
-            .map(|l| Extent {
-                offset: l.offset,
-                len: l.len,
-                padded_len: (l.len as usize).next_multiple_of(PAGE_BYTES) as u32,
-            })
-            .collect();
-        let align = if at.1 > 0 { crate::format::layout::COARSE_BYTES as u32 } else { PAGE_BYTES as u32 };
-        let layout = SlotLayout {
-            header_offset: at.1,
-            header_bytes: at.0,
-            align,
-            extents,
-            slot_bytes: u64::from(record.pages) * PAGE_BYTES as u64,
-        };
+        let layout = layout_of(&header, at, record.pages);
         let place = self.allocate(to, &layout)?;
         let moved = SlotHeader {
             segment: place.segment,
@@ -256,7 +246,7 @@ impl Inner {
         let published = match &new {
             // Only if it still is the version that was read: a move never undoes a removal or an overwrite.
             Some(new) if from.table.read().get(&record.key).is_some_and(|e| e.seq == record.sequence) => {
-                if !std::ptr::eq(from, &raw const **to) {
+                if !Arc::ptr_eq(from, to) {
                     from.unpublish(&record.key, record.sequence)?;
                 }
                 to.publish(new, chunk.summary.last_touch)?
@@ -277,7 +267,7 @@ impl Inner {
     /// The header of a slot whose every extent passes its CRC, with its length and offset.
     fn intact_header(&self, record: &Record, slot: &[u8]) -> Result<(SlotHeader, (u32, u32))> {
         let corrupt = || Error::new(ErrorKind::Corrupt, "a chunk to be moved is damaged");
-        let starts = (0..crate::format::layout::COARSE_BYTES).step_by(PAGE_BYTES);
+        let starts = (0..COARSE_BYTES).step_by(PAGE_BYTES);
         let found = starts.filter_map(|at| {
             let bytes = slot.get(at..)?;
             let (header, crc) = bytes.starts_with(b"FBSLOT01").then(|| SlotHeader::decode(bytes).ok()).flatten()?;
@@ -296,7 +286,8 @@ impl Inner {
     }
 
     /// Writes again the removals of a segment that something older and recoverable still needs.
-    fn carry_removals(&self, lane: &Lane, own: &Own, n: u32, records: &[Record], append: &Arc<Lane>) -> Result<bool> {
+    fn carry_removals(&self, victim: &Victim<'_>, records: &[Record]) -> Result<bool> {
+        let Victim { lane, own, n, append, .. } = *victim;
         let oldest = self.oldest_recoverable(lane, own, n);
         let needed: Vec<Record> =
             records.iter().filter(|r| r.kind != RecordKind::Put && r.sequence > oldest).copied().collect();
@@ -325,14 +316,8 @@ impl Inner {
     }
 
     /// Takes the chunks that were not moved out of the table; a tombstone stays where an older version could come back.
-    fn drop_chunks(
-        &self,
-        lane: &Lane,
-        own: &Own,
-        (n, epoch): (u32, u32),
-        live: &[LiveChunk],
-        append: &Arc<Lane>,
-    ) -> Result<bool> {
+    fn drop_chunks(&self, victim: &Victim<'_>, live: &[LiveChunk]) -> Result<bool> {
+        let Victim { lane, own, n, epoch, append } = *victim;
         let mut noted = Vec::new();
         for chunk in live {
             let record = &chunk.record;
@@ -348,12 +333,8 @@ impl Inner {
             if super::recover::is_partial(record, lane.superblock.chunk_tokens) {
                 lane.table.read().drop_partial(&record.parent, record.tokens as u16)?;
             }
-            let elsewhere = || {
-                let other = |l: &&Arc<Lane>| {
-                    !std::ptr::eq(&raw const ***l, lane) && l.table(&self.machine).get(&record.key).is_some()
-                };
-                self.lanes().iter().any(|l| other(&l))
-            };
+            let has_it = |l: &Arc<Lane>| !Arc::ptr_eq(l, lane) && l.table(&self.machine).get(&record.key).is_some();
+            let elsewhere = || self.lanes().iter().any(has_it);
             if own.superseding.lock().contains(&half(&record.key)) || elsewhere() {
                 noted.push(Record { kind: RecordKind::Tombstone, pages: 0, ..*record });
             }
@@ -378,6 +359,19 @@ impl Inner {
         }
         lane.show_segment(n, SegmentState::Free, epoch);
         Ok(())
+    }
+}
+
+/// The layout that a header describes; `at` is its length and its offset in the slot.
+fn layout_of(header: &SlotHeader, (header_bytes, header_offset): (u32, u32), pages: u32) -> SlotLayout {
+    let padded = |len: u32| (len as usize).next_multiple_of(PAGE_BYTES) as u32;
+    let extent = |l: &LayerEntry| Extent { offset: l.offset, len: l.len, padded_len: padded(l.len) };
+    SlotLayout {
+        header_offset,
+        header_bytes,
+        align: if header_offset > 0 { COARSE_BYTES as u32 } else { PAGE_BYTES as u32 },
+        extents: header.layers.iter().map(extent).collect(),
+        slot_bytes: u64::from(pages) * PAGE_BYTES as u64,
     }
 }
 
