@@ -30,11 +30,12 @@ impl Place {
     /// The job's directory where it is kept, else a folder in it.
     pub(super) fn of(job: &Job) -> Result<Self> {
         let make = |e| Error::io("cannot make the cache's directory", e).at(&job.directory);
-        std::fs::create_dir_all(&job.directory).map_err(make)?;
+        let directory = std::path::absolute(&job.directory).map_err(make)?;
+        std::fs::create_dir_all(&directory).map_err(make)?;
         if job.kv.keep {
-            return Ok(Self { dir: job.directory.clone(), _temporary: None });
+            return Ok(Self { dir: directory, _temporary: None });
         }
-        let temporary = tempfile::Builder::new().prefix("forebay-bench-").tempdir_in(&job.directory).map_err(make)?;
+        let temporary = tempfile::Builder::new().prefix("forebay-bench-").tempdir_in(&directory).map_err(make)?;
         Ok(Self { dir: temporary.path().to_owned(), _temporary: Some(temporary) })
     }
 }
