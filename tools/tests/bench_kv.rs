@@ -19,7 +19,7 @@ fn find(folder: &Path, name: &str) -> Option<PathBuf> {
     })
 }
 
-const COMMON: &str = "--model tiny --size 128k --tokens 128 --directory cache --keep --verify";
+const COMMON: &str = "--model tiny --size 128k --tokens 128 --numjobs 1 --directory cache --keep --verify";
 
 #[test]
 fn what_one_process_stores_another_loads_and_verifies_in_another_layout() {
