@@ -18,7 +18,9 @@ pub fn file_system_bytes(path: &Path) -> Result<(u64, u64)> {
     let mut st: libc::statvfs = unsafe { std::mem::zeroed() };
     // SAFETY: the path is a C string, `st` a valid place for the result.
     if unsafe { libc::statvfs(name.as_ptr(), &raw mut st) } != 0 {
-        return Err(Error::io("cannot ask the file system for its free space", std::io::Error::last_os_error()).at(path));
+        return Err(
+            Error::io("cannot ask the file system for its free space", std::io::Error::last_os_error()).at(path)
+        );
     }
     Ok((st.f_blocks.saturating_mul(st.f_frsize), st.f_bavail.saturating_mul(st.f_frsize)))
 }
