@@ -330,3 +330,6 @@ fn open_queues(options: &LogOptions, number: usize, dir: &Path) -> Result<Drive>
         None => io::open_drive(&IoOptions { name: format!("{}{number}", options.io.name), ..options.io.clone() }),
     }
 }
+
+#[cfg(test)]
+mod tests;
