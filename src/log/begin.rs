@@ -66,6 +66,7 @@ impl Log {
         let (volume, reservation, sequence) = outcome.inspect_err(|_| self.in_flight.end(&spec.key))?;
         self.ctx.counters.puts.add(1);
         let health = Arc::clone(&volume.health);
+        let spec = Box::new(spec);
         Ok(PutOutcome::Started(Put { spec, layout, drive: volume.number, sequence, health, reservation }))
     }
 

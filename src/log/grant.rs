@@ -6,8 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::lane::Lane;
 use super::state::{Phase, Segment};
 use super::volume::Volume;
-use super::{reclaim, tables};
+use super::{hunger, orphans, reclaim, tables};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+
+/// Most bytes kept free for the small files of lanes that are made later.
+const MAX_SPARE_BYTES: u64 = 8 << 20;
 
 /// Keeps a free segment ready while the open one fills up.
 pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
@@ -20,7 +24,14 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
         match add_segment(&lane) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
-                if !reclaim::reclaim_one(volume) {
+                let poor = is_poor(volume);
+                let helped = poor && orphans::remove_one(volume)
+                    || reclaim::reclaim_one(volume)
+                    || !poor && orphans::remove_one(volume);
+                if !helped {
+                    if poor {
+                        hunger::cry(volume);
+                    }
                     tracing::debug!(drive = %volume.root.display(), error = %e, "no segment can be had");
                     return;
                 }
@@ -31,6 +42,16 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
             }
         }
     }
+}
+
+/// Whether this process's lanes hold so little that orphans of others should go before anything of theirs.
+fn is_poor(volume: &Volume) -> bool {
+    let segments = |lane: &Arc<Lane>| {
+        let in_use = |s: &&Segment| s.phase != Phase::Absent;
+        lane.state().map_or(0, |state| state.segments.iter().filter(in_use).count()) as u64 * lane.segment_bytes()
+    };
+    let held: u64 = volume.lanes().held().map(segments).sum();
+    volume.budget.as_ref().is_some_and(|b| held < b.capacity_bytes() / 2)
 }
 
 /// Gives space back while more is in use than the capacity allows, as after it was lowered.
@@ -44,7 +65,7 @@ pub(super) fn shrink(volume: &Volume) {
 }
 
 /// Gives the space of a free segment back to the file system.
-fn give_back_ready(volume: &Volume) -> bool {
+pub(super) fn give_back_ready(volume: &Volume) -> bool {
     let Some(lane) = volume.own() else { return false };
     let number = {
         let Ok(mut state) = lane.state() else { return false };
@@ -76,11 +97,16 @@ fn add_segment(lane: &Arc<Lane>) -> Result<()> {
     };
     let (offset, bytes) = (u64::from(number) * lane.segment_bytes(), lane.segment_bytes());
     let region_bytes = lane.superblock.region_bytes;
-    // The table must be able to grow after the last segment has been granted.
-    budget.grant(bytes + region_bytes, tables::growth_bytes(lane), || {
+    let sb = &lane.superblock;
+    let ring_bytes = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
+    let ring_missing = if lane.index.allocated_bytes()? < ring_bytes { ring_bytes } else { 0 };
+    // After the last segment has been granted, the table must be able to grow, and other processes to make lanes.
+    let spare = tables::growth_bytes(lane) + (budget.capacity_bytes() / 256).min(MAX_SPARE_BYTES);
+    budget.grant(bytes + region_bytes + ring_missing, spare, || {
         let taken = lane
             .index
-            .allocate(lane.region_offset(number), region_bytes)
+            .allocate(sb.ring_offset, ring_bytes)
+            .and_then(|()| lane.index.allocate(lane.region_offset(number), region_bytes))
             .and_then(|()| lane.data.allocate(offset, bytes));
         // A file system that ran full on the way keeps the part that it had reserved.
         taken.inspect_err(|_| drop(lane.data.punch_hole(offset, bytes)))

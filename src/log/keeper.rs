@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::grant;
 use super::lane::Lane;
 use super::volume::Volume;
+use super::{grant, hunger, orphans, reclaim};
 use crate::index::TouchCursor;
 
 /// How often the keeper looks by itself.
@@ -73,6 +73,9 @@ impl Keeper {
                 volume.ctx.with_lease_env(|env| shared.sweep_leases(env));
             }
         }
+        reclaim::reclaim_dead_adopted(volume);
+        orphans::remove_empty_lanes(volume);
+        hunger::feed(volume);
         grant::shrink(volume);
     }
 }

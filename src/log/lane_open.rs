@@ -92,15 +92,10 @@ impl Surroundings {
             model: geometry.model.clone(),
             shard: geometry.shard_dir_name(),
         };
-        let make = || {
-            index.allocate(0, sizes.regions_offset)?;
-            write_superblock(&index, &superblock)?;
-            paths::sync_dir(dir)
-        };
-        match &self.budget {
-            Some(budget) => budget.grant(sizes.regions_offset, 0, make)?,
-            None => make()?,
-        }
+        // The ring gets its space with the first segment: a cache that is full can still be opened, and read.
+        index.set_len(sizes.regions_offset)?;
+        write_superblock(&index, &superblock)?;
+        paths::sync_dir(dir)?;
         Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
     }
 

@@ -92,7 +92,7 @@ impl Drop for Reservation {
 /// its segment is reclaimed.
 #[derive(Debug)]
 pub struct Put {
-    pub(super) spec: PutSpec,
+    pub(super) spec: Box<PutSpec>,
     pub(super) layout: SlotLayout,
     pub(super) drive: usize,
     pub(super) sequence: u64,

@@ -70,14 +70,31 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
+/// Reclaims what holds nothing any more in adopted lanes, so that these can be removed.
+pub(super) fn reclaim_dead_adopted(volume: &Volume) {
+    for lane in volume.lanes().held().filter(|l| l.role == Role::Adopted) {
+        let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
+        for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
+            let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };
+            let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context };
+            if let Err(e) = reclaim(volume, &victim) {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
+                break;
+            }
+        }
+    }
+}
+
 /// The next victim among the sealed segments of all lanes that this process holds.
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let policy = index::by_name(&volume.ctx.options.policy)?;
     let mut best: Option<(index::Rank, Victim)> = None;
     for lane in volume.lanes().held() {
-        let (sealed, context) = survey(lane, refused).ok()?;
-        // What holds nothing goes first: nothing is lost with it.
-        let empty = sealed.iter().find(|s| s.live_chunks == 0).map(|s| s.segment);
+        let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
+        let (sealed, context) = survey(lane, refused, sample_every).ok()?;
+        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared counts do not.
+        let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
+        let empty = sealed.iter().find(|s| s.live_chunks == 0 && live(s) == 0).map(|s| s.segment);
         let Some(segment) = empty.or_else(|| index::victim(&*policy, &sealed, &context)) else { continue };
         let rank = match sealed.iter().find(|s| s.segment == segment) {
             Some(summary) if summary.live_chunks > 0 => policy.rank(summary, &context),
@@ -91,13 +108,17 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     best.map(|(_, victim)| victim)
 }
 
-fn survey(lane: &Lane, refused: &HashSet<(u32, u32)>) -> Result<(Vec<SegmentSummary>, ReclaimContext)> {
+fn survey(
+    lane: &Lane,
+    refused: &HashSet<(u32, u32)>,
+    sample_every: usize,
+) -> Result<(Vec<SegmentSummary>, ReclaimContext)> {
     let state = lane.state()?;
     let table = lane.table();
     let options = SurveyOptions {
         segments: state.segments.len() as u32,
         hot_percent: HOT_PERCENT,
-        sample_every: (table.len() / SURVEY_ENTRIES).max(1) as usize,
+        sample_every,
         offset: state.tick as usize,
     };
     let survey = Survey::take(&table, &state.recency, &options);

@@ -3,4 +3,5 @@
 mod support;
 
 mod basics;
+mod lanes;
 mod reclaim;

@@ -50,7 +50,7 @@ fn what_is_used_again_and_again_outlives_what_is_not() {
     for n in 150..700 {
         assert!(store(&log, n));
         for h in hot.iter().filter(|h| **h < n) {
-            log.lookup(&[key(*h)]);
+            let _ = log.lookup(&[key(*h)]);
         }
     }
     // Stores that outrun reclaim may cost a few: a segment of this test is filled in less time than it takes to reclaim one.
