@@ -1,5 +1,4 @@
 //! Journal pages and sealed regions: encoding, decoding, and opening a lane of many records from its files.
-#![expect(missing_docs, reason = "criterion's macros make undocumented items")]
 #![allow(clippy::unwrap_used, reason = "a bench that cannot run should stop")]
 
 use std::hint::black_box;

@@ -1,5 +1,4 @@
 //! Hashing a prompt into chunk keys: tokens per second over the whole chain, and what a grown prompt costs.
-#![expect(missing_docs, reason = "criterion's macros make undocumented items")]
 
 use std::hint::black_box;
 
