@@ -1,12 +1,21 @@
-//! A slot being written: from its allocation to its publication.
+//! A slot being written: from its allocation to the write of its header. `publish` goes on from there.
 
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+use std::collections::HashMap;
+
+use super::health::Health;
 use super::lane::Lane;
+use super::pack;
+use super::publish::{self, Commit};
 use super::spec::PutSpec;
-use crate::error::{Error, Result};
+use super::state::{HalfKey, Place, half};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
-use crate::io::DirectFile;
+use crate::format::record::{Record, RecordKind};
+use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY, TLV_TOKEN_IDS};
+use crate::io::{AlignedBuf, DirectFile, Request};
 use crate::key::ChunkKey;
 
 /// Told once whether a put was published.
@@ -21,6 +30,63 @@ pub enum PutOutcome {
     AlreadyThere,
 }
 
+/// Keys that puts of this process are storing.
+#[derive(Debug, Default)]
+pub(super) struct InFlight(Mutex<HashMap<HalfKey, u32>>);
+
+impl InFlight {
+    /// Notes one more put of `key`, unless there is one and `exclusive` is asked for; whether it was noted.
+    pub(super) fn begin(&self, key: &ChunkKey, exclusive: bool) -> bool {
+        let mut all = self.0.lock();
+        let count = all.entry(half(key)).or_default();
+        if exclusive && *count > 0 {
+            return false;
+        }
+        *count += 1;
+        true
+    }
+
+    pub(super) fn end(&self, key: &ChunkKey) {
+        let mut all = self.0.lock();
+        let half = half(key);
+        if let Some(count) = all.get_mut(&half) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&half);
+            }
+        }
+    }
+
+    pub(super) fn contains(&self, key: &ChunkKey) -> bool {
+        self.0.lock().contains_key(&half(key))
+    }
+}
+
+/// A place in a segment, given back when dropped: the segment may be sealed when none of its places is held.
+#[derive(Debug)]
+pub(super) struct Reservation {
+    pub(super) lane: Arc<Lane>,
+    pub(super) place: Place,
+    pub(super) records: usize,
+    pub(super) key: ChunkKey,
+    pub(super) in_flight: Arc<InFlight>,
+    pub(super) ended: bool,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.in_flight.end(&self.key);
+        if self.ended {
+            return;
+        }
+        self.lane.ctx.counters.puts_aborted.add(1);
+        if let Ok(mut state) = self.lane.state() {
+            state.end_put(self.place, self.records);
+        }
+        self.lane.work.notify_one();
+    }
+}
+
 /// A slot to write. The caller writes every extent (padded, padding zero) through `log.drive(put.drive()).write`, and commits when
 /// all of them have completed with their full length. Dropping it aborts: nothing becomes visible, the space is lost until
 /// its segment is reclaimed.
@@ -29,11 +95,9 @@ pub struct Put {
     pub(super) spec: PutSpec,
     pub(super) layout: SlotLayout,
     pub(super) drive: usize,
-    pub(super) lane: Arc<Lane>,
-    pub(super) segment: u32,
-    pub(super) epoch: u32,
-    pub(super) page: u32,
     pub(super) sequence: u64,
+    pub(super) health: Arc<Health>,
+    pub(super) reservation: Reservation,
 }
 
 impl Put {
@@ -52,13 +116,13 @@ impl Put {
     /// The file to write.
     #[must_use]
     pub fn file(&self) -> &Arc<DirectFile> {
-        &self.lane.data
+        &self.reservation.lane.data
     }
 
     /// Start of the slot in the file, in bytes.
     #[must_use]
     pub fn slot_offset(&self) -> u64 {
-        0
+        self.reservation.lane.slot_offset(self.reservation.place.segment, self.reservation.place.page)
     }
 
     /// Where the extents lie within the slot.
@@ -74,15 +138,119 @@ impl Put {
     }
 
     /// Writes the header with the CRCs of all extents (of their unpadded bytes, in layer order), publishes the chunk and
-    /// queues its record for the journal. Returns at once; `done` is called once, on an I/O thread.
+    /// queues its record for the journal. Returns at once; `done` is called once, on an I/O thread or the log's.
     ///
-    /// `done` gets `InvalidInput` for a wrong number of CRCs, the error of the header's write, `Closed`, or `Busy`.
+    /// `done` gets `InvalidInput` for a wrong number of CRCs, `Internal` for TLVs that do not fit, the error of the header's write,
+    /// `TimedOut` where the put took so long that its segment was sealed without it.
     pub fn commit(self, layer_crcs: &[u32], done: PutDone) {
-        let _ = (layer_crcs, done);
+        let (buf, header_crc) = match self.header(layer_crcs) {
+            Ok(header) => header,
+            Err(e) => {
+                drop(self);
+                return done(Err(e));
+            }
+        };
+        let records = self.records(header_crc);
+        let offset = self.slot_offset() + u64::from(self.layout.header_offset);
+        let lane = Arc::clone(&self.reservation.lane);
+        let bytes = self.layout.slot_bytes;
+        let commit = Commit::begin(self.reservation, records, bytes, done);
+        let health = self.health;
+        let finish = move |c: crate::io::Completion| {
+            health.note(&c.result);
+            publish::finish(commit, c.result);
+        };
+        let request = Request::write(Arc::clone(&lane.data), offset, buf.into(), finish);
+        lane.submit_write(request.timeout(lane.ctx.options.io_timeout));
     }
 
     /// Aborts because an extent could not be written, so that the log learns of the drive's trouble.
     pub fn fail(self, why: &Error) {
-        let _ = why;
+        self.health.note_error(why.kind());
+        if matches!(why.kind(), ErrorKind::Io | ErrorKind::ShortIo) {
+            publish::retire(&self.reservation.lane, self.reservation.place);
+        }
     }
+
+    fn header(&self, crcs: &[u32]) -> Result<(AlignedBuf, u32)> {
+        if crcs.len() != self.layout.extents.len() {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("{} CRCs for {} extents", crcs.len(), self.layout.extents.len()),
+            ));
+        }
+        let spec = &self.spec;
+        let place = self.reservation.place;
+        let mut header = SlotHeader {
+            group: spec.group,
+            parent: spec.parent,
+            tenant: spec.tenant,
+            tokens: spec.tokens,
+            depth: spec.depth,
+            start_position: spec.start_position,
+            logical_len: spec.length,
+            created_ms: self.reservation.lane.ctx.options.clock.unix_ms(),
+            expiry_s: u64::from(spec.expiry_s),
+            sequence: self.sequence,
+            segment: place.segment,
+            epoch: place.epoch,
+            page: place.page,
+            pages: self.layout.pages(),
+            lane: *self.reservation.lane.id(),
+            layers: SlotHeader::layer_table(&self.layout, crcs),
+            tlvs: spec.tlvs.clone(),
+            ..SlotHeader::new(spec.key_kind, spec.key)
+        };
+        if let Some(ids) = &spec.token_ids {
+            header.tlvs.push((TLV_TOKEN_IDS, ids.iter().flat_map(|id| id.to_le_bytes()).collect()));
+        }
+        if !spec.members.is_empty() {
+            header.tlvs.push((TLV_PACK_DIRECTORY, pack::encode(&spec.members)));
+        }
+        encode_header(&header, &self.layout)
+    }
+
+    fn records(&self, header_crc: u32) -> Vec<Record> {
+        let spec = &self.spec;
+        let place = self.reservation.place;
+        let whole = Record {
+            group: spec.group,
+            parent: spec.parent,
+            sequence: self.sequence,
+            segment: place.segment,
+            epoch: place.epoch,
+            page: place.page,
+            pages: self.layout.pages(),
+            header_crc,
+            tokens: spec.tokens,
+            tenant: spec.tenant,
+            depth: spec.depth,
+            expiry_s: u64::from(spec.expiry_s),
+            length: spec.length,
+            ..Record::new(RecordKind::Put, spec.key_kind, spec.key)
+        };
+        if spec.members.is_empty() {
+            return vec![whole];
+        }
+        let member = |m: &super::spec::Member| Record {
+            key: m.key,
+            length: u64::from(m.length),
+            sub_offset: m.sub_offset,
+            ..whole
+        };
+        spec.members.iter().map(member).collect()
+    }
+}
+
+/// A header's pages as the queues take them, and its CRC.
+pub(super) fn encode_header(header: &SlotHeader, layout: &SlotLayout) -> Result<(AlignedBuf, u32)> {
+    let (bytes, crc) = header.encode(layout)?;
+    Ok((aligned(&bytes)?, crc))
+}
+
+/// A copy of `bytes` that direct I/O can move.
+pub(super) fn aligned(bytes: &[u8]) -> Result<AlignedBuf> {
+    let mut buf = AlignedBuf::zeroed(bytes.len())?;
+    buf.copy_from_slice(bytes);
+    Ok(buf)
 }

@@ -1,0 +1,78 @@
+//! The keeper of a drive: a thread that keeps a free segment ready, reclaims, drains touches, adopts orphaned lanes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::grant;
+use super::lane::Lane;
+use super::volume::Volume;
+use crate::index::TouchCursor;
+
+/// How often the keeper looks by itself.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Runs until `stop`.
+pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
+    let mut keeper = Keeper { cursors: Vec::new(), last_scan: Instant::now() };
+    while !stop.load(Ordering::Acquire) {
+        drop(volume.wake.1.recv_timeout(TICK));
+        if stop.load(Ordering::Acquire) {
+            return;
+        }
+        keeper.drain_touches(volume);
+        grant::keep_ready(volume, stop);
+        if keeper.last_scan.elapsed() >= volume.ctx.options.scan_interval {
+            keeper.last_scan = Instant::now();
+            keeper.scan(volume);
+        }
+    }
+}
+
+struct Keeper {
+    cursors: Vec<(u32, TouchCursor)>,
+    last_scan: Instant,
+}
+
+impl Keeper {
+    fn drain_touches(&mut self, volume: &Volume) {
+        for lane in volume.lanes().held() {
+            let Some(shared) = lane.shared() else { continue };
+            let Some(cursor) = self.cursor(lane, &shared) else { continue };
+            let Ok(mut state) = lane.state() else { continue };
+            let table = lane.table();
+            let tick = state.tick;
+            let mut touched = false;
+            shared.drain_touches(cursor, |tag| {
+                if let Some(slot) = table.slot_of_tag(tag) {
+                    touched = true;
+                    state.recency.touch(slot, tick.wrapping_add(1));
+                }
+            });
+            if touched {
+                state.tick = tick.wrapping_add(1);
+            }
+        }
+    }
+
+    fn cursor(&mut self, lane: &Lane, shared: &crate::index::Lane) -> Option<&mut TouchCursor> {
+        let at = self.cursors.iter().position(|(number, _)| *number == lane.number).unwrap_or_else(|| {
+            self.cursors.push((lane.number, shared.touch_cursor()));
+            self.cursors.len() - 1
+        });
+        self.cursors.get_mut(at).map(|(_, cursor)| cursor)
+    }
+
+    fn scan(&mut self, volume: &Volume) {
+        volume.note_draining();
+        if let Err(e) = volume.adopt_orphans() {
+            tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");
+        }
+        for lane in volume.lanes().held() {
+            if let Some(shared) = lane.shared() {
+                volume.ctx.with_lease_env(|env| shared.sweep_leases(env));
+            }
+        }
+        grant::shrink(volume);
+    }
+}

@@ -1,0 +1,366 @@
+//! What a lane's index.kv says, after a clean stop as after a crash.
+//!
+//! The journal ring and the sealed table are read sequentially and never written here. Within a segment only records of its
+//! highest epoch count, so the ring is read twice: first for the epochs, then, after the regions, for the records of segments
+//! that were not sealed. Records go straight to the caller; only those of unsealed segments are kept, because they must be
+//! sealed before their ring pages may be used again.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::lane::Lane;
+use super::sizes;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::journal::{self, JournalPage};
+use crate::format::record::{Record, RecordKind};
+use crate::format::sealed::{self, RegionHeader, SegmentState};
+use crate::format::superblock::Superblock;
+use crate::format::{PAGE_BYTES, record};
+use crate::io::{AlignedBuf, DirectFile};
+
+/// Bytes read at once.
+const READ_BYTES: usize = 1 << 20;
+/// Segments are numbered with 24 bits.
+const MAX_SEGMENTS: u64 = 1 << 24;
+
+/// State of a segment as found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FoundState {
+    /// It holds nothing.
+    Free,
+    /// Its region holds its records.
+    Sealed,
+    /// Its records are in the journal ring only.
+    Unsealed,
+}
+
+/// A segment as found.
+#[derive(Clone, Debug)]
+pub struct FoundSegment {
+    /// State.
+    pub state: FoundState,
+    /// Epoch of its current use; of its next one if it is free.
+    pub epoch: u32,
+    /// Records of its region.
+    pub count: u32,
+    /// Least sequence of its records; 0 without.
+    pub min_sequence: u64,
+    /// Greatest sequence of its records.
+    pub max_sequence: u64,
+    /// Its records if it is unsealed.
+    pub records: Vec<Record>,
+    /// Its region's first page was there but damaged.
+    pub damaged: bool,
+}
+
+/// What a lane's index.kv holds.
+#[derive(Clone, Debug, Default)]
+pub struct Found {
+    /// Segments, by number.
+    pub segments: Vec<FoundSegment>,
+    /// Number of the next journal page.
+    pub next_page: u64,
+    /// Greatest sequence seen.
+    pub max_sequence: u64,
+    /// Records given to the caller.
+    pub records: u64,
+    /// Records and pages that fail their check.
+    pub damaged: u64,
+}
+
+/// Reads the superblock of an open index.kv.
+///
+/// # Errors
+/// `Corrupt` for an empty, short or damaged file or one of another program; `Incompatible` for one of a newer version.
+pub fn superblock(index: &DirectFile) -> Result<Superblock> {
+    let advice =
+        "run `forebay fsck rebuild` to restore the lane from its data, or set on_incompatible: recreate to lose it";
+    let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
+    if index.len()? < pages.len() as u64 {
+        return Err(Error::new(ErrorKind::Corrupt, "index.kv is cut short").at(index.path()).advice(advice));
+    }
+    index.read_at(&mut pages, 0)?;
+    let (a, b) = pages.split_at(PAGE_BYTES);
+    Superblock::newest(a, b).map_err(|e| {
+        let e = e.at(index.path());
+        if e.kind() == ErrorKind::Corrupt { e.advice(advice) } else { e }
+    })
+}
+
+/// Reads index.kv and gives every record that counts within this lane to `sink`, in no particular order: those of sealed
+/// segments, then those of unsealed ones.
+///
+/// # Errors
+/// Those of reading, and what `sink` returns. Damage is counted and never an error.
+pub fn read(
+    index: &DirectFile,
+    superblock: &Superblock,
+    data_bytes: u64,
+    sink: &mut dyn FnMut(&Record) -> Result<()>,
+) -> Result<Found> {
+    Reader::survey(index, superblock, data_bytes)?.replay(sink)
+}
+
+/// The first half of a recovery: what there is, and how much.
+pub(super) struct Reader<'a> {
+    index: &'a DirectFile,
+    superblock: &'a Superblock,
+    data_bytes: u64,
+    found: Found,
+}
+
+impl<'a> Reader<'a> {
+    /// Reads the regions' first pages and, once, the ring.
+    pub(super) fn survey(index: &'a DirectFile, superblock: &'a Superblock, data_bytes: u64) -> Result<Self> {
+        let mut reader = Self { index, superblock, data_bytes, found: Found::default() };
+        let epochs = reader.survey_ring()?;
+        reader.survey_regions(&epochs)?;
+        Ok(reader)
+    }
+
+    /// Records that [`replay`](Self::replay) will give, at most.
+    pub(super) fn expected(&self) -> u64 {
+        let sealed: u64 = self.found.segments.iter().map(|s| u64::from(s.count)).sum();
+        let unsealed = self.found.segments.iter().filter(|s| s.state == FoundState::Unsealed).count() as u64;
+        let ring = u64::from(self.superblock.ring_pages) * journal::RECORDS_PER_PAGE as u64;
+        sealed + ring.min(unsealed * sizes::region_records(self.superblock.region_bytes) as u64)
+    }
+
+    fn survey_ring(&mut self) -> Result<HashMap<u32, u32>> {
+        let mut epochs = HashMap::new();
+        let mut next_page = 0;
+        let mut damaged = 0;
+        self.for_each_page(|page| match page {
+            Some(page) => {
+                next_page = next_page.max(page.number + 1);
+                damaged += u64::from(page.damaged);
+                for record in &page.records {
+                    let epoch = epochs.entry(record.segment).or_insert(record.epoch);
+                    *epoch = record.epoch.max(*epoch);
+                }
+            }
+            None => damaged += 1,
+        })?;
+        self.found.next_page = next_page;
+        self.found.damaged += damaged;
+        Ok(epochs)
+    }
+
+    fn survey_regions(&mut self, epochs: &HashMap<u32, u32>) -> Result<()> {
+        let sb = self.superblock;
+        let index_bytes = self.index.len()?;
+        let regions = index_bytes.saturating_sub(sb.regions_offset).div_ceil(sb.region_bytes);
+        let of_data = self.data_bytes.div_ceil(sb.segment_bytes);
+        let of_ring = epochs.keys().max().map_or(0, |max| u64::from(*max) + 1);
+        let count = regions.max(of_data).max(of_ring).min(MAX_SEGMENTS);
+        let mut page = AlignedBuf::zeroed(PAGE_BYTES)?;
+        for number in 0..count as u32 {
+            let offset = sb.regions_offset + u64::from(number) * sb.region_bytes;
+            let header = if offset + PAGE_BYTES as u64 <= index_bytes {
+                self.index.read_at(&mut page, offset)?;
+                RegionHeader::decode(&page).map(|h| h.filter(|h| h.lane == sb.lane && h.segment == number))
+            } else {
+                Ok(None)
+            };
+            let segment = self.judge(header, epochs.get(&number).copied());
+            self.found.max_sequence = self.found.max_sequence.max(segment.max_sequence);
+            self.found.segments.push(segment);
+        }
+        Ok(())
+    }
+
+    /// What a segment is, from its region's first page and the highest epoch of its records in the ring.
+    fn judge(&mut self, header: Result<Option<RegionHeader>>, ring: Option<u32>) -> FoundSegment {
+        let damaged = header.is_err();
+        self.found.damaged += u64::from(damaged);
+        let capacity = sizes::region_records(self.superblock.region_bytes) as u32;
+        let free = |epoch| FoundSegment {
+            state: FoundState::Free,
+            epoch,
+            count: 0,
+            min_sequence: 0,
+            max_sequence: 0,
+            records: Vec::new(),
+            damaged,
+        };
+        let unsealed = |epoch| FoundSegment { state: FoundState::Unsealed, ..free(epoch) };
+        match (header.ok().flatten(), ring) {
+            // Ring records of an older use than the region speaks of are over.
+            (Some(h), Some(epoch)) if epoch > h.epoch || (epoch == h.epoch && h.state == SegmentState::Free) => {
+                unsealed(epoch)
+            }
+            (Some(h), _) if h.state == SegmentState::Sealed => FoundSegment {
+                state: FoundState::Sealed,
+                count: h.count.min(capacity),
+                min_sequence: h.min_sequence,
+                max_sequence: h.max_sequence,
+                ..free(h.epoch)
+            },
+            (Some(h), _) => free(h.epoch),
+            (None, Some(epoch)) => unsealed(epoch),
+            (None, None) => free(1),
+        }
+    }
+
+    /// Gives all records that count to `sink`.
+    pub(super) fn replay(mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Found> {
+        let mut buf = AlignedBuf::zeroed(READ_BYTES)?;
+        for number in 0..self.found.segments.len() as u32 {
+            self.replay_region(number, &mut buf, sink)?;
+        }
+        drop(buf);
+        self.replay_ring(sink)?;
+        Ok(self.found)
+    }
+
+    fn replay_region(
+        &mut self,
+        number: u32,
+        buf: &mut AlignedBuf,
+        sink: &mut dyn FnMut(&Record) -> Result<()>,
+    ) -> Result<()> {
+        let Some(segment) = self.found.segments.get(number as usize) else { return Ok(()) };
+        let (mut left, epoch) = (segment.count as usize, segment.epoch);
+        let sb = self.superblock;
+        let region = sb.regions_offset + u64::from(number) * sb.region_bytes;
+        let index_bytes = self.index.len()?;
+        // Records cross page borders, so each read takes up again at the page in which a record was cut.
+        let mut at = 0usize;
+        while left > 0 {
+            let skip = at % PAGE_BYTES;
+            let offset = region + (PAGE_BYTES + at - skip) as u64;
+            let want = (skip + left * record::RECORD_BYTES).next_multiple_of(PAGE_BYTES).min(buf.len());
+            let len = want.min(index_bytes.saturating_sub(offset) as usize) / PAGE_BYTES * PAGE_BYTES;
+            let whole = len.saturating_sub(skip) / record::RECORD_BYTES;
+            let take = whole.min(left);
+            if take == 0 {
+                break;
+            }
+            let Some(to) = buf.get_mut(..len) else { break };
+            self.index.read_at(to, offset)?;
+            let bytes = to.get(skip..).unwrap_or_default();
+            for bytes in bytes.chunks_exact(record::RECORD_BYTES).take(take) {
+                match Record::decode(bytes) {
+                    Ok(record) if (record.segment, record.epoch) == (number, epoch) => self.give(&record, sink)?,
+                    _ => self.found.damaged += 1,
+                }
+            }
+            left -= take;
+            at += take * record::RECORD_BYTES;
+        }
+        self.found.damaged += left as u64;
+        Ok(())
+    }
+
+    fn replay_ring(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+        if self.found.segments.iter().all(|s| s.state != FoundState::Unsealed) {
+            return Ok(());
+        }
+        let segments = &mut self.found.segments;
+        let mut keep = |page: Option<JournalPage>| {
+            for record in page.into_iter().flat_map(|p| p.records) {
+                if let Some(segment) = segments.get_mut(record.segment as usize)
+                    && segment.state == FoundState::Unsealed
+                    && segment.epoch == record.epoch
+                {
+                    segment.records.push(record);
+                }
+            }
+        };
+        for_each_page(self.index, self.superblock, &mut keep)?;
+        let capacity = sizes::region_records(self.superblock.region_bytes);
+        for number in 0..self.found.segments.len() {
+            let Some(segment) = self.found.segments.get_mut(number) else { continue };
+            let mut records = std::mem::take(&mut segment.records);
+            records.sort_by_key(|r| (r.sequence, r.key.0));
+            // A page whose write seemed to fail is written again elsewhere: both may have reached the drive.
+            records.dedup();
+            records.truncate(capacity);
+            segment.min_sequence = records.first().map_or(0, |r| r.sequence);
+            segment.max_sequence = records.last().map_or(0, |r| r.sequence);
+            for record in &records {
+                self.give(record, sink)?;
+            }
+            if let Some(segment) = self.found.segments.get_mut(number) {
+                segment.records = records;
+            }
+        }
+        Ok(())
+    }
+
+    fn give(&mut self, record: &Record, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+        self.found.max_sequence = self.found.max_sequence.max(record.sequence);
+        self.found.records += 1;
+        if record.kind == RecordKind::Put && !self.lies_in_data(record) {
+            self.found.damaged += 1;
+            return Ok(());
+        }
+        sink(record)
+    }
+
+    /// Whether a put's slot lies within its segment and within data.kv, which may have been cut short.
+    fn lies_in_data(&self, r: &Record) -> bool {
+        let page = PAGE_BYTES as u64;
+        let end = (u64::from(r.page) + u64::from(r.pages)) * page;
+        let segment_bytes = self.superblock.segment_bytes;
+        end <= segment_bytes && u64::from(r.segment) * segment_bytes + end <= self.data_bytes && r.pages > 0
+    }
+
+    fn for_each_page(&self, mut visit: impl FnMut(Option<JournalPage>)) -> Result<()> {
+        for_each_page(self.index, self.superblock, &mut visit)
+    }
+}
+
+/// Visits the pages of this lane in the ring, in place order; `None` for one that is damaged.
+pub fn for_each_page(
+    index: &DirectFile,
+    superblock: &Superblock,
+    visit: &mut dyn FnMut(Option<JournalPage>),
+) -> Result<()> {
+    let ring_bytes = u64::from(superblock.ring_pages) * PAGE_BYTES as u64;
+    let end = (superblock.ring_offset + ring_bytes).min(index.len()? / PAGE_BYTES as u64 * PAGE_BYTES as u64);
+    let mut buf = AlignedBuf::zeroed(READ_BYTES.min(ring_bytes as usize))?;
+    let mut at = superblock.ring_offset;
+    while at < end {
+        let len = buf.len().min((end - at) as usize);
+        let Some(to) = buf.get_mut(..len) else { break };
+        index.read_at(to, at)?;
+        for page in to.chunks_exact(PAGE_BYTES) {
+            match journal::decode(page) {
+                Ok(page) if page.lane == superblock.lane => visit(Some(page)),
+                Ok(_) => {}
+                Err(_) if page.iter().all(|b| *b == 0) => {}
+                Err(_) => visit(None),
+            }
+        }
+        at += len as u64;
+    }
+    Ok(())
+}
+
+/// The intact records of a sealed segment of a lane, read from its region.
+pub(super) fn region_records(lane: &Lane, segment: u32, epoch: u32) -> Result<Vec<Record>> {
+    let offset = lane.region_offset(segment);
+    let bytes = (lane.superblock.region_bytes).min(lane.index.len()?.saturating_sub(offset));
+    let mut buf = AlignedBuf::zeroed((bytes as usize / PAGE_BYTES * PAGE_BYTES).max(PAGE_BYTES))?;
+    read_part(lane, &mut buf, offset, PAGE_BYTES)?;
+    let header = RegionHeader::decode(&buf)?
+        .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
+    let wanted = sealed::region_bytes(header.count as usize).min(buf.len());
+    read_part(lane, &mut buf, offset, wanted)?;
+    let body = buf.get(PAGE_BYTES..wanted).unwrap_or_default();
+    let (records, damaged) = sealed::decode_records(body, header.count);
+    lane.ctx.counters.damaged_records.add(u64::from(damaged));
+    Ok(records)
+}
+
+fn read_part(lane: &Lane, buf: &mut AlignedBuf, offset: u64, len: usize) -> Result<()> {
+    let to = buf.get_mut(..len).ok_or_else(|| Error::new(ErrorKind::Corrupt, "a region is cut short"))?;
+    lane.index.read_at(to, offset)
+}
+
+/// Length of a file that may be missing; a hole at its end counts.
+pub(super) fn file_bytes(path: &Path) -> u64 {
+    std::fs::symlink_metadata(path).map_or(0, |m| m.len())
+}

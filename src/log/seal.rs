@@ -1,0 +1,117 @@
+//! Sealing: a full segment's records move from the journal ring to its region of the sealed table.
+//!
+//! The order is the protocol: flush the data, write the region, flush it, recycle the ring's pages. Each step is a function of
+//! its own, so that a test can leave one out and see the crash test fail.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::journal;
+use super::lane::Lane;
+use super::put::aligned;
+use super::state::{Phase, State};
+use crate::error::Result;
+use crate::format::record::Record;
+use crate::format::sealed::{self, RegionHeader};
+use crate::index::SegmentState;
+
+/// A full segment that may be sealed now.
+pub(super) fn next_full(lane: &Lane, state: &State) -> Option<u32> {
+    let patience = patience(lane);
+    let ready = |s: &super::state::Segment| {
+        s.phase == Phase::Full && (s.pending == 0 || s.full_since.is_some_and(|since| since.elapsed() >= patience))
+    };
+    state.segments.iter().position(ready).and_then(|i| u32::try_from(i).ok())
+}
+
+/// When the next full segment is sealed although puts in it have not ended.
+pub(super) fn deadline(lane: &Lane, state: &State) -> Option<Instant> {
+    let full = state.segments.iter().filter(|s| s.phase == Phase::Full);
+    full.filter_map(|s| s.full_since).min().map(|since| since + patience(lane))
+}
+
+/// How long a full segment waits for its puts: longer than any of their writes may take.
+fn patience(lane: &Lane) -> Duration {
+    lane.ctx.options.io_timeout * 2 + Duration::from_secs(1)
+}
+
+/// Seals every full segment whose puts have ended.
+pub(super) fn seal_full(lane: &Lane) -> Result<()> {
+    loop {
+        let Some(segment) = next_full(lane, &*lane.state()?) else { return Ok(()) };
+        seal(lane, segment)?;
+    }
+}
+
+fn seal(lane: &Lane, segment: u32) -> Result<()> {
+    let (epoch, records) = {
+        let mut state = lane.state()?;
+        let Some(s) = state.segment(segment) else { return Ok(()) };
+        // No record is added from here on: what has not been published by now is refused.
+        s.phase = Phase::Sealed;
+        (s.epoch, std::mem::take(&mut s.records))
+    };
+    let header = region_header(lane, (segment, epoch), &records);
+    let outcome = flush_data(lane)
+        .and_then(|()| write_region(lane, segment, &header, &records))
+        .and_then(|()| flush_region(lane));
+    let mut state = lane.state()?;
+    if let Err(e) = outcome {
+        if let Some(s) = state.segment(segment) {
+            s.phase = Phase::Full;
+            s.records = records;
+        }
+        return Err(e);
+    }
+    state.failures = 0;
+    if let Some(s) = state.segment(segment) {
+        s.full_since = None;
+    }
+    recycle(&mut state, (segment, epoch));
+    if let Some(shared) = lane.shared() {
+        drop(shared.set_first_seq(segment, header.min_sequence));
+        drop(shared.set_segment(segment, SegmentState::Sealed, epoch));
+    }
+    drop(state);
+    lane.ctx.counters.sealed.add(1);
+    lane.progress.notify_all();
+    Ok(())
+}
+
+/// The region's first page for these records.
+pub(super) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), records: &[Record]) -> RegionHeader {
+    RegionHeader {
+        lane: *lane.id(),
+        segment,
+        epoch,
+        state: sealed::SegmentState::Sealed,
+        count: records.len() as u32,
+        min_sequence: records.iter().map(|r| r.sequence).min().unwrap_or(0),
+        max_sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
+        sealed_ms: lane.ctx.options.clock.unix_ms(),
+    }
+}
+
+fn flush_data(lane: &Lane) -> Result<()> {
+    journal::flush_file(lane, &lane.data)
+}
+
+/// Writes a region; durable only after [`flush_region`].
+pub(super) fn write_region(lane: &Lane, segment: u32, header: &RegionHeader, records: &[Record]) -> Result<()> {
+    let bytes = sealed::encode_region(header, records);
+    journal::write(lane, &Arc::clone(&lane.index), lane.region_offset(segment), aligned(&bytes)?)
+}
+
+/// Makes written regions durable.
+pub(super) fn flush_region(lane: &Lane) -> Result<()> {
+    journal::flush_file(lane, &lane.index)
+}
+
+/// The region holds the records durably: the ring's pages need not any more, nor must those that wait be written there.
+fn recycle(state: &mut State, segment_use: (u32, u32)) {
+    state.ring.release(segment_use);
+    state.pending.retain(|r| (r.segment, r.epoch) != segment_use);
+    if state.pending.is_empty() {
+        state.pending_since = None;
+    }
+}

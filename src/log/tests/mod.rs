@@ -1,0 +1,5 @@
+//! Tests of the log through its public API, one behaviour each.
+
+mod support;
+
+mod basics;
