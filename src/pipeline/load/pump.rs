@@ -289,7 +289,7 @@ impl LoadPump {
 
     /// Loads that have not finished.
     pub(in crate::pipeline) fn active(&self) -> usize {
-        self.watch.lock().active.len()
+        self.watch.lock().active.iter().filter(|l| !l.state.lock().finished).count()
     }
 
     /// Slots of staging that reads or scatters hold or that hang.
