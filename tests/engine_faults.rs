@@ -92,7 +92,8 @@ fn failed_short_and_hung_reads_are_misses() {
         armed.store(false, Ordering::SeqCst);
         let again = store(&engine, &p, &a, map.clone());
         assert_eq!(again.stored + again.already_there, 2, "{fault:?}");
-        assert_eq!(load(&engine, &p, &b, map.clone()).tokens, 2 * CHUNK, "{fault:?}");
+        let last = load(&engine, &p, &b, map.clone());
+        assert_eq!(last.tokens, 2 * CHUNK, "{fault:?}: {last:?}, {again:?}, {result:?}");
         assert_same("after the fault", (&a, &map), (&b, &map));
     }
 }
