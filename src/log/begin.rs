@@ -35,7 +35,7 @@ impl Log {
     /// Bytes of the largest slot that fits a segment on every drive.
     #[must_use]
     pub fn max_slot_bytes(&self) -> u64 {
-        self.volumes.iter().filter_map(|v| v.own()).map(|l| l.segment_bytes()).min().unwrap_or(0)
+        self.volumes.iter().filter_map(|v| v.own()).map(|l| l.max_slot_bytes()).min().unwrap_or(0)
     }
 
     fn begin(&self, mut spec: PutSpec, deadline: Option<Instant>) -> Result<PutOutcome> {
@@ -133,8 +133,8 @@ impl Log {
     ) -> Result<(&'a Volume, Reservation, u64)> {
         let lane = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed").at(&volume.root))?;
         let records = spec.members.len().max(1);
-        let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32, records };
-        if records > lane.region_records() {
+        let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32, records, control: false };
+        if records > lane.region_records() / 2 {
             return Err(Error::new(ErrorKind::InvalidInput, format!("a pack of {records} objects")));
         }
         let place = match deadline {

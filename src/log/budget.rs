@@ -68,22 +68,23 @@ impl Budget {
         self.capacity_bytes
     }
 
-    /// Runs `take`, which allocates `bytes` more, if capacity and free floor allow it; all under the lock.
+    /// Runs `take`, which allocates `bytes` more, if capacity and free floor allow it and `spare` bytes would be left of the
+    /// capacity; all under the lock.
     ///
     /// # Errors
     /// `NoSpace` where they do not; `TimedOut` where another process keeps the lock; those of `take`.
-    pub(super) fn grant<T>(&self, bytes: u64, take: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(super) fn grant<T>(&self, bytes: u64, spare: u64, take: impl FnOnce() -> Result<T>) -> Result<T> {
         let path = self.root.join(paths::BUDGET);
         let file = self.file.lock();
         lock(&file, &path, self.timeout)?;
-        let outcome = self.check(bytes).and_then(|()| take());
+        let outcome = self.check(bytes, spare).and_then(|()| take());
         unlock(&file, &path)?;
         outcome
     }
 
-    fn check(&self, bytes: u64) -> Result<()> {
+    fn check(&self, bytes: u64, spare: u64) -> Result<()> {
         let used = self.used_bytes()?;
-        if used.saturating_add(bytes) > self.capacity_bytes {
+        if used.saturating_add(bytes).saturating_add(spare) > self.capacity_bytes {
             return Err(Error::new(
                 ErrorKind::NoSpace,
                 format!("{used} bytes are used of a capacity of {}; {bytes} more do not fit", self.capacity_bytes),
@@ -175,14 +176,14 @@ mod tests {
         assert_eq!(a.page.drive, b.page.drive);
         fs::create_dir(dir.path().join("x")).unwrap();
         let write = |name: &str, len: usize| fs::write(dir.path().join("x").join(name), vec![1; len]).unwrap();
-        a.grant(600 << 10, || {
+        a.grant(600 << 10, 0, || {
             write("one", 600 << 10);
             Ok(())
         })
         .unwrap();
-        let refused = b.grant(600 << 10, || -> Result<()> { panic!("granted beyond the capacity") });
+        let refused = b.grant(600 << 10, 0, || -> Result<()> { panic!("granted beyond the capacity") });
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoSpace);
-        b.grant(300 << 10, || {
+        b.grant(300 << 10, 0, || {
             write("two", 300 << 10);
             Ok(())
         })
@@ -194,7 +195,7 @@ mod tests {
         let dir = tempfile::tempdir_in(".").unwrap();
         let (_, free) = file_system_bytes(dir.path()).unwrap();
         let b = Budget::open(dir.path(), (u64::MAX, free * 2), 1, Duration::from_secs(5)).unwrap();
-        assert_eq!(b.grant(4096, || Ok(())).unwrap_err().kind(), ErrorKind::NoSpace);
+        assert_eq!(b.grant(4096, 0, || Ok(())).unwrap_err().kind(), ErrorKind::NoSpace);
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! What all parts of an open log share: settings, clock, counters, and who this process is.
 
 use std::fs;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::options::{LogOptions, Mode};
+use super::put::InFlight;
 use super::stats::{Counters, ShedCounters};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{BootId, Holder, LeaseEnv};
@@ -14,6 +16,7 @@ pub(super) struct Ctx {
     pub(super) options: LogOptions,
     pub(super) counters: Counters,
     pub(super) sheds: ShedCounters,
+    pub(super) in_flight: Arc<InFlight>,
     pub(super) boot: BootId,
     pub(super) me: Holder,
     pid: u32,
@@ -26,6 +29,7 @@ impl Ctx {
             options,
             counters: Counters::default(),
             sheds: ShedCounters::default(),
+            in_flight: Arc::default(),
             boot: boot_id()?,
             me: holder("self")?,
             pid: std::process::id(),

@@ -4,14 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::lane::Lane;
-use super::reclaim;
 use super::state::{Phase, Segment};
 use super::volume::Volume;
+use super::{reclaim, tables};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Keeps a free segment ready while the open one fills up.
 pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     let Some(lane) = volume.own() else { return };
+    if lane.state().is_ok_and(|mut state| std::mem::take(&mut state.starved)) && !give_back_ready(volume) {
+        reclaim::reclaim_one(volume);
+        give_back_ready(volume);
+    }
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.wants_segment()) {
         match add_segment(&lane) {
             Ok(()) => {}
@@ -72,7 +76,8 @@ fn add_segment(lane: &Arc<Lane>) -> Result<()> {
     };
     let (offset, bytes) = (u64::from(number) * lane.segment_bytes(), lane.segment_bytes());
     let region_bytes = lane.superblock.region_bytes;
-    budget.grant(bytes + region_bytes, || {
+    // The table must be able to grow after the last segment has been granted.
+    budget.grant(bytes + region_bytes, tables::growth_bytes(lane), || {
         let taken = lane
             .index
             .allocate(lane.region_offset(number), region_bytes)
@@ -98,10 +103,4 @@ pub(super) fn make_ready(state: &mut super::state::State, number: u32) {
     }
     state.ready.push_back(number);
     state.wanted = false;
-}
-
-/// Whether the drive's space is all spoken for; for tests.
-#[cfg(test)]
-pub(super) fn is_full(volume: &Volume) -> bool {
-    volume.budget.as_ref().is_some_and(|b| b.grant(1 << 40, || Ok(())).is_err())
 }

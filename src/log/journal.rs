@@ -19,6 +19,8 @@ use crate::io::{self, AlignedBuf, DirectFile, Request};
 
 /// Most pages written with one request.
 const PAGES_PER_WRITE: usize = 64;
+/// Pages of the ring that only reclaim may use.
+const RING_RESERVE: u64 = 8;
 /// How soon a request that the queue did not take, or a write that failed, is tried again.
 const RETRY: Duration = Duration::from_millis(2);
 const RETRY_AFTER_ERROR: Duration = Duration::from_millis(100);
@@ -37,6 +39,14 @@ struct Work {
 
 /// Runs until the lane is stopped and nothing is left to write.
 pub(super) fn run(lane: &Arc<Lane>) {
+    work_on(lane);
+    if let Ok(mut state) = lane.state() {
+        state.stopped = true;
+    }
+    lane.progress.notify_all();
+}
+
+fn work_on(lane: &Arc<Lane>) {
     while let Some(work) = wait_for_work(lane) {
         if work.deferred {
             resubmit(lane);
@@ -152,17 +162,20 @@ fn take_batch(lane: &Lane, partial: bool) -> Result<Option<(u64, Vec<Record>)>> 
     if pages == 0 {
         return Ok(None);
     }
-    if state.ring.free() == 0 {
-        let state = make_room(lane, state)?;
-        if state.ring.free() == 0 {
-            return Err(Error::new(ErrorKind::Busy, "the journal ring waits for puts that have not ended"));
+    if usable(&state) == 0 {
+        state = make_room(lane, state)?;
+        if usable(&state) == 0 {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "the journal ring waits for puts that have not ended, or for room",
+            ));
         }
         drop(state);
         return take_batch(lane, partial);
     }
+    let limit = pages.min(PAGES_PER_WRITE).min(usable(&state) as usize);
     let first = state.ring.take();
     let mut count = 1;
-    let limit = pages.min(PAGES_PER_WRITE).min(state.ring.free() as usize + 1);
     while count < limit && state.ring.place(first + count as u64) != 0 {
         state.ring.take();
         count += 1;
@@ -175,10 +188,19 @@ fn take_batch(lane: &Lane, partial: bool) -> Result<Option<(u64, Vec<Record>)>> 
     Ok(Some((first, records)))
 }
 
+/// Pages that may be written now; the last ones are kept for reclaim, which makes room.
+fn usable(state: &State) -> u64 {
+    state.ring.free().saturating_sub(if state.urgent { 0 } else { RING_RESERVE })
+}
+
 /// The ring is full: seals the segments that keep its oldest page.
 fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
     let oldest: Vec<u32> = state.ring.oldest().iter().map(|(segment, _)| *segment).collect();
     if state.open.is_some_and(|open| oldest.contains(&open)) {
+        if state.ready.is_empty() {
+            state.wanted = true;
+            return Ok(state);
+        }
         state.close_open();
     }
     drop(state);
@@ -231,6 +253,15 @@ pub(super) fn write(lane: &Lane, file: &Arc<DirectFile>, offset: u64, buf: Align
     Ok(())
 }
 
+/// Reads through the drive's queue and waits for it.
+pub(super) fn read(lane: &Lane, file: &Arc<DirectFile>, offset: u64, len: usize) -> Result<io::Buf> {
+    let buf = AlignedBuf::zeroed(len)?;
+    let request = Request::read(Arc::clone(file), offset, buf.into(), drop).timeout(lane.ctx.options.io_timeout);
+    let c = io::wait(&*lane.io.read, request);
+    c.result?;
+    c.buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read gave its buffer not back"))
+}
+
 /// Makes everything written to a file durable.
 pub(super) fn flush_file(lane: &Lane, file: &Arc<DirectFile>) -> Result<()> {
     wait(lane, Request::flush(Arc::clone(file), drop))
@@ -264,7 +295,7 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
     }
     let Ok(mut state) = lane.state() else { return };
     state.flush_done = state.flush_done.max(asked);
-    state.flush_error = outcome.err().map(|e| e.to_string());
+    state.flush_error = outcome.err().map(|e| (e.kind(), e.to_string()));
 }
 
 fn trouble(lane: &Lane, e: &Error) {
@@ -287,28 +318,44 @@ fn settle(lane: &Lane) -> bool {
 
 /// Waits until the puts committed before now have ended, then until they and everything else are durable.
 pub(super) fn flush(lane: &Lane, deadline: Instant) -> Result<()> {
-    let late = || Error::new(ErrorKind::TimedOut, "the flush did not end in time").at(&lane.dir);
     let mut state = lane.state()?;
     let last = state.next_ticket;
     while state.commits.first().is_some_and(|ticket| *ticket <= last) {
         if lane.progress.wait_for(&mut state, Duration::from_millis(1)).timed_out() && Instant::now() >= deadline {
-            return Err(late());
+            return Err(late(lane));
         }
     }
+    flush_records(lane, state, deadline)
+}
+
+/// As [`flush`], without waiting for puts and with the ring's last pages: for reclaim, which both may wait for.
+pub(super) fn flush_urgently(lane: &Lane, deadline: Instant) -> Result<()> {
+    let mut state = lane.state()?;
+    state.urgent = true;
+    let outcome = flush_records(lane, state, deadline);
+    lane.state()?.urgent = false;
+    outcome
+}
+
+fn late(lane: &Lane) -> Error {
+    Error::new(ErrorKind::TimedOut, "the flush did not end in time").at(&lane.dir)
+}
+
+fn flush_records(lane: &Lane, mut state: MutexGuard<'_, State>, deadline: Instant) -> Result<()> {
     state.flush_asked += 1;
     let asked = state.flush_asked;
     lane.work.notify_one();
     while state.flush_done < asked {
-        if state.stop && state.is_broken() || state.abandoned {
+        if state.stopped || state.abandoned {
             return Err(Error::new(ErrorKind::Closed, "the cache is closed"));
         }
         if lane.progress.wait_until(&mut state, deadline).timed_out() && state.flush_done < asked {
-            return Err(late());
+            return Err(late(lane));
         }
     }
     match &state.flush_error {
         None => Ok(()),
-        Some(why) => Err(Error::new(ErrorKind::Io, format!("the flush failed: {why}")).at(&lane.dir)),
+        Some((kind, why)) => Err(Error::new(*kind, format!("the flush failed: {why}")).at(&lane.dir)),
     }
 }
 
@@ -317,7 +364,7 @@ pub(super) fn seal_now(lane: &Lane, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     state.close_open();
     lane.work.notify_one();
-    while state.segments.iter().any(|s| s.phase == Phase::Full) {
+    while state.segments.iter().any(|s| matches!(s.phase, Phase::Full | Phase::Sealing)) {
         if lane.progress.wait_until(&mut state, deadline).timed_out() {
             return Err(Error::new(ErrorKind::TimedOut, "the seal did not end in time").at(&lane.dir));
         }

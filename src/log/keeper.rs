@@ -14,9 +14,10 @@ const TICK: Duration = Duration::from_millis(50);
 
 /// Runs until `stop`.
 pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
-    let mut keeper = Keeper { cursors: Vec::new(), last_scan: Instant::now() };
+    let mut keeper = Keeper { tick: 1, cursors: Vec::new(), last_scan: Instant::now() };
     while !stop.load(Ordering::Acquire) {
-        drop(volume.wake.1.recv_timeout(TICK));
+        // Woken or not, it looks.
+        let _ = volume.wake.1.recv_timeout(TICK);
         if stop.load(Ordering::Acquire) {
             return;
         }
@@ -30,29 +31,29 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
 }
 
 struct Keeper {
+    tick: u32,
     cursors: Vec<(u32, TouchCursor)>,
     last_scan: Instant,
 }
 
 impl Keeper {
     fn drain_touches(&mut self, volume: &Volume) {
+        // One logical time for all lanes; at twenty a second it lasts for years.
+        let tick = self.tick.min(u32::MAX - 2);
         for lane in volume.lanes().held() {
             let Some(shared) = lane.shared() else { continue };
             let Some(cursor) = self.cursor(lane, &shared) else { continue };
             let Ok(mut state) = lane.state() else { continue };
             let table = lane.table();
-            let tick = state.tick;
-            let mut touched = false;
             shared.drain_touches(cursor, |tag| {
                 if let Some(slot) = table.slot_of_tag(tag) {
-                    touched = true;
-                    state.recency.touch(slot, tick.wrapping_add(1));
+                    state.recency.touch(slot, tick);
                 }
             });
-            if touched {
-                state.tick = tick.wrapping_add(1);
-            }
+            // What is stored from now on is as recent as what is used from now on.
+            state.tick = tick + 1;
         }
+        self.tick = tick + 1;
     }
 
     fn cursor(&mut self, lane: &Lane, shared: &crate::index::Lane) -> Option<&mut TouchCursor> {

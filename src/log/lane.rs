@@ -153,9 +153,11 @@ impl Lane {
         self.superblock.segment_bytes
     }
 
-    /// Pages of a segment.
-    pub(super) fn segment_pages(&self) -> u32 {
-        u32::try_from(self.superblock.segment_bytes / PAGE_BYTES as u64).unwrap_or(u32::MAX)
+    /// Bytes of the largest slot that a segment takes.
+    pub(super) fn max_slot_bytes(&self) -> u64 {
+        let pages = self.segment_bytes() / PAGE_BYTES as u64;
+        let reserve = super::state::reserve_pages(u32::try_from(pages).unwrap_or(u32::MAX));
+        (pages - u64::from(reserve)) * PAGE_BYTES as u64
     }
 
     /// Place of a slot in data.kv.

@@ -98,7 +98,7 @@ impl Surroundings {
             paths::sync_dir(dir)
         };
         match &self.budget {
-            Some(budget) => budget.grant(sizes.regions_offset, make)?,
+            Some(budget) => budget.grant(sizes.regions_offset, 0, make)?,
             None => make()?,
         }
         Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })

@@ -26,6 +26,7 @@ mod keeper;
 mod lane;
 mod lane_open;
 mod locate;
+mod moves;
 mod options;
 pub mod pack;
 mod paths;
@@ -91,6 +92,7 @@ impl Log {
         check_options(&options)?;
         let full_layout = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens);
         let ctx = Arc::new(Ctx::new(options)?);
+        let in_flight = Arc::clone(&ctx.in_flight);
         let mut volumes: Vec<Arc<Volume>> = Vec::new();
         for (number, dir) in ctx.options.dirs.iter().enumerate() {
             let io = open_queues(&ctx.options, number, dir)?;
@@ -102,14 +104,7 @@ impl Log {
             }
             volumes.push(Arc::new(volume));
         }
-        let log = Self {
-            ctx,
-            volumes,
-            in_flight: Arc::default(),
-            full_layout,
-            stop: Arc::default(),
-            threads: Mutex::default(),
-        };
+        let log = Self { ctx, volumes, in_flight, full_layout, stop: Arc::default(), threads: Mutex::default() };
         log.start_threads()?;
         Ok(Arc::new(log))
     }

@@ -1,6 +1,427 @@
-//! Reclaim.
-use super::volume::Volume;
+//! Giving up a segment so that its space can be used again.
+//!
+//! The order is the protocol, each step a function of its own:
+//! 1. *condemn*: nobody gets a lease any more; a segment with a lease is left alone;
+//! 2. *move* what the policy wants to keep, with its sequence, to the open segment;
+//! 3. *carry on* tombstones and clears that older recoverable records still need, and write new ones for keys whose newest version
+//!    goes while an older one could still be recovered;
+//! 4. *flush* what was written;
+//! 5. *free*: the region says so, durably;
+//! 6. *forget*: only now the entries leave the table, because other lanes take an entry's absence for its being unrecoverable;
+//! 7. the segment may be overwritten, or its space given back.
 
-pub(super) fn reclaim_one(_volume: &Volume) -> bool {
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::grant;
+use super::journal;
+use super::lane::{Lane, Role};
+use super::moves;
+use super::put::aligned;
+use super::remove::{self, CONTROL_RECORDS};
+use super::state::{Phase, Segment};
+use super::volume::Volume;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::format::sealed::{self, RegionHeader};
+use crate::index::{
+    self, ChunkSummary, EntryKind, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions,
+};
+
+/// Share of the live bytes that counts as hot, in percent.
+const HOT_PERCENT: u8 = 30;
+/// Entries looked at for a survey; larger tables are sampled.
+const SURVEY_ENTRIES: u64 = 50_000;
+
+/// A segment being reclaimed.
+pub(super) struct Victim {
+    pub(super) lane: Arc<Lane>,
+    pub(super) segment: u32,
+    pub(super) epoch: u32,
+    context: ReclaimContext,
+}
+
+/// What becomes of a victim's records.
+#[derive(Default)]
+struct Plan {
+    /// Slots worth writing again, the most wanted first: the records of each.
+    keep: Vec<Vec<Record>>,
+    /// Puts that are current and go.
+    drop: Vec<Record>,
+    /// Tombstones and clears.
+    hiding: Vec<Record>,
+}
+
+/// Reclaims the segment that the policy gives up first and that nobody leases; whether there was one.
+pub(super) fn reclaim_one(volume: &Volume) -> bool {
+    let mut refused = HashSet::new();
+    while let Some(victim) = choose(volume, &refused) {
+        match reclaim(volume, &victim) {
+            Ok(true) => return true,
+            Ok(false) => {}
+            Err(e) => {
+                tracing::warn!(lane = %victim.lane.dir.display(), segment = victim.segment, error = %e, "not reclaimed")
+            }
+        }
+        refused.insert((victim.lane.number, victim.segment));
+    }
     false
+}
+
+/// The next victim among the sealed segments of all lanes that this process holds.
+fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
+    let policy = index::by_name(&volume.ctx.options.policy)?;
+    let mut best: Option<(index::Rank, Victim)> = None;
+    for lane in volume.lanes().held() {
+        let (sealed, context) = survey(lane, refused).ok()?;
+        // What holds nothing goes first: nothing is lost with it.
+        let empty = sealed.iter().find(|s| s.live_chunks == 0).map(|s| s.segment);
+        let Some(segment) = empty.or_else(|| index::victim(&*policy, &sealed, &context)) else { continue };
+        let rank = match sealed.iter().find(|s| s.segment == segment) {
+            Some(summary) if summary.live_chunks > 0 => policy.rank(summary, &context),
+            _ => index::Rank(0, 0),
+        };
+        let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
+        if best.as_ref().is_none_or(|(least, _)| rank < *least) {
+            best = Some((rank, Victim { lane: Arc::clone(lane), segment, epoch, context }));
+        }
+    }
+    best.map(|(_, victim)| victim)
+}
+
+fn survey(lane: &Lane, refused: &HashSet<(u32, u32)>) -> Result<(Vec<SegmentSummary>, ReclaimContext)> {
+    let state = lane.state()?;
+    let table = lane.table();
+    let options = SurveyOptions {
+        segments: state.segments.len() as u32,
+        hot_percent: HOT_PERCENT,
+        sample_every: (table.len() / SURVEY_ENTRIES).max(1) as usize,
+        offset: state.tick as usize,
+    };
+    let survey = Survey::take(&table, &state.recency, &options);
+    let summary = |(number, segment): (usize, &Segment)| {
+        let number = number as u32;
+        if segment.phase != Phase::Sealed || refused.contains(&(lane.number, number)) {
+            return None;
+        }
+        let found = survey.segments.binary_search_by_key(&number, |s| s.segment).ok();
+        let found = found.and_then(|i| survey.segments.get(i)).copied().unwrap_or_default();
+        Some(SegmentSummary { segment: number, first_seq: segment.min_seq, ..found })
+    };
+    let sealed = state.segments.iter().enumerate().filter_map(summary).collect();
+    Ok((sealed, ReclaimContext { now: state.tick, hot_since: survey.hot_since }))
+}
+
+/// Reclaims one segment; false if somebody leases it.
+fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
+    if !condemn(volume, victim)? {
+        return Ok(false);
+    }
+    let outcome = empty(volume, victim).and_then(|records| {
+        write_free(&victim.lane, victim)?;
+        Ok(records)
+    });
+    match outcome {
+        Ok(records) => {
+            forget(&victim.lane, victim, &records)?;
+            hand_over(volume, victim)?;
+            Ok(true)
+        }
+        Err(e) => {
+            pardon(victim)?;
+            Err(e)
+        }
+    }
+}
+
+/// Nobody gets a lease on it from here on, unless somebody has one.
+fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
+    let mut state = victim.lane.state()?;
+    let Some(segment) = state.segment(victim.segment) else { return Ok(false) };
+    if segment.phase != Phase::Sealed || segment.epoch != victim.epoch {
+        return Ok(false);
+    }
+    if let Some(shared) = victim.lane.shared() {
+        match volume.ctx.with_lease_env(|env| shared.try_condemn(victim.segment, env)) {
+            // Beyond the shared file's range nobody can have a lease.
+            Ok(()) | Err(index::CondemnRefused::Invalid) => {}
+            Err(_) => return Ok(false),
+        }
+    }
+    segment.phase = Phase::Condemned;
+    Ok(true)
+}
+
+/// It could not be reclaimed and stays as it was. What was moved or carried on meanwhile lies in two places, which is harmless.
+fn pardon(victim: &Victim) -> Result<()> {
+    if let Some(segment) = victim.lane.state()?.segment(victim.segment) {
+        segment.phase = Phase::Sealed;
+    }
+    if let Some(shared) = victim.lane.shared() {
+        drop(shared.set_segment(victim.segment, SegmentState::Sealed, victim.epoch));
+    }
+    Ok(())
+}
+
+/// Moves, carries on, and makes that durable. Returns the segment's records.
+fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
+    let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
+    let records = records_of(victim)?;
+    let mut plan = plan(volume, victim, &records)?;
+    let mut written = false;
+    for slot in std::mem::take(&mut plan.keep) {
+        match moves::move_slot(volume, &own, victim, &slot) {
+            Ok(true) => written = true,
+            Ok(false) => plan.drop.extend(slot),
+            Err(e) => {
+                tracing::debug!(error = %e, "a chunk worth keeping was not moved");
+                plan.drop.extend(slot);
+            }
+        }
+    }
+    let evicted = plan.drop.len() as u64;
+    let carried = carry_on(volume, victim, plan);
+    if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
+        return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));
+    }
+    for records in carried.chunks(CONTROL_RECORDS) {
+        remove::write_control(volume, &own, records.to_vec(), Instant::now())?;
+        written = true;
+    }
+    if written {
+        journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
+    }
+    volume.ctx.counters.evicted.add(evicted);
+    Ok(records)
+}
+
+/// The segment's records: from its region, or, where that is damaged, as far as the table knows them.
+fn records_of(victim: &Victim) -> Result<Vec<Record>> {
+    let lane = &victim.lane;
+    match read_region(lane, victim) {
+        Ok(records) => return Ok(records),
+        Err(e) if e.kind() == ErrorKind::Corrupt => tracing::warn!(error = %e, "a damaged region is reclaimed"),
+        Err(e) => return Err(e),
+    }
+    let mut records = Vec::new();
+    lane.table().for_each(|_, e| {
+        if (e.segment, e.epoch) != (victim.segment, victim.epoch) {
+            return;
+        }
+        let (kind, key_kind) = match e.kind {
+            EntryKind::Tombstone => (RecordKind::Tombstone, KeyKind::Chain),
+            EntryKind::Object => (RecordKind::Put, KeyKind::Object),
+            _ => (RecordKind::Put, KeyKind::Chain),
+        };
+        records.push(Record {
+            sequence: e.seq,
+            segment: e.segment,
+            epoch: e.epoch,
+            page: e.page,
+            pages: e.pages,
+            header_crc: e.header_crc,
+            // Moving it needs what only the region knows.
+            tokens: 0,
+            ..Record::new(kind, key_kind, e.key)
+        });
+    });
+    Ok(records)
+}
+
+fn read_region(lane: &Lane, victim: &Victim) -> Result<Vec<Record>> {
+    let offset = lane.region_offset(victim.segment);
+    let page = journal::read(lane, &lane.index, offset, PAGE_BYTES)?;
+    let header = RegionHeader::decode(page.as_slice())?
+        .filter(|h| h.lane == *lane.id() && h.segment == victim.segment && h.epoch == victim.epoch)
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
+    if header.count == 0 {
+        return Ok(Vec::new());
+    }
+    let count = header.count.min(lane.region_records() as u32);
+    let len = sealed::region_bytes(count as usize) - PAGE_BYTES;
+    let body = journal::read(lane, &lane.index, offset + PAGE_BYTES as u64, len)?;
+    let (records, damaged) = sealed::decode_records(body.as_slice(), count);
+    if damaged > 0 {
+        lane.ctx.counters.damaged_records.add(u64::from(damaged));
+        return Err(Error::new(ErrorKind::Corrupt, "a region has damaged records")
+            .at(lane.index.path())
+            .offset(offset));
+    }
+    Ok(records)
+}
+
+fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
+    let lane = &victim.lane;
+    let table = lane.table();
+    let mut plan = Plan::default();
+    // A pack of objects is one slot with several records.
+    let mut slots: BTreeMap<u32, (ChunkSummary, Vec<Record>)> = BTreeMap::new();
+    for record in records {
+        if record.kind != RecordKind::Put {
+            plan.hiding.push(*record);
+            continue;
+        }
+        let Some((entry, slot)) = table.get_slot(&record.key) else { continue };
+        let here = (entry.seq, entry.segment, entry.epoch) == (record.sequence, victim.segment, victim.epoch);
+        if !here || entry.kind == EntryKind::Tombstone {
+            continue;
+        }
+        if record.length == 0 || !volume.is_newest(&record.key, &entry) {
+            plan.drop.push(*record);
+            continue;
+        }
+        let (last_touch, uses) = lane.state()?.recency.get(slot);
+        let seen = ChunkSummary {
+            tag: 0,
+            seq: record.sequence,
+            last_touch,
+            uses,
+            depth: record.depth,
+            bytes: u64::from(record.pages) * PAGE_BYTES as u64,
+        };
+        let (summary, all) = slots.entry(record.page).or_insert((seen, Vec::new()));
+        summary.last_touch = summary.last_touch.max(last_touch);
+        summary.uses = summary.uses.max(uses);
+        all.push(*record);
+    }
+    let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
+    let budget_bytes = (lane.segment_bytes() as f64 * volume.ctx.options.reclaim_write_budget) as u64;
+    let policy = index::by_name(&volume.ctx.options.policy);
+    let wanted = policy.map(|p| index::plan_keep(&*p, &summaries, budget_bytes, &victim.context)).unwrap_or_default();
+    let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
+    plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
+    plan.drop.extend(slots.into_iter().flatten());
+    Ok(plan)
+}
+
+/// The records that must not be lost with the segment.
+fn carry_on(volume: &Volume, victim: &Victim, plan: Plan) -> Vec<Record> {
+    let mut carried = Vec::new();
+    let mut seen = HashSet::new();
+    let cleared = volume.shard.cleared_up_to();
+    for record in plan.hiding {
+        let needed = match record.kind {
+            RecordKind::Clear => record.sequence >= cleared && clear_is_needed(volume, victim, record.sequence),
+            _ => record.sequence > cleared && tombstone_is_needed(volume, victim, &record),
+        };
+        if needed && seen.insert((record.key, record.sequence)) {
+            carried.push(record);
+        }
+    }
+    for record in plan.drop {
+        let orphaned = record.sequence > cleared && has_older(volume, victim, &record);
+        if orphaned && seen.insert((record.key, record.sequence)) {
+            // With the sequence of the version that goes: it hides all older ones and no newer one.
+            let hide = Record::new(RecordKind::Tombstone, KeyKind::Chain, record.key);
+            carried.push(Record { sequence: record.sequence, tenant: record.tenant, ..hide });
+        }
+    }
+    carried
+}
+
+/// Whether a tombstone is still what hides something.
+fn tombstone_is_needed(volume: &Volume, victim: &Victim, record: &Record) -> bool {
+    let newest = victim.lane.get(&record.key);
+    let superseded = newest.is_some_and(|e| e.seq > record.sequence);
+    !superseded && (has_older(volume, victim, record) || volume.is_being_stored(&record.key))
+}
+
+/// Whether a version of the key up to the record's could be recovered from somewhere else.
+fn has_older(volume: &Volume, victim: &Victim, record: &Record) -> bool {
+    volume.lanes().all.iter().any(|lane| {
+        let is_victims = lane.number == victim.lane.number;
+        let except = if is_victims { victim.segment } else { u32::MAX };
+        let shadowed =
+            lane.is_held() && lane.state().is_ok_and(|state| state.has_older(&record.key, record.sequence, except));
+        let in_table = || {
+            lane.get(&record.key).is_some_and(|e| {
+                let in_victim = is_victims && (e.segment, e.epoch) == (victim.segment, victim.epoch);
+                e.kind != EntryKind::Tombstone && e.seq <= record.sequence && !in_victim
+            })
+        };
+        shadowed || in_table()
+    })
+}
+
+/// A clear is needed while anything that it hides could be recovered; of other processes' lanes that is not known.
+fn clear_is_needed(volume: &Volume, victim: &Victim, sequence: u64) -> bool {
+    volume.lanes().all.iter().any(|lane| {
+        lane.state().map_or(true, |state| {
+            state.segments.iter().enumerate().any(|(number, s)| {
+                let is_victim = lane.number == victim.lane.number && number as u32 == victim.segment;
+                let empty = matches!(s.phase, Phase::Absent | Phase::Ready);
+                !is_victim && !empty && (s.min_seq < sequence || s.pending > 0)
+            })
+        })
+    })
+}
+
+/// Marks the region free for the next epoch, durably: from here on a recovery does not find the segment's records.
+fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
+    let header = RegionHeader {
+        lane: *lane.id(),
+        segment: victim.segment,
+        epoch: victim.epoch.wrapping_add(1),
+        state: sealed::SegmentState::Free,
+        count: 0,
+        min_sequence: 0,
+        max_sequence: 0,
+        sealed_ms: lane.ctx.options.clock.unix_ms(),
+    };
+    let index = Arc::clone(&lane.index);
+    journal::write(lane, &index, lane.region_offset(victim.segment), aligned(&header.encode())?)?;
+    journal::flush_file(lane, &index)
+}
+
+/// Takes the segment's entries out of the table, and forgets its old versions.
+fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
+    let mut state = lane.state()?;
+    let (table, shared) = (lane.table(), lane.shared());
+    for record in records.iter().filter(|r| r.kind != RecordKind::Clear) {
+        state.unshadow(&record.key, victim.segment, record.sequence);
+        let Some(entry) = table.get(&record.key) else { continue };
+        if (entry.segment, entry.epoch, entry.seq) != (victim.segment, victim.epoch, record.sequence) {
+            continue;
+        }
+        if let Some((old, slot)) = table.remove_if(&record.key, record.sequence)? {
+            state.gone(shared.as_ref(), &old);
+            state.recency.forget(slot);
+            if let Some(length) = super::state::partial_length(record, state.chunk_tokens) {
+                table.drop_partial(&record.parent, length)?;
+            }
+        }
+    }
+    if state.clear.is_some_and(|(_, segment)| segment == victim.segment) {
+        state.clear = None;
+    }
+    Ok(())
+}
+
+/// The segment is empty: the own lane uses it again, the space of any other is given back.
+fn hand_over(volume: &Volume, victim: &Victim) -> Result<()> {
+    let lane = &victim.lane;
+    let reuse = {
+        let mut state = lane.state()?;
+        let Some(segment) = state.segment(victim.segment) else { return Ok(()) };
+        let retired = segment.retired;
+        let epoch = victim.epoch.wrapping_add(1);
+        *segment = Segment { epoch, retired, ..Segment::absent() };
+        if let Some(shared) = lane.shared() {
+            drop(shared.set_live(victim.segment, 0, 0));
+            drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));
+        }
+        let reuse = lane.role == Role::Own && !retired;
+        if reuse {
+            grant::make_ready(&mut state, victim.segment);
+        }
+        reuse
+    };
+    volume.ctx.counters.reclaimed.add(1);
+    lane.progress.notify_all();
+    if !reuse {
+        grant::punch(lane, victim.segment);
+    }
+    Ok(())
 }

@@ -8,12 +8,11 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::lane::Lane;
 use super::sizes;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::journal::{self, JournalPage};
 use crate::format::record::{Record, RecordKind};
-use crate::format::sealed::{self, RegionHeader, SegmentState};
+use crate::format::sealed::{RegionHeader, SegmentState};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, record};
 use crate::io::{AlignedBuf, DirectFile};
@@ -336,28 +335,6 @@ pub fn for_each_page(
         at += len as u64;
     }
     Ok(())
-}
-
-/// The intact records of a sealed segment of a lane, read from its region.
-pub(super) fn region_records(lane: &Lane, segment: u32, epoch: u32) -> Result<Vec<Record>> {
-    let offset = lane.region_offset(segment);
-    let bytes = (lane.superblock.region_bytes).min(lane.index.len()?.saturating_sub(offset));
-    let mut buf = AlignedBuf::zeroed((bytes as usize / PAGE_BYTES * PAGE_BYTES).max(PAGE_BYTES))?;
-    read_part(lane, &mut buf, offset, PAGE_BYTES)?;
-    let header = RegionHeader::decode(&buf)?
-        .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
-        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
-    let wanted = sealed::region_bytes(header.count as usize).min(buf.len());
-    read_part(lane, &mut buf, offset, wanted)?;
-    let body = buf.get(PAGE_BYTES..wanted).unwrap_or_default();
-    let (records, damaged) = sealed::decode_records(body, header.count);
-    lane.ctx.counters.damaged_records.add(u64::from(damaged));
-    Ok(records)
-}
-
-fn read_part(lane: &Lane, buf: &mut AlignedBuf, offset: u64, len: usize) -> Result<()> {
-    let to = buf.get_mut(..len).ok_or_else(|| Error::new(ErrorKind::Corrupt, "a region is cut short"))?;
-    lane.index.read_at(to, offset)
 }
 
 /// Length of a file that may be missing; a hole at its end counts.

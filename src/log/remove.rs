@@ -167,6 +167,13 @@ pub(super) fn hide_version(volume: &Volume, key: &ChunkKey, sequence: u64) {
     }
 }
 
+/// Pages of the control slots that hold `records` records.
+pub(super) fn control_pages(records: usize) -> u32 {
+    let pages = |n: usize| SlotLayout::header_only(8 + n * RECORD_BYTES).pages();
+    let whole = (records / CONTROL_RECORDS) as u32 * pages(CONTROL_RECORDS);
+    whole + if records.is_multiple_of(CONTROL_RECORDS) { 0 } else { pages(records % CONTROL_RECORDS) }
+}
+
 /// Writes records to a control slot in the open segment, and hands them to the journal. Where they lie is entered into them.
 pub(super) fn write_control(
     volume: &Volume,
@@ -175,7 +182,8 @@ pub(super) fn write_control(
     deadline: Instant,
 ) -> Result<Vec<Record>> {
     let layout = SlotLayout::header_only(8 + records.len() * RECORD_BYTES);
-    let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32, records: records.len() };
+    let align = layout.align / PAGE_BYTES as u32;
+    let need = Need { pages: layout.pages(), align, records: records.len(), control: true };
     let place = wait_for_place(volume, lane, need, deadline)?;
     for r in &mut records {
         (r.segment, r.epoch, r.page, r.pages) = (place.segment, place.epoch, place.page, layout.pages());
@@ -227,7 +235,7 @@ pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline:
         lane.work.notify_one();
         volume.wake_keeper();
         let now = Instant::now();
-        if now >= deadline {
+        if now >= deadline || volume.ctx.is_closed() {
             return Err(Error::new(ErrorKind::NoSpace, "no segment became free in time").at(&lane.dir));
         }
         lane.progress.wait_until(&mut state, deadline.min(now + Duration::from_millis(20)));

@@ -48,7 +48,7 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
         let mut state = lane.state()?;
         let Some(s) = state.segment(segment) else { return Ok(()) };
         // No record is added from here on: what has not been published by now is refused.
-        s.phase = Phase::Sealed;
+        s.phase = Phase::Sealing;
         (s.epoch, std::mem::take(&mut s.records))
     };
     let header = region_header(lane, (segment, epoch), &records);
@@ -65,6 +65,7 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
     }
     state.failures = 0;
     if let Some(s) = state.segment(segment) {
+        s.phase = Phase::Sealed;
         s.full_since = None;
     }
     recycle(&mut state, (segment, epoch));

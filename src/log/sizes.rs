@@ -30,7 +30,8 @@ impl Sizes {
     pub(super) fn plan(options: &LogOptions) -> Result<Self> {
         let slot = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens).slot_bytes;
         let wanted = match options.segment_bytes {
-            Some(bytes) => bytes.max(slot),
+            // Besides a chunk, a segment holds what it keeps back for control slots.
+            Some(bytes) => bytes.max(slot + slot / 15 + PAGE_BYTES as u64),
             None => (options.capacity_bytes / 64).min(GIB).max(4 * slot),
         };
         let segment_bytes = wanted.max(COARSE_BYTES as u64).next_multiple_of(COARSE_BYTES as u64);

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Instant;
 
 use super::ring::Ring;
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::index::{self, Entry, EntryKind, Recency, SegmentState, Table};
@@ -32,6 +32,8 @@ pub(super) enum Phase {
     Open,
     /// Takes no more puts; waits for those begun, then for its seal.
     Full,
+    /// Its seal is being written.
+    Sealing,
     /// Sealed.
     Sealed,
     /// Being reclaimed.
@@ -114,6 +116,13 @@ pub(super) struct Need {
     /// Alignment of its start in pages.
     pub(super) align: u32,
     pub(super) records: usize,
+    /// Whether it may use what every segment keeps back for control slots.
+    pub(super) control: bool,
+}
+
+/// Pages of a segment that only control slots may use: reclaim must always find room for the tombstones it carries on.
+pub(super) fn reserve_pages(segment_pages: u32) -> u32 {
+    (segment_pages / 16).clamp(1, 32)
 }
 
 /// State of a held lane.
@@ -144,14 +153,20 @@ pub(super) struct State {
     pub(super) wanted: bool,
     /// Flushes asked for, and done.
     pub(super) flush_asked: u64,
+    /// Reclaim waits for the journal: it may use the ring's last pages.
+    pub(super) urgent: bool,
     pub(super) flush_done: u64,
     /// How the flush done last ended.
-    pub(super) flush_error: Option<String>,
+    pub(super) flush_error: Option<(ErrorKind, String)>,
+    /// The table could not grow for want of room: the keeper is to give some back.
+    pub(super) starved: bool,
     /// When to try again to let the table grow.
     pub(super) grow_after: Option<Instant>,
     /// Writes to index.kv that failed in a row.
     pub(super) failures: u32,
     pub(super) stop: bool,
+    /// The journal thread has ended.
+    pub(super) stopped: bool,
     /// Tests only: the threads end without writing anything more.
     pub(super) abandoned: bool,
     /// Tokens of a full chunk: shorter ones are partial.
@@ -183,6 +198,15 @@ impl State {
         self.ready.is_empty() && (self.wanted || self.open.is_some_and(half_full))
     }
 
+    /// Whether control slots of so many pages and records find room without reclaim.
+    pub(super) fn has_control_room(&self, pages: u32, records: usize) -> bool {
+        let open = self.open.and_then(|n| self.segments.get(n as usize));
+        let fits = open.is_some_and(|s| {
+            s.next_page + pages <= self.segment_pages && s.records.len() + s.promised + records <= self.region_records
+        });
+        fits || records == 0 || !self.ready.is_empty()
+    }
+
     /// Segment and epoch of the open segment if it has room for one more record.
     pub(super) fn place_for_record(&self) -> Option<(u32, u32)> {
         let number = self.open?;
@@ -190,23 +214,27 @@ impl State {
         (segment.records.len() + segment.promised < self.region_records).then_some((number, segment.epoch))
     }
 
-    /// Gives a place in the open segment, opening the next one if it does not fit.
+    /// Gives a place in the open segment, opening the next one if it does not fit. The open one is kept while no next one is
+    /// ready: reclaim may need its reserve to make one ready.
     pub(super) fn place(&mut self, need: Need, shared: Option<&index::Lane>) -> std::result::Result<Place, NoPlace> {
         if self.is_broken() {
             return Err(NoPlace::Broken);
         }
-        for _ in 0..2 {
-            if let Some(place) = self.place_in_open(need) {
-                return Ok(place);
-            }
-            self.close_open();
-            self.open_next(shared)?;
+        if let Some(place) = self.place_in_open(need) {
+            return Ok(place);
         }
-        Err(NoPlace::NotReady)
+        if self.ready.is_empty() {
+            self.wanted = true;
+            return Err(NoPlace::NotReady);
+        }
+        self.close_open();
+        self.open_next(shared)?;
+        self.place_in_open(need).ok_or(NoPlace::NotReady)
     }
 
     fn place_in_open(&mut self, need: Need) -> Option<Place> {
-        let (pages, records) = (self.segment_pages, self.region_records);
+        let kept = if need.control { (0, 0) } else { (reserve_pages(self.segment_pages), self.region_records / 8) };
+        let (pages, records) = (self.segment_pages - kept.0, self.region_records - kept.1);
         let number = self.open?;
         let segment = self.segment(number)?;
         let page = segment.next_page.checked_next_multiple_of(need.align.max(1))?;

@@ -4,7 +4,7 @@ use super::ctx::Ctx;
 use super::lane::{self, Lane};
 use super::paths;
 use super::state::State;
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::index::{self, LaneSpec, Recency, Table, TableSpec};
 use std::path::Path;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ pub(super) fn shared_state(ctx: &Ctx, dir: &Path, segments: u32) -> Result<index
 }
 
 /// How long after a failure to grow the table the next try is made.
-const GROW_RETRY: Duration = Duration::from_secs(1);
+const GROW_RETRY: Duration = Duration::from_millis(200);
 
 /// Whether the table should grow now.
 pub(super) fn wants_growth(lane: &Lane, state: &State) -> bool {
@@ -83,9 +83,17 @@ pub(super) fn grow(lane: &Lane) -> Result<()> {
     let outcome = try_grow(lane);
     if let Err(e) = &outcome {
         tracing::warn!(lane = %lane.dir.display(), error = %e, "the index could not grow");
-        lane.state()?.grow_after = Some(Instant::now() + GROW_RETRY);
+        let mut state = lane.state()?;
+        state.grow_after = Some(Instant::now() + GROW_RETRY);
+        state.starved |= e.kind() == ErrorKind::NoSpace;
     }
     outcome
+}
+
+/// Bytes to keep free for the table's next growth when a segment is added.
+pub(super) fn growth_bytes(lane: &Lane) -> u64 {
+    let table = lane.table();
+    Table::file_bytes(table.next_max_entries()).unwrap_or_else(|_| table.bytes())
 }
 
 fn try_grow(lane: &Lane) -> Result<()> {
@@ -99,7 +107,7 @@ fn try_grow(lane: &Lane) -> Result<()> {
         TableSpec { max_entries: entries, boot: lane.ctx.boot, generation: old.generation() + 1, writer: lane.ctx.me };
     let make = || Table::create(&paths::new_shared(&lane.dir, paths::TABLE_SHM, bytes)?, &spec);
     let new = match &lane.budget {
-        Some(budget) => budget.grant(bytes, make)?,
+        Some(budget) => budget.grant(bytes, 0, make)?,
         None => make()?,
     };
     let mut state = lane.state()?;
@@ -109,6 +117,7 @@ fn try_grow(lane: &Lane) -> Result<()> {
     paths::put_in_place(&lane.dir, paths::TABLE_SHM)?;
     state.recency = recency;
     state.grow_after = None;
+    state.starved = false;
     lane.set_table(Arc::new(new));
     old.mark_moved();
     Ok(())

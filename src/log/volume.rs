@@ -22,6 +22,7 @@ use super::paths;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{Access, Shard};
 use crate::io;
+use crate::key::ChunkKey;
 
 /// The lanes of a drive, at one moment.
 #[derive(Debug, Default)]
@@ -304,6 +305,11 @@ impl Volume {
         self.lanes.read().own.clone()
     }
 
+    /// Whether a put of this process is storing the key.
+    pub(super) fn is_being_stored(&self, key: &ChunkKey) -> bool {
+        self.ctx.in_flight.contains(key)
+    }
+
     /// Whether it takes puts.
     pub(super) fn takes_puts(&self) -> bool {
         self.health.is_good() && !self.is_draining() && self.own().is_some()
@@ -322,7 +328,8 @@ impl Volume {
 
     /// Asks the keeper to look for room.
     pub(super) fn wake_keeper(&self) {
-        drop(self.wake.0.try_send(()));
+        // One that is awake already needs no second call.
+        let _ = self.wake.0.try_send(());
     }
 }
 
