@@ -149,7 +149,8 @@ fn writes_that_never_reach_the_drive_are_noticed_at_the_load() {
     armed.store(false, Ordering::SeqCst);
     let b = w.kv();
     let result = load(&engine, &p, &b, map);
-    assert_eq!((stored, result.tokens, result.missed(MissCause::Corrupt)), (2, 0, 1));
+    assert_eq!((stored, result.tokens), (2, 0));
+    assert!(result.missed(MissCause::Corrupt) >= 1, "{result:?}");
 }
 
 #[test]

@@ -106,11 +106,12 @@ impl ChunkSink for LogSink {
         let put = Arc::clone(&self.put);
         let done = transfer.done;
         transfer.done = Box::new(move |result, buf| {
-            if let Err(e) = &result
-                && let Some(put) = put.lock().take()
-            {
+            let failed = if result.is_err() { put.lock().take() } else { None };
+            if let (Some(put), Err(e)) = (failed, &result) {
                 put.fail(e);
             }
+            // A put that was given up ends with its last write, before anybody learns of that.
+            drop(put);
             done(result, buf);
         });
         let queue = self.log.drive(self.drive).map(|d| &d.write);
