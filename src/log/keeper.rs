@@ -31,6 +31,7 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
 }
 
 struct Keeper {
+    /// The latest logical time of the lanes, so that all of them stay near it.
     tick: u32,
     cursors: Vec<(u32, TouchCursor)>,
     last_scan: Instant,
@@ -38,8 +39,6 @@ struct Keeper {
 
 impl Keeper {
     fn drain_touches(&mut self, volume: &Volume) {
-        // One logical time for all lanes; at twenty a second it lasts for years.
-        let tick = self.tick.min(u32::MAX - 2);
         for lane in volume.lanes().held() {
             let Some(shared) = lane.shared() else { continue };
             let Some(cursor) = self.cursor(lane, &shared) else { continue };
@@ -47,13 +46,13 @@ impl Keeper {
             let table = lane.table();
             shared.drain_touches(cursor, |tag| {
                 if let Some(slot) = table.slot_of_tag(tag) {
+                    let tick = state.next_tick(&table);
                     state.recency.touch(slot, tick);
                 }
             });
-            // What is stored from now on is as recent as what is used from now on.
-            state.tick = tick + 1;
+            state.tick = state.tick.saturating_add(1).max(self.tick);
+            self.tick = state.tick;
         }
-        self.tick = tick + 1;
     }
 
     fn cursor(&mut self, lane: &Lane, shared: &crate::index::Lane) -> Option<&mut TouchCursor> {

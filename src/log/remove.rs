@@ -226,7 +226,12 @@ pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline:
     let mut state = lane.state()?;
     loop {
         match state.place(need, shared.as_ref()) {
-            Ok(place) => return Ok(place),
+            Ok(place) => {
+                if state.wants_segment() {
+                    volume.wake_keeper();
+                }
+                return Ok(place);
+            }
             Err(NoPlace::Broken) => {
                 return Err(Error::new(ErrorKind::Io, "the lane takes nothing after write errors").at(&lane.dir));
             }

@@ -149,6 +149,7 @@ pub(super) struct State {
     pub(super) recency: Recency,
     /// Logical time of recency.
     pub(super) tick: u32,
+    pub(super) uses_in_tick: u64,
     /// Somebody asked for a segment and found none.
     pub(super) wanted: bool,
     /// Flushes asked for, and done.
@@ -192,10 +193,13 @@ impl State {
         self.failures >= BROKEN_AFTER
     }
 
-    /// Whether a free segment should be made ready: none is, and the open one is half full or somebody waits.
+    /// Whether a free segment should be made ready: none is, and somebody waits or the open one is in use. Early, so that
+    /// reclaim finds room for what it moves; where segments are few, later, because each is a large part of the cache.
     pub(super) fn wants_segment(&self) -> bool {
-        let half_full = |n: u32| self.segments.get(n as usize).is_some_and(|s| s.next_page > self.segment_pages / 2);
-        self.ready.is_empty() && (self.wanted || self.open.is_some_and(half_full))
+        let in_use = self.segments.iter().filter(|s| s.phase != Phase::Absent).count();
+        let early = if in_use < 8 { self.segment_pages / 2 } else { 0 };
+        let begun = |n: u32| self.segments.get(n as usize).is_some_and(|s| s.next_page > early);
+        self.ready.is_empty() && (self.wanted || self.open.is_some_and(begun))
     }
 
     /// Whether control slots of so many pages and records find room without reclaim.
@@ -342,11 +346,23 @@ impl State {
         }
         if is_put {
             self.came(table, shared, &entry, record)?;
-            self.recency.insert(inserted.slot, self.tick, 0);
+            let tick = self.next_tick(table);
+            self.recency.insert(inserted.slot, tick, 0);
         } else {
             self.recency.forget(inserted.slot);
         }
         Ok(true)
+    }
+
+    /// The logical time of one more use. It advances with the number of uses, so that a tick is a small part of the cache
+    /// however fast it is used.
+    pub(super) fn next_tick(&mut self, table: &Table) -> u32 {
+        self.uses_in_tick += 1;
+        if self.uses_in_tick >= (table.len() / 256).max(8) {
+            self.uses_in_tick = 0;
+            self.tick = self.tick.saturating_add(1);
+        }
+        self.tick
     }
 
     fn came(&mut self, table: &Table, shared: Option<&index::Lane>, entry: &Entry, record: &Record) -> Result<()> {
