@@ -20,7 +20,7 @@ fn main() {
     let run = extent / (geometry.chunk_tokens as usize / BLOCK_TOKENS) / geometry.layers[0].planes.len();
     // Far larger than any cache, as the server's KV is.
     let copies = (256 << 20) / extent;
-    let source: Vec<u8> = (0..extent * 8).map(|i| (i * 31 >> 3) as u8).collect();
+    let source: Vec<u8> = (0..extent * 8).map(|i| ((i * 31) >> 3) as u8).collect();
     let mut blocks = vec![1u8; copies * extent];
     let bytes = (ROUNDS * extent) as f64;
     let start = Instant::now();

@@ -5,6 +5,7 @@
 
 pub mod config;
 pub mod device;
+pub mod engine;
 pub mod error;
 pub mod format;
 pub mod geometry;

@@ -1,1 +1,216 @@
-//! Counters and histograms.
+//! Building blocks of metrics: a histogram of plain atomics that any room may keep, and the text exposition.
+//!
+//! Rooms count in atomics of their own; the engine reads them when somebody asks and hands them to an [`Exposition`]. Nothing
+//! here is global, and nothing is registered anywhere.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use prometheus::proto::{
+    Bucket, Counter, Gauge, Histogram as ProtoHistogram, LabelPair, Metric, MetricFamily, MetricType,
+};
+use prometheus::{Encoder, TextEncoder};
+
+use crate::error::{Error, ErrorKind, Result};
+
+const BUCKETS: usize = 22;
+/// Upper bound of the first bucket; each further one is twice as wide.
+const FIRST_NS: u64 = 16_000;
+
+/// A histogram of durations: buckets from 16 µs to 34 s, each twice as wide as the one before.
+#[derive(Debug, Default)]
+pub struct Histogram {
+    buckets: [AtomicU64; BUCKETS],
+    count: AtomicU64,
+    sum_ns: AtomicU64,
+}
+
+impl Histogram {
+    /// Counts one duration.
+    pub fn observe(&self, took: Duration) {
+        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        let at = (0..BUCKETS).find(|&i| ns <= FIRST_NS << i);
+        if let Some(bucket) = at.and_then(|i| self.buckets.get(i)) {
+            bucket.fetch_add(1, Ordering::Relaxed);
+        }
+        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
+        self.count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Durations counted.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// Their sum.
+    #[must_use]
+    pub fn sum(&self) -> Duration {
+        Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed))
+    }
+
+    fn proto(&self) -> ProtoHistogram {
+        let mut below = 0;
+        let bucket = |(i, n): (usize, &AtomicU64)| {
+            below += n.load(Ordering::Relaxed);
+            let mut bucket = Bucket::default();
+            bucket.set_cumulative_count(below);
+            bucket.set_upper_bound((FIRST_NS << i) as f64 / 1e9);
+            bucket
+        };
+        let buckets = self.buckets.iter().enumerate().map(bucket).collect();
+        let mut proto = ProtoHistogram::default();
+        proto.set_bucket(buckets);
+        proto.set_sample_count(self.count());
+        proto.set_sample_sum(self.sum().as_secs_f64());
+        proto
+    }
+}
+
+/// What a metric is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Only grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// A distribution of durations, in seconds.
+    Histogram,
+}
+
+impl Kind {
+    /// The word in documentation and exposition.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+        }
+    }
+}
+
+/// One metric: what `docs/metrics.md` says of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// Name in the exposition.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: Kind,
+    /// Names of its labels.
+    pub labels: &'static [&'static str],
+    /// What it says.
+    pub help: &'static str,
+}
+
+/// Values of metrics at one moment, to be rendered as text.
+#[derive(Debug, Default)]
+pub struct Exposition {
+    families: Vec<MetricFamily>,
+}
+
+impl Exposition {
+    /// An exposition without values.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a value of a counter or gauge, with one label value per label of the description.
+    pub fn value(&mut self, of: &Description, labels: &[&str], value: f64) {
+        let mut metric = labelled(of, labels);
+        if of.kind == Kind::Counter {
+            let mut counter = Counter::default();
+            counter.set_value(value);
+            metric.set_counter(counter);
+        } else {
+            let mut gauge = Gauge::default();
+            gauge.set_value(value);
+            metric.set_gauge(gauge);
+        }
+        self.push(of, metric);
+    }
+
+    /// Adds a histogram.
+    pub fn histogram(&mut self, of: &Description, labels: &[&str], histogram: &Histogram) {
+        let mut metric = labelled(of, labels);
+        metric.set_histogram(histogram.proto());
+        self.push(of, metric);
+    }
+
+    fn push(&mut self, of: &Description, metric: Metric) {
+        if let Some(family) = self.families.iter_mut().find(|f| f.name() == of.name) {
+            family.mut_metric().push(metric);
+            return;
+        }
+        let mut family = MetricFamily::default();
+        family.set_name(of.name.to_owned());
+        family.set_help(of.help.to_owned());
+        family.set_field_type(match of.kind {
+            Kind::Counter => MetricType::COUNTER,
+            Kind::Gauge => MetricType::GAUGE,
+            Kind::Histogram => MetricType::HISTOGRAM,
+        });
+        family.mut_metric().push(metric);
+        self.families.push(family);
+    }
+
+    /// The names of the metrics that have values.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.families.iter().map(|f| f.name())
+    }
+
+    /// The metric families, for a program that has a registry of its own.
+    #[must_use]
+    pub fn into_families(self) -> Vec<MetricFamily> {
+        self.families
+    }
+
+    /// The Prometheus text exposition.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Internal`] where a family is malformed.
+    pub fn to_text(&self) -> Result<String> {
+        let mut text = Vec::new();
+        let broken = |e: prometheus::Error| Error::new(ErrorKind::Internal, "metrics cannot be rendered").source(e);
+        TextEncoder::new().encode(&self.families, &mut text).map_err(broken)?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+}
+
+fn labelled(of: &Description, labels: &[&str]) -> Metric {
+    let pair = |(name, value): (&&str, &&str)| {
+        let mut pair = LabelPair::default();
+        pair.set_name((*name).to_owned());
+        pair.set_value((*value).to_owned());
+        pair
+    };
+    let mut metric = Metric::default();
+    metric.set_label(of.labels.iter().zip(labels).map(pair).collect());
+    metric
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_and_histograms_become_text() {
+        let loads = Description { name: "x_total", kind: Kind::Counter, labels: &["cause"], help: "X." };
+        let seconds = Description { name: "y_seconds", kind: Kind::Histogram, labels: &[], help: "Y." };
+        let h = Histogram::default();
+        h.observe(Duration::from_micros(20));
+        h.observe(Duration::from_secs(1000));
+        let mut e = Exposition::new();
+        e.value(&loads, &["a"], 1.0);
+        e.value(&loads, &["b"], 2.0);
+        e.histogram(&seconds, &[], &h);
+        let text = e.to_text().unwrap();
+        let all = ["# TYPE x_total counter", "x_total{cause=\"a\"} 1", "x_total{cause=\"b\"} 2", "# HELP y_seconds Y."];
+        let buckets = ["y_seconds_bucket{le=\"0.000016\"} 0", "y_seconds_bucket{le=\"0.000032\"} 1"];
+        let sums = ["y_seconds_bucket{le=\"+Inf\"} 2", "y_seconds_sum 1000.00002", "y_seconds_count 2"];
+        for line in all.iter().chain(&buckets).chain(&sums) {
+            assert!(text.contains(line), "{line:?} is not in\n{text}");
+        }
+    }
+}

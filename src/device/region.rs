@@ -16,6 +16,18 @@ use crate::io::MemRegion;
 /// Bytes of a huge page, and the alignment of regions at least as long.
 const HUGE_BYTES: usize = 2 << 20;
 
+/// Alignment that every region of at least 64 KiB has, for slots of that alignment in it.
+const SLOT_ALIGN: usize = 64 << 10;
+
+/// The alignment of a region of `len` bytes.
+const fn alignment(len: usize) -> usize {
+    match len {
+        HUGE_BYTES.. => HUGE_BYTES,
+        SLOT_ALIGN.. => SLOT_ALIGN,
+        _ => 4096,
+    }
+}
+
 /// Which pages to ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugePages {
@@ -77,7 +89,7 @@ unsafe impl MemRegion for Region {
 }
 
 impl Region {
-    /// A region of `len` bytes, aligned to 2 MiB where it is at least that long, else to a page.
+    /// A region of `len` bytes, aligned to 2 MiB where it is at least that long, to 64 KiB from there on, else to a page.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] for a length of 0 or near the address space; what the operating system says otherwise.
@@ -124,12 +136,15 @@ impl Region {
     fn map(len: usize) -> Result<Self> {
         let page = 4096;
         let mapped_len = len.next_multiple_of(page);
-        let slack = if len >= HUGE_BYTES { HUGE_BYTES } else { 0 };
+        let slack = match alignment(len) {
+            align if align > page => align,
+            _ => 0,
+        };
         let total = mapped_len + slack;
         let ptr = mmap(total, 0).map_err(|e| {
             Error::io(format!("cannot map {total} bytes"), e).advice("lower the staging size or raise the memory limit")
         })?;
-        let head = if slack > 0 { ptr.as_ptr().align_offset(HUGE_BYTES).min(slack) } else { 0 };
+        let head = if slack > 0 { ptr.as_ptr().align_offset(slack).min(slack) } else { 0 };
         // SAFETY: head <= slack, so the result is inside the mapping.
         let aligned = unsafe { ptr.add(head) };
         for (offset, bytes) in [(0, head), (head + mapped_len, slack - head)] {
@@ -207,11 +222,10 @@ mod tests {
     fn every_wish_ends_in_a_usable_region() {
         for hugepages in [HugePages::Off, HugePages::Transparent, HugePages::On] {
             for numa in [None, Some(0), Some(900), Some(5000)] {
-                for len in [1, 4097, HUGE_BYTES, 3 * HUGE_BYTES + 5] {
+                for len in [1, 4097, SLOT_ALIGN, HUGE_BYTES - 1, HUGE_BYTES, 3 * HUGE_BYTES + 5] {
                     let r = Region::new(len, &RegionOptions { hugepages, numa }).unwrap();
                     assert_eq!(r.len(), len);
-                    let align = if len >= HUGE_BYTES { HUGE_BYTES } else { 4096 };
-                    assert_eq!(r.as_mut_ptr() as usize % align, 0);
+                    assert_eq!(r.as_mut_ptr() as usize % alignment(len), 0);
                     // SAFETY: the last byte of a region that only this test uses.
                     unsafe { r.as_mut_ptr().add(len - 1).write(1) };
                 }

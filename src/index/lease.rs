@@ -93,14 +93,14 @@ impl LeaseGuard {
 impl Drop for LeaseGuard {
     fn drop(&mut self) {
         let inner = &self.lane.inner;
-        if inner.process != std::process::id() {
-            return;
-        }
         let mut held = inner.held.lock();
         let Some(mine) = held.get_mut(&(self.segment, self.epoch)) else { return };
         mine.guards = mine.guards.saturating_sub(1);
         if mine.guards == 0 {
-            inner.end(mine.record, mine.owner);
+            // A forked child only drops its copy of the count.
+            if inner.process == std::process::id() {
+                inner.end(mine.record, mine.owner);
+            }
             held.remove(&(self.segment, self.epoch));
         }
     }
@@ -242,6 +242,9 @@ impl Inner {
     }
 
     fn over_share(&self, segment: u32, now_ns: u64) -> bool {
+        if self.lease_limit >= self.segments as usize {
+            return false;
+        }
         let leased = self.leased(now_ns);
         // A segment that others lease as well costs the share nothing.
         leased.len() > self.lease_limit && leased.iter().any(|(s, records)| *s == segment && *records == 1)
@@ -302,4 +305,12 @@ impl Inner {
 
 fn claim_time(now_ns: u64) -> u64 {
     (now_ns / 1_000_000) & CLAIM_TIME_MASK
+}
+
+#[cfg(test)]
+impl Inner {
+    /// Claims a record as a process does that dies before it publishes.
+    pub(super) fn die_claiming(&self, now_ns: u64) {
+        let _ = self.claim(now_ns);
+    }
 }

@@ -12,7 +12,7 @@
 //! 512 bytes, eight cache lines. The first line holds the sequence word (odd while the writer is in the bucket), seven tags of
 //! 16 bits, a count of the entries that found the bucket full and went on, and seven kinds. The other seven lines hold one
 //! entry of eight words each. A miss usually costs one cache line, a hit two; [`Table::lookup`] fetches both ahead of need.
-//! An entry that finds its bucket full goes to one of the next [`MAX_PROBE`]; entries never move afterwards, so that a
+//! An entry that finds its bucket full goes to the next of [`MAX_PROBE`] places; entries never move afterwards, so that a
 //! reader needs no more than one consistent bucket at a time.
 //!
 //! # Invariants

@@ -3,7 +3,6 @@
 //! Kept by the lane's writer in its own memory, 5 bytes per slot, and not in the shared pages: a lookup must not dirty pages
 //! that the kernel would then write to the drive. Time is a logical tick that the caller passes.
 
-use super::entry::Entry;
 use super::policy::SegmentSummary;
 use super::table::Table;
 
@@ -91,37 +90,45 @@ impl Survey {
     #[must_use]
     pub fn take(table: &Table, recency: &Recency, options: &SurveyOptions) -> Self {
         let every = options.sample_every.max(1);
-        let mut seen: Vec<(u32, u64, Entry)> = Vec::new();
+        // Tick, pages and segment of each entry seen.
+        let mut seen: Vec<(u32, u32, u32)> = Vec::new();
+        let mut segments: Vec<SegmentSummary> = Vec::new();
         table.for_each_sample(every, options.offset % every, |slot, entry| {
-            if entry.segment < options.segments && entry.pages > 0 {
-                seen.push((recency.get(slot).0, u64::from(entry.pages) * PAGE_BYTES, *entry));
+            if entry.segment >= options.segments || entry.pages == 0 {
+                return;
+            }
+            let at = entry.segment as usize;
+            if at >= segments.len() {
+                segments.resize(at + 1, SegmentSummary { first_seq: u64::MAX, ..SegmentSummary::default() });
+            }
+            if let Some(summary) = segments.get_mut(at) {
+                let tick = recency.get(slot).0;
+                summary.segment = entry.segment;
+                summary.first_seq = summary.first_seq.min(entry.seq);
+                summary.last_touch = summary.last_touch.max(tick);
+                summary.live_bytes += u64::from(entry.pages) * PAGE_BYTES * every as u64;
+                summary.live_chunks += every as u64;
+                seen.push((tick, entry.pages, entry.segment));
             }
         });
         let hot_since = hot_since(&mut seen, options.hot_percent);
-        let mut segments: Vec<SegmentSummary> = Vec::new();
-        seen.sort_unstable_by_key(|(_, _, entry)| entry.segment);
-        for (tick, bytes, entry) in seen {
-            if segments.last().is_none_or(|s| s.segment != entry.segment) {
-                segments.push(SegmentSummary { segment: entry.segment, first_seq: entry.seq, ..Default::default() });
+        for (_, pages, segment) in seen.iter().take_while(|(tick, ..)| *tick >= hot_since) {
+            if let Some(summary) = segments.get_mut(*segment as usize) {
+                summary.hot_bytes += u64::from(*pages) * PAGE_BYTES * every as u64;
             }
-            let Some(summary) = segments.last_mut() else { continue };
-            let bytes = bytes * every as u64;
-            summary.first_seq = summary.first_seq.min(entry.seq);
-            summary.last_touch = summary.last_touch.max(tick);
-            summary.live_bytes += bytes;
-            summary.hot_bytes += if tick >= hot_since { bytes } else { 0 };
-            summary.live_chunks += every as u64;
         }
+        segments.retain(|s| s.live_chunks > 0);
         Self { segments, hot_since }
     }
 }
 
-fn hot_since(seen: &mut [(u32, u64, Entry)], hot_percent: u8) -> u32 {
-    let total: u64 = seen.iter().map(|(_, bytes, _)| bytes).sum();
-    seen.sort_unstable_by_key(|(tick, _, _)| std::cmp::Reverse(*tick));
+/// Sorts by tick, the latest first, and says since when entries are hot.
+fn hot_since(seen: &mut [(u32, u32, u32)], hot_percent: u8) -> u32 {
+    let total: u64 = seen.iter().map(|(_, pages, _)| u64::from(*pages)).sum();
+    seen.sort_unstable_by_key(|(tick, ..)| std::cmp::Reverse(*tick));
     let mut hot = 0;
-    for (tick, bytes, _) in seen.iter() {
-        hot += bytes;
+    for (tick, pages, _) in seen.iter() {
+        hot += u64::from(*pages);
         if hot * 100 > total * u64::from(hot_percent) {
             return tick.saturating_add(1);
         }

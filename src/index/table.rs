@@ -4,12 +4,12 @@
 //! The log lets no two writers be. Lookups take no lock and make no system call.
 
 use std::fs::File;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
 use super::bucket::{
-    BUCKET_WORDS, Bucket, BucketMut, Line, MAX_PROBE, SLOTS_PER_BUCKET, Scan, Wanted, line_word, place,
+    BUCKET_WORDS, Bucket, BucketMut, Hint, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, place,
 };
 use super::entry::{Entry, EntryKind, key_words};
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
@@ -21,7 +21,7 @@ use crate::key::ChunkKey;
 pub(super) const W_LEN: usize = W_OWN;
 
 /// Keys in flight between the fetch of a bucket's first line, of its entry, and the comparison.
-const LOOKAHEAD: usize = 24;
+pub(super) const LOOKAHEAD: usize = 24;
 
 /// What a new table is made for.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +47,14 @@ pub(super) struct WriterState {
     pub(super) crowded: bool,
 }
 
+/// The bucket that was last found locked for good, and its sequence then. The two are stored apart; a mix of two buckets
+/// only makes one lookup wait again.
+#[derive(Debug, Default)]
+struct Stuck {
+    bucket: AtomicUsize,
+    sequence: AtomicU64,
+}
+
 /// One lane's entries.
 #[derive(Debug)]
 pub struct Table {
@@ -54,17 +62,23 @@ pub struct Table {
     pub(super) buckets: usize,
     max_entries: u64,
     generation: u64,
+    stuck: Stuck,
+    /// Lookups that gave up on a locked bucket.
+    gave_up: AtomicU64,
     /// Present in the writer alone.
     pub(super) writer: Option<Mutex<WriterState>>,
 }
 
-/// Buckets for `max_entries` at seven eighths full: there, about one lookup in four of a missing key goes on to a second
-/// bucket, and no entry of a million lies further than ten from its home.
+/// Buckets for `max_entries` at seven eighths full: there, half of the lookups of a missing key go on to a second bucket.
 fn buckets_for(max_entries: u64) -> Option<u64> {
     let slots = max_entries.checked_mul(8)?.div_ceil(7);
     // Slots are numbered with 32 bits; a few buckets more than needed let small tables spread.
     let buckets = slots.div_ceil(SLOTS_PER_BUCKET as u64).checked_add(2)?;
     (buckets < u64::from(u32::MAX) / SLOTS_PER_BUCKET as u64).then_some(buckets)
+}
+
+fn word_of(bucket: usize) -> usize {
+    HEADER_WORDS + bucket * BUCKET_WORDS
 }
 
 impl Table {
@@ -111,6 +125,8 @@ impl Table {
             buckets: buckets as usize,
             max_entries: spec.max_entries,
             generation: spec.generation,
+            stuck: Stuck::default(),
+            gave_up: AtomicU64::new(0),
             writer: Some(Mutex::default()),
         })
     }
@@ -131,7 +147,15 @@ impl Table {
         if !fits || buckets == 0 {
             return Err(Error::new(ErrorKind::Corrupt, "the table's buckets lie beyond its end"));
         }
-        Ok(Self { map, buckets: buckets as usize, max_entries, generation: header.generation, writer: None })
+        Ok(Self {
+            map,
+            buckets: buckets as usize,
+            max_entries,
+            generation: header.generation,
+            stuck: Stuck::default(),
+            gave_up: AtomicU64::new(0),
+            writer: None,
+        })
     }
 
     /// Maps all pages now: a reader's first lookups then pay no page faults.
@@ -181,6 +205,13 @@ impl Table {
     #[must_use]
     pub fn slots(&self) -> usize {
         self.buckets * SLOTS_PER_BUCKET
+    }
+
+    /// Lookups through this object that missed because the writer stayed within a bucket for milliseconds: it died, or the
+    /// machine took its processor away.
+    #[must_use]
+    pub fn gave_up(&self) -> u64 {
+        self.gave_up.load(Ordering::Relaxed)
     }
 
     /// Bytes of the mapping.
@@ -233,14 +264,10 @@ impl Table {
     pub fn lookup(&self, keys: &[ChunkKey], mut visit: impl FnMut(usize, Option<Entry>) -> bool) {
         for ahead in 0..keys.len() + 2 * LOOKAHEAD {
             if let Some(key) = keys.get(ahead) {
-                self.map.prefetch(self.home_word(key).0);
+                self.prefetch_home(key_words(key).0);
             }
             if let Some(key) = ahead.checked_sub(LOOKAHEAD).and_then(|i| keys.get(i)) {
-                let (at, tag) = self.home_word(key);
-                let slot = self.map.block(at).and_then(|b| Bucket(b).likely_slot(tag));
-                if let Some(slot) = slot {
-                    self.map.prefetch(at + line_word(slot));
-                }
+                self.prefetch_line(key_words(key).0, None);
             }
             if let Some(i) = ahead.checked_sub(2 * LOOKAHEAD)
                 && let Some(key) = keys.get(i)
@@ -279,52 +306,87 @@ impl Table {
         }
     }
 
-    pub(super) fn for_each_line(&self, mut visit: impl FnMut(&Line, u32)) {
-        for b in 0..self.buckets {
-            self.for_each_line_of(b, &mut visit);
-        }
-    }
-
     pub(super) fn for_each_line_of(&self, b: usize, visit: &mut impl FnMut(&Line, u32)) {
-        for line in self.bucket(b).and_then(|b| b.snapshot()).iter().flatten().flatten() {
+        let Some(bucket) = self.bucket(b) else { return };
+        let Some(lines) = bucket.snapshot(self.patience(bucket)) else {
+            self.found_stuck(b, bucket.sequence());
+            return;
+        };
+        for line in lines.iter().flatten() {
             visit(line, (b * SLOTS_PER_BUCKET + line.2) as u32);
         }
     }
 
-    fn home_word(&self, key: &ChunkKey) -> (usize, u16) {
-        let (home, tag) = place(key_words(key).0, self.buckets);
-        (HEADER_WORDS + home * BUCKET_WORDS, tag)
+    /// Fetches the first line of a key's home bucket.
+    #[inline]
+    pub(super) fn prefetch_home(&self, lo: u64) {
+        self.map.prefetch(word_of(place(lo, self.buckets).0));
+    }
+
+    /// Fetches the line that holds the key, or that an `empty` tag says is free for it.
+    #[inline]
+    pub(super) fn prefetch_line(&self, lo: u64, empty: Option<u16>) {
+        let (home, tag) = place(lo, self.buckets);
+        match self.bucket(home).map_or(Hint::Nothing, |b| b.hint(empty.unwrap_or(tag))) {
+            Hint::Line(word) => self.map.prefetch(word_of(home) + word),
+            Hint::Beyond => self.map.prefetch(word_of(self.path(home).nth(1).unwrap_or(home))),
+            Hint::Nothing => {}
+        }
     }
 
     fn bucket(&self, b: usize) -> Option<Bucket<'_>> {
-        self.map.block(HEADER_WORDS + b * BUCKET_WORDS).map(Bucket)
+        self.map.block(word_of(b)).map(Bucket)
     }
 
     pub(super) fn bucket_mut(&self, b: usize) -> Option<BucketMut<'_>> {
-        self.map.block_mut(HEADER_WORDS + b * BUCKET_WORDS).map(BucketMut)
+        self.map.block_mut(word_of(b)).map(BucketMut)
     }
 
-    /// The bucket `step` after `home`.
-    pub(super) fn step(&self, home: usize, step: usize) -> usize {
-        let b = home + step;
-        if b >= self.buckets { b % self.buckets } else { b }
-    }
-
-    /// Buckets an entry may lie in.
-    pub(super) fn reach(&self) -> usize {
-        MAX_PROBE.min(self.buckets)
+    /// The buckets an entry may lie in, nearest first. A small table has some of them more than once.
+    pub(super) fn path(&self, home: usize) -> impl Iterator<Item = usize> {
+        let buckets = self.buckets;
+        (0..MAX_PROBE).scan(home, move |at, step| {
+            *at += step;
+            if *at >= buckets {
+                *at %= buckets;
+            }
+            Some(*at)
+        })
     }
 
     pub(super) fn find(&self, lo: u64, hi: Option<u64>) -> Option<(Line, u32)> {
         let (home, tag) = place(lo, self.buckets);
-        for step in 0..self.reach() {
-            let b = self.step(home, step);
-            match self.bucket(b)?.scan(Wanted { tag, lo, hi }) {
+        for b in self.path(home) {
+            let bucket = self.bucket(b)?;
+            match bucket.scan(Wanted { tag, lo, hi }, self.patience(bucket)) {
                 Scan::Found(line) => return Some((line, (b * SLOTS_PER_BUCKET + line.2) as u32)),
                 Scan::Next => {}
                 Scan::End => return None,
+                Scan::Locked(sequence) => {
+                    self.found_stuck(b, sequence);
+                    self.gave_up.fetch_add(1, Ordering::Relaxed);
+                    return None;
+                }
             }
         }
         None
+    }
+
+    /// How long to wait for the writer of `bucket`: a dead one is waited for once and not at every lookup, and a table of
+    /// garbage must not be waited for bucket by bucket.
+    #[inline]
+    fn patience(&self, bucket: Bucket<'_>) -> Patience {
+        if bucket.sequence() & 1 == 0 {
+            return Patience::Full;
+        }
+        let sequence = self.stuck.sequence.load(Ordering::Relaxed);
+        let stuck = self.bucket(self.stuck.bucket.load(Ordering::Relaxed));
+        let still = sequence & 1 == 1 && stuck.is_some_and(|b| b.sequence() == sequence);
+        if still { Patience::Little } else { Patience::Full }
+    }
+
+    fn found_stuck(&self, bucket: usize, sequence: u64) {
+        self.stuck.bucket.store(bucket, Ordering::Relaxed);
+        self.stuck.sequence.store(sequence, Ordering::Relaxed);
     }
 }

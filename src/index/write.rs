@@ -11,9 +11,12 @@ use parking_lot::MutexGuard;
 use super::bucket::{Line, SLOTS_PER_BUCKET, place};
 use super::entry::{ENTRY_WORDS, Entry, EntryKind, key_words};
 use super::header::read_only;
-use super::table::{Table, W_LEN, WriterState};
+use super::table::{LOOKAHEAD, Table, W_LEN, WriterState};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;
+
+/// Entries fetched together when a table is copied.
+const GROW_BATCH: usize = 32;
 
 /// What an insert did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,17 +60,42 @@ impl Table {
     /// `Permission` if this is not the writer's table.
     pub fn insert(&self, entry: &Entry) -> Result<Inserted> {
         let line = entry.pack()?;
+        self.insert_line(&mut *self.state()?, &line, entry.kind)
+    }
+
+    /// Puts many entries in, fetching from memory ahead, as when a lane is recovered. `done` gets every entry's place in
+    /// `entries` and what happened, in order.
+    ///
+    /// # Errors
+    /// As [`insert`](Self::insert); the entries before the one that failed are in, those after it are not.
+    pub fn insert_many(&self, entries: &[Entry], mut done: impl FnMut(usize, Inserted)) -> Result<()> {
         let mut state = self.state()?;
-        let [lo, hi, seq, ..] = line;
+        for ahead in 0..entries.len() + 2 * LOOKAHEAD {
+            if let Some(entry) = entries.get(ahead) {
+                self.prefetch_home(key_words(&entry.key).0);
+            }
+            if let Some(entry) = ahead.checked_sub(LOOKAHEAD).and_then(|i| entries.get(i)) {
+                self.prefetch_line(key_words(&entry.key).0, Some(0));
+            }
+            let Some(i) = ahead.checked_sub(2 * LOOKAHEAD) else { continue };
+            if let Some(entry) = entries.get(i) {
+                done(i, self.insert_line(&mut state, &entry.pack()?, entry.kind)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn insert_line(&self, state: &mut WriterState, line: &[u64; ENTRY_WORDS], kind: EntryKind) -> Result<Inserted> {
+        let [lo, hi, seq, ..] = *line;
         if let Some((old, slot)) = self.find(lo, Some(hi)) {
             let other = Some(Entry::unpack(&old.0, old.1));
             if old.0[2] > seq {
                 return Ok(Inserted { slot, stored: false, other });
             }
-            self.overwrite(slot, &line, entry.kind);
+            self.overwrite(slot, line, kind);
             return Ok(Inserted { slot, stored: true, other });
         }
-        let slot = self.add(&mut state, &line, entry.kind)?;
+        let slot = self.add(state, line, kind)?;
         Ok(Inserted { slot, stored: true, other: None })
     }
 
@@ -125,16 +153,22 @@ impl Table {
     pub fn grow_into(&self, larger: &Self, mut carried: impl FnMut(u32, u32)) -> Result<()> {
         let _frozen = self.state()?;
         let mut state = larger.state()?;
-        let mut outcome = Ok(());
-        self.for_each_line(|line, old| {
-            if outcome.is_ok() {
-                match larger.add(&mut state, &line.0, line.1) {
-                    Ok(new) => carried(old, new),
-                    Err(e) => outcome = Err(e),
+        let mut batch: Vec<(Line, u32)> = Vec::with_capacity(GROW_BATCH + SLOTS_PER_BUCKET);
+        for b in 0..self.buckets {
+            self.for_each_line_of(b, &mut |line, old| {
+                larger.prefetch_home(line.0[0]);
+                batch.push((*line, old));
+            });
+            if batch.len() >= GROW_BATCH || b + 1 == self.buckets {
+                for (line, _) in &batch {
+                    larger.prefetch_line(line.0[0], Some(0));
+                }
+                for (line, old) in batch.drain(..) {
+                    carried(old, larger.add(&mut state, &line.0, line.1)?);
                 }
             }
-        });
-        outcome
+        }
+        Ok(())
     }
 
     /// Writes a line over the one in `slot`, which has the same key.
@@ -148,15 +182,15 @@ impl Table {
     /// Puts a key in that is not there.
     pub(super) fn add(&self, state: &mut WriterState, line: &[u64; ENTRY_WORDS], kind: EntryKind) -> Result<u32> {
         let (home, tag) = place(line[0], self.buckets);
-        let path = || (0..self.reach()).map(|s| self.step(home, s));
-        let free = path()
+        let free = self
+            .path(home)
             .enumerate()
             .find_map(|(s, b)| self.bucket_mut(b).and_then(|m| m.free_slot().map(|slot| (s, b, m, slot))));
         let Some((steps, b, bucket, slot)) = free else {
             state.crowded = true;
             return Err(Error::new(ErrorKind::NoSpace, "no free slot within reach in the index"));
         };
-        for passed in path().take(steps).filter_map(|b| self.bucket_mut(b)) {
+        for passed in self.path(home).take(steps).filter_map(|b| self.bucket_mut(b)) {
             passed.pass(true);
         }
         bucket.put(slot, tag, line, kind);
@@ -172,7 +206,7 @@ impl Table {
         let Some(bucket) = self.bucket_mut(b) else { return };
         bucket.clear(line.2);
         let home = place(line.0[0], self.buckets).0;
-        let passed = (0..self.reach()).map(|s| self.step(home, s)).take_while(|at| *at != b);
+        let passed = self.path(home).take_while(|at| *at != b);
         for at in passed.filter_map(|at| self.bucket_mut(at)) {
             at.pass(false);
         }

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use super::beneath;
 use super::buffer::IO_ALIGN;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -92,10 +93,31 @@ impl DirectFile {
     /// `NotFound`, `Permission`, `Io` as the operating system says; `InvalidInput` where the last component is a symlink.
     pub fn open(path: impl AsRef<Path>, options: FileOptions) -> Result<Self> {
         let path = path.as_ref();
+        Self::open_by(path, options, |options, flags| open_raw(path, options, flags))
+    }
+
+    /// Opens `relative` below the directory `root` without following a symlink anywhere below it, so that nobody who can
+    /// write there leads the opening elsewhere.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); `InvalidInput` also where `relative` is absolute or goes up.
+    pub fn open_beneath(root: impl AsRef<Path>, relative: impl AsRef<Path>, options: FileOptions) -> Result<Self> {
+        let path = root.as_ref().join(relative.as_ref());
+        let (dir, name) = beneath::parent(root.as_ref(), relative.as_ref())?;
+        Self::open_by(&path, options, |options, flags| {
+            beneath::open_in(&dir, &name, options, flags).map_err(|e| open_error(&path, e))
+        })
+    }
+
+    fn open_by(
+        path: &Path,
+        options: FileOptions,
+        open: impl Fn(FileOptions, i32) -> std::result::Result<File, OpenError>,
+    ) -> Result<Self> {
         if !options.direct {
-            return Ok(Self::wrap(open_raw(path, options, 0)?, path, false));
+            return Ok(Self::wrap(open(options, 0)?, path, false));
         }
-        match open_raw(path, options, libc::O_DIRECT) {
+        match open(options, libc::O_DIRECT) {
             Ok(file) => {
                 let mut file = Self::wrap(file, path, true);
                 match dio_alignment(file.as_raw_fd()) {
@@ -108,7 +130,7 @@ impl DirectFile {
             // The kernel makes the file before it refuses O_DIRECT, so the second try must not insist on making it.
             Err(OpenError { errno: Some(libc::EINVAL), .. }) => {
                 let again = FileOptions { create_new: false, create: options.create | options.create_new, ..options };
-                Ok(Self::wrap(open_raw(path, again, 0)?, path, false))
+                Ok(Self::wrap(open(again, 0)?, path, false))
             }
             Err(e) => Err(e.into()),
         }
@@ -383,17 +405,18 @@ fn open_raw(path: &Path, options: FileOptions, flags: i32) -> std::result::Resul
         .mode(options.mode)
         .custom_flags(flags | libc::O_NOFOLLOW)
         .open(path);
-    opened.map_err(|e| {
-        let errno = e.raw_os_error();
-        let error = if errno == Some(libc::ELOOP) {
-            Error::new(ErrorKind::InvalidInput, "a symlink stands where a file is expected")
-                .advice("remove it: files of the cache are never opened through symlinks")
-                .at(path)
-        } else {
-            Error::io("cannot open the file", e).at(path)
-        };
-        OpenError { errno, error }
-    })
+    opened.map_err(|e| open_error(path, e))
+}
+
+fn open_error(path: &Path, e: std::io::Error) -> OpenError {
+    let errno = e.raw_os_error();
+    let error = if errno == Some(libc::ELOOP) { symlink_error() } else { Error::io("cannot open the file", e) };
+    OpenError { errno, error: error.at(path) }
+}
+
+pub(super) fn symlink_error() -> Error {
+    Error::new(ErrorKind::InvalidInput, "a symlink stands where a file or directory of the cache is expected")
+        .advice("remove it: the cache is never opened through symlinks")
 }
 
 fn is_eintr(e: &Error) -> bool {

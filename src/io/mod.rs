@@ -9,6 +9,7 @@
 //! flight belongs to its queue; bounded queues reject instead of waiting; a forked child gets an error and touches nothing.
 //! This room knows no keys, segments or layers, and no memory but through [`IoBuf`].
 
+mod beneath;
 mod buffer;
 mod faulty;
 mod file;
@@ -28,6 +29,7 @@ use std::time::Instant;
 
 use crate::error::{Error, ErrorKind, Result};
 
+pub use beneath::create_dirs_beneath;
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};

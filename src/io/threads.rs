@@ -219,10 +219,10 @@ impl Shared {
         let gauge = &self.spec.gauge;
         let moved = MutexGuard::unlocked(state, || match self.spec.direction {
             Direction::Read => {
-                gauge.read_starts();
+                let light = gauge.read_starts();
                 let start = Instant::now();
                 let moved = transfer(piece);
-                gauge.read_ends(start.elapsed().as_nanos() as u64, queued_bytes);
+                gauge.read_ends(start.elapsed().as_nanos() as u64, queued_bytes, light);
                 moved
             }
             Direction::Write => {

@@ -1,8 +1,9 @@
 //! Reads before writes: how many writes may be in the kernel while reads wait for the same drive.
 //!
 //! The read queue of a drive reports each block's service time (latency over the bytes that were queued in front of it, so
-//! that depth and block size cancel out). The baseline is what reads cost while no write runs; while reads run beside writes
-//! and cost more than one and a half times the baseline, the write queue halves its depth, otherwise it grows by one.
+//! that depth and block size cancel out). The baseline is what reads cost beside one write at most; while reads run beside
+//! more and cost over one and a half times the baseline, the write queue halves its depth, otherwise it grows by one. Beside one
+//! write the memory of worse times fades, so that the depth is tried again; until enough reads made a baseline, reads go first.
 //! Invariant: at least one write may always run, so writes are slowed but never starved. Nothing here waits or reads a clock.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -11,6 +12,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 const FACTOR_PERCENT: u64 = 150;
 /// The newest sample weighs 1/16.
 const WEIGHT_SHIFT: u32 = 4;
+/// The cost beside many writes fades towards the baseline by 1/64 with each read beside one write at most.
+const FADE_SHIFT: u32 = 6;
+/// The baseline falls at once and rises by 1/512 of the way with each read beside one write at most.
+const RISE_SHIFT: u32 = 9;
+/// Reads that make a baseline.
+const BASELINE_SAMPLES: u64 = 32;
 /// Smaller transfers are bound by latency, not bandwidth: they count as this many bytes.
 const SMALL_BYTES: usize = 256 << 10;
 
@@ -19,33 +26,60 @@ const SMALL_BYTES: usize = 256 << 10;
 pub struct ReadGauge {
     reads: AtomicUsize,
     writes: AtomicUsize,
-    /// Picoseconds per byte while no write runs; 0 = no sample yet.
+    /// Picoseconds per byte beside one write at most; 0 = no sample yet.
+    light: AtomicU64,
+    /// The lowest of it of late: times of heavy writing leave the drive busy for a while after.
     baseline: AtomicU64,
-    /// Picoseconds per byte beside writes; 0 = no sample yet.
+    baseline_samples: AtomicU64,
+    /// Picoseconds per byte beside more writes; 0 = no sample yet.
     beside: AtomicU64,
 }
 
 impl ReadGauge {
-    /// A block of a read goes to the kernel.
-    pub(super) fn read_starts(&self) {
+    /// A block of a read goes to the kernel. True where at most one write is there: to be given back at its end.
+    pub(super) fn read_starts(&self) -> bool {
         self.reads.fetch_add(1, Ordering::Relaxed);
+        self.is_light()
+    }
+
+    fn is_light(&self) -> bool {
+        self.writes.load(Ordering::Relaxed) <= 1
     }
 
     /// A block of a read came back after `latency_ns`, with `queued_bytes` of reads in the kernel when it started.
-    pub(super) fn read_ends(&self, latency_ns: u64, queued_bytes: usize) {
+    pub(super) fn read_ends(&self, latency_ns: u64, queued_bytes: usize, light_at_start: bool) {
         self.reads.fetch_sub(1, Ordering::Relaxed);
         let sample = (latency_ns.saturating_mul(1000) / queued_bytes.max(SMALL_BYTES) as u64).max(1);
-        let average = if self.writes.load(Ordering::Relaxed) == 0 { &self.baseline } else { &self.beside };
-        // A lost update of the average does no harm.
-        let old = average.load(Ordering::Relaxed);
-        let new = if old == 0 { sample } else { old - (old >> WEIGHT_SHIFT) + (sample >> WEIGHT_SHIFT) };
-        average.store(new.max(1), Ordering::Relaxed);
+        // A lost update of an average does no harm.
+        let blend = |average: &AtomicU64, sample: u64, shift: u32| {
+            let old = average.load(Ordering::Relaxed);
+            let new = if old == 0 { sample } else { old - (old >> shift) + (sample >> shift) };
+            average.store(new.max(1), Ordering::Relaxed);
+            new.max(1)
+        };
+        match (light_at_start, self.is_light()) {
+            (true, true) => {
+                let light = blend(&self.light, sample, WEIGHT_SHIFT);
+                let old = self.baseline.load(Ordering::Relaxed);
+                let rise = light.saturating_sub(old) >> RISE_SHIFT;
+                // The first samples may be outliers, so the lowest counts only once the average has settled.
+                let settled = self.baseline_samples.fetch_add(1, Ordering::Relaxed) >= BASELINE_SAMPLES;
+                let baseline = if settled { light.min(old + rise) } else { light };
+                self.baseline.store(baseline, Ordering::Relaxed);
+                blend(&self.beside, baseline, FADE_SHIFT);
+            }
+            (false, false) => _ = blend(&self.beside, sample, WEIGHT_SHIFT),
+            // Writes came or went meanwhile: it tells of neither.
+            _ => {}
+        }
     }
 
     /// Forgets all samples.
     pub(super) fn forget(&self) {
+        self.light.store(0, Ordering::Relaxed);
         self.baseline.store(0, Ordering::Relaxed);
         self.beside.store(0, Ordering::Relaxed);
+        self.baseline_samples.store(0, Ordering::Relaxed);
     }
 
     pub(super) fn write_starts(&self) {
@@ -53,16 +87,16 @@ impl ReadGauge {
     }
 
     pub(super) fn write_ends(&self) {
-        if self.writes.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.beside.store(0, Ordering::Relaxed);
-        }
+        self.writes.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Whether reads are waiting and suffer from the writes beside them.
     #[must_use]
     pub fn reads_suffer(&self) -> bool {
         let (baseline, beside) = (self.baseline.load(Ordering::Relaxed), self.beside.load(Ordering::Relaxed));
-        self.reads.load(Ordering::Relaxed) > 0 && baseline > 0 && beside * 100 > baseline * FACTOR_PERCENT
+        let unknown = self.baseline_samples.load(Ordering::Relaxed) < BASELINE_SAMPLES;
+        let suffer = unknown || beside.saturating_mul(100) > baseline.saturating_mul(FACTOR_PERCENT);
+        self.reads.load(Ordering::Relaxed) > 0 && suffer
     }
 }
 
@@ -91,12 +125,8 @@ impl WriteWindow {
             self.hold -= 1;
             return;
         }
-        if reads_suffer {
-            self.allowed = (self.allowed / 2).max(1);
-            self.hold = self.allowed;
-        } else {
-            self.allowed = (self.allowed + 1).min(self.depth);
-        }
+        self.allowed = if reads_suffer { (self.allowed / 2).max(1) } else { (self.allowed + 1).min(self.depth) };
+        self.hold = self.allowed;
     }
 }
 
@@ -106,17 +136,19 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
+    fn reads(g: &ReadGauge, times: usize, latency_ns: u64) {
+        for _ in 0..times {
+            let light = g.read_starts();
+            g.read_ends(latency_ns, MIB, light);
+        }
+    }
+
     fn gauge_with(baseline_ns: u64, beside_ns: u64) -> ReadGauge {
         let g = ReadGauge::default();
-        for (ns, write) in [(baseline_ns, false), (beside_ns, true)] {
-            if write {
-                g.write_starts();
-            }
-            for _ in 0..64 {
-                g.read_starts();
-                g.read_ends(ns, MIB);
-            }
-        }
+        reads(&g, 64, baseline_ns);
+        g.write_starts();
+        g.write_starts();
+        reads(&g, 64, beside_ns);
         g
     }
 
@@ -131,11 +163,46 @@ mod tests {
             w.write_ended(g.reads_suffer());
         }
         assert_eq!(w.allowed(), 1, "never zero");
-        g.read_ends(1_000_000, MIB);
-        for _ in 0..40 {
+        g.read_ends(1_000_000, MIB, false);
+        for _ in 0..1000 {
             w.write_ended(g.reads_suffer());
         }
         assert_eq!(w.allowed(), 32);
+    }
+
+    #[test]
+    fn a_shrunk_window_is_tried_again_while_reads_go_on() {
+        let g = gauge_with(1_000_000, 4_000_000);
+        g.write_ends();
+        g.read_starts();
+        let tries = (0..1000).take_while(|_| g.reads_suffer()).inspect(|_| reads(&g, 1, 1_000_000)).count();
+        assert!((20..500).contains(&tries), "{tries}");
+    }
+
+    #[test]
+    fn one_lucky_read_at_the_start_does_not_slow_writes_for_long() {
+        let g = ReadGauge::default();
+        reads(&g, 1, 20_000);
+        reads(&g, 200, 1_000_000);
+        g.write_starts();
+        g.write_starts();
+        reads(&g, 64, 1_300_000);
+        g.read_starts();
+        assert!(!g.reads_suffer(), "{g:?}");
+    }
+
+    #[test]
+    fn reads_beside_writes_from_the_start_go_first_until_there_is_a_baseline() {
+        let g = ReadGauge::default();
+        g.write_starts();
+        g.write_starts();
+        g.read_starts();
+        assert!(g.reads_suffer());
+        g.write_ends();
+        reads(&g, 31, 1_000_000);
+        assert!(g.reads_suffer());
+        reads(&g, 1, 1_000_000);
+        assert!(!g.reads_suffer());
     }
 
     #[test]
@@ -148,12 +215,12 @@ mod tests {
     #[test]
     fn depth_does_not_look_like_suffering() {
         let g = ReadGauge::default();
-        g.read_starts();
-        g.read_ends(500_000, MIB);
+        reads(&g, 32, 500_000);
+        g.write_starts();
         g.write_starts();
         for _ in 0..64 {
-            g.read_starts();
-            g.read_ends(16 * 500_000, 16 * MIB);
+            let light = g.read_starts();
+            g.read_ends(16 * 500_000, 16 * MIB, light);
         }
         g.read_starts();
         assert!(!g.reads_suffer());

@@ -149,13 +149,20 @@ impl Chain {
     /// tokens of the prompt) has fewer, or `len` is 0 or a whole chunk.
     #[must_use]
     pub fn partial_key(&self, tokens: &[u32], len: usize, extra: &Extra) -> Option<ChunkKey> {
-        let start = self.keys.len() * self.chunk_tokens as usize;
-        if len == 0 || len >= self.chunk_tokens as usize {
+        self.partial_key_at(self.keys.len(), tokens, (len, extra))
+    }
+
+    /// As [`Chain::partial_key`], for a partial chunk in the place of full chunk `chunk`: another prompt may have ended there.
+    /// `None` also where `chunk` is beyond the full chunks' end.
+    #[must_use]
+    pub fn partial_key_at(&self, chunk: usize, tokens: &[u32], (len, extra): (usize, &Extra)) -> Option<ChunkKey> {
+        let start = chunk.checked_mul(self.chunk_tokens as usize)?;
+        if len == 0 || len >= self.chunk_tokens as usize || chunk > self.keys.len() {
             return None;
         }
         let part = tokens.get(start..start.checked_add(len)?)?;
         let mut bytes = Vec::with_capacity(len * 4);
-        Some(link(&self.parent_of(self.keys.len()), part, start, &extra.multimodal, &mut bytes))
+        Some(link(&self.parent_of(chunk), part, start, &extra.multimodal, &mut bytes))
     }
 }
 

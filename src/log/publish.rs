@@ -38,29 +38,36 @@ impl Commit {
     }
 
     pub(super) fn end(mut self, result: Result<()>) {
-        self.end_once(result);
+        let done = self.settle(result.is_ok());
+        // The key is free again before the caller is told: what it begins next must not find the put still in flight.
+        drop(self);
+        if let Some(done) = done {
+            done(result);
+        }
     }
 
-    fn end_once(&mut self, result: Result<()>) {
-        let Some(done) = self.done.take() else { return };
+    fn settle(&mut self, published: bool) -> Option<PutDone> {
+        let done = self.done.take()?;
         if let Ok(mut state) = self.reservation.lane.state() {
             state.commits.remove(&self.ticket);
             if !self.reservation.ended {
                 state.end_put(self.reservation.place, self.reservation.records);
             }
         }
-        if result.is_err() && !self.reservation.ended {
+        if !published && !self.reservation.ended {
             self.reservation.lane.ctx.counters.puts_aborted.add(1);
         }
         self.reservation.ended = true;
         self.reservation.lane.work.notify_one();
-        done(result);
+        Some(done)
     }
 }
 
 impl Drop for Commit {
     fn drop(&mut self) {
-        self.end_once(Err(Error::new(ErrorKind::Closed, "the cache was closed before the put was published")));
+        if let Some(done) = self.settle(false) {
+            done(Err(Error::new(ErrorKind::Closed, "the cache was closed before the put was published")));
+        }
     }
 }
 

@@ -1,1 +1,143 @@
-//! The `pipeline` room.
+//! Layer-wise load and store: from slots to the caller's paged memory and back, with bounded staging.
+//!
+//! The pipeline knows chunks only through the traits of [`seam`](ChunkSource): something that can be read, something that can
+//! be written and committed. It knows the caller's memory only through a [`Device`], and never waits for the caller.
+//!
+//! Invariants:
+//! - No byte is reported as loaded before its extent's CRC has been compared with the slot's header.
+//! - Staging is held from the submission of a read to the end of its scatter, and from a gather to the end of its write; never
+//!   while waiting for the caller. Loads and stores have pools of their own.
+//! - A buffer in flight belongs to the I/O or to a worker. When a load is cancelled or dropped, what is in flight ends in
+//!   staging; the caller's memory is only touched inside a gate that the caller closes.
+//! - Every load ends, whatever the drive does: requests have time-outs, loads have deadlines, and when nothing moves at all
+//!   everything that waits is given up.
+//! - A chunk is committed only after all its extents were written in full and every load it depends on has verified.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::device::{Device, StagingPool};
+use crate::error::Result;
+
+mod cause;
+mod groups;
+mod load;
+mod seam;
+mod stats;
+mod store;
+
+pub use cause::{Cause, Counters, MAX_CAUSES, MissCause, ShedCause};
+pub use groups::min_slot_bytes;
+pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
+pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource, Refused, Transfer, TransferDone};
+pub use stats::PipelineStats;
+pub use store::{Backpressure, Store, StoreChunk, StoreResult, StoreSpec};
+
+/// Limits of a pipeline.
+#[derive(Clone, Debug)]
+pub struct PipelineOptions {
+    /// Staging of loads; a slot must hold the largest extent ([`min_slot_bytes`]).
+    pub load_pool: Arc<StagingPool>,
+    /// Staging of stores; the same holds.
+    pub store_pool: Arc<StagingPool>,
+    /// Extents of one chunk are read and written together up to this many bytes, where layers matter.
+    pub group_bytes: usize,
+    /// As `group_bytes`, for loads that are waited for as a whole.
+    pub whole_group_bytes: usize,
+    /// Bytes of reads in flight beyond which no more are submitted.
+    pub window_bytes: usize,
+    /// Stores under way beyond which new ones are shed.
+    pub max_stores: usize,
+    /// Bytes of stores not gathered yet beyond which new stores are shed; one store alone is always taken.
+    pub max_store_bytes: u64,
+    /// Time-out of each read and write.
+    pub io_timeout: Duration,
+}
+
+/// Loads and stores of one engine.
+pub struct Pipeline {
+    loads: Arc<load::LoadPump>,
+    stores: Arc<store::StorePump>,
+    stats: Arc<PipelineStats>,
+}
+
+impl Pipeline {
+    /// Starts a pipeline over `device`.
+    ///
+    /// # Errors
+    /// What the operating system says of a new thread.
+    pub fn new(options: &PipelineOptions, device: Arc<dyn Device>) -> Result<Self> {
+        let stats = Arc::new(PipelineStats::default());
+        let stores = store::StorePump::new(options, Arc::clone(&device), Arc::clone(&stats))?;
+        let told = Arc::downgrade(&stores);
+        let on_finished = Box::new(move || {
+            if let Some(stores) = told.upgrade() {
+                stores.notify();
+            }
+        });
+        let loads = load::LoadPump::new(options, device, Arc::clone(&stats), on_finished)?;
+        Ok(Self { loads, stores, stats })
+    }
+
+    /// Starts a load.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::InvalidInput`] where chunks and memory do not fit each other or an extent does not fit a staging
+    /// slot.
+    pub fn load(&self, spec: LoadSpec) -> Result<Load> {
+        self.loads.start(spec)
+    }
+
+    /// Starts a store; nothing is read from the caller's memory before [`Store::layer`] or [`Store::all_layers`].
+    ///
+    /// # Errors
+    /// As [`Pipeline::load`]. That a store is shed is no error but its result.
+    pub fn store(&self, spec: StoreSpec) -> Result<Store> {
+        self.stores.start(spec)
+    }
+
+    /// Counters.
+    #[must_use]
+    pub fn stats(&self) -> &PipelineStats {
+        &self.stats
+    }
+
+    /// Loads that have not finished.
+    #[must_use]
+    pub fn active_loads(&self) -> usize {
+        self.loads.active()
+    }
+
+    /// Stores that have not finished.
+    #[must_use]
+    pub fn active_stores(&self) -> usize {
+        self.stores.active()
+    }
+
+    /// Staging of loads.
+    #[must_use]
+    pub fn load_pool(&self) -> &Arc<StagingPool> {
+        self.loads.pool()
+    }
+
+    /// Staging of stores.
+    #[must_use]
+    pub fn store_pool(&self) -> &Arc<StagingPool> {
+        self.stores.pool()
+    }
+
+    /// Waits for what is under way until `deadline`, then ends it. Loads and stores started later are refused.
+    pub fn close(&self, deadline: Instant) {
+        self.loads.close(deadline);
+        self.stores.close(deadline);
+    }
+}
+
+impl Drop for Pipeline {
+    fn drop(&mut self) {
+        self.close(Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -114,8 +114,9 @@ fn show(value: f64, base: f64, units: &[&str]) -> String {
     let mut unit = "";
     for (i, &name) in units.iter().enumerate() {
         unit = name;
-        // fio keeps four digits before it moves to the next unit.
-        if value < base * 10.0 && (value < base || i == 0) || i + 1 == units.len() || value < base {
+        // Plain figures keep four digits, as fio's IOPS do.
+        let limit = if i == 0 { base * 10.0 } else { base };
+        if value < limit || i + 1 == units.len() {
             break;
         }
         value /= base;
@@ -167,7 +168,8 @@ mod tests {
 
     #[test]
     fn figures_keep_three_digits() {
-        assert_eq!(show_bytes(1023.0), "1023B");
+        assert_eq!(show_bytes(4096.0), "4096B");
+        assert_eq!(show_bytes(16_384.0), "16KiB");
         assert_eq!(show_bytes((3u64 << 20) as f64), "3MiB");
         assert_eq!(show_bytes(3.5 * (1u64 << 30) as f64), "3.50GiB");
         assert_eq!(show_count(12_345.0), "12.3k");

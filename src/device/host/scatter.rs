@@ -1,7 +1,7 @@
 //! Staging into paged KV: the CRC of a tile, then its tokens to their slots.
 #![expect(unsafe_code, reason = "writes to the caller's paged KV")]
 
-use super::copy::{Axis, Grid, Stores, copy_grid, fence};
+use super::copy::{Axis, Grid, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
 use super::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
 use super::{Outcome, host_only};
@@ -29,12 +29,10 @@ pub(super) fn run(job: &ScatterJob) -> Result<Outcome> {
             }
         };
         if !finished {
-            fence();
             return Ok(Outcome::skipped());
         }
         outcome.crcs.push(crc.finish());
     }
-    fence();
     Ok(outcome)
 }
 
@@ -62,7 +60,7 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut P
                 // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile, their slots in
                 // blocks that the layout was checked to keep inside its memory, which the job holds. Staging belongs to the
                 // job alone, so the two do not overlap; the gate is entered.
-                unsafe { copy_grid(src, plane.base.wrapping_add(to), grid, Stores::Streamed) };
+                unsafe { copy_grid(src, plane.base.wrapping_add(to), grid) };
             }
         }
     }
@@ -83,7 +81,7 @@ fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &[u8], pass: &mu
                 let to = b.block as usize * blocks.block_stride + i * step;
                 // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was checked
                 // to keep inside its memory, which the job holds; staging is the job's alone; the gate is entered.
-                unsafe { copy_grid(tile.as_ptr(), blocks.base.wrapping_add(to), line(tile.len()), Stores::Streamed) };
+                unsafe { copy_grid(tile.as_ptr(), blocks.base.wrapping_add(to), line(tile.len())) };
             }
         }
     }

@@ -21,6 +21,8 @@ struct InKernel {
     started: Instant,
     /// Bytes in the kernel when it started, itself included.
     queued_bytes: usize,
+    /// Few writes were beside it when it started.
+    light: bool,
     stuck: bool,
 }
 
@@ -133,12 +135,16 @@ impl Owner {
             let Some(slot) = self.free.pop() else { break };
             self.in_kernel += 1;
             self.in_kernel_bytes += piece.span.len;
-            match self.shared.spec.direction {
-                Direction::Read => self.shared.spec.gauge.read_starts(),
-                Direction::Write => self.shared.spec.gauge.write_starts(),
-            }
+            let gauge = &self.shared.spec.gauge;
+            let light = match self.shared.spec.direction {
+                Direction::Read => gauge.read_starts(),
+                Direction::Write => {
+                    gauge.write_starts();
+                    false
+                }
+            };
             let (span, queued_bytes) = (piece.span, self.in_kernel_bytes);
-            self.slots[slot] = Some(InKernel { span, started: now, queued_bytes, stuck: false });
+            self.slots[slot] = Some(InKernel { span, started: now, queued_bytes, light, stuck: false });
             if self.ring.push_piece(&piece, slot as u64)
                 && let Some(file) = self.jobs.file(span.job)
             {
@@ -175,7 +181,7 @@ impl Owner {
         match spec.direction {
             Direction::Read => {
                 let latency = now.saturating_duration_since(block.started);
-                spec.gauge.read_ends(latency.as_nanos() as u64, block.queued_bytes);
+                spec.gauge.read_ends(latency.as_nanos() as u64, block.queued_bytes, block.light);
             }
             Direction::Write => {
                 spec.gauge.write_ends();

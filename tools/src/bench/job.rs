@@ -70,12 +70,16 @@ pub(crate) struct KvJob {
     /// Simulated attention per layer.
     pub(crate) compute: Duration,
     /// Leave the cache behind.
+    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) keep: bool,
     /// Compare every loaded byte.
+    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) verify: bool,
     /// Entries beside the prompt's own.
+    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) entries: u64,
     /// Chunks in a cache that is reopened.
+    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) chunks: u64,
 }
 

@@ -48,8 +48,8 @@ pub(crate) struct ReplayArgs {
 }
 
 const AFTER_HELP: &str = "\
-A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked.
-Missing blocks are stored after the lookup. bytes_admitted are the bytes stored, write_amplification the bytes written
+A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked. \
+Missing blocks are stored after the lookup. bytes_admitted are the bytes stored, write_amplification the bytes written \
 for each of them (above 1 where a policy moves chunks to keep them).
 
 Examples:
@@ -157,7 +157,7 @@ fn summarise(
 
 fn table(results: &[ReplayResult]) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.load_preset(presets::ASCII_MARKDOWN);
     table.set_header(["policy", "capacity", "hit ratio", "admitted", "write amplification"]);
     for r in results {
         let capacity =

@@ -76,7 +76,7 @@ impl Ordered {
         Self { by_use, clock: 0, order: BTreeMap::new(), place: HashMap::new() }
     }
 
-    fn to_newest(&mut self, segment: u64) {
+    fn renew(&mut self, segment: u64) {
         self.clock += 1;
         if let Some(old) = self.place.insert(segment, self.clock) {
             self.order.remove(&old);
@@ -87,12 +87,12 @@ impl Ordered {
 
 impl Policy for Ordered {
     fn opened(&mut self, segment: u64) {
-        self.to_newest(segment);
+        self.renew(segment);
     }
 
     fn touch(&mut self, segment: u64, _: &Block) {
         if self.by_use {
-            self.to_newest(segment);
+            self.renew(segment);
         }
     }
 

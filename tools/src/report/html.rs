@@ -68,7 +68,7 @@ fn section(page: &mut String, job: &JobResult) -> Result<()> {
     }
     if job.directions().next().is_some() {
         let _ = write!(page, "<figure>{}</figure>", percentile_chart(job).map_err(drawing)?);
-        if job.directions().any(|(_, d)| d.bytes_over_time.len() > 1) {
+        if job.directions().any(|(_, d)| d.whole_samples().len() > 1) {
             let _ = write!(page, "<figure>{}</figure>", bandwidth_chart(job).map_err(drawing)?);
         }
     }
@@ -114,6 +114,7 @@ fn percentile_chart(job: &JobResult) -> DrawResult<String> {
         let mut chart = ChartBuilder::on(&root)
             .caption("Completion latency by percentile", ("sans-serif", 18))
             .margin(10)
+            .margin_right(30)
             .x_label_area_size(36)
             .y_label_area_size(80)
             .build_cartesian_2d(0..PERCENTILES.len() - 1, 0.0..top)?;
@@ -141,8 +142,8 @@ fn percentile_chart(job: &JobResult) -> DrawResult<String> {
 fn bandwidth_chart(job: &JobResult) -> DrawResult<String> {
     let interval = job.sample_interval.as_secs_f64();
     let rate = |bytes: u64| bytes as f64 / interval / f64::from(1 << 20);
-    let samples = job.directions().map(|(_, d)| d.bytes_over_time.len()).max().unwrap_or(1);
-    let top = job.directions().flat_map(|(_, d)| d.bytes_over_time.iter().map(|&b| rate(b))).fold(1.0, f64::max) * 1.1;
+    let samples = job.directions().map(|(_, d)| d.whole_samples().len()).max().unwrap_or(1);
+    let top = job.directions().flat_map(|(_, d)| d.whole_samples().iter().map(|&b| rate(b))).fold(1.0, f64::max) * 1.1;
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, (940, 320)).into_drawing_area();
@@ -150,13 +151,14 @@ fn bandwidth_chart(job: &JobResult) -> DrawResult<String> {
         let mut chart = ChartBuilder::on(&root)
             .caption("Bandwidth over time", ("sans-serif", 18))
             .margin(10)
+            .margin_right(30)
             .x_label_area_size(36)
             .y_label_area_size(80)
             .build_cartesian_2d(0.0..samples as f64 * interval, 0.0..top)?;
         chart.configure_mesh().x_desc("seconds").y_desc("MiB/s").light_line_style(WHITE).draw()?;
         for (word, d) in job.directions() {
             let colour = colour(word);
-            let points = d.bytes_over_time.iter().enumerate().map(|(i, &b)| ((i as f64 + 0.5) * interval, rate(b)));
+            let points = d.whole_samples().iter().enumerate().map(|(i, &b)| ((i as f64 + 0.5) * interval, rate(b)));
             chart
                 .draw_series(LineSeries::new(points, colour.stroke_width(2)))?
                 .label(word)

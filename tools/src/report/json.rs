@@ -48,7 +48,7 @@ fn direction(d: &DirectionResult, job: &JobResult) -> Value {
         "iops": d.iops(),
         "runtime": d.runtime.as_millis() as u64,
         "total_ios": d.total_ios,
-        "short_ios": d.short_ios,
+        "short_ios": 0,
         "drop_ios": 0,
         "slat_ns": latency(&d.slat, false),
         "clat_ns": latency(&d.clat, true),
@@ -89,14 +89,9 @@ pub(crate) struct Bandwidth {
     pub(crate) samples: usize,
 }
 
-/// Statistics over the samples of `d`; the last sample covers less than an interval and only counts when it is alone.
+/// Statistics over the samples of `d`.
 pub(crate) fn bandwidth(d: &DirectionResult, interval_s: f64) -> Bandwidth {
-    let mut samples = d.bytes_over_time.as_slice();
-    if let [whole @ .., _] = samples
-        && !whole.is_empty()
-    {
-        samples = whole;
-    }
+    let samples = d.whole_samples();
     if samples.is_empty() || interval_s <= 0.0 {
         return Bandwidth::default();
     }

@@ -21,15 +21,6 @@ pub(crate) use usage::{Usage, UsageMeter};
 pub(crate) const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
-/// Direction of a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Direction {
-    /// From the drive.
-    Read,
-    /// To the drive.
-    Write,
-}
-
 /// Results of one direction of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct DirectionResult {
@@ -37,8 +28,6 @@ pub(crate) struct DirectionResult {
     pub(crate) io_bytes: u64,
     /// Operations completed.
     pub(crate) total_ios: u64,
-    /// Operations that failed or moved less than asked.
-    pub(crate) short_ios: u64,
     /// From the first submission to the last completion.
     pub(crate) runtime: Duration,
     /// Submission: the call itself; in nanoseconds like the others.
@@ -60,6 +49,14 @@ impl DirectionResult {
     /// Bytes per second.
     pub(crate) fn bytes_per_s(&self) -> f64 {
         per_second(self.io_bytes, self.runtime)
+    }
+
+    /// The bandwidth samples that cover their whole interval: all but the last, unless it is alone.
+    pub(crate) fn whole_samples(&self) -> &[u64] {
+        match self.bytes_over_time.as_slice() {
+            [whole @ .., _] if !whole.is_empty() => whole,
+            all => all,
+        }
     }
 
     /// Operations per second.

@@ -49,9 +49,6 @@ fn direction(text: &mut String, word: &str, d: &DirectionResult, job: &JobResult
             stats.min, stats.max, stats.mean, stats.dev, stats.samples
         );
     }
-    if d.short_ios > 0 {
-        let _ = writeln!(text, "   failed or short: {}", d.short_ios);
-    }
 }
 
 /// The unit in which the figures of a distribution are read best: its name and its nanoseconds.

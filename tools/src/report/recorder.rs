@@ -32,7 +32,6 @@ pub(crate) struct Recorder {
     lat: Option<Histogram<u64>>,
     io_bytes: u64,
     total_ios: u64,
-    short_ios: u64,
     interval: Duration,
     bytes_over_time: Vec<u64>,
 }
@@ -57,7 +56,6 @@ impl Recorder {
             lat: histogram(),
             io_bytes: 0,
             total_ios: 0,
-            short_ios: 0,
             interval,
             bytes_over_time: Vec::new(),
         }
@@ -81,18 +79,12 @@ impl Recorder {
         }
     }
 
-    /// Counts an operation that failed.
-    pub(crate) fn record_failed(&mut self) {
-        self.short_ios += 1;
-    }
-
     /// The result over `runtime`.
     pub(crate) fn result(self, runtime: Duration) -> DirectionResult {
         let latency = |h: Option<Histogram<u64>>| h.map_or(Latency(None), Latency::new);
         DirectionResult {
             io_bytes: self.io_bytes,
             total_ios: self.total_ios,
-            short_ios: self.short_ios,
             runtime,
             slat: latency(self.slat),
             clat: latency(self.clat),
@@ -107,7 +99,6 @@ impl DirectionResult {
     pub(crate) fn merge(&mut self, other: &Self) {
         self.io_bytes += other.io_bytes;
         self.total_ios += other.total_ios;
-        self.short_ios += other.short_ios;
         self.runtime = self.runtime.max(other.runtime);
         self.slat.merge(&other.slat);
         self.clat.merge(&other.clat);
@@ -140,10 +131,9 @@ mod tests {
         let mut b = Recorder::new(Duration::from_millis(100));
         a.record(sample(4096, 100, 50));
         b.record(sample(4096, 300, 250));
-        b.record_failed();
         let mut a = a.result(Duration::from_secs(1));
         a.merge(&b.result(Duration::from_secs(2)));
-        assert_eq!((a.io_bytes, a.total_ios, a.short_ios), (8192, 2, 1));
+        assert_eq!((a.io_bytes, a.total_ios), (8192, 2));
         assert_eq!(a.bytes_over_time, [4096, 0, 4096]);
         assert_eq!(a.iops(), 1.0);
         let clat = a.clat.summary();

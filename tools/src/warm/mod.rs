@@ -1,11 +1,268 @@
-//! placeholder
+//! `forebay warm`: fills a cache ahead of time from KV dumps.
+//!
+//! `scan` finds dumps, `header`, `tokens` and `dump` understand them, `reader` reads them with many reads in flight, `sink`
+//! is where the pieces go. The forms are described in docs/warm.md. Dumps are untrusted input: a bad one is reported and
+//! skipped, and the exit status says so.
 
-use crate::out::{Context, Outcome};
+mod dump;
+mod header;
+mod piece;
+mod reader;
+mod scan;
+mod sink;
+mod tokens;
 
-#[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:")]
-pub(crate) struct WarmArgs {}
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
 
-pub(crate) fn run(_: &WarmArgs, _: &Context) -> forebay::Result<Outcome> {
-    Ok(Outcome::Done)
+use clap::{Args, Subcommand};
+use comfy_table::{CellAlignment, Table, presets};
+use forebay::geometry::Geometry;
+use forebay::{Error, ErrorKind, Result};
+use serde::Serialize;
+
+use crate::out::{self, Context, Outcome};
+use crate::progress::{self, Unit};
+use crate::size::{parse_bytes, show_bytes};
+use dump::{DumpInfo, KvShape};
+use reader::{Event, ReadOptions, Reader};
+use sink::{DryRun, Sink};
+
+/// Options of `forebay warm`.
+#[derive(Debug, Args)]
+pub(crate) struct WarmArgs {
+    #[command(subcommand)]
+    command: WarmCommand,
 }
+
+#[derive(Debug, Subcommand)]
+enum WarmCommand {
+    /// Import KV dumps in safetensors form.
+    Import(ImportArgs),
+}
+
+/// Options of `forebay warm import`.
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ImportArgs {
+    /// Dumps: safetensors files, folders that vLLM's example connector wrote, or folders that hold either.
+    #[arg(required = true, value_name = "PATH")]
+    pub(crate) paths: Vec<PathBuf>,
+    /// Cache directory to fill.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) directory: Option<PathBuf>,
+    /// Model that the dumps must be of; decides geometry and chunk size.
+    #[arg(long, value_name = "PRESET")]
+    pub(crate) model: Option<String>,
+    /// List dumps, tokens and bytes, and store nothing.
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Load and compare everything after storing; with --dry-run, read every byte of the dumps.
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// Tokens of a chunk [default: the model's, else 256].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) chunk_tokens: Option<u32>,
+    /// Pieces (chunks of all layers) that are read at once.
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = parse_jobs)]
+    pub(crate) jobs: usize,
+    /// Bytes that are read at once, whatever --jobs says.
+    #[arg(long, default_value = "512m", value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) memory: u64,
+    /// How K and V share vLLM's kv_cache tensors, where the shape does not tell.
+    #[arg(long, value_enum, default_value_t = KvShape::Auto)]
+    pub(crate) kv_shape: KvShape,
+    /// Read with a pool of threads even where `io_uring` is available.
+    #[arg(long)]
+    pub(crate) threads: bool,
+}
+
+const AFTER_HELP: &str = "\
+A dump holds token ids and the KV of every layer; docs/warm.md names the tensors. Importing is resumable: chunks that \
+the cache has are neither read nor stored again. Dumps that cannot be read are skipped and make the exit status 3.
+
+Examples:
+  forebay warm import dumps/ --dry-run
+  forebay warm import dumps/*.safetensors --directory /mnt/nvme --model llama-3.1-8b --verify
+  forebay warm import /tmp/vllm-shared-storage --directory /mnt/nvme --model tiny --kv-shape kv-last";
+
+fn parse_jobs(text: &str) -> std::result::Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=1024) => Ok(n),
+        _ => Err("not 1 to 1024".to_owned()),
+    }
+}
+
+/// What became of one dump.
+#[derive(Clone, Debug, Serialize)]
+struct DumpReport {
+    path: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    form: Option<&'static str>,
+    tokens: usize,
+    layers: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dtype: Option<String>,
+    bytes: u64,
+    chunks: usize,
+    tokens_present: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+impl DumpReport {
+    fn of(dump: &DumpInfo, present: usize, chunk_tokens: usize) -> Self {
+        Self {
+            path: dump.path.clone(),
+            form: Some(dump.form),
+            tokens: dump.tokens.len(),
+            layers: dump.layers.len(),
+            dtype: Some(dump.dtype.clone()),
+            bytes: dump.bytes(),
+            chunks: dump.tokens.len().div_ceil(chunk_tokens),
+            tokens_present: present,
+            error: None,
+        }
+    }
+
+    fn failed(path: PathBuf, error: &Error) -> Self {
+        let error = Some(error.to_string());
+        let (tokens, layers, chunks, tokens_present) = (0, 0, 0, 0);
+        Self { path, form: None, tokens, layers, dtype: None, bytes: 0, chunks, tokens_present, error }
+    }
+}
+
+/// The whole import.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Summary {
+    dry_run: bool,
+    reader: &'static str,
+    dumps: Vec<DumpReport>,
+    tokens: u64,
+    bytes: u64,
+    bytes_read: u64,
+    failed: usize,
+    wrong_bytes: u64,
+    elapsed_s: f64,
+}
+
+/// Runs `forebay warm`.
+pub(crate) fn run(args: &WarmArgs, context: &Context) -> Result<Outcome> {
+    match &args.command {
+        WarmCommand::Import(args) => import(args, context),
+    }
+}
+
+fn import(args: &ImportArgs, context: &Context) -> Result<Outcome> {
+    let geometry = args.model.as_deref().map(Geometry::preset).transpose()?;
+    let paths = scan::find(&args.paths)?;
+    if paths.is_empty() {
+        return Err(Error::new(ErrorKind::NotFound, "no dump found")
+            .advice("name .safetensors files, or folders that hold them (docs/warm.md describes the forms)"));
+    }
+    let sink = open_sink(args, geometry)?;
+    let options =
+        ReadOptions { jobs: args.jobs, budget_bytes: args.memory, shape: args.kv_shape, threads_only: args.threads };
+    let started = Instant::now();
+    let mut summary = pump(paths, &sink, options, context)?;
+    summary.wrong_bytes = sink.finish()?;
+    summary.dry_run = args.dry_run;
+    summary.elapsed_s = started.elapsed().as_secs_f64();
+    if context.json {
+        out::print_json(&summary)?;
+    } else {
+        out::print(&text(&summary))?;
+    }
+    let problem = summary.failed > 0 || summary.wrong_bytes > 0;
+    Ok(if problem { Outcome::Problem } else { Outcome::Done })
+}
+
+/// Where the pieces go; the cache's own sink comes in here.
+fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Sink>> {
+    let model_chunk = geometry.as_ref().map(|g| g.chunk_tokens);
+    let chunk_tokens = args.chunk_tokens.or(model_chunk).unwrap_or(256) as usize;
+    if args.dry_run {
+        return Ok(Arc::new(DryRun { geometry, chunk_tokens, read: args.verify }));
+    }
+    Err(Error::new(ErrorKind::Unsupported, "storing imported KV is not in this build").advice("use --dry-run"))
+}
+
+/// Moves everything from the reader into the sink.
+fn pump(paths: Vec<PathBuf>, sink: &Arc<dyn Sink>, options: ReadOptions, context: &Context) -> Result<Summary> {
+    let bar = progress::bar(context, "import", paths.len() as u64, Unit::Count);
+    let reader = Reader::start(paths, Arc::clone(sink), options)?;
+    let mut summary = Summary { reader: reader.backend(), ..Summary::default() };
+    for event in &reader {
+        match event {
+            Event::Begin { dump, present } => {
+                summary.dumps.push(DumpReport::of(&dump, present, sink.chunk_tokens()));
+                bar.inc(1);
+            }
+            Event::Piece(piece) => {
+                summary.bytes_read += piece.bytes();
+                sink.store(piece)?;
+            }
+            Event::Failed { path, error } => match summary.dumps.last_mut().filter(|d| d.path == path) {
+                Some(begun) => begun.error = Some(error.to_string()),
+                None => {
+                    bar.inc(1);
+                    summary.dumps.push(DumpReport::failed(path, &error));
+                }
+            },
+        }
+    }
+    bar.finish_and_clear();
+    let good = || summary.dumps.iter().filter(|d| d.error.is_none());
+    summary.tokens = good().map(|d| d.tokens as u64).sum();
+    summary.bytes = good().map(|d| d.bytes).sum();
+    summary.failed = summary.dumps.len() - good().count();
+    Ok(summary)
+}
+
+fn text(summary: &Summary) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::ASCII_MARKDOWN);
+    table.set_header(["dump", "form", "tokens", "present", "layers", "dtype", "bytes"]);
+    for d in summary.dumps.iter().filter(|d| d.error.is_none()) {
+        table.add_row([
+            d.path.display().to_string(),
+            d.form.unwrap_or_default().to_owned(),
+            d.tokens.to_string(),
+            d.tokens_present.to_string(),
+            d.layers.to_string(),
+            d.dtype.clone().unwrap_or_default(),
+            show_bytes(d.bytes as f64),
+        ]);
+    }
+    for column in table.column_iter_mut().skip(2) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    let mut text = if summary.dumps.len() > summary.failed { format!("{table}\n") } else { String::new() };
+    for d in &summary.dumps {
+        if let Some(error) = &d.error {
+            text.push_str(&format!("skipped: {error}\n"));
+        }
+    }
+    text.push_str(&format!(
+        "{} dumps, {} tokens, {}{}; {} skipped\n",
+        summary.dumps.len() - summary.failed,
+        summary.tokens,
+        show_bytes(summary.bytes as f64),
+        if summary.dry_run { " (nothing stored)" } else { "" },
+        summary.failed,
+    ));
+    if summary.bytes_read > 0 {
+        let rate = summary.bytes_read as f64 / summary.elapsed_s.max(1e-9);
+        text.push_str(&format!(
+            "read {} at {}/s with {}\n",
+            show_bytes(summary.bytes_read as f64),
+            show_bytes(rate),
+            summary.reader
+        ));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,374 @@
+//! The calls of the forward path, and those of the operator.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::adapter::{self, LogSource};
+use super::plan::Planner;
+use super::{Engine, Inner, LoadRequest, Lookup, Prompt, StoreRequest};
+use crate::device::PagedKv;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotLayout;
+use crate::key::{self, ChunkKey, Extra};
+use crate::log::{Chunk, Log, PutSpec};
+use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, ShedCause, Store, StoreChunk, StoreSpec};
+
+/// How long a lease of a load without a deadline may last.
+const LOAD_LEASE: Duration = Duration::from_secs(60);
+
+impl Engine {
+    /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest partial chunk after them. No I/O.
+    /// With `pin_ms` above 0 they are kept from reclaim for so many milliseconds, as long as the answer lives, and as far as
+    /// the share of the capacity allows that may be pinned.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Forked`]; [`ErrorKind::InvalidInput`] for a prompt with another chunk size.
+    pub fn lookup(&self, prompt: &Prompt, pin_ms: u64) -> Result<Lookup> {
+        let inner = self.check()?;
+        inner.check_prompt(prompt)?;
+        let started = Instant::now();
+        let mut found = Lookup::default();
+        if let Some(log) = inner.log() {
+            found.full_chunks = log.lookup(prompt.keys());
+            found.matched_tokens = found.full_chunks * prompt.chunk_tokens();
+            let mut keys: Vec<ChunkKey> = prompt.keys().iter().take(found.full_chunks).copied().collect();
+            if let Some((len, key)) = longest_partial(log, prompt, found.full_chunks) {
+                found.matched_tokens += len;
+                keys.push(key);
+            }
+            if pin_ms > 0 {
+                let pin = Duration::from_millis(pin_ms);
+                found.pinned = keys.iter().map_while(|k| log.locate(k, pin)).collect();
+            }
+        }
+        inner.counters.lookup(prompt.len(), found.matched_tokens, started.elapsed());
+        Ok(found)
+    }
+
+    /// Loads a prefix into the server's memory. Returns at once, unless the settings turn asynchronous loading off; what is
+    /// not stored or fails is in the load's result.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where memory, slot mapping and geometry do not fit each other; [`ErrorKind::Forked`].
+    pub fn load(&self, request: LoadRequest) -> Result<Load> {
+        let inner = self.check()?;
+        inner.check_prompt(&request.prompt)?;
+        inner.check_place(&request.kv)?;
+        let wanted = request.tokens.unwrap_or(usize::MAX).min(request.slots.len()).min(request.prompt.len());
+        let planner = Planner::new(&inner.geometry, &request.kv, &request.slots, wanted)?;
+        let timeout = request.timeout_ms.map(Duration::from_millis);
+        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
+        let mut gathering = Gathering {
+            inner,
+            planner: &planner,
+            prompt: &request.prompt,
+            wanted,
+            spec: LoadSpec {
+                kv: Arc::clone(&request.kv),
+                chunks: Vec::new(),
+                layerwise: request.layerwise.unwrap_or(inner.options.settings.use_layerwise),
+                base_tokens: 0,
+                absent: None,
+                deadline,
+            },
+        };
+        gathering.run(timeout.unwrap_or(LOAD_LEASE))?;
+        let load = inner.pipeline.load(gathering.spec)?;
+        if !inner.options.settings.enable_async_loading {
+            let _ = load.wait();
+        }
+        Ok(load)
+    }
+
+    /// Stores KV of a prompt: say with [`Store::layer`] or [`Store::all_layers`] when it is computed. Returns at once; chunks
+    /// that are stored already cost nothing, and what cannot be stored is in the result.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn store(&self, request: StoreRequest) -> Result<Store> {
+        let inner = self.check()?;
+        inner.check_prompt(&request.prompt)?;
+        inner.check_place(&request.kv)?;
+        let settings = &inner.options.settings;
+        let mut wanted = request.slots.len().min(request.prompt.len());
+        if let Some(prompt_tokens) = request.prompt_tokens.filter(|_| !settings.save_decode_cache) {
+            wanted = wanted.min(prompt_tokens);
+        }
+        let planner = Planner::new(&inner.geometry, &request.kv, &request.slots, wanted)?;
+        let deadline = request.timeout_ms.and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms)));
+        let mut spec = StoreSpec {
+            kv: Arc::clone(&request.kv),
+            chunks: Vec::new(),
+            depends_on: request.depends_on.clone(),
+            backpressure: request.backpressure,
+            deadline,
+            layerwise: request.layerwise.unwrap_or(settings.use_layerwise),
+            already_there: 0,
+            shed: Vec::new(),
+        };
+        let chunks = inner.chunks_to_store(&request, wanted);
+        match inner.log() {
+            Some(log) => inner.plan_store(log, (&request, &planner), &chunks, &mut spec)?,
+            None => spec.shed.push((ShedCause::Closed, chunks.len())),
+        }
+        inner.pipeline.store(spec)
+    }
+
+    /// Whether all of `prompt` is stored, its last partial chunk included. Does not count as a use.
+    ///
+    /// # Errors
+    /// As [`Engine::lookup`].
+    pub fn contains(&self, prompt: &Prompt) -> Result<bool> {
+        let inner = self.check()?;
+        inner.check_prompt(prompt)?;
+        let Some(log) = inner.log() else { return Ok(false) };
+        let full = prompt.keys().len();
+        let rest = prompt.len() - full * prompt.chunk_tokens();
+        let tail = rest == 0 || prompt.partial_key(full, rest).is_some_and(|k| log.contains(&k));
+        Ok(tail && prompt.keys().iter().all(|k| log.contains(k)))
+    }
+
+    /// Removes the chunks of `prompt`, also where other prompts share them, with the partial chunks at its end; how many were
+    /// there. After the return they are not served by any process, whatever crashes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`] where the cache is disabled or closed, and what the log says.
+    pub fn remove(&self, prompt: &Prompt) -> Result<usize> {
+        let inner = self.check()?;
+        inner.check_prompt(prompt)?;
+        let log = inner.open_log()?;
+        let mut keys = prompt.keys().to_vec();
+        for at in 0..=prompt.keys().len() {
+            let lens = log.lookup_partials(&prompt.parent_of(at));
+            keys.extend(lens.iter().filter_map(|&len| prompt.partial_key(at, usize::from(len))));
+        }
+        Ok(log.remove(&keys)?.iter().filter(|there| **there).count())
+    }
+
+    /// Removes everything stored under a cache salt; how many chunks that were.
+    ///
+    /// # Errors
+    /// As [`Engine::remove`].
+    pub fn remove_tenant(&self, cache_salt: &str) -> Result<u64> {
+        self.check()?.open_log()?.remove_tenant(key::tenant(Some(cache_salt)))
+    }
+
+    /// Removes everything of this geometry and shard.
+    ///
+    /// # Errors
+    /// As [`Engine::remove`].
+    pub fn clear(&self) -> Result<()> {
+        self.check()?.open_log()?.clear()
+    }
+
+    /// Makes every chunk durable whose store has finished. Chunks that are not flushed survive a crash of the process too, but
+    /// not a power cut.
+    ///
+    /// # Errors
+    /// As [`Engine::remove`].
+    pub fn flush(&self) -> Result<()> {
+        self.check()?.open_log()?.flush()
+    }
+
+    /// The keys of a prompt's full chunks, to talk about them with other programs.
+    #[must_use]
+    pub fn keys(&self, tokens: &[u32], extra: &Extra) -> Vec<ChunkKey> {
+        self.prompt(tokens, extra).keys().to_vec()
+    }
+}
+
+/// The longest partial chunk in the place of chunk `at` that `prompt` starts with there.
+fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
+    let rest = prompt.len() - at * prompt.chunk_tokens();
+    let lens = log.lookup_partials(&prompt.parent_of(at));
+    let mut fitting = lens.into_iter().map(usize::from).filter(|&len| len <= rest);
+    fitting.find_map(|len| prompt.partial_key(at, len).filter(|k| log.contains(k)).map(|k| (len, k)))
+}
+
+/// A chunk that a store is asked for: its place in the chain, its key and its tokens.
+struct Wanted {
+    index: usize,
+    key: ChunkKey,
+    tokens: Range<usize>,
+}
+
+impl Inner {
+    fn check_prompt(&self, prompt: &Prompt) -> Result<()> {
+        if prompt.chunk_tokens() == self.geometry.chunk_tokens as usize {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!(
+                "a prompt hashed in chunks of {} tokens for a cache of {}-token chunks",
+                prompt.chunk_tokens(),
+                self.geometry.chunk_tokens
+            ),
+        )
+        .advice("make prompts with Engine::prompt"))
+    }
+
+    fn check_place(&self, kv: &PagedKv) -> Result<()> {
+        if kv.place() == self.options.device.place() {
+            return Ok(());
+        }
+        let message = format!("KV in {:?} for a device of {:?}", kv.place(), self.options.device.place());
+        Err(Error::new(ErrorKind::InvalidInput, message))
+    }
+
+    fn open_log(&self) -> Result<&Arc<Log>> {
+        self.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is disabled or closed"))
+    }
+
+    /// The chunks of the first `wanted` tokens.
+    fn chunks_to_store(&self, request: &StoreRequest, wanted: usize) -> Vec<Wanted> {
+        let (prompt, step) = (&request.prompt, request.prompt.chunk_tokens());
+        let full = wanted / step.max(1);
+        let keys = prompt.keys().iter().take(full).enumerate();
+        let mut chunks: Vec<Wanted> =
+            keys.map(|(index, &key)| Wanted { index, key, tokens: index * step..(index + 1) * step }).collect();
+        let tail = full * step..wanted;
+        if request.save_unfull.unwrap_or(self.options.settings.save_unfull_chunk)
+            && let Some(key) = prompt.partial_key(full, tail.len())
+        {
+            chunks.push(Wanted { index: full, key, tokens: tail });
+        }
+        chunks
+    }
+
+    fn plan_store(
+        &self,
+        log: &Arc<Log>,
+        (request, planner): (&StoreRequest, &Planner<'_>),
+        chunks: &[Wanted],
+        spec: &mut StoreSpec,
+    ) -> Result<()> {
+        let keys: Vec<ChunkKey> = chunks.iter().map(|c| c.key).collect();
+        spec.already_there = log.lookup(&keys);
+        let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
+        for chunk in chunks.iter().skip(spec.already_there) {
+            let plans = planner.plans(chunk.tokens.clone())?;
+            if plans.iter().all(|p| p.is_empty()) {
+                continue;
+            }
+            if plans.iter().any(|p| p.tokens() < chunk.tokens.len()) {
+                spec.shed.push((ShedCause::Unmapped, 1));
+                continue;
+            }
+            let tokens = chunk.tokens.len() as u32;
+            let layout = if tokens == self.geometry.chunk_tokens {
+                full.clone()
+            } else {
+                SlotLayout::of_chunk(&self.geometry, tokens)
+            };
+            let put = self.put_spec(log, request, chunk);
+            let log = Arc::clone(log);
+            spec.chunks.push(StoreChunk {
+                layout,
+                tokens,
+                plans,
+                layer_groups: Arc::clone(&planner.layer_classes),
+                begin: Box::new(move || adapter::begin(log, put)),
+            });
+        }
+        Ok(())
+    }
+
+    fn put_spec(&self, log: &Log, request: &StoreRequest, chunk: &Wanted) -> PutSpec {
+        let prompt = &request.prompt;
+        let expiry_s = request.ttl.map_or(0, |ttl| {
+            let at = log.options().clock.unix_s().saturating_add(ttl.as_secs().max(1));
+            u32::try_from(at).unwrap_or(u32::MAX)
+        });
+        PutSpec {
+            root: prompt.keys().first().copied(),
+            start_position: chunk.tokens.start as u64,
+            tenant: prompt.tenant(),
+            expiry_s,
+            token_ids: prompt.tokens().get(chunk.tokens.clone()).map(<[u32]>::to_vec),
+            ..PutSpec::chunk(chunk.key, prompt.parent_of(chunk.index), chunk.tokens.len() as u32, chunk.index as u32)
+        }
+    }
+}
+
+/// Finds the chunks of a load one by one.
+struct Gathering<'a> {
+    inner: &'a Inner,
+    planner: &'a Planner<'a>,
+    prompt: &'a Prompt,
+    wanted: usize,
+    spec: LoadSpec,
+}
+
+impl Gathering<'_> {
+    fn run(&mut self, lease: Duration) -> Result<()> {
+        let step = self.prompt.chunk_tokens();
+        let mut at = 0;
+        for (i, key) in self.prompt.keys().iter().enumerate() {
+            if at >= self.wanted {
+                return Ok(());
+            }
+            let range = at..at + step;
+            let plans = self.planner.plans(range.clone())?;
+            if plans.iter().all(|p| p.is_empty()) {
+                self.has_already(range.end.min(self.wanted) - at);
+            } else {
+                let Some((log, chunk)) = self.locate(key, lease) else { return self.partial(i, at, lease) };
+                self.push((log, chunk), range, plans);
+            }
+            at += step;
+        }
+        self.partial(self.prompt.keys().len(), at, lease)
+    }
+
+    fn locate(&self, key: &ChunkKey, lease: Duration) -> Option<(Arc<Log>, Chunk)> {
+        let log = self.inner.log()?;
+        Some((Arc::clone(log), log.locate(key, lease)?))
+    }
+
+    /// The tokens from `at` on, where chunk `i` is not stored in full.
+    fn partial(&mut self, i: usize, mut at: usize, lease: Duration) -> Result<()> {
+        if at >= self.wanted {
+            return Ok(());
+        }
+        let rest = self.planner.plans(at..self.wanted)?;
+        if rest.iter().all(|p| p.is_empty()) {
+            self.has_already(self.wanted - at);
+            return Ok(());
+        }
+        let partial = self.inner.log().and_then(|log| longest_partial(log, self.prompt, i));
+        if let Some((len, key)) = partial
+            && let Some(found) = self.locate(&key, lease)
+        {
+            let range = at..at + len;
+            let plans = self.planner.plans(range.clone())?;
+            self.push(found, range, plans);
+            at = (at + len).min(self.wanted);
+        }
+        if at < self.wanted {
+            let cause = if self.inner.log().is_some() { MissCause::NotFound } else { MissCause::Closed };
+            let chunks = (self.wanted - at).div_ceil(self.prompt.chunk_tokens().max(1));
+            self.spec.absent = Some(Absent { chunks, blocks: self.planner.blocks(at..self.wanted)?, cause });
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, (log, chunk): (Arc<Log>, Chunk), range: Range<usize>, plans: Vec<Arc<crate::paged::ChunkPlan>>) {
+        self.spec.chunks.push(LoadChunk {
+            source: Arc::new(LogSource { log, chunk }),
+            tokens: range.len() as u32,
+            covers: range.end.min(self.wanted) - range.start,
+            plans,
+            layer_groups: Arc::clone(&self.planner.layer_classes),
+        });
+    }
+
+    /// Tokens that the caller does not want loaded because it has them.
+    fn has_already(&mut self, tokens: usize) {
+        match self.spec.chunks.last_mut() {
+            Some(chunk) => chunk.covers += tokens,
+            None => self.spec.base_tokens += tokens,
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! The engine's metrics: their table, which `docs/metrics.md` repeats, and their values as Prometheus text.
+
+use super::stats::EngineStats;
+use super::{Engine, Inner};
+use crate::error::Result;
+use crate::io::IoCounts;
+use crate::metrics::{Description, Exposition, Kind};
+use crate::pipeline::{MissCause, ShedCause};
+
+macro_rules! metrics {
+    ($($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
+        $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*
+        /// Every metric of an engine.
+        pub const METRICS: &[Description] = &[$($id,)*];
+    };
+}
+
+metrics! {
+    UP = Gauge "forebay_up" [] "1 while the cache is open, 0 while it is disabled or closed.";
+    PATH = Gauge "forebay_io_path" ["drive", "path"] "1 for the I/O path that each drive uses.";
+    LOOKUPS = Counter "forebay_lookups_total" [] "Lookups.";
+    LOOKUP_TOKENS = Counter "forebay_lookup_tokens_total" ["result"] "Tokens looked up: hit or miss.";
+    LOOKUP_SECONDS = Histogram "forebay_lookup_seconds" [] "Time of a lookup, keys given.";
+    HASH_SECONDS = Histogram "forebay_hash_seconds" [] "Time to hash the keys of a prompt.";
+    LOADS = Counter "forebay_loads_total" [] "Loads started.";
+    LOADS_ACTIVE = Gauge "forebay_loads_active" [] "Loads that have not finished.";
+    LOADED_TOKENS = Counter "forebay_loaded_tokens_total" [] "Tokens that loads found usable.";
+    LOADED_BYTES = Counter "forebay_loaded_bytes_total" [] "Payload bytes moved into the server's memory.";
+    READ_BYTES = Counter "forebay_read_bytes_total" [] "Bytes read from slots by loads, headers and padding included.";
+    MISSES = Counter "forebay_missed_chunks_total" ["cause"] "Chunks that a load was asked for and did not get, by cause.";
+    LOAD_SECONDS = Histogram "forebay_load_seconds" [] "Time of a load, from its call to its last layer.";
+    STORES = Counter "forebay_stores_total" [] "Stores started.";
+    STORES_ACTIVE = Gauge "forebay_stores_active" [] "Stores that have not finished.";
+    STORED_CHUNKS = Counter "forebay_stored_chunks_total" [] "Chunks stored.";
+    STORED_TOKENS = Counter "forebay_stored_tokens_total" [] "Tokens of chunks stored.";
+    STORED_BYTES = Counter "forebay_stored_bytes_total" [] "Payload bytes of chunks stored.";
+    PRESENT = Counter "forebay_present_chunks_total" [] "Chunks that were to be stored and were there already.";
+    SHEDS = Counter "forebay_shed_chunks_total" ["cause"] "Chunks that were to be stored and were not, by cause.";
+    STORE_SECONDS = Histogram "forebay_store_seconds" [] "Time of a store, from its call to its last commit.";
+    STAGING_BYTES = Gauge "forebay_staging_bytes" ["pool"] "Bytes of staging memory.";
+    STAGING_FREE = Gauge "forebay_staging_free_bytes" ["pool"] "Bytes of staging memory that nobody holds.";
+    QUARANTINED = Gauge "forebay_staging_quarantined" [] "Timed-out requests whose I/O has not ended; each holds a staging slot.";
+    IO_IN_FLIGHT = Gauge "forebay_io_in_flight" ["drive", "direction"] "Requests that a queue has accepted and not ended.";
+    IO_REQUESTS = Counter "forebay_io_requests_total" ["drive", "direction", "result"] "Requests by their end: ok, error, timeout, rejected.";
+    IO_BYTES = Counter "forebay_io_bytes_total" ["drive", "direction"] "Bytes of requests that ended well.";
+    IO_SECONDS = Counter "forebay_io_seconds_total" ["drive", "direction"] "Sum of the times of requests that ended well.";
+    DISK_BYTES = Gauge "forebay_disk_bytes" ["drive"] "Bytes that all files below the cache directory take, of all processes.";
+    LIVE_BYTES = Gauge "forebay_live_bytes" ["drive"] "Bytes of chunks that can be found.";
+    CHUNKS = Gauge "forebay_chunks" ["drive"] "Chunks and objects that can be found.";
+    DRIVE_UP = Gauge "forebay_drive_up" ["drive"] "1 while the drive takes chunks.";
+    SEGMENTS = Gauge "forebay_segments" [] "Segments in use in the lanes that this process writes or looks after.";
+    LANES = Gauge "forebay_lanes" [] "Lanes that this process sees.";
+    DATA_BYTES = Counter "forebay_log_data_bytes_total" [] "Bytes of slots written for chunks published.";
+    JOURNAL_BYTES = Counter "forebay_log_journal_bytes_total" [] "Bytes written to the journal and to sealed tables.";
+    MOVED_BYTES = Counter "forebay_log_moved_bytes_total" [] "Bytes that reclaim wrote again to keep hot chunks.";
+    AMPLIFICATION = Gauge "forebay_write_amplification" [] "Bytes written for each byte of chunks published, since the start.";
+    EVICTED = Counter "forebay_evicted_chunks_total" [] "Chunks dropped by reclaim.";
+    RECLAIMED = Counter "forebay_reclaimed_segments_total" [] "Segments given up to be used again.";
+    SEALED = Counter "forebay_sealed_segments_total" [] "Segments sealed.";
+    RETIRED = Counter "forebay_retired_segments_total" [] "Segments taken out of use after a write error.";
+    REMOVED = Counter "forebay_removed_chunks_total" [] "Chunks removed by command.";
+    BAD = Counter "forebay_bad_chunks_total" [] "Chunks that loads reported as corrupt, unreadable or timed out.";
+    WRITE_ERRORS = Counter "forebay_log_write_errors_total" [] "Journal writes, seals and flushes that failed.";
+    RECOVERED = Counter "forebay_recovered_records_total" [] "Records found when the cache was opened.";
+    DAMAGED = Counter "forebay_damaged_records_total" [] "Records found damaged when the cache was opened.";
+    LEASES_REFUSED = Counter "forebay_leases_refused_total" [] "Chunks that were not pinned because too much is.";
+    ADOPTED = Counter "forebay_adopted_lanes_total" [] "Lanes taken over from processes that died.";
+}
+
+impl Engine {
+    /// All metrics as Prometheus text; `docs/metrics.md` lists them.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::Forked`].
+    pub fn metrics_text(&self) -> Result<String> {
+        self.metrics()?.to_text()
+    }
+
+    /// All metrics, for a program that has a registry of its own.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::Forked`].
+    pub fn metrics(&self) -> Result<Exposition> {
+        let inner = self.check()?;
+        let stats = inner.stats();
+        let mut e = Exposition::new();
+        e.value(&UP, &[], f64::from(u8::from(stats.up)));
+        inner.expose_calls(&mut e, &stats);
+        expose_staging(&mut e, &stats);
+        inner.expose_drives(&mut e, &stats);
+        expose_log(&mut e, &stats);
+        Ok(e)
+    }
+}
+
+impl Inner {
+    fn expose_calls(&self, e: &mut Exposition, s: &EngineStats) {
+        e.value(&LOOKUPS, &[], s.lookups as f64);
+        e.value(&LOOKUP_TOKENS, &["hit"], s.matched_tokens as f64);
+        e.value(&LOOKUP_TOKENS, &["miss"], s.looked_up_tokens.saturating_sub(s.matched_tokens) as f64);
+        e.histogram(&LOOKUP_SECONDS, &[], &self.counters.lookup_seconds);
+        e.histogram(&HASH_SECONDS, &[], &self.counters.hash_seconds);
+        e.value(&LOADS, &[], s.loads as f64);
+        e.value(&LOADS_ACTIVE, &[], s.active_loads as f64);
+        e.value(&LOADED_TOKENS, &[], s.loaded_tokens as f64);
+        e.value(&LOADED_BYTES, &[], s.loaded_bytes as f64);
+        e.value(&READ_BYTES, &[], s.read_bytes as f64);
+        for &cause in MissCause::ALL {
+            e.value(&MISSES, &[cause.as_str()], s.missed(cause) as f64);
+        }
+        e.histogram(&LOAD_SECONDS, &[], &self.pipeline.stats().load_seconds);
+        e.value(&STORES, &[], s.stores as f64);
+        e.value(&STORES_ACTIVE, &[], s.active_stores as f64);
+        e.value(&STORED_CHUNKS, &[], s.stored_chunks as f64);
+        e.value(&STORED_TOKENS, &[], s.stored_tokens as f64);
+        e.value(&STORED_BYTES, &[], s.stored_bytes as f64);
+        e.value(&PRESENT, &[], s.present_chunks as f64);
+        for &cause in ShedCause::ALL {
+            e.value(&SHEDS, &[cause.as_str()], s.shed(cause) as f64);
+        }
+        e.histogram(&STORE_SECONDS, &[], &self.pipeline.stats().store_seconds);
+    }
+
+    fn expose_drives(&self, e: &mut Exposition, s: &EngineStats) {
+        let Some(log) = self.log() else { return };
+        for (i, drive) in (0..log.drives()).filter_map(|i| Some((i, log.drive(i)?))) {
+            let name = log.options().dirs.get(i).map(|d| d.display().to_string()).unwrap_or_default();
+            e.value(&PATH, &[&name, drive.report.active.as_str()], 1.0);
+            expose_queue(e, (&name, "read"), &drive.read.stats().counts());
+            expose_queue(e, (&name, "write"), &drive.write.stats().counts());
+        }
+        for drive in &s.log.drives {
+            e.value(&DISK_BYTES, &[&drive.dir], drive.disk_bytes as f64);
+            e.value(&LIVE_BYTES, &[&drive.dir], drive.live_bytes as f64);
+            e.value(&CHUNKS, &[&drive.dir], drive.chunks as f64);
+            e.value(&DRIVE_UP, &[&drive.dir], f64::from(u8::from(drive.healthy)));
+        }
+    }
+}
+
+fn expose_staging(e: &mut Exposition, s: &EngineStats) {
+    for (pool, of) in [("load", s.load_staging), ("store", s.store_staging)] {
+        e.value(&STAGING_BYTES, &[pool], (of.slots * of.slot_bytes) as f64);
+        e.value(&STAGING_FREE, &[pool], (of.free * of.slot_bytes) as f64);
+    }
+    e.value(&QUARANTINED, &[], s.quarantined as f64);
+}
+
+fn expose_queue(e: &mut Exposition, (drive, direction): (&str, &str), counts: &IoCounts) {
+    e.value(&IO_IN_FLIGHT, &[drive, direction], counts.in_flight as f64);
+    let ends = [
+        ("ok", counts.completed),
+        ("error", counts.errors),
+        ("timeout", counts.timeouts),
+        ("rejected", counts.rejected),
+    ];
+    for (result, n) in ends {
+        e.value(&IO_REQUESTS, &[drive, direction, result], n as f64);
+    }
+    e.value(&IO_BYTES, &[drive, direction], counts.bytes as f64);
+    e.value(&IO_SECONDS, &[drive, direction], counts.latency_ns as f64 / 1e9);
+}
+
+fn expose_log(e: &mut Exposition, s: &EngineStats) {
+    let log = &s.log;
+    for (of, value) in [
+        (&SEGMENTS, log.segments),
+        (&LANES, log.lanes),
+        (&DATA_BYTES, log.data_bytes_written),
+        (&JOURNAL_BYTES, log.journal_bytes_written),
+        (&MOVED_BYTES, log.moved_bytes),
+        (&EVICTED, log.evicted),
+        (&RECLAIMED, log.reclaimed),
+        (&SEALED, log.sealed),
+        (&RETIRED, log.retired_segments),
+        (&REMOVED, log.removed),
+        (&BAD, log.bad_chunks),
+        (&WRITE_ERRORS, log.write_errors),
+        (&RECOVERED, log.recovered_records),
+        (&DAMAGED, log.damaged_records),
+        (&LEASES_REFUSED, log.leases_refused),
+        (&ADOPTED, log.adopted_lanes),
+    ] {
+        e.value(of, &[], value as f64);
+    }
+    e.value(&AMPLIFICATION, &[], s.write_amplification());
+}

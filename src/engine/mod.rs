@@ -1,0 +1,305 @@
+//! The engine: what a serving stack opens, asks and closes.
+//!
+//! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the log, bytes through the
+//! pipeline. The calls of the forward path ([`Engine::lookup`], [`Engine::load`], [`Engine::store`]) return without waiting for
+//! a drive.
+//!
+//! Invariants:
+//! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss, stores are shed, all of it
+//!   counted, and opening is tried again (unless the settings want an error).
+//! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an operator's command that
+//!   failed.
+//! - A forked child gets [`ErrorKind::Forked`] from every call and leaves everything alone, also when it drops the engine.
+//!
+//! ```no_run
+//! use forebay::config::Settings;
+//! use forebay::device::{HostDevice, HostOptions, PagedKv};
+//! use forebay::engine::{Engine, LoadRequest, StoreRequest};
+//! use forebay::geometry::Geometry;
+//! use forebay::key::Extra;
+//! use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
+//!
+//! let geometry = Geometry::preset("llama-3.1-8b")?;
+//! let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Outer, block_tokens: 16, num_blocks: 1024 };
+//! let (kv, _memories) = PagedKv::alloc_zeroed(PagedLayout::per_layer(&geometry.layers, shape)?)?;
+//! let engine = Engine::open(&Settings::at("/mnt/nvme/forebay"), geometry, HostDevice::new(&HostOptions::default())?)?;
+//!
+//! let tokens: Vec<u32> = (0..1000).collect();
+//! let prompt = engine.prompt(&tokens, &Extra::default());
+//! let slots: Vec<i64> = (0..1000).collect();
+//! let hit = engine.lookup(&prompt, 1000)?;
+//! let mut request = LoadRequest::new(&prompt, &kv, slots.clone());
+//! request.tokens = Some(hit.matched_tokens);
+//! let load = engine.load(request)?;
+//! for layer in 0..load.layers() {
+//!     let ready = load.wait_layer(layer)?;
+//!     // attention of this layer over ready.tokens tokens of the prefix …
+//! }
+//! let store = engine.store(StoreRequest::new(&prompt, &kv, slots))?;
+//! store.all_layers();
+//! println!("{} chunks stored", store.wait().stored);
+//! # Ok::<(), forebay::Error>(())
+//! ```
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::config::{OnOpenFailure, Settings};
+use crate::device::Device;
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::Geometry;
+use crate::key::Extra;
+use crate::log::{Clock, DriveFactory, Log};
+use crate::pipeline::{Pipeline, PipelineOptions};
+
+mod adapter;
+mod calls;
+mod exposition;
+mod open;
+mod plan;
+mod prompt;
+mod request;
+mod stats;
+
+pub use crate::pipeline::{
+    Backpressure, Cancelled, LayerReady, Load, LoadResult, LoadTicket, MissCause, ShedCause, Store, StoreResult,
+};
+pub use exposition::METRICS;
+pub use prompt::Prompt;
+pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};
+pub use stats::{EngineStats, StagingStats};
+
+/// How often a cache that could not be opened is tried again.
+const REOPEN_EVERY: Duration = Duration::from_secs(10);
+/// What a dropped engine waits for its log to flush.
+const DROP_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What an engine is opened with.
+#[derive(Clone)]
+pub struct EngineOptions {
+    /// Settings.
+    pub settings: Settings,
+    /// What a chunk is; the settings' `chunk_size` decides its tokens.
+    pub geometry: Geometry,
+    /// Where the server's KV lives.
+    pub device: Arc<dyn Device>,
+    /// Bytes of a segment; `None` follows from the capacity.
+    pub segment_bytes: Option<u64>,
+    /// Makes the drives' queues; `None` for the best that this machine gives.
+    pub drive_factory: Option<DriveFactory>,
+    /// Time, as chunks' ages are measured; `None` for the machine's.
+    pub clock: Option<Arc<dyn Clock>>,
+    /// How often a cache that could not be opened is tried again.
+    pub reopen_every: Duration,
+}
+
+impl EngineOptions {
+    /// The usual options.
+    #[must_use]
+    pub fn new(settings: &Settings, geometry: Geometry, device: Arc<dyn Device>) -> Self {
+        Self {
+            settings: settings.clone(),
+            geometry,
+            device,
+            segment_bytes: None,
+            drive_factory: None,
+            clock: None,
+            reopen_every: REOPEN_EVERY,
+        }
+    }
+}
+
+/// Lets a thread sleep until it is told to stop.
+#[derive(Default)]
+struct Stop {
+    stopped: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Stop {
+    /// Waits for `time`; whether it was told to stop.
+    fn wait(&self, time: Duration) -> bool {
+        let mut stopped = self.stopped.lock();
+        let _ = self.changed.wait_while_for(&mut stopped, |stopped| !*stopped, time);
+        *stopped
+    }
+
+    fn now(&self) {
+        *self.stopped.lock() = true;
+        self.changed.notify_all();
+    }
+}
+
+struct Inner {
+    options: EngineOptions,
+    geometry: Geometry,
+    pipeline_options: PipelineOptions,
+    pipeline: Pipeline,
+    log: OnceLock<Arc<Log>>,
+    why_disabled: Mutex<Option<Error>>,
+    closed: AtomicBool,
+    counters: stats::Counters,
+    stop: Arc<Stop>,
+    pid: u32,
+}
+
+impl Inner {
+    fn opened(&self, log: Arc<Log>) {
+        if self.log.set(log).is_ok() {
+            *self.why_disabled.lock() = None;
+        }
+    }
+
+    fn failed(&self, error: Error) {
+        tracing::warn!(error = %error, "the cache is disabled: everything misses until it can be opened");
+        *self.why_disabled.lock() = Some(error);
+    }
+
+    /// The log, while the cache is open.
+    fn log(&self) -> Option<&Arc<Log>> {
+        self.log.get().filter(|_| !self.closed.load(Ordering::Acquire))
+    }
+}
+
+/// An open cache for one shard of one model. All calls may be made from any thread.
+///
+/// Dropping it ends loads and stores under way; [`Engine::close`] waits for them.
+pub struct Engine {
+    inner: Arc<Inner>,
+}
+
+impl Engine {
+    /// Opens the cache that `settings` name, for `geometry` on `device`.
+    ///
+    /// # Errors
+    /// Settings that are wrong or contradict each other, staging that cannot be had, and, with `on_open_failure: fail`, what
+    /// keeps the cache from being opened. Otherwise such a cache is disabled: see [`Engine::is_up`].
+    pub fn open(settings: &Settings, geometry: Geometry, device: Arc<dyn Device>) -> Result<Self> {
+        Self::open_with(EngineOptions::new(settings, geometry, device))
+    }
+
+    /// As [`Engine::open`], with everything that can be chosen.
+    ///
+    /// # Errors
+    /// As [`Engine::open`].
+    pub fn open_with(options: EngineOptions) -> Result<Self> {
+        options.settings.validate()?;
+        options.settings.require_drives()?;
+        let geometry = open::geometry_of(&options.settings, options.geometry.clone())?;
+        let pipeline_options = open::pipeline_options(&options.settings, &geometry, &*options.device)?;
+        let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
+        let inner = Arc::new(Inner {
+            options,
+            geometry,
+            pipeline_options,
+            pipeline,
+            log: OnceLock::new(),
+            why_disabled: Mutex::new(None),
+            closed: AtomicBool::new(false),
+            counters: stats::Counters::default(),
+            stop: Arc::default(),
+            pid: std::process::id(),
+        });
+        match open::open_log(&inner.options, &inner.geometry, &inner.pipeline_options) {
+            Ok(log) => inner.opened(log),
+            Err(e) if inner.options.settings.on_open_failure == OnOpenFailure::Fail || open::is_callers_fault(&e) => {
+                return Err(e);
+            }
+            Err(e) => {
+                inner.failed(e);
+                open::reopen_in_background(&inner, inner.options.reopen_every)?;
+            }
+        }
+        Ok(Self { inner })
+    }
+
+    /// Refuses a forked child.
+    fn check(&self) -> Result<&Inner> {
+        if std::process::id() == self.inner.pid {
+            return Ok(&self.inner);
+        }
+        Err(Error::new(ErrorKind::Forked, "the process was forked after the cache was opened")
+            .advice("open the cache in the child (spawn, do not fork)"))
+    }
+
+    /// Whether the cache is open: neither disabled nor closed.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        self.check().is_ok_and(|inner| inner.log().is_some())
+    }
+
+    /// Why the cache is disabled, in words; `None` where it is not.
+    #[must_use]
+    pub fn why_disabled(&self) -> Option<String> {
+        self.check().ok()?.why_disabled.lock().as_ref().map(ToString::to_string)
+    }
+
+    /// What a chunk is, with the chunk size in effect.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        &self.inner.geometry
+    }
+
+    /// The settings it was opened with.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.inner.options.settings
+    }
+
+    /// The chunk log, for programs that look after the cache; `None` where it is disabled or closed.
+    #[must_use]
+    pub fn log(&self) -> Option<&Arc<Log>> {
+        self.check().ok()?.log()
+    }
+
+    /// A prompt with its keys, for [`Engine::lookup`], [`LoadRequest`] and [`StoreRequest`].
+    #[must_use]
+    pub fn prompt(&self, tokens: &[u32], extra: &Extra) -> Prompt {
+        let started = Instant::now();
+        let prompt = Prompt::new(tokens, self.inner.geometry.chunk_tokens, extra);
+        self.inner.counters.hash_seconds.observe(started.elapsed());
+        prompt
+    }
+
+    /// Takes no more calls, waits until `deadline` for loads and stores under way, flushes and gives the cache up.
+    ///
+    /// # Errors
+    /// [`ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost), [`ErrorKind::Forked`].
+    pub fn close(&self, deadline: Instant) -> Result<()> {
+        let inner = self.check()?;
+        inner.stop.now();
+        inner.pipeline.close(deadline);
+        let log = inner.log().cloned();
+        inner.closed.store(true, Ordering::Release);
+        log.map_or(Ok(()), |log| log.close(deadline))
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut d = f.debug_struct("Engine");
+        d.field("model", &self.inner.geometry.model).field("up", &self.is_up()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.check().is_err() {
+            // What it holds is the parent's: one reference too many keeps it from being dropped here.
+            std::mem::forget(Arc::clone(&self.inner));
+            return;
+        }
+        self.inner.pipeline.close(Instant::now());
+        if let Err(e) = self.close(Instant::now() + DROP_PATIENCE) {
+            tracing::warn!(error = %e, "the cache was not closed in order");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+//! From the slot mapping of a prompt to one plan per chunk and kind of layer.
+//!
+//! Layers of one KV cache group share a mapping; where a server gives them blocks of different sizes they still need plans of
+//! their own. A *class* is what shares a plan.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::request::SlotMapping;
+use crate::device::PagedKv;
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::Geometry;
+use crate::paged::ChunkPlan;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Class {
+    group: usize,
+    block_tokens: u32,
+    num_blocks: u32,
+}
+
+/// Makes the plans of a prompt's chunks.
+pub(super) struct Planner<'a> {
+    mapping: &'a SlotMapping,
+    classes: Vec<Class>,
+    /// Which class each layer belongs to.
+    pub(super) layer_classes: Arc<[usize]>,
+    /// Tokens that are moved at all; later ones count as skipped.
+    wanted: usize,
+}
+
+fn invalid(what: String) -> Error {
+    Error::new(ErrorKind::InvalidInput, what)
+}
+
+impl<'a> Planner<'a> {
+    /// Checks that memory, geometry and mapping fit each other.
+    pub(super) fn new(geometry: &Geometry, kv: &PagedKv, mapping: &'a SlotMapping, wanted: usize) -> Result<Self> {
+        let layout = kv.layout();
+        if layout.num_layers() != geometry.layers.len() {
+            return Err(invalid(format!(
+                "a KV cache of {} layers for a geometry of {}",
+                layout.num_layers(),
+                geometry.layers.len()
+            )));
+        }
+        let groups: BTreeSet<u16> = geometry.layers.iter().map(|l| l.group).collect();
+        if mapping.groups.len() != 1 && mapping.groups.len() != groups.len() {
+            return Err(invalid(format!(
+                "{} slot mappings for {} KV cache groups; give one, or one per group",
+                mapping.groups.len(),
+                groups.len()
+            )));
+        }
+        if mapping.groups.iter().any(|g| g.len() != mapping.len()) {
+            return Err(invalid("slot mappings of different lengths".to_owned()));
+        }
+        if mapping.mask.as_ref().is_some_and(|m| m.len() < mapping.len()) {
+            return Err(invalid("the token mask is shorter than the slot mapping".to_owned()));
+        }
+        let mut classes: Vec<Class> = Vec::new();
+        let mut layer_classes = Vec::with_capacity(geometry.layers.len());
+        for (l, spec) in geometry.layers.iter().enumerate() {
+            let view = layout.layer(l).filter(|_| layout.spec(l) == Some(spec));
+            let view =
+                view.ok_or_else(|| invalid(format!("layer {l} of the KV cache is not what the geometry says")))?;
+            let place = groups.iter().position(|&g| g == spec.group).unwrap_or(0);
+            let group = if mapping.groups.len() == 1 { 0 } else { place };
+            let class = Class { group, block_tokens: view.block_tokens, num_blocks: view.num_blocks };
+            let at = classes.iter().position(|c| *c == class).unwrap_or_else(|| {
+                classes.push(class);
+                classes.len() - 1
+            });
+            layer_classes.push(at);
+        }
+        Ok(Self { mapping, classes, layer_classes: layer_classes.into(), wanted })
+    }
+
+    /// The plans of the tokens in `range`, one per class.
+    pub(super) fn plans(&self, range: Range<usize>) -> Result<Vec<Arc<ChunkPlan>>> {
+        let known = range.start.min(self.wanted)..range.end.min(self.wanted);
+        let mut slots = Vec::with_capacity(range.len());
+        let mut mask = Vec::new();
+        self.classes
+            .iter()
+            .map(|class| {
+                slots.clear();
+                let group = self.mapping.groups.get(class.group).and_then(|g| g.get(known.clone()));
+                slots.extend_from_slice(group.unwrap_or_default());
+                slots.resize(range.len(), -1);
+                let bits = self.mapping.mask.as_ref().and_then(|m| m.get(known.clone()));
+                if let Some(bits) = bits {
+                    mask.clear();
+                    mask.extend_from_slice(bits);
+                    mask.resize(range.len(), false);
+                }
+                let mask = bits.map(|_| mask.as_slice());
+                ChunkPlan::new(&slots, mask, class.block_tokens, class.num_blocks).map(Arc::new)
+            })
+            .collect()
+    }
+
+    /// The server's blocks that the tokens in `range` go to, ascending.
+    pub(super) fn blocks(&self, range: Range<usize>) -> Result<Vec<u32>> {
+        let mut blocks: Vec<u32> = self.plans(range)?.iter().flat_map(|p| p.block_ids().to_vec()).collect();
+        blocks.sort_unstable();
+        blocks.dedup();
+        Ok(blocks)
+    }
+}

@@ -1,0 +1,87 @@
+//! A prompt and its keys, hashed once however often it is looked up, loaded and stored.
+
+use std::sync::Arc;
+
+use crate::key::{self, Chain, ChunkKey, Extra};
+
+/// Token ids with what else decides their KV, and the keys of their chunks. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Prompt(Arc<Inner>);
+
+#[derive(Clone, Debug)]
+struct Inner {
+    tokens: Vec<u32>,
+    extra: Extra,
+    chain: Chain,
+    tenant: u64,
+}
+
+impl Prompt {
+    /// Hashes `tokens` in chunks of `chunk_tokens`.
+    #[must_use]
+    pub fn new(tokens: &[u32], chunk_tokens: u32, extra: &Extra) -> Self {
+        Self(Arc::new(Inner {
+            tokens: tokens.to_vec(),
+            extra: extra.clone(),
+            chain: Chain::new(tokens, chunk_tokens, extra),
+            tenant: key::tenant(extra.cache_salt.as_deref()),
+        }))
+    }
+
+    /// The same prompt with more tokens at its end; only new chunks are hashed.
+    #[must_use]
+    pub fn extended(&self, more: &[u32]) -> Self {
+        let mut inner = Inner::clone(&self.0);
+        inner.tokens.extend_from_slice(more);
+        inner.chain.extend(&inner.tokens, &inner.extra);
+        Self(Arc::new(inner))
+    }
+
+    /// Its token ids.
+    #[must_use]
+    pub fn tokens(&self) -> &[u32] {
+        &self.0.tokens
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.tokens.len()
+    }
+
+    /// Whether there is no token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.tokens.is_empty()
+    }
+
+    /// Keys of its full chunks.
+    #[must_use]
+    pub fn keys(&self) -> &[ChunkKey] {
+        self.0.chain.keys()
+    }
+
+    /// Tokens of a full chunk.
+    #[must_use]
+    pub fn chunk_tokens(&self) -> usize {
+        self.0.chain.chunk_tokens() as usize
+    }
+
+    /// Hash of its cache salt; 0 without one.
+    #[must_use]
+    pub fn tenant(&self) -> u64 {
+        self.0.tenant
+    }
+
+    /// The key that chunk `i` is chained to.
+    #[must_use]
+    pub fn parent_of(&self, i: usize) -> ChunkKey {
+        self.0.chain.parent_of(i)
+    }
+
+    /// The key of the partial chunk of `len` tokens in the place of chunk `i`; `None` where the prompt has no such tokens.
+    #[must_use]
+    pub fn partial_key(&self, i: usize, len: usize) -> Option<ChunkKey> {
+        self.0.chain.partial_key_at(i, &self.0.tokens, (len, &self.0.extra))
+    }
+}

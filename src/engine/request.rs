@@ -1,0 +1,151 @@
+//! What is asked of the engine, and what a lookup answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::prompt::Prompt;
+use crate::device::PagedKv;
+use crate::log::Chunk;
+use crate::pipeline::{Backpressure, LoadTicket};
+
+/// Where the tokens of a prompt lie in the server's paged KV: slot = block id × block tokens + place in the block.
+#[derive(Clone, Debug)]
+pub struct SlotMapping {
+    pub(super) groups: Vec<Arc<[i64]>>,
+    pub(super) mask: Option<Arc<[bool]>>,
+}
+
+impl SlotMapping {
+    /// One mapping for all layers: the slot of each token from the start of the prompt, -1 to skip it.
+    #[must_use]
+    pub fn new(slots: impl Into<Arc<[i64]>>) -> Self {
+        Self { groups: vec![slots.into()], mask: None }
+    }
+
+    /// One mapping per KV cache group, in the order of the groups' numbers.
+    #[must_use]
+    pub fn per_group(groups: Vec<Arc<[i64]>>) -> Self {
+        Self { groups, mask: None }
+    }
+
+    /// Skips tokens whose bit is false. A load never writes their slots, a store never reads them.
+    #[must_use]
+    pub fn masked(mut self, mask: impl Into<Arc<[bool]>>) -> Self {
+        self.mask = Some(mask.into());
+        self
+    }
+
+    /// Tokens that it speaks of.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.groups.iter().map(|g| g.len()).min().unwrap_or(0)
+    }
+
+    /// Whether it speaks of no token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl From<Vec<i64>> for SlotMapping {
+    fn from(slots: Vec<i64>) -> Self {
+        Self::new(slots)
+    }
+}
+
+/// How much of a prompt is stored. While it lives, and at most for the time asked for, its chunks are kept from reclaim.
+#[derive(Debug, Default)]
+#[must_use = "dropping it gives the pinned chunks free"]
+pub struct Lookup {
+    /// Tokens from the start of the prompt that are stored.
+    pub matched_tokens: usize,
+    /// Full chunks among them; the rest are one partial chunk.
+    pub full_chunks: usize,
+    pub(super) pinned: Vec<Chunk>,
+}
+
+impl Lookup {
+    /// Chunks that are kept from reclaim for this lookup.
+    #[must_use]
+    pub fn pinned_chunks(&self) -> usize {
+        self.pinned.iter().filter(|c| c.is_leased()).count()
+    }
+}
+
+/// What to load, and where to.
+#[derive(Clone, Debug)]
+pub struct LoadRequest {
+    /// The prompt.
+    pub prompt: Prompt,
+    /// The server's paged KV.
+    pub kv: Arc<PagedKv>,
+    /// Where the tokens go.
+    pub slots: SlotMapping,
+    /// Tokens to load from the start of the prompt; `None` for as many as the slot mapping speaks of.
+    pub tokens: Option<usize>,
+    /// Milliseconds until what has not arrived counts as missed; `None` while the drive answers.
+    pub timeout_ms: Option<u64>,
+    /// Layer by layer over all chunks, or chunk by chunk; `None` as the settings say.
+    pub layerwise: Option<bool>,
+}
+
+impl LoadRequest {
+    /// Loads as much of `prompt` as `slots` speaks of.
+    #[must_use]
+    pub fn new(prompt: &Prompt, kv: &Arc<PagedKv>, slots: impl Into<SlotMapping>) -> Self {
+        Self {
+            prompt: prompt.clone(),
+            kv: Arc::clone(kv),
+            slots: slots.into(),
+            tokens: None,
+            timeout_ms: None,
+            layerwise: None,
+        }
+    }
+}
+
+/// What to store, and where it lies.
+#[derive(Clone, Debug)]
+pub struct StoreRequest {
+    /// The prompt, generated tokens included.
+    pub prompt: Prompt,
+    /// The server's paged KV.
+    pub kv: Arc<PagedKv>,
+    /// Where the tokens lie.
+    pub slots: SlotMapping,
+    /// Tokens of the prompt proper where generated ones follow; these are stored only if the settings say so
+    /// (`save_decode_cache`). `None` where all are of the prompt.
+    pub prompt_tokens: Option<usize>,
+    /// Loads that the KV was computed from.
+    pub depends_on: Vec<LoadTicket>,
+    /// What happens while staging is taken.
+    pub backpressure: Backpressure,
+    /// Milliseconds until what is not stored is given up; `None` while the drive answers.
+    pub timeout_ms: Option<u64>,
+    /// Whether a last chunk that is not full is stored; `None` as the settings say.
+    pub save_unfull: Option<bool>,
+    /// How long it may be served; `None` as the settings say.
+    pub ttl: Option<Duration>,
+    /// Whether layers are given one by one; `None` as the settings say.
+    pub layerwise: Option<bool>,
+}
+
+impl StoreRequest {
+    /// Stores as much of `prompt` as `slots` speaks of.
+    #[must_use]
+    pub fn new(prompt: &Prompt, kv: &Arc<PagedKv>, slots: impl Into<SlotMapping>) -> Self {
+        Self {
+            prompt: prompt.clone(),
+            kv: Arc::clone(kv),
+            slots: slots.into(),
+            prompt_tokens: None,
+            depends_on: Vec::new(),
+            backpressure: Backpressure::default(),
+            timeout_ms: None,
+            save_unfull: None,
+            ttl: None,
+            layerwise: None,
+        }
+    }
+}

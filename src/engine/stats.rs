@@ -1,0 +1,169 @@
+//! What the engine counts itself, and its state as plain numbers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::{Engine, Inner};
+use crate::device::StagingPool;
+use crate::error::Result;
+use crate::log::LogStats;
+use crate::metrics::Histogram;
+use crate::pipeline::{MissCause, ShedCause};
+
+/// Counters of calls that reach neither pipeline nor log.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) lookups: AtomicU64,
+    pub(super) looked_up_tokens: AtomicU64,
+    pub(super) matched_tokens: AtomicU64,
+    pub(super) lookup_seconds: Histogram,
+    pub(super) hash_seconds: Histogram,
+}
+
+impl Counters {
+    pub(super) fn lookup(&self, tokens: usize, matched: usize, took: Duration) {
+        self.lookups.fetch_add(1, Ordering::Relaxed);
+        self.looked_up_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
+        self.matched_tokens.fetch_add(matched as u64, Ordering::Relaxed);
+        self.lookup_seconds.observe(took);
+    }
+}
+
+/// One pool of staging memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StagingStats {
+    /// Bytes of one slot.
+    pub slot_bytes: usize,
+    /// Slots.
+    pub slots: usize,
+    /// Slots that nobody holds.
+    pub free: usize,
+}
+
+impl StagingStats {
+    fn of(pool: &Arc<StagingPool>) -> Self {
+        Self { slot_bytes: pool.slot_bytes(), slots: pool.slots(), free: pool.free() }
+    }
+}
+
+/// The state of an engine at one moment. Counters only grow.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EngineStats {
+    /// Whether the cache is open.
+    pub up: bool,
+    /// Active I/O path of each drive.
+    pub paths: Vec<&'static str>,
+    /// Lookups.
+    pub lookups: u64,
+    /// Tokens that were looked up.
+    pub looked_up_tokens: u64,
+    /// Tokens of them that were stored.
+    pub matched_tokens: u64,
+    /// Loads started.
+    pub loads: u64,
+    /// Loads that have not finished.
+    pub active_loads: usize,
+    /// Tokens that loads found usable.
+    pub loaded_tokens: u64,
+    /// Payload bytes moved into callers' memory.
+    pub loaded_bytes: u64,
+    /// Bytes read from slots, headers and padding included.
+    pub read_bytes: u64,
+    /// Chunks missed by loads, for every cause.
+    pub misses: Vec<(MissCause, u64)>,
+    /// Stores started.
+    pub stores: u64,
+    /// Stores that have not finished.
+    pub active_stores: usize,
+    /// Chunks stored.
+    pub stored_chunks: u64,
+    /// Tokens of them.
+    pub stored_tokens: u64,
+    /// Payload bytes of them.
+    pub stored_bytes: u64,
+    /// Chunks that were to be stored and were there.
+    pub present_chunks: u64,
+    /// Chunks shed by stores, for every cause.
+    pub sheds: Vec<(ShedCause, u64)>,
+    /// Staging of loads.
+    pub load_staging: StagingStats,
+    /// Staging of stores.
+    pub store_staging: StagingStats,
+    /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging slot.
+    pub quarantined: usize,
+    /// What the log says.
+    pub log: LogStats,
+}
+
+impl EngineStats {
+    /// Chunks missed for `cause`.
+    #[must_use]
+    pub fn missed(&self, cause: MissCause) -> u64 {
+        self.misses.iter().filter(|(c, _)| *c == cause).map(|(_, n)| n).sum()
+    }
+
+    /// Chunks shed for `cause`.
+    #[must_use]
+    pub fn shed(&self, cause: ShedCause) -> u64 {
+        self.sheds.iter().filter(|(c, _)| *c == cause).map(|(_, n)| n).sum()
+    }
+
+    /// Bytes written to the drives for each byte of chunks published; 0 where nothing was.
+    #[must_use]
+    pub fn write_amplification(&self) -> f64 {
+        let log = &self.log;
+        if log.data_bytes_written == 0 {
+            return 0.0;
+        }
+        (log.data_bytes_written + log.moved_bytes + log.journal_bytes_written) as f64 / log.data_bytes_written as f64
+    }
+}
+
+impl Engine {
+    /// The state of the engine now.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::Forked`].
+    pub fn stats(&self) -> Result<EngineStats> {
+        Ok(self.check()?.stats())
+    }
+}
+
+impl Inner {
+    pub(super) fn stats(&self) -> EngineStats {
+        let (pipeline, of) = (&self.pipeline, self.pipeline.stats());
+        let get = |a: &AtomicU64| a.load(Ordering::Relaxed);
+        let mut stats = EngineStats {
+            up: self.log().is_some(),
+            lookups: get(&self.counters.lookups),
+            looked_up_tokens: get(&self.counters.looked_up_tokens),
+            matched_tokens: get(&self.counters.matched_tokens),
+            loads: of.loads(),
+            active_loads: pipeline.active_loads(),
+            loaded_tokens: of.loaded_tokens(),
+            loaded_bytes: of.loaded_bytes(),
+            read_bytes: of.read_bytes(),
+            misses: MissCause::ALL.iter().map(|&c| (c, of.misses.of(c))).collect(),
+            stores: of.stores(),
+            active_stores: pipeline.active_stores(),
+            stored_chunks: of.stored_chunks(),
+            stored_tokens: of.stored_tokens(),
+            stored_bytes: of.stored_bytes(),
+            present_chunks: of.present_chunks(),
+            sheds: ShedCause::ALL.iter().map(|&c| (c, of.sheds.of(c))).collect(),
+            load_staging: StagingStats::of(pipeline.load_pool()),
+            store_staging: StagingStats::of(pipeline.store_pool()),
+            ..EngineStats::default()
+        };
+        if let Some(log) = self.log() {
+            stats.log = log.stats();
+            for drive in (0..log.drives()).filter_map(|i| log.drive(i)) {
+                stats.paths.push(drive.report.active.as_str());
+                stats.quarantined +=
+                    [&drive.read, &drive.write].iter().map(|q| q.stats().counts().quarantined).sum::<usize>();
+            }
+        }
+        stats
+    }
+}

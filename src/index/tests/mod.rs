@@ -1,0 +1,65 @@
+//! Tests of the index room.
+
+mod garbage;
+mod lane;
+mod model;
+mod readers;
+mod reclaim;
+mod small;
+
+use std::fs::File;
+
+use super::*;
+use crate::key::ChunkKey;
+
+pub(super) const BOOT: BootId = BootId([1, 2]);
+
+pub(super) fn holder(pid: u32) -> Holder {
+    Holder { pid, start_ticks: 1000 + u64::from(pid), pid_ns: 77 }
+}
+
+pub(super) fn table_spec(max_entries: u64, generation: u64) -> TableSpec {
+    TableSpec { max_entries, boot: BOOT, generation, writer: holder(1) }
+}
+
+pub(super) fn lane_spec(segments: u32, lease_limit: Option<u32>) -> LaneSpec {
+    LaneSpec { segments, lease_limit, boot: BOOT, generation: 1, writer: holder(1) }
+}
+
+pub(super) fn file_of(bytes: u64) -> File {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(bytes).unwrap();
+    file
+}
+
+pub(super) fn key(n: u64) -> ChunkKey {
+    ChunkKey(*blake3::hash(&n.to_le_bytes()).as_bytes())
+}
+
+/// An entry whose every field is a function of key number and sequence, so that a torn one shows.
+pub(super) fn entry(n: u64, seq: u64) -> Entry {
+    let mix = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seq.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let narrow = |shift: u32| (mix.rotate_left(shift) & 0xff_ffff) as u32;
+    Entry {
+        key: key(n),
+        kind: [EntryKind::Chunk, EntryKind::Object, EntryKind::Tombstone][(mix % 3) as usize],
+        seq,
+        segment: narrow(1),
+        epoch: mix as u32,
+        page: narrow(9),
+        pages: narrow(17),
+        header_crc: (mix >> 32) as u32,
+        tokens: narrow(25),
+        depth: narrow(33),
+        tenant: mix,
+        expiry_s: (mix >> 16) as u32,
+        length: mix >> 24,
+    }
+}
+
+/// As [`entry`], as a listing shows it.
+pub(super) fn listed(n: u64, seq: u64) -> Entry {
+    let mut entry = entry(n, seq);
+    entry.key.0[16..].fill(0);
+    entry
+}

@@ -1,0 +1,87 @@
+//! Recency, surveys and policies.
+
+use super::*;
+
+fn chunk(depth: u32, last_touch: u32) -> ChunkSummary {
+    ChunkSummary { depth, last_touch, bytes: 100, ..ChunkSummary::default() }
+}
+
+fn sealed(segment: u32, first_seq: u64, hot_bytes: u64, last_touch: u32) -> SegmentSummary {
+    SegmentSummary { segment, first_seq, last_touch, live_bytes: 1000, hot_bytes, live_chunks: 10 }
+}
+
+const NOW: ReclaimContext = ReclaimContext { now: 100, hot_since: 50 };
+
+#[test]
+fn fifo_takes_the_oldest_and_keeps_nothing() {
+    let segments = [sealed(0, 30, 0, 1), sealed(1, 10, 1000, 99), sealed(2, 20, 0, 1)];
+    assert_eq!(victim(&Fifo, &segments, &NOW), Some(1));
+    assert!(plan_keep(&Fifo, &[chunk(0, 99)], 1000, &NOW).is_empty());
+    assert_eq!(victim(&Fifo, &[], &NOW), None);
+}
+
+#[test]
+fn lru_takes_the_coldest_and_among_equals_the_one_used_longest_ago() {
+    let segments = [sealed(0, 10, 900, 99), sealed(1, 20, 0, 40), sealed(2, 30, 0, 30)];
+    assert_eq!(victim(&Lru, &segments, &NOW), Some(2));
+    assert_eq!(victim(&Lru, &segments[..2], &NOW), Some(1));
+    let empty = SegmentSummary { segment: 9, ..SegmentSummary::default() };
+    assert_eq!(victim(&Lru, &[sealed(0, 1, 0, 1), empty], &NOW), Some(9), "an empty segment is free to take");
+}
+
+#[test]
+fn within_the_budget_hot_heads_stay_and_tails_go() {
+    let chunks = [chunk(5, 90), chunk(0, 60), chunk(1, 40), chunk(1, 70), chunk(1, 80)];
+    assert_eq!(plan_keep(&Lru, &chunks, 1000, &NOW), [1, 4, 3, 0]);
+    assert_eq!(plan_keep(&Lru, &chunks, 250, &NOW), [1, 4]);
+    assert!(plan_keep(&Lru, &chunks, 99, &NOW).is_empty());
+}
+
+#[test]
+fn policies_are_found_by_name() {
+    let names: Vec<_> = ["lru", "fifo", "default", "x"].iter().map(|n| by_name(n).map(|p| p.name())).collect();
+    assert_eq!(names, [Some("lru"), Some("fifo"), Some("lru"), None]);
+}
+
+#[test]
+fn a_survey_sums_up_segments_and_finds_the_hot_half() {
+    let table = Table::anonymous(&table_spec(100, 1)).unwrap();
+    let mut recency = Recency::new(table.slots());
+    for n in 0..40 {
+        let e = Entry { segment: (n / 10) as u32, pages: 2, kind: EntryKind::Chunk, ..entry(n, 100 + n) };
+        let slot = table.insert(&e).unwrap().slot;
+        recency.insert(slot, n as u32 + 1, 0);
+    }
+    let options = SurveyOptions { segments: 3, hot_percent: 50, sample_every: 1, offset: 0 };
+    let survey = Survey::take(&table, &recency, &options);
+    assert_eq!(survey.hot_since, 16, "ticks 16 to 30 are half of the bytes below segment 3");
+    let page = 4096;
+    let expected = |segment, first_seq, hot: u64, last_touch| SegmentSummary {
+        segment,
+        first_seq,
+        last_touch,
+        live_bytes: 20 * page,
+        hot_bytes: hot * 2 * page,
+        live_chunks: 10,
+    };
+    assert_eq!(survey.segments, [expected(0, 100, 0, 10), expected(1, 110, 5, 20), expected(2, 120, 10, 30)]);
+    let sampled = Survey::take(&table, &recency, &SurveyOptions { sample_every: 4, offset: 6, ..options });
+    let total: u64 = sampled.segments.iter().map(|s| s.live_chunks).sum();
+    assert!(total > 0 && total.is_multiple_of(4));
+}
+
+#[test]
+fn recency_counts_uses_and_follows_a_growing_table() {
+    let mut old = Recency::new(10);
+    old.insert(3, 7, 1);
+    old.touch(3, 9);
+    old.touch(3, 8);
+    assert_eq!(old.get(3), (9, 3));
+    let mut new = Recency::new(20);
+    new.carry(&old, 3, 15);
+    assert_eq!(new.get(15), (9, 3));
+    new.forget(15);
+    assert_eq!((new.get(15), new.get(999)), ((0, 0), (0, 0)));
+    (0..300).for_each(|_| new.touch(1, 5));
+    assert_eq!(new.get(1), (5, 255));
+}

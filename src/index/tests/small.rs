@@ -1,0 +1,172 @@
+//! Small facts: packing, insert and remove rules, partial lengths, shard page, identities.
+
+use super::*;
+use crate::error::ErrorKind;
+
+fn table() -> Table {
+    Table::anonymous(&table_spec(100, 1)).unwrap()
+}
+
+#[test]
+fn every_field_survives_at_its_bounds() {
+    let t = table();
+    let full = Entry {
+        key: key(1),
+        kind: EntryKind::Object,
+        seq: u64::MAX,
+        segment: 0xff_ffff,
+        epoch: u32::MAX,
+        page: 0xff_ffff,
+        pages: 0xff_ffff,
+        header_crc: u32::MAX,
+        tokens: 0xff_ffff,
+        depth: 0xff_ffff,
+        tenant: u64::MAX,
+        expiry_s: u32::MAX,
+        length: (1 << 40) - 1,
+    };
+    t.insert(&full).unwrap();
+    assert_eq!(t.get(&key(1)), Some(full));
+    for bad in [
+        Entry { segment: 1 << 24, ..full },
+        Entry { page: 1 << 24, ..full },
+        Entry { pages: 1 << 24, ..full },
+        Entry { tokens: 1 << 24, ..full },
+        Entry { depth: 1 << 24, ..full },
+        Entry { length: 1 << 40, ..full },
+        Entry { kind: EntryKind::Partials, ..full },
+    ] {
+        assert_eq!(t.insert(&bad).unwrap_err().kind(), ErrorKind::InvalidInput);
+    }
+}
+
+#[test]
+fn only_a_version_at_least_as_new_replaces() {
+    let t = table();
+    assert_eq!(t.insert(&entry(1, 5)).unwrap().other, None);
+    let stale = t.insert(&entry(1, 4)).unwrap();
+    assert!(!stale.stored && stale.replaced().is_none());
+    assert_eq!(stale.other, Some(listed(1, 5)));
+    let newer = t.insert(&entry(1, 6)).unwrap();
+    assert_eq!(newer.replaced(), Some(listed(1, 5)));
+    assert_eq!(t.get(&key(1)), Some(entry(1, 6)));
+    assert_eq!(t.len(), 1);
+}
+
+#[test]
+fn remove_leaves_newer_versions() {
+    let t = table();
+    t.insert(&entry(1, 6)).unwrap();
+    assert_eq!(t.remove_if(&key(1), 5).unwrap(), None);
+    assert_eq!(t.remove_if(&key(1), 6).unwrap().map(|(e, _)| e), Some(entry(1, 6)));
+    assert_eq!(t.get(&key(1)), None);
+    assert!(t.is_empty());
+}
+
+#[test]
+fn clear_takes_everything_up_to_its_sequence() {
+    let t = table();
+    for n in 0..50 {
+        t.insert(&entry(n, n)).unwrap();
+    }
+    t.add_partial(&key(100), 3, 10).unwrap();
+    t.add_partial(&key(101), 3, 40).unwrap();
+    assert_eq!(t.clear_up_to(29).unwrap(), 31);
+    assert_eq!(t.len(), 20);
+    assert!((0..50).all(|n| t.get(&key(n)).is_some() == (n > 29)));
+    assert!(t.partials(&key(100)).as_slice().is_empty());
+    assert_eq!(t.partials(&key(101)).as_slice(), [3]);
+}
+
+#[test]
+fn partial_lengths_are_counted_and_come_longest_first() {
+    let t = table();
+    let parent = key(7);
+    for length in [5, 60, 17, 17] {
+        assert_eq!(t.add_partial(&parent, length, 1).unwrap(), AddedPartial::Added);
+    }
+    assert_eq!(t.partials(&parent).as_slice(), [60, 17, 5]);
+    assert!(t.drop_partial(&parent, 17).unwrap());
+    assert_eq!(t.partials(&parent).as_slice(), [60, 17, 5], "two prompts stored 17 tokens");
+    assert!(t.drop_partial(&parent, 17).unwrap());
+    assert!(!t.drop_partial(&parent, 17).unwrap());
+    assert_eq!(t.partials(&parent).as_slice(), [60, 5]);
+    assert_eq!(t.len(), 0, "lists are no entries");
+    assert_eq!(t.get(&parent), None);
+    assert!(t.drop_partials(&parent).unwrap());
+    assert!(!t.drop_partials(&parent).unwrap());
+    assert!(t.partials(&parent).as_slice().is_empty());
+    assert!(t.add_partial(&parent, 0, 1).is_err());
+}
+
+#[test]
+fn a_full_list_of_partials_keeps_the_longest() {
+    let t = table();
+    let parent = key(7);
+    for length in 10..18 {
+        t.add_partial(&parent, length, 1).unwrap();
+    }
+    assert_eq!(t.add_partial(&parent, 9, 1).unwrap(), AddedPartial::Refused);
+    assert_eq!(t.add_partial(&parent, 99, 1).unwrap(), AddedPartial::Evicted(10));
+    assert_eq!(t.partials(&parent).as_slice(), [99, 17, 16, 15, 14, 13, 12, 11]);
+}
+
+#[test]
+fn a_reader_sees_writes_of_another_mapping_and_may_not_write() {
+    let file = file_of(Table::file_bytes(1000).unwrap());
+    let writer = Table::create(&file, &table_spec(1000, 3)).unwrap();
+    writer.insert(&entry(1, 1)).unwrap();
+    writer.add_partial(&key(9), 12, 1).unwrap();
+    for access in [Access::ReadWrite, Access::ReadOnly] {
+        let reader = Table::attach(&file, BOOT, access).unwrap();
+        assert_eq!(reader.get(&key(1)), Some(entry(1, 1)));
+        assert_eq!(reader.partials(&key(9)).as_slice(), [12]);
+        assert_eq!((reader.len(), reader.generation(), reader.writer()), (1, 3, holder(1)));
+        assert_eq!(reader.insert(&entry(2, 2)).unwrap_err().kind(), ErrorKind::Permission);
+        assert_eq!(reader.remove_if(&key(1), 9).unwrap_err().kind(), ErrorKind::Permission);
+        assert!(!reader.wants_growth());
+    }
+    let reader = Table::attach(&file, BOOT, Access::ReadOnly).unwrap();
+    reader.mark_moved();
+    assert!(!reader.moved(), "a read-only mapping changes nothing");
+    writer.mark_moved();
+    assert!(reader.moved());
+}
+
+#[test]
+fn a_file_used_before_is_cleared() {
+    let file = file_of(Table::file_bytes(1000).unwrap());
+    Table::create(&file, &table_spec(1000, 1)).unwrap().insert(&entry(1, 1)).unwrap();
+    let again = Table::create(&file, &table_spec(1000, 2)).unwrap();
+    assert_eq!((again.get(&key(1)), again.len()), (None, 0));
+}
+
+#[test]
+fn the_shard_page_counts_for_all() {
+    let file = file_of(Shard::FILE_BYTES);
+    let a = Shard::create(&file, BOOT, holder(1)).unwrap();
+    let b = Shard::attach(&file, BOOT, Access::ReadWrite).unwrap();
+    let ro = Shard::attach(&file, BOOT, Access::ReadOnly).unwrap();
+    a.raise_to(3 << 40);
+    b.raise_to(2 << 40);
+    assert_eq!([a.next_seq().unwrap(), b.next_seq().unwrap()], [(3 << 40) + 1, (3 << 40) + 2]);
+    assert_eq!(ro.next_seq().unwrap_err().kind(), ErrorKind::Permission);
+    b.bump_lanes();
+    b.clear_up_to(9);
+    a.clear_up_to(5);
+    assert_eq!((ro.last_seq(), ro.lane_generation(), ro.cleared_up_to()), ((3 << 40) + 2, 1, 9));
+    let other_boot = Shard::attach(&file, BootId([9, 9]), Access::ReadOnly).unwrap_err();
+    assert_eq!(other_boot.kind(), ErrorKind::Incompatible);
+}
+
+#[test]
+fn boot_ids_and_holders_parse() {
+    let id = BootId::parse("0f0e0d0c-0b0a-0908-0706-050403020100\n").unwrap();
+    assert_eq!(id, BootId([0x0f0e_0d0c_0b0a_0908, 0x0706_0504_0302_0100]));
+    assert_eq!(BootId::parse("nonsense"), None);
+    let stat = "42 (a b) c) S 1 42 42 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 123456 1000 5 rest";
+    let h = Holder::parse(stat, "pid:[4026531836]").unwrap();
+    assert_eq!(h, Holder { pid: 42, start_ticks: 123_456, pid_ns: 4_026_531_836u32 & 0xff_ffff });
+    assert_eq!(Holder::of_words(h.pid, h.ident()), h);
+    assert_eq!(Holder::parse("42", "pid:[1]"), None);
+}

@@ -1,0 +1,163 @@
+//! Why a chunk was not loaded or not stored: the labels of counters and results.
+
+use std::array;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::{Error, ErrorKind};
+
+macro_rules! causes {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        pub enum $name { $($(#[$vdoc])* $variant,)* }
+
+        impl $name {
+            /// All causes.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The label in metrics and JSON output.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $text,)* }
+            }
+        }
+    };
+}
+
+causes! {
+    /// Why a chunk that was asked for was not loaded.
+    MissCause {
+        /// No chunk with this key is stored.
+        NotFound = "not_found",
+        /// An extent fails its CRC, or the header is not the one the index knows.
+        Corrupt = "corrupt",
+        /// The operating system reported an I/O error.
+        Io = "io",
+        /// Fewer bytes than asked were read.
+        ShortIo = "short_io",
+        /// The request or the load passed its deadline, or nothing moved for long.
+        TimedOut = "timed_out",
+        /// An earlier chunk of the prefix failed, so this one is of no use.
+        Prefix = "prefix",
+        /// The caller cancelled or dropped the load.
+        Cancelled = "cancelled",
+        /// The slot mapping covers blocks of an opaque layer only in part.
+        Unmapped = "unmapped",
+        /// The engine is disabled or closed.
+        Closed = "closed",
+        /// Anything else; see the log.
+        Internal = "internal",
+    }
+}
+
+causes! {
+    /// Why a chunk that was given was not stored.
+    ShedCause {
+        /// Too many stores, or too many bytes of them, wait already.
+        QueueFull = "queue_full",
+        /// No staging buffer became free in time.
+        StagingFull = "staging_full",
+        /// Capacity, free-space floor or drive leave no room.
+        NoSpace = "no_space",
+        /// The operating system reported an I/O error.
+        Io = "io",
+        /// A write or the whole store passed its deadline.
+        TimedOut = "timed_out",
+        /// A load it was computed from did not verify.
+        Dependency = "dependency",
+        /// The caller dropped the store or took its blocks back.
+        Cancelled = "cancelled",
+        /// The slot mapping does not cover all tokens of the chunk.
+        Unmapped = "unmapped",
+        /// The engine is disabled, read-only or closed.
+        Closed = "closed",
+        /// Anything else; see the log.
+        Internal = "internal",
+    }
+}
+
+impl MissCause {
+    /// The cause behind a failed read.
+    #[must_use]
+    pub fn of(error: &Error) -> Self {
+        match error.kind() {
+            ErrorKind::Corrupt | ErrorKind::Incompatible => Self::Corrupt,
+            ErrorKind::ShortIo => Self::ShortIo,
+            ErrorKind::TimedOut => Self::TimedOut,
+            ErrorKind::Cancelled => Self::Cancelled,
+            ErrorKind::Closed | ErrorKind::Forked => Self::Closed,
+            ErrorKind::NotFound => Self::NotFound,
+            ErrorKind::Internal | ErrorKind::InvalidInput => Self::Internal,
+            _ => Self::Io,
+        }
+    }
+}
+
+impl ShedCause {
+    /// The cause behind a failed put or write.
+    #[must_use]
+    pub fn of(error: &Error) -> Self {
+        match error.kind() {
+            ErrorKind::NoSpace => Self::NoSpace,
+            ErrorKind::TimedOut => Self::TimedOut,
+            ErrorKind::Busy => Self::QueueFull,
+            ErrorKind::Cancelled => Self::Cancelled,
+            ErrorKind::Closed | ErrorKind::Forked | ErrorKind::Unsupported => Self::Closed,
+            ErrorKind::Internal | ErrorKind::InvalidInput => Self::Internal,
+            _ => Self::Io,
+        }
+    }
+}
+
+/// A cause that can be counted.
+pub trait Cause: Copy + 'static {
+    /// Its place among all causes of its kind; below [`MAX_CAUSES`].
+    fn index(self) -> usize;
+}
+
+impl Cause for MissCause {
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+impl Cause for ShedCause {
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// More than there are causes of any kind.
+pub const MAX_CAUSES: usize = 16;
+
+const _: () = assert!(MissCause::ALL.len() <= MAX_CAUSES && ShedCause::ALL.len() <= MAX_CAUSES);
+
+/// Chunks by cause.
+#[derive(Debug)]
+pub struct Counters<C> {
+    counts: [AtomicU64; MAX_CAUSES],
+    of: PhantomData<fn(C)>,
+}
+
+impl<C> Default for Counters<C> {
+    fn default() -> Self {
+        Self { counts: array::from_fn(|_| AtomicU64::new(0)), of: PhantomData }
+    }
+}
+
+impl<C: Cause> Counters<C> {
+    /// Counts `n` chunks.
+    pub fn count(&self, cause: C, n: usize) {
+        if let Some(count) = self.counts.get(cause.index()) {
+            count.fetch_add(n as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Chunks counted for this cause so far.
+    #[must_use]
+    pub fn of(&self, cause: C) -> u64 {
+        self.counts.get(cause.index()).map_or(0, |count| count.load(Ordering::Relaxed))
+    }
+}

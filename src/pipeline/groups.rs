@@ -1,0 +1,186 @@
+//! Which extents go together in one transfer: pure arithmetic on slot layouts.
+//!
+//! Extents of one chunk lie side by side, so adjacent ones can be moved by one request. Groups are the same for all chunks of
+//! a load, which keeps the order layer by layer. The first group also covers the header.
+
+use std::ops::Range;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::{Extent, SlotLayout};
+
+/// Where a group's bytes lie on disk and in staging.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    /// Offset from the start of the slot.
+    pub(super) offset: u64,
+    /// Bytes to move.
+    pub(super) len: usize,
+    /// Offset in staging; keeps extents on the slot's alignment.
+    pub(super) buf_offset: usize,
+}
+
+impl Span {
+    /// The span of `layers` and, where asked, the header; `None` where that is nothing.
+    pub(super) fn of(layout: &SlotLayout, layers: &Range<usize>, header: bool) -> Option<Self> {
+        let extents = layout.extents.get(layers.clone()).unwrap_or_default();
+        let (first, last) = (extents.first(), extents.last());
+        let header_at = u64::from(layout.header_offset);
+        let start = if header { header_at } else { first?.offset };
+        let header_end = header_at + u64::from(layout.header_bytes);
+        let end = last.map_or(header_end, |e| e.offset + u64::from(e.padded_len));
+        let base = start - start % u64::from(layout.align.max(1));
+        Some(Self { offset: start, len: (end - start) as usize, buf_offset: (start - base) as usize })
+    }
+
+    /// Where in staging a byte of the slot lies.
+    pub(super) fn staging_offset(&self, slot_offset: u64) -> usize {
+        (slot_offset - self.offset) as usize + self.buf_offset
+    }
+
+    /// Bytes of staging it needs.
+    pub(super) fn staging_bytes(&self) -> usize {
+        self.buf_offset + self.len
+    }
+}
+
+/// Bytes a staging slot needs at least to move chunks of `layout`: the largest extent or the header.
+#[must_use]
+pub fn min_slot_bytes(layout: &SlotLayout) -> usize {
+    let header = (layout.header_offset + layout.header_bytes) as usize;
+    layout.extents.iter().map(|e| e.padded_len as usize).max().unwrap_or(0).max(header)
+}
+
+/// What limits a group.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GroupLimits {
+    /// Bytes that move together.
+    pub(super) group_bytes: usize,
+    /// Bytes of a staging slot.
+    pub(super) slot_bytes: usize,
+    /// Staging is not the host's, which must see the header.
+    pub(super) header_apart: bool,
+}
+
+/// Layer ranges whose extents move together in every chunk of `layouts`: as many adjacent layers as fit in `group_bytes`, at
+/// least one. The first range is the one that the header is read with; it is empty where the header must be read alone.
+///
+/// # Errors
+/// [`ErrorKind::InvalidInput`] where layouts have different numbers of layers or an extent does not fit a staging slot.
+pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Result<Vec<Range<usize>>> {
+    let GroupLimits { group_bytes, slot_bytes, header_apart } = limits;
+    let layers = layouts.first().map_or(0, |l| l.extents.len());
+    if layouts.iter().any(|l| l.extents.len() != layers) {
+        return Err(Error::new(ErrorKind::InvalidInput, "chunks of different numbers of layers in one load"));
+    }
+    if let Some(needed) = layouts.iter().map(|l| min_slot_bytes(l)).max().filter(|&n| n > slot_bytes) {
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!("an extent of {needed} bytes does not fit a staging slot of {slot_bytes} bytes"),
+        ));
+    }
+    let limit = group_bytes.min(slot_bytes);
+    let fits = |range: &Range<usize>, header: bool| {
+        layouts.iter().all(|layout| {
+            Span::of(layout, range, header).is_some_and(|span| {
+                span.staging_bytes() <= slot_bytes && (range.len() == 1 || payload(layout, range) <= limit)
+            })
+        })
+    };
+    let mut groups = Vec::new();
+    let mut at = 0;
+    if layers > 0 && (header_apart || !fits(&(0..1), true)) {
+        groups.push(0..0);
+    }
+    while at < layers {
+        let header = groups.is_empty();
+        let mut end = at + 1;
+        while end < layers && fits(&(at..end + 1), header) {
+            end += 1;
+        }
+        groups.push(at..end);
+        at = end;
+    }
+    Ok(groups)
+}
+
+fn payload(layout: &SlotLayout, range: &Range<usize>) -> usize {
+    layout.extents.get(range.clone()).unwrap_or_default().iter().map(|e: &Extent| e.padded_len as usize).sum()
+}
+
+/// The end of the group of layers that starts at `from`, may reach to `limit` layers and moves at most `group_bytes`, and
+/// whether it could not have been longer even with more layers.
+pub(super) fn group_end(layout: &SlotLayout, from: usize, limit: usize, group_bytes: usize) -> (usize, bool) {
+    let mut bytes = 0;
+    let mut end = from;
+    while let Some(extent) = layout.extents.get(end) {
+        bytes += extent.padded_len as usize;
+        if end > from && bytes > group_bytes {
+            return (end, true);
+        }
+        if end >= limit {
+            return (end, false);
+        }
+        end += 1;
+    }
+    (end, true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::Geometry;
+
+    const LIMITS: GroupLimits = GroupLimits { group_bytes: 1 << 20, slot_bytes: 4 << 20, header_apart: false };
+
+    #[test]
+    fn groups_cover_all_layers_in_order_and_fit_their_slot() {
+        for name in crate::geometry::PRESETS {
+            let g = Geometry::preset(name).unwrap();
+            let (full, part) = (SlotLayout::of_chunk(&g, g.chunk_tokens), SlotLayout::of_chunk(&g, g.chunk_tokens / 3));
+            for group_bytes in [1, 1 << 20, 4 << 20] {
+                for extra in [0, 1 << 20] {
+                    let header_apart = extra == 0;
+                    let slot_bytes = min_slot_bytes(&full).max(min_slot_bytes(&part)) + extra;
+                    let groups =
+                        layer_groups(&[&full, &part], GroupLimits { group_bytes, slot_bytes, header_apart }).unwrap();
+                    let layers: Vec<usize> = groups.iter().cloned().flatten().collect();
+                    assert_eq!(layers, (0..g.layers.len()).collect::<Vec<_>>());
+                    for (i, range) in groups.iter().enumerate() {
+                        let span = Span::of(&full, range, i == 0).unwrap();
+                        assert!(span.staging_bytes() <= slot_bytes);
+                        assert!(i == 0 || span.buf_offset == 0);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn small_extents_go_together_and_large_ones_alone() {
+        let groups = |name: &str| {
+            let g = Geometry::preset(name).unwrap();
+            layer_groups(&[&SlotLayout::of_chunk(&g, 256)], LIMITS).unwrap()
+        };
+        assert_eq!(groups("llama-3.1-8b").len(), 32);
+        assert_eq!(groups("llama-3.1-70b-tp8").len(), 10);
+        assert_eq!(groups("deepseek-v3")[0], 0..3);
+    }
+
+    #[test]
+    fn extents_keep_their_alignment_in_staging_beside_the_header() {
+        let g = Geometry::preset("llama-3.1-8b").unwrap();
+        let layout = SlotLayout::of_chunk(&g, 256);
+        let span = Span::of(&layout, &(0..1), true).unwrap();
+        assert_eq!((span.offset, span.buf_offset, span.len), (60 << 10, 60 << 10, (1 << 20) + 4096));
+        assert_eq!(span.staging_offset(layout.extents[0].offset), 64 << 10);
+    }
+
+    #[test]
+    fn a_growing_store_knows_when_a_group_is_full() {
+        let layout = SlotLayout::of_chunk(&Geometry::preset("llama-3.1-70b-tp8").unwrap(), 256);
+        assert_eq!(group_end(&layout, 0, 3, 1 << 20), (3, false));
+        assert_eq!(group_end(&layout, 0, 8, 1 << 20), (8, true));
+        assert_eq!(group_end(&layout, 76, 80, 1 << 20), (80, true));
+        assert_eq!(group_end(&layout, 5, 5, 1 << 20), (5, false));
+    }
+}

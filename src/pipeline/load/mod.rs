@@ -1,0 +1,285 @@
+//! Loads: chunks read, verified and scattered into the caller's paged memory, layer by layer.
+//!
+//! A [`Load`] goes on by itself: reads are submitted, scattered and checked by the threads that the events happen on, whether
+//! or not somebody polls the handle. Dropping or cancelling it takes the caller's memory back.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use futures_core::Stream;
+use parking_lot::{Condvar, Mutex};
+
+use super::cause::MissCause;
+use super::seam::ChunkSource;
+use crate::device::{Gate, PagedKv};
+use crate::error::{Error, ErrorKind, Result};
+use crate::paged::ChunkPlan;
+
+mod pump;
+mod run;
+mod state;
+
+pub(super) use pump::LoadPump;
+use state::LoadState;
+
+/// A chunk to load.
+pub struct LoadChunk {
+    /// Where it is stored.
+    pub source: Arc<dyn ChunkSource>,
+    /// Tokens that it holds.
+    pub tokens: u32,
+    /// Tokens of the prefix that are usable once it is there: what the caller wants of it, and tokens after it that the
+    /// caller has already.
+    pub covers: usize,
+    /// Where its tokens go, one plan per KV cache group.
+    pub plans: Vec<Arc<ChunkPlan>>,
+    /// Which of the plans each layer uses; the first for layers beyond its end.
+    pub layer_groups: Arc<[usize]>,
+}
+
+/// What to load.
+pub struct LoadSpec {
+    /// The caller's memory.
+    pub kv: Arc<PagedKv>,
+    /// The chunks, in the order of the prefix.
+    pub chunks: Vec<LoadChunk>,
+    /// All chunks' first layers come before any second layer; otherwise chunk after chunk in large reads.
+    pub layerwise: bool,
+    /// Tokens before the first chunk, which the caller has already.
+    pub base_tokens: usize,
+    /// What the caller asked for beyond the chunks.
+    pub absent: Option<Absent>,
+    /// When the load gives up; without one it still does when nothing moves for long.
+    pub deadline: Option<Instant>,
+}
+
+/// The part of a prefix that was asked for and is not stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Absent {
+    /// Chunks.
+    pub chunks: usize,
+    /// The server's blocks that they would have gone to.
+    pub blocks: Vec<u32>,
+    /// Why they are not there.
+    pub cause: MissCause,
+}
+
+/// A layer whose extents have all verified, or belong to failed chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerReady {
+    /// Which layer.
+    pub layer: usize,
+    /// Tokens of the prefix that are usable as far as is known now; it may shrink until the load has finished.
+    pub tokens: usize,
+}
+
+/// What a load achieved.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadResult {
+    /// Tokens from the start of the prefix that are usable: every layer has verified, or the caller had them already.
+    pub tokens: usize,
+    /// The server's blocks that must be computed, ascending. Their contents are undefined.
+    pub failed_blocks: Vec<u32>,
+    /// Payload bytes that were moved into the caller's memory.
+    pub bytes: u64,
+    /// Chunks that were not loaded, by cause; causes without one are absent.
+    pub misses: Vec<(MissCause, usize)>,
+    /// The caller cancelled.
+    pub cancelled: bool,
+}
+
+impl LoadResult {
+    /// Chunks that were not loaded for `cause`.
+    #[must_use]
+    pub fn missed(&self, cause: MissCause) -> usize {
+        self.misses.iter().filter(|(c, _)| *c == cause).map(|(_, n)| n).sum()
+    }
+
+    /// Counts chunks that were not loaded.
+    pub(super) fn count_miss(&mut self, cause: MissCause, chunks: usize) {
+        if chunks == 0 {
+            return;
+        }
+        match self.misses.iter_mut().find(|(c, _)| *c == cause) {
+            Some((_, n)) => *n += chunks,
+            None => self.misses.push((cause, chunks)),
+        }
+    }
+}
+
+/// The part of a load that its threads share.
+pub(super) struct LoadInner {
+    chunks: Mutex<Vec<LoadChunk>>,
+    kv: Arc<PagedKv>,
+    gate: Arc<Gate>,
+    deadline: Option<Instant>,
+    started: Instant,
+    state: Mutex<LoadState>,
+    changed: Condvar,
+    pump: Arc<LoadPump>,
+}
+
+/// A load under way: a [`Stream`] of its layers in order, or [`Load::wait_layer`] and [`Load::wait`] for callers without an
+/// executor. It makes progress whether it is polled or not.
+///
+/// Dropping it cancels it: when the drop returns, no byte of the caller's memory is written any more.
+pub struct Load {
+    inner: Arc<LoadInner>,
+}
+
+/// Says whether a load verified, for stores of KV that was computed from it.
+#[derive(Clone)]
+pub struct LoadTicket(Arc<LoadInner>);
+
+impl LoadTicket {
+    /// `None` while the load runs; then whether everything it was asked for has verified.
+    #[must_use]
+    pub fn verified(&self) -> Option<bool> {
+        self.0.state.lock().verified()
+    }
+}
+
+impl fmt::Debug for LoadTicket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LoadTicket({:?})", self.verified())
+    }
+}
+
+/// A cancelled load whose last writes may still be under way.
+#[must_use = "the memory is the caller's again only after wait()"]
+pub struct Cancelled(Arc<LoadInner>);
+
+impl Cancelled {
+    /// Waits, for microseconds, until no byte of the caller's memory can be written. I/O that is still in flight keeps its own
+    /// staging memory and ends there.
+    pub fn wait(self) {
+        self.0.seal();
+    }
+}
+
+impl Drop for Cancelled {
+    fn drop(&mut self) {
+        self.0.seal();
+    }
+}
+
+impl Load {
+    /// Number of layers; 0 where there was nothing to load.
+    #[must_use]
+    pub fn layers(&self) -> usize {
+        self.inner.state.lock().layers()
+    }
+
+    /// Waits until layer `layer` and all before it are ready.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where there is no such layer; [`ErrorKind::Cancelled`]. What could not be loaded is no
+    /// error: it shows in the tokens and in [`Load::failed_blocks`].
+    pub fn wait_layer(&self, layer: usize) -> Result<LayerReady> {
+        let mut state = self.inner.state.lock();
+        if layer >= state.layers() {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("layer {layer} of a load of {} layers", state.layers()),
+            ));
+        }
+        loop {
+            if state.cancelled {
+                return Err(Error::new(ErrorKind::Cancelled, "the load was cancelled"));
+            }
+            if let Some(ready) = state.layer(layer) {
+                return Ok(ready);
+            }
+            self.inner.changed.wait(&mut state);
+        }
+    }
+
+    /// Waits until the load has finished.
+    #[must_use]
+    pub fn wait(&self) -> LoadResult {
+        let mut state = self.inner.state.lock();
+        while !state.finished {
+            self.inner.changed.wait(&mut state);
+        }
+        state.result().clone()
+    }
+
+    /// As [`Load::wait`], but for at most `timeout`; `None` where the load still runs then.
+    #[must_use]
+    pub fn wait_for(&self, timeout: Duration) -> Option<LoadResult> {
+        let until = Instant::now() + timeout;
+        let mut state = self.inner.state.lock();
+        while !state.finished {
+            if self.inner.changed.wait_until(&mut state, until).timed_out() && !state.finished {
+                return None;
+            }
+        }
+        Some(state.result().clone())
+    }
+
+    /// Whether the load has finished.
+    #[must_use]
+    pub fn is_finished(&self) -> bool {
+        self.inner.state.lock().finished
+    }
+
+    /// The server's blocks known by now to need computing, in no order; complete when the load has finished.
+    #[must_use]
+    pub fn failed_blocks(&self) -> Vec<u32> {
+        self.inner.state.lock().result().failed_blocks.clone()
+    }
+
+    /// What stores of KV computed from this load depend on.
+    #[must_use]
+    pub fn ticket(&self) -> LoadTicket {
+        LoadTicket(Arc::clone(&self.inner))
+    }
+
+    /// Stops the load. The caller's memory is the caller's when [`Cancelled::wait`] has returned.
+    pub fn cancel(&self) -> Cancelled {
+        self.inner.end(MissCause::Cancelled);
+        Cancelled(Arc::clone(&self.inner))
+    }
+}
+
+impl Stream for Load {
+    type Item = LayerReady;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<LayerReady>> {
+        let mut state = self.inner.state.lock();
+        if state.cancelled || state.given >= state.layers() {
+            return Poll::Ready(None);
+        }
+        if let Some(ready) = state.layer(state.given) {
+            state.given += 1;
+            return Poll::Ready(Some(ready));
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        if self.inner.pump.is_forked() {
+            return;
+        }
+        if !self.is_finished() {
+            self.inner.end(MissCause::Cancelled);
+        }
+        self.inner.seal();
+    }
+}
+
+impl fmt::Debug for Load {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.inner.state.lock();
+        f.debug_struct("Load")
+            .field("finished", &state.finished)
+            .field("result", state.result())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,363 @@
+//! Who reads next: all loads of an engine share staging and I/O depth, one read at a time, in turns.
+//!
+//! Pumping happens on whatever thread freed a staging slot, ended a read or added a load; there is only one pumper at a time
+//! and nobody waits for it, a kick while somebody pumps makes that one go round again. One more thread watches deadlines,
+//! retries when an I/O queue was full, and ends loads when nothing has moved for long.
+//!
+//! Invariants:
+//! - A slot is taken only for a read that is then submitted.
+//! - Every event that could let a read go on kicks: a slot came back, a read ended, a load was added.
+//! - No lock is held while a read is submitted or a callback runs.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::state::Step;
+use super::{Load, LoadInner, LoadResult, LoadSpec, LoadState};
+use crate::device::{Device, Gate, StagingPool};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{AlignedBuf, Buf, Place};
+use crate::pipeline::cause::MissCause;
+use crate::pipeline::groups::{GroupLimits, layer_groups};
+use crate::pipeline::{PipelineOptions, PipelineStats};
+
+/// How often a full I/O queue is tried again.
+const RETRY: Duration = Duration::from_millis(1);
+/// Nothing moved for this many I/O time-outs: what still waits is given up.
+const STALLED_TIMEOUTS: u32 = 2;
+
+/// Called when a load has finished.
+pub(in crate::pipeline) type FinishedHook = Box<dyn Fn() + Send + Sync>;
+
+pub(in crate::pipeline) struct LoadPump {
+    options: PipelineOptions,
+    stats: Arc<PipelineStats>,
+    device: Arc<dyn Device>,
+    pool: Arc<StagingPool>,
+    on_finished: FinishedHook,
+    pid: u32,
+    /// Kicks that no pumper has answered yet.
+    kicks: AtomicUsize,
+    turns: Mutex<Turns>,
+    /// Bytes of reads submitted and not ended.
+    reading: AtomicUsize,
+    watch: Mutex<Watch>,
+    watch_changed: Condvar,
+    watcher: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Turns {
+    queue: VecDeque<Arc<LoadInner>>,
+    /// A slot whose read was refused by a full queue.
+    spare: Option<Buf>,
+    blocked: bool,
+}
+
+impl Turns {
+    /// The memory for `step`: a header that is read alone into another device's staging would not be seen here, so it gets
+    /// memory of its own.
+    fn for_step(&mut self, step: &Step, slot: Buf) -> Buf {
+        if slot.place() == Place::Host || !step.layers.is_empty() {
+            return slot;
+        }
+        match AlignedBuf::zeroed(step.span.staging_bytes()) {
+            Ok(own) => {
+                self.spare = Some(slot);
+                own.into()
+            }
+            Err(_) => slot,
+        }
+    }
+}
+
+struct Watch {
+    active: Vec<Arc<LoadInner>>,
+    moved: Instant,
+    retry: bool,
+    closed: bool,
+}
+
+impl LoadPump {
+    pub(in crate::pipeline) fn new(
+        options: &PipelineOptions,
+        device: Arc<dyn Device>,
+        stats: Arc<PipelineStats>,
+        on_finished: FinishedHook,
+    ) -> Result<Arc<Self>> {
+        let pump = Arc::new(Self {
+            options: options.clone(),
+            stats,
+            device,
+            pool: Arc::clone(&options.load_pool),
+            on_finished,
+            pid: std::process::id(),
+            kicks: AtomicUsize::new(0),
+            turns: Mutex::default(),
+            reading: AtomicUsize::new(0),
+            watch: Mutex::new(Watch { active: Vec::new(), moved: Instant::now(), retry: false, closed: false }),
+            watch_changed: Condvar::new(),
+            watcher: Mutex::new(None),
+        });
+        let weak = Arc::downgrade(&pump);
+        let hooked: Weak<Self> = Weak::clone(&weak);
+        pump.pool.on_free(Arc::new(move || {
+            if let Some(pump) = hooked.upgrade() {
+                pump.kick();
+            }
+        }));
+        let watched = Arc::clone(&pump);
+        let thread = thread::Builder::new()
+            .name("forebay-loads".to_owned())
+            .spawn(move || watched.watch())
+            .map_err(|e| Error::io("cannot start the thread that watches loads", e))?;
+        *pump.watcher.lock() = Some(thread);
+        Ok(pump)
+    }
+
+    pub(super) fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Whether this is a child of the process that made the pump: its threads and the state of its locks are not here.
+    pub(super) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
+    }
+
+    pub(super) fn io_timeout(&self) -> Duration {
+        self.options.io_timeout
+    }
+
+    /// Starts a load.
+    pub(in crate::pipeline) fn start(self: &Arc<Self>, spec: LoadSpec) -> Result<Load> {
+        let layouts: Vec<_> = spec.chunks.iter().map(|c| c.source.layout()).collect();
+        let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
+        let header_apart = self.device.place() != Place::Host;
+        let groups =
+            layer_groups(&layouts, GroupLimits { group_bytes, slot_bytes: self.pool.slot_bytes(), header_apart })?;
+        let state = LoadState::new(&spec, groups);
+        let finished = state.finished;
+        if finished {
+            self.count(state.result(), Duration::ZERO);
+        }
+        let inner = Arc::new(LoadInner {
+            chunks: Mutex::new(spec.chunks),
+            kv: spec.kv,
+            gate: Arc::new(Gate::new()),
+            deadline: spec.deadline,
+            started: Instant::now(),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            pump: Arc::clone(self),
+        });
+        self.stats.loads_started();
+        if finished {
+            return Ok(Load { inner });
+        }
+        if !self.enlist(&inner) {
+            inner.end(MissCause::Closed);
+            return Ok(Load { inner });
+        }
+        self.turns.lock().queue.push_back(Arc::clone(&inner));
+        self.kick();
+        Ok(Load { inner })
+    }
+
+    fn enlist(&self, load: &Arc<LoadInner>) -> bool {
+        let mut watch = self.watch.lock();
+        if watch.closed {
+            return false;
+        }
+        if watch.active.is_empty() {
+            watch.moved = Instant::now();
+        }
+        watch.active.push(Arc::clone(load));
+        self.watch_changed.notify_all();
+        true
+    }
+
+    /// Something changed that may let a read go on.
+    pub(super) fn kick(&self) {
+        if self.kicks.fetch_add(1, Ordering::AcqRel) > 0 {
+            return;
+        }
+        let mut seen = 1;
+        loop {
+            while self.submit_one() {}
+            // Kicks that came meanwhile may have been missed by the round above: go round again for them.
+            match self.kicks.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return,
+                Err(now) => seen = now,
+            }
+        }
+    }
+
+    /// Submits the next read of the load whose turn it is; `false` where none can be submitted now.
+    fn submit_one(&self) -> bool {
+        let Some((load, step, buf)) = self.next() else { return false };
+        let Some((source, transfer)) = load.transfer(&step, buf) else { return true };
+        self.reading.fetch_add(step.span.len, Ordering::AcqRel);
+        let Err(refused) = source.read(transfer) else { return true };
+        self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
+        let buf = refused.transfer.buf;
+        if refused.error.kind() == ErrorKind::Busy {
+            load.state.lock().unread(step);
+            let mut turns = self.turns.lock();
+            turns.queue.push_front(load);
+            turns.spare = Some(buf);
+            turns.blocked = true;
+            drop(turns);
+            self.watch.lock().retry = true;
+            self.watch_changed.notify_all();
+            return false;
+        }
+        drop(buf);
+        load.fail(step.chunk, MissCause::of(&refused.error));
+        true
+    }
+
+    fn next(&self) -> Option<(Arc<LoadInner>, Step, Buf)> {
+        loop {
+            let mut turns = self.turns.lock();
+            let reading = self.reading.load(Ordering::Acquire);
+            if turns.queue.is_empty() {
+                let spare = turns.spare.take();
+                drop(turns);
+                // After the lock: its hook kicks.
+                drop(spare);
+                return None;
+            }
+            if turns.blocked || (reading > 0 && reading >= self.options.window_bytes) {
+                return None;
+            }
+            let buf = turns.spare.take().or_else(|| self.pool.try_take())?;
+            let load = turns.queue.pop_front();
+            drop(turns);
+            let (step, more) = match &load {
+                Some(load) => {
+                    let mut state = load.state.lock();
+                    (state.next_step(), state.has_steps())
+                }
+                None => (None, false),
+            };
+            let mut turns = self.turns.lock();
+            if more && let Some(load) = &load {
+                turns.queue.push_back(Arc::clone(load));
+            }
+            match (load, step) {
+                (Some(load), Some(step)) => {
+                    let buf = turns.for_step(&step, buf);
+                    return Some((load, step, buf));
+                }
+                // Kept for the next load; given back above when there is none.
+                _ => turns.spare = Some(buf),
+            }
+        }
+    }
+
+    /// A read of `step` is over.
+    pub(super) fn read_ended(&self, step: &Step, well: bool) {
+        self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
+        self.turns.lock().blocked = false;
+        if well {
+            self.watch.lock().moved = Instant::now();
+            self.stats.read(step.span.len as u64);
+        }
+    }
+
+    /// Counts a load that is over, before anybody is told.
+    pub(super) fn count(&self, result: &LoadResult, took: Duration) {
+        self.stats.load_finished(result, took);
+    }
+
+    /// A load is over: it is forgotten here, and those who depend on it are told.
+    pub(super) fn finished(&self, load: &LoadInner) {
+        {
+            let mut watch = self.watch.lock();
+            watch.active.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
+            self.watch_changed.notify_all();
+        }
+        self.turns.lock().queue.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
+        (self.on_finished)();
+        self.kick();
+    }
+
+    /// Loads that have not finished.
+    pub(in crate::pipeline) fn active(&self) -> usize {
+        self.watch.lock().active.iter().filter(|l| !l.state.lock().finished).count()
+    }
+
+    /// Slots of staging that reads or scatters hold or that hang.
+    pub(in crate::pipeline) fn pool(&self) -> &Arc<StagingPool> {
+        &self.pool
+    }
+
+    /// Waits for the loads under way until `deadline`, then ends them; later loads are refused.
+    pub(in crate::pipeline) fn close(&self, deadline: Instant) {
+        let left = {
+            let mut watch = self.watch.lock();
+            watch.closed = true;
+            self.watch_changed.notify_all();
+            while !watch.active.is_empty() && !self.watch_changed.wait_until(&mut watch, deadline).timed_out() {}
+            watch.active.clone()
+        };
+        for load in left {
+            load.end(MissCause::Closed);
+            load.seal();
+        }
+        let watcher = self.watcher.lock().take();
+        if let Some(watcher) = watcher.filter(|w| w.thread().id() != thread::current().id())
+            && watcher.join().is_err()
+        {
+            tracing::error!("the thread that watches loads has panicked");
+        }
+    }
+
+    fn watch(&self) {
+        let stall = self.options.io_timeout * STALLED_TIMEOUTS;
+        let mut watch = self.watch.lock();
+        while !(watch.closed && watch.active.is_empty()) {
+            let now = Instant::now();
+            let stalled = now >= watch.moved + stall;
+            let late: Vec<_> =
+                watch.active.iter().filter(|l| stalled || l.deadline.is_some_and(|d| d <= now)).cloned().collect();
+            let retry = std::mem::take(&mut watch.retry);
+            if !late.is_empty() || retry {
+                drop(watch);
+                self.attend(late, retry);
+                watch = self.watch.lock();
+                if stalled {
+                    watch.moved = now;
+                }
+                continue;
+            }
+            let deadlines = watch.active.iter().filter_map(|l| l.deadline).min();
+            let wake = (!watch.active.is_empty())
+                .then(|| deadlines.map_or(watch.moved + stall, |d| d.min(watch.moved + stall)));
+            match wake {
+                Some(at) => {
+                    let _ = self.watch_changed.wait_until(&mut watch, at);
+                }
+                None => self.watch_changed.wait(&mut watch),
+            }
+        }
+    }
+
+    fn attend(&self, late: Vec<Arc<LoadInner>>, retry: bool) {
+        for load in late {
+            tracing::warn!("a load passed its deadline");
+            load.end(MissCause::TimedOut);
+            load.seal();
+        }
+        if retry {
+            thread::sleep(RETRY);
+            self.turns.lock().blocked = false;
+            self.kick();
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! What happens to one step of a load: read, scatter, check. Runs on the threads of the events: reads end on I/O threads,
+//! which hand over at once; scatters end on workers.
+//!
+//! Staging goes back before anything else is done with a step's outcome, so that the next read never waits for bookkeeping.
+
+use std::sync::Arc;
+
+use super::LoadInner;
+use super::state::{LoadState, Step};
+use crate::device::{Part, ScatterJob, Scattered};
+use crate::error::Result;
+use crate::io::Buf;
+use crate::pipeline::cause::MissCause;
+use crate::pipeline::seam::{ChunkSource, Transfer};
+
+impl LoadInner {
+    /// The transfer of `step` into `buf`; `None` where the load has let its chunks go.
+    pub(super) fn transfer(self: &Arc<Self>, step: &Step, buf: Buf) -> Option<(Arc<dyn ChunkSource>, Transfer)> {
+        let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
+        let (load, told) = (Arc::clone(self), step.clone());
+        let transfer = Transfer {
+            offset: step.span.offset,
+            buf,
+            buf_offset: step.span.buf_offset,
+            len: step.span.len,
+            timeout: self.pump.io_timeout(),
+            done: Box::new(move |result, buf| load.read_done(told, result, buf)),
+        };
+        Some((source, transfer))
+    }
+
+    fn read_done(self: &Arc<Self>, step: Step, result: Result<()>, buf: Option<Buf>) {
+        let pump = Arc::clone(&self.pump);
+        pump.read_ended(&step, result.is_ok());
+        match (result, buf) {
+            (Ok(()), Some(buf)) => self.scatter(step, buf),
+            (Ok(()), None) => self.fail(step.chunk, MissCause::Internal),
+            (Err(e), buf) => {
+                drop(buf);
+                tracing::debug!(chunk = step.chunk, error = %e, "a read failed");
+                self.fail(step.chunk, MissCause::of(&e));
+            }
+        }
+        pump.kick();
+    }
+
+    fn scatter(self: &Arc<Self>, step: Step, staging: Buf) {
+        let wanted = {
+            let mut state = self.state.lock();
+            if !state.begin_scatter(&step) {
+                return;
+            }
+            state.wanted(&step)
+        };
+        let parts = self.parts(&step, &wanted);
+        if parts.is_empty() {
+            return self.scatter_done(
+                &step,
+                &[],
+                Scattered { staging, crcs: vec![], skipped: false, skipped_blocks: vec![], error: None },
+            );
+        }
+        let load = Arc::clone(self);
+        self.pump.device().scatter(ScatterJob {
+            kv: Arc::clone(&self.kv),
+            staging,
+            parts,
+            gate: Arc::clone(&self.gate),
+            done: Box::new(move |out| load.scatter_done(&step, &wanted, out)),
+        });
+    }
+
+    fn parts(&self, step: &Step, wanted: &[usize]) -> Vec<Part> {
+        let chunks = self.chunks.lock();
+        let Some(chunk) = chunks.get(step.chunk) else { return Vec::new() };
+        let part = |&layer: &usize| {
+            let extent = chunk.source.layout().extents.get(layer)?;
+            Some(Part {
+                layer,
+                staging_offset: step.span.staging_offset(extent.offset),
+                tokens: chunk.tokens as usize,
+                padded_len: extent.padded_len as usize,
+                plan: Arc::clone(chunk.plan_of(layer)?),
+            })
+        };
+        wanted.iter().filter_map(part).collect()
+    }
+
+    fn scatter_done(&self, step: &Step, wanted: &[usize], out: Scattered) {
+        let source = self.chunks.lock().get(step.chunk).map(|c| Arc::clone(&c.source));
+        let header = match (&source, step.header) {
+            (Some(source), true) => {
+                let at = step.span.staging_offset(u64::from(source.layout().header_offset));
+                source.check_header(out.staging.as_slice().get(at..).unwrap_or_default()).map(Some)
+            }
+            _ => Ok(None),
+        };
+        drop(out.staging);
+        let moved = !out.skipped && out.error.is_none();
+        let bad = match &out.error {
+            Some(e) => {
+                tracing::warn!(error = %e, "a scatter failed");
+                Some(MissCause::Internal)
+            }
+            None if out.skipped => None,
+            None => {
+                let extents = wanted.iter().copied().zip(out.crcs);
+                let bad = judge(&mut self.state.lock(), step.chunk, header, extents);
+                bad.or((!out.skipped_blocks.is_empty()).then_some(MissCause::Unmapped))
+            }
+        };
+        let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
+        self.update(|state| {
+            state.end_report(reported);
+            state.end_scatter(step);
+            if moved {
+                let len =
+                    |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
+                state.add_bytes(wanted.iter().filter_map(len).sum());
+            }
+            if let Some(cause) = bad {
+                state.fail(step.chunk, cause);
+            }
+        });
+    }
+
+    /// Fails one chunk and what follows it.
+    pub(super) fn fail(&self, chunk: usize, cause: MissCause) {
+        let reported = self.report(chunk, cause);
+        self.update(|state| {
+            state.end_report(reported);
+            state.fail(chunk, cause);
+        });
+    }
+
+    /// Tells the log of a bad chunk, before the caller can learn of it: a store that follows must find the chunk gone. What
+    /// a load has given up already is not reported again. Whether the state counts a report that is over now.
+    fn report(&self, chunk: usize, cause: MissCause) -> bool {
+        let source = self.chunks.lock().get(chunk).map(|c| Arc::clone(&c.source));
+        let Some(source) = source.filter(|_| self.state.lock().begin_report(chunk)) else { return false };
+        source.report_bad(cause);
+        true
+    }
+
+    /// Ends the whole load; memory may be written until [`LoadInner::seal`] has returned.
+    pub(super) fn end(&self, cause: MissCause) {
+        self.gate.begin_close();
+        self.update(|state| {
+            if !state.finished {
+                state.cancelled |= cause == MissCause::Cancelled;
+                state.fail_unfinished(cause);
+            }
+        });
+    }
+
+    /// Closes the gate for good; afterwards nobody writes to the caller's memory.
+    pub(super) fn seal(&self) {
+        self.gate.close();
+        self.update(|state| state.sealed = true);
+    }
+
+    /// Changes the state and wakes who waits for that; a finished load leaves the pump and lets its chunks' leases go.
+    fn update(&self, change: impl FnOnce(&mut LoadState)) {
+        let (waker, finished) = {
+            let mut state = self.state.lock();
+            let before = state.finished;
+            change(&mut state);
+            if !state.publish() {
+                return;
+            }
+            let finished = state.finished && !before;
+            if finished {
+                self.pump.count(state.result(), self.started.elapsed());
+            }
+            (state.waker.take(), finished)
+        };
+        self.changed.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        if finished {
+            let chunks = std::mem::take(&mut *self.chunks.lock());
+            drop(chunks);
+            self.pump.finished(self);
+        }
+    }
+}
+
+/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header says.
+fn judge(
+    state: &mut LoadState,
+    chunk: usize,
+    header: Result<Option<Vec<u32>>>,
+    extents: impl Iterator<Item = (usize, u32)>,
+) -> Option<MissCause> {
+    let mut sound = match header {
+        Ok(None) => true,
+        Ok(Some(crcs)) => state.header_came(chunk, crcs),
+        Err(e) => return Some(MissCause::of(&e)),
+    };
+    for (layer, crc) in extents {
+        sound &= state.extent_came(chunk, layer, crc);
+    }
+    (!sound).then_some(MissCause::Corrupt)
+}

@@ -1,0 +1,328 @@
+//! The bookkeeping of one load, without threads, devices or clocks: which extents are asked for, which have verified, which
+//! layers are ready, what failed.
+//!
+//! Invariants:
+//! - A layer is ready when every extent of it has verified or belongs to a failed chunk, all layers before it are ready, and
+//!   no worker is inside a failed chunk's blocks any more (the server may use failed blocks as soon as it is told).
+//! - Chunks fail from some chunk to the end of the prefix, never in the middle.
+//! - A CRC that comes before the header is kept and judged when the header has come.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::task::Waker;
+
+use super::{LayerReady, LoadChunk, LoadResult, LoadSpec};
+use crate::format::layout::SlotLayout;
+use crate::pipeline::cause::MissCause;
+use crate::pipeline::groups::Span;
+
+/// One read, and what is to be done with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Step {
+    pub(super) chunk: usize,
+    /// Layers that are read; of these, the ones in the chunk's plan are scattered.
+    pub(super) layers: Range<usize>,
+    pub(super) header: bool,
+    pub(super) span: Span,
+}
+
+struct ChunkState {
+    covers: usize,
+    layout: SlotLayout,
+    /// Layers that the caller wants.
+    wanted: Vec<bool>,
+    /// Of these, layers that have not verified.
+    missing: Vec<bool>,
+    missing_count: usize,
+    /// CRCs from the header.
+    expected: Option<Vec<u32>>,
+    /// Layer and CRC of extents that came before the header.
+    early: Vec<(usize, u32)>,
+    /// Scatters that a worker has or will get.
+    scattering: usize,
+    blocks: Vec<u32>,
+}
+
+pub(super) struct LoadState {
+    chunks: Vec<ChunkState>,
+    /// Per layer: extents of living chunks that have not verified.
+    remaining: Vec<usize>,
+    ready: usize,
+    /// Chunks from here on have failed.
+    first_failed: usize,
+    /// Scatters of failed chunks that may still write.
+    busy_failed: usize,
+    /// Chunks that are being reported as bad.
+    reporting: usize,
+    /// No worker can be inside the caller's memory any more.
+    pub(super) sealed: bool,
+    pub(super) cancelled: bool,
+    groups: Vec<Range<usize>>,
+    layer_major: bool,
+    /// Groups × chunks asked for so far.
+    cursor: usize,
+    retry: Option<Step>,
+    complete: bool,
+    result: LoadResult,
+    pub(super) finished: bool,
+    pub(super) waker: Option<Waker>,
+    /// Next layer that the stream gives.
+    pub(super) given: usize,
+}
+
+impl LoadState {
+    pub(super) fn new(spec: &LoadSpec, groups: Vec<Range<usize>>) -> Self {
+        let chunks = &spec.chunks;
+        let layers = spec.kv.layout().num_layers();
+        let mut result = LoadResult {
+            tokens: spec.base_tokens + chunks.iter().map(|c| c.covers).sum::<usize>(),
+            ..LoadResult::default()
+        };
+        if let Some(absent) = &spec.absent {
+            result.count_miss(absent.cause, absent.chunks);
+            result.failed_blocks.extend_from_slice(&absent.blocks);
+        }
+        let mut state = Self {
+            chunks: chunks.iter().map(|c| ChunkState::new(c, layers)).collect(),
+            remaining: vec![0; layers],
+            ready: 0,
+            first_failed: chunks.len(),
+            busy_failed: 0,
+            reporting: 0,
+            sealed: false,
+            cancelled: false,
+            groups,
+            layer_major: spec.layerwise,
+            cursor: 0,
+            retry: None,
+            complete: spec.absent.is_none(),
+            result,
+            finished: false,
+            waker: None,
+            given: 0,
+        };
+        for chunk in &state.chunks {
+            for (left, &missing) in state.remaining.iter_mut().zip(&chunk.missing) {
+                *left += usize::from(missing);
+            }
+        }
+        state.publish();
+        state
+    }
+
+    /// The read of one group of one chunk; `None` where none of its layers is wanted.
+    fn step(&self, chunk: usize, group: usize) -> Option<Step> {
+        let state = self.chunks.get(chunk).filter(|c| c.missing_count > 0)?;
+        let layers = self.groups.get(group)?.clone();
+        let header = group == 0;
+        let needed = |l: &usize| state.wanted.get(*l).copied().unwrap_or(false);
+        let layers = match (layers.clone().find(needed), layers.clone().rfind(needed)) {
+            // The header lies before the first extent: what is between is read with it.
+            (Some(_), Some(last)) if header => layers.start..last + 1,
+            (Some(first), Some(last)) => first..last + 1,
+            _ if header => layers.start..layers.start,
+            _ => return None,
+        };
+        Some(Step { chunk, span: Span::of(&state.layout, &layers, header)?, layers, header })
+    }
+
+    /// The next read, or none for now or for ever.
+    pub(super) fn next_step(&mut self) -> Option<Step> {
+        if self.finished {
+            return None;
+        }
+        let retried = self.retry.take().filter(|s| s.chunk < self.first_failed);
+        if retried.is_some() {
+            return retried;
+        }
+        while self.has_steps() {
+            let (groups, chunks) = (self.groups.len(), self.chunks.len());
+            let at = self.cursor;
+            self.cursor += 1;
+            let (chunk, group) = if self.layer_major { (at % chunks, at / chunks) } else { (at / groups, at % groups) };
+            if chunk < self.first_failed
+                && let Some(step) = self.step(chunk, group)
+            {
+                return Some(step);
+            }
+        }
+        None
+    }
+
+    /// Takes a read back that could not be submitted.
+    pub(super) fn unread(&mut self, step: Step) {
+        self.retry = Some(step);
+    }
+
+    /// Whether there may be reads that were not submitted yet.
+    pub(super) fn has_steps(&self) -> bool {
+        !self.finished && (self.retry.is_some() || self.cursor < self.groups.len() * self.chunks.len())
+    }
+
+    /// Whether the layers of `step` may be scattered; counts the scatter.
+    pub(super) fn begin_scatter(&mut self, step: &Step) -> bool {
+        if self.finished || self.cancelled || step.chunk >= self.first_failed {
+            return false;
+        }
+        if let Some(chunk) = self.chunks.get_mut(step.chunk) {
+            chunk.scattering += 1;
+        }
+        true
+    }
+
+    /// A scatter that [`LoadState::begin_scatter`] counted has left the caller's memory.
+    pub(super) fn end_scatter(&mut self, step: &Step) {
+        if let Some(chunk) = self.chunks.get_mut(step.chunk) {
+            chunk.scattering -= 1;
+        }
+        if step.chunk >= self.first_failed {
+            self.busy_failed -= 1;
+        }
+    }
+
+    /// The layers of `step` that are scattered.
+    pub(super) fn wanted(&self, step: &Step) -> Vec<usize> {
+        let Some(chunk) = self.chunks.get(step.chunk) else { return Vec::new() };
+        step.layers.clone().filter(|&l| chunk.wanted.get(l).copied().unwrap_or(false)).collect()
+    }
+
+    /// The CRCs in the header of `chunk`; `false` where an extent that came earlier does not have its CRC.
+    pub(super) fn header_came(&mut self, chunk: usize, crcs: Vec<u32>) -> bool {
+        let Some(state) = self.chunks.get_mut(chunk) else { return true };
+        state.expected = Some(crcs);
+        let early = std::mem::take(&mut state.early);
+        early.into_iter().all(|(layer, crc)| self.extent_came(chunk, layer, crc))
+    }
+
+    /// An extent was scattered and has this CRC; `false` where it should have another.
+    pub(super) fn extent_came(&mut self, chunk: usize, layer: usize, crc: u32) -> bool {
+        let alive = chunk < self.first_failed;
+        let Some(state) = self.chunks.get_mut(chunk) else { return true };
+        let Some(expected) = &state.expected else {
+            state.early.push((layer, crc));
+            return true;
+        };
+        if expected.get(layer) != Some(&crc) {
+            return false;
+        }
+        if let Some(missing) = state.missing.get_mut(layer).filter(|m| **m) {
+            *missing = false;
+            state.missing_count -= 1;
+            if let Some(left) = self.remaining.get_mut(layer).filter(|_| alive) {
+                *left -= 1;
+            }
+        }
+        true
+    }
+
+    /// Whether a chunk that turned out bad is news; counts the report, until whose end nothing is published.
+    pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
+        let news = !self.finished && chunk < self.first_failed;
+        self.reporting += usize::from(news);
+        news
+    }
+
+    pub(super) fn end_report(&mut self, begun: bool) {
+        self.reporting -= usize::from(begun);
+    }
+
+    pub(super) fn add_bytes(&mut self, bytes: u64) {
+        self.result.bytes += bytes;
+    }
+
+    /// Fails `chunk` for `cause` and all after it as without a prefix. Nothing where it has failed before.
+    pub(super) fn fail(&mut self, chunk: usize, cause: MissCause) {
+        if self.finished || chunk >= self.first_failed {
+            return;
+        }
+        let end = std::mem::replace(&mut self.first_failed, chunk);
+        for state in self.chunks.get(chunk..end).unwrap_or_default() {
+            self.busy_failed += state.scattering;
+            self.result.tokens -= state.covers;
+            self.result.failed_blocks.extend_from_slice(&state.blocks);
+            for (left, &missing) in self.remaining.iter_mut().zip(&state.missing) {
+                *left -= usize::from(missing);
+            }
+        }
+        self.result.count_miss(cause, 1);
+        // What ends the whole load is the cause of every chunk that it cost.
+        let whole = matches!(cause, MissCause::Cancelled | MissCause::TimedOut | MissCause::Closed);
+        let rest = if whole { cause } else { MissCause::Prefix };
+        self.result.count_miss(rest, end - chunk - 1);
+    }
+
+    /// Fails every chunk from the first that has not verified completely.
+    pub(super) fn fail_unfinished(&mut self, cause: MissCause) {
+        let alive = self.chunks.get(..self.first_failed).unwrap_or_default();
+        if let Some(chunk) = alive.iter().position(|c| c.missing_count > 0) {
+            self.fail(chunk, cause);
+        }
+    }
+
+    /// Moves on what is ready; `true` where the caller must be woken.
+    pub(super) fn publish(&mut self) -> bool {
+        if self.finished || (self.busy_failed + self.reporting > 0 && !self.sealed) {
+            return false;
+        }
+        let before = self.ready;
+        while self.remaining.get(self.ready) == Some(&0) {
+            self.ready += 1;
+        }
+        if self.ready == self.remaining.len() {
+            self.finished = true;
+            self.result.failed_blocks.sort_unstable();
+            self.result.failed_blocks.dedup();
+            self.result.cancelled = self.cancelled;
+        }
+        self.finished || self.ready > before
+    }
+
+    /// Layer `layer`, once it is ready.
+    pub(super) fn layer(&self, layer: usize) -> Option<LayerReady> {
+        (layer < self.ready).then_some(LayerReady { layer, tokens: self.result.tokens })
+    }
+
+    pub(super) fn layers(&self) -> usize {
+        self.remaining.len()
+    }
+
+    pub(super) fn result(&self) -> &LoadResult {
+        &self.result
+    }
+
+    /// Whether everything that was asked for has verified; none while that is open.
+    pub(super) fn verified(&self) -> Option<bool> {
+        if self.first_failed < self.chunks.len() || self.cancelled || !self.complete {
+            return Some(false);
+        }
+        self.finished.then_some(true)
+    }
+}
+
+impl ChunkState {
+    fn new(chunk: &LoadChunk, layers: usize) -> Self {
+        let needed = |l: usize| chunk.plan_of(l).is_some_and(|p| !p.is_empty());
+        let missing: Vec<bool> = (0..layers).map(needed).collect();
+        let mut blocks: Vec<u32> = chunk.plans.iter().flat_map(|p| p.block_ids()).copied().collect();
+        blocks.sort_unstable();
+        blocks.dedup();
+        Self {
+            covers: chunk.covers,
+            layout: chunk.source.layout().clone(),
+            missing_count: missing.iter().filter(|m| **m).count(),
+            wanted: missing.clone(),
+            missing,
+            expected: None,
+            early: Vec::new(),
+            scattering: 0,
+            blocks,
+        }
+    }
+}
+
+impl LoadChunk {
+    /// The plan of layer `layer`: that of its KV cache group.
+    pub(super) fn plan_of(&self, layer: usize) -> Option<&Arc<crate::paged::ChunkPlan>> {
+        self.plans.get(self.layer_groups.get(layer).copied().unwrap_or(0))
+    }
+}

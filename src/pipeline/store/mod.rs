@@ -1,0 +1,271 @@
+//! Stores: the caller's layers gathered into staging, written to slots, committed.
+//!
+//! The caller says which layers are computed; the rest happens on its own. The calls return at once: what staging, queues or
+//! the drive cannot take is shed and counted, unless the caller asked to wait for staging.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::cause::ShedCause;
+use super::load::LoadTicket;
+use super::seam::BeginPut;
+use crate::device::{Gate, PagedKv};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotLayout;
+use crate::paged::ChunkPlan;
+
+mod pump;
+mod run;
+mod state;
+
+pub(super) use pump::StorePump;
+use state::StoreState;
+
+/// A chunk to store.
+pub struct StoreChunk {
+    /// Layout of its slot.
+    pub layout: SlotLayout,
+    /// Tokens that it holds.
+    pub tokens: u32,
+    /// Where its tokens lie, one plan per KV cache group; every token must be mapped.
+    pub plans: Vec<Arc<ChunkPlan>>,
+    /// Which of the plans each layer uses; the first for layers beyond its end.
+    pub layer_groups: Arc<[usize]>,
+    /// Opens its slot.
+    pub begin: BeginPut,
+}
+
+/// What happens to a store when staging is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backpressure {
+    /// What finds no staging while nothing moves for this long, or no slot to be written to, is shed, so that the server's
+    /// blocks come free.
+    Shed {
+        /// Patience; zero sheds at once.
+        patience: Duration,
+    },
+    /// It waits for staging, and for some seconds for reclaim to make room; only when nothing moves for two I/O time-outs it is
+    /// shed all the same.
+    Wait,
+}
+
+impl Default for Backpressure {
+    fn default() -> Self {
+        Self::Shed { patience: Duration::from_millis(500) }
+    }
+}
+
+/// What to store.
+pub struct StoreSpec {
+    /// The caller's memory.
+    pub kv: Arc<PagedKv>,
+    /// The chunks, in the order of the prefix.
+    pub chunks: Vec<StoreChunk>,
+    /// Loads that the KV was computed from: nothing is published before all have verified, or at all if one does not.
+    pub depends_on: Vec<LoadTicket>,
+    /// What happens when staging is taken.
+    pub backpressure: Backpressure,
+    /// When the store gives up what is not committed.
+    pub deadline: Option<Instant>,
+    /// A layer is gathered soon after it was given; otherwise more of a chunk is moved at once.
+    pub layerwise: bool,
+    /// Chunks known to be stored already, besides `chunks`.
+    pub already_there: usize,
+    /// Chunks that were shed before the store began, by cause.
+    pub shed: Vec<(ShedCause, usize)>,
+}
+
+/// What a store achieved.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoreResult {
+    /// Chunks stored.
+    pub stored: usize,
+    /// Tokens of them.
+    pub tokens: usize,
+    /// Payload bytes of them.
+    pub bytes: u64,
+    /// Chunks that were stored, or being stored, already.
+    pub already_there: usize,
+    /// Chunks that were not stored, by cause; causes without one are absent.
+    pub sheds: Vec<(ShedCause, usize)>,
+}
+
+impl StoreResult {
+    /// Chunks that were not stored for `cause`.
+    #[must_use]
+    pub fn shed(&self, cause: ShedCause) -> usize {
+        self.sheds.iter().filter(|(c, _)| *c == cause).map(|(_, n)| n).sum()
+    }
+
+    pub(super) fn count_shed(&mut self, cause: ShedCause, chunks: usize) {
+        if chunks == 0 {
+            return;
+        }
+        match self.sheds.iter_mut().find(|(c, _)| *c == cause) {
+            Some((_, n)) => *n += chunks,
+            None => self.sheds.push((cause, chunks)),
+        }
+    }
+}
+
+/// The part of a store that its threads share.
+pub(super) struct StoreInner {
+    kv: Arc<PagedKv>,
+    gate: Arc<Gate>,
+    depends_on: Vec<LoadTicket>,
+    backpressure: Backpressure,
+    deadline: Option<Instant>,
+    started: Instant,
+    /// Since when it waits for a slot to write to.
+    no_room_since: Mutex<Option<Instant>>,
+    state: Mutex<StoreState>,
+    changed: Condvar,
+    pump: Arc<StorePump>,
+}
+
+/// A store under way; a [`Future`] of its result, or [`Store::wait`] for callers without an executor.
+///
+/// Dropping it takes the caller's memory back: chunks that were not gathered completely are shed, the others are written and
+/// published in the background.
+pub struct Store {
+    inner: Arc<StoreInner>,
+}
+
+impl Store {
+    /// Layer `layer` is computed: its tokens may be read from the caller's memory. Returns at once.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where there is no such layer.
+    pub fn layer(&self, layer: usize) -> Result<()> {
+        if !self.inner.state.lock().announce(layer) {
+            return Err(no_layer(layer));
+        }
+        self.inner.pump.notify();
+        Ok(())
+    }
+
+    /// All layers are computed. Returns at once.
+    pub fn all_layers(&self) {
+        self.inner.state.lock().announce_all();
+        self.inner.pump.notify();
+    }
+
+    /// Whether the caller may change its blocks of all layers up to `layer`. Does not wait, but asks for their gather.
+    #[must_use]
+    pub fn gathered(&self, layer: usize) -> bool {
+        let mut state = self.inner.state.lock();
+        let done = state.is_gathered(layer);
+        if !done {
+            state.force(layer);
+            drop(state);
+            self.inner.pump.notify();
+        }
+        done
+    }
+
+    /// Waits until the caller may change its blocks of all layers up to `layer`: for staging, as the store's
+    /// [`Backpressure`] says. [`Store::release`] does not wait for staging.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where not all these layers are computed.
+    pub fn wait_gathered(&self, layer: usize) -> Result<()> {
+        let mut state = self.inner.state.lock();
+        if !state.is_ready(layer) && !state.finished {
+            return Err(no_layer(layer).advice("call layer() for it and all before it first"));
+        }
+        state.force(layer);
+        drop(state);
+        self.inner.pump.notify();
+        let mut state = self.inner.state.lock();
+        while !state.is_gathered(layer) {
+            self.inner.changed.wait(&mut state);
+        }
+        Ok(())
+    }
+
+    /// As [`Store::wait_gathered`], for all layers.
+    ///
+    /// # Errors
+    /// As [`Store::wait_gathered`].
+    pub fn wait_gathered_all(&self) -> Result<()> {
+        let layers = self.inner.kv.layout().num_layers();
+        layers.checked_sub(1).map_or(Ok(()), |last| self.wait_gathered(last))
+    }
+
+    /// Gives the caller its blocks back now: chunks that were not gathered completely are shed. Waits for microseconds.
+    pub fn release(&self) {
+        self.inner.release(ShedCause::Cancelled);
+    }
+
+    /// Waits until every chunk is stored, found to be there already, or shed. All layers must have been given, here or from
+    /// another thread.
+    #[must_use]
+    pub fn wait(&self) -> StoreResult {
+        let mut state = self.inner.state.lock();
+        while !state.finished {
+            self.inner.changed.wait(&mut state);
+        }
+        state.result().clone()
+    }
+
+    /// As [`Store::wait`], but for at most `timeout`; `None` where the store still runs then.
+    #[must_use]
+    pub fn wait_for(&self, timeout: Duration) -> Option<StoreResult> {
+        let until = Instant::now() + timeout;
+        let mut state = self.inner.state.lock();
+        while !state.finished {
+            if self.inner.changed.wait_until(&mut state, until).timed_out() && !state.finished {
+                return None;
+            }
+        }
+        Some(state.result().clone())
+    }
+
+    /// Whether the store is over.
+    #[must_use]
+    pub fn is_finished(&self) -> bool {
+        self.inner.state.lock().finished
+    }
+}
+
+impl Future for Store {
+    type Output = StoreResult;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<StoreResult> {
+        let mut state = self.inner.state.lock();
+        if state.finished {
+            return Poll::Ready(state.result().clone());
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        if self.inner.pump.is_forked() {
+            return;
+        }
+        self.release();
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.inner.state.lock();
+        f.debug_struct("Store")
+            .field("finished", &state.finished)
+            .field("result", state.result())
+            .finish_non_exhaustive()
+    }
+}
+
+fn no_layer(layer: usize) -> Error {
+    Error::new(ErrorKind::InvalidInput, format!("layer {layer} is not among the layers that were computed"))
+}

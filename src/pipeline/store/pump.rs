@@ -1,0 +1,327 @@
+//! The store thread: what opens slots, hands out staging, commits, and watches deadlines. Stores are served in the order of
+//! their arrival, so that the first one's blocks come free first.
+//!
+//! Invariants:
+//! - The thread never waits for the caller, and waits for the drive only in what the log does to open a slot.
+//! - Every event that could let it go on notifies it.
+
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::run::{Pause, Retry};
+use super::{Backpressure, Store, StoreInner, StoreResult, StoreSpec, StoreState};
+use crate::device::{Device, Gate, StagingPool};
+use crate::error::{Error, ErrorKind, Result};
+use crate::pipeline::cause::ShedCause;
+use crate::pipeline::groups::min_slot_bytes;
+use crate::pipeline::{PipelineOptions, PipelineStats};
+
+/// How often a full I/O queue is tried again.
+const RETRY: Duration = Duration::from_millis(1);
+/// How often a log without room is asked again.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
+/// How long a store that waits for staging waits for room.
+const ROOM_PATIENCE: Duration = Duration::from_secs(5);
+/// Nothing moved for this many I/O time-outs: what waits is given up, whatever its patience.
+const STALLED_TIMEOUTS: u32 = 2;
+
+pub(in crate::pipeline) struct StorePump {
+    options: PipelineOptions,
+    stats: Arc<PipelineStats>,
+    device: Arc<dyn Device>,
+    pool: Arc<StagingPool>,
+    pid: u32,
+    shared: Mutex<Shared>,
+    changed: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    stores: Vec<Arc<StoreInner>>,
+    retries: Vec<Retry>,
+    dirty: bool,
+    moved: Instant,
+    closed: bool,
+}
+
+/// What some store waits for that no event may tell of.
+#[derive(Clone, Copy, Default)]
+struct Waits {
+    for_staging: bool,
+    for_room: bool,
+}
+
+impl StorePump {
+    pub(in crate::pipeline) fn new(
+        options: &PipelineOptions,
+        device: Arc<dyn Device>,
+        stats: Arc<PipelineStats>,
+    ) -> Result<Arc<Self>> {
+        let pump = Arc::new(Self {
+            options: options.clone(),
+            stats,
+            device,
+            pool: Arc::clone(&options.store_pool),
+            pid: std::process::id(),
+            shared: Mutex::new(Shared {
+                stores: Vec::new(),
+                retries: Vec::new(),
+                dirty: false,
+                moved: Instant::now(),
+                closed: false,
+            }),
+            changed: Condvar::new(),
+            thread: Mutex::new(None),
+        });
+        let weak = Arc::downgrade(&pump);
+        pump.pool.on_free(Arc::new(move || {
+            if let Some(pump) = weak.upgrade() {
+                pump.notify();
+            }
+        }));
+        let run = Arc::clone(&pump);
+        let thread = thread::Builder::new()
+            .name("forebay-stores".to_owned())
+            .spawn(move || run.work())
+            .map_err(|e| Error::io("cannot start the store thread", e))?;
+        *pump.thread.lock() = Some(thread);
+        Ok(pump)
+    }
+
+    pub(super) fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Whether this is a child of the process that made the pump.
+    pub(super) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
+    }
+
+    pub(super) fn io_timeout(&self) -> Duration {
+        self.options.io_timeout
+    }
+
+    pub(in crate::pipeline) fn pool(&self) -> &Arc<StagingPool> {
+        &self.pool
+    }
+
+    pub(in crate::pipeline) fn active(&self) -> usize {
+        self.shared.lock().stores.iter().filter(|s| !s.state.lock().finished).count()
+    }
+
+    /// Starts a store, or sheds it where too much waits already.
+    pub(in crate::pipeline) fn start(self: &Arc<Self>, spec: StoreSpec) -> Result<Store> {
+        let layers = spec.kv.layout().num_layers();
+        let slot_bytes = self.pool.slot_bytes();
+        for chunk in &spec.chunks {
+            let needed = min_slot_bytes(&chunk.layout);
+            if chunk.layout.extents.len() != layers || needed > slot_bytes {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    format!(
+                        "a chunk of {} layers in extents of up to {needed} bytes for a KV cache of {layers} layers and staging slots of {slot_bytes} bytes",
+                        chunk.layout.extents.len()
+                    ),
+                ));
+            }
+        }
+        let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
+        let mut state = StoreState::new(spec.chunks, layers, group_bytes.min(slot_bytes));
+        state.count_before(spec.already_there, &spec.shed);
+        let inner = Arc::new(StoreInner {
+            kv: spec.kv,
+            gate: Arc::new(Gate::new()),
+            depends_on: spec.depends_on,
+            backpressure: spec.backpressure,
+            deadline: spec.deadline,
+            started: Instant::now(),
+            no_room_since: Mutex::new(None),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            pump: Arc::clone(self),
+        });
+        self.stats.stores_started();
+        let (finished, result) = {
+            let state = inner.state.lock();
+            (state.finished, state.result().clone())
+        };
+        if finished {
+            self.count(&result, Duration::ZERO);
+        } else if let Err(cause) = self.enlist(&inner) {
+            inner.update(|state| state.shed_uncommitted(cause));
+        }
+        Ok(Store { inner })
+    }
+
+    fn enlist(&self, store: &Arc<StoreInner>) -> Result<(), ShedCause> {
+        let waiting: u64 = {
+            let stores = self.shared.lock().stores.clone();
+            stores.iter().map(|s| s.state.lock().ungathered_bytes()).sum()
+        };
+        let own = store.state.lock().ungathered_bytes();
+        let mut shared = self.shared.lock();
+        if shared.closed {
+            return Err(ShedCause::Closed);
+        }
+        let full = shared.stores.len() >= self.options.max_stores;
+        if full || (waiting > 0 && waiting + own > self.options.max_store_bytes) {
+            return Err(ShedCause::QueueFull);
+        }
+        if shared.stores.is_empty() {
+            shared.moved = Instant::now();
+        }
+        shared.stores.push(Arc::clone(store));
+        shared.dirty = true;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Something changed that may let the store thread go on.
+    pub(in crate::pipeline) fn notify(&self) {
+        let mut shared = self.shared.lock();
+        if !shared.dirty {
+            shared.dirty = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Something moved: the drive or the workers are alive.
+    pub(super) fn moved(&self) {
+        self.shared.lock().moved = Instant::now();
+    }
+
+    pub(super) fn retry_later(&self, retry: Retry) {
+        let mut shared = self.shared.lock();
+        shared.retries.push(retry);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn finished(&self, store: &StoreInner) {
+        {
+            let mut shared = self.shared.lock();
+            shared.stores.retain(|s| !std::ptr::eq(Arc::as_ptr(s), store));
+            shared.dirty = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Counts a store that is over, before anybody is told.
+    pub(super) fn count(&self, result: &StoreResult, took: Duration) {
+        self.stats.store_finished(result, took);
+    }
+
+    /// Waits for the stores under way until `deadline`, then ends them; later stores are shed.
+    pub(in crate::pipeline) fn close(&self, deadline: Instant) {
+        let left = {
+            let mut shared = self.shared.lock();
+            shared.closed = true;
+            shared.dirty = true;
+            self.changed.notify_all();
+            while !shared.stores.is_empty() && !self.changed.wait_until(&mut shared, deadline).timed_out() {}
+            shared.stores.clone()
+        };
+        for store in left {
+            store.end(ShedCause::Closed);
+        }
+        let handle = self.thread.lock().take();
+        if let Some(handle) = handle.filter(|h| h.thread().id() != thread::current().id())
+            && handle.join().is_err()
+        {
+            tracing::error!("the store thread has panicked");
+        }
+    }
+
+    fn work(&self) {
+        let mut shared = self.shared.lock();
+        loop {
+            if shared.closed && shared.stores.iter().all(|s| s.state.lock().only_commits()) && shared.retries.is_empty()
+            {
+                return;
+            }
+            shared.dirty = false;
+            let stores = shared.stores.clone();
+            let retries = std::mem::take(&mut shared.retries);
+            drop(shared);
+            retries.into_iter().for_each(Retry::again);
+            let waits = self.pass(&stores);
+            drop(stores);
+            shared = self.shared.lock();
+            let wake = self.wake_at(&shared, waits);
+            if shared.dirty {
+                continue;
+            }
+            match wake {
+                Some(at) => {
+                    let _ = self.changed.wait_until(&mut shared, at);
+                }
+                None => self.changed.wait(&mut shared),
+            }
+        }
+    }
+
+    /// One round over all stores, and what they wait for.
+    fn pass(&self, stores: &[Arc<StoreInner>]) -> Waits {
+        let mut waits = Waits::default();
+        for store in stores {
+            if store.deadline.is_some_and(|d| d <= Instant::now()) {
+                store.end(ShedCause::TimedOut);
+            }
+            if !waits.for_staging {
+                match store.advance() {
+                    Pause::NoStaging => waits.for_staging = true,
+                    Pause::NoRoom => {
+                        waits.for_room = true;
+                        self.shed_homeless(store);
+                    }
+                    Pause::Idle => {}
+                }
+            }
+            store.commit();
+        }
+        if waits.for_staging {
+            self.shed_starved(stores);
+        }
+        waits
+    }
+
+    fn shed_homeless(&self, store: &StoreInner) {
+        let since = *store.no_room_since.lock().get_or_insert_with(Instant::now);
+        let patience = match store.backpressure {
+            Backpressure::Shed { patience } => patience,
+            Backpressure::Wait => ROOM_PATIENCE,
+        };
+        if since.elapsed() >= patience.min(ROOM_PATIENCE) {
+            store.update(|state| state.shed_unopened(ShedCause::NoSpace));
+        }
+    }
+
+    fn shed_starved(&self, stores: &[Arc<StoreInner>]) {
+        let moved = self.shared.lock().moved;
+        let still = moved.elapsed();
+        for store in stores {
+            if still >= self.patience(store.backpressure) && store.state.lock().wants_staging() {
+                store.update(|state| state.shed_ungathered(ShedCause::StagingFull));
+            }
+        }
+    }
+
+    fn patience(&self, backpressure: Backpressure) -> Duration {
+        let most = self.options.io_timeout * STALLED_TIMEOUTS;
+        match backpressure {
+            Backpressure::Shed { patience } => patience.min(most),
+            Backpressure::Wait => most,
+        }
+    }
+
+    fn wake_at(&self, shared: &Shared, waits: Waits) -> Option<Instant> {
+        let deadlines = shared.stores.iter().filter_map(|s| s.deadline);
+        let patience =
+            shared.stores.iter().filter(|_| waits.for_staging).map(|s| shared.moved + self.patience(s.backpressure));
+        let retry = (!shared.retries.is_empty()).then(|| Instant::now() + RETRY);
+        let room = waits.for_room.then(|| Instant::now() + ASK_AGAIN);
+        deadlines.chain(patience).chain(retry).chain(room).min()
+    }
+}

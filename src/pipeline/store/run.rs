@@ -1,0 +1,189 @@
+//! What happens to one step of a store: gather on a worker, write, commit.
+
+use std::sync::Arc;
+
+use super::StoreInner;
+use super::state::{Next, Step};
+use crate::device::{GatherJob, Gathered};
+use crate::error::{ErrorKind, Result};
+use crate::io::Buf;
+use crate::pipeline::cause::ShedCause;
+use crate::pipeline::seam::{ChunkSink, Refused, Transfer};
+
+/// A write that a full queue refused.
+pub(super) struct Retry {
+    store: Arc<StoreInner>,
+    step: Step,
+    sink: Arc<dyn ChunkSink>,
+    transfer: Box<Transfer>,
+}
+
+/// Why a store does nothing more for now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pause {
+    /// Everything that can be done is under way.
+    Idle,
+    /// It waits for staging.
+    NoStaging,
+    /// It waits for a slot to write to.
+    NoRoom,
+}
+
+impl StoreInner {
+    /// Submits gathers as long as there is something to gather and staging; opens slots on the way. Store thread only.
+    pub(super) fn advance(self: &Arc<Self>) -> Pause {
+        loop {
+            let next = self.state.lock().next();
+            match next {
+                Next::Nothing => return Pause::Idle,
+                Next::Begin(chunk, begin) => {
+                    let begun = begin();
+                    let mut open = true;
+                    self.update(|state| open = state.begun(chunk, begun));
+                    if !open {
+                        return Pause::NoRoom;
+                    }
+                    *self.no_room_since.lock() = None;
+                }
+                Next::Gather(step) => match self.pump.pool().try_take() {
+                    Some(buf) => self.gather(step, buf),
+                    None => {
+                        self.state.lock().ungather(&step);
+                        return Pause::NoStaging;
+                    }
+                },
+            }
+        }
+    }
+
+    fn gather(self: &Arc<Self>, step: Step, staging: Buf) {
+        let parts = self.state.lock().parts(&step);
+        let store = Arc::clone(self);
+        self.pump.moved();
+        self.pump.device().gather(GatherJob {
+            kv: Arc::clone(&self.kv),
+            staging,
+            parts,
+            gate: Arc::clone(&self.gate),
+            done: Box::new(move |out| store.gather_done(step, out)),
+        });
+    }
+
+    fn gather_done(self: &Arc<Self>, step: Step, out: Gathered) {
+        if let Some(e) = &out.error {
+            tracing::warn!(error = %e, "a gather failed");
+        }
+        let whole = !out.skipped && out.error.is_none() && out.skipped_blocks.is_empty();
+        let crcs = whole.then_some(out.crcs.as_slice());
+        let mut sink = None;
+        self.update(|state| sink = state.gathered(&step, crcs));
+        let Some(sink) = sink else {
+            drop(out.staging);
+            return self.pump.notify();
+        };
+        let (store, told) = (Arc::clone(self), step.clone());
+        let transfer = Transfer {
+            offset: step.span.offset,
+            buf_offset: step.span.buf_offset,
+            len: step.span.len,
+            buf: out.staging,
+            timeout: self.pump.io_timeout(),
+            done: Box::new(move |result, buf| store.write_done(&told, result, buf)),
+        };
+        self.write(step, sink, transfer);
+    }
+
+    fn write(self: &Arc<Self>, step: Step, sink: Arc<dyn ChunkSink>, transfer: Transfer) {
+        let Err(Refused { transfer, error }) = sink.write(transfer) else { return };
+        if error.kind() == ErrorKind::Busy {
+            return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, transfer });
+        }
+        drop(transfer);
+        self.update(|state| state.shed(step.chunk, ShedCause::of(&error)));
+        self.pump.notify();
+    }
+
+    fn write_done(&self, step: &Step, result: Result<()>, buf: Option<Buf>) {
+        self.update(|state| match &result {
+            Ok(()) => state.written(step),
+            Err(e) => {
+                tracing::debug!(chunk = step.chunk, error = %e, "a write failed");
+                state.shed(step.chunk, ShedCause::of(e));
+            }
+        });
+        if result.is_ok() {
+            self.pump.moved();
+        }
+        drop(buf);
+        self.pump.notify();
+    }
+
+    /// Commits what is complete, if the loads it depends on allow it. Store thread only.
+    pub(super) fn commit(self: &Arc<Self>) {
+        let verified: Vec<_> = self.depends_on.iter().map(|t| t.verified()).collect();
+        if verified.contains(&Some(false)) {
+            self.update(|state| state.shed_uncommitted(ShedCause::Dependency));
+        }
+        if verified.iter().any(|v| *v != Some(true)) {
+            return;
+        }
+        let complete = self.state.lock().take_complete();
+        for (chunk, sink, crcs) in complete {
+            let store = Arc::clone(self);
+            let done = move |result: Result<()>| {
+                if let Err(e) = &result {
+                    tracing::debug!(chunk, error = %e, "a commit failed");
+                }
+                store.update(|state| state.committed(chunk, result.map_err(|e| ShedCause::of(&e))));
+                store.pump.notify();
+            };
+            sink.commit(crcs, Box::new(done));
+        }
+    }
+
+    /// Takes the caller's memory back; what was gathered completely goes on.
+    pub(super) fn release(&self, cause: ShedCause) {
+        if self.state.lock().finished {
+            return self.gate.close();
+        }
+        self.gate.begin_close();
+        self.update(|state| state.shed_ungathered(cause));
+        self.gate.close();
+        self.pump.notify();
+    }
+
+    /// Ends the store but for commits under way.
+    pub(super) fn end(&self, cause: ShedCause) {
+        self.gate.begin_close();
+        self.update(|state| state.shed_uncommitted(cause));
+        self.gate.close();
+    }
+
+    /// Changes the state and wakes who waits for that.
+    pub(super) fn update(&self, change: impl FnOnce(&mut super::StoreState)) {
+        let (waker, finished) = {
+            let mut state = self.state.lock();
+            let before = state.finished;
+            change(&mut state);
+            let finished = state.finished && !before;
+            if finished {
+                self.pump.count(state.result(), self.started.elapsed());
+            }
+            (if finished { state.waker.take() } else { None }, finished)
+        };
+        self.changed.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        if finished {
+            self.pump.finished(self);
+        }
+    }
+}
+
+impl Retry {
+    /// Tries again.
+    pub(super) fn again(self) {
+        self.store.write(self.step, self.sink, *self.transfer);
+    }
+}

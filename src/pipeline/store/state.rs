@@ -1,0 +1,397 @@
+//! The bookkeeping of one store, without threads, devices or clocks: which layers are computed, gathered, written, and which
+//! chunks are committed or shed.
+//!
+//! Invariants:
+//! - A layer counts as gathered when every extent of it was gathered or belongs to a chunk that is over, and no worker reads
+//!   for a chunk that is over any more: the server may use its blocks then.
+//! - When a chunk is shed, chunks after it that were not opened yet are shed too: without their prefix they are of no use.
+//! - A chunk is committed once, when all its extents were written in full.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::task::Waker;
+
+use super::{StoreChunk, StoreResult};
+use crate::device::Part;
+use crate::format::layout::SlotLayout;
+use crate::paged::ChunkPlan;
+use crate::pipeline::cause::ShedCause;
+use crate::pipeline::groups::{Span, group_end};
+use crate::pipeline::seam::{BeginPut, Begun, ChunkSink};
+
+/// A gather and the write that follows it.
+#[derive(Clone, Debug)]
+pub(super) struct Step {
+    pub(super) chunk: usize,
+    pub(super) layers: Range<usize>,
+    pub(super) span: Span,
+}
+
+/// What the store thread can do next.
+pub(super) enum Next {
+    /// Open the slot of a chunk.
+    Begin(usize, BeginPut),
+    /// Gather and write.
+    Gather(Step),
+    /// Nothing until something changes.
+    Nothing,
+}
+
+enum Phase {
+    Waiting(BeginPut),
+    Opening,
+    Open(Arc<dyn ChunkSink>),
+    Committing,
+    Over,
+}
+
+struct ChunkState {
+    layout: SlotLayout,
+    tokens: u32,
+    plans: Vec<Arc<ChunkPlan>>,
+    layer_groups: Arc<[usize]>,
+    phase: Phase,
+    /// Layers before it have been given to a gather.
+    next: usize,
+    gathered: Vec<bool>,
+    gathering: usize,
+    written: usize,
+    crcs: Vec<u32>,
+}
+
+pub(super) struct StoreState {
+    chunks: Vec<ChunkState>,
+    announced: Vec<bool>,
+    /// Layers before it are all computed.
+    ready: usize,
+    /// Somebody waits for the gather of the layers before it.
+    forced: usize,
+    /// Per layer: extents of living chunks that were not gathered.
+    left: Vec<usize>,
+    /// Gathers of chunks that are over.
+    busy_over: usize,
+    living: usize,
+    cursor: usize,
+    group_bytes: usize,
+    /// Payload bytes that were not gathered yet.
+    ungathered: u64,
+    result: StoreResult,
+    pub(super) finished: bool,
+    pub(super) waker: Option<Waker>,
+}
+
+impl StoreState {
+    pub(super) fn new(chunks: Vec<StoreChunk>, layers: usize, group_bytes: usize) -> Self {
+        let living = chunks.len();
+        let mut state = Self {
+            chunks: chunks.into_iter().map(|c| ChunkState::new(c, layers)).collect(),
+            announced: vec![false; layers],
+            ready: 0,
+            forced: 0,
+            left: vec![living; layers],
+            busy_over: 0,
+            living,
+            cursor: 0,
+            group_bytes,
+            ungathered: 0,
+            result: StoreResult::default(),
+            finished: false,
+            waker: None,
+        };
+        state.ungathered = state.chunks.iter().map(ChunkState::ungathered_bytes).sum();
+        state.settle();
+        state
+    }
+
+    /// Layer `layer` is computed; `false` where there is no such layer.
+    pub(super) fn announce(&mut self, layer: usize) -> bool {
+        let Some(a) = self.announced.get_mut(layer) else { return false };
+        *a = true;
+        while self.announced.get(self.ready) == Some(&true) {
+            self.ready += 1;
+        }
+        true
+    }
+
+    pub(super) fn announce_all(&mut self) {
+        self.announced.fill(true);
+        self.ready = self.announced.len();
+    }
+
+    pub(super) fn is_ready(&self, layer: usize) -> bool {
+        layer < self.ready
+    }
+
+    /// Layers up to `layer` are gathered without waiting for larger groups.
+    pub(super) fn force(&mut self, layer: usize) {
+        self.forced = self.forced.max(layer + 1);
+    }
+
+    /// Whether the caller's blocks of all layers up to `layer` are no longer read.
+    pub(super) fn is_gathered(&self, layer: usize) -> bool {
+        self.busy_over == 0 && self.left.iter().take(layer + 1).all(|&n| n == 0)
+    }
+
+    /// What to do next; a begun or gathered step is counted as under way.
+    pub(super) fn next(&mut self) -> Next {
+        if self.finished || self.ready == 0 {
+            return Next::Nothing;
+        }
+        for i in 0..self.chunks.len() {
+            let at = (self.cursor + i) % self.chunks.len();
+            let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
+            let all = ready == self.announced.len();
+            let Some(chunk) = self.chunks.get_mut(at) else { continue };
+            if let Phase::Waiting(_) = chunk.phase {
+                self.cursor = at;
+                if let Phase::Waiting(begin) = std::mem::replace(&mut chunk.phase, Phase::Opening) {
+                    return Next::Begin(at, begin);
+                }
+            }
+            let Some(step) = chunk.step(at, ready, forced, group_bytes) else { continue };
+            // With all layers there, chunk after chunk: heads of the chain first. Otherwise in turns, layer by layer.
+            self.cursor = if all { at } else { at + 1 };
+            return Next::Gather(step);
+        }
+        Next::Nothing
+    }
+
+    /// Whether a gather waits for staging.
+    pub(super) fn wants_staging(&mut self) -> bool {
+        let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
+        !self.finished
+            && self.chunks.iter_mut().enumerate().any(|(i, c)| c.peek(i, ready, forced, group_bytes).is_some())
+    }
+
+    /// Takes back a gather that could not be submitted.
+    pub(super) fn ungather(&mut self, step: &Step) {
+        if let Some(chunk) = self.chunks.get_mut(step.chunk) {
+            chunk.next = step.layers.start;
+            chunk.gathering -= 1;
+        }
+        self.cursor = step.chunk;
+    }
+
+    /// The answer for a chunk that is being opened; `false` where it must be tried again.
+    pub(super) fn begun(&mut self, chunk: usize, begun: Begun) -> bool {
+        match begun {
+            Begun::NotYet(begin) => {
+                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, Phase::Opening)) {
+                    c.phase = Phase::Waiting(begin);
+                    return false;
+                }
+            }
+            Begun::Open(sink) => {
+                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, Phase::Opening)) {
+                    c.phase = Phase::Open(sink);
+                }
+            }
+            Begun::AlreadyThere => {
+                if self.is_living(chunk) {
+                    self.result.already_there += 1;
+                    self.over(chunk);
+                }
+            }
+            Begun::Shed(cause) => self.shed(chunk, cause),
+        }
+        true
+    }
+
+    /// The parts of the gather of `step`.
+    pub(super) fn parts(&self, step: &Step) -> Vec<Part> {
+        let Some(chunk) = self.chunks.get(step.chunk) else { return Vec::new() };
+        let part = |layer: usize| {
+            let extent = chunk.layout.extents.get(layer)?;
+            Some(Part {
+                layer,
+                staging_offset: step.span.staging_offset(extent.offset),
+                tokens: chunk.tokens as usize,
+                padded_len: extent.padded_len as usize,
+                plan: Arc::clone(chunk.plans.get(chunk.layer_groups.get(layer).copied().unwrap_or(0))?),
+            })
+        };
+        step.layers.clone().filter_map(part).collect()
+    }
+
+    /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives and it went well.
+    pub(super) fn gathered(&mut self, step: &Step, crcs: Option<&[u32]>) -> Option<Arc<dyn ChunkSink>> {
+        let chunk = self.chunks.get_mut(step.chunk)?;
+        chunk.gathering -= 1;
+        let Phase::Open(sink) = &chunk.phase else {
+            self.busy_over -= 1;
+            return None;
+        };
+        let sink = Arc::clone(sink);
+        let Some(crcs) = crcs.filter(|c| c.len() == step.layers.len()) else {
+            self.shed(step.chunk, ShedCause::Internal);
+            return None;
+        };
+        for (layer, &crc) in step.layers.clone().zip(crcs) {
+            if let (Some(to), Some(done)) = (chunk.crcs.get_mut(layer), chunk.gathered.get_mut(layer)) {
+                *to = crc;
+                *done = true;
+                self.ungathered -= chunk.layout.extents.get(layer).map_or(0, |e| u64::from(e.len));
+            }
+            if let Some(left) = self.left.get_mut(layer) {
+                *left -= 1;
+            }
+        }
+        Some(sink)
+    }
+
+    /// A write of the step's extents went well.
+    pub(super) fn written(&mut self, step: &Step) {
+        if let Some(chunk) = self.chunks.get_mut(step.chunk) {
+            chunk.written += step.layers.len();
+        }
+    }
+
+    /// Chunks that can be committed now.
+    pub(super) fn take_complete(&mut self) -> Vec<(usize, Arc<dyn ChunkSink>, Vec<u32>)> {
+        let mut complete = Vec::new();
+        for (i, chunk) in self.chunks.iter_mut().enumerate() {
+            if chunk.written < chunk.crcs.len() || !matches!(chunk.phase, Phase::Open(_)) {
+                continue;
+            }
+            if let Phase::Open(sink) = std::mem::replace(&mut chunk.phase, Phase::Committing) {
+                complete.push((i, sink, std::mem::take(&mut chunk.crcs)));
+            }
+        }
+        complete
+    }
+
+    /// A commit is over.
+    pub(super) fn committed(&mut self, chunk: usize, result: Result<(), ShedCause>) {
+        if !self.is_living(chunk) {
+            return;
+        }
+        match result {
+            Ok(()) => {
+                if let Some(c) = self.chunks.get(chunk) {
+                    self.result.stored += 1;
+                    self.result.tokens += c.tokens as usize;
+                    self.result.bytes += c.layout.extents.iter().map(|e| u64::from(e.len)).sum::<u64>();
+                }
+                self.over(chunk);
+            }
+            Err(cause) => self.shed(chunk, cause),
+        }
+    }
+
+    /// Gives up `chunk`, and the chunks after it that were not opened. Nothing where it is over.
+    pub(super) fn shed(&mut self, chunk: usize, cause: ShedCause) {
+        for at in chunk..self.chunks.len() {
+            let unopened = self.chunks.get(at).is_some_and(|c| matches!(c.phase, Phase::Waiting(_)));
+            if self.is_living(at) && (at == chunk || unopened) {
+                self.result.count_shed(cause, 1);
+                self.over(at);
+            }
+        }
+    }
+
+    /// Gives up the first chunk that was not opened, and with it all others that were not.
+    pub(super) fn shed_unopened(&mut self, cause: ShedCause) {
+        if let Some(first) = self.chunks.iter().position(|c| matches!(c.phase, Phase::Waiting(_))) {
+            self.shed(first, cause);
+        }
+    }
+
+    /// Gives up every chunk that still needs the caller's memory.
+    pub(super) fn shed_ungathered(&mut self, cause: ShedCause) {
+        for at in 0..self.chunks.len() {
+            if self.chunks.get(at).is_some_and(|c| c.gathered.iter().any(|g| !g)) {
+                self.shed(at, cause);
+            }
+        }
+    }
+
+    /// Gives up every chunk whose commit was not begun.
+    pub(super) fn shed_uncommitted(&mut self, cause: ShedCause) {
+        for at in 0..self.chunks.len() {
+            if self.chunks.get(at).is_some_and(|c| !matches!(c.phase, Phase::Committing)) {
+                self.shed(at, cause);
+            }
+        }
+    }
+
+    fn is_living(&self, chunk: usize) -> bool {
+        self.chunks.get(chunk).is_some_and(|c| !matches!(c.phase, Phase::Over))
+    }
+
+    fn over(&mut self, chunk: usize) {
+        let Some(c) = self.chunks.get_mut(chunk) else { return };
+        c.phase = Phase::Over;
+        self.busy_over += c.gathering;
+        self.ungathered -= c.ungathered_bytes();
+        for (left, &done) in self.left.iter_mut().zip(&c.gathered) {
+            *left -= usize::from(!done);
+        }
+        c.gathered.fill(true);
+        self.living -= 1;
+        self.settle();
+    }
+
+    fn settle(&mut self) {
+        self.finished = self.living == 0;
+    }
+
+    /// Adds chunks whose fate was known before the store began.
+    pub(super) fn count_before(&mut self, already_there: usize, shed: &[(ShedCause, usize)]) {
+        self.result.already_there += already_there;
+        shed.iter().for_each(|&(cause, chunks)| self.result.count_shed(cause, chunks));
+    }
+
+    /// Whether nothing is left to do but to wait for commits.
+    pub(super) fn only_commits(&self) -> bool {
+        self.chunks.iter().all(|c| matches!(c.phase, Phase::Committing | Phase::Over))
+    }
+
+    pub(super) fn result(&self) -> &StoreResult {
+        &self.result
+    }
+
+    /// Payload bytes that were not gathered yet.
+    pub(super) fn ungathered_bytes(&self) -> u64 {
+        self.ungathered
+    }
+}
+
+impl ChunkState {
+    fn new(chunk: StoreChunk, layers: usize) -> Self {
+        Self {
+            layout: chunk.layout,
+            tokens: chunk.tokens,
+            plans: chunk.plans,
+            layer_groups: chunk.layer_groups,
+            phase: Phase::Waiting(chunk.begin),
+            next: 0,
+            gathered: vec![false; layers],
+            gathering: 0,
+            written: 0,
+            crcs: vec![0; layers],
+        }
+    }
+
+    fn ungathered_bytes(&self) -> u64 {
+        self.layout.extents.iter().zip(&self.gathered).filter(|(_, g)| !**g).map(|(e, _)| u64::from(e.len)).sum()
+    }
+
+    fn peek(&self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<Step> {
+        if !matches!(self.phase, Phase::Open(_)) || self.next >= ready {
+            return None;
+        }
+        let (end, full) = group_end(&self.layout, self.next, ready, group_bytes);
+        if !full && forced <= self.next {
+            return None;
+        }
+        let layers = self.next..end;
+        Some(Step { chunk: at, span: Span::of(&self.layout, &layers, false)?, layers })
+    }
+
+    fn step(&mut self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<Step> {
+        let step = self.peek(at, ready, forced, group_bytes)?;
+        self.next = step.layers.end;
+        self.gathering += 1;
+        Some(step)
+    }
+}

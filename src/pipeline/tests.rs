@@ -1,0 +1,6 @@
+//! The pipeline over a disk in memory whose every transfer the test can hold, fail, damage or let hang.
+
+mod disk;
+mod loads;
+mod stores;
+mod world;

@@ -1,0 +1,256 @@
+//! A disk in memory: slots of bytes, and transfers that end when and how the test says.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotLayout;
+use crate::format::record::KeyKind;
+use crate::format::slot::SlotHeader;
+use crate::io::Buf;
+use crate::key::ChunkKey;
+use crate::pipeline::{ChunkSink, ChunkSource, MissCause, Refused, Transfer};
+
+/// How a transfer ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    Good,
+    Fail(ErrorKind),
+    /// Told as timed out; the buffer stays until [`Disk::let_go`], which also ends this fate.
+    Hang,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) slot: usize,
+    pub(super) offset: u64,
+    pub(super) write: bool,
+}
+
+struct Pending {
+    seen: Seen,
+    transfer: Transfer,
+}
+
+#[derive(Default)]
+struct Inside {
+    slots: Vec<Vec<u8>>,
+    queue: VecDeque<Pending>,
+    /// Transfers that end by themselves.
+    running: bool,
+    fates: HashMap<usize, Fate>,
+    busy: usize,
+    log: Vec<Seen>,
+    hanging: Vec<Buf>,
+    bad: Vec<(usize, MissCause)>,
+    committed: Vec<usize>,
+    stop: bool,
+}
+
+/// The disk. Two threads end transfers while it runs; paused, the test ends them one by one.
+#[derive(Default)]
+pub(super) struct Disk {
+    inside: Mutex<Inside>,
+    changed: Condvar,
+}
+
+impl Disk {
+    pub(super) fn new() -> Arc<Self> {
+        let disk = Arc::new(Self::default());
+        disk.inside.lock().running = true;
+        for _ in 0..2 {
+            let disk = Arc::clone(&disk);
+            std::thread::spawn(move || disk.work());
+        }
+        disk
+    }
+
+    fn work(&self) {
+        let mut inside = self.inside.lock();
+        while !inside.stop {
+            if inside.running
+                && let Some(next) = inside.queue.pop_front()
+            {
+                drop(inside);
+                self.end(next);
+                inside = self.inside.lock();
+            } else {
+                self.changed.wait(&mut inside);
+            }
+        }
+    }
+
+    pub(super) fn stop(&self) {
+        self.run();
+        self.let_go();
+        self.inside.lock().stop = true;
+        self.changed.notify_all();
+    }
+
+    pub(super) fn pause(&self) {
+        self.inside.lock().running = false;
+    }
+
+    pub(super) fn run(&self) {
+        self.inside.lock().running = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until `n` transfers are held.
+    pub(super) fn wait_held(&self, n: usize) {
+        let mut inside = self.inside.lock();
+        while inside.queue.len() < n {
+            self.changed.wait(&mut inside);
+        }
+    }
+
+    pub(super) fn held(&self) -> Vec<Seen> {
+        self.inside.lock().queue.iter().map(|p| p.seen).collect()
+    }
+
+    /// Ends the held transfer that `choose` picks by its place.
+    pub(super) fn end_one(&self, at: usize) {
+        let next = self.inside.lock().queue.remove(at).expect("a held transfer");
+        self.end(next);
+    }
+
+    /// What happens to all transfers of a slot from now on.
+    pub(super) fn fate(&self, slot: usize, fate: Fate) {
+        self.inside.lock().fates.insert(slot, fate);
+    }
+
+    /// Refuses the next `n` transfers as busy.
+    pub(super) fn busy(&self, n: usize) {
+        self.inside.lock().busy = n;
+    }
+
+    pub(super) fn let_go(&self) {
+        let hanging = {
+            let mut inside = self.inside.lock();
+            inside.fates.clear();
+            std::mem::take(&mut inside.hanging)
+        };
+        drop(hanging);
+    }
+
+    /// Waits until `n` transfers hang.
+    pub(super) fn wait_hanging(&self, n: usize) {
+        let mut inside = self.inside.lock();
+        while inside.hanging.len() < n {
+            self.changed.wait(&mut inside);
+        }
+    }
+
+    pub(super) fn flip(&self, slot: usize, byte: u64) {
+        self.inside.lock().slots[slot][byte as usize] ^= 4;
+    }
+
+    pub(super) fn log(&self) -> Vec<Seen> {
+        self.inside.lock().log.clone()
+    }
+
+    pub(super) fn bad(&self) -> Vec<(usize, MissCause)> {
+        self.inside.lock().bad.clone()
+    }
+
+    pub(super) fn committed(&self) -> Vec<usize> {
+        self.inside.lock().committed.clone()
+    }
+
+    pub(super) fn add_slot(&self, bytes: u64) -> usize {
+        let mut inside = self.inside.lock();
+        inside.slots.push(vec![0xA5; bytes as usize]);
+        inside.slots.len() - 1
+    }
+
+    fn end(&self, pending: Pending) {
+        let Pending { seen: Seen { slot, write, .. }, transfer } = pending;
+        let Transfer { offset, mut buf, buf_offset, len, done, .. } = transfer;
+        let mut inside = self.inside.lock();
+        let fate = inside.fates.get(&slot).copied().unwrap_or(Fate::Good);
+        if fate == Fate::Hang {
+            inside.hanging.push(buf);
+            self.changed.notify_all();
+            drop(inside);
+            return done(Err(Error::new(ErrorKind::TimedOut, "injected")), None);
+        }
+        let at = offset as usize;
+        let bytes = &mut inside.slots[slot][at..at + len];
+        if write {
+            bytes.copy_from_slice(&buf.as_slice()[buf_offset..buf_offset + len]);
+        } else {
+            buf.as_mut_slice()[buf_offset..buf_offset + len].copy_from_slice(bytes);
+        }
+        drop(inside);
+        let result = match fate {
+            Fate::Fail(kind) => Err(Error::new(kind, "injected")),
+            _ => Ok(()),
+        };
+        done(result, Some(buf));
+    }
+
+    fn submit(&self, slot: usize, write: bool, transfer: Transfer) -> Result<(), Refused> {
+        let mut inside = self.inside.lock();
+        if inside.busy > 0 {
+            inside.busy -= 1;
+            return Err(Refused { transfer: Box::new(transfer), error: Error::new(ErrorKind::Busy, "injected") });
+        }
+        let seen = Seen { slot, offset: transfer.offset, write };
+        inside.log.push(seen);
+        inside.queue.push_back(Pending { seen, transfer });
+        self.changed.notify_all();
+        Ok(())
+    }
+}
+
+/// One slot of the disk, to read or to write.
+pub(super) struct Slot {
+    pub(super) disk: Arc<Disk>,
+    pub(super) slot: usize,
+    pub(super) key: ChunkKey,
+    pub(super) layout: SlotLayout,
+}
+
+impl ChunkSource for Slot {
+    fn layout(&self) -> &SlotLayout {
+        &self.layout
+    }
+
+    fn read(&self, transfer: Transfer) -> Result<(), Refused> {
+        self.disk.submit(self.slot, false, transfer)
+    }
+
+    fn check_header(&self, bytes: &[u8]) -> Result<Vec<u32>> {
+        let (header, _) = SlotHeader::decode(bytes)?;
+        if header.key != self.key || !header.fits(&self.layout) {
+            return Err(Error::new(ErrorKind::Corrupt, "another chunk's header"));
+        }
+        Ok(header.layers.iter().map(|l| l.crc).collect())
+    }
+
+    fn report_bad(&self, cause: MissCause) {
+        self.disk.inside.lock().bad.push((self.slot, cause));
+    }
+}
+
+impl ChunkSink for Slot {
+    fn write(&self, transfer: Transfer) -> Result<(), Refused> {
+        self.disk.submit(self.slot, true, transfer)
+    }
+
+    fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {
+        let header = SlotHeader {
+            layers: SlotHeader::layer_table(&self.layout, &crcs),
+            ..SlotHeader::new(KeyKind::Chain, self.key)
+        };
+        let (bytes, _) = header.encode(&self.layout).unwrap();
+        let mut inside = self.disk.inside.lock();
+        let at = self.layout.header_offset as usize;
+        inside.slots[self.slot][at..at + bytes.len()].copy_from_slice(&bytes);
+        inside.committed.push(self.slot);
+        drop(inside);
+        done(Ok(()));
+    }
+}

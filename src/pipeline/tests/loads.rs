@@ -1,0 +1,359 @@
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_core::Stream;
+
+use super::disk::Fate;
+use super::world::{LAYERS, TOKENS, World};
+use crate::error::ErrorKind;
+use crate::paged::ChunkPlan;
+use crate::pipeline::{Absent, LayerReady, Load, LoadResult, MissCause};
+
+const T: usize = TOKENS as usize;
+
+fn stream_all(mut load: Load) -> Vec<LayerReady> {
+    futures_executor::block_on(std::future::poll_fn(|cx| {
+        let mut all = Vec::new();
+        // A waker is only kept for a pending layer, so go on until pending or over.
+        loop {
+            match std::pin::Pin::new(&mut load).poll_next(cx) {
+                std::task::Poll::Ready(Some(ready)) => all.push(ready),
+                std::task::Poll::Ready(None) => return std::task::Poll::Ready(all),
+                std::task::Poll::Pending if all.is_empty() => return std::task::Poll::Pending,
+                std::task::Poll::Pending => {
+                    let first = all.len();
+                    while all.len() < LAYERS {
+                        all.push(load.wait_layer(all.len()).unwrap());
+                    }
+                    assert!(first < LAYERS);
+                    return std::task::Poll::Ready(all);
+                }
+            }
+        }
+    }))
+}
+
+#[test]
+fn what_was_stored_comes_back_byte_for_byte() {
+    let w = World::new(4, 4);
+    let (slots, from) = w.stored(5);
+    for layerwise in [true, false] {
+        let to = w.kv(5);
+        let mut spec = w.load_spec(&to, &slots);
+        spec.layerwise = layerwise;
+        let result = w.pipeline().load(spec).unwrap().wait();
+        assert_eq!(result, LoadResult { tokens: 5 * T, bytes: 5 * 4 * 8192, ..LoadResult::default() });
+        assert!(to.bytes() == from.bytes());
+    }
+    w.assert_staging_free();
+}
+
+#[test]
+fn the_stream_gives_every_layer_in_order() {
+    let w = World::new(3, 4);
+    let (slots, from) = w.stored(3);
+    let to = w.kv(3);
+    let layers = stream_all(w.load(&to, &slots));
+    assert_eq!(layers, (0..LAYERS).map(|layer| LayerReady { layer, tokens: 3 * T }).collect::<Vec<_>>());
+    assert!(to.bytes() == from.bytes());
+}
+
+#[test]
+fn reads_are_submitted_layer_by_layer_over_all_chunks() {
+    let w = World::new(64, 8);
+    let (slots, _) = w.stored(3);
+    w.disk.pause();
+    let to = w.kv(3);
+    let load = w.load(&to, &slots);
+    w.disk.wait_held(3 * LAYERS);
+    let held: Vec<_> = w.disk.held().iter().map(|s| (s.offset, s.slot)).collect();
+    let mut sorted = held.clone();
+    sorted.sort_unstable();
+    assert_eq!(held, sorted);
+    w.disk.run();
+    assert_eq!(load.wait().tokens, 3 * T);
+}
+
+#[test]
+fn sixty_four_loads_finish_with_two_slots_of_staging_polled_in_reverse_or_never() {
+    let w = World::new(2, 4);
+    let (slots, from) = w.stored(2);
+    let kvs: Vec<_> = (0..64).map(|_| w.kv(2)).collect();
+    let mut loads: Vec<_> = kvs.iter().map(|kv| w.load(kv, &slots)).collect();
+    let never = loads.split_off(32);
+    for load in loads.iter().rev() {
+        assert_eq!(load.wait_layer(LAYERS - 1).unwrap().tokens, 2 * T);
+    }
+    for load in &never {
+        while !load.is_finished() {
+            std::thread::yield_now();
+        }
+        assert_eq!(load.wait().tokens, 2 * T);
+    }
+    assert!(kvs.iter().all(|kv| kv.bytes() == from.bytes()));
+    w.assert_staging_free();
+}
+
+#[test]
+fn eight_equal_loads_take_turns() {
+    let w = World::new(1, 4);
+    let all: Vec<_> = (0..8).map(|_| w.stored(3).0).collect();
+    let already = w.disk.log().len();
+    w.disk.pause();
+    let kvs: Vec<_> = all.iter().map(|_| w.kv(3)).collect();
+    let loads: Vec<_> = kvs.iter().zip(&all).map(|(kv, slots)| w.load(kv, slots)).collect();
+    w.disk.run();
+    assert!(loads.iter().all(|l| l.wait().tokens == 3 * T));
+    let turns: Vec<usize> = w.disk.log()[already..].iter().map(|s| s.slot / 3).collect();
+    let steps = 3 * LAYERS;
+    assert_eq!(turns.len(), 8 * steps);
+    // At any time no load is more than one read ahead of another, so that the first ends when the last is nearly done.
+    let mut count = [0usize; 8];
+    for &load in &turns {
+        count[load] += 1;
+        let (most, least) = (count.iter().max().unwrap(), count.iter().min().unwrap());
+        assert!(most - least <= 2, "{count:?}");
+    }
+}
+
+#[test]
+fn a_damaged_extent_ends_the_prefix_before_its_chunk() {
+    let w = World::new(4, 4);
+    let (slots, from) = w.stored(4);
+    w.disk.flip(slots[2].slot, slots[2].layout.extents[1].offset + 77);
+    let to = w.kv(4);
+    let load = w.load(&to, &slots);
+    let result = load.wait();
+    assert_eq!((result.tokens, result.missed(MissCause::Corrupt), result.missed(MissCause::Prefix)), (2 * T, 1, 1));
+    assert_eq!(result.failed_blocks, (8..16).collect::<Vec<_>>());
+    assert_eq!(load.wait_layer(LAYERS - 1).unwrap().tokens, 2 * T);
+    assert!((0..2).all(|c| to.chunk_bytes(c) == from.chunk_bytes(c)));
+    assert_eq!(w.disk.bad(), [(slots[2].slot, MissCause::Corrupt)]);
+    assert_eq!(load.ticket().verified(), Some(false));
+}
+
+#[test]
+fn a_damaged_or_foreign_header_is_a_miss() {
+    let w = World::new(4, 4);
+    let (mut slots, _) = w.stored(3);
+    w.disk.flip(slots[1].slot, u64::from(slots[1].layout.header_offset) + 100);
+    let to = w.kv(3);
+    assert_eq!(w.load(&to, &slots).wait().tokens, T);
+    slots.swap(0, 2);
+    slots[1] = Arc::new(super::disk::Slot {
+        disk: Arc::clone(&w.disk),
+        slot: slots[0].slot,
+        key: slots[2].key,
+        layout: slots[0].layout.clone(),
+    });
+    let result = w.load(&to, &slots).wait();
+    assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (T, 1), "the wrong chunk's bytes are not served");
+}
+
+#[test]
+fn layers_that_come_before_their_header_are_judged_when_it_comes() {
+    for damaged in [false, true] {
+        let w = World::new(8, 4);
+        let (slots, from) = w.stored(1);
+        if damaged {
+            w.disk.flip(slots[0].slot, slots[0].layout.extents[2].offset);
+        }
+        w.disk.pause();
+        let to = w.kv(1);
+        let load = w.load(&to, &slots);
+        w.disk.wait_held(LAYERS);
+        (1..LAYERS).rev().for_each(|at| w.disk.end_one(at));
+        assert_eq!(load.wait_for(Duration::from_millis(1)), None);
+        w.disk.end_one(0);
+        let result = load.wait();
+        assert_eq!(result.tokens, if damaged { 0 } else { T });
+        assert!(damaged || to.bytes() == from.bytes());
+    }
+}
+
+#[test]
+fn failed_short_and_hung_reads_are_misses_by_cause() {
+    for (fate, cause) in [
+        (Fate::Fail(ErrorKind::Io), MissCause::Io),
+        (Fate::Fail(ErrorKind::ShortIo), MissCause::ShortIo),
+        (Fate::Hang, MissCause::TimedOut),
+    ] {
+        let w = World::new(3, 4);
+        let (slots, from) = w.stored(3);
+        w.disk.fate(slots[1].slot, fate);
+        let to = w.kv(3);
+        let result = w.load(&to, &slots).wait();
+        assert_eq!((result.tokens, result.missed(cause)), (T, if fate == Fate::Hang { 2 } else { 1 }), "{fate:?}");
+        assert!(to.chunk_bytes(0) == from.chunk_bytes(0));
+        assert_eq!(w.pipeline().stats().misses.of(cause), result.missed(cause) as u64);
+        w.disk.let_go();
+        w.assert_staging_free();
+    }
+}
+
+#[test]
+fn hung_reads_keep_their_staging_until_they_end_and_other_loads_go_on() {
+    let w = World::new(3, 4);
+    let (slots, from) = w.stored(2);
+    w.disk.fate(slots[0].slot, Fate::Hang);
+    w.disk.pause();
+    let (a, b) = (w.kv(2), w.kv(2));
+    let mut spec = w.load_spec(&a, &slots[..1]);
+    spec.chunks[0].layer_groups = Arc::new([0, 1, 0, 1]);
+    spec.chunks[0].plans.push(Arc::new(ChunkPlan::new(&[-1; T], None, 4, 8).unwrap()));
+    let load = w.pipeline().load(spec).unwrap();
+    w.disk.wait_held(2);
+    w.disk.run();
+    assert_eq!(load.wait().tokens, 0);
+    w.disk.wait_hanging(2);
+    assert_eq!(w.pipeline().load_pool().taken(), 2);
+    assert_eq!(w.load(&b, &slots[1..]).wait().tokens, T, "with the one slot that is left");
+    assert!(b.chunk_bytes(0) == from.chunk_bytes(1));
+    w.disk.let_go();
+    w.assert_staging_free();
+}
+
+#[test]
+fn a_deadline_makes_a_miss_and_closes_the_callers_memory() {
+    let w = World::new(8, 4);
+    let (slots, _) = w.stored(2);
+    w.disk.pause();
+    let to = w.kv(2);
+    let mut spec = w.load_spec(&to, &slots);
+    spec.deadline = Some(Instant::now() + Duration::from_millis(5));
+    let load = w.pipeline().load(spec).unwrap();
+    let result = load.wait();
+    assert_eq!((result.tokens, result.missed(MissCause::TimedOut), result.cancelled), (0, 2, false));
+    assert_eq!(result.failed_blocks, (0..8).collect::<Vec<_>>());
+    let before = to.bytes();
+    w.disk.run();
+    w.assert_staging_free();
+    assert!(to.bytes() == before, "late reads were scattered");
+}
+
+#[test]
+fn when_nothing_moves_loads_without_a_deadline_are_given_up_too() {
+    let w = World::with(1, 4, |o| o.io_timeout = Duration::from_millis(10));
+    let (slots, _) = w.stored(1);
+    w.disk.pause();
+    let (a, b) = (w.kv(1), w.kv(1));
+    let loads = [w.load(&a, &slots), w.load(&b, &slots)];
+    for load in &loads {
+        assert_eq!(load.wait().missed(MissCause::TimedOut), 1);
+    }
+}
+
+#[test]
+fn after_cancel_or_drop_nothing_is_written_at_any_stage() {
+    for ended in 0..=2 * LAYERS {
+        for dropped in [false, true] {
+            let w = World::new(16, 4);
+            let (slots, _) = w.stored(2);
+            w.disk.pause();
+            let to = w.kv(2);
+            let load = w.load(&to, &slots);
+            w.disk.wait_held(2 * LAYERS);
+            (0..ended).for_each(|_| w.disk.end_one(0));
+            let ticket = load.ticket();
+            if dropped {
+                drop(load);
+            } else {
+                load.cancel().wait();
+                let result = load.wait();
+                assert!(result.cancelled || result.tokens == 2 * T);
+                assert!(result.tokens < 2 * T || ended == 2 * LAYERS);
+            }
+            let before = to.bytes();
+            w.disk.run();
+            w.assert_staging_free();
+            assert!(to.bytes() == before, "a byte was written after {ended} reads");
+            assert!(ended == 2 * LAYERS || ticket.verified() == Some(false));
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_load_frees_the_way_for_others() {
+    let w = World::new(1, 4);
+    let (slots, from) = w.stored(1);
+    w.disk.pause();
+    let (a, b) = (w.kv(1), w.kv(1));
+    let first = w.load(&a, &slots);
+    let second = w.load(&b, &slots);
+    assert_eq!(first.wait_layer(LAYERS).unwrap_err().kind(), ErrorKind::InvalidInput);
+    first.cancel().wait();
+    assert_eq!(first.wait_layer(0).unwrap_err().kind(), ErrorKind::Cancelled);
+    w.disk.run();
+    assert_eq!(second.wait().tokens, T);
+    assert!(b.bytes() == from.bytes());
+}
+
+#[test]
+fn a_full_queue_is_tried_again() {
+    let w = World::new(4, 4);
+    let (slots, from) = w.stored(2);
+    w.disk.busy(5);
+    let to = w.kv(2);
+    assert_eq!(w.load(&to, &slots).wait().tokens, 2 * T);
+    assert!(to.bytes() == from.bytes());
+}
+
+#[test]
+fn masked_chunks_are_not_read_and_count_as_usable() {
+    let w = World::new(4, 4);
+    let (slots, from) = w.stored(3);
+    let already = w.disk.log().len();
+    let to = w.kv(3);
+    let mut spec = w.load_spec(&to, &slots);
+    spec.chunks[0].plans = vec![Arc::new(ChunkPlan::new(&[-1; T], None, 4, 12).unwrap())];
+    assert_eq!(w.pipeline().load(spec).unwrap().wait().tokens, 3 * T);
+    assert!(w.disk.log()[already..].iter().all(|s| s.slot != slots[0].slot));
+    assert!(to.chunk_bytes(0).iter().flatten().all(|&b| b == 0));
+    assert!(to.chunk_bytes(2) == from.chunk_bytes(2));
+}
+
+#[test]
+fn layers_whose_group_needs_nothing_of_a_chunk_are_not_read() {
+    let w = World::new(4, 4);
+    let (slots, from) = w.stored(1);
+    let already = w.disk.log().len();
+    let to = w.kv(1);
+    let mut spec = w.load_spec(&to, &slots);
+    spec.chunks[0].plans.push(Arc::new(ChunkPlan::new(&[-1; T], None, 4, 4).unwrap()));
+    spec.chunks[0].layer_groups = Arc::new([1, 0, 1, 0]);
+    assert_eq!(w.pipeline().load(spec).unwrap().wait().tokens, T);
+    assert_eq!(w.disk.log().len() - already, 3, "header, layer 1, layer 3");
+    let (to, from) = (to.bytes(), from.bytes());
+    for (layer, planes) in to.chunks(2).enumerate() {
+        assert!(planes.iter().zip(&from[2 * layer..]).all(|(a, b)| if layer % 2 == 0 { a != b } else { a == b }));
+    }
+}
+
+#[test]
+fn what_was_asked_for_and_is_not_stored_is_a_miss_and_never_verifies() {
+    let w = World::new(4, 4);
+    let (slots, _) = w.stored(1);
+    let to = w.kv(2);
+    let mut spec = w.load_spec(&to, &slots);
+    spec.absent = Some(Absent { chunks: 1, blocks: vec![4, 5, 6, 7], cause: MissCause::NotFound });
+    let load = w.pipeline().load(spec).unwrap();
+    let result = load.wait();
+    assert_eq!((result.tokens, result.missed(MissCause::NotFound)), (T, 1));
+    assert_eq!(result.failed_blocks, [4, 5, 6, 7]);
+    assert_eq!(load.ticket().verified(), Some(false));
+    let nothing = w.load(&to, &[]);
+    assert_eq!((nothing.wait().tokens, nothing.wait_layer(LAYERS - 1).unwrap().tokens), (0, 0));
+}
+
+#[test]
+fn closing_ends_what_is_left_and_refuses_what_comes() {
+    let w = World::new(1, 4);
+    let (slots, _) = w.stored(2);
+    w.disk.pause();
+    let to = w.kv(2);
+    let load = w.load(&to, &slots);
+    w.pipeline().close(Instant::now());
+    assert_eq!(load.wait().missed(MissCause::Closed), 2);
+    assert_eq!(w.load(&to, &slots).wait().missed(MissCause::Closed), 2);
+    w.disk.run();
+}

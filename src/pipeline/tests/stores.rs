@@ -1,0 +1,271 @@
+use std::time::{Duration, Instant};
+
+use super::disk::Fate;
+use super::world::{LAYERS, TOKENS, World};
+use crate::error::ErrorKind;
+use crate::pipeline::{Backpressure, Begun, ShedCause, StoreResult};
+
+const T: usize = TOKENS as usize;
+
+#[test]
+fn layers_are_gathered_as_they_are_given_and_their_blocks_come_free() {
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(3), w.kv(3).filled(1));
+    let store = w.store(w.store_spec(&kv, &slots));
+    let before = kv.bytes();
+    for layer in 0..LAYERS {
+        assert!(store.wait_gathered(layer).is_err(), "not computed yet");
+        store.layer(layer).unwrap();
+        store.wait_gathered(layer).unwrap();
+        assert!(store.gathered(layer));
+        // The server reuses the layer's blocks at once.
+        for memory in &kv.memories[2 * layer..2 * layer + 2] {
+            memory.write(0, &[0xEE; 3 * 8192 / 2]).unwrap();
+        }
+    }
+    let result = store.wait();
+    assert_eq!(result, StoreResult { stored: 3, tokens: 3 * T, bytes: 3 * 4 * 8192, ..StoreResult::default() });
+    let to = w.kv(3);
+    assert_eq!(w.load(&to, &slots).wait().tokens, 3 * T);
+    assert!(to.bytes() == before);
+    w.assert_staging_free();
+    assert_eq!(store.layer(LAYERS).unwrap_err().kind(), ErrorKind::InvalidInput);
+}
+
+#[test]
+fn a_store_needs_no_more_staging_than_one_slot_and_layers_may_come_in_any_order() {
+    let w = World::new(1, 1);
+    let (slots, kv) = (w.slots(4), w.kv(4).filled(2));
+    let store = w.store(w.store_spec(&kv, &slots));
+    for layer in [2, 0, 3, 1] {
+        store.layer(layer).unwrap();
+    }
+    assert_eq!(futures_executor::block_on(store).stored, 4);
+    let to = w.kv(4);
+    assert_eq!(w.load(&to, &slots).wait().tokens, 4 * T);
+    assert!(to.bytes() == kv.bytes());
+}
+
+#[test]
+fn small_layers_are_written_together_unless_somebody_waits_for_them() {
+    let w = World::with(4, 4, |o| o.group_bytes = 1 << 20);
+    let (slots, kv) = (w.slots(1), w.kv(1).filled(3));
+    let all = w.store(w.store_spec(&kv, &slots));
+    all.all_layers();
+    assert_eq!(all.wait().stored, 1);
+    assert_eq!(w.disk.log().len(), LAYERS, "a staging slot holds one extent");
+}
+
+#[test]
+fn a_failed_write_sheds_its_chunk_and_stores_the_others() {
+    for (fate, cause) in [
+        (Fate::Fail(ErrorKind::Io), ShedCause::Io),
+        (Fate::Fail(ErrorKind::NoSpace), ShedCause::NoSpace),
+        (Fate::Hang, ShedCause::TimedOut),
+    ] {
+        let w = World::new(4, 16);
+        let (slots, kv) = (w.slots(2), w.kv(2).filled(4));
+        w.disk.fate(slots[1].slot, fate);
+        let store = w.store(w.store_spec(&kv, &slots));
+        store.all_layers();
+        let result = store.wait();
+        assert_eq!((result.stored, result.shed(cause)), (1, 1));
+        assert_eq!(w.disk.committed(), [slots[0].slot], "a chunk with a failed extent is never committed");
+        assert_eq!(w.pipeline().stats().sheds.of(cause), 1);
+        w.disk.let_go();
+        w.assert_staging_free();
+    }
+}
+
+#[test]
+fn with_staging_taken_a_store_sheds_instead_of_waiting() {
+    let w = World::new(4, 2);
+    let (slots, kv) = (w.slots(3), w.kv(3).filled(5));
+    w.disk.pause();
+    let mut spec = w.store_spec(&kv, &slots);
+    spec.backpressure = Backpressure::Shed { patience: Duration::ZERO };
+    let store = w.store(spec);
+    store.all_layers();
+    store.wait_gathered_all().unwrap();
+    let result = store.wait();
+    assert_eq!((result.stored, result.shed(ShedCause::StagingFull)), (0, 3));
+    w.disk.run();
+    w.assert_staging_free();
+    assert_eq!(w.disk.committed(), [] as [usize; 0]);
+}
+
+#[test]
+fn too_many_stores_or_bytes_are_shed_at_the_door() {
+    let w = World::with(4, 1, |o| {
+        o.max_stores = 2;
+        o.max_store_bytes = 100_000;
+    });
+    let kv = w.kv(3).filled(6);
+    w.disk.pause();
+    let slots: Vec<_> = (0..4).map(|_| w.slots(1)).collect();
+    let first = w.store(w.store_spec(&kv, &slots[0]));
+    let large = w.store(w.store_spec(&kv, &w.slots(3)));
+    assert_eq!(large.wait().shed(ShedCause::QueueFull), 3, "more bytes than may wait");
+    let second = w.store(w.store_spec(&kv, &slots[1]));
+    let third = w.store(w.store_spec(&kv, &slots[2]));
+    assert_eq!(third.wait().shed(ShedCause::QueueFull), 1, "more stores than may wait");
+    w.disk.run();
+    for store in [&first, &second] {
+        store.all_layers();
+        assert_eq!(store.wait().stored, 1);
+    }
+}
+
+#[test]
+fn a_dropped_store_gives_the_blocks_back_and_keeps_what_was_gathered() {
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(7));
+    w.disk.pause();
+    let store = w.store(w.store_spec(&kv, &slots));
+    store.all_layers();
+    w.disk.wait_held(LAYERS);
+    // Chunk 0 is gathered completely, chunk 1 waits for staging.
+    drop(store);
+    let before = kv.bytes();
+    kv.memories[0].write(0, &[0; 64]).unwrap();
+    w.disk.run();
+    w.assert_staging_free();
+    while w.pipeline().active_stores() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(w.disk.committed(), [slots[0].slot]);
+    let to = w.kv(2);
+    assert_eq!(w.load(&to, &slots[..1]).wait().tokens, T);
+    assert_eq!(to.chunk_bytes(0)[0], before[0][..4096]);
+}
+
+#[test]
+fn nothing_is_published_before_the_loads_it_came_from_have_verified() {
+    for damaged in [false, true] {
+        let w = World::new(4, 16);
+        let (old, _) = w.stored(1);
+        if damaged {
+            w.disk.flip(old[0].slot, old[0].layout.extents[3].offset);
+        }
+        let committed = w.disk.committed().len();
+        w.disk.pause();
+        let kv = w.kv(2).filled(8);
+        let load = w.load(&kv, &old);
+        w.disk.wait_held(LAYERS);
+        let slots = w.slots(1);
+        let mut spec = w.store_spec(&kv, &slots);
+        spec.depends_on = vec![load.ticket()];
+        let store = w.store(spec);
+        store.all_layers();
+        store.wait_gathered_all().unwrap();
+        w.disk.wait_held(2 * LAYERS);
+        // The writes end before the reads.
+        (0..LAYERS).for_each(|_| w.disk.end_one(LAYERS));
+        assert_eq!(store.wait_for(Duration::from_millis(2)), None);
+        assert_eq!(w.disk.committed().len(), committed);
+        w.disk.run();
+        let result = store.wait();
+        let (stored, shed) = if damaged { (0, 1) } else { (1, 0) };
+        assert_eq!((result.stored, result.shed(ShedCause::Dependency)), (stored, shed));
+        assert_eq!(w.disk.committed().len(), committed + stored);
+    }
+}
+
+#[test]
+fn a_cancelled_load_aborts_what_depends_on_it() {
+    let w = World::new(4, 4);
+    let (old, _) = w.stored(1);
+    w.disk.pause();
+    let kv = w.kv(2).filled(8);
+    let load = w.load(&kv, &old);
+    let mut spec = w.store_spec(&kv, &w.slots(1));
+    spec.depends_on = vec![load.ticket()];
+    let store = w.store(spec);
+    store.all_layers();
+    drop(load);
+    assert_eq!(store.wait().shed(ShedCause::Dependency), 1);
+    w.disk.run();
+}
+
+#[test]
+fn chunks_that_are_there_or_find_no_room_cost_nothing() {
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(4), w.kv(4).filled(9));
+    let mut spec = w.store_spec(&kv, &slots);
+    spec.chunks[0].begin = Box::new(|| Begun::AlreadyThere);
+    spec.chunks[2].begin = Box::new(|| Begun::Shed(ShedCause::NoSpace));
+    let store = w.store(spec);
+    store.all_layers();
+    let result = store.wait();
+    assert_eq!((result.already_there, result.shed(ShedCause::NoSpace)), (1, 2), "{result:?}");
+    assert_eq!(result.stored, 1, "what comes after a hole is of no use");
+    assert!(w.disk.log().iter().all(|s| s.slot == slots[1].slot));
+}
+
+#[test]
+fn a_deadline_and_a_full_queue_end_a_store() {
+    let w = World::new(4, 2);
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(10));
+    w.disk.busy(3);
+    let store = w.store(w.store_spec(&kv, &slots[..1]));
+    store.all_layers();
+    assert_eq!(store.wait().stored, 1, "a busy queue is tried again");
+    w.disk.pause();
+    let mut spec = w.store_spec(&kv, &slots[1..]);
+    spec.deadline = Some(Instant::now() + Duration::from_millis(5));
+    let store = w.store(spec);
+    store.all_layers();
+    assert_eq!(store.wait().shed(ShedCause::TimedOut), 1);
+    w.disk.run();
+    w.assert_staging_free();
+}
+
+#[test]
+fn loads_and_stores_at_once_do_not_disturb_each_other() {
+    let w = World::new(3, 3);
+    let (slots, from) = w.stored(3);
+    let sources: Vec<_> = (0..6).map(|i| (w.slots(2), w.kv(2).filled(20 + i))).collect();
+    let targets: Vec<_> = (0..6).map(|_| w.kv(3)).collect();
+    let stores: Vec<_> = sources.iter().map(|(slots, kv)| w.store(w.store_spec(kv, slots))).collect();
+    let loads: Vec<_> = targets.iter().map(|kv| w.load(kv, &slots)).collect();
+    stores.iter().for_each(|s| s.all_layers());
+    assert!(loads.iter().all(|l| l.wait().tokens == 3 * T));
+    assert!(stores.iter().all(|s| s.wait().stored == 2));
+    assert!(targets.iter().all(|kv| kv.bytes() == from.bytes()));
+    for (slots, kv) in &sources {
+        let to = w.kv(2);
+        assert_eq!(w.load(&to, slots).wait().tokens, 2 * T);
+        assert!(to.bytes() == kv.bytes());
+    }
+}
+
+#[test]
+fn closing_ends_what_is_left() {
+    let w = World::new(4, 1);
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(11));
+    let store = w.store(w.store_spec(&kv, &slots));
+    w.pipeline().close(Instant::now());
+    assert_eq!(store.wait().shed(ShedCause::Closed), 2);
+    assert_eq!(w.store(w.store_spec(&kv, &slots)).wait().shed(ShedCause::Closed), 2);
+}
+
+#[test]
+fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(12));
+    let mut spec = w.store_spec(&kv, &slots);
+    let sink = std::sync::Arc::clone(&slots[0]);
+    spec.chunks[0].begin = Box::new(|| Begun::NotYet(Box::new(|| Begun::NotYet(Box::new(|| Begun::Open(sink))))));
+    let store = w.store(spec);
+    store.all_layers();
+    assert_eq!(store.wait().stored, 2);
+    fn never() -> Begun {
+        Begun::NotYet(Box::new(never))
+    }
+    let mut spec = w.store_spec(&kv, &w.slots(2));
+    spec.chunks[0].begin = Box::new(never);
+    spec.backpressure = Backpressure::Shed { patience: Duration::from_millis(20) };
+    let store = w.store(spec);
+    store.all_layers();
+    assert_eq!(store.wait().shed(ShedCause::NoSpace), 2);
+}

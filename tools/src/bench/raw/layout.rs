@@ -1,0 +1,125 @@
+//! Files for raw jobs: real data, no holes.
+//!
+//! A file that is to be read and is missing, too short or sparse is written in full with incompressible data; reading holes
+//! would measure nothing. A file that is only written is reserved (fallocate), as fio does.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use forebay::io::{AlignedBuf, DirectFile, FileOptions, IO_ALIGN};
+use forebay::{Error, ErrorKind, Result};
+use indicatif::ProgressBar;
+
+use super::pattern::Rng;
+use crate::bench::job::Job;
+use crate::out::Context;
+use crate::progress::{self, Unit};
+
+/// Bytes per write while a file is laid out.
+const STEP_BYTES: usize = 4 << 20;
+
+/// Makes the files of `job` and returns the bytes that each worker covers.
+///
+/// # Errors
+/// `InvalidInput` where no size is known, and what creating and writing files reports.
+pub(crate) fn prepare(job: &Job, context: &Context) -> Result<u64> {
+    let files: BTreeSet<PathBuf> = (0..job.numjobs).map(|i| job.file_of(i)).collect();
+    let mut smallest = u64::MAX;
+    for path in &files {
+        let size = match job.size {
+            Some(size) => size,
+            None => existing_size(job, path)?,
+        };
+        make(job, context, path, size)?;
+        smallest = smallest.min(size);
+    }
+    Ok(smallest - smallest % job.bs)
+}
+
+/// Removes the files of `job`.
+pub(crate) fn remove(job: &Job) -> Result<()> {
+    let files: BTreeSet<PathBuf> = (0..job.numjobs).map(|i| job.file_of(i)).collect();
+    for path in files {
+        std::fs::remove_file(&path).map_err(|e| Error::io("cannot remove the file", e).at(&path))?;
+    }
+    Ok(())
+}
+
+/// The directory of a file, for the trial of an I/O path.
+pub(crate) fn directory_of(path: &Path) -> Option<PathBuf> {
+    path.parent().map(|p| if p.as_os_str().is_empty() { PathBuf::from(".") } else { p.to_path_buf() })
+}
+
+fn existing_size(job: &Job, path: &Path) -> Result<u64> {
+    let length = std::fs::metadata(path).map(|m| m.len()).unwrap_or(0);
+    if length < job.bs {
+        return Err(Error::new(ErrorKind::InvalidInput, format!("job {:?}: no size", job.name))
+            .at(path)
+            .advice("add --size, or name an existing file with --filename"));
+    }
+    Ok(length)
+}
+
+fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
+    if let Ok(meta) = std::fs::metadata(path)
+        && !meta.is_file()
+    {
+        return Err(Error::new(ErrorKind::InvalidInput, "only regular files are benchmarked").at(path));
+    }
+    if !job.rw.reads() {
+        let file = DirectFile::open(path, FileOptions::create())?;
+        return reserve(&file, size);
+    }
+    if let Ok(file) = DirectFile::open(path, FileOptions::read_only())
+        && file.len()? >= size
+        && file.allocated_bytes()? >= size
+    {
+        return Ok(());
+    }
+    let file = DirectFile::open(path, FileOptions::create())?;
+    reserve(&file, size)?;
+    let bar = progress::bar(context, format!("laying out {}", path.display()), size, Unit::Bytes);
+    fill(&file, size, job.randseed, &bar)?;
+    bar.finish_and_clear();
+    file.sync_data()
+}
+
+fn reserve(file: &DirectFile, size: u64) -> Result<()> {
+    match file.allocate(0, size) {
+        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(file.len()?.max(size)),
+        other => other,
+    }
+}
+
+/// Fills with data that neither compresses nor repeats: every page starts with its own number.
+fn fill(file: &DirectFile, size: u64, seed: u64, bar: &ProgressBar) -> Result<()> {
+    let mut buffer = AlignedBuf::zeroed(STEP_BYTES)?;
+    fill_random(&mut buffer, seed);
+    let padded = size.next_multiple_of(IO_ALIGN as u64);
+    let mut offset = 0;
+    while offset < padded {
+        let step = (padded - offset).min(STEP_BYTES as u64);
+        for (i, page) in buffer.chunks_mut(IO_ALIGN).enumerate() {
+            let number = offset / IO_ALIGN as u64 + i as u64;
+            if let Some(head) = page.first_chunk_mut() {
+                *head = number.to_le_bytes();
+            }
+        }
+        file.write_at(buffer.get(..step as usize).unwrap_or_default(), offset)?;
+        offset += step;
+        bar.inc(step);
+    }
+    if padded != size {
+        file.set_len(size)?;
+    }
+    Ok(())
+}
+
+/// Fills `bytes` with random ones.
+pub(super) fn fill_random(bytes: &mut [u8], seed: u64) {
+    let mut rng = Rng::new(seed);
+    for word in bytes.chunks_mut(8) {
+        let random = rng.next_u64().to_le_bytes();
+        word.iter_mut().zip(random).for_each(|(b, r)| *b = r);
+    }
+}

@@ -1,0 +1,165 @@
+//! Block I/O as fio does it, through the same queues that the engine uses.
+//!
+//! `layout` makes the files, `pattern` says which block comes next, `worker` keeps the queue full. A job's clock starts when
+//! its files are laid out and its queues are open; nothing but I/O happens while it runs.
+
+mod layout;
+mod pattern;
+mod worker;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay::device::{HugePages, StagingOptions, StagingPool};
+use forebay::io::{DirectFile, Drive, EngineChoice, FileOptions, IO_ALIGN, IoOptions, open_drive};
+use forebay::{Error, ErrorKind, Result};
+
+use super::job::Job;
+use super::options::{IoEngine, Rw};
+use crate::out::Context;
+use crate::progress::{self, Unit};
+use crate::report::{DirectionResult, ForebayFigures, JobResult, UsageMeter};
+use pattern::Pattern;
+use worker::{Plan, Worker};
+
+pub(crate) use layout::prepare;
+
+/// How often the progress bar is told.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
+/// Interval of bandwidth samples.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
+/// Time that queues get to end at the close.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Most threads of a queue of the `threads` engine, whatever the iodepth.
+const MAX_QUEUE_THREADS: usize = 64;
+
+/// Runs a raw job over all its workers.
+pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
+    let size = prepare(job, context)?;
+    let mut drives = Vec::with_capacity(job.numjobs);
+    let mut workers = Vec::with_capacity(job.numjobs);
+    for index in 0..job.numjobs {
+        let file = Arc::new(open(job, index)?);
+        let pool = buffers(job)?;
+        let drive = open_queues(job, index, &pool)?;
+        workers.push(Worker::new(plan(job, index, size), &pool, file, drive.clone())?);
+        drives.push(drive);
+    }
+    let direct = workers.iter().all(|w| w.file().is_direct());
+    if job.direct && !direct {
+        eprintln!(
+            "forebay: warning: job {:?}: the file system refuses O_DIRECT; the page cache is in the way",
+            job.name
+        );
+    }
+    let usage = UsageMeter::start();
+    let start = Instant::now();
+    for worker in &workers {
+        worker.start(start);
+    }
+    watch(job, context, size, &workers);
+    let elapsed = start.elapsed();
+    let usage = usage.stop();
+    let (mut read, mut write) = (DirectionResult::empty(), DirectionResult::empty());
+    for worker in workers {
+        let (r, w) = worker.finish()?;
+        read.merge(&r);
+        write.merge(&w);
+    }
+    let path = drives.first().map(|d| d.report.active.as_str().to_owned());
+    for drive in drives {
+        let deadline = Instant::now() + CLOSE_TIMEOUT;
+        drive.read.close(deadline)?;
+        drive.write.close(deadline)?;
+    }
+    if job.unlink {
+        layout::remove(job)?;
+    }
+    Ok(JobResult {
+        name: job.name.clone(),
+        rw: format!("{}, bs={}, ioengine={}, iodepth={}", job.rw.word(), job.bs, job.ioengine.word(), job.iodepth),
+        group: 0,
+        options: job.described(),
+        read,
+        write,
+        elapsed,
+        usage,
+        sample_interval: SAMPLE_INTERVAL,
+        forebay: ForebayFigures { path, direct: Some(direct), ..ForebayFigures::default() },
+    })
+}
+
+/// Waits for all workers and moves the bar.
+fn watch(job: &Job, context: &Context, size: u64, workers: &[Arc<Worker>]) {
+    let total = if job.time_based { 0 } else { size.saturating_mul(job.numjobs as u64) };
+    let bar = progress::bar(context, job.name.clone(), total, Unit::Bytes);
+    for worker in workers {
+        while !worker.wait(PROGRESS_INTERVAL) {
+            bar.set_position(workers.iter().map(|w| w.bytes()).sum());
+        }
+    }
+    bar.finish_and_clear();
+}
+
+fn open(job: &Job, index: usize) -> Result<DirectFile> {
+    let options = if job.rw.writes() { FileOptions::read_write() } else { FileOptions::read_only() };
+    let options = if job.direct { options } else { options.buffered() };
+    let file = DirectFile::open(job.file_of(index), options)?;
+    let need = file.alignment().offset as u64;
+    if file.is_direct() && !job.bs.is_multiple_of(need) {
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!("job {:?}: bs {} is not a multiple of the {need} bytes that O_DIRECT needs here", job.name, job.bs),
+        )
+        .at(file.path()));
+    }
+    Ok(file)
+}
+
+/// Memory for one worker, the same kind that the engine stages in, so that a queue may register it.
+fn buffers(job: &Job) -> Result<Arc<StagingPool>> {
+    let slot_bytes = StagingPool::rounded(job.bs as usize)?;
+    let bytes = slot_bytes.saturating_mul(job.iodepth);
+    StagingPool::new(&StagingOptions { bytes, slot_bytes, hugepages: HugePages::default(), numa: None })
+}
+
+fn open_queues(job: &Job, index: usize, pool: &Arc<StagingPool>) -> Result<Drive> {
+    let engine = match job.ioengine {
+        IoEngine::Auto => EngineChoice::Auto,
+        IoEngine::Uring => EngineChoice::Uring,
+        IoEngine::Threads => EngineChoice::Threads,
+        IoEngine::Cufile => {
+            return Err(Error::new(ErrorKind::Unsupported, "ioengine cufile is not active in this build"));
+        }
+    };
+    open_drive(&IoOptions {
+        engine,
+        iodepth: job.iodepth,
+        block_bytes: (job.bs as usize).next_multiple_of(IO_ALIGN),
+        queue_limit: job.iodepth + 1,
+        numjobs: job.iodepth.min(MAX_QUEUE_THREADS),
+        regions: vec![pool.region()],
+        write_throttle: false,
+        name: format!("{}.{index}", job.name),
+        trial_dir: layout::directory_of(&job.file_of(index)),
+    })
+}
+
+fn plan(job: &Job, index: usize, size: u64) -> Plan {
+    let blocks = size / job.bs;
+    let seed = job.randseed.wrapping_add(index as u64);
+    let read_percent = match job.rw {
+        Rw::ReadWrite | Rw::Randrw => job.rwmixread,
+        _ if job.rw.reads() => 100,
+        _ => 0,
+    };
+    Plan {
+        bs: job.bs as usize,
+        iodepth: job.iodepth,
+        pattern: Pattern::new(blocks, job.rw.is_random(), read_percent, seed),
+        repeat: job.time_based,
+        runtime: job.runtime,
+        end_fsync: job.end_fsync,
+        seed,
+    }
+}

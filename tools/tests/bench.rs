@@ -1,0 +1,161 @@
+//! `forebay bench` as fio's users run it: options, job files, output.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::path::Path;
+
+use common::{folder, forebay};
+use serde_json::Value;
+
+fn bench(folder: &Path, arguments: &str) -> common::Run {
+    let all: Vec<&str> = std::iter::once("bench").chain(arguments.split_whitespace()).collect();
+    forebay(folder, &all)
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+#[test]
+fn a_read_has_the_json_of_fio_and_moves_real_bytes() {
+    let dir = folder();
+    let run = bench(dir.path(), "--rw read --bs 64k --iodepth 4 --size 4m --numjobs 2 --output-format json").expect(0);
+    let json = run.json();
+    assert!(json["forebay version"].as_str().unwrap().starts_with("forebay-"));
+    let job = &json["jobs"][0];
+    assert_eq!(job["jobname"], "forebay");
+    assert_eq!(job["job options"]["rw"], "read");
+    let read = &job["read"];
+    assert_eq!(read["io_bytes"], 8 << 20);
+    assert_eq!(read["total_ios"], 128);
+    assert_eq!(read["clat_ns"]["N"], 128);
+    for percentile in ["1.000000", "50.000000", "99.000000", "99.990000"] {
+        assert!(number(&read["clat_ns"]["percentile"][percentile]) > 0.0, "{percentile}");
+    }
+    for key in ["bw_bytes", "bw", "iops"] {
+        assert!(number(&read[key]) > 0.0, "{key}");
+    }
+    for key in ["min", "max", "mean", "stddev"] {
+        assert!(read["lat_ns"][key].is_number() && read["slat_ns"][key].is_number(), "{key}");
+    }
+    assert!((number(&read["bw"]) - number(&read["bw_bytes"]) / 1024.0).abs() <= 1.0);
+    assert_eq!(job["write"]["io_bytes"], 0);
+    for key in ["usr_cpu", "sys_cpu", "ctx"] {
+        assert!(job[key].is_number(), "{key}");
+    }
+    let own = &job["forebay"];
+    assert!(own["path"].is_string());
+    if own["direct"] == true {
+        assert!(number(&own["device_read_bytes"]) >= f64::from(8 << 20), "{own}");
+    }
+    assert!(own.get("reopen_ms").is_none(), "figures of other modes are left out");
+}
+
+#[test]
+fn files_are_laid_out_in_full_and_used_again() {
+    let dir = folder();
+    bench(dir.path(), "--rw randread --bs 4k --size 1m --name keepme --direct 1").expect(0);
+    let path = dir.path().join("keepme.0.0");
+    let first = std::fs::read(&path).unwrap();
+    assert_eq!(first.len(), 1 << 20);
+    let empty_pages = first.chunks(4096).filter(|p| p.iter().all(|b| *b == 0)).count();
+    assert_eq!(empty_pages, 0, "a hole would measure nothing");
+    bench(dir.path(), "--rw read --bs 4k --name keepme").expect(0);
+    assert_eq!(std::fs::read(&path).unwrap(), first);
+    bench(dir.path(), "--rw read --bs 4k --name keepme --unlink=1").expect(0);
+    assert!(!path.exists());
+}
+
+#[test]
+fn every_raw_mode_moves_its_size_on_every_engine() {
+    let dir = folder();
+    for engine in ["auto", "threads", "psync"] {
+        for (rw, reads, writes) in
+            [("write", false, true), ("randwrite", false, true), ("rw", true, true), ("randrw", true, true)]
+        {
+            let arguments = format!("--rw {rw} --bs 16k --iodepth 8 --size 1m --ioengine {engine} --end_fsync --json");
+            let json = bench(dir.path(), &arguments.replace("--end_fsync", "--end_fsync=1")).expect(0).json();
+            let bytes = |direction: &str| json["jobs"][0][direction]["io_bytes"].as_u64().unwrap();
+            assert_eq!(bytes("read") + bytes("write"), 1 << 20, "{engine} {rw}");
+            assert_eq!((bytes("read") > 0, bytes("write") > 0), (reads, writes), "{engine} {rw}");
+        }
+    }
+}
+
+#[test]
+fn time_based_runs_start_over_until_the_time_is_up() {
+    let dir = folder();
+    let json = bench(dir.path(), "--rw read --bs 4k --size 8k --time_based --runtime 300ms --json").expect(0).json();
+    let read = &json["jobs"][0]["read"];
+    assert!(number(&read["io_bytes"]) > f64::from(8 << 10), "{read}");
+    // The clock stops with the last operation, which may end a little before the time is up.
+    assert!((150.0..10_000.0).contains(&number(&read["runtime"])), "{read}");
+}
+
+#[test]
+fn normal_output_reads_like_fio() {
+    let dir = folder();
+    let run = bench(dir.path(), "--rw rw --bs 64k --size 2m --rwmixread 60 --name mixed").expect(0);
+    for part in [
+        "mixed: (groupid=0): rw=rw",
+        "read: IOPS=",
+        "write: IOPS=",
+        "BW=",
+        "clat percentiles (",
+        "99.99th=[",
+        "cpu          : usr=",
+        "READ: bw=",
+        "WRITE: bw=",
+        "io=",
+    ] {
+        assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
+    }
+}
+
+#[test]
+fn job_files_run_in_groups_and_unknown_options_are_named() {
+    let dir = folder();
+    let text = "[global]\nsize=1m\nbs=64k\nioengine=libaio\nzonemode=zbd\ngroup_reporting\n\n[one]\nrw=read\n\n[two]\nrw=write\n\n[three]\nstonewall\nrw=randread\nbs=4k\n";
+    std::fs::write(dir.path().join("job.fio"), text).unwrap();
+    let run = bench(dir.path(), "job.fio --output-format=json --output result.json --html report.html").expect(0);
+    assert!(run.stderr.contains("ignored: [global] zonemode"), "{}", run.stderr);
+    assert_eq!(run.stdout, "");
+    let json: Value = serde_json::from_str(&std::fs::read_to_string(dir.path().join("result.json")).unwrap()).unwrap();
+    let jobs: Vec<_> = json["jobs"].as_array().unwrap().iter().map(|j| (&j["jobname"], &j["groupid"])).collect();
+    assert_eq!(
+        format!("{jobs:?}"),
+        r#"[(String("one"), Number(0)), (String("two"), Number(0)), (String("three"), Number(1))]"#
+    );
+    assert_eq!(json["jobs"][2]["read"]["total_ios"], 256);
+    let html = std::fs::read_to_string(dir.path().join("report.html")).unwrap();
+    assert!(html.contains("<svg") && html.contains("three") && html.trim_end().ends_with("</html>"));
+    let without_xmlns = html.replace("http://www.w3.org/2000/svg", "");
+    assert!(!without_xmlns.contains("http"), "the report must not load anything");
+    let one = bench(dir.path(), "job.fio --section three --json").expect(0).json();
+    assert_eq!(one["jobs"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn mistakes_say_what_to_do() {
+    let dir = folder();
+    std::fs::write(dir.path().join("bad.fio"), "[a]\nrw=read\nbs=4q\n").unwrap();
+    for (arguments, code, want) in [
+        ("--bs 4k", 2, "no workload"),
+        ("--rw read --bs 4k", 2, "add --size"),
+        ("--rw read --bs 1m --size 4k", 2, "smaller than bs"),
+        ("--rw read --bs 1000 --size 1m", 2, "multiple of 512"),
+        ("--rw read --size 1m --time_based", 2, "time_based needs a runtime"),
+        ("--rw read --size 1m --ioengine cufile", 1, "not active in this build"),
+        ("--rw load --model gpt-5", 2, "llama-3.1-8b"),
+        ("bad.fio", 2, "section [a]: invalid value '4q'"),
+        ("missing.fio", 1, "missing.fio"),
+        ("--rw read --size 1m --directory nowhere", 1, "nowhere"),
+    ] {
+        let run = bench(dir.path(), arguments).expect(code);
+        assert!(run.stderr.starts_with("forebay: ") && run.stderr.contains(want), "{arguments}: {}", run.stderr);
+        assert_eq!(run.stdout, "", "{arguments}");
+    }
+    let run = bench(dir.path(), "--rw sideways").expect(2);
+    assert!(run.stderr.contains("randrw") && run.stderr.contains("layerload"), "{}", run.stderr);
+}

@@ -1,0 +1,62 @@
+//! `forebay probe`, and what holds for the program as a whole.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use common::{folder, forebay};
+
+#[test]
+fn the_active_path_is_named_with_the_reasons_against_better_ones() {
+    let dir = folder();
+    let json = forebay(dir.path(), &["probe", "--json"]).expect(0).json();
+    let path = &json["path"];
+    let active = path["active"].as_str().unwrap();
+    let order = ["cufile-gds", "cufile-p2p", "cufile-compat", "io_uring", "threads"];
+    let place = order.iter().position(|p| *p == active).unwrap();
+    let reasons = path["not_active"].as_array().unwrap();
+    for better in &order[..place] {
+        let reason =
+            reasons.iter().find(|r| r["path"] == *better).unwrap_or_else(|| panic!("nothing against {better}"));
+        assert!(!reason["reason"].as_str().unwrap().is_empty());
+    }
+    assert_eq!(json["directory"]["usable"], true);
+    assert!(json["directory"]["fs_type"].is_string());
+    assert!(json["machine"]["kernel"].is_string());
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "a probe leaves nothing behind");
+}
+
+#[test]
+fn people_get_the_same_in_words() {
+    let dir = folder();
+    let run = forebay(dir.path(), &["probe", "."]).expect(0);
+    for part in ["kernel", "io_uring", "file system", "O_DIRECT", "path", "not cufile-gds: "] {
+        assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
+    }
+}
+
+#[test]
+fn a_directory_that_is_not_there_is_an_error_and_is_not_made() {
+    let dir = folder();
+    let run = forebay(dir.path(), &["probe", "nowhere"]).expect(1);
+    assert!(run.stderr.starts_with("forebay: ") && run.stderr.contains("nowhere"), "{}", run.stderr);
+    assert!(!dir.path().join("nowhere").exists());
+    std::fs::write(dir.path().join("file"), "").unwrap();
+    let run = forebay(dir.path(), &["probe", "file"]).expect(3);
+    assert!(run.stdout.contains("not a directory"), "{}", run.stdout);
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    use std::process::{Command, Stdio};
+    let mut child = Command::new(env!("CARGO_BIN_EXE_forebay"))
+        .args(["probe", "--json"])
+        .current_dir(folder().path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let out = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(!stderr.contains("panicked"), "{stderr}");
+}

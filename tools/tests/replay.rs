@@ -1,0 +1,90 @@
+//! `forebay replay` over the excerpt of a real trace that lies beside the tools.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::path::PathBuf;
+
+use common::{folder, forebay};
+
+fn excerpt() -> String {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("data/mooncake_conversation_excerpt.jsonl");
+    path.to_str().unwrap().to_owned()
+}
+
+fn ratios(arguments: &[&str]) -> Vec<(String, f64)> {
+    let trace = excerpt();
+    let all = [&["replay", &trace, "--json"], arguments].concat();
+    let json = forebay(folder().path(), &all).expect(0).json();
+    let list = json.as_array().unwrap();
+    list.iter().map(|r| (r["policy"].as_str().unwrap().to_owned(), r["hit_ratio"].as_f64().unwrap())).collect()
+}
+
+#[test]
+fn the_result_is_a_list_over_policies_and_capacities() {
+    let trace = excerpt();
+    let run = forebay(
+        folder().path(),
+        &["replay", &trace, "--capacity-tokens", "300k,1m,unlimited", "--policy", "lru,fifo", "--json"],
+    );
+    let json = run.expect(0).json();
+    let list = json.as_array().unwrap();
+    assert_eq!(list.len(), 6);
+    for line in list {
+        let keys: Vec<_> = line.as_object().unwrap().keys().cloned().collect();
+        assert_eq!(keys, ["policy", "capacity_tokens", "hit_ratio", "bytes_admitted", "write_amplification"]);
+        assert_eq!(line["write_amplification"], 1.0);
+    }
+    assert_eq!(list[0]["capacity_tokens"], 300_000);
+    assert!(list[2]["capacity_tokens"].is_null());
+    assert_eq!(list[2]["hit_ratio"], list[5]["hit_ratio"], "an unlimited cache has no policy");
+}
+
+#[test]
+fn more_room_never_finds_less_and_an_unlimited_cache_admits_each_block_once() {
+    let found = ratios(&["--capacity-tokens", "100k,300k,1m,3m,unlimited", "--policy", "lru"]);
+    assert!(found.windows(2).all(|w| w[0].1 <= w[1].1), "{found:?}");
+    assert!(found[4].1 > 0.05, "{found:?}");
+    let trace = excerpt();
+    let json =
+        forebay(folder().path(), &["replay", &trace, "--capacity-tokens", "unlimited", "--model", "tiny", "--json"]);
+    let admitted = json.expect(0).json()[0]["bytes_admitted"].as_u64().unwrap();
+    // Four layers of K and V, two heads of 32 elements of two bytes: 1 KiB per token.
+    let mut blocks = std::collections::BTreeMap::new();
+    for line in std::fs::read_to_string(trace).unwrap().lines() {
+        let request: serde_json::Value = serde_json::from_str(line).unwrap();
+        let mut left = request["input_length"].as_u64().unwrap();
+        for id in request["hash_ids"].as_array().unwrap() {
+            blocks.entry(id.as_u64().unwrap()).or_insert(left.min(512));
+            left = left.saturating_sub(512);
+        }
+    }
+    assert_eq!(admitted, blocks.values().sum::<u64>() * 1024);
+}
+
+#[test]
+fn the_table_names_policies_and_ratios() {
+    let trace = excerpt();
+    let run =
+        forebay(folder().path(), &["replay", &trace, "--capacity-tokens", "1m", "--segment-tokens", "64k"]).expect(0);
+    for part in ["policy", "hit ratio", "default", "1M tokens"] {
+        assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
+    }
+}
+
+#[test]
+fn a_malformed_line_is_named() {
+    let dir = folder();
+    std::fs::write(
+        dir.path().join("t.jsonl"),
+        "{\"timestamp\":0,\"input_length\":5,\"output_length\":1,\"hash_ids\":[1]}\nnonsense\n",
+    )
+    .unwrap();
+    let run = forebay(dir.path(), &["replay", "t.jsonl"]).expect(2);
+    assert!(run.stderr.starts_with("forebay: trace line 2: "), "{}", run.stderr);
+    assert!(run.stderr.contains("t.jsonl") && run.stderr.contains("hash_ids"), "{}", run.stderr);
+    let run = forebay(dir.path(), &["replay", "none.jsonl"]).expect(1);
+    assert!(run.stderr.contains("none.jsonl"), "{}", run.stderr);
+    forebay(dir.path(), &["replay", "t.jsonl", "--model", "nope"]).expect(2);
+    forebay(dir.path(), &["replay", "t.jsonl", "--policy", "nope"]).expect(2);
+}
