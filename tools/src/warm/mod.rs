@@ -211,7 +211,8 @@ fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Si
         }
     };
     if let Some(directory) = &args.directory {
-        settings.drives = vec![DriveSettings::new(directory)];
+        let absolute = std::path::absolute(directory).map_err(|e| Error::io("no such path", e).at(directory))?;
+        settings.drives = vec![DriveSettings::new(absolute)];
     }
     settings.chunk_size = args.chunk_tokens.unwrap_or(settings.chunk_size);
     let model = match (geometry, &args.model_name) {
