@@ -11,6 +11,9 @@ use forebay::geometry::LayerKind;
 
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
+/// Sees a row, or a head's part of one: its memory, its offset there, the bytes that belong there.
+type Visit<'a> = dyn FnMut(&HostMemory, usize, &[u8]) -> Result<()> + 'a;
+
 /// KV memory with a block table.
 pub(super) struct Kv {
     /// As the engine sees it.
@@ -65,12 +68,7 @@ impl Kv {
         Ok(wrong)
     }
 
-    fn for_each_row(
-        &self,
-        tokens: usize,
-        prompt: u64,
-        visit: &mut dyn FnMut(&HostMemory, usize, &[u8]) -> Result<()>,
-    ) -> Result<()> {
+    fn for_each_row(&self, tokens: usize, prompt: u64, visit: &mut Visit<'_>) -> Result<()> {
         let layout = self.paged.layout();
         let mut row = Vec::new();
         for l in 0..layout.num_layers() {
