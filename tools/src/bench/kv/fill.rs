@@ -14,10 +14,18 @@ use forebay::{Error, ErrorKind, Result};
 pub(super) const CHUNK_TOKENS: u32 = 256;
 /// Puts in flight.
 const IN_FLIGHT: u64 = 512;
+/// Time that the index gets to grow before a shed put is tried again.
+const GROWTH: Duration = Duration::from_millis(1);
+/// Shed puts that are tried again in all.
+const RETRIES: u64 = 100_000;
 /// Chunks of one chain.
 const CHAIN: u64 = 512;
 /// Bytes that a chunk takes on the drive: a page of header, a page of payload.
 const SLOT_BYTES: u64 = 8192;
+
+fn is_passing(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Busy)
+}
 
 /// Opens a log for `chunks` chunks.
 pub(super) fn open(dir: &Path, chunks: u64) -> Result<Arc<Log>> {
@@ -46,18 +54,22 @@ pub(super) fn key(n: u64) -> ChunkKey {
     ChunkKey(bytes)
 }
 
-/// Stores chunks, a bounded number of them at once.
+/// A chunk whose put has ended: key, parent, depth, and how.
+type Ended = ((ChunkKey, ChunkKey, u32), Result<()>);
+
+/// Stores chunks, a bounded number of them at once. Puts shed because the index is growing are tried again.
 pub(super) struct Filler<'a> {
     log: &'a Log,
-    told: Sender<Result<()>>,
-    heard: Receiver<Result<()>>,
+    told: Sender<Ended>,
+    heard: Receiver<Ended>,
     flying: u64,
+    retries: u64,
 }
 
 impl<'a> Filler<'a> {
     pub(super) fn new(log: &'a Log) -> Self {
         let (told, heard) = crossbeam_channel::unbounded();
-        Self { log, told, heard, flying: 0 }
+        Self { log, told, heard, flying: 0, retries: RETRIES }
     }
 
     /// Stores one chunk.
@@ -65,12 +77,16 @@ impl<'a> Filler<'a> {
         while self.flying >= IN_FLIGHT {
             self.hear()?;
         }
+        self.start(key, parent, depth)
+    }
+
+    fn start(&mut self, key: ChunkKey, parent: ChunkKey, depth: u32) -> Result<()> {
         let spec = PutSpec::chunk(key, parent, CHUNK_TOKENS, depth);
         if let PutOutcome::Started(put) = self.log.begin_put_within(spec, Duration::from_secs(10))? {
             let told = self.told.clone();
             self.flying += 1;
             let crcs = vec![0; put.layout().extents.len()];
-            put.commit(&crcs, Box::new(move |result| drop(told.send(result))));
+            put.commit(&crcs, Box::new(move |result| drop(told.send(((key, parent, depth), result)))));
         }
         Ok(())
     }
@@ -83,7 +99,15 @@ impl<'a> Filler<'a> {
 
     fn hear(&mut self) -> Result<()> {
         self.flying -= 1;
-        self.heard.recv().map_err(|_| Error::new(ErrorKind::Internal, "a put was forgotten"))?
+        let forgotten = |_| Error::new(ErrorKind::Internal, "a put was forgotten");
+        match self.heard.recv().map_err(forgotten)? {
+            ((key, parent, depth), Err(e)) if is_passing(&e) && self.retries > 0 => {
+                self.retries -= 1;
+                std::thread::sleep(GROWTH);
+                self.start(key, parent, depth)
+            }
+            (_, result) => result,
+        }
     }
 
     /// Waits for all and makes them durable.
