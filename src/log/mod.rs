@@ -31,6 +31,7 @@ mod put;
 mod reclaim;
 mod recover;
 mod remove;
+mod salvage;
 mod seal;
 mod segment;
 mod spec;

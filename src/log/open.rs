@@ -263,6 +263,7 @@ impl LaneOpener<'_> {
         let recovery = Recovery {
             disk: &self.drive.disk,
             index: &index,
+            data: &data,
             superblock: &superblock,
             make_table: &make,
             segment_limit: limit,
@@ -272,6 +273,7 @@ impl LaneOpener<'_> {
         let shm = self.lane_shm(&dir, limit, &superblock)?;
         show_segments(&shm, &found)?;
         self.drive.shard.clear_up_to(found.cleared);
+        self.drive.shard.raise_to(found.highest);
         let cursor = shm.touch_cursor();
         let own = Own {
             index,
@@ -350,12 +352,14 @@ impl LaneOpener<'_> {
         let recovery = Recovery {
             disk: &self.drive.disk,
             index: &index,
+            data: &data,
             superblock: &superblock,
             make_table: &make,
             segment_limit,
         };
         let found = recovery.run()?;
         self.drive.shard.clear_up_to(found.cleared);
+        self.drive.shard.raise_to(found.highest);
         let table = RwLock::new(Arc::new(found.table));
         Ok(Lane { name: name.to_owned(), drive: self.number, dir, superblock, data, table, shm: None, own: None })
     }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::disk::Disk;
 use super::lane::{entry_of, half};
+use super::salvage::{self, Damage};
 use super::segment::{Segments, Use};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
@@ -37,6 +38,8 @@ pub(super) struct Recovered {
     pub(super) superseding: HashSet<[u8; 16]>,
     /// Highest sequence that a clear covers.
     pub(super) cleared: u64,
+    /// Highest sequence of any record: the superblock that says more may be damaged.
+    pub(super) highest: u64,
     pub(super) records: u64,
     pub(super) damaged: u64,
 }
@@ -45,6 +48,7 @@ pub(super) struct Recovered {
 pub(super) struct Recovery<'a> {
     pub(super) disk: &'a Disk,
     pub(super) index: &'a Arc<DirectFile>,
+    pub(super) data: &'a Arc<DirectFile>,
     pub(super) superblock: &'a Superblock,
     pub(super) make_table: &'a TableMaker<'a>,
     pub(super) segment_limit: u32,
@@ -55,6 +59,7 @@ struct State {
     generation: u64,
     /// Highest epoch of each segment in the journal.
     ring_epochs: HashMap<u32, u32>,
+    damage: Damage,
 }
 
 impl Recovery<'_> {
@@ -79,13 +84,15 @@ impl Recovery<'_> {
             live_pages: Vec::new(),
             superseding: HashSet::new(),
             cleared: 0,
+            highest: 0,
             records: 0,
             damaged: 0,
         };
-        let mut state = State { found, generation, ring_epochs: HashMap::new() };
+        let mut state = State { found, generation, ring_epochs: HashMap::new(), damage: Damage::default() };
         let pages = self.read_ring(&mut state)?;
         self.read_regions(&mut state)?;
         self.replay_ring(&mut state, &pages)?;
+        self.salvage(&mut state)?;
         Ok(state.found)
     }
 
@@ -102,10 +109,14 @@ impl Recovery<'_> {
                 match journal::decode(page) {
                     Ok(p) if p.lane == sb.lane => {
                         state.found.damaged += u64::from(p.damaged);
+                        state.damage.ring |= p.damaged > 0;
                         pages.push((p.number, p.records));
                     }
                     Ok(_) => {}
-                    Err(_) => state.found.damaged += 1,
+                    Err(_) => {
+                        state.found.damaged += 1;
+                        state.damage.ring = true;
+                    }
                 }
             }
             at += len;
@@ -203,11 +214,13 @@ impl Recovery<'_> {
             Ok(header) => header?,
             Err(_) => {
                 state.found.damaged += 1;
+                state.damage.region.insert(n);
                 return None;
             }
         };
         if header.lane != self.superblock.lane || header.segment != n {
             state.found.damaged += 1;
+            state.damage.region.insert(n);
             return None;
         }
         let newer = state.ring_epochs.get(&n).is_some_and(|&epoch| epoch > header.epoch);
@@ -232,12 +245,16 @@ impl Recovery<'_> {
             }
         }
         state.found.damaged += (count - intact) as u64;
+        if intact < count {
+            state.damage.records.insert(header.segment);
+        }
         Ok(())
     }
 
     fn take(&self, state: &mut State, record: &Record) -> Result<()> {
         let found = &mut state.found;
         found.records += 1;
+        found.highest = found.highest.max(record.sequence);
         if record.kind == RecordKind::Clear {
             found.cleared = found.cleared.max(record.sequence);
             return Ok(());
@@ -274,6 +291,9 @@ impl Recovery<'_> {
     fn replay_ring(&self, state: &mut State, pages: &[(u64, Vec<Record>)]) -> Result<()> {
         let mut unsealed: BTreeMap<u32, u32> = BTreeMap::new();
         for (&n, &epoch) in &state.ring_epochs {
+            if state.damage.region.contains(&n) {
+                continue;
+            }
             let Some(segment) = state.found.segments.entry(n) else { continue };
             let sealed = segment.used_for == Use::Sealed && segment.epoch >= epoch;
             let given_up = segment.used_for != Use::Sealed && segment.epoch > epoch;
@@ -300,6 +320,45 @@ impl Recovery<'_> {
             }
             if !segments.is_empty() {
                 state.found.live_pages.push((*number, segments));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Recovery<'_> {
+    /// Reads again from the slots what the damaged parts of the index said; these segments are sealed anew.
+    fn salvage(&self, state: &mut State) -> Result<()> {
+        let segments =
+            self.data.len()?.div_ceil(self.superblock.segment_bytes).min(u64::from(self.segment_limit)) as u32;
+        for n in 0..segments {
+            let unknown = state.damage.region.contains(&n);
+            let Some(segment) = state.found.segments.entry(n) else { break };
+            let unsealed = state.damage.ring && segment.used_for != Use::Sealed;
+            if !unknown && !unsealed && !state.damage.records.contains(&n) {
+                continue;
+            }
+            let epoch = segment.epoch;
+            let mut records = salvage::records_of(self.disk, self.data, self.superblock, n)?;
+            let mut next = epoch;
+            if unknown {
+                let highest = records.iter().map(|r| r.epoch).chain(state.ring_epochs.get(&n).copied()).max();
+                next = highest.unwrap_or(epoch) + 1;
+                records.iter_mut().for_each(|r| *r = salvage::as_removal(r, next));
+            } else {
+                records.retain(|r| r.epoch == epoch);
+            }
+            if records.is_empty() && segment.used_for != Use::Sealed && !unknown {
+                continue;
+            }
+            let known: HashSet<_> = segment.records.iter().map(|r| (r.key, r.sequence, r.page)).collect();
+            segment.used_for = Use::Full;
+            segment.epoch = next;
+            for record in records.iter().filter(|r| !known.contains(&(r.key, r.sequence, r.page))) {
+                segment.add(*record);
+            }
+            for record in &records {
+                self.take(state, record)?;
             }
         }
         Ok(())
