@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use engine_world::{BLOCK, CHUNK, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
 use forebay::config::{Capacity, Mode, Placement};
-use forebay::engine::{LoadRequest, MissCause, Prompt, SlotMapping, StoreRequest};
+use forebay::engine::{LoadRequest, MissCause, Prompt, ShedCause, SlotMapping, StoreRequest};
 use forebay::key::Extra;
 
 const LONG: Duration = Duration::from_secs(20);
@@ -311,4 +311,26 @@ fn a_cache_of_two_drives_serves_in_either_placement_and_order() {
             assert_same("drives", (&a, &from), (&b, &to));
         }
     }
+}
+
+#[test]
+fn opaque_blocks_that_are_mapped_in_part_are_neither_stored_nor_loaded() {
+    let w = World::new(Shape::all().into_iter().find(Shape::is_opaque).unwrap());
+    let engine = w.open();
+    let n = 2 * CHUNK;
+    let p = prompt(&engine, n, 1);
+    let (a, map) = (w.kv().filled(1), slots(n, 1));
+    let mut shuffled = map.clone();
+    shuffled.swap(CHUNK, CHUNK + 1);
+    let result = store(&engine, &p, &a, shuffled);
+    assert_eq!((result.stored, result.shed(ShedCause::Unmapped)), (1, 1), "{result:?}");
+    assert_eq!(store(&engine, &p, &a, map.clone()).stored, 1);
+    let b = w.kv();
+    let mut holed = map.clone();
+    holed[CHUNK + 5] = -1;
+    let result = load(&engine, &p, &b, holed);
+    assert_eq!((result.tokens, result.missed(MissCause::Unmapped)), (CHUNK, 1), "{result:?}");
+    let block = (map[CHUNK + 4] as usize / BLOCK) as u32;
+    assert!(result.failed_blocks.contains(&block));
+    assert!(b.slot(0, map[CHUNK + 4] as usize).iter().all(|&x| x == 0), "a block in part is left alone");
 }
