@@ -26,6 +26,7 @@ mod locate;
 mod machine;
 mod open;
 mod options;
+pub mod fsck;
 pub mod pack;
 mod put;
 mod reclaim;
