@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use engine_world::{BLOCK, CHUNK, World, assert_same, load, matched, prompt, slots, store};
-use forebay::engine::{Backpressure, LoadRequest, MissCause, ShedCause, StoreRequest};
+use engine_world::{BLOCK, CHUNK, Shape, World, assert_same, load, matched, prompt, slots, store};
+use forebay::config::Capacity;
+use forebay::engine::{Backpressure, Engine, LoadRequest, MissCause, ShedCause, StagingStats, StoreRequest};
 use forebay::io::{Fault, Op};
 
 /// Flips one bit of the file.
@@ -21,6 +22,18 @@ fn flip(path: &std::path::Path, at: u64) {
     file.seek(SeekFrom::Start(at)).unwrap();
     file.write_all(&[byte[0] ^ 0x10]).unwrap();
     file.sync_all().unwrap();
+}
+
+/// Waits until nothing is in flight any more.
+fn wait_for_staging(engine: &Engine) {
+    let taken = |s: StagingStats| s.slots - s.free;
+    loop {
+        let stats = engine.stats().unwrap();
+        if taken(stats.load_staging) + taken(stats.store_staging) == 0 {
+            return;
+        }
+        std::thread::yield_now();
+    }
 }
 
 #[test]
@@ -79,7 +92,8 @@ fn failed_short_and_hung_reads_are_misses() {
         armed.store(false, Ordering::SeqCst);
         let again = store(&engine, &p, &a, map.clone());
         assert_eq!(again.stored + again.already_there, 2, "{fault:?}");
-        assert_eq!(load(&engine, &p, &b, map.clone()).tokens, 2 * CHUNK, "{fault:?}");
+        let last = load(&engine, &p, &b, map.clone());
+        assert_eq!(last.tokens, 2 * CHUNK, "{fault:?}: {last:?}, {again:?}, {result:?}");
         assert_same("after the fault", (&a, &map), (&b, &map));
     }
 }
@@ -135,7 +149,8 @@ fn writes_that_never_reach_the_drive_are_noticed_at_the_load() {
     armed.store(false, Ordering::SeqCst);
     let b = w.kv();
     let result = load(&engine, &p, &b, map);
-    assert_eq!((stored, result.tokens, result.missed(MissCause::Corrupt)), (2, 0, 1));
+    assert_eq!((stored, result.tokens), (2, 0));
+    assert!(result.missed(MissCause::Corrupt) >= 1, "{result:?}");
 }
 
 #[test]
@@ -164,15 +179,19 @@ fn what_depends_on_a_failed_load_is_not_stored() {
     assert_eq!((result.stored, result.shed(ShedCause::Dependency)), (0, 2));
     assert_eq!(matched(&engine, &new), 0);
     let good = engine.load(LoadRequest::new(&old, &b.kv, vec![-1; n])).unwrap();
-    assert_eq!(depending(good.ticket()).stored, 2);
+    // An aborted put holds its key until its writes have ended.
+    wait_for_staging(&engine);
+    let result = depending(good.ticket());
+    assert_eq!(result.stored, 2, "{result:?}");
 }
 
 #[test]
 fn tiny_staging_carries_everything_and_sheds_what_will_not_wait() {
-    let mut w = World::plain();
-    // Two extents and a header each.
-    w.settings.staging = 24 << 10;
-    w.settings.store_staging = 24 << 10;
+    let mut w = World::new(Shape::all().into_iter().find(|s| s.name == "large").unwrap());
+    // Three extents each, for 16 in every prompt.
+    w.settings.staging = 1 << 20;
+    w.settings.store_staging = 1 << 20;
+    w.settings.capacity = Capacity::Bytes(256 << 20);
     let engine = w.open();
     let n = 8 * CHUNK;
     let a = w.kv().filled(1);
@@ -188,15 +207,14 @@ fn tiny_staging_carries_everything_and_sheds_what_will_not_wait() {
         })
         .collect();
     let results: Vec<_> = stores.iter().map(|s| s.wait()).collect();
-    let shed: usize = results.iter().map(|r| r.shed(ShedCause::StagingFull) + r.shed(ShedCause::QueueFull)).sum();
+    let shed: usize = results.iter().flat_map(|r| &r.sheds).map(|(_, n)| n).sum();
     let stored: usize = results.iter().map(|r| r.stored).sum();
     assert_eq!(stored + shed, 64, "{results:?}");
-    assert!(shed > 0);
-    assert_eq!(
-        engine.stats().unwrap().shed(ShedCause::StagingFull) + engine.stats().unwrap().shed(ShedCause::QueueFull),
-        shed as u64
-    );
+    let stats = engine.stats().unwrap();
+    assert!(stats.shed(ShedCause::StagingFull) > 0, "{results:?}");
+    assert_eq!(stats.sheds.iter().map(|(_, n)| n).sum::<u64>(), shed as u64);
     drop(stores);
+    wait_for_staging(&engine);
     for p in &prompts {
         let result = store(&engine, p, &a, slots(n, 1));
         assert_eq!(result.stored + result.already_there, 8, "{result:?}");
@@ -208,12 +226,13 @@ fn tiny_staging_carries_everything_and_sheds_what_will_not_wait() {
         .map(|(i, b)| engine.load(LoadRequest::new(&prompts[i % 8], &b.kv, slots(n, 1))).unwrap())
         .collect();
     for load in loads.iter().rev().skip(32) {
-        assert_eq!(load.wait().tokens, n);
+        let result = load.wait();
+        assert_eq!(result.tokens, n, "{result:?}");
     }
     while loads.iter().any(|l| !l.is_finished()) {
         std::thread::yield_now();
     }
-    assert!(kvs.iter().all(|b| b.slot(3, 40) == kvs[0].slot(3, 40)));
+    assert!(kvs.iter().all(|b| b.slot(1, 40) == kvs[0].slot(1, 40)));
 }
 
 #[test]
@@ -236,9 +255,7 @@ fn dropped_and_cancelled_loads_write_nothing_more() {
             load.cancel().wait();
         }
         b.overwrite(0x77);
-        while engine.stats().unwrap().load_staging.free < engine.stats().unwrap().load_staging.slots {
-            std::thread::yield_now();
-        }
+        wait_for_staging(&engine);
         assert!(b.everything().iter().all(|&x| x == 0x77), "round {round}");
     }
 }

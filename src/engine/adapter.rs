@@ -1,7 +1,6 @@
 //! The chunk log behind the pipeline's seams: stored chunks as sources, puts as sinks.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -107,11 +106,12 @@ impl ChunkSink for LogSink {
         let put = Arc::clone(&self.put);
         let done = transfer.done;
         transfer.done = Box::new(move |result, buf| {
-            if let Err(e) = &result
-                && let Some(put) = put.lock().take()
-            {
+            let failed = if result.is_err() { put.lock().take() } else { None };
+            if let (Some(put), Err(e)) = (failed, &result) {
                 put.fail(e);
             }
+            // A put that was given up ends with its last write, before anybody learns of that.
+            drop(put);
             done(result, buf);
         });
         let queue = self.log.drive(self.drive).map(|d| &d.write);
@@ -127,10 +127,9 @@ impl ChunkSink for LogSink {
     }
 }
 
-/// Opens a slot for `spec`; waits up to `wait` for room.
-pub(super) fn begin(log: Arc<Log>, spec: PutSpec, wait: Duration) -> Begun {
-    let outcome = if wait.is_zero() { log.begin_put(spec) } else { log.begin_put_within(spec, wait) };
-    match outcome {
+/// Opens a slot for `spec`.
+pub(super) fn begin(log: Arc<Log>, spec: PutSpec) -> Begun {
+    match log.begin_put(spec.clone()) {
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
         Ok(PutOutcome::Started(put)) => Begun::Open(Arc::new(LogSink {
             file: Arc::clone(put.file()),
@@ -139,6 +138,10 @@ pub(super) fn begin(log: Arc<Log>, spec: PutSpec, wait: Duration) -> Begun {
             put: Arc::new(Mutex::new(Some(put))),
             log,
         })),
+        // The segment that comes next may not be ready yet.
+        Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::Busy) => {
+            Begun::NotYet(Box::new(move || begin(log, spec)))
+        }
         Err(e) => {
             tracing::debug!(error = %e, "a put was shed");
             Begun::Shed(ShedCause::of(&e))

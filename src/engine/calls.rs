@@ -12,14 +12,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::key::{self, ChunkKey, Extra};
 use crate::log::{Chunk, Log, PutSpec};
-use crate::pipeline::{
-    Absent, Backpressure, Load, LoadChunk, LoadSpec, MissCause, ShedCause, Store, StoreChunk, StoreSpec,
-};
+use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, ShedCause, Store, StoreChunk, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
 const LOAD_LEASE: Duration = Duration::from_secs(60);
-/// What a store that waits for staging also waits for reclaim to make room.
-const ROOM_PATIENCE: Duration = Duration::from_secs(2);
 
 impl Engine {
     /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest partial chunk after them. No I/O.
@@ -267,14 +263,13 @@ impl Inner {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
             let put = self.put_spec(log, request, chunk);
-            let wait = if request.backpressure == Backpressure::Wait { ROOM_PATIENCE } else { Duration::ZERO };
             let log = Arc::clone(log);
             spec.chunks.push(StoreChunk {
                 layout,
                 tokens,
                 plans,
                 layer_groups: Arc::clone(&planner.layer_classes),
-                begin: Box::new(move || adapter::begin(log, put, wait)),
+                begin: Box::new(move || adapter::begin(log, put)),
             });
         }
         Ok(())

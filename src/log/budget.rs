@@ -1,126 +1,210 @@
-//! The byte bound of a drive: under the lock of `BUDGET`, the allocated bytes of everything below the cache directory are
-//! counted and a segment is granted, or not. Counting anew each time means that no process can drift or forget.
+//! The `BUDGET` file of a cache directory: the drive's identity, and the lock under which segments are granted.
+//!
+//! Invariant: what is granted is counted anew from the files each time, over all namespaces and lanes of all processes, while
+//! the lock is held; nothing can drift. The free floor is asked of the file system in the same moment.
 
-use std::fs::File;
-use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
-use std::sync::Arc;
+use std::fs::{self, File, TryLockError};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use super::disk::random_id;
-use crate::config::dir::{Dir, FileOptions};
+use parking_lot::Mutex;
+
+use super::paths;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::budget::BudgetPage;
-use crate::io::DirectFile;
+use crate::io::file_system_bytes;
 
-const NAME: &str = "BUDGET";
-
-/// The bound of one drive.
+/// The budget of one drive.
+#[derive(Debug)]
 pub(super) struct Budget {
-    root: Arc<Dir>,
-    file: File,
-    page: BudgetPage,
+    root: PathBuf,
+    file: Mutex<File>,
+    pub(super) page: BudgetPage,
     capacity_bytes: u64,
     min_free_bytes: u64,
+    timeout: Duration,
 }
 
 impl Budget {
-    /// Opens the drive's `BUDGET`, making it where there is none and `create_ms` gives the time.
-    pub(super) fn open(root: Arc<Dir>, limits: (u64, u64), create: Option<(u64, u32)>) -> Result<Self> {
+    /// Opens the file, or makes it where it is missing.
+    pub(super) fn open(root: &Path, limits: (u64, u64), now_ms: u64, timeout: Duration) -> Result<Self> {
+        let path = root.join(paths::BUDGET);
+        let file = paths::open_small(&path, true)?;
+        lock(&file, &path, timeout)?;
+        let page = read_or_make(&file, &path, now_ms);
+        unlock(&file, &path)?;
         let (capacity_bytes, min_free_bytes) = limits;
-        let options =
-            FileOptions { write: create.is_some(), create: create.map(|(_, mode)| mode), ..FileOptions::default() };
-        let file = root.open_file_in(NAME, &options)?;
-        let at = |e: Error| e.at(root.path().join(NAME));
-        let page = {
-            let _held = create.is_some().then(|| Locked::take(&file)).transpose().map_err(at)?;
-            let mut bytes = vec![0; PAGE_BYTES];
-            match std::os::unix::fs::FileExt::read_exact_at(&file, &mut bytes, 0) {
-                Ok(()) => BudgetPage::decode(&bytes).map_err(at)?,
-                Err(e)
-                    if e.kind() == std::io::ErrorKind::UnexpectedEof && file.metadata().is_ok_and(|m| m.len() == 0) =>
-                {
-                    let Some((created_ms, _)) = create else {
-                        return Err(at(Error::new(ErrorKind::NotFound, "no cache here yet")));
-                    };
-                    let page = BudgetPage { drive: random_id()?, created_ms, draining: false };
-                    std::os::unix::fs::FileExt::write_all_at(&file, &page.encode(), 0)
-                        .and_then(|()| file.sync_data())
-                        .map_err(|e| at(Error::io("cannot write", e)))?;
-                    page
-                }
-                Err(e) => {
-                    let advice = "if the file is not Forebay's, choose another cache_dir; if it is, remove this one file: it is made anew";
-                    return Err(at(Error::io("cannot read", e)).advice(advice));
-                }
-            }
-        };
-        Ok(Self { root, file, page, capacity_bytes, min_free_bytes })
+        Ok(Self {
+            root: root.to_path_buf(),
+            file: Mutex::new(file),
+            page: page?,
+            capacity_bytes,
+            min_free_bytes,
+            timeout,
+        })
     }
 
-    /// Identity of the drive.
-    pub(super) fn drive(&self) -> [u8; 16] {
-        self.page.drive
+    /// Only reads who the drive is.
+    pub(super) fn read(root: &Path) -> Result<BudgetPage> {
+        let path = root.join(paths::BUDGET);
+        let bytes = fs::read(&path).map_err(|e| Error::io("cannot read BUDGET", e).at(&path))?;
+        BudgetPage::decode(&bytes).map_err(|e| e.at(&path))
     }
 
-    /// Whether the drive takes no new chunks.
-    pub(super) fn draining(&self) -> bool {
-        self.page.draining
+    /// The page as it is now: whether the drive is being drained may change.
+    pub(super) fn is_draining(&self) -> bool {
+        Self::read(&self.root).map_or(self.page.draining, |p| p.draining)
     }
 
-    /// Allocated bytes of all files below the cache directory.
-    pub(super) fn used_bytes(&self) -> u64 {
-        allocated(self.root.path())
+    /// Bytes that the cache takes on the drive.
+    pub(super) fn used_bytes(&self) -> Result<u64> {
+        allocated_below(&self.root)
     }
 
-    /// Bytes by which the drive is over its capacity or under its free-space floor.
-    pub(super) fn excess_bytes(&self) -> u64 {
-        let over = self.used_bytes().saturating_sub(self.capacity_bytes);
-        let short = crate::io::file_system_bytes(self.root.path())
-            .map_or(0, |(_, free)| self.min_free_bytes.saturating_sub(free));
-        over.max(short)
+    /// The capacity in bytes.
+    pub(super) fn capacity_bytes(&self) -> u64 {
+        self.capacity_bytes
     }
 
-    /// Allocates ranges of files, `(file, offset, bytes)`, if the drive's bounds allow all of them.
+    /// Runs `take`, which allocates `bytes` more, if capacity and free floor allow it and `spare` bytes would be left of the
+    /// capacity; all under the lock.
     ///
     /// # Errors
-    /// `NoSpace` where they do not, or where the file system has no room.
-    pub(super) fn grant(&self, ranges: &[(&DirectFile, u64, u64)]) -> Result<()> {
-        let _held = Locked::take(&self.file)?;
-        let len: u64 = ranges.iter().map(|(_, _, len)| len).sum();
-        let full = |what: &str| Err(Error::new(ErrorKind::NoSpace, what.to_owned()).at(self.root.path()));
-        if self.used_bytes().saturating_add(len) > self.capacity_bytes {
-            return full("the cache is at its capacity");
+    /// `NoSpace` where they do not; `TimedOut` where another process keeps the lock; those of `take`.
+    pub(super) fn grant<T>(&self, bytes: u64, spare: u64, take: impl FnOnce() -> Result<T>) -> Result<T> {
+        let path = self.root.join(paths::BUDGET);
+        let file = self.file.lock();
+        lock(&file, &path, self.timeout)?;
+        let outcome = self.check(bytes, spare).and_then(|()| take());
+        unlock(&file, &path)?;
+        outcome
+    }
+
+    fn check(&self, bytes: u64, spare: u64) -> Result<()> {
+        let used = self.used_bytes()?;
+        if used.saturating_add(bytes).saturating_add(spare) > self.capacity_bytes {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{used} bytes are used of a capacity of {}; {bytes} more do not fit", self.capacity_bytes),
+            )
+            .at(&self.root));
         }
-        if crate::io::file_system_bytes(self.root.path())?.1.saturating_sub(len) < self.min_free_bytes {
-            return full("the file system is at its free-space floor");
+        let (_, free) = file_system_bytes(&self.root)?;
+        if free < bytes.saturating_add(self.min_free_bytes) {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{free} bytes are free on the file system, and {} must stay so", self.min_free_bytes),
+            )
+            .at(&self.root)
+            .advice("free space on the drive, or lower min_free or the capacity"));
         }
-        ranges.iter().try_for_each(|(file, offset, len)| file.allocate(*offset, *len))
+        Ok(())
     }
 }
 
-fn allocated(dir: &Path) -> u64 {
-    let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
-    let size = |entry: std::fs::DirEntry| match entry.metadata() {
-        Ok(m) if m.is_dir() => allocated(&entry.path()) + m.blocks() * 512,
-        Ok(m) => m.blocks() * 512,
-        Err(_) => 0,
-    };
-    entries.flatten().map(size).sum()
+fn read_or_make(file: &File, path: &Path, now_ms: u64) -> Result<BudgetPage> {
+    let failed = |e| Error::io("cannot read or write BUDGET", e).at(path);
+    let len = file.metadata().map_err(failed)?.len();
+    if len == 0 {
+        let page = BudgetPage { drive: paths::random_id()?, created_ms: now_ms, draining: false };
+        file.write_all_at(&page.encode(), 0).and_then(|()| file.sync_all()).map_err(failed)?;
+        return Ok(page);
+    }
+    let mut bytes = vec![0; PAGE_BYTES.min(len as usize)];
+    file.read_exact_at(&mut bytes, 0).map_err(failed)?;
+    BudgetPage::decode(&bytes)
+        .map_err(|e| e.at(path).advice("if this is a cache directory, remove the BUDGET file: it only names the drive"))
 }
 
-/// An exclusive lock of a file while the value lives.
-pub(super) struct Locked<'a>(&'a File);
-
-impl<'a> Locked<'a> {
-    pub(super) fn take(file: &'a File) -> Result<Self> {
-        file.lock().map_err(|e| Error::io("cannot lock", e))?;
-        Ok(Self(file))
+/// Takes the exclusive lock of `file`, waiting for at most `timeout`.
+pub(super) fn lock(file: &File, path: &Path, timeout: Duration) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) if start.elapsed() < timeout => std::thread::sleep(Duration::from_millis(1)),
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::new(ErrorKind::TimedOut, "another process keeps the lock").at(path));
+            }
+            Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock", e).at(path)),
+        }
     }
 }
 
-impl Drop for Locked<'_> {
-    fn drop(&mut self) {
-        drop(self.0.unlock());
+/// Gives the lock back.
+pub(super) fn unlock(file: &File, path: &Path) -> Result<()> {
+    file.unlock().map_err(|e| Error::io("cannot unlock", e).at(path))
+}
+
+/// Bytes that the files below `dir` take on the drive; holes are not counted, symlinks not followed.
+pub(super) fn allocated_below(dir: &Path) -> Result<u64> {
+    let mut sum = 0u64;
+    let mut open = vec![dir.to_path_buf()];
+    while let Some(dir) = open.pop() {
+        let entries = match fs::read_dir(&dir) {
+            // A lane that somebody removes meanwhile counts no longer.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            r => r.map_err(|e| Error::io("cannot count the cache's bytes", e).at(&dir))?,
+        };
+        for entry in entries.flatten() {
+            let Ok(meta) = fs::symlink_metadata(entry.path()) else { continue };
+            if meta.is_dir() {
+                open.push(entry.path());
+            } else if meta.is_file() {
+                sum = sum.saturating_add(meta.blocks().saturating_mul(512));
+            }
+        }
+    }
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn budget(dir: &Path, capacity: u64) -> Budget {
+        Budget::open(dir, (capacity, 0), 1, Duration::from_secs(5)).unwrap()
+    }
+
+    #[test]
+    fn what_is_there_counts_whoever_wrote_it() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let a = budget(dir.path(), 1 << 20);
+        let b = budget(dir.path(), 1 << 20);
+        assert_eq!(a.page.drive, b.page.drive);
+        fs::create_dir(dir.path().join("x")).unwrap();
+        let write = |name: &str, len: usize| fs::write(dir.path().join("x").join(name), vec![1; len]).unwrap();
+        a.grant(600 << 10, 0, || {
+            write("one", 600 << 10);
+            Ok(())
+        })
+        .unwrap();
+        let refused = b.grant(600 << 10, 0, || -> Result<()> { panic!("granted beyond the capacity") });
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoSpace);
+        b.grant(300 << 10, 0, || {
+            write("two", 300 << 10);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn the_free_floor_holds() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let (_, free) = file_system_bytes(dir.path()).unwrap();
+        let b = Budget::open(dir.path(), (u64::MAX, free * 2), 1, Duration::from_secs(5)).unwrap();
+        assert_eq!(b.grant(4096, 0, || Ok(())).unwrap_err().kind(), ErrorKind::NoSpace);
+    }
+
+    #[test]
+    fn a_budget_of_somebody_else_is_refused() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        fs::write(dir.path().join(paths::BUDGET), vec![7; PAGE_BYTES]).unwrap();
+        let e = Budget::open(dir.path(), (1, 0), 1, Duration::from_secs(5)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Corrupt);
+        fs::write(dir.path().join(paths::BUDGET), b"cut").unwrap();
+        assert_eq!(Budget::open(dir.path(), (1, 0), 1, Duration::from_secs(5)).unwrap_err().kind(), ErrorKind::Corrupt);
     }
 }

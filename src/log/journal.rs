@@ -1,106 +1,373 @@
-//! The journal ring of a lane: records wait in memory until a page is full or the commit interval is over, then go to a fresh
-//! page. A page's place is used again only when all its records are in durable regions.
+//! The journal thread of this process's own lane: group commit, flushes, seals, and growing the table.
+//!
+//! Invariants: records go to fresh pages only; a page that holds a record of an unsealed segment is never overwritten; a flush
+//! is answered when every put that was committed before it is in a written page and both files are flushed.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::MutexGuard;
 
-use super::disk::Disk;
-use super::lane::Own;
+use super::lane::Lane;
+use super::state::{Phase, State};
+use super::{publish, seal, tables};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
-use crate::format::journal::{RECORDS_PER_PAGE, encode};
+use crate::format::journal::{self, RECORDS_PER_PAGE};
 use crate::format::record::Record;
+use crate::io::{self, AlignedBuf, DirectFile, Request};
 
-/// A page of the ring and the segments it has records of.
-struct Page {
-    number: u64,
-    segments: BTreeSet<(u32, u32)>,
+/// Most pages written with one request.
+const PAGES_PER_WRITE: usize = 64;
+/// Pages of the ring that only reclaim may use.
+const RING_RESERVE: u64 = 8;
+/// How soon a request that the queue did not take, or a write that failed, is tried again.
+const RETRY: Duration = Duration::from_millis(2);
+const RETRY_AFTER_ERROR: Duration = Duration::from_millis(100);
+
+/// What there is to do.
+#[derive(Clone, Copy, Debug, Default)]
+struct Work {
+    deferred: bool,
+    grow: bool,
+    pages: bool,
+    partial_page: bool,
+    seal: bool,
+    flush: Option<u64>,
+    stop: bool,
 }
 
-struct Ring {
-    next: u64,
-    live: VecDeque<Page>,
+/// Runs until the lane is stopped and nothing is left to write.
+pub(super) fn run(lane: &Arc<Lane>) {
+    work_on(lane);
+    if let Ok(mut state) = lane.state() {
+        state.stopped = true;
+    }
+    lane.progress.notify_all();
 }
 
-/// The journal of one lane.
-pub(super) struct Journal {
-    queue: Mutex<Vec<Record>>,
-    ring: Mutex<Ring>,
+fn work_on(lane: &Arc<Lane>) {
+    while let Some(work) = wait_for_work(lane) {
+        if work.deferred {
+            resubmit(lane);
+        }
+        if work.grow {
+            let grown = tables::grow(lane);
+            publish_waiting(lane, &grown);
+        }
+        let mut outcome = Ok(());
+        if work.pages {
+            outcome = write_pages(lane, work.partial_page);
+        }
+        if work.seal {
+            outcome = outcome.and_then(|()| seal::seal_full(lane));
+        }
+        if let Some(asked) = work.flush {
+            answer_flush(lane, asked, outcome);
+        } else if let Err(e) = outcome {
+            trouble(lane, &e);
+        }
+        lane.progress.notify_all();
+        if work.stop && settle(lane) {
+            return;
+        }
+    }
 }
 
-impl Journal {
-    /// A journal that goes on after page `last`; `live` are the pages found at recovery, oldest first, with their segments.
-    pub(super) fn new(next: u64, live: Vec<(u64, BTreeSet<(u32, u32)>)>) -> Self {
-        let live = live.into_iter().map(|(number, segments)| Page { number, segments }).collect();
-        Self { queue: Mutex::default(), ring: Mutex::new(Ring { next, live }) }
-    }
-
-    /// Queues records; says whether a page is full.
-    pub(super) fn push(&self, records: &[Record]) -> bool {
-        let mut queue = self.queue.lock();
-        queue.extend_from_slice(records);
-        queue.len() >= RECORDS_PER_PAGE
-    }
-
-    pub(super) fn queued(&self) -> usize {
-        self.queue.lock().len()
-    }
-
-    /// Writes the queued records; with `flush` also makes index.kv durable. Gives the number of pages.
-    ///
-    /// # Errors
-    /// `Busy` where the ring is full of records of unsealed segments: these must be sealed first. Nothing is lost then.
-    pub(super) fn write(&self, own: &Own, disk: &Disk, flush: bool) -> Result<u64> {
-        let mut ring = self.ring.lock();
-        let mut written = 0;
-        loop {
-            let batch: Vec<Record> = {
-                let queue = self.queue.lock();
-                queue.iter().take(RECORDS_PER_PAGE).copied().collect()
-            };
-            if batch.is_empty() {
-                break;
+fn wait_for_work(lane: &Lane) -> Option<Work> {
+    let mut state = lane.state().ok()?;
+    loop {
+        if state.abandoned {
+            return None;
+        }
+        let now = Instant::now();
+        let interval = lane.ctx.options.commit_interval;
+        let due = state.pending_since.map(|since| since + interval);
+        let full_page = state.pending.len() >= RECORDS_PER_PAGE;
+        let is_due = due.is_some_and(|due| due <= now);
+        let flush = (state.flush_asked > state.flush_done).then_some(state.flush_asked);
+        let hurry = flush.is_some() || state.stop;
+        let retry_later = state.failures > 0 && !hurry;
+        let work = Work {
+            deferred: !state.deferred.is_empty(),
+            grow: !state.unpublished.is_empty() || tables::wants_growth(lane, &state),
+            pages: !state.pending.is_empty() && (full_page || is_due || hurry),
+            partial_page: is_due || hurry,
+            seal: seal::next_full(lane, &state).is_some(),
+            flush,
+            stop: state.stop,
+        };
+        if work.deferred || work.grow || work.pages || work.seal || work.flush.is_some() || work.stop {
+            if retry_later {
+                lane.work.wait_for(&mut state, RETRY_AFTER_ERROR);
             }
-            ring.recycle(own);
-            let ring_pages = u64::from(own.superblock.ring_pages);
-            if ring.live.front().is_some_and(|p| p.number + ring_pages <= ring.next) {
-                return Err(
-                    Error::new(ErrorKind::Busy, "the journal ring is full of unsealed records").at(own.index.path())
-                );
-            }
-            let page = encode(ring.next, &own.superblock.lane, &batch);
-            let place = own.superblock.ring_offset + ring.next % ring_pages * PAGE_BYTES as u64;
-            disk.write(&own.index, place, &page)?;
-            let segments = batch.iter().map(|r| (r.segment, r.epoch)).collect();
-            let number = ring.next;
-            ring.live.push_back(Page { number, segments });
-            ring.next += 1;
-            written += 1;
-            self.queue.lock().drain(..batch.len());
+            return Some(work);
         }
-        if flush {
-            disk.flush(&own.index)?;
+        match due.or_else(|| seal::deadline(lane, &state)) {
+            Some(until) => drop(lane.work.wait_until(&mut state, until)),
+            None => lane.work.wait(&mut state),
         }
-        Ok(written)
-    }
-
-    /// Whether more than half of the ring is in use by unsealed segments, so that it is time to seal early.
-    pub(super) fn is_crowded(&self, own: &Own) -> bool {
-        let mut ring = self.ring.lock();
-        ring.recycle(own);
-        let ring_pages = u64::from(own.superblock.ring_pages);
-        ring.live.front().is_some_and(|p| ring.next - p.number > ring_pages / 2)
     }
 }
 
-impl Ring {
-    /// Drops pages from the front whose segments are all sealed or given up.
-    fn recycle(&mut self, own: &Own) {
-        let segments = own.segments.lock();
-        let unsealed = |&(n, epoch): &(u32, u32)| segments.get(n).is_some_and(|s| s.epoch == epoch && s.is_unsealed());
-        while self.live.front().is_some_and(|p| !p.segments.iter().any(unsealed)) {
-            self.live.pop_front();
+/// Header writes that the full queue did not take.
+fn resubmit(lane: &Lane) {
+    let Ok(mut state) = lane.state() else { return };
+    let waiting = std::mem::take(&mut state.deferred);
+    drop(state);
+    let mut waiting = waiting.into_iter();
+    while let Some(request) = waiting.next() {
+        let Err(rejected) = lane.io.write.submit(request) else { continue };
+        if rejected.error.kind() != ErrorKind::Busy {
+            publish::refuse(*rejected.request, rejected.error);
+            continue;
+        }
+        let Ok(mut state) = lane.state() else { return };
+        state.deferred.push(*rejected.request);
+        state.deferred.extend(waiting);
+        lane.work.wait_for(&mut state, RETRY);
+        return;
+    }
+}
+
+fn publish_waiting(lane: &Arc<Lane>, grown: &Result<()>) {
+    let waiting = lane.state().map(|mut state| std::mem::take(&mut state.unpublished)).unwrap_or_default();
+    for commit in waiting {
+        match grown {
+            Ok(()) => publish::publish(lane, commit),
+            Err(e) => commit.end(Err(Error::new(ErrorKind::NoSpace, format!("the index is full: {e}")))),
         }
     }
+}
+
+/// Writes waiting records to fresh pages: all full ones, and the last one too where `partial` says so.
+pub(super) fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
+    loop {
+        let Some((first, records)) = take_batch(lane, partial)? else { return Ok(()) };
+        match write_batch(lane, first, &records) {
+            Ok(()) => hold_batch(lane, first, &records)?,
+            Err(e) => {
+                put_back(lane, records)?;
+                return Err(e);
+            }
+        }
+    }
+}
+
+/// Takes records for a run of pages that do not wrap around the ring's end, and the pages' numbers.
+fn take_batch(lane: &Lane, partial: bool) -> Result<Option<(u64, Vec<Record>)>> {
+    let mut state = lane.state()?;
+    let waiting = state.pending.len();
+    let pages = if partial { waiting.div_ceil(RECORDS_PER_PAGE) } else { waiting / RECORDS_PER_PAGE };
+    if pages == 0 {
+        return Ok(None);
+    }
+    if usable(&state) == 0 {
+        state = make_room(lane, state)?;
+        if usable(&state) == 0 {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "the journal ring waits for puts that have not ended, or for room",
+            ));
+        }
+        drop(state);
+        return take_batch(lane, partial);
+    }
+    let limit = pages.min(PAGES_PER_WRITE).min(usable(&state) as usize);
+    let first = state.ring.take();
+    let mut count = 1;
+    while count < limit && state.ring.place(first + count as u64) != 0 {
+        state.ring.take();
+        count += 1;
+    }
+    let take = (count * RECORDS_PER_PAGE).min(waiting);
+    let records: Vec<Record> = state.pending.drain(..take).collect();
+    if state.pending.is_empty() {
+        state.pending_since = None;
+    }
+    Ok(Some((first, records)))
+}
+
+/// Pages that may be written now; the last ones are kept for reclaim, which makes room.
+fn usable(state: &State) -> u64 {
+    state.ring.free().saturating_sub(if state.urgent { 0 } else { RING_RESERVE })
+}
+
+/// The ring is full: seals the segments that keep its oldest page.
+fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
+    let oldest: Vec<u32> = state.ring.oldest().iter().map(|(segment, _)| *segment).collect();
+    if state.open.is_some_and(|open| oldest.contains(&open)) {
+        if state.ready.is_empty() {
+            state.wanted = true;
+            return Ok(state);
+        }
+        state.close_open();
+    }
+    drop(state);
+    seal::seal_full(lane)?;
+    lane.state()
+}
+
+fn write_batch(lane: &Lane, first: u64, records: &[Record]) -> Result<()> {
+    let pages = records.chunks(RECORDS_PER_PAGE);
+    let mut buf = AlignedBuf::zeroed(pages.len() * PAGE_BYTES)?;
+    for (i, (page, to)) in pages.zip(buf.chunks_exact_mut(PAGE_BYTES)).enumerate() {
+        to.copy_from_slice(&journal::encode(first + i as u64, lane.id(), page));
+    }
+    let place = lane.state()?.ring.place(first);
+    let offset = lane.superblock.ring_offset + place * PAGE_BYTES as u64;
+    let pages = buf.len() / PAGE_BYTES;
+    write(lane, &lane.index, offset, buf)?;
+    lane.ctx.counters.journal_pages.add(pages as u64);
+    Ok(())
+}
+
+fn hold_batch(lane: &Lane, first: u64, records: &[Record]) -> Result<()> {
+    let mut state = lane.state()?;
+    state.failures = 0;
+    for (i, page) in records.chunks(RECORDS_PER_PAGE).enumerate() {
+        let uses =
+            page.iter().filter(|r| state.takes_records(r.segment, r.epoch)).map(|r| (r.segment, r.epoch)).collect();
+        state.ring.hold(first + i as u64, uses);
+    }
+    Ok(())
+}
+
+fn put_back(lane: &Lane, records: Vec<Record>) -> Result<()> {
+    let mut state = lane.state()?;
+    for record in records.into_iter().rev() {
+        state.pending.push_front(record);
+    }
+    state.pending_since.get_or_insert_with(Instant::now);
+    Ok(())
+}
+
+/// Writes a buffer through the drive's queue and waits for it.
+pub(super) fn write(lane: &Lane, file: &Arc<DirectFile>, offset: u64, buf: AlignedBuf) -> Result<()> {
+    let bytes = buf.len() as u64;
+    let request = Request::write(Arc::clone(file), offset, buf.into(), drop);
+    wait(lane, request)?;
+    if file.id() == lane.index.id() {
+        lane.ctx.counters.journal_bytes_written.add(bytes);
+    }
+    Ok(())
+}
+
+/// Reads through the drive's queue and waits for it.
+pub(super) fn read(lane: &Lane, file: &Arc<DirectFile>, offset: u64, len: usize) -> Result<io::Buf> {
+    let buf = AlignedBuf::zeroed(len)?;
+    let request = Request::read(Arc::clone(file), offset, buf.into(), drop).timeout(lane.ctx.options.io_timeout);
+    let c = io::wait(&*lane.io.read, request);
+    c.result?;
+    c.buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read gave its buffer not back"))
+}
+
+/// Makes everything written to a file durable.
+pub(super) fn flush_file(lane: &Lane, file: &Arc<DirectFile>) -> Result<()> {
+    wait(lane, Request::flush(Arc::clone(file), drop))
+}
+
+/// Submits and waits; where the queue is full, again until the time-out.
+fn wait(lane: &Lane, request: Request) -> Result<()> {
+    let timeout = lane.ctx.options.io_timeout;
+    let start = Instant::now();
+    let mut request = request.timeout(timeout);
+    loop {
+        let (tx, rx) = crossbeam_channel::bounded(1);
+        request.done = Box::new(move |c: io::Completion| drop(tx.send(c.result)));
+        let Err(rejected) = lane.io.write.submit(request) else {
+            let lost = || Err(Error::new(ErrorKind::Internal, "an I/O queue lost a request"));
+            return rx.recv().unwrap_or_else(|_| lost());
+        };
+        if rejected.error.kind() != ErrorKind::Busy || start.elapsed() > timeout {
+            return Err(rejected.error);
+        }
+        request = *rejected.request;
+        std::thread::sleep(RETRY);
+    }
+}
+
+/// Answers those who asked for a flush up to number `asked`.
+fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
+    let outcome = outcome.and_then(|()| flush_file(lane, &lane.data)).and_then(|()| flush_file(lane, &lane.index));
+    if let Err(e) = &outcome {
+        trouble(lane, e);
+    }
+    let Ok(mut state) = lane.state() else { return };
+    state.flush_done = state.flush_done.max(asked);
+    state.flush_error = outcome.err().map(|e| (e.kind(), e.to_string()));
+}
+
+fn trouble(lane: &Lane, e: &Error) {
+    lane.ctx.counters.write_errors.add(1);
+    tracing::warn!(lane = %lane.dir.display(), error = %e, "the journal could not be written");
+    if let Ok(mut state) = lane.state()
+        && e.kind() != ErrorKind::Busy
+    {
+        state.failures = state.failures.saturating_add(1);
+    }
+}
+
+/// Whether a stopped lane has nothing left to write, or cannot.
+fn settle(lane: &Lane) -> bool {
+    lane.state().map_or(true, |state| {
+        let idle = state.pending.is_empty() && state.deferred.is_empty() && state.flush_asked <= state.flush_done;
+        idle || state.is_broken()
+    })
+}
+
+/// Waits until the puts committed before now have ended, then until they and everything else are durable.
+pub(super) fn flush(lane: &Lane, deadline: Instant) -> Result<()> {
+    let mut state = lane.state()?;
+    let last = state.next_ticket;
+    while state.commits.first().is_some_and(|ticket| *ticket <= last) {
+        if lane.progress.wait_for(&mut state, Duration::from_millis(1)).timed_out() && Instant::now() >= deadline {
+            return Err(late(lane));
+        }
+    }
+    flush_records(lane, state, deadline)
+}
+
+/// As [`flush`], without waiting for puts and with the ring's last pages: for reclaim, which both may wait for.
+pub(super) fn flush_urgently(lane: &Lane, deadline: Instant) -> Result<()> {
+    let mut state = lane.state()?;
+    state.urgent = true;
+    let outcome = flush_records(lane, state, deadline);
+    lane.state()?.urgent = false;
+    outcome
+}
+
+fn late(lane: &Lane) -> Error {
+    Error::new(ErrorKind::TimedOut, "the flush did not end in time").at(&lane.dir)
+}
+
+fn flush_records(lane: &Lane, mut state: MutexGuard<'_, State>, deadline: Instant) -> Result<()> {
+    state.flush_asked += 1;
+    let asked = state.flush_asked;
+    lane.work.notify_one();
+    while state.flush_done < asked {
+        if state.stopped || state.abandoned {
+            return Err(Error::new(ErrorKind::Closed, "the cache is closed"));
+        }
+        if lane.progress.wait_until(&mut state, deadline).timed_out() && state.flush_done < asked {
+            return Err(late(lane));
+        }
+    }
+    match &state.flush_error {
+        None => Ok(()),
+        Some((kind, why)) => Err(Error::new(*kind, format!("the flush failed: {why}")).at(&lane.dir)),
+    }
+}
+
+/// Waits until the open segment, which is closed, and all other full ones are sealed. For tests and tools.
+pub(super) fn seal_now(lane: &Lane, deadline: Instant) -> Result<()> {
+    let mut state = lane.state()?;
+    state.close_open();
+    lane.work.notify_one();
+    while state.segments.iter().any(|s| matches!(s.phase, Phase::Full | Phase::Sealing)) {
+        if lane.progress.wait_until(&mut state, deadline).timed_out() {
+            return Err(Error::new(ErrorKind::TimedOut, "the seal did not end in time").at(&lane.dir));
+        }
+    }
+    Ok(())
 }

@@ -1,116 +1,219 @@
-//! Finding: how much of a prompt is there, where a chunk lies, whether what was read is what was stored.
+//! Finding chunks: over all drives and lanes, by the highest sequence.
+//!
+//! Of a key's versions the one with the highest sequence counts; a tombstone hides what has its own sequence or a lower one,
+//! a clear everything up to its own. No lock is taken that anybody holds across I/O, and nothing is read from a drive.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::chunk::{Bad, Chunk};
-use super::inner::{Inner, newer};
-use super::lane::{Lane, half};
-use super::pack;
+use super::ctx::Ctx;
+use super::lane::Lane;
+use super::remove;
 use super::spec::OBJECT_TLV_BYTES;
+use super::volume::{Lanes, Volume};
+use super::{Log, pack};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
-use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::format::record::KeyKind;
 use crate::format::slot::SlotHeader;
 use crate::index::{Entry, EntryKind, LeaseRefused};
 use crate::key::ChunkKey;
 
-impl Inner {
-    /// Leading keys that are stored.
-    pub(super) fn lookup(&self, keys: &[ChunkKey]) -> usize {
-        if self.usable().is_err() {
-            return 0;
-        }
-        let lanes = self.lanes();
-        let hits = match lanes.as_slice() {
-            [] => 0,
-            [lane] => {
-                let mut hits = 0;
-                lane.table(&self.machine).lookup(keys, |_, entry| {
-                    let hit = entry.is_some_and(|e| self.serves(&e));
-                    hits += usize::from(hit);
-                    hit
-                });
-                if let Some(shm) = &lane.shm {
-                    shm.touch(keys.get(..hits).unwrap_or_default().iter());
-                }
-                hits
-            }
-            lanes => self.lookup_in_several(lanes, keys),
-        };
-        self.counters.lookup_hits.add(hits as u64);
-        self.counters.lookup_misses.add((keys.len() - hits) as u64);
-        hits
+/// Keys looked up at once, so that a long prompt that misses early costs little.
+const BLOCK: usize = 64;
+
+/// The versions of a key that count: the newest, and where.
+#[derive(Clone, Copy)]
+struct Newest {
+    lane: usize,
+    entry: Entry,
+}
+
+impl Newest {
+    fn is_beaten_by(&self, other: &Entry) -> bool {
+        // A tombstone wins against the version that it removes.
+        (self.entry.seq, self.entry.kind == EntryKind::Tombstone) < (other.seq, other.kind == EntryKind::Tombstone)
+    }
+}
+
+fn note(newest: &mut Option<Newest>, lane: usize, entry: Option<Entry>) {
+    if let Some(entry) = entry
+        && newest.is_none_or(|n| n.is_beaten_by(&entry))
+    {
+        *newest = Some(Newest { lane, entry });
+    }
+}
+
+/// What may be served now.
+struct Visibility {
+    cleared_up_to: u64,
+    now_s: u64,
+}
+
+impl Visibility {
+    fn of(volume: &Volume) -> Self {
+        Self { cleared_up_to: volume.shard.cleared_up_to(), now_s: volume.ctx.now_s() }
     }
 
-    fn lookup_in_several(&self, lanes: &[Arc<Lane>], keys: &[ChunkKey]) -> usize {
-        let mut best: Vec<Option<(usize, Entry)>> = vec![None; keys.len()];
-        for (n, lane) in lanes.iter().enumerate() {
-            lane.table(&self.machine).lookup(keys, |i, entry| {
-                if let (Some(entry), Some(place)) = (entry, best.get_mut(i))
-                    && place.as_ref().is_none_or(|(_, b)| newer(&entry, b))
-                {
-                    *place = Some((n, entry));
+    fn shows(&self, entry: &Entry) -> bool {
+        matches!(entry.kind, EntryKind::Chunk | EntryKind::Object)
+            && entry.seq > self.cleared_up_to
+            && (entry.expiry_s == 0 || u64::from(entry.expiry_s) > self.now_s)
+    }
+}
+
+impl Volume {
+    /// The newest version of a key on this drive, if it may be served.
+    pub(super) fn find(&self, key: &ChunkKey) -> Option<(Arc<Lane>, Entry)> {
+        let lanes = self.lanes();
+        let newest = newest(&lanes, key)?;
+        let lane = lanes.all.get(newest.lane)?;
+        Visibility::of(self).shows(&newest.entry).then(|| (Arc::clone(lane), newest.entry))
+    }
+
+    /// Whether this entry is what [`find`](Self::find) finds.
+    pub(super) fn is_newest(&self, key: &ChunkKey, entry: &Entry) -> bool {
+        self.find(key).is_some_and(|(_, e)| e.seq == entry.seq)
+    }
+
+    /// Whether any lane has a version of the key that is not removed, cleared or not.
+    pub(super) fn has_version(&self, key: &ChunkKey) -> bool {
+        self.lanes().all.iter().any(|l| l.get(key).is_some_and(|e| e.kind != EntryKind::Tombstone))
+    }
+
+    /// For each key, from the first on, whether it may be served, until `visit` returns false. Hits count as a use.
+    fn find_block(&self, keys: &[ChunkKey], hits: &mut [bool]) {
+        let lanes = self.lanes();
+        let visible = Visibility::of(self);
+        let mut all: Vec<Option<Newest>> = vec![None; keys.len()];
+        for (number, lane) in lanes.all.iter().enumerate() {
+            let mut newest = all.iter_mut();
+            lane.table().lookup(keys, |_, entry| {
+                if let Some(newest) = newest.next() {
+                    note(newest, number, entry);
                 }
                 true
             });
         }
-        let hit = |b: &Option<(usize, Entry)>| b.as_ref().is_some_and(|(_, e)| self.serves(e));
-        let hits = best.iter().take_while(|b| hit(b)).count();
-        let mut touched: HashMap<usize, Vec<&ChunkKey>> = HashMap::new();
-        for (found, key) in best.iter().zip(keys).take(hits) {
-            if let Some((n, _)) = found {
-                touched.entry(*n).or_default().push(key);
+        let mut touched: Vec<Vec<ChunkKey>> = vec![Vec::new(); lanes.all.len()];
+        for ((key, newest), hit) in keys.iter().zip(all).zip(hits) {
+            let Some(newest) = newest.filter(|n| visible.shows(&n.entry)) else { continue };
+            *hit = true;
+            if let Some(list) = touched.get_mut(newest.lane) {
+                list.push(*key);
             }
         }
-        for (n, keys) in touched {
-            if let Some(shm) = lanes.get(n).and_then(|l| l.shm.as_ref()) {
-                shm.touch(keys.into_iter());
+        for (lane, keys) in lanes.all.iter().zip(touched) {
+            touch(lane, &keys);
+        }
+    }
+}
+
+fn newest(lanes: &Lanes, key: &ChunkKey) -> Option<Newest> {
+    let mut found = None;
+    for (number, lane) in lanes.all.iter().enumerate() {
+        note(&mut found, number, lane.get(key));
+    }
+    found
+}
+
+fn touch(lane: &Lane, keys: &[ChunkKey]) {
+    if !keys.is_empty()
+        && let Some(shared) = lane.shared()
+    {
+        shared.touch(keys.iter());
+    }
+}
+
+impl Log {
+    /// How many of `keys`, from the first on, are stored. Counts as a use of these. No I/O.
+    #[must_use]
+    pub fn lookup(&self, keys: &[ChunkKey]) -> usize {
+        if self.ctx.check().is_err() {
+            return 0;
+        }
+        let mut found = 0;
+        for block in keys.chunks(BLOCK) {
+            let mut hits = [false; BLOCK];
+            let hits = hits.get_mut(..block.len()).unwrap_or_default();
+            for volume in &self.volumes {
+                volume.find_block(block, hits);
+            }
+            let leading = hits.iter().take_while(|h| **h).count();
+            found += leading;
+            if leading < block.len() {
+                break;
             }
         }
-        hits
+        self.ctx.counters.lookup_hits.add(found as u64);
+        self.ctx.counters.lookup_misses.add((keys.len() - found) as u64);
+        found
     }
 
-    /// Stored lengths of partial chunks after `parent`, longest first.
-    pub(super) fn partials(&self, parent: &ChunkKey) -> Vec<u16> {
+    /// Lengths in tokens of the partial chunks stored after `parent` (a full chunk, or the chain's root), the longest first.
+    #[must_use]
+    pub fn lookup_partials(&self, parent: &ChunkKey) -> Vec<u16> {
         let mut lengths: Vec<u16> = Vec::new();
-        for lane in self.lanes().iter() {
-            lengths.extend_from_slice(lane.table(&self.machine).partials(parent).as_slice());
+        for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
+            lengths.extend_from_slice(lane.table().partials(parent).as_slice());
         }
         lengths.sort_unstable_by(|a, b| b.cmp(a));
         lengths.dedup();
         lengths
     }
 
-    /// Finds a chunk and leases its segment.
-    pub(super) fn locate(&self, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
-        self.usable().ok()?;
-        let (lane, entry) = self.find(key)?;
-        let lease = match &lane.shm {
-            None => None,
-            Some(shm) => self.with_lease_env(|env| {
-                let expiry = env.now_ns.saturating_add(pin.as_nanos().min(u128::from(u64::MAX)) as u64);
-                match shm.lease(entry.segment, entry.epoch, expiry, env) {
-                    Ok(guard) => Some(Some(Arc::new(guard))),
-                    Err(LeaseRefused::Gone) => None,
-                    Err(_) => {
-                        self.counters.leases_refused.add(1);
-                        Some(None)
-                    }
+    /// Whether a key is stored; does not count as a use.
+    #[must_use]
+    pub fn contains(&self, key: &ChunkKey) -> bool {
+        self.ctx.check().is_ok() && self.volumes.iter().any(|v| v.find(key).is_some())
+    }
+
+    /// Finds a chunk and leases it for at most `pin`, and as long as the returned value or a clone lives.
+    #[must_use]
+    pub fn locate(&self, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
+        self.ctx.check().ok()?;
+        self.volumes.iter().find_map(|v| self.locate_on(v, key, pin))
+    }
+
+    fn locate_on(&self, volume: &Volume, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
+        // A chunk that reclaim is just moving is found at its new place the second time.
+        for _ in 0..2 {
+            let (lane, entry) = volume.find(key)?;
+            let lease = match lease(&self.ctx, &lane, &entry, pin) {
+                Ok(lease) => Some(Arc::new(lease)),
+                Err(LeaseRefused::Gone) => continue,
+                Err(_) => {
+                    self.ctx.counters.leases_refused.add(1);
+                    None
                 }
-            })?,
-        };
-        let layout = self.layout_of(&entry);
-        Some(Chunk {
-            key: *key,
+            };
+            let same = |e: Entry| (e.seq, e.segment, e.epoch) == (entry.seq, entry.segment, entry.epoch);
+            if !lane.get(key).is_some_and(same) {
+                continue;
+            }
+            touch(&lane, std::slice::from_ref(key));
+            return Some(self.chunk(volume.number, lane, &entry, lease));
+        }
+        None
+    }
+
+    fn chunk(
+        &self,
+        drive: usize,
+        lane: Arc<Lane>,
+        entry: &Entry,
+        lease: Option<Arc<crate::index::LeaseGuard>>,
+    ) -> Chunk {
+        Chunk {
+            key: entry.key,
             kind: entry.kind,
-            drive: lane.drive,
+            drive,
             file: Arc::clone(&lane.data),
-            slot_offset: lane.segment_offset(entry.segment) + u64::from(entry.page) * PAGE_BYTES as u64,
+            slot_offset: lane.slot_offset(entry.segment, entry.page),
             slot_bytes: u64::from(entry.pages) * PAGE_BYTES as u64,
-            layout,
+            layout: self.layout_of(entry),
             header_crc: entry.header_crc,
             tokens: entry.tokens,
             length: entry.length,
@@ -121,97 +224,76 @@ impl Inner {
             page: entry.page,
             lane,
             lease,
-        })
+        }
     }
 
     fn layout_of(&self, entry: &Entry) -> SlotLayout {
-        let geometry = &self.options.geometry;
-        match entry.kind {
-            EntryKind::Object => SlotLayout::of_bytes(entry.length as usize, OBJECT_TLV_BYTES),
-            _ if entry.tokens == geometry.chunk_tokens => self.full_layout.clone(),
-            _ => SlotLayout::of_chunk(geometry, entry.tokens.min(geometry.chunk_tokens)),
+        if entry.kind == EntryKind::Object {
+            return SlotLayout::of_bytes(entry.length as usize, OBJECT_TLV_BYTES);
         }
+        self.chunk_layout(entry.tokens)
     }
 
-    /// Checks a header against the index.
-    pub(super) fn check_header(&self, chunk: &Chunk, bytes: &[u8]) -> Result<SlotHeader> {
-        let wrong = |what: &str| {
-            Err(Error::new(ErrorKind::Corrupt, what.to_owned()).at(chunk.file.path()).offset(chunk.slot_offset))
+    /// Checks the bytes read from [`Chunk::header_offset`] (they may go on beyond the header): CRC as in the index, key, place,
+    /// epoch and layout as they must be.
+    ///
+    /// # Errors
+    /// `Corrupt` where anything differs: a miss, to be told to [`report_bad`](Self::report_bad).
+    pub fn check_header(&self, chunk: &Chunk, bytes: &[u8]) -> Result<SlotHeader> {
+        let wrong = |what: &'static str| {
+            Err(Error::new(ErrorKind::Corrupt, what).at(chunk.file.path()).offset(chunk.header_offset()))
         };
-        let (header, crc) = SlotHeader::decode(bytes).map_err(|e| e.at(chunk.file.path()).offset(chunk.slot_offset))?;
+        let (header, crc) = SlotHeader::decode(bytes)?;
         if crc != chunk.header_crc {
-            return wrong("the slot's header is not the one that was stored");
+            return wrong("a slot's header is not the one that the index speaks of");
         }
-        let place = (header.segment, header.epoch, header.page, header.sequence);
-        if place != (chunk.segment, chunk.epoch, chunk.page, chunk.sequence)
-            || header.lane != chunk.lane.superblock.lane
-        {
-            return wrong("the slot's header belongs to another place or version");
+        let pages = (chunk.slot_bytes / PAGE_BYTES as u64) as u32;
+        let here = (header.segment, header.epoch, header.page, header.pages, header.sequence);
+        if here != (chunk.segment, chunk.epoch, chunk.page, pages, chunk.sequence) || header.lane != *chunk.lane.id() {
+            return wrong("a slot's header belongs to another place");
         }
         if header.key_kind == KeyKind::ObjectPack {
-            let is_member =
-                |m: &super::spec::Member| half(&m.key) == half(&chunk.key) && u64::from(m.length) == chunk.length;
-            return if pack::members(&header).iter().any(is_member) {
-                Ok(header)
-            } else {
-                wrong("the pack lacks the object")
-            };
+            if pack::members(&header).iter().any(|m| m.key == chunk.key) {
+                return Ok(header);
+            }
+            return wrong("a pack does not list the object");
         }
-        if half(&header.key) != half(&chunk.key) || header.tokens != chunk.tokens {
-            return wrong("the slot's header is another chunk's");
+        if header.key != chunk.key {
+            return wrong("a slot's header is that of another key");
         }
-        if !header.fits(&chunk.layout) {
-            return wrong("the slot's layers lie elsewhere than the geometry says");
+        if !header.fits(&chunk.layout) || header.tokens != chunk.tokens {
+            return wrong("a slot's layers do not lie where the geometry puts them");
         }
         Ok(header)
     }
 
-    /// Takes a chunk that failed to load out of what is served.
-    pub(super) fn report_bad(&self, chunk: &Chunk, why: Bad) {
-        self.counters.bad_chunks.add(1);
-        tracing::warn!(key = ?chunk.key, path = %chunk.file.path().display(), offset = chunk.slot_offset, ?why, "a chunk failed to load");
-        let own = self.append_lane(chunk.drive);
-        let dropped = match own {
-            None => {
-                self.hide(&chunk.key, chunk.sequence);
-                Ok(())
-            }
-            Some(own) => self.drop_version(&own, chunk, why == Bad::Corrupt),
-        };
-        if let Err(e) = dropped {
-            tracing::warn!(error = %e, "cannot drop a chunk that failed to load");
-            self.hide(&chunk.key, chunk.sequence);
+    /// Told by a load that failed. A corrupt or unreadable chunk is removed, if it is still the version that was read, so that it
+    /// is stored anew; a late one stays.
+    pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
+        if self.ctx.check_writable().is_err() {
+            self.ctx.counters.bad_chunks.add(1);
+            return;
         }
+        self.ctx.counters.bad_chunks.add(1);
+        let Some(volume) = self.volumes.get(chunk.drive) else { return };
+        match why {
+            Bad::Corrupt => {}
+            Bad::Io => volume.health.note_error(ErrorKind::Io),
+            Bad::TimedOut => return volume.health.note_error(ErrorKind::TimedOut),
+        }
+        remove::hide_version(volume, &chunk.key, chunk.sequence);
     }
+}
 
-    /// A tombstone of the version's own sequence: it beats that version and none that is newer.
-    fn drop_version(&self, own: &Arc<Lane>, chunk: &Chunk, durable: bool) -> Result<()> {
-        let in_own = chunk.lane.own.is_some();
-        let removed = chunk.lane.unpublish(&chunk.key, chunk.sequence)?;
-        if in_own && removed.is_none() {
-            return Ok(());
-        }
-        let tombstone =
-            Record { sequence: chunk.sequence, ..Record::new(RecordKind::Tombstone, KeyKind::Chain, chunk.key) };
-        let noted = if durable { self.note_record(own, tombstone) } else { None };
-        if !in_own {
-            own.publish(&noted.unwrap_or(tombstone), self.tick())?;
-        }
-        Ok(())
-    }
-
-    /// Journals a record that has no slot, with the open segment, if one is open.
-    pub(super) fn note_record(&self, lane: &Lane, mut record: Record) -> Option<Record> {
-        let own = lane.own.as_ref()?;
-        let mut segments = own.segments.lock();
-        let open = segments.open()?;
-        let segment = segments.get_mut(open)?;
-        record.segment = open;
-        record.epoch = segment.epoch;
-        segment.add(record);
-        drop(segments);
-        own.journal.push(&[record]);
-        self.wake.ask(super::inner::Who::Journal);
-        Some(record)
-    }
+fn lease(
+    ctx: &Ctx,
+    lane: &Lane,
+    entry: &Entry,
+    pin: Duration,
+) -> std::result::Result<crate::index::LeaseGuard, LeaseRefused> {
+    let shared = lane.shared().ok_or(LeaseRefused::ReadOnly)?;
+    ctx.with_lease_env(|env| {
+        let expiry_ns = env.now_ns.saturating_add(u64::try_from(pin.as_nanos()).unwrap_or(u64::MAX));
+        shared.lease(entry.segment, entry.epoch, expiry_ns, env)
+    })
 }

@@ -14,33 +14,42 @@
 //!
 //! This room knows no devices, no paged memory and no tokens beyond their number.
 
+mod begin;
 mod budget;
 mod chunk;
 mod clock;
-mod disk;
-mod inner;
+mod ctx;
+pub mod fsck;
+mod grant;
+mod health;
+mod hunger;
 mod journal;
 mod keeper;
 mod lane;
+mod lane_open;
 mod locate;
-mod machine;
-mod open;
+mod moves;
 mod options;
-pub mod fsck;
+mod orphans;
 pub mod pack;
+mod paths;
+mod publish;
 mod put;
 mod reclaim;
-mod recover;
+pub mod recover;
 mod remove;
+mod ring;
 mod seal;
-mod segment;
+mod sizes;
 mod spec;
-mod start;
+mod state;
 mod stats;
+mod tables;
+mod volume;
 
-use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -54,26 +63,25 @@ pub use put::{Put, PutDone, PutOutcome};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};
 
-use crate::error::{ErrorKind, Result};
-use crate::format::slot::SlotHeader;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::layout::SlotLayout;
 use crate::geometry::Geometry;
-use crate::io::Drive;
-use crate::key::ChunkKey;
-use inner::Inner;
-
-/// How long a waiting put waits for one round of reclaim.
-const RETRY: Duration = Duration::from_millis(200);
+use crate::index::EntryKind;
+use crate::io::{self, Drive, IoOptions};
+use ctx::Ctx;
+use put::InFlight;
+use volume::Volume;
 
 /// An open log over one or several drives. All methods may be called from any thread.
+#[derive(Debug)]
 pub struct Log {
-    inner: Arc<Inner>,
+    ctx: Arc<Ctx>,
+    volumes: Vec<Arc<Volume>>,
+    in_flight: Arc<InFlight>,
+    full_layout: SlotLayout,
+    stop: Arc<AtomicBool>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-}
-
-impl fmt::Debug for Log {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Log({:?})", self.inner)
-    }
 }
 
 impl Log {
@@ -84,97 +92,41 @@ impl Log {
     /// `Config` for settings out of range; `Permission`, `NotFound`, `Io`, `NoSpace` as the operating system says;
     /// `Incompatible` and `Corrupt` for a lane that cannot be used where `on_incompatible` is `Refuse`.
     pub fn open(options: LogOptions) -> Result<Arc<Self>> {
-        let inner = Inner::open(options)?;
-        let threads = Mutex::new(keeper::start(&inner)?);
-        Ok(Arc::new(Self { inner, threads }))
-    }
-
-    /// How many of `keys`, from the first on, are stored. Counts as a use of these. No I/O, no lock.
-    #[must_use]
-    pub fn lookup(&self, keys: &[ChunkKey]) -> usize {
-        self.inner.lookup(keys)
-    }
-
-    /// Lengths in tokens of the partial chunks stored after `parent` (a full chunk, or the chain's root), the longest first.
-    #[must_use]
-    pub fn lookup_partials(&self, parent: &ChunkKey) -> Vec<u16> {
-        self.inner.partials(parent)
-    }
-
-    /// Whether a key is stored; does not count as a use.
-    #[must_use]
-    pub fn contains(&self, key: &ChunkKey) -> bool {
-        self.inner.find(key).is_some()
-    }
-
-    /// Finds a chunk and leases it for at most `pin`, and as long as the returned value or a clone lives.
-    #[must_use]
-    pub fn locate(&self, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
-        self.inner.locate(key, pin)
-    }
-
-    /// Checks the bytes read from [`Chunk::header_offset`] (they may go on beyond the header): CRC as in the index, key, place,
-    /// epoch and layout as they must be.
-    ///
-    /// # Errors
-    /// `Corrupt` where anything differs: a miss, to be told to [`report_bad`](Self::report_bad).
-    pub fn check_header(&self, chunk: &Chunk, bytes: &[u8]) -> Result<SlotHeader> {
-        self.inner.check_header(chunk, bytes)
-    }
-
-    /// Told by a load that failed. A corrupt chunk is removed, if it is still the version that was read.
-    pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
-        self.inner.report_bad(chunk, why);
-    }
-
-    /// Takes a slot for a chunk or object. Never waits: where no segment is ready the put is shed.
-    ///
-    /// # Errors
-    /// `NoSpace` and `Busy`: shed, try later or never. `InvalidInput` for a slot that fits no segment. `Unsupported` in
-    /// read-only mode. `Closed`, `Forked`.
-    pub fn begin_put(&self, spec: PutSpec) -> Result<PutOutcome> {
-        self.inner.begin_put(spec)
-    }
-
-    /// Like [`begin_put`](Self::begin_put), but waits up to `wait` for reclaim to make room. For tools and background work.
-    ///
-    /// # Errors
-    /// As [`begin_put`](Self::begin_put).
-    pub fn begin_put_within(&self, spec: PutSpec, wait: Duration) -> Result<PutOutcome> {
-        let deadline = Instant::now() + wait;
-        loop {
-            match self.inner.begin_put(spec.clone()) {
-                Err(e) if e.kind() == ErrorKind::NoSpace && Instant::now() < deadline => {
-                    self.inner.wake.keeper_round(deadline.min(Instant::now() + RETRY));
-                }
-                other => return other,
+        check_options(&options)?;
+        let full_layout = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens);
+        let ctx = Arc::new(Ctx::new(options)?);
+        let in_flight = Arc::clone(&ctx.in_flight);
+        let mut volumes: Vec<Arc<Volume>> = Vec::new();
+        for (number, dir) in ctx.options.dirs.iter().enumerate() {
+            let io = open_queues(&ctx.options, number, dir)?;
+            let volume = Volume::open(&ctx, number, dir, io)?;
+            if let Some(twin) = volumes.iter().find(|v| v.id == volume.id) {
+                return Err(Error::new(ErrorKind::Config, "two cache directories have the same drive id")
+                    .at(&twin.root)
+                    .advice("list each directory once; a copy of a cache needs another BUDGET file"));
             }
+            volumes.push(Arc::new(volume));
         }
+        let log = Self { ctx, volumes, in_flight, full_layout, stop: Arc::default(), threads: Mutex::default() };
+        log.start_threads()?;
+        Ok(Arc::new(log))
     }
 
-    /// Removes keys; says of each whether it was there. After the return nothing of them is served by any process, also after
-    /// a crash and a rebuild.
-    ///
-    /// # Errors
-    /// `NoSpace`, `Io`, `TimedOut`: the keys are hidden in the running processes, but a crash may bring them back.
-    pub fn remove(&self, keys: &[ChunkKey]) -> Result<Vec<bool>> {
-        self.inner.remove(keys)
+    fn start_threads(&self) -> Result<()> {
+        for volume in &self.volumes {
+            let Some(lane) = volume.own() else { continue };
+            self.spawn("fb-journal", move || journal::run(&lane))?;
+            let (volume, stop) = (Arc::clone(volume), Arc::clone(&self.stop));
+            self.spawn("fb-keeper", move || keeper::run(&volume, &stop))?;
+        }
+        Ok(())
     }
 
-    /// Removes everything stored under a cache salt; how many keys that were.
-    ///
-    /// # Errors
-    /// As [`remove`](Self::remove).
-    pub fn remove_tenant(&self, tenant: u64) -> Result<u64> {
-        self.inner.remove_tenant(tenant)
-    }
-
-    /// Removes everything in this namespace and shard.
-    ///
-    /// # Errors
-    /// As [`remove`](Self::remove).
-    pub fn clear(&self) -> Result<()> {
-        self.inner.clear()
+    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+        let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(run);
+        let thread = spawned.map_err(|e| Error::io("cannot start a thread of the log", e))?;
+        self.threads.lock().push(thread);
+        Ok(())
     }
 
     /// Makes every put durable whose commit was called before.
@@ -182,8 +134,22 @@ impl Log {
     /// # Errors
     /// `Io`, `TimedOut`, `Closed`.
     pub fn flush(&self) -> Result<()> {
-        self.inner.usable()?;
-        keeper::own_lanes(&self.inner).iter().try_for_each(|lane| self.inner.flush_lane(lane))
+        self.ctx.check()?;
+        self.flush_until(Instant::now() + self.ctx.options.io_timeout * 2)
+    }
+
+    fn flush_until(&self, deadline: Instant) -> Result<()> {
+        self.volumes.iter().filter_map(|v| v.own()).try_for_each(|lane| journal::flush(&lane, deadline))
+    }
+
+    /// Closes the open segments and waits until they are sealed. The next put opens another segment, so this is for tests and
+    /// tools.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline.
+    pub fn seal(&self, deadline: Instant) -> Result<()> {
+        self.ctx.check_writable()?;
+        self.volumes.iter().filter_map(|v| v.own()).try_for_each(|lane| journal::seal_now(&lane, deadline))
     }
 
     /// Flushes, stops the background work and gives up the lanes. Chunks and puts still held fail from then on.
@@ -191,56 +157,175 @@ impl Log {
     /// # Errors
     /// `TimedOut` when work was left at `deadline`; the cache is then as after a crash, which loses nothing flushed.
     pub fn close(&self, deadline: Instant) -> Result<()> {
-        if self.inner.machine.check_not_forked().is_err() || self.inner.closed.swap(true, Ordering::AcqRel) {
+        if self.ctx.check().is_err() || !self.ctx.close() {
             return Ok(());
         }
-        self.inner.wake.stop();
-        let threads = std::mem::take(&mut *self.threads.lock());
-        threads.into_iter().for_each(|t| drop(t.join()));
-        self.inner.shut_down(deadline)
+        let flushed = self.flush_until(deadline);
+        self.stop_threads(false);
+        let closed = self.volumes.iter().try_for_each(|v| v.io.write.close(deadline).and(v.io.read.close(deadline)));
+        for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
+            lane.release();
+        }
+        flushed.and(closed)
+    }
+
+    /// Gives everything up as a crash would, but for what the kernel has already been told to write: for tests.
+    #[doc(hidden)]
+    pub fn abandon(&self) {
+        if !self.ctx.close() {
+            return;
+        }
+        self.stop_threads(true);
+        for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
+            lane.release();
+        }
+    }
+
+    fn stop_threads(&self, abandon: bool) {
+        self.stop.store(true, Ordering::Release);
+        for volume in &self.volumes {
+            volume.wake_keeper();
+            let Some(lane) = volume.own() else { continue };
+            if let Ok(mut state) = lane.state() {
+                state.stop = true;
+                state.abandoned = abandon;
+            }
+            lane.work.notify_all();
+            lane.progress.notify_all();
+        }
+        for thread in std::mem::take(&mut *self.threads.lock()) {
+            drop(thread.join());
+        }
+        for lane in self.volumes.iter().filter_map(|v| v.own()) {
+            let waiting = lane.state().map(|mut state| (state.take_waiting(), std::mem::take(&mut state.unpublished)));
+            drop(waiting);
+        }
     }
 
     /// The queues of drive `i`; `None` where there is no such drive.
     #[must_use]
     pub fn drive(&self, i: usize) -> Option<&Drive> {
-        self.inner.drives.get(i).map(|d| &d.io)
+        self.volumes.get(i).map(|v| &v.io)
     }
 
     /// Number of drives.
     #[must_use]
     pub fn drives(&self) -> usize {
-        self.inner.drives.len()
+        self.volumes.len()
     }
 
     /// What a chunk is.
     #[must_use]
     pub fn geometry(&self) -> &Arc<Geometry> {
-        &self.inner.options.geometry
+        &self.ctx.options.geometry
     }
 
     /// The settings it was opened with.
     #[must_use]
     pub fn options(&self) -> &LogOptions {
-        &self.inner.options
+        &self.ctx.options
     }
 
-    /// The counters.
+    /// Layout of a chunk of `tokens` tokens.
+    #[must_use]
+    pub fn chunk_layout(&self, tokens: u32) -> SlotLayout {
+        if tokens == self.ctx.options.geometry.chunk_tokens {
+            return self.full_layout.clone();
+        }
+        SlotLayout::of_chunk(&self.ctx.options.geometry, tokens)
+    }
+
+    /// The counters. Counts the bytes of all files, so it is not for every request.
     #[must_use]
     pub fn stats(&self) -> LogStats {
-        self.inner.stats()
+        let mut stats = LogStats { sheds: self.ctx.sheds.get(), ..LogStats::default() };
+        self.ctx.counters.fill(&mut stats);
+        for volume in &self.volumes {
+            let mut drive = DriveStats {
+                id: paths::hex(&volume.id),
+                dir: volume.root.display().to_string(),
+                disk_bytes: budget::allocated_below(&volume.root).unwrap_or(0),
+                healthy: volume.health.is_good(),
+                draining: volume.is_draining(),
+                ..DriveStats::default()
+            };
+            for lane in &volume.lanes().all {
+                stats.lanes += 1;
+                if let Ok(state) = lane.state() {
+                    let used = |s: &&state::Segment| !matches!(s.phase, state::Phase::Absent | state::Phase::Ready);
+                    stats.segments += state.segments.iter().filter(used).count() as u64;
+                }
+                let Some(shared) = lane.shared() else { continue };
+                for view in (0..shared.segments()).filter_map(|s| shared.segment(s)) {
+                    drive.live_bytes += view.live_bytes;
+                    drive.chunks += view.live_chunks;
+                }
+            }
+            stats.disk_bytes += drive.disk_bytes;
+            stats.live_bytes += drive.live_bytes;
+            stats.chunks += drive.chunks;
+            stats.drives.push(drive);
+        }
+        stats
     }
 
     /// Visits every chunk and object that can be found; those that come or go meanwhile may or may not be seen.
     pub fn for_each(&self, mut visit: impl FnMut(&ChunkInfo)) {
-        self.inner.for_each(&mut visit);
+        for volume in &self.volumes {
+            for lane in &volume.lanes().all {
+                lane.table().for_each(|_, e| {
+                    if e.kind == EntryKind::Tombstone || !volume.is_newest(&e.key, e) {
+                        return;
+                    }
+                    visit(&ChunkInfo {
+                        key: e.key,
+                        kind: e.kind,
+                        drive: volume.number,
+                        lane: *lane.id(),
+                        segment: e.segment,
+                        slot_bytes: u64::from(e.pages) * PAGE_BYTES as u64,
+                        length: e.length,
+                        tokens: e.tokens,
+                        depth: e.depth,
+                        tenant: e.tenant,
+                        expiry_s: e.expiry_s,
+                        sequence: e.seq,
+                    });
+                });
+            }
+        }
     }
 }
 
 impl Drop for Log {
     fn drop(&mut self) {
-        if let Err(e) = self.close(Instant::now() + Duration::from_secs(10)) {
-            tracing::warn!(error = %e, "the cache was not closed in order");
+        if let Err(e) = self.close(Instant::now() + self.ctx.options.io_timeout) {
+            tracing::warn!(error = %e, "the cache was not closed well");
         }
+    }
+}
+
+fn check_options(options: &LogOptions) -> Result<()> {
+    let bad = |why: String| Err(Error::new(ErrorKind::Config, why));
+    if options.dirs.is_empty() {
+        return bad("no cache directory is given".to_owned());
+    }
+    if crate::index::by_name(&options.policy).is_none() {
+        return bad(format!("there is no reclaim policy {:?}; use lru or fifo", options.policy));
+    }
+    if !(0.0..=1.0).contains(&options.lease_share) || !(0.0..=1.0).contains(&options.reclaim_write_budget) {
+        return bad("lease_share and reclaim_write_budget are shares from 0 to 1".to_owned());
+    }
+    if options.io_timeout < Duration::from_millis(1) {
+        return bad("the I/O time-out is 0: nothing could ever be written".to_owned());
+    }
+    Ok(())
+}
+
+fn open_queues(options: &LogOptions, number: usize, dir: &Path) -> Result<Drive> {
+    match &options.drive_factory {
+        Some(make) => make(number, dir, &options.io),
+        None => io::open_drive(&IoOptions { name: format!("{}{number}", options.io.name), ..options.io.clone() }),
     }
 }
 

@@ -115,15 +115,6 @@ impl LogOptions {
     }
 }
 
-impl LogOptions {
-    /// Bytes of a segment of a new lane whose full chunks take `slot_bytes`.
-    pub(super) fn segment_bytes_for(&self, slot_bytes: u64) -> u64 {
-        const UNIT: u64 = 64 << 10;
-        let wanted = self.segment_bytes.unwrap_or_else(|| (self.capacity_bytes / 64).max(4 * slot_bytes).min(1 << 30));
-        wanted.max(slot_bytes).max(UNIT).next_multiple_of(UNIT)
-    }
-}
-
 impl fmt::Debug for LogOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LogOptions")

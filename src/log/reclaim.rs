@@ -1,400 +1,448 @@
-//! Reclaim: whole segments are given up so that stores find room and the byte bound holds.
+//! Giving up a segment so that its space can be used again.
 //!
-//! Order of steps, each its own function: condemn (no lease may be left) → drop or move the chunks → carry forward the
-//! removals that something recoverable still needs → make moves and removals durable → mark the region free, durably → reuse.
-//! A leased segment is passed over, so leases can delay reclaim but never wedge it: at most a share of the segments is leased.
+//! The order is the protocol, each step a function of its own:
+//! 1. *condemn*: nobody gets a lease any more; a segment with a lease is left alone;
+//! 2. *move* what the policy wants to keep, with its sequence, to the open segment;
+//! 3. *carry on* tombstones and clears that older recoverable records still need, and write new ones for keys whose newest version
+//!    goes while an older one could still be recovered;
+//! 4. *flush* what was written;
+//! 5. *free*: the region says so, durably;
+//! 6. *forget*: only now the entries leave the table, because other lanes take an entry's absence for its being unrecoverable;
+//! 7. the segment may be overwritten, or its space given back.
 
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::time::Instant;
 
-use super::inner::Inner;
-use super::lane::{Lane, Own, half};
-use super::seal::region_offset;
-use super::segment::{Segment, Use};
+use super::grant;
+use super::journal;
+use super::lane::{Lane, Role};
+use super::moves;
+use super::put::aligned;
+use super::remove::{self, CONTROL_RECORDS};
+use super::state::{Phase, Segment};
+use super::volume::Volume;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::{COARSE_BYTES, Extent, SlotLayout};
-use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
-use crate::format::sealed::decode_records;
-use crate::format::slot::{LayerEntry, SlotHeader};
-use crate::format::{PAGE_BYTES, crc};
+use crate::format::PAGE_BYTES;
+use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::format::sealed::{self, RegionHeader};
 use crate::index::{
-    ChunkSummary, CondemnRefused, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions, plan_keep,
-    victim,
+    self, ChunkSummary, EntryKind, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions,
 };
 
-/// Share of the live bytes, in percent, that counts as hot.
-const HOT_PERCENT: u8 = 75;
-/// Segments looked at in one round at most, so that other upkeep gets its turn.
-const PER_ROUND: usize = 16;
+/// Share of the live bytes that counts as hot, in percent.
+const HOT_PERCENT: u8 = 30;
+/// Entries looked at for a survey; larger tables are sampled.
+const SURVEY_ENTRIES: u64 = 50_000;
 
-/// A segment being given up.
-struct Victim<'a> {
-    lane: &'a Arc<Lane>,
-    own: &'a Own,
-    n: u32,
-    epoch: u32,
-    /// Where survivors and removals are written again.
-    append: &'a Arc<Lane>,
+/// A segment being reclaimed.
+pub(super) struct Victim {
+    pub(super) lane: Arc<Lane>,
+    pub(super) segment: u32,
+    pub(super) epoch: u32,
+    context: ReclaimContext,
 }
 
-/// A chunk that a segment's records speak of and the table still has there.
-struct LiveChunk {
-    record: Record,
-    summary: ChunkSummary,
+/// What becomes of a victim's records.
+#[derive(Default)]
+struct Plan {
+    /// Slots worth writing again, the most wanted first: the records of each.
+    keep: Vec<Vec<Record>>,
+    /// Puts that are current and go.
+    drop: Vec<Record>,
+    /// Tombstones and clears.
+    hiding: Vec<Record>,
 }
 
-impl Inner {
-    /// Keeps a segment ready on a drive in use, and the drive within its bounds.
-    pub(super) fn make_room(&self, drive: usize) -> Result<()> {
-        let Some(append) = self.append_lane(drive) else { return Ok(()) };
-        let Some(own) = &append.own else { return Ok(()) };
-        for _ in 0..PER_ROUND {
-            if self.closed.load(Ordering::Acquire) {
-                return Ok(());
-            }
-            let over = self.drive(drive)?.budget.excess_bytes() > 0;
-            if !over {
-                let mut segments = own.segments.lock();
-                if segments.open().is_none() || segments.count(Use::Ready) > 0 {
-                    return Ok(());
-                }
-                if self.grant_segment(&append, &mut segments).is_ok() {
-                    return Ok(());
-                }
-            }
-            if over && self.give_back_ready(&append, own)? {
-                continue;
-            }
-            if !self.reclaim_one(drive, &append, over)? {
-                return Ok(());
+/// Reclaims the segment that the policy gives up first and that nobody leases; whether there was one.
+pub(super) fn reclaim_one(volume: &Volume) -> bool {
+    let mut refused = HashSet::new();
+    while let Some(victim) = choose(volume, &refused) {
+        match reclaim(volume, &victim) {
+            Ok(true) => return true,
+            Ok(false) => {}
+            Err(e) => {
+                tracing::warn!(lane = %victim.lane.dir.display(), segment = victim.segment, error = %e, "not reclaimed")
             }
         }
-        Ok(())
+        refused.insert((victim.lane.number, victim.segment));
     }
+    false
+}
 
-    /// Gives the blocks of a ready segment back, where the drive is over its bound.
-    fn give_back_ready(&self, lane: &Lane, own: &Own) -> Result<bool> {
-        let mut segments = own.segments.lock();
-        let Some(n) = segments.iter().find(|(_, s)| s.used_for == Use::Ready).map(|(n, _)| n) else { return Ok(false) };
-        lane.data.punch_hole(lane.segment_offset(n), lane.superblock.segment_bytes)?;
-        if let Some(segment) = segments.get_mut(n) {
-            segment.used_for = Use::NoSpace;
-        }
-        Ok(true)
-    }
-
-    /// Reclaims the segment that the policy names, over all lanes of ours on the drive; `false` where there is none.
-    fn reclaim_one(&self, drive: usize, append: &Arc<Lane>, give_back: bool) -> Result<bool> {
-        let context_of = |survey: &Survey| ReclaimContext { now: self.tick(), hot_since: survey.hot_since };
-        let mut candidates: Vec<(Arc<Lane>, SegmentSummary, ReclaimContext)> = Vec::new();
-        for lane in super::keeper::own_lanes(self).into_iter().filter(|l| l.drive == drive) {
-            let survey = survey(&lane);
-            let context = context_of(&survey);
-            candidates.extend(sealed(&lane, &survey).into_iter().map(|s| (Arc::clone(&lane), s, context)));
-        }
-        while !candidates.is_empty() {
-            let policy = self.policy.lock();
-            let best = (0..candidates.len()).min_by_key(|&i| {
-                let (_, s, context) = candidates.get(i)?;
-                debug_assert_eq!(victim(&**policy, std::slice::from_ref(s), context), Some(s.segment));
-                Some(policy.rank(s, context))
-            });
-            drop(policy);
-            let Some(best) = best else { return Ok(false) };
-            let (lane, summary, context) = candidates.swap_remove(best);
-            let Some(own) = &lane.own else { continue };
-            let _one = own.keeper.lock();
-            if !self.condemn(&lane, own, summary.segment) {
-                continue;
+/// Reclaims what holds nothing any more in adopted lanes, so that these can be removed.
+pub(super) fn reclaim_dead_adopted(volume: &Volume) {
+    for lane in volume.lanes().held().filter(|l| l.role == Role::Adopted) {
+        let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
+        for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
+            let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };
+            let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context };
+            if let Err(e) = reclaim(volume, &victim) {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
+                break;
             }
-            let reuse = Arc::ptr_eq(&lane, append) && !give_back;
-            let epoch = own.segments.lock().get(summary.segment).map_or(0, |s| s.epoch);
-            let victim = Victim { lane: &lane, own, n: summary.segment, epoch, append };
-            let done = self.give_up(&victim, reuse, &context);
-            if let Err(e) = done {
-                self.uncondemn(&lane, own, summary.segment);
-                return Err(e);
-            }
-            return Ok(true);
-        }
-        Ok(false)
-    }
-
-    fn condemn(&self, lane: &Lane, own: &Own, n: u32) -> bool {
-        let Some(shm) = &lane.shm else { return false };
-        match self.with_lease_env(|env| shm.try_condemn(n, env)) {
-            Ok(()) => {}
-            Err(CondemnRefused::Leased(_)) => return false,
-            Err(refused) => {
-                tracing::debug!(segment = n, ?refused, "a segment cannot be reclaimed");
-                return false;
-            }
-        }
-        if let Some(segment) = own.segments.lock().get_mut(n) {
-            segment.used_for = Use::Condemned;
-        }
-        true
-    }
-
-    fn uncondemn(&self, lane: &Lane, own: &Own, n: u32) {
-        if let Some(segment) = own.segments.lock().get_mut(n) {
-            segment.used_for = Use::Sealed;
-            lane.show_segment(n, SegmentState::Sealed, segment.epoch);
         }
     }
+}
 
-    fn give_up(&self, victim: &Victim<'_>, reuse: bool, context: &ReclaimContext) -> Result<()> {
-        let Victim { lane, own, n, epoch, append } = *victim;
-        let count = own.segments.lock().get(n).map_or(0, |s| s.count);
-        let records = self.read_records(lane, own, n, count)?;
-        let live = self.live_chunks(lane, own, n, &records);
-        let budget = (self.options.reclaim_write_budget * lane.superblock.segment_bytes as f64) as u64;
-        let keep: Vec<usize> = {
-            let summaries: Vec<ChunkSummary> = live.iter().map(|c| c.summary).collect();
-            plan_keep(&**self.policy.lock(), &summaries, budget, context)
+/// The next victim among the sealed segments of all lanes that this process holds.
+fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
+    let policy = index::by_name(&volume.ctx.options.policy)?;
+    let mut best: Option<(index::Rank, Victim)> = None;
+    for lane in volume.lanes().held() {
+        let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
+        let (sealed, context) = survey(lane, refused, sample_every).ok()?;
+        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared counts do not.
+        let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
+        let empty = sealed.iter().find(|s| s.live_chunks == 0 && live(s) == 0).map(|s| s.segment);
+        let Some(segment) = empty.or_else(|| index::victim(&*policy, &sealed, &context)) else { continue };
+        let rank = match sealed.iter().find(|s| s.segment == segment) {
+            Some(summary) if summary.live_chunks > 0 => policy.rank(summary, &context),
+            _ => index::Rank(0, 0),
         };
-        let mut moved = false;
-        for &i in &keep {
-            if let Some(chunk) = live.get(i) {
-                moved |= self.move_chunk(lane, append, chunk).unwrap_or_else(|e| {
-                    tracing::debug!(error = %e, "a hot chunk is dropped instead of moved");
-                    false
-                });
+        let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
+        if best.as_ref().is_none_or(|(least, _)| rank < *least) {
+            best = Some((rank, Victim { lane: Arc::clone(lane), segment, epoch, context }));
+        }
+    }
+    best.map(|(_, victim)| victim)
+}
+
+fn survey(
+    lane: &Lane,
+    refused: &HashSet<(u32, u32)>,
+    sample_every: usize,
+) -> Result<(Vec<SegmentSummary>, ReclaimContext)> {
+    let state = lane.state()?;
+    let table = lane.table();
+    let options = SurveyOptions {
+        segments: state.segments.len() as u32,
+        hot_percent: HOT_PERCENT,
+        sample_every,
+        offset: state.tick as usize,
+    };
+    let survey = Survey::take(&table, &state.recency, &options);
+    let summary = |(number, segment): (usize, &Segment)| {
+        let number = number as u32;
+        if segment.phase != Phase::Sealed || refused.contains(&(lane.number, number)) {
+            return None;
+        }
+        let found = survey.segments.binary_search_by_key(&number, |s| s.segment).ok();
+        let found = found.and_then(|i| survey.segments.get(i)).copied().unwrap_or_default();
+        Some(SegmentSummary { segment: number, first_seq: segment.min_seq, ..found })
+    };
+    let sealed = state.segments.iter().enumerate().filter_map(summary).collect();
+    Ok((sealed, ReclaimContext { now: state.tick, hot_since: survey.hot_since }))
+}
+
+/// Reclaims one segment; false if somebody leases it.
+fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
+    if !condemn(volume, victim)? {
+        return Ok(false);
+    }
+    let outcome = empty(volume, victim).and_then(|records| {
+        write_free(&victim.lane, victim)?;
+        Ok(records)
+    });
+    match outcome {
+        Ok(records) => {
+            forget(&victim.lane, victim, &records)?;
+            hand_over(volume, victim)?;
+            Ok(true)
+        }
+        Err(e) => {
+            pardon(victim)?;
+            Err(e)
+        }
+    }
+}
+
+/// Nobody gets a lease on it from here on, unless somebody has one.
+fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
+    let mut state = victim.lane.state()?;
+    let Some(segment) = state.segment(victim.segment) else { return Ok(false) };
+    if segment.phase != Phase::Sealed || segment.epoch != victim.epoch {
+        return Ok(false);
+    }
+    if let Some(shared) = victim.lane.shared() {
+        match volume.ctx.with_lease_env(|env| shared.try_condemn(victim.segment, env)) {
+            // Beyond the shared file's range nobody can have a lease.
+            Ok(()) | Err(index::CondemnRefused::Invalid) => {}
+            Err(_) => return Ok(false),
+        }
+    }
+    segment.phase = Phase::Condemned;
+    Ok(true)
+}
+
+/// It could not be reclaimed and stays as it was. What was moved or carried on meanwhile lies in two places, which is harmless.
+fn pardon(victim: &Victim) -> Result<()> {
+    if let Some(segment) = victim.lane.state()?.segment(victim.segment) {
+        segment.phase = Phase::Sealed;
+    }
+    if let Some(shared) = victim.lane.shared() {
+        drop(shared.set_segment(victim.segment, SegmentState::Sealed, victim.epoch));
+    }
+    Ok(())
+}
+
+/// Moves, carries on, and makes that durable. Returns the segment's records.
+fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
+    let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
+    let records = records_of(victim)?;
+    let mut plan = plan(volume, victim, &records)?;
+    let mut written = false;
+    for slot in std::mem::take(&mut plan.keep) {
+        match moves::move_slot(volume, &own, victim, &slot) {
+            Ok(true) => written = true,
+            Ok(false) => plan.drop.extend(slot),
+            Err(e) => {
+                tracing::debug!(error = %e, "a chunk worth keeping was not moved");
+                plan.drop.extend(slot);
             }
         }
-        let carried = self.carry_removals(victim, &records)?;
-        let dropped = self.drop_chunks(victim, &live)?;
-        if moved || carried || dropped {
-            self.flush_lane(append)?;
-        }
-        self.free_region(lane, own, n, epoch + 1)?;
-        self.reuse(lane, own, (n, epoch + 1), reuse)?;
-        self.counters.reclaimed.add(1);
-        Ok(())
     }
-
-    fn read_records(&self, lane: &Lane, own: &Own, n: u32, count: u32) -> Result<Vec<Record>> {
-        if count == 0 {
-            return Ok(Vec::new());
-        }
-        let bytes = self.drive(lane.drive)?.disk.read(
-            &own.index,
-            region_offset(own, n) + PAGE_BYTES as u64,
-            count as usize * RECORD_BYTES,
-        )?;
-        Ok(decode_records(bytes.as_slice(), count).0)
+    let evicted = plan.drop.len() as u64;
+    let carried = carry_on(volume, victim, plan);
+    if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
+        return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));
     }
-
-    fn live_chunks(&self, lane: &Lane, own: &Own, n: u32, records: &[Record]) -> Vec<LiveChunk> {
-        let recency = own.recency.lock();
-        let table = lane.table.read();
-        let expired = |r: &Record| r.expiry_s != 0 && r.expiry_s <= self.options.clock.unix_s();
-        let mut live = Vec::new();
-        for record in records.iter().filter(|r| r.kind == RecordKind::Put) {
-            let Some((entry, slot)) = table.get_slot(&record.key) else { continue };
-            if entry.seq != record.sequence || entry.segment != n {
-                continue;
-            }
-            let (last_touch, uses) = if expired(record) { (0, 0) } else { recency.get(slot) };
-            let tag = record.key.0.first_chunk::<8>().copied().map_or(0, u64::from_le_bytes);
-            let bytes = u64::from(record.pages) * PAGE_BYTES as u64;
-            let summary = ChunkSummary { tag, seq: record.sequence, last_touch, uses, depth: record.depth, bytes };
-            live.push(LiveChunk { record: *record, summary });
-        }
-        live
+    for records in carried.chunks(CONTROL_RECORDS) {
+        remove::write_control(volume, &own, records.to_vec(), Instant::now())?;
+        written = true;
     }
+    if written {
+        journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
+    }
+    volume.ctx.counters.evicted.add(evicted);
+    Ok(records)
+}
 
-    /// Writes a chunk again in the open segment, under its own sequence, after checking all its bytes.
-    fn move_chunk(&self, from: &Arc<Lane>, to: &Arc<Lane>, chunk: &LiveChunk) -> Result<bool> {
-        let record = &chunk.record;
-        if !matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment | KeyKind::Object | KeyKind::ObjectPart) {
-            return Ok(false);
+/// The segment's records: from its region, or, where that is damaged, as far as the table knows them.
+fn records_of(victim: &Victim) -> Result<Vec<Record>> {
+    let lane = &victim.lane;
+    match read_region(lane, victim) {
+        Ok(records) => return Ok(records),
+        Err(e) if e.kind() == ErrorKind::Corrupt => tracing::warn!(error = %e, "a damaged region is reclaimed"),
+        Err(e) => return Err(e),
+    }
+    let mut records = Vec::new();
+    lane.table().for_each(|_, e| {
+        if (e.segment, e.epoch) != (victim.segment, victim.epoch) {
+            return;
         }
-        let disk = &self.drive(from.drive)?.disk;
-        let offset = from.segment_offset(record.segment) + u64::from(record.page) * PAGE_BYTES as u64;
-        let mut buf = disk.read(&from.data, offset, record.pages as usize * PAGE_BYTES)?;
-        let (header, at) = self.intact_header(record, buf.as_slice())?;
-        let layout = layout_of(&header, at, record.pages);
-        let place = self.allocate(to, &layout)?;
-        let moved = SlotHeader {
-            segment: place.segment,
-            epoch: place.epoch,
-            page: place.page,
-            lane: to.superblock.lane,
-            ..header
+        let (kind, key_kind) = match e.kind {
+            EntryKind::Tombstone => (RecordKind::Tombstone, KeyKind::Chain),
+            EntryKind::Object => (RecordKind::Put, KeyKind::Object),
+            _ => (RecordKind::Put, KeyKind::Chain),
         };
-        let written = moved.encode(&layout).and_then(|(bytes, crc)| {
-            let (from_byte, len) = (at.1 as usize, bytes.len());
-            if let Some(place) = buf.as_mut_slice().get_mut(from_byte..from_byte + len) {
-                place.copy_from_slice(&bytes);
-            }
-            disk.write_buf(
-                &to.data,
-                to.segment_offset(place.segment) + u64::from(place.page) * PAGE_BYTES as u64,
-                buf,
-            )?;
-            Ok(crc)
+        records.push(Record {
+            sequence: e.seq,
+            segment: e.segment,
+            epoch: e.epoch,
+            page: e.page,
+            pages: e.pages,
+            header_crc: e.header_crc,
+            // Moving it needs what only the region knows.
+            tokens: 0,
+            ..Record::new(kind, key_kind, e.key)
         });
-        let new = written.as_ref().ok().map(|&header_crc| Record {
-            segment: place.segment,
-            epoch: place.epoch,
-            page: place.page,
-            header_crc,
-            hotness: u32::from(chunk.summary.uses),
-            ..*record
-        });
-        let published = match &new {
-            // Only if it still is the version that was read: a move never undoes a removal or an overwrite.
-            Some(new) if from.table.read().get(&record.key).is_some_and(|e| e.seq == record.sequence) => {
-                if !Arc::ptr_eq(from, to) {
-                    from.unpublish(&record.key, record.sequence)?;
-                }
-                to.publish(new, chunk.summary.last_touch)?
-            }
-            _ => false,
+    });
+    Ok(records)
+}
+
+fn read_region(lane: &Lane, victim: &Victim) -> Result<Vec<Record>> {
+    let offset = lane.region_offset(victim.segment);
+    let page = journal::read(lane, &lane.index, offset, PAGE_BYTES)?;
+    let header = RegionHeader::decode(page.as_slice())?
+        .filter(|h| h.lane == *lane.id() && h.segment == victim.segment && h.epoch == victim.epoch)
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
+    if header.count == 0 {
+        return Ok(Vec::new());
+    }
+    let count = header.count.min(lane.region_records() as u32);
+    let len = sealed::region_bytes(count as usize) - PAGE_BYTES;
+    let body = journal::read(lane, &lane.index, offset + PAGE_BYTES as u64, len)?;
+    let (records, damaged) = sealed::decode_records(body.as_slice(), count);
+    if damaged > 0 {
+        lane.ctx.counters.damaged_records.add(u64::from(damaged));
+        return Err(Error::new(ErrorKind::Corrupt, "a region has damaged records")
+            .at(lane.index.path())
+            .offset(offset));
+    }
+    Ok(records)
+}
+
+fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
+    let lane = &victim.lane;
+    let table = lane.table();
+    let mut plan = Plan::default();
+    // A pack of objects is one slot with several records.
+    let mut slots: BTreeMap<u32, (ChunkSummary, Vec<Record>)> = BTreeMap::new();
+    for record in records {
+        if record.kind != RecordKind::Put {
+            plan.hiding.push(*record);
+            continue;
+        }
+        let Some((entry, slot)) = table.get_slot(&record.key) else { continue };
+        let here = (entry.seq, entry.segment, entry.epoch) == (record.sequence, victim.segment, victim.epoch);
+        if !here || entry.kind == EntryKind::Tombstone {
+            continue;
+        }
+        if record.length == 0 || !volume.is_newest(&record.key, &entry) {
+            plan.drop.push(*record);
+            continue;
+        }
+        let (last_touch, uses) = lane.state()?.recency.get(slot);
+        let seen = ChunkSummary {
+            tag: 0,
+            seq: record.sequence,
+            last_touch,
+            uses,
+            depth: record.depth,
+            bytes: u64::from(record.pages) * PAGE_BYTES as u64,
         };
-        if let Some(own) = &to.own {
-            let records: Vec<Record> = new.into_iter().filter(|_| published).collect();
-            own.segments.lock().ended(place, &records);
-            own.journal.push(&records);
-        }
-        written?;
-        self.counters.moved.add(1);
-        self.counters.moved_bytes.add(layout.slot_bytes);
-        Ok(published)
+        let (summary, all) = slots.entry(record.page).or_insert((seen, Vec::new()));
+        summary.last_touch = summary.last_touch.max(last_touch);
+        summary.uses = summary.uses.max(uses);
+        all.push(*record);
     }
-
-    /// The header of a slot whose every extent passes its CRC, with its length and offset.
-    fn intact_header(&self, record: &Record, slot: &[u8]) -> Result<(SlotHeader, (u32, u32))> {
-        let corrupt = || Error::new(ErrorKind::Corrupt, "a chunk to be moved is damaged");
-        let starts = (0..COARSE_BYTES).step_by(PAGE_BYTES);
-        let found = starts.filter_map(|at| {
-            let bytes = slot.get(at..)?;
-            let (header, crc) = bytes.starts_with(b"FBSLOT01").then(|| SlotHeader::decode(bytes).ok()).flatten()?;
-            (crc == record.header_crc).then_some((header, at))
-        });
-        let (header, at) = found.into_iter().next().ok_or_else(corrupt)?;
-        let len = slot.get(at + 8..at + 12).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes);
-        for layer in header.layers.iter().filter(|l| l.len > 0) {
-            let start = layer.offset as usize;
-            let bytes = slot.get(start..start.saturating_add(layer.len as usize)).ok_or_else(corrupt)?;
-            if crc(bytes) != layer.crc {
-                return Err(corrupt());
-            }
-        }
-        Ok((header, (len, at as u32)))
-    }
-
-    /// Writes again the removals of a segment that something older and recoverable still needs.
-    fn carry_removals(&self, victim: &Victim<'_>, records: &[Record]) -> Result<bool> {
-        let Victim { lane, own, n, append, .. } = *victim;
-        let oldest = self.oldest_recoverable(lane, own, n);
-        let needed: Vec<Record> =
-            records.iter().filter(|r| r.kind != RecordKind::Put && r.sequence > oldest).copied().collect();
-        for batch in needed.chunks(256) {
-            self.write_control(append, batch, false)?;
-            for record in batch.iter().filter(|r| r.kind == RecordKind::Tombstone) {
-                append.publish(record, self.tick())?;
-            }
-        }
-        for record in records.iter().filter(|r| r.kind == RecordKind::Tombstone && r.sequence <= oldest) {
-            lane.unpublish(&record.key, record.sequence)?;
-        }
-        Ok(!needed.is_empty())
-    }
-
-    /// The lowest sequence that any segment of any lane but this one may bring back; 0 where that is not known.
-    fn oldest_recoverable(&self, lane: &Lane, own: &Own, n: u32) -> u64 {
-        let mut oldest = own.segments.lock().min_sequence_except(n);
-        for other in self.lanes().iter().filter(|l| l.name != lane.name || l.drive != lane.drive) {
-            oldest = oldest.min(match &other.own {
-                Some(own) => own.segments.lock().min_sequence_except(u32::MAX),
-                None => 0,
-            });
-        }
-        oldest
-    }
-
-    /// Takes the chunks that were not moved out of the table; a tombstone stays where an older version could come back.
-    fn drop_chunks(&self, victim: &Victim<'_>, live: &[LiveChunk]) -> Result<bool> {
-        let Victim { lane, own, n, epoch, append } = *victim;
-        let mut noted = Vec::new();
-        for chunk in live {
-            let record = &chunk.record;
-            let here = lane
-                .table
-                .read()
-                .get(&record.key)
-                .is_some_and(|e| (e.segment, e.epoch, e.seq) == (n, epoch, record.sequence));
-            if !here || lane.unpublish(&record.key, record.sequence)?.is_none() {
-                continue;
-            }
-            self.counters.evicted.add(1);
-            if super::recover::is_partial(record, lane.superblock.chunk_tokens) {
-                lane.table.read().drop_partial(&record.parent, record.tokens as u16)?;
-            }
-            let has_it = |l: &Arc<Lane>| !Arc::ptr_eq(l, lane) && l.table(&self.machine).get(&record.key).is_some();
-            let elsewhere = || self.lanes().iter().any(has_it);
-            if own.superseding.lock().contains(&half(&record.key)) || elsewhere() {
-                noted.push(Record { kind: RecordKind::Tombstone, pages: 0, ..*record });
-            }
-        }
-        for batch in noted.chunks(256) {
-            self.write_control(append, batch, false)?;
-            for record in batch {
-                append.publish(record, self.tick())?;
-            }
-        }
-        Ok(!noted.is_empty())
-    }
-
-    /// The segment's next use; or its blocks go back to the drive.
-    fn reuse(&self, lane: &Lane, own: &Own, (n, epoch): (u32, u32), reuse: bool) -> Result<()> {
-        if !reuse {
-            lane.data.punch_hole(lane.segment_offset(n), lane.superblock.segment_bytes)?;
-        }
-        let mut segments = own.segments.lock();
-        if let Some(segment) = segments.get_mut(n) {
-            *segment = Segment::new(if reuse { Use::Ready } else { Use::NoSpace }, epoch);
-        }
-        lane.show_segment(n, SegmentState::Free, epoch);
-        Ok(())
-    }
+    let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
+    let budget_bytes = (lane.segment_bytes() as f64 * volume.ctx.options.reclaim_write_budget) as u64;
+    let policy = index::by_name(&volume.ctx.options.policy);
+    let wanted = policy.map(|p| index::plan_keep(&*p, &summaries, budget_bytes, &victim.context)).unwrap_or_default();
+    let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
+    plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
+    plan.drop.extend(slots.into_iter().flatten());
+    Ok(plan)
 }
 
-/// The layout that a header describes; `at` is its length and its offset in the slot.
-fn layout_of(header: &SlotHeader, (header_bytes, header_offset): (u32, u32), pages: u32) -> SlotLayout {
-    let padded = |len: u32| (len as usize).next_multiple_of(PAGE_BYTES) as u32;
-    let extent = |l: &LayerEntry| Extent { offset: l.offset, len: l.len, padded_len: padded(l.len) };
-    SlotLayout {
-        header_offset,
-        header_bytes,
-        align: if header_offset > 0 { COARSE_BYTES as u32 } else { PAGE_BYTES as u32 },
-        extents: header.layers.iter().map(extent).collect(),
-        slot_bytes: u64::from(pages) * PAGE_BYTES as u64,
+/// The records that must not be lost with the segment.
+fn carry_on(volume: &Volume, victim: &Victim, plan: Plan) -> Vec<Record> {
+    let mut carried = Vec::new();
+    let mut seen = HashSet::new();
+    let cleared = volume.shard.cleared_up_to();
+    for record in plan.hiding {
+        let needed = match record.kind {
+            RecordKind::Clear => record.sequence >= cleared && clear_is_needed(volume, victim, record.sequence),
+            _ => record.sequence > cleared && tombstone_is_needed(volume, victim, &record),
+        };
+        if needed && seen.insert((record.key, record.sequence)) {
+            carried.push(record);
+        }
     }
+    for record in plan.drop {
+        let orphaned = record.sequence > cleared && has_older(volume, victim, &record);
+        if orphaned && seen.insert((record.key, record.sequence)) {
+            // With the sequence of the version that goes: it hides all older ones and no newer one.
+            let hide = Record::new(RecordKind::Tombstone, KeyKind::Chain, record.key);
+            carried.push(Record { sequence: record.sequence, tenant: record.tenant, ..hide });
+        }
+    }
+    carried
 }
 
-fn survey(lane: &Lane) -> Survey {
-    let Some(own) = &lane.own else { return Survey::default() };
-    let segments = own.segments.lock().len();
-    let recency = own.recency.lock();
-    let table = Arc::clone(&lane.table.read());
-    let sample_every = (table.len() / 100_000 + 1) as usize;
-    let options =
-        SurveyOptions { segments, hot_percent: HOT_PERCENT, sample_every, offset: table.len() as usize % sample_every };
-    Survey::take(&table, &recency, &options)
+/// Whether a tombstone is still what hides something.
+fn tombstone_is_needed(volume: &Volume, victim: &Victim, record: &Record) -> bool {
+    let newest = victim.lane.get(&record.key);
+    let superseded = newest.is_some_and(|e| e.seq > record.sequence);
+    !superseded && (has_older(volume, victim, record) || volume.is_being_stored(&record.key))
 }
 
-/// The sealed segments of a lane as the policy sees them.
-fn sealed(lane: &Lane, survey: &Survey) -> Vec<SegmentSummary> {
-    let Some(own) = &lane.own else { return Vec::new() };
-    let segments = own.segments.lock();
-    let sealed = segments.iter().filter(|(_, s)| s.used_for == Use::Sealed);
-    sealed
-        .map(|(n, s)| {
-            let known = survey.segments.iter().find(|k| k.segment == n).copied().unwrap_or_default();
-            SegmentSummary { segment: n, first_seq: s.min_sequence, ..known }
+/// Whether a version of the key up to the record's could be recovered from somewhere else.
+fn has_older(volume: &Volume, victim: &Victim, record: &Record) -> bool {
+    volume.lanes().all.iter().any(|lane| {
+        let is_victims = lane.number == victim.lane.number;
+        let except = if is_victims { victim.segment } else { u32::MAX };
+        let shadowed =
+            lane.is_held() && lane.state().is_ok_and(|state| state.has_older(&record.key, record.sequence, except));
+        let in_table = || {
+            lane.get(&record.key).is_some_and(|e| {
+                let in_victim = is_victims && (e.segment, e.epoch) == (victim.segment, victim.epoch);
+                e.kind != EntryKind::Tombstone && e.seq <= record.sequence && !in_victim
+            })
+        };
+        shadowed || in_table()
+    })
+}
+
+/// A clear is needed while anything that it hides could be recovered; of other processes' lanes that is not known.
+fn clear_is_needed(volume: &Volume, victim: &Victim, sequence: u64) -> bool {
+    volume.lanes().all.iter().any(|lane| {
+        lane.state().map_or(true, |state| {
+            state.segments.iter().enumerate().any(|(number, s)| {
+                let is_victim = lane.number == victim.lane.number && number as u32 == victim.segment;
+                let empty = matches!(s.phase, Phase::Absent | Phase::Ready);
+                !is_victim && !empty && (s.min_seq < sequence || s.pending > 0)
+            })
         })
-        .collect()
+    })
+}
+
+/// Marks the region free for the next epoch, durably: from here on a recovery does not find the segment's records.
+fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
+    let header = RegionHeader {
+        lane: *lane.id(),
+        segment: victim.segment,
+        epoch: victim.epoch.wrapping_add(1),
+        state: sealed::SegmentState::Free,
+        count: 0,
+        min_sequence: 0,
+        max_sequence: 0,
+        sealed_ms: lane.ctx.options.clock.unix_ms(),
+    };
+    let index = Arc::clone(&lane.index);
+    journal::write(lane, &index, lane.region_offset(victim.segment), aligned(&header.encode())?)?;
+    journal::flush_file(lane, &index)
+}
+
+/// Takes the segment's entries out of the table, and forgets its old versions.
+fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
+    let mut state = lane.state()?;
+    let (table, shared) = (lane.table(), lane.shared());
+    for record in records.iter().filter(|r| r.kind != RecordKind::Clear) {
+        state.unshadow(&record.key, victim.segment, record.sequence);
+        let Some(entry) = table.get(&record.key) else { continue };
+        if (entry.segment, entry.epoch, entry.seq) != (victim.segment, victim.epoch, record.sequence) {
+            continue;
+        }
+        if let Some((old, slot)) = table.remove_if(&record.key, record.sequence)? {
+            state.gone(shared.as_ref(), &old);
+            state.recency.forget(slot);
+            if let Some(length) = super::state::partial_length(record, state.chunk_tokens) {
+                table.drop_partial(&record.parent, length)?;
+            }
+        }
+    }
+    if state.clear.is_some_and(|(_, segment)| segment == victim.segment) {
+        state.clear = None;
+    }
+    Ok(())
+}
+
+/// The segment is empty: the own lane uses it again, the space of any other is given back.
+fn hand_over(volume: &Volume, victim: &Victim) -> Result<()> {
+    let lane = &victim.lane;
+    let reuse = {
+        let mut state = lane.state()?;
+        let Some(segment) = state.segment(victim.segment) else { return Ok(()) };
+        let retired = segment.retired;
+        let epoch = victim.epoch.wrapping_add(1);
+        *segment = Segment { epoch, retired, ..Segment::absent() };
+        if let Some(shared) = lane.shared() {
+            drop(shared.set_live(victim.segment, 0, 0));
+            drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));
+        }
+        let reuse = lane.role == Role::Own && !retired;
+        if reuse {
+            grant::make_ready(&mut state, victim.segment);
+        }
+        reuse
+    };
+    volume.ctx.counters.reclaimed.add(1);
+    lane.progress.notify_all();
+    if !reuse {
+        grant::punch(lane, victim.segment);
+    }
+    Ok(())
 }

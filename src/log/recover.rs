@@ -1,317 +1,343 @@
-//! What a lane held when its last writer ended: sealed regions and journal ring, read sequentially into a table. The same
-//! code after a clean stop and after a crash.
+//! What a lane's index.kv says, after a clean stop as after a crash.
 //!
-//! Within a segment only the highest epoch counts; of a key's records the highest sequence; a tombstone beats a put of its own
-//! sequence (reclaim writes such a one when it drops a key of which an older version is left). Damaged records are counted
-//! and passed over. Nothing is taken on trust: what is found here is still checked by CRC when it is loaded.
+//! The journal ring and the sealed table are read sequentially and never written here. Within a segment only records of its
+//! highest epoch count, so the ring is read twice: first for the epochs, then, after the regions, for the records of segments
+//! that were not sealed. Records go straight to the caller; only those of unsealed segments are kept, because they must be
+//! sealed before their ring pages may be used again.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::path::Path;
 
-use super::disk::Disk;
-use super::lane::{entry_of, half};
-use super::segment::{Segments, Use};
+use super::sizes;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
+use crate::format::journal::{self, JournalPage};
+use crate::format::record::{Record, RecordKind};
 use crate::format::sealed::{RegionHeader, SegmentState};
 use crate::format::superblock::Superblock;
-use crate::format::{PAGE_BYTES, journal};
-use crate::index::{EntryKind, Recency, Table};
-use crate::io::{Buf, DirectFile};
+use crate::format::{PAGE_BYTES, record};
+use crate::io::{AlignedBuf, DirectFile};
 
-/// Bytes of one read; a multiple of pages and of records.
-const WINDOW_BYTES: usize = 6 << 20;
+/// Bytes read at once.
+const READ_BYTES: usize = 1 << 20;
+/// Segments are numbered with 24 bits.
+const MAX_SEGMENTS: u64 = 1 << 24;
 
-/// Makes a table for that many entries.
-pub(super) type TableMaker<'a> = dyn Fn(u64, u64) -> Result<Table> + Sync + 'a;
-
-/// What was found.
-pub(super) struct Recovered {
-    pub(super) table: Table,
-    pub(super) recency: Recency,
-    pub(super) segments: Segments,
-    /// Next page of the journal.
-    pub(super) next_page: u64,
-    /// Journal pages with records of segments that are not sealed yet.
-    pub(super) live_pages: Vec<(u64, BTreeSet<(u32, u32)>)>,
-    pub(super) superseding: HashSet<[u8; 16]>,
-    /// Highest sequence that a clear covers.
-    pub(super) cleared: u64,
-    pub(super) records: u64,
-    pub(super) damaged: u64,
+/// State of a segment as found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FoundState {
+    /// It holds nothing.
+    Free,
+    /// Its region holds its records.
+    Sealed,
+    /// Its records are in the journal ring only.
+    Unsealed,
 }
 
-/// Everything recovery reads and makes.
-pub(super) struct Recovery<'a> {
-    pub(super) disk: &'a Disk,
-    pub(super) index: &'a Arc<DirectFile>,
-    pub(super) superblock: &'a Superblock,
-    pub(super) make_table: &'a TableMaker<'a>,
-    pub(super) segment_limit: u32,
+/// A segment as found.
+#[derive(Clone, Debug)]
+pub struct FoundSegment {
+    /// State.
+    pub state: FoundState,
+    /// Epoch of its current use; of its next one if it is free.
+    pub epoch: u32,
+    /// Records of its region.
+    pub count: u32,
+    /// Least sequence of its records; 0 without.
+    pub min_sequence: u64,
+    /// Greatest sequence of its records.
+    pub max_sequence: u64,
+    /// Its records if it is unsealed.
+    pub records: Vec<Record>,
+    /// Its region's first page was there but damaged.
+    pub damaged: bool,
 }
 
-struct State {
-    found: Recovered,
-    generation: u64,
-    /// Highest epoch of each segment in the journal.
-    ring_epochs: HashMap<u32, u32>,
+/// What a lane's index.kv holds.
+#[derive(Clone, Debug, Default)]
+pub struct Found {
+    /// Segments, by number.
+    pub segments: Vec<FoundSegment>,
+    /// Number of the next journal page.
+    pub next_page: u64,
+    /// Greatest sequence seen.
+    pub max_sequence: u64,
+    /// Records given to the caller.
+    pub records: u64,
+    /// Records and pages that fail their check.
+    pub damaged: u64,
 }
 
-impl Recovery<'_> {
-    /// Reads the lane.
-    ///
-    /// # Errors
-    /// I/O errors of index.kv; damage is no error.
-    pub(super) fn run(&self) -> Result<Recovered> {
-        let sb = self.superblock;
-        let allocated = self.index.allocated_bytes()?;
-        let expected = (allocated / RECORD_BYTES as u64).max(1 << 14);
-        let generation = sb.mount_generation << 16;
-        let table = (self.make_table)(expected, generation)?;
-        let recency = Recency::new(table.slots());
-        let max_records = (sb.region_bytes as usize - PAGE_BYTES) / RECORD_BYTES;
-        let segments = Segments::new(sb.segment_bytes, max_records, self.segment_limit);
-        let found = Recovered {
-            table,
-            recency,
-            segments,
-            next_page: 0,
-            live_pages: Vec::new(),
-            superseding: HashSet::new(),
-            cleared: 0,
-            records: 0,
-            damaged: 0,
-        };
-        let mut state = State { found, generation, ring_epochs: HashMap::new() };
-        let pages = self.read_ring(&mut state)?;
-        self.read_regions(&mut state)?;
-        self.replay_ring(&mut state, &pages)?;
-        Ok(state.found)
+/// Reads the superblock of an open index.kv.
+///
+/// # Errors
+/// `Corrupt` for an empty, short or damaged file or one of another program; `Incompatible` for one of a newer version.
+pub fn superblock(index: &DirectFile) -> Result<Superblock> {
+    let advice =
+        "run `forebay fsck rebuild` to restore the lane from its data, or set on_incompatible: recreate to lose it";
+    let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
+    if index.len()? < pages.len() as u64 {
+        return Err(Error::new(ErrorKind::Corrupt, "index.kv is cut short").at(index.path()).advice(advice));
+    }
+    index.read_at(&mut pages, 0)?;
+    let (a, b) = pages.split_at(PAGE_BYTES);
+    Superblock::newest(a, b).map_err(|e| {
+        let e = e.at(index.path());
+        if e.kind() == ErrorKind::Corrupt { e.advice(advice) } else { e }
+    })
+}
+
+/// Reads index.kv and gives every record that counts within this lane to `sink`, in no particular order: those of sealed
+/// segments, then those of unsealed ones.
+///
+/// # Errors
+/// Those of reading, and what `sink` returns. Damage is counted and never an error.
+pub fn read(
+    index: &DirectFile,
+    superblock: &Superblock,
+    data_bytes: u64,
+    sink: &mut dyn FnMut(&Record) -> Result<()>,
+) -> Result<Found> {
+    Reader::survey(index, superblock, data_bytes)?.replay(sink)
+}
+
+/// The first half of a recovery: what there is, and how much.
+pub(super) struct Reader<'a> {
+    index: &'a DirectFile,
+    superblock: &'a Superblock,
+    data_bytes: u64,
+    found: Found,
+}
+
+impl<'a> Reader<'a> {
+    /// Reads the regions' first pages and, once, the ring.
+    pub(super) fn survey(index: &'a DirectFile, superblock: &'a Superblock, data_bytes: u64) -> Result<Self> {
+        let mut reader = Self { index, superblock, data_bytes, found: Found::default() };
+        let epochs = reader.survey_ring()?;
+        reader.survey_regions(&epochs)?;
+        Ok(reader)
     }
 
-    fn read_ring(&self, state: &mut State) -> Result<Vec<(u64, Vec<Record>)>> {
-        let sb = self.superblock;
-        let ring_bytes = sb.ring_pages as usize * PAGE_BYTES;
-        let end = self.index.len()?.saturating_sub(sb.ring_offset).min(ring_bytes as u64) as usize;
-        let mut pages = Vec::new();
-        let mut at = 0;
-        while at < end {
-            let len = (end - at).min(WINDOW_BYTES);
-            let bytes = self.disk.read(self.index, sb.ring_offset + at as u64, len)?;
-            for page in bytes.as_slice().chunks_exact(PAGE_BYTES).filter(|p| p.iter().any(|&b| b != 0)) {
-                match journal::decode(page) {
-                    Ok(p) if p.lane == sb.lane => {
-                        state.found.damaged += u64::from(p.damaged);
-                        pages.push((p.number, p.records));
-                    }
-                    Ok(_) => {}
-                    Err(_) => state.found.damaged += 1,
+    /// Records that [`replay`](Self::replay) will give, at most.
+    pub(super) fn expected(&self) -> u64 {
+        let sealed: u64 = self.found.segments.iter().map(|s| u64::from(s.count)).sum();
+        let unsealed = self.found.segments.iter().filter(|s| s.state == FoundState::Unsealed).count() as u64;
+        let ring = u64::from(self.superblock.ring_pages) * journal::RECORDS_PER_PAGE as u64;
+        sealed + ring.min(unsealed * sizes::region_records(self.superblock.region_bytes) as u64)
+    }
+
+    fn survey_ring(&mut self) -> Result<HashMap<u32, u32>> {
+        let mut epochs = HashMap::new();
+        let mut next_page = 0;
+        let mut damaged = 0;
+        self.for_each_page(|page| match page {
+            Some(page) => {
+                next_page = next_page.max(page.number + 1);
+                damaged += u64::from(page.damaged);
+                for record in &page.records {
+                    let epoch = epochs.entry(record.segment).or_insert(record.epoch);
+                    *epoch = record.epoch.max(*epoch);
                 }
             }
-            at += len;
-        }
-        pages.sort_unstable_by_key(|(number, _)| *number);
-        state.found.next_page = pages.last().map_or(0, |(number, _)| number + 1);
-        for record in pages.iter().flat_map(|(_, records)| records) {
-            let epoch = state.ring_epochs.entry(record.segment).or_insert(record.epoch);
-            *epoch = (*epoch).max(record.epoch);
-        }
-        Ok(pages)
+            None => damaged += 1,
+        })?;
+        self.found.next_page = next_page;
+        self.found.damaged += damaged;
+        Ok(epochs)
     }
 
-    /// Reads all regions; a thread reads ahead while records are inserted.
-    fn read_regions(&self, state: &mut State) -> Result<()> {
+    fn survey_regions(&mut self, epochs: &HashMap<u32, u32>) -> Result<()> {
         let sb = self.superblock;
-        let len = self.index.len()?.saturating_sub(sb.regions_offset);
-        let regions = len.div_ceil(sb.region_bytes).min(u64::from(self.segment_limit)) as u32;
-        if regions == 0 {
-            return Ok(());
-        }
-        let (tx, rx) = crossbeam_channel::bounded::<Result<(u32, Buf)>>(3);
-        std::thread::scope(|scope| {
-            scope.spawn(move || self.read_ahead(regions, &tx));
-            let mut large: Option<(RegionHeader, usize)> = None;
-            for window in rx {
-                let (first, buf) = window?;
-                let bytes = buf.as_slice();
-                if sb.region_bytes as usize <= WINDOW_BYTES {
-                    for (n, region) in (first..).zip(bytes.chunks(sb.region_bytes as usize)) {
-                        let header = self.region_header(state, n, region);
-                        let body = region.get(PAGE_BYTES..).unwrap_or_default();
-                        if let Some(header) = header {
-                            self.take_records(state, &header, body, header.count as usize)?;
-                        }
-                    }
-                } else if bytes.len() == PAGE_BYTES {
-                    large = self.region_header(state, first, bytes).map(|h| (h, h.count as usize));
-                } else if let Some((header, left)) = &mut large {
-                    let here = (*left).min(bytes.len() / RECORD_BYTES);
-                    self.take_records(state, header, bytes, here)?;
-                    *left -= here;
-                }
-            }
-            Ok(())
-        })
-    }
-
-    /// Sends windows of whole regions or, where a region is larger than a window, its first page and then its records.
-    fn read_ahead(&self, regions: u32, tx: &crossbeam_channel::Sender<Result<(u32, Buf)>>) {
-        let sb = self.superblock;
-        let end = self.index.len().unwrap_or(0);
-        let send = |n: u32, offset: u64, len: usize| {
-            let len = (len as u64).min(end.saturating_sub(offset)) as usize;
-            let read = self.disk.read(self.index, offset, len);
-            let ok = read.is_ok();
-            tx.send(read.map(|b| (n, b))).is_ok() && ok
-        };
-        let per_window = (WINDOW_BYTES as u64 / sb.region_bytes) as u32;
-        let mut n = 0;
-        while n < regions {
-            let offset = sb.regions_offset + u64::from(n) * sb.region_bytes;
-            if per_window > 0 {
-                if !send(n, offset, per_window as usize * sb.region_bytes as usize) {
-                    return;
-                }
-                n += per_window;
-                continue;
-            }
-            let Ok(first) = self.disk.read(self.index, offset, PAGE_BYTES) else { return };
-            let header = RegionHeader::decode(first.as_slice()).ok().flatten();
-            if tx.send(Ok((n, first))).is_err() {
-                return;
-            }
-            let sealed = header.filter(|h| h.state == SegmentState::Sealed);
-            let mut left =
-                sealed.map_or(0, |h| h.count as usize * RECORD_BYTES).min(sb.region_bytes as usize - PAGE_BYTES);
-            let mut at = offset + PAGE_BYTES as u64;
-            while left > 0 {
-                let len = left.min(WINDOW_BYTES);
-                // Never one page, which would look like a region's first.
-                if !send(n, at, len.next_multiple_of(PAGE_BYTES).max(2 * PAGE_BYTES)) {
-                    return;
-                }
-                at += len as u64;
-                left -= len;
-            }
-            n += 1;
-        }
-    }
-
-    /// Enters the segment; gives the header if its records count.
-    fn region_header(&self, state: &mut State, n: u32, page: &[u8]) -> Option<RegionHeader> {
-        let header = match RegionHeader::decode(page) {
-            Ok(header) => header?,
-            Err(_) => {
-                state.found.damaged += 1;
-                return None;
-            }
-        };
-        if header.lane != self.superblock.lane || header.segment != n {
-            state.found.damaged += 1;
-            return None;
-        }
-        let newer = state.ring_epochs.get(&n).is_some_and(|&epoch| epoch > header.epoch);
-        let segment = state.found.segments.entry(n)?;
-        segment.epoch = header.epoch;
-        if header.state == SegmentState::Free || newer {
-            return None;
-        }
-        segment.used_for = Use::Sealed;
-        segment.count = header.count;
-        segment.min_sequence = header.min_sequence;
-        Some(header)
-    }
-
-    fn take_records(&self, state: &mut State, header: &RegionHeader, body: &[u8], count: usize) -> Result<()> {
-        let mut intact = 0;
-        for bytes in body.chunks_exact(RECORD_BYTES).take(count) {
-            let Ok(record) = Record::decode(bytes) else { continue };
-            if record.epoch == header.epoch && record.segment == header.segment {
-                intact += 1;
-                self.take(state, &record)?;
-            }
-        }
-        state.found.damaged += (count - intact) as u64;
-        Ok(())
-    }
-
-    fn take(&self, state: &mut State, record: &Record) -> Result<()> {
-        let found = &mut state.found;
-        found.records += 1;
-        if record.kind == RecordKind::Clear {
-            found.cleared = found.cleared.max(record.sequence);
-            return Ok(());
-        }
-        if found.table.wants_growth() {
-            state.generation += 1;
-            let larger = (self.make_table)(found.table.next_max_entries(), state.generation)?;
-            let mut recency = Recency::new(larger.slots());
-            found.table.grow_into(&larger, |from, to| recency.carry(&found.recency, from, to))?;
-            found.table = larger;
-            found.recency = recency;
-        }
-        let entry = entry_of(record);
-        if let Some(old) = found.table.get(&record.key)
-            && old.seq == entry.seq
-            && old.kind == EntryKind::Tombstone
-        {
-            return Ok(());
-        }
-        let inserted = found.table.insert(&entry)?;
-        if inserted.other.is_some_and(|other| other.seq != entry.seq) {
-            found.superseding.insert(half(&record.key));
-        }
-        if inserted.stored {
-            found.recency.insert(inserted.slot, 0, 0);
-            if is_partial(record, self.superblock.chunk_tokens) {
-                found.table.add_partial(&record.parent, record.tokens as u16, record.sequence)?;
-            }
+        let index_bytes = self.index.len()?;
+        let regions = index_bytes.saturating_sub(sb.regions_offset).div_ceil(sb.region_bytes);
+        let of_data = self.data_bytes.div_ceil(sb.segment_bytes);
+        let of_ring = epochs.keys().max().map_or(0, |max| u64::from(*max) + 1);
+        let count = regions.max(of_data).max(of_ring).min(MAX_SEGMENTS);
+        let mut page = AlignedBuf::zeroed(PAGE_BYTES)?;
+        for number in 0..count as u32 {
+            let offset = sb.regions_offset + u64::from(number) * sb.region_bytes;
+            let header = if offset + PAGE_BYTES as u64 <= index_bytes {
+                self.index.read_at(&mut page, offset)?;
+                RegionHeader::decode(&page).map(|h| h.filter(|h| h.lane == sb.lane && h.segment == number))
+            } else {
+                Ok(None)
+            };
+            let segment = self.judge(header, epochs.get(&number).copied());
+            self.found.max_sequence = self.found.max_sequence.max(segment.max_sequence);
+            self.found.segments.push(segment);
         }
         Ok(())
     }
 
-    /// Records of segments that were not sealed: they become full segments, to be sealed and never appended to.
-    fn replay_ring(&self, state: &mut State, pages: &[(u64, Vec<Record>)]) -> Result<()> {
-        let mut unsealed: BTreeMap<u32, u32> = BTreeMap::new();
-        for (&n, &epoch) in &state.ring_epochs {
-            let Some(segment) = state.found.segments.entry(n) else { continue };
-            let sealed = segment.used_for == Use::Sealed && segment.epoch >= epoch;
-            let given_up = segment.used_for != Use::Sealed && segment.epoch > epoch;
-            if !sealed && !given_up {
-                segment.used_for = Use::Full;
-                segment.epoch = epoch;
-                unsealed.insert(n, epoch);
+    /// What a segment is, from its region's first page and the highest epoch of its records in the ring.
+    fn judge(&mut self, header: Result<Option<RegionHeader>>, ring: Option<u32>) -> FoundSegment {
+        let damaged = header.is_err();
+        self.found.damaged += u64::from(damaged);
+        let capacity = sizes::region_records(self.superblock.region_bytes) as u32;
+        let free = |epoch| FoundSegment {
+            state: FoundState::Free,
+            epoch,
+            count: 0,
+            min_sequence: 0,
+            max_sequence: 0,
+            records: Vec::new(),
+            damaged,
+        };
+        let unsealed = |epoch| FoundSegment { state: FoundState::Unsealed, ..free(epoch) };
+        match (header.ok().flatten(), ring) {
+            // Ring records of an older use than the region speaks of are over.
+            (Some(h), Some(epoch)) if epoch > h.epoch || (epoch == h.epoch && h.state == SegmentState::Free) => {
+                unsealed(epoch)
             }
+            (Some(h), _) if h.state == SegmentState::Sealed => FoundSegment {
+                state: FoundState::Sealed,
+                count: h.count.min(capacity),
+                min_sequence: h.min_sequence,
+                max_sequence: h.max_sequence,
+                ..free(h.epoch)
+            },
+            (Some(h), _) => free(h.epoch),
+            (None, Some(epoch)) => unsealed(epoch),
+            (None, None) => free(1),
         }
-        let mut seen = HashSet::new();
-        for (number, records) in pages {
-            let mut segments = BTreeSet::new();
-            for record in records {
-                if unsealed.get(&record.segment) != Some(&record.epoch) {
-                    continue;
-                }
-                segments.insert((record.segment, record.epoch));
-                if seen.insert((record.key, record.sequence, record.page)) {
-                    if let Some(segment) = state.found.segments.get_mut(record.segment) {
-                        segment.add(*record);
-                    }
-                    self.take(state, record)?;
+    }
+
+    /// Gives all records that count to `sink`.
+    pub(super) fn replay(mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Found> {
+        let mut buf = AlignedBuf::zeroed(READ_BYTES)?;
+        for number in 0..self.found.segments.len() as u32 {
+            self.replay_region(number, &mut buf, sink)?;
+        }
+        drop(buf);
+        self.replay_ring(sink)?;
+        Ok(self.found)
+    }
+
+    fn replay_region(
+        &mut self,
+        number: u32,
+        buf: &mut AlignedBuf,
+        sink: &mut dyn FnMut(&Record) -> Result<()>,
+    ) -> Result<()> {
+        let Some(segment) = self.found.segments.get(number as usize) else { return Ok(()) };
+        let (mut left, epoch) = (segment.count as usize, segment.epoch);
+        let sb = self.superblock;
+        let region = sb.regions_offset + u64::from(number) * sb.region_bytes;
+        let index_bytes = self.index.len()?;
+        // Records cross page borders, so each read takes up again at the page in which a record was cut.
+        let mut at = 0usize;
+        while left > 0 {
+            let skip = at % PAGE_BYTES;
+            let offset = region + (PAGE_BYTES + at - skip) as u64;
+            let want = (skip + left * record::RECORD_BYTES).next_multiple_of(PAGE_BYTES).min(buf.len());
+            let len = want.min(index_bytes.saturating_sub(offset) as usize) / PAGE_BYTES * PAGE_BYTES;
+            let whole = len.saturating_sub(skip) / record::RECORD_BYTES;
+            let take = whole.min(left);
+            if take == 0 {
+                break;
+            }
+            let Some(to) = buf.get_mut(..len) else { break };
+            self.index.read_at(to, offset)?;
+            let bytes = to.get(skip..).unwrap_or_default();
+            for bytes in bytes.chunks_exact(record::RECORD_BYTES).take(take) {
+                match Record::decode(bytes) {
+                    Ok(record) if (record.segment, record.epoch) == (number, epoch) => self.give(&record, sink)?,
+                    _ => self.found.damaged += 1,
                 }
             }
-            if !segments.is_empty() {
-                state.found.live_pages.push((*number, segments));
+            left -= take;
+            at += take * record::RECORD_BYTES;
+        }
+        self.found.damaged += left as u64;
+        Ok(())
+    }
+
+    fn replay_ring(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+        if self.found.segments.iter().all(|s| s.state != FoundState::Unsealed) {
+            return Ok(());
+        }
+        let segments = &mut self.found.segments;
+        let mut keep = |page: Option<JournalPage>| {
+            for record in page.into_iter().flat_map(|p| p.records) {
+                if let Some(segment) = segments.get_mut(record.segment as usize)
+                    && segment.state == FoundState::Unsealed
+                    && segment.epoch == record.epoch
+                {
+                    segment.records.push(record);
+                }
+            }
+        };
+        for_each_page(self.index, self.superblock, &mut keep)?;
+        let capacity = sizes::region_records(self.superblock.region_bytes);
+        for number in 0..self.found.segments.len() {
+            let Some(segment) = self.found.segments.get_mut(number) else { continue };
+            let mut records = std::mem::take(&mut segment.records);
+            records.sort_by_key(|r| (r.sequence, r.key.0));
+            // A page whose write seemed to fail is written again elsewhere: both may have reached the drive.
+            records.dedup();
+            records.truncate(capacity);
+            segment.min_sequence = records.first().map_or(0, |r| r.sequence);
+            segment.max_sequence = records.last().map_or(0, |r| r.sequence);
+            for record in &records {
+                self.give(record, sink)?;
+            }
+            if let Some(segment) = self.found.segments.get_mut(number) {
+                segment.records = records;
             }
         }
         Ok(())
     }
+
+    fn give(&mut self, record: &Record, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+        self.found.max_sequence = self.found.max_sequence.max(record.sequence);
+        self.found.records += 1;
+        if record.kind == RecordKind::Put && !self.lies_in_data(record) {
+            self.found.damaged += 1;
+            return Ok(());
+        }
+        sink(record)
+    }
+
+    /// Whether a put's slot lies within its segment and within data.kv, which may have been cut short.
+    fn lies_in_data(&self, r: &Record) -> bool {
+        let page = PAGE_BYTES as u64;
+        let end = (u64::from(r.page) + u64::from(r.pages)) * page;
+        let segment_bytes = self.superblock.segment_bytes;
+        end <= segment_bytes && u64::from(r.segment) * segment_bytes + end <= self.data_bytes && r.pages > 0
+    }
+
+    fn for_each_page(&self, mut visit: impl FnMut(Option<JournalPage>)) -> Result<()> {
+        for_each_page(self.index, self.superblock, &mut visit)
+    }
 }
 
-/// Whether a record is of a last chunk with fewer tokens than a full one.
-pub(super) fn is_partial(record: &Record, chunk_tokens: u32) -> bool {
-    record.kind == RecordKind::Put && record.key_kind == KeyKind::Chain && record.tokens < chunk_tokens
+/// Visits the pages of this lane in the ring, in place order; `None` for one that is damaged.
+pub fn for_each_page(
+    index: &DirectFile,
+    superblock: &Superblock,
+    visit: &mut dyn FnMut(Option<JournalPage>),
+) -> Result<()> {
+    let ring_bytes = u64::from(superblock.ring_pages) * PAGE_BYTES as u64;
+    let end = (superblock.ring_offset + ring_bytes).min(index.len()? / PAGE_BYTES as u64 * PAGE_BYTES as u64);
+    let mut buf = AlignedBuf::zeroed(READ_BYTES.min(ring_bytes as usize))?;
+    let mut at = superblock.ring_offset;
+    while at < end {
+        let len = buf.len().min((end - at) as usize);
+        let Some(to) = buf.get_mut(..len) else { break };
+        index.read_at(to, at)?;
+        for page in to.chunks_exact(PAGE_BYTES) {
+            match journal::decode(page) {
+                Ok(page) if page.lane == superblock.lane => visit(Some(page)),
+                Ok(_) => {}
+                Err(_) if page.iter().all(|b| *b == 0) => {}
+                Err(_) => visit(None),
+            }
+        }
+        at += len as u64;
+    }
+    Ok(())
 }
 
-/// A table in this process's memory, for lanes that nobody else can be shown.
-pub(super) fn private_table(spec: crate::index::TableSpec) -> Result<Table> {
-    Table::anonymous(&spec).map_err(|e| Error::new(ErrorKind::Io, "cannot make a table in memory").source(e))
+/// Length of a file that may be missing; a hole at its end counts.
+pub(super) fn file_bytes(path: &Path) -> u64 {
+    std::fs::symlink_metadata(path).map_or(0, |m| m.len())
 }

@@ -1,12 +1,17 @@
-//! Removing: tombstones and clears, in the journal and, for a rebuild that has only the data, in control slots.
+//! Removing keys, tenants, everything.
+//!
+//! A removal hides first (the tombstone is in the shared table, or the clear mark on the shard page, before anything is
+//! written), then makes itself durable: a *control slot* with the records in data.kv, so that a rebuild from the data alone honours
+//! them, the records in the journal, both flushed. Only then does the call return.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::inner::Inner;
 use super::lane::Lane;
-use super::segment::Place;
+use super::put::aligned;
+use super::state::{Need, NoPlace, Place, State};
+use super::volume::Volume;
+use super::{Log, journal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
@@ -15,132 +20,229 @@ use crate::format::slot::{SlotHeader, TLV_CONTROL_RECORDS};
 use crate::index::EntryKind;
 use crate::key::ChunkKey;
 
-/// Records in one control slot.
-const PER_SLOT: usize = 256;
-/// How long a removal waits for reclaim to make room for its control slot.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Most records of one control slot.
+pub(super) const CONTROL_RECORDS: usize = 512;
 
-impl Inner {
-    pub(super) fn remove(&self, keys: &[ChunkKey]) -> Result<Vec<bool>> {
-        self.writable()?;
-        let mut there = Vec::with_capacity(keys.len());
-        let mut by_drive: BTreeMap<usize, Vec<Record>> = BTreeMap::new();
-        for key in keys {
-            let found = self.find(key);
-            there.push(found.is_some());
-            let Some(drive) = found.map(|(lane, _)| lane.drive).or_else(|| self.drive_that_knows(key)) else {
-                continue;
-            };
-            let sequence = self.next_sequence(drive)?;
-            let record = Record { sequence, ..Record::new(RecordKind::Tombstone, KeyKind::Chain, *key) };
-            by_drive.entry(drive).or_default().push(record);
+impl Log {
+    /// Removes keys; says of each whether it was there. After the return nothing of them is served by any process, also after
+    /// a crash and a rebuild.
+    ///
+    /// # Errors
+    /// `NoSpace`, `Io`, `TimedOut`: the keys are hidden in the running processes, but a crash may bring them back.
+    pub fn remove(&self, keys: &[ChunkKey]) -> Result<Vec<bool>> {
+        self.ctx.check_writable()?;
+        let there: Vec<bool> = keys.iter().map(|k| self.contains(k)).collect();
+        let mut outcome = Ok(());
+        for volume in &self.volumes {
+            let concerned = |k: &&ChunkKey| volume.has_version(k) || self.in_flight.contains(k);
+            let keys: Vec<ChunkKey> = keys.iter().filter(concerned).copied().collect();
+            outcome = outcome.and(remove_on(volume, &keys));
         }
-        self.counters.removed.add(there.iter().filter(|t| **t).count() as u64);
-        self.write_removals(by_drive)?;
-        Ok(there)
+        self.ctx.counters.removed.add(there.iter().filter(|t| **t).count() as u64);
+        outcome.map(|()| there)
     }
 
-    /// A drive with any version of the key, expired ones included; a removal must outlive them too.
-    fn drive_that_knows(&self, key: &ChunkKey) -> Option<usize> {
-        let knows = |l: &&Arc<Lane>| l.table(&self.machine).get(key).is_some_and(|e| e.kind != EntryKind::Tombstone);
-        self.lanes().iter().find(knows).map(|l| l.drive)
-    }
-
-    pub(super) fn remove_tenant(&self, tenant: u64) -> Result<u64> {
-        self.writable()?;
+    /// Removes everything stored under a cache salt; how many keys that were.
+    ///
+    /// # Errors
+    /// As [`remove`](Self::remove).
+    pub fn remove_tenant(&self, tenant: u64) -> Result<u64> {
+        self.ctx.check_writable()?;
         let mut keys = Vec::new();
-        self.for_each(&mut |chunk| {
-            if chunk.tenant == tenant {
-                keys.push(chunk.key);
-            }
-        });
-        let removed = self.remove(&keys)?;
-        Ok(removed.into_iter().filter(|r| *r).count() as u64)
-    }
-
-    pub(super) fn clear(&self) -> Result<()> {
-        self.writable()?;
-        let mut by_drive = BTreeMap::new();
-        let sequence = self.next_sequence(0)?;
-        for (n, drive) in self.drives.iter().enumerate() {
-            drive.shard.clear_up_to(sequence);
-            let record = Record { sequence, ..Record::new(RecordKind::Clear, KeyKind::Chain, ChunkKey([0; 32])) };
-            by_drive.insert(n, vec![record]);
-        }
-        for lane in super::keeper::own_lanes(self) {
-            let mut old = Vec::new();
-            lane.table.read().for_each(|_, e| {
-                if e.seq <= sequence {
-                    old.push((e.key, e.seq));
+        for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
+            lane.table().for_each(|_, entry| {
+                if entry.tenant == tenant && entry.kind != EntryKind::Tombstone {
+                    keys.push(entry.key);
                 }
             });
-            for (key, seq) in old {
-                lane.unpublish(&key, seq)?;
-            }
         }
-        self.write_removals(by_drive)
+        keys.sort_unstable();
+        keys.dedup();
+        let there = self.remove(&keys)?;
+        Ok(there.into_iter().filter(|t| *t).count() as u64)
     }
 
-    fn write_removals(&self, by_drive: BTreeMap<usize, Vec<Record>>) -> Result<()> {
-        for (drive, records) in by_drive {
-            let lane = self
-                .append_lane(drive)
-                .ok_or_else(|| Error::new(ErrorKind::Internal, "a drive without a lane of ours"))?;
-            // Hidden first: whatever happens to the drive, this process and those that read its table serve nothing older.
-            for record in records.iter().filter(|r| r.kind == RecordKind::Tombstone) {
-                lane.publish(record, self.tick())?;
-            }
-            for batch in records.chunks(PER_SLOT) {
-                self.write_control(&lane, batch, true)?;
-            }
-            self.flush_lane(&lane)?;
-        }
-        Ok(())
+    /// Removes everything in this namespace and shard.
+    ///
+    /// # Errors
+    /// As [`remove`](Self::remove).
+    pub fn clear(&self) -> Result<()> {
+        self.ctx.check_writable()?;
+        self.volumes.iter().try_for_each(|v| clear_on(v))
     }
+}
 
-    /// Writes a control slot and journals its records. With `wait`, lets reclaim make room.
-    pub(super) fn write_control(&self, lane: &Lane, records: &[Record], wait: bool) -> Result<()> {
-        let Some(own) = &lane.own else { return Ok(()) };
-        let layout = SlotLayout::header_only(8 + records.len() * RECORD_BYTES);
-        let deadline = Instant::now() + PATIENCE;
-        let place = loop {
-            match self.allocate(lane, &layout) {
-                Err(e) if wait && e.kind() == ErrorKind::NoSpace && Instant::now() < deadline => {
-                    self.wake.keeper_round(deadline);
-                }
-                other => break other?,
-            }
-        };
-        let records: Vec<Record> = records
+fn deadline(volume: &Volume) -> Instant {
+    Instant::now() + volume.ctx.options.io_timeout
+}
+
+fn own(volume: &Volume) -> Result<Arc<Lane>> {
+    volume.own().ok_or_else(|| Error::new(ErrorKind::Unsupported, "the drive is not open for writing").at(&volume.root))
+}
+
+fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
+    if keys.is_empty() {
+        return Ok(());
+    }
+    let lane = own(volume)?;
+    let deadline = deadline(volume);
+    let mut outcome = Ok(());
+    for keys in keys.chunks(CONTROL_RECORDS) {
+        let records = keys
             .iter()
-            .map(|r| Record { segment: place.segment, epoch: place.epoch, page: place.page, pages: 0, ..*r })
-            .collect();
-        let written = self.write_control_slot(lane, &layout, place, &records);
-        let ended: &[Record] = if written.is_ok() { &records } else { &[] };
-        own.segments.lock().ended(place, ended);
-        if written.is_ok() {
-            own.journal.push(&records);
-        }
-        written
+            .map(|key| {
+                let tombstone = Record::new(RecordKind::Tombstone, KeyKind::Chain, *key);
+                Ok(Record { sequence: volume.shard.next_seq()?, ..tombstone })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        hide(&lane, &records)?;
+        outcome = outcome.and_then(|()| write_control(volume, &lane, records, deadline).map(drop));
     }
+    outcome.and_then(|()| journal::flush(&lane, deadline))
+}
 
-    fn write_control_slot(&self, lane: &Lane, layout: &SlotLayout, place: Place, records: &[Record]) -> Result<()> {
-        let header = SlotHeader {
-            sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
-            created_ms: self.options.clock.unix_ms(),
-            segment: place.segment,
-            epoch: place.epoch,
-            page: place.page,
-            pages: layout.pages(),
-            lane: lane.superblock.lane,
-            tlvs: vec![(TLV_CONTROL_RECORDS, records.iter().flat_map(|r| r.encode()).collect())],
-            ..SlotHeader::new(KeyKind::Control, ChunkKey([0; 32]))
-        };
-        let (bytes, _) = header.encode(layout)?;
-        let offset = lane.segment_offset(place.segment) + u64::from(place.page) * PAGE_BYTES as u64;
-        let result = self.drive(lane.drive)?.disk.write(&lane.data, offset + u64::from(layout.header_offset), &bytes);
-        self.note_write(lane.drive, &result);
-        self.counters.data_bytes_written.add(layout.slot_bytes);
-        result
+fn clear_on(volume: &Volume) -> Result<()> {
+    let lane = own(volume)?;
+    let sequence = volume.shard.next_seq()?;
+    volume.shard.clear_up_to(sequence);
+    let is_empty = volume.lanes().all.iter().all(|l| l.table().is_empty());
+    let has_segments = lane.state()?.segments.iter().any(|s| s.max_seq > 0 || !s.records.is_empty());
+    if !(is_empty && !has_segments && volume.lanes().all.len() == 1) {
+        let clear = Record { sequence, ..Record::new(RecordKind::Clear, KeyKind::Control, ChunkKey([0; 32])) };
+        let deadline = deadline(volume);
+        write_control(volume, &lane, vec![clear], deadline)?;
+        journal::flush(&lane, deadline)?;
+    }
+    for held in volume.lanes().held() {
+        forget_up_to(held, sequence)?;
+    }
+    volume.wake_keeper();
+    Ok(())
+}
+
+/// Takes what has been cleared out of a held lane's table; lookups do not show it anyway.
+fn forget_up_to(lane: &Lane, sequence: u64) -> Result<()> {
+    let mut state = lane.state()?;
+    let (table, shared) = (lane.table(), lane.shared());
+    table.remove_where(|slot, entry| {
+        let cleared = entry.seq <= sequence;
+        if cleared {
+            state.gone(shared.as_ref(), entry);
+            state.recency.forget(slot);
+        }
+        cleared
+    })?;
+    table.clear_up_to(sequence)?;
+    Ok(())
+}
+
+/// Puts tombstones into the table; from then on no process serves the keys.
+fn hide(lane: &Lane, records: &[Record]) -> Result<()> {
+    let mut state = lane.state()?;
+    for record in records {
+        apply_tombstone(lane, &mut state, record)?;
+    }
+    Ok(())
+}
+
+fn apply_tombstone(lane: &Lane, state: &mut State, record: &Record) -> Result<bool> {
+    let (table, shared) = (lane.table(), lane.shared());
+    state.apply(&table, shared.as_ref(), record)
+}
+
+/// Hides one version of a key that turned out bad. Not durable at once: were it to come back after a crash, it would be found
+/// bad again.
+pub(super) fn hide_version(volume: &Volume, key: &ChunkKey, sequence: u64) {
+    let Some(lane) = volume.own() else { return };
+    let Ok(mut state) = lane.state() else { return };
+    let mut record = Record { sequence, ..Record::new(RecordKind::Tombstone, KeyKind::Chain, *key) };
+    if let Some((segment, epoch)) = state.place_for_record() {
+        record = Record { segment, epoch, ..record };
+    }
+    let applied = apply_tombstone(&lane, &mut state, &record);
+    if matches!(applied, Ok(true)) && record.epoch > 0 {
+        state.log_record(record);
+        drop(state);
+        lane.work.notify_one();
+    }
+}
+
+/// Pages of the control slots that hold `records` records.
+pub(super) fn control_pages(records: usize) -> u32 {
+    let pages = |n: usize| SlotLayout::header_only(8 + n * RECORD_BYTES).pages();
+    let whole = (records / CONTROL_RECORDS) as u32 * pages(CONTROL_RECORDS);
+    whole + if records.is_multiple_of(CONTROL_RECORDS) { 0 } else { pages(records % CONTROL_RECORDS) }
+}
+
+/// Writes records to a control slot in the open segment, and hands them to the journal. Where they lie is entered into them.
+pub(super) fn write_control(
+    volume: &Volume,
+    lane: &Arc<Lane>,
+    mut records: Vec<Record>,
+    deadline: Instant,
+) -> Result<Vec<Record>> {
+    let layout = SlotLayout::header_only(8 + records.len() * RECORD_BYTES);
+    let align = layout.align / PAGE_BYTES as u32;
+    let need = Need { pages: layout.pages(), align, records: records.len(), control: true };
+    let place = wait_for_place(volume, lane, need, deadline)?;
+    for r in &mut records {
+        (r.segment, r.epoch, r.page, r.pages) = (place.segment, place.epoch, place.page, layout.pages());
+    }
+    let written = write_slot(lane, place, &layout, &records);
+    let mut state = lane.state()?;
+    if state.takes_records(place.segment, place.epoch) {
+        for r in &records {
+            // Its place is known now; before, only the hiding mattered.
+            apply_tombstone(lane, &mut state, r)?;
+            state.log_record(*r);
+        }
+    }
+    state.end_put(place, records.len());
+    drop(state);
+    lane.work.notify_one();
+    written.map(|()| records)
+}
+
+fn write_slot(lane: &Lane, place: Place, layout: &SlotLayout, records: &[Record]) -> Result<()> {
+    let header = SlotHeader {
+        created_ms: lane.ctx.options.clock.unix_ms(),
+        sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
+        segment: place.segment,
+        epoch: place.epoch,
+        page: place.page,
+        pages: layout.pages(),
+        lane: *lane.id(),
+        tlvs: vec![(TLV_CONTROL_RECORDS, records.iter().flat_map(Record::encode).collect())],
+        ..SlotHeader::new(KeyKind::Control, ChunkKey([0; 32]))
+    };
+    let (bytes, _) = header.encode(layout)?;
+    let offset = lane.slot_offset(place.segment, place.page) + u64::from(layout.header_offset);
+    journal::write(lane, &Arc::clone(&lane.data), offset, aligned(&bytes)?)
+}
+
+/// A place in the open segment; where none is ready, waits for the keeper to make one so.
+pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline: Instant) -> Result<Place> {
+    let shared = lane.shared();
+    let mut state = lane.state()?;
+    loop {
+        match state.place(need, shared.as_ref()) {
+            Ok(place) => {
+                if state.wants_segment() {
+                    volume.wake_keeper();
+                }
+                return Ok(place);
+            }
+            Err(NoPlace::Broken) => {
+                return Err(Error::new(ErrorKind::Io, "the lane takes nothing after write errors").at(&lane.dir));
+            }
+            Err(NoPlace::NotReady) => {}
+        }
+        lane.work.notify_one();
+        volume.wake_keeper();
+        let now = Instant::now();
+        if now >= deadline || volume.ctx.is_closed() {
+            return Err(Error::new(ErrorKind::NoSpace, "no segment became free in time").at(&lane.dir));
+        }
+        lane.progress.wait_until(&mut state, deadline.min(now + Duration::from_millis(20)));
     }
 }

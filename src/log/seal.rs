@@ -1,120 +1,118 @@
-//! Sealing: a full segment's records go to its region of the sealed table, and its journal pages may be used again.
+//! Sealing: a full segment's records move from the journal ring to its region of the sealed table.
 //!
-//! Order matters and each step is its own function: data durable, region written, region durable, only then recycled.
+//! The order is the protocol: flush the data, write the region, flush it, recycle the ring's pages. Each step is a function of
+//! its own, so that a test can leave one out and see the crash test fail.
 
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use super::inner::Inner;
-use super::lane::{Lane, Own};
-use super::segment::Use;
+use super::journal;
+use super::lane::Lane;
+use super::put::aligned;
+use super::state::{Phase, State};
 use crate::error::Result;
 use crate::format::record::Record;
-use crate::format::sealed::{RegionHeader, SegmentState as OnDisk, encode_region};
+use crate::format::sealed::{self, RegionHeader};
 use crate::index::SegmentState;
 
-impl Inner {
-    /// Seals every full segment of a lane whose puts have ended.
-    pub(super) fn seal_full(&self, lane: &Lane) -> Result<()> {
-        let Some(own) = &lane.own else { return Ok(()) };
-        let _one = own.keeper.lock();
-        self.seal_full_locked(lane, own)
-    }
+/// A full segment that may be sealed now.
+pub(super) fn next_full(lane: &Lane, state: &State) -> Option<u32> {
+    let patience = patience(lane);
+    let ready = |s: &super::state::Segment| {
+        s.phase == Phase::Full && (s.pending == 0 || s.full_since.is_some_and(|since| since.elapsed() >= patience))
+    };
+    state.segments.iter().position(ready).and_then(|i| u32::try_from(i).ok())
+}
 
-    pub(super) fn seal_full_locked(&self, lane: &Lane, own: &Own) -> Result<()> {
-        let full = own.segments.lock().to_seal();
-        for n in full {
-            self.seal(lane, own, n)?;
-        }
-        Ok(())
-    }
+/// When the next full segment is sealed although puts in it have not ended.
+pub(super) fn deadline(lane: &Lane, state: &State) -> Option<Instant> {
+    let full = state.segments.iter().filter(|s| s.phase == Phase::Full);
+    full.filter_map(|s| s.full_since).min().map(|since| since + patience(lane))
+}
 
-    /// Seals one segment: two flushes, however many chunks.
-    fn seal(&self, lane: &Lane, own: &Own, n: u32) -> Result<()> {
-        let (records, epoch) = {
-            let segments = own.segments.lock();
-            let Some(segment) = segments.get(n) else { return Ok(()) };
-            (segment.records.clone(), segment.epoch)
-        };
-        let disk = &self.drive(lane.drive)?.disk;
-        disk.flush(&lane.data)?;
-        self.write_region(lane, own, (n, epoch), &records)?;
-        disk.flush(&own.index)?;
-        let mut segments = own.segments.lock();
-        if let Some(segment) = segments.get_mut(n) {
-            segment.used_for = Use::Sealed;
-            segment.count = records.len() as u32;
-            segment.records = Vec::new();
-            lane.show_segment(n, SegmentState::Sealed, epoch);
-            if let Some(shm) = &lane.shm
-                && segment.min_sequence != u64::MAX
-            {
-                drop(shm.set_first_seq(n, segment.min_sequence));
-            }
-        }
-        self.counters.sealed.add(1);
-        Ok(())
-    }
+/// How long a full segment waits for its puts: longer than any of their writes may take.
+fn patience(lane: &Lane) -> Duration {
+    lane.ctx.options.io_timeout * 2 + Duration::from_secs(1)
+}
 
-    fn write_region(&self, lane: &Lane, own: &Own, (n, epoch): (u32, u32), records: &[Record]) -> Result<()> {
-        let sequences = records.iter().map(|r| r.sequence);
-        let header = RegionHeader {
-            lane: own.superblock.lane,
-            segment: n,
-            epoch,
-            state: OnDisk::Sealed,
-            count: records.len() as u32,
-            min_sequence: sequences.clone().min().unwrap_or(u64::MAX),
-            max_sequence: sequences.max().unwrap_or(0),
-            sealed_ms: self.options.clock.unix_ms(),
-        };
-        let bytes = encode_region(&header, records);
-        self.counters.journal_bytes_written.add(bytes.len() as u64);
-        self.drive(lane.drive)?.disk.write(&own.index, region_offset(own, n), &bytes)
-    }
-
-    /// Writes the region's first page as free with the segment's next epoch, and makes that durable: from then on nothing of
-    /// the segment comes back.
-    pub(super) fn free_region(&self, lane: &Lane, own: &Own, n: u32, next_epoch: u32) -> Result<()> {
-        let header = RegionHeader {
-            lane: own.superblock.lane,
-            segment: n,
-            epoch: next_epoch,
-            state: OnDisk::Free,
-            count: 0,
-            min_sequence: u64::MAX,
-            max_sequence: 0,
-            sealed_ms: self.options.clock.unix_ms(),
-        };
-        let disk = &self.drive(lane.drive)?.disk;
-        disk.write(&own.index, region_offset(own, n), &header.encode())?;
-        disk.flush(&own.index)
-    }
-
-    /// Makes every published put of a lane durable.
-    pub(super) fn flush_lane(&self, lane: &Lane) -> Result<()> {
-        let Some(own) = &lane.own else { return Ok(()) };
-        let disk = &self.drive(lane.drive)?.disk;
-        let mut tries = 0;
-        loop {
-            match lane.write_journal(disk, &self.counters, false) {
-                Err(e) if e.kind() == crate::ErrorKind::Busy && tries < 8 => {
-                    // The ring is full of unsealed records: sealing makes them durable too.
-                    tries += 1;
-                    own.segments.lock().close_open();
-                    self.seal_full(lane)?;
-                }
-                other => break other?,
-            }
-        }
-        disk.flush(&lane.data)?;
-        disk.flush(&own.index)?;
-        if self.closed.load(Ordering::Acquire) {
-            tracing::debug!(lane = %lane.name, "flushed at close");
-        }
-        Ok(())
+/// Seals every full segment whose puts have ended.
+pub(super) fn seal_full(lane: &Lane) -> Result<()> {
+    loop {
+        let Some(segment) = next_full(lane, &*lane.state()?) else { return Ok(()) };
+        seal(lane, segment)?;
     }
 }
 
-pub(super) fn region_offset(own: &Own, n: u32) -> u64 {
-    own.superblock.regions_offset + u64::from(n) * own.superblock.region_bytes
+fn seal(lane: &Lane, segment: u32) -> Result<()> {
+    let (epoch, records) = {
+        let mut state = lane.state()?;
+        let Some(s) = state.segment(segment) else { return Ok(()) };
+        // No record is added from here on: what has not been published by now is refused.
+        s.phase = Phase::Sealing;
+        (s.epoch, std::mem::take(&mut s.records))
+    };
+    let header = region_header(lane, (segment, epoch), &records);
+    let outcome = flush_data(lane)
+        .and_then(|()| write_region(lane, segment, &header, &records))
+        .and_then(|()| flush_region(lane));
+    let mut state = lane.state()?;
+    if let Err(e) = outcome {
+        if let Some(s) = state.segment(segment) {
+            s.phase = Phase::Full;
+            s.records = records;
+        }
+        return Err(e);
+    }
+    state.failures = 0;
+    if let Some(s) = state.segment(segment) {
+        s.phase = Phase::Sealed;
+        s.full_since = None;
+    }
+    recycle(&mut state, (segment, epoch));
+    if let Some(shared) = lane.shared() {
+        drop(shared.set_first_seq(segment, header.min_sequence));
+        drop(shared.set_segment(segment, SegmentState::Sealed, epoch));
+    }
+    drop(state);
+    lane.ctx.counters.sealed.add(1);
+    lane.progress.notify_all();
+    Ok(())
+}
+
+/// The region's first page for these records.
+pub(super) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), records: &[Record]) -> RegionHeader {
+    RegionHeader {
+        lane: *lane.id(),
+        segment,
+        epoch,
+        state: sealed::SegmentState::Sealed,
+        count: records.len() as u32,
+        min_sequence: records.iter().map(|r| r.sequence).min().unwrap_or(0),
+        max_sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
+        sealed_ms: lane.ctx.options.clock.unix_ms(),
+    }
+}
+
+fn flush_data(lane: &Lane) -> Result<()> {
+    journal::flush_file(lane, &lane.data)
+}
+
+/// Writes a region; durable only after [`flush_region`].
+pub(super) fn write_region(lane: &Lane, segment: u32, header: &RegionHeader, records: &[Record]) -> Result<()> {
+    let bytes = sealed::encode_region(header, records);
+    journal::write(lane, &Arc::clone(&lane.index), lane.region_offset(segment), aligned(&bytes)?)
+}
+
+/// Makes written regions durable.
+pub(super) fn flush_region(lane: &Lane) -> Result<()> {
+    journal::flush_file(lane, &lane.index)
+}
+
+/// The region holds the records durably: the ring's pages need not any more, nor must those that wait be written there.
+fn recycle(state: &mut State, segment_use: (u32, u32)) {
+    state.ring.release(segment_use);
+    state.pending.retain(|r| (r.segment, r.epoch) != segment_use);
+    if state.pending.is_empty() {
+        state.pending_since = None;
+    }
 }

@@ -50,16 +50,24 @@ pub fn min_slot_bytes(layout: &SlotLayout) -> usize {
     layout.extents.iter().map(|e| e.padded_len as usize).max().unwrap_or(0).max(header)
 }
 
+/// What limits a group.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GroupLimits {
+    /// Bytes that move together.
+    pub(super) group_bytes: usize,
+    /// Bytes of a staging slot.
+    pub(super) slot_bytes: usize,
+    /// Staging is not the host's, which must see the header.
+    pub(super) header_apart: bool,
+}
+
 /// Layer ranges whose extents move together in every chunk of `layouts`: as many adjacent layers as fit in `group_bytes`, at
 /// least one. The first range is the one that the header is read with; it is empty where the header must be read alone.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidInput`] where layouts have different numbers of layers or an extent does not fit a staging slot.
-pub(super) fn layer_groups(
-    layouts: &[&SlotLayout],
-    group_bytes: usize,
-    slot_bytes: usize,
-) -> Result<Vec<Range<usize>>> {
+pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Result<Vec<Range<usize>>> {
+    let GroupLimits { group_bytes, slot_bytes, header_apart } = limits;
     let layers = layouts.first().map_or(0, |l| l.extents.len());
     if layouts.iter().any(|l| l.extents.len() != layers) {
         return Err(Error::new(ErrorKind::InvalidInput, "chunks of different numbers of layers in one load"));
@@ -80,7 +88,7 @@ pub(super) fn layer_groups(
     };
     let mut groups = Vec::new();
     let mut at = 0;
-    if layers > 0 && !fits(&(0..1), true) {
+    if layers > 0 && (header_apart || !fits(&(0..1), true)) {
         groups.push(0..0);
     }
     while at < layers {
@@ -122,6 +130,8 @@ mod tests {
     use super::*;
     use crate::geometry::Geometry;
 
+    const LIMITS: GroupLimits = GroupLimits { group_bytes: 1 << 20, slot_bytes: 4 << 20, header_apart: false };
+
     #[test]
     fn groups_cover_all_layers_in_order_and_fit_their_slot() {
         for name in crate::geometry::PRESETS {
@@ -129,8 +139,10 @@ mod tests {
             let (full, part) = (SlotLayout::of_chunk(&g, g.chunk_tokens), SlotLayout::of_chunk(&g, g.chunk_tokens / 3));
             for group_bytes in [1, 1 << 20, 4 << 20] {
                 for extra in [0, 1 << 20] {
+                    let header_apart = extra == 0;
                     let slot_bytes = min_slot_bytes(&full).max(min_slot_bytes(&part)) + extra;
-                    let groups = layer_groups(&[&full, &part], group_bytes, slot_bytes).unwrap();
+                    let groups =
+                        layer_groups(&[&full, &part], GroupLimits { group_bytes, slot_bytes, header_apart }).unwrap();
                     let layers: Vec<usize> = groups.iter().cloned().flatten().collect();
                     assert_eq!(layers, (0..g.layers.len()).collect::<Vec<_>>());
                     for (i, range) in groups.iter().enumerate() {
@@ -147,7 +159,7 @@ mod tests {
     fn small_extents_go_together_and_large_ones_alone() {
         let groups = |name: &str| {
             let g = Geometry::preset(name).unwrap();
-            layer_groups(&[&SlotLayout::of_chunk(&g, 256)], 1 << 20, 4 << 20).unwrap()
+            layer_groups(&[&SlotLayout::of_chunk(&g, 256)], LIMITS).unwrap()
         };
         assert_eq!(groups("llama-3.1-8b").len(), 32);
         assert_eq!(groups("llama-3.1-70b-tp8").len(), 10);

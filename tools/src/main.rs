@@ -6,6 +6,9 @@
 
 mod bench;
 mod cli;
+mod demo;
+mod fsck;
+mod ls;
 mod out;
 mod probe;
 mod progress;
@@ -40,10 +43,13 @@ fn main() -> ExitCode {
 
 fn run(command: Command, context: &Context) -> forebay::Result<Outcome> {
     match command {
+        Command::Demo(args) => demo::run(&args, context),
         Command::Bench(args) => bench::run(&args, context),
         Command::Replay(args) => replay::run(&args, context),
         Command::Warm(args) => warm::run(&args, context),
         Command::Probe(args) => probe::run(&args, context),
+        Command::Fsck(command) => fsck::run(&command, context),
+        Command::Ls(args) => ls::run(&args, context),
     }
 }
 

@@ -14,16 +14,17 @@ use crate::format::PAGE_BYTES;
 use crate::format::layout::COARSE_BYTES;
 use crate::format::record::{KeyKind, Record};
 use crate::format::slot::{LayerEntry, MAX_HEADER_BYTES, SlotHeader};
-use crate::io::{self, DirectFile, IoOptions};
+use crate::io::{self, AlignedBuf, Buf, DirectFile, Drive, IoOptions, Request};
 use crate::key::ChunkKey;
-use crate::log::disk::Disk;
-use crate::log::lane::{DATA, direct};
 use crate::log::pack;
+use crate::log::paths::DATA;
 
 /// Slots read at the same time.
 const READERS: usize = 8;
 /// Bytes of one read.
 const PIECE_BYTES: u64 = 4 << 20;
+/// How long one read may take.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A slot that would not be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,10 +57,8 @@ pub struct Deep {
 pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Deep> {
     let records = live(lanes, now_s);
     let drive = io::open_drive(&IoOptions::default())?;
-    let disk = Disk { read: Arc::clone(&drive.read), write: Arc::clone(&drive.write), timeout: Duration::from_secs(60) };
-    let flags = FileOptions { flags: libc::O_DIRECT, ..FileOptions::default() };
-    let data: Vec<Arc<DirectFile>> =
-        files.iter().map(|f| direct(&f.dir, DATA, &flags).map(Arc::new)).collect::<Result<_>>()?;
+    let disk = Disk(drive);
+    let data: Vec<Arc<DirectFile>> = files.iter().map(|f| open_data(f).map(Arc::new)).collect::<Result<_>>()?;
     let next = AtomicUsize::new(0);
     let result = Mutex::new(Deep::default());
     let work = || {
@@ -93,12 +92,31 @@ fn still_there(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, deep: &mut De
         return Ok(());
     }
     let again: Vec<RawLane> = files.iter().map(RawLane::read).collect::<Result<_>>()?;
-    let listed: std::collections::HashSet<(usize, ChunkKey, u64)> = live(&again, now_s)
-        .iter()
-        .filter_map(|(i, r)| Some((*i, r.key, again.get(*i)?.slot_offset(r))))
-        .collect();
+    let listed: std::collections::HashSet<(usize, ChunkKey, u64)> =
+        live(&again, now_s).iter().filter_map(|(i, r)| Some((*i, r.key, again.get(*i)?.slot_offset(r)))).collect();
     deep.bad.retain(|bad| listed.contains(&(bad.lane, bad.key, bad.offset)));
     Ok(())
+}
+
+fn open_data(files: &LaneFiles) -> Result<DirectFile> {
+    let direct = FileOptions { flags: libc::O_DIRECT, ..FileOptions::default() };
+    let opened = files.dir.open_file_in(DATA, &direct);
+    // File systems that refuse O_DIRECT are read through the page cache.
+    let file = opened.or_else(|_| files.dir.open_file_in(DATA, &FileOptions::default()))?;
+    Ok(DirectFile::from_file(file, files.file(DATA)))
+}
+
+struct Disk(Drive);
+
+impl Disk {
+    /// Reads `len` bytes, rounded up to pages.
+    fn read(&self, file: &Arc<DirectFile>, offset: u64, len: usize) -> Result<Buf> {
+        let buf = Buf::new(AlignedBuf::zeroed(len.next_multiple_of(PAGE_BYTES).max(PAGE_BYTES))?);
+        let request = Request::read(Arc::clone(file), offset, buf, |_| ()).timeout(TIMEOUT);
+        let done = io::wait(&*self.0.read, request);
+        done.result?;
+        done.buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read gave no buffer back"))
+    }
 }
 
 struct Slot<'a> {

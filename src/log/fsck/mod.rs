@@ -9,12 +9,6 @@ mod deep;
 mod places;
 mod raw;
 
-
-
 pub use deep::{BadSlot, Deep, deep};
 pub use places::{LaneFiles, lanes};
 pub use raw::{Counts, Damage, Kept, RawLane, live};
-
-
-
-

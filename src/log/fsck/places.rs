@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::config::dir::{Dir, FileOptions};
 use crate::error::{Error, ErrorKind, Result};
-use crate::log::lane::LOCK;
+use crate::log::paths::LANE_LOCK as LOCK;
 
 /// The directory of one lane.
 #[derive(Debug)]

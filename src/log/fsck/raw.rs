@@ -12,7 +12,7 @@ use crate::format::record::{RECORD_BYTES, Record, RecordKind};
 use crate::format::sealed::{RegionHeader, SegmentState, decode_records};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, journal};
-use crate::log::lane::{DATA, INDEX};
+use crate::log::paths::{DATA, INDEX};
 
 /// Bytes of one read of the journal.
 const WINDOW_BYTES: usize = 1 << 20;

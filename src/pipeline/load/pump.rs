@@ -21,9 +21,9 @@ use super::state::Step;
 use super::{Load, LoadInner, LoadResult, LoadSpec, LoadState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::Buf;
+use crate::io::{AlignedBuf, Buf, Place};
 use crate::pipeline::cause::MissCause;
-use crate::pipeline::groups::layer_groups;
+use crate::pipeline::groups::{GroupLimits, layer_groups};
 use crate::pipeline::{PipelineOptions, PipelineStats};
 
 /// How often a full I/O queue is tried again.
@@ -57,6 +57,23 @@ struct Turns {
     /// A slot whose read was refused by a full queue.
     spare: Option<Buf>,
     blocked: bool,
+}
+
+impl Turns {
+    /// The memory for `step`: a header that is read alone into another device's staging would not be seen here, so it gets
+    /// memory of its own.
+    fn for_step(&mut self, step: &Step, slot: Buf) -> Buf {
+        if slot.place() == Place::Host || !step.layers.is_empty() {
+            return slot;
+        }
+        match AlignedBuf::zeroed(step.span.staging_bytes()) {
+            Ok(own) => {
+                self.spare = Some(slot);
+                own.into()
+            }
+            Err(_) => slot,
+        }
+    }
 }
 
 struct Watch {
@@ -120,7 +137,9 @@ impl LoadPump {
     pub(in crate::pipeline) fn start(self: &Arc<Self>, spec: LoadSpec) -> Result<Load> {
         let layouts: Vec<_> = spec.chunks.iter().map(|c| c.source.layout()).collect();
         let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
-        let groups = layer_groups(&layouts, group_bytes, self.pool.slot_bytes())?;
+        let header_apart = self.device.place() != Place::Host;
+        let groups =
+            layer_groups(&layouts, GroupLimits { group_bytes, slot_bytes: self.pool.slot_bytes(), header_apart })?;
         let state = LoadState::new(&spec, groups);
         let finished = state.finished;
         if finished {
@@ -231,7 +250,10 @@ impl LoadPump {
                 turns.queue.push_back(Arc::clone(load));
             }
             match (load, step) {
-                (Some(load), Some(step)) => return Some((load, step, buf)),
+                (Some(load), Some(step)) => {
+                    let buf = turns.for_step(&step, buf);
+                    return Some((load, step, buf));
+                }
                 // Kept for the next load; given back above when there is none.
                 _ => turns.spare = Some(buf),
             }
@@ -267,7 +289,7 @@ impl LoadPump {
 
     /// Loads that have not finished.
     pub(in crate::pipeline) fn active(&self) -> usize {
-        self.watch.lock().active.len()
+        self.watch.lock().active.iter().filter(|l| !l.state.lock().finished).count()
     }
 
     /// Slots of staging that reads or scatters hold or that hang.

@@ -96,36 +96,50 @@ impl LoadInner {
             _ => Ok(None),
         };
         drop(out.staging);
-        let mut bad = None;
-        self.update(|state| {
-            state.end_scatter(step);
-            if let Some(e) = &out.error {
+        let moved = !out.skipped && out.error.is_none();
+        let bad = match &out.error {
+            Some(e) => {
                 tracing::warn!(error = %e, "a scatter failed");
-                state.fail(step.chunk, MissCause::Internal);
-            } else if !out.skipped {
+                Some(MissCause::Internal)
+            }
+            None if out.skipped => None,
+            None => {
+                let extents = wanted.iter().copied().zip(out.crcs);
+                let bad = judge(&mut self.state.lock(), step.chunk, header, extents);
+                bad.or((!out.skipped_blocks.is_empty()).then_some(MissCause::Unmapped))
+            }
+        };
+        let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
+        self.update(|state| {
+            state.end_report(reported);
+            state.end_scatter(step);
+            if moved {
                 let len =
                     |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
                 state.add_bytes(wanted.iter().filter_map(len).sum());
-                bad = judge(state, step.chunk, header, wanted.iter().copied().zip(out.crcs));
-                if let Some(cause) = bad {
-                    state.fail(step.chunk, cause);
-                } else if !out.skipped_blocks.is_empty() {
-                    state.fail(step.chunk, MissCause::Unmapped);
-                }
+            }
+            if let Some(cause) = bad {
+                state.fail(step.chunk, cause);
             }
         });
-        if let (Some(cause), Some(source)) = (bad, source) {
-            source.report_bad(cause);
-        }
     }
 
     /// Fails one chunk and what follows it.
     pub(super) fn fail(&self, chunk: usize, cause: MissCause) {
+        let reported = self.report(chunk, cause);
+        self.update(|state| {
+            state.end_report(reported);
+            state.fail(chunk, cause);
+        });
+    }
+
+    /// Tells the log of a bad chunk, before the caller can learn of it: a store that follows must find the chunk gone. What
+    /// a load has given up already is not reported again. Whether the state counts a report that is over now.
+    fn report(&self, chunk: usize, cause: MissCause) -> bool {
         let source = self.chunks.lock().get(chunk).map(|c| Arc::clone(&c.source));
-        self.update(|state| state.fail(chunk, cause));
-        if let Some(source) = source {
-            source.report_bad(cause);
-        }
+        let Some(source) = source.filter(|_| self.state.lock().begin_report(chunk)) else { return false };
+        source.report_bad(cause);
+        true
     }
 
     /// Ends the whole load; memory may be written until [`LoadInner::seal`] has returned.

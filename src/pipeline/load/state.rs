@@ -52,6 +52,8 @@ pub(super) struct LoadState {
     first_failed: usize,
     /// Scatters of failed chunks that may still write.
     busy_failed: usize,
+    /// Chunks that are being reported as bad.
+    reporting: usize,
     /// No worker can be inside the caller's memory any more.
     pub(super) sealed: bool,
     pub(super) cancelled: bool,
@@ -86,6 +88,7 @@ impl LoadState {
             ready: 0,
             first_failed: chunks.len(),
             busy_failed: 0,
+            reporting: 0,
             sealed: false,
             cancelled: false,
             groups,
@@ -212,6 +215,17 @@ impl LoadState {
         true
     }
 
+    /// Whether a chunk that turned out bad is news; counts the report, until whose end nothing is published.
+    pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
+        let news = !self.finished && chunk < self.first_failed;
+        self.reporting += usize::from(news);
+        news
+    }
+
+    pub(super) fn end_report(&mut self, begun: bool) {
+        self.reporting -= usize::from(begun);
+    }
+
     pub(super) fn add_bytes(&mut self, bytes: u64) {
         self.result.bytes += bytes;
     }
@@ -247,7 +261,7 @@ impl LoadState {
 
     /// Moves on what is ready; `true` where the caller must be woken.
     pub(super) fn publish(&mut self) -> bool {
-        if self.finished || (self.busy_failed > 0 && !self.sealed) {
+        if self.finished || (self.busy_failed + self.reporting > 0 && !self.sealed) {
             return false;
         }
         let before = self.ready;

@@ -44,12 +44,14 @@ pub struct StoreChunk {
 /// What happens to a store when staging is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backpressure {
-    /// What finds no staging while nothing moves for this long is shed, so that the server's blocks come free.
+    /// What finds no staging while nothing moves for this long, or no slot to be written to, is shed, so that the server's
+    /// blocks come free.
     Shed {
         /// Patience; zero sheds at once.
         patience: Duration,
     },
-    /// It waits for staging; only when nothing moves for two I/O time-outs it is shed all the same.
+    /// It waits for staging, and for some seconds for reclaim to make room; only when nothing moves for two I/O time-outs it is
+    /// shed all the same.
     Wait,
 }
 
@@ -120,6 +122,8 @@ pub(super) struct StoreInner {
     backpressure: Backpressure,
     deadline: Option<Instant>,
     started: Instant,
+    /// Since when it waits for a slot to write to.
+    no_room_since: Mutex<Option<Instant>>,
     state: Mutex<StoreState>,
     changed: Condvar,
     pump: Arc<StorePump>,

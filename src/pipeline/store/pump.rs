@@ -21,6 +21,10 @@ use crate::pipeline::{PipelineOptions, PipelineStats};
 
 /// How often a full I/O queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
+/// How often a log without room is asked again.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
+/// How long a store that waits for staging waits for room.
+const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 /// Nothing moved for this many I/O time-outs: what waits is given up, whatever its patience.
 const STALLED_TIMEOUTS: u32 = 2;
 
@@ -41,6 +45,13 @@ struct Shared {
     dirty: bool,
     moved: Instant,
     closed: bool,
+}
+
+/// What some store waits for that no event may tell of.
+#[derive(Clone, Copy, Default)]
+struct Waits {
+    for_staging: bool,
+    for_room: bool,
 }
 
 impl StorePump {
@@ -98,7 +109,7 @@ impl StorePump {
     }
 
     pub(in crate::pipeline) fn active(&self) -> usize {
-        self.shared.lock().stores.len()
+        self.shared.lock().stores.iter().filter(|s| !s.state.lock().finished).count()
     }
 
     /// Starts a store, or sheds it where too much waits already.
@@ -127,6 +138,7 @@ impl StorePump {
             backpressure: spec.backpressure,
             deadline: spec.deadline,
             started: Instant::now(),
+            no_room_since: Mutex::new(None),
             state: Mutex::new(state),
             changed: Condvar::new(),
             pump: Arc::clone(self),
@@ -234,10 +246,10 @@ impl StorePump {
             let retries = std::mem::take(&mut shared.retries);
             drop(shared);
             retries.into_iter().for_each(Retry::again);
-            let starved = self.pass(&stores);
+            let waits = self.pass(&stores);
             drop(stores);
             shared = self.shared.lock();
-            let wake = self.wake_at(&shared, starved);
+            let wake = self.wake_at(&shared, waits);
             if shared.dirty {
                 continue;
             }
@@ -250,22 +262,40 @@ impl StorePump {
         }
     }
 
-    /// One round over all stores; `true` where one of them waits for staging.
-    fn pass(&self, stores: &[Arc<StoreInner>]) -> bool {
-        let mut starved = false;
+    /// One round over all stores, and what they wait for.
+    fn pass(&self, stores: &[Arc<StoreInner>]) -> Waits {
+        let mut waits = Waits::default();
         for store in stores {
             if store.deadline.is_some_and(|d| d <= Instant::now()) {
                 store.end(ShedCause::TimedOut);
             }
-            if !starved {
-                starved = store.advance() == Pause::NoStaging;
+            if !waits.for_staging {
+                match store.advance() {
+                    Pause::NoStaging => waits.for_staging = true,
+                    Pause::NoRoom => {
+                        waits.for_room = true;
+                        self.shed_homeless(store);
+                    }
+                    Pause::Idle => {}
+                }
             }
             store.commit();
         }
-        if starved {
+        if waits.for_staging {
             self.shed_starved(stores);
         }
-        starved
+        waits
+    }
+
+    fn shed_homeless(&self, store: &StoreInner) {
+        let since = *store.no_room_since.lock().get_or_insert_with(Instant::now);
+        let patience = match store.backpressure {
+            Backpressure::Shed { patience } => patience,
+            Backpressure::Wait => ROOM_PATIENCE,
+        };
+        if since.elapsed() >= patience.min(ROOM_PATIENCE) {
+            store.update(|state| state.shed_unopened(ShedCause::NoSpace));
+        }
     }
 
     fn shed_starved(&self, stores: &[Arc<StoreInner>]) {
@@ -286,10 +316,12 @@ impl StorePump {
         }
     }
 
-    fn wake_at(&self, shared: &Shared, starved: bool) -> Option<Instant> {
+    fn wake_at(&self, shared: &Shared, waits: Waits) -> Option<Instant> {
         let deadlines = shared.stores.iter().filter_map(|s| s.deadline);
-        let patience = shared.stores.iter().filter(|_| starved).map(|s| shared.moved + self.patience(s.backpressure));
+        let patience =
+            shared.stores.iter().filter(|_| waits.for_staging).map(|s| shared.moved + self.patience(s.backpressure));
         let retry = (!shared.retries.is_empty()).then(|| Instant::now() + RETRY);
-        deadlines.chain(patience).chain(retry).min()
+        let room = waits.for_room.then(|| Instant::now() + ASK_AGAIN);
+        deadlines.chain(patience).chain(retry).chain(room).min()
     }
 }

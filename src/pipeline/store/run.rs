@@ -25,6 +25,8 @@ pub(super) enum Pause {
     Idle,
     /// It waits for staging.
     NoStaging,
+    /// It waits for a slot to write to.
+    NoRoom,
 }
 
 impl StoreInner {
@@ -36,7 +38,12 @@ impl StoreInner {
                 Next::Nothing => return Pause::Idle,
                 Next::Begin(chunk, begin) => {
                     let begun = begin();
-                    self.update(|state| state.begun(chunk, begun));
+                    let mut open = true;
+                    self.update(|state| open = state.begun(chunk, begun));
+                    if !open {
+                        return Pause::NoRoom;
+                    }
+                    *self.no_room_since.lock() = None;
                 }
                 Next::Gather(step) => match self.pump.pool().try_take() {
                     Some(buf) => self.gather(step, buf),

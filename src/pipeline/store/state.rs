@@ -172,8 +172,15 @@ impl StoreState {
         self.cursor = step.chunk;
     }
 
-    pub(super) fn begun(&mut self, chunk: usize, begun: Begun) {
+    /// The answer for a chunk that is being opened; `false` where it must be tried again.
+    pub(super) fn begun(&mut self, chunk: usize, begun: Begun) -> bool {
         match begun {
+            Begun::NotYet(begin) => {
+                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, Phase::Opening)) {
+                    c.phase = Phase::Waiting(begin);
+                    return false;
+                }
+            }
             Begun::Open(sink) => {
                 if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, Phase::Opening)) {
                     c.phase = Phase::Open(sink);
@@ -187,6 +194,7 @@ impl StoreState {
             }
             Begun::Shed(cause) => self.shed(chunk, cause),
         }
+        true
     }
 
     /// The parts of the gather of `step`.
@@ -278,6 +286,13 @@ impl StoreState {
                 self.result.count_shed(cause, 1);
                 self.over(at);
             }
+        }
+    }
+
+    /// Gives up the first chunk that was not opened, and with it all others that were not.
+    pub(super) fn shed_unopened(&mut self, cause: ShedCause) {
+        if let Some(first) = self.chunks.iter().position(|c| matches!(c.phase, Phase::Waiting(_))) {
+            self.shed(first, cause);
         }
     }
 

@@ -248,3 +248,24 @@ fn closing_ends_what_is_left() {
     assert_eq!(store.wait().shed(ShedCause::Closed), 2);
     assert_eq!(w.store(w.store_spec(&kv, &slots)).wait().shed(ShedCause::Closed), 2);
 }
+
+#[test]
+fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(2), w.kv(2).filled(12));
+    let mut spec = w.store_spec(&kv, &slots);
+    let sink = std::sync::Arc::clone(&slots[0]);
+    spec.chunks[0].begin = Box::new(|| Begun::NotYet(Box::new(|| Begun::NotYet(Box::new(|| Begun::Open(sink))))));
+    let store = w.store(spec);
+    store.all_layers();
+    assert_eq!(store.wait().stored, 2);
+    fn never() -> Begun {
+        Begun::NotYet(Box::new(never))
+    }
+    let mut spec = w.store_spec(&kv, &w.slots(2));
+    spec.chunks[0].begin = Box::new(never);
+    spec.backpressure = Backpressure::Shed { patience: Duration::from_millis(20) };
+    let store = w.store(spec);
+    store.all_layers();
+    assert_eq!(store.wait().shed(ShedCause::NoSpace), 2);
+}

@@ -1,0 +1,109 @@
+//! What all parts of an open log share: settings, clock, counters, and who this process is.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::options::{LogOptions, Mode};
+use super::put::InFlight;
+use super::stats::{Counters, ShedCounters};
+use crate::error::{Error, ErrorKind, Result};
+use crate::index::{BootId, Holder, LeaseEnv};
+
+/// Shared by a log, its drives, lanes and threads.
+#[derive(Debug)]
+pub(super) struct Ctx {
+    pub(super) options: LogOptions,
+    pub(super) counters: Counters,
+    pub(super) sheds: ShedCounters,
+    pub(super) in_flight: Arc<InFlight>,
+    pub(super) boot: BootId,
+    pub(super) me: Holder,
+    pid: u32,
+    closed: AtomicBool,
+}
+
+impl Ctx {
+    pub(super) fn new(options: LogOptions) -> Result<Self> {
+        Ok(Self {
+            options,
+            counters: Counters::default(),
+            sheds: ShedCounters::default(),
+            in_flight: Arc::default(),
+            boot: boot_id()?,
+            me: holder("self")?,
+            pid: std::process::id(),
+            closed: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether calls may go on.
+    pub(super) fn check(&self) -> Result<()> {
+        if std::process::id() != self.pid {
+            return Err(Error::new(ErrorKind::Forked, "the process was forked after the cache was opened")
+                .advice("open the cache after forking (spawn, do not fork)"));
+        }
+        if self.is_closed() {
+            return Err(Error::new(ErrorKind::Closed, "the cache is closed"));
+        }
+        Ok(())
+    }
+
+    /// As [`check`](Self::check), for calls that write.
+    pub(super) fn check_writable(&self) -> Result<()> {
+        self.check()?;
+        if self.options.mode == Mode::ReadOnly {
+            return Err(Error::new(ErrorKind::Unsupported, "the cache is open read-only"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Marks it closed; whether it was open.
+    pub(super) fn close(&self) -> bool {
+        !self.closed.swap(true, Ordering::AcqRel)
+    }
+
+    pub(super) fn now_s(&self) -> u64 {
+        self.options.clock.unix_s()
+    }
+
+    /// Calls `f` with the clock and the liveness check that leases need.
+    pub(super) fn with_lease_env<R>(&self, f: impl FnOnce(&LeaseEnv<'_>) -> R) -> R {
+        let alive = |other: &Holder| self.alive(other);
+        f(&LeaseEnv { now_ns: self.options.clock.boot_ns(), alive: &alive })
+    }
+
+    /// Whether a process lives; those of other PID namespaces cannot be asked and count as living.
+    fn alive(&self, other: &Holder) -> bool {
+        if other.pid_ns != self.me.pid_ns {
+            return true;
+        }
+        match fs::read_to_string(format!("/proc/{}/stat", other.pid)) {
+            Ok(stat) => Holder::parse(&stat, &ns_link(other.pid_ns)).is_none_or(|h| h.start_ticks == other.start_ticks),
+            Err(e) => e.kind() != std::io::ErrorKind::NotFound,
+        }
+    }
+}
+
+fn ns_link(ns: u32) -> String {
+    format!("pid:[{ns}]")
+}
+
+fn boot_id() -> Result<BootId> {
+    let path = "/proc/sys/kernel/random/boot_id";
+    let text = fs::read_to_string(path).map_err(|e| Error::io("cannot read the boot id", e).at(path))?;
+    BootId::parse(&text).ok_or_else(|| Error::new(ErrorKind::Unsupported, "the boot id is not a UUID").at(path))
+}
+
+fn holder(pid: &str) -> Result<Holder> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read_to_string(&path).map_err(|e| Error::io("cannot read who this process is", e).at(&path))?;
+    let link = fs::read_link(format!("/proc/{pid}/ns/pid")).map(|l| l.to_string_lossy().into_owned());
+    let link = link.unwrap_or_else(|_| ns_link(0));
+    Holder::parse(&stat, &link)
+        .ok_or_else(|| Error::new(ErrorKind::Unsupported, "cannot parse who this process is").at(&path))
+}

@@ -1,0 +1,132 @@
+//! Where free segments come from: granted under the budget, or reclaimed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::lane::Lane;
+use super::state::{Phase, Segment};
+use super::volume::Volume;
+use super::{hunger, orphans, reclaim, tables};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+
+/// Most bytes kept free for the small files of lanes that are made later.
+const MAX_SPARE_BYTES: u64 = 8 << 20;
+
+/// Keeps a free segment ready while the open one fills up.
+pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
+    let Some(lane) = volume.own() else { return };
+    if lane.state().is_ok_and(|mut state| std::mem::take(&mut state.starved)) && !give_back_ready(volume) {
+        reclaim::reclaim_one(volume);
+        give_back_ready(volume);
+    }
+    while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.wants_segment()) {
+        match add_segment(&lane) {
+            Ok(()) => {}
+            Err(e) if e.kind() == ErrorKind::NoSpace => {
+                let poor = is_poor(volume);
+                let helped = poor && orphans::remove_one(volume)
+                    || reclaim::reclaim_one(volume)
+                    || !poor && orphans::remove_one(volume);
+                if !helped {
+                    if poor {
+                        hunger::cry(volume);
+                    }
+                    tracing::debug!(drive = %volume.root.display(), error = %e, "no segment can be had");
+                    return;
+                }
+            }
+            Err(e) => {
+                tracing::warn!(drive = %volume.root.display(), error = %e, "no segment can be had");
+                return;
+            }
+        }
+    }
+}
+
+/// Whether this process's lanes hold so little that orphans of others should go before anything of theirs.
+fn is_poor(volume: &Volume) -> bool {
+    let segments = |lane: &Arc<Lane>| {
+        let in_use = |s: &&Segment| s.phase != Phase::Absent;
+        lane.state().map_or(0, |state| state.segments.iter().filter(in_use).count()) as u64 * lane.segment_bytes()
+    };
+    let held: u64 = volume.lanes().held().map(segments).sum();
+    volume.budget.as_ref().is_some_and(|b| held < b.capacity_bytes() / 2)
+}
+
+/// Gives space back while more is in use than the capacity allows, as after it was lowered.
+pub(super) fn shrink(volume: &Volume) {
+    let Some(budget) = &volume.budget else { return };
+    while budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
+        if !give_back_ready(volume) && !reclaim::reclaim_one(volume) {
+            return;
+        }
+    }
+}
+
+/// Gives the space of a free segment back to the file system.
+pub(super) fn give_back_ready(volume: &Volume) -> bool {
+    let Some(lane) = volume.own() else { return false };
+    let number = {
+        let Ok(mut state) = lane.state() else { return false };
+        let Some(number) = state.ready.pop_back() else { return false };
+        if let Some(segment) = state.segment(number) {
+            segment.phase = Phase::Absent;
+        }
+        number
+    };
+    punch(&lane, number)
+}
+
+/// Punches a hole where a segment lay.
+pub(super) fn punch(lane: &Lane, segment: u32) -> bool {
+    let punched = lane.data.punch_hole(u64::from(segment) * lane.segment_bytes(), lane.segment_bytes());
+    if let Err(e) = &punched {
+        tracing::debug!(lane = %lane.dir.display(), error = %e, "space could not be given back");
+    }
+    punched.is_ok()
+}
+
+/// Adds a segment to the own lane, if budget, free floor and drive allow it.
+fn add_segment(lane: &Arc<Lane>) -> Result<()> {
+    let budget = lane.budget.as_ref().ok_or_else(|| Error::new(ErrorKind::Internal, "a lane without a budget"))?;
+    let number = {
+        let state = lane.state()?;
+        let unused = |s: &Segment| s.phase == Phase::Absent && !s.retired;
+        state.segments.iter().position(unused).unwrap_or(state.segments.len()) as u32
+    };
+    let (offset, bytes) = (u64::from(number) * lane.segment_bytes(), lane.segment_bytes());
+    let region_bytes = lane.superblock.region_bytes;
+    let sb = &lane.superblock;
+    let ring_bytes = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
+    let ring_missing = if lane.index.allocated_bytes()? < ring_bytes { ring_bytes } else { 0 };
+    // After the last segment has been granted, the table must be able to grow, and other processes to make lanes.
+    let spare = tables::growth_bytes(lane) + (budget.capacity_bytes() / 256).min(MAX_SPARE_BYTES);
+    budget.grant(bytes + region_bytes + ring_missing, spare, || {
+        let taken = lane
+            .index
+            .allocate(sb.ring_offset, ring_bytes)
+            .and_then(|()| lane.index.allocate(lane.region_offset(number), region_bytes))
+            .and_then(|()| lane.data.allocate(offset, bytes));
+        // A file system that ran full on the way keeps the part that it had reserved.
+        taken.inspect_err(|_| drop(lane.data.punch_hole(offset, bytes)))
+    })?;
+    let mut state = lane.state()?;
+    while state.segments.len() <= number as usize {
+        state.segments.push(Segment::absent());
+    }
+    make_ready(&mut state, number);
+    drop(state);
+    lane.progress.notify_all();
+    Ok(())
+}
+
+/// A segment that is durably free and has its space may be opened.
+pub(super) fn make_ready(state: &mut super::state::State, number: u32) {
+    if let Some(segment) = state.segment(number) {
+        let epoch = segment.epoch;
+        *segment = Segment { phase: Phase::Ready, epoch, ..Segment::absent() };
+    }
+    state.ready.push_back(number);
+    state.wanted = false;
+}

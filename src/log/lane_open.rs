@@ -1,0 +1,367 @@
+//! Opening lanes: making a new one, recovering one whose lock this process got, attaching to one that another process writes.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::ctx::Ctx;
+use super::lane::{self, Lane, LaneParts, Role};
+use super::options::{Mode, OnIncompatible};
+use super::recover::{self, FoundState, Reader};
+use super::ring::Ring;
+use super::sizes::{self, Sizes};
+use super::state::{Phase, Segment, State};
+use super::{paths, seal, tables};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::{Record, RecordKind};
+use crate::format::superblock::Superblock;
+use crate::format::{Access, PAGE_BYTES};
+use crate::index::{self, Recency, SegmentState, Table};
+use crate::io::{self, AlignedBuf, DirectFile, FileOptions};
+
+/// A lane directory whose lock this process has, or that it may only look at.
+pub(super) struct Candidate {
+    pub(super) number: u32,
+    pub(super) dir: PathBuf,
+    /// The lock file, locked; `None` for a lane of another process, or in read-only mode.
+    pub(super) lock: Option<File>,
+}
+
+/// What a lane needs of its drive.
+#[derive(Clone)]
+pub(super) struct Surroundings {
+    pub(super) ctx: Arc<Ctx>,
+    pub(super) drive: [u8; 16],
+    pub(super) io: io::Drive,
+    pub(super) budget: Option<Arc<super::budget::Budget>>,
+}
+
+/// The open files of a lane.
+pub(super) struct LaneFiles {
+    pub(super) index: Arc<DirectFile>,
+    pub(super) data: Arc<DirectFile>,
+    pub(super) superblock: Superblock,
+}
+
+/// Takes the lock of a lane directory if nobody has it.
+pub(super) fn try_lock(dir: &Path) -> Result<Option<File>> {
+    let path = dir.join(paths::LANE_LOCK);
+    let mut file = paths::open_small(&path, true)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(fs::TryLockError::WouldBlock) => return Ok(None),
+        Err(fs::TryLockError::Error(e)) => return Err(Error::io("cannot lock the lane", e).at(&path)),
+    }
+    // Somebody who removed the lane may have unlinked the file between our opening and locking it.
+    use std::os::unix::fs::MetadataExt;
+    let same = file.metadata().ok().zip(fs::metadata(&path).ok()).is_some_and(|(a, b)| a.ino() == b.ino());
+    if !same {
+        return Ok(None);
+    }
+    // For people only.
+    drop(file.set_len(0).and_then(|()| writeln!(file, "pid {}", std::process::id())));
+    Ok(Some(file))
+}
+
+impl Surroundings {
+    /// Makes the files of a new lane. Nothing of it counts before its superblock is durable.
+    pub(super) fn create(&self, dir: &Path) -> Result<LaneFiles> {
+        let options = &self.ctx.options;
+        let geometry = &options.geometry;
+        let sizes = Sizes::plan(options)?;
+        let index = DirectFile::open(dir.join(paths::INDEX), FileOptions::create())?;
+        let data = DirectFile::open(dir.join(paths::DATA), FileOptions::create())?;
+        index.set_len(0)?;
+        data.set_len(0)?;
+        let superblock = Superblock {
+            features: [0; 3],
+            generation: 0,
+            mount_generation: 0,
+            lane: paths::random_id()?,
+            drive: self.drive,
+            fingerprint: geometry.fingerprint().0,
+            layers_digest: geometry.layers_digest(),
+            segment_bytes: sizes.segment_bytes,
+            region_bytes: sizes.region_bytes,
+            ring_offset: sizes.ring_offset,
+            ring_pages: sizes.ring_pages,
+            chunk_tokens: geometry.chunk_tokens,
+            regions_offset: sizes.regions_offset,
+            created_ms: options.clock.unix_ms(),
+            model: geometry.model.clone(),
+            shard: geometry.shard_dir_name(),
+        };
+        // The ring gets its space with the first segment: a cache that is full can still be opened, and read.
+        index.set_len(sizes.regions_offset)?;
+        write_superblock(&index, &superblock)?;
+        paths::sync_dir(dir)?;
+        Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
+    }
+
+    /// Opens a lane's files, or makes them where there are none yet.
+    pub(super) fn open_files(&self, dir: &Path, write: bool) -> Result<LaneFiles> {
+        if write && is_unmade(dir)? {
+            return self.create(dir);
+        }
+        let options = if write { FileOptions::read_write() } else { FileOptions::read_only() };
+        let index = DirectFile::open(dir.join(paths::INDEX), options)?;
+        let superblock = recover::superblock(&index)?;
+        self.check(&superblock, dir, write)?;
+        let data = DirectFile::open(dir.join(paths::DATA), options)?;
+        Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
+    }
+
+    /// As [`open_files`](Self::open_files) for writing; a lane that cannot be used is made anew where the settings say so.
+    pub(super) fn open_or_recreate(&self, dir: &Path) -> Result<LaneFiles> {
+        match self.open_files(dir, true) {
+            Err(e)
+                if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound)
+                    && self.ctx.options.on_incompatible == OnIncompatible::Recreate =>
+            {
+                tracing::warn!(lane = %dir.display(), error = %e, "the lane is made anew, as on_incompatible says");
+                for name in [paths::TABLE_SHM, paths::DATA, paths::INDEX] {
+                    remove_file(&dir.join(name))?;
+                }
+                self.create(dir)
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn check(&self, sb: &Superblock, dir: &Path, write: bool) -> Result<()> {
+        let geometry = &self.ctx.options.geometry;
+        let advice = "choose another cache_dir, or set on_incompatible: recreate to lose this cache";
+        let refuse = |what: &'static str| Err(Error::new(ErrorKind::Incompatible, what).at(dir).advice(advice));
+        if sb.fingerprint != geometry.fingerprint().0 || sb.layers_digest != geometry.layers_digest() {
+            return refuse("the lane was written for another model, dtype or layer layout");
+        }
+        if sb.chunk_tokens != geometry.chunk_tokens {
+            return refuse("the lane was written with another chunk size");
+        }
+        if write && sb.access() != Access::Write {
+            return refuse("the lane has features that this version can read but not write");
+        }
+        Ok(())
+    }
+
+    /// Recovers a lane whose lock this process has.
+    pub(super) fn open_held(&self, candidate: Candidate, files: LaneFiles, role: Role) -> Result<(Arc<Lane>, Summary)> {
+        let ctx = &self.ctx;
+        let LaneFiles { index, data, superblock } = files;
+        let shared = tables::shared_state(ctx, &candidate.dir, max_segments(ctx, &superblock, data.len()?))?;
+        let reader = Reader::survey(&index, &superblock, data.len()?)?;
+        let entries = reader.expected();
+        let generation = ctx.options.clock.boot_ns();
+        let table = tables::make(ctx, &candidate.dir, entries, generation)?;
+        let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
+        let found = reader.replay(&mut |record| recovery.take(record))?;
+        let (state, table, summary) = recovery.finish(found);
+        let lane = Lane::new(LaneParts {
+            ctx: Arc::clone(ctx),
+            number: candidate.number,
+            dir: candidate.dir,
+            role,
+            superblock,
+            data,
+            index,
+            io: self.io.clone(),
+            budget: self.budget.clone(),
+            table,
+            shared: Some(shared),
+            state: Some(state),
+            lock: candidate.lock,
+        });
+        settle(&lane)?;
+        tables::show(ctx, &lane.dir)?;
+        Ok((lane, summary))
+    }
+
+    /// Attaches to a lane that another process writes, or reads it into memory where there is nothing to attach to.
+    pub(super) fn open_foreign(&self, candidate: Candidate) -> Result<(Arc<Lane>, Summary)> {
+        let ctx = &self.ctx;
+        let LaneFiles { index, data, superblock } = self.open_files(&candidate.dir, false)?;
+        let mut summary = Summary { mount_generation: superblock.mount_generation, ..Summary::default() };
+        let attached = lane::attach_table(ctx, &candidate.dir)
+            .and_then(|(access, table)| Ok((table, lane::attach_shared(ctx, &candidate.dir, access)?)));
+        let (table, shared) = match attached {
+            Ok((table, shared)) => (table, Some(shared)),
+            // Its writer is about to make the table; the next scan attaches.
+            Err(e) if ctx.options.mode == Mode::ReadWrite => return Err(e),
+            Err(_) => {
+                let (table, found) = read_into_memory(ctx, &index, &superblock, data.len()?)?;
+                summary = found;
+                (table, None)
+            }
+        };
+        let lane = Lane::new(LaneParts {
+            ctx: Arc::clone(ctx),
+            number: candidate.number,
+            dir: candidate.dir,
+            role: Role::Foreign,
+            superblock,
+            data,
+            index,
+            io: self.io.clone(),
+            budget: None,
+            table,
+            shared,
+            state: None,
+            lock: None,
+        });
+        Ok((lane, summary))
+    }
+}
+
+/// What the shard must know of a recovered lane.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Summary {
+    pub(super) mount_generation: u64,
+    pub(super) max_sequence: u64,
+    pub(super) cleared_up_to: u64,
+}
+
+/// A lane whose making was cut off: no superblock was ever written, and no data.
+fn is_unmade(dir: &Path) -> Result<bool> {
+    let data = recover::file_bytes(&dir.join(paths::DATA));
+    let path = dir.join(paths::INDEX);
+    let index = recover::file_bytes(&path);
+    if data > 0 {
+        return Ok(false);
+    }
+    if !path.exists() {
+        return Ok(true);
+    }
+    if index < 2 * PAGE_BYTES as u64 {
+        return Ok(false);
+    }
+    let file = DirectFile::open(&path, FileOptions::read_only())?;
+    let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
+    file.read_at(&mut pages, 0)?;
+    Ok(pages.iter().all(|b| *b == 0))
+}
+
+/// Writes a superblock to the page that its generation chooses, and flushes it; the other page keeps the one before.
+pub(super) fn write_superblock(index: &DirectFile, superblock: &Superblock) -> Result<()> {
+    let mut page = AlignedBuf::zeroed(PAGE_BYTES)?;
+    page.copy_from_slice(&superblock.encode());
+    index.write_at(&page, superblock.generation % 2 * PAGE_BYTES as u64)?;
+    index.sync_data()
+}
+
+/// Segments the lane may get: what the capacity allows, and what it has.
+fn max_segments(ctx: &Ctx, sb: &Superblock, data_bytes: u64) -> u32 {
+    let allowed = ctx.options.capacity_bytes.div_ceil(sb.segment_bytes).saturating_add(8);
+    let there = data_bytes.div_ceil(sb.segment_bytes).saturating_add(8);
+    u32::try_from(allowed.max(there).min(1 << 24)).unwrap_or(1 << 24)
+}
+
+fn read_into_memory(ctx: &Ctx, index: &DirectFile, sb: &Superblock, data_bytes: u64) -> Result<(Table, Summary)> {
+    let reader = Reader::survey(index, sb, data_bytes)?;
+    let table = tables::anonymous(ctx, reader.expected())?;
+    let mut recovery = Recovery::new(sb, ctx, table, None);
+    let found = reader.replay(&mut |record| recovery.take(record))?;
+    let (_, table, summary) = recovery.finish(found);
+    Ok((table, summary))
+}
+
+/// Builds table and state from the records of a recovery.
+struct Recovery<'a> {
+    ctx: &'a Ctx,
+    table: Table,
+    shared: Option<index::Lane>,
+    state: State,
+    mount_generation: u64,
+    cleared_up_to: u64,
+}
+
+impl<'a> Recovery<'a> {
+    fn new(sb: &Superblock, ctx: &'a Ctx, table: Table, shared: Option<index::Lane>) -> Self {
+        let state = State {
+            recency: Recency::new(table.slots()),
+            chunk_tokens: sb.chunk_tokens,
+            region_records: sizes::region_records(sb.region_bytes),
+            segment_pages: u32::try_from(sb.segment_bytes / PAGE_BYTES as u64).unwrap_or(u32::MAX),
+            ring: Ring::new(sb.ring_pages, 0),
+            ..State::default()
+        };
+        if let Some(shared) = &shared {
+            for segment in 0..shared.segments() {
+                drop(shared.set_live(segment, 0, 0));
+            }
+        }
+        Self { ctx, table, shared, state, mount_generation: sb.mount_generation, cleared_up_to: 0 }
+    }
+
+    fn take(&mut self, record: &Record) -> Result<()> {
+        if record.kind == RecordKind::Clear {
+            self.cleared_up_to = self.cleared_up_to.max(record.sequence);
+        }
+        match self.state.apply(&self.table, self.shared.as_ref(), record) {
+            // The table was made for all records; only an unlucky spread can fill a stretch of it. The chunk is a miss.
+            Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::InvalidInput) => {
+                self.ctx.counters.damaged_records.add(1);
+                Ok(())
+            }
+            outcome => outcome.map(drop),
+        }
+    }
+
+    fn finish(mut self, found: recover::Found) -> (State, Table, Summary) {
+        let counters = &self.ctx.counters;
+        counters.damaged_records.add(found.damaged);
+        counters.recovered_records.add(found.records);
+        if found.damaged > 0 {
+            tracing::warn!(damaged = found.damaged, "index.kv has damaged records or pages; what they named is a miss");
+        }
+        let summary = Summary {
+            mount_generation: self.mount_generation,
+            max_sequence: found.max_sequence,
+            cleared_up_to: self.cleared_up_to,
+        };
+        self.state.ring.set_next(found.next_page);
+        for (number, segment) in found.segments.into_iter().enumerate() {
+            let phase = match segment.state {
+                FoundState::Free => Phase::Absent,
+                FoundState::Sealed => Phase::Sealed,
+                FoundState::Unsealed => Phase::Full,
+            };
+            if let Some(shared) = &self.shared {
+                let state = if phase == Phase::Absent { SegmentState::Free } else { SegmentState::Sealed };
+                drop(shared.set_segment(number as u32, state, segment.epoch));
+                drop(shared.set_first_seq(number as u32, segment.min_sequence));
+            }
+            self.state.segments.push(Segment {
+                phase,
+                epoch: segment.epoch,
+                min_seq: segment.min_sequence,
+                max_seq: segment.max_sequence,
+                records: segment.records,
+                ..Segment::absent()
+            });
+        }
+        (self.state, self.table, summary)
+    }
+}
+
+/// Seals what a crash left unsealed, before its ring pages may be overwritten, and gives the space of free segments back.
+fn settle(lane: &Lane) -> Result<()> {
+    seal::seal_full(lane)?;
+    let state = lane.state()?;
+    let data_bytes = lane.data.len()?;
+    for (number, segment) in state.segments.iter().enumerate() {
+        let offset = number as u64 * lane.segment_bytes();
+        if segment.phase == Phase::Absent && offset < data_bytes {
+            // A file system without holes keeps the space; it is granted again when the segment is.
+            drop(lane.data.punch_hole(offset, lane.segment_bytes().min(data_bytes - offset)));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("cannot remove a file", e).at(path)),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,98 @@
+//! How large the parts of a new lane are: a function of capacity and chunk size, fixed in the lane's superblock.
+
+use super::options::LogOptions;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::layout::{COARSE_BYTES, SlotLayout};
+use crate::format::record::RECORD_BYTES;
+use crate::format::sealed;
+
+const GIB: u64 = 1 << 30;
+/// Segments are counted in pages with 24 bits.
+const MAX_SEGMENT_BYTES: u64 = (1 << 24) * PAGE_BYTES as u64 / 2;
+/// Slots per segment are assumed to be no smaller on average than this: more records than that seal a segment early.
+const RECORD_PER_BYTES: u64 = 16 << 10;
+const MAX_RECORDS: u64 = 1 << 16;
+const MAX_RING_PAGES: u64 = 8192;
+const MIN_RING_PAGES: u64 = 128;
+
+/// Sizes of a lane's parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sizes {
+    pub(super) segment_bytes: u64,
+    pub(super) region_bytes: u64,
+    pub(super) ring_offset: u64,
+    pub(super) ring_pages: u32,
+    pub(super) regions_offset: u64,
+}
+
+impl Sizes {
+    pub(super) fn plan(options: &LogOptions) -> Result<Self> {
+        let slot = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens).slot_bytes;
+        let wanted = match options.segment_bytes {
+            // Besides a chunk, a segment holds what it keeps back for control slots.
+            Some(bytes) => bytes.max(slot + slot / 15 + PAGE_BYTES as u64),
+            None => (options.capacity_bytes / 64).min(GIB).max(4 * slot),
+        };
+        let segment_bytes = wanted.max(COARSE_BYTES as u64).next_multiple_of(COARSE_BYTES as u64);
+        if segment_bytes > MAX_SEGMENT_BYTES {
+            return Err(Error::new(
+                ErrorKind::Config,
+                format!("a segment of {segment_bytes} bytes is beyond {MAX_SEGMENT_BYTES}"),
+            )
+            .advice("lower segment_bytes or chunk_size"));
+        }
+        let slots = segment_bytes / slot;
+        let records = (segment_bytes / RECORD_PER_BYTES).max(slots + slots / 8 + 64).min(MAX_RECORDS.max(slots));
+        let share = options.capacity_bytes / 64 / PAGE_BYTES as u64;
+        let ring_pages = (2 * slots + 64).min(share).clamp(MIN_RING_PAGES, MAX_RING_PAGES);
+        let ring_offset = 2 * PAGE_BYTES as u64;
+        Ok(Self {
+            segment_bytes,
+            region_bytes: sealed::region_bytes(records as usize) as u64,
+            ring_offset,
+            ring_pages: ring_pages as u32,
+            regions_offset: ring_offset + ring_pages * PAGE_BYTES as u64,
+        })
+    }
+}
+
+/// Records that a region of `region_bytes` holds.
+pub(super) fn region_records(region_bytes: u64) -> usize {
+    (region_bytes as usize).saturating_sub(PAGE_BYTES) / RECORD_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
+    use std::sync::Arc;
+
+    fn options(layers: usize, heads: u32, tokens: u32, capacity: u64) -> LogOptions {
+        let layers = vec![LayerSpec::kv(LayerKind::Full, heads, 256); layers];
+        let geometry = Geometry::new("m", DType::named("bf16").unwrap(), layers, tokens).unwrap();
+        LogOptions { capacity_bytes: capacity, ..LogOptions::new("x", Arc::new(geometry)) }
+    }
+
+    #[test]
+    fn a_segment_is_a_64th_of_the_capacity_within_its_bounds() {
+        let of = |o: &LogOptions| Sizes::plan(o).unwrap().segment_bytes;
+        assert_eq!(of(&options(2, 1, 16, 64 << 30)), 1 << 30);
+        assert_eq!(of(&options(2, 1, 16, 4 << 40)), 1 << 30);
+        assert_eq!(of(&options(2, 1, 16, 64 << 20)), 1 << 20);
+        let large = options(32, 8, 256, 64 << 20);
+        let slot = SlotLayout::of_chunk(&large.geometry, 256).slot_bytes;
+        assert_eq!(of(&large), 4 * slot, "a segment holds at least four chunks");
+    }
+
+    #[test]
+    fn a_region_has_room_for_every_slot_of_its_segment() {
+        for (layers, heads, tokens, capacity) in [(1, 1, 1, 1 << 30), (2, 1, 16, 8 << 20), (80, 8, 256, 1 << 42)] {
+            let options = options(layers, heads, tokens, capacity);
+            let sizes = Sizes::plan(&options).unwrap();
+            let slot = SlotLayout::of_chunk(&options.geometry, tokens).slot_bytes;
+            assert!(region_records(sizes.region_bytes) as u64 > sizes.segment_bytes / slot, "{sizes:?}");
+            assert!(sizes.region_bytes <= 1 << 32);
+        }
+    }
+}

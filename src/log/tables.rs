@@ -1,0 +1,124 @@
+//! The files of a held lane's shared memory: making a table, growing it, resuming or making the lane's shared state.
+
+use super::ctx::Ctx;
+use super::lane::{self, Lane};
+use super::paths;
+use super::state::State;
+use crate::error::{ErrorKind, Result};
+use crate::index::{self, LaneSpec, Recency, Table, TableSpec};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Least entries of a table.
+const MIN_ENTRIES: u64 = 1024;
+
+/// A new table for at least `entries`, under a temporary name until [`show`] gives it its own.
+pub(super) fn make(ctx: &Ctx, dir: &Path, entries: u64, generation: u64) -> Result<Table> {
+    let spec = spec(ctx, entries, generation);
+    let file = paths::new_shared(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
+    Table::create(&file, &spec)
+}
+
+/// A table that no other process sees.
+pub(super) fn anonymous(ctx: &Ctx, entries: u64) -> Result<Table> {
+    Table::anonymous(&spec(ctx, entries, 0))
+}
+
+fn spec(ctx: &Ctx, entries: u64, generation: u64) -> TableSpec {
+    let max_entries = (entries + entries / 8).max(MIN_ENTRIES);
+    TableSpec { max_entries, boot: ctx.boot, generation, writer: ctx.me }
+}
+
+/// Gives a finished table its name; readers of the one that was there attach anew.
+pub(super) fn show(ctx: &Ctx, dir: &Path) -> Result<()> {
+    let old = lane::attach_table(ctx, dir).ok();
+    paths::put_in_place(dir, paths::TABLE_SHM)?;
+    if let Some((_, old)) = old {
+        old.mark_moved();
+    }
+    Ok(())
+}
+
+/// Takes over the lane's shared state, or makes it anew where it does not fit.
+pub(super) fn shared_state(ctx: &Ctx, dir: &Path, segments: u32) -> Result<index::Lane> {
+    let share = (f64::from(segments) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
+    let spec = LaneSpec {
+        segments,
+        lease_limit: Some(share.max(1)),
+        boot: ctx.boot,
+        generation: ctx.options.clock.boot_ns(),
+        writer: ctx.me,
+    };
+    let path = dir.join(paths::LANE_SHM);
+    if let Ok(file) = paths::open_small(&path, false)
+        && let Ok(shared) = index::Lane::resume(&file, &spec)
+    {
+        return Ok(shared);
+    }
+    let old = lane::attach_shared(ctx, dir, index::Access::ReadWrite).ok();
+    let file = paths::new_shared(dir, paths::LANE_SHM, index::Lane::file_bytes(segments))?;
+    let shared = index::Lane::create(&file, &spec)?;
+    paths::put_in_place(dir, paths::LANE_SHM)?;
+    if let Some(old) = old {
+        old.mark_moved();
+    }
+    Ok(shared)
+}
+
+/// How long after a failure to grow the table the next try is made.
+const GROW_RETRY: Duration = Duration::from_millis(200);
+
+/// Whether the table should grow now.
+pub(super) fn wants_growth(lane: &Lane, state: &State) -> bool {
+    lane.table().wants_growth() && state.grow_after.is_none_or(|after| Instant::now() >= after)
+}
+
+/// Puts a larger table in the place of a full one. A failure (no memory, no room) leaves the old one: puts that find no place
+/// in it are shed then.
+///
+/// # Errors
+/// `NoSpace` and those of making files.
+pub(super) fn grow(lane: &Lane) -> Result<()> {
+    let outcome = try_grow(lane);
+    if let Err(e) = &outcome {
+        tracing::warn!(lane = %lane.dir.display(), error = %e, "the index could not grow");
+        let mut state = lane.state()?;
+        state.grow_after = Some(Instant::now() + GROW_RETRY);
+        state.starved |= e.kind() == ErrorKind::NoSpace;
+    }
+    outcome
+}
+
+/// Bytes to keep free for the table's next growth when a segment is added.
+pub(super) fn growth_bytes(lane: &Lane) -> u64 {
+    let table = lane.table();
+    Table::file_bytes(table.next_max_entries()).unwrap_or_else(|_| table.bytes())
+}
+
+fn try_grow(lane: &Lane) -> Result<()> {
+    let old = lane.table();
+    if !old.wants_growth() {
+        return Ok(());
+    }
+    let entries = old.next_max_entries();
+    let bytes = Table::file_bytes(entries)?;
+    let spec =
+        TableSpec { max_entries: entries, boot: lane.ctx.boot, generation: old.generation() + 1, writer: lane.ctx.me };
+    let make = || Table::create(&paths::new_shared(&lane.dir, paths::TABLE_SHM, bytes)?, &spec);
+    let new = match &lane.budget {
+        Some(budget) => budget.grant(bytes, 0, make)?,
+        None => make()?,
+    };
+    let mut state = lane.state()?;
+    let mut recency = Recency::new(new.slots());
+    let before = &state.recency;
+    old.grow_into(&new, |from, to| recency.carry(before, from, to))?;
+    paths::put_in_place(&lane.dir, paths::TABLE_SHM)?;
+    state.recency = recency;
+    state.grow_after = None;
+    state.starved = false;
+    lane.set_table(Arc::new(new));
+    old.mark_moved();
+    Ok(())
+}

@@ -1,0 +1,248 @@
+//! Several writers and readers of one cache directory. Locks belong to open files, so two logs in one process are to each other
+//! what two processes are, but for dying.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::support::*;
+use crate::log::{Log, LogOptions, Mode, Placement, PutSpec};
+
+fn scanning(dir: &std::path::Path) -> LogOptions {
+    LogOptions { scan_interval: Duration::from_millis(20), ..options(dir) }
+}
+
+fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is() {
+        assert!(start.elapsed() < Duration::from_secs(20), "still waiting until {what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn two_writers_and_a_reader_hit_each_others_chunks() {
+    let dir = temp();
+    let a = open(dir.path());
+    let b = open(dir.path());
+    (0..10).for_each(|n| assert!(store(&a, n)));
+    (10..20).for_each(|n| assert!(store(&b, n)));
+    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    for log in [&a, &b, &reader] {
+        assert!((0..20).all(|n| has(log, n)));
+        assert_eq!(log.lookup(&(0..20).map(key).collect::<Vec<_>>()), 20);
+    }
+    assert!(!store(&b, 3), "it is there, in the other lane");
+    let c = open(dir.path());
+    assert!(store(&c, 20));
+    assert!(has(&a, 20) && has(&reader, 20), "a lane that was made later is seen at once");
+    assert_eq!(a.stats().lanes, 3);
+}
+
+#[test]
+fn an_overwrite_or_removal_in_one_lane_counts_in_all() {
+    let dir = temp();
+    let a = open(dir.path());
+    let b = open(dir.path());
+    for n in 0..6 {
+        assert!(store(&a, n));
+    }
+    overwrite(&b, 0, 1);
+    assert_eq!(b.remove(&[key(1)]).unwrap(), [true]);
+    overwrite(&b, 2, 1);
+    overwrite(&a, 2, 2);
+    let want = [Some(1), None, Some(2), Some(0), Some(0), Some(0)];
+    let check = |log: &Log| (0..6).for_each(|n| assert_eq!(version(log, n, 3), want[n as usize], "key {n}"));
+    check(&a);
+    check(&b);
+    a.abandon();
+    b.abandon();
+    let a = open(dir.path());
+    check(&a);
+    let b = open(dir.path());
+    check(&b);
+    a.clear().unwrap();
+    assert!((0..6).all(|n| !has(&b, n)));
+    drop((a, b));
+    let a = open(dir.path());
+    assert!((0..6).all(|n| !has(&a, n)));
+}
+
+#[test]
+fn a_lane_whose_writer_died_is_adopted_and_lanes_stay_few() {
+    let dir = temp();
+    let a = Log::open(scanning(dir.path())).unwrap();
+    for round in 0..4 {
+        let b = open(dir.path());
+        for n in 0..5 {
+            assert!(store(&b, round * 5 + n));
+        }
+        b.flush().unwrap();
+        b.abandon();
+        drop(b);
+        assert!((0..round * 5 + 5).all(|n| has(&a, n)), "killing one costs the other nothing");
+        wait_until("the lane is adopted", || a.stats().adopted_lanes > round);
+        assert!((0..round * 5 + 5).all(|n| has(&a, n)), "also when it has been adopted");
+    }
+    assert!(a.stats().lanes <= 5);
+    a.clear().unwrap();
+    wait_until("empty adopted lanes are removed", || a.stats().lanes == 1);
+    drop(a);
+    let a = open(dir.path());
+    assert_eq!(a.stats().lanes, 1);
+    assert!((0..20).all(|n| !has(&a, n)));
+}
+
+#[test]
+fn a_reader_follows_a_lane_from_writer_to_writer() {
+    let dir = temp();
+    let mut a = open(dir.path());
+    assert!(store(&a, 0));
+    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    assert!(has(&reader, 0));
+    for n in 1..4 {
+        a.flush().unwrap();
+        a.abandon();
+        assert!(has(&reader, 0), "without a writer");
+        a = open(dir.path());
+        assert!(store(&a, n));
+        assert!(has(&reader, n) && has(&reader, 0), "round {n}");
+    }
+}
+
+#[test]
+fn a_readers_lease_keeps_the_writer_from_reclaiming() {
+    let dir = temp();
+    let small = LogOptions {
+        capacity_bytes: 4 << 20,
+        segment_bytes: Some(128 << 10),
+        policy: "fifo".to_owned(),
+        ..options(dir.path())
+    };
+    let log = Log::open(small).unwrap();
+    (0..30).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let leased = reader.locate(&key(3), PIN).unwrap();
+    assert!(leased.is_leased());
+    (30..400).for_each(|n| assert!(store(&log, n)));
+    assert!(has(&reader, 3) && has(&log, 3) && !has(&log, 25));
+}
+
+#[test]
+fn the_index_grows_under_readers() {
+    let dir = temp();
+    let log = open(dir.path());
+    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    // A table begins with room for about a thousand entries.
+    for n in 0..1600 {
+        assert!(store(&log, n));
+        if n % 100 == 0 {
+            assert!(has(&reader, n) && has(&reader, n / 2), "key {n}");
+        }
+    }
+    let all: Vec<_> = (0..1600).map(key).collect();
+    assert_eq!((log.lookup(&all), reader.lookup(&all)), (1600, 1600));
+    let log = reopen(log);
+    assert_eq!((log.lookup(&all), reader.lookup(&all)), (1600, 1600));
+}
+
+#[test]
+fn chunks_of_a_chain_lie_on_one_drive_and_the_order_of_drives_does_not_matter() {
+    let dirs = [temp(), temp(), temp()];
+    let paths: Vec<_> = dirs.iter().map(|d| d.path().to_path_buf()).collect();
+    let log = Log::open(LogOptions { dirs: paths.clone(), ..options(&paths[0]) }).unwrap();
+    for chain in 0..12u64 {
+        let root = key(chain * 100);
+        for i in 0..5 {
+            let spec = PutSpec { root: Some(root), ..spec(chain * 100 + i) };
+            assert!(store_spec(&log, spec, chain * 100 + i, 0).unwrap());
+        }
+        let drives: Vec<_> = (0..5).map(|i| log.locate(&key(chain * 100 + i), PIN).unwrap().drive).collect();
+        assert!(drives.iter().all(|d| *d == drives[0]), "{drives:?}");
+    }
+    let used = log.stats().drives.iter().filter(|d| d.chunks > 0).count();
+    assert!(used >= 2, "twelve chains are spread");
+    log.remove(&[key(0), key(101)]).unwrap();
+    drop(log);
+    let reversed: Vec<_> = paths.iter().rev().cloned().collect();
+    let log = Log::open(LogOptions { dirs: reversed, placement: Placement::Stripe, ..options(&paths[0]) }).unwrap();
+    for chain in 0..12u64 {
+        for i in 0..5 {
+            let n = chain * 100 + i;
+            assert_eq!(has(&log, n), n != 0 && n != 101, "key {n}");
+        }
+    }
+    for n in 5000..5030 {
+        assert!(store(&log, n));
+    }
+    assert!(log.stats().drives.iter().all(|d| d.chunks > 0), "{:?}", log.stats().drives);
+    log.clear().unwrap();
+    drop(log);
+    let log = Log::open(LogOptions { dirs: paths.clone(), ..options(&paths[0]) }).unwrap();
+    assert_eq!(log.stats().drives.len(), 3);
+    assert!((0..5030).all(|n| !has(&log, n)));
+}
+
+#[test]
+fn losing_one_of_three_drives_costs_its_chains_only() {
+    let dirs = [temp(), temp(), temp()];
+    let paths: Vec<_> = dirs.iter().map(|d| d.path().to_path_buf()).collect();
+    let log = Log::open(LogOptions { dirs: paths.clone(), ..options(&paths[0]) }).unwrap();
+    let mut on_lost = Vec::new();
+    for n in 0..60 {
+        assert!(store_spec(&log, PutSpec { root: Some(key(n)), ..spec(n) }, n, 0).unwrap());
+        if log.locate(&key(n), PIN).unwrap().drive == 1 {
+            on_lost.push(n);
+        }
+    }
+    drop(log);
+    let left = vec![paths[0].clone(), paths[2].clone()];
+    let log = Log::open(LogOptions { dirs: left, ..options(&paths[0]) }).unwrap();
+    assert!(on_lost.len() < 40);
+    assert!((0..60).all(|n| has(&log, n) != on_lost.contains(&n)));
+}
+
+#[test]
+fn a_drive_listed_twice_is_refused() {
+    let dir = temp();
+    let twice = vec![dir.path().to_path_buf(); 2];
+    let refused = Log::open(LogOptions { dirs: twice, ..options(dir.path()) }).unwrap_err();
+    assert_eq!(refused.kind(), crate::ErrorKind::Config);
+}
+
+#[test]
+fn another_namespace_gives_way_when_nobody_uses_it() {
+    let dir = temp();
+    let small = |geometry| LogOptions {
+        geometry,
+        capacity_bytes: 4 << 20,
+        segment_bytes: Some(128 << 10),
+        ..options(dir.path())
+    };
+    let old = Log::open(small(geometry())).unwrap();
+    (0..300).for_each(|n| assert!(store(&old, n)));
+    let other = Arc::new((*geometry()).clone().with_identity("model_revision", "2"));
+    {
+        let new = Log::open(small(Arc::clone(&other))).unwrap();
+        let refused = new.begin_put_within(spec(0), Duration::from_millis(100));
+        assert_eq!(refused.unwrap_err().kind(), crate::ErrorKind::NoSpace, "the old one is in use");
+        assert_eq!(new.stats().sheds.no_space, 1);
+    }
+    drop(old);
+    let new = Log::open(small(other)).unwrap();
+    (0..200).for_each(|n| assert!(store(&new, n)));
+    assert!(new.stats().disk_bytes <= 4 << 20);
+    assert!((190..200).all(|n| has(&new, n)));
+}
+
+#[test]
+fn a_full_cache_makes_room_for_a_process_that_comes_later() {
+    let dir = temp();
+    let small = || LogOptions { capacity_bytes: 6 << 20, segment_bytes: Some(128 << 10), ..scanning(dir.path()) };
+    let a = Log::open(small()).unwrap();
+    (0..500).for_each(|n| assert!(store(&a, n)));
+    let b = Log::open(small()).unwrap();
+    assert!(store(&b, 1000), "within the patience of a put");
+    assert!(has(&a, 1000));
+    assert!(a.stats().disk_bytes <= 6 << 20);
+}

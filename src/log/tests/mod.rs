@@ -1,0 +1,7 @@
+//! Tests of the log through its public API, one behaviour each.
+
+mod support;
+
+mod basics;
+mod lanes;
+mod reclaim;

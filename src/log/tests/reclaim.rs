@@ -1,0 +1,145 @@
+//! The bound on bytes, and what reclaim must not lose or bring back.
+
+use super::support::*;
+use crate::log::{Log, LogOptions};
+use std::path::Path;
+use std::sync::Arc;
+
+const CAPACITY: u64 = 4 << 20;
+
+fn small(dir: &Path) -> LogOptions {
+    LogOptions { capacity_bytes: CAPACITY, segment_bytes: Some(128 << 10), ..options(dir) }
+}
+
+fn fill(log: &Log, keys: impl Iterator<Item = u64>) {
+    for n in keys {
+        assert!(store(log, n), "key {n}");
+        assert!(log.stats().disk_bytes <= CAPACITY, "beyond the capacity after key {n}");
+    }
+}
+
+fn open_small(dir: &Path) -> Arc<Log> {
+    Log::open(small(dir)).unwrap()
+}
+
+#[test]
+fn a_steady_stream_of_stores_stays_within_the_capacity_and_keeps_the_newest() {
+    let dir = temp();
+    let log = open_small(dir.path());
+    fill(&log, 0..600);
+    let stats = log.stats();
+    assert!(stats.reclaimed > 10 && stats.evicted > 100, "{stats:?}");
+    assert!((580..600).all(|n| has(&log, n)), "the newest are there");
+    assert!(!has(&log, 0));
+    let there: Vec<bool> = (0..600).map(|n| has(&log, n)).collect();
+    assert!(there.iter().filter(|t| **t).count() > 100);
+    let log = reopen(log);
+    for n in 0..600 {
+        assert_eq!(has(&log, n), there[n as usize], "key {n} after reopening");
+    }
+    fill(&log, 600..700);
+}
+
+#[test]
+fn what_is_used_again_and_again_outlives_what_is_not() {
+    let dir = temp();
+    let log = open_small(dir.path());
+    fill(&log, 0..150);
+    // One in every segment, so that keeping them means moving them.
+    let hot: Vec<u64> = (0..25).map(|i| i * 10).collect();
+    for n in 150..700 {
+        assert!(store(&log, n));
+        for h in hot.iter().filter(|h| **h < n) {
+            let _ = log.lookup(&[key(*h)]);
+        }
+    }
+    // Stores that outrun reclaim may cost a few: a segment of this test is filled in less time than it takes to reclaim one.
+    let kept: Vec<u64> = hot.into_iter().filter(|n| has(&log, *n)).collect();
+    let stats = log.stats();
+    assert!(kept.len() >= 15 && stats.moved >= 15 && stats.reclaimed > 10, "{} kept, {stats:?}", kept.len());
+    log.flush().unwrap();
+    let log = crash(log);
+    assert!(kept.iter().all(|n| has(&log, *n)), "a moved chunk is found after a crash");
+}
+
+#[test]
+fn a_leased_chunk_survives_reclaim() {
+    let dir = temp();
+    let log = Log::open(LogOptions { policy: "fifo".to_owned(), ..small(dir.path()) }).unwrap();
+    fill(&log, 0..30);
+    log.seal(soon()).unwrap();
+    let leased = log.locate(&key(3), PIN).unwrap();
+    assert!(leased.is_leased());
+    fill(&log, 30..400);
+    assert!(has(&log, 3), "leased");
+    assert!(!has(&log, 25), "not leased, and stored later");
+    drop(leased);
+    fill(&log, 400..800);
+    assert!(!has(&log, 3), "the lease is over");
+}
+
+#[test]
+fn removed_keys_do_not_come_back_when_their_tombstones_are_reclaimed() {
+    let dir = temp();
+    let mut log = Log::open(LogOptions { policy: "fifo".to_owned(), ..small(dir.path()) }).unwrap();
+    fill(&log, 0..9);
+    // Pins the segment of the old versions while those of the tombstones are reclaimed.
+    log.seal(soon()).unwrap();
+    let lease = log.locate(&key(8), PIN).unwrap();
+    log.remove(&[key(1), key(2)]).unwrap();
+    overwrite(&log, 3, 1);
+    overwrite(&log, 4, 1);
+    log.remove(&[key(4)]).unwrap();
+    fill(&log, 100..500);
+    let check = |log: &Log| {
+        for n in [1, 2, 4] {
+            assert_eq!(version(log, n, 2), None, "key {n}");
+        }
+        assert_ne!(version(log, 3, 2), Some(0), "an overwritten version came back");
+    };
+    check(&log);
+    assert!(has(&log, 8));
+    let records = log.stats().reclaimed;
+    assert!(records > 10);
+    log.flush().unwrap();
+    drop(lease);
+    log = crash(log);
+    check(&log);
+    assert!(has(&log, 8), "its segment, with the old versions, was not reclaimed: the test tests something");
+    fill(&log, 500..900);
+    check(&log);
+    log = reopen(log);
+    check(&log);
+}
+
+#[test]
+fn a_lowered_capacity_is_kept_after_reopening() {
+    let dir = temp();
+    let log = open_small(dir.path());
+    fill(&log, 0..250);
+    log.close(soon()).unwrap();
+    drop(log);
+    let lower = CAPACITY / 2;
+    let log = Log::open(LogOptions { capacity_bytes: lower, ..small(dir.path()) }).unwrap();
+    let start = std::time::Instant::now();
+    while log.stats().disk_bytes > lower {
+        assert!(start.elapsed().as_secs() < 20, "{} bytes are in use", log.stats().disk_bytes);
+        std::thread::yield_now();
+    }
+    assert!(store(&log, 1000));
+    assert!(has(&log, 1000));
+}
+
+#[test]
+fn clear_frees_every_segment() {
+    let dir = temp();
+    let log = open_small(dir.path());
+    fill(&log, 0..300);
+    log.clear().unwrap();
+    let before = log.stats();
+    fill(&log, 1000..1150);
+    let after = log.stats();
+    assert_eq!(after.evicted - before.evicted, 0, "nothing live had to go while cleared segments were there");
+    let log = crash(log);
+    assert!((0..300).all(|n| !has(&log, n)));
+}

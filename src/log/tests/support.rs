@@ -1,0 +1,196 @@
+//! A small cache and the two things one does with it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::crc;
+use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
+use crate::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
+use crate::key::ChunkKey;
+use crate::log::{Bad, Log, LogOptions, Put, PutOutcome, PutSpec};
+
+pub(super) const CHUNK_TOKENS: u32 = 16;
+pub(super) const PIN: Duration = Duration::from_secs(60);
+/// Bytes of a slot of [`geometry`]: header and two layers of one page each.
+pub(super) const SLOT_BYTES: u64 = 3 * PAGE_BYTES as u64;
+
+pub(super) fn geometry() -> Arc<Geometry> {
+    let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64); 2];
+    Arc::new(Geometry::new("small", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap())
+}
+
+pub(super) fn options(dir: &Path) -> LogOptions {
+    LogOptions {
+        capacity_bytes: 64 << 20,
+        segment_bytes: Some(256 << 10),
+        commit_interval: Duration::from_millis(5),
+        io_timeout: Duration::from_secs(10),
+        io: IoOptions { engine: EngineChoice::Threads, numjobs: 2, ..IoOptions::default() },
+        ..LogOptions::new(dir, geometry())
+    }
+}
+
+/// A directory for a cache on a file system with direct I/O.
+pub(super) fn temp() -> tempfile::TempDir {
+    tempfile::tempdir_in(".").unwrap()
+}
+
+pub(super) fn key(n: u64) -> ChunkKey {
+    ChunkKey(blake3::derive_key("test key", &n.to_le_bytes()))
+}
+
+pub(super) fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+/// Byte `i` of layer `layer` of version `version` of key `n`.
+pub(super) fn payload(n: u64, version: u64, layer: usize, len: usize) -> Vec<u8> {
+    let seed = (n * 1000 + version * 10 + layer as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (0..len as u64).map(|i| (seed.wrapping_mul(2 * i + 7) >> 40) as u8).collect()
+}
+
+pub(super) fn spec(n: u64) -> PutSpec {
+    PutSpec::chunk(key(n), key(n.wrapping_sub(1)), CHUNK_TOKENS, n as u32 & 0xff)
+}
+
+/// Begins a put, with patience; `None` if the key is there.
+pub(super) fn begin(log: &Log, spec: PutSpec) -> Result<Option<Put>> {
+    Ok(match log.begin_put_within(spec, Duration::from_secs(10))? {
+        PutOutcome::Started(put) => Some(put),
+        PutOutcome::AlreadyThere => None,
+    })
+}
+
+/// Writes the extents of a put: those of version `version` of key `n`.
+pub(super) fn write_extents(log: &Log, put: &Put, n: u64, version: u64) -> Result<Vec<u32>> {
+    let mut crcs = Vec::new();
+    for (layer, e) in put.layout().extents.iter().enumerate() {
+        let bytes = payload(n, version, layer, e.len as usize);
+        let mut buf = AlignedBuf::zeroed(e.padded_len as usize).unwrap();
+        buf[..bytes.len()].copy_from_slice(&bytes);
+        crcs.push(crc(&bytes));
+        let request = Request::write(Arc::clone(put.file()), put.slot_offset() + e.offset, buf.into(), drop);
+        io::wait(&*log.drive(put.drive()).unwrap().write, request).result?;
+    }
+    Ok(crcs)
+}
+
+pub(super) fn commit(put: Put, crcs: &[u32]) -> Result<()> {
+    let (tx, rx) = crossbeam_channel::bounded(1);
+    put.commit(crcs, Box::new(move |r| tx.send(r).unwrap()));
+    rx.recv_timeout(Duration::from_secs(20)).unwrap()
+}
+
+pub(super) fn store_spec(log: &Log, spec: PutSpec, n: u64, version: u64) -> Result<bool> {
+    let Some(put) = begin(log, spec)? else { return Ok(false) };
+    let crcs = write_extents(log, &put, n, version)?;
+    commit(put, &crcs).map(|()| true)
+}
+
+/// Stores version 0 of key `n`; whether it was not there.
+pub(super) fn store(log: &Log, n: u64) -> bool {
+    store_spec(log, spec(n), n, 0).unwrap()
+}
+
+/// Stores a version of key `n` over what is there.
+pub(super) fn overwrite(log: &Log, n: u64, version: u64) {
+    assert!(store_spec(log, PutSpec { overwrite: true, ..spec(n) }, n, version).unwrap());
+}
+
+fn read(log: &Log, drive: usize, file: &Arc<io::DirectFile>, offset: u64, len: usize) -> Result<Vec<u8>> {
+    let buf = AlignedBuf::zeroed(len).unwrap();
+    let c = io::wait(&*log.drive(drive).unwrap().read, Request::read(Arc::clone(file), offset, buf.into(), drop));
+    c.result.map(|()| c.buf.unwrap().as_slice().to_vec())
+}
+
+/// The layers of a key as a load would get them; damage is reported to the log.
+pub(super) fn load_key(log: &Log, key: &ChunkKey) -> Result<Vec<Vec<u8>>> {
+    let Some(chunk) = log.locate(key, PIN) else {
+        return Err(Error::new(ErrorKind::NotFound, "not stored"));
+    };
+    let checked = || {
+        let bytes = read(log, chunk.drive, &chunk.file, chunk.header_offset(), chunk.layout.header_bytes as usize)?;
+        let header = log.check_header(&chunk, &bytes)?;
+        let mut layers = Vec::new();
+        for (layer, entry) in header.layers.iter().enumerate() {
+            let (offset, len) = chunk.extent(layer).unwrap();
+            let mut bytes = read(log, chunk.drive, &chunk.file, offset, len)?;
+            bytes.truncate(entry.len as usize);
+            if crc(&bytes) != entry.crc {
+                return Err(Error::new(ErrorKind::Corrupt, "an extent fails its CRC"));
+            }
+            layers.push(bytes);
+        }
+        Ok(layers)
+    };
+    checked().inspect_err(|e: &Error| {
+        let bad = if e.kind() == ErrorKind::Corrupt { Bad::Corrupt } else { Bad::Io };
+        log.report_bad(&chunk, bad);
+    })
+}
+
+pub(super) fn load(log: &Log, n: u64) -> Result<Vec<Vec<u8>>> {
+    load_key(log, &key(n))
+}
+
+/// Which version of key `n` is served, `None` for a miss; panics on bytes that nobody stored.
+pub(super) fn version(log: &Log, n: u64, versions: u64) -> Option<u64> {
+    let layers = match load(log, n) {
+        Ok(layers) => layers,
+        Err(e) => {
+            assert!(matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt), "{e}");
+            return None;
+        }
+    };
+    let is = |v: &u64| layers.iter().enumerate().all(|(i, l)| *l == payload(n, *v, i, l.len()));
+    let found = (0..versions).find(is);
+    assert!(found.is_some(), "key {n} served bytes that nobody stored");
+    found
+}
+
+pub(super) fn has(log: &Log, n: u64) -> bool {
+    version(log, n, 1).is_some()
+}
+
+pub(super) fn open(dir: &Path) -> Arc<Log> {
+    Log::open(options(dir)).unwrap()
+}
+
+/// Opens the cache again after a clean stop.
+pub(super) fn reopen(log: Arc<Log>) -> Arc<Log> {
+    let options = log.options().clone();
+    log.close(soon()).unwrap();
+    drop(log);
+    Log::open(options).unwrap()
+}
+
+/// Opens the cache again after a crash of the process.
+pub(super) fn crash(log: Arc<Log>) -> Arc<Log> {
+    let options = log.options().clone();
+    log.abandon();
+    drop(log);
+    Log::open(options).unwrap()
+}
+
+/// Copies a cache directory as a crash of the machine right now might leave it (what the file system holds).
+pub(super) fn copy_dir(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_dir(&entry.path(), &to);
+        } else {
+            std::fs::copy(entry.path(), &to).unwrap();
+        }
+    }
+}
+
+/// The one file called `name` below `dir`, of lane 0.
+pub(super) fn lane_file(dir: &Path, name: &str) -> std::path::PathBuf {
+    let g = geometry();
+    dir.join(g.fingerprint().dir_name()).join(g.shard_dir_name()).join("lane0").join(name)
+}
