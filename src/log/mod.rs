@@ -39,7 +39,6 @@ mod reclaim;
 pub mod recover;
 mod remove;
 mod ring;
-mod salvage;
 mod seal;
 mod sizes;
 mod spec;

@@ -5,10 +5,10 @@
 //! that were not sealed. Records go straight to the caller; only those of unsealed segments are kept, because they must be
 //! sealed before their ring pages may be used again.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::Path;
 
-use super::{salvage, sizes};
+use super::sizes;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::journal::{self, JournalPage};
 use crate::format::record::{Record, RecordKind};
@@ -106,29 +106,15 @@ pub(super) struct Reader<'a> {
     superblock: &'a Superblock,
     data_bytes: u64,
     found: Found,
-    /// Where to read again what the index lost.
-    data: Option<&'a DirectFile>,
-    /// Segments whose region lost records.
-    lost: BTreeSet<u32>,
-    /// The ring lost records, of any segment that is not sealed.
-    ring_lost: bool,
 }
 
 impl<'a> Reader<'a> {
     /// Reads the regions' first pages and, once, the ring.
     pub(super) fn survey(index: &'a DirectFile, superblock: &'a Superblock, data_bytes: u64) -> Result<Self> {
-        let found = Found::default();
-        let mut reader =
-            Self { index, superblock, data_bytes, found, data: None, lost: BTreeSet::new(), ring_lost: false };
+        let mut reader = Self { index, superblock, data_bytes, found: Found::default() };
         let epochs = reader.survey_ring()?;
         reader.survey_regions(&epochs)?;
         Ok(reader)
-    }
-
-    /// Lets damage be made good from the slots' own headers: a lost record may have been a removal or an overwrite.
-    pub(super) fn salvaging(mut self, data: &'a DirectFile) -> Self {
-        self.data = Some(data);
-        self
     }
 
     /// Records that [`replay`](Self::replay) will give, at most.
@@ -156,7 +142,6 @@ impl<'a> Reader<'a> {
         })?;
         self.found.next_page = next_page;
         self.found.damaged += damaged;
-        self.ring_lost = damaged > 0;
         Ok(epochs)
     }
 
@@ -198,10 +183,6 @@ impl<'a> Reader<'a> {
             damaged,
         };
         let unsealed = |epoch| FoundSegment { state: FoundState::Unsealed, ..free(epoch) };
-        if damaged {
-            // Without its page nobody knows which of its uses counts.
-            return free(ring.unwrap_or(1));
-        }
         match (header.ok().flatten(), ring) {
             // Ring records of an older use than the region speaks of are over.
             (Some(h), Some(epoch)) if epoch > h.epoch || (epoch == h.epoch && h.state == SegmentState::Free) => {
@@ -226,12 +207,8 @@ impl<'a> Reader<'a> {
         for number in 0..self.found.segments.len() as u32 {
             self.replay_region(number, &mut buf, sink)?;
         }
+        drop(buf);
         self.replay_ring(sink)?;
-        if let Some(data) = self.data {
-            for number in 0..self.found.segments.len() as u32 {
-                self.salvage(data, number, &mut buf, sink)?;
-            }
-        }
         Ok(self.found)
     }
 
@@ -241,7 +218,6 @@ impl<'a> Reader<'a> {
         buf: &mut AlignedBuf,
         sink: &mut dyn FnMut(&Record) -> Result<()>,
     ) -> Result<()> {
-        let before = self.found.damaged;
         let Some(segment) = self.found.segments.get(number as usize) else { return Ok(()) };
         let (mut left, epoch) = (segment.count as usize, segment.epoch);
         let sb = self.superblock;
@@ -272,59 +248,6 @@ impl<'a> Reader<'a> {
             at += take * record::RECORD_BYTES;
         }
         self.found.damaged += left as u64;
-        if self.found.damaged > before {
-            self.lost.insert(number);
-        }
-        Ok(())
-    }
-
-    /// Reads again from the slots what a damaged part of the index said. The segment counts as unsealed, so that what was found is
-    /// sealed anew. Where the use that counts is not known, its versions only hide: themselves, and what is older.
-    fn salvage(
-        &mut self,
-        data: &DirectFile,
-        number: u32,
-        buf: &mut AlignedBuf,
-        sink: &mut dyn FnMut(&Record) -> Result<()>,
-    ) -> Result<()> {
-        let Some(segment) = self.found.segments.get(number as usize) else { return Ok(()) };
-        let (epoch, unknown, sealed) = (segment.epoch, segment.damaged, segment.state == FoundState::Sealed);
-        if !unknown && !self.lost.contains(&number) && (!self.ring_lost || sealed) {
-            return Ok(());
-        }
-        let mut records = segment.records.clone();
-        if sealed {
-            self.replay_region(number, buf, &mut |record| {
-                records.push(*record);
-                Ok(())
-            })?;
-        }
-        let mut known: HashSet<_> = records.iter().map(|r| (r.key, r.sequence, r.page)).collect();
-        let mut slots = salvage::records_of(data, self.superblock, number)?;
-        let mut next = epoch;
-        if unknown {
-            next = slots.iter().map(|r| r.epoch).fold(epoch, u32::max) + 1;
-            slots.iter_mut().for_each(|r| *r = salvage::as_removal(r, next));
-        } else {
-            slots.retain(|r| r.epoch == epoch);
-        }
-        slots.retain(|r| known.insert((r.key, r.sequence, r.page)));
-        if records.is_empty() && slots.is_empty() {
-            return Ok(());
-        }
-        for record in &slots {
-            self.give(record, sink)?;
-        }
-        records.extend(slots);
-        records.sort_by_key(|r| (r.sequence, r.key.0));
-        records.truncate(sizes::region_records(self.superblock.region_bytes));
-        if let Some(segment) = self.found.segments.get_mut(number as usize) {
-            segment.state = FoundState::Unsealed;
-            segment.epoch = next;
-            segment.min_sequence = records.first().map_or(0, |r| r.sequence);
-            segment.max_sequence = records.last().map_or(0, |r| r.sequence);
-            segment.records = records;
-        }
         Ok(())
     }
 
