@@ -3,5 +3,6 @@
 mod support;
 
 mod basics;
+mod damage;
 mod lanes;
 mod reclaim;
