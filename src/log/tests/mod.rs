@@ -4,5 +4,7 @@ mod support;
 
 mod basics;
 mod damage;
+mod faults;
 mod lanes;
+mod processes;
 mod reclaim;
