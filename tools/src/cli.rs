@@ -24,6 +24,7 @@ Exit status: 0 done; 1 an error stopped the work; 2 wrong usage or input; 3 the 
 (a byte that differs, a dump that cannot be read, a damaged cache).
 
 Examples:
+  forebay demo
   forebay probe /mnt/nvme
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
   forebay replay trace.jsonl --capacity-tokens 3m,10m --policy lru,fifo
@@ -32,6 +33,8 @@ Examples:
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Run a request trace through the real engine in a temporary directory, verify every byte, kill and reopen it.
+    Demo(crate::demo::DemoArgs),
     /// Measure raw I/O or the whole engine with fio's options, output and JSON.
     Bench(Box<crate::bench::BenchArgs>),
     /// Replay a Mooncake-format request trace against cache sizes and policies.

@@ -6,6 +6,7 @@
 
 mod bench;
 mod cli;
+mod demo;
 mod out;
 mod probe;
 mod progress;
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
 
 fn run(command: Command, context: &Context) -> forebay::Result<Outcome> {
     match command {
+        Command::Demo(args) => demo::run(&args, context),
         Command::Bench(args) => bench::run(&args, context),
         Command::Replay(args) => replay::run(&args, context),
         Command::Warm(args) => warm::run(&args, context),

@@ -19,7 +19,7 @@ use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::size;
 pub(crate) use policy::PolicyKind;
-pub(crate) use trace::{Request, read_trace};
+pub(crate) use trace::{BLOCK_TOKENS, Request, parse_trace, read_trace};
 
 /// Options of `forebay replay`.
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@
 //! may be partial; its tokens follow from `input_length`. A line that breaks these rules is an error with its number.
 
 use std::fs::File;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use forebay::{Error, ErrorKind, Result};
@@ -56,7 +56,11 @@ impl Request {
 /// Reads a whole trace; empty lines are skipped.
 pub(crate) fn read_trace(path: &Path) -> Result<Vec<Request>> {
     let file = File::open(path).map_err(|e| Error::io("cannot open the trace", e).at(path))?;
-    let mut reader = BufReader::new(file);
+    parse_trace(BufReader::new(file), path)
+}
+
+/// As [`read_trace`], from anything that has lines; errors name it `path`.
+pub(crate) fn parse_trace(mut reader: impl BufRead, path: &Path) -> Result<Vec<Request>> {
     let mut requests = Vec::new();
     let mut line = Vec::new();
     for number in 1.. {

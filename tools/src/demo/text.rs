@@ -1,0 +1,67 @@
+//! The demo's result for people.
+
+use super::Summary;
+use crate::size::{show_bytes, show_bytes_decimal, show_count};
+
+/// Lines that a reader understands without a manual.
+pub(super) fn render(s: &Summary) -> String {
+    let (served, after, drive) = (&s.served, &s.after_kill, &s.drive);
+    let bytes = |n: u64| show_bytes(n as f64);
+    let tokens = |n: u64| show_count(n as f64);
+    let rate = |bps: f64| format!("{}/s", show_bytes_decimal(bps));
+    let direct = if drive.direct { "O_DIRECT" } else { "buffered" };
+    let rows = [
+        ("trace", s.trace.clone()),
+        ("requests", format!("{} with {} tokens", served.requests, tokens(served.asked_tokens))),
+        ("hit ratio", format!("{:.1} % of the tokens ({})", s.hit_ratio * 100.0, tokens(served.hit_tokens))),
+        (
+            "cache",
+            format!(
+                "{}: {} chunks stored, {} reclaimed, {} shed",
+                bytes(s.capacity_bytes),
+                served.stored_chunks,
+                served.evicted_chunks,
+                served.shed_chunks
+            ),
+        ),
+        (
+            "drive alone",
+            format!("read {}, write {} ({}, {direct})", rate(drive.read_bps), rate(drive.write_bps), drive.path),
+        ),
+        (
+            "loads",
+            format!(
+                "{} at {}, {:.0} % of the drive's own speed ({} loads)",
+                bytes(served.loaded_bytes),
+                rate(s.load_bps),
+                s.load_share_of_drive * 100.0,
+                served.loads
+            ),
+        ),
+        ("stores", format!("{} at {}", bytes(served.stored_bytes), rate(s.store_bps))),
+        (
+            "overlap",
+            format!(
+                "{:.2} of the best possible, computing as long as loading ({} loads)",
+                s.overlap_efficiency, served.overlapped_loads
+            ),
+        ),
+        (
+            "after kill -9",
+            format!(
+                "reopened in {:.0} ms; {} of {} tokens still hit; {} loaded again",
+                after.reopen_ms,
+                tokens(after.held_tokens),
+                tokens(served.held_tokens),
+                bytes(after.verified_bytes)
+            ),
+        ),
+        ("verified", format!("{}, wrong bytes: {}", bytes(s.verified_bytes), s.wrong_bytes)),
+        ("time", format!("{:.0} s", s.elapsed_s)),
+    ];
+    let mut text = String::new();
+    for (name, value) in rows {
+        text.push_str(&format!("{name:>14}  {value}\n"));
+    }
+    text
+}
