@@ -294,6 +294,11 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
         trouble(lane, e);
     }
     let Ok(mut state) = lane.state() else { return };
+    if outcome.is_err() {
+        // After a failed flush nothing written since the last good one may be taken for durable, so a later flush that
+        // succeeds must not be believed about those pages: they are written again.
+        state.write_again();
+    }
     state.flush_done = state.flush_done.max(asked);
     state.flush_error = outcome.err().map(|e| (e.kind(), e.to_string()));
 }

@@ -150,7 +150,7 @@ impl Surroundings {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
         let shared = tables::shared_state(ctx, &candidate.dir, max_segments(ctx, &superblock, data.len()?))?;
-        let reader = Reader::survey(&index, &superblock, data.len()?)?;
+        let reader = Reader::survey(&index, &data, &superblock)?;
         let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
         let table = tables::make(ctx, &candidate.dir, entries, generation)?;
@@ -189,7 +189,7 @@ impl Surroundings {
             // Its writer is about to make the table; the next scan attaches.
             Err(e) if ctx.options.mode == Mode::ReadWrite => return Err(e),
             Err(_) => {
-                let (table, found) = read_into_memory(ctx, &index, &superblock, data.len()?)?;
+                let (table, found) = read_into_memory(ctx, &index, &data, &superblock)?;
                 summary = found;
                 (table, None)
             }
@@ -256,8 +256,8 @@ fn max_segments(ctx: &Ctx, sb: &Superblock, data_bytes: u64) -> u32 {
     u32::try_from(allowed.max(there).min(1 << 24)).unwrap_or(1 << 24)
 }
 
-fn read_into_memory(ctx: &Ctx, index: &DirectFile, sb: &Superblock, data_bytes: u64) -> Result<(Table, Summary)> {
-    let reader = Reader::survey(index, sb, data_bytes)?;
+fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Superblock) -> Result<(Table, Summary)> {
+    let reader = Reader::survey(index, data, sb)?;
     let table = tables::anonymous(ctx, reader.expected())?;
     let mut recovery = Recovery::new(sb, ctx, table, None);
     let found = reader.replay(&mut |record| recovery.take(record))?;

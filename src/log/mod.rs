@@ -39,6 +39,7 @@ mod reclaim;
 pub mod recover;
 mod remove;
 mod ring;
+pub mod scan;
 mod seal;
 mod sizes;
 mod spec;

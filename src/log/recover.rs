@@ -4,10 +4,15 @@
 //! highest epoch count, so the ring is read twice: first for the epochs, then, after the regions, for the records of segments
 //! that were not sealed. Records go straight to the caller; only those of unsealed segments are kept, because they must be
 //! sealed before their ring pages may be used again.
+//!
+//! Where something is damaged, the slot headers of the segments concerned are read too: a lost record could be the one that
+//! hides an older version. A segment whose region lost its first page may have been given up; what only its slot headers speak
+//! of is therefore not served, but still hides what is older.
 
 use std::collections::HashMap;
 use std::path::Path;
 
+use super::scan::{self, ScanSegment};
 use super::sizes;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::journal::{self, JournalPage};
@@ -93,25 +98,30 @@ pub fn superblock(index: &DirectFile) -> Result<Superblock> {
 /// Those of reading, and what `sink` returns. Damage is counted and never an error.
 pub fn read(
     index: &DirectFile,
+    data: &DirectFile,
     superblock: &Superblock,
-    data_bytes: u64,
     sink: &mut dyn FnMut(&Record) -> Result<()>,
 ) -> Result<Found> {
-    Reader::survey(index, superblock, data_bytes)?.replay(sink)
+    Reader::survey(index, data, superblock)?.replay(sink)
 }
 
 /// The first half of a recovery: what there is, and how much.
 pub(super) struct Reader<'a> {
     index: &'a DirectFile,
+    data: &'a DirectFile,
     superblock: &'a Superblock,
     data_bytes: u64,
+    /// Something in the ring is damaged: records of unsealed segments may be missing.
+    ring_is_damaged: bool,
     found: Found,
 }
 
 impl<'a> Reader<'a> {
     /// Reads the regions' first pages and, once, the ring.
-    pub(super) fn survey(index: &'a DirectFile, superblock: &'a Superblock, data_bytes: u64) -> Result<Self> {
-        let mut reader = Self { index, superblock, data_bytes, found: Found::default() };
+    pub(super) fn survey(index: &'a DirectFile, data: &'a DirectFile, superblock: &'a Superblock) -> Result<Self> {
+        let data_bytes = data.len()?;
+        let ring_is_damaged = false;
+        let mut reader = Self { index, data, superblock, data_bytes, ring_is_damaged, found: Found::default() };
         let epochs = reader.survey_ring()?;
         reader.survey_regions(&epochs)?;
         Ok(reader)
@@ -141,6 +151,7 @@ impl<'a> Reader<'a> {
             None => damaged += 1,
         })?;
         self.found.next_page = next_page;
+        self.ring_is_damaged = damaged > 0;
         self.found.damaged += damaged;
         Ok(epochs)
     }
@@ -205,11 +216,59 @@ impl<'a> Reader<'a> {
     pub(super) fn replay(mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Found> {
         let mut buf = AlignedBuf::zeroed(READ_BYTES)?;
         for number in 0..self.found.segments.len() as u32 {
+            let before = self.found.damaged;
             self.replay_region(number, &mut buf, sink)?;
+            if self.found.damaged > before {
+                self.replay_headers(number, sink)?;
+            }
         }
         drop(buf);
         self.replay_ring(sink)?;
+        for number in 0..self.found.segments.len() as u32 {
+            let Some(segment) = self.found.segments.get(number as usize) else { break };
+            if segment.damaged || (self.ring_is_damaged && segment.state == FoundState::Unsealed) {
+                self.replay_headers(number, sink)?;
+            }
+        }
         Ok(self.found)
+    }
+
+    /// Gives what the slot headers of a segment say, where records of it were lost.
+    fn replay_headers(&mut self, number: u32, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+        let Some(segment) = self.found.segments.get(number as usize).cloned() else { return Ok(()) };
+        let sb = self.superblock;
+        let what = ScanSegment { lane: sb.lane, segment: number, segment_bytes: sb.segment_bytes };
+        let epoch_is_known = segment.state != FoundState::Free;
+        let mut found: Vec<Record> = Vec::new();
+        scan::scan_segment(self.data, &what, &mut |header, crc| {
+            found.extend(scan::records_of_header(header, crc));
+            Ok(())
+        })?;
+        let newest = found.iter().map(|r| r.epoch).max().unwrap_or(segment.epoch);
+        let epoch = if epoch_is_known { segment.epoch } else { newest.max(segment.epoch) };
+        found.retain(|r| r.epoch == epoch && !segment.records.contains(r));
+        if !epoch_is_known {
+            for record in found.iter_mut().filter(|r| r.kind == RecordKind::Put) {
+                record.kind = RecordKind::Tombstone;
+            }
+        }
+        for record in &found {
+            self.give(record, sink)?;
+        }
+        let capacity = sizes::region_records(sb.region_bytes);
+        if let Some(segment) = self.found.segments.get_mut(number as usize)
+            && segment.state != FoundState::Sealed
+            && !found.is_empty()
+        {
+            // To be sealed again, which repairs the region.
+            segment.state = FoundState::Unsealed;
+            segment.epoch = epoch;
+            segment.records.extend(found);
+            segment.records.truncate(capacity);
+            segment.min_sequence = segment.records.iter().map(|r| r.sequence).min().unwrap_or(0);
+            segment.max_sequence = segment.records.iter().map(|r| r.sequence).max().unwrap_or(0);
+        }
+        Ok(())
     }
 
     fn replay_region(
@@ -292,7 +351,8 @@ impl<'a> Reader<'a> {
         self.found.records += 1;
         if record.kind == RecordKind::Put && !self.lies_in_data(record) {
             self.found.damaged += 1;
-            return Ok(());
+            // Cut off; what it had replaced must not come back for it.
+            return sink(&Record { kind: RecordKind::Tombstone, ..*record });
         }
         sink(record)
     }
@@ -328,7 +388,7 @@ pub fn for_each_page(
             match journal::decode(page) {
                 Ok(page) if page.lane == superblock.lane => visit(Some(page)),
                 Ok(_) => {}
-                Err(_) if page.iter().all(|b| *b == 0) => {}
+                Err(_) if *page == [0; PAGE_BYTES] => {}
                 Err(_) => visit(None),
             }
         }

@@ -306,6 +306,15 @@ impl State {
         self.pending_since.get_or_insert_with(Instant::now);
     }
 
+    /// Puts all records of unsealed segments back into what waits for the journal.
+    pub(super) fn write_again(&mut self) {
+        let unsealed = self.segments.iter().filter(|s| matches!(s.phase, Phase::Open | Phase::Full));
+        let mut records: Vec<Record> = unsealed.flat_map(|s| s.records.iter().copied()).collect();
+        records.sort_by_key(|r| r.sequence);
+        self.pending = records.into();
+        self.pending_since = (!self.pending.is_empty()).then(Instant::now);
+    }
+
     pub(super) fn note_clear(&mut self, record: &Record) {
         if self.clear.is_none_or(|(seq, _)| seq <= record.sequence) {
             self.clear = Some((record.sequence, record.segment));

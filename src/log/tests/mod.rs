@@ -4,5 +4,8 @@ mod fsck;
 mod support;
 
 mod basics;
+mod damage;
+mod faults;
 mod lanes;
+mod processes;
 mod reclaim;

@@ -1,0 +1,269 @@
+//! Damage of every kind: bits, cuts, foreign and future files. Never a wrong record, never a wrong byte, always a miss or a
+//! clear error.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::support::*;
+use crate::error::ErrorKind;
+use crate::io::{DirectFile, FileOptions};
+use crate::log::{Log, LogOptions, Mode, OnIncompatible, PutSpec, recover};
+
+const KEYS: u64 = 60;
+
+/// What a cache may serve for each key: `want` if nothing is damaged.
+fn want(n: u64) -> Option<u64> {
+    match n {
+        0..=9 => Some(2),
+        10..=14 => None,
+        _ => Some(0),
+    }
+}
+
+/// A closed cache with overwrites, removals, partial chunks, sealed and unsealed segments.
+fn make(dir: &Path) {
+    let log =
+        Log::open(LogOptions { capacity_bytes: 8 << 20, segment_bytes: Some(128 << 10), ..options(dir) }).unwrap();
+    (0..KEYS).for_each(|n| assert!(store(&log, n)));
+    (0..10).for_each(|n| overwrite(&log, n, 1));
+    let removed: Vec<_> = (10..15).map(key).collect();
+    log.remove(&removed).unwrap();
+    (0..10).for_each(|n| overwrite(&log, n, 2));
+    assert!(store_spec(&log, PutSpec::chunk(key(70), key(69), 5, 1), 70, 0).unwrap());
+    log.flush().unwrap();
+    log.close(soon()).unwrap();
+    for file in ["table.shm", "lane.shm"] {
+        fs::remove_file(lane_file(dir, file)).unwrap();
+    }
+}
+
+fn reader(dir: &Path) -> crate::Result<Arc<Log>> {
+    Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir) })
+}
+
+fn flip(file: &File, bit: u64) {
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, bit / 8).unwrap();
+    byte[0] ^= 1 << (bit % 8);
+    file.write_all_at(&byte, bit / 8).unwrap();
+}
+
+/// Deterministic numbers.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        (self.0 >> 24) % n
+    }
+}
+
+#[test]
+fn flipped_bits_of_the_index_give_no_record_that_was_not_written() {
+    let dir = temp();
+    make(dir.path());
+    let path = lane_file(dir.path(), "index.kv");
+    let open = |name| DirectFile::open(lane_file(dir.path(), name), FileOptions::read_only().buffered()).unwrap();
+    let (index, data) = (open("index.kv"), open("data.kv"));
+    let mut good = HashSet::new();
+    let superblock = recover::superblock(&index).unwrap();
+    recover::read(&index, &data, &superblock, &mut |r| {
+        good.insert(r.encode());
+        Ok(())
+    })
+    .unwrap();
+    assert!(good.len() > 80);
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let bits = file.metadata().unwrap().len() * 8;
+    let mut dice = Dice(1);
+    for round in 0..1500 {
+        let flips: Vec<u64> = (0..dice.below(3) + 1).map(|_| dice.below(bits)).collect();
+        flips.iter().for_each(|b| flip(&file, *b));
+        if let Ok(superblock) = recover::superblock(&index) {
+            recover::read(&index, &data, &superblock, &mut |r| {
+                let mut as_put = *r;
+                as_put.kind = crate::format::record::RecordKind::Put;
+                // What a segment of doubtful state held hides what is older, and is not served.
+                assert!(good.contains(&r.encode()) || good.contains(&as_put.encode()), "round {round}: {r:?}");
+                Ok(())
+            })
+            .unwrap();
+        }
+        flips.iter().for_each(|b| flip(&file, *b));
+    }
+}
+
+#[test]
+fn flipped_bits_of_records_and_pages_bring_nothing_old_back() {
+    let dir = temp();
+    make(dir.path());
+    let file = File::options().read(true).write(true).open(lane_file(dir.path(), "index.kv")).unwrap();
+    let mut used = Vec::new();
+    let mut page = vec![0; 4096];
+    for at in (0..file.metadata().unwrap().len() / 4096 * 4096).step_by(4096) {
+        file.read_exact_at(&mut page, at).unwrap();
+        if page.iter().any(|b| *b != 0) {
+            used.push(at);
+        }
+    }
+    let sequences = |log: &Log| -> Vec<Option<u64>> {
+        (0..KEYS).map(|n| log.locate(&key(n), PIN).map(|chunk| chunk.sequence)).collect()
+    };
+    let undamaged = reader(dir.path()).unwrap();
+    assert!((0..KEYS).all(|n| version(&undamaged, n, 3) == want(n)));
+    let wanted = sequences(&undamaged);
+    drop(undamaged);
+    let mut dice = Dice(2);
+    let mut misses = 0;
+    for round in 0..150 {
+        let bit = (used[dice.below(used.len() as u64) as usize] + dice.below(4096)) * 8 + dice.below(8);
+        flip(&file, bit);
+        let log = reader(dir.path()).unwrap_or_else(|e| panic!("round {round}, bit {bit}: {e}"));
+        for (n, (found, wanted)) in sequences(&log).into_iter().zip(&wanted).enumerate() {
+            match found {
+                None => misses += u64::from(wanted.is_some()),
+                found => assert_eq!(found, *wanted, "round {round}, bit {bit}: key {n}"),
+            }
+        }
+        flip(&file, bit);
+    }
+    assert!(misses < 150 * KEYS / 4, "{misses} misses: damage of a record costs more than it must");
+}
+
+#[test]
+fn flipped_bits_of_the_data_are_misses() {
+    let dir = temp();
+    make(dir.path());
+    let log = reader(dir.path()).unwrap();
+    let file = File::options().read(true).write(true).open(lane_file(dir.path(), "data.kv")).unwrap();
+    let mut dice = Dice(3);
+    let mut misses = 0;
+    for round in 0..2000 {
+        let n = 15 + dice.below(KEYS - 15);
+        let Some(chunk) = log.locate(&key(n), PIN) else { panic!("round {round}: key {n}") };
+        let bit = chunk.slot_offset * 8 + dice.below(chunk.slot_bytes * 8);
+        flip(&file, bit);
+        match version(&log, n, 1) {
+            None => misses += 1,
+            served => assert_eq!(served, Some(0), "round {round}"),
+        }
+        flip(&file, bit);
+        assert_eq!(version(&log, n, 1), Some(0), "round {round}: the bit is back");
+    }
+    assert!(misses > 1000, "{misses}");
+}
+
+#[test]
+fn files_that_are_cut_short_are_misses_or_clear_errors() {
+    for (name, lens) in [("data.kv", [0u64, 5000, 128 << 10, 300_000]), ("index.kv", [0, 100, 4096, 700_000])] {
+        for len in lens {
+            let dir = temp();
+            make(dir.path());
+            let path = lane_file(dir.path(), name);
+            File::options().write(true).open(&path).unwrap().set_len(len).unwrap();
+            for log in [reader(dir.path()), Log::open(options(dir.path()))] {
+                match log {
+                    Ok(log) => {
+                        for n in 0..KEYS {
+                            let served = version(&log, n, 3);
+                            assert!(served.is_none() || served == want(n), "{name} cut to {len}: key {n} {served:?}");
+                        }
+                        assert!(len >= 8192 || name == "data.kv");
+                    }
+                    Err(e) => {
+                        assert_eq!((name, e.kind()), ("index.kv", ErrorKind::Corrupt), "cut to {len}: {e}");
+                        assert!(len < 8192 && e.to_string().contains("fsck rebuild"), "{e}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn files_of_others_are_refused_or_replaced_as_the_settings_say() {
+    let future = |b: &mut Vec<u8>| b[12] = 2;
+    let features = |b: &mut Vec<u8>| {
+        b[24] = 1;
+        let sum = crate::format::crc_with_hole(b, 8);
+        b[8..12].copy_from_slice(&sum.to_le_bytes());
+    };
+    let foreign = |b: &mut Vec<u8>| b.fill(0x42);
+    let cases: [(&dyn Fn(&mut Vec<u8>), ErrorKind); 3] =
+        [(&future, ErrorKind::Incompatible), (&features, ErrorKind::Incompatible), (&foreign, ErrorKind::Corrupt)];
+    for (i, (change, kind)) in cases.into_iter().enumerate() {
+        let dir = temp();
+        make(dir.path());
+        let path = lane_file(dir.path(), "index.kv");
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        for page in 0..2 {
+            let mut bytes = vec![0; 4096];
+            file.read_exact_at(&mut bytes, page * 4096).unwrap();
+            change(&mut bytes);
+            file.write_all_at(&bytes, page * 4096).unwrap();
+        }
+        for e in [reader(dir.path()).unwrap_err(), Log::open(options(dir.path())).unwrap_err()] {
+            assert_eq!(e.kind(), kind, "case {i}: {e}");
+            assert!(e.advice_text().is_some() && e.path().is_some(), "case {i}: {e}");
+        }
+        let recreate = LogOptions { on_incompatible: OnIncompatible::Recreate, ..options(dir.path()) };
+        let log = Log::open(recreate).unwrap();
+        assert!(!has(&log, 20));
+        assert!(store(&log, 20) && has(&log, 20), "case {i}");
+    }
+}
+
+#[test]
+fn a_lane_of_another_geometry_in_our_place_is_refused() {
+    let dir = temp();
+    make(dir.path());
+    let ours = lane_file(dir.path(), "index.kv");
+    let other = Arc::new((*geometry()).clone().with_identity("model_revision", "2"));
+    let elsewhere = temp();
+    drop(Log::open(LogOptions { geometry: Arc::clone(&other), ..options(elsewhere.path()) }).unwrap());
+    let theirs = elsewhere.path().join(other.fingerprint().dir_name()).join(other.shard_dir_name());
+    fs::copy(theirs.join("lane0/index.kv"), ours).unwrap();
+    let e = Log::open(options(dir.path())).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Incompatible, "{e}");
+}
+
+#[test]
+fn a_lane_whose_making_was_cut_off_is_made_again() {
+    let dir = temp();
+    drop(open(dir.path()));
+    let path = lane_file(dir.path(), "index.kv");
+    let len = path.metadata().unwrap().len();
+    let file = File::options().write(true).open(&path).unwrap();
+    file.set_len(0).unwrap();
+    file.set_len(len).unwrap();
+    let log = open(dir.path());
+    assert!(store(&log, 1));
+    drop(log);
+    assert!(has(&open(dir.path()), 1));
+}
+
+#[test]
+fn damaged_shared_memory_is_made_anew() {
+    let dir = temp();
+    for name in ["table.shm", "lane.shm"] {
+        let log = open(dir.path());
+        let fresh = store(&log, 1);
+        assert!(fresh || has(&log, 1));
+        drop(log);
+        let path = lane_file(dir.path(), name);
+        let len = path.metadata().unwrap().len() as usize;
+        fs::write(&path, vec![0x5a; len]).unwrap();
+        assert!(has(&open(dir.path()), 1), "{name}");
+        fs::write(&path, b"cut").unwrap();
+        assert!(has(&open(dir.path()), 1), "{name}");
+    }
+    let shard = lane_file(dir.path(), "x").parent().unwrap().parent().unwrap().join("shard.shm");
+    fs::write(&shard, b"").unwrap();
+    let log = open(dir.path());
+    assert!(has(&log, 1));
+    overwrite(&log, 1, 1);
+    assert_eq!(version(&log, 1, 2), Some(1), "sequences go on above what recovery found");
+}

@@ -1,0 +1,209 @@
+//! Drives that fail: full, broken, hanging, busy.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::support::*;
+use crate::error::ErrorKind;
+use crate::io::{self, Fault, Faulty, Op, Request};
+use crate::log::{Log, LogOptions, PutOutcome};
+
+/// Which requests of the write queue are faulty, and how; changed while the log runs.
+#[derive(Default)]
+struct Switch {
+    fault: AtomicU8,
+    hits: AtomicU64,
+}
+
+const NONE: u8 = 0;
+const DATA_EIO: u8 = 1;
+const DATA_FULL: u8 = 2;
+const INDEX_EIO: u8 = 3;
+const HANG: u8 = 4;
+const BUSY: u8 = 5;
+const FLUSH_EIO: u8 = 6;
+
+impl Switch {
+    fn set(&self, fault: u8) {
+        self.fault.store(fault, Ordering::SeqCst);
+    }
+
+    fn fate(&self, request: &Request) -> Option<Fault> {
+        let is = |name: &str| request.file.path().ends_with(name);
+        let fault = match self.fault.load(Ordering::SeqCst) {
+            DATA_EIO if is("data.kv") && request.op == Op::Write => Fault::Fail,
+            DATA_FULL if is("data.kv") && request.op == Op::Write => Fault::NoSpace,
+            INDEX_EIO if is("index.kv") => Fault::Fail,
+            HANG if is("data.kv") && request.op == Op::Write => Fault::Hang,
+            // Every second one gets through.
+            BUSY if self.hits.fetch_add(1, Ordering::SeqCst) % 2 == 0 => Fault::Busy,
+            FLUSH_EIO if request.op == Op::Flush => Fault::Fail,
+            _ => return None,
+        };
+        Some(fault)
+    }
+}
+
+fn faulty(options: LogOptions) -> (Arc<Log>, Arc<Switch>) {
+    let switch = Arc::new(Switch::default());
+    let for_factory = Arc::clone(&switch);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let switch = Arc::clone(&for_factory);
+        drive.write = Arc::new(Faulty::new(drive.write, move |_, request| switch.fate(request)));
+        Ok(drive)
+    };
+    let options = LogOptions { drive_factory: Some(Arc::new(factory)), ..options };
+    (Log::open(options).unwrap(), switch)
+}
+
+/// A put whose extents are written well and whose header meets the fault.
+fn put_with(log: &Log, switch: &Switch, fault: u8, n: u64) -> crate::Result<()> {
+    let put = begin(log, spec(n))?.unwrap();
+    let crcs = write_extents(log, &put, n, 0).unwrap();
+    switch.set(fault);
+    let outcome = commit(put, &crcs);
+    switch.set(NONE);
+    outcome
+}
+
+#[test]
+fn a_write_error_retires_the_segment_and_costs_one_put() {
+    let dir = temp();
+    let (log, switch) = faulty(options(dir.path()));
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    let before = log.locate(&key(4), PIN).unwrap().slot_offset;
+    assert_eq!(put_with(&log, &switch, DATA_EIO, 5).unwrap_err().kind(), ErrorKind::Io);
+    assert!(!has(&log, 5));
+    assert!(store(&log, 5) && store(&log, 6));
+    let after = log.locate(&key(6), PIN).unwrap().slot_offset;
+    assert!(after / (256 << 10) != before / (256 << 10), "the segment takes no more puts");
+    assert_eq!(log.stats().retired_segments, 1);
+    let put = begin(&log, spec(7)).unwrap().unwrap();
+    put.fail(&crate::Error::new(ErrorKind::Io, "an extent could not be written"));
+    assert_eq!(log.stats().retired_segments, 2);
+    let log = reopen(log);
+    assert!((0..7).all(|n| has(&log, n)) && !has(&log, 7));
+}
+
+#[test]
+fn a_full_drive_sheds_the_put_and_nothing_else() {
+    let dir = temp();
+    let (log, switch) = faulty(options(dir.path()));
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    assert_eq!(put_with(&log, &switch, DATA_FULL, 5).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert!((0..6).all(|n| has(&log, n) == (n < 5)));
+    assert!(store(&log, 5));
+    let stats = log.stats();
+    assert_eq!((stats.retired_segments, stats.puts_aborted), (0, 1));
+    assert!(stats.drives[0].healthy);
+}
+
+#[test]
+fn the_free_floor_sheds_puts_but_not_loads() {
+    let dir = temp();
+    let log = open(dir.path());
+    assert!(store(&log, 1));
+    drop(log);
+    let (_, free) = io::file_system_bytes(dir.path()).unwrap();
+    let log = Log::open(LogOptions { min_free_bytes: free * 2, ..options(dir.path()) }).unwrap();
+    assert_eq!(log.begin_put(spec(2)).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert!(has(&log, 1));
+    assert_eq!(log.stats().sheds.no_space, 1);
+}
+
+#[test]
+fn a_drive_that_fails_again_and_again_is_left_alone() {
+    let dir = temp();
+    let (log, switch) = faulty(options(dir.path()));
+    assert!(store(&log, 0));
+    for n in 1..=4 {
+        put_with(&log, &switch, DATA_EIO, n).unwrap_err();
+    }
+    assert_eq!(log.begin_put(spec(9)).unwrap_err().kind(), ErrorKind::Busy);
+    let stats = log.stats();
+    assert!(!stats.drives[0].healthy && stats.sheds.drive == 1);
+    assert!(has(&log, 0), "what is there is served");
+}
+
+#[test]
+fn a_failing_journal_is_retried_and_loses_nothing() {
+    let dir = temp();
+    let (log, switch) = faulty(options(dir.path()));
+    for fault in [INDEX_EIO, FLUSH_EIO] {
+        let base = u64::from(fault) * 100;
+        switch.set(fault);
+        (base..base + 5).for_each(|n| assert!(store(&log, n)));
+        assert_eq!(log.flush().unwrap_err().kind(), ErrorKind::Io);
+        assert!(log.remove(&[key(base)]).is_err());
+        assert!(!has(&log, base), "it is hidden all the same");
+        switch.set(NONE);
+        log.flush().unwrap();
+    }
+    assert!(log.stats().write_errors >= 4);
+    let log = crash(log);
+    for n in [300, 600] {
+        assert!(!has(&log, n));
+        assert!((n + 1..n + 5).all(|n| has(&log, n)));
+    }
+}
+
+#[test]
+fn a_segment_whose_seal_fails_is_sealed_later() {
+    let dir = temp();
+    let (log, switch) = faulty(options(dir.path()));
+    (0..10).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    switch.set(FLUSH_EIO);
+    assert!(log.seal(std::time::Instant::now() + Duration::from_millis(200)).is_err());
+    assert_eq!(log.stats().sealed, 0);
+    switch.set(NONE);
+    log.seal(soon()).unwrap();
+    assert_eq!(log.stats().sealed, 1);
+    let log = crash(log);
+    assert!((0..10).all(|n| has(&log, n)));
+}
+
+#[test]
+fn a_header_that_hangs_ends_with_a_time_out() {
+    let dir = temp();
+    let options = LogOptions { io_timeout: Duration::from_millis(300), ..options(dir.path()) };
+    let (log, switch) = faulty(options);
+    assert!(store(&log, 0));
+    assert_eq!(put_with(&log, &switch, HANG, 1).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert!(!has(&log, 1) && has(&log, 0));
+    assert!(store(&log, 1) && has(&log, 1));
+}
+
+#[test]
+fn a_busy_queue_costs_no_put() {
+    let dir = temp();
+    let (log, switch) = faulty(options(dir.path()));
+    for n in 0..10 {
+        let put = begin(&log, spec(n)).unwrap().unwrap();
+        let crcs = write_extents(&log, &put, n, 0).unwrap();
+        switch.set(BUSY);
+        commit(put, &crcs).unwrap();
+        switch.set(NONE);
+    }
+    switch.set(BUSY);
+    log.flush().unwrap();
+    switch.set(NONE);
+    assert!((0..10).all(|n| has(&log, n)));
+}
+
+#[test]
+fn a_put_that_never_ends_does_not_keep_its_segment_from_being_sealed() {
+    let dir = temp();
+    let options = LogOptions { io_timeout: Duration::from_millis(50), ..options(dir.path()) };
+    let log = Log::open(options).unwrap();
+    assert!(store(&log, 0));
+    let PutOutcome::Started(put) = log.begin_put(spec(1)).unwrap() else { panic!("it is new") };
+    let crcs = write_extents(&log, &put, 1, 0).unwrap();
+    log.seal(soon()).unwrap();
+    assert_eq!(commit(put, &crcs).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert!(!has(&log, 1) && has(&log, 0));
+    assert!(store(&log, 1));
+}
