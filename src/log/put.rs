@@ -23,10 +23,6 @@ pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// The answer to `begin_put`.
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "started is the usual answer, and its put moves into an allocation of the caller's anyway"
-)]
 pub enum PutOutcome {
     /// Write the extents, then commit.
     Started(Put),

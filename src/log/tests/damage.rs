@@ -192,7 +192,8 @@ fn files_of_others_are_refused_or_replaced_as_the_settings_say() {
         b[8..12].copy_from_slice(&sum.to_le_bytes());
     };
     let foreign = |b: &mut Vec<u8>| b.fill(0x42);
-    let cases: [(&dyn Fn(&mut Vec<u8>), ErrorKind); 3] =
+    type Change<'a> = &'a dyn Fn(&mut Vec<u8>);
+    let cases: [(Change<'_>, ErrorKind); 3] =
         [(&future, ErrorKind::Incompatible), (&features, ErrorKind::Incompatible), (&foreign, ErrorKind::Corrupt)];
     for (i, (change, kind)) in cases.into_iter().enumerate() {
         let dir = temp();

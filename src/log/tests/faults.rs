@@ -38,7 +38,7 @@ impl Switch {
             INDEX_EIO if is("index.kv") => Fault::Fail,
             HANG if is("data.kv") && request.op == Op::Write => Fault::Hang,
             // Every second one gets through.
-            BUSY if self.hits.fetch_add(1, Ordering::SeqCst) % 2 == 0 => Fault::Busy,
+            BUSY if self.hits.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) => Fault::Busy,
             FLUSH_EIO if request.op == Op::Flush => Fault::Fail,
             _ => return None,
         };

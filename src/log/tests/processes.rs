@@ -77,20 +77,24 @@ fn child() {
     let base: u64 = base.parse().unwrap();
     println!("\nopen {base}");
     match what {
-        "store" => (base..).for_each(|n| {
-            assert!(store(&log, n));
-            if n % 5 == 4 {
-                log.flush().unwrap();
-                println!("flushed {n}");
+        "store" => {
+            for n in base.. {
+                assert!(store(&log, n));
+                if n % 5 == 4 {
+                    log.flush().unwrap();
+                    println!("flushed {n}");
+                }
             }
-        }),
-        "rewrite" => (0..).for_each(|v| {
-            overwrite(&log, base, v);
-            overwrite(&log, base + 1, v);
-            log.remove(&[key(base + 1)]).unwrap();
-            log.flush().unwrap();
-            println!("version {v}");
-        }),
+        }
+        "rewrite" => {
+            for v in 0.. {
+                overwrite(&log, base, v);
+                overwrite(&log, base + 1, v);
+                log.remove(&[key(base + 1)]).unwrap();
+                log.flush().unwrap();
+                println!("version {v}");
+            }
+        }
         "lease" => {
             let chunk = log.locate(&key(base), PIN).unwrap();
             println!("leased {}", u64::from(chunk.is_leased()));

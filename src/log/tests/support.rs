@@ -175,20 +175,6 @@ pub(super) fn crash(log: Arc<Log>) -> Arc<Log> {
     Log::open(options).unwrap()
 }
 
-/// Copies a cache directory as a crash of the machine right now might leave it (what the file system holds).
-pub(super) fn copy_dir(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let to = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            copy_dir(&entry.path(), &to);
-        } else {
-            std::fs::copy(entry.path(), &to).unwrap();
-        }
-    }
-}
-
 /// The one file called `name` below `dir`, of lane 0.
 pub(super) fn lane_file(dir: &Path, name: &str) -> std::path::PathBuf {
     let g = geometry();
