@@ -100,12 +100,16 @@ fn failed_short_and_hung_reads_are_misses() {
 
 #[test]
 fn a_load_with_a_deadline_ends_with_a_miss() {
-    // Every read is answered only when the queue is closed.
-    let w = World::plain().with_read_faults(|_, r| (r.op == Op::Read).then_some(Fault::Hang));
+    // Once armed, reads are answered only when the queue is closed.
+    let armed = Arc::new(AtomicBool::new(false));
+    let switch = Arc::clone(&armed);
+    let w = World::plain()
+        .with_read_faults(move |_, r| (r.op == Op::Read && switch.load(Ordering::SeqCst)).then_some(Fault::Hang));
     let engine = w.open();
     let p = prompt(&engine, CHUNK, 1);
     let (a, map) = (w.kv().filled(1), slots(CHUNK, 1));
     assert_eq!(store(&engine, &p, &a, map.clone()).stored, 1);
+    armed.store(true, Ordering::SeqCst);
     let b = w.kv();
     let mut request = LoadRequest::new(&p, &b.kv, map);
     request.timeout_ms = Some(0);

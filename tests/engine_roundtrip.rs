@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine_world::{BLOCK, CHUNK, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
-use forebay::config::Mode;
-use forebay::engine::{LoadRequest, MissCause, Prompt, SlotMapping, StoreRequest};
+use forebay::config::{Capacity, Mode, Placement};
+use forebay::engine::{LoadRequest, MissCause, Prompt, ShedCause, SlotMapping, StoreRequest};
 use forebay::key::Extra;
 
 const LONG: Duration = Duration::from_secs(20);
@@ -281,4 +281,56 @@ fn pinned_chunks_are_told_and_a_second_engine_shares_the_cache() {
     assert_same("shared", (&a, &map), (&b, &map));
     let result = store(&two, &p, &a, map);
     assert_eq!((result.stored, result.already_there), (0, 2));
+}
+
+#[test]
+fn a_cache_of_two_drives_serves_in_either_placement_and_order() {
+    for placement in [Placement::Chain, Placement::Stripe] {
+        let mut w = World::plain();
+        w.settings.placement = placement;
+        w.settings.capacity = Capacity::Bytes(128 << 20);
+        w.settings.drives = ["a", "b"].iter().map(|d| forebay::config::DriveSettings::new(w.path().join(d))).collect();
+        let engine = w.open();
+        let n = 6 * CHUNK;
+        let (a, from, to) = (w.kv().filled(1), slots(n, 1), slots(n, 2));
+        let prompts: Vec<_> = (0..4).map(|i| prompt(&engine, n, i)).collect();
+        for p in &prompts {
+            assert_eq!(store(&engine, p, &a, from.clone()).stored, 6, "{placement:?}");
+        }
+        let stats = engine.stats().unwrap();
+        assert_eq!((stats.paths.len(), stats.log.drives.len()), (2, 2));
+        if placement == Placement::Stripe {
+            assert!(stats.log.drives.iter().all(|d| d.chunks > 0), "{:?}", stats.log.drives);
+        }
+        drop(engine);
+        w.settings.drives.reverse();
+        let engine = w.open();
+        for p in &prompts {
+            let b = w.kv();
+            assert_eq!(load(&engine, p, &b, to.clone()).tokens, n, "{placement:?}, reordered");
+            assert_same("drives", (&a, &from), (&b, &to));
+        }
+    }
+}
+
+#[test]
+fn opaque_blocks_that_are_mapped_in_part_are_neither_stored_nor_loaded() {
+    let w = World::new(Shape::all().into_iter().find(Shape::is_opaque).unwrap());
+    let engine = w.open();
+    let n = 2 * CHUNK;
+    let p = prompt(&engine, n, 1);
+    let (a, map) = (w.kv().filled(1), slots(n, 1));
+    let mut shuffled = map.clone();
+    shuffled.swap(CHUNK, CHUNK + 1);
+    let result = store(&engine, &p, &a, shuffled);
+    assert_eq!((result.stored, result.shed(ShedCause::Unmapped)), (1, 1), "{result:?}");
+    assert_eq!(store(&engine, &p, &a, map.clone()).stored, 1);
+    let b = w.kv();
+    let mut holed = map.clone();
+    holed[CHUNK + 5] = -1;
+    let result = load(&engine, &p, &b, holed);
+    assert_eq!((result.tokens, result.missed(MissCause::Unmapped)), (CHUNK, 1), "{result:?}");
+    let block = (map[CHUNK + 4] as usize / BLOCK) as u32;
+    assert!(result.failed_blocks.contains(&block));
+    assert!(b.slot(0, map[CHUNK + 4] as usize).iter().all(|&x| x == 0), "a block in part is left alone");
 }

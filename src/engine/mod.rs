@@ -13,7 +13,7 @@
 //!
 //! ```no_run
 //! use forebay::config::Settings;
-//! use forebay::device::{HostDevice, HostOptions, PagedKv};
+//! use forebay::device::PagedKv;
 //! use forebay::engine::{Engine, LoadRequest, StoreRequest};
 //! use forebay::geometry::Geometry;
 //! use forebay::key::Extra;
@@ -22,7 +22,7 @@
 //! let geometry = Geometry::preset("llama-3.1-8b")?;
 //! let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Outer, block_tokens: 16, num_blocks: 1024 };
 //! let (kv, _memories) = PagedKv::alloc_zeroed(PagedLayout::per_layer(&geometry.layers, shape)?)?;
-//! let engine = Engine::open(&Settings::at("/mnt/nvme/forebay"), geometry, HostDevice::new(&HostOptions::default())?)?;
+//! let engine = Engine::open_host(&Settings::at("/mnt/nvme/forebay"), geometry)?;
 //!
 //! let tokens: Vec<u32> = (0..1000).collect();
 //! let prompt = engine.prompt(&tokens, &Extra::default());
@@ -50,7 +50,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use crate::config::{OnOpenFailure, Settings};
-use crate::device::Device;
+use crate::device::{Device, HostDevice, HostOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
 use crate::key::Extra;
@@ -181,6 +181,15 @@ impl Engine {
     /// keeps the cache from being opened. Otherwise such a cache is disabled: see [`Engine::is_up`].
     pub fn open(settings: &Settings, geometry: Geometry, device: Arc<dyn Device>) -> Result<Self> {
         Self::open_with(EngineOptions::new(settings, geometry, device))
+    }
+
+    /// As [`Engine::open`], for KV in host memory: on a device with the settings' number of workers.
+    ///
+    /// # Errors
+    /// As [`Engine::open`].
+    pub fn open_host(settings: &Settings, geometry: Geometry) -> Result<Self> {
+        let options = HostOptions { workers: settings.worker_threads(), ..HostOptions::default() };
+        Self::open(settings, geometry, HostDevice::new(&options)?)
     }
 
     /// As [`Engine::open`], with everything that can be chosen.

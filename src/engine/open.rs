@@ -18,8 +18,9 @@ use crate::pipeline::{PipelineOptions, min_slot_bytes};
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
 const GROUP_BYTES: usize = 1 << 20;
-/// As [`GROUP_BYTES`], where they do not.
-const WHOLE_GROUP_BYTES: usize = 4 << 20;
+/// As [`GROUP_BYTES`], where they do not: through host memory, larger transfers are slower, because the copy of one begins
+/// later and leaves the processor's caches.
+const WHOLE_GROUP_BYTES: usize = 1 << 20;
 /// Staging is cut into at least this many slots, where extents allow.
 const LEAST_SLOTS: usize = 8;
 /// Stores under way at once.

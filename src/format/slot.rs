@@ -6,7 +6,7 @@ use super::{Access, PAGE_BYTES, access, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;
 
-const MAGIC: &[u8; 8] = b"FBSLOT01";
+const MAGIC: &[u8; 8] = SlotHeader::MAGIC;
 const CRC_AT: usize = 12;
 /// Version of the writer that is recorded in every header.
 pub const WRITER_VERSION: u32 = 1;
@@ -85,6 +85,9 @@ pub struct SlotHeader {
 }
 
 impl SlotHeader {
+    /// The first bytes of every header.
+    pub const MAGIC: &'static [u8; 8] = b"FBSLOT01";
+
     /// A header of `key` with everything else zero or empty.
     #[must_use]
     pub fn new(key_kind: KeyKind, key: ChunkKey) -> Self {

@@ -15,22 +15,22 @@ use forebay::key::Extra;
 use forebay::log::{Clock, DriveFactory, SystemClock};
 use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
 
-pub const CHUNK: usize = 16;
-pub const BLOCK: usize = 4;
-pub const BLOCKS: usize = 64;
+pub(crate) const CHUNK: usize = 16;
+pub(crate) const BLOCK: usize = 4;
+pub(crate) const BLOCKS: usize = 64;
 
 /// Layers and how the server lays them out.
 #[derive(Clone, Debug)]
-pub struct Shape {
-    pub name: &'static str,
-    pub specs: Vec<LayerSpec>,
-    pub layout: KvLayout,
-    pub packing: Packing,
-    pub cross_layer: bool,
+pub(crate) struct Shape {
+    pub(crate) name: &'static str,
+    pub(crate) specs: Vec<LayerSpec>,
+    pub(crate) layout: KvLayout,
+    pub(crate) packing: Packing,
+    pub(crate) cross_layer: bool,
 }
 
 impl Shape {
-    pub fn plain() -> Self {
+    pub(crate) fn plain() -> Self {
         Self::of("nhd", vec![LayerSpec::kv(LayerKind::Full, 2, 64); 4], (KvLayout::Nhd, Packing::Split), false)
     }
 
@@ -43,7 +43,7 @@ impl Shape {
         Self { name, specs, layout, packing, cross_layer }
     }
 
-    pub fn all() -> Vec<Self> {
+    pub(crate) fn all() -> Vec<Self> {
         let kv = vec![LayerSpec::kv(LayerKind::Full, 2, 48); 3];
         let mut groups = vec![LayerSpec::kv(LayerKind::Full, 1, 32); 4];
         groups[1].group = 1;
@@ -68,23 +68,23 @@ impl Shape {
         ]
     }
 
-    pub fn geometry(&self) -> Geometry {
+    pub(crate) fn geometry(&self) -> Geometry {
         Geometry::new("test", DType::named("bf16").unwrap(), self.specs.clone(), CHUNK as u32).unwrap()
     }
 
-    pub fn is_opaque(&self) -> bool {
+    pub(crate) fn is_opaque(&self) -> bool {
         self.layout == KvLayout::Opaque
     }
 }
 
 /// A paged KV cache in host memory.
-pub struct Kv {
-    pub kv: Arc<PagedKv>,
+pub(crate) struct Kv {
+    pub(crate) kv: Arc<PagedKv>,
     memories: Vec<Arc<HostMemory>>,
 }
 
 impl Kv {
-    pub fn new(shape: &Shape) -> Self {
+    pub(crate) fn new(shape: &Shape) -> Self {
         let dims = KvShape {
             layout: shape.layout,
             packing: shape.packing,
@@ -101,7 +101,7 @@ impl Kv {
     }
 
     /// Bytes that differ from place to place and from seed to seed; never zero.
-    pub fn filled(self, seed: u32) -> Self {
+    pub(crate) fn filled(self, seed: u32) -> Self {
         for (i, memory) in self.memories.iter().enumerate() {
             let byte = |b: usize| {
                 let x =
@@ -114,11 +114,11 @@ impl Kv {
         self
     }
 
-    pub fn overwrite(&self, byte: u8) {
+    pub(crate) fn overwrite(&self, byte: u8) {
         self.memories.iter().for_each(|m| m.write(0, &vec![byte; m.len()]).unwrap());
     }
 
-    pub fn everything(&self) -> Vec<u8> {
+    pub(crate) fn everything(&self) -> Vec<u8> {
         let mut all = Vec::new();
         for memory in &self.memories {
             let mut bytes = vec![0; memory.len()];
@@ -129,7 +129,7 @@ impl Kv {
     }
 
     /// The bytes of one slot of one layer, wherever the layout puts them; of its whole block for opaque layers.
-    pub fn slot(&self, layer: usize, slot: usize) -> Vec<u8> {
+    pub(crate) fn slot(&self, layer: usize, slot: usize) -> Vec<u8> {
         let (spec, view) = (self.kv.spec(layer).unwrap(), self.kv.layout().layer(layer).unwrap());
         let (block, token) = (slot / BLOCK, slot % BLOCK);
         let mut bytes = Vec::new();
@@ -153,19 +153,19 @@ impl Kv {
         bytes
     }
 
-    pub fn layers(&self) -> usize {
+    pub(crate) fn layers(&self) -> usize {
         self.kv.layout().num_layers()
     }
 }
 
 /// Slots of `tokens` tokens in blocks that are spread by `seed`.
-pub fn slots(tokens: usize, seed: usize) -> Vec<i64> {
+pub(crate) fn slots(tokens: usize, seed: usize) -> Vec<i64> {
     let block = |i: usize| (i * 5 + seed * 11 + 3) % BLOCKS;
     (0..tokens).map(|t| (block(t / BLOCK) * BLOCK + t % BLOCK) as i64).collect()
 }
 
 /// Asserts that token by token `a` at `from` is what `b` has at `to`.
-pub fn assert_same(what: &str, (a, from): (&Kv, &[i64]), (b, to): (&Kv, &[i64])) {
+pub(crate) fn assert_same(what: &str, (a, from): (&Kv, &[i64]), (b, to): (&Kv, &[i64])) {
     for layer in 0..a.layers() {
         for (token, (&from, &to)) in from.iter().zip(to).enumerate() {
             let (x, y) = (a.slot(layer, from as usize), b.slot(layer, to as usize));
@@ -174,19 +174,19 @@ pub fn assert_same(what: &str, (a, from): (&Kv, &[i64]), (b, to): (&Kv, &[i64]))
     }
 }
 
-pub fn tokens(n: usize, seed: u32) -> Vec<u32> {
+pub(crate) fn tokens(n: usize, seed: u32) -> Vec<u32> {
     (0..n as u32).map(|i| i.wrapping_mul(7) ^ seed.wrapping_mul(1_000_003)).collect()
 }
 
 /// A clock that the test moves.
-pub struct TestClock(pub AtomicU64);
+pub(crate) struct TestClock(pub(crate) AtomicU64);
 
 impl TestClock {
-    pub fn new() -> Arc<Self> {
+    pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self(AtomicU64::new(SystemClock.unix_ms())))
     }
 
-    pub fn advance_s(&self, s: u64) {
+    pub(crate) fn advance_s(&self, s: u64) {
         self.0.fetch_add(s * 1000, Ordering::SeqCst);
     }
 }
@@ -202,16 +202,16 @@ impl Clock for TestClock {
 }
 
 /// A cache directory and what its engines are opened with.
-pub struct World {
-    pub dir: tempfile::TempDir,
-    pub shape: Shape,
-    pub settings: Settings,
-    pub drives: Option<DriveFactory>,
-    pub clock: Option<Arc<dyn Clock>>,
+pub(crate) struct World {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) shape: Shape,
+    pub(crate) settings: Settings,
+    pub(crate) drives: Option<DriveFactory>,
+    pub(crate) clock: Option<Arc<dyn Clock>>,
 }
 
 impl World {
-    pub fn new(shape: Shape) -> Self {
+    pub(crate) fn new(shape: Shape) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let mut settings = Settings::at(dir.path());
         settings.chunk_size = CHUNK as u32;
@@ -227,12 +227,12 @@ impl World {
         Self { dir, shape, settings, drives: None, clock: None }
     }
 
-    pub fn plain() -> Self {
+    pub(crate) fn plain() -> Self {
         Self::new(Shape::plain())
     }
 
     /// Reads that meet the fate that `plan` gives them by number and request.
-    pub fn with_read_faults(
+    pub(crate) fn with_read_faults(
         mut self,
         plan: impl Fn(u64, &Request) -> Option<Fault> + Clone + Send + Sync + 'static,
     ) -> Self {
@@ -245,7 +245,7 @@ impl World {
     }
 
     /// As [`World::with_read_faults`], for writes.
-    pub fn with_write_faults(
+    pub(crate) fn with_write_faults(
         mut self,
         plan: impl Fn(u64, &Request) -> Option<Fault> + Clone + Send + Sync + 'static,
     ) -> Self {
@@ -257,7 +257,7 @@ impl World {
         self
     }
 
-    pub fn options(&self) -> EngineOptions {
+    pub(crate) fn options(&self) -> EngineOptions {
         let device = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
         let mut options = EngineOptions::new(&self.settings, self.shape.geometry(), device);
         options.drive_factory.clone_from(&self.drives);
@@ -265,20 +265,20 @@ impl World {
         options
     }
 
-    pub fn open(&self) -> Engine {
+    pub(crate) fn open(&self) -> Engine {
         Engine::open_with(self.options()).unwrap()
     }
 
-    pub fn kv(&self) -> Kv {
+    pub(crate) fn kv(&self) -> Kv {
         Kv::new(&self.shape)
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.dir.path()
     }
 
     /// Every data.kv below the cache directory.
-    pub fn data_files(&self) -> Vec<PathBuf> {
+    pub(crate) fn data_files(&self) -> Vec<PathBuf> {
         let (mut open, mut found) = (vec![self.path().to_path_buf()], Vec::new());
         while let Some(dir) = open.pop() {
             for entry in std::fs::read_dir(dir).unwrap() {
@@ -295,7 +295,7 @@ impl World {
 }
 
 /// Stores all that `slots` maps, waiting for staging, and gives the result.
-pub fn store(engine: &Engine, prompt: &Prompt, kv: &Kv, slots: impl Into<SlotMapping>) -> StoreResult {
+pub(crate) fn store(engine: &Engine, prompt: &Prompt, kv: &Kv, slots: impl Into<SlotMapping>) -> StoreResult {
     let mut request = StoreRequest::new(prompt, &kv.kv, slots);
     request.backpressure = Backpressure::Wait;
     let store = engine.store(request).unwrap();
@@ -304,14 +304,14 @@ pub fn store(engine: &Engine, prompt: &Prompt, kv: &Kv, slots: impl Into<SlotMap
 }
 
 /// Loads all that `slots` maps and gives the result.
-pub fn load(engine: &Engine, prompt: &Prompt, kv: &Kv, slots: impl Into<SlotMapping>) -> LoadResult {
+pub(crate) fn load(engine: &Engine, prompt: &Prompt, kv: &Kv, slots: impl Into<SlotMapping>) -> LoadResult {
     engine.load(LoadRequest::new(prompt, &kv.kv, slots)).unwrap().wait()
 }
 
-pub fn matched(engine: &Engine, prompt: &Prompt) -> usize {
+pub(crate) fn matched(engine: &Engine, prompt: &Prompt) -> usize {
     engine.lookup(prompt, 0).unwrap().matched_tokens
 }
 
-pub fn prompt(engine: &Engine, n: usize, seed: u32) -> Prompt {
+pub(crate) fn prompt(engine: &Engine, n: usize, seed: u32) -> Prompt {
     engine.prompt(&tokens(n, seed), &Extra::default())
 }

@@ -43,6 +43,11 @@ pub(crate) enum Command {
     Warm(crate::warm::WarmArgs),
     /// Show which I/O path this machine and a directory get, and why not a better one.
     Probe(crate::probe::ProbeArgs),
+    /// Check a cache's files, or print what its index lists.
+    #[command(subcommand)]
+    Fsck(crate::fsck::FsckCommand),
+    /// List what a cache serves.
+    Ls(crate::ls::LsArgs),
 }
 
 #[cfg(test)]

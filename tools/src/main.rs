@@ -7,6 +7,8 @@
 mod bench;
 mod cli;
 mod demo;
+mod fsck;
+mod ls;
 mod out;
 mod probe;
 mod progress;
@@ -46,6 +48,8 @@ fn run(command: Command, context: &Context) -> forebay::Result<Outcome> {
         Command::Replay(args) => replay::run(&args, context),
         Command::Warm(args) => warm::run(&args, context),
         Command::Probe(args) => probe::run(&args, context),
+        Command::Fsck(command) => fsck::run(&command, context),
+        Command::Ls(args) => ls::run(&args, context),
     }
 }
 

@@ -88,3 +88,17 @@ fn a_malformed_line_is_named() {
     forebay(dir.path(), &["replay", "t.jsonl", "--model", "nope"]).expect(2);
     forebay(dir.path(), &["replay", "t.jsonl", "--policy", "nope"]).expect(2);
 }
+
+#[test]
+fn the_real_log_finds_about_what_the_simulation_finds() {
+    let (dir, trace) = (folder(), excerpt());
+    let all = ["replay", &trace, "--capacity-tokens", "500k", "--policy", "lru,fifo", "--limit", "150", "--json"];
+    let list = |engine: &[&str]| forebay(dir.path(), &[&all[..], engine].concat()).expect(0).json();
+    let (sim, real) = (list(&[]), list(&["--engine", "real"]));
+    for i in 0..2 {
+        let ratio = |of: &serde_json::Value| of[i]["hit_ratio"].as_f64().unwrap();
+        assert!(ratio(&real) > 0.0 && (ratio(&sim) - ratio(&real)).abs() < 0.03, "{sim}\n{real}");
+        assert!(real[i]["write_amplification"].as_f64().unwrap() < 1.1, "{real}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "its files are removed");
+}

@@ -90,3 +90,29 @@ fn nothing_to_import_is_an_error() {
     let run = forebay(dir.path(), &["warm", "import", "missing", "--dry-run"]).expect(1);
     assert!(run.stderr.starts_with("forebay: ") && run.stderr.contains("missing"), "{}", run.stderr);
 }
+
+#[test]
+fn an_import_is_verified_resumable_and_found_again() {
+    let dir = folder();
+    tiny(&dir.path().join("a.safetensors"), 40);
+    let import = ["warm", "import", "a.safetensors", "--directory", "cache", "--model", "tiny", "--json"];
+    std::fs::create_dir(dir.path().join("cache")).unwrap();
+    let json = forebay(dir.path(), &import).expect(0).json();
+    assert_eq!(
+        (&json["stored_chunks"], &json["shed_chunks"], &json["bytes_read"]),
+        (&3.into(), &0.into(), &40960.into())
+    );
+    let json = forebay(dir.path(), &import).expect(0).json();
+    assert_eq!((&json["stored_chunks"], &json["bytes_read"]), (&0.into(), &0.into()), "all is there");
+    assert_eq!(json["dumps"][0]["tokens_present"], 40);
+    let json = forebay(dir.path(), &[&import[..], &["--verify"]].concat()).expect(0).json();
+    assert_eq!(
+        (&json["verified_bytes"], &json["wrong_bytes"], &json["lost_chunks"]),
+        (&40960.into(), &0.into(), &0.into())
+    );
+    let named = ["warm", "import", "a.safetensors", "--directory", "cache", "--chunk-tokens", "8"];
+    let json = forebay(dir.path(), &[&named[..], &["--model-name", "mine", "--json"]].concat()).expect(0).json();
+    assert_eq!(json["stored_chunks"], 5);
+    let run = forebay(dir.path(), &named).expect(2);
+    assert!(run.stderr.contains("--model-name"), "{}", run.stderr);
+}

@@ -1,5 +1,6 @@
 //! Tests of the log through its public API, one behaviour each.
 
+mod fsck;
 mod support;
 
 mod basics;

@@ -46,7 +46,7 @@ pub struct LoadSpec {
     pub kv: Arc<PagedKv>,
     /// The chunks, in the order of the prefix.
     pub chunks: Vec<LoadChunk>,
-    /// All chunks' first layers come before any second layer; otherwise chunk after chunk in large reads.
+    /// All chunks' first layers come before any second layer; otherwise some chunks after others, the head of the prefix first.
     pub layerwise: bool,
     /// Tokens before the first chunk, which the caller has already.
     pub base_tokens: usize,

@@ -16,6 +16,10 @@ use crate::format::layout::SlotLayout;
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::Span;
 
+/// Chunks that a load reads together where layers do not matter: the head of the prefix is complete early, and reads are spread
+/// over the drive.
+const WHOLE_BATCH: usize = 8;
+
 /// One read, and what is to be done with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Step {
@@ -58,7 +62,8 @@ pub(super) struct LoadState {
     pub(super) sealed: bool,
     pub(super) cancelled: bool,
     groups: Vec<Range<usize>>,
-    layer_major: bool,
+    /// Chunks that are read together, group by group.
+    batch: usize,
     /// Groups × chunks asked for so far.
     cursor: usize,
     retry: Option<Step>,
@@ -92,7 +97,7 @@ impl LoadState {
             sealed: false,
             cancelled: false,
             groups,
-            layer_major: spec.layerwise,
+            batch: if spec.layerwise { chunks.len() } else { WHOLE_BATCH }.max(1),
             cursor: 0,
             retry: None,
             complete: spec.absent.is_none(),
@@ -126,6 +131,14 @@ impl LoadState {
         Some(Step { chunk, span: Span::of(&state.layout, &layers, header)?, layers, header })
     }
 
+    /// Chunk and group of the `at`th read: batch after batch of chunks, in a batch group after group.
+    fn place_of(&self, at: usize) -> (usize, usize) {
+        let full = (self.batch * self.groups.len()).max(1);
+        let (first, at) = (at / full * self.batch, at % full);
+        let width = self.batch.min(self.chunks.len() - first).max(1);
+        (first + at % width, at / width)
+    }
+
     /// The next read, or none for now or for ever.
     pub(super) fn next_step(&mut self) -> Option<Step> {
         if self.finished {
@@ -136,10 +149,8 @@ impl LoadState {
             return retried;
         }
         while self.has_steps() {
-            let (groups, chunks) = (self.groups.len(), self.chunks.len());
-            let at = self.cursor;
+            let (chunk, group) = self.place_of(self.cursor);
             self.cursor += 1;
-            let (chunk, group) = if self.layer_major { (at % chunks, at / chunks) } else { (at / groups, at % groups) };
             if chunk < self.first_failed
                 && let Some(step) = self.step(chunk, group)
             {

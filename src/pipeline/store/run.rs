@@ -73,8 +73,12 @@ impl StoreInner {
         if let Some(e) = &out.error {
             tracing::warn!(error = %e, "a gather failed");
         }
-        let whole = !out.skipped && out.error.is_none() && out.skipped_blocks.is_empty();
-        let crcs = whole.then_some(out.crcs.as_slice());
+        let crcs = match &out {
+            Gathered { error: Some(_), .. } => Err(ShedCause::Internal),
+            Gathered { skipped: true, .. } => Err(ShedCause::Cancelled),
+            Gathered { skipped_blocks, .. } if !skipped_blocks.is_empty() => Err(ShedCause::Unmapped),
+            Gathered { crcs, .. } => Ok(crcs.as_slice()),
+        };
         let mut sink = None;
         self.update(|state| sink = state.gathered(&step, crcs));
         let Some(sink) = sink else {

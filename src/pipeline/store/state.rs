@@ -214,7 +214,7 @@ impl StoreState {
     }
 
     /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives and it went well.
-    pub(super) fn gathered(&mut self, step: &Step, crcs: Option<&[u32]>) -> Option<Arc<dyn ChunkSink>> {
+    pub(super) fn gathered(&mut self, step: &Step, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
         let chunk = self.chunks.get_mut(step.chunk)?;
         chunk.gathering -= 1;
         let Phase::Open(sink) = &chunk.phase else {
@@ -222,9 +222,10 @@ impl StoreState {
             return None;
         };
         let sink = Arc::clone(sink);
-        let Some(crcs) = crcs.filter(|c| c.len() == step.layers.len()) else {
-            self.shed(step.chunk, ShedCause::Internal);
-            return None;
+        let crcs = match crcs {
+            Ok(crcs) if crcs.len() == step.layers.len() => crcs,
+            Ok(_) => return self.shed_for(step.chunk, ShedCause::Internal),
+            Err(cause) => return self.shed_for(step.chunk, cause),
         };
         for (layer, &crc) in step.layers.clone().zip(crcs) {
             if let (Some(to), Some(done)) = (chunk.crcs.get_mut(layer), chunk.gathered.get_mut(layer)) {
@@ -237,6 +238,11 @@ impl StoreState {
             }
         }
         Some(sink)
+    }
+
+    fn shed_for(&mut self, chunk: usize, cause: ShedCause) -> Option<Arc<dyn ChunkSink>> {
+        self.shed(chunk, cause);
+        None
     }
 
     /// A write of the step's extents went well.

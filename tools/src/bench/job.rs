@@ -70,16 +70,12 @@ pub(crate) struct KvJob {
     /// Simulated attention per layer.
     pub(crate) compute: Duration,
     /// Leave the cache behind.
-    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) keep: bool,
     /// Compare every loaded byte.
-    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) verify: bool,
     /// Entries beside the prompt's own.
-    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) entries: u64,
     /// Chunks in a cache that is reopened.
-    #[expect(dead_code, reason = "for the engine's modes")]
     pub(crate) chunks: u64,
 }
 
@@ -103,7 +99,7 @@ impl Job {
             ioengine: options.ioengine.unwrap_or(IoEngine::Auto),
             bs: options.bs.unwrap_or(if rw.is_raw() { 4096 } else { 1 << 20 }),
             iodepth: options.iodepth.unwrap_or(if rw.is_raw() { 1 } else { 32 }),
-            numjobs: options.numjobs.unwrap_or(1),
+            numjobs: options.numjobs.unwrap_or(if matches!(rw, Rw::Load | Rw::Store) { 2 } else { 1 }),
             size: options.size,
             rwmixread: options.rwmixread.unwrap_or(50),
             randseed: options.randseed.unwrap_or(0x466f_7265_6261_7921),

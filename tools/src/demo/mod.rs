@@ -99,6 +99,8 @@ struct Summary {
     hit_ratio: f64,
     load_bps: f64,
     load_share_of_drive: f64,
+    long_load_bps: f64,
+    long_load_share_of_drive: f64,
     store_bps: f64,
     overlap_efficiency: f64,
     verified_bytes: u64,
@@ -147,6 +149,7 @@ fn supervise(args: &DemoArgs, context: &Context) -> Result<Outcome> {
 fn summarise(args: &DemoArgs, report: ServeReport, after_kill: Survived, elapsed: Duration) -> Summary {
     let ratio = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
     let ServeReport { trace, drive, served } = report;
+    let long_load_bps = ratio(served.long_bytes as f64, served.long_s);
     let load_bps = ratio(served.loaded_bytes as f64, served.load_s);
     Summary {
         trace,
@@ -154,6 +157,8 @@ fn summarise(args: &DemoArgs, report: ServeReport, after_kill: Survived, elapsed
         hit_ratio: ratio(served.hit_tokens as f64, served.asked_tokens as f64),
         load_bps,
         load_share_of_drive: ratio(load_bps, drive.read_bps),
+        long_load_bps,
+        long_load_share_of_drive: ratio(long_load_bps, drive.read_bps),
         store_bps: ratio(served.stored_bytes as f64, served.store_s),
         overlap_efficiency: ratio(served.overlap_best_s, served.overlap_wall_s),
         verified_bytes: served.verified_bytes + after_kill.verified_bytes,

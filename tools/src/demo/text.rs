@@ -38,6 +38,16 @@ pub(super) fn render(s: &Summary) -> String {
                 served.loads
             ),
         ),
+        (
+            "of 4 chunks up",
+            format!(
+                "{} at {}, {:.0} % of the drive's own speed ({} loads)",
+                bytes(served.long_bytes),
+                rate(s.long_load_bps),
+                s.long_load_share_of_drive * 100.0,
+                served.overlapped_loads
+            ),
+        ),
         ("stores", format!("{} at {}", bytes(served.stored_bytes), rate(s.store_bps))),
         (
             "overlap",

@@ -35,6 +35,10 @@ pub(super) struct Served {
     pub(super) loaded_bytes: u64,
     /// Seconds that these loads took.
     pub(super) load_s: f64,
+    /// Bytes of those of them that were long enough to keep the drive busy.
+    pub(super) long_bytes: u64,
+    /// Seconds that these took.
+    pub(super) long_s: f64,
     /// Bytes stored.
     pub(super) stored_bytes: u64,
     /// Seconds that stores took.
@@ -205,6 +209,8 @@ impl Server {
         self.served.loaded_bytes += bytes;
         self.served.load_s += alone.wall.as_secs_f64();
         if tokens >= OVERLAP_CHUNKS * CHUNK_TOKENS && self.overlap {
+            self.served.long_bytes += bytes;
+            self.served.long_s += alone.wall.as_secs_f64();
             // Attention that takes as long as the load is the hardest case to overlap.
             let both = self.load_once(prompt, (slots, tokens), alone.wall / LAYERS as u32)?;
             tokens = tokens.min(both.tokens);

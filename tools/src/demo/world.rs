@@ -28,7 +28,7 @@ const ROW_BYTES: usize = 32;
 /// Token ids are below this, as in a real vocabulary.
 const VOCABULARY: u64 = 128_000;
 /// Staging of loads: small, so that layers arrive one after another although the demo's extents are small.
-const STAGING_BYTES: usize = 4 << 20;
+const STAGING_BYTES: usize = 2 << 20;
 
 /// A model with the layers of a real one and heads small enough for a demo: 1 KiB per token.
 pub(super) fn geometry() -> Result<Geometry> {

@@ -4,6 +4,7 @@
 //! replayed through the same loop by implementing [`ReplayCache`]; this module must not know how one works inside.
 
 mod policy;
+mod real;
 mod sim;
 mod trace;
 
@@ -11,8 +12,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
+use forebay::Result;
 use forebay::geometry::Geometry;
-use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use crate::out::{self, Context, Outcome};
@@ -36,12 +37,15 @@ pub(crate) struct ReplayArgs {
     /// Model whose bytes per token turn tokens into bytes.
     #[arg(long, default_value = "llama-3.1-8b", value_name = "PRESET")]
     pub(crate) model: String,
-    /// `sim` counts without payload; `real` stores and loads through the engine.
+    /// `sim` counts without payload; `real` runs the log with its files, without payload.
     #[arg(long, value_enum, default_value_t = ReplayEngine::Sim)]
     pub(crate) engine: ReplayEngine,
     /// Simulate reclaim in whole segments of this many tokens (0: every block by itself).
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
     pub(crate) segment_tokens: u64,
+    /// With --engine real: where its files go, in a temporary directory that is removed.
+    #[arg(long, default_value = ".", value_name = "DIR")]
+    pub(crate) directory: PathBuf,
     /// Only the first N requests.
     #[arg(long, value_name = "N")]
     pub(crate) limit: Option<usize>,
@@ -55,6 +59,7 @@ for each of them (above 1 where a policy moves chunks to keep them).
 Examples:
   forebay replay trace.jsonl
   forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,default --json
+  forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
   forebay replay trace.jsonl --segment-tokens 131072 --model qwen3-32b";
 
 /// What a trace is replayed against.
@@ -111,7 +116,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let mut results = Vec::with_capacity(runs);
     for &policy in &args.policy {
         for &capacity in &args.capacity_tokens {
-            let mut cache = open_cache(args, policy, capacity)?;
+            let mut cache = open_cache(args, policy, (capacity, bytes_per_token))?;
             let mut found = 0;
             for request in &requests {
                 found += cache.request(request)?;
@@ -129,12 +134,17 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// The cache to replay against; the engine's own comes in here.
-fn open_cache(args: &ReplayArgs, policy: PolicyKind, capacity_tokens: u64) -> Result<Box<dyn ReplayCache>> {
+/// The cache to replay against.
+fn open_cache(
+    args: &ReplayArgs,
+    policy: PolicyKind,
+    (capacity_tokens, bytes_per_token): (u64, u64),
+) -> Result<Box<dyn ReplayCache>> {
     match args.engine {
         ReplayEngine::Sim => Ok(Box::new(sim::SimCache::new(policy, capacity_tokens, args.segment_tokens))),
-        ReplayEngine::Real => Err(Error::new(ErrorKind::Unsupported, "replay through the engine is not in this build")
-            .advice("use --engine sim")),
+        ReplayEngine::Real => {
+            Ok(Box::new(real::RealCache::open(&args.directory, policy, capacity_tokens, bytes_per_token)?))
+        }
     }
 }
 

@@ -144,6 +144,9 @@ pub(crate) struct ForebayFigures {
     /// `(max(load, compute) + min(load, compute) / layers) / wall`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) overlap_efficiency: Option<f64>,
+    /// Equal loads at once: time of the slowest by that of the fastest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) load_spread: Option<f64>,
     /// Time of the loads alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load_ms: Option<f64>,

@@ -81,7 +81,6 @@ pub(crate) struct DumpInfo {
     /// Files that the streams point into.
     pub(crate) files: Vec<PathBuf>,
     /// Metadata of the (first) file: `cache_salt`, `kv_dtype` and whatever else the writer said.
-    #[expect(dead_code, reason = "for sinks that store: extra keys of the prompt")]
     pub(crate) metadata: BTreeMap<String, String>,
 }
 

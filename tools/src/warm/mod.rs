@@ -4,6 +4,7 @@
 //! is where the pieces go. The forms are described in docs/warm.md. Dumps are untrusted input: a bad one is reported and
 //! skipped, and the exit status says so.
 
+mod cache;
 mod dump;
 mod header;
 mod piece;
@@ -18,6 +19,7 @@ use std::time::Instant;
 
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table, presets};
+use forebay::config::{DriveSettings, Loader, Settings};
 use forebay::geometry::Geometry;
 use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
@@ -25,9 +27,10 @@ use serde::Serialize;
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::size::{parse_bytes, show_bytes};
+use cache::{CacheSink, Model};
 use dump::{DumpInfo, KvShape};
 use reader::{Event, ReadOptions, Reader};
-use sink::{DryRun, Sink};
+use sink::{DryRun, Imported, Sink};
 
 /// Options of `forebay warm`.
 #[derive(Debug, Args)]
@@ -50,8 +53,14 @@ pub(crate) struct ImportArgs {
     #[arg(required = true, value_name = "PATH")]
     pub(crate) paths: Vec<PathBuf>,
     /// Cache directory to fill.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, visible_alias = "cache-dir", value_name = "DIR")]
     pub(crate) directory: Option<PathBuf>,
+    /// Settings file of the cache to fill, as the server's; --directory and --chunk-tokens outrank it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Name of a model that is no preset; its shape is taken from the first dump.
+    #[arg(long, value_name = "NAME", conflicts_with = "model")]
+    pub(crate) model_name: Option<String>,
     /// Model that the dumps must be of; decides geometry and chunk size.
     #[arg(long, value_name = "PRESET")]
     pub(crate) model: Option<String>,
@@ -143,7 +152,8 @@ struct Summary {
     bytes: u64,
     bytes_read: u64,
     failed: usize,
-    wrong_bytes: u64,
+    #[serde(flatten)]
+    imported: Imported,
     elapsed_s: f64,
 }
 
@@ -166,7 +176,7 @@ fn import(args: &ImportArgs, context: &Context) -> Result<Outcome> {
         ReadOptions { jobs: args.jobs, budget_bytes: args.memory, shape: args.kv_shape, threads_only: args.threads };
     let started = Instant::now();
     let mut summary = pump(paths, &sink, options, context)?;
-    summary.wrong_bytes = sink.finish()?;
+    summary.imported = sink.finish()?;
     summary.dry_run = args.dry_run;
     summary.elapsed_s = started.elapsed().as_secs_f64();
     if context.json {
@@ -174,18 +184,54 @@ fn import(args: &ImportArgs, context: &Context) -> Result<Outcome> {
     } else {
         out::print(&text(&summary))?;
     }
-    let problem = summary.failed > 0 || summary.wrong_bytes > 0;
+    let problem = {
+        let Imported { wrong_bytes, shed_chunks, lost_chunks, .. } = summary.imported;
+        summary.failed > 0 || wrong_bytes + shed_chunks + lost_chunks > 0
+    };
     Ok(if problem { Outcome::Problem } else { Outcome::Done })
 }
 
-/// Where the pieces go; the cache's own sink comes in here.
+/// Where the pieces go.
 fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Sink>> {
     let model_chunk = geometry.as_ref().map(|g| g.chunk_tokens);
-    let chunk_tokens = args.chunk_tokens.or(model_chunk).unwrap_or(256) as usize;
     if args.dry_run {
+        let chunk_tokens = args.chunk_tokens.or(model_chunk).unwrap_or(256) as usize;
         return Ok(Arc::new(DryRun { geometry, chunk_tokens, read: args.verify }));
     }
-    Err(Error::new(ErrorKind::Unsupported, "storing imported KV is not in this build").advice("use --dry-run"))
+    let mut settings = match &args.config {
+        Some(file) => {
+            let (settings, warnings) = Loader::process().file(file).load()?;
+            warnings.iter().for_each(|w| tracing::warn!("{w}"));
+            settings
+        }
+        None => {
+            let mut settings = settings_at(args)?;
+            settings.chunk_size = model_chunk.unwrap_or(256);
+            settings
+        }
+    };
+    if let Some(directory) = &args.directory {
+        let absolute = std::path::absolute(directory).map_err(|e| Error::io("no such path", e).at(directory))?;
+        settings.drives = vec![DriveSettings::new(absolute)];
+    }
+    settings.chunk_size = args.chunk_tokens.unwrap_or(settings.chunk_size);
+    let model = match (geometry, &args.model_name) {
+        (Some(geometry), _) => Model::Known(Box::new(geometry)),
+        (None, Some(name)) => Model::Named(name.clone()),
+        (None, None) => {
+            return Err(Error::new(ErrorKind::InvalidInput, "no model is named: the server would not find the chunks")
+                .advice("name a preset with --model, or the server's model with --model-name"));
+        }
+    };
+    Ok(Arc::new(CacheSink::new(settings, model, args.verify)))
+}
+
+fn settings_at(args: &ImportArgs) -> Result<Settings> {
+    let directory = args.directory.as_ref().ok_or_else(|| {
+        Error::new(ErrorKind::InvalidInput, "no cache to fill")
+            .advice("name it with --directory, or its settings with --config; --dry-run stores nothing")
+    })?;
+    Ok(Settings::at(directory))
 }
 
 /// Moves everything from the reader into the sink.
@@ -259,6 +305,23 @@ fn text(summary: &Summary) -> String {
             show_bytes(summary.bytes_read as f64),
             show_bytes(rate),
             summary.reader
+        ));
+    }
+    let done = &summary.imported;
+    if !summary.dry_run {
+        text.push_str(&format!(
+            "{} chunks stored ({}), {} not taken\n",
+            done.stored_chunks,
+            show_bytes(done.stored_bytes as f64),
+            done.shed_chunks
+        ));
+    }
+    if done.verified_bytes + done.lost_chunks > 0 {
+        text.push_str(&format!(
+            "verified {}: {} wrong bytes, {} chunks could not be loaded back\n",
+            show_bytes(done.verified_bytes as f64),
+            done.wrong_bytes,
+            done.lost_chunks
         ));
     }
     text

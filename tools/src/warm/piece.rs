@@ -11,10 +11,8 @@ use super::dump::{DumpInfo, Layer, Split};
 #[derive(Clone, Debug)]
 pub(crate) struct Piece {
     /// The dump.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for sinks that store"))]
     pub(crate) dump: Arc<DumpInfo>,
     /// Which of its tokens.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for sinks that store"))]
     pub(crate) tokens: Range<usize>,
     /// Per layer: its extent, `[plane][token][head][head_bytes]` without padding.
     pub(crate) layers: Vec<Vec<u8>>,

@@ -4,9 +4,27 @@ use std::ops::Range;
 
 use forebay::Result;
 use forebay::geometry::Geometry;
+use serde::Serialize;
 
 use super::dump::DumpInfo;
 use super::piece::Piece;
+
+/// What became of the pieces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Imported {
+    /// Chunks stored.
+    pub(crate) stored_chunks: u64,
+    /// Bytes of them.
+    pub(crate) stored_bytes: u64,
+    /// Chunks that the cache did not take.
+    pub(crate) shed_chunks: u64,
+    /// Bytes loaded back and compared.
+    pub(crate) verified_bytes: u64,
+    /// Bytes of them that differ.
+    pub(crate) wrong_bytes: u64,
+    /// Chunks that could not be loaded back.
+    pub(crate) lost_chunks: u64,
+}
 
 /// A cache that takes pieces of dumps. The reading thread asks [`Sink::missing`] while the main thread stores.
 pub(crate) trait Sink: Send + Sync {
@@ -22,8 +40,8 @@ pub(crate) trait Sink: Send + Sync {
     /// Stores a piece; those of one dump come in order. Storing what is already there is no error.
     fn store(&self, piece: Piece) -> Result<()>;
 
-    /// Makes everything durable and, where that was asked for, compares it. Returns the bytes that differ.
-    fn finish(&self) -> Result<u64>;
+    /// Makes everything durable and, where that was asked for, has compared it.
+    fn finish(&self) -> Result<Imported>;
 }
 
 /// Wants everything and stores nothing: `--dry-run`.
@@ -53,7 +71,7 @@ impl Sink for DryRun {
         Ok(())
     }
 
-    fn finish(&self) -> Result<u64> {
-        Ok(0)
+    fn finish(&self) -> Result<Imported> {
+        Ok(Imported::default())
     }
 }

@@ -10,6 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use super::piece::Piece;
+use super::sink::Imported;
 use super::*;
 
 /// Tensors by name: type, shape, bytes.
@@ -72,8 +73,8 @@ impl Sink for Collect {
         Ok(())
     }
 
-    fn finish(&self) -> Result<u64> {
-        Ok(0)
+    fn finish(&self) -> Result<Imported> {
+        Ok(Imported::default())
     }
 }
 
@@ -211,8 +212,8 @@ fn a_dump_that_shrinks_fails_alone_and_once() {
         fn store(&self, piece: Piece) -> Result<()> {
             self.1.store(piece)
         }
-        fn finish(&self) -> Result<u64> {
-            Ok(0)
+        fn finish(&self) -> Result<Imported> {
+            Ok(Imported::default())
         }
     }
     for threads_only in [false, true] {

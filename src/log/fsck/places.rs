@@ -1,0 +1,106 @@
+//! Finding the lanes below a cache directory.
+
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+
+use crate::config::dir::{Dir, FileOptions};
+use crate::error::{Error, ErrorKind, Result};
+use crate::log::paths::LANE_LOCK as LOCK;
+
+/// The directory of one lane.
+#[derive(Debug)]
+pub struct LaneFiles {
+    /// Directory name of the namespace: the first half of the geometry's fingerprint.
+    pub namespace: String,
+    /// Directory name of the shard.
+    pub shard: String,
+    /// Directory name of the lane.
+    pub name: String,
+    pub(super) dir: Dir,
+}
+
+impl LaneFiles {
+    /// Where it lies.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Whether a process writes this lane now; `false` also where that cannot be found out.
+    #[must_use]
+    pub fn in_use(&self) -> bool {
+        // A shared lock, and only for a moment: a server that opens just now finds the lane taken and takes another.
+        let lock = self.dir.open_file_in(LOCK, &FileOptions::default());
+        lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
+    }
+
+    /// Takes the lane's lock, for as long as the file is held; `None` where a process writes the lane.
+    ///
+    /// # Errors
+    /// What opening and locking the file gives.
+    pub fn lock(&self) -> Result<Option<File>> {
+        let create = FileOptions { write: true, create: Some(0o600), ..FileOptions::default() };
+        let lock = self.dir.open_file_in(LOCK, &create)?;
+        match lock.try_lock() {
+            Ok(()) => Ok(Some(lock)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(e)) => Err(Error::io("cannot lock a lane", e).at(self.path())),
+        }
+    }
+
+    /// Deletes the lane with all its bytes. For one whose lock is held by the caller.
+    ///
+    /// # Errors
+    /// What removing files gives.
+    pub fn delete(self, parent: &Path) -> Result<()> {
+        for name in self.dir.names()? {
+            self.dir.remove_file_in(&name)?;
+        }
+        self.dir.sync()?;
+        let root = Dir::open_root(parent)?;
+        let shard = root.open_dir_in(&self.namespace)?.open_dir_in(&self.shard)?;
+        shard.remove_dir_in(&self.name)?;
+        shard.sync()
+    }
+
+    /// Path of one of its files, for messages.
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+}
+
+/// All lanes below a cache directory, in the order of their names.
+///
+/// # Errors
+/// `NotFound` and `Permission` for the directory; `InvalidInput` where it is no cache directory.
+pub fn lanes(cache_dir: &Path) -> Result<Vec<LaneFiles>> {
+    let root = Dir::open_root(cache_dir)?;
+    let mut found = Vec::new();
+    let names = root.names()?;
+    for namespace in names.iter().filter(|n| is_namespace(n)) {
+        let Ok(ns) = root.open_dir_in(namespace) else { continue };
+        for shard in ns.names()? {
+            let Ok(shard_dir) = ns.open_dir_in(&shard) else { continue };
+            for name in shard_dir.names()?.into_iter().filter(|n| is_lane(n)) {
+                let Ok(dir) = shard_dir.open_dir_in(&name) else { continue };
+                found.push(LaneFiles { namespace: namespace.clone(), shard: shard.clone(), name, dir });
+            }
+        }
+    }
+    if found.is_empty() && !names.iter().any(|n| n == "BUDGET") {
+        return Err(Error::new(ErrorKind::InvalidInput, "not a cache directory")
+            .at(cache_dir)
+            .advice("give the cache_dir of a server; it holds a file BUDGET"));
+    }
+    let number = |l: &LaneFiles| l.name.strip_prefix("lane").and_then(|n| n.parse::<u32>().ok());
+    found.sort_by(|a, b| (&a.namespace, &a.shard, number(a)).cmp(&(&b.namespace, &b.shard, number(b))));
+    Ok(found)
+}
+
+fn is_namespace(name: &str) -> bool {
+    name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+fn is_lane(name: &str) -> bool {
+    name.strip_prefix("lane").is_some_and(|n| n.parse::<u32>().is_ok())
+}

@@ -1,0 +1,290 @@
+//! A lane's index as it lies in the file: what counts of it, and what is damaged. The rules are those of recovery
+//! (`docs/format.md`, *What counts*), but nothing is made and nothing is written.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+
+use super::places::LaneFiles;
+use crate::config::dir::FileOptions;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::{RECORD_BYTES, Record, RecordKind};
+use crate::format::sealed::{RegionHeader, SegmentState, decode_records};
+use crate::format::superblock::Superblock;
+use crate::format::{PAGE_BYTES, journal};
+use crate::log::paths::{DATA, INDEX};
+
+/// Bytes of one read of the journal.
+const WINDOW_BYTES: usize = 1 << 20;
+
+/// Something that is not as it was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Damage {
+    /// File name within the lane.
+    pub file: &'static str,
+    /// Offset in that file, in bytes.
+    pub offset: u64,
+    /// What is wrong.
+    pub what: String,
+}
+
+/// What was counted in a lane.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Intact pages of the journal ring.
+    pub journal_pages: u64,
+    /// Sealed segments.
+    pub sealed: u64,
+    /// Segments that were given up.
+    pub free: u64,
+    /// Segments with records in the journal that are not sealed yet.
+    pub open: u64,
+    /// Puts among the records that count.
+    pub puts: u64,
+    /// Removals among them.
+    pub tombstones: u64,
+    /// Clears among them.
+    pub clears: u64,
+    /// Length of index.kv and of data.kv in bytes.
+    pub file_bytes: [u64; 2],
+    /// Bytes of both that the file system has allocated.
+    pub disk_bytes: u64,
+}
+
+/// What is known of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// The epoch that counts.
+    pub epoch: u32,
+    /// Whether it was given up; else it is sealed, or its records are in the journal.
+    pub free: bool,
+}
+
+/// A lane as its index tells.
+#[derive(Debug)]
+pub struct RawLane {
+    /// The newer intact superblock.
+    pub superblock: Superblock,
+    /// Whether a process was writing the lane.
+    pub in_use: bool,
+    /// Records that count within this lane, in no order.
+    pub records: Vec<Record>,
+    /// The segments by number.
+    pub segments: HashMap<u32, Kept>,
+    /// What was counted.
+    pub counts: Counts,
+    /// What is damaged.
+    pub damage: Vec<Damage>,
+}
+
+impl RawLane {
+    /// Reads a lane's index.
+    ///
+    /// # Errors
+    /// `Corrupt` where neither superblock is intact, `Incompatible` where the lane is of a newer version; I/O errors. Other
+    /// damage is told in the result.
+    pub fn read(files: &LaneFiles) -> Result<Self> {
+        let in_use = files.in_use();
+        let index = files.dir.open_file_in(INDEX, &FileOptions::default())?;
+        let mut damage = Vec::new();
+        let superblock = superblock(files, &index, &mut damage)?;
+        let mut lane = Self {
+            superblock,
+            in_use,
+            records: Vec::new(),
+            segments: HashMap::new(),
+            counts: Counts::default(),
+            damage,
+        };
+        lane.measure(files, &index)?;
+        // The ring first: what is sealed meanwhile is then found in its region.
+        let ring = lane.read_ring(&index)?;
+        lane.read_regions(&index)?;
+        lane.add_unsealed(ring);
+        for record in &lane.records {
+            let counter = match record.kind {
+                RecordKind::Put => &mut lane.counts.puts,
+                RecordKind::Tombstone => &mut lane.counts.tombstones,
+                RecordKind::Clear => &mut lane.counts.clears,
+            };
+            *counter += 1;
+        }
+        Ok(lane)
+    }
+
+    /// Where a record's slot starts in data.kv, in bytes.
+    #[must_use]
+    pub fn slot_offset(&self, record: &Record) -> u64 {
+        u64::from(record.segment) * self.superblock.segment_bytes + u64::from(record.page) * PAGE_BYTES as u64
+    }
+
+    fn measure(&mut self, files: &LaneFiles, index: &File) -> Result<()> {
+        let at = |e| Error::io("cannot look at a file", e).at(files.path());
+        let index = index.metadata().map_err(at)?;
+        let data = files.dir.open_file_in(DATA, &FileOptions::default())?.metadata().map_err(at)?;
+        self.counts.file_bytes = [index.len(), data.len()];
+        self.counts.disk_bytes = (index.blocks() + data.blocks()) * 512;
+        Ok(())
+    }
+
+    fn found(&mut self, offset: u64, what: impl Into<String>) {
+        self.damage.push(Damage { file: INDEX, offset, what: what.into() });
+    }
+
+    fn read_ring(&mut self, index: &File) -> Result<Vec<Record>> {
+        let (start, pages) = (self.superblock.ring_offset, self.superblock.ring_pages as usize);
+        let mut found: Vec<(u64, Vec<Record>)> = Vec::new();
+        let mut window = vec![0; WINDOW_BYTES];
+        let mut at = 0;
+        while at < pages * PAGE_BYTES {
+            let offset = start + at as u64;
+            let len = (pages * PAGE_BYTES - at).min(WINDOW_BYTES);
+            let got = read_up_to(index, window.get_mut(..len).unwrap_or_default(), offset)?;
+            for (i, page) in window.get(..got).unwrap_or_default().chunks_exact(PAGE_BYTES).enumerate() {
+                if page.iter().all(|&b| b == 0) {
+                    continue;
+                }
+                let offset = offset + (i * PAGE_BYTES) as u64;
+                match journal::decode(page) {
+                    Ok(p) if p.lane != self.superblock.lane => self.found(offset, "a journal page of another lane"),
+                    Ok(p) => {
+                        if p.damaged > 0 {
+                            self.found(offset, format!("{} records of a journal page fail their CRC", p.damaged));
+                        }
+                        found.push((p.number, p.records));
+                    }
+                    Err(e) => self.found(offset, e.to_string()),
+                }
+            }
+            if got < len {
+                break;
+            }
+            at += len;
+        }
+        self.counts.journal_pages = found.len() as u64;
+        found.sort_unstable_by_key(|(number, _)| *number);
+        Ok(found.into_iter().flat_map(|(_, records)| records).collect())
+    }
+
+    fn read_regions(&mut self, index: &File) -> Result<()> {
+        let sb = &self.superblock;
+        let (start, region_bytes, lane) = (sb.regions_offset, sb.region_bytes, sb.lane);
+        let len = self.counts.file_bytes[0].saturating_sub(start);
+        let mut body = Vec::new();
+        for n in 0..u32::try_from(len.div_ceil(region_bytes)).unwrap_or(u32::MAX) {
+            let offset = start + u64::from(n) * region_bytes;
+            let mut page = vec![0; PAGE_BYTES];
+            read_up_to(index, &mut page, offset)?;
+            let header = match RegionHeader::decode(&page) {
+                Ok(None) => continue,
+                Ok(Some(header)) if header.lane == lane && header.segment == n => header,
+                Ok(Some(_)) => {
+                    self.found(offset, format!("the region of segment {n} belongs to another lane or segment"));
+                    continue;
+                }
+                Err(e) => {
+                    self.found(offset, e.to_string());
+                    continue;
+                }
+            };
+            let free = header.state == SegmentState::Free;
+            self.segments.insert(n, Kept { epoch: header.epoch, free });
+            if free {
+                self.counts.free += 1;
+                continue;
+            }
+            self.counts.sealed += 1;
+            let wanted = (header.count as usize * RECORD_BYTES).min(region_bytes as usize - PAGE_BYTES);
+            body.resize(wanted, 0);
+            let got = read_up_to(index, &mut body, offset + PAGE_BYTES as u64)?;
+            let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), header.count);
+            let intact = records.len();
+            records.retain(|r| r.segment == n && r.epoch == header.epoch);
+            let damaged = damaged as usize + intact - records.len();
+            if damaged > 0 {
+                self.found(offset, format!("{damaged} of {} records of segment {n} are damaged", header.count));
+            }
+            self.records.append(&mut records);
+        }
+        Ok(())
+    }
+
+    /// Adds the journal's records of segments that are not sealed in the epoch they name.
+    fn add_unsealed(&mut self, ring: Vec<Record>) {
+        let mut newest: HashMap<u32, u32> = HashMap::new();
+        for r in &ring {
+            let epoch = newest.entry(r.segment).or_insert(r.epoch);
+            *epoch = (*epoch).max(r.epoch);
+        }
+        newest.retain(|n, epoch| match self.segments.get(n) {
+            None => true,
+            Some(kept) => *epoch > kept.epoch || (kept.free && *epoch == kept.epoch),
+        });
+        self.records.retain(|r| !newest.contains_key(&r.segment));
+        self.counts.open = newest.len() as u64;
+        let mut seen = std::collections::HashSet::new();
+        for r in ring {
+            if newest.get(&r.segment) == Some(&r.epoch) && seen.insert((r.key, r.sequence, r.page)) {
+                self.records.push(r);
+            }
+        }
+        for (n, epoch) in newest {
+            self.segments.insert(n, Kept { epoch, free: false });
+        }
+    }
+}
+
+/// What is served: of each key's records in all lanes of one shard, the one with the highest sequence, if it is a put that no
+/// clear covers and that has not expired at `now_s` (Unix seconds). Gives the lane's place in the list with each.
+#[must_use]
+pub fn live(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
+    let all = || lanes.iter().enumerate().flat_map(|(i, lane)| lane.records.iter().map(move |r| (i, r)));
+    let cleared = all().filter(|(_, r)| r.kind == RecordKind::Clear).map(|(_, r)| r.sequence).max().unwrap_or(0);
+    let mut newest: HashMap<[u8; 32], (usize, &Record)> = HashMap::new();
+    for (i, r) in all().filter(|(_, r)| r.kind != RecordKind::Clear && r.sequence > cleared) {
+        let wins = newest.get(&r.key.0).is_none_or(|(_, old)| {
+            r.sequence > old.sequence || (r.sequence == old.sequence && r.kind == RecordKind::Tombstone)
+        });
+        if wins {
+            newest.insert(r.key.0, (i, r));
+        }
+    }
+    let serves = |r: &Record| r.kind == RecordKind::Put && (r.expiry_s == 0 || r.expiry_s > now_s);
+    let mut found: Vec<_> = newest.into_values().filter(|(_, r)| serves(r)).map(|(i, r)| (i, *r)).collect();
+    found.sort_unstable_by_key(|(i, r)| (*i, r.segment, r.page, r.sub_offset));
+    found
+}
+
+fn superblock(files: &LaneFiles, index: &File, damage: &mut Vec<Damage>) -> Result<Superblock> {
+    let mut pages = vec![0; 2 * PAGE_BYTES];
+    read_up_to(index, &mut pages, 0)?;
+    let (a, b) = pages.split_at(PAGE_BYTES);
+    let newest = Superblock::newest(a, b).map_err(|e| e.at(files.file(INDEX)))?;
+    for (i, page) in [a, b].into_iter().enumerate() {
+        // The second copy is written when the lane is opened again.
+        let never = newest.generation == 1 && page.iter().all(|&b| b == 0);
+        if let Err(e) = Superblock::decode(page)
+            && !never
+        {
+            damage.push(Damage { file: INDEX, offset: (i * PAGE_BYTES) as u64, what: e.to_string() });
+        }
+    }
+    Ok(newest)
+}
+
+/// Reads until the buffer is full or the file ends; how many bytes that were. The rest of the buffer is zero.
+pub(super) fn read_up_to(file: &File, buf: &mut [u8], offset: u64) -> Result<usize> {
+    let mut at = 0;
+    while let Some(rest) = buf.get_mut(at..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, offset + at as u64) {
+            Ok(0) => break,
+            Ok(n) => at += n,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(Error::new(ErrorKind::Io, "cannot read").offset(offset).source(e)),
+        }
+    }
+    if let Some(rest) = buf.get_mut(at..) {
+        rest.fill(0);
+    }
+    Ok(at)
+}

@@ -1,0 +1,120 @@
+//! Fills a log with chunks through its real store path; the payload stays holes, headers and journal are written.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender};
+use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
+use forebay::key::ChunkKey;
+use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
+use forebay::{Error, ErrorKind, Result};
+
+/// Tokens of a chunk here.
+pub(super) const CHUNK_TOKENS: u32 = 256;
+/// Puts in flight.
+const IN_FLIGHT: u64 = 512;
+/// Time that the index gets to grow before a shed put is tried again.
+const GROWTH: Duration = Duration::from_millis(1);
+/// Shed puts that are tried again in all.
+const RETRIES: u64 = 100_000;
+/// Chunks of one chain.
+const CHAIN: u64 = 512;
+/// Bytes that a chunk takes on the drive: a page of header, a page of payload.
+const SLOT_BYTES: u64 = 8192;
+
+fn is_passing(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Busy)
+}
+
+/// Opens a log for `chunks` chunks.
+pub(super) fn open(dir: &Path, chunks: u64) -> Result<Arc<Log>> {
+    let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 4)];
+    let geometry = Geometry::new("bench-index", DType::named("bfloat16")?, layers, CHUNK_TOKENS)?;
+    let mut options = LogOptions::new(dir, Arc::new(geometry));
+    options.capacity_bytes = chunks.saturating_mul(SLOT_BYTES) * 3 / 2 + (256 << 20);
+    options.io.iodepth = 128;
+    options.io.queue_limit = 2048;
+    options.io.trial_dir = Some(dir.to_owned());
+    Log::open(options)
+}
+
+/// Key of entry `n`: what a hash would give, without hashing.
+pub(super) fn key(n: u64) -> ChunkKey {
+    let mut bytes = [0; 32];
+    let mut x = n;
+    for part in bytes.chunks_exact_mut(8) {
+        x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = x;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x = z ^ z >> 31;
+        part.copy_from_slice(&x.to_le_bytes());
+    }
+    ChunkKey(bytes)
+}
+
+/// A chunk whose put has ended: key, parent, depth, and how.
+type Ended = ((ChunkKey, ChunkKey, u32), Result<()>);
+
+/// Stores chunks, a bounded number of them at once. Puts shed because the index is growing are tried again.
+pub(super) struct Filler<'a> {
+    log: &'a Log,
+    told: Sender<Ended>,
+    heard: Receiver<Ended>,
+    flying: u64,
+    retries: u64,
+}
+
+impl<'a> Filler<'a> {
+    pub(super) fn new(log: &'a Log) -> Self {
+        let (told, heard) = crossbeam_channel::unbounded();
+        Self { log, told, heard, flying: 0, retries: RETRIES }
+    }
+
+    /// Stores one chunk.
+    pub(super) fn put(&mut self, key: ChunkKey, parent: ChunkKey, depth: u32) -> Result<()> {
+        while self.flying >= IN_FLIGHT {
+            self.hear()?;
+        }
+        self.start(key, parent, depth)
+    }
+
+    fn start(&mut self, key: ChunkKey, parent: ChunkKey, depth: u32) -> Result<()> {
+        let spec = PutSpec::chunk(key, parent, CHUNK_TOKENS, depth);
+        if let PutOutcome::Started(put) = self.log.begin_put_within(spec, Duration::from_secs(10))? {
+            let told = self.told.clone();
+            self.flying += 1;
+            let crcs = vec![0; put.layout().extents.len()];
+            put.commit(&crcs, Box::new(move |result| drop(told.send(((key, parent, depth), result)))));
+        }
+        Ok(())
+    }
+
+    /// Stores entry `n` of many.
+    pub(super) fn entry(&mut self, n: u64) -> Result<()> {
+        let parent = if n.is_multiple_of(CHAIN) { ChunkKey([0; 32]) } else { key(n - 1) };
+        self.put(key(n), parent, (n % CHAIN) as u32)
+    }
+
+    fn hear(&mut self) -> Result<()> {
+        self.flying -= 1;
+        let forgotten = |_| Error::new(ErrorKind::Internal, "a put was forgotten");
+        match self.heard.recv().map_err(forgotten)? {
+            ((key, parent, depth), Err(e)) if is_passing(&e) && self.retries > 0 => {
+                self.retries -= 1;
+                std::thread::sleep(GROWTH);
+                self.start(key, parent, depth)
+            }
+            (_, result) => result,
+        }
+    }
+
+    /// Waits for all and makes them durable.
+    pub(super) fn finish(mut self) -> Result<()> {
+        while self.flying > 0 {
+            self.hear()?;
+        }
+        self.log.flush()
+    }
+}

@@ -1,0 +1,161 @@
+//! Loads and stores layer by layer beside simulated attention, one prompt at a time.
+//!
+//! Each prompt is moved twice, without attention and with it, one right after the other, so that both see the same drive.
+//! Attention is a wait that burns no processor, as on an accelerator.
+
+use std::time::{Duration, Instant};
+
+use forebay::engine::{Backpressure, LoadRequest, MissCause, StoreRequest};
+use forebay::{Error, ErrorKind, Result};
+
+use super::pattern::Kv;
+use super::session::Session;
+use super::{SAMPLE_INTERVAL, median, ms, result, whole};
+use crate::bench::job::Job;
+use crate::report::recorder::Sample;
+use crate::report::{ForebayFigures, JobResult, Recorder, UsageMeter};
+
+/// The end of a wait that is spun, because sleeping is not precise.
+const SPIN: Duration = Duration::from_micros(120);
+
+fn compute(time: Duration) {
+    let end = Instant::now() + time;
+    if time > SPIN {
+        std::thread::sleep(time - SPIN);
+    }
+    while Instant::now() < end {
+        std::hint::spin_loop();
+    }
+}
+
+/// Times of one job.
+#[derive(Default)]
+struct Times {
+    plain_ms: Vec<f64>,
+    efficiency: Vec<f64>,
+}
+
+impl Times {
+    fn add(&mut self, (plain, wall): (Duration, Duration), job: &Job, layers: usize) {
+        self.plain_ms.push(ms(plain));
+        let compute = job.kv.compute * layers as u32;
+        if !compute.is_zero() {
+            let ideal = plain.max(compute) + plain.min(compute) / (layers as u32).max(1);
+            self.efficiency.push(ideal.as_secs_f64() / wall.as_secs_f64().max(1e-9));
+        }
+    }
+
+    fn figures(self, job: &Job, layers: usize) -> ForebayFigures {
+        ForebayFigures {
+            load_ms: Some(median(self.plain_ms)),
+            compute_ms: Some(ms(job.kv.compute * layers as u32)),
+            overlap_efficiency: (!self.efficiency.is_empty()).then(|| median(self.efficiency)),
+            ..ForebayFigures::default()
+        }
+    }
+}
+
+/// `--rw layerload`.
+pub(super) fn load(job: &Job) -> Result<JobResult> {
+    let session = Session::open(job, 1)?;
+    whole::lay_out(&session, job.randseed)?;
+    let kv = session.kv(job.randseed)?;
+    kv.touch()?;
+    // The first load pays for staging that nobody has touched yet.
+    let warm_up = LoadRequest::new(&session.prompt(0), &kv.paged, kv.slots.to_vec());
+    let _ = session.engine.load(warm_up)?.wait();
+    let layers = kv.paged.layout().num_layers();
+    let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
+    let (mut hits, mut misses, mut corrupt, mut wrong) = (0u64, 0u64, 0u64, 0u64);
+    let (usage, start) = (UsageMeter::start(), Instant::now());
+    for n in 0..session.prompts as u64 {
+        let prompt = session.prompt(n);
+        let mut walls = [Duration::ZERO; 2];
+        let runs = if job.kv.compute.is_zero() { 1 } else { 2 };
+        for (wall, time) in walls.iter_mut().zip([Duration::ZERO, job.kv.compute]).take(runs) {
+            let asked = Instant::now();
+            let mut request = LoadRequest::new(&prompt, &kv.paged, kv.slots.to_vec());
+            request.layerwise = Some(true);
+            let load = session.engine.load(request)?;
+            for layer in 0..load.layers() {
+                load.wait_layer(layer)?;
+                compute(time);
+            }
+            *wall = asked.elapsed();
+            busy += *wall;
+            let done = load.wait();
+            let chunks = (done.tokens / prompt.chunk_tokens().max(1)) as u64;
+            let bytes = chunks * session.prompt_bytes / prompt.keys().len().max(1) as u64;
+            recorder.record(Sample { bytes, slat: Duration::ZERO, clat: *wall, at: start.elapsed() });
+            hits += chunks;
+            misses += done.misses.iter().map(|(_, chunks)| *chunks as u64).sum::<u64>();
+            corrupt += done.missed(MissCause::Corrupt) as u64;
+            if job.kv.verify {
+                wrong += kv.wrong_bytes(done.tokens, n)?;
+                kv.touch()?;
+            }
+        }
+        times.add((walls[0], walls[1]), job, layers);
+    }
+    let (usage, elapsed) = (usage.stop(), start.elapsed());
+    let figures = ForebayFigures {
+        path: session.path()?,
+        hits: Some(hits),
+        misses: Some(misses),
+        corrupt: Some(corrupt),
+        wrong_bytes: job.kv.verify.then_some(wrong),
+        ..times.figures(job, layers)
+    };
+    session.close()?;
+    Ok(JobResult { read: recorder.result(busy), ..result(job, elapsed, usage, figures) })
+}
+
+/// Stores prompt `n` with `time` of attention before each layer; bytes and wall time.
+fn store_one(session: &Session, kv: &Kv, n: u64, time: Duration) -> Result<(u64, Duration)> {
+    let prompt = session.prompt(n);
+    kv.fill(n)?;
+    let asked = Instant::now();
+    let mut request = StoreRequest::new(&prompt, &kv.paged, kv.slots.to_vec());
+    request.layerwise = Some(true);
+    request.backpressure = Backpressure::Wait;
+    let store = session.engine.store(request)?;
+    for layer in 0..kv.paged.layout().num_layers() {
+        compute(time);
+        store.layer(layer)?;
+    }
+    let done = store.wait();
+    if let Some((cause, chunks)) = done.sheds.first() {
+        return Err(Error::new(ErrorKind::Io, format!("{chunks} chunks were not stored: {}", cause.as_str())));
+    }
+    Ok((done.bytes, asked.elapsed()))
+}
+
+/// `--rw layerstore`. Odd prompts are stored with attention, so the cache holds twice `--size`.
+pub(super) fn store(job: &Job) -> Result<JobResult> {
+    let session = Session::open(job, 2)?;
+    let kv = session.kv(job.randseed)?;
+    kv.touch()?;
+    let layers = kv.paged.layout().num_layers();
+    let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
+    let (usage, start) = (UsageMeter::start(), Instant::now());
+    for n in 0..session.prompts as u64 {
+        let mut walls = [Duration::ZERO; 2];
+        for (odd, time) in [(0, Duration::ZERO), (1, job.kv.compute)] {
+            if odd == 1 && time.is_zero() {
+                continue;
+            }
+            let (bytes, wall) = store_one(&session, &kv, n * 2 + odd, time)?;
+            recorder.record(Sample { bytes, slat: Duration::ZERO, clat: wall, at: start.elapsed() });
+            busy += wall;
+            walls[odd as usize] = wall;
+        }
+        times.add((walls[0], walls[1]), job, layers);
+    }
+    let flushing = Instant::now();
+    session.engine.flush()?;
+    busy += flushing.elapsed();
+    let (usage, elapsed) = (usage.stop(), start.elapsed());
+    let figures = ForebayFigures { path: session.path()?, ..times.figures(job, layers) };
+    session.close()?;
+    Ok(JobResult { write: recorder.result(busy), ..result(job, elapsed, usage, figures) })
+}

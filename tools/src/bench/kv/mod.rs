@@ -1,0 +1,73 @@
+//! The engine's modes of `bench`: load, store, layerload, layerstore, lookup, reopen.
+//!
+//! `session` opens a cache and makes prompts and paged KV, `pattern` their bytes; `whole`, `layers`, `lookup` and `reopen` run
+//! the modes; `fill` writes index entries whose payload is holes. Memory is laid out and made resident before a clock starts.
+
+mod fill;
+mod layers;
+mod lookup;
+mod pattern;
+mod reopen;
+mod session;
+mod whole;
+
+use std::time::Duration;
+
+use forebay::{Error, ErrorKind, Result};
+
+use super::job::Job;
+use super::options::{IoEngine, Rw};
+use crate::out::Context;
+use crate::report::{DirectionResult, ForebayFigures, JobResult, Usage};
+
+/// Interval of bandwidth samples.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Runs one of the engine's modes.
+pub(crate) fn run(job: &Job, _: &Context) -> Result<JobResult> {
+    if job.ioengine == IoEngine::Cufile {
+        return Err(Error::new(ErrorKind::Unsupported, "ioengine cufile is not active in this build")
+            .advice("use --ioengine auto, uring or threads"));
+    }
+    match job.rw {
+        Rw::Load => whole::load(job),
+        Rw::Store => whole::store(job),
+        Rw::Layerload => layers::load(job),
+        Rw::Layerstore => layers::store(job),
+        Rw::Lookup => lookup::run(job),
+        _ => reopen::run(job),
+    }
+}
+
+/// A result without bytes yet.
+fn result(job: &Job, elapsed: Duration, usage: Usage, forebay: ForebayFigures) -> JobResult {
+    JobResult {
+        name: job.name.clone(),
+        rw: format!("{}, model={}, ioengine={}", job.rw.word(), job.kv.model, job.ioengine.word()),
+        group: 0,
+        options: job.described(),
+        read: DirectionResult::empty(),
+        write: DirectionResult::empty(),
+        elapsed,
+        usage,
+        sample_interval: SAMPLE_INTERVAL,
+        forebay,
+    }
+}
+
+/// Time in milliseconds.
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// The middle of `values`; 0 without any.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// The value that 99 % of `values` stay within; 0 without any.
+fn p99(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get((values.len() * 99).div_ceil(100).saturating_sub(1)).copied().unwrap_or(0.0)
+}

@@ -1,0 +1,168 @@
+//! What a job of the engine works with: an open cache, prompts, and paged KV with a shuffled block table.
+//!
+//! Without `--keep` the cache lies in a temporary folder of the job's directory, so nothing else is ever removed.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay::config::{Capacity, IoEngine as Engines, MinFree, OnOpenFailure, Settings};
+use forebay::device::{HostDevice, HostOptions, PagedKv};
+use forebay::engine::{Engine, Prompt};
+use forebay::geometry::{Geometry, LayerSpec};
+use forebay::key::Extra;
+use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
+use forebay::{Error, ErrorKind, Result};
+
+use super::pattern::Kv;
+use crate::bench::job::Job;
+use crate::bench::options::{IoEngine, Layout};
+
+const DEFAULT_TOKENS: u64 = 8192;
+const CLOSE: Duration = Duration::from_secs(60);
+
+/// A cache directory that goes away if it is the job's own.
+pub(super) struct Place {
+    pub(super) dir: std::path::PathBuf,
+    _temporary: Option<tempfile::TempDir>,
+}
+
+impl Place {
+    /// The job's directory where it is kept, else a folder in it.
+    pub(super) fn of(job: &Job) -> Result<Self> {
+        let make = |e| Error::io("cannot make the cache's directory", e).at(&job.directory);
+        let directory = std::path::absolute(&job.directory).map_err(make)?;
+        std::fs::create_dir_all(&directory).map_err(make)?;
+        if job.kv.keep {
+            return Ok(Self { dir: directory, _temporary: None });
+        }
+        let temporary = tempfile::Builder::new().prefix("forebay-bench-").tempdir_in(&directory).map_err(make)?;
+        Ok(Self { dir: temporary.path().to_owned(), _temporary: Some(temporary) })
+    }
+}
+
+/// An open engine with the job's prompts.
+pub(super) struct Session {
+    /// The engine.
+    pub(super) engine: Engine,
+    /// Number of prompts.
+    pub(super) prompts: usize,
+    /// Tokens of each.
+    pub(super) tokens: usize,
+    /// Payload bytes of each.
+    pub(super) prompt_bytes: u64,
+    layout: PagedLayout,
+    block_tokens: u32,
+    num_blocks: u32,
+    _place: Place,
+}
+
+impl Session {
+    /// Opens the cache for `copies` times the job's prompts.
+    pub(super) fn open(job: &Job, copies: u64) -> Result<Self> {
+        let geometry = geometry(job)?;
+        let chunk = u64::from(geometry.chunk_tokens);
+        let token_bytes = (geometry.chunk_bytes(geometry.chunk_tokens as usize) as u64 / chunk).max(1);
+        let fits = job.size.map_or(u64::MAX, |size| size / token_bytes);
+        let tokens = job.kv.tokens.unwrap_or(DEFAULT_TOKENS.min(fits));
+        let tokens = (tokens / chunk).max(1) * chunk;
+        let prompt_bytes = geometry.chunk_bytes(chunk as usize) as u64 * (tokens / chunk);
+        let prompts = (job.size.unwrap_or(prompt_bytes) / prompt_bytes).max(1);
+        let need = prompts.saturating_mul(prompt_bytes).saturating_mul(copies);
+        let place = Place::of(job)?;
+        let slot = geometry.chunk_bytes(chunk as usize) as u64 + (1 << 20);
+        let settings = settings(job, &place, need + need / 3 + slot * 16 + (256 << 20), geometry.chunk_tokens);
+        let num_blocks = tokens.div_ceil(u64::from(job.kv.block_size)) as u32;
+        let shape = KvShape {
+            layout: paged_layout(job, &geometry),
+            packing: Packing::Outer,
+            block_tokens: job.kv.block_size,
+            num_blocks,
+        };
+        let layout = PagedLayout::per_layer(&geometry.layers, shape)?;
+        let engine = Engine::open(&settings, geometry, HostDevice::new(&HostOptions::default())?)?;
+        if u64::from(engine.geometry().chunk_tokens) != chunk {
+            return Err(Error::new(ErrorKind::InvalidInput, "--block-size must divide the model's chunk")
+                .advice(format!("chunks have {chunk} tokens")));
+        }
+        Ok(Self {
+            engine,
+            prompts: prompts as usize,
+            tokens: tokens as usize,
+            prompt_bytes,
+            layout,
+            block_tokens: job.kv.block_size,
+            num_blocks,
+            _place: place,
+        })
+    }
+
+    /// Prompt `n`, hashed.
+    pub(super) fn prompt(&self, n: u64) -> Prompt {
+        let first = (n as u32).wrapping_mul(0x9e37_79b1);
+        let tokens: Vec<u32> = (0..self.tokens as u32).map(|i| first ^ i).collect();
+        self.engine.prompt(&tokens, &Extra::default())
+    }
+
+    /// Fresh KV memory for one prompt.
+    pub(super) fn kv(&self, seed: u64) -> Result<Kv> {
+        let mut table: Vec<i64> = (0..i64::from(self.num_blocks)).collect();
+        let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        for i in (1..table.len()).rev() {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            table.swap(i, (state >> 33) as usize % (i + 1));
+        }
+        let block = i64::from(self.block_tokens);
+        let slots: Vec<i64> = table.iter().flat_map(|b| (0..block).map(move |t| b * block + t)).collect();
+        let slots: Arc<[i64]> = slots.into_iter().take(self.tokens).collect();
+        Ok(Kv::new(PagedKv::alloc_zeroed(self.layout.clone())?, slots, self.block_tokens))
+    }
+
+    /// The I/O path in use.
+    pub(super) fn path(&self) -> Result<Option<String>> {
+        Ok(self.engine.stats()?.paths.first().map(|p| (*p).to_owned()))
+    }
+
+    /// Closes the cache in order.
+    pub(super) fn close(self) -> Result<()> {
+        self.engine.close(Instant::now() + CLOSE)
+    }
+}
+
+fn geometry(job: &Job) -> Result<Geometry> {
+    let mut geometry = Geometry::preset(&job.kv.model)?;
+    if job.kv.layout == Some(Layout::Opaque) {
+        let block = job.kv.block_size;
+        let opaque = |l: &LayerSpec| LayerSpec::opaque(block, l.extent_bytes(block as usize) as u32);
+        let layers = geometry.layers.iter().map(opaque).collect();
+        geometry = Geometry::new(&geometry.model, geometry.dtype.clone(), layers, geometry.chunk_tokens)?;
+    }
+    Ok(geometry)
+}
+
+fn paged_layout(job: &Job, geometry: &Geometry) -> KvLayout {
+    match job.kv.layout {
+        Some(Layout::Nhd) => KvLayout::Nhd,
+        Some(Layout::Hnd) => KvLayout::Hnd,
+        Some(Layout::Mla) => KvLayout::Mla,
+        Some(Layout::Opaque) => KvLayout::Opaque,
+        None if geometry.layers.iter().all(|l| l.planes.iter().all(|p| p.heads == 1)) => KvLayout::Mla,
+        None => KvLayout::Nhd,
+    }
+}
+
+fn settings(job: &Job, place: &Place, capacity: u64, chunk_tokens: u32) -> Settings {
+    let mut settings = Settings::at(&place.dir);
+    settings.chunk_size = chunk_tokens;
+    settings.capacity = Capacity::Bytes(capacity);
+    settings.min_free = MinFree::Bytes(0);
+    settings.on_open_failure = OnOpenFailure::Fail;
+    settings.allow_any_filesystem = true;
+    settings.max_concurrent_ops = job.iodepth;
+    settings.block_size = (job.bs as usize).next_multiple_of(4096);
+    settings.io_engine = match job.ioengine {
+        IoEngine::Uring => Engines::Uring,
+        IoEngine::Threads => Engines::Threads,
+        IoEngine::Auto | IoEngine::Cufile => Engines::Auto,
+    };
+    settings
+}

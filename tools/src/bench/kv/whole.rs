@@ -1,0 +1,218 @@
+//! Loads and stores of whole prompts, several at once.
+//!
+//! A worker's time is that of its loads or stores; filling and checking memory between them is not counted. Without
+//! `--verify` and `--keep` stores take their bytes from memory that was filled once.
+
+use std::sync::{Barrier, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use forebay::engine::{Backpressure, LoadRequest, MissCause, StoreRequest};
+use forebay::{Error, ErrorKind, Result};
+
+use super::pattern::Kv;
+use super::session::Session;
+use super::{SAMPLE_INTERVAL, ms, result};
+use crate::bench::job::Job;
+use crate::report::recorder::Sample;
+use crate::report::{ForebayFigures, JobResult, Recorder, UsageMeter};
+
+/// What the workers found.
+struct Totals {
+    recorder: Recorder,
+    busy: Duration,
+    firsts: Vec<Duration>,
+    load_ms: Vec<f64>,
+    hits: u64,
+    misses: u64,
+    corrupt: u64,
+    wrong: u64,
+}
+
+impl Totals {
+    fn new() -> Mutex<Self> {
+        Mutex::new(Self {
+            recorder: Recorder::new(SAMPLE_INTERVAL),
+            busy: Duration::ZERO,
+            firsts: Vec::new(),
+            load_ms: Vec::new(),
+            hits: 0,
+            misses: 0,
+            corrupt: 0,
+            wrong: 0,
+        })
+    }
+}
+
+/// Runs `work` on a thread for each KV memory, all starting together; the first error wins.
+fn workers<'a>(kvs: &'a [Kv], work: impl Fn(usize, &'a Kv) -> Result<()> + Sync) -> Result<()> {
+    let start = Barrier::new(kvs.len());
+    std::thread::scope(|scope| {
+        let spawn = |(i, kv)| {
+            let (start, work) = (&start, &work);
+            scope.spawn(move || {
+                start.wait();
+                work(i, kv)
+            })
+        };
+        let running: Vec<_> = kvs.iter().enumerate().map(spawn).collect();
+        running.into_iter().try_for_each(|t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)))
+    })
+}
+
+fn memories(session: &Session, job: &Job) -> Result<Vec<Kv>> {
+    let kvs: Vec<Kv> = (0..job.numjobs as u64).map(|i| session.kv(job.randseed ^ i)).collect::<Result<_>>()?;
+    kvs.iter().try_for_each(Kv::touch)?;
+    Ok(kvs)
+}
+
+/// The prompts of worker `index`: its share, or one that others load too where there are too few.
+fn share(session: &Session, job: &Job, index: usize) -> Vec<u64> {
+    let own: Vec<u64> = (index..session.prompts).step_by(job.numjobs).map(|n| n as u64).collect();
+    if own.is_empty() { vec![(index % session.prompts) as u64] } else { own }
+}
+
+/// Stores what is not there yet of the first `prompts` prompts, untimed.
+pub(super) fn lay_out(session: &Session, seed: u64) -> Result<()> {
+    let mut kv = None;
+    for n in 0..session.prompts as u64 {
+        let prompt = session.prompt(n);
+        if session.engine.lookup(&prompt, 0)?.matched_tokens == prompt.len() {
+            continue;
+        }
+        let kv = match &kv {
+            Some(kv) => kv,
+            None => kv.insert(session.kv(seed)?),
+        };
+        kv.fill(n)?;
+        store_one(session, kv, &prompt)?;
+    }
+    if kv.is_some() {
+        session.engine.flush()?;
+    }
+    Ok(())
+}
+
+/// Stores a prompt; its payload bytes.
+fn store_one(session: &Session, kv: &Kv, prompt: &forebay::engine::Prompt) -> Result<u64> {
+    let mut request = StoreRequest::new(prompt, &kv.paged, kv.slots.to_vec());
+    request.backpressure = Backpressure::Wait;
+    request.layerwise = Some(false);
+    let store = session.engine.store(request)?;
+    store.all_layers();
+    let done = store.wait();
+    if let Some((cause, chunks)) = done.sheds.first() {
+        return Err(Error::new(ErrorKind::Io, format!("{chunks} chunks were not stored: {}", cause.as_str())));
+    }
+    Ok(done.bytes)
+}
+
+/// `--rw load`.
+pub(super) fn load(job: &Job) -> Result<JobResult> {
+    let session = Session::open(job, 1)?;
+    lay_out(&session, job.randseed)?;
+    let kvs = memories(&session, job)?;
+    let totals = Totals::new();
+    let (usage, start) = (UsageMeter::start(), Instant::now());
+    workers(&kvs, |i, kv| load_share(&session, (job, i, start), kv, &totals))?;
+    let (usage, elapsed) = (usage.stop(), start.elapsed());
+    let totals = totals.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let (first, last) = (totals.firsts.iter().min(), totals.firsts.iter().max());
+    let spread = first.zip(last).filter(|_| job.numjobs > 1).map(|(a, b)| b.as_secs_f64() / a.as_secs_f64().max(1e-9));
+    let figures = ForebayFigures {
+        path: session.path()?,
+        hits: Some(totals.hits),
+        misses: Some(totals.misses),
+        corrupt: Some(totals.corrupt),
+        wrong_bytes: job.kv.verify.then_some(totals.wrong),
+        load_ms: Some(super::median(totals.load_ms)),
+        load_spread: spread,
+        ..ForebayFigures::default()
+    };
+    let read = totals.recorder.result(totals.busy);
+    session.close()?;
+    Ok(JobResult { read, ..result(job, elapsed, usage, figures) })
+}
+
+fn load_share(
+    session: &Session,
+    (job, index, start): (&Job, usize, Instant),
+    kv: &Kv,
+    totals: &Mutex<Totals>,
+) -> Result<()> {
+    let mut busy = Duration::ZERO;
+    let prompts: Vec<_> = share(session, job, index).into_iter().map(|n| (n, session.prompt(n))).collect();
+    loop {
+        for (round, (n, prompt)) in prompts.iter().enumerate() {
+            let asked = Instant::now();
+            let mut request = LoadRequest::new(prompt, &kv.paged, kv.slots.to_vec());
+            request.layerwise = Some(false);
+            let load = session.engine.load(request)?;
+            let slat = asked.elapsed();
+            let done = load.wait();
+            let took = asked.elapsed();
+            busy += took;
+            let wrong = if job.kv.verify { kv.wrong_bytes(done.tokens, *n)? } else { 0 };
+            if job.kv.verify {
+                kv.touch()?;
+            }
+            let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
+            t.recorder.record(Sample {
+                bytes: (done.tokens / prompt.chunk_tokens().max(1)) as u64 * session.prompt_bytes
+                    / prompt.keys().len().max(1) as u64,
+                slat,
+                clat: took.saturating_sub(slat),
+                at: start.elapsed(),
+            });
+            t.hits += (done.tokens / prompt.chunk_tokens().max(1)) as u64;
+            t.misses += done.misses.iter().map(|(_, chunks)| *chunks as u64).sum::<u64>();
+            t.corrupt += done.missed(MissCause::Corrupt) as u64;
+            t.wrong += wrong;
+            t.load_ms.push(ms(took));
+            t.busy = t.busy.max(busy);
+            if round == 0 {
+                t.firsts.push(took);
+            }
+        }
+        if !(job.time_based && job.runtime.is_some_and(|limit| start.elapsed() < limit)) {
+            return Ok(());
+        }
+    }
+}
+
+/// `--rw store`.
+pub(super) fn store(job: &Job) -> Result<JobResult> {
+    let session = Session::open(job, 1)?;
+    let kvs = memories(&session, job)?;
+    let exact = job.kv.verify || job.kv.keep;
+    if !exact {
+        kvs.iter().try_for_each(|kv| kv.fill(0))?;
+    }
+    let totals = Totals::new();
+    let (usage, start) = (UsageMeter::start(), Instant::now());
+    workers(&kvs, |index, kv| {
+        let mut busy = Duration::ZERO;
+        for n in (index..session.prompts).step_by(job.numjobs) {
+            let prompt = session.prompt(n as u64);
+            if exact {
+                kv.fill(n as u64)?;
+            }
+            let asked = Instant::now();
+            let bytes = store_one(&session, kv, &prompt)?;
+            let clat = asked.elapsed();
+            busy += clat;
+            let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
+            t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at: start.elapsed() });
+            t.busy = t.busy.max(busy);
+        }
+        Ok(())
+    })?;
+    let flushing = Instant::now();
+    session.engine.flush()?;
+    let flushed = flushing.elapsed();
+    let (usage, elapsed) = (usage.stop(), start.elapsed());
+    let totals = totals.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let figures = ForebayFigures { path: session.path()?, ..ForebayFigures::default() };
+    let write = totals.recorder.result(totals.busy + flushed);
+    session.close()?;
+    Ok(JobResult { write, ..result(job, elapsed, usage, figures) })
+}

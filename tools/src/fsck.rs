@@ -1,0 +1,132 @@
+//! `forebay fsck`: checks of a cache's files, also beside servers. Nothing is written; damage gives exit status 3.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use forebay::log::fsck::{LaneFiles, RawLane, deep, lanes};
+use forebay::{ErrorKind, Result};
+use serde_json::{Value, json};
+
+use crate::ls::{hex, now_s, shards};
+use crate::out::{self, Context, Outcome};
+use crate::progress::{self, Unit};
+
+/// What to check.
+#[derive(Debug, Subcommand)]
+pub(crate) enum FsckCommand {
+    /// Check the structures of every lane's index.
+    #[command(after_help = "Examples:\n  forebay fsck check /mnt/nvme\n  forebay fsck check /mnt/nvme --json")]
+    Check(Place),
+    /// Also read every slot that is served and check every CRC.
+    #[command(after_help = "Examples:\n  forebay fsck deep /mnt/nvme")]
+    Deep(Place),
+    /// Print every record of the indexes, one JSON object a line.
+    #[command(after_help = "Examples:\n  forebay fsck dump /mnt/nvme | head")]
+    Dump(Place),
+}
+
+/// Where to look.
+#[derive(Debug, Args)]
+pub(crate) struct Place {
+    /// The cache directory.
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+}
+
+/// Runs the command.
+pub(crate) fn run(command: &FsckCommand, context: &Context) -> Result<Outcome> {
+    match command {
+        FsckCommand::Check(place) => check(place, context),
+        FsckCommand::Deep(place) => check_deep(place, context),
+        FsckCommand::Dump(place) => dump(place),
+    }
+}
+
+fn name(files: &LaneFiles) -> String {
+    format!("{}/{}/{}", files.namespace, files.shard, files.name)
+}
+
+fn check(place: &Place, context: &Context) -> Result<Outcome> {
+    let mut reports = Vec::new();
+    let mut clean = true;
+    for files in lanes(&place.directory)? {
+        let report = match RawLane::read(&files) {
+            Ok(lane) => {
+                clean &= lane.damage.is_empty();
+                let c = lane.counts;
+                let damage: Vec<Value> =
+                    lane.damage.iter().map(|d| json!({"file": d.file, "offset": d.offset, "what": d.what})).collect();
+                json!({"lane": name(&files), "model": lane.superblock.model, "in_use": lane.in_use, "puts": c.puts,
+                    "tombstones": c.tombstones, "clears": c.clears, "sealed": c.sealed, "free": c.free, "open": c.open,
+                    "journal_pages": c.journal_pages, "disk_bytes": c.disk_bytes, "damage": damage})
+            }
+            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound) => {
+                clean = false;
+                json!({"lane": name(&files), "in_use": files.in_use(), "damage": [{"what": e.to_string()}]})
+            }
+            Err(e) => return Err(e),
+        };
+        reports.push(report);
+    }
+    if context.json {
+        out::print_json(&json!({"clean": clean, "lanes": reports}))?;
+    } else {
+        for r in &reports {
+            let in_use = if r["in_use"] == true { ", in use by a server" } else { "" };
+            out::print(&format!("{}: {} puts, {} sealed segments{in_use}\n", r["lane"], r["puts"], r["sealed"]))?;
+            for d in r["damage"].as_array().into_iter().flatten() {
+                out::print(&format!("  damaged: {} at {}: {}\n", d["file"], d["offset"], d["what"]))?;
+            }
+        }
+    }
+    Ok(if clean { Outcome::Done } else { Outcome::Problem })
+}
+
+fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
+    let mut bad = Vec::new();
+    let (mut slots, mut bytes, mut index_damage) = (0, 0, 0);
+    let (found, unreadable) = shards(&place.directory)?;
+    for (files, raw) in found {
+        index_damage += raw.iter().map(|l| l.damage.len()).sum::<usize>();
+        let bar = progress::bar(context, "checking", 0, Unit::Bytes);
+        let checked = deep(&files, &raw, now_s(), &|n| bar.inc(n))?;
+        bar.finish_and_clear();
+        slots += checked.slots;
+        bytes += checked.bytes;
+        for b in checked.bad {
+            let lane = files.get(b.lane).map(name);
+            bad.push(json!({"lane": lane, "key": hex(&b.key.0), "offset": b.offset, "what": b.what}));
+        }
+    }
+    let clean = bad.is_empty() && index_damage == 0 && unreadable.is_empty();
+    if context.json {
+        out::print_json(&json!({"clean": clean, "slots": slots, "bytes": bytes, "bad": bad,
+            "index_damage": index_damage, "unreadable_lanes": unreadable}))?;
+    } else {
+        for b in &bad {
+            out::print(&format!("bad: {} in {} at {}: {}\n", b["key"], b["lane"], b["offset"], b["what"]))?;
+        }
+        for lane in &unreadable {
+            out::print(&format!("unreadable: {lane}\n"))?;
+        }
+        out::print(&format!("{slots} slots, {bytes} bytes, {} bad, {index_damage} index damages\n", bad.len()))?;
+    }
+    Ok(if clean { Outcome::Done } else { Outcome::Problem })
+}
+
+fn dump(place: &Place) -> Result<Outcome> {
+    let (found, unreadable) = shards(&place.directory)?;
+    for (files, raw) in &found {
+        for (f, lane) in files.iter().zip(raw) {
+            for r in &lane.records {
+                let line = json!({"lane": name(f), "kind": format!("{:?}", r.kind), "key_kind": format!("{:?}", r.key_kind),
+                    "key": hex(&r.key.0), "parent": hex(&r.parent.0), "sequence": r.sequence, "segment": r.segment,
+                    "epoch": r.epoch, "page": r.page, "pages": r.pages, "tokens": r.tokens, "depth": r.depth,
+                    "tenant": r.tenant, "expiry_s": r.expiry_s, "length": r.length});
+                out::print(&format!("{line}\n"))?;
+            }
+        }
+    }
+    let damaged = found.iter().flat_map(|(_, raw)| raw).any(|l| !l.damage.is_empty());
+    Ok(if damaged || !unreadable.is_empty() { Outcome::Problem } else { Outcome::Done })
+}

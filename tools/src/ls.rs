@@ -1,0 +1,97 @@
+//! `forebay ls`: what a cache serves, read from its indexes without a geometry, also beside servers.
+
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::Args;
+use forebay::log::fsck::{LaneFiles, RawLane, lanes, live};
+use forebay::{ErrorKind, Result};
+use serde_json::json;
+
+use crate::out::{self, Context, Outcome};
+
+/// Options of `forebay ls`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "A server's stores of the last moments may be missing.\n\nExamples:\n  forebay ls /mnt/nvme\n  forebay ls /mnt/nvme --namespaces --json"
+)]
+pub(crate) struct LsArgs {
+    /// The cache directory.
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+    /// One line per namespace and shard instead of one per chunk.
+    #[arg(long)]
+    namespaces: bool,
+}
+
+/// The lanes of one shard, with what their indexes say.
+pub(crate) type Shard = (Vec<LaneFiles>, Vec<RawLane>);
+
+/// The readable lanes of each shard, and what is wrong with the others.
+pub(crate) fn shards(directory: &Path) -> Result<(Vec<Shard>, Vec<String>)> {
+    let mut found: Vec<Shard> = Vec::new();
+    let mut unreadable = Vec::new();
+    for files in lanes(directory)? {
+        let raw = match RawLane::read(&files) {
+            Ok(raw) => raw,
+            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound) => {
+                unreadable.push(format!("{}: {e}", files.path().display()));
+                continue;
+            }
+            Err(e) => return Err(e),
+        };
+        let same =
+            |s: &&mut Shard| s.0.first().is_some_and(|f| (&f.namespace, &f.shard) == (&files.namespace, &files.shard));
+        match found.iter_mut().find(same) {
+            Some(shard) => {
+                shard.0.push(files);
+                shard.1.push(raw);
+            }
+            None => found.push((vec![files], vec![raw])),
+        }
+    }
+    Ok((found, unreadable))
+}
+
+/// Unix seconds now.
+pub(crate) fn now_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// Lower-case hexadecimal.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
+    let (found, unreadable) = shards(&args.directory)?;
+    let mut rows = Vec::new();
+    for (files, raw) in &found {
+        let (Some(f), Some(first)) = (files.first(), raw.first()) else { continue };
+        let served = live(raw, now_s());
+        if args.namespaces {
+            let disk: u64 = raw.iter().map(|l| l.counts.disk_bytes).sum();
+            let bytes: u64 = served.iter().map(|(_, r)| r.length).sum();
+            rows.push(json!({"namespace": f.namespace, "shard": f.shard, "model": first.superblock.model,
+                "lanes": raw.len(), "chunks": served.len(), "bytes": bytes, "disk_bytes": disk}));
+            continue;
+        }
+        for (_, r) in &served {
+            rows.push(json!({"namespace": f.namespace, "shard": f.shard, "key": hex(&r.key.0), "tokens": r.tokens,
+                "depth": r.depth, "tenant": r.tenant, "bytes": r.length, "expiry_s": r.expiry_s}));
+        }
+    }
+    for problem in &unreadable {
+        eprintln!("forebay: passed over {problem}");
+    }
+    if context.json {
+        out::print_json(&rows)?;
+    } else {
+        for row in &rows {
+            let fields: Vec<String> = row.as_object().into_iter().flatten().map(|(k, v)| format!("{k}={v}")).collect();
+            out::print(&format!("{}\n", fields.join(" ")))?;
+        }
+    }
+    Ok(if unreadable.is_empty() { Outcome::Done } else { Outcome::Problem })
+}

@@ -1,0 +1,242 @@
+//! The cache as a [`Sink`]: pieces go through the engine as a server's KV would.
+//!
+//! A piece is laid into a small paged KV of its own (one block, which holds a chunk) and stored from there; several are under
+//! way at once, and the engine's staging makes the import wait. With `verify` each piece is loaded back as soon as it is
+//! stored and compared byte for byte, also where the cache had it already.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use forebay::config::{OnOpenFailure, Settings};
+use forebay::device::{HostDevice, HostMemory, HostOptions, PagedKv};
+use forebay::engine::{Backpressure, Engine, LoadRequest, Prompt, Store, StoreRequest};
+use forebay::geometry::{DType, Geometry};
+use forebay::key::Extra;
+use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
+use forebay::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+
+use super::dump::DumpInfo;
+use super::piece::Piece;
+use super::sink::{Imported, Sink};
+
+/// Pieces that are being stored at once.
+const UNDER_WAY: usize = 8;
+/// What closing waits for.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Where the model's shape comes from.
+#[derive(Clone, Debug)]
+pub(super) enum Model {
+    /// Known beforehand; dumps must fit it.
+    Known(Box<Geometry>),
+    /// The first dump's shape under this name.
+    Named(String),
+}
+
+/// A cache under import.
+pub(super) struct CacheSink {
+    settings: Settings,
+    model: Model,
+    verify: bool,
+    engine: OnceLock<Engine>,
+    opening: Mutex<()>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    free: Vec<Place>,
+    under_way: VecDeque<UnderWay>,
+    done: Imported,
+}
+
+/// Paged KV for one piece.
+struct Place {
+    kv: Arc<PagedKv>,
+    memories: Vec<Arc<HostMemory>>,
+}
+
+struct UnderWay {
+    store: Store,
+    place: Place,
+    prompt: Prompt,
+    piece: Piece,
+}
+
+impl CacheSink {
+    /// A cache as `settings` say; it is opened when the first dump is known.
+    pub(super) fn new(mut settings: Settings, model: Model, verify: bool) -> Self {
+        settings.on_open_failure = OnOpenFailure::Fail;
+        let (engine, opening, state) = (OnceLock::new(), Mutex::default(), Mutex::default());
+        Self { settings, model, verify, engine, opening, state }
+    }
+
+    /// The engine, opened for the shape of `dump` where nothing else says one.
+    fn engine_for(&self, dump: &DumpInfo) -> Result<&Engine> {
+        let _one = self.opening.lock();
+        if let Some(engine) = self.engine.get() {
+            return Ok(engine);
+        }
+        let geometry = match &self.model {
+            Model::Known(geometry) => (**geometry).clone(),
+            Model::Named(name) => {
+                let layers = dump.layers.iter().map(|l| l.spec.clone()).collect();
+                Geometry::new(name, DType::named(&dump.dtype)?, layers, self.settings.chunk_size)?
+            }
+        };
+        dump.check(&geometry)?;
+        let engine = Engine::open(&self.settings, geometry, HostDevice::new(&HostOptions::default())?)?;
+        Ok(self.engine.get_or_init(|| engine))
+    }
+
+    fn opened(&self) -> Result<&Engine> {
+        self.engine.get().ok_or_else(|| Error::new(ErrorKind::Internal, "a piece of a dump that was never asked for"))
+    }
+
+    /// Ends the oldest store, compares it where that is wanted, and gives its place free.
+    fn retire(&self, engine: &Engine, state: &mut State) -> Result<()> {
+        let Some(UnderWay { store, place, prompt, piece }) = state.under_way.pop_front() else { return Ok(()) };
+        let result = store.wait();
+        state.done.stored_chunks += result.stored as u64;
+        state.done.stored_bytes += result.bytes;
+        state.done.shed_chunks += result.sheds.iter().map(|(_, n)| *n as u64).sum::<u64>();
+        if self.verify && result.sheds.is_empty() {
+            place.fill(|_, bytes| vec![0xa5; bytes])?;
+            let mut request = LoadRequest::new(&prompt, &place.kv, slots(&piece.tokens));
+            request.layerwise = Some(false);
+            let loaded = engine.load(request)?.wait();
+            if loaded.tokens < piece.tokens.end {
+                state.done.lost_chunks += 1;
+            } else {
+                state.done.verified_bytes += piece.bytes();
+                state.done.wrong_bytes += place.wrong(&piece)?;
+            }
+        }
+        state.free.push(place);
+        Ok(())
+    }
+}
+
+/// The mapping of a prompt of which only `tokens` lie in memory, from slot 0 on.
+fn slots(tokens: &Range<usize>) -> Vec<i64> {
+    let skipped = std::iter::repeat_n(-1, tokens.start);
+    skipped.chain((0..tokens.len()).map(|slot| slot as i64)).collect()
+}
+
+/// What besides the tokens decides the keys.
+fn extra(dump: &DumpInfo) -> Extra {
+    Extra { cache_salt: dump.metadata.get("cache_salt").cloned(), ..Extra::default() }
+}
+
+impl Place {
+    fn new(geometry: &Geometry) -> Result<Self> {
+        let shape = KvShape {
+            layout: KvLayout::Nhd,
+            packing: Packing::Split,
+            block_tokens: geometry.chunk_tokens,
+            num_blocks: 1,
+        };
+        let (kv, memories) = PagedKv::alloc_zeroed(PagedLayout::per_layer(&geometry.layers, shape)?)?;
+        Ok(Self { kv, memories })
+    }
+
+    /// Writes every memory with what `bytes` gives for its number and size.
+    fn fill(&self, bytes: impl Fn(usize, usize) -> Vec<u8>) -> Result<()> {
+        let sizes = self.kv.layout().memory_bytes().iter();
+        self.memories.iter().zip(sizes).enumerate().try_for_each(|(i, (m, &size))| m.write(0, &bytes(i, size)))
+    }
+
+    /// Visits the planes of `piece`: the memory that each belongs in, and its bytes.
+    fn planes<'a>(&'a self, piece: &'a Piece) -> impl Iterator<Item = (&'a Arc<HostMemory>, &'a [u8])> {
+        let tokens = piece.tokens.len();
+        piece.layers.iter().enumerate().flat_map(move |(l, extent)| {
+            let planes = self.kv.spec(l).map(|s| s.planes.as_slice()).unwrap_or_default();
+            let views = self.kv.layout().layer(l).map(|v| v.planes.as_slice()).unwrap_or_default();
+            let mut rest = extent.as_slice();
+            planes.iter().zip(views).filter_map(move |(spec, view)| {
+                let (plane, after) = rest.split_at_checked(tokens * spec.token_bytes())?;
+                rest = after;
+                Some((self.memories.get(view.memory)?, plane))
+            })
+        })
+    }
+
+    fn lay(&self, piece: &Piece) -> Result<()> {
+        self.planes(piece).try_for_each(|(memory, plane)| memory.write(0, plane))
+    }
+
+    /// Bytes that differ from `piece`.
+    fn wrong(&self, piece: &Piece) -> Result<u64> {
+        let mut wrong = 0;
+        for (memory, plane) in self.planes(piece) {
+            let mut have = vec![0; plane.len()];
+            memory.read(0, &mut have)?;
+            wrong += have.iter().zip(plane).filter(|(a, b)| a != b).count() as u64;
+        }
+        Ok(wrong)
+    }
+}
+
+impl Sink for CacheSink {
+    fn chunk_tokens(&self) -> usize {
+        self.settings.chunk_size as usize
+    }
+
+    fn missing(&self, dump: &DumpInfo) -> Result<Vec<Range<usize>>> {
+        let engine = self.engine_for(dump)?;
+        dump.check(engine.geometry())?;
+        let all = dump.tokens.len();
+        if self.verify {
+            return Ok(std::iter::once(0..all).collect());
+        }
+        let closed = || Error::new(ErrorKind::Closed, "the cache has been closed");
+        let log = engine.log().ok_or_else(closed)?;
+        let prompt = engine.prompt(&dump.tokens, &extra(dump));
+        let step = self.chunk_tokens();
+        let full = prompt.keys().iter().enumerate().filter(|(_, key)| !log.contains(key));
+        let mut missing: Vec<Range<usize>> = full.map(|(i, _)| i * step..(i + 1) * step).collect();
+        let tail = prompt.keys().len() * step..all;
+        if prompt.partial_key(prompt.keys().len(), tail.len()).is_some_and(|key| !log.contains(&key)) {
+            missing.push(tail);
+        }
+        Ok(missing)
+    }
+
+    fn store(&self, piece: Piece) -> Result<()> {
+        let engine = self.opened()?;
+        let mut state = self.state.lock();
+        if state.under_way.len() >= UNDER_WAY {
+            self.retire(engine, &mut state)?;
+        }
+        let place = match state.free.pop() {
+            Some(place) => place,
+            None => Place::new(engine.geometry())?,
+        };
+        place.lay(&piece)?;
+        let tokens = piece.dump.tokens.get(..piece.tokens.end).unwrap_or_default();
+        let prompt = engine.prompt(tokens, &extra(&piece.dump));
+        let mut request = StoreRequest::new(&prompt, &place.kv, slots(&piece.tokens));
+        request.backpressure = Backpressure::Wait;
+        request.save_unfull = Some(true);
+        request.layerwise = Some(false);
+        let store = engine.store(request)?;
+        store.all_layers();
+        state.under_way.push_back(UnderWay { store, place, prompt, piece });
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<Imported> {
+        let mut state = self.state.lock();
+        if let Some(engine) = self.engine.get() {
+            while !state.under_way.is_empty() {
+                self.retire(engine, &mut state)?;
+            }
+            engine.flush()?;
+            engine.close(Instant::now() + PATIENCE)?;
+        }
+        Ok(state.done)
+    }
+}

@@ -1,0 +1,65 @@
+//! The engine's modes of `forebay bench`, with sizes of a few hundred kilobytes.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::{folder, forebay};
+
+fn bench(folder: &Path, arguments: &str) -> common::Run {
+    let all: Vec<&str> = ["bench", "--json"].into_iter().chain(arguments.split_whitespace()).collect();
+    forebay(folder, &all)
+}
+
+fn find(folder: &Path, name: &str) -> Option<PathBuf> {
+    std::fs::read_dir(folder).unwrap().flatten().find_map(|e| {
+        let path = e.path();
+        if path.is_dir() { find(&path, name) } else { path.ends_with(name).then_some(path) }
+    })
+}
+
+const COMMON: &str = "--model tiny --size 128k --tokens 128 --numjobs 1 --directory cache --keep --verify";
+
+#[test]
+fn what_one_process_stores_another_loads_and_verifies_in_another_layout() {
+    let dir = folder();
+    let json = bench(dir.path(), &format!("--rw store {COMMON}")).expect(0).json();
+    assert_eq!(json["jobs"][0]["write"]["io_bytes"], 128 << 10);
+    let json = bench(dir.path(), &format!("--rw load --layout hnd --block-size 8 {COMMON}")).expect(0).json();
+    let own = &json["jobs"][0]["forebay"];
+    assert_eq!(json["jobs"][0]["read"]["io_bytes"], 128 << 10);
+    assert_eq!((&own["misses"], &own["wrong_bytes"]), (&0.into(), &0.into()), "{own}");
+}
+
+#[test]
+fn flipped_bytes_are_misses_and_never_wrong_bytes() {
+    let dir = folder();
+    bench(dir.path(), &format!("--rw store {COMMON}")).expect(0);
+    let path = find(&dir.path().join("cache"), "data.kv").unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    // The superblock stays as it is; every page behind it changes.
+    bytes.chunks_mut(4096).skip(16).for_each(|page| page[100] ^= 0x40);
+    std::fs::write(&path, bytes).unwrap();
+    let run = bench(dir.path(), &format!("--rw load {COMMON}")).expect(3);
+    let json = run.json();
+    let own = &json["jobs"][0]["forebay"];
+    assert!(own["corrupt"].as_u64() > Some(0), "{own}");
+    assert_eq!(own["wrong_bytes"], 0, "{own}");
+}
+
+#[test]
+fn layers_lookups_and_reopening_report_their_figures_and_leave_nothing() {
+    let dir = folder();
+    for (arguments, figures) in [
+        ("--rw layerload --model tiny --tokens 64 --compute-us 50 --verify", ["overlap_efficiency", "load_ms"]),
+        ("--rw layerstore --model tiny --tokens 64 --compute-us 50", ["overlap_efficiency", "compute_ms"]),
+        ("--rw lookup --tokens 1024 --entries 200", ["lookup_us", "hash_us"]),
+        ("--rw reopen --chunks 300", ["reopen_ms", "bytes_per_chunk"]),
+    ] {
+        let json = bench(dir.path(), arguments).expect(0).json();
+        let own = &json["jobs"][0]["forebay"];
+        assert!(figures.iter().all(|f| own[f].as_f64() > Some(0.0)), "{arguments}: {own}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
