@@ -1,19 +1,25 @@
 //! Journal pages and sealed regions: encoding, decoding, and opening a lane of many records from its files.
 #![allow(clippy::unwrap_used, reason = "a bench that cannot run should stop")]
 
+use std::fs::File;
 use std::hint::black_box;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use forebay::format::journal::{RECORDS_PER_PAGE, decode, encode};
 use forebay::format::record::{KeyKind, Record, RecordKind};
-use forebay::format::sealed::decode_records;
+use forebay::format::sealed::{RegionHeader, SegmentState, decode_records, encode_region};
 use forebay::geometry::Geometry;
+use forebay::io::{DirectFile, FileOptions};
 use forebay::key::ChunkKey;
-use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
+use forebay::log::{Log, LogOptions, recover};
 
-const CHUNKS: u32 = 20_000;
+/// Chunks to reopen; `FOREBAY_BENCH_CHUNKS=1000000` for the size that the design promises.
+fn chunks() -> u64 {
+    std::env::var("FOREBAY_BENCH_CHUNKS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000)
+}
 
 fn record(n: u64) -> Record {
     Record { sequence: n, ..Record::new(RecordKind::Put, KeyKind::Chain, key(n)) }
@@ -36,35 +42,64 @@ fn pages(c: &mut Criterion) {
     group.finish();
 }
 
-/// A log whose chunks are headers only: what opening costs depends on records, not on payload.
-fn filled(dir: &std::path::Path) -> LogOptions {
+/// A lane with that many chunks in sealed segments, whose payload is a hole: what opening costs depends on the records only.
+fn filled(dir: &std::path::Path, chunks: u64) -> LogOptions {
     let geometry = Arc::new(Geometry::preset("tiny").unwrap());
     let options =
-        LogOptions { capacity_bytes: 4 << 30, segment_bytes: Some(64 << 20), ..LogOptions::new(dir, geometry) };
+        LogOptions { capacity_bytes: 1 << 40, segment_bytes: Some(1 << 30), ..LogOptions::new(dir, geometry) };
     let log = Log::open(options.clone()).unwrap();
-    for n in 0..CHUNKS {
-        let mut spec = PutSpec::chunk(key(u64::from(n)), ChunkKey([0; 32]), 16, 0);
-        spec.root = Some(ChunkKey([1; 32]));
-        let Ok(PutOutcome::Started(put)) = log.begin_put_within(spec, Duration::from_secs(5)) else { continue };
-        let (tx, rx) = crossbeam_channel::bounded(1);
-        put.commit(&[0; 4], Box::new(move |r| drop(tx.send(r))));
-        rx.recv().unwrap().unwrap();
-    }
+    let slot_pages = log.chunk_layout(options.geometry.chunk_tokens).pages();
     log.close(Instant::now() + Duration::from_secs(30)).unwrap();
+    let namespace = dir.join(options.geometry.fingerprint().dir_name());
+    let lane = namespace.join(options.geometry.shard_dir_name()).join("lane0");
+    let superblock =
+        recover::superblock(&DirectFile::open(lane.join("index.kv"), FileOptions::read_only()).unwrap()).unwrap();
+    let index = File::options().write(true).open(lane.join("index.kv")).unwrap();
+    let all: Vec<u64> = (0..chunks).collect();
+    let per_segment = (superblock.segment_bytes / 4096 / u64::from(slot_pages)) as usize;
+    for (segment, numbers) in all.chunks(per_segment).enumerate() {
+        let place = |(i, n): (usize, &u64)| {
+            let (segment, page) = (segment as u32, i as u32 * slot_pages);
+            Record { segment, page, pages: slot_pages, epoch: 1, tokens: 16, length: 16 << 10, ..record(n + 1) }
+        };
+        let records: Vec<Record> = numbers.iter().enumerate().map(place).collect();
+        let header = RegionHeader {
+            lane: superblock.lane,
+            segment: segment as u32,
+            epoch: 1,
+            state: SegmentState::Sealed,
+            count: records.len() as u32,
+            min_sequence: records[0].sequence,
+            max_sequence: records[records.len() - 1].sequence,
+            sealed_ms: 1,
+        };
+        let offset = superblock.regions_offset + segment as u64 * superblock.region_bytes;
+        index.write_all_at(&encode_region(&header, &records), offset).unwrap();
+    }
+    index.sync_all().unwrap();
+    let data = File::options().write(true).open(lane.join("data.kv")).unwrap();
+    data.set_len(chunks.div_ceil(per_segment as u64) * superblock.segment_bytes).unwrap();
     options
 }
 
 fn reopen(c: &mut Criterion) {
     let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-    let options = filled(dir.path());
+    let chunks = chunks();
+    let options = filled(dir.path(), chunks);
     let mut group = c.benchmark_group("reopen");
     group.sample_size(10);
-    group.throughput(Throughput::Elements(u64::from(CHUNKS)));
-    group.bench_function("20k_chunks", |b| {
-        b.iter(|| {
-            let log = Log::open(options.clone()).unwrap();
-            assert_eq!(log.stats().chunks, u64::from(CHUNKS));
-            log
+    group.throughput(Throughput::Elements(chunks));
+    group.bench_function(format!("{chunks}_chunks"), |b| {
+        b.iter_custom(|times| {
+            let mut spent = Duration::ZERO;
+            for _ in 0..times {
+                let start = Instant::now();
+                let log = Log::open(options.clone()).unwrap();
+                spent += start.elapsed();
+                assert!(log.contains(&key(1)) && log.contains(&key(chunks)));
+                log.close(Instant::now() + Duration::from_secs(30)).unwrap();
+            }
+            spent
         });
     });
     group.finish();

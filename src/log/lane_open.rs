@@ -8,16 +8,15 @@ use std::sync::Arc;
 use super::ctx::Ctx;
 use super::lane::{self, Lane, LaneParts, Role};
 use super::options::{Mode, OnIncompatible};
-use super::recover::{self, FoundState, Reader};
-use super::ring::Ring;
-use super::sizes::{self, Sizes};
-use super::state::{Phase, Segment, State};
+use super::rebuild::Recovery;
+use super::recover::{self, Reader};
+use super::sizes::Sizes;
+use super::state::Phase;
 use super::{paths, seal, tables};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::{Record, RecordKind};
 use crate::format::superblock::Superblock;
 use crate::format::{Access, PAGE_BYTES};
-use crate::index::{self, Recency, SegmentState, Table};
+use crate::index::Table;
 use crate::io::{self, AlignedBuf, DirectFile, FileOptions};
 
 /// A lane directory whose lock this process has, or that it may only look at.
@@ -154,9 +153,11 @@ impl Surroundings {
         let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
         let table = tables::make(ctx, &candidate.dir, entries, generation)?;
+        // All of it is about to be written, in no order: one sweep costs less than a fault per page.
+        table.populate();
         let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
         let found = reader.replay(&mut |record| recovery.take(record))?;
-        let (state, table, summary) = recovery.finish(found);
+        let (state, table, summary) = recovery.finish(found)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
             number: candidate.number,
@@ -261,87 +262,8 @@ fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Super
     let table = tables::anonymous(ctx, reader.expected())?;
     let mut recovery = Recovery::new(sb, ctx, table, None);
     let found = reader.replay(&mut |record| recovery.take(record))?;
-    let (_, table, summary) = recovery.finish(found);
+    let (_, table, summary) = recovery.finish(found)?;
     Ok((table, summary))
-}
-
-/// Builds table and state from the records of a recovery.
-struct Recovery<'a> {
-    ctx: &'a Ctx,
-    table: Table,
-    shared: Option<index::Lane>,
-    state: State,
-    mount_generation: u64,
-    cleared_up_to: u64,
-}
-
-impl<'a> Recovery<'a> {
-    fn new(sb: &Superblock, ctx: &'a Ctx, table: Table, shared: Option<index::Lane>) -> Self {
-        let state = State {
-            recency: Recency::new(table.slots()),
-            chunk_tokens: sb.chunk_tokens,
-            region_records: sizes::region_records(sb.region_bytes),
-            segment_pages: u32::try_from(sb.segment_bytes / PAGE_BYTES as u64).unwrap_or(u32::MAX),
-            ring: Ring::new(sb.ring_pages, 0),
-            ..State::default()
-        };
-        if let Some(shared) = &shared {
-            for segment in 0..shared.segments() {
-                drop(shared.set_live(segment, 0, 0));
-            }
-        }
-        Self { ctx, table, shared, state, mount_generation: sb.mount_generation, cleared_up_to: 0 }
-    }
-
-    fn take(&mut self, record: &Record) -> Result<()> {
-        if record.kind == RecordKind::Clear {
-            self.cleared_up_to = self.cleared_up_to.max(record.sequence);
-        }
-        match self.state.apply(&self.table, self.shared.as_ref(), record) {
-            // The table was made for all records; only an unlucky spread can fill a stretch of it. The chunk is a miss.
-            Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::InvalidInput) => {
-                self.ctx.counters.damaged_records.add(1);
-                Ok(())
-            }
-            outcome => outcome.map(drop),
-        }
-    }
-
-    fn finish(mut self, found: recover::Found) -> (State, Table, Summary) {
-        let counters = &self.ctx.counters;
-        counters.damaged_records.add(found.damaged);
-        counters.recovered_records.add(found.records);
-        if found.damaged > 0 {
-            tracing::warn!(damaged = found.damaged, "index.kv has damaged records or pages; what they named is a miss");
-        }
-        let summary = Summary {
-            mount_generation: self.mount_generation,
-            max_sequence: found.max_sequence,
-            cleared_up_to: self.cleared_up_to,
-        };
-        self.state.ring.set_next(found.next_page);
-        for (number, segment) in found.segments.into_iter().enumerate() {
-            let phase = match segment.state {
-                FoundState::Free => Phase::Absent,
-                FoundState::Sealed => Phase::Sealed,
-                FoundState::Unsealed => Phase::Full,
-            };
-            if let Some(shared) = &self.shared {
-                let state = if phase == Phase::Absent { SegmentState::Free } else { SegmentState::Sealed };
-                drop(shared.set_segment(number as u32, state, segment.epoch));
-                drop(shared.set_first_seq(number as u32, segment.min_sequence));
-            }
-            self.state.segments.push(Segment {
-                phase,
-                epoch: segment.epoch,
-                min_seq: segment.min_sequence,
-                max_seq: segment.max_sequence,
-                records: segment.records,
-                ..Segment::absent()
-            });
-        }
-        (self.state, self.table, summary)
-    }
 }
 
 /// Seals what a crash left unsealed, before its ring pages may be overwritten, and gives the space of free segments back.

@@ -12,14 +12,15 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use super::regions::Regions;
 use super::scan::{self, ScanSegment};
 use super::sizes;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
 use crate::format::journal::{self, JournalPage};
 use crate::format::record::{Record, RecordKind};
 use crate::format::sealed::{RegionHeader, SegmentState};
 use crate::format::superblock::Superblock;
-use crate::format::{PAGE_BYTES, record};
 use crate::io::{AlignedBuf, DirectFile};
 
 /// Bytes read at once.
@@ -45,7 +46,7 @@ pub struct FoundSegment {
     pub state: FoundState,
     /// Epoch of its current use; of its next one if it is free.
     pub epoch: u32,
-    /// Records of its region.
+    /// Records of its region, or of the ring if it is unsealed.
     pub count: u32,
     /// Least sequence of its records; 0 without.
     pub min_sequence: u64,
@@ -105,6 +106,13 @@ pub fn read(
     Reader::survey(index, data, superblock)?.replay(sink)
 }
 
+/// What the ring holds of a segment: its highest epoch there, and how many records of it.
+#[derive(Clone, Copy, Default)]
+struct RingUse {
+    epoch: u32,
+    count: u32,
+}
+
 /// The first half of a recovery: what there is, and how much.
 pub(super) struct Reader<'a> {
     index: &'a DirectFile,
@@ -129,13 +137,10 @@ impl<'a> Reader<'a> {
 
     /// Records that [`replay`](Self::replay) will give, at most.
     pub(super) fn expected(&self) -> u64 {
-        let sealed: u64 = self.found.segments.iter().map(|s| u64::from(s.count)).sum();
-        let unsealed = self.found.segments.iter().filter(|s| s.state == FoundState::Unsealed).count() as u64;
-        let ring = u64::from(self.superblock.ring_pages) * journal::RECORDS_PER_PAGE as u64;
-        sealed + ring.min(unsealed * sizes::region_records(self.superblock.region_bytes) as u64)
+        self.found.segments.iter().map(|s| u64::from(s.count)).sum()
     }
 
-    fn survey_ring(&mut self) -> Result<HashMap<u32, u32>> {
+    fn survey_ring(&mut self) -> Result<HashMap<u32, RingUse>> {
         let mut epochs = HashMap::new();
         let mut next_page = 0;
         let mut damaged = 0;
@@ -144,8 +149,11 @@ impl<'a> Reader<'a> {
                 next_page = next_page.max(page.number + 1);
                 damaged += u64::from(page.damaged);
                 for record in &page.records {
-                    let epoch = epochs.entry(record.segment).or_insert(record.epoch);
-                    *epoch = record.epoch.max(*epoch);
+                    let seen: &mut RingUse = epochs.entry(record.segment).or_default();
+                    if record.epoch > seen.epoch {
+                        *seen = RingUse { epoch: record.epoch, count: 0 };
+                    }
+                    seen.count += u32::from(record.epoch == seen.epoch);
                 }
             }
             None => damaged += 1,
@@ -156,7 +164,7 @@ impl<'a> Reader<'a> {
         Ok(epochs)
     }
 
-    fn survey_regions(&mut self, epochs: &HashMap<u32, u32>) -> Result<()> {
+    fn survey_regions(&mut self, epochs: &HashMap<u32, RingUse>) -> Result<()> {
         let sb = self.superblock;
         let index_bytes = self.index.len()?;
         let regions = index_bytes.saturating_sub(sb.regions_offset).div_ceil(sb.region_bytes);
@@ -180,7 +188,7 @@ impl<'a> Reader<'a> {
     }
 
     /// What a segment is, from its region's first page and the highest epoch of its records in the ring.
-    fn judge(&mut self, header: Result<Option<RegionHeader>>, ring: Option<u32>) -> FoundSegment {
+    fn judge(&mut self, header: Result<Option<RegionHeader>>, ring: Option<RingUse>) -> FoundSegment {
         let damaged = header.is_err();
         self.found.damaged += u64::from(damaged);
         let capacity = sizes::region_records(self.superblock.region_bytes) as u32;
@@ -193,11 +201,14 @@ impl<'a> Reader<'a> {
             records: Vec::new(),
             damaged,
         };
-        let unsealed = |epoch| FoundSegment { state: FoundState::Unsealed, ..free(epoch) };
+        let unsealed =
+            |ring: RingUse| FoundSegment { state: FoundState::Unsealed, count: ring.count, ..free(ring.epoch) };
         match (header.ok().flatten(), ring) {
             // Ring records of an older use than the region speaks of are over.
-            (Some(h), Some(epoch)) if epoch > h.epoch || (epoch == h.epoch && h.state == SegmentState::Free) => {
-                unsealed(epoch)
+            (Some(h), Some(ring))
+                if ring.epoch > h.epoch || (ring.epoch == h.epoch && h.state == SegmentState::Free) =>
+            {
+                unsealed(ring)
             }
             (Some(h), _) if h.state == SegmentState::Sealed => FoundSegment {
                 state: FoundState::Sealed,
@@ -207,22 +218,16 @@ impl<'a> Reader<'a> {
                 ..free(h.epoch)
             },
             (Some(h), _) => free(h.epoch),
-            (None, Some(epoch)) => unsealed(epoch),
+            (None, Some(ring)) => unsealed(ring),
             (None, None) => free(1),
         }
     }
 
     /// Gives all records that count to `sink`.
     pub(super) fn replay(mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Found> {
-        let mut buf = AlignedBuf::zeroed(READ_BYTES)?;
-        for number in 0..self.found.segments.len() as u32 {
-            let before = self.found.damaged;
-            self.replay_region(number, &mut buf, sink)?;
-            if self.found.damaged > before {
-                self.replay_headers(number, sink)?;
-            }
+        for number in self.replay_regions(sink)? {
+            self.replay_headers(number, sink)?;
         }
-        drop(buf);
         self.replay_ring(sink)?;
         for number in 0..self.found.segments.len() as u32 {
             let Some(segment) = self.found.segments.get(number as usize) else { break };
@@ -271,43 +276,22 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn replay_region(
-        &mut self,
-        number: u32,
-        buf: &mut AlignedBuf,
-        sink: &mut dyn FnMut(&Record) -> Result<()>,
-    ) -> Result<()> {
-        let Some(segment) = self.found.segments.get(number as usize) else { return Ok(()) };
-        let (mut left, epoch) = (segment.count as usize, segment.epoch);
-        let sb = self.superblock;
-        let region = sb.regions_offset + u64::from(number) * sb.region_bytes;
-        let index_bytes = self.index.len()?;
-        // Records cross page borders, so each read takes up again at the page in which a record was cut.
-        let mut at = 0usize;
-        while left > 0 {
-            let skip = at % PAGE_BYTES;
-            let offset = region + (PAGE_BYTES + at - skip) as u64;
-            let want = (skip + left * record::RECORD_BYTES).next_multiple_of(PAGE_BYTES).min(buf.len());
-            let len = want.min(index_bytes.saturating_sub(offset) as usize) / PAGE_BYTES * PAGE_BYTES;
-            let whole = len.saturating_sub(skip) / record::RECORD_BYTES;
-            let take = whole.min(left);
-            if take == 0 {
-                break;
+    /// Gives the records of the sealed table; which segments have damaged ones.
+    fn replay_regions(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Vec<u32>> {
+        let segments = self.found.segments.iter().enumerate();
+        let sealed = segments.filter(|(_, s)| s.state == FoundState::Sealed && s.count > 0);
+        let sealed: Vec<(u32, FoundSegment)> = sealed.map(|(number, s)| (number as u32, s.clone())).collect();
+        let regions = Regions { index: self.index, superblock: self.superblock, index_bytes: self.index.len()? };
+        let mut damaged = Vec::new();
+        regions.for_each_piece(&sealed, &mut |piece| {
+            if piece.damaged > 0 {
+                self.found.damaged += piece.damaged;
+                damaged.push(piece.segment);
             }
-            let Some(to) = buf.get_mut(..len) else { break };
-            self.index.read_at(to, offset)?;
-            let bytes = to.get(skip..).unwrap_or_default();
-            for bytes in bytes.chunks_exact(record::RECORD_BYTES).take(take) {
-                match Record::decode(bytes) {
-                    Ok(record) if (record.segment, record.epoch) == (number, epoch) => self.give(&record, sink)?,
-                    _ => self.found.damaged += 1,
-                }
-            }
-            left -= take;
-            at += take * record::RECORD_BYTES;
-        }
-        self.found.damaged += left as u64;
-        Ok(())
+            piece.records.iter().try_for_each(|record| self.give(record, sink))
+        })?;
+        damaged.dedup();
+        Ok(damaged)
     }
 
     fn replay_ring(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {

@@ -10,7 +10,7 @@ use super::ring::Ring;
 use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
-use crate::index::{self, Entry, EntryKind, Recency, SegmentState, Table};
+use crate::index::{self, Entry, EntryKind, Inserted, Recency, SegmentState, Table};
 use crate::io::Request;
 use crate::key::ChunkKey;
 
@@ -326,15 +326,22 @@ impl State {
     /// # Errors
     /// `NoSpace` where the table must grow first.
     pub(super) fn apply(&mut self, table: &Table, shared: Option<&index::Lane>, record: &Record) -> Result<bool> {
-        let entry = match record.kind {
-            RecordKind::Clear => {
-                self.note_clear(record);
-                return Ok(false);
-            }
-            RecordKind::Put => entry_of(record),
-            RecordKind::Tombstone => Entry { kind: EntryKind::Tombstone, pages: 0, length: 0, ..entry_of(record) },
+        let Some(entry) = entry_of(record) else {
+            self.note_clear(record);
+            return Ok(false);
         };
         let inserted = table.insert(&entry)?;
+        self.applied(table, shared, (record, &entry), inserted)
+    }
+
+    /// What follows from an insert.
+    pub(super) fn applied(
+        &mut self,
+        table: &Table,
+        shared: Option<&index::Lane>,
+        (record, entry): (&Record, &Entry),
+        inserted: Inserted,
+    ) -> Result<bool> {
         let is_put = entry.kind != EntryKind::Tombstone;
         if !inserted.stored {
             if is_put {
@@ -354,10 +361,13 @@ impl State {
             }
         }
         if is_put {
-            self.came(table, shared, &entry, record)?;
-            let tick = self.next_tick(table);
-            self.recency.insert(inserted.slot, tick, 0);
-        } else {
+            self.came(table, shared, entry, record)?;
+            // What recovery finds was used at an unknown time long ago, which is what recency begins with.
+            if self.tick > 0 {
+                let tick = self.next_tick(table);
+                self.recency.insert(inserted.slot, tick, 0);
+            }
+        } else if self.tick > 0 {
             self.recency.forget(inserted.slot);
         }
         Ok(true)
@@ -423,27 +433,32 @@ pub(super) fn live_bytes(entry: &Entry) -> u64 {
     if entry.kind == EntryKind::Object { entry.length.min(slot) } else { slot }
 }
 
-/// The table's entry for a put record.
-pub(super) fn entry_of(record: &Record) -> Entry {
-    let kind = match record.key_kind {
+/// The table's entry for a record; none for a clear.
+pub(super) fn entry_of(record: &Record) -> Option<Entry> {
+    let put = match record.key_kind {
         KeyKind::Chain | KeyKind::Segment => EntryKind::Chunk,
         KeyKind::Object | KeyKind::ObjectPart | KeyKind::ObjectPack | KeyKind::Control => EntryKind::Object,
     };
-    Entry {
+    let (kind, pages, length) = match record.kind {
+        RecordKind::Put => (put, record.pages, record.length),
+        RecordKind::Tombstone => (EntryKind::Tombstone, 0, 0),
+        RecordKind::Clear => return None,
+    };
+    Some(Entry {
         key: record.key,
         kind,
         seq: record.sequence,
         segment: record.segment,
         epoch: record.epoch,
         page: record.page,
-        pages: record.pages,
+        pages,
         header_crc: record.header_crc,
         tokens: record.tokens,
         depth: record.depth.min((1 << 24) - 1),
         tenant: record.tenant,
         expiry_s: u32::try_from(record.expiry_s).unwrap_or(u32::MAX),
-        length: record.length,
-    }
+        length,
+    })
 }
 
 /// Length of a record's chunk if that is a partial one.

@@ -1,0 +1,127 @@
+//! From a lane's records to its table and its holder's state.
+
+use super::ctx::Ctx;
+use super::lane_open::Summary;
+use super::recover::{self, FoundState};
+use super::ring::Ring;
+use super::sizes;
+use super::state::{Phase, Segment, State, entry_of};
+use crate::error::{ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::record::Record;
+use crate::format::superblock::Superblock;
+use crate::index::{self, Entry, Inserted, Recency, SegmentState, Table};
+
+/// Records entered at once: the table's memory is fetched ahead within a batch.
+const BATCH: usize = 512;
+
+/// Builds table and state from the records of a recovery.
+pub(super) struct Recovery<'a> {
+    ctx: &'a Ctx,
+    table: Table,
+    shared: Option<index::Lane>,
+    state: State,
+    mount_generation: u64,
+    cleared_up_to: u64,
+    batch: Vec<(Record, Entry)>,
+}
+
+impl<'a> Recovery<'a> {
+    pub(super) fn new(sb: &Superblock, ctx: &'a Ctx, table: Table, shared: Option<index::Lane>) -> Self {
+        let state = State {
+            recency: Recency::new(table.slots()),
+            chunk_tokens: sb.chunk_tokens,
+            region_records: sizes::region_records(sb.region_bytes),
+            segment_pages: u32::try_from(sb.segment_bytes / PAGE_BYTES as u64).unwrap_or(u32::MAX),
+            ring: Ring::new(sb.ring_pages, 0),
+            ..State::default()
+        };
+        if let Some(shared) = &shared {
+            for segment in 0..shared.segments() {
+                drop(shared.set_live(segment, 0, 0));
+            }
+        }
+        let batch = Vec::with_capacity(BATCH);
+        Self { ctx, table, shared, state, mount_generation: sb.mount_generation, cleared_up_to: 0, batch }
+    }
+
+    /// Takes a record; it enters the table with the next batch.
+    pub(super) fn take(&mut self, record: &Record) -> Result<()> {
+        let Some(entry) = entry_of(record) else {
+            self.cleared_up_to = self.cleared_up_to.max(record.sequence);
+            self.state.note_clear(record);
+            return Ok(());
+        };
+        self.batch.push((*record, entry));
+        if self.batch.len() >= BATCH { self.enter() } else { Ok(()) }
+    }
+
+    /// Enters the batch. What finds no place in the table, which was made for all records (only an unlucky spread can fill a
+    /// stretch of it), is a miss.
+    fn enter(&mut self) -> Result<()> {
+        let batch = std::mem::take(&mut self.batch);
+        let entries: Vec<Entry> = batch.iter().map(|(_, entry)| *entry).collect();
+        let mut rest = entries.as_slice();
+        let mut outcomes: Vec<Option<Inserted>> = Vec::with_capacity(entries.len());
+        while !rest.is_empty() {
+            match self.table.insert_many(rest, |_, inserted| outcomes.push(Some(inserted))) {
+                Ok(()) => {}
+                Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::InvalidInput) => {
+                    self.ctx.counters.damaged_records.add(1);
+                    outcomes.push(None);
+                }
+                Err(e) => return Err(e),
+            }
+            rest = entries.get(outcomes.len()..).unwrap_or_default();
+        }
+        for ((record, entry), inserted) in batch.iter().zip(outcomes) {
+            let Some(inserted) = inserted else { continue };
+            match self.state.applied(&self.table, self.shared.as_ref(), (record, entry), inserted) {
+                // The list of partial chunks found no place: they are stored but not found.
+                Err(e) if e.kind() == ErrorKind::NoSpace => {}
+                outcome => drop(outcome?),
+            }
+        }
+        self.batch = batch;
+        self.batch.clear();
+        Ok(())
+    }
+
+    pub(super) fn finish(mut self, found: recover::Found) -> Result<(State, Table, Summary)> {
+        self.enter()?;
+        let counters = &self.ctx.counters;
+        counters.damaged_records.add(found.damaged);
+        counters.recovered_records.add(found.records);
+        if found.damaged > 0 {
+            tracing::warn!(damaged = found.damaged, "index.kv has damaged records or pages; what they named is a miss");
+        }
+        let summary = Summary {
+            mount_generation: self.mount_generation,
+            max_sequence: found.max_sequence,
+            cleared_up_to: self.cleared_up_to,
+        };
+        self.state.ring.set_next(found.next_page);
+        self.state.tick = 1;
+        for (number, segment) in found.segments.into_iter().enumerate() {
+            let phase = match segment.state {
+                FoundState::Free => Phase::Absent,
+                FoundState::Sealed => Phase::Sealed,
+                FoundState::Unsealed => Phase::Full,
+            };
+            if let Some(shared) = &self.shared {
+                let state = if phase == Phase::Absent { SegmentState::Free } else { SegmentState::Sealed };
+                drop(shared.set_segment(number as u32, state, segment.epoch));
+                drop(shared.set_first_seq(number as u32, segment.min_sequence));
+            }
+            self.state.segments.push(Segment {
+                phase,
+                epoch: segment.epoch,
+                min_seq: segment.min_sequence,
+                max_seq: segment.max_sequence,
+                records: segment.records,
+                ..Segment::absent()
+            });
+        }
+        Ok((self.state, self.table, summary))
+    }
+}
