@@ -282,8 +282,11 @@ fn settle(lane: &Lane) -> Result<()> {
 }
 
 pub(super) fn remove_file(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("cannot remove a file", e).at(path)),
-        _ => Ok(()),
-    }
+    let removed = if path.file_name() == Some(paths::DATA.as_ref()) {
+        io::remove_file(path)
+    } else {
+        // Others may have it mapped, and must not see zeros in it.
+        fs::remove_file(path).map_err(|e| Error::io("cannot remove a file", e).at(path))
+    };
+    removed.or_else(|e| if e.kind() == ErrorKind::NotFound { Ok(()) } else { Err(e) })
 }

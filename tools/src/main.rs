@@ -14,6 +14,7 @@ mod probe;
 mod progress;
 mod replay;
 mod report;
+mod scratch;
 mod size;
 mod warm;
 

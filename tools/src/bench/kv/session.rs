@@ -16,6 +16,7 @@ use forebay::{Error, ErrorKind, Result};
 use super::pattern::Kv;
 use crate::bench::job::Job;
 use crate::bench::options::{IoEngine, Layout};
+use crate::scratch::Scratch;
 
 const DEFAULT_TOKENS: u64 = 8192;
 const CLOSE: Duration = Duration::from_secs(60);
@@ -23,7 +24,7 @@ const CLOSE: Duration = Duration::from_secs(60);
 /// A cache directory that goes away if it is the job's own.
 pub(super) struct Place {
     pub(super) dir: std::path::PathBuf,
-    _temporary: Option<tempfile::TempDir>,
+    _temporary: Option<Scratch>,
 }
 
 impl Place {
@@ -35,7 +36,7 @@ impl Place {
         if job.kv.keep {
             return Ok(Self { dir: directory, _temporary: None });
         }
-        let temporary = tempfile::Builder::new().prefix("forebay-bench-").tempdir_in(&directory).map_err(make)?;
+        let temporary = Scratch::new(&directory, "forebay-bench-")?;
         Ok(Self { dir: temporary.path().to_owned(), _temporary: Some(temporary) })
     }
 }
