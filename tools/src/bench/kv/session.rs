@@ -63,7 +63,8 @@ impl Session {
         let geometry = geometry(job)?;
         let chunk = u64::from(geometry.chunk_tokens);
         let token_bytes = (geometry.chunk_bytes(geometry.chunk_tokens as usize) as u64 / chunk).max(1);
-        let fits = job.size.map_or(u64::MAX, |size| size / token_bytes);
+        // Every job gets a prompt of its own, so that no byte is moved twice.
+        let fits = job.size.map_or(u64::MAX, |size| size / job.numjobs.max(1) as u64 / token_bytes);
         let tokens = job.kv.tokens.unwrap_or(DEFAULT_TOKENS.min(fits));
         let tokens = (tokens / chunk).max(1) * chunk;
         let prompt_bytes = geometry.chunk_bytes(chunk as usize) as u64 * (tokens / chunk);
