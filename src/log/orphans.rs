@@ -48,7 +48,7 @@ fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
     Ok(true)
 }
 
-fn delete(lane: &Path) -> Result<()> {
+pub(super) fn delete(lane: &Path) -> Result<()> {
     for name in paths::LANE_FILES {
         lane_open::remove_file(&lane.join(name))?;
     }

@@ -70,9 +70,9 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in adopted lanes, so that these can be removed.
-pub(super) fn reclaim_dead_adopted(volume: &Volume) {
-    for lane in volume.lanes().held().filter(|l| l.role == Role::Adopted) {
+/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed then.
+pub(super) fn reclaim_dead(volume: &Volume, role: Role) {
+    for lane in volume.lanes().held().filter(|l| l.role == role) {
         let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
         for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };

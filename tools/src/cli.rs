@@ -48,6 +48,8 @@ pub(crate) enum Command {
     Fsck(crate::fsck::FsckCommand),
     /// List what a cache serves.
     Ls(crate::ls::LsArgs),
+    /// Remove what a cache holds, also while servers use it.
+    Purge(crate::purge::PurgeArgs),
 }
 
 #[cfg(test)]

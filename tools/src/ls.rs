@@ -79,7 +79,7 @@ pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
         }
         for (_, r) in &served {
             rows.push(json!({"namespace": f.namespace, "shard": f.shard, "key": hex(&r.key.0), "tokens": r.tokens,
-                "depth": r.depth, "tenant": r.tenant, "bytes": r.length, "expiry_s": r.expiry_s}));
+                "depth": r.depth, "tenant": format!("{:016x}", r.tenant), "bytes": r.length, "expiry_s": r.expiry_s}));
         }
     }
     for problem in &unreadable {

@@ -12,6 +12,7 @@ mod ls;
 mod out;
 mod probe;
 mod progress;
+mod purge;
 mod replay;
 mod report;
 mod size;
@@ -50,6 +51,7 @@ fn run(command: Command, context: &Context) -> forebay::Result<Outcome> {
         Command::Probe(args) => probe::run(&args, context),
         Command::Fsck(command) => fsck::run(&command, context),
         Command::Ls(args) => ls::run(&args, context),
+        Command::Purge(args) => purge::run(&args, context),
     }
 }
 

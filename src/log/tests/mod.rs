@@ -8,4 +8,5 @@ mod damage;
 mod faults;
 mod lanes;
 mod processes;
+mod purge;
 mod reclaim;
