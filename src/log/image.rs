@@ -77,7 +77,8 @@ pub(super) fn write_control_slots(
     let mut page = 0;
     for records in records.chunks(per_slot) {
         let layout = SlotLayout::header_only(8 + records.len() * RECORD_BYTES);
-        let fits = |s: &SegmentImage| page + layout.pages() <= segment_pages && s.records.len() + records.len() <= capacity;
+        let fits =
+            |s: &SegmentImage| page + layout.pages() <= segment_pages && s.records.len() + records.len() <= capacity;
         if !segments.last().is_some_and(fits) {
             let (number, state) = (segments.len() as u32, SegmentState::Sealed);
             segments.push(SegmentImage { number, epoch: 1, state, sealed_ms: now_ms, records: Vec::new() });

@@ -61,7 +61,10 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
     for lane in lanes.held().filter(|l| l.role == Role::Adopted && is_empty(l)) {
         let removed = ShardLock::take(&volume.ctx, &volume.shard_dir).and_then(|_lock| {
             volume.forget(lane.number);
-            delete(&lane.dir)
+            let deleted = delete(&lane.dir);
+            // Somebody may have attached to it again before its files went.
+            volume.shard.bump_lanes();
+            deleted
         });
         lane.release();
         match removed {

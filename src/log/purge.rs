@@ -183,7 +183,8 @@ impl Place {
             }
             std::thread::sleep(BETWEEN_TRIES);
         }
-        attach().map_err(|e| Error::new(ErrorKind::Busy, "the table of a lane in use cannot be read").at(&path).source(e))
+        attach()
+            .map_err(|e| Error::new(ErrorKind::Busy, "the table of a lane in use cannot be read").at(&path).source(e))
     }
 
     /// A sequence above everything stored so far, and below everything stored from now on.
@@ -206,7 +207,8 @@ impl Place {
         let records: Vec<Record> = if keys.is_empty() {
             vec![Record { sequence, ..Record::new(RecordKind::Clear, KeyKind::Control, ChunkKey([0; 32])) }]
         } else {
-            let tombstone = |k: &ChunkKey| Record { sequence, ..Record::new(RecordKind::Tombstone, KeyKind::Chain, *k) };
+            let tombstone =
+                |k: &ChunkKey| Record { sequence, ..Record::new(RecordKind::Tombstone, KeyKind::Chain, *k) };
             keys.iter().map(tombstone).collect()
         };
         let number = paths::lanes(&self.dir)?.last().map_or(0, |(n, _)| n + 1);

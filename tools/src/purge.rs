@@ -157,10 +157,9 @@ fn targets(args: &PurgeArgs, what: What) -> Result<Vec<Target>> {
             continue;
         }
         let (namespace, shard) = (namespace.clone(), shard.clone());
-        let mut target =
-            Target { namespace, shard, model: "unknown".into(), lanes: 1, in_use, chunks: 0, bytes: 0 };
+        let mut target = Target { namespace, shard, model: "unknown".into(), lanes: 1, in_use, chunks: 0, bytes: 0 };
         for (files, raw) in &found {
-            if !files.first().is_some_and(|f| (&f.namespace, &f.shard) == (&target.namespace, &target.shard)) {
+            if files.first().is_none_or(|f| (&f.namespace, &f.shard) != (&target.namespace, &target.shard)) {
                 continue;
             }
             target.model = raw.first().map(|l| l.superblock.model.clone()).unwrap_or_default();
