@@ -24,11 +24,14 @@ use super::state::{Phase, Segment};
 use super::volume::Volume;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
+use crate::format::layout::SlotLayout;
 use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader};
+use crate::format::slot::SlotHeader;
 use crate::index::{
     self, ChunkSummary, EntryKind, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions,
 };
+use crate::key::ChunkKey;
 
 /// Share of the live bytes that counts as hot, in percent.
 const HOT_PERCENT: u8 = 30;
@@ -142,6 +145,10 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     }
     let outcome = empty(volume, victim).and_then(|records| {
         write_free(&victim.lane, victim)?;
+        if let Err(e) = mark_free(&victim.lane, victim) {
+            // Only a rebuild that has lost the index would have needed it.
+            tracing::debug!(lane = %victim.lane.dir.display(), error = %e, "a free segment was not marked");
+        }
         Ok(records)
     });
     match outcome {
@@ -394,6 +401,24 @@ fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
     let index = Arc::clone(&lane.index);
     journal::write(lane, &index, lane.region_offset(victim.segment), aligned(&header.encode())?)?;
     journal::flush_file(lane, &index)
+}
+
+/// Says on the segment's last page, which is written last of all, that the slots in it are over: a rebuild that has no index left
+/// must not find them, because what had hidden some of them may be dropped from now on.
+fn mark_free(lane: &Lane, victim: &Victim) -> Result<()> {
+    let layout = SlotLayout::header_only(0);
+    let page = (lane.segment_bytes() / PAGE_BYTES as u64) as u32 - layout.pages();
+    let header = SlotHeader {
+        created_ms: lane.ctx.options.clock.unix_ms(),
+        segment: victim.segment,
+        epoch: victim.epoch.wrapping_add(1),
+        page,
+        pages: layout.pages(),
+        lane: *lane.id(),
+        ..SlotHeader::new(KeyKind::Control, ChunkKey([0; 32]))
+    };
+    let (bytes, _) = header.encode(&layout)?;
+    journal::write(lane, &Arc::clone(&lane.data), lane.slot_offset(victim.segment, page), aligned(&bytes)?)
 }
 
 /// Takes the segment's entries out of the table, and forgets its old versions.

@@ -9,4 +9,5 @@ mod faults;
 mod lanes;
 mod processes;
 mod purge;
+mod rebuild;
 mod reclaim;
