@@ -16,6 +16,7 @@ mod purge;
 mod replay;
 mod report;
 mod size;
+mod stat;
 mod warm;
 
 use std::process::ExitCode;
@@ -51,6 +52,7 @@ fn run(command: Command, context: &Context) -> forebay::Result<Outcome> {
         Command::Probe(args) => probe::run(&args, context),
         Command::Fsck(command) => fsck::run(&command, context),
         Command::Ls(args) => ls::run(&args, context),
+        Command::Stat(args) => stat::run(&args, context),
         Command::Purge(args) => purge::run(&args, context),
     }
 }

@@ -5,11 +5,13 @@
 //! What a server has stored in the last moments may be missing from what is told here; reports say whether a lane was in use.
 
 mod deep;
+mod look;
 mod places;
 mod raw;
 mod rebuild;
 
 pub use deep::{BadSlot, Deep, deep};
+pub use look::{Born, Shared};
 pub use places::{LaneFiles, lanes};
 pub use raw::{Counts, Damage, Kept, RawLane, live};
 pub use rebuild::{RebuildOptions, Rebuilt, rebuild, rebuild_bytes};

@@ -59,6 +59,8 @@ pub struct Kept {
     pub epoch: u32,
     /// Whether it was given up; else it is sealed, or its records are in the journal.
     pub free: bool,
+    /// When it was sealed or given up, in Unix milliseconds; 0 while its records are only in the journal.
+    pub since_ms: u64,
 }
 
 /// A lane as its index tells.
@@ -189,7 +191,7 @@ impl RawLane {
                 }
             };
             let free = header.state == SegmentState::Free;
-            self.segments.insert(n, Kept { epoch: header.epoch, free });
+            self.segments.insert(n, Kept { epoch: header.epoch, free, since_ms: header.sealed_ms });
             if free {
                 self.counts.free += 1;
                 continue;
@@ -230,7 +232,7 @@ impl RawLane {
             }
         }
         for (n, epoch) in newest {
-            self.segments.insert(n, Kept { epoch, free: false });
+            self.segments.insert(n, Kept { epoch, free: false, since_ms: 0 });
         }
     }
 }
