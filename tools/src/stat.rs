@@ -8,7 +8,7 @@ use comfy_table::{Table, presets};
 use forebay::Result;
 use forebay::format::VERSION;
 use forebay::format::budget::BudgetPage;
-use forebay::log::fsck::{LaneFiles, RawLane, live};
+use forebay::log::fsck::{LaneFiles, RawLane, disk_bytes, live};
 use serde_json::{Value, json};
 
 use crate::ls::{hex, now_s, shards};
@@ -60,13 +60,11 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
     let (found, unreadable) = shards(directory)?;
     let (total, free) = forebay::io::file_system_bytes(directory)?;
     let budget = std::fs::read(directory.join("BUDGET")).ok().and_then(|bytes| BudgetPage::decode(&bytes).ok());
-    let mut disk_bytes = 0;
+    let disk_bytes = disk_bytes(directory)?;
     let mut namespaces: BTreeMap<String, Vec<Value>> = BTreeMap::new();
     for (files, raw) in &found {
         let Some(first) = files.first() else { continue };
-        let shard = shard(files, raw);
-        disk_bytes += shard["disk_bytes"].as_u64().unwrap_or(0);
-        namespaces.entry(first.namespace.clone()).or_default().push(shard);
+        namespaces.entry(first.namespace.clone()).or_default().push(shard(files, raw));
     }
     let namespaces: Vec<Value> =
         namespaces.into_iter().map(|(name, shards)| json!({"namespace": name, "shards": shards})).collect();

@@ -2,17 +2,19 @@
 //! locked and nothing is written; what cannot be read is not told.
 
 use std::io::Read as _;
+use std::path::Path;
 
 use super::places::LaneFiles;
 use super::raw::{RawLane, read_up_to};
 use crate::config::dir::FileOptions;
+use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::layout::COARSE_BYTES;
 use crate::format::record::Record;
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::index::{self, Access, SegmentState};
-use crate::log::ctx;
 use crate::log::paths::{DATA, LANE_LOCK, LANE_SHM};
+use crate::log::{budget, ctx};
 
 /// A lane as its running processes share it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,6 +42,14 @@ pub struct Born {
     pub created_ms: u64,
     /// Version of the program that stored it.
     pub writer_version: u32,
+}
+
+/// Bytes that all files below a cache directory take on the drive: what a capacity bounds.
+///
+/// # Errors
+/// What listing directories gives.
+pub fn disk_bytes(cache_dir: &Path) -> Result<u64> {
+    budget::allocated_below(cache_dir)
 }
 
 impl LaneFiles {
