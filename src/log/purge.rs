@@ -28,6 +28,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Tries to read the table of a lane whose writer is just making it.
 const TRIES: u32 = 50;
 const BETWEEN_TRIES: Duration = Duration::from_millis(20);
+/// Directory in which a lane is made.
+const STAGING: &str = "purge.new";
 
 /// What is to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,16 +215,17 @@ impl Place {
         };
         let number = paths::lanes(&self.dir)?.last().map_or(0, |(n, _)| n + 1);
         let meta = std::fs::metadata(&self.dir).map_err(|e| Error::io("cannot look at the shard", e).at(&self.dir))?;
+        // Under a name that is no lane's until all is there: half a lane would keep servers from starting.
+        let staging = self.dir.join(STAGING);
+        if staging.exists() {
+            orphans::delete(&staging)?;
+        }
+        paths::make_dir(&self.dir, STAGING, meta.permissions().mode() & 0o777)?;
+        let lock = self.fill(template, &staging, &records).inspect_err(|_| drop(orphans::delete(&staging)))?;
         let name = paths::lane_dir(number);
-        let dir = paths::make_dir(&self.dir, &name, meta.permissions().mode() & 0o777)?;
-        let made = self.fill(template, &dir, &records);
-        let lock = match made {
-            Ok(lock) => lock,
-            Err(e) => {
-                drop(orphans::delete(&dir));
-                return Err(e);
-            }
-        };
+        let dir = self.dir.join(&name);
+        std::fs::rename(&staging, &dir).map_err(|e| Error::io("cannot put a lane in place", e).at(&dir))?;
+        paths::sync_dir(&self.dir)?;
         match &self.page {
             Some(page) if keys.is_empty() => page.clear_up_to(sequence),
             // Everybody looks for lanes at the next lookup, and finds the tombstones.
@@ -252,7 +255,7 @@ impl Place {
             self.make_tables(dir, records)?;
         }
         let index = paths::open_small(&dir.join(paths::INDEX), true)?;
-        // Before the superblock makes the lane count: one that the server may not open would keep it from starting.
+        // A lane that the server may not open would keep it from starting.
         own_like(&self.dir, dir)?;
         image::write_index(&index, &superblock, &segments)?;
         paths::sync_dir(dir)?;

@@ -8,7 +8,7 @@ use super::support::*;
 use crate::Result;
 use crate::error::ErrorKind;
 use crate::log::fsck::{LaneFiles, RawLane, RebuildOptions, Rebuilt, deep, lanes, live, rebuild};
-use crate::log::{Log, LogOptions, PutSpec};
+use crate::log::{Log, LogOptions, PutSpec, reclaim};
 
 const KEYS: u64 = 80;
 const KEEP: RebuildOptions = RebuildOptions { dry_run: false, backup: true };
@@ -203,6 +203,23 @@ fn what_was_removed_long_ago_stays_removed_when_its_segment_is_free() {
     assert!((1000..1400).filter(|n| n % 50 == 0).all(|n| !has(&log, n)));
     assert!((1390..1400).all(|n| has(&log, n)), "the newest are there");
     (2000..2400).for_each(|n| assert!(store(&log, n), "the lane is written on"));
+}
+
+#[test]
+fn a_segment_that_was_given_up_stays_so_without_the_index() {
+    let dir = temp();
+    let fifo = LogOptions { policy: "fifo".to_owned(), reclaim_write_budget: 0.0, ..small(dir.path()) };
+    let log = Log::open(fifo.clone()).unwrap();
+    (0..40).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    assert!(reclaim::reclaim_one(&log.volumes[0]));
+    let there: Vec<bool> = (0..40).map(|n| has(&log, n)).collect();
+    assert!(!there[0] && there[39]);
+    log.abandon();
+    fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
+    again(dir.path(), KEEP).unwrap();
+    let log = Log::open(fifo).unwrap();
+    assert_eq!((0..40).map(|n| has(&log, n)).collect::<Vec<_>>(), there);
 }
 
 #[test]
