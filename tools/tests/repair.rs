@@ -92,6 +92,7 @@ fn stat_tells_of_a_cache_in_use() {
     assert!(shard["oldest_s"].as_u64().unwrap() >= shard["newest_s"].as_u64().unwrap());
     assert_eq!(lane["leased_segments"], 0);
     let chunk = log.locate(&name(5), Duration::from_secs(60)).unwrap();
+    assert!(chunk.is_leased());
     let json = forebay(dir.path(), &["stat", ".", "--json"]).expect(0).json();
     assert_eq!(json["drives"][0]["namespaces"][0]["shards"][0]["lanes"][0]["leased_segments"], 1);
     drop(chunk);

@@ -3,10 +3,12 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::support::*;
 use crate::Result;
 use crate::error::ErrorKind;
+use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::log::fsck::{LaneFiles, RawLane, RebuildOptions, Rebuilt, deep, lanes, live, rebuild};
 use crate::log::{Log, LogOptions, PutSpec, reclaim};
 
@@ -220,6 +222,37 @@ fn a_segment_that_was_given_up_stays_so_without_the_index() {
     again(dir.path(), KEEP).unwrap();
     let log = Log::open(fifo).unwrap();
     assert_eq!((0..40).map(|n| has(&log, n)).collect::<Vec<_>>(), there);
+}
+
+#[test]
+fn slots_with_a_gap_are_found_and_a_sibling_tells_what_the_lane_was() {
+    let dir = temp();
+    let layers = vec![LayerSpec::kv(LayerKind::Full, 64, 1024); 2];
+    let geometry = Arc::new(Geometry::new("large", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap());
+    let large = LogOptions { geometry, segment_bytes: Some(10 << 20), ..small(dir.path()) };
+    let log = Log::open(large.clone()).unwrap();
+    assert!(log.chunk_layout(CHUNK_TOKENS).header_offset > 0);
+    let other = Log::open(large.clone()).unwrap();
+    (0..4).for_each(|n| assert!(store(&log, n)));
+    assert!(store(&other, 9));
+    log.remove(&[key(1)]).unwrap();
+    log.flush().unwrap();
+    other.flush().unwrap();
+    log.abandon();
+    other.abandon();
+    let all = lanes(dir.path()).unwrap();
+    let sibling = RawLane::read(&all[1]).unwrap().superblock;
+    for sibling in [None, Some(&sibling)] {
+        fs::write(all[0].path().join("index.kv"), b"").unwrap();
+        let rebuilt = rebuild(&all[0], sibling, KEEP, &|_| ()).unwrap();
+        assert_eq!((rebuilt.chunks, rebuilt.left_out.len(), rebuilt.derived), (4, 0, true));
+        let superblock = RawLane::read(&all[0]).unwrap().superblock;
+        assert_eq!((superblock.segment_bytes, superblock.chunk_tokens), (10 << 20, CHUNK_TOKENS));
+        assert_eq!(sibling.is_some(), superblock.model == "large");
+        let log = Log::open(large.clone()).unwrap();
+        assert!((0..10).all(|n| has(&log, n) == [0, 2, 3, 9].contains(&n)));
+        log.abandon();
+    }
 }
 
 #[test]
