@@ -58,6 +58,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+pub use budget::allocated_below;
 pub use chunk::{Bad, Chunk};
 pub use clock::{Clock, SystemClock};
 pub use lane::Lane;
