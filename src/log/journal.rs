@@ -52,8 +52,7 @@ fn work_on(lane: &Arc<Lane>) {
             resubmit(lane);
         }
         if work.grow {
-            let grown = tables::grow(lane);
-            publish_waiting(lane, &grown);
+            publish_waiting(lane, tables::grow(lane));
         }
         let mut outcome = Ok(());
         if work.pages {
@@ -90,7 +89,7 @@ fn wait_for_work(lane: &Lane) -> Option<Work> {
         let retry_later = state.failures > 0 && !hurry;
         let work = Work {
             deferred: !state.deferred.is_empty(),
-            grow: !state.unpublished.is_empty() || tables::wants_growth(lane, &state),
+            grow: tables::wants_growth(lane, &state),
             pages: !state.pending.is_empty() && (full_page || is_due || hurry),
             partial_page: is_due || hurry,
             seal: seal::next_full(lane, &state).is_some(),
@@ -103,7 +102,8 @@ fn wait_for_work(lane: &Lane) -> Option<Work> {
             }
             return Some(work);
         }
-        match due.or_else(|| seal::deadline(lane, &state)) {
+        let grow = state.grow_after.filter(|_| !state.unpublished.is_empty());
+        match due.or_else(|| seal::deadline(lane, &state)).into_iter().chain(grow).min() {
             Some(until) => drop(lane.work.wait_until(&mut state, until)),
             None => lane.work.wait(&mut state),
         }
@@ -130,13 +130,18 @@ fn resubmit(lane: &Lane) {
     }
 }
 
-fn publish_waiting(lane: &Arc<Lane>, grown: &Result<()>) {
+/// Publishes what found the table full, or, where it could not grow, lets it wait until the keeper has made room: only what has
+/// waited for as long as a transfer may take is shed.
+fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
     let waiting = lane.state().map(|mut state| std::mem::take(&mut state.unpublished)).unwrap_or_default();
-    for commit in waiting {
-        match grown {
-            Ok(()) => publish::publish(lane, commit),
-            Err(e) => commit.end(Err(Error::new(ErrorKind::NoSpace, format!("the index is full: {e}")))),
-        }
+    let Err(e) = grown else { return waiting.into_iter().for_each(|commit| publish::publish(lane, commit)) };
+    let patience = lane.ctx.options.io_timeout;
+    let (late, patient): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|commit| commit.age() >= patience);
+    if let Ok(mut state) = lane.state() {
+        state.unpublished.extend(patient);
+    }
+    for commit in late {
+        commit.end(Err(Error::new(ErrorKind::NoSpace, format!("the index is full: {e}"))));
     }
 }
 

@@ -23,6 +23,7 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
         }
         keeper.drain_touches(volume);
         grant::keep_ready(volume, stop);
+        grant::keep_reserve(volume, stop);
         if keeper.last_scan.elapsed() >= volume.ctx.options.scan_interval {
             keeper.last_scan = Instant::now();
             keeper.scan(volume);

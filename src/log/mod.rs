@@ -185,6 +185,12 @@ impl Log {
         }
     }
 
+    /// Segments that are ready for puts.
+    #[cfg(test)]
+    fn ready_segments(&self) -> usize {
+        self.volumes.iter().filter_map(|v| v.own()).filter_map(|l| Some(l.state().ok()?.ready.len())).sum()
+    }
+
     fn stop_threads(&self, abandon: bool) {
         self.stop.store(true, Ordering::Release);
         for volume in &self.volumes {

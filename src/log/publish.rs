@@ -4,6 +4,7 @@
 //! only into a segment that still takes records.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::lane::Lane;
 use super::put::{PutDone, Reservation};
@@ -19,6 +20,7 @@ pub(super) struct Commit {
     records: Vec<Record>,
     slot_bytes: u64,
     ticket: u64,
+    begun: Instant,
     done: Option<PutDone>,
 }
 
@@ -34,7 +36,12 @@ impl Commit {
             state.commits.insert(ticket);
             ticket
         });
-        Self { reservation, records, slot_bytes, ticket, done: Some(done) }
+        Self { reservation, records, slot_bytes, ticket, begun: Instant::now(), done: Some(done) }
+    }
+
+    /// How long ago its caller committed it.
+    pub(super) fn age(&self) -> Duration {
+        self.begun.elapsed()
     }
 
     pub(super) fn end(mut self, result: Result<()>) {
@@ -160,6 +167,6 @@ impl Lane {
 
 /// Answers a request that no queue took.
 pub(super) fn refuse(request: Request, error: Error) {
-    let now = std::time::Instant::now();
+    let now = Instant::now();
     (request.done)(crate::io::Completion { result: Err(error), buf: request.buf, submitted: now, finished: now });
 }

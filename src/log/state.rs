@@ -179,6 +179,11 @@ pub(super) struct State {
 /// Failures of index.kv in a row after which a lane takes no more puts.
 const BROKEN_AFTER: u32 = 8;
 
+/// Bytes of segments kept ready where they are small.
+const RESERVE_BYTES: u64 = 64 << 20;
+/// Of so many segments one may be kept ready.
+const RESERVE_SHARE: u64 = 12;
+
 impl State {
     pub(super) fn segment(&mut self, segment: u32) -> Option<&mut Segment> {
         self.segments.get_mut(segment as usize)
@@ -196,10 +201,22 @@ impl State {
     /// Whether a free segment should be made ready: none is, and somebody waits or the open one is in use. Early, so that
     /// reclaim finds room for what it moves; where segments are few, later, because each is a large part of the cache.
     pub(super) fn wants_segment(&self) -> bool {
-        let in_use = self.segments.iter().filter(|s| s.phase != Phase::Absent).count();
+        let in_use = self.in_use();
         let early = if in_use < 8 { self.segment_pages / 2 } else { 0 };
         let begun = |n: u32| self.segments.get(n as usize).is_some_and(|s| s.next_page > early);
         self.ready.is_empty() && (self.wanted || self.open.is_some_and(begun))
+    }
+
+    fn in_use(&self) -> usize {
+        self.segments.iter().filter(|s| s.phase != Phase::Absent).count()
+    }
+
+    /// Whether more than one segment should be ready: segments are so small that a fast writer fills one before the keeper, on
+    /// a busy machine, has made the next one ready.
+    pub(super) fn wants_reserve(&self) -> bool {
+        let (ready, bytes) = (self.ready.len() as u64, u64::from(self.segment_pages) * PAGE_BYTES as u64);
+        let most = RESERVE_BYTES / bytes.max(1);
+        self.open.is_some() && (1..most).contains(&ready) && ready < self.in_use() as u64 / RESERVE_SHARE
     }
 
     /// Whether control slots of so many pages and records find room without reclaim.

@@ -9,3 +9,4 @@ mod faults;
 mod lanes;
 mod processes;
 mod reclaim;
+mod room;
