@@ -91,7 +91,7 @@ impl Log {
             shed.add(1);
             Err(e)
         };
-        let there = |key: &ChunkKey| self.volumes.iter().find(|v| v.find(key).is_some());
+        let there = |key: &ChunkKey| self.volumes.iter().find(|v| v.find_even_if_going(key).is_some());
         // A key lies on one drive only, so that sequences, which are a drive's own, decide between its versions.
         if spec.overwrite
             && let Some(volume) = there(&spec.key)

@@ -1,8 +1,9 @@
 //! Giving up a segment so that its space can be used again.
 //!
 //! The order is the protocol, each step a function of its own:
-//! 1. *condemn*: nobody gets a lease any more; a segment with a lease is left alone;
-//! 2. *move* what the policy wants to keep, with its sequence, to the open segment;
+//! 1. *move* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served;
+//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is left alone. Lookups and loads
+//!    look at the same mark, so that a lookup finds nothing that a load would not;
 //! 3. *carry on* tombstones and clears that older recoverable records still need, and write new ones for keys whose newest version
 //!    goes while an older one could still be recovered;
 //! 4. *flush* what was written;
@@ -137,15 +138,18 @@ fn survey(
 
 /// Reclaims one segment; false if somebody leases it.
 fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
+    if is_leased(volume, victim) {
+        return Ok(false);
+    }
+    let records = records_of(victim)?;
+    let mut plan = plan(volume, victim, &records)?;
+    let moved = keep(volume, victim, &mut plan)?;
     if !condemn(volume, victim)? {
         return Ok(false);
     }
-    let outcome = empty(volume, victim).and_then(|records| {
-        write_free(&victim.lane, victim)?;
-        Ok(records)
-    });
+    let outcome = empty(volume, victim, (plan, moved)).and_then(|()| write_free(&victim.lane, victim));
     match outcome {
-        Ok(records) => {
+        Ok(()) => {
             forget(&victim.lane, victim, &records)?;
             hand_over(volume, victim)?;
             Ok(true)
@@ -157,7 +161,13 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     }
 }
 
-/// Nobody gets a lease on it from here on, unless somebody has one.
+/// Whether it would be condemned in vain.
+fn is_leased(volume: &Volume, victim: &Victim) -> bool {
+    let shared = victim.lane.shared();
+    shared.is_some_and(|s| volume.ctx.with_lease_env(|env| s.is_leased(victim.segment, victim.epoch, env)))
+}
+
+/// Nobody finds anything in it or gets a lease on it from here on, unless somebody has one.
 fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
     let mut state = victim.lane.state()?;
     let Some(segment) = state.segment(victim.segment) else { return Ok(false) };
@@ -186,11 +196,9 @@ fn pardon(victim: &Victim) -> Result<()> {
     Ok(())
 }
 
-/// Moves, carries on, and makes that durable. Returns the segment's records.
-fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
+/// Writes again what is worth it; what cannot be is dropped. Whether anything was written.
+fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<bool> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
-    let records = records_of(victim)?;
-    let mut plan = plan(volume, victim, &records)?;
     let mut written = false;
     for slot in std::mem::take(&mut plan.keep) {
         match moves::move_slot(volume, &own, victim, &slot) {
@@ -202,6 +210,12 @@ fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
             }
         }
     }
+    Ok(written)
+}
+
+/// Carries on what must not be lost, and makes that and what was moved durable.
+fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) -> Result<()> {
+    let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let evicted = plan.drop.len() as u64;
     let carried = carry_on(volume, victim, plan);
     if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
@@ -215,7 +229,7 @@ fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
         journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
     }
     volume.ctx.counters.evicted.add(evicted);
-    Ok(records)
+    Ok(())
 }
 
 /// The segment's records: from its region, or, where that is damaged, as far as the table knows them.

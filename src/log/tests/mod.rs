@@ -7,6 +7,7 @@ mod basics;
 mod damage;
 mod faults;
 mod lanes;
+mod leases;
 mod processes;
 mod reclaim;
 mod room;
