@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Log;
-use super::put::{Put, PutOutcome, Reservation};
+use super::put::{Held, Put, PutOutcome, Reservation};
 use super::spec::PutSpec;
 use super::state::{Need, NoPlace};
 use super::volume::Volume;
@@ -146,7 +146,8 @@ impl Log {
         let place = place.inspect_err(|_| self.ctx.sheds.no_space.add(1))?;
         let sequence = volume.shard.next_seq();
         let in_flight = Arc::clone(&self.in_flight);
-        let reservation = Reservation { lane, place, records, key: spec.key, in_flight, ended: false };
+        let held = Held::new(&lane, place, records);
+        let reservation = Reservation { lane, place, held, key: spec.key, in_flight, ended: false };
         match sequence {
             Ok(sequence) => Ok((volume, reservation, sequence)),
             Err(e) => {

@@ -248,9 +248,10 @@ fn put_back(lane: &Lane, records: Vec<Record>) -> Result<()> {
 }
 
 /// Writes a buffer through the drive's queue and waits for it.
-pub(super) fn write(lane: &Lane, file: &Arc<DirectFile>, offset: u64, buf: AlignedBuf) -> Result<()> {
+pub(super) fn write(lane: &Lane, file: &Arc<DirectFile>, offset: u64, buf: impl Into<io::Buf>) -> Result<()> {
+    let buf = buf.into();
     let bytes = buf.len() as u64;
-    let request = Request::write(Arc::clone(file), offset, buf.into(), drop);
+    let request = Request::write(Arc::clone(file), offset, buf, drop);
     wait(lane, request)?;
     if file.id() == lane.index.id() {
         lane.ctx.counters.journal_bytes_written.add(bytes);
@@ -279,7 +280,10 @@ fn wait(lane: &Lane, request: Request) -> Result<()> {
     let mut request = request.timeout(timeout);
     loop {
         let (tx, rx) = crossbeam_channel::bounded(1);
-        request.done = Box::new(move |c: io::Completion| drop(tx.send(c.result)));
+        request.done = Box::new(move |c: io::Completion| {
+            drop(c.buf);
+            drop(tx.send(c.result));
+        });
         let Err(rejected) = lane.io.write.submit(request) else {
             let lost = || Err(Error::new(ErrorKind::Internal, "an I/O queue lost a request"));
             return rx.recv().unwrap_or_else(|_| lost());
@@ -331,9 +335,10 @@ pub(super) fn flush(lane: &Lane, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     let last = state.next_ticket;
     while state.commits.first().is_some_and(|ticket| *ticket <= last) {
-        if lane.progress.wait_for(&mut state, Duration::from_millis(1)).timed_out() && Instant::now() >= deadline {
+        if Instant::now() >= deadline {
             return Err(late(lane));
         }
+        lane.progress.wait_for(&mut state, Duration::from_millis(1));
     }
     flush_records(lane, state, deadline)
 }

@@ -63,7 +63,7 @@ pub use chunk::{Bad, Chunk};
 pub use clock::{Clock, SystemClock};
 pub use lane::Lane;
 pub use options::{DriveFactory, LogOptions, Mode, OnIncompatible, Placement};
-pub use put::{Put, PutDone, PutOutcome};
+pub use put::{Hold, Put, PutDone, PutOutcome};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};
 

@@ -57,9 +57,6 @@ impl Commit {
         let done = self.done.take()?;
         if let Ok(mut state) = self.reservation.lane.state() {
             state.commits.remove(&self.ticket);
-            if !self.reservation.ended {
-                state.end_put(self.reservation.place, self.reservation.records);
-            }
         }
         if !published && !self.reservation.ended {
             self.reservation.lane.ctx.counters.puts_aborted.add(1);
@@ -122,7 +119,7 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
     for record in &commit.records {
         state.log_record(*record);
     }
-    state.end_put(place, commit.reservation.records);
+    commit.reservation.held.end(state);
     commit.reservation.ended = true;
     if state.pending.len() >= RECORDS_PER_PAGE || state.pending.len() <= commit.records.len() {
         lane.work.notify_one();

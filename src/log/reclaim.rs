@@ -125,7 +125,8 @@ fn survey(
     let survey = Survey::take(&table, &state.recency, &options);
     let summary = |(number, segment): (usize, &Segment)| {
         let number = number as u32;
-        if segment.phase != Phase::Sealed || refused.contains(&(lane.number, number)) {
+        // What a put still writes, late as it may be, must not land in another use of the segment.
+        if segment.phase != Phase::Sealed || segment.pending > 0 || refused.contains(&(lane.number, number)) {
             return None;
         }
         let found = survey.segments.binary_search_by_key(&number, |s| s.segment).ok();

@@ -7,6 +7,7 @@ mod basics;
 mod damage;
 mod faults;
 mod lanes;
+mod late;
 mod leases;
 mod processes;
 mod reclaim;
