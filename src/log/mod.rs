@@ -62,7 +62,7 @@ pub use budget::allocated_below;
 pub use chunk::{Bad, Chunk};
 pub use clock::{Clock, SystemClock};
 pub use lane::Lane;
-pub use options::{DriveFactory, LogOptions, Mode, OnIncompatible, Placement};
+pub use options::{DriveFactory, DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
 pub use put::{Hold, Put, PutDone, PutOutcome};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};

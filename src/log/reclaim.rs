@@ -197,10 +197,13 @@ fn pardon(victim: &Victim) -> Result<()> {
     Ok(())
 }
 
-/// Writes again what is worth it; what cannot be is dropped. Whether anything was written.
+/// Writes again what is worth it, but not on a drive that drains; the rest is dropped. Whether anything was written.
 fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<bool> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let mut written = false;
+    if volume.is_draining() {
+        plan.drop.extend(std::mem::take(&mut plan.keep).into_iter().flatten());
+    }
     for slot in std::mem::take(&mut plan.keep) {
         match moves::move_slot(volume, &own, victim, &slot) {
             Ok(true) => written = true,

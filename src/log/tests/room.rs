@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::log::{Log, LogOptions, Member, Put, PutOutcome, PutSpec, allocated_below};
+use crate::log::{DriveOptions, Log, LogOptions, Member, Placement, Put, PutOutcome, PutSpec, allocated_below};
 
 /// A put of one slot that takes as many places in the index as it has members.
 fn pack(log: &Log, first: u64, members: u64) -> Put {
@@ -65,4 +65,52 @@ fn small_segments_are_made_ready_ahead_of_a_fast_writer() {
         let PutOutcome::Started(put) = log.begin_put(spec(n)).unwrap() else { panic!("it is new") };
         puts.push(put);
     }
+}
+
+#[test]
+fn a_draining_drive_serves_and_takes_nothing() {
+    let dirs = [temp(), temp()];
+    let paths: Vec<_> = dirs.iter().map(|d| d.path().to_path_buf()).collect();
+    let both = LogOptions { dirs: paths.clone(), placement: Placement::Stripe, ..options(&paths[0]) };
+    let log = Log::open(both.clone()).unwrap();
+    (0..60).for_each(|n| assert!(store(&log, n)));
+    let before = log.stats();
+    assert!(before.drives.iter().all(|d| d.chunks > 10), "both are in use");
+    log.close(soon()).unwrap();
+    drop(log);
+    // Half of what it holds has to go as well, and nothing of that is written again.
+    let drained =
+        DriveOptions { drain: true, capacity_bytes: Some(before.drives[0].disk_bytes / 2), min_free_bytes: None };
+    let log = Log::open(LogOptions { drives: vec![drained], ..both.clone() }).unwrap();
+    (100..160).for_each(|n| assert!(store(&log, n)));
+    let after = log.stats();
+    assert!(after.drives[0].draining && !after.drives[1].draining);
+    assert!((100..160).all(|n| log.locate(&key(n), PIN).unwrap().drive == 1));
+    assert_eq!(after.moved, 0);
+    log.close(soon()).unwrap();
+    drop(log);
+    let log = Log::open(LogOptions { drives: vec![DriveOptions { drain: true, ..drained }], ..both }).unwrap();
+    assert!((0..60).filter(|n| has(&log, *n)).count() > 20 && (100..160).all(|n| has(&log, n)));
+}
+
+#[test]
+fn every_drive_has_a_capacity_of_its_own() {
+    let dirs = [temp(), temp()];
+    let paths: Vec<_> = dirs.iter().map(|d| d.path().to_path_buf()).collect();
+    let limit = |bytes| DriveOptions { capacity_bytes: Some(bytes), ..DriveOptions::default() };
+    let log = Log::open(LogOptions {
+        dirs: paths.clone(),
+        drives: vec![limit(2 << 20), limit(32 << 20)],
+        placement: Placement::Stripe,
+        segment_bytes: Some(128 << 10),
+        ..options(&paths[0])
+    })
+    .unwrap();
+    for n in 0..600 {
+        // The small drive may shed what it has no room for.
+        let _ = store_spec(&log, spec(n), n, 0);
+    }
+    let stats = log.stats();
+    assert!(stats.drives[0].disk_bytes <= 2 << 20, "{stats:?}");
+    assert!(stats.drives[1].disk_bytes > 2 << 20 && stats.evicted > 0, "{stats:?}");
 }
