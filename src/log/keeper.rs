@@ -74,6 +74,7 @@ impl Keeper {
                 volume.ctx.with_lease_env(|env| shared.sweep_leases(env));
             }
         }
+        reclaim::reclaim_expired(volume);
         reclaim::reclaim_dead_adopted(volume);
         orphans::remove_empty_lanes(volume);
         hunger::feed(volume);

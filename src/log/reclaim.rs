@@ -86,6 +86,29 @@ pub(super) fn reclaim_dead_adopted(volume: &Volume) {
     }
 }
 
+/// Reclaims the segments of which everything has expired, without waiting until their room is needed.
+pub(super) fn reclaim_expired(volume: &Volume) {
+    for lane in volume.lanes().held() {
+        for segment in expired_segments(lane) {
+            let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
+            let victim = Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default() };
+            if let Err(e) = reclaim(volume, &victim) {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
+                return;
+            }
+        }
+    }
+}
+
+/// Sealed segments of which everything has expired.
+fn expired_segments(lane: &Lane) -> Vec<u32> {
+    let now_s = lane.ctx.now_s();
+    let Ok(state) = lane.state() else { return Vec::new() };
+    let segments = (0u32..).zip(&state.segments);
+    let over = segments.filter(|(_, s)| s.phase == Phase::Sealed && s.pending == 0 && s.has_expired(now_s));
+    over.map(|(number, _)| number).collect()
+}
+
 /// The next victim among the sealed segments of all lanes that this process holds.
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let policy = index::by_name(&volume.ctx.options.policy)?;
@@ -95,7 +118,9 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
         let (sealed, context) = survey(lane, refused, sample_every).ok()?;
         // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared counts do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
-        let empty = sealed.iter().find(|s| s.live_chunks == 0 && live(s) == 0).map(|s| s.segment);
+        let expired = expired_segments(lane);
+        let is_dead = |s: &&SegmentSummary| s.live_chunks == 0 && (live(s) == 0 || expired.contains(&s.segment));
+        let empty = sealed.iter().find(is_dead).map(|s| s.segment);
         let Some(segment) = empty.or_else(|| index::victim(&*policy, &sealed, &context)) else { continue };
         let rank = match sealed.iter().find(|s| s.segment == segment) {
             Some(summary) if summary.live_chunks > 0 => policy.rank(summary, &context),
@@ -121,6 +146,7 @@ fn survey(
         hot_percent: HOT_PERCENT,
         sample_every,
         offset: state.tick as usize,
+        now_s: lane.ctx.now_s(),
     };
     let survey = Survey::take(&table, &state.recency, &options);
     let summary = |(number, segment): (usize, &Segment)| {
@@ -220,7 +246,8 @@ fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<bool> {
 /// Carries on what must not be lost, and makes that and what was moved durable.
 fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) -> Result<()> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
-    let evicted = plan.drop.len() as u64;
+    let now_s = volume.ctx.now_s();
+    let evicted = plan.drop.iter().filter(|r| r.expiry_s == 0 || r.expiry_s > now_s).count() as u64;
     let carried = carry_on(volume, victim, plan);
     if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
         return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));

@@ -58,6 +58,8 @@ pub(super) struct Segment {
     pub(super) min_seq: u64,
     /// Greatest sequence of its records.
     pub(super) max_seq: u64,
+    /// Unix seconds at which the last of its puts expires: `u64::MAX` where one never does, 0 where there are none.
+    pub(super) last_expiry_s: u64,
     /// A write to it failed: it is sealed with what is good and not used again.
     pub(super) retired: bool,
     /// When it took its last put.
@@ -75,6 +77,7 @@ impl Segment {
             records: Vec::new(),
             min_seq: 0,
             max_seq: 0,
+            last_expiry_s: 0,
             retired: false,
             full_since: None,
         }
@@ -88,7 +91,22 @@ impl Segment {
         }
         self.min_seq = self.min_seq.min(record.sequence);
         self.max_seq = self.max_seq.max(record.sequence);
+        self.last_expiry_s = self.last_expiry_s.max(expiry_of(&record));
         self.records.push(record);
+    }
+
+    /// Whether everything that was stored in it has expired.
+    pub(super) fn has_expired(&self, now_s: u64) -> bool {
+        (1..=now_s).contains(&self.last_expiry_s)
+    }
+}
+
+/// When a put's record stops being served, for the segment's `last_expiry_s`.
+pub(super) fn expiry_of(record: &Record) -> u64 {
+    match (record.kind, record.expiry_s) {
+        (RecordKind::Put, 0) => u64::MAX,
+        (RecordKind::Put, at) => at,
+        _ => 0,
     }
 }
 

@@ -1,9 +1,10 @@
 //! The bound on bytes, and what reclaim must not lose or bring back.
 
 use super::support::*;
-use crate::log::{Log, LogOptions};
+use crate::log::{Clock, Log, LogOptions, PutSpec};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const CAPACITY: u64 = 4 << 20;
 
@@ -142,4 +143,47 @@ fn clear_frees_every_segment() {
     assert_eq!(after.evicted - before.evicted, 0, "nothing live had to go while cleared segments were there");
     let log = crash(log);
     assert!((0..300).all(|n| !has(&log, n)));
+}
+
+/// Unix time that the test sets, in milliseconds.
+struct Fake(AtomicU64);
+
+impl Clock for Fake {
+    fn unix_ms(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn boot_ns(&self) -> u64 {
+        crate::io::boot_clock_ns()
+    }
+}
+
+#[test]
+fn what_has_expired_goes_first_and_a_segment_of_it_at_once() {
+    let dir = temp();
+    let clock = Arc::new(Fake(AtomicU64::new(1_000_000)));
+    let scan_interval = std::time::Duration::from_millis(20);
+    let timed = LogOptions { clock: Arc::clone(&clock) as _, scan_interval, ..small(dir.path()) };
+    let log = Log::open(timed).unwrap();
+    fill(&log, 0..30);
+    log.seal(soon()).unwrap();
+    let short = |n: u64| PutSpec { expiry_s: 1100, ..spec(n) };
+    (100..160).for_each(|n| assert!(store_spec(&log, short(n), n, 0).unwrap()));
+    log.seal(soon()).unwrap();
+    fill(&log, 30..60);
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!(log.stats().chunks, 120);
+    // They were stored later, and are used.
+    assert_eq!(log.lookup(&(100..160).map(key).collect::<Vec<_>>()), 60);
+    let before = log.stats();
+    clock.0.store(1_100_000, Ordering::Relaxed);
+    let end = soon();
+    while log.stats().chunks > 60 {
+        assert!(std::time::Instant::now() < end, "{:?}", log.stats());
+        std::thread::yield_now();
+    }
+    let after = log.stats();
+    assert!(after.reclaimed >= before.reclaimed + 5 && after.evicted == before.evicted, "{after:?}");
+    assert!((0..60).all(|n| has(&log, n)) && (100..160).all(|n| !has(&log, n)));
 }
