@@ -145,6 +145,7 @@ fn publish(own: &Lane, victim: &Victim, old: &Record, moved: Record) -> Result<b
     if let Some((_, slot)) = table.get_slot(&moved.key) {
         state.recency.insert(slot, uses.0, uses.1);
     }
-    state.log_record(moved);
+    // It was worth a move: that must not be forgotten when the cache is opened again.
+    state.log_record(Record { hotness: u32::from(uses.1).max(1), ..moved });
     Ok(true)
 }

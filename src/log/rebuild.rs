@@ -125,7 +125,8 @@ impl<'a> Recovery<'a> {
             cleared_up_to: self.cleared_up_to,
         };
         self.state.ring.set_next(found.next_page);
-        self.state.tick = 1;
+        // After the one of what was used in an earlier life.
+        self.state.tick = 2;
         for (number, segment) in found.segments.into_iter().enumerate() {
             let phase = match segment.state {
                 FoundState::Free => Phase::Absent,

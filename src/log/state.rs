@@ -397,10 +397,14 @@ impl State {
         }
         if is_put {
             self.came(table, shared, entry, record)?;
-            // What recovery finds was used at an unknown time long ago, which is what recency begins with.
+            // What recovery finds was used at an unknown time long ago, which is what recency begins with; but what is known to
+            // have been used was used later than what is not.
             if self.tick > 0 {
                 let tick = self.next_tick(table);
                 self.recency.insert(inserted.slot, tick, 0);
+            } else if record.hotness > 0 || inserted.other.is_some() {
+                let uses = u8::try_from(record.hotness).unwrap_or(u8::MAX);
+                self.recency.insert(inserted.slot, u32::from(uses > 0), uses);
             }
         } else if self.tick > 0 {
             self.recency.forget(inserted.slot);

@@ -187,3 +187,30 @@ fn what_has_expired_goes_first_and_a_segment_of_it_at_once() {
     assert!(after.reclaimed >= before.reclaimed + 5 && after.evicted == before.evicted, "{after:?}");
     assert!((0..60).all(|n| has(&log, n)) && (100..160).all(|n| !has(&log, n)));
 }
+
+/// Logical time of the last use of a key, and how often it was used.
+fn recency(log: &Log, n: u64) -> (u32, u8) {
+    let lane = log.volumes[0].own().unwrap();
+    let slot = lane.table().get_slot(&key(n)).unwrap().1;
+    let state = lane.state().unwrap();
+    state.recency.get(slot)
+}
+
+#[test]
+fn what_was_used_before_a_restart_counts_as_used_later_than_what_was_not() {
+    let dir = temp();
+    let log = open_small(dir.path());
+    fill(&log, 0..5);
+    while recency(&log, 3).1 < 2 {
+        assert_eq!(log.lookup(&[key(3)]), 1);
+        std::thread::yield_now();
+    }
+    log.seal(soon()).unwrap();
+    fill(&log, 5..7);
+    let log = reopen(log);
+    assert_eq!(recency(&log, 3).0, 1);
+    assert!(recency(&log, 3).1 >= 2);
+    assert!([0, 1, 2, 4, 5, 6].iter().all(|n| recency(&log, *n) == (0, 0)));
+    overwrite(&log, 1, 1);
+    assert!(recency(&log, 1).0 >= 2, "after everything of the earlier life");
+}
