@@ -21,6 +21,8 @@ const GROUP_BYTES: usize = 1 << 20;
 /// As [`GROUP_BYTES`], where they do not: through host memory, larger transfers are slower, because the copy of one begins
 /// later and leaves the processor's caches.
 const WHOLE_GROUP_BYTES: usize = 1 << 20;
+/// Reads are kept from piling up in the drive beyond this time: what saturates it at any speed, and no more.
+const READ_LATENCY: Duration = Duration::from_millis(4);
 /// Staging is cut into at least this many slots, where extents allow.
 const LEAST_SLOTS: usize = 8;
 /// Stores under way at once.
@@ -140,6 +142,7 @@ fn io_options(settings: &Settings, pipeline: &PipelineOptions) -> IoOptions {
             IoEngine::Threads => EngineChoice::Threads,
         },
         iodepth: settings.max_concurrent_ops,
+        read_latency: Some(READ_LATENCY),
         block_bytes: settings.block_size,
         // Staging bounds what loads and stores submit; the rest is for the log's own.
         queue_limit: pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256,
