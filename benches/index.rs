@@ -155,7 +155,7 @@ fn lookups(c: &mut Criterion, entries: &[Entry]) {
     group.finish();
     let recency = Recency::new(writer.slots());
     for sample_every in [1, 16] {
-        let options = SurveyOptions { segments: 256, hot_percent: 50, sample_every, offset: 0 };
+        let options = SurveyOptions { segments: 256, hot_percent: 50, sample_every, offset: 0, now_s: 0 };
         c.bench_function(&format!("survey one bucket in {sample_every} of a million entries"), |b| {
             b.iter(|| Survey::take(&writer, &recency, &options));
         });

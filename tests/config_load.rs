@@ -228,3 +228,20 @@ fn the_process_itself_can_be_the_source() {
     assert_eq!(e.kind(), ErrorKind::NotFound);
     assert!(e.to_string().contains("/nonexistent/settings.yaml") && e.advice_text().is_some(), "{e}");
 }
+
+#[test]
+fn missing_huge_pages_are_told_only_to_who_asks_for_them() {
+    let machine = |transparent: &'static str, reserved: &'static str| {
+        move |path: &Path| match path.file_name().and_then(|name| name.to_str()) {
+            Some("enabled") => Ok(transparent.to_owned()),
+            _ => Ok(reserved.to_owned()),
+        }
+    };
+    let warns = |loader: Loader| loader.load().unwrap().1.iter().any(|w| w.kind == WarningKind::NoHugePages);
+    let asked = || Loader::bare().set("hugepages", true);
+    assert!(!warns(Loader::bare().files(machine("always madvise [never]", "0\n"))), "the default is quiet");
+    assert!(warns(asked().files(machine("always madvise [never]", "0\n"))));
+    assert!(!warns(asked().files(machine("always [madvise] never", "0\n"))));
+    assert!(!warns(asked().files(machine("always madvise [never]", "64\n"))));
+    assert!(!warns(Loader::bare().set("hugepages", false).files(machine("always madvise [never]", "0"))));
+}

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use engine_world::{BLOCK, CHUNK, Shape, World, load, matched, prompt, slots, store};
 use forebay::ErrorKind;
-use forebay::config::OnOpenFailure;
+use forebay::config::{DriveSettings, OnOpenFailure, Placement};
 use forebay::engine::{Engine, LoadRequest, METRICS, MissCause, Prompt, SlotMapping};
 use forebay::key::Extra;
 
@@ -92,4 +92,20 @@ fn every_metric_has_a_value_and_a_line_in_the_documentation() {
     };
     let rows: Vec<String> = METRICS.iter().map(row).collect();
     assert_eq!(lines, rows.iter().map(String::as_str).collect(), "docs/metrics.md should hold\n{}", rows.join("\n"));
+}
+
+#[test]
+fn a_drive_that_the_settings_drain_takes_nothing() {
+    let mut w = World::plain();
+    let second = w.path().join("second");
+    let draining = DriveSettings { path: w.path().join("first"), drain: true };
+    w.settings.drives = vec![draining, DriveSettings::new(&second)];
+    w.settings.placement = Placement::Stripe;
+    let engine = w.open();
+    let p = prompt(&engine, 8 * CHUNK, 1);
+    let (a, map) = (w.kv().filled(1), slots(8 * CHUNK, 1));
+    assert_eq!(store(&engine, &p, &a, map).stored, 8);
+    let drives = engine.stats().unwrap().log.drives;
+    assert_eq!((drives[0].draining, drives[0].chunks), (true, 0));
+    assert_eq!((drives[1].draining, drives[1].chunks), (false, 8));
 }

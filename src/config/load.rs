@@ -12,10 +12,12 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::keys::{self, Flatten, Layer};
-use super::warning::{Origin, Warning};
+use super::warning::{Origin, Warning, WarningKind};
 use super::{Settings, validate};
 use crate::error::{Error, ErrorKind, Result};
 
+const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const OWN_PREFIX: &str = "FOREBAY_";
 const LMCACHE_PREFIX: &str = "LMCACHE_";
 const CONFIG_FILE: &str = "CONFIG_FILE";
@@ -124,6 +126,16 @@ impl Loader {
             bad.into_error(origin)
         })?;
         warnings.extend(keys::not_active(&given, &settings));
+        if let Some(given) = given.get("hugepages").filter(|_| settings.hugepages && has_no_huge_pages(&self.files)) {
+            warnings.push(Warning {
+                kind: WarningKind::NoHugePages,
+                key: given.written.clone(),
+                origin: Some(given.origin.clone()),
+                message: "this machine has neither reserved nor transparent huge pages; staging takes ordinary ones"
+                    .to_owned(),
+                advice: format!("reserve some with vm.nr_hugepages, or write `madvise` to {TRANSPARENT}"),
+            });
+        }
         Ok((settings, warnings))
     }
 
@@ -159,6 +171,13 @@ impl Loader {
         }
         Ok(layer.layer)
     }
+}
+
+/// Whether the machine says that it gives no huge pages, reserved or transparent. The default setting asks for them where there
+/// are some; only who asks by himself wants to know that there are none.
+fn has_no_huge_pages(files: &dyn Fn(&Path) -> std::io::Result<String>) -> bool {
+    let never = files(Path::new(TRANSPARENT)).is_ok_and(|text| text.contains("[never]"));
+    never && files(Path::new(RESERVED)).map_or(true, |text| text.trim() == "0")
 }
 
 /// A variable's value: a list or mapping where it looks like one, otherwise its text without the quotes around it.

@@ -67,6 +67,8 @@ pub enum WarningKind {
     FileSystem(FsKind),
     /// A cache directory lets others write.
     Permissions,
+    /// Huge pages are asked for, and the machine has none of either sort.
+    NoHugePages,
 }
 
 /// One finding, with advice.

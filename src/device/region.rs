@@ -127,7 +127,7 @@ impl Region {
         match mmap(mapped_len, libc::MAP_HUGETLB | libc::MAP_HUGE_2MB) {
             Ok(ptr) => Some(Self::made(ptr, len, mapped_len, PageKind::Huge)),
             Err(e) => {
-                tracing::warn!(bytes = mapped_len, error = %e, "no reserved huge pages (vm.nr_hugepages); using transparent ones");
+                tracing::debug!(bytes = mapped_len, error = %e, "no reserved huge pages (vm.nr_hugepages); using transparent ones");
                 None
             }
         }
@@ -165,7 +165,7 @@ impl Region {
         if rc == 0 {
             self.pages = PageKind::Transparent;
         } else {
-            tracing::warn!(error = %io::Error::last_os_error(), "no transparent huge pages; using normal ones");
+            tracing::debug!(error = %io::Error::last_os_error(), "no transparent huge pages; using normal ones");
         }
     }
 

@@ -6,8 +6,8 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
-use crate::io::{Completion, DirectFile, Op, Queue, Rejected, Request};
-use crate::log::{Bad, Chunk, Log, Put, PutOutcome, PutSpec};
+use crate::io::{Buf, Completion, DirectFile, Op, Queue, Rejected, Request};
+use crate::log::{Bad, Chunk, Hold, Log, Put, PutOutcome, PutSpec};
 use crate::pipeline::{Begun, ChunkSink, ChunkSource, MissCause, Refused, ShedCause, Transfer};
 
 /// A chunk that was located; its lease lives as long as this.
@@ -99,13 +99,16 @@ struct LogSink {
     file: Arc<DirectFile>,
     drive: usize,
     slot_offset: u64,
+    hold: Hold,
 }
 
 impl ChunkSink for LogSink {
     fn write(&self, mut transfer: Transfer) -> Result<(), Refused> {
         let put = Arc::clone(&self.put);
         let done = transfer.done;
-        transfer.done = Box::new(move |result, buf| {
+        transfer.buf = self.hold.on(transfer.buf);
+        transfer.done = Box::new(move |result, mut buf: Option<Buf>| {
+            buf.iter_mut().for_each(Buf::part);
             let failed = if result.is_err() { put.lock().take() } else { None };
             if let (Some(put), Err(e)) = (failed, &result) {
                 put.fail(e);
@@ -135,6 +138,7 @@ pub(super) fn begin(log: Arc<Log>, spec: PutSpec) -> Begun {
             file: Arc::clone(put.file()),
             drive: put.drive(),
             slot_offset: put.slot_offset(),
+            hold: put.hold(),
             put: Arc::new(Mutex::new(Some(put))),
             log,
         })),

@@ -40,6 +40,11 @@ impl Engine {
             if pin_ms > 0 {
                 let pin = Duration::from_millis(pin_ms);
                 found.pinned = keys.iter().map_while(|k| log.locate(k, pin)).collect();
+                if found.pinned.len() < keys.len() {
+                    // The rest was reclaimed between the two looks.
+                    found.full_chunks = found.full_chunks.min(found.pinned.len());
+                    found.matched_tokens = found.full_chunks * prompt.chunk_tokens();
+                }
             }
         }
         inner.counters.lookup(prompt.len(), found.matched_tokens, started.elapsed());

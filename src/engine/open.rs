@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{Geometry, LayerKind};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
-use crate::log::{Log, LogOptions, Mode, OnIncompatible, Placement};
+use crate::log::{DriveOptions, Log, LogOptions, Mode, OnIncompatible, Placement};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
@@ -89,23 +89,23 @@ pub(super) fn open_log(options: &EngineOptions, geometry: &Geometry, pipeline: &
     let settings = &options.settings;
     let drives = settings.require_drives()?;
     let (mounts, checks) = (MountTable::read(), DirOptions::from(settings));
-    let (mut capacity_bytes, mut min_free_bytes) = (u64::MAX, 0);
+    let mut log = LogOptions::new(Path::new(""), Arc::new(geometry.clone()));
     for drive in drives {
         for warning in CacheDir::open(&drive.path, &checks, &mounts)?.warnings {
             tracing::warn!("{warning}");
         }
         let (size, _) = file_system_bytes(&drive.path)?;
-        capacity_bytes = capacity_bytes.min(settings.drive_capacity_bytes(size));
-        min_free_bytes = min_free_bytes.max(settings.min_free_bytes(size));
+        log.drives.push(DriveOptions {
+            capacity_bytes: Some(settings.drive_capacity_bytes(size)),
+            min_free_bytes: Some(settings.min_free_bytes(size)),
+            drain: drive.drain,
+        });
     }
-    let mut log = LogOptions::new(Path::new(""), Arc::new(geometry.clone()));
     log.dirs = drives.iter().map(|d| d.path.clone()).collect();
     log.mode = match settings.mode {
         config::Mode::Rw => Mode::ReadWrite,
         config::Mode::Ro => Mode::ReadOnly,
     };
-    log.capacity_bytes = capacity_bytes;
-    log.min_free_bytes = min_free_bytes;
     log.policy = match settings.eviction_policy {
         EvictionPolicy::Fifo => "fifo",
         EvictionPolicy::Lru => "lru",

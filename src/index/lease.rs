@@ -147,6 +147,12 @@ impl Lane {
         self.inner.sweep(env)
     }
 
+    /// Whether anybody holds a lease on a use of a segment.
+    #[must_use]
+    pub fn is_leased(&self, segment: u32, epoch: u32, env: &LeaseEnv<'_>) -> bool {
+        self.inner.lease_on(segment, epoch, env).is_some()
+    }
+
     /// Segments with a lease that has not expired.
     #[must_use]
     pub fn leased_segments(&self, now_ns: u64) -> usize {

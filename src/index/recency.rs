@@ -73,6 +73,8 @@ pub struct SurveyOptions {
     pub sample_every: usize,
     /// Which of them to begin with; vary it.
     pub offset: usize,
+    /// Unix seconds: what has expired by then does not count.
+    pub now_s: u64,
 }
 
 /// What the entries say about their segments.
@@ -94,7 +96,8 @@ impl Survey {
         let mut seen: Vec<(u32, u32, u32)> = Vec::new();
         let mut segments: Vec<SegmentSummary> = Vec::new();
         table.for_each_sample(every, options.offset % every, |slot, entry| {
-            if entry.segment >= options.segments || entry.pages == 0 {
+            let expired = entry.expiry_s != 0 && u64::from(entry.expiry_s) <= options.now_s;
+            if entry.segment >= options.segments || entry.pages == 0 || expired {
                 return;
             }
             let at = entry.segment as usize;

@@ -9,9 +9,11 @@
 )]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -76,14 +78,30 @@ pub unsafe trait MemRegion: Send + Sync + 'static {
     }
 }
 
+/// Something that must last as long as a transfer.
+type Companion = Arc<dyn Any + Send + Sync>;
+
 /// The unique owner of some I/O memory. Dropping it gives the memory back to where it came from.
-pub struct Buf(Box<dyn IoBuf>);
+pub struct Buf(Box<dyn IoBuf>, Option<Companion>);
 
 impl Buf {
     /// Takes over `memory`.
     #[must_use]
     pub fn new(memory: impl IoBuf) -> Self {
-        Self(Box::new(memory))
+        Self(Box::new(memory), None)
+    }
+
+    /// Keeps `companion` for as long as the memory is in use: a queue drops a buffer that it keeps after a time-out when the I/O
+    /// has really ended, and the companion with it.
+    #[must_use]
+    pub fn with(mut self, companion: Companion) -> Self {
+        self.1 = Some(companion);
+        self
+    }
+
+    /// Lets go of what [`with`](Self::with) keeps.
+    pub fn part(&mut self) {
+        self.1 = None;
     }
 
     /// Length in bytes.

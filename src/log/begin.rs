@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Log;
-use super::put::{Put, PutOutcome, Reservation};
+use super::put::{Held, Put, PutOutcome, Reservation};
 use super::spec::PutSpec;
 use super::state::{Need, NoPlace};
 use super::volume::Volume;
@@ -15,7 +15,8 @@ use crate::format::layout::SlotLayout;
 use crate::key::ChunkKey;
 
 impl Log {
-    /// Takes a slot for a chunk or object. Never waits: where no segment is ready the put is shed.
+    /// Takes a slot for a chunk or object. Never waits: where no segment is ready, as for the very first put, it is refused with
+    /// `NoSpace`, and the keeper makes one ready.
     ///
     /// # Errors
     /// `NoSpace` and `Busy`: shed, try later or never. `InvalidInput` for a slot that fits no segment. `Unsupported` in
@@ -90,7 +91,7 @@ impl Log {
             shed.add(1);
             Err(e)
         };
-        let there = |key: &ChunkKey| self.volumes.iter().find(|v| v.find(key).is_some());
+        let there = |key: &ChunkKey| self.volumes.iter().find(|v| v.find_even_if_going(key).is_some());
         // A key lies on one drive only, so that sequences, which are a drive's own, decide between its versions.
         if spec.overwrite
             && let Some(volume) = there(&spec.key)
@@ -145,7 +146,8 @@ impl Log {
         let place = place.inspect_err(|_| self.ctx.sheds.no_space.add(1))?;
         let sequence = volume.shard.next_seq();
         let in_flight = Arc::clone(&self.in_flight);
-        let reservation = Reservation { lane, place, records, key: spec.key, in_flight, ended: false };
+        let held = Held::new(&lane, place, records);
+        let reservation = Reservation { lane, place, held, key: spec.key, in_flight, ended: false };
         match sequence {
             Ok(sequence) => Ok((volume, reservation, sequence)),
             Err(e) => {
@@ -156,23 +158,18 @@ impl Log {
         }
     }
 
-    /// A place without waiting, but for the very first one of a lane: the first segment is made when the first chunk comes,
-    /// and that chunk should not be lost for it.
+    /// A place, if a segment with room is ready: making one ready is the keeper's work.
     fn place_now(&self, volume: &Volume, lane: &super::Lane, need: Need) -> Result<super::state::Place> {
         let shared = lane.shared();
         let mut state = lane.state()?;
         let outcome = state.place(need, shared.as_ref());
-        let is_first = state.segments.iter().all(|s| s.phase == super::state::Phase::Absent);
-        let wake = state.wants_segment();
+        let wake = state.wants_segment() || state.wants_reserve();
         drop(state);
         if wake {
             volume.wake_keeper();
         }
         match outcome {
             Ok(place) => Ok(place),
-            Err(NoPlace::NotReady) if is_first => {
-                super::remove::wait_for_place(volume, lane, need, Instant::now() + FIRST_SEGMENT_WAIT)
-            }
             Err(NoPlace::NotReady) => {
                 lane.work.notify_one();
                 Err(Error::new(ErrorKind::NoSpace, "no free segment is ready").at(&lane.dir))
@@ -183,6 +180,3 @@ impl Log {
         }
     }
 }
-
-/// How long the first put of a lane waits for its first segment.
-const FIRST_SEGMENT_WAIT: Duration = Duration::from_millis(500);

@@ -139,7 +139,10 @@ pub(super) fn unlock(file: &File, path: &Path) -> Result<()> {
 }
 
 /// Bytes that the files below `dir` take on the drive; holes are not counted, symlinks not followed.
-pub(super) fn allocated_below(dir: &Path) -> Result<u64> {
+///
+/// # Errors
+/// `Io` where a directory cannot be read.
+pub fn allocated_below(dir: &Path) -> Result<u64> {
     let mut sum = 0u64;
     let mut open = vec![dir.to_path_buf()];
     while let Some(dir) = open.pop() {

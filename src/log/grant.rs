@@ -44,6 +44,20 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     }
 }
 
+/// Makes more segments ready where these are small: with room that is free, or by reclaim of this process's own.
+pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
+    let Some(lane) = volume.own() else { return };
+    while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.wants_reserve()) {
+        let more = match add_segment(&lane) {
+            Ok(()) => true,
+            Err(e) => e.kind() == ErrorKind::NoSpace && reclaim::reclaim_one(volume),
+        };
+        if !more {
+            return;
+        }
+    }
+}
+
 /// Whether this process's lanes hold so little that orphans of others should go before anything of theirs.
 fn is_poor(volume: &Volume) -> bool {
     let segments = |lane: &Arc<Lane>| {

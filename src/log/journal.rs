@@ -52,8 +52,7 @@ fn work_on(lane: &Arc<Lane>) {
             resubmit(lane);
         }
         if work.grow {
-            let grown = tables::grow(lane);
-            publish_waiting(lane, &grown);
+            publish_waiting(lane, tables::grow(lane));
         }
         let mut outcome = Ok(());
         if work.pages {
@@ -90,7 +89,7 @@ fn wait_for_work(lane: &Lane) -> Option<Work> {
         let retry_later = state.failures > 0 && !hurry;
         let work = Work {
             deferred: !state.deferred.is_empty(),
-            grow: !state.unpublished.is_empty() || tables::wants_growth(lane, &state),
+            grow: tables::wants_growth(lane, &state),
             pages: !state.pending.is_empty() && (full_page || is_due || hurry),
             partial_page: is_due || hurry,
             seal: seal::next_full(lane, &state).is_some(),
@@ -103,7 +102,8 @@ fn wait_for_work(lane: &Lane) -> Option<Work> {
             }
             return Some(work);
         }
-        match due.or_else(|| seal::deadline(lane, &state)) {
+        let grow = state.grow_after.filter(|_| !state.unpublished.is_empty());
+        match due.or_else(|| seal::deadline(lane, &state)).into_iter().chain(grow).min() {
             Some(until) => drop(lane.work.wait_until(&mut state, until)),
             None => lane.work.wait(&mut state),
         }
@@ -130,13 +130,18 @@ fn resubmit(lane: &Lane) {
     }
 }
 
-fn publish_waiting(lane: &Arc<Lane>, grown: &Result<()>) {
+/// Publishes what found the table full, or, where it could not grow, lets it wait until the keeper has made room: only what has
+/// waited for as long as a transfer may take is shed.
+fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
     let waiting = lane.state().map(|mut state| std::mem::take(&mut state.unpublished)).unwrap_or_default();
-    for commit in waiting {
-        match grown {
-            Ok(()) => publish::publish(lane, commit),
-            Err(e) => commit.end(Err(Error::new(ErrorKind::NoSpace, format!("the index is full: {e}")))),
-        }
+    let Err(e) = grown else { return waiting.into_iter().for_each(|commit| publish::publish(lane, commit)) };
+    let patience = lane.ctx.options.io_timeout;
+    let (late, patient): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|commit| commit.age() >= patience);
+    if let Ok(mut state) = lane.state() {
+        state.unpublished.extend(patient);
+    }
+    for commit in late {
+        commit.end(Err(Error::new(ErrorKind::NoSpace, format!("the index is full: {e}"))));
     }
 }
 
@@ -243,9 +248,10 @@ fn put_back(lane: &Lane, records: Vec<Record>) -> Result<()> {
 }
 
 /// Writes a buffer through the drive's queue and waits for it.
-pub(super) fn write(lane: &Lane, file: &Arc<DirectFile>, offset: u64, buf: AlignedBuf) -> Result<()> {
+pub(super) fn write(lane: &Lane, file: &Arc<DirectFile>, offset: u64, buf: impl Into<io::Buf>) -> Result<()> {
+    let buf = buf.into();
     let bytes = buf.len() as u64;
-    let request = Request::write(Arc::clone(file), offset, buf.into(), drop);
+    let request = Request::write(Arc::clone(file), offset, buf, drop);
     wait(lane, request)?;
     if file.id() == lane.index.id() {
         lane.ctx.counters.journal_bytes_written.add(bytes);
@@ -274,7 +280,10 @@ fn wait(lane: &Lane, request: Request) -> Result<()> {
     let mut request = request.timeout(timeout);
     loop {
         let (tx, rx) = crossbeam_channel::bounded(1);
-        request.done = Box::new(move |c: io::Completion| drop(tx.send(c.result)));
+        request.done = Box::new(move |c: io::Completion| {
+            drop(c.buf);
+            drop(tx.send(c.result));
+        });
         let Err(rejected) = lane.io.write.submit(request) else {
             let lost = || Err(Error::new(ErrorKind::Internal, "an I/O queue lost a request"));
             return rx.recv().unwrap_or_else(|_| lost());
@@ -326,9 +335,10 @@ pub(super) fn flush(lane: &Lane, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     let last = state.next_ticket;
     while state.commits.first().is_some_and(|ticket| *ticket <= last) {
-        if lane.progress.wait_for(&mut state, Duration::from_millis(1)).timed_out() && Instant::now() >= deadline {
+        if Instant::now() >= deadline {
             return Err(late(lane));
         }
+        lane.progress.wait_for(&mut state, Duration::from_millis(1));
     }
     flush_records(lane, state, deadline)
 }

@@ -23,6 +23,7 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
         }
         keeper.drain_touches(volume);
         grant::keep_ready(volume, stop);
+        grant::keep_reserve(volume, stop);
         if keeper.last_scan.elapsed() >= volume.ctx.options.scan_interval {
             keeper.last_scan = Instant::now();
             keeper.scan(volume);
@@ -76,6 +77,7 @@ impl Keeper {
         if let Err(e) = remove::forget_cleared(volume) {
             tracing::warn!(drive = %volume.root.display(), error = %e, "what was cleared still takes room");
         }
+        reclaim::reclaim_expired(volume);
         reclaim::reclaim_dead(volume, Role::Adopted);
         orphans::remove_empty_lanes(volume);
         hunger::feed(volume);

@@ -68,7 +68,7 @@ impl Surroundings {
     pub(super) fn create(&self, dir: &Path) -> Result<LaneFiles> {
         let options = &self.ctx.options;
         let geometry = &options.geometry;
-        let sizes = Sizes::plan(options)?;
+        let sizes = Sizes::plan(options, self.capacity_bytes())?;
         let index = DirectFile::open(dir.join(paths::INDEX), FileOptions::create())?;
         let data = DirectFile::open(dir.join(paths::DATA), FileOptions::create())?;
         index.set_len(0)?;
@@ -143,6 +143,11 @@ impl Surroundings {
         }
     }
 
+    /// The drive's capacity.
+    fn capacity_bytes(&self) -> u64 {
+        self.budget.as_ref().map_or(self.ctx.options.capacity_bytes, |b| b.capacity_bytes())
+    }
+
     fn check(&self, sb: &Superblock, dir: &Path, write: bool) -> Result<()> {
         let geometry = &self.ctx.options.geometry;
         let advice = "choose another cache_dir, or set on_incompatible: recreate to lose this cache";
@@ -163,7 +168,8 @@ impl Surroundings {
     pub(super) fn open_held(&self, candidate: Candidate, files: LaneFiles, role: Role) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
-        let shared = tables::shared_state(ctx, &candidate.dir, max_segments(ctx, &superblock, data.len()?))?;
+        let shared =
+            tables::shared_state(ctx, &candidate.dir, max_segments(self.capacity_bytes(), &superblock, data.len()?))?;
         let reader = Reader::survey(&index, &data, &superblock)?;
         let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
@@ -266,8 +272,8 @@ pub(super) fn write_superblock(index: &DirectFile, superblock: &Superblock) -> R
 }
 
 /// Segments the lane may get: what the capacity allows, and what it has.
-fn max_segments(ctx: &Ctx, sb: &Superblock, data_bytes: u64) -> u32 {
-    let allowed = ctx.options.capacity_bytes.div_ceil(sb.segment_bytes).saturating_add(8);
+fn max_segments(capacity_bytes: u64, sb: &Superblock, data_bytes: u64) -> u32 {
+    let allowed = capacity_bytes.div_ceil(sb.segment_bytes).saturating_add(8);
     let there = data_bytes.div_ceil(sb.segment_bytes).saturating_add(8);
     u32::try_from(allowed.max(there).min(1 << 24)).unwrap_or(1 << 24)
 }

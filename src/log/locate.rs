@@ -18,7 +18,7 @@ use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
 use crate::format::record::KeyKind;
 use crate::format::slot::SlotHeader;
-use crate::index::{Entry, EntryKind, LeaseRefused};
+use crate::index::{self, Entry, EntryKind, LeaseRefused, SegmentState};
 use crate::key::ChunkKey;
 
 /// Keys looked up at once, so that a long prompt that misses early costs little.
@@ -67,6 +67,12 @@ impl Visibility {
 impl Volume {
     /// The newest version of a key on this drive, if it may be served.
     pub(super) fn find(&self, key: &ChunkKey) -> Option<(Arc<Lane>, Entry)> {
+        let (lane, entry) = self.find_even_if_going(key)?;
+        is_staying(lane.shared().as_ref(), &entry).then_some((lane, entry))
+    }
+
+    /// As [`find`](Self::find), also in a segment that reclaim is just emptying.
+    pub(super) fn find_even_if_going(&self, key: &ChunkKey) -> Option<(Arc<Lane>, Entry)> {
         let lanes = self.lanes();
         let newest = newest(&lanes, key)?;
         let lane = lanes.all.get(newest.lane)?;
@@ -75,7 +81,7 @@ impl Volume {
 
     /// Whether this entry is what [`find`](Self::find) finds.
     pub(super) fn is_newest(&self, key: &ChunkKey, entry: &Entry) -> bool {
-        self.find(key).is_some_and(|(_, e)| e.seq == entry.seq)
+        self.find_even_if_going(key).is_some_and(|(_, e)| e.seq == entry.seq)
     }
 
     /// Whether any lane has a version of the key that is not removed, cleared or not.
@@ -98,8 +104,10 @@ impl Volume {
             });
         }
         let mut touched: Vec<Vec<ChunkKey>> = vec![Vec::new(); lanes.all.len()];
+        let shared: Vec<_> = lanes.all.iter().map(|lane| lane.shared()).collect();
         for ((key, newest), hit) in keys.iter().zip(all).zip(hits) {
-            let Some(newest) = newest.filter(|n| visible.shows(&n.entry)) else { continue };
+            let stays = |n: &Newest| is_staying(shared.get(n.lane).and_then(Option::as_ref), &n.entry);
+            let Some(newest) = newest.filter(|n| visible.shows(&n.entry) && stays(n)) else { continue };
             *hit = true;
             if let Some(list) = touched.get_mut(newest.lane) {
                 list.push(*key);
@@ -109,6 +117,14 @@ impl Volume {
             touch(lane, &keys);
         }
     }
+}
+
+/// Whether a load would get a lease on the entry: reclaim has not condemned its segment. The same mark decides about leases, so
+/// that a lookup promises nothing that a load does not find. Where there is no mark, leases are not given anyway.
+fn is_staying(shared: Option<&index::Lane>, entry: &Entry) -> bool {
+    shared
+        .and_then(|s| s.segment(entry.segment))
+        .is_none_or(|view| view.epoch == entry.epoch && matches!(view.state, SegmentState::Open | SegmentState::Sealed))
 }
 
 fn newest(lanes: &Lanes, key: &ChunkKey) -> Option<Newest> {
@@ -281,7 +297,12 @@ impl Log {
             Bad::Io => volume.health.note_error(ErrorKind::Io),
             Bad::TimedOut => return volume.health.note_error(ErrorKind::TimedOut),
         }
-        remove::hide_version(volume, &chunk.key, chunk.sequence);
+        // Reclaim may have moved it away from under a load without a lease: then the copy is good.
+        let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
+        let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
+        if volume.find(&chunk.key).is_some_and(|(lane, e)| lane.number == chunk.lane.number && is_here(&e)) {
+            remove::hide_version(volume, &chunk.key, chunk.sequence);
+        }
     }
 }
 

@@ -60,11 +60,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+pub use budget::allocated_below;
 pub use chunk::{Bad, Chunk};
 pub use clock::{Clock, SystemClock};
 pub use lane::Lane;
-pub use options::{DriveFactory, LogOptions, Mode, OnIncompatible, Placement};
-pub use put::{Put, PutDone, PutOutcome};
+pub use options::{DriveFactory, DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
+pub use put::{Hold, Put, PutDone, PutOutcome};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};
 
@@ -184,6 +185,12 @@ impl Log {
         for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
             lane.release();
         }
+    }
+
+    /// Segments that are ready for puts.
+    #[cfg(test)]
+    fn ready_segments(&self) -> usize {
+        self.volumes.iter().filter_map(|v| v.own()).filter_map(|l| Some(l.state().ok()?.ready.len())).sum()
     }
 
     fn stop_threads(&self, abandon: bool) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::journal;
 use super::lane::Lane;
 use super::pack;
-use super::put::{aligned, encode_header};
+use super::put::{Held, Hold, aligned, encode_header};
 use super::reclaim::Victim;
 use super::spec::Member;
 use super::state::{Need, Place};
@@ -37,17 +37,18 @@ pub(super) fn move_slot(volume: &Volume, own: &Arc<Lane>, victim: &Victim, recor
     let need = Need { pages: record.pages, align, records: records.len(), control: false };
     let shared = own.shared();
     let Ok(place) = own.state()?.place(need, shared.as_ref()) else { return Ok(false) };
-    let outcome = rewrite(own, place, (slot.as_slice(), header_offset), &mut header, records).and_then(|header_crc| {
-        let mut moved = 0;
-        for old in records {
-            let (segment, epoch, page) = (place.segment, place.epoch, place.page);
-            let new = Record { segment, epoch, page, header_crc, ..*old };
-            moved += u64::from(publish(own, victim, old, new)?);
-        }
-        Ok(moved)
-    });
-    own.state()?.end_put(place, records.len());
-    own.work.notify_one();
+    let hold = Hold(Held::new(own, place, records.len()));
+    let outcome =
+        rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header, records).and_then(|header_crc| {
+            let mut moved = 0;
+            for old in records {
+                let (segment, epoch, page) = (place.segment, place.epoch, place.page);
+                let new = Record { segment, epoch, page, header_crc, ..*old };
+                moved += u64::from(publish(own, victim, old, new)?);
+            }
+            Ok(moved)
+        });
+    drop(hold);
     let moved = outcome?;
     if moved > 0 {
         volume.ctx.counters.moved.add(moved);
@@ -81,7 +82,7 @@ fn verify(slot: &[u8], header: &SlotHeader) -> Result<()> {
 
 fn rewrite(
     own: &Lane,
-    place: Place,
+    (place, hold): (Place, &Hold),
     (slot, header_offset): (&[u8], usize),
     header: &mut SlotHeader,
     records: &[Record],
@@ -110,7 +111,7 @@ fn rewrite(
     let to = bytes.get_mut(header_offset..first).filter(|to| to.len() == page.len());
     to.ok_or_else(|| Error::new(ErrorKind::Corrupt, "a slot's header does not end at its first extent"))?
         .copy_from_slice(&page);
-    journal::write(own, &Arc::clone(&own.data), own.slot_offset(place.segment, place.page), bytes)?;
+    journal::write(own, &Arc::clone(&own.data), own.slot_offset(place.segment, place.page), hold.on(bytes.into()))?;
     Ok(header_crc)
 }
 
@@ -144,6 +145,7 @@ fn publish(own: &Lane, victim: &Victim, old: &Record, moved: Record) -> Result<b
     if let Some((_, slot)) = table.get_slot(&moved.key) {
         state.recency.insert(slot, uses.0, uses.1);
     }
-    state.log_record(moved);
+    // It was worth a move: that must not be forgotten when the cache is opened again.
+    state.log_record(Record { hotness: u32::from(uses.1).max(1), ..moved });
     Ok(true)
 }

@@ -43,11 +43,24 @@ pub enum Placement {
 /// Makes the queues of a drive: its number, its directory, the settings. Tests put faulty queues in here.
 pub type DriveFactory = Arc<dyn Fn(usize, &Path, &IoOptions) -> Result<io::Drive> + Send + Sync>;
 
+/// What holds for one drive only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct DriveOptions {
+    /// Most bytes on this drive; `None` for [`LogOptions::capacity_bytes`].
+    pub capacity_bytes: Option<u64>,
+    /// Least bytes to leave free on its file system; `None` for [`LogOptions::min_free_bytes`].
+    pub min_free_bytes: Option<u64>,
+    /// It takes no new chunks, and reclaim writes none again; what it holds is served.
+    pub drain: bool,
+}
+
 /// Settings of a log.
 #[derive(Clone)]
 pub struct LogOptions {
     /// Cache directories, one per drive; their order does not matter.
     pub dirs: Vec<PathBuf>,
+    /// What is different for some of the drives, in the order of `dirs`; may be shorter.
+    pub drives: Vec<DriveOptions>,
     /// What a chunk is.
     pub geometry: Arc<Geometry>,
     /// Whether to write.
@@ -88,11 +101,17 @@ pub struct LogOptions {
 }
 
 impl LogOptions {
+    /// What holds for drive `number`.
+    pub(super) fn drive(&self, number: usize) -> DriveOptions {
+        self.drives.get(number).copied().unwrap_or_default()
+    }
+
     /// Settings for one drive at `dir`: read and write, 64 GiB, everything else as documented defaults.
     #[must_use]
     pub fn new(dir: impl Into<PathBuf>, geometry: Arc<Geometry>) -> Self {
         Self {
             dirs: vec![dir.into()],
+            drives: Vec::new(),
             geometry,
             mode: Mode::default(),
             capacity_bytes: 64 << 30,

@@ -4,6 +4,7 @@
 //! only into a segment that still takes records.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::lane::Lane;
 use super::put::{PutDone, Reservation};
@@ -19,6 +20,7 @@ pub(super) struct Commit {
     records: Vec<Record>,
     slot_bytes: u64,
     ticket: u64,
+    begun: Instant,
     done: Option<PutDone>,
 }
 
@@ -34,7 +36,12 @@ impl Commit {
             state.commits.insert(ticket);
             ticket
         });
-        Self { reservation, records, slot_bytes, ticket, done: Some(done) }
+        Self { reservation, records, slot_bytes, ticket, begun: Instant::now(), done: Some(done) }
+    }
+
+    /// How long ago its caller committed it.
+    pub(super) fn age(&self) -> Duration {
+        self.begun.elapsed()
     }
 
     pub(super) fn end(mut self, result: Result<()>) {
@@ -50,9 +57,6 @@ impl Commit {
         let done = self.done.take()?;
         if let Ok(mut state) = self.reservation.lane.state() {
             state.commits.remove(&self.ticket);
-            if !self.reservation.ended {
-                state.end_put(self.reservation.place, self.reservation.records);
-            }
         }
         if !published && !self.reservation.ended {
             self.reservation.lane.ctx.counters.puts_aborted.add(1);
@@ -115,7 +119,7 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
     for record in &commit.records {
         state.log_record(*record);
     }
-    state.end_put(place, commit.reservation.records);
+    commit.reservation.held.end(state);
     commit.reservation.ended = true;
     if state.pending.len() >= RECORDS_PER_PAGE || state.pending.len() <= commit.records.len() {
         lane.work.notify_one();
@@ -160,6 +164,6 @@ impl Lane {
 
 /// Answers a request that no queue took.
 pub(super) fn refuse(request: Request, error: Error) {
-    let now = std::time::Instant::now();
+    let now = Instant::now();
     (request.done)(crate::io::Completion { result: Err(error), buf: request.buf, submitted: now, finished: now });
 }

@@ -1,6 +1,7 @@
 //! A slot being written: from its allocation to the write of its header. `publish` goes on from there.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -10,12 +11,12 @@ use super::lane::Lane;
 use super::pack;
 use super::publish::{self, Commit};
 use super::spec::PutSpec;
-use super::state::{HalfKey, Place, half};
+use super::state::{HalfKey, Place, State, half};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::format::record::{Record, RecordKind};
 use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY, TLV_TOKEN_IDS};
-use crate::io::{AlignedBuf, DirectFile, Request};
+use crate::io::{AlignedBuf, Buf, DirectFile, Request};
 use crate::key::ChunkKey;
 
 /// Told once whether a put was published.
@@ -62,24 +63,35 @@ impl InFlight {
     }
 }
 
-/// A place in a segment, given back when dropped: the segment may be sealed when none of its places is held.
+/// A place in a segment, given back when dropped: the segment may be sealed, and later reclaimed, when none of its places is
+/// held. Every write to the place has a share in it, which ends when the drive has really ended the write: what is written
+/// after a time-out can so not land in a later use of the segment.
 #[derive(Debug)]
-pub(super) struct Reservation {
-    pub(super) lane: Arc<Lane>,
-    pub(super) place: Place,
-    pub(super) records: usize,
-    pub(super) key: ChunkKey,
-    pub(super) in_flight: Arc<InFlight>,
-    pub(super) ended: bool,
+pub(super) struct Held {
+    lane: Arc<Lane>,
+    place: Place,
+    records: usize,
+    ended: AtomicBool,
 }
 
-impl Drop for Reservation {
+impl Held {
+    pub(super) fn new(lane: &Arc<Lane>, place: Place, records: usize) -> Arc<Self> {
+        Arc::new(Self { lane: Arc::clone(lane), place, records, ended: AtomicBool::new(false) })
+    }
+
+    /// Gives the place back under the lane's lock, as nothing is being written to it any more.
+    pub(super) fn end(&self, state: &mut State) {
+        if !self.ended.swap(true, Ordering::Relaxed) {
+            state.end_put(self.place, self.records);
+        }
+    }
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
-        self.in_flight.end(&self.key);
-        if self.ended {
+        if *self.ended.get_mut() {
             return;
         }
-        self.lane.ctx.counters.puts_aborted.add(1);
         if let Ok(mut state) = self.lane.state() {
             state.end_put(self.place, self.records);
         }
@@ -87,8 +99,42 @@ impl Drop for Reservation {
     }
 }
 
+/// A share in the place of a put, for its writes: a buffer that carries it ([`Buf::with`](crate::io::Buf::with)) keeps the place
+/// from being used again until its I/O has ended, also where nobody waits for that any more.
+#[derive(Clone, Debug)]
+pub struct Hold(pub(super) Arc<Held>);
+
+impl Hold {
+    /// The buffer of a write to the place.
+    #[must_use]
+    pub fn on(&self, buf: Buf) -> Buf {
+        buf.with(Arc::clone(&self.0) as _)
+    }
+}
+
+/// A put's place and its claim on its key.
+#[derive(Debug)]
+pub(super) struct Reservation {
+    pub(super) lane: Arc<Lane>,
+    pub(super) place: Place,
+    pub(super) held: Arc<Held>,
+    pub(super) key: ChunkKey,
+    pub(super) in_flight: Arc<InFlight>,
+    /// It was published, or counted as aborted.
+    pub(super) ended: bool,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.in_flight.end(&self.key);
+        if !self.ended {
+            self.lane.ctx.counters.puts_aborted.add(1);
+        }
+    }
+}
+
 /// A slot to write. The caller writes every extent (padded, padding zero) through `log.drive(put.drive()).write`, and commits when
-/// all of them have completed with their full length. Dropping it aborts: nothing becomes visible, the space is lost until
+/// all of them have completed with their full length. Their buffers carry the put's [`hold`](Put::hold). Dropping it aborts: nothing becomes visible, the space is lost until
 /// its segment is reclaimed.
 #[derive(Debug)]
 pub struct Put {
@@ -125,6 +171,12 @@ impl Put {
         self.reservation.lane.slot_offset(self.reservation.place.segment, self.reservation.place.page)
     }
 
+    /// A share in the slot, for the writes of its extents.
+    #[must_use]
+    pub fn hold(&self) -> Hold {
+        Hold(Arc::clone(&self.reservation.held))
+    }
+
     /// Where the extents lie within the slot.
     #[must_use]
     pub fn layout(&self) -> &SlotLayout {
@@ -151,16 +203,18 @@ impl Put {
             }
         };
         let records = self.records(header_crc);
+        let buf = self.hold().on(buf.into());
         let offset = self.slot_offset() + u64::from(self.layout.header_offset);
         let lane = Arc::clone(&self.reservation.lane);
         let bytes = self.layout.slot_bytes;
         let commit = Commit::begin(self.reservation, records, bytes, done);
         let health = self.health;
         let finish = move |c: crate::io::Completion| {
+            drop(c.buf);
             health.note(&c.result);
             publish::finish(commit, c.result);
         };
-        let request = Request::write(Arc::clone(&lane.data), offset, buf.into(), finish);
+        let request = Request::write(Arc::clone(&lane.data), offset, buf, finish);
         lane.submit_write(request.timeout(lane.ctx.options.io_timeout));
     }
 

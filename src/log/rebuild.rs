@@ -5,7 +5,7 @@ use super::lane_open::Summary;
 use super::recover::{self, FoundState};
 use super::ring::Ring;
 use super::sizes;
-use super::state::{Phase, Segment, State, entry_of};
+use super::state::{Phase, Segment, State, entry_of, expiry_of};
 use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::Record;
@@ -14,6 +14,8 @@ use crate::index::{self, Entry, Inserted, Recency, SegmentState, Table};
 
 /// Records entered at once: the table's memory is fetched ahead within a batch.
 const BATCH: usize = 512;
+/// Segments are numbered with 24 bits.
+const MAX_SEGMENTS: u32 = 1 << 24;
 
 /// Builds table and state from the records of a recovery.
 pub(super) struct Recovery<'a> {
@@ -23,6 +25,8 @@ pub(super) struct Recovery<'a> {
     state: State,
     mount_generation: u64,
     cleared_up_to: u64,
+    /// By segment, when the last of its puts expires.
+    expiries: Vec<u64>,
     batch: Vec<(Record, Entry)>,
 }
 
@@ -42,7 +46,16 @@ impl<'a> Recovery<'a> {
             }
         }
         let batch = Vec::with_capacity(BATCH);
-        Self { ctx, table, shared, state, mount_generation: sb.mount_generation, cleared_up_to: 0, batch }
+        Self {
+            ctx,
+            table,
+            shared,
+            state,
+            mount_generation: sb.mount_generation,
+            cleared_up_to: 0,
+            expiries: Vec::new(),
+            batch,
+        }
     }
 
     /// Takes a record; it enters the table with the next batch.
@@ -52,8 +65,19 @@ impl<'a> Recovery<'a> {
             self.state.note_clear(record);
             return Ok(());
         };
+        self.note_expiry(record);
         self.batch.push((*record, entry));
         if self.batch.len() >= BATCH { self.enter() } else { Ok(()) }
+    }
+
+    fn note_expiry(&mut self, record: &Record) {
+        let segment = record.segment as usize;
+        if segment >= self.expiries.len() && record.segment < MAX_SEGMENTS {
+            self.expiries.resize(segment + 1, 0);
+        }
+        if let Some(last) = self.expiries.get_mut(segment) {
+            *last = expiry_of(record).max(*last);
+        }
     }
 
     /// Enters the batch. What finds no place in the table, which was made for all records (only an unlucky spread can fill a
@@ -101,7 +125,8 @@ impl<'a> Recovery<'a> {
             cleared_up_to: self.cleared_up_to,
         };
         self.state.ring.set_next(found.next_page);
-        self.state.tick = 1;
+        // After the one of what was used in an earlier life.
+        self.state.tick = 2;
         for (number, segment) in found.segments.into_iter().enumerate() {
             let phase = match segment.state {
                 FoundState::Free => Phase::Absent,
@@ -118,6 +143,7 @@ impl<'a> Recovery<'a> {
                 epoch: segment.epoch,
                 min_seq: segment.min_sequence,
                 max_seq: segment.max_sequence,
+                last_expiry_s: self.expiries.get(number).copied().unwrap_or(0),
                 records: segment.records,
                 ..Segment::absent()
             });

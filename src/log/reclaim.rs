@@ -1,8 +1,9 @@
 //! Giving up a segment so that its space can be used again.
 //!
 //! The order is the protocol, each step a function of its own:
-//! 1. *condemn*: nobody gets a lease any more; a segment with a lease is left alone;
-//! 2. *move* what the policy wants to keep, with its sequence, to the open segment;
+//! 1. *move* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served;
+//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is left alone. Lookups and loads
+//!    look at the same mark, so that a lookup finds nothing that a load would not;
 //! 3. *carry on* tombstones and clears that older recoverable records still need, and write new ones for keys whose newest version
 //!    goes while an older one could still be recovered;
 //! 4. *flush* what was written;
@@ -88,6 +89,29 @@ pub(super) fn reclaim_dead(volume: &Volume, role: Role) {
     }
 }
 
+/// Reclaims the segments of which everything has expired, without waiting until their room is needed.
+pub(super) fn reclaim_expired(volume: &Volume) {
+    for lane in volume.lanes().held() {
+        for segment in expired_segments(lane) {
+            let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
+            let victim = Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default() };
+            if let Err(e) = reclaim(volume, &victim) {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
+                return;
+            }
+        }
+    }
+}
+
+/// Sealed segments of which everything has expired.
+fn expired_segments(lane: &Lane) -> Vec<u32> {
+    let now_s = lane.ctx.now_s();
+    let Ok(state) = lane.state() else { return Vec::new() };
+    let segments = (0u32..).zip(&state.segments);
+    let over = segments.filter(|(_, s)| s.phase == Phase::Sealed && s.pending == 0 && s.has_expired(now_s));
+    over.map(|(number, _)| number).collect()
+}
+
 /// The next victim among the sealed segments of all lanes that this process holds.
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let policy = index::by_name(&volume.ctx.options.policy)?;
@@ -97,7 +121,9 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
         let (sealed, context) = survey(lane, refused, sample_every).ok()?;
         // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared counts do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
-        let empty = sealed.iter().find(|s| s.live_chunks == 0 && live(s) == 0).map(|s| s.segment);
+        let expired = expired_segments(lane);
+        let is_dead = |s: &&SegmentSummary| s.live_chunks == 0 && (live(s) == 0 || expired.contains(&s.segment));
+        let empty = sealed.iter().find(is_dead).map(|s| s.segment);
         let Some(segment) = empty.or_else(|| index::victim(&*policy, &sealed, &context)) else { continue };
         let rank = match sealed.iter().find(|s| s.segment == segment) {
             Some(summary) if summary.live_chunks > 0 => policy.rank(summary, &context),
@@ -123,11 +149,13 @@ fn survey(
         hot_percent: HOT_PERCENT,
         sample_every,
         offset: state.tick as usize,
+        now_s: lane.ctx.now_s(),
     };
     let survey = Survey::take(&table, &state.recency, &options);
     let summary = |(number, segment): (usize, &Segment)| {
         let number = number as u32;
-        if segment.phase != Phase::Sealed || refused.contains(&(lane.number, number)) {
+        // What a put still writes, late as it may be, must not land in another use of the segment.
+        if segment.phase != Phase::Sealed || segment.pending > 0 || refused.contains(&(lane.number, number)) {
             return None;
         }
         let found = survey.segments.binary_search_by_key(&number, |s| s.segment).ok();
@@ -140,19 +168,24 @@ fn survey(
 
 /// Reclaims one segment; false if somebody leases it.
 fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
+    if is_leased(volume, victim) {
+        return Ok(false);
+    }
+    let records = records_of(victim)?;
+    let mut plan = plan(volume, victim, &records)?;
+    let moved = keep(volume, victim, &mut plan)?;
     if !condemn(volume, victim)? {
         return Ok(false);
     }
-    let outcome = empty(volume, victim).and_then(|records| {
-        write_free(&victim.lane, victim)?;
-        if let Err(e) = mark_free(&victim.lane, victim) {
-            // Only a rebuild that has lost the index would have needed it.
-            tracing::debug!(lane = %victim.lane.dir.display(), error = %e, "a free segment was not marked");
-        }
-        Ok(records)
-    });
+    let outcome = empty(volume, victim, (plan, moved)).and_then(|()| write_free(&victim.lane, victim));
+    if outcome.is_ok()
+        && let Err(e) = mark_free(&victim.lane, victim)
+    {
+        // Only a rebuild that has lost the index would have needed it.
+        tracing::debug!(lane = %victim.lane.dir.display(), error = %e, "a free segment was not marked");
+    }
     match outcome {
-        Ok(records) => {
+        Ok(()) => {
             forget(&victim.lane, victim, &records)?;
             hand_over(volume, victim)?;
             Ok(true)
@@ -164,7 +197,13 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     }
 }
 
-/// Nobody gets a lease on it from here on, unless somebody has one.
+/// Whether it would be condemned in vain.
+fn is_leased(volume: &Volume, victim: &Victim) -> bool {
+    let shared = victim.lane.shared();
+    shared.is_some_and(|s| volume.ctx.with_lease_env(|env| s.is_leased(victim.segment, victim.epoch, env)))
+}
+
+/// Nobody finds anything in it or gets a lease on it from here on, unless somebody has one.
 fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
     let mut state = victim.lane.state()?;
     let Some(segment) = state.segment(victim.segment) else { return Ok(false) };
@@ -193,12 +232,13 @@ fn pardon(victim: &Victim) -> Result<()> {
     Ok(())
 }
 
-/// Moves, carries on, and makes that durable. Returns the segment's records.
-fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
+/// Writes again what is worth it, but not on a drive that drains; the rest is dropped. Whether anything was written.
+fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<bool> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
-    let records = records_of(victim)?;
-    let mut plan = plan(volume, victim, &records)?;
     let mut written = false;
+    if volume.is_draining() {
+        plan.drop.extend(std::mem::take(&mut plan.keep).into_iter().flatten());
+    }
     for slot in std::mem::take(&mut plan.keep) {
         match moves::move_slot(volume, &own, victim, &slot) {
             Ok(true) => written = true,
@@ -209,7 +249,14 @@ fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
             }
         }
     }
-    let evicted = plan.drop.len() as u64;
+    Ok(written)
+}
+
+/// Carries on what must not be lost, and makes that and what was moved durable.
+fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) -> Result<()> {
+    let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
+    let now_s = volume.ctx.now_s();
+    let evicted = plan.drop.iter().filter(|r| r.expiry_s == 0 || r.expiry_s > now_s).count() as u64;
     let carried = carry_on(volume, victim, plan);
     if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
         return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));
@@ -222,7 +269,7 @@ fn empty(volume: &Volume, victim: &Victim) -> Result<Vec<Record>> {
         journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
     }
     volume.ctx.counters.evicted.add(evicted);
-    Ok(records)
+    Ok(())
 }
 
 /// The segment's records: from its region, or, where that is damaged, as far as the table knows them.

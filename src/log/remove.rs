@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::lane::{Lane, Role};
-use super::put::aligned;
+use super::put::{Held, Hold, aligned};
 use super::state::{Need, NoPlace, Place, State};
 use super::volume::Volume;
 use super::{Log, grant, journal, reclaim};
@@ -206,7 +206,8 @@ pub(super) fn write_control(
     for r in &mut records {
         (r.segment, r.epoch, r.page, r.pages) = (place.segment, place.epoch, place.page, layout.pages());
     }
-    let written = write_slot(lane, place, &layout, &records);
+    let hold = Hold(Held::new(lane, place, records.len()));
+    let written = write_slot(lane, (place, &hold), &layout, &records);
     let mut state = lane.state()?;
     if state.takes_records(place.segment, place.epoch) {
         for r in &records {
@@ -215,13 +216,12 @@ pub(super) fn write_control(
             state.log_record(*r);
         }
     }
-    state.end_put(place, records.len());
     drop(state);
-    lane.work.notify_one();
+    drop(hold);
     written.map(|()| records)
 }
 
-fn write_slot(lane: &Lane, place: Place, layout: &SlotLayout, records: &[Record]) -> Result<()> {
+fn write_slot(lane: &Lane, (place, hold): (Place, &Hold), layout: &SlotLayout, records: &[Record]) -> Result<()> {
     let header = SlotHeader {
         created_ms: lane.ctx.options.clock.unix_ms(),
         sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
@@ -235,7 +235,7 @@ fn write_slot(lane: &Lane, place: Place, layout: &SlotLayout, records: &[Record]
     };
     let (bytes, _) = header.encode(layout)?;
     let offset = lane.slot_offset(place.segment, place.page) + u64::from(layout.header_offset);
-    journal::write(lane, &Arc::clone(&lane.data), offset, aligned(&bytes)?)
+    journal::write(lane, &Arc::clone(&lane.data), offset, hold.on(aligned(&bytes)?.into()))
 }
 
 /// A place in the open segment; where none is ready, waits for the keeper to make one so.

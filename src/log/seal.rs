@@ -11,9 +11,12 @@ use super::lane::Lane;
 use super::put::aligned;
 use super::state::{Phase, State};
 use crate::error::Result;
-use crate::format::record::Record;
+use crate::format::record::{Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader};
 use crate::index::SegmentState;
+
+/// Records whose uses are read under one hold of the lane's lock.
+const USES_AT_ONCE: usize = 256;
 
 /// A full segment that may be sealed now.
 pub(super) fn next_full(lane: &Lane, state: &State) -> Option<u32> {
@@ -51,6 +54,8 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
         s.phase = Phase::Sealing;
         (s.epoch, std::mem::take(&mut s.records))
     };
+    let mut records = records;
+    note_uses(lane, &mut records);
     let header = region_header(lane, (segment, epoch), &records);
     let outcome = flush_data(lane)
         .and_then(|()| write_region(lane, segment, &header, &records))
@@ -77,6 +82,27 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
     lane.ctx.counters.sealed.add(1);
     lane.progress.notify_all();
     Ok(())
+}
+
+/// Enters how often each chunk has been used since it was stored, for the order of reclaim after the next opening.
+fn note_uses(lane: &Lane, records: &mut [Record]) {
+    let table = lane.table();
+    for some in records.chunks_mut(USES_AT_ONCE) {
+        let slots: Vec<Option<u32>> = some
+            .iter()
+            .map(|r| {
+                table
+                    .get_slot(&r.key)
+                    .filter(|(e, _)| e.seq == r.sequence && e.segment == r.segment)
+                    .map(|(_, slot)| slot)
+            })
+            .collect();
+        let Ok(state) = lane.state() else { return };
+        for (record, slot) in some.iter_mut().zip(slots).filter(|(r, _)| r.kind == RecordKind::Put) {
+            let uses = slot.map_or(0, |slot| state.recency.get(slot).1);
+            record.hotness = record.hotness.max(u32::from(uses));
+        }
+    }
 }
 
 /// The region's first page for these records.

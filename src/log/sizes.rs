@@ -27,12 +27,12 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub(super) fn plan(options: &LogOptions) -> Result<Self> {
+    pub(super) fn plan(options: &LogOptions, capacity_bytes: u64) -> Result<Self> {
         let slot = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens).slot_bytes;
         let wanted = match options.segment_bytes {
             // Besides a chunk, a segment holds what it keeps back for control slots.
             Some(bytes) => bytes.max(slot + slot / 15 + PAGE_BYTES as u64),
-            None => (options.capacity_bytes / 64).min(GIB).max(4 * slot),
+            None => (capacity_bytes / 64).min(GIB).max(4 * slot),
         };
         let segment_bytes = wanted.max(COARSE_BYTES as u64).next_multiple_of(COARSE_BYTES as u64);
         if segment_bytes > MAX_SEGMENT_BYTES {
@@ -42,7 +42,7 @@ impl Sizes {
             )
             .advice("lower segment_bytes or chunk_size"));
         }
-        let share = options.capacity_bytes / 64 / PAGE_BYTES as u64;
+        let share = capacity_bytes / 64 / PAGE_BYTES as u64;
         Ok(Self::of(segment_bytes, segment_bytes / slot, share))
     }
 
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn a_segment_is_a_64th_of_the_capacity_within_its_bounds() {
-        let of = |o: &LogOptions| Sizes::plan(o).unwrap().segment_bytes;
+        let of = |o: &LogOptions| Sizes::plan(o, o.capacity_bytes).unwrap().segment_bytes;
         assert_eq!(of(&options(2, 1, 16, 64 << 30)), 1 << 30);
         assert_eq!(of(&options(2, 1, 16, 4 << 40)), 1 << 30);
         assert_eq!(of(&options(2, 1, 16, 64 << 20)), 1 << 20);
@@ -97,7 +97,7 @@ mod tests {
     fn a_region_has_room_for_every_slot_of_its_segment() {
         for (layers, heads, tokens, capacity) in [(1, 1, 1, 1 << 30), (2, 1, 16, 8 << 20), (80, 8, 256, 1 << 42)] {
             let options = options(layers, heads, tokens, capacity);
-            let sizes = Sizes::plan(&options).unwrap();
+            let sizes = Sizes::plan(&options, capacity).unwrap();
             let slot = SlotLayout::of_chunk(&options.geometry, tokens).slot_bytes;
             assert!(region_records(sizes.region_bytes) as u64 > sizes.segment_bytes / slot, "{sizes:?}");
             assert!(sizes.region_bytes <= 1 << 32);

@@ -58,6 +58,8 @@ pub(super) struct Segment {
     pub(super) min_seq: u64,
     /// Greatest sequence of its records.
     pub(super) max_seq: u64,
+    /// Unix seconds at which the last of its puts expires: `u64::MAX` where one never does, 0 where there are none.
+    pub(super) last_expiry_s: u64,
     /// A write to it failed: it is sealed with what is good and not used again.
     pub(super) retired: bool,
     /// When it took its last put.
@@ -75,6 +77,7 @@ impl Segment {
             records: Vec::new(),
             min_seq: 0,
             max_seq: 0,
+            last_expiry_s: 0,
             retired: false,
             full_since: None,
         }
@@ -88,7 +91,22 @@ impl Segment {
         }
         self.min_seq = self.min_seq.min(record.sequence);
         self.max_seq = self.max_seq.max(record.sequence);
+        self.last_expiry_s = self.last_expiry_s.max(expiry_of(&record));
         self.records.push(record);
+    }
+
+    /// Whether everything that was stored in it has expired.
+    pub(super) fn has_expired(&self, now_s: u64) -> bool {
+        (1..=now_s).contains(&self.last_expiry_s)
+    }
+}
+
+/// When a put's record stops being served, for the segment's `last_expiry_s`.
+pub(super) fn expiry_of(record: &Record) -> u64 {
+    match (record.kind, record.expiry_s) {
+        (RecordKind::Put, 0) => u64::MAX,
+        (RecordKind::Put, at) => at,
+        _ => 0,
     }
 }
 
@@ -179,6 +197,11 @@ pub(super) struct State {
 /// Failures of index.kv in a row after which a lane takes no more puts.
 const BROKEN_AFTER: u32 = 8;
 
+/// Bytes of segments kept ready where they are small.
+const RESERVE_BYTES: u64 = 64 << 20;
+/// Of so many segments one may be kept ready.
+const RESERVE_SHARE: u64 = 12;
+
 impl State {
     pub(super) fn segment(&mut self, segment: u32) -> Option<&mut Segment> {
         self.segments.get_mut(segment as usize)
@@ -196,10 +219,22 @@ impl State {
     /// Whether a free segment should be made ready: none is, and somebody waits or the open one is in use. Early, so that
     /// reclaim finds room for what it moves; where segments are few, later, because each is a large part of the cache.
     pub(super) fn wants_segment(&self) -> bool {
-        let in_use = self.segments.iter().filter(|s| s.phase != Phase::Absent).count();
+        let in_use = self.in_use();
         let early = if in_use < 8 { self.segment_pages / 2 } else { 0 };
         let begun = |n: u32| self.segments.get(n as usize).is_some_and(|s| s.next_page > early);
         self.ready.is_empty() && (self.wanted || self.open.is_some_and(begun))
+    }
+
+    fn in_use(&self) -> usize {
+        self.segments.iter().filter(|s| s.phase != Phase::Absent).count()
+    }
+
+    /// Whether more than one segment should be ready: segments are so small that a fast writer fills one before the keeper, on
+    /// a busy machine, has made the next one ready.
+    pub(super) fn wants_reserve(&self) -> bool {
+        let (ready, bytes) = (self.ready.len() as u64, u64::from(self.segment_pages) * PAGE_BYTES as u64);
+        let most = RESERVE_BYTES / bytes.max(1);
+        self.open.is_some() && (1..most).contains(&ready) && ready < self.in_use() as u64 / RESERVE_SHARE
     }
 
     /// Whether control slots of so many pages and records find room without reclaim.
@@ -362,10 +397,14 @@ impl State {
         }
         if is_put {
             self.came(table, shared, entry, record)?;
-            // What recovery finds was used at an unknown time long ago, which is what recency begins with.
+            // What recovery finds was used at an unknown time long ago, which is what recency begins with; but what is known to
+            // have been used was used later than what is not.
             if self.tick > 0 {
                 let tick = self.next_tick(table);
                 self.recency.insert(inserted.slot, tick, 0);
+            } else if record.hotness > 0 || inserted.other.is_some() {
+                let uses = u8::try_from(record.hotness).unwrap_or(u8::MAX);
+                self.recency.insert(inserted.slot, u32::from(uses > 0), uses);
             }
         } else if self.tick > 0 {
             self.recency.forget(inserted.slot);

@@ -69,13 +69,14 @@ pub(super) fn shared_state(ctx: &Ctx, dir: &Path, segments: u32) -> Result<index
 /// How long after a failure to grow the table the next try is made.
 const GROW_RETRY: Duration = Duration::from_millis(200);
 
-/// Whether the table should grow now.
+/// Whether the table should grow now: it is nearly full, or puts wait that found no place in it.
 pub(super) fn wants_growth(lane: &Lane, state: &State) -> bool {
-    lane.table().wants_growth() && state.grow_after.is_none_or(|after| Instant::now() >= after)
+    let wanted = !state.unpublished.is_empty() || lane.table().wants_growth();
+    wanted && state.grow_after.is_none_or(|after| Instant::now() >= after)
 }
 
 /// Puts a larger table in the place of a full one. A failure (no memory, no room) leaves the old one: puts that find no place
-/// in it are shed then.
+/// in it wait for the next try.
 ///
 /// # Errors
 /// `NoSpace` and those of making files.

@@ -75,7 +75,9 @@ impl Volume {
         made.map_err(|e| {
             Error::io("cannot make the cache directory", e).at(root).advice("choose a cache_dir that can be written")
         })?;
-        let limits = (options.capacity_bytes, options.min_free_bytes);
+        let drive = options.drive(number);
+        let capacity_bytes = drive.capacity_bytes.unwrap_or(options.capacity_bytes);
+        let limits = (capacity_bytes, drive.min_free_bytes.unwrap_or(options.min_free_bytes));
         let budget = Arc::new(Budget::open(root, limits, options.clock.unix_ms(), options.io_timeout)?);
         let namespace = paths::make_dir(root, &options.geometry.fingerprint().dir_name(), options.dir_mode)?;
         let shard_dir = paths::make_dir(&namespace, &options.geometry.shard_dir_name(), options.dir_mode)?;
@@ -131,7 +133,7 @@ impl Volume {
         io: io::Drive,
         (budget, shard): (Option<Arc<Budget>>, Shard),
     ) -> Self {
-        let draining = budget.as_ref().is_some_and(|b| b.page.draining);
+        let draining = ctx.options.drive(number).drain || budget.as_ref().is_some_and(|b| b.page.draining);
         Self {
             ctx: Arc::clone(ctx),
             number,
@@ -329,7 +331,8 @@ impl Volume {
 
     /// Looks whether somebody drains the drive.
     pub(super) fn note_draining(&self) {
-        let draining = self.budget.as_ref().is_some_and(|b| b.is_draining());
+        let set = self.ctx.options.drive(self.number).drain;
+        let draining = set || self.budget.as_ref().is_some_and(|b| b.is_draining());
         self.draining.store(draining, Ordering::Relaxed);
     }
 

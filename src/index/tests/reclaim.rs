@@ -52,7 +52,7 @@ fn a_survey_sums_up_segments_and_finds_the_hot_half() {
         let slot = table.insert(&e).unwrap().slot;
         recency.insert(slot, n as u32 + 1, 0);
     }
-    let options = SurveyOptions { segments: 3, hot_percent: 50, sample_every: 1, offset: 0 };
+    let options = SurveyOptions { segments: 3, hot_percent: 50, sample_every: 1, offset: 0, now_s: 0 };
     let survey = Survey::take(&table, &recency, &options);
     assert_eq!(survey.hot_since, 16, "ticks 16 to 30 are half of the bytes below segment 3");
     let page = 4096;

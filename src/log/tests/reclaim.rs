@@ -1,9 +1,10 @@
 //! The bound on bytes, and what reclaim must not lose or bring back.
 
 use super::support::*;
-use crate::log::{Log, LogOptions};
+use crate::log::{Clock, Log, LogOptions, PutSpec};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const CAPACITY: u64 = 4 << 20;
 
@@ -142,4 +143,74 @@ fn clear_frees_every_segment() {
     assert_eq!(after.evicted - before.evicted, 0, "nothing live had to go while cleared segments were there");
     let log = crash(log);
     assert!((0..300).all(|n| !has(&log, n)));
+}
+
+/// Unix time that the test sets, in milliseconds.
+struct Fake(AtomicU64);
+
+impl Clock for Fake {
+    fn unix_ms(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn boot_ns(&self) -> u64 {
+        crate::io::boot_clock_ns()
+    }
+}
+
+#[test]
+fn what_has_expired_goes_first_and_a_segment_of_it_at_once() {
+    let dir = temp();
+    let clock = Arc::new(Fake(AtomicU64::new(1_000_000)));
+    let scan_interval = std::time::Duration::from_millis(20);
+    let timed = LogOptions { clock: Arc::clone(&clock) as _, scan_interval, ..small(dir.path()) };
+    let log = Log::open(timed).unwrap();
+    fill(&log, 0..30);
+    log.seal(soon()).unwrap();
+    let short = |n: u64| PutSpec { expiry_s: 1100, ..spec(n) };
+    (100..160).for_each(|n| assert!(store_spec(&log, short(n), n, 0).unwrap()));
+    log.seal(soon()).unwrap();
+    fill(&log, 30..60);
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!(log.stats().chunks, 120);
+    // They were stored later, and are used.
+    assert_eq!(log.lookup(&(100..160).map(key).collect::<Vec<_>>()), 60);
+    let before = log.stats();
+    clock.0.store(1_100_000, Ordering::Relaxed);
+    let end = soon();
+    while log.stats().chunks > 60 {
+        assert!(std::time::Instant::now() < end, "{:?}", log.stats());
+        std::thread::yield_now();
+    }
+    let after = log.stats();
+    assert!(after.reclaimed >= before.reclaimed + 5 && after.evicted == before.evicted, "{after:?}");
+    assert!((0..60).all(|n| has(&log, n)) && (100..160).all(|n| !has(&log, n)));
+}
+
+/// Logical time of the last use of a key, and how often it was used.
+fn recency(log: &Log, n: u64) -> (u32, u8) {
+    let lane = log.volumes[0].own().unwrap();
+    let slot = lane.table().get_slot(&key(n)).unwrap().1;
+    let state = lane.state().unwrap();
+    state.recency.get(slot)
+}
+
+#[test]
+fn what_was_used_before_a_restart_counts_as_used_later_than_what_was_not() {
+    let dir = temp();
+    let log = open_small(dir.path());
+    fill(&log, 0..5);
+    while recency(&log, 3).1 < 2 {
+        assert_eq!(log.lookup(&[key(3)]), 1);
+        std::thread::yield_now();
+    }
+    log.seal(soon()).unwrap();
+    fill(&log, 5..7);
+    let log = reopen(log);
+    assert_eq!(recency(&log, 3).0, 1);
+    assert!(recency(&log, 3).1 >= 2);
+    assert!([0, 1, 2, 4, 5, 6].iter().all(|n| recency(&log, *n) == (0, 0)));
+    overwrite(&log, 1, 1);
+    assert!(recency(&log, 1).0 >= 2, "after everything of the earlier life");
 }

@@ -71,6 +71,8 @@ pub(crate) struct KvJob {
     pub(crate) compute: Duration,
     /// Leave the cache behind.
     pub(crate) keep: bool,
+    /// Bytes that the cache may take; `None`: as many as the job needs.
+    pub(crate) capacity: Option<u64>,
     /// Compare every loaded byte.
     pub(crate) verify: bool,
     /// Entries beside the prompt's own.
@@ -118,6 +120,7 @@ impl Job {
                 layout: kv.layout,
                 compute: Duration::from_micros(kv.compute_us.unwrap_or(0)),
                 keep: kv.keep.unwrap_or(false),
+                capacity: kv.capacity,
                 verify: kv.verify.unwrap_or(false),
                 entries: kv.entries.unwrap_or(1_000_000),
                 chunks: kv.chunks.unwrap_or(1_000_000),

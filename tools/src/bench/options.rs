@@ -231,6 +231,10 @@ pub(crate) struct KvOptions {
     #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_name = "0|1")]
     pub(crate) keep: Option<bool>,
+    /// Bytes that the cache may take; where less is left than is there, it evicts [default: room for all of the job beside what
+    /// the directory holds].
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) capacity: Option<u64>,
     /// Compare every loaded byte with a pattern made from key and position.
     #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_name = "0|1")]

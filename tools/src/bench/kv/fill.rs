@@ -1,6 +1,5 @@
 //! Fills a log with chunks through its real store path; the payload stays holes, headers and journal are written.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +8,9 @@ use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::key::ChunkKey;
 use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
+
+use super::session::Place;
+use crate::bench::job::Job;
 
 /// Tokens of a chunk here.
 pub(super) const CHUNK_TOKENS: u32 = 256;
@@ -27,12 +29,13 @@ fn is_passing(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Busy)
 }
 
-/// Opens a log for `chunks` chunks.
-pub(super) fn open(dir: &Path, chunks: u64) -> Result<Arc<Log>> {
+/// Opens a log for `chunks` chunks in the job's place.
+pub(super) fn open(job: &Job, place: &Place, chunks: u64) -> Result<Arc<Log>> {
+    let dir = &place.dir;
     let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 4)];
     let geometry = Geometry::new("bench-index", DType::named("bfloat16")?, layers, CHUNK_TOKENS)?;
     let mut options = LogOptions::new(dir, Arc::new(geometry));
-    options.capacity_bytes = chunks.saturating_mul(SLOT_BYTES) * 3 / 2 + (256 << 20);
+    options.capacity_bytes = place.capacity(job, chunks.saturating_mul(SLOT_BYTES) / 2 * 3 + (256 << 20))?;
     options.io.iodepth = 128;
     options.io.queue_limit = 2048;
     options.io.trial_dir = Some(dir.to_owned());

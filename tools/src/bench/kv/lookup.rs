@@ -25,7 +25,7 @@ pub(super) fn run(job: &Job) -> Result<JobResult> {
     let chain = |tokens: &[u32]| Chain::new(tokens, fill::CHUNK_TOKENS, &Extra::default());
     let chains: Vec<Chain> = prompts.iter().map(|p| chain(p)).collect();
     let own: u64 = chains.iter().map(|c| c.keys().len() as u64).sum();
-    let log = fill::open(&place.dir, job.kv.entries + own)?;
+    let log = fill::open(job, &place, job.kv.entries + own)?;
     let mut filler = fill::Filler::new(&log);
     (0..job.kv.entries).try_for_each(|n| filler.entry(n))?;
     for chain in &chains {

@@ -53,6 +53,7 @@ fn spawn(job: &Job, place: &Place, role: &str) -> Result<(Child, BufReader<std::
     let mut child = Command::new(std::env::current_exe().map_err(failed)?)
         .args(["bench", "--rw", "reopen", "--keep", "--chunks", &job.kv.chunks.to_string(), "--directory"])
         .arg(&place.dir)
+        .args(job.kv.capacity.map(|bytes| format!("--capacity={bytes}")))
         .env(ROLE, role)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -78,7 +79,7 @@ fn say(text: &str) -> Result<()> {
 
 /// The child that stores: says when the chunks asked for are durable, then goes on until it is killed.
 fn fill_until_killed(job: &Job) -> Result<JobResult> {
-    let log = fill::open(&job.directory, job.kv.chunks)?;
+    let log = fill::open(job, &Place::of(job)?, job.kv.chunks)?;
     let mut filler = fill::Filler::new(&log);
     (0..job.kv.chunks).try_for_each(|n| filler.entry(n))?;
     filler.finish()?;
@@ -94,7 +95,7 @@ fn fill_until_killed(job: &Job) -> Result<JobResult> {
 /// The child that opens: answers when the lookups were right, then says its memory.
 fn open_and_answer(job: &Job) -> Result<JobResult> {
     let started = Instant::now();
-    let log = fill::open(&job.directory, job.kv.chunks)?;
+    let log = fill::open(job, &Place::of(job)?, job.kv.chunks)?;
     let chunks = job.kv.chunks.max(1);
     let step = (chunks / LOOKUPS).max(1);
     for i in 0..LOOKUPS {

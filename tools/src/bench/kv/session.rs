@@ -39,6 +39,15 @@ impl Place {
         let temporary = Scratch::new(&directory, "forebay-bench-")?;
         Ok(Self { dir: temporary.path().to_owned(), _temporary: Some(temporary) })
     }
+
+    /// Bytes that the cache may take: what the user says, else room for what the job stores beside everything that is there, so
+    /// that a small job evicts nothing of a cache that a larger one left.
+    pub(super) fn capacity(&self, job: &Job, stores: u64) -> Result<u64> {
+        match job.kv.capacity {
+            Some(bytes) => Ok(bytes),
+            None => Ok(forebay::log::allocated_below(&self.dir)?.saturating_add(stores)),
+        }
+    }
 }
 
 /// An open engine with the job's prompts.
@@ -72,7 +81,8 @@ impl Session {
         let need = prompts.saturating_mul(prompt_bytes).saturating_mul(copies);
         let place = Place::of(job)?;
         let slot = geometry.chunk_bytes(chunk as usize) as u64 + (1 << 20);
-        let settings = settings(job, &place, need + need / 3 + slot * 16 + (256 << 20), geometry.chunk_tokens);
+        let stores = (need + need / 3).saturating_add(slot * 16 + (256 << 20));
+        let settings = settings(job, &place, place.capacity(job, stores)?, geometry.chunk_tokens);
         let num_blocks = tokens.div_ceil(u64::from(job.kv.block_size)) as u32;
         let shape = KvShape {
             layout: paged_layout(job, &geometry),
@@ -167,4 +177,25 @@ fn settings(job: &Job, place: &Place, capacity: u64, chunk_tokens: u32) -> Setti
         IoEngine::Auto | IoEngine::Cufile => Engines::Auto,
     };
     settings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::options::{JobOptions, KvOptions, Rw};
+
+    #[test]
+    fn a_job_leaves_room_for_what_is_there_unless_told_otherwise() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        std::fs::create_dir(dir.path().join("lane")).unwrap();
+        std::fs::write(dir.path().join("lane/data"), vec![1; 2 << 20]).unwrap();
+        let capacity = |capacity| {
+            let kv = KvOptions { keep: Some(true), capacity, ..KvOptions::default() };
+            let directory = Some(dir.path().to_owned());
+            let job = Job::new(JobOptions { rw: Some(Rw::Load), directory, kv, ..JobOptions::default() }, "j").unwrap();
+            Place::of(&job).unwrap().capacity(&job, 1 << 20).unwrap()
+        };
+        assert!(capacity(None) >= 3 << 20, "{}", capacity(None));
+        assert_eq!(capacity(Some(1 << 20)), 1 << 20);
+    }
 }

@@ -1,0 +1,117 @@
+//! Writes that outlast their time-out, and flushes while commits are under way.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::support::*;
+use crate::error::ErrorKind;
+use crate::io::{self, AlignedBuf, Fault, Faulty, Op, Request};
+use crate::log::{Log, LogOptions};
+
+/// A queue whose writes to data.kv hang while `hanging` is set.
+struct Hanging {
+    log: Arc<Log>,
+    queue: Arc<Faulty>,
+    hanging: Arc<AtomicBool>,
+}
+
+fn open_hanging(dir: &Path) -> Hanging {
+    let hanging = Arc::new(AtomicBool::new(false));
+    let queue: Arc<Mutex<Option<Arc<Faulty>>>> = Arc::default();
+    let (hangs, made) = (Arc::clone(&hanging), Arc::clone(&queue));
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let hangs = Arc::clone(&hangs);
+        let faulty = Arc::new(Faulty::new(drive.write, move |_, request| {
+            let hits =
+                hangs.load(Ordering::SeqCst) && request.op == Op::Write && request.file.path().ends_with("data.kv");
+            hits.then_some(Fault::Hang)
+        }));
+        *made.lock() = Some(Arc::clone(&faulty));
+        drive.write = faulty;
+        Ok(drive)
+    };
+    let options = LogOptions {
+        capacity_bytes: 4 << 20,
+        segment_bytes: Some(128 << 10),
+        policy: "fifo".to_owned(),
+        io_timeout: Duration::from_millis(20),
+        drive_factory: Some(Arc::new(factory)),
+        ..options(dir)
+    };
+    let log = Log::open(options).unwrap();
+    let queue = queue.lock().take().unwrap();
+    Hanging { log, queue, hanging }
+}
+
+impl Hanging {
+    /// Stores until reclaim has gone through all segments that it may take, also those sealed without their puts.
+    fn fill(&self, first: u64) {
+        let (log, start) = (&self.log, std::time::Instant::now());
+        let mut n = first;
+        while n < first + 400 || start.elapsed() < Duration::from_millis(1500) {
+            let _ = begin(log, spec(n)).unwrap().map(|put| {
+                let crcs = write_extents(log, &put, n, 0).unwrap();
+                commit(put, &crcs).unwrap();
+            });
+            n += 1;
+        }
+    }
+}
+
+#[test]
+fn the_segment_of_a_header_that_hangs_is_not_used_again_before_its_write_has_ended() {
+    let dir = temp();
+    let h = open_hanging(dir.path());
+    (0..3).for_each(|n| assert!(store(&h.log, n)));
+    let put = begin(&h.log, spec(3)).unwrap().unwrap();
+    let crcs = write_extents(&h.log, &put, 3, 0).unwrap();
+    h.hanging.store(true, Ordering::SeqCst);
+    assert_eq!(commit(put, &crcs).unwrap_err().kind(), ErrorKind::TimedOut);
+    h.hanging.store(false, Ordering::SeqCst);
+    h.fill(1000);
+    assert!(h.log.stats().reclaimed > 5 && has(&h.log, 0), "the oldest segment, which would go first");
+    h.queue.release();
+    h.fill(10_000);
+    assert!(!has(&h.log, 0));
+}
+
+#[test]
+fn the_segment_of_an_extent_that_hangs_is_not_used_again_before_its_write_has_ended() {
+    let dir = temp();
+    let h = open_hanging(dir.path());
+    (0..3).for_each(|n| assert!(store(&h.log, n)));
+    let put = begin(&h.log, spec(3)).unwrap().unwrap();
+    h.hanging.store(true, Ordering::SeqCst);
+    let buf = put.hold().on(AlignedBuf::zeroed(4096).unwrap().into());
+    let request = Request::write(Arc::clone(put.file()), put.slot_offset() + 4096, buf, drop);
+    let e = io::wait(&*h.log.drive(put.drive()).unwrap().write, request).result.unwrap_err();
+    h.hanging.store(false, Ordering::SeqCst);
+    put.fail(&e);
+    h.fill(1000);
+    assert!(h.log.stats().reclaimed > 5 && has(&h.log, 0), "the oldest segment, which would go first");
+    h.queue.release();
+    h.fill(10_000);
+    assert!(!has(&h.log, 0));
+}
+
+#[test]
+fn a_flush_covers_commits_whose_headers_are_being_written() {
+    let dir = temp();
+    let log = open(dir.path());
+    let puts: Vec<_> = (0..40)
+        .map(|n| {
+            let put = begin(&log, spec(n)).unwrap().unwrap();
+            let crcs = write_extents(&log, &put, n, 0).unwrap();
+            (put, crcs)
+        })
+        .collect();
+    puts.into_iter().for_each(|(put, crcs)| put.commit(&crcs, Box::new(drop)));
+    log.flush().unwrap();
+    let log = crash(log);
+    assert!((0..40).all(|n| has(&log, n)));
+}

@@ -1,0 +1,116 @@
+//! Puts while the index or the segments grow.
+
+use std::time::Duration;
+
+use super::support::*;
+use crate::error::ErrorKind;
+use crate::log::{DriveOptions, Log, LogOptions, Member, Placement, Put, PutOutcome, PutSpec, allocated_below};
+
+/// A put of one slot that takes as many places in the index as it has members.
+fn pack(log: &Log, first: u64, members: u64) -> Put {
+    let member = |n: u64| Member { key: key(n), sub_offset: (n - first) as u32 * 8, length: 8 };
+    let spec =
+        PutSpec::pack(key(1 << 40 | first), members as usize * 8, (first..first + members).map(member).collect());
+    begin(log, spec).unwrap().unwrap()
+}
+
+#[test]
+fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
+    let dir = temp();
+    let small = LogOptions { capacity_bytes: 96 << 20, segment_bytes: Some(32 << 20), ..options(dir.path()) };
+    let log = Log::open(small).unwrap();
+    for first in [0, 400] {
+        let put = pack(&log, first, 400);
+        let crcs = write_extents(&log, &put, first, 0).unwrap();
+        commit(put, &crcs).unwrap();
+    }
+    // Nothing may be allocated from here on, and there is no segment to give back: a table of 1024 entries cannot grow.
+    let ballast = dir.path().join("ballast");
+    let file = crate::io::DirectFile::open(&ballast, crate::io::FileOptions::create()).unwrap();
+    let used = allocated_below(dir.path()).unwrap();
+    file.allocate(0, (96 << 20) - used).unwrap();
+    let put = pack(&log, 800, 500);
+    let crcs = write_extents(&log, &put, 800, 0).unwrap();
+    let (tx, rx) = crossbeam_channel::bounded(1);
+    put.commit(&crcs, Box::new(move |r| tx.send(r).unwrap()));
+    assert!(rx.recv_timeout(Duration::from_millis(300)).is_err(), "it waits");
+    std::fs::remove_file(&ballast).unwrap();
+    drop(file);
+    rx.recv_timeout(Duration::from_secs(10)).unwrap().unwrap();
+    log.flush().unwrap();
+    assert_eq!(log.lookup(&(0..1300).map(key).collect::<Vec<_>>()), 1300);
+}
+
+#[test]
+fn the_first_put_of_all_does_not_wait_for_the_drive() {
+    let dir = temp();
+    let log = open(dir.path());
+    assert_eq!(log.begin_put(spec(0)).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert!(store(&log, 0));
+}
+
+#[test]
+fn small_segments_are_made_ready_ahead_of_a_fast_writer() {
+    let dir = temp();
+    let log = open(dir.path());
+    // 20 chunks fill a segment, and 24 segments in use make room for one more in reserve.
+    (0..500).for_each(|n| assert!(store(&log, n)));
+    let mut puts = Vec::new();
+    let done = std::time::Instant::now() + Duration::from_secs(10);
+    while log.ready_segments() < 2 {
+        assert!(std::time::Instant::now() < done, "no second segment is made ready");
+        std::thread::yield_now();
+    }
+    for n in 500..530 {
+        let PutOutcome::Started(put) = log.begin_put(spec(n)).unwrap() else { panic!("it is new") };
+        puts.push(put);
+    }
+}
+
+#[test]
+fn a_draining_drive_serves_and_takes_nothing() {
+    let dirs = [temp(), temp()];
+    let paths: Vec<_> = dirs.iter().map(|d| d.path().to_path_buf()).collect();
+    let both = LogOptions { dirs: paths.clone(), placement: Placement::Stripe, ..options(&paths[0]) };
+    let log = Log::open(both.clone()).unwrap();
+    (0..60).for_each(|n| assert!(store(&log, n)));
+    let before = log.stats();
+    assert!(before.drives.iter().all(|d| d.chunks > 10), "both are in use");
+    log.close(soon()).unwrap();
+    drop(log);
+    // Half of what it holds has to go as well, and nothing of that is written again.
+    let drained =
+        DriveOptions { drain: true, capacity_bytes: Some(before.drives[0].disk_bytes / 2), min_free_bytes: None };
+    let log = Log::open(LogOptions { drives: vec![drained], ..both.clone() }).unwrap();
+    (100..160).for_each(|n| assert!(store(&log, n)));
+    let after = log.stats();
+    assert!(after.drives[0].draining && !after.drives[1].draining);
+    assert!((100..160).all(|n| log.locate(&key(n), PIN).unwrap().drive == 1));
+    assert_eq!(after.moved, 0);
+    log.close(soon()).unwrap();
+    drop(log);
+    let log = Log::open(LogOptions { drives: vec![DriveOptions { drain: true, ..drained }], ..both }).unwrap();
+    assert!((0..60).filter(|n| has(&log, *n)).count() > 20 && (100..160).all(|n| has(&log, n)));
+}
+
+#[test]
+fn every_drive_has_a_capacity_of_its_own() {
+    let dirs = [temp(), temp()];
+    let paths: Vec<_> = dirs.iter().map(|d| d.path().to_path_buf()).collect();
+    let limit = |bytes| DriveOptions { capacity_bytes: Some(bytes), ..DriveOptions::default() };
+    let log = Log::open(LogOptions {
+        dirs: paths.clone(),
+        drives: vec![limit(2 << 20), limit(32 << 20)],
+        placement: Placement::Stripe,
+        segment_bytes: Some(128 << 10),
+        ..options(&paths[0])
+    })
+    .unwrap();
+    for n in 0..600 {
+        // The small drive may shed what it has no room for.
+        let _ = store_spec(&log, spec(n), n, 0);
+    }
+    let stats = log.stats();
+    assert!(stats.drives[0].disk_bytes <= 2 << 20, "{stats:?}");
+    assert!(stats.drives[1].disk_bytes > 2 << 20 && stats.evicted > 0, "{stats:?}");
+}
