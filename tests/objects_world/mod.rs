@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
 use forebay::io::{Fault, Faulty, Request, open_drive};
-use forebay::log::DriveFactory;
+use forebay::log::{Clock, DriveFactory, SystemClock};
 use forebay::objects::{
     KeyResult, ObjectCause, ObjectCompletion, ObjectGet, ObjectOptions, ObjectPut, ObjectStore, PutOptions, Span,
 };
@@ -48,19 +48,25 @@ pub(crate) fn faulty(
     })
 }
 
-/// The bytes of an object: every 8 of them differ from those of other keys, versions and places.
+/// The bytes of an object: every page differs from those of other keys, versions and places.
 pub(crate) fn value(key: &str, version: u64, len: usize) -> Vec<u8> {
-    let mut x = blake3_of(key) ^ version.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
+    let mut x = hash_of(key) ^ version.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut word = || {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        bytes.extend_from_slice(&(x ^ (x >> 29)).to_le_bytes());
+        x ^ (x >> 29)
+    };
+    let page: Vec<u8> = (0..512).flat_map(|_| word().to_le_bytes()).collect();
+    let mut bytes = page.repeat(len.div_ceil(4096));
+    for (n, page) in bytes.chunks_mut(4096).enumerate() {
+        for (byte, stamp) in page.iter_mut().zip((n as u64).to_be_bytes()) {
+            *byte ^= stamp;
+        }
     }
     bytes.truncate(len);
     bytes
 }
 
-fn blake3_of(key: &str) -> u64 {
+fn hash_of(key: &str) -> u64 {
     key.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
 }
 
@@ -125,5 +131,57 @@ pub(crate) fn until(what: impl Fn() -> bool) {
     while !what() {
         assert!(Instant::now() < deadline, "nothing happened");
         std::thread::yield_now();
+    }
+}
+
+/// A cache directory on the drive that the tests are built on.
+pub(crate) fn dir() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// Whether the store's descriptor is readable now.
+#[expect(unsafe_code, reason = "poll has no safe wrapper in the standard library")]
+pub(crate) fn is_readable(store: &ObjectStore) -> bool {
+    let mut poll = libc::pollfd { fd: store.event_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one valid descriptor record.
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
+}
+
+/// Every file of this name below a directory.
+pub(crate) fn files(dir: &Path, name: &str) -> Vec<std::path::PathBuf> {
+    let (mut open, mut found) = (vec![dir.to_path_buf()], Vec::new());
+    while let Some(dir) = open.pop() {
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.ends_with(name) {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
+
+/// A clock that the test moves.
+pub(crate) struct TestClock(std::sync::atomic::AtomicU64);
+
+impl TestClock {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self(SystemClock.unix_ms().into()))
+    }
+
+    pub(crate) fn advance_s(&self, s: u64) {
+        self.0.fetch_add(s * 1000, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+impl Clock for TestClock {
+    fn unix_ms(&self) -> u64 {
+        self.0.load(std::sync::atomic::Ordering::SeqCst)
+    }
+
+    fn boot_ns(&self) -> u64 {
+        SystemClock.boot_ns()
     }
 }
