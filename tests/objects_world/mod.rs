@@ -1,6 +1,8 @@
 //! An object store over a temporary directory, and objects whose bytes follow from key and version.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub(crate) mod held;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
