@@ -159,10 +159,10 @@ fn every_metric_has_a_value_and_a_line_in_the_docs() {
     assert!(put_one(&store, "k", 1, 100).ok);
     assert!(get_one(&store, "k", 100).is_ok());
     let text = store.metrics().unwrap();
-    let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
+    let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/objects.md")).unwrap();
     for metric in OBJECT_METRICS {
         assert!(text.contains(&format!("# HELP {} ", metric.name)), "{} has no value", metric.name);
-        assert!(docs.contains(&format!("`{}`", metric.name)), "{} is not in docs/metrics.md", metric.name);
+        assert!(docs.contains(&format!("`{}`", metric.name)), "{} is not in docs/objects.md", metric.name);
     }
     assert!(text.contains("forebay_object_keys_total{op=\"get\"} 1"), "{text}");
 }

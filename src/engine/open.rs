@@ -1,16 +1,15 @@
-//! From settings to an open log: limits, directories, staging, drives; and trying again where that failed.
+//! From settings to an open log: chunk size, limits, staging.
 
-use std::sync::{Arc, Weak};
-use std::thread;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::{EngineOptions, Inner};
+use super::EngineOptions;
 use crate::config::Settings;
 use crate::device::{Device, StagingOptions, StagingPool};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{Geometry, LayerKind};
-use crate::log::{Log, LogOptions};
+use crate::log::{Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
@@ -18,6 +17,8 @@ const GROUP_BYTES: usize = 1 << 20;
 /// As [`GROUP_BYTES`], where they do not: through host memory, larger transfers are slower, because the copy of one begins
 /// later and leaves the processor's caches.
 const WHOLE_GROUP_BYTES: usize = 1 << 20;
+/// Reads are kept from piling up in the drive beyond this time: what saturates it at any speed, and no more.
+const READ_LATENCY: Duration = Duration::from_millis(4);
 /// Staging is cut into at least this many slots, where extents allow.
 const LEAST_SLOTS: usize = 8;
 /// Stores under way at once.
@@ -77,9 +78,21 @@ pub(super) fn pipeline_options(
     })
 }
 
+/// Opens the log, now or as soon as that works.
+pub(super) fn opening(
+    options: &EngineOptions,
+    geometry: &Geometry,
+    pipeline: &PipelineOptions,
+) -> Result<Arc<Opening>> {
+    let (on_failure, every) = (options.settings.on_open_failure, options.reopen_every);
+    let (options, geometry, pipeline) = (options.clone(), geometry.clone(), pipeline.clone());
+    Opening::start(Box::new(move || open_log(&options, &geometry, &pipeline)), on_failure, every)
+}
+
 /// Checks the cache directories and opens the log in them.
-pub(super) fn open_log(options: &EngineOptions, geometry: &Geometry, pipeline: &PipelineOptions) -> Result<Arc<Log>> {
+fn open_log(options: &EngineOptions, geometry: &Geometry, pipeline: &PipelineOptions) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
+    log.io.read_latency = Some(READ_LATENCY);
     // Staging bounds what loads and stores submit; the rest is for the log's own.
     log.io.queue_limit = pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256;
     log.io.regions = vec![pipeline.load_pool.region(), pipeline.store_pool.region()];
@@ -89,30 +102,4 @@ pub(super) fn open_log(options: &EngineOptions, geometry: &Geometry, pipeline: &
         log.clock = Arc::clone(clock);
     }
     Log::open(log)
-}
-
-/// Tries to open the log every `every` until it works or the engine is gone.
-pub(super) fn reopen_in_background(inner: &Arc<Inner>, every: Duration) -> Result<()> {
-    let weak = Arc::downgrade(inner);
-    let stop = Arc::clone(&inner.stop);
-    let run = move || {
-        while !stop.wait(every) {
-            let Some(inner) = Weak::upgrade(&weak) else { return };
-            match open_log(&inner.options, &inner.geometry, &inner.pipeline_options) {
-                Ok(log) => {
-                    tracing::info!("the cache has been opened at last");
-                    inner.opened(log);
-                    return;
-                }
-                Err(e) => inner.failed(e),
-            }
-        }
-    };
-    let thread = thread::Builder::new().name("forebay-reopen".to_owned()).spawn(run);
-    thread.map(drop).map_err(|e| Error::io("cannot start the thread that opens the cache", e))
-}
-
-/// Whether an engine that does not open the log may still be of use: a wrong call is told, a broken cache is lived with.
-pub(super) fn is_callers_fault(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Internal)
 }

@@ -16,6 +16,7 @@ mod faulty;
 mod file;
 mod jobs;
 mod os;
+mod pace;
 mod probe;
 mod request;
 mod stats;
@@ -26,7 +27,7 @@ mod uring;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -107,6 +108,9 @@ pub struct IoOptions {
     pub numjobs: usize,
     /// Memory to register with `io_uring`, window by window when first used.
     pub regions: Vec<Arc<dyn MemRegion>>,
+    /// Keep no more reads in the kernel than come back within this time, so that those asked for first come first; `None`
+    /// for exactly `iodepth` (`io_uring`).
+    pub read_latency: Option<Duration>,
     /// Slow writes down while reads suffer from them.
     pub write_throttle: bool,
     /// Name of the drive in thread names, logs and metrics.
@@ -124,6 +128,7 @@ impl Default for IoOptions {
             queue_limit: 1024,
             numjobs: 8,
             regions: Vec::new(),
+            read_latency: None,
             write_throttle: true,
             name: "drive".to_owned(),
             trial_dir: None,

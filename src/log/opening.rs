@@ -65,8 +65,13 @@ impl Opening {
     }
 
     fn opened(&self, log: Arc<Log>) {
-        if self.log.set(log).is_ok() {
+        if self.log.set(Arc::clone(&log)).is_ok() {
             *self.why_disabled.lock() = None;
+        }
+        if self.closed.load(Ordering::Acquire)
+            && let Err(e) = log.close(Instant::now())
+        {
+            tracing::warn!(error = %e, "a cache that was opened too late was not closed well");
         }
     }
 

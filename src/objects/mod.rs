@@ -313,3 +313,6 @@ impl Drop for ObjectStore {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

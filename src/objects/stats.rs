@@ -114,7 +114,7 @@ pub struct ObjectStats {
 macro_rules! metrics {
     ($($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
         $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*
-        /// Every metric of an object store, as `docs/metrics.md` lists them.
+        /// Every metric of an object store, as `docs/objects.md` lists them.
         pub const OBJECT_METRICS: &[Description] = &[$($id,)*];
     };
 }

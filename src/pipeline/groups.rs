@@ -8,6 +8,11 @@ use std::ops::Range;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{Extent, SlotLayout};
 
+/// Groups of layers that are waited for one by one hold at most this share of all layers: a group arrives as a whole.
+const LAYERWISE_SHARE: usize = 16;
+/// Groups up to this many bytes are not cut further: smaller reads would cost the drive more than they save.
+const LEAST_GROUP_BYTES: usize = 128 << 10;
+
 /// Where a group's bytes lie on disk and in staging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
@@ -55,6 +60,8 @@ pub fn min_slot_bytes(layout: &SlotLayout) -> usize {
 pub(super) struct GroupLimits {
     /// Bytes that move together.
     pub(super) group_bytes: usize,
+    /// Layers are waited for one by one, so no group may hold up many of them, the first and the last least of all.
+    pub(super) layerwise: bool,
     /// Bytes of a staging slot.
     pub(super) slot_bytes: usize,
     /// Staging is not the host's, which must see the header.
@@ -62,12 +69,14 @@ pub(super) struct GroupLimits {
 }
 
 /// Layer ranges whose extents move together in every chunk of `layouts`: as many adjacent layers as fit in `group_bytes`, at
-/// least one. The first range is the one that the header is read with; it is empty where the header must be read alone.
+/// least one. The first range is the one that the header is read with; it is empty where the header must be read alone. Where
+/// layers are waited for one by one, groups grow from one layer and shrink towards the end: attention starts with the first
+/// layer's arrival and goes on after the last one's.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidInput`] where layouts have different numbers of layers or an extent does not fit a staging slot.
 pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Result<Vec<Range<usize>>> {
-    let GroupLimits { group_bytes, slot_bytes, header_apart } = limits;
+    let GroupLimits { group_bytes, layerwise, slot_bytes, header_apart } = limits;
     let layers = layouts.first().map_or(0, |l| l.extents.len());
     if layouts.iter().any(|l| l.extents.len() != layers) {
         return Err(Error::new(ErrorKind::InvalidInput, "chunks of different numbers of layers in one load"));
@@ -82,7 +91,9 @@ pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Resu
     let fits = |range: &Range<usize>, header: bool| {
         layouts.iter().all(|layout| {
             Span::of(layout, range, header).is_some_and(|span| {
-                span.staging_bytes() <= slot_bytes && (range.len() == 1 || payload(layout, range) <= limit)
+                let bytes = payload(layout, range);
+                let cut = layerwise && bytes > LEAST_GROUP_BYTES && range.len() > most_layers(range.start, layers);
+                span.staging_bytes() <= slot_bytes && (range.len() == 1 || bytes <= limit && !cut)
             })
         })
     };
@@ -101,6 +112,11 @@ pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Resu
         at = end;
     }
     Ok(groups)
+}
+
+/// Layers that a group from layer `at` on may hold where layers are waited for one by one.
+fn most_layers(at: usize, layers: usize) -> usize {
+    at.min((layers - at) / 2).min(layers / LAYERWISE_SHARE).max(1)
 }
 
 fn payload(layout: &SlotLayout, range: &Range<usize>) -> usize {
@@ -130,7 +146,8 @@ mod tests {
     use super::*;
     use crate::geometry::Geometry;
 
-    const LIMITS: GroupLimits = GroupLimits { group_bytes: 1 << 20, slot_bytes: 4 << 20, header_apart: false };
+    const LIMITS: GroupLimits =
+        GroupLimits { group_bytes: 1 << 20, layerwise: false, slot_bytes: 4 << 20, header_apart: false };
 
     #[test]
     fn groups_cover_all_layers_in_order_and_fit_their_slot() {
@@ -141,8 +158,8 @@ mod tests {
                 for extra in [0, 1 << 20] {
                     let header_apart = extra == 0;
                     let slot_bytes = min_slot_bytes(&full).max(min_slot_bytes(&part)) + extra;
-                    let groups =
-                        layer_groups(&[&full, &part], GroupLimits { group_bytes, slot_bytes, header_apart }).unwrap();
+                    let limits = GroupLimits { group_bytes, layerwise: header_apart, slot_bytes, header_apart };
+                    let groups = layer_groups(&[&full, &part], limits).unwrap();
                     let layers: Vec<usize> = groups.iter().cloned().flatten().collect();
                     assert_eq!(layers, (0..g.layers.len()).collect::<Vec<_>>());
                     for (i, range) in groups.iter().enumerate() {
@@ -164,6 +181,20 @@ mod tests {
         assert_eq!(groups("llama-3.1-8b").len(), 32);
         assert_eq!(groups("llama-3.1-70b-tp8").len(), 10);
         assert_eq!(groups("deepseek-v3")[0], 0..3);
+    }
+
+    #[test]
+    fn layers_that_are_waited_for_one_by_one_start_and_end_with_small_groups() {
+        let lengths = |name: &str| {
+            let g = Geometry::preset(name).unwrap();
+            let limits = GroupLimits { layerwise: true, ..LIMITS };
+            let groups = layer_groups(&[&SlotLayout::of_chunk(&g, 256)], limits).unwrap();
+            groups.iter().map(ExactSizeIterator::len).collect::<Vec<_>>()
+        };
+        let mla = lengths("deepseek-v3");
+        assert_eq!((&mla[..4], &mla[mla.len() - 4..]), ([1, 1, 2, 3].as_slice(), [3, 1, 1, 1].as_slice()), "{mla:?}");
+        let small = lengths("llama-3.1-70b-tp8");
+        assert_eq!(small.iter().max(), Some(&5), "a sixteenth of 80 layers: {small:?}");
     }
 
     #[test]

@@ -99,8 +99,8 @@ pub(crate) fn get_one(store: &ObjectStore, key: &str, room: usize) -> Result<Vec
     let (result, mut bytes) = get(store, &[key], room).remove(0);
     match result.cause {
         None => {
-            assert!(bytes[result.len as usize..].iter().all(|b| *b == 0xee), "written beyond the object's end");
-            bytes.truncate(result.len as usize);
+            let rest = bytes.split_off(result.len as usize);
+            assert!(rest == vec![0xee; rest.len()], "written beyond the object's end");
             Ok(bytes)
         }
         Some(cause) => Err(cause),

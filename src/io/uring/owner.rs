@@ -13,6 +13,7 @@ use super::ring::{BELL, CANCEL, Ring, Waited};
 use crate::error::Result;
 use crate::io::file::FileWatcher;
 use crate::io::jobs::{Ended, Expired, Jobs, Span};
+use crate::io::pace::ReadWindow;
 use crate::io::throttle::WriteWindow;
 use crate::io::{Direction, Request};
 
@@ -31,6 +32,7 @@ pub(super) struct Owner {
     ring: Ring,
     jobs: Jobs,
     window: WriteWindow,
+    reads: ReadWindow,
     slots: Vec<Option<InKernel>>,
     free: Vec<usize>,
     in_kernel: usize,
@@ -49,12 +51,15 @@ impl Owner {
         let depth = shared.spec.options.iodepth;
         let slots = 2 * depth;
         let ring = Ring::new(&shared.spec, slots, shared.bell.as_raw_fd())?;
+        let options = &shared.spec.options;
+        let reads = ReadWindow::new(depth, options.block_bytes, options.read_latency);
         let jobs = Jobs::new(shared.spec.options.block_bytes, Arc::clone(&shared.stats));
         Ok(Self {
             shared,
             ring,
             jobs,
             window: WriteWindow::new(depth),
+            reads,
             slots: std::iter::repeat_with(|| None).take(slots).collect(),
             free: (0..slots).rev().collect(),
             in_kernel: 0,
@@ -125,12 +130,20 @@ impl Owner {
         inbox.sleeping
     }
 
+    /// Blocks that may be in the kernel.
+    fn allowed(&self) -> usize {
+        match self.shared.spec.direction {
+            Direction::Read => self.reads.allowed(),
+            Direction::Write => self.window.allowed(),
+        }
+    }
+
     fn issue(&mut self) {
         if !self.jobs.has_work() {
             return;
         }
         let now = Instant::now();
-        while self.in_kernel - self.stuck < self.window.allowed() && !self.free.is_empty() {
+        while self.in_kernel - self.stuck < self.allowed() && !self.free.is_empty() {
             let Some(piece) = self.jobs.next() else { break };
             let Some(slot) = self.free.pop() else { break };
             self.in_kernel += 1;
@@ -181,7 +194,9 @@ impl Owner {
         match spec.direction {
             Direction::Read => {
                 let latency = now.saturating_duration_since(block.started);
-                spec.gauge.read_ends(latency.as_nanos() as u64, block.queued_bytes, block.light);
+                let latency_ns = latency.as_nanos() as u64;
+                spec.gauge.read_ends(latency_ns, block.queued_bytes, block.light);
+                self.reads.read_ended(latency_ns, self.jobs.has_work());
             }
             Direction::Write => {
                 spec.gauge.write_ends();

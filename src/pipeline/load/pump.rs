@@ -138,8 +138,9 @@ impl LoadPump {
         let layouts: Vec<_> = spec.chunks.iter().map(|c| c.source.layout()).collect();
         let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
         let header_apart = self.device.place() != Place::Host;
-        let groups =
-            layer_groups(&layouts, GroupLimits { group_bytes, slot_bytes: self.pool.slot_bytes(), header_apart })?;
+        let limits =
+            GroupLimits { group_bytes, layerwise: spec.layerwise, slot_bytes: self.pool.slot_bytes(), header_apart };
+        let groups = layer_groups(&layouts, limits)?;
         let state = LoadState::new(&spec, groups);
         let finished = state.finished;
         if finished {
