@@ -162,7 +162,13 @@ fn every_metric_has_a_value_and_a_line_in_the_docs() {
     let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/objects.md")).unwrap();
     for metric in OBJECT_METRICS {
         assert!(text.contains(&format!("# HELP {} ", metric.name)), "{} has no value", metric.name);
-        assert!(docs.contains(&format!("`{}`", metric.name)), "{} is not in docs/objects.md", metric.name);
+        let labels: Vec<String> = metric.labels.iter().map(|l| format!("`{l}`")).collect();
+        let (kind, labels) = (metric.kind.as_str(), labels.join(", "));
+        let row = format!("| `{}` | {kind} | {labels} | {} |", metric.name, metric.help);
+        assert!(docs.contains(&row), "docs/objects.md lacks {row}");
+    }
+    for cause in ObjectCause::ALL {
+        assert!(docs.contains(&format!("| `{}` |", cause.as_str())), "docs/objects.md lacks {}", cause.as_str());
     }
     assert!(text.contains("forebay_object_keys_total{op=\"get\"} 1"), "{text}");
 }
