@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use forebay::config::Capacity;
-use forebay::format::slot::{SlotHeader, TLV_OBJECT_HEAD};
+use forebay::format::slot::SlotHeader;
 use forebay::io::{Fault, Op, Request};
 use forebay::key::object_key;
 use forebay::objects::{ObjectCause, ObjectStore};
@@ -30,7 +30,7 @@ impl Random {
 
 fn is_head(request: &Request) -> bool {
     let bytes = request.buf.as_ref().map(|b| b.as_slice()).unwrap_or_default();
-    request.op == Op::Write && SlotHeader::decode(bytes).is_ok_and(|(h, _)| h.tlv(TLV_OBJECT_HEAD).is_some())
+    request.op == Op::Write && SlotHeader::decode(bytes).is_ok_and(|(h, _)| h.tenant != 0)
 }
 
 #[test]

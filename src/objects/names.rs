@@ -5,7 +5,7 @@
 //! two versions never meet, and presence is known without I/O.
 
 use crate::format::le;
-use crate::format::slot::{SlotHeader, TLV_OBJECT_HEAD, TLV_OBJECT_NAME, TLV_PACK_SUMS};
+use crate::format::slot::{SlotHeader, TLV_OBJECT_NAME, TLV_PACK_SUMS};
 use crate::key::{ChunkKey, object_key, object_part_key};
 use crate::log::{ChunkInfo, OBJECT_TLV_BYTES};
 
@@ -24,6 +24,8 @@ pub(super) const PACK_BYTES: usize = 128 << 10;
 pub(super) const PACK_MEMBERS: usize = 128;
 
 const SUM_BYTES: usize = 12;
+/// Length of a head.
+pub(super) const HEAD_BYTES: usize = 24;
 
 const _: () = assert!(PACK_MEMBERS * SUM_BYTES + 16 <= OBJECT_TLV_BYTES);
 const _: () = assert!(MAX_KEY_BYTES + 64 <= OBJECT_TLV_BYTES);
@@ -55,7 +57,8 @@ pub(super) struct Version {
 impl Version {
     /// The version of which the index knows the head; `None` for objects in one slot.
     pub(super) fn of(object: &ChunkKey, length: u64, tenant: u64, depth: u32) -> Option<Self> {
-        let is_head = length == 0 && tenant != 0 && depth as usize <= MAX_OBJECT_BYTES.div_ceil(PART_BYTES);
+        let parts = 1..=MAX_OBJECT_BYTES.div_ceil(PART_BYTES) as u32;
+        let is_head = length == HEAD_BYTES as u64 && tenant != 0 && parts.contains(&depth);
         is_head.then_some(Self { object: *object, nonce: tenant, parts: depth })
     }
 
@@ -72,19 +75,14 @@ impl Version {
         (0..self.parts).map(|part| object_part_key(&version, part)).collect()
     }
 
-    /// What its head says of it.
-    pub(super) fn head_tlv(&self, total: u64) -> (u16, Vec<u8>) {
-        let mut b = vec![0; 24];
+    /// The bytes of its head: total length, part length, number of parts, nonce.
+    pub(super) fn head(&self, total: u64) -> Vec<u8> {
+        let mut b = vec![0; HEAD_BYTES];
         le::put_u64(&mut b, 0, total);
         le::put_u32(&mut b, 8, PART_BYTES as u32);
         le::put_u32(&mut b, 12, self.parts);
         le::put_u64(&mut b, 16, self.nonce);
-        (TLV_OBJECT_HEAD, b)
-    }
-
-    /// Whether a head is that of this version with `total` bytes.
-    pub(super) fn is_head(&self, header: &SlotHeader, total: u64) -> bool {
-        header.tlv(TLV_OBJECT_HEAD).is_some_and(|b| b == self.head_tlv(total).1)
+        b
     }
 }
 

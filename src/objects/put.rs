@@ -13,7 +13,7 @@ use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::core::Core;
 use super::names::{self, MAX_OBJECT_BYTES, PACK_BELOW, PACK_BYTES, PACK_MEMBERS, PART_BYTES, Version, is_name};
 use super::request::{ObjectPut, Span};
-use super::write::{self, PackWrite, Packed, SlotWrite, packed_bytes};
+use super::write::{PackWrite, Packed, SlotWrite, packed_bytes};
 use crate::format::record::KeyKind;
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Mode, PutSpec};
@@ -212,7 +212,7 @@ fn part_ended(core: &Arc<Core>, parts: &Mutex<Parts>, end: Result<(), ObjectCaus
     let (large, failed) = (parts.large.take(), parts.failed);
     drop(parts);
     match (large, failed) {
-        (Some(large), None) => core.ready(move |core| large.publish(core)),
+        (Some(large), None) => large.publish(core),
         (Some(large), Some(cause)) => large.failed(core, cause),
         (None, _) => {}
     }
@@ -224,24 +224,21 @@ impl Large {
         self.ticket.no(cause);
     }
 
-    /// Writes the head. On a worker.
+    /// Writes the head.
     fn publish(self, core: &Arc<Core>) {
-        if self.ticket.batch.gate.is_closed() {
-            return self.failed(core, ObjectCause::Cancelled);
-        }
-        let mut spec = PutSpec::object(self.version.object, 0, KeyKind::Object);
-        spec.tlvs = vec![names::name_tlv(&self.name), self.version.head_tlv(self.total)];
+        let head = self.version.head(self.total);
+        let mut spec = PutSpec::object(self.version.object, head.len() as u64, KeyKind::Object);
+        spec.tlvs.push(names::name_tlv(&self.name));
         spec.tenant = self.version.nonce;
         spec.depth = self.version.parts;
         spec.expiry_s = self.expiry_s;
-        let log = Arc::clone(&self.log);
-        let then = Box::new(move |core: &Arc<Core>, put| match put {
-            Err(cause) => self.failed(core, cause),
-            Ok(put) => {
-                write::commit(core, put, crate::format::crc(&[]), Box::new(move |core, end| self.ended(core, end)))
+        let (log, batch) = (Arc::clone(&self.log), Arc::clone(&self.ticket.batch));
+        match Span::from_vec(head) {
+            Ok(source) => {
+                SlotWrite { log, spec, source, batch }.start(core, Box::new(move |core, end| self.ended(core, end)))
             }
-        });
-        write::begin(core, log, spec, then);
+            Err(e) => self.failed(core, ObjectCause::of(&e)),
+        }
     }
 
     fn ended(self, core: &Arc<Core>, end: Result<(), ObjectCause>) {

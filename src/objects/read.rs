@@ -38,11 +38,11 @@ fn cause_of(error: &Error) -> ObjectCause {
     }
 }
 
-/// One slot with one object or part, or a head.
+/// One slot with one object, part or head.
 pub(super) struct SlotRead {
     pub(super) log: Arc<Log>,
     pub(super) chunk: Chunk,
-    /// As long as the object, or empty for a head.
+    /// As long as the object.
     pub(super) target: Span,
     /// The name that the header must have; parts have none.
     pub(super) name: Option<Vec<u8>>,
