@@ -198,7 +198,7 @@ fn under_pressure_objects_are_shed_or_dropped_but_never_wrong() {
     let store = ObjectStore::open_with(options(&settings)).unwrap();
     let sizes = [3000, 90_000, 2 * MIB, 5 * MIB + 1, 17 * MIB];
     let (mut stored, mut hits) = (0, 0);
-    for round in 0..12u64 {
+    for round in 0..8u64 {
         let items = (0..10).map(|n| object(&format!("{n}"), round, sizes[(n + round as usize) % 5]));
         let done = put(&store, items.collect());
         stored += done.results.iter().filter(|r| r.ok).count();
@@ -216,7 +216,7 @@ fn under_pressure_objects_are_shed_or_dropped_but_never_wrong() {
             }
         }
     }
-    assert!(stored > 60 && hits > 50, "{stored} stored, {hits} found");
+    assert!(stored > 40 && hits > 30, "{stored} stored, {hits} found");
     let on_disk = store.stats().log.unwrap().disk_bytes;
     assert!(on_disk <= 160 << 20, "{on_disk} bytes");
 }

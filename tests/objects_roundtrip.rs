@@ -72,7 +72,7 @@ fn many_parts_come_back_and_more_than_a_gigabyte_is_refused() {
     let mut settings = settings(dir.path());
     settings.capacity = forebay::config::Capacity::Bytes(1 << 30);
     let store = ObjectStore::open_with(options(&settings)).unwrap();
-    let bytes = 128 * MIB + 5;
+    let bytes = 70 * MIB + 5;
     assert!(put_one(&store, "large", 1, bytes).ok);
     assert!(get_one(&store, "large", bytes) == Ok(value("large", 1, bytes)));
     let over = put(&store, vec![object("over", 1, (1 << 30) + 1)]);
