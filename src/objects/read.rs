@@ -73,7 +73,7 @@ impl SlotRead {
             let (core, reading) = (Arc::clone(core), Arc::clone(&reading));
             Box::new(move |buf| reading.piece(&core, n, buf))
         };
-        core.work.stage(Way::Load, (0..pieces).map(job).collect(), false);
+        core.work.stage(Way::Load, (0..pieces).map(job).collect());
     }
 }
 
@@ -173,7 +173,7 @@ pub(super) struct SharedRead {
 impl SharedRead {
     pub(super) fn start(self, core: &Arc<Core>) {
         let own = Arc::clone(core);
-        core.work.stage(Way::Load, vec![Box::new(move |buf| self.read(&own, buf))], false);
+        core.work.stage(Way::Load, vec![Box::new(move |buf| self.read(&own, buf))]);
     }
 
     fn end(self, cause: ObjectCause) {

@@ -1,8 +1,10 @@
 //! The queues of an object store's workers, and which job is next.
 //!
 //! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready* jobs (checks, copies) run
-//! first, because they give staging back; *staged* jobs run when a staging buffer of their direction is free; batches are
-//! planned when nothing better is to be done. Invariants: every staged job is called once, with a buffer or with the reason
+//! first, because they give staging back; *staged* jobs run when a staging buffer of their direction is free, those that go on
+//! with a slot before those that open one; batches are planned when nothing better is to be done. While a put waits for room
+//! in the log no further slots are opened: the puts behind it would only take the staging that those under way need to end,
+//! and with them their segment. Invariants: every staged job is called once, with a buffer or with the reason
 //! why it gets none; when nothing has moved for long all that waits for staging is given up. No buffer is dropped and no job
 //! is run under the lock.
 
@@ -25,8 +27,12 @@ pub(super) type Staged = Box<dyn FnOnce(std::result::Result<Buf, ObjectCause>) +
 /// Which staging a job wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    Load = 0,
-    Store = 1,
+    /// Reading.
+    Load,
+    /// Going on with a slot that is being written.
+    Store,
+    /// Beginning to write one.
+    Open,
 }
 
 /// Batches are not planned while more jobs than this wait for staging: each holds a lease or a place in a segment.
@@ -37,6 +43,9 @@ struct State {
     ready: VecDeque<Job>,
     loads: VecDeque<Staged>,
     stores: VecDeque<Staged>,
+    opens: VecDeque<Staged>,
+    /// Puts that wait for room.
+    without_room: usize,
     begins: VecDeque<Job>,
     later: Vec<(Instant, Job)>,
     prefers_stores: bool,
@@ -65,7 +74,29 @@ impl State {
         match way {
             Way::Load => &mut self.loads,
             Way::Store => &mut self.stores,
+            Way::Open => &mut self.opens,
         }
+    }
+
+    /// Whether a staging buffer is all that a job of this kind waits for.
+    fn wants(&self, way: Way) -> bool {
+        match way {
+            Way::Load => !self.loads.is_empty(),
+            Way::Store => !self.stores.is_empty(),
+            Way::Open => !self.opens.is_empty() && self.without_room == 0,
+        }
+    }
+
+    fn wants_any(&self) -> bool {
+        [Way::Load, Way::Store, Way::Open].into_iter().any(|way| self.wants(way))
+    }
+
+    fn staged(&self) -> usize {
+        self.loads.len() + self.stores.len() + self.opens.len()
+    }
+
+    fn take_staged(&mut self) -> Vec<Staged> {
+        [&mut self.loads, &mut self.stores, &mut self.opens].into_iter().flat_map(|queue| queue.drain(..)).collect()
     }
 
     fn take_due(&mut self, now: Instant) -> Option<Job> {
@@ -107,7 +138,7 @@ impl Work {
     pub(super) fn pool(&self, way: Way) -> &Arc<StagingPool> {
         match way {
             Way::Load => &self.load_pool,
-            Way::Store => &self.store_pool,
+            Way::Store | Way::Open => &self.store_pool,
         }
     }
 
@@ -140,23 +171,24 @@ impl Work {
         drop(self.add(job, |s, job| s.later.push((Instant::now() + wait, job))));
     }
 
-    /// Jobs that each want a staging buffer; before all others where `first`.
-    pub(super) fn stage(&self, way: Way, jobs: Vec<Staged>, first: bool) {
+    /// Jobs that each want a staging buffer.
+    pub(super) fn stage(&self, way: Way, jobs: Vec<Staged>) {
         let refused = self.add(jobs, |state, jobs| {
-            if state.loads.is_empty() && state.stores.is_empty() {
+            if !state.wants_any() {
                 state.moved = Some(Instant::now());
             }
-            let queue = state.queue(way);
-            if first {
-                jobs.into_iter().rev().for_each(|job| queue.push_front(job));
-            } else {
-                queue.extend(jobs);
-            }
+            state.queue(way).extend(jobs);
             self.changed.notify_all();
         });
         for job in refused.into_iter().flatten() {
             job(Err(ObjectCause::Closed));
         }
+    }
+
+    /// Until the answer is dropped no further slots are opened.
+    pub(super) fn without_room(self: &Arc<Self>) -> WithoutRoom {
+        self.state.lock().without_room += 1;
+        WithoutRoom(Arc::clone(self))
     }
 
     fn next(&self) -> Next {
@@ -169,9 +201,10 @@ impl Work {
             if let Some(job) = state.ready.pop_front().or_else(|| state.take_due(now)) {
                 return Next::Run(job);
             }
-            let order = if state.prefers_stores { [Way::Store, Way::Load] } else { [Way::Load, Way::Store] };
+            let stores_first = [Way::Store, Way::Open, Way::Load];
+            let order = if state.prefers_stores { stores_first } else { [Way::Load, Way::Store, Way::Open] };
             for way in order {
-                if !state.queue(way).is_empty()
+                if state.wants(way)
                     && let Some(buf) = self.pool(way).try_take()
                     && let Some(job) = state.queue(way).pop_front()
                 {
@@ -180,17 +213,14 @@ impl Work {
                     return Next::Stage(job, buf);
                 }
             }
-            if state.loads.len() + state.stores.len() < MANY
+            if state.staged() < MANY
                 && let Some(job) = state.begins.pop_front()
             {
                 return Next::Run(job);
             }
-            let waits = !(state.loads.is_empty() && state.stores.is_empty());
-            let stalled_at = waits.then(|| state.moved.unwrap_or(now) + self.patience);
+            let stalled_at = state.wants_any().then(|| state.moved.unwrap_or(now) + self.patience);
             if stalled_at.is_some_and(|at| at <= now) {
-                let mut all: Vec<Staged> = state.loads.drain(..).collect();
-                all.extend(state.stores.drain(..));
-                return Next::GiveUp(all, ObjectCause::TimedOut);
+                return Next::GiveUp(state.take_staged(), ObjectCause::TimedOut);
             }
             match state.later.iter().map(|(when, _)| *when).chain(stalled_at).min() {
                 Some(until) => drop(self.changed.wait_until(&mut state, until)),
@@ -218,8 +248,8 @@ impl Work {
     /// Stops the workers; jobs that wait are given up. Not to be called from a job.
     pub(super) fn stop(&self) {
         let mut state = self.state.lock();
-        state.stop = true;
-        let State { ready, loads, stores, begins, later, .. } = std::mem::take(&mut *state);
+        let staged = state.take_staged();
+        let State { ready, begins, later, .. } = std::mem::take(&mut *state);
         state.stop = true;
         drop(state);
         self.changed.notify_all();
@@ -227,9 +257,21 @@ impl Work {
         for thread in threads {
             drop(thread.join());
         }
-        for job in loads.into_iter().chain(stores) {
+        for job in staged {
             job(Err(ObjectCause::Closed));
         }
         drop((ready, begins, later));
+    }
+}
+
+/// A put waits for room in the log.
+pub(super) struct WithoutRoom(Arc<Work>);
+
+impl Drop for WithoutRoom {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.without_room = state.without_room.saturating_sub(1);
+        state.moved = Some(Instant::now());
+        self.0.changed.notify_all();
     }
 }

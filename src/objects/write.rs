@@ -14,7 +14,7 @@ use super::batch::{Batch, ObjectCause, Ticket};
 use super::core::{Core, Done, Pieces, Transfer};
 use super::names::{self, Sum};
 use super::request::Span;
-use super::work::{Staged, Way};
+use super::work::{Staged, Way, WithoutRoom};
 use crate::error::{Error, ErrorKind};
 use crate::io::{Buf, DirectFile, Op};
 use crate::key::ChunkKey;
@@ -31,10 +31,12 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// a worker.
 pub(super) fn begin(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, then: Done<Put>) {
     let starved = core.starved.load(Ordering::Relaxed);
-    begin_until(core, log, spec, (Instant::now() + if starved { Duration::ZERO } else { PATIENCE }, then));
+    let deadline = Instant::now() + if starved { Duration::ZERO } else { PATIENCE };
+    begin_until(core, log, spec, (deadline, None, then));
 }
 
-fn begin_until(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, (deadline, then): (Instant, Done<Put>)) {
+fn begin_until(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, wait: (Instant, Option<WithoutRoom>, Done<Put>)) {
+    let (deadline, waiting, then) = wait;
     match log.begin_put(spec.clone()) {
         Ok(PutOutcome::Started(put)) => {
             core.starved.store(false, Ordering::Relaxed);
@@ -46,8 +48,10 @@ fn begin_until(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, (deadline, then):
                 core.starved.store(true, Ordering::Relaxed);
                 return then(core, Err(ObjectCause::NoSpace));
             }
+            let waiting = waiting.unwrap_or_else(|| core.work.without_room());
             let own = Arc::clone(core);
-            core.work.later(PAUSE, Box::new(move || begin_until(&own, log, spec, (deadline, then))));
+            let again = move || begin_until(&own, log, spec, (deadline, Some(waiting), then));
+            core.work.later(PAUSE, Box::new(again));
         }
         Err(e) => {
             tracing::debug!(error = %e, "an object was not stored");
@@ -87,7 +91,7 @@ impl SlotWrite {
             Ok(buf) => self.begin(&own, buf, done),
             Err(cause) => done(&own, Err(cause)),
         });
-        core.work.stage(Way::Store, vec![first], false);
+        core.work.stage(Way::Open, vec![first]);
     }
 
     fn begin(self, core: &Arc<Core>, buf: Buf, done: Done<()>) {
@@ -125,8 +129,7 @@ impl Writing {
             let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
             Box::new(move |buf| writing.piece(&core, n, buf))
         };
-        // What has begun is finished before another slot is begun.
-        core.work.stage(Way::Store, (1..pieces).map(job).collect(), true);
+        core.work.stage(Way::Store, (1..pieces).map(job).collect());
         Arc::clone(&writing).piece(core, 0, Ok(buf));
     }
 
@@ -230,7 +233,7 @@ impl PackWrite {
             Ok(buf) => self.fill(&own, buf, done),
             Err(cause) => done(&own, self.objects, Err(cause)),
         });
-        core.work.stage(Way::Store, vec![job], false);
+        core.work.stage(Way::Open, vec![job]);
     }
 
     /// On a worker.
