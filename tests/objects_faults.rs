@@ -220,3 +220,30 @@ fn under_pressure_objects_are_shed_or_dropped_but_never_wrong() {
     let on_disk = store.stats().log.unwrap().disk_bytes;
     assert!(on_disk <= 160 << 20, "{on_disk} bytes");
 }
+
+#[test]
+fn a_batch_larger_than_the_cache_and_than_staging_ends() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.capacity = Capacity::Bytes(160 << 20);
+    (settings.staging, settings.store_staging) = (1 << 20, 1 << 20);
+    let store = ObjectStore::open_with(options(&settings)).unwrap();
+    let names: Vec<String> = (0..80).map(|n| n.to_string()).collect();
+    let len = |n: usize| if n % 10 == 0 { 17 * MIB } else { 3 * MIB + n };
+    let done = put(&store, names.iter().enumerate().map(|(n, key)| object(key, 1, len(n))).collect());
+    assert!(done.results.iter().all(|r| r.ok || r.cause == Some(ObjectCause::NoSpace)), "{done:?}");
+    let stored = done.results.iter().filter(|r| r.ok).count();
+    assert!(stored > 40, "{stored} of 80");
+    let keys: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut found = 0;
+    for (n, key) in keys.iter().enumerate() {
+        match get_one(&store, key, len(n)) {
+            Ok(bytes) => {
+                assert!(bytes == value(key, 1, len(n)), "{key}");
+                found += 1;
+            }
+            Err(cause) => assert_eq!(cause, ObjectCause::NotFound, "{key}"),
+        }
+    }
+    assert!(found > 5, "{found} found");
+}
