@@ -19,6 +19,9 @@ import tempfile
 import time
 
 GIB = 1 << 30
+MIB = 1 << 20
+LAYERS = {"llama-3.1-8b": 32, "deepseek-v3": 61}
+PROMPT_TOKENS = 2048  # of loads: 256 MiB of llama-3.1-8b, so that the destination is a small part of what is moved
 
 
 def run(argv, env=None):
@@ -36,7 +39,11 @@ def run(argv, env=None):
 
 class Bench:
     def __init__(self, args, directory):
-        self.args, self.dir, self.rows, self.notes = args, directory, [], []
+        self.args, self.dir = args, directory
+        self.rows, self.notes = {}, {}
+        kept = args.merge and json.load(open(args.merge, encoding="utf-8"))
+        if kept:
+            self.rows, self.notes = kept["rows"], kept["notes"]
         self.fio_file = os.path.join(directory, "fio.bin")
         self.write_file = os.path.join(directory, "fio-write.bin")
 
@@ -75,7 +82,7 @@ class Bench:
             progress(f"fio {rw} {point}: {rate / 1e9:.2f} GB/s")
             if best is None or rate > best[1]:
                 best = (point, rate)
-        self.notes.append(f"fio {rw} sweep (GB/s): " + ", ".join(f"{p[0]}x{p[1]}x{p[2]} {r / 1e9:.2f}" for p, r in table))
+        self.notes[f"fio {rw} sweep, bs x iodepth x numjobs, GB/s"] = ", ".join(f"{p[0]}x{p[1]}x{p[2]} {r / 1e9:.2f}" for p, r in table)
         return best[0]
 
     def pairs(self, title, target, ours, peer, rate=lambda g: g["bytes"] / g["wall"], more=lambda runs: ""):
@@ -91,16 +98,16 @@ class Bench:
             progress(f"{title}: pair {i + 1}: {mine[-1] / 1e9:.3f} against {theirs[-1] / 1e9:.3f}, ratio {ratios[-1]:.3f}")
         figure = f"{statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f}; {len(ratios)} pairs)"
         detail = f"{statistics.median(mine) / 1e9:.2f} against {statistics.median(theirs) / 1e9:.2f} GB/s {more(runs)}".strip()
-        self.row(title, target, figure, detail)
+        self.row(title, target, figure, detail, {"forebay_bytes_per_s": mine, "fio_bytes_per_s": theirs})
         return runs
 
-    def row(self, title, target, figure, detail=""):
-        self.rows.append((title, target, figure, detail))
+    def row(self, title, target, figure, detail="", raw=None):
+        self.rows[title] = {"target": target, "figure": figure, "detail": detail, "date": time.strftime("%Y-%m-%d %H:%M"), "raw": raw}
         progress(f"{title}: {figure} {detail}")
 
     def store_cache(self, model, size, *extra):
         directory = os.path.join(self.dir, f"cache-{model}")
-        self.forebay("--rw", "store", "--model", model, "--size", size, "--directory", directory, "--keep", "--verify", *extra)
+        self.forebay("--rw", "store", "--model", model, "--size", size, "--directory", directory, "--keep", *extra)
         return directory
 
     def cpu_reference(self, model):
@@ -112,12 +119,13 @@ class Bench:
     def loads(self, point):
         size = self.args.size
         for model, target in (("llama-3.1-8b", 0.95), ("deepseek-v3", 0.90)):
-            cache = self.store_cache(model, size)
+            cache = self.store_cache(model, size, "--tokens", PROMPT_TOKENS)
             proof = lambda runs: "; device bytes per loaded byte {:.4f}".format(
                 min(a["job"]["forebay"]["device_read_bytes"] / a["bytes"] for a, _ in runs))
             runs = self.pairs(
                 f"load, verified and scattered, {model}", f">= {target} x best fio",
-                lambda: self.forebay("--rw", "load", "--model", model, "--size", size, "--directory", cache, "--keep"),
+                lambda: self.forebay("--rw", "load", "--model", model, "--tokens", PROMPT_TOKENS, "--size", size, "--directory", cache,
+                                     "--keep"),
                 lambda: self.fio("read", point, size), more=proof)
             reference = self.cpu_reference(model)
             per_byte = reference["crc_s_per_byte"] + reference["copy_s_per_byte"]
@@ -126,8 +134,7 @@ class Bench:
             self.row(f"CPU of those loads, {model}", "<= 1.2 x (fio + crc32fast + strided memcpy)",
                      f"{statistics.median(ratios):.2f}", f"{mine:.3f} s per GB")
             if model == "llama-3.1-8b":
-                self.overlap(cache, model)
-                self.fairness(cache, model, size)
+                self.fairness(cache, model)
             shutil.rmtree(cache, ignore_errors=True)
 
     def stores(self, point):
@@ -135,30 +142,36 @@ class Bench:
 
         def ours():
             directory = os.path.join(self.dir, "cache-store")
-            shutil.rmtree(directory, ignore_errors=True)
-            got = self.forebay("--rw", "store", "--model", "llama-3.1-8b", "--size", size, "--directory", directory, "--keep")
+            got = self.forebay("--rw", "store", "--model", "llama-3.1-8b", "--tokens", PROMPT_TOKENS, "--size", size, "--directory", directory,
+                               "--keep")
             shutil.rmtree(directory, ignore_errors=True)
             return got
 
-        self.pairs("store, gathered and journalled, llama-3.1-8b", ">= 0.90 x best fio into fresh fallocated files", ours,
-                   lambda: self.fio("write", point, size, ("--end_fsync=1",)))
+        self.pairs("store, gathered, journalled and flushed, llama-3.1-8b", ">= 0.90 x best fio into fresh fallocated files", ours,
+                   lambda: self.fio("write", point, size, ("--end_fsync=1",)), rate=lambda g: g["job"]["write"]["bw_bytes"],
+                   more=lambda runs: "; both by the program's own clock, because filling memory with the pattern is not part of a store")
 
-    def overlap(self, cache, model):
-        tokens = 8192
-        common = ("--rw", "layerload", "--model", model, "--tokens", tokens, "--size", self.args.size // 2, "--directory", cache, "--keep")
-        for share in (0.25, 0.5, 1, 2, 4):
-            found = []
-            for _ in range(max(3, self.args.pairs // 2)):
-                plain = self.forebay(*common, "--compute-us", 0)["job"]["forebay"]
-                compute_us = round(plain["load_ms"] * 1000 / share / 32)
-                got = self.forebay(*common, "--compute-us", compute_us)["job"]["forebay"]
-                found.append(got["overlap_efficiency"])
-            self.row(f"layerload, T_load/T_compute about {share}", ">= 0.95", f"{statistics.median(found):.3f}",
-                     f"(max + min/L)/wall, {len(found)} runs, min {min(found):.3f}")
+    def overlap(self):
+        for model, tokens in (("llama-3.1-8b", 8192), ("deepseek-v3", 16384)):
+            directory = os.path.join(self.dir, "cache-overlap")
+            common = ("--rw", "layerload", "--model", model, "--tokens", tokens, "--size", 4 * GIB, "--directory", directory, "--keep")
+            plain = self.forebay(*common, "--compute-us", 0)["job"]["forebay"]["load_ms"]
+            for share in (0.25, 0.5, 1, 2, 4):
+                found, shares = [], []
+                for _ in range(max(5, self.args.pairs // 2)):
+                    got = self.forebay(*common, "--compute-us", round(plain * 1000 / share / LAYERS[model]))["job"]["forebay"]
+                    plain = got["load_ms"]
+                    found.append(got["overlap_efficiency"])
+                    shares.append(got["load_ms"] / got["compute_ms"])
+                self.row(f"layerload, {model}, {tokens} tokens, T_load/T_compute {share}", ">= 0.95", f"{statistics.median(found):.3f}",
+                         f"(max + min/L)/wall, {len(found)} runs of {4 * GIB // prompt_bytes(model, tokens)} loads, min {min(found):.3f}; "
+                         f"T ratio met: {statistics.median(shares):.2f}")
+            shutil.rmtree(directory, ignore_errors=True)
 
-    def fairness(self, cache, model, size):
-        spreads = [self.forebay("--rw", "load", "--model", model, "--size", size, "--numjobs", 8, "--directory", cache, "--keep")
-                   ["job"]["forebay"]["load_spread"] for _ in range(5)]
+    def fairness(self, cache, model):
+        size = 8 * prompt_bytes(model, PROMPT_TOKENS)
+        spreads = [self.forebay("--rw", "load", "--model", model, "--tokens", PROMPT_TOKENS, "--size", size, "--numjobs", 8, "--directory", cache,
+                                "--keep")["job"]["forebay"]["load_spread"] for _ in range(9)]
         self.row("eight equal loads at once, slowest over fastest", "<= 1.5", f"{statistics.median(spreads):.2f}",
                  f"{len(spreads)} runs, max {max(spreads):.2f}")
 
@@ -192,15 +205,24 @@ class Bench:
         fio = run(["fio", "--version"])["out"].strip()
         lines = [
             "# Benchmarks", "",
-            "Written by `make bench` (`benches/speed.py`). Ratios are of whole processes run in turn on the same file system, timed from",
+            "Written by `make bench` (`benches/speed.py`); every pair is in benchmarks.json. Ratios are of whole processes run in turn on the same file system, timed from",
             f"outside, payload bytes only, medians. {time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, kernel {platform.release()},",
             f"{filesystem(self.dir)}, {fio}. {self.args.size / GIB:.0f} GiB a run. The drive is shared and its speed swings: only ratios are quoted.", "",
             "| what | target | measured | |", "|---|---|---|---|",
         ]
-        lines += [f"| {t} | {g} | **{f}** | {d} |" for t, g, f, d in self.rows]
-        lines += ["", *(f"- {n}" for n in self.notes), ""]
+        lines += [f"| {title} | {row['target']} | **{row['figure']}** | {row['detail']} |" for title, row in self.rows.items()]
+        lines += ["", *(f"- {name}: {text}" for name, text in self.notes.items()), ""]
         with open(path, "w", encoding="utf-8") as out:
             out.write("\n".join(lines))
+        if path.endswith(".md"):
+            with open(path[:-3] + ".json", "w", encoding="utf-8") as out:
+                json.dump({"rows": self.rows, "notes": self.notes}, out, indent=1)
+
+
+def prompt_bytes(model, tokens):
+    """Bytes of KV of a prompt."""
+    per_token = {"llama-3.1-8b": 32 * 2 * 8 * 128 * 2, "deepseek-v3": 61 * 576 * 2}[model]
+    return per_token * tokens
 
 
 def fresh_fallocated(name, size):
@@ -241,26 +263,28 @@ def main():
     parser.add_argument("--size", type=int, default=8 * GIB, help="bytes moved by one run")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--sweep-runs", type=int, default=1)
-    parser.add_argument("--only", help="comma-separated parts: loads,stores,mixed,lookups,reopen")
-    parser.add_argument("--write", help="write the table to this file")
+    parser.add_argument("--only", help="comma-separated parts: loads,overlap,stores,mixed,lookups,reopen")
+    parser.add_argument("--write", help="write the table to this file, and every pair to the .json beside it")
+    parser.add_argument("--merge", help="keep the rows of this .json that are not measured again")
     args = parser.parse_args()
-    parts = (args.only or "lookups,reopen,loads,stores,mixed").split(",")
+    parts = (args.only or "loads,overlap,stores,mixed,lookups,reopen").split(",")
     directory = tempfile.mkdtemp(prefix="forebay-bench-", dir=args.dir)
     bench = Bench(args, directory)
     try:
         if {"loads", "mixed"} & set(parts):
             fill(bench.fio_file, args.size)
         read_point = bench.sweep("read", args.size // 4) if {"loads", "mixed"} & set(parts) else None
-        if "lookups" in parts:
-            bench.lookups()
-        if "reopen" in parts:
-            bench.reopen()
         if "loads" in parts:
             bench.loads(read_point)
+        if "overlap" in parts:
+            bench.overlap()
         if "stores" in parts:
             bench.stores(bench.sweep("write", args.size // 4))
         if "mixed" in parts:
             bench.mixed(read_point)
+        for part, measure in (("lookups", bench.lookups), ("reopen", bench.reopen)):
+            if part in parts:
+                measure()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if args.write:

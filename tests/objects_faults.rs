@@ -229,7 +229,7 @@ fn a_batch_larger_than_the_cache_and_than_staging_ends() {
     (settings.staging, settings.store_staging) = (1 << 20, 1 << 20);
     let store = ObjectStore::open_with(options(&settings)).unwrap();
     let names: Vec<String> = (0..80).map(|n| n.to_string()).collect();
-    let len = |n: usize| if n % 10 == 0 { 17 * MIB } else { 3 * MIB + n };
+    let len = |n: usize| if n.is_multiple_of(10) { 17 * MIB } else { 3 * MIB + n };
     let done = put(&store, names.iter().enumerate().map(|(n, key)| object(key, 1, len(n))).collect());
     assert!(done.results.iter().all(|r| r.ok || r.cause == Some(ObjectCause::NoSpace)), "{done:?}");
     let stored = done.results.iter().filter(|r| r.ok).count();

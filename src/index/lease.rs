@@ -164,11 +164,14 @@ impl Inner {
     }
 
     fn record_load(&self, record: usize, part: usize) -> u64 {
-        self.record_part(record, part).map_or(0, |w| w.load(Ordering::SeqCst))
+        let looked_at = || self.map.load_acquire(self.record_word(record) + part);
+        self.record_part(record, part).map_or_else(looked_at, |w| w.load(Ordering::SeqCst))
     }
 
     fn records_used(&self) -> usize {
-        let high = self.map.word(W_RECORDS_HIGH).map_or(0, |w| w.load(Ordering::SeqCst));
+        // A read-only mapping only looks on; no lease depends on what it sees.
+        let looked_at = || self.map.load_acquire(W_RECORDS_HIGH);
+        let high = self.map.word(W_RECORDS_HIGH).map_or_else(looked_at, |w| w.load(Ordering::SeqCst));
         self.records.min(usize::try_from(high).unwrap_or(usize::MAX))
     }
 

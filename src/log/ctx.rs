@@ -93,13 +93,13 @@ fn ns_link(ns: u32) -> String {
     format!("pid:[{ns}]")
 }
 
-fn boot_id() -> Result<BootId> {
+pub(super) fn boot_id() -> Result<BootId> {
     let path = "/proc/sys/kernel/random/boot_id";
     let text = fs::read_to_string(path).map_err(|e| Error::io("cannot read the boot id", e).at(path))?;
     BootId::parse(&text).ok_or_else(|| Error::new(ErrorKind::Unsupported, "the boot id is not a UUID").at(path))
 }
 
-fn holder(pid: &str) -> Result<Holder> {
+pub(super) fn holder(pid: &str) -> Result<Holder> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read_to_string(&path).map_err(|e| Error::io("cannot read who this process is", e).at(&path))?;
     let link = fs::read_link(format!("/proc/{pid}/ns/pid")).map(|l| l.to_string_lossy().into_owned());

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::lane::Lane;
+use super::lane::{Lane, Role};
 use super::volume::Volume;
-use super::{grant, hunger, orphans, reclaim};
+use super::{grant, hunger, orphans, reclaim, remove};
 use crate::index::TouchCursor;
 
 /// How often the keeper looks by itself.
@@ -73,7 +73,10 @@ impl Keeper {
                 volume.ctx.with_lease_env(|env| shared.sweep_leases(env));
             }
         }
-        reclaim::reclaim_dead_adopted(volume);
+        if let Err(e) = remove::forget_cleared(volume) {
+            tracing::warn!(drive = %volume.root.display(), error = %e, "what was cleared still takes room");
+        }
+        reclaim::reclaim_dead(volume, Role::Adopted);
         orphans::remove_empty_lanes(volume);
         hunger::feed(volume);
         grant::shrink(volume);

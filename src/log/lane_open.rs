@@ -105,7 +105,8 @@ impl Surroundings {
         }
         let options = if write { FileOptions::read_write() } else { FileOptions::read_only() };
         let index = DirectFile::open(dir.join(paths::INDEX), options)?;
-        let superblock = recover::superblock(&index)?;
+        let mut superblock = recover::superblock(&index)?;
+        self.complete(&mut superblock);
         self.check(&superblock, dir, write)?;
         let data = DirectFile::open(dir.join(paths::DATA), options)?;
         Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
@@ -125,6 +126,20 @@ impl Surroundings {
                 self.create(dir)
             }
             outcome => outcome,
+        }
+    }
+
+    /// A rebuild that had nothing but the slots knows only the half of the fingerprint that names the namespace's directory. The
+    /// geometry whose fingerprint begins like that supplies the rest; each slot's layout is checked when it is read.
+    fn complete(&self, sb: &mut Superblock) {
+        let geometry = &self.ctx.options.geometry;
+        let fingerprint = geometry.fingerprint().0;
+        let (known, rest) = sb.fingerprint.split_at(16);
+        if fingerprint.starts_with(known) && rest.iter().chain(&sb.layers_digest).all(|b| *b == 0) {
+            sb.fingerprint = fingerprint;
+            sb.layers_digest = geometry.layers_digest();
+            sb.chunk_tokens = geometry.chunk_tokens;
+            sb.model.clone_from(&geometry.model);
         }
     }
 
@@ -282,8 +297,11 @@ fn settle(lane: &Lane) -> Result<()> {
 }
 
 pub(super) fn remove_file(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("cannot remove a file", e).at(path)),
-        _ => Ok(()),
-    }
+    let removed = if path.file_name() == Some(paths::DATA.as_ref()) {
+        io::remove_file(path)
+    } else {
+        // Others may have it mapped, and must not see zeros in it.
+        fs::remove_file(path).map_err(|e| Error::io("cannot remove a file", e).at(path))
+    };
+    removed.or_else(|e| if e.kind() == ErrorKind::NotFound { Ok(()) } else { Err(e) })
 }

@@ -48,7 +48,7 @@ fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
     Ok(true)
 }
 
-fn delete(lane: &Path) -> Result<()> {
+pub(super) fn delete(lane: &Path) -> Result<()> {
     for name in paths::LANE_FILES {
         lane_open::remove_file(&lane.join(name))?;
     }
@@ -61,7 +61,10 @@ pub(super) fn remove_empty_lanes(volume: &Volume) {
     for lane in lanes.held().filter(|l| l.role == Role::Adopted && is_empty(l)) {
         let removed = ShardLock::take(&volume.ctx, &volume.shard_dir).and_then(|_lock| {
             volume.forget(lane.number);
-            delete(&lane.dir)
+            let deleted = delete(&lane.dir);
+            // Somebody may have attached to it again before its files went.
+            volume.shard.bump_lanes();
+            deleted
         });
         lane.release();
         match removed {

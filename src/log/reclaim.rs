@@ -24,11 +24,14 @@ use super::state::{Phase, Segment};
 use super::volume::Volume;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
+use crate::format::layout::SlotLayout;
 use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader};
+use crate::format::slot::SlotHeader;
 use crate::index::{
     self, ChunkSummary, EntryKind, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions,
 };
+use crate::key::ChunkKey;
 
 /// Share of the live bytes that counts as hot, in percent.
 const HOT_PERCENT: u8 = 30;
@@ -70,9 +73,9 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in adopted lanes, so that these can be removed.
-pub(super) fn reclaim_dead_adopted(volume: &Volume) {
-    for lane in volume.lanes().held().filter(|l| l.role == Role::Adopted) {
+/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed then.
+pub(super) fn reclaim_dead(volume: &Volume, role: Role) {
+    for lane in volume.lanes().held().filter(|l| l.role == role) {
         let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
         for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };
@@ -142,6 +145,10 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     }
     let outcome = empty(volume, victim).and_then(|records| {
         write_free(&victim.lane, victim)?;
+        if let Err(e) = mark_free(&victim.lane, victim) {
+            // Only a rebuild that has lost the index would have needed it.
+            tracing::debug!(lane = %victim.lane.dir.display(), error = %e, "a free segment was not marked");
+        }
         Ok(records)
     });
     match outcome {
@@ -394,6 +401,24 @@ fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
     let index = Arc::clone(&lane.index);
     journal::write(lane, &index, lane.region_offset(victim.segment), aligned(&header.encode())?)?;
     journal::flush_file(lane, &index)
+}
+
+/// Says on the segment's last page, which is written last of all, that the slots in it are over: a rebuild that has no index left
+/// must not find them, because what had hidden some of them may be dropped from now on.
+fn mark_free(lane: &Lane, victim: &Victim) -> Result<()> {
+    let layout = SlotLayout::header_only(0);
+    let page = (lane.segment_bytes() / PAGE_BYTES as u64) as u32 - layout.pages();
+    let header = SlotHeader {
+        created_ms: lane.ctx.options.clock.unix_ms(),
+        segment: victim.segment,
+        epoch: victim.epoch.wrapping_add(1),
+        page,
+        pages: layout.pages(),
+        lane: *lane.id(),
+        ..SlotHeader::new(KeyKind::Control, ChunkKey([0; 32]))
+    };
+    let (bytes, _) = header.encode(&layout)?;
+    journal::write(lane, &Arc::clone(&lane.data), lane.slot_offset(victim.segment, page), aligned(&bytes)?)
 }
 
 /// Takes the segment's entries out of the table, and forgets its old versions.

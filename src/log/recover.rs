@@ -78,8 +78,7 @@ pub struct Found {
 /// # Errors
 /// `Corrupt` for an empty, short or damaged file or one of another program; `Incompatible` for one of a newer version.
 pub fn superblock(index: &DirectFile) -> Result<Superblock> {
-    let advice =
-        "see what is intact with `forebay fsck check`, move the lane away, or set on_incompatible: recreate to lose it";
+    let advice = "see what is intact with `forebay fsck check`, restore it with `forebay fsck rebuild`, or set on_incompatible: recreate to lose it";
     let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
     if index.len()? < pages.len() as u64 {
         return Err(Error::new(ErrorKind::Corrupt, "index.kv is cut short").at(index.path()).advice(advice));

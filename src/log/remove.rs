@@ -5,13 +5,14 @@
 //! them, the records in the journal, both flushed. Only then does the call return.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::lane::Lane;
+use super::lane::{Lane, Role};
 use super::put::aligned;
 use super::state::{Need, NoPlace, Place, State};
 use super::volume::Volume;
-use super::{Log, journal};
+use super::{Log, grant, journal, reclaim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
@@ -117,6 +118,23 @@ fn clear_on(volume: &Volume) -> Result<()> {
         forget_up_to(held, sequence)?;
     }
     volume.wake_keeper();
+    Ok(())
+}
+
+/// Takes what another process has cleared out of the held lanes' tables, and gives the space of their sealed segments that hold
+/// nothing any more back. For the keeper.
+pub(super) fn forget_cleared(volume: &Volume) -> Result<()> {
+    let cleared = volume.shard.cleared_up_to();
+    if volume.forgotten.swap(cleared, Ordering::Relaxed) >= cleared {
+        return Ok(());
+    }
+    for held in volume.lanes().held() {
+        forget_up_to(held, cleared)?;
+    }
+    reclaim::reclaim_dead(volume, Role::Own);
+    while volume.own().is_some_and(|own| own.state().is_ok_and(|state| state.ready.len() > 1)) {
+        grant::give_back_ready(volume);
+    }
     Ok(())
 }
 

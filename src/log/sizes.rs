@@ -42,18 +42,26 @@ impl Sizes {
             )
             .advice("lower segment_bytes or chunk_size"));
         }
-        let slots = segment_bytes / slot;
-        let records = (segment_bytes / RECORD_PER_BYTES).max(slots + slots / 8 + 64).min(MAX_RECORDS.max(slots));
         let share = options.capacity_bytes / 64 / PAGE_BYTES as u64;
-        let ring_pages = (2 * slots + 64).min(share).clamp(MIN_RING_PAGES, MAX_RING_PAGES);
+        Ok(Self::of(segment_bytes, segment_bytes / slot, share))
+    }
+
+    /// Sizes for a lane whose segments hold up to `slots` slots, where capacity and geometry are not known.
+    pub(super) fn of_segments(segment_bytes: u64, slots: u64) -> Self {
+        Self::of(segment_bytes, slots, MAX_RING_PAGES)
+    }
+
+    fn of(segment_bytes: u64, slots: u64, ring_share: u64) -> Self {
+        let records = (segment_bytes / RECORD_PER_BYTES).max(slots + slots / 8 + 64).min(MAX_RECORDS.max(slots));
+        let ring_pages = (2 * slots + 64).min(ring_share).clamp(MIN_RING_PAGES, MAX_RING_PAGES);
         let ring_offset = 2 * PAGE_BYTES as u64;
-        Ok(Self {
+        Self {
             segment_bytes,
             region_bytes: sealed::region_bytes(records as usize) as u64,
             ring_offset,
             ring_pages: ring_pages as u32,
             regions_offset: ring_offset + ring_pages * PAGE_BYTES as u64,
-        })
+        }
     }
 }
 

@@ -53,6 +53,8 @@ pub(super) struct Volume {
     lanes: RwLock<Arc<Lanes>>,
     seen_lanes: AtomicU64,
     draining: AtomicBool,
+    /// Up to which sequence the held lanes have forgotten what was cleared.
+    pub(super) forgotten: AtomicU64,
     scanning: Mutex<()>,
     /// Wakes the keeper.
     pub(super) wake: (crossbeam_channel::Sender<()>, crossbeam_channel::Receiver<()>),
@@ -143,6 +145,7 @@ impl Volume {
             lanes: RwLock::default(),
             seen_lanes: AtomicU64::new(0),
             draining: AtomicBool::new(draining),
+            forgotten: AtomicU64::new(0),
             scanning: Mutex::new(()),
             wake: crossbeam_channel::bounded(1),
         }
@@ -236,7 +239,11 @@ impl Volume {
 
     /// Attaches to lanes that appeared, drops those that disappeared.
     fn look_for_lanes(&self, generation: u64) {
-        let Some(_one) = self.scanning.try_lock() else { return };
+        // Waited for: whoever looks up after another process has removed something must see the lane that says so.
+        let _one = self.scanning.lock();
+        if self.seen_lanes.load(Ordering::Acquire) == generation {
+            return;
+        }
         let before = Arc::clone(&self.lanes.read());
         let Ok(there) = paths::lanes(&self.shard_dir) else { return };
         let numbers: HashSet<u32> = there.iter().map(|(n, _)| *n).collect();

@@ -28,7 +28,8 @@ Examples:
   forebay probe /mnt/nvme
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
   forebay replay trace.jsonl --capacity-tokens 3m,10m --policy lru,fifo
-  forebay warm import dumps/ --dry-run";
+  forebay warm import dumps/ --dry-run
+  forebay stat /mnt/nvme";
 
 /// What to do.
 #[derive(Debug, Subcommand)]
@@ -43,11 +44,15 @@ pub(crate) enum Command {
     Warm(crate::warm::WarmArgs),
     /// Show which I/O path this machine and a directory get, and why not a better one.
     Probe(crate::probe::ProbeArgs),
-    /// Check a cache's files, or print what its index lists.
+    /// Check a cache's files, print what its index lists, or make a damaged index anew.
     #[command(subcommand)]
     Fsck(crate::fsck::FsckCommand),
     /// List what a cache serves.
     Ls(crate::ls::LsArgs),
+    /// Show how full a cache is, and with what.
+    Stat(crate::stat::StatArgs),
+    /// Remove what a cache holds, also while servers use it.
+    Purge(crate::purge::PurgeArgs),
 }
 
 #[cfg(test)]

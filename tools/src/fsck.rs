@@ -1,10 +1,11 @@
-//! `forebay fsck`: checks of a cache's files, also beside servers. Nothing is written; damage gives exit status 3.
+//! `forebay fsck`: checks of a cache's files, also beside servers; damage gives exit status 3. Only `rebuild` writes, and only to
+//! lanes that no server uses.
 
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use forebay::log::fsck::{LaneFiles, RawLane, deep, lanes};
-use forebay::{ErrorKind, Result};
+use forebay::log::fsck::{LaneFiles, RawLane, RebuildOptions, deep, lanes, rebuild, rebuild_bytes};
+use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
 use crate::ls::{hex, now_s, shards};
@@ -23,6 +24,36 @@ pub(crate) enum FsckCommand {
     /// Print every record of the indexes, one JSON object a line.
     #[command(after_help = "Examples:\n  forebay fsck dump /mnt/nvme | head")]
     Dump(Place),
+    /// Make the index of damaged lanes anew, from their slots and what is left of the old index.
+    #[command(after_help = REBUILD_HELP)]
+    Rebuild(RebuildArgs),
+}
+
+const REBUILD_HELP: &str = "\
+Every byte of data.kv is read and checked. What is intact is found again, what was removed or overwritten stays so, damaged \
+slots are left out. Servers that use the lane must be stopped.
+
+Examples:
+  forebay fsck rebuild /mnt/nvme --dry-run
+  forebay fsck rebuild /mnt/nvme";
+
+/// Options of `forebay fsck rebuild`.
+#[derive(Debug, Args)]
+pub(crate) struct RebuildArgs {
+    #[command(flatten)]
+    place: Place,
+    /// Only this lane, as `fsck check` names it: NAMESPACE/SHARD/laneN.
+    #[arg(long, value_name = "LANE")]
+    lane: Option<String>,
+    /// Also lanes whose index is intact.
+    #[arg(long)]
+    all: bool,
+    /// Say what would be restored, and write nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Do not keep the old index as index.kv.bak.
+    #[arg(long)]
+    no_backup: bool,
 }
 
 /// Where to look.
@@ -39,6 +70,7 @@ pub(crate) fn run(command: &FsckCommand, context: &Context) -> Result<Outcome> {
         FsckCommand::Check(place) => check(place, context),
         FsckCommand::Deep(place) => check_deep(place, context),
         FsckCommand::Dump(place) => dump(place),
+        FsckCommand::Rebuild(args) => make_anew(args, context),
     }
 }
 
@@ -88,7 +120,8 @@ fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
     let (found, unreadable) = shards(&place.directory)?;
     for (files, raw) in found {
         index_damage += raw.iter().map(|l| l.damage.len()).sum::<usize>();
-        let bar = progress::bar(context, "checking", 0, Unit::Bytes);
+        let total: u64 = raw.iter().map(|l| l.counts.file_bytes[1]).sum();
+        let bar = progress::bar(context, "checking", total, Unit::Bytes);
         let checked = deep(&files, &raw, now_s(), &|n| bar.inc(n))?;
         bar.finish_and_clear();
         slots += checked.slots;
@@ -122,11 +155,63 @@ fn dump(place: &Place) -> Result<Outcome> {
                 let line = json!({"lane": name(f), "kind": format!("{:?}", r.kind), "key_kind": format!("{:?}", r.key_kind),
                     "key": hex(&r.key.0), "parent": hex(&r.parent.0), "sequence": r.sequence, "segment": r.segment,
                     "epoch": r.epoch, "page": r.page, "pages": r.pages, "tokens": r.tokens, "depth": r.depth,
-                    "tenant": r.tenant, "expiry_s": r.expiry_s, "length": r.length});
+                    "tenant": format!("{:016x}", r.tenant), "expiry_s": r.expiry_s, "length": r.length});
                 out::print(&format!("{line}\n"))?;
             }
         }
     }
     let damaged = found.iter().flat_map(|(_, raw)| raw).any(|l| !l.damage.is_empty());
     Ok(if damaged || !unreadable.is_empty() { Outcome::Problem } else { Outcome::Done })
+}
+
+fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
+    let all = lanes(&args.place.directory)?;
+    let read: Vec<Result<RawLane>> = all.iter().map(RawLane::read).collect();
+    if let Some(wanted) = args.lane.as_ref().filter(|wanted| all.iter().all(|l| name(l) != **wanted)) {
+        return Err(Error::new(ErrorKind::NotFound, format!("there is no lane {wanted}"))
+            .at(&args.place.directory)
+            .advice("see `forebay fsck check`"));
+    }
+    let options = RebuildOptions { dry_run: args.dry_run, backup: !args.no_backup };
+    let mut reports = Vec::new();
+    let mut clean = true;
+    for (files, raw) in all.iter().zip(&read) {
+        let damaged = !raw.as_ref().is_ok_and(|l| l.damage.is_empty());
+        let chosen = args.lane.as_ref().map_or(damaged || args.all, |wanted| name(files) == *wanted);
+        if !chosen {
+            continue;
+        }
+        let same = |l: &LaneFiles| (&l.namespace, &l.shard) == (&files.namespace, &files.shard);
+        let siblings = all.iter().zip(&read).filter(|(l, _)| same(l) && l.name != files.name);
+        let sibling = siblings.filter_map(|(_, raw)| raw.as_ref().ok()).map(|l| &l.superblock).next();
+        let bar = progress::bar(context, format!("rebuilding {}", files.name), rebuild_bytes(files), Unit::Bytes);
+        let done = rebuild(files, sibling, options, &|n| bar.inc(n));
+        bar.finish_and_clear();
+        let done = done?;
+        clean &= done.left_out.is_empty();
+        let left_out: Vec<Value> =
+            done.left_out.iter().map(|b| json!({"key": hex(&b.key.0), "offset": b.offset, "what": b.what})).collect();
+        reports.push(json!({"lane": name(files), "chunks": done.chunks, "bytes": done.bytes,
+            "tombstones": done.tombstones, "clears": done.clears, "segments": done.segments,
+            "old_records": done.old_records, "superblock_derived": done.derived, "left_out": left_out}));
+    }
+    if context.json {
+        out::print_json(&json!({"dry_run": args.dry_run, "clean": clean, "lanes": reports}))?;
+        return Ok(if clean { Outcome::Done } else { Outcome::Problem });
+    }
+    let verb = if args.dry_run { "would be restored" } else { "restored" };
+    for r in &reports {
+        let lane = r["lane"].as_str().unwrap_or_default();
+        out::print(&format!(
+            "{lane}: {} chunks, {} bytes {verb}, {} removals\n",
+            r["chunks"], r["bytes"], r["tombstones"]
+        ))?;
+        for b in r["left_out"].as_array().into_iter().flatten() {
+            out::print(&format!("  left out: {} at {}: {}\n", b["key"], b["offset"], b["what"]))?;
+        }
+    }
+    if reports.is_empty() {
+        out::print("no lane is damaged; --all rebuilds all the same\n")?;
+    }
+    Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }

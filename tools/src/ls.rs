@@ -22,6 +22,9 @@ pub(crate) struct LsArgs {
     /// One line per namespace and shard instead of one per chunk.
     #[arg(long)]
     namespaces: bool,
+    /// Also tell how old each chunk is, in seconds; reads the header of every chunk.
+    #[arg(long, conflicts_with = "namespaces")]
+    age: bool,
 }
 
 /// The lanes of one shard, with what their indexes say.
@@ -77,9 +80,14 @@ pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
                 "lanes": raw.len(), "chunks": served.len(), "bytes": bytes, "disk_bytes": disk}));
             continue;
         }
-        for (_, r) in &served {
-            rows.push(json!({"namespace": f.namespace, "shard": f.shard, "key": hex(&r.key.0), "tokens": r.tokens,
-                "depth": r.depth, "tenant": r.tenant, "bytes": r.length, "expiry_s": r.expiry_s}));
+        for (lane, r) in &served {
+            let mut row = json!({"namespace": f.namespace, "shard": f.shard, "key": hex(&r.key.0), "tokens": r.tokens,
+                "depth": r.depth, "tenant": format!("{:016x}", r.tenant), "bytes": r.length, "expiry_s": r.expiry_s});
+            if args.age {
+                let born = files.get(*lane).zip(raw.get(*lane)).and_then(|(f, l)| f.born(l, r));
+                row["age_s"] = json!(born.map(|b| now_s().saturating_sub(b.created_ms / 1000)));
+            }
+            rows.push(row);
         }
     }
     for problem in &unreadable {

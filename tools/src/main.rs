@@ -12,9 +12,12 @@ mod ls;
 mod out;
 mod probe;
 mod progress;
+mod purge;
 mod replay;
 mod report;
+mod scratch;
 mod size;
+mod stat;
 mod warm;
 
 use std::process::ExitCode;
@@ -50,6 +53,8 @@ fn run(command: Command, context: &Context) -> forebay::Result<Outcome> {
         Command::Probe(args) => probe::run(&args, context),
         Command::Fsck(command) => fsck::run(&command, context),
         Command::Ls(args) => ls::run(&args, context),
+        Command::Stat(args) => stat::run(&args, context),
+        Command::Purge(args) => purge::run(&args, context),
     }
 }
 

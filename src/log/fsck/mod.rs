@@ -1,12 +1,17 @@
 //! Looking into a cache directory without opening it: which lanes there are, what their files hold, what is damaged.
 //!
-//! It only reads, needs no geometry and leaves no lock held, and so works beside servers and on read-only mounts.
+//! But for [`rebuild`], which needs a lane to itself, it only reads, needs no geometry and leaves no lock held, and so works beside
+//! servers and on read-only mounts.
 //! What a server has stored in the last moments may be missing from what is told here; reports say whether a lane was in use.
 
 mod deep;
+mod look;
 mod places;
 mod raw;
+mod rebuild;
 
 pub use deep::{BadSlot, Deep, deep};
+pub use look::{Born, Shared, disk_bytes};
 pub use places::{LaneFiles, lanes};
 pub use raw::{Counts, Damage, Kept, RawLane, live};
+pub use rebuild::{RebuildOptions, Rebuilt, rebuild, rebuild_bytes};

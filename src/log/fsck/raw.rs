@@ -13,6 +13,7 @@ use crate::format::sealed::{RegionHeader, SegmentState, decode_records};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, journal};
 use crate::log::paths::{DATA, INDEX};
+use crate::log::state::{HalfKey, half};
 
 /// Bytes of one read of the journal.
 const WINDOW_BYTES: usize = 1 << 20;
@@ -58,6 +59,8 @@ pub struct Kept {
     pub epoch: u32,
     /// Whether it was given up; else it is sealed, or its records are in the journal.
     pub free: bool,
+    /// When it was sealed or given up, in Unix milliseconds; 0 while its records are only in the journal.
+    pub since_ms: u64,
 }
 
 /// A lane as its index tells.
@@ -188,7 +191,7 @@ impl RawLane {
                 }
             };
             let free = header.state == SegmentState::Free;
-            self.segments.insert(n, Kept { epoch: header.epoch, free });
+            self.segments.insert(n, Kept { epoch: header.epoch, free, since_ms: header.sealed_ms });
             if free {
                 self.counts.free += 1;
                 continue;
@@ -229,7 +232,7 @@ impl RawLane {
             }
         }
         for (n, epoch) in newest {
-            self.segments.insert(n, Kept { epoch, free: false });
+            self.segments.insert(n, Kept { epoch, free: false, since_ms: 0 });
         }
     }
 }
@@ -240,13 +243,14 @@ impl RawLane {
 pub fn live(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
     let all = || lanes.iter().enumerate().flat_map(|(i, lane)| lane.records.iter().map(move |r| (i, r)));
     let cleared = all().filter(|(_, r)| r.kind == RecordKind::Clear).map(|(_, r)| r.sequence).max().unwrap_or(0);
-    let mut newest: HashMap<[u8; 32], (usize, &Record)> = HashMap::new();
+    // Some removals know only the half of a key that tables keep.
+    let mut newest: HashMap<HalfKey, (usize, &Record)> = HashMap::new();
     for (i, r) in all().filter(|(_, r)| r.kind != RecordKind::Clear && r.sequence > cleared) {
-        let wins = newest.get(&r.key.0).is_none_or(|(_, old)| {
+        let wins = newest.get(&half(&r.key)).is_none_or(|(_, old)| {
             r.sequence > old.sequence || (r.sequence == old.sequence && r.kind == RecordKind::Tombstone)
         });
         if wins {
-            newest.insert(r.key.0, (i, r));
+            newest.insert(half(&r.key), (i, r));
         }
     }
     let serves = |r: &Record| r.kind == RecordKind::Put && (r.expiry_s == 0 || r.expiry_s > now_s);

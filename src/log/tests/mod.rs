@@ -8,4 +8,6 @@ mod damage;
 mod faults;
 mod lanes;
 mod processes;
+mod purge;
+mod rebuild;
 mod reclaim;

@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::replay::{Request, parse_trace, read_trace};
+use crate::scratch::Scratch;
 use crate::size::{parse_bytes, parse_time, show_bytes};
 use drive::DriveSpeed;
 use work::{Served, Survived, Work};
@@ -128,13 +129,10 @@ fn supervise(args: &DemoArgs, context: &Context) -> Result<Outcome> {
             .at(&args.directory)
             .advice("name a directory on another drive with --directory, or a smaller --capacity"));
     }
-    let dir = tempfile::Builder::new()
-        .prefix("forebay-demo-")
-        .tempdir_in(&args.directory)
-        .map_err(|e| Error::io("cannot make the demo's directory", e).at(&args.directory))?;
+    let dir = Scratch::new(&args.directory, "forebay-demo-")?;
     let report: ServeReport = Part::Serve.run(args, dir.path(), (0, context))?;
     let after_kill: Survived = Part::Check.run(args, dir.path(), (report.served.requests, context))?;
-    dir.close().map_err(|e| Error::io("cannot remove the demo's directory", e).at(&args.directory))?;
+    dir.close()?;
     let summary = summarise(args, report, after_kill, started.elapsed());
     if context.json {
         out::print_json(&summary)?;
@@ -287,7 +285,7 @@ fn clean_up_when_alone(dir: PathBuf) -> Result<()> {
         while matches!(std::io::stdin().read(&mut byte), Ok(n) if n > 0) {}
         // Files may still be made while they are removed.
         for _ in 0..10 {
-            if std::fs::remove_dir_all(&dir).is_ok() {
+            if forebay::io::remove_tree(&dir).is_ok() {
                 break;
             }
         }

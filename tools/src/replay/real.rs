@@ -13,9 +13,9 @@ use forebay::geometry::{DType, Geometry, LayerSpec};
 use forebay::key::ChunkKey;
 use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
-use tempfile::TempDir;
 
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
+use crate::scratch::Scratch;
 
 /// Bytes that stand for one token.
 const TOKEN_BYTES: u32 = 8;
@@ -27,7 +27,7 @@ pub(super) struct RealCache {
     log: Arc<Log>,
     admitted_tokens: u64,
     model_bytes_per_token: u64,
-    _dir: TempDir,
+    _dir: Scratch,
 }
 
 impl RealCache {
@@ -47,10 +47,7 @@ impl RealCache {
             Error::new(ErrorKind::InvalidInput, "the engine needs a capacity")
                 .advice("use --engine sim for `unlimited`")
         })?;
-        let dir = tempfile::Builder::new()
-            .prefix("forebay-replay-")
-            .tempdir_in(directory)
-            .map_err(|e| Error::io("cannot make the replay's directory", e).at(directory))?;
+        let dir = Scratch::new(directory, "forebay-replay-")?;
         let mut options = LogOptions::new(dir.path(), Arc::new(geometry));
         options.capacity_bytes = capacity_bytes;
         options.policy = policy.name().to_owned();

@@ -130,12 +130,14 @@ fn store_one(session: &Session, kv: &Kv, n: u64, time: Duration) -> Result<(u64,
     Ok((done.bytes, asked.elapsed()))
 }
 
-/// `--rw layerstore`. Odd prompts are stored with attention, so the cache holds twice `--size`.
+/// `--rw layerstore`. Odd prompts are stored with attention, so the cache holds twice `--size`, and a prompt to warm up.
 pub(super) fn store(job: &Job) -> Result<JobResult> {
-    let session = Session::open(job, 2)?;
+    let session = Session::open(job, 3)?;
     let kv = session.kv(job.randseed)?;
     kv.touch()?;
     let layers = kv.paged.layout().num_layers();
+    // The first store pays for staging that nobody has touched yet, and for the first segment.
+    store_one(&session, &kv, session.prompts as u64 * 2, Duration::ZERO)?;
     let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
     let (usage, start) = (UsageMeter::start(), Instant::now());
     for n in 0..session.prompts as u64 {

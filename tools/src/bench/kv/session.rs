@@ -16,6 +16,7 @@ use forebay::{Error, ErrorKind, Result};
 use super::pattern::Kv;
 use crate::bench::job::Job;
 use crate::bench::options::{IoEngine, Layout};
+use crate::scratch::Scratch;
 
 const DEFAULT_TOKENS: u64 = 8192;
 const CLOSE: Duration = Duration::from_secs(60);
@@ -23,7 +24,7 @@ const CLOSE: Duration = Duration::from_secs(60);
 /// A cache directory that goes away if it is the job's own.
 pub(super) struct Place {
     pub(super) dir: std::path::PathBuf,
-    _temporary: Option<tempfile::TempDir>,
+    _temporary: Option<Scratch>,
 }
 
 impl Place {
@@ -35,7 +36,7 @@ impl Place {
         if job.kv.keep {
             return Ok(Self { dir: directory, _temporary: None });
         }
-        let temporary = tempfile::Builder::new().prefix("forebay-bench-").tempdir_in(&directory).map_err(make)?;
+        let temporary = Scratch::new(&directory, "forebay-bench-")?;
         Ok(Self { dir: temporary.path().to_owned(), _temporary: Some(temporary) })
     }
 }
@@ -62,7 +63,8 @@ impl Session {
         let geometry = geometry(job)?;
         let chunk = u64::from(geometry.chunk_tokens);
         let token_bytes = (geometry.chunk_bytes(geometry.chunk_tokens as usize) as u64 / chunk).max(1);
-        let fits = job.size.map_or(u64::MAX, |size| size / token_bytes);
+        // Every job gets a prompt of its own, so that no byte is moved twice.
+        let fits = job.size.map_or(u64::MAX, |size| size / job.numjobs.max(1) as u64 / token_bytes);
         let tokens = job.kv.tokens.unwrap_or(DEFAULT_TOKENS.min(fits));
         let tokens = (tokens / chunk).max(1) * chunk;
         let prompt_bytes = geometry.chunk_bytes(chunk as usize) as u64 * (tokens / chunk);

@@ -1,0 +1,102 @@
+//! What is left of an index.kv: found page by page, so that it needs neither an intact superblock nor an intact length.
+
+use std::collections::HashMap;
+use std::fs::File;
+
+use super::super::raw::read_up_to;
+use crate::error::Result;
+use crate::format::PAGE_BYTES;
+use crate::format::journal;
+use crate::format::record::{RECORD_BYTES, Record};
+use crate::format::sealed::{RegionHeader, SegmentState, decode_records};
+use crate::format::superblock::Superblock;
+
+/// Bytes read at once.
+const WINDOW_BYTES: usize = 1 << 20;
+/// Most records of a region that are believed in.
+const MAX_RECORDS: u32 = 1 << 22;
+
+/// A region whose first page is intact.
+#[derive(Debug)]
+pub(super) struct OldRegion {
+    pub(super) header: RegionHeader,
+    /// Its intact records.
+    pub(super) records: Vec<Record>,
+    /// Whether all of them are.
+    pub(super) whole: bool,
+}
+
+/// What is left.
+#[derive(Debug, Default)]
+pub(super) struct OldIndex {
+    pub(super) superblock: Option<Superblock>,
+    /// Lane ids and how many structures name each.
+    pub(super) lanes: HashMap<[u8; 16], u64>,
+    /// Intact records of the ring, of any lane and epoch, and of regions that lost their first page.
+    pub(super) loose: Vec<([u8; 16], Record)>,
+    pub(super) regions: Vec<OldRegion>,
+}
+
+impl OldIndex {
+    /// Reads what there is; an empty one for no file.
+    ///
+    /// # Errors
+    /// Those of reading, and `Incompatible` for an index of a newer version.
+    pub(super) fn read(file: &File, len: u64) -> Result<Self> {
+        let mut old = Self::default();
+        let mut pages = vec![0; 2 * PAGE_BYTES];
+        read_up_to(file, &mut pages, 0)?;
+        let (a, b) = pages.split_at(PAGE_BYTES);
+        match Superblock::newest(a, b) {
+            Ok(superblock) => old.superblock = Some(superblock),
+            Err(e) if e.kind() == crate::ErrorKind::Incompatible => return Err(e),
+            Err(_) => {}
+        }
+        let mut window = vec![0; WINDOW_BYTES];
+        let mut at = 0;
+        while at < len {
+            let got = read_up_to(file, &mut window, at)?;
+            for (i, page) in window.get(..got).unwrap_or_default().chunks_exact(PAGE_BYTES).enumerate() {
+                if page.iter().any(|&b| b != 0) {
+                    old.note(file, page, at + (i * PAGE_BYTES) as u64)?;
+                }
+            }
+            if got < WINDOW_BYTES {
+                break;
+            }
+            at += WINDOW_BYTES as u64;
+        }
+        Ok(old)
+    }
+
+    fn note(&mut self, file: &File, page: &[u8], offset: u64) -> Result<()> {
+        if let Ok(page) = journal::decode(page) {
+            *self.lanes.entry(page.lane).or_default() += 1;
+            self.loose.extend(page.records.into_iter().map(|r| (page.lane, r)));
+        } else if let Ok(Some(header)) = RegionHeader::decode(page) {
+            *self.lanes.entry(header.lane).or_default() += 1;
+            let (mut records, mut whole) = (Vec::new(), true);
+            if header.state == SegmentState::Sealed {
+                let count = header.count.min(MAX_RECORDS);
+                let mut body = vec![0; count as usize * RECORD_BYTES];
+                let got = read_up_to(file, &mut body, offset + PAGE_BYTES as u64)?;
+                let (intact, damaged) = decode_records(body.get(..got).unwrap_or_default(), count);
+                whole = damaged == 0 && intact.iter().all(|r| (r.segment, r.epoch) == (header.segment, header.epoch));
+                records = intact;
+                records.retain(|r| (r.segment, r.epoch) == (header.segment, header.epoch));
+            }
+            self.regions.push(OldRegion { header, records, whole });
+        } else if let Some(sb) = self.superblock.as_ref().filter(|sb| starts_region(sb, offset)) {
+            let lane = sb.lane;
+            let mut body = vec![0; (sb.region_bytes as usize).saturating_sub(PAGE_BYTES)];
+            let got = read_up_to(file, &mut body, offset + PAGE_BYTES as u64)?;
+            let (records, _) = decode_records(body.get(..got).unwrap_or_default(), u32::MAX);
+            self.loose.extend(records.into_iter().map(|r| (lane, r)));
+        }
+        Ok(())
+    }
+}
+
+fn starts_region(sb: &Superblock, offset: u64) -> bool {
+    offset.checked_sub(sb.regions_offset).is_some_and(|at| at.is_multiple_of(sb.region_bytes))
+}

@@ -1,0 +1,194 @@
+//! `forebay purge`: removes what a cache holds, also while servers use it.
+//!
+//! What would go is counted from the indexes and shown first; the removal itself is the log's (`forebay::log::purge`).
+
+use std::io::{BufRead as _, IsTerminal as _, Write as _};
+use std::path::PathBuf;
+
+use clap::Args;
+use forebay::log::fsck::{LaneFiles, lanes, live};
+use forebay::log::purge::{What, purge};
+use forebay::{Error, ErrorKind, Result};
+use serde_json::{Value, json};
+
+use crate::ls::{now_s, shards};
+use crate::out::{self, Context, Outcome};
+use crate::size::show_bytes;
+
+/// Options of `forebay purge`.
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP, group = clap::ArgGroup::new("what").multiple(false))]
+pub(crate) struct PurgeArgs {
+    /// The cache directory.
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+    /// Everything; in the namespace, where one is given.
+    #[arg(long, group = "what")]
+    all: bool,
+    /// What was stored with this cache salt.
+    #[arg(long, value_name = "SALT", group = "what")]
+    tenant: Option<String>,
+    /// The same, by the salt's hash as `ls` shows it.
+    #[arg(long, value_name = "HEX", group = "what", value_parser = parse_tenant)]
+    tenant_id: Option<u64>,
+    /// Only this namespace, as `ls --namespaces` shows it. Alone, it means everything in it.
+    #[arg(long, value_name = "NS")]
+    namespace: Option<String>,
+    /// Do not ask.
+    #[arg(long, short, visible_alias = "force")]
+    yes: bool,
+    /// Show what would go, and remove nothing.
+    #[arg(long, conflicts_with = "yes")]
+    dry_run: bool,
+}
+
+const AFTER_HELP: &str = "\
+What is promised: when the command has returned, no process serves anything that was stored before it began, and nothing of it \
+comes back after kill -9, a reboot or `fsck rebuild`. Exceptions: a load that had begun before ends; a read-only process that was \
+started before any server since boot does not notice.
+
+What is not: the bytes are not overwritten. Lanes that no server writes are deleted (or, for a tenant, have holes punched where \
+its chunks lay): their blocks are free, and the drive may keep their contents until it reuses them. A server that runs gives the \
+space of whole purged segments back within seconds after --all; the rest stays in its files until the segment is reused. To be \
+sure, stop the servers first, and keep the cache on an encrypted drive.
+
+Run it as the servers' user.
+
+Examples:
+  forebay purge /mnt/nvme --all --dry-run
+  forebay purge /mnt/nvme --tenant acme --yes
+  forebay purge /mnt/nvme --namespace 5f0c9b4e7a1d2233445566778899aabb";
+
+fn parse_tenant(text: &str) -> std::result::Result<u64, String> {
+    u64::from_str_radix(text.trim_start_matches("0x"), 16).map_err(|_| "up to 16 hexadecimal digits".to_owned())
+}
+
+/// What would go of one shard.
+struct Target {
+    namespace: String,
+    shard: String,
+    model: String,
+    lanes: usize,
+    in_use: usize,
+    chunks: usize,
+    bytes: u64,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
+    let what = match (&args.tenant, args.tenant_id) {
+        (Some(salt), _) => What::Tenant(forebay::key::tenant(Some(salt))),
+        (_, Some(id)) => What::Tenant(id),
+        _ => What::All,
+    };
+    if what == What::All && !args.all && args.namespace.is_none() {
+        return Err(Error::new(ErrorKind::InvalidInput, "say what is to go")
+            .advice("give --all, --tenant, --tenant-id or --namespace"));
+    }
+    let targets = targets(args, what)?;
+    if targets.is_empty() {
+        if context.json {
+            out::print_json(&json!({"dry_run": args.dry_run, "shards": []}))?;
+        } else {
+            out::print("nothing to remove\n")?;
+        }
+        return Ok(Outcome::Done);
+    }
+    if !context.json {
+        for t in &targets {
+            let (model, size) = (&t.model, show_bytes(t.bytes as f64));
+            let of = format!("{}/{} ({model})", t.namespace, t.shard);
+            out::print(&format!("{of}: {} chunks, {size}, {} lanes, {} in use\n", t.chunks, t.lanes, t.in_use))?;
+        }
+    }
+    if !args.dry_run && !args.yes && !asked(context)? {
+        return Err(Error::new(ErrorKind::InvalidInput, "nothing was removed").advice("confirm, or give --yes"));
+    }
+    let mut reports = Vec::new();
+    let mut complete = true;
+    for t in &targets {
+        let mut report = json!({"namespace": t.namespace, "shard": t.shard, "model": t.model, "lanes": t.lanes,
+            "lanes_in_use": t.in_use, "chunks": t.chunks, "bytes": t.bytes});
+        if !args.dry_run {
+            complete &= remove(args, (t, what), (context, &mut report))?;
+        }
+        reports.push(report);
+    }
+    if context.json {
+        out::print_json(&json!({"dry_run": args.dry_run, "shards": reports}))?;
+    }
+    Ok(if complete { Outcome::Done } else { Outcome::Problem })
+}
+
+/// Removes from one shard; whether every lane could be read.
+fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Context, &mut Value)) -> Result<bool> {
+    let done = purge(&args.directory, &t.namespace, &t.shard, what)?;
+    for lane in &done.unreadable {
+        eprintln!("forebay: {}/{}/{lane} cannot be read, and may hold more; see `fsck rebuild`", t.namespace, t.shard);
+    }
+    if let Some(report) = report.as_object_mut() {
+        report.insert("lanes_in_use".into(), json!(done.lanes_in_use));
+        report.insert("keys".into(), json!(done.keys));
+        report.insert("lanes_deleted".into(), json!(done.lanes_deleted));
+        report.insert("freed_bytes".into(), json!(done.freed_bytes));
+        report.insert("unreadable".into(), json!(done.unreadable));
+    }
+    if !context.json {
+        let freed = show_bytes(done.freed_bytes as f64);
+        let rest = if done.lanes_in_use > 0 { "; servers give theirs back later" } else { "" };
+        out::print(&format!("{}/{}: removed; {freed} given back{rest}\n", t.namespace, t.shard))?;
+    }
+    Ok(done.unreadable.is_empty())
+}
+
+/// The shards that hold something to be removed. Lanes that cannot be read belong to them as well.
+fn targets(args: &PurgeArgs, what: What) -> Result<Vec<Target>> {
+    let (found, _) = shards(&args.directory)?;
+    let mut targets: Vec<Target> = Vec::new();
+    for files in lanes(&args.directory)? {
+        let LaneFiles { namespace, shard, .. } = &files;
+        if args.namespace.as_ref().is_some_and(|ns| ns != namespace) {
+            continue;
+        }
+        let in_use = usize::from(files.in_use());
+        if let Some(t) = targets.iter_mut().find(|t| (&t.namespace, &t.shard) == (namespace, shard)) {
+            t.lanes += 1;
+            t.in_use += in_use;
+            continue;
+        }
+        let (namespace, shard) = (namespace.clone(), shard.clone());
+        let mut target = Target { namespace, shard, model: "unknown".into(), lanes: 1, in_use, chunks: 0, bytes: 0 };
+        for (files, raw) in &found {
+            if files.first().is_none_or(|f| (&f.namespace, &f.shard) != (&target.namespace, &target.shard)) {
+                continue;
+            }
+            target.model = raw.first().map(|l| l.superblock.model.clone()).unwrap_or_default();
+            let goes = |t: u64| what == What::All || what == What::Tenant(t);
+            for (_, record) in live(raw, now_s()).iter().filter(|(_, r)| goes(r.tenant)) {
+                target.chunks += 1;
+                target.bytes += record.length;
+            }
+        }
+        targets.push(target);
+    }
+    if let Some(ns) = args.namespace.as_ref().filter(|_| targets.is_empty()) {
+        return Err(Error::new(ErrorKind::NotFound, format!("there is no namespace {ns}"))
+            .at(&args.directory)
+            .advice("see `forebay ls DIR --namespaces`"));
+    }
+    // A tenant's last stores may not be in the index of a server yet.
+    targets.retain(|t| what == What::All || t.chunks > 0 || t.in_use > 0);
+    Ok(targets)
+}
+
+fn asked(context: &Context) -> Result<bool> {
+    if context.json || !std::io::stdin().is_terminal() {
+        return Ok(false);
+    }
+    let failed = |e| Error::io("cannot ask", e);
+    eprint!("Remove all of this? [y/N] ");
+    std::io::stderr().flush().map_err(failed)?;
+    let mut line = String::new();
+    std::io::stdin().lock().read_line(&mut line).map_err(failed)?;
+    Ok(matches!(line.trim(), "y" | "Y" | "yes"))
+}

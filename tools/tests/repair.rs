@@ -1,0 +1,167 @@
+//! `forebay stat`, `purge` and `fsck rebuild` over caches of a real log, beside its server and after it.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{folder, forebay};
+use forebay::format::crc;
+use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
+use forebay::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
+use forebay::key::{self, ChunkKey};
+use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
+
+fn open(dir: &Path) -> Arc<Log> {
+    let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64); 2];
+    let geometry = Arc::new(Geometry::new("small", DType::named("bf16").unwrap(), layers, 16).unwrap());
+    Log::open(LogOptions {
+        capacity_bytes: 64 << 20,
+        segment_bytes: Some(128 << 10),
+        io: IoOptions { engine: EngineChoice::Threads, numjobs: 1, ..IoOptions::default() },
+        ..LogOptions::new(dir, geometry)
+    })
+    .unwrap()
+}
+
+fn name(n: u32) -> ChunkKey {
+    key::object_key(&n.to_le_bytes())
+}
+
+/// Stores chunk `n`, all its bytes `n`, for a tenant.
+fn store(log: &Log, n: u32, salt: Option<&str>) {
+    let spec = PutSpec { tenant: key::tenant(salt), overwrite: true, ..PutSpec::chunk(name(n), name(n + 1000), 16, 0) };
+    let PutOutcome::Started(put) = log.begin_put_within(spec, Duration::from_secs(10)).unwrap() else { panic!() };
+    let mut crcs = Vec::new();
+    for e in put.layout().extents.iter() {
+        let mut buf = AlignedBuf::zeroed(e.padded_len as usize).unwrap();
+        buf[..e.len as usize].fill(n as u8);
+        crcs.push(crc(&buf[..e.len as usize]));
+        let request = Request::write(Arc::clone(put.file()), put.slot_offset() + e.offset, buf.into(), drop);
+        io::wait(&*log.drive(put.drive()).unwrap().write, request).result.unwrap();
+    }
+    let (tx, rx) = std::sync::mpsc::channel();
+    put.commit(&crcs, Box::new(move |r| tx.send(r).unwrap()));
+    rx.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+}
+
+fn stored(log: &Log) -> Vec<u32> {
+    (0..20).filter(|n| log.contains(&name(*n))).collect()
+}
+
+/// Twenty chunks, every second one of the tenant `acme`.
+fn filled(dir: &Path) -> Arc<Log> {
+    let log = open(dir);
+    (0..20).for_each(|n| store(&log, n, (n % 2 == 1).then_some("acme")));
+    log.flush().unwrap();
+    log
+}
+
+fn lane(dir: &Path) -> PathBuf {
+    let mut open = vec![dir.to_path_buf()];
+    while let Some(dir) = open.pop() {
+        if dir.ends_with("lane0") {
+            return dir;
+        }
+        open.extend(std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()));
+    }
+    panic!("no lane");
+}
+
+#[test]
+fn stat_tells_of_a_cache_in_use() {
+    let dir = folder();
+    let log = filled(dir.path());
+    log.remove(&[name(3)]).unwrap();
+    let all = ["stat", ".", "--json", "--capacity", "64m", "--min-free", "1m"];
+    let json = forebay(dir.path(), &all).expect(0).json();
+    let drive = &json["drives"][0];
+    assert_eq!(json["format_version"], 1);
+    let disk = drive["disk_bytes"].as_u64().unwrap();
+    assert_eq!(drive["capacity_left_bytes"].as_u64().unwrap() + disk, 64 << 20);
+    assert!(drive["free_above_floor_bytes"].as_u64() < drive["free_bytes"].as_u64());
+    let shard = &drive["namespaces"][0]["shards"][0];
+    assert_eq!((&shard["chunks"], &shard["model"]), (&19.into(), &"small".into()));
+    assert_eq!(shard["live_bytes"], 19 * 4096);
+    let lane = &shard["lanes"][0];
+    assert_eq!(lane["pid"], std::process::id());
+    assert_eq!((&lane["in_use"], &lane["tombstones"], &lane["writer_version"]), (&true.into(), &1.into(), &1.into()));
+    assert!(lane["segments"]["open"].as_u64().unwrap() + lane["segments"]["sealed"].as_u64().unwrap() >= 2);
+    assert!(shard["oldest_s"].as_u64().unwrap() >= shard["newest_s"].as_u64().unwrap());
+    assert_eq!(lane["leased_segments"], 0);
+    let chunk = log.locate(&name(5), Duration::from_secs(60)).unwrap();
+    assert!(chunk.is_leased());
+    let json = forebay(dir.path(), &["stat", ".", "--json"]).expect(0).json();
+    assert_eq!(json["drives"][0]["namespaces"][0]["shards"][0]["lanes"][0]["leased_segments"], 1);
+    drop(chunk);
+    let text = forebay(dir.path(), &["stat", "."]).expect(0).stdout;
+    assert!(text.contains("format version 1") && text.contains("lane0"), "{text}");
+    let rows = forebay(dir.path(), &["ls", ".", "--age", "--json"]).expect(0).json();
+    assert!(rows.as_array().unwrap().iter().all(|r| r["age_s"].as_u64().unwrap() < 1000), "{rows}");
+    assert_eq!(stored(&log).len(), 19);
+}
+
+#[test]
+fn purge_asks_tells_and_removes_beside_a_server() {
+    let dir = folder();
+    let log = filled(dir.path());
+    let dry = forebay(dir.path(), &["purge", ".", "--tenant", "acme", "--dry-run", "--json"]).expect(0).json();
+    assert_eq!((&dry["shards"][0]["chunks"], &dry["dry_run"]), (&10.into(), &true.into()));
+    assert_eq!(stored(&log).len(), 20);
+    forebay(dir.path(), &["purge", ".", "--all"]).expect(2);
+    forebay(dir.path(), &["purge", "."]).expect(2);
+    forebay(dir.path(), &["purge", ".", "--all", "--tenant", "acme", "--yes"]).expect(2);
+    assert_eq!(stored(&log).len(), 20, "nobody confirmed");
+    let rows = forebay(dir.path(), &["ls", ".", "--json"]).expect(0).json();
+    let tenant =
+        rows.as_array().unwrap().iter().map(|r| r["tenant"].as_str().unwrap()).find(|t| *t != "0000000000000000");
+    let done = forebay(dir.path(), &["purge", ".", "--tenant-id", tenant.unwrap(), "--yes", "--json"]).expect(0).json();
+    assert_eq!((&done["shards"][0]["keys"], &done["shards"][0]["lanes_in_use"]), (&10.into(), &1.into()));
+    let even: Vec<u32> = (0..20).step_by(2).collect();
+    assert_eq!(stored(&log), even);
+    log.abandon();
+    drop(log);
+    let log = open(dir.path());
+    assert_eq!(stored(&log), even, "after a crash");
+    let ns = rows[0]["namespace"].as_str().unwrap();
+    forebay(dir.path(), &["purge", ".", "--namespace", &"0".repeat(32), "--yes"]).expect(1);
+    forebay(dir.path(), &["purge", ".", "--namespace", ns, "--force"]).expect(0);
+    assert_eq!(stored(&log), [0u32; 0]);
+    store(&log, 4, None);
+    assert_eq!(stored(&log), [4]);
+    log.abandon();
+    drop(log);
+    let done = forebay(dir.path(), &["purge", ".", "--all", "--yes", "--json"]).expect(0).json();
+    assert!(done["shards"][0]["freed_bytes"].as_u64().unwrap() > 100 << 10, "{done}");
+    assert_eq!(forebay(dir.path(), &["purge", ".", "--all", "--yes"]).expect(0).stdout, "nothing to remove\n");
+    assert_eq!(stored(&open(dir.path())), [0u32; 0]);
+}
+
+#[test]
+fn rebuild_restores_what_is_intact_once_the_server_is_gone() {
+    let dir = folder();
+    let log = filled(dir.path());
+    log.remove(&[name(2)]).unwrap();
+    let index = lane(dir.path()).join("index.kv");
+    forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
+    let refused = forebay(dir.path(), &["fsck", "rebuild", ".", "--all"]).expect(1).stderr;
+    assert!(refused.contains("a process writes this lane"), "{refused}");
+    log.abandon();
+    drop(log);
+    std::fs::write(&index, vec![0; 1 << 20]).unwrap();
+    forebay(dir.path(), &["fsck", "check", "."]).expect(3);
+    let dry = forebay(dir.path(), &["fsck", "rebuild", ".", "--dry-run", "--json"]).expect(0).json();
+    assert_eq!((&dry["lanes"][0]["chunks"], &dry["lanes"][0]["superblock_derived"]), (&20.into(), &true.into()));
+    forebay(dir.path(), &["fsck", "check", "."]).expect(3);
+    forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
+    assert!(index.with_extension("kv.bak").exists());
+    forebay(dir.path(), &["fsck", "deep", "."]).expect(0);
+    let log = open(dir.path());
+    assert_eq!(stored(&log), (0..20).filter(|n| *n != 2).collect::<Vec<_>>());
+    log.close(std::time::Instant::now() + Duration::from_secs(20)).unwrap();
+    drop(log);
+    forebay(dir.path(), &["fsck", "check", "."]).expect(0);
+    forebay(dir.path(), &["fsck", "rebuild", ".", "--lane", "a/b/lane0"]).expect(1);
+}
