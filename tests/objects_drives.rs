@@ -4,7 +4,7 @@
 mod objects_world;
 
 use forebay::config::{Capacity, DriveSettings, Placement, Settings};
-use forebay::log::fsck::{LaneFiles, RawLane, deep, lanes};
+use forebay::log::fsck::{LaneFiles, RawLane, RebuildOptions, deep, lanes, rebuild};
 use forebay::objects::{ObjectCause, ObjectStore};
 use objects_world::*;
 
@@ -107,4 +107,29 @@ fn what_reclaim_moves_is_still_found_in_its_shared_slot() {
         }
     });
     assert!(found.count() > 0, "none of the moved objects is found");
+}
+
+#[test]
+fn objects_survive_the_loss_of_the_index() {
+    let dir = dir();
+    let store = open(dir.path());
+    let objects = [("a", 40), ("b", 3000), ("one", 100_000), ("parts", 20 * MIB), ("gone", 60), ("old", 70_000)];
+    assert!(put(&store, objects.iter().map(|(key, len)| object(key, 1, *len)).collect()).all_ok());
+    assert!(put(&store, vec![object("old", 2, 90), object("b", 2, 50)]).all_ok());
+    assert_eq!(delete(&store, &["gone"]), [true]);
+    close(&store);
+    drop(store);
+    for index in files(dir.path(), "index.kv") {
+        std::fs::remove_file(index).unwrap();
+    }
+    for files in lanes(dir.path()).unwrap() {
+        rebuild(&files, None, RebuildOptions { dry_run: false, backup: false }, &|_| ()).unwrap();
+    }
+    let store = open(dir.path());
+    for (key, version, len) in [("a", 1, 40), ("b", 2, 50), ("one", 1, 100_000), ("parts", 1, 20 * MIB), ("old", 2, 90)]
+    {
+        let got = get_one(&store, key, len);
+        assert!(got == Ok(value(key, version, len)), "{key}: {:?}", got.map(|b| b.len()));
+    }
+    assert_eq!(exists(&store, &["a", "parts", "gone"]), [true, true, false]);
 }
