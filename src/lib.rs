@@ -14,6 +14,7 @@ pub mod io;
 pub mod key;
 pub mod log;
 pub mod metrics;
+pub mod objects;
 pub mod paged;
 pub mod pipeline;
 

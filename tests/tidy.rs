@@ -20,6 +20,7 @@ const MAY_KNOW: &[(&str, &[&str])] = &[
     ("device", &["io", "paged", "geometry", "config", "format"]),
     ("log", &["index", "io", "format", "key", "geometry", "config"]),
     ("pipeline", &["log", "device", "paged", "io", "format", "key", "geometry", "config"]),
+    ("objects", &["log", "device", "io", "format", "index", "key", "geometry", "config"]),
     ("engine", &["pipeline", "log", "device", "paged", "io", "format", "index", "key", "geometry", "config"]),
 ];
 const LEAVES: &[&str] = &["error", "metrics", "Error", "ErrorKind", "Result"];

@@ -18,8 +18,10 @@ use super::{Mode, Settings};
 use crate::error::{Error, ErrorKind, Result};
 
 mod mounts;
+mod node;
 
 pub use mounts::{FsKind, Mount, MountTable};
+pub use node::numa_node;
 
 /// What the checks of a cache directory depend on.
 #[derive(Clone, Copy, Debug)]

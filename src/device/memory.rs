@@ -87,6 +87,18 @@ impl HostMemory {
         }
     }
 
+    /// The bytes of a vector, given back to the allocator with the memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] for a length that no allocation can have.
+    pub fn from_vec(bytes: Vec<u8>) -> Result<Arc<Self>> {
+        let len = bytes.len();
+        let bytes = Box::into_raw(bytes.into_boxed_slice());
+        let owner = Arc::new(Boxed(bytes));
+        // SAFETY: `owner` frees the allocation when the last clone of the memory is dropped, and nothing else refers to it.
+        unsafe { Self::from_raw(bytes.cast::<u8>(), len, Some(owner)) }
+    }
+
     /// Copies bytes out, from `offset` on.
     ///
     /// # Errors
@@ -117,6 +129,21 @@ impl HostMemory {
             ));
         }
         Ok(self.ptr.as_ptr().wrapping_add(offset))
+    }
+}
+
+/// An allocation that a memory was made of.
+struct Boxed(*mut [u8]);
+
+// SAFETY: it is only an owner; the bytes belong to no thread.
+unsafe impl Send for Boxed {}
+// SAFETY: as for Send; nothing is reached through a shared reference.
+unsafe impl Sync for Boxed {}
+
+impl Drop for Boxed {
+    fn drop(&mut self) {
+        // SAFETY: made by `Box::into_raw` in `from_vec`, and this value is its only owner.
+        drop(unsafe { Box::from_raw(self.0) });
     }
 }
 

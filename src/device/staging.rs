@@ -14,6 +14,8 @@ use std::sync::Arc;
 use parking_lot::{Mutex, RwLock};
 
 use super::region::{HugePages, Region, RegionOptions};
+use crate::config::Settings;
+use crate::config::dir::numa_node;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, IoBuf, MemRegion, Place};
 
@@ -31,6 +33,15 @@ pub struct StagingOptions {
     pub hugepages: HugePages,
     /// NUMA node that the memory should come from.
     pub numa: Option<u32>,
+}
+
+impl StagingOptions {
+    /// A pool of `bytes` bytes in slots of `slot_bytes`, on pages and a NUMA node as the settings say.
+    #[must_use]
+    pub fn of_settings(settings: &Settings, bytes: usize, slot_bytes: usize) -> Self {
+        let hugepages = if settings.hugepages { HugePages::On } else { HugePages::Off };
+        Self { bytes, slot_bytes, hugepages, numa: numa_node(settings) }
+    }
 }
 
 /// Called whenever a slot has come back.

@@ -43,19 +43,15 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-
-use crate::config::{OnOpenFailure, Settings};
+use crate::config::Settings;
 use crate::device::{Device, HostDevice, HostOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
 use crate::key::Extra;
-use crate::log::{Clock, DriveFactory, Log};
-use crate::pipeline::{Pipeline, PipelineOptions};
+use crate::log::{Clock, DriveFactory, Log, Opening};
+use crate::pipeline::Pipeline;
 
 mod adapter;
 mod calls;
@@ -114,55 +110,19 @@ impl EngineOptions {
     }
 }
 
-/// Lets a thread sleep until it is told to stop.
-#[derive(Default)]
-struct Stop {
-    stopped: Mutex<bool>,
-    changed: Condvar,
-}
-
-impl Stop {
-    /// Waits for `time`; whether it was told to stop.
-    fn wait(&self, time: Duration) -> bool {
-        let mut stopped = self.stopped.lock();
-        let _ = self.changed.wait_while_for(&mut stopped, |stopped| !*stopped, time);
-        *stopped
-    }
-
-    fn now(&self) {
-        *self.stopped.lock() = true;
-        self.changed.notify_all();
-    }
-}
-
 struct Inner {
     options: EngineOptions,
     geometry: Geometry,
-    pipeline_options: PipelineOptions,
     pipeline: Pipeline,
-    log: OnceLock<Arc<Log>>,
-    why_disabled: Mutex<Option<Error>>,
-    closed: AtomicBool,
+    opening: Arc<Opening>,
     counters: stats::Counters,
-    stop: Arc<Stop>,
     pid: u32,
 }
 
 impl Inner {
-    fn opened(&self, log: Arc<Log>) {
-        if self.log.set(log).is_ok() {
-            *self.why_disabled.lock() = None;
-        }
-    }
-
-    fn failed(&self, error: Error) {
-        tracing::warn!(error = %error, "the cache is disabled: everything misses until it can be opened");
-        *self.why_disabled.lock() = Some(error);
-    }
-
     /// The log, while the cache is open.
     fn log(&self) -> Option<&Arc<Log>> {
-        self.log.get().filter(|_| !self.closed.load(Ordering::Acquire))
+        self.opening.log()
     }
 }
 
@@ -202,28 +162,9 @@ impl Engine {
         let geometry = open::geometry_of(&options.settings, options.geometry.clone())?;
         let pipeline_options = open::pipeline_options(&options.settings, &geometry, &*options.device)?;
         let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
-        let inner = Arc::new(Inner {
-            options,
-            geometry,
-            pipeline_options,
-            pipeline,
-            log: OnceLock::new(),
-            why_disabled: Mutex::new(None),
-            closed: AtomicBool::new(false),
-            counters: stats::Counters::default(),
-            stop: Arc::default(),
-            pid: std::process::id(),
-        });
-        match open::open_log(&inner.options, &inner.geometry, &inner.pipeline_options) {
-            Ok(log) => inner.opened(log),
-            Err(e) if inner.options.settings.on_open_failure == OnOpenFailure::Fail || open::is_callers_fault(&e) => {
-                return Err(e);
-            }
-            Err(e) => {
-                inner.failed(e);
-                open::reopen_in_background(&inner, inner.options.reopen_every)?;
-            }
-        }
+        let opening = open::opening(&options, &geometry, &pipeline_options)?;
+        let (counters, pid) = (stats::Counters::default(), std::process::id());
+        let inner = Arc::new(Inner { options, geometry, pipeline, opening, counters, pid });
         Ok(Self { inner })
     }
 
@@ -245,7 +186,7 @@ impl Engine {
     /// Why the cache is disabled, in words; `None` where it is not.
     #[must_use]
     pub fn why_disabled(&self) -> Option<String> {
-        self.check().ok()?.why_disabled.lock().as_ref().map(ToString::to_string)
+        self.check().ok()?.opening.why_disabled()
     }
 
     /// What a chunk is, with the chunk size in effect.
@@ -281,11 +222,9 @@ impl Engine {
     /// [`ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost), [`ErrorKind::Forked`].
     pub fn close(&self, deadline: Instant) -> Result<()> {
         let inner = self.check()?;
-        inner.stop.now();
+        inner.opening.stop_trying();
         inner.pipeline.close(deadline);
-        let log = inner.log().cloned();
-        inner.closed.store(true, Ordering::Release);
-        log.map_or(Ok(()), |log| log.close(deadline))
+        inner.opening.close(deadline)
     }
 }
 

@@ -27,7 +27,7 @@ fn a_forked_child_gets_errors_and_drops_nothing() {
     let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
     let mut engine = Engine::open(&settings, tiny(), device).unwrap();
     // The thread that tries to open the cache again holds a weak reference until it ends.
-    engine.inner.stop.now();
+    engine.inner.opening.stop_trying();
     while Arc::get_mut(&mut engine.inner).is_none() {
         std::thread::yield_now();
     }

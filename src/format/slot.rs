@@ -25,6 +25,8 @@ pub const TLV_PACK_DIRECTORY: u16 = 3;
 pub const TLV_CONTROL_RECORDS: u16 = 4;
 /// TLV with the server's block hashes.
 pub const TLV_BLOCK_HASHES: u16 = 5;
+/// TLV of a pack: per object its offset in the payload (4), CRC-32 over its bytes and name (4), length of its name (2), zero (2).
+pub const TLV_PACK_SUMS: u16 = 6;
 
 /// One extent as the header describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,6 +11,7 @@
 
 mod beneath;
 mod buffer;
+mod event;
 mod faulty;
 mod file;
 mod jobs;
@@ -33,6 +34,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 pub use beneath::create_dirs_beneath;
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
+pub use event::EventFd;
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};
 pub use os::{boot_clock_ns, file_system_bytes};

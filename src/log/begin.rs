@@ -91,6 +91,13 @@ impl Log {
             shed.add(1);
             Err(e)
         };
+        if let Some(volume) = spec.drive.and_then(|n| self.volumes.get(n)) {
+            if volume.takes_puts() {
+                return Ok(volume);
+            }
+            let e = Error::new(ErrorKind::Busy, "the drive that was asked for takes no puts").at(&volume.root);
+            return refused(&self.ctx.sheds.drive, e);
+        }
         let there = |key: &ChunkKey| self.volumes.iter().find(|v| v.find_even_if_going(key).is_some());
         // A key lies on one drive only, so that sequences, which are a drive's own, decide between its versions.
         if spec.overwrite
@@ -114,6 +121,14 @@ impl Log {
             Some(volume) => Ok(volume),
             None => refused(&self.ctx.sheds.drive, Error::new(ErrorKind::Busy, "no drive takes puts")),
         }
+    }
+
+    /// Number of the drive that holds `key`, or else would take a put of it that names no root and no parent; `None` where
+    /// no drive takes puts.
+    #[must_use]
+    pub fn home(&self, key: &ChunkKey) -> Option<usize> {
+        let holds = self.volumes.iter().find(|v| v.find(key).is_some());
+        holds.or_else(|| self.by_hash(key)).map(|v| v.number)
     }
 
     /// Of the drives that take puts, the one with the greatest hash together with the key: adding or losing a drive moves no

@@ -35,6 +35,10 @@ pub struct Chunk {
     pub tokens: u32,
     /// Payload bytes: of all layers, or of the object.
     pub length: u64,
+    /// Chunks before it in its chain; what the maker of an object says with it.
+    pub depth: u32,
+    /// Hash of the cache salt; what the maker of an object says with it.
+    pub tenant: u64,
     /// Which version of the key this is.
     pub sequence: u64,
     /// Unix seconds after which it is not served; 0 for never.

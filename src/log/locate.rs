@@ -11,6 +11,7 @@ use super::ctx::Ctx;
 use super::lane::Lane;
 use super::remove;
 use super::spec::OBJECT_TLV_BYTES;
+use super::stats::ChunkInfo;
 use super::volume::{Lanes, Volume};
 use super::{Log, pack};
 use crate::error::{Error, ErrorKind, Result};
@@ -186,6 +187,13 @@ impl Log {
         self.ctx.check().is_ok() && self.volumes.iter().any(|v| v.find(key).is_some())
     }
 
+    /// What the index says of a key that is stored. No lease, no I/O; does not count as a use.
+    #[must_use]
+    pub fn peek(&self, key: &ChunkKey) -> Option<ChunkInfo> {
+        self.ctx.check().ok()?;
+        self.volumes.iter().find_map(|v| v.find(key).map(|(lane, e)| ChunkInfo::new(v.number, *lane.id(), &e)))
+    }
+
     /// Finds a chunk and leases it for at most `pin`, and as long as the returned value or a clone lives.
     #[must_use]
     pub fn locate(&self, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
@@ -233,6 +241,8 @@ impl Log {
             header_crc: entry.header_crc,
             tokens: entry.tokens,
             length: entry.length,
+            depth: entry.depth,
+            tenant: entry.tenant,
             sequence: entry.seq,
             expiry_s: entry.expiry_s,
             segment: entry.segment,

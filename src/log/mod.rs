@@ -30,6 +30,7 @@ mod lane;
 mod lane_open;
 mod locate;
 mod moves;
+mod opening;
 mod options;
 mod orphans;
 pub mod pack;
@@ -45,6 +46,7 @@ mod remove;
 mod ring;
 pub mod scan;
 mod seal;
+mod settings;
 mod sizes;
 mod spec;
 mod state;
@@ -64,13 +66,13 @@ pub use budget::allocated_below;
 pub use chunk::{Bad, Chunk};
 pub use clock::{Clock, SystemClock};
 pub use lane::Lane;
+pub use opening::{OpenLog, Opening};
 pub use options::{DriveFactory, DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
 pub use put::{Hold, Put, PutDone, PutOutcome};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
 use crate::geometry::Geometry;
 use crate::index::EntryKind;
@@ -289,20 +291,7 @@ impl Log {
                     if e.kind == EntryKind::Tombstone || !volume.is_newest(&e.key, e) {
                         return;
                     }
-                    visit(&ChunkInfo {
-                        key: e.key,
-                        kind: e.kind,
-                        drive: volume.number,
-                        lane: *lane.id(),
-                        segment: e.segment,
-                        slot_bytes: u64::from(e.pages) * PAGE_BYTES as u64,
-                        length: e.length,
-                        tokens: e.tokens,
-                        depth: e.depth,
-                        tenant: e.tenant,
-                        expiry_s: e.expiry_s,
-                        sequence: e.seq,
-                    });
+                    visit(&ChunkInfo::new(volume.number, *lane.id(), e));
                 });
             }
         }

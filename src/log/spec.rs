@@ -54,6 +54,9 @@ pub struct PutSpec {
     pub layout: Option<SlotLayout>,
     /// Payload bytes of an object; ignored for chunks.
     pub length: u64,
+    /// Number of the drive that must take it; `None` to choose by `root`, parent or key. For packs, whose members may have
+    /// older versions: those of one key lie on one drive ([`crate::log::Log::home`]).
+    pub drive: Option<usize>,
     /// Objects packed in this slot. If there are any, they are published, all at once, instead of `key`, which only names the
     /// slot; the directory is written to the header.
     pub members: Vec<Member>,
@@ -79,6 +82,7 @@ impl PutSpec {
             tlvs: Vec::new(),
             layout: None,
             length: 0,
+            drive: None,
             members: Vec::new(),
         }
     }

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::index::EntryKind;
+use crate::format::PAGE_BYTES;
+use crate::index::{Entry, EntryKind};
 use crate::key::ChunkKey;
 
 /// A snapshot of the log's counters; those of one process unless said otherwise.
@@ -127,6 +128,25 @@ pub struct ChunkInfo {
     pub expiry_s: u32,
     /// Its version.
     pub sequence: u64,
+}
+
+impl ChunkInfo {
+    pub(super) fn new(drive: usize, lane: [u8; 16], e: &Entry) -> Self {
+        Self {
+            key: e.key,
+            kind: e.kind,
+            drive,
+            lane,
+            segment: e.segment,
+            slot_bytes: u64::from(e.pages) * PAGE_BYTES as u64,
+            length: e.length,
+            tokens: e.tokens,
+            depth: e.depth,
+            tenant: e.tenant,
+            expiry_s: e.expiry_s,
+            sequence: e.seq,
+        }
+    }
 }
 
 macro_rules! counters {

@@ -54,6 +54,8 @@ fn an_overwrite_or_removal_in_one_lane_counts_in_all() {
     let check = |log: &Log| (0..6).for_each(|n| assert_eq!(version(log, n, 3), want[n as usize], "key {n}"));
     check(&a);
     check(&b);
+    a.flush().unwrap();
+    b.flush().unwrap();
     a.abandon();
     b.abandon();
     let a = open(dir.path());

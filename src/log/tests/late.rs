@@ -39,7 +39,7 @@ fn open_hanging(dir: &Path) -> Hanging {
         capacity_bytes: 4 << 20,
         segment_bytes: Some(128 << 10),
         policy: "fifo".to_owned(),
-        io_timeout: Duration::from_millis(20),
+        io_timeout: Duration::from_millis(300),
         drive_factory: Some(Arc::new(factory)),
         ..options(dir)
     };
@@ -53,7 +53,7 @@ impl Hanging {
     fn fill(&self, first: u64) {
         let (log, start) = (&self.log, std::time::Instant::now());
         let mut n = first;
-        while n < first + 400 || start.elapsed() < Duration::from_millis(1500) {
+        while n < first + 400 || start.elapsed() < Duration::from_millis(1800) {
             let _ = begin(log, spec(n)).unwrap().map(|put| {
                 let crcs = write_extents(log, &put, n, 0).unwrap();
                 commit(put, &crcs).unwrap();

@@ -1,0 +1,83 @@
+//! From settings to the options of a log: what everything that opens one has in common.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::options::{DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
+use crate::config::dir::{CacheDir, DirOptions, MountTable};
+use crate::config::{self, EvictionPolicy, IoEngine, Settings};
+use crate::error::Result;
+use crate::geometry::Geometry;
+use crate::io::{EngineChoice, IoOptions, file_system_bytes};
+
+impl LogOptions {
+    /// Options as the settings say, after a check of the cache directories. Staging regions, and with them the limit of the
+    /// queues, are for the caller to add.
+    ///
+    /// # Errors
+    /// `Config` where no drive is set; what is wrong with a cache directory.
+    pub fn of_settings(settings: &Settings, geometry: Arc<Geometry>) -> Result<Self> {
+        let drives = settings.require_drives()?;
+        let (mounts, checks) = (MountTable::read(), DirOptions::from(settings));
+        let mut each = Vec::with_capacity(drives.len());
+        for drive in drives {
+            for warning in CacheDir::open(&drive.path, &checks, &mounts)?.warnings {
+                tracing::warn!("{warning}");
+            }
+            let (size, _) = file_system_bytes(&drive.path)?;
+            each.push(DriveOptions {
+                capacity_bytes: Some(settings.drive_capacity_bytes(size)),
+                min_free_bytes: Some(settings.min_free_bytes(size)),
+                drain: drive.drain,
+            });
+        }
+        let policy = match settings.eviction_policy {
+            EvictionPolicy::Fifo => "fifo",
+            EvictionPolicy::Lru => "lru",
+        };
+        Ok(Self {
+            dirs: drives.iter().map(|d| d.path.clone()).collect(),
+            mode: match settings.mode {
+                config::Mode::Rw => Mode::ReadWrite,
+                config::Mode::Ro => Mode::ReadOnly,
+            },
+            drives: each,
+            policy: policy.to_owned(),
+            ttl: settings.ttl,
+            on_incompatible: match settings.on_incompatible {
+                config::OnIncompatible::Refuse => OnIncompatible::Refuse,
+                config::OnIncompatible::Recreate => OnIncompatible::Recreate,
+            },
+            dir_mode: settings.dir_mode,
+            placement: match settings.placement {
+                config::Placement::Chain => Placement::Chain,
+                config::Placement::Stripe => Placement::Stripe,
+            },
+            commit_interval: settings.commit_interval(),
+            lease_share: settings.lease_share,
+            reclaim_write_budget: settings.reclaim_write_budget,
+            io: io_options(settings),
+            io_timeout: settings.io_timeout(),
+            ..Self::new(Path::new(""), geometry)
+        })
+    }
+}
+
+/// Reads are kept from piling up in the drive beyond this time: what saturates it at any speed, and no more.
+const READ_LATENCY: Duration = Duration::from_millis(4);
+
+fn io_options(settings: &Settings) -> IoOptions {
+    IoOptions {
+        engine: match settings.io_engine {
+            IoEngine::Auto => EngineChoice::Auto,
+            IoEngine::Uring => EngineChoice::Uring,
+            IoEngine::Threads => EngineChoice::Threads,
+        },
+        iodepth: settings.max_concurrent_ops,
+        read_latency: Some(READ_LATENCY),
+        block_bytes: settings.block_size,
+        numjobs: settings.max_concurrent_ops.min(16),
+        ..IoOptions::default()
+    }
+}

@@ -1,0 +1,259 @@
+//! One submitted batch: its keys' results as they come, and how it ends.
+//!
+//! Invariant: every key gets exactly one result, and the batch is told once, when the last has come; a [`Ticket`] that is dropped
+//! unused counts as an internal error.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::completions::Completions;
+use super::stats::Counters;
+use crate::device::Gate;
+use crate::error::{Error, ErrorKind};
+
+macro_rules! causes {
+    ($($(#[$doc:meta])* $variant:ident = $text:literal,)*) => {
+        /// Why the answer for a key is no.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        pub enum ObjectCause { $($(#[$doc])* $variant,)* }
+
+        impl ObjectCause {
+            /// All causes.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The label in metrics and messages.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $text,)* }
+            }
+        }
+    };
+}
+
+causes! {
+    /// No object with this key is stored.
+    NotFound = "not_found",
+    /// The object is stored but its bytes, or a part of it, fail their check: it is not served again.
+    Corrupt = "corrupt",
+    /// The operating system reported an I/O error.
+    Io = "io",
+    /// A transfer passed its deadline, or nothing moved for long.
+    TimedOut = "timed_out",
+    /// The object is longer than the memory given for it; the result says how long.
+    TooShort = "too_short",
+    /// Capacity, free-space floor or drive leave no room.
+    NoSpace = "no_space",
+    /// Too many keys wait already.
+    QueueFull = "queue_full",
+    /// The key is empty or longer than 1 KiB.
+    BadKey = "bad_key",
+    /// The value is empty or longer than 1 GiB.
+    BadLength = "bad_length",
+    /// The caller cancelled the batch.
+    Cancelled = "cancelled",
+    /// The store is closed or disabled.
+    Closed = "closed",
+    /// The store was opened read-only.
+    ReadOnly = "read_only",
+    /// Anything else; see the log.
+    Internal = "internal",
+}
+
+impl ObjectCause {
+    /// The cause behind an error.
+    #[must_use]
+    pub fn of(error: &Error) -> Self {
+        match error.kind() {
+            ErrorKind::Corrupt | ErrorKind::Incompatible => Self::Corrupt,
+            ErrorKind::TimedOut => Self::TimedOut,
+            ErrorKind::NoSpace => Self::NoSpace,
+            ErrorKind::Busy => Self::QueueFull,
+            ErrorKind::Cancelled => Self::Cancelled,
+            ErrorKind::Closed | ErrorKind::Forked => Self::Closed,
+            ErrorKind::Unsupported => Self::ReadOnly,
+            ErrorKind::NotFound => Self::NotFound,
+            ErrorKind::Internal | ErrorKind::InvalidInput => Self::Internal,
+            _ => Self::Io,
+        }
+    }
+
+    /// Whether it says that something went wrong, other than that the answer is no.
+    #[must_use]
+    pub const fn is_failure(self) -> bool {
+        !matches!(self, Self::NotFound)
+    }
+}
+
+/// What a batch asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BatchKind {
+    /// Store objects.
+    Put,
+    /// Read objects.
+    Get,
+    /// Say which objects are stored.
+    Exists,
+    /// Remove objects.
+    Delete,
+}
+
+impl BatchKind {
+    /// The word in metrics.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Put => "put",
+            Self::Get => "get",
+            Self::Exists => "exists",
+            Self::Delete => "delete",
+        }
+    }
+}
+
+/// The answer for one key: yes, or no and why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyResult {
+    /// Put: stored. Get: the bytes are in the caller's memory and have been checked. Exists: there. Delete: it was there.
+    pub ok: bool,
+    /// Put and get: bytes of the object, where known (also for [`ObjectCause::TooShort`]); otherwise 0.
+    pub len: u64,
+    /// Why not; `None` exactly where `ok`.
+    pub cause: Option<ObjectCause>,
+}
+
+impl KeyResult {
+    pub(super) const fn yes(len: u64) -> Self {
+        Self { ok: true, len, cause: None }
+    }
+
+    pub(super) const fn no(cause: ObjectCause) -> Self {
+        Self { ok: false, len: 0, cause: Some(cause) }
+    }
+}
+
+/// The end of a batch.
+#[derive(Clone, Debug)]
+pub struct ObjectCompletion {
+    /// What the submit returned.
+    pub id: u64,
+    /// What was asked for.
+    pub kind: BatchKind,
+    /// One per key, in the order of the submit.
+    pub results: Vec<KeyResult>,
+    /// In words, the first failure among the keys (that a key is not there is none).
+    pub error: Option<String>,
+    /// From the submit to the last key.
+    pub took: Duration,
+}
+
+impl ObjectCompletion {
+    /// Whether every key is answered with yes.
+    #[must_use]
+    pub fn all_ok(&self) -> bool {
+        self.results.iter().all(|r| r.ok)
+    }
+}
+
+struct Results {
+    each: Vec<Option<KeyResult>>,
+    left: usize,
+}
+
+/// A batch under way.
+pub(super) struct Batch {
+    pub(super) id: u64,
+    pub(super) kind: BatchKind,
+    /// Entered by whoever touches the caller's memory.
+    pub(super) gate: Gate,
+    results: Mutex<Results>,
+    told: Arc<Completions>,
+    counters: Arc<Counters>,
+    started: std::time::Instant,
+}
+
+impl Batch {
+    pub(super) fn new(id: u64, kind: BatchKind, keys: usize, told: Arc<Completions>, counters: Arc<Counters>) -> Self {
+        let results = Mutex::new(Results { each: vec![None; keys], left: keys });
+        Self { id, kind, gate: Gate::new(), results, told, counters, started: std::time::Instant::now() }
+    }
+
+    fn settle(&self, at: &[usize], result: KeyResult) {
+        let mut results = self.results.lock();
+        if results.left == 0 {
+            return;
+        }
+        let mut set = 0;
+        for &i in at {
+            if let Some(place @ None) = results.each.get_mut(i) {
+                *place = Some(result);
+                set += 1;
+            }
+        }
+        results.left -= set;
+        self.counters.ended(self.kind, &result, set);
+        if results.left > 0 {
+            return;
+        }
+        let each = results.each.iter().flatten().copied().collect();
+        drop(results);
+        self.finish(each);
+    }
+
+    /// Ends the batch now: what has no result yet gets `cause`. The caller has closed the gate.
+    pub(super) fn give_up(&self, cause: ObjectCause) {
+        let all: Vec<usize> = (0..self.results.lock().each.len()).collect();
+        self.settle(&all, KeyResult::no(cause));
+    }
+
+    fn finish(&self, results: Vec<KeyResult>) {
+        let took = self.started.elapsed();
+        self.counters.finished(self.kind, took);
+        let failure = results.iter().enumerate().find_map(|(i, r)| Some((i, r.cause.filter(|c| c.is_failure())?)));
+        let error = failure.map(|(i, c)| format!("key {i} of {}: {}", results.len(), c.as_str()));
+        self.told.finish(ObjectCompletion { id: self.id, kind: self.kind, results, error, took });
+    }
+
+    /// Ends a batch that has no keys.
+    pub(super) fn finish_if_empty(&self) {
+        if self.results.lock().each.is_empty() {
+            self.finish(Vec::new());
+        }
+    }
+}
+
+/// The right to answer for a key, or for several times the same key, of a batch.
+pub(super) struct Ticket {
+    pub(super) batch: Arc<Batch>,
+    at: Vec<usize>,
+}
+
+impl Ticket {
+    pub(super) fn new(batch: &Arc<Batch>, at: usize) -> Self {
+        Self { batch: Arc::clone(batch), at: vec![at] }
+    }
+
+    /// Answers for the keys of `other` too, which belongs to the same batch.
+    pub(super) fn absorb(&mut self, mut other: Self) {
+        self.at.append(&mut other.at);
+    }
+
+    pub(super) fn settle(mut self, result: KeyResult) {
+        let at = std::mem::take(&mut self.at);
+        self.batch.settle(&at, result);
+    }
+
+    pub(super) fn no(self, cause: ObjectCause) {
+        self.settle(KeyResult::no(cause));
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if !self.at.is_empty() {
+            self.batch.settle(&self.at, KeyResult::no(ObjectCause::Internal));
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Planning gets: where each object lies, which share a slot, which are in parts.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::batch::{KeyResult, ObjectCause, Ticket};
+use super::core::Core;
+use super::names::{PACK_BELOW, PART_BYTES, Version, is_name};
+use super::read::{SharedRead, SlotRead, Wanted};
+use super::request::{ObjectGet, Span};
+use crate::index::EntryKind;
+use crate::key::object_key;
+use crate::log::{Chunk, Log};
+
+/// How often an object is looked up again whose parts were replaced meanwhile.
+const TRIES: usize = 4;
+
+/// On a worker: starts the reads of a batch.
+pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
+    let Some(log) = core.log() else {
+        return items.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
+    };
+    let mut slots: HashMap<(usize, usize, u64, u32, u64), Vec<Wanted>> = HashMap::new();
+    let mut order = Vec::new();
+    for (item, ticket) in items {
+        let ObjectGet { key: name, target } = item;
+        if !is_name(&name) {
+            ticket.no(ObjectCause::BadKey);
+            continue;
+        }
+        let Some(found) = find(core, &log, &name) else {
+            ticket.no(ObjectCause::NotFound);
+            continue;
+        };
+        let length = found.length();
+        if length > target.len() {
+            let cause = Some(ObjectCause::TooShort);
+            ticket.settle(KeyResult { ok: false, len: length as u64, cause });
+            continue;
+        }
+        match found {
+            Found::Parts(parts) => parts.start(core, &log, (name, target.part(0, length), ticket)),
+            Found::Whole(chunk) if length < PACK_BELOW => {
+                let file = Arc::as_ptr(&chunk.file) as usize;
+                let slot = (chunk.drive, file, chunk.slot_offset, chunk.header_crc, chunk.sequence);
+                let wanted = Wanted { chunk, name, target, ticket };
+                slots.entry(slot).or_insert_with(|| {
+                    order.push(slot);
+                    Vec::new()
+                });
+                slots.entry(slot).or_default().push(wanted);
+            }
+            Found::Whole(chunk) => {
+                let (batch, target) = (Arc::clone(&ticket.batch), target.part(0, length));
+                let read = SlotRead { log: Arc::clone(&log), chunk, target, name: Some(name), batch };
+                read.start(
+                    core,
+                    Box::new(move |_, end| match end {
+                        Ok(_) => ticket.settle(KeyResult::yes(length as u64)),
+                        Err(cause) => ticket.no(cause),
+                    }),
+                );
+            }
+        }
+    }
+    for wanted in order.iter().filter_map(|slot| slots.remove(slot)) {
+        SharedRead { log: Arc::clone(&log), wanted }.start(core);
+    }
+}
+
+enum Found {
+    Whole(Chunk),
+    Parts(Parts),
+}
+
+impl Found {
+    fn length(&self) -> usize {
+        match self {
+            Self::Whole(chunk) => chunk.length as usize,
+            Self::Parts(parts) => parts.chunks.iter().map(|c| c.length as usize).sum(),
+        }
+    }
+}
+
+struct Parts {
+    version: Version,
+    head: Chunk,
+    chunks: Vec<Chunk>,
+}
+
+/// Finds an object, and leases all of it. The parts of a version that was replaced between the look at its head and the look
+/// at its parts are gone, and then there is a newer head.
+fn find(core: &Core, log: &Log, name: &[u8]) -> Option<Found> {
+    let key = object_key(name);
+    for _ in 0..TRIES {
+        let head = log.locate(&key, core.pin()).filter(|c| c.kind == EntryKind::Object)?;
+        let Some(version) = Version::of(&key, head.length, head.tenant, head.depth) else {
+            return Some(Found::Whole(head));
+        };
+        let keys = version.keys();
+        let chunks: Vec<Chunk> = keys.iter().map_while(|part| log.locate(part, core.pin())).collect();
+        let (last, full) = chunks.split_last()?;
+        let is_whole = chunks.len() == keys.len()
+            && full.iter().all(|c| c.length as usize == PART_BYTES)
+            && (1..=PART_BYTES as u64).contains(&last.length);
+        if is_whole {
+            return Some(Found::Parts(Parts { version, head, chunks }));
+        }
+        if log.peek(&key).is_none_or(|now| now.sequence == head.sequence) {
+            return None;
+        }
+    }
+    None
+}
+
+/// What is left to read of an object in parts.
+struct Gather {
+    left: usize,
+    failed: Option<ObjectCause>,
+    ticket: Option<Ticket>,
+}
+
+impl Gather {
+    fn ended(&mut self, result: Result<(), ObjectCause>) -> Option<Ticket> {
+        self.failed = self.failed.or(result.err());
+        self.left = self.left.saturating_sub(1);
+        if self.left == 0 { self.ticket.take() } else { None }
+    }
+}
+
+impl Parts {
+    fn start(self, core: &Arc<Core>, log: &Arc<Log>, (name, target, ticket): (Vec<u8>, Span, Ticket)) {
+        let total = target.len() as u64;
+        let batch = Arc::clone(&ticket.batch);
+        let left = self.chunks.len() + 1;
+        let gather = Arc::new(Mutex::new(Gather { left, failed: None, ticket: Some(ticket) }));
+        let end = move |gather: &Mutex<Gather>, result: Result<(), ObjectCause>| {
+            let mut gather = gather.lock();
+            let Some(ticket) = gather.ended(result) else { return };
+            match gather.failed {
+                None => ticket.settle(KeyResult::yes(total)),
+                Some(cause) => ticket.no(cause),
+            }
+        };
+        let own = Arc::clone(&gather);
+        let expected = self.version.head(total);
+        let Ok(said) = Span::from_vec(vec![0; expected.len()]) else { return };
+        let head = SlotRead {
+            log: Arc::clone(log),
+            chunk: self.head,
+            target: said.clone(),
+            name: Some(name),
+            batch: Arc::clone(&batch),
+        };
+        head.start(
+            core,
+            Box::new(move |_, header| {
+                let is_right = || said.to_vec().is_ok_and(|said| said == expected);
+                let check = |_| if is_right() { Ok(()) } else { Err(ObjectCause::Corrupt) };
+                end(&own, header.and_then(check));
+            }),
+        );
+        for (n, chunk) in self.chunks.into_iter().enumerate() {
+            let (own, target) = (Arc::clone(&gather), target.part(n * PART_BYTES, chunk.length as usize));
+            let read = SlotRead { log: Arc::clone(log), chunk, target, name: None, batch: Arc::clone(&batch) };
+            read.start(core, Box::new(move |_, header| end(&own, header.map(drop))));
+        }
+    }
+}
+
+/// On a worker: says which objects are stored. No I/O; counts as a use.
+pub(super) fn exists(core: &Arc<Core>, names: Vec<(Vec<u8>, Ticket)>) {
+    let log = core.log();
+    for (name, ticket) in names {
+        let Some(log) = &log else {
+            ticket.no(ObjectCause::Closed);
+            continue;
+        };
+        if !is_name(&name) {
+            ticket.no(ObjectCause::BadKey);
+            continue;
+        }
+        let key = object_key(&name);
+        let info = log.peek(&key).filter(|i| i.kind == EntryKind::Object);
+        let there = info.is_some_and(|info| {
+            let parts = Version::of_info(&key, &info).map(|v| v.keys()).unwrap_or_default();
+            log.lookup(&parts) == parts.len() && log.lookup(&[key]) == 1
+        });
+        if there {
+            ticket.settle(KeyResult::yes(0));
+        } else {
+            ticket.no(ObjectCause::NotFound);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! What an object's keys and header fields are: its name, its parts, and the directory of checksums of a pack.
+//!
+//! An object of more than [`PART_BYTES`] is stored in parts and a head, all three found by keys that name the version: the index
+//! keeps of the head how many parts it has (as depth) and a random number that is in their keys (as tenant), so that parts of
+//! two versions never meet, and presence is known without I/O.
+
+use crate::format::le;
+use crate::format::slot::{SlotHeader, TLV_OBJECT_NAME, TLV_PACK_SUMS};
+use crate::key::{ChunkKey, object_key, object_part_key};
+use crate::log::{ChunkInfo, OBJECT_TLV_BYTES};
+
+/// Largest object in one slot, and size of the parts of larger ones, in bytes.
+pub const PART_BYTES: usize = 16 << 20;
+/// Objects below this many bytes share slots with others of their batch.
+pub const PACK_BELOW: usize = 64 << 10;
+/// Longest key in bytes.
+pub const MAX_KEY_BYTES: usize = 1 << 10;
+/// Largest object in bytes.
+pub const MAX_OBJECT_BYTES: usize = 1 << 30;
+
+/// Payload of a shared slot: small enough to be read whole for one of its objects.
+pub(super) const PACK_BYTES: usize = 128 << 10;
+/// Objects of a shared slot: as many as their checksums find room in the header.
+pub(super) const PACK_MEMBERS: usize = 128;
+
+const SUM_BYTES: usize = 12;
+/// Length of a head.
+pub(super) const HEAD_BYTES: usize = 24;
+
+const _: () = assert!(PACK_MEMBERS * SUM_BYTES + 16 <= OBJECT_TLV_BYTES);
+const _: () = assert!(MAX_KEY_BYTES + 64 <= OBJECT_TLV_BYTES);
+
+/// Whether a name may be a key.
+pub(super) fn is_name(name: &[u8]) -> bool {
+    (1..=MAX_KEY_BYTES).contains(&name.len())
+}
+
+/// The TLV with an object's name.
+pub(super) fn name_tlv(name: &[u8]) -> (u16, Vec<u8>) {
+    (TLV_OBJECT_NAME, name.to_vec())
+}
+
+/// Whether a slot is that of the object with this name.
+pub(super) fn has_name(header: &SlotHeader, name: &[u8]) -> bool {
+    header.tlv(TLV_OBJECT_NAME) == Some(name)
+}
+
+/// One version of an object that is stored in parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Version {
+    pub(super) object: ChunkKey,
+    /// Chosen at random for every put; never 0.
+    pub(super) nonce: u64,
+    pub(super) parts: u32,
+}
+
+impl Version {
+    /// The version of which the index knows the head; `None` for objects in one slot.
+    pub(super) fn of(object: &ChunkKey, length: u64, tenant: u64, depth: u32) -> Option<Self> {
+        let parts = 1..=MAX_OBJECT_BYTES.div_ceil(PART_BYTES) as u32;
+        let is_head = length == HEAD_BYTES as u64 && tenant != 0 && parts.contains(&depth);
+        is_head.then_some(Self { object: *object, nonce: tenant, parts: depth })
+    }
+
+    pub(super) fn of_info(object: &ChunkKey, info: &ChunkInfo) -> Option<Self> {
+        Self::of(object, info.length, info.tenant, info.depth)
+    }
+
+    /// The keys of its parts.
+    pub(super) fn keys(&self) -> Vec<ChunkKey> {
+        let mut seed = [0; 40];
+        le::put_bytes(&mut seed, 0, &self.object.0);
+        le::put_u64(&mut seed, 32, self.nonce);
+        let version = object_key(&seed);
+        (0..self.parts).map(|part| object_part_key(&version, part)).collect()
+    }
+
+    /// The bytes of its head: total length, part length, number of parts, nonce.
+    pub(super) fn head(&self, total: u64) -> Vec<u8> {
+        let mut b = vec![0; HEAD_BYTES];
+        le::put_u64(&mut b, 0, total);
+        le::put_u32(&mut b, 8, PART_BYTES as u32);
+        le::put_u32(&mut b, 12, self.parts);
+        le::put_u64(&mut b, 16, self.nonce);
+        b
+    }
+}
+
+/// What a pack's header says of one of its objects besides the directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sum {
+    pub(super) sub_offset: u32,
+    pub(super) crc: u32,
+    pub(super) name_len: u16,
+}
+
+/// The sums' TLV. They name their objects by offset, because reclaim takes members out of the directory when it moves a pack.
+pub(super) fn sums_tlv(sums: &[Sum]) -> (u16, Vec<u8>) {
+    let mut b = vec![0; sums.len() * SUM_BYTES];
+    for (to, sum) in b.chunks_exact_mut(SUM_BYTES).zip(sums) {
+        le::put_u32(to, 0, sum.sub_offset);
+        le::put_u32(to, 4, sum.crc);
+        le::put_u16(to, 8, sum.name_len);
+    }
+    (TLV_PACK_SUMS, b)
+}
+
+/// The sum of the object at `sub_offset` of a pack.
+pub(super) fn sum_of(header: &SlotHeader, sub_offset: u32) -> Option<Sum> {
+    let entries = header.tlv(TLV_PACK_SUMS)?.chunks_exact(SUM_BYTES);
+    let mut sums =
+        entries.map(|b| Sum { sub_offset: le::get_u32(b, 0), crc: le::get_u32(b, 4), name_len: le::get_u16(b, 8) });
+    sums.find(|sum| sum.sub_offset == sub_offset)
+}
+
+/// A random number that is not 0.
+pub(super) fn nonce() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    let state = std::collections::hash_map::RandomState::new();
+    let mut hasher = state.build_hasher();
+    hasher.write_u64(crate::io::boot_clock_ns());
+    hasher.write_u32(std::process::id());
+    hasher.finish().max(1)
+}

@@ -1,0 +1,111 @@
+//! From settings to a running store: the namespace of its objects, staging, log, workers.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use super::core::Core;
+use super::names::{MAX_KEY_BYTES, PACK_BYTES, PACK_MEMBERS, PART_BYTES};
+use super::removal::Removal;
+use super::work::Work;
+use crate::config::Settings;
+use crate::device::{StagingOptions, StagingPool};
+use crate::error::{Error, Result};
+use crate::geometry::{DType, Geometry, LayerSpec};
+use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
+
+/// How the namespace of objects is called in its fingerprint; another number for other bytes in the slots.
+const KIND: &str = "forebay objects 1";
+/// Bytes that are moved at a time.
+const PIECE_BYTES: usize = 1 << 20;
+/// Staging slots are at least this long: a shared slot with its header is read at once.
+const LEAST_PIECE_BYTES: usize = 256 << 10;
+/// Staging is cut into at least this many slots, where their least size allows.
+const LEAST_SLOTS: usize = 8;
+/// How often a cache that could not be opened is tried again.
+const REOPEN_EVERY: Duration = Duration::from_secs(10);
+/// Keys under way beyond which more are refused.
+const MAX_PENDING_KEYS: usize = 1 << 16;
+
+const _: () = assert!(PACK_BYTES + PACK_MEMBERS * 64 + 16384 < LEAST_PIECE_BYTES && MAX_KEY_BYTES < PACK_BYTES);
+
+/// What an object store is opened with.
+#[derive(Clone)]
+pub struct ObjectOptions {
+    /// Settings; those of chunks, layers and devices do not matter.
+    pub settings: Settings,
+    /// What gives the objects' bytes their meaning; stores with different namespaces do not see each other's objects.
+    pub namespace: String,
+    /// Keys under way beyond which more are refused with `QueueFull`.
+    pub max_pending_keys: usize,
+    /// Bytes of a segment; `None` follows from the capacity. A segment holds at least one part of an object.
+    pub segment_bytes: Option<u64>,
+    /// Makes the drives' queues; `None` for the best that this machine gives.
+    pub drive_factory: Option<DriveFactory>,
+    /// Time, as objects' ages are measured; `None` for the machine's.
+    pub clock: Option<Arc<dyn Clock>>,
+    /// How often a cache that could not be opened is tried again.
+    pub reopen_every: Duration,
+}
+
+impl ObjectOptions {
+    /// The usual options.
+    #[must_use]
+    pub fn new(settings: &Settings, namespace: &str) -> Self {
+        Self {
+            settings: settings.clone(),
+            namespace: namespace.to_owned(),
+            max_pending_keys: MAX_PENDING_KEYS,
+            segment_bytes: None,
+            drive_factory: None,
+            clock: None,
+            reopen_every: REOPEN_EVERY,
+        }
+    }
+}
+
+/// A geometry whose chunk is as large as the largest slot of objects, so that segments fit it, and whose fingerprint is that of
+/// the namespace.
+fn geometry(namespace: &str) -> Result<Geometry> {
+    let dtype = DType { name: "bytes".to_owned(), bytes: 1 };
+    let part = LayerSpec::opaque(1, PART_BYTES as u32);
+    Ok(Geometry::new(KIND, dtype, vec![part], 1)?.with_identity("namespace", namespace))
+}
+
+fn pool(settings: &Settings, bytes: usize, key: &str) -> Result<Arc<StagingPool>> {
+    let slot_bytes = (PIECE_BYTES + (64 << 10)).min(bytes / LEAST_SLOTS).max(LEAST_PIECE_BYTES);
+    StagingPool::new(&StagingOptions::of_settings(settings, bytes, slot_bytes))
+        .map_err(|e| Error::new(e.kind(), format!("{key}: {bytes} bytes, objects need {LEAST_PIECE_BYTES}")).source(e))
+}
+
+/// Everything that runs below the API.
+pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
+    let settings = options.settings.clone();
+    settings.validate()?;
+    settings.require_drives()?;
+    let load_pool = pool(&settings, settings.staging, "staging")?;
+    let store_pool = pool(&settings, settings.store_staging, "store_staging")?;
+    let geometry = Arc::new(geometry(&options.namespace)?);
+    let (on_failure, every) = (settings.on_open_failure, options.reopen_every);
+    let pools = [Arc::clone(&load_pool), Arc::clone(&store_pool)];
+    let opening =
+        Opening::start(Box::new(move || open_log(&options, Arc::clone(&geometry), &pools)), on_failure, every)?;
+    let io_timeout = settings.io_timeout();
+    let removal = Removal::start(Arc::clone(&opening))?;
+    let work = Work::new(load_pool, store_pool, (settings.worker_threads(), io_timeout + io_timeout / 2))?;
+    let (counters, starved) = (Arc::default(), AtomicBool::new(false));
+    Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved }))
+}
+
+fn open_log(options: &ObjectOptions, geometry: Arc<Geometry>, pools: &[Arc<StagingPool>]) -> Result<Arc<Log>> {
+    let mut log = LogOptions::of_settings(&options.settings, geometry)?;
+    // Staging bounds what gets and puts submit; the rest is for the log's own.
+    log.io.queue_limit = pools.iter().map(|p| p.slots()).sum::<usize>() + 256;
+    log.io.regions = pools.iter().map(|p| p.region()).collect();
+    log.drive_factory = options.drive_factory.clone();
+    log.segment_bytes = options.segment_bytes;
+    if let Some(clock) = &options.clock {
+        log.clock = Arc::clone(clock);
+    }
+    Log::open(log)
+}

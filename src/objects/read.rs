@@ -1,0 +1,259 @@
+//! Reading slots: in pieces through staging, each checked and copied by a worker.
+//!
+//! Invariants: nothing is called read before the slot's header matched the index, its name the key asked for, and the CRC over
+//! all of its bytes the header. A slot's end is told after its last piece has ended, so that nothing of it is written later.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::batch::{Batch, ObjectCause, Ticket};
+use super::core::{Core, Done, Pieces, Transfer};
+use super::names::{self, has_name};
+use super::request::Span;
+use super::work::{Staged, Way};
+use crate::error::Error;
+use crate::format::slot::SlotHeader;
+use crate::io::{Buf, Op};
+use crate::log::{Bad, Chunk, Log, pack};
+
+type Outcome<T> = std::result::Result<T, ObjectCause>;
+
+/// Tells the log of a slot that could not be read.
+fn report(log: &Log, chunk: &Chunk, cause: ObjectCause) {
+    let why = match cause {
+        ObjectCause::Corrupt => Bad::Corrupt,
+        ObjectCause::Io => Bad::Io,
+        ObjectCause::TimedOut => Bad::TimedOut,
+        _ => return,
+    };
+    log.report_bad(chunk, why);
+}
+
+fn cause_of(error: &Error) -> ObjectCause {
+    match ObjectCause::of(error) {
+        // A queue that is full for as long as a transfer may take, or buffers lost to hung I/O.
+        ObjectCause::QueueFull => ObjectCause::TimedOut,
+        cause => cause,
+    }
+}
+
+/// One slot with one object, part or head.
+pub(super) struct SlotRead {
+    pub(super) log: Arc<Log>,
+    pub(super) chunk: Chunk,
+    /// As long as the object.
+    pub(super) target: Span,
+    /// The name that the header must have; parts have none.
+    pub(super) name: Option<Vec<u8>>,
+    pub(super) batch: Arc<Batch>,
+}
+
+struct Reading {
+    read: SlotRead,
+    piece_bytes: usize,
+    state: Mutex<(Pieces, Option<SlotHeader>)>,
+    done: Mutex<Option<Done<SlotHeader>>>,
+}
+
+impl SlotRead {
+    /// Bytes from the header's start to the end of the payload's padding.
+    fn bytes(&self) -> usize {
+        let layout = &self.chunk.layout;
+        (layout.slot_bytes - u64::from(layout.header_offset)) as usize
+    }
+
+    /// Queues its pieces; `done` gets the header once all is well.
+    pub(super) fn start(self, core: &Arc<Core>, done: Done<SlotHeader>) {
+        let piece_bytes = core.work.pool(Way::Load).slot_bytes();
+        let pieces = self.bytes().div_ceil(piece_bytes);
+        let state = Mutex::new((Pieces::new(pieces), None));
+        let reading = Arc::new(Reading { read: self, piece_bytes, state, done: Mutex::new(Some(done)) });
+        let job = |n: usize| -> Staged {
+            let (core, reading) = (Arc::clone(core), Arc::clone(&reading));
+            Box::new(move |buf| reading.piece(&core, n, buf))
+        };
+        core.work.stage(Way::Load, (0..pieces).map(job).collect());
+    }
+}
+
+impl Reading {
+    fn piece(self: Arc<Self>, core: &Arc<Core>, n: usize, buf: Outcome<Buf>) {
+        let buf = match buf {
+            Ok(_) if self.read.batch.gate.is_closed() => return self.ended(core, n, Err(ObjectCause::Cancelled)),
+            Ok(_) if self.state.lock().0.has_failed() => return self.ended(core, n, Err(ObjectCause::Cancelled)),
+            Ok(buf) => buf,
+            Err(cause) => return self.ended(core, n, Err(cause)),
+        };
+        let at = n * self.piece_bytes;
+        let chunk = &self.read.chunk;
+        let (own, again) = (Arc::clone(&self), Arc::clone(core));
+        let transfer = Transfer {
+            op: Op::Read,
+            drive: chunk.drive,
+            file: Arc::clone(&chunk.file),
+            offset: chunk.header_offset() + at as u64,
+            len: self.piece_bytes.min(self.read.bytes() - at),
+            done: Box::new(move |result, buf| match (result, buf) {
+                (Ok(()), Some(buf)) => again.ready(move |core| own.check(core, n, buf)),
+                (Ok(()), None) => own.ended(&again, n, Err(ObjectCause::Internal)),
+                (Err(e), buf) => {
+                    drop(buf);
+                    own.ended(&again, n, Err(cause_of(&e)));
+                }
+            }),
+        };
+        core.submit(transfer, buf);
+    }
+
+    /// On a worker: checks and copies a piece.
+    fn check(self: Arc<Self>, core: &Arc<Core>, n: usize, buf: Buf) {
+        let result = self.copy(n, buf.as_slice());
+        drop(buf);
+        self.ended(core, n, result);
+    }
+
+    fn copy(&self, n: usize, bytes: &[u8]) -> Outcome<crc32fast::Hasher> {
+        let read = &self.read;
+        let header_bytes = read.chunk.layout.header_bytes as usize;
+        let (from, length) = (n * self.piece_bytes, read.chunk.length as usize);
+        let mut skip = 0;
+        if n == 0 {
+            skip = header_bytes;
+            let bytes = bytes.get(..header_bytes).ok_or(ObjectCause::Internal)?;
+            let header = read.log.check_header(&read.chunk, bytes).map_err(|_| ObjectCause::Corrupt)?;
+            if read.name.as_ref().is_some_and(|name| !has_name(&header, name)) {
+                return Err(ObjectCause::Corrupt);
+            }
+            self.state.lock().1 = Some(header);
+        }
+        // Where in the object the bytes of this piece begin, and how many of them are not padding.
+        let at = (from + skip).saturating_sub(header_bytes);
+        let len = length.saturating_sub(at).min(self.piece_bytes - skip);
+        let payload = bytes.get(skip..skip + len).ok_or(ObjectCause::Internal)?;
+        if payload.is_empty() {
+            return Ok(crc32fast::Hasher::new());
+        }
+        read.target.part(at, len).copy_in(payload, &read.batch.gate)
+    }
+
+    fn ended(&self, core: &Arc<Core>, n: usize, result: Outcome<crc32fast::Hasher>) {
+        let mut state = self.state.lock();
+        let Some(end) = state.0.ended(n, result) else { return };
+        let header = state.1.take();
+        drop(state);
+        let end = end.and_then(|crc| {
+            let header = header.ok_or(ObjectCause::Internal)?;
+            if header.layers.first().is_some_and(|l| l.crc == crc) { Ok(header) } else { Err(ObjectCause::Corrupt) }
+        });
+        if let Err(cause) = end {
+            report(&self.read.log, &self.read.chunk, cause);
+        }
+        let done = self.done.lock().take();
+        if let Some(done) = done {
+            done(core, end);
+        }
+    }
+}
+
+/// A small object that is wanted: its place, its name, where to.
+pub(super) struct Wanted {
+    pub(super) chunk: Chunk,
+    pub(super) name: Vec<u8>,
+    pub(super) target: Span,
+    pub(super) ticket: Ticket,
+}
+
+/// One slot with small objects: read whole, at once, for all that are wanted of it.
+pub(super) struct SharedRead {
+    pub(super) log: Arc<Log>,
+    pub(super) wanted: Vec<Wanted>,
+}
+
+impl SharedRead {
+    pub(super) fn start(self, core: &Arc<Core>) {
+        let own = Arc::clone(core);
+        core.work.stage(Way::Load, vec![Box::new(move |buf| self.read(&own, buf))]);
+    }
+
+    fn end(self, cause: ObjectCause) {
+        for wanted in self.wanted {
+            report(&self.log, &wanted.chunk, cause);
+            wanted.ticket.no(cause);
+        }
+    }
+
+    fn read(self, core: &Arc<Core>, buf: Outcome<Buf>) {
+        let buf = match buf {
+            Ok(buf) => buf,
+            Err(cause) => return self.end(cause),
+        };
+        let Some(first) = self.wanted.first() else { return };
+        let len = first.chunk.slot_bytes as usize;
+        if len > buf.len() {
+            drop(buf);
+            return self.end(ObjectCause::Corrupt);
+        }
+        let (drive, file, offset) = (first.chunk.drive, Arc::clone(&first.chunk.file), first.chunk.slot_offset);
+        let again = Arc::clone(core);
+        let done = Box::new(move |result: crate::error::Result<()>, buf: Option<Buf>| match (result, buf) {
+            (Ok(()), Some(buf)) => again.ready(move |_| self.check(buf)),
+            (Ok(()), None) => self.end(ObjectCause::Internal),
+            (Err(e), buf) => {
+                drop(buf);
+                self.end(cause_of(&e));
+            }
+        });
+        core.submit(Transfer { op: Op::Read, drive, file, offset, len, done }, buf);
+    }
+
+    /// On a worker.
+    fn check(self, buf: Buf) {
+        let bytes = buf.as_slice();
+        let header = self.wanted.first().map(|w| self.log.check_header(&w.chunk, bytes));
+        let Some(Ok(header)) = header else {
+            drop(buf);
+            return self.end(ObjectCause::Corrupt);
+        };
+        let members = pack::members(&header);
+        for wanted in self.wanted {
+            let result = copy_small(&wanted, (&header, &members), bytes);
+            if let Err(cause) = result {
+                report(&self.log, &wanted.chunk, cause);
+            }
+            match result {
+                Ok(()) => wanted.ticket.settle(super::batch::KeyResult::yes(wanted.chunk.length)),
+                Err(cause) => wanted.ticket.no(cause),
+            }
+        }
+    }
+}
+
+/// Copies one object out of its slot. The header has passed; it may be that of a pack or of this object alone.
+fn copy_small(wanted: &Wanted, (header, members): (&SlotHeader, &[crate::log::Member]), slot: &[u8]) -> Outcome<()> {
+    let corrupt = ObjectCause::Corrupt;
+    let layer = header.layers.first().ok_or(corrupt)?;
+    let payload = usize::try_from(layer.offset).ok().and_then(|at| slot.get(at..)).ok_or(corrupt)?;
+    let payload = payload.get(..layer.len as usize).ok_or(corrupt)?;
+    let length = wanted.chunk.length as usize;
+    let gate = &wanted.ticket.batch.gate;
+    if members.is_empty() {
+        if header.key != wanted.chunk.key || payload.len() != length || !has_name(header, &wanted.name) {
+            return Err(corrupt);
+        }
+        let sum = wanted.target.part(0, length).copy_in(payload, gate)?;
+        return if sum.finalize() == layer.crc { Ok(()) } else { Err(corrupt) };
+    }
+    let member = members.iter().find(|m| m.key == wanted.chunk.key && m.length as usize == length).ok_or(corrupt)?;
+    let sum = names::sum_of(header, member.sub_offset).ok_or(corrupt)?;
+    let at = member.sub_offset as usize;
+    let name_at = at.checked_add(length).ok_or(corrupt)?;
+    let bytes = payload.get(at..name_at).ok_or(corrupt)?;
+    let name = payload.get(name_at..).and_then(|b| b.get(..usize::from(sum.name_len))).ok_or(corrupt)?;
+    if name != wanted.name {
+        return Err(corrupt);
+    }
+    let mut crc = wanted.target.part(0, length).copy_in(bytes, gate)?;
+    crc.update(name);
+    if crc.finalize() == sum.crc { Ok(()) } else { Err(corrupt) }
+}

@@ -1,0 +1,114 @@
+//! The thread that removes: a removal waits for the drive, which workers must not.
+//!
+//! Invariant: a deletion is answered with yes only after it is durable.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use crossbeam_channel::{Receiver, Sender};
+use parking_lot::Mutex;
+
+use super::batch::{KeyResult, ObjectCause, Ticket};
+use super::names::{Version, is_name};
+use crate::error::{Error, Result};
+use crate::key::{ChunkKey, object_key};
+use crate::log::{Log, Opening};
+
+enum Message {
+    Delete(Vec<(Vec<u8>, Ticket)>),
+    Clean(Vec<ChunkKey>),
+}
+
+/// The way to the thread.
+pub(super) struct Removal {
+    send: Mutex<Option<Sender<Message>>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Removal {
+    pub(super) fn start(opening: Arc<Opening>) -> Result<Self> {
+        let (send, receive) = crossbeam_channel::unbounded();
+        let spawned =
+            std::thread::Builder::new().name("fb-object-rm".to_owned()).spawn(move || run(&opening, &receive));
+        let thread = spawned.map_err(|e| Error::io("cannot start a thread of the object store", e))?;
+        Ok(Self { send: Mutex::new(Some(send)), thread: Mutex::new(Some(thread)) })
+    }
+
+    fn send(&self, message: Message) {
+        let send = self.send.lock().clone();
+        let refused = match send {
+            Some(send) => send.send(message).err().map(|e| e.0),
+            None => Some(message),
+        };
+        if let Some(Message::Delete(names)) = refused {
+            names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
+        }
+    }
+
+    pub(super) fn delete(&self, names: Vec<(Vec<u8>, Ticket)>) {
+        self.send(Message::Delete(names));
+    }
+
+    /// Removes parts that no head names; what cannot be removed goes with its segment.
+    pub(super) fn clean(&self, keys: Vec<ChunkKey>) {
+        self.send(Message::Clean(keys));
+    }
+
+    /// Ends the thread after what has been sent.
+    pub(super) fn stop(&self) {
+        drop(self.send.lock().take());
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread {
+            drop(thread.join());
+        }
+    }
+}
+
+fn run(opening: &Opening, receive: &Receiver<Message>) {
+    while let Ok(message) = receive.recv() {
+        let log = opening.log();
+        match message {
+            Message::Delete(names) => delete(log, names),
+            Message::Clean(keys) => {
+                if let Some(Err(e)) = log.map(|log| log.remove(&keys)) {
+                    tracing::debug!(error = %e, "parts of a replaced object are left until their segment is reclaimed");
+                }
+            }
+        }
+    }
+}
+
+fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) {
+    let Some(log) = log else {
+        return names.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
+    };
+    let (mut keys, mut tickets) = (Vec::new(), Vec::new());
+    let mut parts = Vec::new();
+    for (name, ticket) in names {
+        if !is_name(&name) {
+            ticket.no(ObjectCause::BadKey);
+            continue;
+        }
+        let key = object_key(&name);
+        parts.extend(
+            log.peek(&key).and_then(|info| Version::of_info(&key, &info)).map(|v| v.keys()).unwrap_or_default(),
+        );
+        keys.push(key);
+        tickets.push(ticket);
+    }
+    // Heads first: whoever comes between finds no object rather than half of one.
+    let heads = keys.len();
+    keys.extend(parts);
+    match log.remove(&keys) {
+        Ok(there) => {
+            for (ticket, there) in tickets.into_iter().zip(there.into_iter().take(heads)) {
+                if there { ticket.settle(KeyResult::yes(0)) } else { ticket.no(ObjectCause::NotFound) }
+            }
+        }
+        Err(e) => {
+            tracing::warn!(error = %e, "objects could not be removed");
+            let cause = ObjectCause::of(&e);
+            tickets.into_iter().for_each(|ticket| ticket.no(cause));
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! What an object store counts, and its text for Prometheus.
+
+use std::array;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::batch::{BatchKind, KeyResult, ObjectCause};
+use crate::error::Result;
+use crate::log::LogStats;
+use crate::metrics::{Description, Exposition, Histogram, Kind};
+
+const KINDS: [BatchKind; 4] = [BatchKind::Put, BatchKind::Get, BatchKind::Exists, BatchKind::Delete];
+const MAX_CAUSES: usize = 16;
+const _: () = assert!(ObjectCause::ALL.len() <= MAX_CAUSES);
+
+/// The counters of one kind of batch.
+#[derive(Debug)]
+struct PerKind {
+    ok: AtomicU64,
+    bytes: AtomicU64,
+    no: [AtomicU64; MAX_CAUSES],
+    seconds: Histogram,
+}
+
+impl Default for PerKind {
+    fn default() -> Self {
+        let (ok, bytes, seconds) = Default::default();
+        Self { ok, bytes, no: array::from_fn(|_| AtomicU64::new(0)), seconds }
+    }
+}
+
+/// Live counters of an object store.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    kinds: [PerKind; 4],
+    pub(super) packs: AtomicU64,
+    pub(super) parts: AtomicU64,
+}
+
+impl Counters {
+    fn of(&self, kind: BatchKind) -> &PerKind {
+        let [put, get, exists, delete] = &self.kinds;
+        match kind {
+            BatchKind::Put => put,
+            BatchKind::Get => get,
+            BatchKind::Exists => exists,
+            BatchKind::Delete => delete,
+        }
+    }
+
+    pub(super) fn ended(&self, kind: BatchKind, result: &KeyResult, keys: usize) {
+        let of = self.of(kind);
+        let keys = keys as u64;
+        match result.cause {
+            None => {
+                of.ok.fetch_add(keys, Ordering::Relaxed);
+                of.bytes.fetch_add(keys * result.len, Ordering::Relaxed);
+            }
+            Some(cause) => {
+                if let Some(count) = of.no.get(cause as usize) {
+                    count.fetch_add(keys, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    pub(super) fn finished(&self, kind: BatchKind, took: Duration) {
+        self.of(kind).seconds.observe(took);
+    }
+}
+
+/// The figures of one kind of batch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KindStats {
+    /// Batches ended.
+    pub batches: u64,
+    /// Keys answered with yes.
+    pub ok: u64,
+    /// Payload bytes of these (puts and gets).
+    pub bytes: u64,
+    /// Keys answered with no, by cause; causes that did not occur are left out.
+    pub no: Vec<(ObjectCause, u64)>,
+}
+
+impl KindStats {
+    /// Keys answered with no for `cause`.
+    #[must_use]
+    pub fn no_for(&self, cause: ObjectCause) -> u64 {
+        self.no.iter().find(|(c, _)| *c == cause).map_or(0, |(_, n)| *n)
+    }
+}
+
+/// A snapshot of an object store's figures.
+#[derive(Clone, Debug, Default)]
+pub struct ObjectStats {
+    /// Puts.
+    pub puts: KindStats,
+    /// Gets.
+    pub gets: KindStats,
+    /// Questions whether objects are there.
+    pub exists: KindStats,
+    /// Deletions.
+    pub deletes: KindStats,
+    /// Slots written that several small objects share.
+    pub packs: u64,
+    /// Parts written of large objects.
+    pub parts: u64,
+    /// Keys of batches under way.
+    pub pending_keys: usize,
+    /// The log's figures; `None` while the store is disabled or closed.
+    pub log: Option<LogStats>,
+}
+
+macro_rules! metrics {
+    ($($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
+        $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*
+        /// Every metric of an object store, as `docs/objects.md` lists them.
+        pub const OBJECT_METRICS: &[Description] = &[$($id,)*];
+    };
+}
+
+metrics! {
+    UP = Gauge "forebay_objects_up" [] "1 while the object store is open, 0 while it is disabled or closed.";
+    OK = Counter "forebay_object_keys_total" ["op"] "Keys answered with yes, by operation: put, get, exists, delete.";
+    NO = Counter "forebay_object_refused_keys_total" ["op", "cause"] "Keys answered with no, by operation and cause.";
+    BYTES = Counter "forebay_object_bytes_total" ["op"] "Payload bytes of objects put and got.";
+    SECONDS = Histogram "forebay_object_batch_seconds" ["op"] "Time of a batch, from its submit to its last key.";
+    PACKS = Counter "forebay_object_packs_total" [] "Slots written that several small objects share.";
+    PARTS = Counter "forebay_object_parts_total" [] "Parts written of objects larger than 16 MiB.";
+    PENDING = Gauge "forebay_object_pending_keys" [] "Keys of batches under way.";
+    DISK = Gauge "forebay_object_disk_bytes" [] "Bytes that all files below the cache directories take, of all processes.";
+    LIVE = Gauge "forebay_object_live_bytes" [] "Bytes of objects' slots that can be found.";
+}
+
+impl Counters {
+    fn snapshot_of(&self, kind: BatchKind) -> KindStats {
+        let of = self.of(kind);
+        let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
+        let no = ObjectCause::ALL.iter().filter_map(|&c| Some((c, of.no.get(c as usize).map(get)?)));
+        KindStats {
+            batches: of.seconds.count(),
+            ok: get(&of.ok),
+            bytes: get(&of.bytes),
+            no: no.filter(|(_, n)| *n > 0).collect(),
+        }
+    }
+
+    pub(super) fn snapshot(&self, pending_keys: usize, log: Option<LogStats>) -> ObjectStats {
+        ObjectStats {
+            puts: self.snapshot_of(BatchKind::Put),
+            gets: self.snapshot_of(BatchKind::Get),
+            exists: self.snapshot_of(BatchKind::Exists),
+            deletes: self.snapshot_of(BatchKind::Delete),
+            packs: self.packs.load(Ordering::Relaxed),
+            parts: self.parts.load(Ordering::Relaxed),
+            pending_keys,
+            log,
+        }
+    }
+
+    pub(super) fn text(&self, stats: &ObjectStats) -> Result<String> {
+        let mut e = Exposition::new();
+        e.value(&UP, &[], f64::from(u8::from(stats.log.is_some())));
+        let all = KINDS.into_iter().zip([&stats.puts, &stats.gets, &stats.exists, &stats.deletes]);
+        for (kind, of) in all {
+            let op = kind.as_str();
+            e.value(&OK, &[op], of.ok as f64);
+            for &cause in ObjectCause::ALL {
+                e.value(&NO, &[op, cause.as_str()], of.no_for(cause) as f64);
+            }
+            if matches!(kind, BatchKind::Put | BatchKind::Get) {
+                e.value(&BYTES, &[op], of.bytes as f64);
+            }
+            e.histogram(&SECONDS, &[op], &self.of(kind).seconds);
+        }
+        e.value(&PACKS, &[], stats.packs as f64);
+        e.value(&PARTS, &[], stats.parts as f64);
+        e.value(&PENDING, &[], stats.pending_keys as f64);
+        e.value(&DISK, &[], stats.log.as_ref().map_or(0.0, |l| l.disk_bytes as f64));
+        e.value(&LIVE, &[], stats.log.as_ref().map_or(0.0, |l| l.live_bytes as f64));
+        e.to_text()
+    }
+}

@@ -1,0 +1,86 @@
+use super::core::Pieces;
+use super::names::{self, Sum, Version};
+use super::*;
+use crate::format::record::KeyKind;
+use crate::format::slot::SlotHeader;
+use crate::key::{ChunkKey, object_key};
+
+#[test]
+fn a_forked_child_gets_errors_and_drops_nothing() {
+    let settings = Settings::at("/no/such/place/at/all");
+    let mut store = ObjectStore::open(&settings, "n").unwrap();
+    store.pid ^= 1;
+    let kinds = [
+        store.submit_put(Vec::new(), PutOptions::default()).unwrap_err().kind(),
+        store.submit_get(Vec::new()).unwrap_err().kind(),
+        store.submit_exists(Vec::new()).unwrap_err().kind(),
+        store.submit_delete(Vec::new()).unwrap_err().kind(),
+        store.wait(1, Duration::ZERO).unwrap_err().kind(),
+        store.flush().unwrap_err().kind(),
+        store.close(Instant::now()).unwrap_err().kind(),
+    ];
+    assert_eq!(kinds, [ErrorKind::Forked; 7]);
+    assert!(!store.is_up() && store.log().is_none() && store.drain_completions().is_empty() && !store.cancel(1));
+    let core = Arc::downgrade(&store.core);
+    drop(store);
+    let core = core.upgrade().expect("the child must not take the parent's store apart");
+    core.removal.stop();
+    core.work.stop();
+    core.opening.stop_trying();
+}
+
+#[test]
+fn a_panic_in_a_job_answers_its_keys_and_harms_nobody() {
+    let store = ObjectStore::open(&Settings::at("/no/such/place/at/all"), "n").unwrap();
+    let (id, items) = store.begin(BatchKind::Get, vec![1, 2]).unwrap();
+    store.plan(items, |_, _| panic!("injected"));
+    let done = store.wait(id, DROP_PATIENCE).unwrap();
+    assert_eq!(done.results, [Answer::no(ObjectCause::Internal); 2]);
+    let next = store.submit_exists(vec![b"k".to_vec()]).unwrap();
+    assert_eq!(store.wait(next, DROP_PATIENCE).unwrap().results[0].cause, Some(ObjectCause::Closed));
+}
+
+#[test]
+fn versions_have_parts_of_their_own_and_only_heads_have_versions() {
+    let object = object_key(b"k");
+    let version = |nonce| Version { object, nonce, parts: 3 };
+    let (a, b) = (version(1).keys(), version(2).keys());
+    assert_eq!(a.len(), 3);
+    assert!(a.iter().all(|k| !b.contains(k) && *k != object));
+    assert_ne!(a, Version { object: object_key(b"l"), ..version(1) }.keys());
+    assert_eq!(Version::of(&object, 24, 1, 3), Some(version(1)));
+    assert_eq!(Version::of(&object, 24, 0, 3), None, "it has bytes of its own");
+    assert_eq!(Version::of(&object, 24, 1, 1 << 20), None, "more parts than any object has");
+    assert_ne!(version(1).head(9), version(1).head(8));
+    assert_ne!(version(1).head(9), version(2).head(9));
+    assert_ne!(names::nonce(), names::nonce());
+}
+
+#[test]
+fn header_fields_are_found_again() {
+    let sums = [Sum { sub_offset: 0, crc: 1, name_len: 2 }, Sum { sub_offset: 64, crc: 3, name_len: 1024 }];
+    let mut header = SlotHeader::new(KeyKind::Object, ChunkKey([1; 32]));
+    assert_eq!(names::sum_of(&header, 0), None);
+    header.tlvs = vec![names::name_tlv(b"k"), names::sums_tlv(&sums)];
+    assert!(names::has_name(&header, b"k") && !names::has_name(&header, b"kk"));
+    assert_eq!(names::sum_of(&header, 64), Some(sums[1]));
+    assert_eq!(names::sum_of(&header, 8), None);
+}
+
+#[test]
+fn pieces_in_any_order_give_the_sum_of_the_whole() {
+    let bytes: Vec<u8> = (0..1000u32).map(|i| (i * 7) as u8).collect();
+    let sum = |range: std::ops::Range<usize>| {
+        let mut h = crc32fast::Hasher::new();
+        h.update(&bytes[range]);
+        h
+    };
+    let mut pieces = Pieces::new(3);
+    assert_eq!(pieces.ended(2, Ok(sum(900..1000))), None);
+    assert_eq!(pieces.ended(0, Ok(sum(0..500))), None);
+    assert_eq!(pieces.ended(1, Ok(sum(500..900))), Some(Ok(crate::format::crc(&bytes))));
+    let mut pieces = Pieces::new(2);
+    assert_eq!(pieces.ended(1, Err(ObjectCause::Io)), None);
+    assert!(pieces.has_failed());
+    assert_eq!(pieces.ended(0, Err(ObjectCause::Cancelled)), Some(Err(ObjectCause::Io)), "the first failure counts");
+}

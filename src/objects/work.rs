@@ -1,0 +1,277 @@
+//! The queues of an object store's workers, and which job is next.
+//!
+//! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready* jobs (checks, copies) run
+//! first, because they give staging back; *staged* jobs run when a staging buffer of their direction is free, those that go on
+//! with a slot before those that open one; batches are planned when nothing better is to be done. While a put waits for room
+//! in the log no further slots are opened: the puts behind it would only take the staging that those under way need to end,
+//! and with them their segment. Invariants: every staged job is called once, with a buffer or with the reason
+//! why it gets none; when nothing has moved for long all that waits for staging is given up. No buffer is dropped and no job
+//! is run under the lock.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::batch::ObjectCause;
+use crate::device::StagingPool;
+use crate::error::{Error, Result};
+use crate::io::Buf;
+
+pub(super) type Job = Box<dyn FnOnce() + Send>;
+pub(super) type Staged = Box<dyn FnOnce(std::result::Result<Buf, ObjectCause>) + Send>;
+
+/// Which staging a job wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Reading.
+    Load,
+    /// Going on with a slot that is being written.
+    Store,
+    /// Beginning to write one.
+    Open,
+}
+
+/// Batches are not planned while more jobs than this wait for staging: each holds a lease or a place in a segment.
+const MANY: usize = 4096;
+
+#[derive(Default)]
+struct State {
+    ready: VecDeque<Job>,
+    loads: VecDeque<Staged>,
+    stores: VecDeque<Staged>,
+    opens: VecDeque<Staged>,
+    /// Puts that wait for room.
+    without_room: usize,
+    begins: VecDeque<Job>,
+    later: Vec<(Instant, Job)>,
+    prefers_stores: bool,
+    moved: Option<Instant>,
+    stop: bool,
+}
+
+enum Next {
+    Run(Job),
+    Stage(Staged, Buf),
+    GiveUp(Vec<Staged>, ObjectCause),
+    Stop,
+}
+
+pub(super) struct Work {
+    state: Mutex<State>,
+    changed: Condvar,
+    load_pool: Arc<StagingPool>,
+    store_pool: Arc<StagingPool>,
+    patience: Duration,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl State {
+    fn queue(&mut self, way: Way) -> &mut VecDeque<Staged> {
+        match way {
+            Way::Load => &mut self.loads,
+            Way::Store => &mut self.stores,
+            Way::Open => &mut self.opens,
+        }
+    }
+
+    /// Whether a staging buffer is all that a job of this kind waits for.
+    fn wants(&self, way: Way) -> bool {
+        match way {
+            Way::Load => !self.loads.is_empty(),
+            Way::Store => !self.stores.is_empty(),
+            Way::Open => !self.opens.is_empty() && self.without_room == 0,
+        }
+    }
+
+    fn wants_any(&self) -> bool {
+        [Way::Load, Way::Store, Way::Open].into_iter().any(|way| self.wants(way))
+    }
+
+    fn staged(&self) -> usize {
+        self.loads.len() + self.stores.len() + self.opens.len()
+    }
+
+    fn take_staged(&mut self) -> Vec<Staged> {
+        [&mut self.loads, &mut self.stores, &mut self.opens].into_iter().flat_map(|queue| queue.drain(..)).collect()
+    }
+
+    fn take_due(&mut self, now: Instant) -> Option<Job> {
+        let at = self.later.iter().position(|(when, _)| *when <= now)?;
+        Some(self.later.swap_remove(at).1)
+    }
+}
+
+impl Work {
+    pub(super) fn new(
+        load_pool: Arc<StagingPool>,
+        store_pool: Arc<StagingPool>,
+        (workers, patience): (usize, Duration),
+    ) -> Result<Arc<Self>> {
+        let (state, changed, threads) = Default::default();
+        let work = Arc::new(Self { state, changed, load_pool, store_pool, patience, threads });
+        for pool in [&work.load_pool, &work.store_pool] {
+            let weak: Weak<Self> = Arc::downgrade(&work);
+            pool.on_free(Arc::new(move || {
+                if let Some(work) = weak.upgrade() {
+                    work.wake();
+                }
+            }));
+        }
+        for n in 0..workers.max(1) {
+            let own = Arc::clone(&work);
+            let spawned = std::thread::Builder::new().name(format!("fb-object-{n}")).spawn(move || own.run());
+            match spawned {
+                Ok(thread) => work.threads.lock().push(thread),
+                Err(e) => {
+                    work.stop();
+                    return Err(Error::io("cannot start a thread of the object store", e));
+                }
+            }
+        }
+        Ok(work)
+    }
+
+    pub(super) fn pool(&self, way: Way) -> &Arc<StagingPool> {
+        match way {
+            Way::Load => &self.load_pool,
+            Way::Store | Way::Open => &self.store_pool,
+        }
+    }
+
+    fn wake(&self) {
+        // Under the lock, so that no worker misses it between its look and its sleep.
+        let _state = self.state.lock();
+        self.changed.notify_one();
+    }
+
+    /// Runs `add` on the queues, unless they are closed: then gives the job back, to be dropped outside the lock.
+    fn add<T>(&self, job: T, add: impl FnOnce(&mut State, T)) -> Option<T> {
+        let mut state = self.state.lock();
+        if state.stop {
+            return Some(job);
+        }
+        add(&mut state, job);
+        self.changed.notify_one();
+        None
+    }
+
+    pub(super) fn ready(&self, job: Job) {
+        drop(self.add(job, |s, job| s.ready.push_back(job)));
+    }
+
+    pub(super) fn begin(&self, job: Job) {
+        drop(self.add(job, |s, job| s.begins.push_back(job)));
+    }
+
+    pub(super) fn later(&self, wait: Duration, job: Job) {
+        drop(self.add(job, |s, job| s.later.push((Instant::now() + wait, job))));
+    }
+
+    /// Jobs that each want a staging buffer.
+    pub(super) fn stage(&self, way: Way, jobs: Vec<Staged>) {
+        let refused = self.add(jobs, |state, jobs| {
+            if !state.wants_any() {
+                state.moved = Some(Instant::now());
+            }
+            state.queue(way).extend(jobs);
+            self.changed.notify_all();
+        });
+        for job in refused.into_iter().flatten() {
+            job(Err(ObjectCause::Closed));
+        }
+    }
+
+    /// Until the answer is dropped no further slots are opened.
+    pub(super) fn without_room(self: &Arc<Self>) -> WithoutRoom {
+        self.state.lock().without_room += 1;
+        WithoutRoom(Arc::clone(self))
+    }
+
+    fn next(&self) -> Next {
+        let mut state = self.state.lock();
+        loop {
+            if state.stop {
+                return Next::Stop;
+            }
+            let now = Instant::now();
+            if let Some(job) = state.ready.pop_front().or_else(|| state.take_due(now)) {
+                return Next::Run(job);
+            }
+            let stores_first = [Way::Store, Way::Open, Way::Load];
+            let order = if state.prefers_stores { stores_first } else { [Way::Load, Way::Store, Way::Open] };
+            for way in order {
+                if state.wants(way)
+                    && let Some(buf) = self.pool(way).try_take()
+                    && let Some(job) = state.queue(way).pop_front()
+                {
+                    state.prefers_stores = way == Way::Load;
+                    state.moved = Some(now);
+                    return Next::Stage(job, buf);
+                }
+            }
+            if state.staged() < MANY
+                && let Some(job) = state.begins.pop_front()
+            {
+                return Next::Run(job);
+            }
+            let stalled_at = state.wants_any().then(|| state.moved.unwrap_or(now) + self.patience);
+            if stalled_at.is_some_and(|at| at <= now) {
+                return Next::GiveUp(state.take_staged(), ObjectCause::TimedOut);
+            }
+            match state.later.iter().map(|(when, _)| *when).chain(stalled_at).min() {
+                Some(until) => drop(self.changed.wait_until(&mut state, until)),
+                None => self.changed.wait(&mut state),
+            }
+        }
+    }
+
+    fn run(&self) {
+        loop {
+            let run = match self.next() {
+                Next::Stop => return,
+                Next::Run(job) => catch_unwind(AssertUnwindSafe(job)),
+                Next::Stage(job, buf) => catch_unwind(AssertUnwindSafe(|| job(Ok(buf)))),
+                Next::GiveUp(jobs, cause) => {
+                    catch_unwind(AssertUnwindSafe(|| jobs.into_iter().for_each(|job| job(Err(cause)))))
+                }
+            };
+            if run.is_err() {
+                tracing::error!("a job of the object store panicked; its keys are answered as internal errors");
+            }
+        }
+    }
+
+    /// Stops the workers; jobs that wait are given up. Not to be called from a job.
+    pub(super) fn stop(&self) {
+        let mut state = self.state.lock();
+        let staged = state.take_staged();
+        let State { ready, begins, later, .. } = std::mem::take(&mut *state);
+        state.stop = true;
+        drop(state);
+        self.changed.notify_all();
+        let threads = std::mem::take(&mut *self.threads.lock());
+        for thread in threads {
+            drop(thread.join());
+        }
+        for job in staged {
+            job(Err(ObjectCause::Closed));
+        }
+        drop((ready, begins, later));
+    }
+}
+
+/// A put waits for room in the log.
+pub(super) struct WithoutRoom(Arc<Work>);
+
+impl Drop for WithoutRoom {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.without_room = state.without_room.saturating_sub(1);
+        state.moved = Some(Instant::now());
+        self.0.changed.notify_all();
+    }
+}

@@ -1,0 +1,135 @@
+//! Objects over several drives, moved by reclaim, and as `fsck` sees them.
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+mod objects_world;
+
+use forebay::config::{Capacity, DriveSettings, Placement, Settings};
+use forebay::log::fsck::{LaneFiles, RawLane, RebuildOptions, deep, lanes, rebuild};
+use forebay::objects::{ObjectCause, ObjectStore};
+use objects_world::*;
+
+const MIB: usize = 1 << 20;
+
+fn two_drives(a: &std::path::Path, b: &std::path::Path, placement: Placement) -> Settings {
+    let mut s = settings(a);
+    s.drives = vec![
+        DriveSettings { path: a.into(), ..s.drives[0].clone() },
+        DriveSettings { path: b.into(), ..s.drives[0].clone() },
+    ];
+    s.placement = placement;
+    s
+}
+
+#[test]
+fn a_key_has_one_value_over_several_drives() {
+    for placement in [Placement::Chain, Placement::Stripe] {
+        let (a, b) = (dir(), dir());
+        let store = ObjectStore::open_with(options(&two_drives(a.path(), b.path(), placement))).unwrap();
+        let names: Vec<String> = (0..120).map(|n| format!("{n}")).collect();
+        let keys: Vec<&str> = names.iter().map(String::as_str).collect();
+        let len = |n: usize, version: u64| if n % 40 == 7 { 17 * MIB } else { 50 + n + version as usize };
+        for version in 1..=3u64 {
+            // Other neighbours in every round: a pack must not take an object to another drive than its older version.
+            let order = (0..120).map(|n| (n * (2 * version as usize + 5)) % 120);
+            let mut order: Vec<usize> = order.collect();
+            order.sort_unstable();
+            order.dedup();
+            for part in order.chunks(7 * version as usize) {
+                let items = part.iter().map(|n| object(keys[*n], version, len(*n, version)));
+                assert!(put(&store, items.collect()).all_ok());
+            }
+            let rest = (0..120).filter(|n| !order.contains(n)).map(|n| object(keys[n], version, len(n, version)));
+            assert!(put(&store, rest.collect()).all_ok());
+        }
+        let used: Vec<u64> = store.stats().log.unwrap().drives.iter().map(|d| d.chunks).collect();
+        assert!(used.iter().all(|n| *n > 20), "{placement:?}: {used:?}");
+        close(&store);
+        let store = ObjectStore::open_with(options(&two_drives(b.path(), a.path(), placement))).unwrap();
+        for (n, key) in keys.iter().enumerate() {
+            let len = len(n, 3);
+            assert!(get_one(&store, key, len) == Ok(value(key, 3, len)), "{placement:?}: {key}");
+        }
+        assert_eq!(delete(&store, &keys[..10]), [true; 10]);
+        assert_eq!(exists(&store, &keys[..10]), [false; 10]);
+    }
+}
+
+#[test]
+fn fsck_finds_nothing_wrong_with_objects() {
+    let dir = dir();
+    let store = open(dir.path());
+    let mut items: Vec<_> = (0..50).map(|n| object(&format!("small {n}"), 1, 10 + n * 50)).collect();
+    items.extend([object("one", 1, 100_000), object("parts", 1, 20 * MIB)]);
+    assert!(put(&store, items).all_ok());
+    assert!(put(&store, vec![object("small 3", 2, 70), object("small 4", 2, 70)]).all_ok());
+    assert_eq!(delete(&store, &["small 5", "one"]), [true, true]);
+    close(&store);
+    let files: Vec<LaneFiles> = lanes(dir.path()).unwrap();
+    let raw: Vec<RawLane> = files.iter().map(|f| RawLane::read(f).unwrap()).collect();
+    let found = deep(&files, &raw, 0, &|_| {}).unwrap();
+    assert!(found.bad.is_empty(), "{:?}", found.bad);
+    assert!(found.slots > 4, "{found:?}");
+}
+
+#[test]
+fn what_reclaim_moves_is_still_found_in_its_shared_slot() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.capacity = Capacity::Bytes(200 << 20);
+    settings.reclaim_write_budget = 1.0;
+    let store = ObjectStore::open_with(options(&settings)).unwrap();
+    let names: Vec<String> = (0..60).map(|n| format!("hot {n}")).collect();
+    let hot: Vec<&str> = names.iter().map(String::as_str).collect();
+    let len = |n: usize| 100 + n * 300;
+    let moved = || store.stats().log.unwrap().moved;
+    for round in 0..40 {
+        if let Some(some) = hot.get(round * 4..round * 4 + 4) {
+            // Some in every segment, so that keeping them means moving them; every other one is gone by then: the directory of
+            // the moved pack is shorter.
+            let items = some.iter().zip(round * 4..).map(|(key, n)| object(key, 1, len(n)));
+            assert!(put(&store, items.collect()).all_ok());
+            assert_eq!(delete(&store, &[some[0], some[2]]), [true; 2]);
+        }
+        for cold in ["a", "b"] {
+            put(&store, vec![object(&format!("cold {cold} {round}"), 1, 12 * MIB)]);
+        }
+        exists(&store, &hot);
+    }
+    assert!(moved() > 0, "nothing was moved: the test does not test it");
+    let found = hot.iter().enumerate().filter(|(n, key)| match get_one(&store, key, 20_000) {
+        Ok(bytes) => {
+            assert!(n % 2 == 1 && bytes == value(key, 1, len(*n)), "{key}");
+            true
+        }
+        Err(cause) => {
+            assert_eq!(cause, ObjectCause::NotFound, "{key}");
+            false
+        }
+    });
+    assert!(found.count() > 0, "none of the moved objects is found");
+}
+
+#[test]
+fn objects_survive_the_loss_of_the_index() {
+    let dir = dir();
+    let store = open(dir.path());
+    let objects = [("a", 40), ("b", 3000), ("one", 100_000), ("parts", 20 * MIB), ("gone", 60), ("old", 70_000)];
+    assert!(put(&store, objects.iter().map(|(key, len)| object(key, 1, *len)).collect()).all_ok());
+    assert!(put(&store, vec![object("old", 2, 90), object("b", 2, 50)]).all_ok());
+    assert_eq!(delete(&store, &["gone"]), [true]);
+    close(&store);
+    drop(store);
+    for index in files(dir.path(), "index.kv") {
+        std::fs::remove_file(index).unwrap();
+    }
+    for files in lanes(dir.path()).unwrap() {
+        rebuild(&files, None, RebuildOptions { dry_run: false, backup: false }, &|_| ()).unwrap();
+    }
+    let store = open(dir.path());
+    for (key, version, len) in [("a", 1, 40), ("b", 2, 50), ("one", 1, 100_000), ("parts", 1, 20 * MIB), ("old", 2, 90)]
+    {
+        let got = get_one(&store, key, len);
+        assert!(got == Ok(value(key, version, len)), "{key}: {:?}", got.map(|b| b.len()));
+    }
+    assert_eq!(exists(&store, &["a", "parts", "gone"]), [true, true, false]);
+}

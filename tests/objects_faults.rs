@@ -1,0 +1,249 @@
+//! Damaged bytes, failing and hanging drives, crashes and races: an object is old, new or not there, never anything else.
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+mod objects_world;
+
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use forebay::config::Capacity;
+use forebay::format::slot::SlotHeader;
+use forebay::io::{Fault, Op, Request};
+use forebay::key::object_key;
+use forebay::objects::{ObjectCause, ObjectStore};
+use objects_world::held::Hold;
+use objects_world::*;
+
+const MIB: usize = 1 << 20;
+
+/// A small generator, so that a failure can be repeated.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % n
+    }
+}
+
+fn is_head(request: &Request) -> bool {
+    let bytes = request.buf.as_ref().map(|b| b.as_slice()).unwrap_or_default();
+    request.op == Op::Write && SlotHeader::decode(bytes).is_ok_and(|(h, _)| h.tenant != 0)
+}
+
+#[test]
+fn a_flipped_bit_anywhere_in_a_slot_never_gives_wrong_bytes() {
+    let dir = dir();
+    let store = open(dir.path());
+    let mut objects: Vec<(String, usize)> = (0..40).map(|n| (format!("packed {n}"), 300 + n * 97)).collect();
+    objects.extend((0..6).map(|n| (format!("alone {n}"), 66_000 + n * 5_001)));
+    objects.push(("long".to_owned(), 1_500_000));
+    objects.push(("parts".to_owned(), 16 * MIB + 7000));
+    assert!(put(&store, objects.iter().map(|(key, len)| object(key, 1, *len)).collect()).all_ok());
+    let log = store.log().unwrap();
+    let seed = 20_260_801;
+    let (mut random, mut misses) = (Random(seed), 0);
+    for round in 0..300 {
+        let (key, len) = &objects[random.below(objects.len() as u64) as usize];
+        let chunk = log.locate(&object_key(key.as_bytes()), Duration::from_secs(9)).unwrap();
+        let offset = chunk.slot_offset + random.below(chunk.slot_bytes);
+        let flip = 1u8 << random.below(8);
+        let file = std::fs::File::options().read(true).write(true).open(chunk.file.path()).unwrap();
+        let turn = || {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, offset).unwrap();
+            file.write_all_at(&[byte[0] ^ flip], offset).unwrap();
+        };
+        turn();
+        let got = get_one(&store, key, *len);
+        let context = format!("seed {seed}, round {round}: {key}, bit {flip:#x} at {offset}");
+        match got {
+            Ok(bytes) => assert!(bytes == value(key, 1, *len), "wrong bytes: {context}"),
+            Err(cause) => {
+                assert_eq!(cause, ObjectCause::Corrupt, "{context}");
+                assert_eq!(get_one(&store, key, *len), Err(ObjectCause::NotFound), "served again: {context}");
+                misses += 1;
+            }
+        }
+        turn();
+        let lost: Vec<_> = objects.iter().filter(|(k, _)| !exists(&store, &[k])[0]).collect();
+        assert!(lost.len() <= 1 || !key.starts_with("alone"), "others are not lost with it: {context}");
+        assert!(put(&store, lost.iter().map(|(k, len)| object(k, 1, *len)).collect()).all_ok());
+    }
+    assert!(misses > 100, "{misses} of 300 flips were noticed: the test flips the wrong bytes");
+}
+
+#[test]
+fn reads_and_writes_that_fail_cost_only_their_keys() {
+    for fault in [Fault::Fail, Fault::Short, Fault::NoSpace, Fault::Hang] {
+        let dir = dir();
+        let (reading, writing) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let rule = |on: &Arc<AtomicBool>| {
+            let on = Arc::clone(on);
+            // The one transfer of 104 KiB: the object's payload, or its payload with the header.
+            move |_: u64, r: &Request| {
+                (on.load(Ordering::SeqCst) && (102_400..=110_592).contains(&r.len)).then_some(fault)
+            }
+        };
+        let mut options = options(&settings(dir.path()));
+        options.drive_factory = Some(faulty(rule(&reading), rule(&writing)));
+        let store = ObjectStore::open_with(options).unwrap();
+        writing.store(true, Ordering::SeqCst);
+        let done = put(&store, vec![object("bad", 1, 104_000), object("good", 1, 300_000)]);
+        assert_eq!((done.results[0].ok, done.results[1].ok), (false, true), "{fault:?}: {done:?}");
+        assert_eq!(exists(&store, &["bad", "good"]), [false, true], "{fault:?}");
+        writing.store(false, Ordering::SeqCst);
+        assert!(put_one(&store, "bad", 2, 104_000).ok, "{fault:?}");
+        reading.store(true, Ordering::SeqCst);
+        let got = get(&store, &["bad", "good"], 300_000);
+        assert!(!got[0].0.ok && got[1].0.ok && got[1].1 == value("good", 1, 300_000), "{fault:?}");
+        reading.store(false, Ordering::SeqCst);
+        let again = get_one(&store, "bad", 104_000);
+        assert!(again == Ok(value("bad", 2, 104_000)) || again == Err(ObjectCause::NotFound), "{fault:?}");
+    }
+}
+
+#[test]
+fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
+    let dir = dir();
+    let hung = Arc::new(AtomicBool::new(false));
+    let on = Arc::clone(&hung);
+    let mut settings = settings(dir.path());
+    (settings.io_timeout_ms, settings.staging) = (200, 2 << 20);
+    let mut options = options(&settings);
+    let rule = move |_: u64, r: &Request| (on.load(Ordering::SeqCst) && r.op == Op::Read).then_some(Fault::Hang);
+    options.drive_factory = Some(faulty(rule, |_, _| None));
+    let store = ObjectStore::open_with(options).unwrap();
+    let keys: Vec<String> = (0..40).map(|n| n.to_string()).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    assert!(put(&store, keys.iter().map(|k| object(k, 1, 70_000)).collect()).all_ok());
+    hung.store(true, Ordering::SeqCst);
+    let got = get(&store, &keys, 70_000);
+    assert!(got.iter().all(|(r, bytes)| r.cause == Some(ObjectCause::TimedOut) && bytes.iter().all(|b| *b == 0xee)));
+}
+
+#[test]
+fn a_crash_between_the_parts_and_the_head_leaves_the_old_version() {
+    let dir = dir();
+    let hold = Hold::new(is_head);
+    let mut options = options(&settings(dir.path()));
+    options.drive_factory = Some(hold.drives());
+    let store = ObjectStore::open_with(options).unwrap();
+    assert!(put_one(&store, "k", 1, 20 * MIB).ok);
+    hold.begin();
+    let overwrite = store.submit_put(vec![object("k", 2, 33 * MIB), object("new", 1, 17 * MIB)], Default::default());
+    until(|| hold.kept() == 2);
+    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 1, 20 * MIB)), "the parts alone are nothing");
+    assert_eq!(exists(&store, &["k", "new"]), [true, false]);
+    store.log().unwrap().abandon();
+    drop(store);
+    let store = open(dir.path());
+    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 1, 20 * MIB)));
+    assert_eq!(exists(&store, &["k", "new"]), [true, false]);
+    assert!(put_one(&store, "k", 3, 18 * MIB).ok);
+    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 3, 18 * MIB)));
+    drop(overwrite);
+}
+
+#[test]
+fn a_head_that_cannot_be_written_leaves_the_old_version_and_no_parts() {
+    let dir = dir();
+    let failing = Arc::new(AtomicBool::new(false));
+    let on = Arc::clone(&failing);
+    let rule = move |_: u64, r: &Request| (on.load(Ordering::SeqCst) && is_head(r)).then_some(Fault::NoSpace);
+    let mut options = options(&settings(dir.path()));
+    options.drive_factory = Some(faulty(|_, _| None, rule));
+    let store = ObjectStore::open_with(options).unwrap();
+    assert!(put_one(&store, "k", 1, 17 * MIB).ok);
+    failing.store(true, Ordering::SeqCst);
+    assert_eq!(put_one(&store, "k", 2, 40 * MIB).cause, Some(ObjectCause::NoSpace));
+    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 1, 17 * MIB)));
+    until(|| store.stats().log.unwrap().chunks == 3);
+}
+
+#[test]
+fn while_a_key_is_overwritten_gets_see_old_or_new() {
+    let dir = dir();
+    let (store, other) = (open(dir.path()), open(dir.path()));
+    let sizes = [17 * MIB, 100, 33 * MIB, 200_000, 16 * MIB + 1];
+    let len = |version: u64| sizes[version as usize % sizes.len()];
+    assert!(put_one(&store, "k", 0, len(0)).ok);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        for store in [&store, &other] {
+            s.spawn(|| {
+                let mut newest = 0;
+                while !stop.load(Ordering::SeqCst) {
+                    let bytes = get_one(store, "k", 33 * MIB).unwrap();
+                    let found = (newest..25).find(|v| len(*v) == bytes.len() && value("k", *v, bytes.len()) == bytes);
+                    newest = found.unwrap_or_else(|| panic!("{} bytes of no version from {newest} on", bytes.len()));
+                }
+            });
+        }
+        for version in 1..25 {
+            assert!(put_one(&store, "k", version, len(version)).ok, "{version}");
+        }
+        stop.store(true, Ordering::SeqCst);
+    });
+    assert!(get_one(&other, "k", 33 * MIB) == Ok(value("k", 24, len(24))));
+}
+
+#[test]
+fn under_pressure_objects_are_shed_or_dropped_but_never_wrong() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.capacity = Capacity::Bytes(160 << 20);
+    let store = ObjectStore::open_with(options(&settings)).unwrap();
+    let sizes = [3000, 90_000, 2 * MIB, 5 * MIB + 1, 17 * MIB];
+    let (mut stored, mut hits) = (0, 0);
+    for round in 0..8u64 {
+        let items = (0..10).map(|n| object(&format!("{n}"), round, sizes[(n + round as usize) % 5]));
+        let done = put(&store, items.collect());
+        stored += done.results.iter().filter(|r| r.ok).count();
+        assert!(done.results.iter().all(|r| r.ok || r.cause == Some(ObjectCause::NoSpace)), "{:?}", done.error);
+        for n in 0..10 {
+            let key = n.to_string();
+            let room = if done.results[n].ok { sizes[(n + round as usize) % 5] } else { 17 * MIB };
+            match get_one(&store, &key, room) {
+                Ok(bytes) => {
+                    let found = (0..=round).rev().find(|v| value(&key, *v, bytes.len()) == bytes);
+                    assert!(found == Some(round) || !done.results[n].ok, "round {round}: {found:?} of {key}");
+                    hits += 1;
+                }
+                Err(cause) => assert_eq!(cause, ObjectCause::NotFound, "round {round}, {key}"),
+            }
+        }
+    }
+    assert!(stored > 40 && hits > 30, "{stored} stored, {hits} found");
+    let on_disk = store.stats().log.unwrap().disk_bytes;
+    assert!(on_disk <= 160 << 20, "{on_disk} bytes");
+}
+
+#[test]
+fn a_batch_larger_than_the_cache_and_than_staging_ends() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.capacity = Capacity::Bytes(160 << 20);
+    (settings.staging, settings.store_staging) = (1 << 20, 1 << 20);
+    let store = ObjectStore::open_with(options(&settings)).unwrap();
+    let names: Vec<String> = (0..80).map(|n| n.to_string()).collect();
+    let len = |n: usize| if n.is_multiple_of(10) { 17 * MIB } else { 3 * MIB + n };
+    let done = put(&store, names.iter().enumerate().map(|(n, key)| object(key, 1, len(n))).collect());
+    assert!(done.results.iter().all(|r| r.ok || r.cause == Some(ObjectCause::NoSpace)), "{done:?}");
+    let stored = done.results.iter().filter(|r| r.ok).count();
+    assert!(stored > 40, "{stored} of 80");
+    let keys: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut found = 0;
+    for (n, key) in keys.iter().enumerate() {
+        match get_one(&store, key, len(n)) {
+            Ok(bytes) => {
+                assert!(bytes == value(key, 1, len(n)), "{key}");
+                found += 1;
+            }
+            Err(cause) => assert_eq!(cause, ObjectCause::NotFound, "{key}"),
+        }
+    }
+    assert!(found > 5, "{found} found");
+}

@@ -1,0 +1,74 @@
+//! Random batches of puts, deletes, gets and questions, with restarts and kills between, against a map in memory.
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+mod objects_world;
+
+use std::collections::BTreeMap;
+
+use forebay::objects::ObjectCause;
+use objects_world::*;
+
+const KEYS: u64 = 24;
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % n
+    }
+
+    fn len(&mut self) -> usize {
+        match self.below(40) {
+            0 => (16 << 20) + 1 + self.below(4 << 20) as usize,
+            1..10 => 65_536 + self.below(300_000) as usize,
+            _ => 1 + self.below(5_000) as usize,
+        }
+    }
+}
+
+#[test]
+fn the_store_is_a_map_whatever_happens_between_the_calls() {
+    let seed = 4711;
+    let mut random = Random(seed);
+    let dir = dir();
+    let mut store = open(dir.path());
+    let mut model: BTreeMap<String, (u64, usize)> = BTreeMap::new();
+    for round in 0..100u64 {
+        let context = format!("seed {seed}, round {round}");
+        let mut keys: Vec<String> = (0..1 + random.below(8)).map(|_| format!("key {}", random.below(KEYS))).collect();
+        match random.below(10) {
+            0..5 => {
+                let items: Vec<_> = keys.iter().map(|k| (k.clone(), random.len())).collect();
+                let done = put(&store, items.iter().map(|(k, len)| object(k, round, *len)).collect());
+                assert!(done.all_ok(), "{context}: {:?}", done.error);
+                model.extend(items.into_iter().map(|(k, len)| (k, (round, len))));
+            }
+            5 => {
+                keys.sort();
+                keys.dedup();
+                let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+                let there: Vec<bool> = keys.iter().map(|k| model.remove(k).is_some()).collect();
+                assert_eq!(delete(&store, &names), there, "{context}");
+            }
+            6 => {
+                close(&store);
+                store = open(dir.path());
+            }
+            7 => {
+                store.flush().unwrap();
+                kill(store);
+                store = open(dir.path());
+            }
+            _ => {}
+        }
+        for key in &keys {
+            let expected = model.get(key).map(|(version, len)| value(key, *version, *len));
+            let got = get_one(&store, key, model.get(key).map_or(9, |(_, len)| *len));
+            assert!(got == expected.ok_or(ObjectCause::NotFound), "{context}: {key} is {:?}", model.get(key));
+        }
+    }
+    let names: Vec<String> = (0..KEYS).map(|n| format!("key {n}")).collect();
+    let there = exists(&store, &names.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(there, names.iter().map(|k| model.contains_key(k)).collect::<Vec<_>>());
+}

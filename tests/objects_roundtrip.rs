@@ -1,0 +1,235 @@
+//! Objects come back as they were put: all sizes, overwritten, deleted, after a restart, packed and in parts.
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+mod objects_world;
+
+use std::time::Duration;
+
+use forebay::config::{IoEngine, Mode};
+use forebay::objects::{ObjectCause, ObjectStore, PutOptions};
+use objects_world::*;
+
+const MIB: usize = 1 << 20;
+const SIZES: [usize; 14] = [
+    1,
+    4095,
+    4096,
+    65_535,
+    65_536,
+    100_001,
+    MIB - 1,
+    MIB,
+    3 * MIB + 17,
+    16 * MIB - 1,
+    16 * MIB,
+    16 * MIB + 1,
+    32 * MIB,
+    40 * MIB + 3,
+];
+
+fn check_sizes(store: &ObjectStore, version: u64) {
+    for size in SIZES {
+        let key = format!("size {size}");
+        let got = get_one(store, &key, size + 9);
+        assert!(got == Ok(value(&key, version, size)), "{size} bytes: {:?}", got.map(|b| b.len()));
+    }
+}
+
+#[test]
+fn every_size_comes_back_also_after_restarts() {
+    let dir = dir();
+    let store = open(dir.path());
+    for size in SIZES {
+        let result = put_one(&store, &format!("size {size}"), 1, size);
+        assert!(result.ok && result.len == size as u64, "{size}: {result:?}");
+    }
+    close(&store);
+    let store = open(dir.path());
+    check_sizes(&store, 1);
+    store.flush().unwrap();
+    kill(store);
+    let store = open(dir.path());
+    check_sizes(&store, 1);
+    assert_eq!(store.stats().gets.no, []);
+}
+
+#[test]
+fn the_thread_pool_backend_does_the_same() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.io_engine = IoEngine::Threads;
+    let store = ObjectStore::open_with(options(&settings)).unwrap();
+    for size in [1, 70_000, 5 * MIB, 17 * MIB] {
+        let key = size.to_string();
+        assert!(put_one(&store, &key, 1, size).ok);
+        assert!(get_one(&store, &key, size) == Ok(value(&key, 1, size)), "{size}");
+    }
+}
+
+#[test]
+fn many_parts_come_back_and_more_than_a_gigabyte_is_refused() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.capacity = forebay::config::Capacity::Bytes(1 << 30);
+    let store = ObjectStore::open_with(options(&settings)).unwrap();
+    let bytes = 70 * MIB + 5;
+    assert!(put_one(&store, "large", 1, bytes).ok);
+    assert!(get_one(&store, "large", bytes) == Ok(value("large", 1, bytes)));
+    let over = put(&store, vec![object("over", 1, (1 << 30) + 1)]);
+    assert_eq!(over.results[0].cause, Some(ObjectCause::BadLength));
+}
+
+#[test]
+fn a_batch_of_small_objects_shares_slots_and_each_is_found() {
+    let dir = dir();
+    let store = open(dir.path());
+    let len = |n: usize| 1 + n * 37 % 3000;
+    let name = |n: usize| format!("small {n}");
+    let done = put(&store, (0..1000).map(|n| object(&name(n), 1, len(n))).collect());
+    assert!(done.all_ok(), "{:?}", done.error);
+    let stats = store.stats();
+    assert!((8..=30).contains(&stats.packs), "{} packs", stats.packs);
+    let log = stats.log.unwrap();
+    assert_eq!(log.puts, stats.packs, "every slot is shared");
+    close(&store);
+    let store = open(dir.path());
+    let names: Vec<String> = (0..1000).map(name).collect();
+    let keys: Vec<&str> = names.iter().map(String::as_str).collect();
+    assert!(exists(&store, &keys).iter().all(|there| *there));
+    let reads = || store.log().unwrap().drive(0).unwrap().read.stats().counts().completed;
+    let before = reads();
+    for (n, (result, bytes)) in get(&store, &keys, 3001).into_iter().enumerate() {
+        assert!(result.ok && bytes[..len(n)] == value(&name(n), 1, len(n)), "{n}: {result:?}");
+        assert!(bytes[len(n)..].iter().all(|b| *b == 0xee));
+    }
+    assert_eq!(reads() - before, stats.packs, "one read for each shared slot");
+    assert!(get_one(&store, "small 700", 4000) == Ok(value("small 700", 1, len(700))));
+    assert_eq!(delete(&store, &["small 700", "small 1000"]), [true, false]);
+    assert_eq!(exists(&store, &["small 699", "small 700", "small 701"]), [true, false, true]);
+    assert!(get_one(&store, "small 701", 4000).is_ok());
+}
+
+#[test]
+fn the_newest_value_and_the_newest_removal_win_also_after_a_kill() {
+    let dir = dir();
+    let sizes = [10, 90_000, 17 * MIB];
+    // Every size is overwritten with every size: alone, packed and in parts replace each other.
+    let pairs: Vec<(usize, usize)> = sizes.iter().flat_map(|a| sizes.map(|b| (*a, b))).collect();
+    let store = open(dir.path());
+    for (old, new) in &pairs {
+        let (changed, gone) = (format!("changed {old} {new}"), format!("gone {old} {new}"));
+        assert!(put(&store, vec![object(&changed, 1, *old), object(&gone, 1, *old)]).all_ok());
+        assert!(put(&store, vec![object(&changed, 2, *new), object(&format!("other {old} {new}"), 1, 5)]).all_ok());
+        assert_eq!(delete(&store, &[&gone]), [true]);
+    }
+    let check = |store: &ObjectStore| {
+        for (old, new) in &pairs {
+            let (changed, gone) = (format!("changed {old} {new}"), format!("gone {old} {new}"));
+            assert!(get_one(store, &changed, *new) == Ok(value(&changed, 2, *new)), "{changed}");
+            assert_eq!(get_one(store, &gone, *old), Err(ObjectCause::NotFound), "{gone}");
+            assert_eq!(exists(store, &[&gone, &changed]), [false, true]);
+        }
+    };
+    check(&store);
+    store.flush().unwrap();
+    kill(store);
+    check(&open(dir.path()));
+}
+
+#[test]
+fn parts_of_replaced_and_deleted_objects_are_removed() {
+    let dir = dir();
+    let store = open(dir.path());
+    assert!(put_one(&store, "a", 1, 40 * MIB).ok);
+    assert!(put_one(&store, "a", 2, 20 * MIB).ok);
+    assert!(put_one(&store, "a", 3, 20 * MIB).ok);
+    let chunks = || store.stats().log.unwrap().chunks;
+    until(|| chunks() == 3);
+    assert_eq!(delete(&store, &["a"]), [true]);
+    assert_eq!(chunks(), 0);
+}
+
+#[test]
+fn wrong_keys_and_lengths_are_told_by_key() {
+    let dir = dir();
+    let store = open(dir.path());
+    let (long, longest) = ("x".repeat(1025), "y".repeat(1024));
+    let done = put(
+        &store,
+        vec![
+            object("", 1, 5),
+            object(&long, 1, 5),
+            object("none", 1, 0),
+            object(&longest, 1, 5),
+            object("ok", 1, 70_000),
+        ],
+    );
+    use ObjectCause::{BadKey, BadLength, NotFound, TooShort};
+    let causes: Vec<_> = done.results.iter().map(|r| r.cause).collect();
+    assert_eq!(causes, [Some(BadKey), Some(BadKey), Some(BadLength), None, None]);
+    assert!(done.error.unwrap().contains("key 0 of 5: bad_key"));
+    assert_eq!(get_one(&store, "", 5), Err(BadKey));
+    assert_eq!(exists(&store, &["", &long, &longest, "no"]), [false, false, true, false]);
+    assert_eq!(get_one(&store, "no", 5), Err(NotFound));
+    assert_eq!(get_one(&store, &longest, 5), Ok(value(&longest, 1, 5)));
+    for room in [0, 1, 69_999] {
+        let (result, bytes) = get(&store, &["ok"], room).remove(0);
+        assert_eq!((result.ok, result.len, result.cause), (false, 70_000, Some(TooShort)));
+        assert!(bytes.iter().all(|b| *b == 0xee), "nothing is written where there is too little room");
+    }
+    let empty = store.submit_get(Vec::new()).unwrap();
+    assert_eq!(store.wait(empty, LONG).unwrap().results, []);
+}
+
+#[test]
+fn the_last_value_of_a_key_in_a_batch_counts() {
+    let dir = dir();
+    let store = open(dir.path());
+    let done = put(&store, vec![object("k", 1, 100), object("l", 1, 9), object("k", 2, 200_000), object("k", 3, 300)]);
+    assert!(done.all_ok());
+    assert_eq!(get_one(&store, "k", 1000), Ok(value("k", 3, 300)));
+    assert_eq!(done.results[0].len, 300, "answered with what became of the key");
+}
+
+#[test]
+fn objects_expire() {
+    let dir = dir();
+    let clock = objects_world::TestClock::new();
+    let mut options = options(&settings(dir.path()));
+    options.clock = Some(clock.clone());
+    let store = ObjectStore::open_with(options).unwrap();
+    let ttl = PutOptions { ttl: Some(Duration::from_secs(10)) };
+    let items = vec![object("a", 1, 100), object("b", 1, 100), object("c", 1, 17 * MIB), object("d", 1, 80_000)];
+    let id = store.submit_put(items, ttl).unwrap();
+    assert!(store.wait(id, LONG).unwrap().all_ok());
+    assert!(put_one(&store, "for ever", 1, 10).ok);
+    clock.advance_s(9);
+    assert_eq!(exists(&store, &["a", "b", "c", "d"]), [true; 4]);
+    clock.advance_s(2);
+    assert_eq!(exists(&store, &["a", "b", "c", "d", "for ever"]), [false, false, false, false, true]);
+    assert_eq!(get_one(&store, "c", 17 * MIB), Err(ObjectCause::NotFound));
+}
+
+#[test]
+fn namespaces_do_not_meet_and_readers_see_the_writer() {
+    let dir = dir();
+    let settings = settings(dir.path());
+    let mut other = options(&settings);
+    other.namespace = "another serde".to_owned();
+    let (store, other) = (open(dir.path()), ObjectStore::open_with(other).unwrap());
+    assert!(put_one(&store, "k", 1, 100_000).ok);
+    assert_eq!(get_one(&other, "k", 100_000), Err(ObjectCause::NotFound));
+    let second = open(dir.path());
+    assert_eq!(get_one(&second, "k", 100_000), Ok(value("k", 1, 100_000)));
+    assert!(put_one(&second, "k", 2, 20 * MIB).ok);
+    assert!(get_one(&store, "k", 20 * MIB) == Ok(value("k", 2, 20 * MIB)));
+    let mut ro = settings;
+    ro.mode = Mode::Ro;
+    let reader = ObjectStore::open_with(options(&ro)).unwrap();
+    assert!(get_one(&reader, "k", 20 * MIB) == Ok(value("k", 2, 20 * MIB)));
+    assert_eq!(put_one(&reader, "k", 3, 10).cause, Some(ObjectCause::ReadOnly));
+    assert_eq!(delete(&reader, &["k"]), [false]);
+    assert_eq!(delete(&store, &["k"]), [true]);
+    assert_eq!(exists(&second, &["k"]), [false]);
+    assert_eq!(exists(&reader, &["k"]), [false]);
+}

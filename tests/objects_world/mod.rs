@@ -1,0 +1,189 @@
+//! An object store over a temporary directory, and objects whose bytes follow from key and version.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+pub(crate) mod held;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
+use forebay::io::{Fault, Faulty, Request, open_drive};
+use forebay::log::{Clock, DriveFactory, SystemClock};
+use forebay::objects::{
+    KeyResult, ObjectCause, ObjectCompletion, ObjectGet, ObjectOptions, ObjectPut, ObjectStore, PutOptions, Span,
+};
+
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+pub(crate) fn settings(dir: &Path) -> Settings {
+    let mut s = Settings::at(dir);
+    s.capacity = Capacity::Bytes(512 << 20);
+    s.min_free = MinFree::Bytes(0);
+    s.staging = 8 << 20;
+    s.store_staging = 8 << 20;
+    s.on_open_failure = OnOpenFailure::Fail;
+    s.allow_any_filesystem = true;
+    s.workers = 2;
+    s.io_timeout_ms = 20_000;
+    s
+}
+
+pub(crate) fn options(settings: &Settings) -> ObjectOptions {
+    ObjectOptions { segment_bytes: Some(32 << 20), ..ObjectOptions::new(settings, "test") }
+}
+
+pub(crate) fn open(dir: &Path) -> ObjectStore {
+    ObjectStore::open_with(options(&settings(dir))).unwrap()
+}
+
+/// A drive factory with a plan of faults for reads and one for writes.
+pub(crate) fn faulty(
+    reads: impl Fn(u64, &Request) -> Option<Fault> + Send + Sync + Clone + 'static,
+    writes: impl Fn(u64, &Request) -> Option<Fault> + Send + Sync + Clone + 'static,
+) -> DriveFactory {
+    Arc::new(move |_, _, io| {
+        let mut drive = open_drive(io)?;
+        drive.read = Arc::new(Faulty::new(drive.read, reads.clone()));
+        drive.write = Arc::new(Faulty::new(drive.write, writes.clone()));
+        Ok(drive)
+    })
+}
+
+/// The bytes of an object: every page differs from those of other keys, versions and places.
+pub(crate) fn value(key: &str, version: u64, len: usize) -> Vec<u8> {
+    let mut x = hash_of(key) ^ version.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut word = || {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        x ^ (x >> 29)
+    };
+    let page: Vec<u8> = (0..512).flat_map(|_| word().to_le_bytes()).collect();
+    let mut bytes = page.repeat(len.div_ceil(4096));
+    for (n, page) in bytes.chunks_mut(4096).enumerate() {
+        for (byte, stamp) in page.iter_mut().zip((n as u64).to_be_bytes()) {
+            *byte ^= stamp;
+        }
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+fn hash_of(key: &str) -> u64 {
+    key.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
+}
+
+pub(crate) fn object(key: &str, version: u64, len: usize) -> ObjectPut {
+    ObjectPut { key: key.into(), value: Span::from_vec(value(key, version, len)).unwrap() }
+}
+
+pub(crate) fn put(store: &ObjectStore, items: Vec<ObjectPut>) -> ObjectCompletion {
+    let id = store.submit_put(items, PutOptions::default()).unwrap();
+    store.wait(id, LONG).unwrap()
+}
+
+pub(crate) fn put_one(store: &ObjectStore, key: &str, version: u64, len: usize) -> KeyResult {
+    put(store, vec![object(key, version, len)]).results[0]
+}
+
+/// A get of `keys` into memory of `room` bytes each.
+pub(crate) fn get(store: &ObjectStore, keys: &[&str], room: usize) -> Vec<(KeyResult, Vec<u8>)> {
+    let spans: Vec<Span> = keys.iter().map(|_| Span::from_vec(vec![0xee; room]).unwrap()).collect();
+    let items = keys.iter().zip(&spans).map(|(k, s)| ObjectGet { key: (*k).into(), target: s.clone() }).collect();
+    let id = store.submit_get(items).unwrap();
+    let done = store.wait(id, LONG).unwrap();
+    done.results.into_iter().zip(spans.iter().map(|s| s.to_vec().unwrap())).collect()
+}
+
+/// The bytes of an object, or why there are none.
+pub(crate) fn get_one(store: &ObjectStore, key: &str, room: usize) -> Result<Vec<u8>, ObjectCause> {
+    let (result, mut bytes) = get(store, &[key], room).remove(0);
+    match result.cause {
+        None => {
+            let rest = bytes.split_off(result.len as usize);
+            assert!(rest == vec![0xee; rest.len()], "written beyond the object's end");
+            Ok(bytes)
+        }
+        Some(cause) => Err(cause),
+    }
+}
+
+pub(crate) fn exists(store: &ObjectStore, keys: &[&str]) -> Vec<bool> {
+    let id = store.submit_exists(keys.iter().map(|k| (*k).into()).collect()).unwrap();
+    store.wait(id, LONG).unwrap().results.iter().map(|r| r.ok).collect()
+}
+
+pub(crate) fn delete(store: &ObjectStore, keys: &[&str]) -> Vec<bool> {
+    let id = store.submit_delete(keys.iter().map(|k| (*k).into()).collect()).unwrap();
+    store.wait(id, LONG).unwrap().results.iter().map(|r| r.ok).collect()
+}
+
+pub(crate) fn close(store: &ObjectStore) {
+    store.close(Instant::now() + LONG).unwrap();
+}
+
+/// As a crash would end the process.
+pub(crate) fn kill(store: ObjectStore) {
+    store.log().unwrap().abandon();
+    drop(store);
+}
+
+/// Waits until `what` holds.
+pub(crate) fn until(what: impl Fn() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !what() {
+        assert!(Instant::now() < deadline, "nothing happened");
+        std::thread::yield_now();
+    }
+}
+
+/// A cache directory on the drive that the tests are built on.
+pub(crate) fn dir() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// Whether the store's descriptor is readable now.
+#[expect(unsafe_code, reason = "poll has no safe wrapper in the standard library")]
+pub(crate) fn is_readable(store: &ObjectStore) -> bool {
+    let mut poll = libc::pollfd { fd: store.event_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one valid descriptor record.
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
+}
+
+/// Every file of this name below a directory.
+pub(crate) fn files(dir: &Path, name: &str) -> Vec<std::path::PathBuf> {
+    let (mut open, mut found) = (vec![dir.to_path_buf()], Vec::new());
+    while let Some(dir) = open.pop() {
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.ends_with(name) {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
+
+/// A clock that the test moves.
+pub(crate) struct TestClock(std::sync::atomic::AtomicU64);
+
+impl TestClock {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self(SystemClock.unix_ms().into()))
+    }
+
+    pub(crate) fn advance_s(&self, s: u64) {
+        self.0.fetch_add(s * 1000, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+impl Clock for TestClock {
+    fn unix_ms(&self) -> u64 {
+        self.0.load(std::sync::atomic::Ordering::SeqCst)
+    }
+
+    fn boot_ns(&self) -> u64 {
+        SystemClock.boot_ns()
+    }
+}
