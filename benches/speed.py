@@ -85,9 +85,10 @@ class Bench:
         self.notes[f"fio {rw} sweep, bs x iodepth x numjobs, GB/s"] = ", ".join(f"{p[0]}x{p[1]}x{p[2]} {r / 1e9:.2f}" for p, r in table)
         return best[0]
 
-    def pairs(self, title, target, ours, peer, rate=lambda g: g["bytes"] / g["wall"], more=lambda runs: ""):
+    def pairs(self, title, target, ours, peer, rate=lambda g: g["bytes"] / g["wall"], more=lambda runs: "", before=lambda: None):
         ratios, mine, theirs, runs = [], [], [], []
         for i in range(self.args.pairs):
+            before()
             first, second = (ours, peer) if i % 2 == 0 else (peer, ours)
             one, two = first(), second()
             a, b = (one, two) if i % 2 == 0 else (two, one)
@@ -135,21 +136,28 @@ class Bench:
                      f"{statistics.median(ratios):.2f}", f"{mine:.3f} s per GB")
             if model == "llama-3.1-8b":
                 self.fairness(cache, model)
-            shutil.rmtree(cache, ignore_errors=True)
+            remove(cache)
 
     def stores(self, point):
         size = self.args.size
 
         def ours():
             directory = os.path.join(self.dir, "cache-store")
-            got = self.forebay("--rw", "store", "--model", "llama-3.1-8b", "--tokens", PROMPT_TOKENS, "--size", size, "--directory", directory,
-                               "--keep")
-            shutil.rmtree(directory, ignore_errors=True)
-            return got
+            return self.forebay("--rw", "store", "--model", "llama-3.1-8b", "--tokens", PROMPT_TOKENS, "--size", size, "--directory", directory,
+                                "--keep")
+
+        def clean():
+            """What both wrote is removed between pairs, and the drive told, so that neither writes to blocks just given back."""
+            remove(os.path.join(self.dir, "cache-store"))
+            if os.path.exists(self.write_file):
+                os.unlink(self.write_file)
+            os.sync()
+            time.sleep(5)
 
         self.pairs("store, gathered, journalled and flushed, llama-3.1-8b", ">= 0.90 x best fio into fresh fallocated files", ours,
                    lambda: self.fio("write", point, size, ("--end_fsync=1",)), rate=lambda g: g["job"]["write"]["bw_bytes"],
-                   more=lambda runs: "; both by the program's own clock, because filling memory with the pattern is not part of a store")
+                   more=lambda runs: "; both by the program's own clock, because filling memory with the pattern is not part of a store",
+                   before=clean)
 
     def overlap(self):
         for model, tokens in (("llama-3.1-8b", 8192), ("deepseek-v3", 16384)):
@@ -166,7 +174,7 @@ class Bench:
                 self.row(f"layerload, {model}, {tokens} tokens, T_load/T_compute {share}", ">= 0.95", f"{statistics.median(found):.3f}",
                          f"(max + min/L)/wall, {len(found)} runs of {4 * GIB // prompt_bytes(model, tokens)} loads, min {min(found):.3f}; "
                          f"T ratio met: {statistics.median(shares):.2f}")
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(directory)
 
     def fairness(self, cache, model):
         size = 8 * prompt_bytes(model, PROMPT_TOKENS)
@@ -186,16 +194,17 @@ class Bench:
                    rate=lambda g: g["job"]["read"]["bw_bytes"])
 
     def lookups(self):
-        got = [self.forebay("--rw", "lookup", "--tokens", 131072, "--entries", 1000000, "--directory", os.path.join(self.dir, "lookup"))
-               ["job"]["forebay"] for _ in range(3)]
+        directory = os.path.join(self.dir, "lookup")
+        got = [self.forebay("--rw", "lookup", "--tokens", 131072, "--entries", 1000000, "--directory", directory, "--keep")["job"]["forebay"]
+               for _ in range(3)]
         mid = lambda key: statistics.median(g[key] for g in got)
         self.row("lookup of 128K tokens among a million other entries, p99", "<= 1000 us", f"{mid('lookup_us'):.0f} us",
                  f"matched {got[0]['matched_tokens']} tokens")
         self.row("the same with hashing, p99", "<= 2000 us", f"{mid('lookup_us') + mid('hash_us'):.0f} us", f"hashing {mid('hash_us'):.0f} us")
 
     def reopen(self):
-        got = [self.forebay("--rw", "reopen", "--chunks", 1000000, "--directory", os.path.join(self.dir, "reopen"))["job"]["forebay"]
-               for _ in range(3)]
+        directory = os.path.join(self.dir, "reopen")
+        got = [self.forebay("--rw", "reopen", "--chunks", 1000000, "--directory", directory, "--keep")["job"]["forebay"] for _ in range(5)]
         self.row("reopen of a million chunks after kill -9, caches dropped, to the 10,000th correct lookup", "<= 1000 ms",
                  f"{statistics.median(g['reopen_ms'] for g in got):.0f} ms", f"{len(got)} runs")
         self.row("memory of that process (PSS) per chunk", "<= 200 bytes", f"{statistics.median(g['bytes_per_chunk'] for g in got):.0f} bytes")
@@ -223,6 +232,15 @@ def prompt_bytes(model, tokens):
     """Bytes of KV of a prompt."""
     per_token = {"llama-3.1-8b": 32 * 2 * 8 * 128 * 2, "deepseek-v3": 61 * 576 * 2}[model]
     return per_token * tokens
+
+
+def remove(directory):
+    """Removes a tree; files first become one extent each, because a drive mounted with discard is told of each extent by itself."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(folder, name)
+            subprocess.run(["fallocate", "--zero-range", "-n", "-l", str(os.path.getsize(path)), path], capture_output=True, check=False)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def fresh_fallocated(name, size):
@@ -285,12 +303,10 @@ def main():
         for part, measure in (("lookups", bench.lookups), ("reopen", bench.reopen)):
             if part in parts:
                 measure()
+        bench.write(args.write or "/dev/stdout")
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    if args.write:
-        bench.write(args.write)
-    else:
-        bench.write("/dev/stdout")
+        progress("removing what was measured with")
+        remove(directory)
 
 
 if __name__ == "__main__":
