@@ -73,6 +73,7 @@ fn check(dir: &Path, is: &[u64], what: &str) -> (bool, usize) {
 
 fn flips(file: &str, rounds: usize, per_round: usize) {
     let seed = std::env::var("FOREBAY_SEED").map_or(7, |s| s.parse().unwrap());
+    let rounds = rounds * std::env::var("FOREBAY_FLIP_TIMES").map_or(1, |n| n.parse().unwrap());
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let is = make(dir.path());
     let (index, data) = (find(dir.path(), "index.kv"), find(dir.path(), "data.kv"));
