@@ -184,21 +184,28 @@ pub(super) fn store(job: &Job) -> Result<JobResult> {
     let session = Session::open(job, 1)?;
     let kvs = memories(&session, job)?;
     let exact = job.kv.verify || job.kv.keep;
-    if !exact {
-        kvs.iter().try_for_each(|kv| kv.fill(0))?;
-    }
+    kvs.iter().zip(0..).try_for_each(|(kv, n)| kv.fill(if exact { n } else { 0 }))?;
+    // The next prompt is put into a second memory while the one before is stored.
+    let spares = if exact { memories(&session, job)? } else { Vec::new() };
     let totals = Totals::new();
     let (usage, start) = (UsageMeter::start(), Instant::now());
     workers(&kvs, |index, kv| {
         let mut busy = Duration::ZERO;
+        let (mut kv, mut spare) = (kv, spares.get(index));
         for n in (index..session.prompts).step_by(job.numjobs) {
             let prompt = session.prompt(n as u64);
-            if exact {
-                kv.fill(n as u64)?;
+            let next = spare.filter(|_| n + job.numjobs < session.prompts);
+            let (bytes, clat) = std::thread::scope(|scope| {
+                let filled = next.map(|kv| scope.spawn(move || kv.fill((n + job.numjobs) as u64)));
+                let asked = Instant::now();
+                let stored = store_one(&session, kv, &prompt);
+                let clat = asked.elapsed();
+                let filled = filled.map_or(Ok(()), |t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)));
+                filled.and(stored).map(|bytes| (bytes, clat))
+            })?;
+            if let Some(next) = next {
+                spare = Some(std::mem::replace(&mut kv, next));
             }
-            let asked = Instant::now();
-            let bytes = store_one(&session, kv, &prompt)?;
-            let clat = asked.elapsed();
             busy += clat;
             let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
             t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at: start.elapsed() });
