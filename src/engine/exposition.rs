@@ -4,18 +4,12 @@ use super::stats::EngineStats;
 use super::{Engine, Inner};
 use crate::error::Result;
 use crate::io::IoCounts;
-use crate::metrics::{Description, Exposition, Kind};
+use crate::metrics::{Description, Exposition, Kind, metric_table};
 use crate::pipeline::{MissCause, ShedCause};
 
-macro_rules! metrics {
-    ($($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
-        $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*
-        /// Every metric of an engine.
-        pub const METRICS: &[Description] = &[$($id,)*];
-    };
-}
-
-metrics! {
+metric_table! {
+    /// Every metric of an engine.
+    METRICS;
     UP = Gauge "forebay_up" [] "1 while the cache is open, 0 while it is disabled or closed.";
     PATH = Gauge "forebay_io_path" ["drive", "path"] "1 for the I/O path that each drive uses.";
     LOOKUPS = Counter "forebay_lookups_total" [] "Lookups.";

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::batch::{BatchKind, KeyResult, ObjectCause};
 use crate::error::Result;
 use crate::log::LogStats;
-use crate::metrics::{Description, Exposition, Histogram, Kind};
+use crate::metrics::{Description, Exposition, Histogram, Kind, metric_table};
 
 const KINDS: [BatchKind; 4] = [BatchKind::Put, BatchKind::Get, BatchKind::Exists, BatchKind::Delete];
 const MAX_CAUSES: usize = 16;
@@ -111,15 +111,9 @@ pub struct ObjectStats {
     pub log: Option<LogStats>,
 }
 
-macro_rules! metrics {
-    ($($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
-        $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*
-        /// Every metric of an object store, as `docs/objects.md` lists them.
-        pub const OBJECT_METRICS: &[Description] = &[$($id,)*];
-    };
-}
-
-metrics! {
+metric_table! {
+    /// Every metric of an object store, as `docs/objects.md` lists them.
+    OBJECT_METRICS;
     UP = Gauge "forebay_objects_up" [] "1 while the object store is open, 0 while it is disabled or closed.";
     OK = Counter "forebay_object_keys_total" ["op"] "Keys answered with yes, by operation: put, get, exists, delete.";
     NO = Counter "forebay_object_refused_keys_total" ["op", "cause"] "Keys answered with no, by operation and cause.";

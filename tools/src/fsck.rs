@@ -105,9 +105,18 @@ fn check(place: &Place, context: &Context) -> Result<Outcome> {
     } else {
         for r in &reports {
             let in_use = if r["in_use"] == true { ", in use by a server" } else { "" };
-            out::print(&format!("{}: {} puts, {} sealed segments{in_use}\n", r["lane"], r["puts"], r["sealed"]))?;
+            let lane = r["lane"].as_str().unwrap_or_default();
+            let holds = match (&r["puts"], &r["sealed"]) {
+                (Value::Null, _) | (_, Value::Null) => {
+                    "cannot be read; fsck rebuild restores what its data holds".to_owned()
+                }
+                (puts, sealed) => format!("{puts} puts, {sealed} sealed segments"),
+            };
+            out::print(&format!("{lane}: {holds}{in_use}\n"))?;
             for d in r["damage"].as_array().into_iter().flatten() {
-                out::print(&format!("  damaged: {} at {}: {}\n", d["file"], d["offset"], d["what"]))?;
+                let what = d["what"].as_str().unwrap_or_default();
+                let place = d["file"].as_str().map_or_else(String::new, |file| format!("{file} at {}: ", d["offset"]));
+                out::print(&format!("  damaged: {place}{what}\n"))?;
             }
         }
     }

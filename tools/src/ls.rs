@@ -6,9 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::Args;
 use forebay::log::fsck::{LaneFiles, RawLane, lanes, live};
 use forebay::{ErrorKind, Result};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::out::{self, Context, Outcome};
+use crate::size::show_bytes;
 
 /// Options of `forebay ls`.
 #[derive(Debug, Args)]
@@ -96,10 +97,43 @@ pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
     if context.json {
         out::print_json(&rows)?;
     } else {
-        for row in &rows {
-            let fields: Vec<String> = row.as_object().into_iter().flatten().map(|(k, v)| format!("{k}={v}")).collect();
-            out::print(&format!("{}\n", fields.join(" ")))?;
-        }
+        print_rows(args, &rows)?;
     }
     Ok(if unreadable.is_empty() { Outcome::Done } else { Outcome::Problem })
+}
+
+/// A heading per shard and a line per chunk, or a line per shard.
+fn print_rows(args: &LsArgs, rows: &[Value]) -> Result<()> {
+    let text = |row: &Value, field: &str| match &row[field] {
+        Value::String(s) => s.clone(),
+        Value::Null => "-".to_owned(),
+        other => other.to_string(),
+    };
+    let bytes = |row: &Value, field: &str| show_bytes(row[field].as_f64().unwrap_or(0.0));
+    let mut shard = String::new();
+    for row in rows {
+        let place = format!("{}/{}", text(row, "namespace"), text(row, "shard"));
+        if args.namespaces {
+            let (model, lanes, chunks) = (text(row, "model"), text(row, "lanes"), text(row, "chunks"));
+            let (live, disk) = (bytes(row, "bytes"), bytes(row, "disk_bytes"));
+            out::print(&format!("{place}  {model}: {chunks} chunks, {live}, in {lanes} lanes of {disk}\n"))?;
+            continue;
+        }
+        let age = if args.age { format!("{:>9}", "age s") } else { String::new() };
+        if place != shard {
+            let gap = if shard.is_empty() { "" } else { "\n" };
+            let head = format!(
+                "{:<64} {:>6} {:>6} {:>10} {:<16} {:>10}{age}",
+                "key", "tokens", "depth", "bytes", "tenant", "expires"
+            );
+            out::print(&format!("{gap}{place}\n{head}\n"))?;
+            shard = place;
+        }
+        let age = if args.age { format!("{:>9}", text(row, "age_s")) } else { String::new() };
+        let expires = if row["expiry_s"] == 0 { "never".to_owned() } else { text(row, "expiry_s") };
+        let (key, tokens, depth) = (text(row, "key"), text(row, "tokens"), text(row, "depth"));
+        let (bytes, tenant) = (bytes(row, "bytes"), text(row, "tenant"));
+        out::print(&format!("{key:<64} {tokens:>6} {depth:>6} {bytes:>10} {tenant:<16} {expires:>10}{age}\n"))?;
+    }
+    Ok(())
 }
