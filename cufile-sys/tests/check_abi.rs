@@ -4,6 +4,7 @@
 //! offset, and does not compile where a function has another type or a name is missing. The header is searched the other way
 //! round as well, for names that are not here. Without wheels or gcc the check is skipped and says so, unless
 //! `FOREBAY_CHECK_ABI=required`.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test's helpers; clippy exempts only the test itself")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
