@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc cufile bench micro clean
+.PHONY: demo test build lint unit doc cufile check-abi bench micro clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -27,9 +27,14 @@ unit: cufile
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 
-# The real libcufile, from NVIDIA's Python wheel; tests use it where it could be fetched.
+# The real libcufile, from NVIDIA's Python wheels; tests use it where it could be fetched.
 cufile:
 	$(PYTHON) cufile-sys/fetch_wheel.py target/cufile
+
+# The bindings against NVIDIA's header and library at every version that changed them; part of `unit` where those can be fetched.
+check-abi:
+	$(PYTHON) cufile-sys/fetch_wheel.py target/cufile --require
+	FOREBAY_CHECK_ABI=required $(CARGO) test -p cufile-sys --locked --test check_abi -- --nocapture
 
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build

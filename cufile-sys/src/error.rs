@@ -1,9 +1,12 @@
 //! cuFile's error integers and their names.
 //!
 //! Errors stay plain `i32`: the library is newer or older than this table as it likes, and a Rust enum with an unknown value
-//! would be undefined behaviour. The numbers and names are those of `cufile.h`, 1.20.
+//! would be undefined behaviour. The numbers and names are those of `cufile.h`, 1.20; one of them meant something else before
+//! 1.15 ([`name_in`]).
 
-use std::fmt;
+use std::{fmt, io};
+
+use crate::Version;
 
 /// Errors of cuFile start above this number.
 pub const BASE_ERR: i32 = 5000;
@@ -37,12 +40,18 @@ impl CuFileError {
     }
 }
 
+impl CuFileError {
+    fn fmt_number(self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => write!(f, "{name} ({})", self.err),
+            None => write!(f, "cuFile error {}", self.err),
+        }
+    }
+}
+
 impl fmt::Display for CuFileError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.name() {
-            Some(name) => write!(f, "{name} ({})", self.err)?,
-            None => write!(f, "cuFile error {}", self.err)?,
-        }
+        self.fmt_number(f)?;
         if self.err == CUDA_DRIVER_ERROR { write!(f, ", CUDA driver error {}", self.cu_err) } else { Ok(()) }
     }
 }
@@ -59,6 +68,61 @@ pub const fn name_of(err: i32) -> Option<&'static str> {
         return Some("CU_FILE_SUCCESS");
     }
     if at < NAMES.len() && !NAMES[at].is_empty() { Some(NAMES[at]) } else { None }
+}
+
+/// [`name_of`] in a library of this version: until 1.14 the list ended at 5039, which then was `CU_FILE_IO_MAX_ERROR`.
+#[must_use]
+pub const fn name_in(version: Version, err: i32) -> Option<&'static str> {
+    if version.major > 1 || version.minor >= 15 {
+        return name_of(err);
+    }
+    match err.unsigned_abs() {
+        OLD_END => Some("CU_FILE_IO_MAX_ERROR"),
+        number if number > OLD_END => None,
+        _ => name_of(err),
+    }
+}
+
+const OLD_END: u32 = 5039;
+
+/// Why a read or a write moved nothing.
+#[derive(Debug)]
+pub enum TransferError {
+    /// The system's error: the call returned -1 and left it in `errno`.
+    System(io::Error),
+    /// cuFile's error, positive: the call returned it negated.
+    CuFile(i32),
+}
+
+impl fmt::Display for TransferError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::System(e) => e.fmt(f),
+            Self::CuFile(err) => CuFileError { err: *err, cu_err: 0 }.fmt_number(f),
+        }
+    }
+}
+
+impl std::error::Error for TransferError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::System(e) => Some(e),
+            Self::CuFile(_) => None,
+        }
+    }
+}
+
+/// The bytes that a read or write moved, from what it returned. Call it at once on the same thread, before anything else
+/// changes `errno`. Fewer bytes than asked for is a success here: compare.
+///
+/// # Errors
+/// [`TransferError`] for a negative result.
+pub fn transferred(result: isize) -> Result<usize, TransferError> {
+    match usize::try_from(result) {
+        Ok(bytes) => Ok(bytes),
+        Err(_) if result == -1 => Err(TransferError::System(io::Error::last_os_error())),
+        Err(_) => Err(TransferError::CuFile(i32::try_from(result).map_or(i32::MAX, i32::saturating_neg))),
+    }
 }
 
 /// By number above [`BASE_ERR`]; empty where the header has a gap.
@@ -148,7 +212,22 @@ mod tests {
     }
 
     #[test]
-    fn the_struct_has_the_size_of_the_header() {
-        assert_eq!((size_of::<CuFileError>(), align_of::<CuFileError>()), (8, 4));
+    fn the_end_of_the_old_list_has_its_old_name_in_old_libraries() {
+        let (old, new) = (Version { major: 1, minor: 14 }, Version { major: 1, minor: 15 });
+        assert_eq!(name_in(old, 5039), Some("CU_FILE_IO_MAX_ERROR"));
+        assert_eq!(name_in(new, -5039), Some("CU_FILE_INTERNAL_BATCH_SETUP_ERROR"));
+        assert_eq!((name_in(old, 5050), name_in(new, 5050)), (None, Some("CU_FILE_IO_MAX_ERROR")));
+        assert_eq!((name_in(old, 5011), name_in(old, 0)), (name_of(5011), name_of(0)));
+    }
+
+    #[test]
+    fn what_a_transfer_returns_is_bytes_or_errno_or_an_error_of_cufile() {
+        assert_eq!((transferred(0).unwrap(), transferred(4096).unwrap()), (0, 4096));
+        assert!(matches!(transferred(-5027), Err(TransferError::CuFile(5027))));
+        assert_eq!(transferred(-5027).unwrap_err().to_string(), "CU_FILE_HANDLE_NOT_REGISTERED (5027)");
+        assert!(matches!(transferred(isize::MIN), Err(TransferError::CuFile(i32::MAX))));
+        std::fs::File::open("/nonexistent").unwrap_err();
+        let TransferError::System(e) = transferred(-1).unwrap_err() else { panic!("-1 is the system's error") };
+        assert_eq!(e.kind(), io::ErrorKind::NotFound);
     }
 }

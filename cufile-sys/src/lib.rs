@@ -1,6 +1,7 @@
 //! Raw bindings to NVIDIA's libcufile (GPUDirect Storage), opened at run time: builds and runs without CUDA.
 //!
-//! [`CuFile::open`] finds the library, [`sys`] holds the C functions it has, [`CuFileError`] what they return. Invariants: a
+//! [`CuFile::open`] finds the library, [`sys`] holds the C functions it has, [`types`], [`constants`] and [`stats`] what they
+//! take, [`CuFileError`] and [`transferred`] what they return: the whole C interface of 1.0 to 1.20. Invariants: a
 //! missing library, a missing function or an unknown error number is a value, never a panic; nothing of NVIDIA's is vendored;
 //! opening calls nothing in the library but its own initialisers, so no driver is started and no configuration read.
 //!
@@ -8,8 +9,11 @@
 //! `cufile.log` into the working directory once its driver is opened.
 #![expect(unsafe_code, reason = "loading a C library and calling into it")]
 
+pub mod constants;
 mod error;
+pub mod stats;
 pub mod sys;
+pub mod types;
 
 use std::ffi::{OsString, c_int};
 use std::fmt;
@@ -17,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 use libloading::Library;
 
-pub use error::{BASE_ERR, CuFileError, SUCCESS, name_of};
+pub use error::{BASE_ERR, CuFileError, SUCCESS, TransferError, name_in, name_of, transferred};
 
 /// Names the library file to use; then no other is tried. Empty counts as not set.
 pub const PATH_VARIABLE: &str = "FOREBAY_CUFILE_PATH";
@@ -26,7 +30,12 @@ pub const PATH_VARIABLE: &str = "FOREBAY_CUFILE_PATH";
 const NAMES: [&str; 3] = ["libcufile.so.0", "libcufile.so", "libcufile.so.1"];
 
 /// Where CUDA toolkits lie that the loader does not know of.
-const TOOLKIT_DIRS: [&str; 2] = ["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib"];
+const TOOLKIT_DIRS: [&str; 3] =
+    ["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib", "/usr/local/cuda/targets/sbsa-linux/lib"];
+
+/// Where the library may lie under its full name (`libcufile.so.1.11.1`) only, as in images without the links.
+const VERSIONED_DIRS: [&str; 4] =
+    ["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"];
 
 /// An opened libcufile. Stays in memory until the process ends: the library's own threads may outlive any handle.
 pub struct CuFile {
@@ -57,7 +66,9 @@ impl CuFile {
     /// What is tried where nothing is set, in order.
     fn candidates() -> impl Iterator<Item = OsString> {
         let names = NAMES.iter().map(OsString::from);
-        names.chain(TOOLKIT_DIRS.iter().flat_map(|dir| NAMES.iter().map(move |name| Path::new(dir).join(name).into())))
+        let toolkits =
+            TOOLKIT_DIRS.iter().flat_map(|dir| NAMES.iter().map(move |name| Path::new(dir).join(name).into()));
+        names.chain(toolkits).chain(VERSIONED_DIRS.iter().flat_map(|dir| versioned(Path::new(dir))))
     }
 
     fn open_one_of(candidates: impl Iterator<Item = OsString>) -> Result<Self, OpenError> {
@@ -101,6 +112,21 @@ impl CuFile {
         unsafe { get_version(&raw mut number) }.check().map_err(VersionError::Failed)?;
         Ok(Version::from_number(number))
     }
+}
+
+/// The libraries in `dir` that have their full version in the name, newest first.
+fn versioned(dir: &Path) -> Vec<OsString> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut found: Vec<(Vec<u32>, OsString)> = entries
+        .filter_map(|entry| {
+            let name = entry.file_name();
+            let parts = name.to_str()?.strip_prefix("libcufile.so.")?.split('.').map(str::parse);
+            let version: Vec<u32> = parts.collect::<Result<_, _>>().ok()?;
+            (version.len() > 1).then(|| (version, entry.path().into()))
+        })
+        .collect();
+    found.sort_unstable_by(|a, b| b.cmp(a));
+    found.into_iter().map(|(_, path)| path).collect()
 }
 
 impl fmt::Debug for CuFile {
@@ -186,7 +212,23 @@ mod tests {
     #[test]
     fn the_wheels_name_is_tried_first_and_every_name_in_every_place() {
         let all: Vec<_> = CuFile::candidates().collect();
-        assert_eq!((all.first().map(|n| n.to_string_lossy().into_owned()), all.len()), (Some(NAMES[0].to_owned()), 9));
+        assert_eq!(all.first().map(|n| n.to_string_lossy().into_owned()), Some(NAMES[0].to_owned()));
+        assert!(all.len() >= 12, "{all:?}");
+    }
+
+    #[test]
+    fn full_names_are_found_newest_first() {
+        let dir = std::env::temp_dir().join(format!("cufile-sys-names-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        for name in
+            ["libcufile.so", "libcufile.so.0", "libcufile.so.1.9.1", "libcufile.so.1.16.0", "libcufile.so.1.x", "other"]
+        {
+            std::fs::write(dir.join(name), "").unwrap();
+        }
+        let found = versioned(&dir);
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(found, ["libcufile.so.1.16.0", "libcufile.so.1.9.1"].map(|n| OsString::from(dir.join(n))));
+        assert!(versioned(&dir).is_empty());
     }
 
     #[test]

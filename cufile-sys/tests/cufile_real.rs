@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use cufile_sys::sys::FUNCTIONS;
 use cufile_sys::{CuFile, PATH_VARIABLE, Version};
 
 fn real() -> Option<PathBuf> {
@@ -39,5 +40,7 @@ fn the_real_library_tells_the_version_of_its_wheel_or_is_missed_with_every_name_
         Some(of_wheel) => assert_eq!(version, of_wheel),
         None => assert!(version >= Version { major: 1, minor: 8 }, "{version}"),
     }
+    let expected: Vec<_> = FUNCTIONS.iter().filter(|f| f.since <= version).map(|f| f.name).collect();
+    assert_eq!(library.symbols().present(), expected);
     assert!(!Path::new("cufile.log").exists(), "opening must not start the library's logger");
 }
