@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures the engine against fio on the same file system, interleaved, and writes docs/benchmarks.md.
 
-Every figure is a ratio of two whole processes run in turn (A B A B ...), timed from outside, payload bytes only, median of
-the pairs. fio's best point of a sweep is the peer. O_DIRECT is proven by /proc/<pid>/io: bytes read from the device per byte
+Every ratio is of two whole processes run in turn (A B B A ...), payload bytes only, median of the pairs. Loads are timed from
+outside; stores and the mix by each program's own clock. fio's best point of a sweep is the peer. O_DIRECT is proven by /proc/<pid>/io: bytes read from the device per byte
 loaded. Nothing here asserts: the table says what was measured, with the target beside it.
 """
 
@@ -218,9 +218,9 @@ class Bench:
         fio = run(["fio", "--version"])["out"].strip()
         lines = [
             "# Benchmarks", "",
-            "Written by `make bench` (`benches/speed.py`); every pair is in benchmarks.json. Ratios are of whole processes run in turn on the same file system, timed from",
-            f"outside, payload bytes only, medians. {time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, kernel {platform.release()},",
-            f"{filesystem(self.dir)}, {fio}. {self.args.size / GIB:.0f} GiB a run. The drive is shared and its speed swings: only ratios are quoted.", "",
+            "Written by `make bench` (`benches/speed.py`); every pair is in benchmarks.json. Ratios are of whole processes run in turn on the same file system;",
+            f"loads are timed from outside, the rest by the programs' own clocks; payload bytes only, medians. {time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, kernel {platform.release()},",
+            f"{filesystem(self.dir)}, {fio}. {self.args.size / GIB:.0f} GiB a run. The drive is shared and its speed swings: only ratios tell something.", "",
             "| what | target | measured | |", "|---|---|---|---|",
         ]
         lines += [f"| {title} | {row['target']} | **{row['figure']}** | {row['detail']} |" for title, row in self.rows.items()]
@@ -275,7 +275,7 @@ def cpu_name():
 
 
 def filesystem(path):
-    return subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(["findmnt", "-no", "FSTYPE,OPTIONS", "-T", path], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main():

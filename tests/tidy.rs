@@ -233,17 +233,21 @@ fn nothing_is_left_for_later_in_the_code() {
 }
 
 #[test]
-fn architecture_md_leads_to_every_room() {
+fn architecture_md_leads_to_every_file() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let text = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
     let mut findings = Vec::new();
-    for source in sources(&["src", "tools/src"]) {
-        let name = source.path.rsplit('/').next().unwrap_or_default();
-        let parent = source.path.rsplit('/').nth(1).unwrap_or_default();
-        let known = [name.trim_end_matches(".rs"), parent].iter().any(|w| text.contains(w));
-        if !known && !["lib.rs", "main.rs", "mod.rs", "tests.rs"].contains(&name) {
+    for source in sources(&["src", "tools/src", "cufile-sys/src"]) {
+        let mut parts = source.path.rsplit('/');
+        let (name, folder) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+        let is_named = text.contains(name) || text.contains(&format!("`{}`", name.trim_end_matches(".rs")));
+        // A folder within a room, or a command's, stands for its files; a room does not.
+        let is_room =
+            source.path.matches('/').count() <= 2 && !source.path.starts_with("tools/src/") || folder == "src";
+        let has_folder = !is_room && text.contains(&format!("`{folder}/`"));
+        if !is_named && !has_folder && !["lib.rs", "main.rs", "mod.rs", "tests.rs"].contains(&name) {
             findings.push(source.path);
         }
     }
-    assert_clean("neither the file nor its folder is in ARCHITECTURE.md", &findings);
+    assert_clean("neither the file nor its folder within a room is in ARCHITECTURE.md", &findings);
 }

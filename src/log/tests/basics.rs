@@ -1,5 +1,8 @@
 //! Put, find, load; reopening; what hides what.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::log::{Log, LogOptions, Mode, PutOutcome, PutSpec};
@@ -226,18 +229,6 @@ fn a_closed_cache_answers_with_misses_and_errors() {
 
 #[test]
 fn an_expired_chunk_is_a_miss() {
-    use crate::log::Clock;
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
-    struct Fake(AtomicU64);
-    impl Clock for Fake {
-        fn unix_ms(&self) -> u64 {
-            self.0.load(Ordering::Relaxed)
-        }
-        fn boot_ns(&self) -> u64 {
-            crate::io::boot_clock_ns()
-        }
-    }
     let dir = temp();
     let clock = Arc::new(Fake(AtomicU64::new(1_000_000)));
     let ttl = Some(std::time::Duration::from_secs(10));

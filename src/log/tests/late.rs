@@ -61,6 +61,16 @@ impl Hanging {
             n += 1;
         }
     }
+
+    /// The first segment, in which a write hangs, is passed over by reclaim until that write has really ended.
+    fn stays_until_the_write_ends(&self) {
+        self.hanging.store(false, Ordering::SeqCst);
+        self.fill(1000);
+        assert!(self.log.stats().reclaimed > 5 && has(&self.log, 0), "the oldest segment, which would go first");
+        self.queue.release();
+        self.fill(10_000);
+        assert!(!has(&self.log, 0));
+    }
 }
 
 #[test]
@@ -72,12 +82,7 @@ fn the_segment_of_a_header_that_hangs_is_not_used_again_before_its_write_has_end
     let crcs = write_extents(&h.log, &put, 3, 0).unwrap();
     h.hanging.store(true, Ordering::SeqCst);
     assert_eq!(commit(put, &crcs).unwrap_err().kind(), ErrorKind::TimedOut);
-    h.hanging.store(false, Ordering::SeqCst);
-    h.fill(1000);
-    assert!(h.log.stats().reclaimed > 5 && has(&h.log, 0), "the oldest segment, which would go first");
-    h.queue.release();
-    h.fill(10_000);
-    assert!(!has(&h.log, 0));
+    h.stays_until_the_write_ends();
 }
 
 #[test]
@@ -90,13 +95,8 @@ fn the_segment_of_an_extent_that_hangs_is_not_used_again_before_its_write_has_en
     let buf = put.hold().on(AlignedBuf::zeroed(4096).unwrap().into());
     let request = Request::write(Arc::clone(put.file()), put.slot_offset() + 4096, buf, drop);
     let e = io::wait(&*h.log.drive(put.drive()).unwrap().write, request).result.unwrap_err();
-    h.hanging.store(false, Ordering::SeqCst);
     put.fail(&e);
-    h.fill(1000);
-    assert!(h.log.stats().reclaimed > 5 && has(&h.log, 0), "the oldest segment, which would go first");
-    h.queue.release();
-    h.fill(10_000);
-    assert!(!has(&h.log, 0));
+    h.stays_until_the_write_ends();
 }
 
 #[test]

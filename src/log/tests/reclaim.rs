@@ -1,7 +1,7 @@
 //! The bound on bytes, and what reclaim must not lose or bring back.
 
 use super::support::*;
-use crate::log::{Clock, Log, LogOptions, PutSpec};
+use crate::log::{Log, LogOptions, PutSpec};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -143,19 +143,6 @@ fn clear_frees_every_segment() {
     assert_eq!(after.evicted - before.evicted, 0, "nothing live had to go while cleared segments were there");
     let log = crash(log);
     assert!((0..300).all(|n| !has(&log, n)));
-}
-
-/// Unix time that the test sets, in milliseconds.
-struct Fake(AtomicU64);
-
-impl Clock for Fake {
-    fn unix_ms(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    fn boot_ns(&self) -> u64 {
-        crate::io::boot_clock_ns()
-    }
 }
 
 #[test]

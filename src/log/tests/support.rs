@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -10,7 +11,7 @@ use crate::format::crc;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
 use crate::key::ChunkKey;
-use crate::log::{Bad, Log, LogOptions, Put, PutOutcome, PutSpec};
+use crate::log::{Bad, Clock, Log, LogOptions, Put, PutOutcome, PutSpec};
 
 pub(super) const CHUNK_TOKENS: u32 = 16;
 pub(super) const PIN: Duration = Duration::from_secs(60);
@@ -96,6 +97,19 @@ pub(super) fn store(log: &Log, n: u64) -> bool {
 }
 
 /// Stores a version of key `n` over what is there.
+/// Unix time that the test sets, in milliseconds.
+pub(super) struct Fake(pub(super) AtomicU64);
+
+impl Clock for Fake {
+    fn unix_ms(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn boot_ns(&self) -> u64 {
+        crate::io::boot_clock_ns()
+    }
+}
+
 pub(super) fn overwrite(log: &Log, n: u64, version: u64) {
     assert!(store_spec(log, PutSpec { overwrite: true, ..spec(n) }, n, version).unwrap());
 }
