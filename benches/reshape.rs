@@ -94,7 +94,15 @@ impl Rig {
         for (job, staging) in std::mem::take(&mut self.staging).into_iter().enumerate() {
             let (tx, kv, gate) = (tx.clone(), Arc::clone(&self.kv), Arc::clone(&gate));
             let done = Box::new(move |s: Scattered| tx.send(s.staging).unwrap());
-            self.device.scatter(ScatterJob { kv, staging, parts: self.parts(job), gate, done });
+            self.device.scatter(ScatterJob {
+                kv,
+                staging,
+                parts: self.parts(job),
+                gate,
+                after: None,
+                launched: None,
+                done,
+            });
         }
         drop(tx);
         self.staging = rx.iter().collect();
@@ -106,7 +114,15 @@ impl Rig {
         for (job, staging) in std::mem::take(&mut self.staging).into_iter().enumerate() {
             let (tx, kv, gate) = (tx.clone(), Arc::clone(&self.kv), Arc::clone(&gate));
             let done = Box::new(move |s: Gathered| tx.send(s.staging).unwrap());
-            self.device.gather(GatherJob { kv, staging, parts: self.parts(job), gate, done });
+            self.device.gather(GatherJob {
+                kv,
+                staging,
+                parts: self.parts(job),
+                gate,
+                after: None,
+                launched: None,
+                done,
+            });
         }
         drop(tx);
         self.staging = rx.iter().collect();

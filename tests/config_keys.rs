@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use forebay::config::{
-    Backend, Capacity, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa, OnIncompatible,
+    Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa, OnIncompatible,
     OnOpenFailure, Placement, Settings,
 };
 use serde_json::Value;
@@ -30,6 +30,10 @@ const CASES: &[Case] = &[
     ("staging", "1GiB", |s| s.staging = 1 << 30),
     ("store_staging", "33554432", |s| s.store_staging = 32 << 20),
     ("io_engine", "threads", |s| s.io_engine = IoEngine::Threads),
+    ("cufile", "never", |s| s.cufile = Cufile::Never),
+    ("gpu_staging", "128MiB", |s| s.gpu_staging = 128 << 20),
+    ("pinned_staging", "32MiB", |s| s.pinned_staging = 32 << 20),
+    ("kernel_ctas", "8", |s| s.kernel_ctas = 8),
     ("placement", "stripe", |s| s.placement = Placement::Stripe),
     ("io_timeout_ms", "2500", |s| s.io_timeout_ms = 2500),
     ("on_open_failure", "fail", |s| s.on_open_failure = OnOpenFailure::Fail),

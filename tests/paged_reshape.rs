@@ -177,14 +177,30 @@ fn staging(bytes: usize) -> Buf {
 fn scatter(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Scattered {
     let (tx, rx) = mpsc::channel();
     let done = Box::new(move |s| tx.send(s).unwrap());
-    device.scatter(ScatterJob { kv: Arc::clone(kv), staging, parts, gate: Arc::new(Gate::new()), done });
+    device.scatter(ScatterJob {
+        kv: Arc::clone(kv),
+        staging,
+        parts,
+        gate: Arc::new(Gate::new()),
+        after: None,
+        launched: None,
+        done,
+    });
     rx.recv().unwrap()
 }
 
 fn gather(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>) -> Gathered {
     let (tx, rx) = mpsc::channel();
     let done = Box::new(move |s| tx.send(s).unwrap());
-    device.gather(GatherJob { kv: Arc::clone(kv), staging, parts, gate: Arc::new(Gate::new()), done });
+    device.gather(GatherJob {
+        kv: Arc::clone(kv),
+        staging,
+        parts,
+        gate: Arc::new(Gate::new()),
+        after: None,
+        launched: None,
+        done,
+    });
     rx.recv().unwrap()
 }
 
@@ -402,7 +418,7 @@ fn scatters_into_disjoint_slots_run_side_by_side() {
         });
         let (tx, gate) = (tx.clone(), Arc::new(Gate::new()));
         let done = Box::new(move |s: Scattered| tx.send(s.error.is_none()).unwrap());
-        device.scatter(ScatterJob { kv: Arc::clone(&rig.kv), staging, parts, gate, done });
+        device.scatter(ScatterJob { kv: Arc::clone(&rig.kv), staging, parts, gate, after: None, launched: None, done });
     }
     drop(tx);
     assert_eq!(rx.iter().filter(|ok| *ok).count(), 16);

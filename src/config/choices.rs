@@ -33,6 +33,20 @@ pub enum IoEngine {
     Threads,
 }
 
+/// Whether GPUDirect Storage (cuFile) moves the bytes of KV in GPU memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Cufile {
+    /// Where it reaches the GPU without the host's memory.
+    #[default]
+    Auto,
+    /// In any mode, or an error.
+    Force,
+    /// Not at all.
+    Never,
+}
+
 /// How chunks are spread over several drives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -23,8 +23,8 @@ mod value;
 mod warning;
 
 pub use choices::{
-    Backend, Capacity, DriveSettings, EvictionPolicy, IoEngine, MinFree, Mode, Numa, OnIncompatible, OnOpenFailure,
-    Placement,
+    Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, MinFree, Mode, Numa, OnIncompatible,
+    OnOpenFailure, Placement,
 };
 pub use load::Loader;
 pub use warning::{Feature, Origin, Warning, WarningKind};
@@ -91,6 +91,18 @@ pub struct Settings {
     /// The I/O path.
     #[serde(deserialize_with = "value::choice")]
     pub io_engine: IoEngine,
+    /// Whether cuFile moves the bytes of KV in GPU memory.
+    #[serde(deserialize_with = "value::choice")]
+    pub cufile: Cufile,
+    /// Bytes of staging in the GPU's memory, loads and stores together; `staging` and `store_staging` are host memory's.
+    #[serde(with = "value::size")]
+    pub gpu_staging: usize,
+    /// Bytes of pinned host memory per drive through which KV in GPU memory goes where cuFile does not move it.
+    #[serde(with = "value::size")]
+    pub pinned_staging: usize,
+    /// Thread blocks of the reshape kernels at most, so that attention keeps the rest of the GPU; 0 for no limit.
+    #[serde(deserialize_with = "value::loose")]
+    pub kernel_ctas: u32,
     /// How chunks are spread over several drives.
     #[serde(deserialize_with = "value::choice")]
     pub placement: Placement,
@@ -180,6 +192,10 @@ impl Default for Settings {
             staging: 256 * MIB,
             store_staging: 256 * MIB,
             io_engine: IoEngine::Auto,
+            cufile: Cufile::Auto,
+            gpu_staging: 256 * MIB,
+            pinned_staging: 64 * MIB,
+            kernel_ctas: 16,
             placement: Placement::Chain,
             io_timeout_ms: 10_000,
             on_open_failure: OnOpenFailure::Disable,

@@ -119,7 +119,7 @@ fn memory(s: &Settings) -> Checked {
         format!("{block} bytes cannot be a request"),
         "use a multiple of 4096 from 64KiB to 64MiB; 1MiB suits most drives",
     )?;
-    for (key, bytes) in [("staging", s.staging), ("store_staging", s.store_staging)] {
+    for (key, bytes) in [("staging", s.staging), ("store_staging", s.store_staging), ("gpu_staging", s.gpu_staging)] {
         ensure(
             bytes >= MIB,
             key,
@@ -127,6 +127,12 @@ fn memory(s: &Settings) -> Checked {
             "use at least 1MiB, better two extents for every drive's max_concurrent_ops; 256MiB suits most models",
         )?;
     }
+    ensure(
+        s.pinned_staging >= 2 * block && s.pinned_staging <= 16 << 30,
+        "pinned_staging",
+        format!("{} bytes do not hold two requests of block_size, or are more than 16GiB", s.pinned_staging),
+        "use at least twice block_size; 64MiB suits most drives",
+    )?;
     Ok(())
 }
 

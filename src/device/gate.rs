@@ -7,6 +7,7 @@
 //! `done` callbacks run after their guard is left: they may close the gate. Closing a gate while holding a guard of it waits
 //! forever.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex};
@@ -35,6 +36,22 @@ impl Gate {
         }
         *inside += 1;
         Some(GateGuard(self))
+    }
+
+    /// As [`Gate::enter`], for work that ends on another thread.
+    #[must_use]
+    pub fn enter_owned(self: &Arc<Self>) -> Option<OwnedGuard> {
+        let guard = self.enter()?;
+        std::mem::forget(guard);
+        Some(OwnedGuard(Arc::clone(self)))
+    }
+
+    fn leave(&self) {
+        let mut inside = self.inside.lock();
+        *inside -= 1;
+        if *inside == 0 {
+            self.left.notify_all();
+        }
     }
 
     /// Closes the gate and waits until every guard has left; afterwards nothing behind it is written. May be called from
@@ -67,17 +84,23 @@ pub struct GateGuard<'a>(&'a Gate);
 
 impl Drop for GateGuard<'_> {
     fn drop(&mut self) {
-        let mut inside = self.0.inside.lock();
-        *inside -= 1;
-        if *inside == 0 {
-            self.0.left.notify_all();
-        }
+        self.0.leave();
+    }
+}
+
+/// Being inside a [`Gate`], independent of where it was entered.
+#[must_use]
+#[derive(Debug)]
+pub struct OwnedGuard(Arc<Gate>);
+
+impl Drop for OwnedGuard {
+    fn drop(&mut self) {
+        self.0.leave();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
@@ -86,7 +109,7 @@ mod tests {
     fn close_waits_for_those_inside_and_turns_later_ones_away() {
         let gate = Arc::new(Gate::new());
         let written = Arc::new(AtomicUsize::new(0));
-        let guard = gate.enter().unwrap();
+        let guard = gate.enter_owned().unwrap();
         let closer = {
             let (gate, written) = (Arc::clone(&gate), Arc::clone(&written));
             std::thread::spawn(move || {

@@ -12,16 +12,18 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::io::{Buf, Place};
+use crate::io::{Buf, Mover, Place};
 use crate::paged::ChunkPlan;
 
+mod fence;
 mod gate;
 mod host;
 mod memory;
 mod region;
 mod staging;
 
-pub use gate::{Gate, GateGuard};
+pub use fence::{Fence, Point, Stream};
+pub use gate::{Gate, GateGuard, OwnedGuard};
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
 pub use region::{HugePages, PageKind, Region, RegionOptions};
@@ -44,6 +46,9 @@ pub struct Part {
     pub plan: Arc<ChunkPlan>,
 }
 
+/// Told that a job is among the accelerator's work.
+pub type Launched = Box<dyn FnOnce(Fence) + Send>;
+
 /// From staging into paged KV.
 pub struct ScatterJob {
     /// Target.
@@ -54,6 +59,11 @@ pub struct ScatterJob {
     pub parts: Vec<Part>,
     /// Entered before the first byte is written and left before `done`; a closed gate skips the job.
     pub gate: Arc<Gate>,
+    /// On an accelerator: no byte of the paged KV is written before this point of the caller's stream has passed.
+    pub after: Option<Fence>,
+    /// On an accelerator: called at most once, before `done`, when the job is among the accelerator's work and not yet over, with
+    /// the point at which its use of the paged KV ends. Must be short. Never called by the host device.
+    pub launched: Option<Launched>,
     /// Called once, on a worker.
     pub done: Box<dyn FnOnce(Scattered) + Send>,
 }
@@ -82,6 +92,11 @@ pub struct GatherJob {
     pub parts: Vec<Part>,
     /// Entered before the first byte is read and left before `done`; a closed gate skips the job.
     pub gate: Arc<Gate>,
+    /// On an accelerator: no byte of the paged KV is read before this point of the caller's stream has passed.
+    pub after: Option<Fence>,
+    /// On an accelerator: called at most once, before `done`, when the job is among the accelerator's work and not yet over, with
+    /// the point at which its use of the paged KV ends. Must be short. Never called by the host device.
+    pub launched: Option<Launched>,
     /// Called once, on a worker.
     pub done: Box<dyn FnOnce(Gathered) + Send>,
 }
@@ -119,6 +134,29 @@ pub trait Device: Send + Sync {
     /// # Errors
     /// As [`StagingPool::new`].
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>>;
+
+    /// The point that the work submitted to the caller's stream has reached now; `None` where there is nothing to wait for: on
+    /// the host, and while the stream is being captured into a graph.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn fence(&self, _stream: Stream) -> Result<Option<Fence>> {
+        Ok(None)
+    }
+
+    /// Makes what is submitted to the caller's stream from now on wait for `fences`, without blocking. Nothing on the host, and
+    /// while the stream is being captured into a graph.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn wait(&self, _stream: Stream, _fences: &[Fence]) -> Result<()> {
+        Ok(())
+    }
+
+    /// Copies between the device's staging and host memory, for queues; `None` where staging is host memory.
+    fn mover(&self) -> Option<Arc<dyn Mover>> {
+        None
+    }
 
     /// Jobs that wait or run.
     fn jobs(&self) -> usize;

@@ -15,6 +15,7 @@ mod event;
 mod faulty;
 mod file;
 mod jobs;
+mod mover;
 mod os;
 mod pace;
 mod probe;
@@ -37,6 +38,7 @@ pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
 pub use event::EventFd;
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};
+pub use mover::{Copying, CufileChoice, DeviceSide, Mover};
 pub use os::{boot_clock_ns, file_system_bytes};
 pub use probe::{Drive, IoPath, Notes, PathReport, open_drive};
 pub use remove::{remove_file, remove_tree};
@@ -110,6 +112,8 @@ pub struct IoOptions {
     pub numjobs: usize,
     /// Memory to register with `io_uring`, window by window when first used.
     pub regions: Vec<Arc<dyn MemRegion>>,
+    /// An accelerator whose memory the queues serve too.
+    pub device: Option<DeviceSide>,
     /// Keep no more reads in the kernel than come back within this time, so that those asked for first come first; `None`
     /// for exactly `iodepth` (`io_uring`).
     pub read_latency: Option<Duration>,
@@ -130,6 +134,7 @@ impl Default for IoOptions {
             queue_limit: 1024,
             numjobs: 8,
             regions: Vec::new(),
+            device: None,
             read_latency: None,
             write_throttle: true,
             name: "drive".to_owned(),

@@ -211,7 +211,7 @@ fn guarded(run: impl FnOnce() -> Result<Outcome>) -> (Outcome, Option<Error>) {
 
 fn finish_scatter(job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<Outcome>) {
     let (Outcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&job));
-    let ScatterJob { kv, staging, parts, gate, done } = job;
+    let ScatterJob { kv, staging, parts, gate, done, .. } = job;
     // Whoever hears of the end may expect that nothing of it is still held.
     drop((kv, parts, gate));
     call(|| done(Scattered { staging, crcs, skipped, skipped_blocks, error }));
@@ -219,7 +219,7 @@ fn finish_scatter(job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<Outco
 
 fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<Outcome>) {
     let (Outcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&mut job));
-    let GatherJob { kv, staging, parts, gate, done } = job;
+    let GatherJob { kv, staging, parts, gate, done, .. } = job;
     drop((kv, parts, gate));
     call(|| done(Gathered { staging, crcs, skipped, skipped_blocks, error }));
 }

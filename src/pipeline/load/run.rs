@@ -66,6 +66,8 @@ impl LoadInner {
             staging,
             parts,
             gate: Arc::clone(&self.gate),
+            after: None,
+            launched: None,
             done: Box::new(move |out| load.scatter_done(&step, &wanted, out)),
         });
     }

@@ -65,6 +65,8 @@ impl StoreInner {
             staging,
             parts,
             gate: Arc::clone(&self.gate),
+            after: None,
+            launched: None,
             done: Box::new(move |out| store.gather_done(step, out)),
         });
     }

@@ -139,6 +139,7 @@ fn open_queues(job: &Job, index: usize, pool: &Arc<StagingPool>) -> Result<Drive
         queue_limit: job.iodepth + 1,
         numjobs: job.iodepth.min(MAX_QUEUE_THREADS),
         regions: vec![pool.region()],
+        device: None,
         read_latency: None,
         write_throttle: false,
         name: format!("{}.{index}", job.name),

@@ -1,0 +1,89 @@
+//! What the queues need of an accelerator: copies between its memory and the host's, for bytes that have no direct way.
+//!
+//! This room knows no accelerator. The device room implements [`Mover`], and whoever opens a drive passes it in
+//! [`DeviceSide`].
+#![expect(unsafe_code, reason = "copies name memory by its address only")]
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::buffer::{MemRegion, Place};
+use crate::error::Result;
+
+/// One contiguous copy between host memory and an accelerator's.
+pub struct Copying {
+    /// Address in the accelerator's memory.
+    pub device: u64,
+    /// Address in host memory, best inside a region of [`Mover::pinned`].
+    pub host: *mut u8,
+    /// Bytes.
+    pub len: usize,
+    /// Called exactly once when neither memory is used by the copy any more, on a thread of the mover; must be short.
+    pub done: Box<dyn FnOnce(Result<()>) + Send>,
+}
+
+// SAFETY: the addresses are only passed on; who made the value answers for the memory (contract of `Mover`'s methods).
+unsafe impl Send for Copying {}
+
+impl fmt::Debug for Copying {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Copying({} bytes between {:p} and device {:#x})", self.len, self.host, self.device)
+    }
+}
+
+/// Copies between host memory and one accelerator's. Submitting never blocks; what goes wrong comes through `done`.
+pub trait Mover: Send + Sync + 'static {
+    /// The accelerator whose memory it reaches.
+    fn place(&self) -> Place;
+
+    /// Copies from host memory into the accelerator's.
+    ///
+    /// # Safety
+    /// Until `done` is called, `len` bytes at `host` must be readable and `len` bytes at `device` writable by the accelerator,
+    /// and nobody else may write the former or use the latter.
+    unsafe fn to_device(&self, copying: Copying);
+
+    /// Copies from the accelerator's memory into the host's.
+    ///
+    /// # Safety
+    /// As [`Mover::to_device`], the other way round.
+    unsafe fn to_host(&self, copying: Copying);
+
+    /// Host memory that the accelerator copies from and to at full speed.
+    ///
+    /// # Errors
+    /// What the operating system or the driver says.
+    fn pinned(&self, bytes: usize) -> Result<Arc<dyn MemRegion>>;
+
+    /// Makes the accelerator usable from the calling thread; for threads that call libraries which expect that.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn bind_thread(&self) -> Result<()>;
+}
+
+/// Whether and how cuFile is used for an accelerator's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CufileChoice {
+    /// Where it moves bytes without the host's memory; otherwise the host's queues and one copy, which are faster than its
+    /// compatibility mode.
+    #[default]
+    Auto,
+    /// In any mode, or an error.
+    Force,
+    /// Not at all.
+    Never,
+}
+
+/// An accelerator whose memory a drive's queues are to serve besides the host's.
+#[derive(Clone)]
+pub struct DeviceSide {
+    /// Copies for bytes without a direct way.
+    pub mover: Arc<dyn Mover>,
+    /// Staging memory in the accelerator, to register with cuFile.
+    pub regions: Vec<Arc<dyn MemRegion>>,
+    /// Whether cuFile is used.
+    pub cufile: CufileChoice,
+    /// Bytes of host memory through which bytes go that have no direct way, per queue.
+    pub pinned_bytes: usize,
+}
