@@ -10,8 +10,6 @@
 #define FOREBAY_GROUP_BYTES 16u
 #define FOREBAY_STEP_BYTES (FOREBAY_THREADS * FOREBAY_GROUP_BYTES)
 #define FOREBAY_TILE_BYTES 65536u
-// Steps whose loads are in flight together.
-#define FOREBAY_UNROLL 4u
 
 // CRC-32 as gzip and NVMe tools compute it, reflected: bit 31 of a word stands for x^0.
 #define FOREBAY_POLYNOMIAL 0xedb88320u
@@ -54,6 +52,7 @@ __device__ __forceinline__ u32 crc_times_x(u32 a) { return (a >> 1) ^ (FOREBAY_P
 // a * b mod P.
 __device__ __forceinline__ u32 crc_times(u32 a, u32 b) {
     u32 product = 0;
+#pragma unroll 8
     for (u32 bit = 0; bit < 32; ++bit) {
         product ^= b & (0u - (a >> 31));
         a <<= 1;
@@ -64,6 +63,7 @@ __device__ __forceinline__ u32 crc_times(u32 a, u32 b) {
 
 // a * x^32 mod P.
 __device__ __forceinline__ u32 crc_times_x32(u32 a) {
+#pragma unroll 8
     for (u32 bit = 0; bit < 32; ++bit) a = crc_times_x(a);
     return a;
 }
@@ -81,16 +81,17 @@ __device__ __forceinline__ void crc_tables(CrcTables& shared) {
     __syncthreads();
 }
 
+// x^(128 << i) mod P: what 2^i groups that follow make of a CRC.
+__constant__ u32 CRC_GROUPS[8] = {0xa06a2517u, 0xed627daeu, 0x88d14467u, 0xd7bbfe6au,
+                                  0xec447f11u, 0x8e7ea170u, 0x6427800eu, 0x4d47bae0u};
+
 // What a thread's groups count in a tile's CRC: x^(128 * groups of other threads that follow) * x^32.
 __device__ __forceinline__ u32 crc_place() {
-    // x^(128 << i) mod P.
-    const u32 powers[8] = {0xa06a2517u, 0xed627daeu, 0x88d14467u, 0xd7bbfe6au,
-                           0xec447f11u, 0x8e7ea170u, 0x6427800eu, 0x4d47bae0u};
     u32 place = FOREBAY_X_32;
     const u32 following = FOREBAY_THREADS - 1 - threadIdx.x;
-#pragma unroll
+#pragma unroll 1
     for (u32 i = 0; i < 8; ++i) {
-        if (following >> i & 1u) place = crc_times(place, powers[i]);
+        if (following >> i & 1u) place = crc_times(place, CRC_GROUPS[i]);
     }
     return place;
 }
@@ -142,6 +143,7 @@ __device__ __forceinline__ u64 paged_address(const Plane& plane, u32 element) {
 // A group that is moved in elements of 4 or 1 bytes. `left` is what the tile has from the group's first byte on.
 template <u32 ELEM, class Word>
 struct Pieces {
+    enum : u32 { UNROLL = 1 };
     static __device__ __forceinline__ void put(u32 (&words)[4], u32 at, Word value) {
         words[at / 4] |= (u32)value << (8 * (at % 4));
     }
@@ -152,7 +154,7 @@ struct Pieces {
         u32 words[4] = {0, 0, 0, 0};
 #pragma unroll
         for (u32 at = 0; at < FOREBAY_GROUP_BYTES; at += ELEM) {
-            if (at < left) put(words, at, __ldcs((const Word*)(address + at)));
+            if (at < left) put(words, at, __ldg((const Word*)(address + at)));
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -177,7 +179,7 @@ struct Pieces {
 #pragma unroll
         for (u32 at = 0; at < FOREBAY_GROUP_BYTES; at += ELEM) {
             const u64 address = at < left ? paged_address(plane, (byte + at) / ELEM) : 0;
-            if (address != 0) put(words, at, *(const Word*)address);
+            if (address != 0) put(words, at, __ldg((const Word*)address));
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -185,20 +187,22 @@ struct Pieces {
 
 // A group that is moved at once; its address is looked up early, so that several are in flight.
 struct Whole {
+    // Steps whose loads are in flight together.
+    enum : u32 { UNROLL = 4 };
     static __device__ __forceinline__ Group load(u64 address, i64 left) {
         return left > 0 ? __ldcs((const Group*)address) : make_uint4(0, 0, 0, 0);
     }
     static __device__ __forceinline__ void store(u64 address, const Group& group, i64 left) {
-        if (left > 0) *(Group*)address = group;
+        if (left > 0) __stcg((Group*)address, group);
     }
     static __device__ __forceinline__ u64 locate(const Plane& plane, u32 byte, i64 left) {
         return left > 0 ? paged_address(plane, byte / FOREBAY_GROUP_BYTES) : 0;
     }
     static __device__ __forceinline__ void scatter(const Plane&, u32, u64 address, const Group& group, i64) {
-        if (address != 0) *(Group*)address = group;
+        if (address != 0) __stcg((Group*)address, group);
     }
     static __device__ __forceinline__ Group gather(const Plane&, u32, u64 address, i64) {
-        return address != 0 ? *(const Group*)address : make_uint4(0, 0, 0, 0);
+        return address != 0 ? __ldcs((const Group*)address) : make_uint4(0, 0, 0, 0);
     }
 };
 
@@ -206,24 +210,24 @@ struct Whole {
 template <class Mover, bool INTO_KV, bool WITH_CRC>
 __device__ __forceinline__ Group move_tile(const Plane& plane, u32 start, u32 bytes, const CrcTables* shared) {
     Group state = make_uint4(0, 0, 0, 0);
-    for (u32 step = 0; step < bytes; step += FOREBAY_UNROLL * FOREBAY_STEP_BYTES) {
-        Group group[FOREBAY_UNROLL];
-        u64 address[FOREBAY_UNROLL];
+    for (u32 step = 0; step < bytes; step += Mover::UNROLL * FOREBAY_STEP_BYTES) {
+        Group group[Mover::UNROLL];
+        u64 address[Mover::UNROLL];
 #pragma unroll
-        for (u32 i = 0; i < FOREBAY_UNROLL; ++i) {
+        for (u32 i = 0; i < Mover::UNROLL; ++i) {
             const u32 at = step + i * FOREBAY_STEP_BYTES + threadIdx.x * FOREBAY_GROUP_BYTES;
             const i64 left = (i64)bytes - at;
             if (INTO_KV) group[i] = Mover::load(plane.staging + start + at, left);
             address[i] = Mover::locate(plane, start + at, left);
         }
 #pragma unroll
-        for (u32 i = 0; i < FOREBAY_UNROLL; ++i) {
+        for (u32 i = 0; i < Mover::UNROLL; ++i) {
             const u32 at = step + i * FOREBAY_STEP_BYTES + threadIdx.x * FOREBAY_GROUP_BYTES;
             const i64 left = (i64)bytes - at;
             if (!INTO_KV) group[i] = Mover::gather(plane, start + at, address[i], left);
         }
 #pragma unroll
-        for (u32 i = 0; i < FOREBAY_UNROLL; ++i) {
+        for (u32 i = 0; i < Mover::UNROLL; ++i) {
             const u32 at = step + i * FOREBAY_STEP_BYTES + threadIdx.x * FOREBAY_GROUP_BYTES;
             const i64 left = (i64)bytes - at;
             if (INTO_KV) Mover::scatter(plane, start + at, address[i], group[i], left);
@@ -278,23 +282,23 @@ __device__ __forceinline__ void reshape(const Plane* planes, u32 num_planes, u32
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS)
+extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_scatter(const Plane* planes, u32 num_planes, u32 num_tiles, u32*) {
     reshape<true, false>(planes, num_planes, num_tiles, nullptr, nullptr);
 }
 
-extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS)
+extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_scatter_crc(const Plane* planes, u32 num_planes, u32 num_tiles, u32* tile_crcs) {
     __shared__ CrcTables shared;
     reshape<true, true>(planes, num_planes, num_tiles, tile_crcs, &shared);
 }
 
-extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS)
+extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_gather(const Plane* planes, u32 num_planes, u32 num_tiles, u32*) {
     reshape<false, false>(planes, num_planes, num_tiles, nullptr, nullptr);
 }
 
-extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS)
+extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     forebay_gather_crc(const Plane* planes, u32 num_planes, u32 num_tiles, u32* tile_crcs) {
     __shared__ CrcTables shared;
     reshape<false, true>(planes, num_planes, num_tiles, tile_crcs, &shared);

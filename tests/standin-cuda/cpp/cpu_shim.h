@@ -18,6 +18,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __constant__ static const
 #define __shared__ static thread_local
 
 struct uint4 {
@@ -32,6 +33,10 @@ inline T __ldg(const T* p) {
 template <class T>
 inline T __ldcs(const T* p) {
     return *p;
+}
+template <class T>
+inline void __stcg(T* p, const T& value) {
+    *p = value;
 }
 inline float __uint_as_float(unsigned bits) {
     float value;
