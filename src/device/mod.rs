@@ -15,10 +15,12 @@ use crate::error::{Error, Result};
 use crate::io::{Buf, Mover, Place};
 use crate::paged::ChunkPlan;
 
+mod cuda;
 mod fence;
 mod gate;
 mod host;
 mod memory;
+mod parts;
 mod region;
 mod staging;
 
