@@ -6,7 +6,8 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-/// A stream of the caller (such as PyTorch's current one), by its driver handle; never freed here. 0 is the default stream.
+/// A stream of the caller (such as PyTorch's current one), by its driver handle, which must be live while it is used; never freed
+/// here. 0 is the default stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(pub u64);
 

@@ -15,11 +15,12 @@ use crate::error::{Error, Result};
 use crate::io::{Buf, Mover, Place};
 use crate::paged::ChunkPlan;
 
-mod cuda;
+pub mod cuda;
 mod fence;
 mod gate;
 mod host;
 mod memory;
+mod open;
 mod parts;
 mod region;
 mod staging;
@@ -28,6 +29,7 @@ pub use fence::{Fence, Point, Stream};
 pub use gate::{Gate, GateGuard, OwnedGuard};
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
+pub use open::open_device;
 pub use region::{HugePages, PageKind, Region, RegionOptions};
 pub use staging::{FreeHook, StagingOptions, StagingPool};
 
