@@ -4,3 +4,6 @@
 mod batch;
 mod crc;
 mod plane;
+
+#[cfg(test)]
+mod tests;

@@ -3,6 +3,7 @@
 
 #include "../../../kernels/common.cu"
 #include "../../../kernels/reshape.cu"
+#include "../../../kernels/rope.cu"
 
 namespace {
 
