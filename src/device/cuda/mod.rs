@@ -4,6 +4,8 @@
 mod batch;
 mod crc;
 mod plane;
+mod rope;
+mod tables;
 
 #[cfg(test)]
 mod tests;

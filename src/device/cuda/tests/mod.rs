@@ -1,11 +1,13 @@
 //! Batches and kernels (on the CPU) against the host device.
 #![expect(unsafe_code, reason = "launches kernels over raw addresses")]
 
+mod rope;
+
 use std::sync::{Arc, mpsc};
 
 use proptest::prelude::*;
 
-use super::batch::Batch;
+use crate::device::cuda::batch::Batch;
 use crate::device::parts::Way;
 use crate::device::{
     Device, Gate, GatherJob, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part, ScatterJob,
