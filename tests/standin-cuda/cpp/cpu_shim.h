@@ -174,7 +174,10 @@ int launch(Dim grid, Dim block, Kernel kernel) {
     grid_dim = grid;
     block_dim = block;
     body = [](void* arg) { (*static_cast<Kernel*>(arg))(); };
-    body_arg = std::addressof(kernel);
+    body_arg = &kernel;
+    struct Forget {
+        ~Forget() { body_arg = nullptr; }
+    } forget;
     bool reversed = false;
     for (unsigned z = 0; z < grid.z; ++z) {
         for (unsigned y = 0; y < grid.y; ++y) {
