@@ -26,7 +26,9 @@ API void standin_set(const char* key, uint64_t a, uint64_t b) {
   else if (k == "memory") g.ctx[a].total = b;
   else if (k == "delays") { g.seed = a | 1; g.delay_us = b; }
   else if (k == "refuse_register") g.refuse_register = a;
-  else if (k == "counter") g.counters.clear();
+  else if (k == "counter") {
+    for (auto& [name, value] : g.counters) if (name.rfind("live_", 0)) value = 0;
+  }
 }
 
 // Inject `code` at the nth call from now of the function, or of any where the name is empty.

@@ -116,15 +116,13 @@ impl Memory {
     /// What the memory holds at this moment, past all streams.
     #[must_use]
     pub fn peek(&self) -> Vec<u8> {
-        // SAFETY: the allocation lives as long as self. A test may race with a stream's writes: the answer is bytes.
-        (0..self.len).map(|i| unsafe { std::ptr::read_volatile((self.address as *const u8).add(i)) }).collect()
+        self.lib.peek(self.address, self.len)
     }
 
     /// Sets the bytes at this moment, past all streams.
     pub fn poke(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
-        // SAFETY: inside the allocation, which no reference covers.
-        unsafe { std::ptr::copy(bytes.as_ptr(), (self.address as *mut u8).add(offset), bytes.len()) };
+        self.lib.poke(self.address + offset as u64, bytes);
     }
 }
 
