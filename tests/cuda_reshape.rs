@@ -1,5 +1,4 @@
 //! The GPU device against plain loops over random layouts, with streams that take their time.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
 
@@ -21,7 +20,7 @@ fn world() -> World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn scatter_writes_what_plain_loops_write_and_nothing_else((cache, mapping, seed) in case()) {

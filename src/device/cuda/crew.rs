@@ -320,10 +320,25 @@ impl Threads {
         }
     }
 
+    /// Lets the threads end without being waited for.
+    pub(super) fn detach(&self) {
+        self.handles.lock().clear();
+    }
+
     /// Forgets threads that a forked child does not have.
     pub(super) fn forget(&self) {
         if let Some(mut handles) = self.handles.try_lock() {
             std::mem::take(&mut *handles).into_iter().for_each(std::mem::forget);
+        }
+    }
+}
+
+impl Drop for Threads {
+    /// Threads that were started for a device that could not be opened.
+    fn drop(&mut self) {
+        if self.crew.context.is_ours() && !self.handles.get_mut().is_empty() {
+            self.begin_close();
+            self.join();
         }
     }
 }

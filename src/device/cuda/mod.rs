@@ -192,10 +192,10 @@ impl Device for CudaDevice {
         }
         self.scatters.begin_close();
         self.gathers.begin_close();
-        // A callback that closes the device runs on a thread whose end cannot be awaited there; the threads end on their own.
-        if !self.scatters.is_own() && !self.gathers.is_own() {
-            self.scatters.join();
-            self.gathers.join();
+        let crews = [&self.scatters, &self.gathers];
+        // A callback that closes the device runs on a thread whose end cannot be awaited there.
+        if !crews.iter().any(|c| c.is_own()) {
+            crews.iter().for_each(|c| c.join());
         }
     }
 }
@@ -203,6 +203,9 @@ impl Device for CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         self.close();
+        // Threads that were not awaited end on their own.
+        self.scatters.detach();
+        self.gathers.detach();
     }
 }
 

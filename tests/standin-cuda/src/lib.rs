@@ -15,6 +15,9 @@ pub use server::{Event, Memory, Server, Stream};
 /// The folder that holds `libcuda.so.1`.
 pub const DIR: &str = env!("STANDIN_CUDA_DIR");
 
+/// A folder with a `libcuda.so.1` that has no functions.
+pub const EMPTY_DIR: &str = concat!(env!("STANDIN_CUDA_DIR"), "/empty");
+
 /// The loaded library.
 #[derive(Debug)]
 pub struct Standin {
@@ -128,6 +131,11 @@ impl Standin {
         Some(name).filter(|n| !n.is_empty())
     }
 
+    /// Heals the contexts that an error has made useless.
+    pub fn heal(&self) {
+        self.set("heal", 0, 0);
+    }
+
     fn hold_handle(&self, stream: u64, on: bool) {
         let hold: unsafe extern "C" fn(u64, c_int) -> c_int = self.function("standin_hold");
         // SAFETY: an unknown handle is an error code.
@@ -187,6 +195,12 @@ impl Standin {
         assert!(bytes.is_empty() || self.is_device(address, bytes.len()), "not device memory: {address:#x}");
         // SAFETY: inside an allocation, which no reference covers.
         unsafe { libc::memcpy(address as *mut c_void, bytes.as_ptr().cast(), bytes.len()) };
+    }
+
+    /// Stops counting what is still there: after an error of a call that gives back.
+    pub fn forget_leaks(&self) {
+        self.settle();
+        self.set("forget", 0, 0);
     }
 
     /// Asserts that nothing made through the driver is left, and that nobody waited for a whole context.

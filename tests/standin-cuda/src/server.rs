@@ -16,8 +16,14 @@ pub struct Server {
 macro_rules! cuda {
     ($lib:expr, $name:literal, $($arg:expr => $ty:ty),*) => {{
         let f: unsafe extern "C" fn($($ty),*) -> c_int = $lib.function($name);
-        // SAFETY: the types are those of the function; pointers are to live values of the callers here.
-        unsafe { f($($arg),*) }
+        let server: unsafe extern "C" fn(c_int) = $lib.function("standin_server");
+        // SAFETY: the types are those of the functions; pointers are to live values of the callers here.
+        unsafe {
+            server(1);
+            let code = f($($arg),*);
+            server(0);
+            code
+        }
     }};
 }
 
@@ -128,6 +134,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        // What this server still has in its streams is no wait of the engine's.
+        self.lib.settle();
         ok!(self.lib, "cuMemFree_v2", self.address => u64);
     }
 }
