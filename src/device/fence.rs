@@ -15,6 +15,11 @@ pub trait Point: Send + Sync + 'static {
     /// Whether the work before the point is over. Does not block.
     fn has_passed(&self) -> bool;
 
+    /// Whether whoever waits for this point has waited for `other` too: the same point, or an earlier one of the same stream.
+    fn covers(&self, _other: &dyn Point) -> bool {
+        false
+    }
+
     /// The device's own type.
     fn as_any(&self) -> &dyn Any;
 }
@@ -41,6 +46,15 @@ impl Fence {
     pub fn point(&self) -> &dyn Any {
         self.0.as_any()
     }
+}
+
+/// Adds `fence` to what is waited for, unless that covers it already, and lets go of what it covers.
+pub fn add_fence(fences: &mut Vec<Fence>, fence: Fence) {
+    if fences.iter().any(|f| f.0.covers(&*fence.0)) {
+        return;
+    }
+    fences.retain(|f| !fence.0.covers(&*f.0));
+    fences.push(fence);
 }
 
 impl fmt::Debug for Fence {
