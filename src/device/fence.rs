@@ -5,6 +5,10 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How often a point is looked at that cannot be slept on.
+const POLL: Duration = Duration::from_micros(20);
 
 /// A stream of the caller (such as PyTorch's current one), by its driver handle; never freed here. 0 is the default stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -18,6 +22,13 @@ pub trait Point: Send + Sync + 'static {
     /// Whether whoever waits for this point has waited for `other` too: the same point, or an earlier one of the same stream.
     fn covers(&self, _other: &dyn Point) -> bool {
         false
+    }
+
+    /// Blocks the host until the work before the point is over.
+    fn wait(&self) {
+        while !self.has_passed() {
+            std::thread::sleep(POLL);
+        }
     }
 
     /// The device's own type.
@@ -39,6 +50,11 @@ impl Fence {
     #[must_use]
     pub fn has_passed(&self) -> bool {
         self.0.has_passed()
+    }
+
+    /// Blocks the host until the work before it is over.
+    pub fn wait(&self) {
+        self.0.wait();
     }
 
     /// The device's own type.

@@ -129,6 +129,12 @@ pub trait Device: Send + Sync {
     /// Moves tokens out of paged KV.
     fn gather(&self, job: GatherJob);
 
+    /// Zeroed memory for paged KV where this device works; for tools and tests, servers bring their own.
+    ///
+    /// # Errors
+    /// What the operating system or the driver says of the allocation.
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>>;
+
     /// A staging pool whose memory suits this device.
     ///
     /// # Errors

@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Device, GatherJob, Gathered, ScatterJob, Scattered, StagingOptions, StagingPool};
+use super::{Device, GatherJob, Gathered, HostMemory, KvMemory, ScatterJob, Scattered, StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, Place};
 
@@ -127,6 +127,10 @@ impl Device for HostDevice {
         queue.gathers.push_back(job);
         drop(queue);
         self.shared.wake.notify_one();
+    }
+
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
+        HostMemory::alloc_zeroed(len).map(|m| m as _)
     }
 
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {

@@ -213,6 +213,18 @@ impl Load {
         Ok(ready)
     }
 
+    /// As [`Load::wait_layer`], and then until the layer is in the caller's memory, also on an accelerator: for callers without a
+    /// stream.
+    ///
+    /// # Errors
+    /// As [`Load::wait_layer`].
+    pub fn wait_layer_landed(&self, layer: usize) -> Result<LayerReady> {
+        let ready = self.wait_layer(layer)?;
+        let fences = self.inner.state.lock().fences(layer);
+        fences.iter().for_each(Fence::wait);
+        Ok(ready)
+    }
+
     /// Waits until the load has finished.
     #[must_use]
     pub fn wait(&self) -> LoadResult {

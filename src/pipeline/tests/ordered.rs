@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use super::disk::Fate;
 use super::world::{LAYERS, TOKENS, World};
 use crate::device::{
-    Device, Fence, GatherJob, HostDevice, HostOptions, Point, ScatterJob, StagingOptions, StagingPool, Stream,
+    Device, Fence, GatherJob, HostDevice, HostOptions, KvMemory, Point, ScatterJob, StagingOptions, StagingPool, Stream,
 };
 use crate::error::{ErrorKind, Result};
 use crate::io::Place;
@@ -135,6 +135,10 @@ impl Device for Later {
         self.queue(Job::Gather(job));
     }
 
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
+        self.host.alloc_kv(len)
+    }
+
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {
         self.host.staging_pool(options)
     }
@@ -187,6 +191,7 @@ fn a_layer_is_ready_when_it_is_submitted_and_the_load_is_over_when_it_has_verifi
     assert!(device.afters.lock().iter().all(|a| *a == after), "every scatter waits for the caller's stream");
     assert_eq!(load.ticket().verified(), None);
     device.run();
+    assert_eq!(load.wait_layer_landed(LAYERS - 1).unwrap().layer, LAYERS - 1);
     assert_eq!(load.wait().tokens, 3 * T);
     assert!(to.bytes() == from.bytes());
     assert_eq!(load.ticket().verified(), Some(true));
