@@ -19,6 +19,7 @@ mod fence;
 mod gate;
 mod host;
 mod memory;
+mod open;
 mod region;
 mod staging;
 
@@ -26,6 +27,7 @@ pub use fence::{Fence, Point, Stream, add_fence};
 pub use gate::{Gate, GateGuard, OwnedGuard};
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
+pub use open::open_device;
 pub use region::{HugePages, PageKind, Region, RegionOptions};
 pub use staging::{FreeHook, StagingOptions, StagingPool};
 
