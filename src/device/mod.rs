@@ -15,11 +15,13 @@ use crate::error::{Error, Result};
 use crate::io::{Buf, Mover, Place};
 use crate::paged::ChunkPlan;
 
+pub mod cuda;
 mod fence;
 mod gate;
 mod host;
 mod memory;
 mod open;
+mod parts;
 mod region;
 mod staging;
 

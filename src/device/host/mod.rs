@@ -20,7 +20,7 @@ use crate::io::{Buf, Place};
 mod copy;
 mod crc;
 mod gather;
-mod parts;
+mod grids;
 mod scatter;
 
 /// Of this many picks with both kinds waiting, one is a gather.
