@@ -12,6 +12,7 @@
 mod beneath;
 mod bounce;
 mod buffer;
+mod cufile;
 mod event;
 mod faulty;
 mod file;
@@ -38,6 +39,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 pub use beneath::create_dirs_beneath;
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
+pub use cufile::{CufileCause, CufileReason, TrialCounters, TrialMemory, TrialReport, cufile_trial};
 pub use event::EventFd;
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};

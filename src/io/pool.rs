@@ -45,6 +45,9 @@ pub(super) trait Transfer: Send + Sync + 'static {
 
     /// A call was found to hang.
     fn hangs(&self) {}
+
+    /// The queue is closed and nothing is in flight.
+    fn over(&self) {}
 }
 
 /// A queue served by a pool of threads.
@@ -86,6 +89,8 @@ struct State {
     watching_until: Option<Instant>,
     closing: bool,
     abandon_at: Option<Instant>,
+    /// The watchdog has not ended.
+    watched: bool,
 }
 
 impl State {
@@ -148,6 +153,7 @@ impl Pool {
             watching_until: None,
             closing: false,
             abandon_at: None,
+            watched: true,
         };
         let shared = Arc::new(Shared {
             spec,
@@ -199,7 +205,7 @@ impl Queue for Pool {
         state.closing = true;
         state.abandon_at = Some(state.abandon_at.map_or(deadline, |t| t.min(deadline)));
         s.wake_all();
-        while !(state.is_over() && state.alive == 0) {
+        while !state.is_over() || state.alive > 0 || state.watched {
             if s.ended.wait_until(&mut state, deadline + CLOSE_GRACE).timed_out() {
                 break;
             }
@@ -364,6 +370,8 @@ impl Shared {
             }
             state.watching_until = None;
         }
+        MutexGuard::unlocked(&mut state, || self.transfer.over());
+        state.watched = false;
         self.wake_all();
         self.ended.notify_all();
     }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 
 use super::router::{self, DevicePath};
 use super::uring::Uring;
@@ -19,7 +20,8 @@ use crate::error::{Error, ErrorKind, Result};
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A way of the bytes between drive and memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum IoPath {
     /// cuFile with nvidia-fs: the drive writes GPU memory.
@@ -29,6 +31,7 @@ pub enum IoPath {
     /// cuFile through host memory.
     CufileCompat,
     /// `io_uring`.
+    #[serde(rename = "io_uring")]
     IoUring,
     /// A pool of threads with `pread` and `pwrite`.
     Threads,

@@ -13,10 +13,12 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::bounce::{Bounce, pinned};
+use super::cufile::{self, Health};
+use super::pool::Pool;
 use super::probe::{Host, open_host};
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
-use super::{Backend, DeviceSide, Direction, Drive, IoOptions, IoPath, Place, Queue, QueueSpec, closed, forked};
+use super::{Backend, Buf, DeviceSide, Direction, Drive, IoOptions, IoPath, Place, Queue, QueueSpec, closed, forked};
 use crate::error::Result;
 
 /// The path of an accelerator's bytes now, and why not a better one. It gets worse while the queues run if the better one fails.
@@ -32,6 +34,14 @@ struct Found {
 impl DevicePath {
     pub(super) fn new(active: IoPath, reasons: Vec<(IoPath, String)>) -> Self {
         Self(Arc::new(Mutex::new(Found { active, reasons })))
+    }
+
+    /// `from` is no longer used: everything goes through pinned memory from here on.
+    pub(super) fn fall_back(&self, from: IoPath, why: String) {
+        let mut found = self.0.lock();
+        found.active = IoPath::Bounce;
+        found.reasons.retain(|(path, _)| *path != from);
+        found.reasons.push((from, why));
     }
 
     /// The path in use.
@@ -65,11 +75,24 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
         host.report.notes.add(format!("the pinned memory for each direction is only {mib} MiB"));
     }
     host.report.reasons.retain(|(path, _)| *path != IoPath::CufileGds);
-    let path = DevicePath::new(IoPath::Bounce, Vec::new());
+    let found = cufile::open(side, options.trial_dir.as_deref(), &host.report.notes)?;
+    let active = found.ready.as_ref().map_or(IoPath::Bounce, |r| r.path);
+    tracing::info!(drive = options.name, path = active.as_str(), "I/O path chosen for the accelerator's memory");
+    let path = DevicePath::new(active, found.reasons);
+    let health = found.ready.as_ref().map(|r| r.health(path.clone(), host.report.notes.clone()));
     let start = |direction, below: &Arc<dyn Backend>, region| -> Result<Arc<dyn Queue>> {
-        let spec = spec(options, &host, direction, side.mover.place());
-        let bounce = Bounce::start(spec, Arc::clone(below), Arc::clone(&side.mover), region)?;
-        Ok(Arc::new(Router::new(Arc::clone(below), Arc::new(bounce), side.mover.place())))
+        let spec = || spec(options, &host, direction, side.mover.place());
+        let bounce: Arc<dyn Backend> =
+            Arc::new(Bounce::start(spec(), Arc::clone(below), Arc::clone(&side.mover), region)?);
+        let direct = match found.ready.as_ref().zip(health.as_ref()) {
+            None => None,
+            Some((ready, health)) => {
+                let pool = ready.start(spec(), Arc::clone(&bounce), side, Arc::clone(health))?;
+                Some((pool, Arc::clone(health)))
+            }
+        };
+        let (place, host, pid) = (side.mover.place(), Arc::clone(below), std::process::id());
+        Ok(Arc::new(Router { direct, bounce, host, place, closing: AtomicBool::new(false), pid }))
     };
     let read = start(Direction::Read, &host.read, for_reads)?;
     let write = start(Direction::Write, &host.write, for_writes)?;
@@ -91,16 +114,25 @@ fn spec(options: &IoOptions, host: &Host, direction: Direction, place: Place) ->
 
 /// A queue for both kinds of memory.
 struct Router {
+    /// cuFile's, and whether it is still used.
+    direct: Option<(Pool, Arc<Health>)>,
+    bounce: Arc<dyn Backend>,
     host: Arc<dyn Backend>,
-    device: Arc<dyn Backend>,
     place: Place,
     closing: AtomicBool,
     pid: u32,
 }
 
 impl Router {
-    fn new(host: Arc<dyn Backend>, device: Arc<dyn Backend>, place: Place) -> Self {
-        Self { host, device, place, closing: AtomicBool::new(false), pid: std::process::id() }
+    fn queue_for(&self, request: &Request) -> &dyn Queue {
+        let place = request.buf.as_ref().map(Buf::place);
+        match (&self.direct, place) {
+            // What none serves is refused by the host's queue, in its words.
+            (_, Some(place)) if place != self.place => &*self.host,
+            (Some((_, health)), Some(_)) if health.is_down() => &*self.bounce,
+            (Some((pool, _)), _) => pool,
+            (None, _) => &*self.bounce,
+        }
     }
 }
 
@@ -110,9 +142,7 @@ impl Queue for Router {
             self.stats().rejected();
             return Err(request.reject(closed()));
         }
-        // What neither serves is refused by the host's queue, in its words.
-        let goes_to_host = request.buf.as_ref().is_some_and(|buf| buf.place() != self.place);
-        if goes_to_host { self.host.submit(request) } else { self.device.submit(request) }
+        self.queue_for(&request).submit(request)
     }
 
     fn stats(&self) -> &Arc<IoStats> {
@@ -124,8 +154,9 @@ impl Queue for Router {
             return Err(forked());
         }
         self.closing.store(true, Ordering::Release);
-        // The device's queue first: what it has accepted still needs the host's.
-        let device = self.device.close(deadline);
-        self.host.close(deadline).and(device)
+        // From the outermost inwards: what a queue has accepted still needs those below it.
+        let direct = self.direct.as_ref().map_or(Ok(()), |(pool, _)| pool.close(deadline));
+        let bounce = self.bounce.close(deadline);
+        self.host.close(deadline).and(bounce).and(direct)
     }
 }
