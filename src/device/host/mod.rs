@@ -13,12 +13,11 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-<<<<<<< HEAD
 use super::rope::{RopeShift, shift_on_host};
-use super::{Device, Gate, GatherJob, Gathered, PagedKv, ScatterJob, Scattered, StagingOptions, StagingPool};
-=======
-use super::{Device, GatherJob, Gathered, HostMemory, KvMemory, ScatterJob, Scattered, StagingOptions, StagingPool};
->>>>>>> main
+use super::{
+    Device, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
+    StagingPool,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, Place};
 
