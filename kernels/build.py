@@ -22,7 +22,7 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 WHEELS = HERE.parent / "target" / "nvidia"
 # One unit, so that the engine loads one module.
-SOURCES = ["common.cu", "reshape.cu"]
+SOURCES = ["common.cu", "reshape.cu", "rope.cu"]
 PTX = HERE / "ptx" / "forebay.ptx"
 NVRTC = ("nvidia-cuda-nvrtc-cu12", "12.0.140", "**/libnvrtc.so.12")
 # Assembles for sm_100 too; its architectures are the oldest, the usual and the newest that are supported.

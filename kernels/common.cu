@@ -19,3 +19,18 @@ __device__ __forceinline__ u32 divide(u32 n, u32 mul, u32 shift) { return (u32)(
 __device__ __forceinline__ u64 slot_offset(i64 slot, u64 block_stride, u64 token_stride) {
     return ((u64)slot >> 32) * block_stride + (u64)(u32)slot * token_stride;
 }
+
+// The descriptor that a tile belongs to: the last that starts at or before it.
+template <class Descriptor>
+__device__ __forceinline__ u32 find_owner(const Descriptor* descriptors, u32 count, u32 tile) {
+    u32 low = 0, high = count;
+    while (high - low > 1) {
+        const u32 middle = low + (high - low) / 2;
+        if (descriptors[middle].first_tile <= tile) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}

@@ -239,20 +239,6 @@ __device__ __forceinline__ Group move_tile(const Plane& plane, u32 start, u32 by
     return state;
 }
 
-// The plane that a tile belongs to.
-__device__ __forceinline__ u32 find_plane(const Plane* planes, u32 num_planes, u32 tile) {
-    u32 low = 0, high = num_planes;
-    while (high - low > 1) {
-        const u32 middle = low + (high - low) / 2;
-        if (planes[middle].first_tile <= tile) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 template <bool INTO_KV, bool WITH_CRC>
 __device__ __forceinline__ void reshape(const Plane* planes, u32 num_planes, u32 num_tiles, u32* tile_crcs,
                                         CrcTables* shared) {
@@ -263,7 +249,7 @@ __device__ __forceinline__ void reshape(const Plane* planes, u32 num_planes, u32
         place = crc_place();
     }
     for (u64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-        const Plane plane = planes[find_plane(planes, num_planes, (u32)tile)];
+        const Plane plane = planes[find_owner(planes, num_planes, (u32)tile)];
         const u32 start = ((u32)tile - plane.first_tile) * FOREBAY_TILE_BYTES;
         const u64 rest = plane.bytes - start;
         const u32 bytes = rest < FOREBAY_TILE_BYTES ? (u32)rest : FOREBAY_TILE_BYTES;

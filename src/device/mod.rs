@@ -17,20 +17,24 @@ use crate::paged::ChunkPlan;
 
 pub mod cuda;
 mod fence;
+mod floats;
 mod gate;
 mod host;
 mod memory;
 mod open;
 mod parts;
 mod region;
+mod rope;
 mod staging;
 
 pub use fence::{Fence, Point, Stream, add_fence};
+pub use floats::FloatKind;
 pub use gate::{Gate, GateGuard, OwnedGuard};
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
 pub use open::open_device;
 pub use region::{HugePages, PageKind, Region, RegionOptions};
+pub use rope::{RopeShift, RopeStyle, RopeTable};
 pub use staging::{FreeHook, StagingOptions, StagingPool};
 
 /// One layer of one chunk in a job: where its extent lies in staging and where its tokens lie in the paged KV.

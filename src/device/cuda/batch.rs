@@ -12,32 +12,21 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::crc::Combined;
-use super::plane::{Divisor, Plane, SKIP, TILE_BYTES, elem_bytes};
+use super::plane::{Divisor, Plane, TILE_BYTES, elem_bytes};
+use super::tables::Tables;
 use crate::device::parts::{self, Body, Resolved, Way, resolve};
 use crate::device::{PagedKv, Part};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::MAX_EXTENT_BYTES;
 use crate::paged::ChunkPlan;
 
-const ENTRY_BYTES: usize = size_of::<i64>();
-
 /// Jobs of one launch.
 #[derive(Default)]
 pub(super) struct Batch {
     planes: Vec<Plane>,
-    /// All slot tables, one after another.
-    slots: Vec<i64>,
-    /// Where the tables of a plan start. The plans are held, so that an address names one plan.
-    tables: Vec<Table>,
+    tables: Tables,
     jobs: Vec<Job>,
     num_tiles: usize,
-}
-
-struct Table {
-    plan: Arc<ChunkPlan>,
-    tokens: usize,
-    by_block: bool,
-    first: usize,
 }
 
 struct Job {
@@ -78,7 +67,7 @@ impl Batch {
             }
             if way == Way::OutOfKv {
                 let padding = resolved.padded_end - resolved.extent.end;
-                self.push_padding(extent_addr + resolved.extent.len() as u64, padding, &part.plan);
+                self.push_padding(extent_addr + resolved.extent.len() as u64, padding);
             }
         }
         job.skipped_blocks.sort_unstable();
@@ -104,7 +93,7 @@ impl Batch {
 
     /// Bytes of the blob.
     pub(super) fn blob_bytes(&self) -> usize {
-        self.planes.len() * size_of::<Plane>() + self.slots.len() * ENTRY_BYTES
+        self.planes.len() * size_of::<Plane>() + self.tables.bytes()
     }
 
     /// The blob for the device address `blob_addr`, a multiple of 8: the planes from there on, then their slot tables.
@@ -114,7 +103,7 @@ impl Batch {
         for plane in &self.planes {
             Plane { slots: slots_addr + plane.slots, ..*plane }.encode(&mut blob);
         }
-        blob.extend(self.slots.iter().flat_map(|s| s.to_le_bytes()));
+        self.tables.encode(&mut blob);
         blob
     }
 
@@ -162,7 +151,7 @@ impl Batch {
     fn push_body(&mut self, part: &Resolved<'_>, plan: &Arc<ChunkPlan>, extent_addr: u64) {
         match &part.body {
             Body::Planes(planes) => {
-                let slots = self.table(plan, part.tokens, false);
+                let slots = self.tables.of_tokens(plan, part.tokens);
                 for plane in planes {
                     let (plane, row_bytes) = described(plane, extent_addr, slots);
                     self.push_plane(plane, part.tokens * plane.heads as usize, row_bytes);
@@ -172,7 +161,7 @@ impl Batch {
                 let plane = Plane {
                     staging: extent_addr,
                     paged: blocks.base as u64,
-                    slots: self.table(plan, part.tokens, true),
+                    slots: self.tables.of_blocks(plan, part.tokens),
                     block_stride: blocks.block_stride as u64,
                     heads: 1,
                     ..EMPTY
@@ -184,9 +173,9 @@ impl Batch {
     }
 
     /// Zeros: a plane of one token that is in no slot.
-    fn push_padding(&mut self, staging: u64, bytes: usize, plan: &Arc<ChunkPlan>) {
+    fn push_padding(&mut self, staging: u64, bytes: usize) {
         if bytes > 0 {
-            let slots = self.table(plan, 0, false);
+            let slots = self.tables.of_nothing();
             self.push_plane(Plane { staging, slots, heads: 1, ..EMPTY }, 1, bytes);
         }
     }
@@ -210,37 +199,6 @@ impl Batch {
         };
         self.num_tiles += plane.tiles();
         self.planes.push(plane);
-    }
-
-    /// The offset, in the tables, of the slots of the first `tokens` tokens of a chunk, or of its opaque blocks; a table of
-    /// no tokens has one entry, that is skipped.
-    fn table(&mut self, plan: &Arc<ChunkPlan>, tokens: usize, by_block: bool) -> u64 {
-        let same =
-            |t: &&Table| t.tokens == tokens && t.by_block == by_block && (tokens == 0 || Arc::ptr_eq(&t.plan, plan));
-        if let Some(table) = self.tables.iter().find(same) {
-            return (table.first * ENTRY_BYTES) as u64;
-        }
-        let first = self.slots.len();
-        let block_tokens = u64::from(plan.block_tokens());
-        let entries = if by_block { tokens.div_ceil(block_tokens as usize) } else { tokens };
-        self.slots.resize(first + entries.max(1), SKIP);
-        let table = self.slots.get_mut(first..).unwrap_or_default();
-        if by_block {
-            for block in plan.whole_blocks(tokens) {
-                if let Some(entry) = table.get_mut(block.index as usize) {
-                    *entry = i64::from(block.block) << 32;
-                }
-            }
-        } else if tokens > 0 {
-            for run in plan.runs() {
-                let slots = run.slot..run.slot + u64::from(run.len);
-                for (entry, slot) in table.iter_mut().skip(run.token as usize).zip(slots) {
-                    *entry = (((slot / block_tokens) << 32) | (slot % block_tokens)) as i64;
-                }
-            }
-        }
-        self.tables.push(Table { plan: Arc::clone(plan), tokens, by_block, first });
-        (first * ENTRY_BYTES) as u64
     }
 }
 

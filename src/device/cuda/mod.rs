@@ -34,9 +34,11 @@ mod pinned;
 mod plane;
 mod pool;
 mod reap;
+mod rope;
 mod slot;
 mod streams;
 mod submit;
+mod tables;
 mod threads;
 
 use context::Context;
@@ -217,3 +219,6 @@ impl fmt::Debug for CudaDevice {
         write!(f, "CudaDevice({}: {})", self.info.ordinal, self.info.name)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -57,10 +57,10 @@ impl Plane {
     pub(super) fn encode(&self, out: &mut Vec<u8>) {
         let wide =
             [self.staging, self.paged, self.slots, self.block_stride, self.token_stride, self.head_stride, self.bytes];
-        let (h, e) = (self.heads_div, self.elems_div);
-        let narrow = [self.first_tile, self.elem_bytes, self.heads, self.head_elems, h.mul, h.shift, e.mul, e.shift];
+        let narrow = [self.first_tile, self.elem_bytes, self.heads, self.head_elems];
         out.extend(wide.iter().flat_map(|v| v.to_le_bytes()));
         out.extend(narrow.iter().flat_map(|v| v.to_le_bytes()));
+        out.extend([self.heads_div, self.elems_div].iter().flat_map(|d| d.encoded()));
     }
 }
 
@@ -79,6 +79,11 @@ impl Divisor {
         let d = if d == 0 { 1 } else { d as u64 };
         let shift = 31 + d.next_power_of_two().trailing_zeros();
         Self { mul: ((1u64 << shift) / d + 1) as u32, shift }
+    }
+
+    /// The bytes that the kernels read.
+    pub(super) fn encoded(self) -> [u8; 8] {
+        (u64::from(self.shift) << 32 | u64::from(self.mul)).to_le_bytes()
     }
 
     #[cfg(test)]

@@ -13,7 +13,11 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Device, GatherJob, Gathered, HostMemory, KvMemory, ScatterJob, Scattered, StagingOptions, StagingPool};
+use super::rope::{RopeShift, shift_on_host};
+use super::{
+    Device, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
+    StagingPool,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, Place};
 
@@ -99,6 +103,16 @@ impl HostDevice {
             device.workers.lock().push(handle);
         }
         Ok(Arc::new(device))
+    }
+
+    /// Turns the keys of the shift's tokens to their new positions, on the calling thread, unless the gate is closed; says
+    /// whether it did. No load or store may use those slots meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV, or that does not lie in host memory.
+    pub fn rope_shift(&self, kv: &PagedKv, shift: &RopeShift, gate: &Gate) -> Result<bool> {
+        let Some(_guard) = gate.enter() else { return Ok(false) };
+        shift_on_host(kv, shift).map(|()| true)
     }
 }
 

@@ -13,6 +13,11 @@
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_UNPOISON_MEMORY_REGION(address, size)
+#endif
 
 #define __global__
 #define __device__
@@ -146,6 +151,8 @@ inline bool run_cta(unsigned threads, bool reversed) {
         Fiber& fiber = cta.fibers[i];
         fiber.thread = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
         fiber.done = false;
+        // A fiber ends without a return: what AddressSanitizer marked in its stack stays marked.
+        ASAN_UNPOISON_MEMORY_REGION(&cta.stacks[i * STACK_BYTES], STACK_BYTES);
         prepare(fiber.context, &cta.stacks[i * STACK_BYTES], fiber_main);
     }
     for (;;) {
@@ -174,7 +181,10 @@ int launch(Dim grid, Dim block, Kernel kernel) {
     grid_dim = grid;
     block_dim = block;
     body = [](void* arg) { (*static_cast<Kernel*>(arg))(); };
-    body_arg = std::addressof(kernel);
+    body_arg = &kernel;
+    struct Forget {
+        ~Forget() { body_arg = nullptr; }
+    } forget;
     bool reversed = false;
     for (unsigned z = 0; z < grid.z; ++z) {
         for (unsigned y = 0; y < grid.y; ++y) {
