@@ -34,7 +34,7 @@ fn use_everything(lib: &'static Standin, server: Server) -> Result<usize, Error>
             None
         });
         let c = chunk(&rig, i, 5 + i as u64);
-        let with = With { after: fence, ..With::default() };
+        let with = With { after: fence.into_iter().collect(), ..With::default() };
         jobs.push((rig.crcs(&c.parts, &c.bytes), world.scatter(&rig, world.staged(&c.bytes), c.parts, with)));
     }
     for (crcs, job) in &jobs {
@@ -154,7 +154,7 @@ fn a_lost_context_fails_everything_from_then_on_with_advice() {
         assert!(e.kind() == ErrorKind::Io && e.to_string().contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{e}");
         let launches = world.lib.get("cuLaunchKernel");
         let staging = world.pool.try_take().unwrap();
-        let later = world.scatter(&rig, staging, c.parts.clone(), With { after: Some(fence), ..With::default() }).end();
+        let later = world.scatter(&rig, staging, c.parts.clone(), With { after: vec![fence], ..With::default() }).end();
         let e = later.error.unwrap();
         assert!(e.to_string().contains("restart the process"), "{e}");
         assert!(world.device.fence(Stream(stream.handle())).is_err());
@@ -216,7 +216,7 @@ fn a_fence_of_another_kind_is_refused() {
         world.device.wait(Stream(stream.handle()), std::slice::from_ref(&odd)).unwrap_err().kind(),
         ErrorKind::InvalidInput
     );
-    let done = world.scatter(&rig, world.staged(&c.bytes), c.parts, With { after: Some(odd), ..With::default() }).end();
+    let done = world.scatter(&rig, world.staged(&c.bytes), c.parts, With { after: vec![odd], ..With::default() }).end();
     assert_eq!(done.error.unwrap().kind(), ErrorKind::InvalidInput);
     drop((done.staging, rig, stream));
     world.end();

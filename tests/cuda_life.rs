@@ -64,7 +64,7 @@ fn a_callback_may_close_the_device_and_drop_its_last_handle() {
         staging,
         parts: c.parts,
         gate: Arc::default(),
-        after: None,
+        after: Vec::new(),
         launched: None,
         done: Box::new(move |s| {
             last.close();

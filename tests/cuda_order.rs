@@ -10,7 +10,7 @@ mod cuda_world;
 use cuda_world::{PATIENCE, Rig, TOKENS, With, World, chunk, small_cache};
 
 fn after(fence: Option<Fence>) -> With {
-    With { after: fence, ..With::default() }
+    With { after: fence.into_iter().collect(), ..With::default() }
 }
 
 /// What the memories hold after all the chunks of these numbers and seeds.
@@ -210,7 +210,7 @@ fn a_gate_that_has_closed_lets_no_byte_through_any_more() {
     let gate = Arc::new(Gate::new());
     world.lib.hold_side_streams(true);
     let c = chunk(&rig, 0, 9);
-    let with = With { gate: Arc::clone(&gate), after: None };
+    let with = With { gate: Arc::clone(&gate), after: Vec::new() };
     let job = world.scatter(&rig, world.staged(&c.bytes), c.parts.clone(), with);
     job.fence();
     let closing = Arc::clone(&gate);
@@ -220,7 +220,7 @@ fn a_gate_that_has_closed_lets_no_byte_through_any_more() {
     }
     // Queued behind a closed gate: nothing of it starts.
     let launches = world.lib.get("launches");
-    let with = With { gate: Arc::clone(&gate), after: None };
+    let with = With { gate: Arc::clone(&gate), after: Vec::new() };
     let skipped = world.scatter(&rig, world.staged(&c.bytes), c.parts, with).end();
     assert!(skipped.skipped && skipped.crcs.is_empty() && skipped.error.is_none());
     assert_eq!(world.lib.get("launches"), launches);
@@ -248,7 +248,7 @@ fn a_done_callback_may_close_its_own_gate_and_panic() {
         staging: world.staged(&c.bytes),
         parts: c.parts,
         gate,
-        after: None,
+        after: Vec::new(),
         launched: None,
         done: Box::new(move |s| {
             inner.close();

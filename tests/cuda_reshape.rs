@@ -57,7 +57,7 @@ proptest! {
             staging: Buf::from(AlignedBuf::zeroed(bytes.max(1)).unwrap()),
             parts: parts.clone(),
             gate: Arc::default(),
-            after: None,
+            after: Vec::new(),
             launched: None,
             done: Box::new(move |g| tx.send(g).unwrap()),
         });

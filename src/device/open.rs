@@ -1,4 +1,4 @@
-//! Devices by name: `host` or `cpu`, `cuda` or `cuda:N`.
+//! Devices by name, as users write them: `host`, `cuda`, `cuda:1`.
 
 use std::sync::Arc;
 
@@ -7,34 +7,40 @@ use super::{Device, HostDevice, HostOptions};
 use crate::config::Settings;
 use crate::error::{Error, ErrorKind, Result};
 
-/// What a name stands for.
+/// A device's name, understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Named {
+enum Name {
     Host,
     Cuda(u32),
 }
 
-fn parse(name: &str) -> Result<Named> {
-    let bad = || {
-        Error::new(ErrorKind::Config, format!("no device is called {name:?}"))
-            .advice("use host, cuda, or cuda:N with N from 0 on, as PyTorch counts")
-    };
-    match name.split_once(':') {
-        None if name == "host" || name == "cpu" => Ok(Named::Host),
-        None if name == "cuda" => Ok(Named::Cuda(0)),
-        Some(("cuda", n)) if n.bytes().all(|b| b.is_ascii_digit()) => n.parse().map(Named::Cuda).map_err(|_| bad()),
-        _ => Err(bad()),
+impl Name {
+    fn of(name: &str) -> Result<Self> {
+        let bad = || {
+            Error::new(ErrorKind::Config, format!("{name:?} is no device"))
+                .advice("use host, cuda, or cuda:N with the number of a GPU")
+        };
+        let lower = name.trim().to_ascii_lowercase();
+        match lower.split_once(':').unwrap_or((&lower, "")) {
+            ("host" | "cpu", "") => Ok(Self::Host),
+            ("cuda" | "gpu", "") if !lower.contains(':') => Ok(Self::Cuda(0)),
+            ("cuda" | "gpu", number) => number.parse().map(Self::Cuda).map_err(|_| bad()),
+            _ => Err(bad()),
+        }
     }
 }
 
-/// The device that `name` stands for: `host` (or `cpu`), `cuda` (GPU 0) or `cuda:N`.
+/// The device called `name`, with the settings' workers and limits.
 ///
 /// # Errors
-/// [`ErrorKind::Config`] for another name; as [`CudaDevice::open`] and [`HostDevice::new`].
+/// [`ErrorKind::Config`] for a name that is none, and what keeps the device from being used.
 pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
-    match parse(name)? {
-        Named::Host => Ok(HostDevice::new(&HostOptions::default())?),
-        Named::Cuda(ordinal) => {
+    match Name::of(name)? {
+        Name::Host => {
+            let options = HostOptions { workers: settings.worker_threads(), ..HostOptions::default() };
+            Ok(HostDevice::new(&options)?)
+        }
+        Name::Cuda(ordinal) => {
             let (max_ctas, numa) = (settings.kernel_ctas, settings.numa);
             Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, numa, ..CudaOptions::default() })?)
         }
@@ -46,18 +52,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_of_pytorch_and_others_are_refused() {
-        for (name, named) in
-            [("host", Named::Host), ("cpu", Named::Host), ("cuda", Named::Cuda(0)), ("cuda:7", Named::Cuda(7))]
-        {
-            assert_eq!(parse(name).unwrap(), named);
+    fn names_are_understood_or_refused_with_what_to_write() {
+        for (name, meant) in [
+            ("host", Name::Host),
+            ("CPU", Name::Host),
+            ("cuda", Name::Cuda(0)),
+            ("cuda:3", Name::Cuda(3)),
+            (" gpu:1 ", Name::Cuda(1)),
+        ] {
+            assert_eq!(Name::of(name).unwrap(), meant, "{name}");
         }
-        for name in
-            ["", "gpu", "cuda:", "cuda:-1", "cuda:+1", "cuda:x", "cuda:99999999999", "host:0", "CUDA", "cuda:0:1"]
-        {
-            let e = parse(name).unwrap_err();
-            assert!(e.kind() == ErrorKind::Config && e.to_string().contains("cuda:N"), "{e}");
+        for name in ["", "cuda:", "cuda:x", "cuda:-1", "host:1", "tpu", "cuda:99999999999"] {
+            let e = Name::of(name).unwrap_err();
+            assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is no device"), "{name}: {e}");
         }
-        assert!(open_device("host", &Settings::default()).is_ok());
     }
 }

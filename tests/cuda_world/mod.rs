@@ -120,7 +120,7 @@ pub fn borrow(ordinal: u32, memory: &Memory) -> Arc<CudaMemory> {
 #[derive(Default)]
 pub struct With {
     pub gate: Arc<Gate>,
-    pub after: Option<Fence>,
+    pub after: Vec<Fence>,
 }
 
 pub struct Pending<T> {

@@ -41,14 +41,15 @@ impl EventPool {
 
     /// The point that the work submitted to `stream` has reached. The context must be current.
     ///
-    /// The caller knows that `stream` is a live stream of this context.
-    pub(super) fn record(self: &Arc<Self>, stream: CUstream) -> CudaResult<Arc<CudaPoint>> {
+    /// The caller knows that `stream` is a live stream of this context. Points of one stream whose `order` is known cover those
+    /// before them.
+    pub(super) fn record(self: &Arc<Self>, stream: CUstream, order: Option<Order>) -> CudaResult<Arc<CudaPoint>> {
         let event = match self.free.lock().pop() {
             Some(event) => event,
             None => Self::create()?,
         };
         // Made before the record, so that the event goes back to the pool where that fails.
-        let point = CudaPoint { event, pool: Arc::clone(self), passed: AtomicBool::new(false) };
+        let point = CudaPoint { event, pool: Arc::clone(self), order, passed: AtomicBool::new(false) };
         // SAFETY: the event is ours, and nobody else has it.
         let code = unsafe { sys::cuEventRecord(point.event.0, stream) };
         check("cuEventRecord", code).map_err(|e| self.context.seen(e))?;
@@ -94,11 +95,19 @@ impl Drop for EventPool {
     }
 }
 
+/// Which record of which of our own streams a point is; both numbers are unique and grow.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Order {
+    pub(super) stream: u64,
+    pub(super) record: u64,
+}
+
 /// A point in a stream's work.
 #[derive(Debug)]
 pub(super) struct CudaPoint {
     event: Handle,
     pool: Arc<EventPool>,
+    order: Option<Order>,
     passed: AtomicBool,
 }
 
@@ -141,6 +150,19 @@ impl Point for CudaPoint {
                 true
             }
             _ => context.seen(CudaError { call: "cuEventQuery", code }).is_sticky(),
+        }
+    }
+
+    fn covers(&self, other: &dyn Point) -> bool {
+        let Some(other) = other.as_any().downcast_ref::<Self>() else { return false };
+        let later = self.order.zip(other.order).is_some_and(|(a, b)| a.stream == b.stream && a.record >= b.record);
+        later || std::ptr::eq(self, other)
+    }
+
+    fn wait(&self) {
+        let waited = self.pool.context.enter().map(|_entered| self.synchronize());
+        if !matches!(waited, Ok(Ok(()))) {
+            tracing::debug!("an event cannot be waited for; its context is lost or not usable here");
         }
     }
 

@@ -15,7 +15,7 @@ pub(super) struct Job {
     pub(super) staging: Buf,
     pub(super) parts: Vec<Part>,
     pub(super) gate: Arc<Gate>,
-    pub(super) after: Option<Fence>,
+    pub(super) after: Vec<Fence>,
     pub(super) launched: Option<Launched>,
     done: Done,
 }
@@ -76,7 +76,7 @@ impl Job {
                 format!("GPU {ordinal} cannot move bytes between staging in {staging:?} and KV in {kv:?}"),
             ));
         }
-        if self.after.as_ref().is_some_and(|f| point(f).is_none()) {
+        if self.after.iter().any(|f| point(f).is_none()) {
             return Err(Error::new(ErrorKind::InvalidInput, "a copy job waits for a fence that is not a GPU's"));
         }
         Ok(())

@@ -132,6 +132,14 @@ unsafe impl KvMemory for CudaMemory {
     fn place(&self) -> Place {
         Place::Device(self.ordinal)
     }
+
+    fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.read(offset, out)
+    }
+
+    fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        self.write(offset, bytes)
+    }
 }
 
 impl CudaMemory {

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use super::fence::{Fence, Stream};
 use super::staging::{StagingOptions, StagingPool};
-use super::{Device, GatherJob, ScatterJob};
+use super::{Device, GatherJob, KvMemory, ScatterJob};
 use crate::config::Numa;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Mover, Place};
@@ -34,7 +34,6 @@ mod pinned;
 mod plane;
 mod pool;
 mod reap;
-#[expect(dead_code, reason = "rotary shifts are not launched yet")]
 mod rope;
 mod slot;
 mod streams;
@@ -147,6 +146,12 @@ impl Device for CudaDevice {
         self.gathers.submit(job.into());
     }
 
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
+        let memory = self.alloc(len)?;
+        memory.fill(0, memory.len(), 0)?;
+        Ok(memory)
+    }
+
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {
         self.context.usable()?;
         pool::make(&self.context, &self.info, options)
@@ -158,8 +163,14 @@ impl Device for CudaDevice {
         if is_capturing(stream)? {
             return Ok(None);
         }
-        let point = self.tools.events.record(handle(stream))?;
+        let point = self.tools.events.record(handle(stream), None)?;
         Ok(Some(Fence::new(point)))
+    }
+
+    fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        self.context.usable()?;
+        let _entered = self.context.enter()?;
+        Ok(is_capturing(stream)?)
     }
 
     fn wait(&self, stream: Stream, fences: &[Fence]) -> Result<()> {

@@ -2,19 +2,25 @@
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{self, CUresult, CUstream, CUstream_flags_enum as Flags, CUstreamCaptureStatus as Capture};
 
 use super::context::Context;
 use super::driver::{CudaResult, check};
-use super::events::{CudaPoint, EventPool};
+use super::events::{CudaPoint, EventPool, Order};
 use crate::device::Stream as Foreign;
+
+/// The number of the stream that is made next.
+static NEXT_STREAM: AtomicU64 = AtomicU64::new(0);
 
 /// A stream of our own. Work submitted to it is enqueued and nothing more; it ends when it ends.
 #[derive(Debug)]
 pub(super) struct OwnStream {
     context: Arc<Context>,
     raw: CUstream,
+    id: u64,
+    records: AtomicU64,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -33,7 +39,8 @@ impl OwnStream {
             let flags = Flags::CU_STREAM_NON_BLOCKING as u32;
             check("cuStreamCreateWithPriority", sys::cuStreamCreateWithPriority(&raw mut raw, flags, least))?;
         }
-        Ok(Self { context: Arc::clone(context), raw })
+        let id = NEXT_STREAM.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { context: Arc::clone(context), raw, id, records: AtomicU64::new(0) })
     }
 
     pub(super) fn raw(&self) -> CUstream {
@@ -42,7 +49,8 @@ impl OwnStream {
 
     /// The point that the stream's work has reached.
     pub(super) fn record(&self, events: &Arc<EventPool>) -> CudaResult<Arc<CudaPoint>> {
-        events.record(self.raw)
+        let record = self.records.fetch_add(1, Ordering::Relaxed);
+        events.record(self.raw, Some(Order { stream: self.id, record }))
     }
 
     /// Makes later work wait for `point`.

@@ -101,7 +101,7 @@ impl Crew {
 
     fn submit_work(&self, lane: usize, way: Way, slot: &mut Slot, (batch, riders): (&Batch, &[Rider])) -> CudaResult {
         let Some(stream) = self.streams.get(lane) else { return Ok(()) };
-        for after in riders.iter().filter_map(|r| r.job.after.as_ref()).filter_map(point) {
+        for after in riders.iter().flat_map(|r| &r.job.after).filter_map(point) {
             stream.wait(after)?;
         }
         if batch.num_tiles() == 0 {

@@ -14,7 +14,10 @@ use std::thread::{self, JoinHandle};
 use parking_lot::{Condvar, Mutex};
 
 use super::rope::{RopeShift, shift_on_host};
-use super::{Device, Gate, GatherJob, Gathered, PagedKv, ScatterJob, Scattered, StagingOptions, StagingPool};
+use super::{
+    Device, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
+    StagingPool,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, Place};
 
@@ -138,6 +141,10 @@ impl Device for HostDevice {
         queue.gathers.push_back(job);
         drop(queue);
         self.shared.wake.notify_one();
+    }
+
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
+        HostMemory::alloc_zeroed(len).map(|m| m as _)
     }
 
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {

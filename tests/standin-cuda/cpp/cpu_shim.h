@@ -13,6 +13,11 @@
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_UNPOISON_MEMORY_REGION(address, size)
+#endif
 
 #define __global__
 #define __device__
@@ -146,6 +151,8 @@ inline bool run_cta(unsigned threads, bool reversed) {
         Fiber& fiber = cta.fibers[i];
         fiber.thread = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
         fiber.done = false;
+        // A fiber ends without a return: what AddressSanitizer marked in its stack stays marked.
+        ASAN_UNPOISON_MEMORY_REGION(&cta.stacks[i * STACK_BYTES], STACK_BYTES);
         prepare(fiber.context, &cta.stacks[i * STACK_BYTES], fiber_main);
     }
     for (;;) {

@@ -166,6 +166,16 @@ impl Stream {
         ok!(self.lib, "cuMemcpyDtoDAsync_v2", to.address => u64, from.address => u64, len => usize, self.handle => u64);
     }
 
+    /// As [`Stream::fill`], for memory known by its address.
+    pub fn fill_at(&self, address: u64, value: u8, len: usize) {
+        ok!(self.lib, "cuMemsetD8Async", address => u64, value => u8, len => usize, self.handle => u64);
+    }
+
+    /// As [`Stream::copy`], for memory known by its address.
+    pub fn copy_at(&self, from: u64, to: u64, len: usize) {
+        ok!(self.lib, "cuMemcpyDtoDAsync_v2", to => u64, from => u64, len => usize, self.handle => u64);
+    }
+
     /// Waits for what was submitted; the code where it fails.
     pub fn synchronize(&self) -> i32 {
         cuda!(self.lib, "cuStreamSynchronize", self.handle => u64)
