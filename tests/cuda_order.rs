@@ -113,6 +113,35 @@ fn callers_that_are_late_hold_up_nobody_else() {
 }
 
 #[test]
+fn a_job_waits_for_all_its_fences_and_nobody_for_more_than_its_own() {
+    let world = World::new();
+    let rig = world.rig(small_cache(64), 1);
+    let (before, scratch) = (rig.dump(), world.server.alloc(64));
+    let (a, b) = (world.server.stream(true), world.server.stream(true));
+    for stream in [&a, &b] {
+        stream.hold();
+        stream.fill(&scratch, 1);
+    }
+    let (fa, fb) = (world.fence(&a).unwrap(), world.fence(&b).unwrap());
+    let job = |number: usize, fences: &[&Fence]| {
+        let c = chunk(&rig, number, 9);
+        let with = With { after: fences.iter().map(|&f| f.clone()).collect(), ..With::default() };
+        world.scatter(&rig, world.staged(&c.bytes), c.parts, with)
+    };
+    let (both, only_a) = (job(0, &[&fa, &fb]), job(1, &[&fa]));
+    both.fence();
+    only_a.fence();
+    a.release();
+    assert!(only_a.end().error.is_none(), "it waited for the other's fence too");
+    world.lib.settle();
+    assert!(both.done.try_recv().is_err() && rig.dump()[0][..TOKENS * 256] == before[0][..TOKENS * 256]);
+    b.release();
+    assert!(both.end().error.is_none());
+    drop((both, only_a, fa, fb, rig, scratch, a, b));
+    world.end();
+}
+
+#[test]
 fn loads_of_one_stream_never_wait_in_a_circle() {
     let world = World::new();
     let rig = world.rig(small_cache(64), 1);

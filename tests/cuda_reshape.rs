@@ -1,9 +1,10 @@
 //! The GPU device against plain loops over random layouts, with streams that take their time.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
 
 use forebay::device::cuda::CudaOptions;
-use forebay::device::{Device, HostDevice, HostMemory, HostOptions, PagedKv};
+use forebay::device::{Device, FloatKind, HostDevice, HostMemory, HostOptions, PagedKv, RopeTable};
 use forebay::io::{AlignedBuf, Buf};
 use proptest::prelude::*;
 
@@ -94,4 +95,48 @@ fn a_launch_has_no_more_ctas_than_allowed() {
         drop((done, rig));
         world.end();
     }
+}
+
+#[test]
+fn keys_are_turned_as_the_host_device_turns_them() {
+    let world = World::with(&CudaOptions { max_ctas: 2, ..CudaOptions::default() }, (2, 64 << 10));
+    let rig = world.rig(cuda_world::small_cache(8), 3);
+    let (positions, rotary_dim) = (300, 16);
+    let table: Vec<u8> = (0..positions)
+        .flat_map(|p| (0..rotary_dim).map(move |i| (p as f32 * 0.01 * (i % 8) as f32, i < 8)))
+        .flat_map(|(angle, cosine)| if cosine { angle.cos() } else { angle.sin() }.to_le_bytes())
+        .collect();
+    let memory = world.server.alloc(table.len());
+    memory.poke(0, &table);
+    let keys: Vec<u8> = (0..rig.memories[0].len() / 4).flat_map(|i| ((i % 97) as f32 - 48.0).to_le_bytes()).collect();
+    rig.memories[0].poke(0, &keys);
+    let host = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
+    let copy = HostMemory::from_vec(rig.dump().remove(0)).unwrap();
+    let host_kv = PagedKv::new(vec![Arc::clone(&copy)], rig.cache.layout()).unwrap();
+    let host_table = (HostMemory::from_vec(table).unwrap(), 0);
+    let shift = |table| forebay::device::RopeShift {
+        layer: 0,
+        plane: 0,
+        plan: Arc::clone(&cuda_world::chunk(&rig, 1, 1).parts[0].plan),
+        old_positions: (0..64).collect(),
+        new_positions: (0..64).map(|t| t + 200).collect(),
+        style: forebay::device::RopeStyle::Neox,
+        kind: FloatKind::F32,
+        table,
+    };
+    let table = |t| RopeTable::new(t, positions, rotary_dim, FloatKind::F32).unwrap();
+    let gate = forebay::device::Gate::new();
+    assert!(host.rope_shift(&host_kv, &shift(table(host_table)), &gate).unwrap());
+    let gpu_table = RopeTable::new((cuda_world::borrow(0, &memory), 0), positions, rotary_dim, FloatKind::F32).unwrap();
+    let stream = world.server.stream(true);
+    let after: Vec<_> = world.fence(&stream).into_iter().collect();
+    assert!(world.device.rope_shift(&rig.kv, &[shift(Arc::clone(&gpu_table))], &gate, &after).unwrap());
+    let mut turned = vec![0; rig.memories[0].len()];
+    copy.read(0, &mut turned).unwrap();
+    assert!(rig.memories[0].peek() == turned && turned != keys);
+    gate.close();
+    assert!(!world.device.rope_shift(&rig.kv, &[shift(gpu_table)], &gate, &[]).unwrap());
+    assert!(rig.memories[0].peek() == turned);
+    drop((after, stream, rig, memory));
+    world.end();
 }

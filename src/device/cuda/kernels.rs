@@ -10,7 +10,6 @@ use super::context::Context;
 use super::driver::{CudaResult, check};
 use super::plane::THREADS;
 use super::streams::OwnStream;
-use crate::device::parts::Way;
 
 /// Made by `make kernels` from `kernels/*.cu`; ends in a zero, as the driver wants it.
 const PTX: &str = concat!(include_str!("../../../kernels/ptx/forebay.ptx"), "\0");
@@ -22,6 +21,7 @@ pub(super) struct Kernels {
     module: CUmodule,
     scatter: CUfunction,
     gather: CUfunction,
+    rope_shift: CUfunction,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -29,15 +29,23 @@ unsafe impl Send for Kernels {}
 // SAFETY: as for Send; the driver locks its own state.
 unsafe impl Sync for Kernels {}
 
-/// One launch over the planes of a batch.
+/// Which kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kernel {
+    Scatter,
+    Gather,
+    RopeShift,
+}
+
+/// One launch over the descriptors of a batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Launch {
-    pub(super) way: Way,
-    /// Address of the planes.
+    pub(super) kernel: Kernel,
+    /// Address of the descriptors.
     pub(super) planes: u64,
     pub(super) num_planes: u32,
     pub(super) num_tiles: u32,
-    /// Address of as many words as there are tiles.
+    /// Address of as many words as there are tiles, for kernels that take checksums.
     pub(super) tile_crcs: u64,
     /// CTAs at most; 0 stands for one per tile.
     pub(super) max_ctas: u32,
@@ -50,9 +58,10 @@ impl Kernels {
         // SAFETY: the text ends in a zero; the handle is written to a live variable.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut module, PTX.as_ptr().cast()) })?;
         let null = std::ptr::null_mut();
-        let mut kernels = Self { context: Arc::clone(context), module, scatter: null, gather: null };
+        let mut kernels = Self { context: Arc::clone(context), module, scatter: null, gather: null, rope_shift: null };
         kernels.scatter = kernels.function(c"forebay_scatter_crc")?;
         kernels.gather = kernels.function(c"forebay_gather_crc")?;
+        kernels.rope_shift = kernels.function(c"forebay_rope_shift")?;
         Ok(Arc::new(kernels))
     }
 
@@ -70,9 +79,10 @@ impl Kernels {
     /// When the stream comes to the launch, the planes must be at their address, and everything that they name must be valid until
     /// the stream has passed it.
     pub(super) unsafe fn launch(&self, stream: &OwnStream, mut launch: Launch) -> CudaResult {
-        let function = match launch.way {
-            Way::IntoKv => self.scatter,
-            Way::OutOfKv => self.gather,
+        let function = match launch.kernel {
+            Kernel::Scatter => self.scatter,
+            Kernel::Gather => self.gather,
+            Kernel::RopeShift => self.rope_shift,
         };
         let ctas = match launch.max_ctas {
             0 => launch.num_tiles,

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use super::context::Context;
 use super::driver::{CudaResult, check};
 use super::events::EventPool;
+use super::slot::Slot;
 use super::streams::OwnStream;
 use crate::device::KvMemory;
 use crate::device::region::next_id;
@@ -118,7 +119,15 @@ enum Owner {
 pub(super) struct Tools {
     pub(super) context: Arc<Context>,
     pub(super) events: Arc<EventPool>,
-    pub(super) stream: Mutex<OwnStream>,
+    pub(super) stream: Mutex<Bench>,
+}
+
+/// What one of those callers at a time works with.
+#[derive(Debug)]
+pub(super) struct Bench {
+    pub(super) stream: OwnStream,
+    /// For launches; made when first needed.
+    pub(super) slot: Option<Slot>,
 }
 
 // SAFETY: address and length never change; foreign memory is valid by the contract of `from_raw`, own memory until dropped.
@@ -211,11 +220,12 @@ impl CudaMemory {
         };
         tools.context.usable()?;
         let _entered = tools.context.enter()?;
-        let stream = tools.stream.lock();
-        let submitted = submit(&stream);
+        let bench = tools.stream.lock();
+        let stream = &bench.stream;
+        let submitted = submit(stream);
         // Also after a failed call: part of it may be under way.
-        let waited = stream.record(&tools.events).and_then(|point| point.synchronize());
-        drop(stream);
+        let waited = stream.pass(stream.record(&tools.events).ok().as_deref());
+        drop(bench);
         Ok(submitted.and(waited)?)
     }
 

@@ -40,6 +40,7 @@ mod streams;
 mod submit;
 mod tables;
 mod threads;
+mod turn;
 
 #[cfg(test)]
 mod tests;
@@ -49,7 +50,7 @@ use crew::{Crew, Threads};
 use events::EventPool;
 use job::point;
 use kernels::Kernels;
-use memory::Tools;
+use memory::{Bench, Tools};
 use mover::CudaMover;
 use streams::{OwnStream, handle, is_capturing};
 
@@ -86,6 +87,8 @@ pub struct CudaDevice {
     gathers: Threads,
     mover: Arc<CudaMover>,
     tools: Arc<Tools>,
+    kernels: Arc<Kernels>,
+    max_ctas: u32,
     info: GpuInfo,
     context: Arc<Context>,
 }
@@ -111,9 +114,10 @@ impl CudaDevice {
             Numa::Node(node) => Some(node),
         };
         let mover = CudaMover::new(&context, &events, &format!("{}-copy", options.name), numa)?;
-        let stream = Mutex::new(OwnStream::new(&context)?);
+        let stream = Mutex::new(Bench { stream: OwnStream::new(&context)?, slot: None });
         let tools = Arc::new(Tools { context: Arc::clone(&context), events, stream });
-        Ok(Arc::new(Self { scatters, gathers, mover, tools, info, context: Arc::clone(&context) }))
+        let (max_ctas, context) = (options.max_ctas, Arc::clone(&context));
+        Ok(Arc::new(Self { scatters, gathers, mover, tools, kernels, max_ctas, info, context }))
     }
 
     /// What the GPU is.

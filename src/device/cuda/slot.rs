@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 
-use super::batch::Batch;
 use super::context::Context;
 use super::driver::CudaResult;
 use super::memory::DeviceAlloc;
@@ -55,18 +54,23 @@ impl Slot {
         Ok(Self { context: Arc::clone(context), now, outgrown: Vec::new() })
     }
 
-    /// Makes room for `batch`, and enqueues the upload of its descriptors.
+    /// Makes room for descriptors of `bytes` and checksums of `tiles`, and enqueues the upload of what `encode` makes of the
+    /// address of the descriptors.
     ///
     /// # Safety
     /// No launch of this slot may be under way, and the slot must be left alone until the stream has passed the upload.
-    pub(super) unsafe fn upload(&mut self, stream: &OwnStream, batch: &Batch) -> CudaResult {
-        let (bytes, tiles) = (batch.blob_bytes(), batch.num_tiles() as usize);
+    pub(super) unsafe fn upload(
+        &mut self,
+        stream: &OwnStream,
+        (bytes, tiles): (usize, usize),
+        encode: impl FnOnce(u64) -> Vec<u8>,
+    ) -> CudaResult {
         if bytes > self.now.blob_bytes || tiles > self.now.tiles {
             let blob_bytes = bytes.next_power_of_two().max(self.now.blob_bytes);
             let grown = Memory::new(&self.context, blob_bytes, tiles.next_power_of_two().max(self.now.tiles))?;
             self.outgrown.push(std::mem::replace(&mut self.now, grown));
         }
-        let blob = batch.encode(self.now.blob.address());
+        let blob = encode(self.now.blob.address());
         // SAFETY: contract of this function.
         let upload = unsafe { self.now.upload.bytes_mut() };
         if let Some(upload) = upload.get_mut(..blob.len()) {

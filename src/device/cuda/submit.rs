@@ -13,7 +13,7 @@ use super::batch::Batch;
 use super::crew::{Crew, Work};
 use super::driver::CudaResult;
 use super::job::{Job, Outcome, contained, point};
-use super::kernels::Launch;
+use super::kernels::{Kernel, Launch};
 use super::reap::{Flight, Rider};
 use super::slot::Slot;
 use crate::device::Fence;
@@ -38,19 +38,12 @@ impl Crew {
 
     /// Enters the gates and describes the jobs; those that end here are told.
     fn board(&self, way: Way, jobs: Vec<Job>) -> (Batch, Vec<Rider>) {
-        let usable = self.context.usable();
         let mut inside = Vec::with_capacity(jobs.len());
         for job in jobs {
-            match &usable {
-                Err(_) => {
-                    // Asked again, as an error has one owner.
-                    let e = self.context.usable().err().unwrap_or_else(lost);
-                    self.finish(job, Outcome::failed(e));
-                }
-                Ok(()) => match job.gate.enter_owned() {
-                    Some(guard) => inside.push((job, guard)),
-                    None => self.finish(job, Outcome::skipped()),
-                },
+            match self.context.usable().map(|()| job.gate.enter_owned()) {
+                Ok(Some(guard)) => inside.push((job, guard)),
+                Ok(None) => self.finish(job, Outcome::skipped()),
+                Err(e) => self.finish(job, Outcome::failed(e)),
             }
         }
         let mut batch = Batch::new();
@@ -107,10 +100,15 @@ impl Crew {
         if batch.num_tiles() == 0 {
             return Ok(());
         }
+        let size = (batch.blob_bytes(), batch.num_tiles() as usize);
         // SAFETY: the slot was free, and the flight keeps it until the reaper has seen the stream pass what is submitted here.
-        unsafe { slot.upload(stream, batch)? };
+        unsafe { slot.upload(stream, size, |address| batch.encode(address))? };
+        let kernel = match way {
+            Way::IntoKv => Kernel::Scatter,
+            Way::OutOfKv => Kernel::Gather,
+        };
         let launch = Launch {
-            way,
+            kernel,
             planes: slot.blob(),
             num_planes: batch.num_planes(),
             num_tiles: batch.num_tiles(),
@@ -127,8 +125,4 @@ fn describe(batch: &mut Batch, way: Way, job: &Job, ordinal: u32) -> Result<usiz
     job.check(ordinal)?;
     let staging = (job.staging.as_mut_ptr().expose_provenance() as u64, job.staging.len());
     batch.push(way, &job.kv, &job.parts, staging)
-}
-
-fn lost() -> Error {
-    Error::new(ErrorKind::Io, "the GPU's context is lost")
 }

@@ -1,0 +1,71 @@
+//! Rotary shifts of keys in paged KV: one launch that the caller waits for.
+#![expect(unsafe_code, reason = "launches a kernel over the caller's paged KV")]
+
+use super::CudaDevice;
+use super::job::point;
+use super::kernels::{Kernel, Launch};
+use super::rope::RopeBatch;
+use super::slot::Slot;
+use crate::device::{Fence, Gate, PagedKv, RopeShift};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::Place;
+
+impl CudaDevice {
+    /// Turns keys in place from their old positions to new ones, after the fences, and waits for it. Nothing happens where the
+    /// gate is closed; the result says whether it did. No load or store may use those slots meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where a shift does not suit the paged KV, that does not lie on this GPU, or a fence is not a
+    /// GPU's; what the driver says otherwise: the keys may then be turned or not.
+    pub fn rope_shift(&self, kv: &PagedKv, shifts: &[RopeShift], gate: &Gate, after: &[Fence]) -> Result<bool> {
+        self.context.usable()?;
+        let here = Place::Device(self.context.ordinal());
+        if kv.place() != here {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("GPU {here:?} cannot turn keys in {:?}", kv.place()),
+            ));
+        }
+        let mut batch = RopeBatch::new();
+        for shift in shifts {
+            batch.push(kv, shift)?;
+        }
+        let points = after.iter().map(point).collect::<Option<Vec<_>>>();
+        let points =
+            points.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "keys cannot be turned after this fence"))?;
+        let Some(_guard) = gate.enter() else { return Ok(false) };
+        if batch.num_tiles() == 0 {
+            return Ok(true);
+        }
+        let _entered = self.context.enter()?;
+        let mut tools = self.tools.stream.lock();
+        let tools = &mut *tools;
+        let slot = match &mut tools.slot {
+            Some(slot) => slot,
+            none => none.insert(Slot::new(&self.context)?),
+        };
+        let stream = &tools.stream;
+        let submit = || {
+            for point in points {
+                stream.wait(point)?;
+            }
+            // SAFETY: the last call has waited for its launch; the lock is held until this one is over.
+            unsafe { slot.upload(stream, (batch.blob_bytes(), 0), |address| batch.encode(address))? };
+            let launch = Launch {
+                kernel: Kernel::RopeShift,
+                planes: slot.blob(),
+                num_planes: batch.num_ropes(),
+                num_tiles: batch.num_tiles(),
+                tile_crcs: 0,
+                max_ctas: self.max_ctas,
+            };
+            // SAFETY: the descriptors come before it in the stream, their addresses were checked, and what they name is borrowed
+            // until the stream has passed the launch, inside the gate.
+            unsafe { self.kernels.launch(stream, launch) }
+        };
+        let submitted = submit();
+        let waited = stream.pass(stream.record(&self.tools.events).ok().as_deref());
+        submitted.and(waited)?;
+        Ok(true)
+    }
+}
