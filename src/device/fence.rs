@@ -10,7 +10,8 @@ use std::time::Duration;
 /// How often a point is looked at that cannot be slept on.
 const POLL: Duration = Duration::from_micros(20);
 
-/// A stream of the caller (such as PyTorch's current one), by its driver handle; never freed here. 0 is the default stream.
+/// A stream of the caller (such as PyTorch's current one), by its driver handle, which must be live while it is used; never freed
+/// here. 0 is the default stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(pub u64);
 

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::io::{Buf, Mover, Place};
 use crate::paged::ChunkPlan;
 
-mod cuda;
+pub mod cuda;
 mod fence;
 mod floats;
 mod gate;

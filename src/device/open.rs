@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::cuda::{CudaDevice, CudaOptions};
 use super::{Device, HostDevice, HostOptions};
 use crate::config::Settings;
 use crate::error::{Error, ErrorKind, Result};
@@ -39,7 +40,10 @@ pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
             let options = HostOptions { workers: settings.worker_threads(), ..HostOptions::default() };
             Ok(HostDevice::new(&options)?)
         }
-        Name::Cuda(ordinal) => Err(Error::new(ErrorKind::Unsupported, format!("cuda:{ordinal} cannot be opened"))),
+        Name::Cuda(ordinal) => {
+            let (max_ctas, numa) = (settings.kernel_ctas, settings.numa);
+            Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, numa, ..CudaOptions::default() })?)
+        }
     }
 }
 

@@ -42,6 +42,24 @@ pub(super) struct Piece {
     pub(super) region: Option<(u64, usize)>,
 }
 
+/// Why a block did not move.
+#[derive(Debug)]
+pub(super) enum Failed {
+    /// The system call's `errno`.
+    Errno(i32),
+    /// What a backend says that does more than one system call; told to the caller as it is.
+    Because(Error),
+}
+
+impl From<i32> for Failed {
+    fn from(errno: i32) -> Self {
+        Self::Errno(errno)
+    }
+}
+
+/// What became of a block: bytes moved, or why not.
+pub(super) type Moved = std::result::Result<usize, Failed>;
+
 struct Job {
     seq: u64,
     op: Op,
@@ -50,12 +68,14 @@ struct Job {
     buf: Option<Buf>,
     buf_offset: usize,
     len: usize,
+    submitted: Instant,
     deadline: Instant,
     /// Bytes handed out as spans.
     issued: usize,
     outstanding: usize,
     caller: Option<Caller>,
     failed: Option<Error>,
+    stats: Arc<IoStats>,
 }
 
 /// News for a caller, to be delivered outside any lock.
@@ -91,8 +111,6 @@ impl Ended {
 pub(super) struct Expired {
     pub(super) ended: Vec<Ended>,
     pub(super) stuck: Vec<usize>,
-    /// Blocks of those jobs that are still in the kernel.
-    pub(super) stuck_blocks: usize,
 }
 
 /// All requests of one queue that have not ended.
@@ -110,11 +128,10 @@ pub(super) struct Jobs {
     retries: VecDeque<Span>,
     /// No deadline is earlier than this; may be earlier than every deadline.
     next_check: Option<Instant>,
-    stats: Arc<IoStats>,
 }
 
 impl Jobs {
-    pub(super) fn new(block_bytes: usize, stats: Arc<IoStats>) -> Self {
+    pub(super) fn new(block_bytes: usize) -> Self {
         Self {
             slots: Vec::new(),
             free: Vec::new(),
@@ -126,15 +143,14 @@ impl Jobs {
             ready: VecDeque::new(),
             retries: VecDeque::new(),
             next_check: None,
-            stats,
         }
     }
 
-    /// Takes over a request that passed its check.
-    pub(super) fn admit(&mut self, r: Request, submitted: Instant) {
+    /// Takes over a request that passed its check and has its place in `stats`.
+    pub(super) fn admit(&mut self, r: Request, submitted: Instant, stats: Arc<IoStats>) {
         let far = || submitted + std::time::Duration::from_secs(86_400 * 365);
         let deadline = submitted.checked_add(r.timeout).unwrap_or_else(far);
-        let caller = Caller::new(r.done, r.op, r.len, submitted, Arc::clone(&self.stats));
+        let caller = Caller::new(r.done, r.op, r.len, submitted, Arc::clone(&stats));
         let job = Job {
             seq: self.next_seq,
             op: r.op,
@@ -143,11 +159,13 @@ impl Jobs {
             buf: r.buf,
             buf_offset: r.buf_offset,
             len: r.len,
+            submitted,
             deadline,
             issued: 0,
             outstanding: 0,
             caller: Some(caller),
             failed: None,
+            stats,
         };
         self.next_seq += 1;
         self.live += 1;
@@ -178,30 +196,55 @@ impl Jobs {
 
     /// The next block for the kernel.
     pub(super) fn next(&mut self) -> Option<Piece> {
+        self.next_within(self.block_bytes)
+    }
+
+    /// The next block, of at most `most` bytes where it was not cut before.
+    pub(super) fn next_within(&mut self, most: usize) -> Option<Piece> {
         if let Some(span) = self.retries.pop_front() {
             return self.piece(span);
         }
         if let Some(id) = self.ready.pop_front() {
-            return self.issue(id);
+            return self.issue(id, most);
         }
         while let Some(&id) = self.backlog.front() {
             let (is_flush, rest) =
                 self.slots[id].as_ref().map_or((false, 0), |j| (j.op == Op::Flush, j.len - j.issued));
-            if is_flush || rest <= self.block_bytes {
+            if is_flush || rest <= most {
                 self.backlog.pop_front();
             }
             if is_flush && self.must_wait(id) {
                 self.parked.push(id);
                 continue;
             }
-            return self.issue(id);
+            return self.issue(id, most);
         }
         None
     }
 
-    fn issue(&mut self, id: usize) -> Option<Piece> {
+    /// Bytes that are left of the job which `next` would take a block of; 0 for a flush.
+    pub(super) fn upcoming(&mut self) -> Option<usize> {
+        if let Some(span) = self.retries.front() {
+            return Some(span.len);
+        }
+        if !self.ready.is_empty() {
+            return Some(0);
+        }
+        while let Some(&id) = self.backlog.front() {
+            let job = self.slots.get(id)?.as_ref()?;
+            if job.op == Op::Flush && self.must_wait(id) {
+                self.backlog.pop_front();
+                self.parked.push(id);
+                continue;
+            }
+            return Some(job.len - job.issued);
+        }
+        None
+    }
+
+    fn issue(&mut self, id: usize, most: usize) -> Option<Piece> {
         let job = self.slots.get_mut(id)?.as_mut()?;
-        let len = self.block_bytes.min(job.len - job.issued);
+        let len = most.min(job.len - job.issued);
         let span = Span { job: id, start: job.issued, len, tries: 0 };
         job.issued += len;
         job.outstanding += 1;
@@ -229,9 +272,22 @@ impl Jobs {
         Some(&self.slots.get(job)?.as_ref()?.file)
     }
 
-    /// Whether the caller of a job was told already, while blocks of it are in the kernel.
-    pub(super) fn is_quarantined(&self, job: usize) -> bool {
-        self.slots.get(job).and_then(Option::as_ref).is_some_and(|j| j.caller.is_none())
+    /// When the caller of a job will have waited long enough, and how long that is from its submission.
+    pub(super) fn deadline(&self, job: usize) -> Option<(Instant, std::time::Duration)> {
+        let job = self.slots.get(job)?.as_ref()?;
+        Some((job.deadline, job.deadline.saturating_duration_since(job.submitted)))
+    }
+
+    /// Whether nobody waits for what is still outstanding of a job: it failed, or its caller was told.
+    pub(super) fn is_dying(&self, job: usize) -> bool {
+        self.slots.get(job).and_then(Option::as_ref).is_none_or(|j| j.failed.is_some() || j.caller.is_none())
+    }
+
+    /// Takes a block back that no longer touches the job's memory although its end is not known. The job must be given up next.
+    pub(super) fn withdraw(&mut self, span: Span) {
+        if let Some(job) = self.slots.get_mut(span.job).and_then(Option::as_mut) {
+            job.outstanding = job.outstanding.saturating_sub(1);
+        }
     }
 
     fn must_wait(&self, flush: usize) -> bool {
@@ -242,9 +298,14 @@ impl Jobs {
 
     /// The kernel is done with `span`: bytes moved, or an `errno` (positive). Gives the end of its job where this was the last.
     pub(super) fn span_ended(&mut self, span: Span, moved: std::result::Result<usize, i32>) -> Option<Ended> {
+        self.block_ended(span, moved.map_err(Failed::Errno))
+    }
+
+    /// The same for backends with more to say.
+    pub(super) fn block_ended(&mut self, span: Span, moved: Moved) -> Option<Ended> {
         let job = self.slots.get_mut(span.job)?.as_mut()?;
         let dying = job.failed.is_some() || job.caller.is_none();
-        if let Err(libc::EAGAIN | libc::EINTR) = moved
+        if let Err(Failed::Errno(libc::EAGAIN | libc::EINTR)) = moved
             && !dying
             && span.tries < MAX_TRIES
         {
@@ -290,7 +351,7 @@ impl Jobs {
             result: job.failed.map_or(Ok(()), Err),
             buf: job.buf,
             file: Some(job.file),
-            stats: Arc::clone(&self.stats),
+            stats: job.stats,
         })
     }
 
@@ -346,17 +407,16 @@ impl Jobs {
                 out.ended.extend(self.end_if_over(id));
                 continue;
             }
-            self.stats.quarantine();
-            let (caller, stats) = (job.caller.take(), Arc::clone(&self.stats));
+            job.stats.quarantine();
+            let (caller, stats) = (job.caller.take(), Arc::clone(&job.stats));
             out.ended.push(Ended { caller, result: Err(e), buf: None, file: None, stats, quarantined: true });
-            out.stuck_blocks += job.outstanding;
             out.stuck.push(id);
         }
         out
     }
 }
 
-fn failure(job: &Job, span: Span, moved: std::result::Result<usize, i32>) -> Option<Error> {
+fn failure(job: &Job, span: Span, moved: Moved) -> Option<Error> {
     let at = job.offset + span.start as u64;
     let e = match moved {
         Ok(_) if job.op == Op::Flush => return None,
@@ -365,7 +425,8 @@ fn failure(job: &Job, span: Span, moved: std::result::Result<usize, i32>) -> Opt
             let message = format!("a {} moved {n} of {} bytes", job.op.as_str(), span.len);
             Error::new(ErrorKind::ShortIo, message)
         }
-        Err(errno) => {
+        Err(Failed::Because(e)) => return Some(e),
+        Err(Failed::Errno(errno)) => {
             let what = match job.op {
                 Op::Read => "cannot read",
                 Op::Write => "cannot write",

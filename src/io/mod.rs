@@ -10,7 +10,9 @@
 //! This room knows no keys, segments or layers, and no memory but through [`IoBuf`].
 
 mod beneath;
+mod bounce;
 mod buffer;
+mod cufile;
 mod event;
 mod faulty;
 mod file;
@@ -18,9 +20,11 @@ mod jobs;
 mod mover;
 mod os;
 mod pace;
+mod pool;
 mod probe;
 mod remove;
 mod request;
+mod router;
 mod stats;
 mod threads;
 mod throttle;
@@ -35,6 +39,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 pub use beneath::create_dirs_beneath;
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
+pub use cufile::{CufileCause, CufileReason, TrialCounters, TrialMemory, TrialReport, cufile_trial};
 pub use event::EventFd;
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};
@@ -43,6 +48,7 @@ pub use os::{boot_clock_ns, file_system_bytes};
 pub use probe::{Drive, IoPath, Notes, PathReport, open_drive};
 pub use remove::{remove_file, remove_tree};
 pub use request::{Completion, Done, Op, Rejected, Request};
+pub use router::DevicePath;
 pub use stats::{IoCounts, IoStats};
 pub use throttle::ReadGauge;
 
@@ -191,19 +197,34 @@ impl Direction {
 #[derive(Clone)]
 struct QueueSpec {
     direction: Direction,
+    /// The memory that it serves.
+    place: Place,
     options: IoOptions,
     gauge: Arc<ReadGauge>,
     notes: Notes,
+    /// Shared by all queues of one drive and direction, so that each request counts once wherever it is served.
+    stats: Arc<IoStats>,
+}
+
+/// A queue as other queues of this room use it.
+trait Backend: Queue {
+    /// [`Queue::submit`] for a part of a request of another queue: counted in `stats`, and not bounded, as the other queue is.
+    fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected>;
 }
 
 impl QueueSpec {
+    /// The checks that every backend makes before it takes a request.
+    fn check(&self, request: &Request, pid: u32) -> Result<()> {
+        check_direction(request, self.direction, pid)?;
+        request.check(self.place)
+    }
+
     fn thread_name(&self) -> String {
         format!("{}-{}", self.direction.as_str(), self.options.name)
     }
 }
 
-/// The checks that every backend makes before it takes a request.
-fn check_request(request: &Request, direction: Direction, pid: u32) -> Result<()> {
+fn check_direction(request: &Request, direction: Direction, pid: u32) -> Result<()> {
     if std::process::id() != pid {
         return Err(forked());
     }
@@ -211,7 +232,7 @@ fn check_request(request: &Request, direction: Direction, pid: u32) -> Result<()
         let message = format!("a {} on the queue for {}s", request.op.as_str(), direction.as_str());
         return Err(Error::new(ErrorKind::InvalidInput, message));
     }
-    request.check()
+    Ok(())
 }
 
 fn forked() -> Error {

@@ -1,5 +1,5 @@
-//! Two questions to the operating system that the standard library does not ask.
-#![expect(unsafe_code, reason = "statvfs and clock_gettime have no safe wrapper in the standard library")]
+//! Questions to the operating system that the standard library does not ask.
+#![expect(unsafe_code, reason = "statvfs, statfs and clock_gettime have no safe wrapper in the standard library")]
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -23,6 +23,20 @@ pub fn file_system_bytes(path: &Path) -> Result<(u64, u64)> {
         );
     }
     Ok((st.f_blocks.saturating_mul(st.f_frsize), st.f_bavail.saturating_mul(st.f_frsize)))
+}
+
+/// The number by which the kernel knows the kind of file system that `path` lies on.
+pub(super) fn file_system_magic(path: &Path) -> Result<u64> {
+    let name = CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| Error::new(ErrorKind::InvalidInput, "a path holds a zero byte").at(path))?;
+    // SAFETY: `statfs` is plain integers, for which zero bytes are valid.
+    let mut st: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is a C string, `st` a valid place for the result.
+    if unsafe { libc::statfs(name.as_ptr(), &raw mut st) } != 0 {
+        let e = std::io::Error::last_os_error();
+        return Err(Error::io("cannot ask for the kind of file system", e).at(path));
+    }
+    Ok(st.f_type as u64)
 }
 
 /// Nanoseconds since the machine was booted, suspended time included; the same for all its processes.

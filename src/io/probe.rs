@@ -8,18 +8,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 
-use super::threads::Threads;
+use super::router::{self, DevicePath};
 use super::uring::Uring;
-use super::{AlignedBuf, Completion, DirectFile, EngineChoice, IO_ALIGN, IoOptions, Request, wait};
-use super::{Direction, Queue, QueueSpec, ReadGauge};
+use super::{AlignedBuf, Completion, DirectFile, EngineChoice, IO_ALIGN, IoOptions, Place, Request, threads, wait};
+use super::{Backend, Direction, Queue, QueueSpec, ReadGauge};
 use crate::error::{Error, ErrorKind, Result};
 
 /// A trial that takes longer has failed.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A way of the bytes between drive and memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum IoPath {
     /// cuFile with nvidia-fs: the drive writes GPU memory.
@@ -29,9 +31,12 @@ pub enum IoPath {
     /// cuFile through host memory.
     CufileCompat,
     /// `io_uring`.
+    #[serde(rename = "io_uring")]
     IoUring,
     /// A pool of threads with `pread` and `pwrite`.
     Threads,
+    /// For an accelerator's memory: the host's queue into pinned memory, and a copy.
+    Bounce,
 }
 
 impl IoPath {
@@ -44,6 +49,7 @@ impl IoPath {
             Self::CufileCompat => "cufile-compat",
             Self::IoUring => "io_uring",
             Self::Threads => "threads",
+            Self::Bounce => "bounce",
         }
     }
 }
@@ -83,8 +89,10 @@ impl fmt::Debug for Notes {
 /// Which path is active and why the better ones are not.
 #[derive(Clone, Debug)]
 pub struct PathReport {
-    /// The path in use.
+    /// The path of host memory's bytes.
     pub active: IoPath,
+    /// The path of an accelerator's bytes, where the queues serve one; it may change while they run.
+    pub device: Option<DevicePath>,
     /// Better paths and why they are not in use.
     pub reasons: Vec<(IoPath, String)>,
     /// What is worth knowing about the active path.
@@ -115,21 +123,43 @@ impl fmt::Debug for Drive {
 /// started.
 pub fn open_drive(options: &IoOptions) -> Result<Drive> {
     options.check()?;
+    match &options.device {
+        None => Ok(open_host(options)?.drive()),
+        Some(side) => router::open(options, side),
+    }
+}
+
+/// Opens the queues for host memory.
+pub(super) fn open_host(options: &IoOptions) -> Result<Host> {
     select(options, &[(IoPath::IoUring, start_uring), (IoPath::Threads, start_threads)])
 }
 
-type Start = fn(QueueSpec) -> Result<Arc<dyn Queue>>;
+/// The two queues for host memory, for other queues to build on.
+pub(super) struct Host {
+    pub(super) read: Arc<dyn Backend>,
+    pub(super) write: Arc<dyn Backend>,
+    pub(super) gauge: Arc<ReadGauge>,
+    pub(super) report: PathReport,
+}
 
-fn start_uring(spec: QueueSpec) -> Result<Arc<dyn Queue>> {
+impl Host {
+    fn drive(self) -> Drive {
+        Drive { read: self.read, write: self.write, report: self.report }
+    }
+}
+
+type Start = fn(QueueSpec) -> Result<Arc<dyn Backend>>;
+
+fn start_uring(spec: QueueSpec) -> Result<Arc<dyn Backend>> {
     Ok(Arc::new(Uring::start(spec)?))
 }
 
-fn start_threads(spec: QueueSpec) -> Result<Arc<dyn Queue>> {
-    Ok(Arc::new(Threads::start(spec)?))
+fn start_threads(spec: QueueSpec) -> Result<Arc<dyn Backend>> {
+    Ok(Arc::new(threads::start(spec)?))
 }
 
 /// The first of `backends` that is wanted and passes its trial.
-fn select(options: &IoOptions, backends: &[(IoPath, Start)]) -> Result<Drive> {
+fn select(options: &IoOptions, backends: &[(IoPath, Start)]) -> Result<Host> {
     let mut reasons = vec![(IoPath::CufileGds, "these queues serve host memory, which cuFile does not".to_owned())];
     for &(path, start) in backends {
         let wanted = match options.engine {
@@ -143,9 +173,10 @@ fn select(options: &IoOptions, backends: &[(IoPath, Start)]) -> Result<Drive> {
         }
         let notes = Notes::default();
         match attempt(options, start, &notes) {
-            Ok((read, write)) => {
+            Ok((read, write, gauge)) => {
                 tracing::debug!(path = path.as_str(), drive = options.name, "I/O path chosen");
-                return Ok(Drive { read, write, report: PathReport { active: path, reasons, notes } });
+                let report = PathReport { active: path, device: None, reasons, notes };
+                return Ok(Host { read, write, gauge, report });
             }
             Err(e) if options.engine != EngineChoice::Auto => return Err(e),
             Err(e) => {
@@ -158,13 +189,13 @@ fn select(options: &IoOptions, backends: &[(IoPath, Start)]) -> Result<Drive> {
     Err(Error::new(ErrorKind::Unsupported, format!("no I/O path works here ({})", why.join("; "))))
 }
 
-type Pair = (Arc<dyn Queue>, Arc<dyn Queue>);
+type Started = (Arc<dyn Backend>, Arc<dyn Backend>, Arc<ReadGauge>);
 
-fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Pair> {
+fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Started> {
     let gauge = Arc::new(ReadGauge::default());
     let open = |direction| {
         let (options, gauge, notes) = (options.clone(), Arc::clone(&gauge), notes.clone());
-        start(QueueSpec { direction, options, gauge, notes })
+        start(QueueSpec { direction, place: Place::Host, options, gauge, notes, stats: Arc::default() })
     };
     let (read, write) = (open(Direction::Read)?, open(Direction::Write)?);
     trial(&*read, &*write, options.trial_dir.as_deref())?;
@@ -172,7 +203,7 @@ fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Pair> {
     for queue in [&read, &write] {
         queue.stats().forget();
     }
-    Ok((read, write))
+    Ok((read, write, gauge))
 }
 
 /// Writes a page, flushes it and reads it back.
@@ -207,7 +238,7 @@ fn trial_file(dir: Option<&Path>) -> Result<DirectFile> {
 mod tests {
     use super::*;
 
-    fn refused(_: QueueSpec) -> Result<Arc<dyn Queue>> {
+    fn refused(_: QueueSpec) -> Result<Arc<dyn Backend>> {
         Err(Error::io("io_uring cannot be set up", std::io::Error::from_raw_os_error(libc::ENOSYS)))
     }
 
@@ -231,7 +262,7 @@ mod tests {
     #[test]
     fn where_nothing_works_the_error_names_every_path() {
         let backends = [(IoPath::IoUring, refused as Start), (IoPath::Threads, refused)];
-        let e = select(&IoOptions::default(), &backends).unwrap_err().to_string();
+        let e = select(&IoOptions::default(), &backends).err().unwrap().to_string();
         assert!(e.contains("io_uring:") && e.contains("threads:"), "{e}");
     }
 

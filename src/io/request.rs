@@ -117,8 +117,8 @@ impl Request {
         self
     }
 
-    /// Whether a backend that reaches host memory only can serve it.
-    pub(super) fn check(&self) -> Result<()> {
+    /// Whether a backend that reaches the memory at `place` can serve it.
+    pub(super) fn check(&self, place: Place) -> Result<()> {
         let bad = |why: &'static str| Error::new(ErrorKind::InvalidInput, why).at(self.file.path()).offset(self.offset);
         let Some(buf) = &self.buf else {
             return if self.op == Op::Flush { Ok(()) } else { Err(bad("a transfer needs a buffer")) };
@@ -132,10 +132,13 @@ impl Request {
         if self.offset.checked_add(self.len as u64).is_none_or(|end| end > i64::MAX as u64) {
             return Err(bad("the transfer ends beyond the largest file"));
         }
-        if buf.place() != Place::Host {
-            return Err(Error::new(ErrorKind::Unsupported, "this queue reaches host memory only").at(self.file.path()));
+        if buf.place() != place {
+            let message = format!("this queue does not reach memory at {:?}", buf.place());
+            return Err(Error::new(ErrorKind::Unsupported, message).at(self.file.path()));
         }
-        self.file.check_alignment(buf.as_mut_ptr() as usize + self.buf_offset, self.offset, self.len)
+        // Memory of an accelerator is reached by copies and by libraries that take any address.
+        let address = if place == Place::Host { buf.as_mut_ptr() as usize + self.buf_offset } else { 0 };
+        self.file.check_alignment(address, self.offset, self.len)
     }
 
     pub(super) fn reject(self, error: Error) -> Rejected {

@@ -21,7 +21,7 @@ use parking_lot::{Condvar, Mutex};
 use super::file::FileWatcher;
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
-use super::{Queue, QueueSpec, broken, busy, check_request, closed, forked, left_over};
+use super::{Backend, Queue, QueueSpec, broken, busy, closed, forked, left_over};
 use crate::error::{Error, ErrorKind, Result};
 
 use owner::Owner;
@@ -37,16 +37,18 @@ pub(super) struct Uring {
 /// What callers and the owner share.
 struct Shared {
     spec: QueueSpec,
-    stats: Arc<IoStats>,
     pid: u32,
     bell: OwnedFd,
     inbox: Mutex<Inbox>,
     over: Condvar,
 }
 
+/// A request, when it came, and where it is counted.
+type Taken = (Request, Instant, Arc<IoStats>);
+
 #[derive(Default)]
 struct Inbox {
-    requests: Vec<(Request, Instant)>,
+    requests: Vec<Taken>,
     /// Ids of files that were closed, to be forgotten by the ring's table.
     closed_files: Vec<u64>,
     /// The owner sleeps (or is about to) and wants the bell rung.
@@ -68,7 +70,6 @@ impl Uring {
         let name = format!("fb-{}", spec.thread_name());
         let shared = Arc::new(Shared {
             spec,
-            stats: Arc::new(IoStats::default()),
             pid: std::process::id(),
             bell: new_bell()?,
             inbox: Mutex::new(Inbox::default()),
@@ -94,34 +95,11 @@ impl Uring {
 impl Queue for Uring {
     fn submit(&self, request: Request) -> std::result::Result<(), Rejected> {
         let s = &*self.shared;
-        let limit = s.spec.options.queue_limit;
-        if let Err(e) = check_request(&request, s.spec.direction, s.pid) {
-            s.stats.rejected();
-            return Err(request.reject(e));
-        }
-        let submitted = Instant::now();
-        let mut inbox = s.inbox.lock();
-        let refused = if inbox.closing {
-            Some(inbox.broken.map_or_else(closed, broken))
-        } else {
-            (!s.stats.enter(limit)).then(|| busy(limit))
-        };
-        if let Some(e) = refused {
-            drop(inbox);
-            s.stats.rejected();
-            return Err(request.reject(e));
-        }
-        inbox.requests.push((request, submitted));
-        let ring = std::mem::take(&mut inbox.sleeping);
-        drop(inbox);
-        if ring {
-            s.ring_bell();
-        }
-        Ok(())
+        s.submit(request, &s.spec.stats, s.spec.options.queue_limit)
     }
 
     fn stats(&self) -> &Arc<IoStats> {
-        &self.shared.stats
+        &self.shared.spec.stats
     }
 
     fn close(&self, deadline: Instant) -> Result<()> {
@@ -138,7 +116,13 @@ impl Queue for Uring {
                 break;
             }
         }
-        if inbox.over { Ok(()) } else { Err(left_over(s.stats.in_flight(), &s.spec.thread_name())) }
+        if inbox.over { Ok(()) } else { Err(left_over(s.spec.stats.in_flight(), &s.spec.thread_name())) }
+    }
+}
+
+impl Backend for Uring {
+    fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected> {
+        self.shared.submit(request, stats, usize::MAX)
     }
 }
 
@@ -170,6 +154,32 @@ impl FileWatcher for Shared {
 }
 
 impl Shared {
+    fn submit(&self, request: Request, stats: &Arc<IoStats>, limit: usize) -> std::result::Result<(), Rejected> {
+        if let Err(e) = self.spec.check(&request, self.pid) {
+            stats.rejected();
+            return Err(request.reject(e));
+        }
+        let submitted = Instant::now();
+        let mut inbox = self.inbox.lock();
+        let refused = if inbox.closing {
+            Some(inbox.broken.map_or_else(closed, broken))
+        } else {
+            (!stats.enter(limit)).then(|| busy(limit))
+        };
+        if let Some(e) = refused {
+            drop(inbox);
+            stats.rejected();
+            return Err(request.reject(e));
+        }
+        inbox.requests.push((request, submitted, Arc::clone(stats)));
+        let ring = std::mem::take(&mut inbox.sleeping);
+        drop(inbox);
+        if ring {
+            self.ring_bell();
+        }
+        Ok(())
+    }
+
     fn ring_bell(&self) {
         let one = 1u64.to_ne_bytes();
         // SAFETY: writes eight bytes from the stack to a descriptor that we own. It fails only where the counter is full, and

@@ -8,14 +8,14 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use super::Shared;
 use super::ring::{BELL, CANCEL, Ring, Waited};
+use super::{Shared, Taken};
 use crate::error::Result;
+use crate::io::Direction;
 use crate::io::file::FileWatcher;
 use crate::io::jobs::{Ended, Expired, Jobs, Span};
 use crate::io::pace::ReadWindow;
 use crate::io::throttle::WriteWindow;
-use crate::io::{Direction, Request};
 
 struct InKernel {
     span: Span,
@@ -40,7 +40,7 @@ pub(super) struct Owner {
     stuck: usize,
     ended: Vec<Ended>,
     completions: Vec<(u64, i32, bool)>,
-    taken: Vec<(Request, Instant)>,
+    taken: Vec<Taken>,
     closing: bool,
     abandon_at: Option<Instant>,
 }
@@ -53,7 +53,7 @@ impl Owner {
         let ring = Ring::new(&shared.spec, slots, shared.bell.as_raw_fd())?;
         let options = &shared.spec.options;
         let reads = ReadWindow::new(depth, options.block_bytes, options.read_latency);
-        let jobs = Jobs::new(shared.spec.options.block_bytes, Arc::clone(&shared.stats));
+        let jobs = Jobs::new(shared.spec.options.block_bytes);
         Ok(Self {
             shared,
             ring,
@@ -114,8 +114,8 @@ impl Owner {
         self.closing = inbox.closing;
         self.abandon_at = [self.abandon_at, inbox.abandon_at.take()].into_iter().flatten().min();
         drop(inbox);
-        for (request, submitted) in self.taken.drain(..) {
-            self.jobs.admit(request, submitted);
+        for (request, submitted, stats) in self.taken.drain(..) {
+            self.jobs.admit(request, submitted, stats);
         }
         for id in closed_files {
             self.ring.forget_file(id);
@@ -245,8 +245,8 @@ impl Owner {
             inbox.broken = Some(errno);
             self.taken.append(&mut inbox.requests);
         }
-        for (request, submitted) in self.taken.drain(..) {
-            self.jobs.admit(request, submitted);
+        for (request, submitted, stats) in self.taken.drain(..) {
+            self.jobs.admit(request, submitted, stats);
         }
         self.ended.extend(self.jobs.abandon(Some(errno)).ended);
         self.ended.drain(..).for_each(Ended::deliver);

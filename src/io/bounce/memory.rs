@@ -1,0 +1,106 @@
+//! The pinned host memory of a bounce queue, lent out piece by piece.
+//!
+//! Invariant: a piece is nobody else's from [`Memory::take`] until its [`Slot`] is dropped, by whoever holds it then: a drive that
+//! hangs keeps the slot, not the accelerator's memory.
+#![expect(unsafe_code, reason = "pieces of a region are handed to the kernel by address")]
+
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::Shared;
+use super::arena::{Arena, Run, UNIT_BYTES};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{Buf, IoBuf, MemRegion, Mover, Place};
+
+/// Largest piece: a copy of this size runs at full speed, and its latency is small against the read of the next.
+const MAX_PIECE_BYTES: usize = 4 << 20;
+/// Pieces that the memory holds at least, so that reads and copies overlap.
+const MIN_PIECES: usize = 8;
+/// A piece of this size is worth starting where the wanted one does not fit.
+const ENOUGH_BYTES: usize = 1 << 20;
+/// Less pinned memory than this is not tried.
+const LEAST_BYTES: usize = 1 << 20;
+
+pub(super) struct Memory {
+    region: Arc<dyn MemRegion>,
+    arena: Mutex<Arena>,
+    piece_bytes: usize,
+    /// Whom to tell that a slot is free.
+    queue: Weak<Shared>,
+}
+
+impl Memory {
+    /// `region` must pass [`check`].
+    pub(super) fn new(region: Arc<dyn MemRegion>, queue: Weak<Shared>) -> Arc<Self> {
+        let arena = Mutex::new(Arena::new(region.len()));
+        let piece_bytes = (region.len() / MIN_PIECES / UNIT_BYTES * UNIT_BYTES).clamp(UNIT_BYTES, MAX_PIECE_BYTES);
+        Arc::new(Self { region, arena, piece_bytes, queue })
+    }
+
+    /// Memory for a piece of at most `wanted` bytes, and how many of them fit.
+    pub(super) fn take(self: &Arc<Self>, wanted: usize) -> Option<(Buf, usize)> {
+        let wanted = wanted.min(self.piece_bytes);
+        let mut arena = self.arena.lock();
+        let enough = if arena.is_idle() { 1 } else { ENOUGH_BYTES };
+        let (run, len) = arena.take(wanted, enough)?;
+        Some((Buf::new(Slot { memory: Arc::clone(self), run, len }), len))
+    }
+}
+
+/// Whether a region holds at least one piece.
+pub(super) fn check(region: &dyn MemRegion) -> Result<()> {
+    if region.len() >= UNIT_BYTES {
+        return Ok(());
+    }
+    let message = format!("{} bytes of pinned memory hold no piece of {UNIT_BYTES} bytes", region.len());
+    Err(Error::new(ErrorKind::Config, message).advice("raise `pinned_staging`"))
+}
+
+/// `wanted` bytes of pinned memory, or less where there is not so much; the second value says that it is less.
+pub(in crate::io) fn pinned(mover: &dyn Mover, wanted: usize) -> Result<(Arc<dyn MemRegion>, bool)> {
+    let mut bytes = wanted;
+    loop {
+        match mover.pinned(bytes) {
+            Ok(region) => return Ok((region, bytes < wanted)),
+            Err(e) if bytes / 2 < LEAST_BYTES => return Err(e),
+            Err(_) => bytes /= 2,
+        }
+    }
+}
+
+/// A piece of the memory in use.
+struct Slot {
+    memory: Arc<Memory>,
+    run: Run,
+    len: usize,
+}
+
+// SAFETY: the arena gives every run to one slot at a time, the region is one valid mapping for as long as it lives, and the slot
+// keeps it. Whoever made the region answers for its bytes being initialised.
+unsafe impl IoBuf for Slot {
+    fn as_mut_ptr(&self) -> *mut u8 {
+        self.memory.region.as_mut_ptr().wrapping_add(self.run.offset())
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn place(&self) -> Place {
+        Place::Host
+    }
+
+    fn region(&self) -> Option<(u64, usize)> {
+        Some((self.memory.region.id(), self.run.offset()))
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.memory.arena.lock().give(self.run);
+        if let Some(queue) = self.memory.queue.upgrade() {
+            queue.pump();
+        }
+    }
+}

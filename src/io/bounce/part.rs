@@ -1,0 +1,169 @@
+//! One piece's way: from the drive into pinned memory and on to the accelerator, or back.
+//!
+//! Invariant: the accelerator's memory is named to the mover only while the job table keeps it, that is from the start of a copy,
+//! which is never given up, until its `done`.
+#![expect(unsafe_code, reason = "copies name the accelerator's memory by its address")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Shared, Stage, State};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::jobs::{Failed, Piece};
+use crate::io::{Buf, Completion, Copying, DirectFile, Op, Request};
+
+/// A piece that is about to start.
+pub(super) struct Start {
+    part: u64,
+    piece: Piece,
+    file: Arc<DirectFile>,
+    /// Its pinned memory; none for a flush.
+    slot: Option<Buf>,
+    deadline: Instant,
+}
+
+/// The accelerator's end of a copy.
+#[derive(Clone, Copy)]
+struct Target {
+    part: u64,
+    device: u64,
+    len: usize,
+}
+
+/// Calls back exactly once, also where a mover forgets to.
+struct Told<F: FnOnce(Result<()>)>(Option<F>);
+
+impl<F: FnOnce(Result<()>)> Told<F> {
+    fn tell(mut self, result: Result<()>) {
+        if let Some(f) = self.0.take() {
+            f(result);
+        }
+    }
+}
+
+impl<F: FnOnce(Result<()>)> Drop for Told<F> {
+    fn drop(&mut self) {
+        if let Some(f) = self.0.take() {
+            f(Err(Error::new(ErrorKind::Internal, "an accelerator's copy was lost")));
+        }
+    }
+}
+
+impl Shared {
+    /// The next piece for which there is memory.
+    pub(super) fn next(&self, state: &mut State) -> Option<Start> {
+        let (slot, len) = match state.jobs.upcoming()? {
+            0 => (None, usize::MAX),
+            wanted => self.memory.take(wanted).map(|(slot, len)| (Some(slot), len))?,
+        };
+        let piece = state.jobs.next_within(len)?;
+        let job = piece.span.job;
+        let (file, (deadline, _)) = (Arc::clone(state.jobs.file(job)?), state.jobs.deadline(job)?);
+        let part = state.next_part;
+        state.next_part += 1;
+        let stage = if piece.op == Op::Write { Stage::Copy } else { Stage::Drive };
+        state.parts.insert(part, (piece.span, stage));
+        Some(Start { part, piece, file, slot, deadline })
+    }
+
+    pub(super) fn start(&self, start: Start) {
+        let Start { part, piece, file, slot, deadline } = start;
+        let target = Target { part, device: piece.ptr as u64, len: piece.span.len };
+        match (piece.op, slot) {
+            (Op::Write, Some(slot)) => self.copy_out(target, slot, (file, piece.offset, deadline)),
+            (Op::Read, Some(slot)) => {
+                let Some(me) = self.me.upgrade() else { return };
+                let request = Request::read(file, piece.offset, slot, move |c| me.was_read(target, c));
+                self.to_host(part, Request { len: target.len, ..request }, deadline);
+            }
+            _ => {
+                let Some(me) = self.me.upgrade() else { return };
+                let done = move |c: Completion| me.part_ended(part, c.result.map(|()| 0).map_err(Failed::Because));
+                self.to_host(part, Request::flush(file, done), deadline);
+            }
+        }
+    }
+
+    /// Hands a part to the host's queue.
+    fn to_host(&self, part: u64, request: Request, deadline: Instant) {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        if let Err(rejected) = self.host.submit_part(request.timeout(left), &self.parts) {
+            drop(rejected.request);
+            self.part_ended(part, Err(Failed::Because(rejected.error)));
+        }
+    }
+
+    /// The drive has filled a piece of pinned memory, or failed to.
+    fn was_read(self: Arc<Self>, target: Target, c: Completion) {
+        match (c.result, c.buf) {
+            (Ok(()), Some(slot)) => {
+                if !self.advances(target, Stage::Copy) {
+                    return;
+                }
+                let (mover, host) = (Arc::clone(&self.mover), slot.as_mut_ptr());
+                debug_assert!(slot.len() >= target.len, "the slot was taken for this piece");
+                let told = Told(Some(move |r: Result<()>| {
+                    drop(slot);
+                    self.part_ended(target.part, r.map(|()| target.len).map_err(Failed::Because));
+                }));
+                let copying =
+                    Copying { device: target.device, host, len: target.len, done: Box::new(move |r| told.tell(r)) };
+                // SAFETY: the slot is ours until `done` drops it and holds the piece; the job table keeps the request's memory,
+                // in which the piece lies, until this part ends, as a part that is being copied is never withdrawn.
+                unsafe { mover.to_device(copying) };
+            }
+            (Ok(()), None) => self.lost(target),
+            (Err(e), slot) => {
+                drop(slot);
+                self.part_ended(target.part, Err(Failed::Because(e)));
+            }
+        }
+    }
+
+    /// Copies a piece into its slot and sends it to the drive.
+    fn copy_out(&self, target: Target, slot: Buf, at: (Arc<DirectFile>, u64, Instant)) {
+        let Some(me) = self.me.upgrade() else { return };
+        let host = slot.as_mut_ptr();
+        let told = Told(Some(move |r: Result<()>| me.was_copied(target, r.map(|()| slot), at)));
+        let copying = Copying { device: target.device, host, len: target.len, done: Box::new(move |r| told.tell(r)) };
+        // SAFETY: as in `was_read`: the slot is ours until `done`, and the job table keeps the request's memory.
+        unsafe { self.mover.to_host(copying) };
+    }
+
+    fn was_copied(self: Arc<Self>, target: Target, slot: Result<Buf>, at: (Arc<DirectFile>, u64, Instant)) {
+        let (file, offset, deadline) = at;
+        let slot = match slot {
+            Ok(slot) => slot,
+            Err(e) => return self.part_ended(target.part, Err(Failed::Because(e.at(file.path()).offset(offset)))),
+        };
+        if !self.advances(target, Stage::Drive) {
+            return;
+        }
+        let me = Arc::clone(&self);
+        let done = move |c: Completion| {
+            drop(c.buf);
+            me.part_ended(target.part, c.result.map(|()| target.len).map_err(Failed::Because));
+        };
+        let request = Request::write(file, offset, slot, done);
+        self.to_host(target.part, Request { len: target.len, ..request }, deadline);
+    }
+
+    /// Moves a part to its next stage; `false` where nobody waits for it any more: then it has ended.
+    fn advances(&self, target: Target, stage: Stage) -> bool {
+        let mut state = self.state.lock();
+        let Some((span, at)) = state.parts.get_mut(&target.part) else { return false };
+        let job = span.job;
+        *at = stage;
+        let dying = state.jobs.is_dying(job);
+        drop(state);
+        if dying {
+            self.part_ended(target.part, Ok(target.len));
+        }
+        !dying
+    }
+
+    fn lost(&self, target: Target) {
+        let e = Error::new(ErrorKind::Internal, "an I/O queue lost a piece of pinned memory");
+        self.part_ended(target.part, Err(Failed::Because(e)));
+    }
+}

@@ -1,0 +1,166 @@
+//! Runs the trial in a program of its own, for at most ten seconds.
+//!
+//! The program is started by exec, never as a fork that goes on: neither CUDA nor cuFile survives a fork. Invariant: whatever the
+//! program does, its caller has an answer when the time is up.
+
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::bounded;
+
+use super::environment;
+use super::reason::{CufileCause, CufileReason};
+use super::trial::TrialReport;
+
+/// Names the `forebay` program.
+pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
+/// A trial that takes longer has failed.
+pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Between two looks whether the program has ended, after it has answered.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+
+/// The `forebay` program: the one that is named, the one next to this program, or the first on the search path.
+pub(super) fn program() -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os(PROGRAM_VARIABLE).filter(|p| !p.is_empty()) {
+        return Some(named.into());
+    }
+    let here = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("forebay")));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = std::env::split_paths(&path).map(|dir| dir.join("forebay"));
+    here.into_iter().chain(on_path).find(|p| p.is_file())
+}
+
+/// Tries cuFile in `dir` with memory of the accelerator with this ordinal.
+pub(super) fn run(program: &Path, dir: &Path, gpu: Option<u32>, timeout: Duration) -> TrialReport {
+    match started(program, dir, gpu)
+        .map_err(|e| CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.display())))
+    {
+        Ok(child) => answer(child, timeout),
+        Err(reason) => TrialReport::failed(reason),
+    }
+}
+
+fn started(program: &Path, dir: &Path, gpu: Option<u32>) -> std::io::Result<Child> {
+    let mut command = Command::new(program);
+    command.arg("probe").arg("--json").arg("--cufile-trial").arg(dir);
+    if let Some(gpu) = gpu {
+        command.arg("--gpu").arg(gpu.to_string());
+    }
+    for variable in environment::ours() {
+        command.env_remove(variable);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
+}
+
+fn answer(mut child: Child, timeout: Duration) -> TrialReport {
+    let deadline = Instant::now() + timeout;
+    let (tx, rx) = bounded(1);
+    let stdout = child.stdout.take();
+    let read = move || {
+        let mut text = Vec::new();
+        if let Some(mut stdout) = stdout {
+            let _ = stdout.read_to_end(&mut text);
+        }
+        drop(tx.send(String::from_utf8_lossy(&text).into_owned()));
+    };
+    let reading = std::thread::Builder::new().name("fb-trial".to_owned()).spawn(read);
+    let text = match reading.map(|_| rx.recv_deadline(deadline)) {
+        Ok(Ok(text)) => text,
+        _ => return killed(child, timeout),
+    };
+    // A report is an answer even where the library hangs while the program ends.
+    if let Some(report) = TrialReport::from_output(&text) {
+        reap(child);
+        return report;
+    }
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => {
+                let how = match status.signal() {
+                    Some(signal) => format!("signal {signal}"),
+                    None => status.to_string(),
+                };
+                return TrialReport::failed(CufileReason::new(CufileCause::Crashed, how));
+            }
+            Ok(None) if Instant::now() < deadline => std::thread::sleep(LOOK_AGAIN),
+            _ => return killed(child, timeout),
+        }
+    }
+}
+
+fn killed(mut child: Child, timeout: Duration) -> TrialReport {
+    let _ = child.kill();
+    reap(child);
+    let detail = format!("more than {} ms", timeout.as_millis());
+    TrialReport::failed(CufileReason::new(CufileCause::TimedOut, detail))
+}
+
+/// Collects a program that has ended or will. One that is stuck in the kernel may take its time.
+fn reap(mut child: Child) {
+    let wait = move || drop(child.wait());
+    drop(std::thread::Builder::new().name("fb-reap".to_owned()).spawn(wait));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::IoPath;
+    use std::os::unix::fs::PermissionsExt;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// A program that does what the script says.
+    fn script(dir: &tempfile::TempDir, text: &str) -> PathBuf {
+        let path = dir.path().join("forebay");
+        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    fn cause_of(text: &str, timeout: Duration) -> CufileReason {
+        let dir = tempfile::tempdir().unwrap();
+        run(&script(&dir, text), dir.path(), Some(3), timeout).reason.unwrap()
+    }
+
+    #[test]
+    fn the_answer_is_what_the_program_prints() {
+        let dir = tempfile::tempdir().unwrap();
+        let report = TrialReport {
+            verdict: Some(IoPath::CufileGds),
+            reason: None,
+            ..TrialReport::failed(CufileReason::plain(CufileCause::Other))
+        };
+        let line = report.to_line().unwrap();
+        let program =
+            script(&dir, &format!("[ \"$*\" = \"probe --json --cufile-trial /d --gpu 3\" ] && echo '{line}'"));
+        assert_eq!(run(&program, Path::new("/d"), Some(3), LONG), report);
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_killed() {
+        let started = Instant::now();
+        let reason = cause_of("exec sleep 1000", Duration::from_millis(50));
+        assert_eq!(reason.cause, CufileCause::TimedOut);
+        assert!(started.elapsed() < LONG && reason.to_string().contains("50 ms"), "{reason}");
+        let reason = cause_of("exec >&-; exec sleep 1000", Duration::from_millis(50));
+        assert_eq!(reason.cause, CufileCause::TimedOut, "also one that has closed its output");
+    }
+
+    #[test]
+    fn a_program_that_crashes_or_says_nothing_is_told_apart() {
+        let reason = cause_of("kill -SEGV $$", LONG);
+        assert_eq!((reason.cause, reason.detail.as_str()), (CufileCause::Crashed, "signal 11"));
+        let reason = cause_of("echo hello; exit 2", LONG);
+        assert_eq!((reason.cause, reason.detail.as_str()), (CufileCause::Crashed, "exit status: 2"));
+    }
+
+    #[test]
+    fn a_program_that_cannot_be_started_is_named() {
+        let reason = run(Path::new("/no/such/forebay"), Path::new("/"), None, LONG).reason.unwrap();
+        assert_eq!(reason.cause, CufileCause::NoProgram);
+        assert!(reason.to_string().contains("/no/such/forebay") && reason.to_string().contains("FOREBAY_PROGRAM"));
+    }
+}

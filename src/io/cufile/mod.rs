@@ -1,0 +1,149 @@
+//! An accelerator's memory by cuFile (GPUDirect Storage): the drive writes into it and reads from it.
+//!
+//! `launch` runs the `trial` in a program of its own; only where that moved bytes the right way does `driver` open the library
+//! here. `transfer` is what the threads of a [`Pool`] do with a block; `environment` is what the library is told before it
+//! is loaded; `reason` says why it is not used. Calls are synchronous on long-lived handles: cuFile's batches report success for
+//! short transfers in several versions. Invariants: nothing of cuFile is called where its driver would hang; what fails for the
+//! path's sake is served by the queue below, and no caller hears of it.
+
+mod driver;
+mod environment;
+mod launch;
+mod reason;
+mod transfer;
+mod trial;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::pool::Pool;
+use super::router::DevicePath;
+use super::{Backend, CufileChoice, DeviceSide, IoPath, Notes, Place, QueueSpec};
+use crate::error::Result;
+
+use driver::{Driver, Registered};
+use transfer::Cufile;
+
+pub use reason::{CufileCause, CufileReason};
+pub(super) use transfer::Health;
+pub use trial::{TrialCounters, TrialMemory, TrialReport, cufile_trial};
+
+/// cuFile, open and ready for the queues of a drive.
+pub(super) struct Ready {
+    driver: Arc<Driver>,
+    regions: Arc<Vec<Arc<Registered>>>,
+    /// One of the three paths of cuFile.
+    pub(super) path: IoPath,
+}
+
+/// What there is of cuFile, and why there is no more.
+pub(super) struct Found {
+    pub(super) ready: Option<Ready>,
+    pub(super) reasons: Vec<(IoPath, String)>,
+}
+
+impl Found {
+    fn nothing(reason: &CufileReason) -> Self {
+        let text = reason.to_string();
+        let paths = [IoPath::CufileGds, IoPath::CufileP2p, IoPath::CufileCompat];
+        Self { ready: None, reasons: paths.into_iter().map(|p| (p, text.clone())).collect() }
+    }
+}
+
+/// Tries cuFile in `dir` for `side`, and opens it where it is to be used.
+///
+/// # Errors
+/// `Unsupported` with the reason where the settings insist on it and it does not work.
+pub(super) fn open(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> Result<Found> {
+    let found = attempt(side, dir, notes);
+    match found {
+        Ok(found) => Ok(found),
+        Err(reason) if side.cufile == CufileChoice::Force => Err(reason.into_error()),
+        Err(reason) => {
+            tracing::info!(%reason, "cuFile is not used");
+            Ok(Found::nothing(&reason))
+        }
+    }
+}
+
+fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result::Result<Found, CufileReason> {
+    if side.cufile == CufileChoice::Never {
+        return Err(CufileReason::plain(CufileCause::Never));
+    }
+    let report = try_out(side.mover.place(), dir)?;
+    let compat = report.verdict == Some(IoPath::CufileCompat);
+    let (Some(path), false) = (report.verdict, compat && side.cufile != CufileChoice::Force) else {
+        let reason = report.reason.unwrap_or_else(|| CufileReason::plain(CufileCause::Other));
+        let mut found = Found::nothing(&reason);
+        found.reasons = better_than(IoPath::CufileCompat);
+        found.reasons.push((IoPath::CufileCompat, reason.to_string()));
+        return if compat { Ok(found) } else { Err(reason) };
+    };
+    let driver = Driver::get()?;
+    let mut regions = Vec::new();
+    for region in &side.regions {
+        let (registered, trouble) = driver.register_region(region);
+        if let Some((bytes, reason)) = trouble {
+            notes.add(format!("memory registered with cuFile ends at {} MiB: {reason}", bytes >> 20));
+        }
+        regions.push(registered);
+    }
+    if let Some(version) = driver.version() {
+        notes.add(format!("libcufile {version}"));
+    }
+    Ok(Found { ready: Some(Ready { driver, regions: Arc::new(regions), path }), reasons: better_than(path) })
+}
+
+fn try_out(place: Place, dir: Option<&Path>) -> std::result::Result<TrialReport, CufileReason> {
+    let dir = dir.ok_or_else(|| CufileReason::plain(CufileCause::NoDirectory))?;
+    let program = launch::program().ok_or_else(|| CufileReason::plain(CufileCause::NoProgram))?;
+    let gpu = match place {
+        Place::Device(ordinal) => Some(ordinal),
+        _ => None,
+    };
+    let report = launch::run(&program, dir, gpu, launch::TRIAL_TIMEOUT);
+    match report.reason {
+        Some(reason) if report.verdict.is_none() => Err(reason),
+        _ => Ok(report),
+    }
+}
+
+/// Why the cuFile paths above `path` are not the way that the bytes went.
+fn better_than(path: IoPath) -> Vec<(IoPath, String)> {
+    let nvidia_fs = Path::new("/proc/driver/nvidia-fs/version").exists();
+    let gds = if nvidia_fs {
+        "cuFile did not send the bytes through nvidia-fs, which is loaded: the file system, RAID or the drive's place on the PCIe \
+         bus may forbid it; see dmesg and docs/gds-setup.md"
+            .to_owned()
+    } else {
+        CufileReason::plain(CufileCause::NoNvidiaFs).to_string()
+    };
+    let p2p = "cuFile did not send the bytes peer to peer: that takes CUDA 12.8, the driver's open kernel modules, kernel 6.2 or \
+               later, and an NVMe drive without RAID 0; see docs/gds-setup.md"
+        .to_owned();
+    match path {
+        IoPath::CufileGds => Vec::new(),
+        IoPath::CufileP2p => vec![(IoPath::CufileGds, gds)],
+        _ => vec![(IoPath::CufileGds, gds), (IoPath::CufileP2p, p2p)],
+    }
+}
+
+impl Ready {
+    /// What the queues of a drive share: whether cuFile is still used.
+    pub(super) fn health(&self, path: DevicePath, notes: Notes) -> Arc<Health> {
+        Health::new(self.path, path, notes)
+    }
+
+    /// Starts the queue of one direction over `below`, which must serve the same.
+    pub(super) fn start(
+        &self,
+        spec: QueueSpec,
+        below: Arc<dyn Backend>,
+        side: &DeviceSide,
+        health: Arc<Health>,
+    ) -> Result<Pool> {
+        let (driver, regions, mover) = (Arc::clone(&self.driver), Arc::clone(&self.regions), Arc::clone(&side.mover));
+        let at = (health, spec.direction);
+        Pool::start(spec, Box::new(Cufile::new(driver, regions, below, mover, at)))
+    }
+}

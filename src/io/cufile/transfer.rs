@@ -1,0 +1,247 @@
+//! How the threads of a cuFile queue move a block: one synchronous call, its length checked, and the same block again through the
+//! queue below where cuFile is at fault.
+//!
+//! Invariants: a caller never hears of a fault of the path, only of the drive's: those the queue below has found too, or `errno`s
+//! that no other path would avoid; a short count is never taken for success; a block is given to the queue below only after
+//! cuFile's call has returned.
+#![expect(unsafe_code, reason = "memory is named by its address")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Sender, bounded};
+use cufile_sys::TransferError;
+use parking_lot::Mutex;
+
+use super::driver::{Driver, Refused, Registered, Span};
+use super::reason::{CufileCause, CufileReason};
+use crate::error::{Error, ErrorKind};
+use crate::io::jobs::{Failed, Moved};
+use crate::io::pool::{Block, Transfer};
+use crate::io::router::DevicePath;
+use crate::io::{Backend, Buf, Direction, IoBuf, IoPath, IoStats, Mover, Notes, Op, Place, Request};
+
+/// The path's faults after which it is given up.
+const MAX_FAULTS: u32 = 3;
+/// So many blocks that went well make up for one fault.
+const FORGIVEN_AFTER: u32 = 1024;
+
+/// Whether cuFile is still used by the queues of one drive.
+pub(in crate::io) struct Health {
+    down: std::sync::atomic::AtomicBool,
+    faults: AtomicU32,
+    good: AtomicU32,
+    path: DevicePath,
+    using: IoPath,
+    notes: Notes,
+}
+
+impl Health {
+    pub(super) fn new(using: IoPath, path: DevicePath, notes: Notes) -> Arc<Self> {
+        let down = std::sync::atomic::AtomicBool::new(false);
+        Arc::new(Self { down, faults: AtomicU32::new(0), good: AtomicU32::new(0), path, using, notes })
+    }
+
+    /// Whether it has been given up.
+    pub(in crate::io) fn is_down(&self) -> bool {
+        self.down.load(Ordering::Acquire)
+    }
+
+    fn went_well(&self) {
+        if self.good.fetch_add(1, Ordering::Relaxed) % FORGIVEN_AFTER == FORGIVEN_AFTER - 1 {
+            let less = |n: u32| Some(n.saturating_sub(1));
+            let _ = self.faults.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        }
+    }
+
+    /// The queue below did what cuFile could not.
+    fn fault(&self, reason: &CufileReason) {
+        let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
+        tracing::warn!(path = self.using.as_str(), faults, %reason, "cuFile failed a transfer; it was served another way");
+        if faults >= MAX_FAULTS {
+            let detail = format!("{faults} times, last {}", reason.detail);
+            self.give_up(CufileReason::new(CufileCause::Failed, detail));
+        }
+    }
+
+    fn give_up(&self, reason: CufileReason) {
+        if self.down.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        tracing::error!(path = self.using.as_str(), %reason, "cuFile is given up until the drive is opened again");
+        self.notes.add(format!("{} was given up: {reason}", self.using));
+        self.path.fall_back(self.using, reason.to_string());
+    }
+}
+
+/// The transfers of one direction.
+pub(super) struct Cufile {
+    driver: Arc<Driver>,
+    regions: Mutex<Arc<Vec<Arc<Registered>>>>,
+    below: Arc<dyn Backend>,
+    mover: Arc<dyn Mover>,
+    health: Arc<Health>,
+    direction: Direction,
+    /// What parts of requests count in at the queue below.
+    parts: Arc<IoStats>,
+}
+
+/// What came of cuFile's attempt.
+enum Outcome {
+    Done,
+    /// It is the drive's or the file's.
+    Drive(i32),
+    /// cuFile does not take this file; it is no fault of the path.
+    NotThisFile,
+    /// Another path may do better.
+    Path(CufileReason),
+}
+
+impl Cufile {
+    pub(super) fn new(
+        driver: Arc<Driver>,
+        regions: Arc<Vec<Arc<Registered>>>,
+        below: Arc<dyn Backend>,
+        mover: Arc<dyn Mover>,
+        at: (Arc<Health>, Direction),
+    ) -> Self {
+        let (health, direction) = at;
+        Self { driver, regions: Mutex::new(regions), below, mover, health, direction, parts: Arc::default() }
+    }
+
+    fn by_cufile(&self, block: &Block<'_>) -> Outcome {
+        let regions = Arc::clone(&self.regions.lock());
+        let (piece, mut moved) = (block.piece, 0);
+        while moved < piece.span.len {
+            let left = piece.span.len - moved;
+            let found = piece.region.and_then(|(id, at)| Some((regions.iter().find(|r| r.id() == id)?, at)));
+            let span = match found {
+                Some((region, at)) => region.first(at + moved, left),
+                None => Span { base: piece.ptr.wrapping_add(moved), offset: 0, len: left },
+            };
+            let at = (piece.offset + moved as u64, piece.op == Op::Write);
+            // SAFETY: the block is ours until its end is reported; region and address name the same memory (contract of `IoBuf`).
+            match unsafe { self.driver.transfer(block.file, span, at) } {
+                Err(refused) => return of_refusal(refused),
+                Ok(Ok(n)) if n == span.len => moved += n,
+                Ok(Ok(n)) => {
+                    let detail = format!("{} moved {n} of {} bytes", self.call(), span.len);
+                    return Outcome::Path(CufileReason::new(CufileCause::Failed, detail));
+                }
+                Ok(Err(TransferError::System(e))) if e.raw_os_error().is_some_and(is_the_drives) => {
+                    return Outcome::Drive(e.raw_os_error().unwrap_or(libc::EIO));
+                }
+                Ok(Err(e)) => return Outcome::Path(CufileReason::of_transfer(self.call(), &e)),
+            }
+        }
+        Outcome::Done
+    }
+
+    fn call(&self) -> &'static str {
+        if self.direction == Direction::Read { "cuFileRead" } else { "cuFileWrite" }
+    }
+
+    /// Serves a block by the queue below, and returns only when its memory is no longer in use.
+    fn by_the_queue_below(&self, block: &Block<'_>) -> Moved {
+        let piece = block.piece;
+        let left = block.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let (end, ended) = bounded(1);
+        let (free, freed) = bounded::<()>(0);
+        let done = move |c| drop(end.send(c));
+        let request = if piece.op == Op::Flush {
+            drop(free);
+            Request::flush(Arc::clone(block.file), done)
+        } else {
+            let lent = Lent { at: piece.ptr as usize, len: piece.span.len, place: self.mover.place(), _free: free };
+            let request = Request::read(Arc::clone(block.file), piece.offset, Buf::new(lent), done);
+            Request { op: piece.op, ..request }
+        };
+        if let Err(rejected) = self.below.submit_part(request.timeout(left), &self.parts) {
+            return Err(Failed::Because(rejected.error));
+        }
+        let lost = || Error::new(ErrorKind::Internal, "an I/O queue lost a request");
+        let result = ended.recv().map_err(|_| lost()).and_then(|c| c.result);
+        // Ends when the memory is dropped, by us with the completion or by the queue that kept it.
+        let _ = freed.recv();
+        result.map(|()| piece.span.len).map_err(Failed::Because)
+    }
+}
+
+impl Transfer for Cufile {
+    fn enter(&self) {
+        if let Err(e) = self.mover.bind_thread() {
+            tracing::warn!(error = %e, "a thread of cuFile's queue cannot use the accelerator");
+        }
+    }
+
+    fn run(&self, block: &Block<'_>) -> Moved {
+        if block.piece.op == Op::Flush || block.piece.stream || self.health.is_down() {
+            return self.by_the_queue_below(block);
+        }
+        match self.by_cufile(block) {
+            Outcome::Done => {
+                self.health.went_well();
+                Ok(block.piece.span.len)
+            }
+            Outcome::Drive(errno) => Err(Failed::Errno(errno)),
+            Outcome::NotThisFile => self.by_the_queue_below(block),
+            Outcome::Path(reason) => {
+                let moved = self.by_the_queue_below(block);
+                if moved.is_ok() {
+                    self.health.fault(&reason);
+                }
+                moved
+            }
+        }
+    }
+
+    fn patience(&self, whole: Duration) -> Option<Duration> {
+        Some(whole / 2)
+    }
+
+    fn hangs(&self) {
+        self.health.give_up(CufileReason::new(CufileCause::Hung, self.call()));
+    }
+
+    fn over(&self) {
+        *self.regions.lock() = Arc::default();
+    }
+}
+
+/// Errors that any other path would meet too.
+fn is_the_drives(errno: i32) -> bool {
+    matches!(errno, libc::EIO | libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EROFS)
+}
+
+/// Files that cuFile refuses for what they are: unlinked, unnamed, not for direct I/O.
+fn of_refusal(refused: Refused) -> Outcome {
+    if matches!(refused.err, 5018..=5020 | 5031) {
+        return Outcome::NotThisFile;
+    }
+    Outcome::Path(refused.reason)
+}
+
+/// A block's memory, lent to the queue below.
+struct Lent {
+    at: usize,
+    len: usize,
+    place: Place,
+    /// Closed when the memory is no longer used.
+    _free: Sender<()>,
+}
+
+// SAFETY: the thread that lends it owns the block until it reports the block's end, and waits for this value to be dropped before.
+unsafe impl IoBuf for Lent {
+    fn as_mut_ptr(&self) -> *mut u8 {
+        self.at as *mut u8
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn place(&self) -> Place {
+        self.place
+    }
+}
