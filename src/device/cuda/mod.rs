@@ -42,9 +42,6 @@ mod submit;
 mod tables;
 mod threads;
 
-#[cfg(test)]
-mod tests;
-
 use context::Context;
 use crew::{Crew, Threads};
 use events::EventPool;
@@ -223,3 +220,6 @@ impl fmt::Debug for CudaDevice {
         write!(f, "CudaDevice({}: {})", self.info.ordinal, self.info.name)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -97,7 +97,7 @@ API int cuCtxPopCurrent_v2(void** out) {
 API int cuCtxGetDevice(int* d) { ENTER(); if (!current_ctx) return INVALID_CONTEXT; *d = current_ctx->ordinal; return OK; }
 API int cuCtxCreate_v2(void** out, unsigned, int d) { ENTER(); *out = current_ctx = &G().ctx[d]; return OK; }
 API int cuCtxDestroy_v2(void*) { ENTER(); Lock lock(G().mu); G().counters["context_resets"]++; return OK; }
-API int cuCtxGetStreamPriorityRange(int* least, int* greatest) { ENTER(); *least = 0; *greatest = -5; return OK; }
+API int cuCtxGetStreamPriorityRange(int* least, int* greatest) { ENTER(); if (least) *least = 0; if (greatest) *greatest = -5; return OK; }
 API int cuCtxSynchronize() {
   ENTER();
   Lock lock(G().mu);
