@@ -1,5 +1,5 @@
 //! Which path an accelerator's memory gets, and what is said where it is not the best one: one test per cause, by the text.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod io_world;
 
