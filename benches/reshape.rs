@@ -99,7 +99,7 @@ impl Rig {
                 staging,
                 parts: self.parts(job),
                 gate,
-                after: None,
+                after: Vec::new(),
                 launched: None,
                 done,
             });
@@ -119,7 +119,7 @@ impl Rig {
                 staging,
                 parts: self.parts(job),
                 gate,
-                after: None,
+                after: Vec::new(),
                 launched: None,
                 done,
             });

@@ -404,6 +404,10 @@ fn injected_faults_look_like_a_bad_drive(engine: EngineChoice) {
     let c = wait(&flip, Request::write(Arc::clone(&file), 0, pattern(len, 77), nobody));
     assert!(c.buf.unwrap().as_slice() == written.as_slice(), "the writer's memory is as it was");
     assert_eq!(wait(&*drive.read, read()).buf.unwrap().as_slice()[1], written.as_slice()[1] ^ 1);
+    let asked = std::time::Instant::now();
+    let late = Faulty::nth(Arc::clone(&drive.read), 0, Fault::Delay(Duration::from_millis(5)));
+    assert_eq!(wait(&late, read()).buf.unwrap().as_slice()[1], written.as_slice()[1] ^ 1);
+    assert!(asked.elapsed() >= Duration::from_millis(5));
     let lost = Faulty::nth(Arc::clone(&drive.write), 0, Fault::Ignore);
     wait(&lost, Request::write(Arc::clone(&file), 0, zeros(len), nobody)).result.unwrap();
     assert_eq!(wait(&*drive.read, read()).buf.unwrap().as_slice()[0], written.as_slice()[0]);

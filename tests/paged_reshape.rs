@@ -182,7 +182,7 @@ fn scatter(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part
         staging,
         parts,
         gate: Arc::new(Gate::new()),
-        after: None,
+        after: Vec::new(),
         launched: None,
         done,
     });
@@ -197,7 +197,7 @@ fn gather(device: &HostDevice, kv: &Arc<PagedKv>, staging: Buf, parts: Vec<Part>
         staging,
         parts,
         gate: Arc::new(Gate::new()),
-        after: None,
+        after: Vec::new(),
         launched: None,
         done,
     });
@@ -418,7 +418,15 @@ fn scatters_into_disjoint_slots_run_side_by_side() {
         });
         let (tx, gate) = (tx.clone(), Arc::new(Gate::new()));
         let done = Box::new(move |s: Scattered| tx.send(s.error.is_none()).unwrap());
-        device.scatter(ScatterJob { kv: Arc::clone(&rig.kv), staging, parts, gate, after: None, launched: None, done });
+        device.scatter(ScatterJob {
+            kv: Arc::clone(&rig.kv),
+            staging,
+            parts,
+            gate,
+            after: Vec::new(),
+            launched: None,
+            done,
+        });
     }
     drop(tx);
     assert_eq!(rx.iter().filter(|ok| *ok).count(), 16);

@@ -5,8 +5,13 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
-/// A stream of the caller (such as PyTorch's current one), by its driver handle; never freed here. 0 is the default stream.
+/// How often a point is looked at that cannot be slept on.
+const POLL: Duration = Duration::from_micros(20);
+
+/// A stream of the caller (such as PyTorch's current one), by its driver handle, which must be live while it is used; never freed
+/// here. 0 is the default stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(pub u64);
 
@@ -14,6 +19,18 @@ pub struct Stream(pub u64);
 pub trait Point: Send + Sync + 'static {
     /// Whether the work before the point is over. Does not block.
     fn has_passed(&self) -> bool;
+
+    /// Whether whoever waits for this point has waited for `other` too: the same point, or an earlier one of the same stream.
+    fn covers(&self, _other: &dyn Point) -> bool {
+        false
+    }
+
+    /// Blocks the host until the work before the point is over.
+    fn wait(&self) {
+        while !self.has_passed() {
+            std::thread::sleep(POLL);
+        }
+    }
 
     /// The device's own type.
     fn as_any(&self) -> &dyn Any;
@@ -36,11 +53,25 @@ impl Fence {
         self.0.has_passed()
     }
 
+    /// Blocks the host until the work before it is over.
+    pub fn wait(&self) {
+        self.0.wait();
+    }
+
     /// The device's own type.
     #[must_use]
     pub fn point(&self) -> &dyn Any {
         self.0.as_any()
     }
+}
+
+/// Adds `fence` to what is waited for, unless that covers it already, and lets go of what it covers.
+pub fn add_fence(fences: &mut Vec<Fence>, fence: Fence) {
+    if fences.iter().any(|f| f.0.covers(&*fence.0)) {
+        return;
+    }
+    fences.retain(|f| !fence.0.covers(&*f.0));
+    fences.push(fence);
 }
 
 impl fmt::Debug for Fence {

@@ -31,6 +31,18 @@ pub unsafe trait KvMemory: Send + Sync + 'static {
     }
     /// Where the bytes lie.
     fn place(&self) -> Place;
+
+    /// Copies bytes out, from `offset` on, and waits for that. For tools, tests and small things.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where the range is not inside, and what a driver says.
+    fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()>;
+
+    /// Copies bytes in, from `offset` on, and waits for that. Must not be used at bytes that a load or store is working on.
+    ///
+    /// # Errors
+    /// As [`KvMemory::read_at`].
+    fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<()>;
 }
 
 /// Host memory that holds paged KV: the caller's, or allocated here.
@@ -56,6 +68,14 @@ unsafe impl KvMemory for HostMemory {
     }
     fn place(&self) -> Place {
         Place::Host
+    }
+
+    fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.read(offset, out)
+    }
+
+    fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        self.write(offset, bytes)
     }
 }
 
@@ -166,7 +186,14 @@ impl PagedKv {
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where the layout can reach beyond a memory, or memories lie in different places.
     pub fn new<M: KvMemory>(memories: Vec<Arc<M>>, layout: PagedLayout) -> Result<Arc<Self>> {
-        let memories: Vec<Arc<dyn KvMemory>> = memories.into_iter().map(|m| m as _).collect();
+        Self::over(memories.into_iter().map(|m| m as _).collect(), layout)
+    }
+
+    /// As [`PagedKv::new`], for memories whose type is not known.
+    ///
+    /// # Errors
+    /// As [`PagedKv::new`].
+    pub fn over(memories: Vec<Arc<dyn KvMemory>>, layout: PagedLayout) -> Result<Arc<Self>> {
         let needed = layout.memory_bytes();
         if needed.len() > memories.len() {
             return Err(Error::new(

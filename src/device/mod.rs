@@ -15,18 +15,26 @@ use crate::error::{Error, Result};
 use crate::io::{Buf, Mover, Place};
 use crate::paged::ChunkPlan;
 
+pub mod cuda;
 mod fence;
+mod floats;
 mod gate;
 mod host;
 mod memory;
+mod open;
+mod parts;
 mod region;
+mod rope;
 mod staging;
 
-pub use fence::{Fence, Point, Stream};
+pub use fence::{Fence, Point, Stream, add_fence};
+pub use floats::FloatKind;
 pub use gate::{Gate, GateGuard, OwnedGuard};
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
+pub use open::open_device;
 pub use region::{HugePages, PageKind, Region, RegionOptions};
+pub use rope::{RopeShift, RopeStyle, RopeTable};
 pub use staging::{FreeHook, StagingOptions, StagingPool};
 
 /// One layer of one chunk in a job: where its extent lies in staging and where its tokens lie in the paged KV.
@@ -59,8 +67,8 @@ pub struct ScatterJob {
     pub parts: Vec<Part>,
     /// Entered before the first byte is written and left before `done`; a closed gate skips the job.
     pub gate: Arc<Gate>,
-    /// On an accelerator: no byte of the paged KV is written before this point of the caller's stream has passed.
-    pub after: Option<Fence>,
+    /// On an accelerator: no byte of the paged KV is written before these points have passed.
+    pub after: Vec<Fence>,
     /// On an accelerator: called at most once, before `done`, when the job is among the accelerator's work and not yet over, with
     /// the point at which its use of the paged KV ends. Must be short. Never called by the host device.
     pub launched: Option<Launched>,
@@ -92,8 +100,8 @@ pub struct GatherJob {
     pub parts: Vec<Part>,
     /// Entered before the first byte is read and left before `done`; a closed gate skips the job.
     pub gate: Arc<Gate>,
-    /// On an accelerator: no byte of the paged KV is read before this point of the caller's stream has passed.
-    pub after: Option<Fence>,
+    /// On an accelerator: no byte of the paged KV is read before these points have passed.
+    pub after: Vec<Fence>,
     /// On an accelerator: called at most once, before `done`, when the job is among the accelerator's work and not yet over, with
     /// the point at which its use of the paged KV ends. Must be short. Never called by the host device.
     pub launched: Option<Launched>,
@@ -129,6 +137,12 @@ pub trait Device: Send + Sync {
     /// Moves tokens out of paged KV.
     fn gather(&self, job: GatherJob);
 
+    /// Zeroed memory for paged KV where this device works; for tools and tests, servers bring their own.
+    ///
+    /// # Errors
+    /// What the operating system or the driver says of the allocation.
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>>;
+
     /// A staging pool whose memory suits this device.
     ///
     /// # Errors
@@ -142,6 +156,14 @@ pub trait Device: Send + Sync {
     /// What the driver says.
     fn fence(&self, _stream: Stream) -> Result<Option<Fence>> {
         Ok(None)
+    }
+
+    /// Whether the caller's stream is being captured into a graph: what is submitted to it is recorded, not run.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn is_capturing(&self, _stream: Stream) -> Result<bool> {
+        Ok(false)
     }
 
     /// Makes what is submitted to the caller's stream from now on wait for `fences`, without blocking. Nothing on the host, and

@@ -118,8 +118,7 @@ impl Region {
     }
 
     fn made(ptr: NonNull<u8>, len: usize, mapped_len: usize, pages: PageKind) -> Self {
-        static NEXT_ID: AtomicU64 = AtomicU64::new(1);
-        Self { ptr, len, mapped_len, id: NEXT_ID.fetch_add(1, Ordering::Relaxed), pages }
+        Self { ptr, len, mapped_len, id: next_id(), pages }
     }
 
     fn map_huge(len: usize) -> Option<Self> {
@@ -194,6 +193,12 @@ impl Region {
             tracing::warn!(node, %error, "cannot prefer the NUMA node; memory comes from any node");
         }
     }
+}
+
+/// An id that no other region of the process has.
+pub(super) fn next_id() -> u64 {
+    static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+    NEXT_ID.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Drop for Region {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::adapter::{self, LogSource};
 use super::plan::Planner;
 use super::{Engine, Inner, LoadRequest, Lookup, Prompt, StoreRequest};
-use crate::device::PagedKv;
+use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::key::{self, ChunkKey, Extra};
@@ -75,6 +75,7 @@ impl Engine {
                 layerwise: request.layerwise.unwrap_or(inner.options.settings.use_layerwise),
                 base_tokens: 0,
                 absent: None,
+                after: inner.fences(request.stream)?,
                 deadline,
             },
         };
@@ -220,6 +221,11 @@ impl Inner {
         }
         let message = format!("KV in {:?} for a device of {:?}", kv.place(), self.options.device.place());
         Err(Error::new(ErrorKind::InvalidInput, message))
+    }
+
+    /// What the caller's stream must have done before its memory is written.
+    fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
+        stream.map_or(Ok(None), |s| self.options.device.fence(s)).map(|fence| fence.into_iter().collect())
     }
 
     fn open_log(&self) -> Result<&Arc<Log>> {

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use super::EngineOptions;
-use crate::config::Settings;
+use crate::config::{Cufile, Settings};
 use crate::device::{Device, StagingOptions, StagingPool};
 use crate::error::{Error, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{Geometry, LayerKind};
+use crate::io::{CufileChoice, DeviceSide, IoOptions, Place};
 use crate::log::{Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 
@@ -16,6 +17,10 @@ const GROUP_BYTES: usize = 1 << 20;
 /// As [`GROUP_BYTES`], where they do not: through host memory, larger transfers are slower, because the copy of one begins
 /// later and leaves the processor's caches.
 const WHOLE_GROUP_BYTES: usize = 1 << 20;
+/// As [`WHOLE_GROUP_BYTES`], where bytes cross PCIe: larger copies cost fewer launches and completions.
+const DEVICE_GROUP_BYTES: usize = 4 << 20;
+/// Of the staging in a GPU's memory, one part in this many is for stores.
+const STORE_SHARE: usize = 4;
 /// Staging is cut into at least this many slots, where extents allow.
 const LEAST_SLOTS: usize = 8;
 /// Stores under way at once.
@@ -54,23 +59,31 @@ pub(super) fn pipeline_options(
 ) -> Result<PipelineOptions> {
     let layout = SlotLayout::of_chunk(geometry, geometry.chunk_tokens);
     let least = min_slot_bytes(&layout);
-    let best = WHOLE_GROUP_BYTES + (layout.header_offset + layout.header_bytes) as usize;
+    let host = device.place() == Place::Host;
+    let whole_group_bytes = if host { WHOLE_GROUP_BYTES } else { DEVICE_GROUP_BYTES };
+    let best = whole_group_bytes + (layout.header_offset + layout.header_bytes) as usize;
     let pool = |bytes: usize, key: &str| -> Result<Arc<StagingPool>> {
         let slot_bytes = best.min(bytes / LEAST_SLOTS).max(least);
         device
             .staging_pool(&StagingOptions::of_settings(settings, bytes, slot_bytes))
             .map_err(|e| Error::new(e.kind(), format!("{key}: {bytes} bytes, extents need {least}")).source(e))
     };
-    let load_pool = pool(settings.staging, "staging")?;
-    let store_pool = pool(settings.store_staging, "store_staging")?;
+    let stores = settings.gpu_staging / STORE_SHARE;
+    let (loads, stores) = if host {
+        ((settings.staging, "staging"), (settings.store_staging, "store_staging"))
+    } else {
+        ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging"))
+    };
+    let load_pool = pool(loads.0, loads.1)?;
+    let store_pool = pool(stores.0, stores.1)?;
     Ok(PipelineOptions {
         load_pool,
         store_pool,
         group_bytes: GROUP_BYTES,
-        whole_group_bytes: WHOLE_GROUP_BYTES,
+        whole_group_bytes,
         window_bytes: settings.max_concurrent_ops.saturating_mul(settings.block_size).saturating_mul(2),
         max_stores: MAX_STORES,
-        max_store_bytes: (settings.store_staging as u64).saturating_mul(STORE_BACKLOG),
+        max_store_bytes: (stores.0 as u64).saturating_mul(STORE_BACKLOG),
         io_timeout: settings.io_timeout(),
     })
 }
@@ -86,12 +99,28 @@ pub(super) fn opening(
     Opening::start(Box::new(move || open_log(&options, &geometry, &pipeline)), on_failure, every)
 }
 
+/// Has the drives' queues register the staging memory: with the kernel, or with what reaches an accelerator's memory.
+fn register_staging(io: &mut IoOptions, options: &EngineOptions, pipeline: &PipelineOptions) {
+    let regions = vec![pipeline.load_pool.region(), pipeline.store_pool.region()];
+    match options.device.mover() {
+        None => io.regions = regions,
+        Some(mover) => {
+            let cufile = match options.settings.cufile {
+                Cufile::Auto => CufileChoice::Auto,
+                Cufile::Force => CufileChoice::Force,
+                Cufile::Never => CufileChoice::Never,
+            };
+            io.device = Some(DeviceSide { mover, regions, cufile, pinned_bytes: options.settings.pinned_staging });
+        }
+    }
+}
+
 /// Checks the cache directories and opens the log in them.
 fn open_log(options: &EngineOptions, geometry: &Geometry, pipeline: &PipelineOptions) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
     // Staging bounds what loads and stores submit; the rest is for the log's own.
     log.io.queue_limit = pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256;
-    log.io.regions = vec![pipeline.load_pool.region(), pipeline.store_pool.region()];
+    register_staging(&mut log.io, options, pipeline);
     log.drive_factory = options.drive_factory.clone();
     log.segment_bytes = options.segment_bytes;
     if let Some(clock) = &options.clock {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::prompt::Prompt;
-use crate::device::PagedKv;
+use crate::device::{PagedKv, Stream};
 use crate::log::Chunk;
 use crate::pipeline::{Backpressure, LoadTicket};
 
@@ -88,6 +88,9 @@ pub struct LoadRequest {
     pub timeout_ms: Option<u64>,
     /// Layer by layer over all chunks, or chunk by chunk; `None` as the settings say.
     pub layerwise: Option<bool>,
+    /// The stream whose kernels use the memory: nothing is written before what was submitted to it until now is over. `None` on
+    /// the host, and where nothing uses the blocks any more.
+    pub stream: Option<Stream>,
 }
 
 impl LoadRequest {
@@ -101,6 +104,7 @@ impl LoadRequest {
             tokens: None,
             timeout_ms: None,
             layerwise: None,
+            stream: None,
         }
     }
 }

@@ -5,11 +5,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::{Buf, Completion, IoStats, Op, Queue, Rejected, Request};
+use super::{Buf, Completion, Done, IoStats, Op, Queue, Rejected, Request};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What happens to a chosen request.
@@ -32,6 +32,8 @@ pub enum Fault {
     Ignore,
     /// It is not taken: `Busy`.
     Busy,
+    /// It ends as it ends, but its caller is told so much later.
+    Delay(Duration),
 }
 
 /// Decides the fate of a request from its number on this queue (from 0) and the request.
@@ -76,18 +78,18 @@ impl Faulty {
         drop(held);
     }
 
-    /// Sends `request` on and gives its completion to `change` before the caller sees it.
-    fn pass(
+    /// Sends `request` on and gives its caller and its completion to `then`.
+    fn intercept(
         &self,
         mut request: Request,
-        change: impl FnOnce(Completion) -> Completion + Send + 'static,
+        then: impl FnOnce(Done, Completion) + Send + 'static,
     ) -> std::result::Result<(), Rejected> {
         let done = Arc::new(Mutex::new(Some(request.done)));
         let later = Arc::clone(&done);
         request.done = Box::new(move |c| {
             let done = later.lock().take();
             if let Some(done) = done {
-                done(change(c));
+                then(done, c);
             }
         });
         self.inner.submit(request).map_err(|mut r| {
@@ -95,6 +97,25 @@ impl Faulty {
                 r.request.done = original;
             }
             r
+        })
+    }
+
+    /// Sends `request` on and gives its completion to `change` before the caller sees it.
+    fn pass(
+        &self,
+        request: Request,
+        change: impl FnOnce(Completion) -> Completion + Send + 'static,
+    ) -> std::result::Result<(), Rejected> {
+        self.intercept(request, move |done, c| done(change(c)))
+    }
+
+    fn delay(&self, request: Request, time: Duration) -> std::result::Result<(), Rejected> {
+        self.intercept(request, move |done, c| {
+            let tell = move || {
+                std::thread::sleep(time);
+                done(c);
+            };
+            drop(std::thread::Builder::new().name("fb-fault".to_owned()).spawn(tell));
         })
     }
 
@@ -163,6 +184,7 @@ impl Queue for Faulty {
         let (result, keep) = match fault {
             Fault::Short => return self.short(request),
             Fault::FlipBit { byte } => return self.flip(request, byte),
+            Fault::Delay(time) => return self.delay(request, time),
             Fault::Busy => {
                 let error = injected(ErrorKind::Busy);
                 return Err(request.reject(error));

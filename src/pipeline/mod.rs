@@ -22,6 +22,7 @@ use crate::error::Result;
 mod cause;
 mod groups;
 mod load;
+mod order;
 mod seam;
 mod stats;
 mod store;

@@ -2,5 +2,6 @@
 
 mod disk;
 mod loads;
+mod ordered;
 mod stores;
 mod world;

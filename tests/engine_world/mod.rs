@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
-use forebay::device::{HostDevice, HostMemory, HostOptions, KvMemory, PagedKv};
+use forebay::device::{Device, HostDevice, HostOptions, KvMemory, PagedKv};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, LoadResult, SlotMapping, StoreRequest};
 use forebay::engine::{Prompt, StoreResult};
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
@@ -77,14 +77,13 @@ impl Shape {
     }
 }
 
-/// A paged KV cache in host memory.
+/// A paged KV cache in a device's memory.
 pub(crate) struct Kv {
     pub(crate) kv: Arc<PagedKv>,
-    memories: Vec<Arc<HostMemory>>,
 }
 
 impl Kv {
-    pub(crate) fn new(shape: &Shape) -> Self {
+    pub(crate) fn new(shape: &Shape, device: &dyn Device) -> Self {
         let dims = KvShape {
             layout: shape.layout,
             packing: shape.packing,
@@ -96,33 +95,38 @@ impl Kv {
         } else {
             PagedLayout::per_layer(&shape.specs, dims)
         };
-        let (kv, memories) = PagedKv::alloc_zeroed(layout.unwrap()).unwrap();
-        Self { kv, memories }
+        let layout = layout.unwrap();
+        let memories = layout.memory_bytes().iter().map(|&len| device.alloc_kv(len).unwrap()).collect();
+        Self { kv: PagedKv::over(memories, layout).unwrap() }
+    }
+
+    pub(crate) fn memories(&self) -> &[Arc<dyn KvMemory>] {
+        self.kv.memories()
     }
 
     /// Bytes that differ from place to place and from seed to seed; never zero.
     pub(crate) fn filled(self, seed: u32) -> Self {
-        for (i, memory) in self.memories.iter().enumerate() {
+        for (i, memory) in self.memories().iter().enumerate() {
             let byte = |b: usize| {
                 let x =
                     (b as u32 ^ seed.wrapping_mul(0x9E37_79B9)).wrapping_mul(2_654_435_761).wrapping_add(i as u32 * 77);
                 (x >> 13) as u8 | 1
             };
             let bytes: Vec<u8> = (0..memory.len()).map(byte).collect();
-            memory.write(0, &bytes).unwrap();
+            memory.write_at(0, &bytes).unwrap();
         }
         self
     }
 
     pub(crate) fn overwrite(&self, byte: u8) {
-        self.memories.iter().for_each(|m| m.write(0, &vec![byte; m.len()]).unwrap());
+        self.memories().iter().for_each(|m| m.write_at(0, &vec![byte; m.len()]).unwrap());
     }
 
     pub(crate) fn everything(&self) -> Vec<u8> {
         let mut all = Vec::new();
-        for memory in &self.memories {
+        for memory in self.memories() {
             let mut bytes = vec![0; memory.len()];
-            memory.read(0, &mut bytes).unwrap();
+            memory.read_at(0, &mut bytes).unwrap();
             all.extend(bytes);
         }
         all
@@ -135,7 +139,7 @@ impl Kv {
         let mut bytes = Vec::new();
         let mut take = |memory: usize, at: usize, len: usize| {
             let mut part = vec![0; len];
-            self.memories[memory].read(at, &mut part).unwrap();
+            self.memories()[memory].read_at(at, &mut part).unwrap();
             bytes.extend(part);
         };
         if let LayerKind::Opaque { block_bytes, .. } = spec.kind {
@@ -208,6 +212,7 @@ pub(crate) struct World {
     pub(crate) settings: Settings,
     pub(crate) drives: Option<DriveFactory>,
     pub(crate) clock: Option<Arc<dyn Clock>>,
+    pub(crate) device: Arc<dyn Device>,
 }
 
 impl World {
@@ -224,7 +229,8 @@ impl World {
         settings.hugepages = false;
         settings.workers = 2;
         settings.on_open_failure = OnOpenFailure::Fail;
-        Self { dir, shape, settings, drives: None, clock: None }
+        let device = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
+        Self { dir, shape, settings, drives: None, clock: None, device }
     }
 
     pub(crate) fn plain() -> Self {
@@ -258,8 +264,7 @@ impl World {
     }
 
     pub(crate) fn options(&self) -> EngineOptions {
-        let device = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
-        let mut options = EngineOptions::new(&self.settings, self.shape.geometry(), device);
+        let mut options = EngineOptions::new(&self.settings, self.shape.geometry(), Arc::clone(&self.device));
         options.drive_factory.clone_from(&self.drives);
         options.clock.clone_from(&self.clock);
         options
@@ -270,7 +275,7 @@ impl World {
     }
 
     pub(crate) fn kv(&self) -> Kv {
-        Kv::new(&self.shape)
+        Kv::new(&self.shape, &*self.device)
     }
 
     pub(crate) fn path(&self) -> &Path {

@@ -3,9 +3,9 @@
 
 use super::copy::copy_grid;
 use super::crc::{ExtentCrc, tile_tokens};
-use super::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
 use super::scatter::{Cursor, line};
 use super::{Outcome, host_only};
+use crate::device::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
 use crate::device::{Gate, GatherJob};
 use crate::error::Result;
 

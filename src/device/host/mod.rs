@@ -13,14 +13,18 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Device, GatherJob, Gathered, ScatterJob, Scattered, StagingOptions, StagingPool};
+use super::rope::{RopeShift, shift_on_host};
+use super::{
+    Device, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
+    StagingPool,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, Place};
 
 mod copy;
 mod crc;
 mod gather;
-mod parts;
+mod grids;
 mod scatter;
 
 /// Of this many picks with both kinds waiting, one is a gather.
@@ -100,6 +104,16 @@ impl HostDevice {
         }
         Ok(Arc::new(device))
     }
+
+    /// Turns the keys of the shift's tokens to their new positions, on the calling thread, unless the gate is closed; says
+    /// whether it did. No load or store may use those slots meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV, or that does not lie in host memory.
+    pub fn rope_shift(&self, kv: &PagedKv, shift: &RopeShift, gate: &Gate) -> Result<bool> {
+        let Some(_guard) = gate.enter() else { return Ok(false) };
+        shift_on_host(kv, shift).map(|()| true)
+    }
 }
 
 impl Device for HostDevice {
@@ -127,6 +141,10 @@ impl Device for HostDevice {
         queue.gathers.push_back(job);
         drop(queue);
         self.shared.wake.notify_one();
+    }
+
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
+        HostMemory::alloc_zeroed(len).map(|m| m as _)
     }
 
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {

@@ -3,8 +3,8 @@
 
 use super::copy::{Axis, Grid, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
-use super::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
 use super::{Outcome, host_only};
+use crate::device::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
 use crate::device::{Gate, ScatterJob};
 use crate::error::Result;
 use crate::paged::ChunkPlan;

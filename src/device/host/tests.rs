@@ -34,13 +34,29 @@ impl Rig {
         let mut staging = self.pool.try_take().unwrap();
         staging.as_mut_slice().fill(7);
         let (kv, parts, gate) = (Arc::clone(&self.kv), vec![self.part()], Arc::clone(gate));
-        self.device.scatter(ScatterJob { kv, staging, parts, gate, after: None, launched: None, done: Box::new(done) });
+        self.device.scatter(ScatterJob {
+            kv,
+            staging,
+            parts,
+            gate,
+            after: Vec::new(),
+            launched: None,
+            done: Box::new(done),
+        });
     }
 
     fn gather_with(&self, parts: Vec<Part>, done: impl FnOnce(Gathered) + Send + 'static) {
         let staging = self.pool.try_take().unwrap();
         let (kv, gate) = (Arc::clone(&self.kv), Arc::new(Gate::new()));
-        self.device.gather(GatherJob { kv, staging, parts, gate, after: None, launched: None, done: Box::new(done) });
+        self.device.gather(GatherJob {
+            kv,
+            staging,
+            parts,
+            gate,
+            after: Vec::new(),
+            launched: None,
+            done: Box::new(done),
+        });
     }
 
     fn written(&self) -> bool {

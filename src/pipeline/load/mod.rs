@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::cause::MissCause;
 use super::seam::ChunkSource;
-use crate::device::{Gate, PagedKv};
+use crate::device::{Fence, Gate, PagedKv, Stream as DeviceStream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::paged::ChunkPlan;
 
@@ -52,6 +52,8 @@ pub struct LoadSpec {
     pub base_tokens: usize,
     /// What the caller asked for beyond the chunks.
     pub absent: Option<Absent>,
+    /// Points in the caller's streams before which its memory must not be written: kernels submitted earlier may still use it.
+    pub after: Vec<Fence>,
     /// When the load gives up; without one it still does when nothing moves for long.
     pub deadline: Option<Instant>,
 }
@@ -67,7 +69,8 @@ pub struct Absent {
     pub cause: MissCause,
 }
 
-/// A layer whose extents have all verified, or belong to failed chunks.
+/// A layer whose extents have all verified, or belong to failed chunks. On an accelerator: whose extents are all on their way
+/// into the caller's memory; [`Load::wait_layer_on`] has a stream wait for them, and [`Load::wait`] says what has verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerReady {
     /// Which layer.
@@ -115,6 +118,7 @@ pub(super) struct LoadInner {
     chunks: Mutex<Vec<LoadChunk>>,
     kv: Arc<PagedKv>,
     gate: Arc<Gate>,
+    after: Vec<Fence>,
     deadline: Option<Instant>,
     started: Instant,
     state: Mutex<LoadState>,
@@ -195,6 +199,30 @@ impl Load {
             }
             self.inner.changed.wait(&mut state);
         }
+    }
+
+    /// As [`Load::wait_layer`], and then makes what is submitted to `stream` from now on wait until the layer is in the caller's
+    /// memory. On an accelerator this blocks the host only until the layer's copies are among the device's work.
+    ///
+    /// # Errors
+    /// As [`Load::wait_layer`], and what the driver says.
+    pub fn wait_layer_on(&self, layer: usize, stream: DeviceStream) -> Result<LayerReady> {
+        let ready = self.wait_layer(layer)?;
+        let fences = self.inner.state.lock().fences(layer);
+        self.inner.pump.device().wait(stream, &fences)?;
+        Ok(ready)
+    }
+
+    /// As [`Load::wait_layer`], and then until the layer is in the caller's memory, also on an accelerator: for callers without a
+    /// stream.
+    ///
+    /// # Errors
+    /// As [`Load::wait_layer`].
+    pub fn wait_layer_landed(&self, layer: usize) -> Result<LayerReady> {
+        let ready = self.wait_layer(layer)?;
+        let fences = self.inner.state.lock().fences(layer);
+        fences.iter().for_each(Fence::wait);
+        Ok(ready)
     }
 
     /// Waits until the load has finished.

@@ -141,7 +141,7 @@ impl LoadPump {
         let limits =
             GroupLimits { group_bytes, layerwise: spec.layerwise, slot_bytes: self.pool.slot_bytes(), header_apart };
         let groups = layer_groups(&layouts, limits)?;
-        let state = LoadState::new(&spec, groups);
+        let state = LoadState::new(&spec, groups, header_apart);
         let finished = state.finished;
         if finished {
             self.count(state.result(), Duration::ZERO);
@@ -150,6 +150,7 @@ impl LoadPump {
             chunks: Mutex::new(spec.chunks),
             kv: spec.kv,
             gate: Arc::new(Gate::new()),
+            after: spec.after,
             deadline: spec.deadline,
             started: Instant::now(),
             state: Mutex::new(state),

@@ -61,13 +61,17 @@ impl LoadInner {
             );
         }
         let load = Arc::clone(self);
+        let launched = {
+            let (load, chunk, wanted) = (Arc::clone(self), step.chunk, wanted.clone());
+            move |fence| load.update(|state| state.submitted(chunk, &wanted, Some(&fence)))
+        };
         self.pump.device().scatter(ScatterJob {
             kv: Arc::clone(&self.kv),
             staging,
             parts,
             gate: Arc::clone(&self.gate),
-            after: None,
-            launched: None,
+            after: self.after.clone(),
+            launched: Some(Box::new(launched)),
             done: Box::new(move |out| load.scatter_done(&step, &wanted, out)),
         });
     }
@@ -116,6 +120,7 @@ impl LoadInner {
             state.end_report(reported);
             state.end_scatter(step);
             if moved {
+                state.submitted(step.chunk, wanted, None);
                 let len =
                     |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
                 state.add_bytes(wanted.iter().filter_map(len).sum());

@@ -3,7 +3,8 @@
 //!
 //! Invariants:
 //! - A layer is ready when every extent of it has verified or belongs to a failed chunk, all layers before it are ready, and
-//!   no worker is inside a failed chunk's blocks any more (the server may use failed blocks as soon as it is told).
+//!   no worker is inside a failed chunk's blocks any more (the server may use failed blocks as soon as it is told). On an
+//!   accelerator it is ready when its scatters are among the device's work; verification follows before the load finishes.
 //! - Chunks fail from some chunk to the end of the prefix, never in the middle.
 //! - A CRC that comes before the header is kept and judged when the header has come.
 
@@ -12,9 +13,11 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use super::{LayerReady, LoadChunk, LoadResult, LoadSpec};
+use crate::device::Fence;
 use crate::format::layout::SlotLayout;
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::Span;
+use crate::pipeline::order::LayerOrder;
 
 /// Chunks that a load reads together where layers do not matter: the head of the prefix is complete early, and reads are spread
 /// over the drive.
@@ -38,6 +41,8 @@ struct ChunkState {
     /// Of these, layers that have not verified.
     missing: Vec<bool>,
     missing_count: usize,
+    /// Of the wanted layers, those whose scatter is not among the device's work.
+    awaited: Vec<bool>,
     /// CRCs from the header.
     expected: Option<Vec<u32>>,
     /// Layer and CRC of extents that came before the header.
@@ -51,6 +56,10 @@ pub(super) struct LoadState {
     chunks: Vec<ChunkState>,
     /// Per layer: extents of living chunks that have not verified.
     remaining: Vec<usize>,
+    /// Scatters that are to be submitted, and where those submitted end.
+    order: LayerOrder,
+    /// A layer is ready when its scatters are submitted, and not only when they have verified.
+    by_order: bool,
     ready: usize,
     /// Chunks from here on have failed.
     first_failed: usize,
@@ -76,7 +85,8 @@ pub(super) struct LoadState {
 }
 
 impl LoadState {
-    pub(super) fn new(spec: &LoadSpec, groups: Vec<Range<usize>>) -> Self {
+    /// The state of a load that reads `groups`; `by_order` where the memory is an accelerator's.
+    pub(super) fn new(spec: &LoadSpec, groups: Vec<Range<usize>>, by_order: bool) -> Self {
         let chunks = &spec.chunks;
         let layers = spec.kv.layout().num_layers();
         let mut result = LoadResult {
@@ -90,6 +100,8 @@ impl LoadState {
         let mut state = Self {
             chunks: chunks.iter().map(|c| ChunkState::new(c, layers)).collect(),
             remaining: vec![0; layers],
+            order: LayerOrder::new(Vec::new()),
+            by_order,
             ready: 0,
             first_failed: chunks.len(),
             busy_failed: 0,
@@ -111,6 +123,7 @@ impl LoadState {
                 *left += usize::from(missing);
             }
         }
+        state.order = LayerOrder::new(state.remaining.clone());
         state.publish();
         state
     }
@@ -191,6 +204,28 @@ impl LoadState {
         }
     }
 
+    /// The scatter of `layers` of a chunk is among the device's work, or over; where known, it ends at `fence`.
+    pub(super) fn submitted(&mut self, chunk: usize, layers: &[usize], fence: Option<&Fence>) {
+        let alive = chunk < self.first_failed;
+        let Some(state) = self.chunks.get_mut(chunk) else { return };
+        for &layer in layers {
+            if let Some(fence) = fence {
+                self.order.ends_at(layer, fence);
+            }
+            if let Some(awaited) = state.awaited.get_mut(layer).filter(|a| **a) {
+                *awaited = false;
+                if alive {
+                    self.order.came(layer);
+                }
+            }
+        }
+    }
+
+    /// Where the scatters of `layer` end on the device.
+    pub(super) fn fences(&self, layer: usize) -> Vec<Fence> {
+        self.order.fences(layer)
+    }
+
     /// The layers of `step` that are scattered.
     pub(super) fn wanted(&self, step: &Step) -> Vec<usize> {
         let Some(chunk) = self.chunks.get(step.chunk) else { return Vec::new() };
@@ -254,6 +289,9 @@ impl LoadState {
             for (left, &missing) in self.remaining.iter_mut().zip(&state.missing) {
                 *left -= usize::from(missing);
             }
+            for (layer, _) in state.awaited.iter().enumerate().filter(|(_, awaited)| **awaited) {
+                self.order.came(layer);
+            }
         }
         self.result.count_miss(cause, 1);
         // What ends the whole load is the cause of every chunk that it cost.
@@ -276,10 +314,11 @@ impl LoadState {
             return false;
         }
         let before = self.ready;
-        while self.remaining.get(self.ready) == Some(&0) {
+        let open = |layer| if self.by_order { self.order.pending(layer) } else { self.remaining.get(layer).copied() };
+        while open(self.ready) == Some(0) {
             self.ready += 1;
         }
-        if self.ready == self.remaining.len() {
+        if self.ready == self.remaining.len() && self.remaining.iter().all(|&left| left == 0) {
             self.finished = true;
             self.result.failed_blocks.sort_unstable();
             self.result.failed_blocks.dedup();
@@ -322,6 +361,7 @@ impl ChunkState {
             layout: chunk.source.layout().clone(),
             missing_count: missing.iter().filter(|m| **m).count(),
             wanted: missing.clone(),
+            awaited: missing.clone(),
             missing,
             expected: None,
             early: Vec::new(),

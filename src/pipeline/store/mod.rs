@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::cause::ShedCause;
 use super::load::LoadTicket;
 use super::seam::BeginPut;
-use crate::device::{Gate, PagedKv};
+use crate::device::{Fence, Gate, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::paged::ChunkPlan;
@@ -143,16 +143,48 @@ impl Store {
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where there is no such layer.
     pub fn layer(&self, layer: usize) -> Result<()> {
-        if !self.inner.state.lock().announce(layer) {
+        self.announce(layer, None)
+    }
+
+    /// Layer `layer` is computed by what was submitted to `stream` until now: its tokens are read after that. Returns at once.
+    /// Nothing where the stream is being captured into a graph.
+    ///
+    /// # Errors
+    /// As [`Store::layer`], and what the driver says.
+    pub fn layer_on(&self, layer: usize, stream: Stream) -> Result<()> {
+        let device = self.inner.pump.device();
+        if device.is_capturing(stream)? {
+            return Ok(());
+        }
+        self.announce(layer, device.fence(stream)?)
+    }
+
+    fn announce(&self, layer: usize, fence: Option<Fence>) -> Result<()> {
+        if !self.inner.state.lock().announce(layer, fence) {
             return Err(no_layer(layer));
         }
         self.inner.pump.notify();
         Ok(())
     }
 
+    /// As [`Store::layer_on`], for all layers that were not given.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn all_layers_on(&self, stream: Stream) -> Result<()> {
+        let device = self.inner.pump.device();
+        if device.is_capturing(stream)? {
+            return Ok(());
+        }
+        let fence = device.fence(stream)?;
+        self.inner.state.lock().announce_all(fence.as_ref());
+        self.inner.pump.notify();
+        Ok(())
+    }
+
     /// All layers are computed. Returns at once.
     pub fn all_layers(&self) {
-        self.inner.state.lock().announce_all();
+        self.inner.state.lock().announce_all(None);
         self.inner.pump.notify();
     }
 
@@ -175,6 +207,15 @@ impl Store {
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where not all these layers are computed.
     pub fn wait_gathered(&self, layer: usize) -> Result<()> {
+        let mut state = self.force(layer)?;
+        while !state.is_gathered(layer) {
+            self.inner.changed.wait(&mut state);
+        }
+        Ok(())
+    }
+
+    /// Asks for the gather of the layers up to `layer` without waiting for larger groups.
+    fn force(&self, layer: usize) -> Result<MutexGuard<'_, StoreState>> {
         let mut state = self.inner.state.lock();
         if !state.is_ready(layer) && !state.finished {
             return Err(no_layer(layer).advice("call layer() for it and all before it first"));
@@ -182,11 +223,23 @@ impl Store {
         state.force(layer);
         drop(state);
         self.inner.pump.notify();
-        let mut state = self.inner.state.lock();
-        while !state.is_gathered(layer) {
+        Ok(self.inner.state.lock())
+    }
+
+    /// Makes what is submitted to `stream` from now on wait until the caller may change its blocks of all layers up to `layer`.
+    /// On an accelerator this blocks the host only until their gathers are among the device's work: for staging, as the store's
+    /// [`Backpressure`] says.
+    ///
+    /// # Errors
+    /// As [`Store::wait_gathered`], and what the driver says.
+    pub fn wait_gathered_on(&self, layer: usize, stream: Stream) -> Result<()> {
+        let mut state = self.force(layer)?;
+        while !state.is_submitted(layer) {
             self.inner.changed.wait(&mut state);
         }
-        Ok(())
+        let fences = state.fences(layer);
+        drop(state);
+        self.inner.pump.device().wait(stream, &fences)
     }
 
     /// As [`Store::wait_gathered`], for all layers.

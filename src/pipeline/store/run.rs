@@ -57,16 +57,20 @@ impl StoreInner {
     }
 
     fn gather(self: &Arc<Self>, step: Step, staging: Buf) {
-        let parts = self.state.lock().parts(&step);
+        let (parts, after) = self.state.lock().submit(&step);
         let store = Arc::clone(self);
+        let launched = {
+            let (store, step) = (Arc::clone(self), step.clone());
+            move |fence| store.update(|state| state.submitted(&step, &fence))
+        };
         self.pump.moved();
         self.pump.device().gather(GatherJob {
             kv: Arc::clone(&self.kv),
             staging,
             parts,
             gate: Arc::clone(&self.gate),
-            after: None,
-            launched: None,
+            after,
+            launched: Some(Box::new(launched)),
             done: Box::new(move |out| store.gather_done(step, out)),
         });
     }

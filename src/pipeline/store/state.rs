@@ -12,11 +12,12 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use super::{StoreChunk, StoreResult};
-use crate::device::Part;
+use crate::device::{Fence, Part, add_fence};
 use crate::format::layout::SlotLayout;
 use crate::paged::ChunkPlan;
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::{Span, group_end};
+use crate::pipeline::order::LayerOrder;
 use crate::pipeline::seam::{BeginPut, Begun, ChunkSink};
 
 /// A gather and the write that follows it.
@@ -54,6 +55,8 @@ struct ChunkState {
     /// Layers before it have been given to a gather.
     next: usize,
     gathered: Vec<bool>,
+    /// Layers whose gather is not among the device's work.
+    awaited: Vec<bool>,
     gathering: usize,
     written: usize,
     crcs: Vec<u32>,
@@ -62,6 +65,12 @@ struct ChunkState {
 pub(super) struct StoreState {
     chunks: Vec<ChunkState>,
     announced: Vec<bool>,
+    /// Per layer: points of the caller's streams at which it is computed.
+    computed: Vec<Vec<Fence>>,
+    /// Gathers that are to be submitted, and where those submitted end.
+    order: LayerOrder,
+    /// Gathers that the device has but did not submit yet.
+    queued: usize,
     /// Layers before it are all computed.
     ready: usize,
     /// Somebody waits for the gather of the layers before it.
@@ -86,6 +95,9 @@ impl StoreState {
         let mut state = Self {
             chunks: chunks.into_iter().map(|c| ChunkState::new(c, layers)).collect(),
             announced: vec![false; layers],
+            computed: vec![Vec::new(); layers],
+            order: LayerOrder::new(vec![living; layers]),
+            queued: 0,
             ready: 0,
             forced: 0,
             left: vec![living; layers],
@@ -103,17 +115,30 @@ impl StoreState {
         state
     }
 
-    /// Layer `layer` is computed; `false` where there is no such layer.
-    pub(super) fn announce(&mut self, layer: usize) -> bool {
+    /// Layer `layer` is computed, on an accelerator at `fence`; `false` where there is no such layer.
+    pub(super) fn announce(&mut self, layer: usize, fence: Option<Fence>) -> bool {
         let Some(a) = self.announced.get_mut(layer) else { return false };
         *a = true;
+        self.computed_at(layer, fence);
         while self.announced.get(self.ready) == Some(&true) {
             self.ready += 1;
         }
         true
     }
 
-    pub(super) fn announce_all(&mut self) {
+    fn computed_at(&mut self, layer: usize, fence: Option<Fence>) {
+        if let (Some(fences), Some(fence)) = (self.computed.get_mut(layer), fence) {
+            add_fence(fences, fence);
+        }
+    }
+
+    /// As [`StoreState::announce`], for all layers that were not announced.
+    pub(super) fn announce_all(&mut self, fence: Option<&Fence>) {
+        for layer in 0..self.announced.len() {
+            if self.announced.get(layer) == Some(&false) {
+                self.computed_at(layer, fence.cloned());
+            }
+        }
         self.announced.fill(true);
         self.ready = self.announced.len();
     }
@@ -130,6 +155,18 @@ impl StoreState {
     /// Whether the caller's blocks of all layers up to `layer` are no longer read.
     pub(super) fn is_gathered(&self, layer: usize) -> bool {
         self.busy_over == 0 && self.left.iter().take(layer + 1).all(|&n| n == 0)
+    }
+
+    /// Whether every gather of the layers up to `layer` is among the device's work, over, or given up.
+    pub(super) fn is_submitted(&self, layer: usize) -> bool {
+        self.queued == 0 && self.order.is_complete(layer)
+    }
+
+    /// Where the gathers of the layers up to `layer` end on the device.
+    pub(super) fn fences(&self, layer: usize) -> Vec<Fence> {
+        let mut fences = Vec::new();
+        (0..=layer).flat_map(|l| self.order.fences(l)).for_each(|fence| add_fence(&mut fences, fence));
+        fences
     }
 
     /// What to do next; a begun or gathered step is counted as under way.
@@ -197,8 +234,36 @@ impl StoreState {
         true
     }
 
-    /// The parts of the gather of `step`.
-    pub(super) fn parts(&self, step: &Step) -> Vec<Part> {
+    /// The gather of `step` is given to the device: its parts, and what must have happened before them.
+    pub(super) fn submit(&mut self, step: &Step) -> (Vec<Part>, Vec<Fence>) {
+        self.queued += 1;
+        let mut after = Vec::new();
+        let computed = self.computed.get(step.layers.clone()).unwrap_or_default();
+        computed.iter().flatten().for_each(|fence| add_fence(&mut after, fence.clone()));
+        (self.parts(step), after)
+    }
+
+    /// The gather of `step` is among the device's work and ends at `fence`.
+    pub(super) fn submitted(&mut self, step: &Step, fence: &Fence) {
+        step.layers.clone().for_each(|layer| self.order.ends_at(layer, fence));
+        self.unqueue(step);
+    }
+
+    /// The gather of `step` waits no more in the device's queue.
+    fn unqueue(&mut self, step: &Step) {
+        let Some(chunk) = self.chunks.get_mut(step.chunk) else { return };
+        let Some(awaited) = chunk.awaited.get_mut(step.layers.clone()).filter(|a| a.contains(&true)) else { return };
+        self.queued -= 1;
+        if matches!(chunk.phase, Phase::Over) {
+            return awaited.fill(false);
+        }
+        for (layer, awaited) in step.layers.clone().zip(awaited) {
+            *awaited = false;
+            self.order.came(layer);
+        }
+    }
+
+    fn parts(&self, step: &Step) -> Vec<Part> {
         let Some(chunk) = self.chunks.get(step.chunk) else { return Vec::new() };
         let part = |layer: usize| {
             let extent = chunk.layout.extents.get(layer)?;
@@ -215,6 +280,7 @@ impl StoreState {
 
     /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives and it went well.
     pub(super) fn gathered(&mut self, step: &Step, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
+        self.unqueue(step);
         let chunk = self.chunks.get_mut(step.chunk)?;
         chunk.gathering -= 1;
         let Phase::Open(sink) = &chunk.phase else {
@@ -332,6 +398,9 @@ impl StoreState {
         for (left, &done) in self.left.iter_mut().zip(&c.gathered) {
             *left -= usize::from(!done);
         }
+        for (layer, _) in c.awaited.iter().enumerate().filter(|(_, awaited)| **awaited) {
+            self.order.came(layer);
+        }
         c.gathered.fill(true);
         self.living -= 1;
         self.settle();
@@ -372,6 +441,7 @@ impl ChunkState {
             phase: Phase::Waiting(chunk.begin),
             next: 0,
             gathered: vec![false; layers],
+            awaited: vec![true; layers],
             gathering: 0,
             written: 0,
             crcs: vec![0; layers],

@@ -88,6 +88,16 @@ impl World {
     }
 
     pub(super) fn with(load_slots: usize, store_slots: usize, change: impl FnOnce(&mut PipelineOptions)) -> Self {
+        let device = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
+        Self::on(device, load_slots, store_slots, change)
+    }
+
+    pub(super) fn on(
+        device: Arc<dyn Device>,
+        load_slots: usize,
+        store_slots: usize,
+        change: impl FnOnce(&mut PipelineOptions),
+    ) -> Self {
         let dtype = DType::named("bf16").unwrap();
         let geometry =
             Geometry::new("test", dtype, vec![LayerSpec::kv(LayerKind::Full, 2, 128); LAYERS], TOKENS).unwrap();
@@ -107,7 +117,6 @@ impl World {
             io_timeout: Duration::from_secs(30),
         };
         change(&mut options);
-        let device: Arc<dyn Device> = HostDevice::new(&HostOptions { workers: 2, ..HostOptions::default() }).unwrap();
         Self { disk: Disk::new(), pipeline: Some(Pipeline::new(&options, device).unwrap()), geometry }
     }
 
@@ -180,6 +189,7 @@ impl World {
             layerwise: true,
             base_tokens: 0,
             absent: None,
+            after: Vec::new(),
             deadline: None,
         }
     }

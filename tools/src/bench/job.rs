@@ -9,6 +9,7 @@ use forebay::{Error, ErrorKind, Result};
 use super::options::{IoEngine, JobOptions, Layout, Rw};
 
 /// Largest number of operations in flight that a worker may ask for.
+const HOST: &str = "host";
 const MAX_IODEPTH: usize = 4096;
 /// Largest number of workers.
 const MAX_NUMJOBS: usize = 256;
@@ -24,6 +25,8 @@ pub(crate) struct Job {
     pub(crate) rw: Rw,
     /// I/O engine.
     pub(crate) ioengine: IoEngine,
+    /// Where the memory lies: `host`, or a GPU as `cuda:N`.
+    pub(crate) device: String,
     /// Bytes per operation.
     pub(crate) bs: u64,
     /// Operations in flight per worker.
@@ -69,6 +72,8 @@ pub(crate) struct KvJob {
     pub(crate) layout: Option<Layout>,
     /// Simulated attention per layer.
     pub(crate) compute: Duration,
+    /// Thread blocks of the reshape kernels at most; `None`: the settings' default.
+    pub(crate) kernel_ctas: Option<u32>,
     /// Leave the cache behind.
     pub(crate) keep: bool,
     /// Bytes that the cache may take; `None`: as many as the job needs.
@@ -99,6 +104,7 @@ impl Job {
         let job = Self {
             rw,
             ioengine: options.ioengine.unwrap_or(IoEngine::Auto),
+            device: options.device.unwrap_or_else(|| HOST.to_owned()),
             bs: options.bs.unwrap_or(if rw.is_raw() { 4096 } else { 1 << 20 }),
             iodepth: options.iodepth.unwrap_or(if rw.is_raw() { 1 } else { 32 }),
             numjobs: options.numjobs.unwrap_or(if matches!(rw, Rw::Load | Rw::Store) { 2 } else { 1 }),
@@ -119,6 +125,7 @@ impl Job {
                 block_size: kv.block_size.unwrap_or(16),
                 layout: kv.layout,
                 compute: Duration::from_micros(kv.compute_us.unwrap_or(0)),
+                kernel_ctas: kv.kernel_ctas,
                 keep: kv.keep.unwrap_or(false),
                 capacity: kv.capacity,
                 verify: kv.verify.unwrap_or(false),
@@ -154,6 +161,11 @@ impl Job {
         if !PRESETS.contains(&self.kv.model.as_str()) {
             return bad(format!("unknown model {:?}, use one of {}", self.kv.model, PRESETS.join(", ")));
         }
+        if self.ioengine == IoEngine::Cufile && self.is_on_host() {
+            return Err(invalid(&self.name, "ioengine cufile moves bytes to and from a GPU").advice(
+                "add --device cuda:0, or use --ioengine auto, uring or threads; `forebay probe` shows the paths",
+            ));
+        }
         if self.rw.is_raw() {
             self.validate_raw()?;
         }
@@ -161,13 +173,6 @@ impl Job {
     }
 
     fn validate_raw(&self) -> Result<()> {
-        if self.ioengine == IoEngine::Cufile {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("job {:?}: ioengine cufile is not active in this build", self.name),
-            )
-            .advice("use --ioengine auto, uring or threads; `forebay probe` shows which path this machine gets"));
-        }
         if self.direct && !self.bs.is_multiple_of(512) {
             return Err(invalid(&self.name, "bs must be a multiple of 512 bytes with direct=1"));
         }
@@ -175,6 +180,11 @@ impl Job {
             return Err(invalid(&self.name, format!("size {size} is smaller than bs {}", self.bs)));
         }
         Ok(())
+    }
+
+    /// Whether the memory is the host's.
+    pub(crate) fn is_on_host(&self) -> bool {
+        matches!(self.device.as_str(), HOST | "cpu")
     }
 
     /// The file of worker `index`.
@@ -192,6 +202,7 @@ impl Job {
         let mut list: Vec<(&str, String)> = vec![
             ("rw", self.rw.word().to_owned()),
             ("ioengine", self.ioengine.word().to_owned()),
+            ("device", self.device.clone()),
             ("bs", self.bs.to_string()),
             ("iodepth", self.iodepth.to_string()),
             ("numjobs", self.numjobs.to_string()),

@@ -155,6 +155,10 @@ pub(crate) struct JobOptions {
     /// I/O engine; fio's `io_uring`, `psync` and relatives mean ours.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Workload")]
     pub(crate) ioengine: Option<IoEngine>,
+    /// Where the memory lies that bytes are moved to and from: host, or a GPU as cuda:N. With a GPU, ioengine cufile means
+    /// cuFile in any mode (gdsio's GPU_DIRECT), uring and threads mean pinned host memory and a copy (CPU_GPU), auto the best.
+    #[arg(long, value_name = "host|cuda:N", help_heading = "Workload")]
+    pub(crate) device: Option<String>,
     /// Bytes per operation [default: 4k as in fio; the engine's own for its jobs].
     #[arg(long, alias = "blocksize", value_parser = parse_bytes, value_name = "SIZE", help_heading = "Workload")]
     pub(crate) bs: Option<u64>,
@@ -227,6 +231,9 @@ pub(crate) struct KvOptions {
     /// Simulated attention per layer, in microseconds.
     #[arg(long = "compute-us", alias = "compute_us", value_name = "N")]
     pub(crate) compute_us: Option<u64>,
+    /// Thread blocks of the reshape kernels at most, on a GPU; 0 for no limit.
+    #[arg(long = "kernel-ctas", alias = "kernel_ctas", value_name = "N")]
+    pub(crate) kernel_ctas: Option<u32>,
     /// Leave the cache in the directory.
     #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_name = "0|1")]

@@ -78,7 +78,7 @@ pub(super) fn load(job: &Job) -> Result<JobResult> {
             request.layerwise = Some(true);
             let load = session.engine.load(request)?;
             for layer in 0..load.layers() {
-                load.wait_layer(layer)?;
+                load.wait_layer_landed(layer)?;
                 compute(time);
             }
             *wall = asked.elapsed();

@@ -13,10 +13,10 @@ mod whole;
 
 use std::time::Duration;
 
-use forebay::{Error, ErrorKind, Result};
+use forebay::Result;
 
 use super::job::Job;
-use super::options::{IoEngine, Rw};
+use super::options::Rw;
 use crate::out::Context;
 use crate::report::{DirectionResult, ForebayFigures, JobResult, Usage};
 
@@ -25,10 +25,6 @@ const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Runs one of the engine's modes.
 pub(crate) fn run(job: &Job, _: &Context) -> Result<JobResult> {
-    if job.ioengine == IoEngine::Cufile {
-        return Err(Error::new(ErrorKind::Unsupported, "ioengine cufile is not active in this build")
-            .advice("use --ioengine auto, uring or threads"));
-    }
     match job.rw {
         Rw::Load => whole::load(job),
         Rw::Store => whole::store(job),

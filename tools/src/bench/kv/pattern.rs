@@ -8,8 +8,11 @@ use std::sync::Arc;
 use forebay::Result;
 use forebay::device::{HostMemory, PagedKv};
 use forebay::geometry::LayerKind;
+use forebay::io::Place;
 
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+/// Bytes that are copied at once between the host's and another memory.
+const PIECE: usize = 8 << 20;
 
 /// Sees a row, or a head's part of one: its memory, its offset there, the bytes that belong there.
 type Visit<'a> = dyn FnMut(&HostMemory, usize, &[u8]) -> Result<()> + 'a;
@@ -18,6 +21,7 @@ type Visit<'a> = dyn FnMut(&HostMemory, usize, &[u8]) -> Result<()> + 'a;
 pub(super) struct Kv {
     /// As the engine sees it.
     pub(super) paged: Arc<PagedKv>,
+    /// The memory where it is the host's, else a copy of it, through which patterns are laid out and checked.
     memories: Vec<Arc<HostMemory>>,
     /// Slot of each token.
     pub(super) slots: Arc<[i64]>,
@@ -34,6 +38,30 @@ impl Kv {
         Self { paged, memories, slots, block_tokens: block_tokens as usize }
     }
 
+    /// Whether the memory that the engine sees is not the host's.
+    fn is_apart(&self) -> bool {
+        self.paged.place() != Place::Host
+    }
+
+    /// Copies the host's copy into the engine's memory, or back.
+    fn exchange(&self, into: bool) -> Result<()> {
+        let mut piece = vec![0u8; PIECE];
+        for (mine, other) in self.memories.iter().zip(self.paged.memories()) {
+            let bytes = memory_len(mine);
+            for at in (0..bytes).step_by(PIECE) {
+                let part = piece.get_mut(..PIECE.min(bytes - at)).unwrap_or_default();
+                if into {
+                    mine.read(at, part)?;
+                    other.write_at(at, part)?;
+                } else {
+                    other.read_at(at, part)?;
+                    mine.write(at, part)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Makes the memory resident, as a server's is.
     pub(super) fn touch(&self) -> Result<()> {
         let zeros = vec![0u8; 1 << 20];
@@ -46,16 +74,20 @@ impl Kv {
                 at += n;
             }
         }
-        Ok(())
+        if self.is_apart() { self.exchange(true) } else { Ok(()) }
     }
 
     /// Lays the pattern of `prompt` out.
     pub(super) fn fill(&self, prompt: u64) -> Result<()> {
-        self.for_each_row(self.slots.len(), prompt, &mut |memory, at, row| memory.write(at, row))
+        self.for_each_row(self.slots.len(), prompt, &mut |memory, at, row| memory.write(at, row))?;
+        if self.is_apart() { self.exchange(true) } else { Ok(()) }
     }
 
     /// Bytes of the first `tokens` tokens that are not the pattern of `prompt`.
     pub(super) fn wrong_bytes(&self, tokens: usize, prompt: u64) -> Result<u64> {
+        if self.is_apart() {
+            self.exchange(false)?;
+        }
         let (mut wrong, mut found) = (0u64, Vec::new());
         self.for_each_row(tokens, prompt, &mut |memory, at, row| {
             found.resize(row.len(), 0);

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::config::{Capacity, IoEngine as Engines, MinFree, OnOpenFailure, Settings};
-use forebay::device::{HostDevice, HostOptions, PagedKv};
+use forebay::config::{Capacity, Cufile, IoEngine as Engines, MinFree, OnOpenFailure, Settings};
+use forebay::device::{Device, HostMemory, PagedKv, open_device};
 use forebay::engine::{Engine, Prompt};
 use forebay::geometry::{Geometry, LayerSpec};
 use forebay::key::Extra;
@@ -19,6 +19,8 @@ use crate::bench::options::{IoEngine, Layout};
 use crate::scratch::Scratch;
 
 const DEFAULT_TOKENS: u64 = 8192;
+/// Copy threads on the host at most.
+const COPY_THREADS: usize = 4;
 const CLOSE: Duration = Duration::from_secs(60);
 
 /// A cache directory that goes away if it is the job's own.
@@ -54,6 +56,7 @@ impl Place {
 pub(super) struct Session {
     /// The engine.
     pub(super) engine: Engine,
+    device: Arc<dyn Device>,
     /// Number of prompts.
     pub(super) prompts: usize,
     /// Tokens of each.
@@ -91,13 +94,15 @@ impl Session {
             num_blocks,
         };
         let layout = PagedLayout::per_layer(&geometry.layers, shape)?;
-        let engine = Engine::open(&settings, geometry, HostDevice::new(&HostOptions::default())?)?;
+        let device = open_device(&job.device, &settings)?;
+        let engine = Engine::open(&settings, geometry, Arc::clone(&device))?;
         if u64::from(engine.geometry().chunk_tokens) != chunk {
             return Err(Error::new(ErrorKind::InvalidInput, "--block-size must divide the model's chunk")
                 .advice(format!("chunks have {chunk} tokens")));
         }
         Ok(Self {
             engine,
+            device,
             prompts: prompts as usize,
             tokens: tokens as usize,
             prompt_bytes,
@@ -126,7 +131,18 @@ impl Session {
         let block = i64::from(self.block_tokens);
         let slots: Vec<i64> = table.iter().flat_map(|b| (0..block).map(move |t| b * block + t)).collect();
         let slots: Arc<[i64]> = slots.into_iter().take(self.tokens).collect();
-        Ok(Kv::new(PagedKv::alloc_zeroed(self.layout.clone())?, slots, self.block_tokens))
+        Ok(Kv::new(self.memory()?, slots, self.block_tokens))
+    }
+
+    /// Paged KV where the device works, and the host's memory or copy of it.
+    fn memory(&self) -> Result<(Arc<PagedKv>, Vec<Arc<HostMemory>>)> {
+        if self.device.place() == forebay::io::Place::Host {
+            return PagedKv::alloc_zeroed(self.layout.clone());
+        }
+        let sizes = self.layout.memory_bytes();
+        let paged = sizes.iter().map(|&len| self.device.alloc_kv(len)).collect::<Result<Vec<_>>>()?;
+        let copies = sizes.iter().map(|&len| HostMemory::alloc_zeroed(len)).collect::<Result<Vec<_>>>()?;
+        Ok((PagedKv::over(paged, self.layout.clone())?, copies))
     }
 
     /// The I/O path in use.
@@ -176,6 +192,15 @@ fn settings(job: &Job, place: &Place, capacity: u64, chunk_tokens: u32) -> Setti
         IoEngine::Threads => Engines::Threads,
         IoEngine::Auto | IoEngine::Cufile => Engines::Auto,
     };
+    settings.workers = std::thread::available_parallelism().map_or(1, usize::from).min(COPY_THREADS);
+    settings.cufile = match job.ioengine {
+        IoEngine::Auto => Cufile::Auto,
+        IoEngine::Cufile => Cufile::Force,
+        IoEngine::Uring | IoEngine::Threads => Cufile::Never,
+    };
+    if let Some(ctas) = job.kv.kernel_ctas {
+        settings.kernel_ctas = ctas;
+    }
     settings
 }
 

@@ -10,8 +10,11 @@ mod worker;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::device::{HugePages, StagingOptions, StagingPool};
-use forebay::io::{DirectFile, Drive, EngineChoice, FileOptions, IO_ALIGN, IoOptions, open_drive};
+use forebay::config::Settings;
+use forebay::device::{Device, HugePages, StagingOptions, StagingPool, open_device};
+use forebay::io::{
+    CufileChoice, DeviceSide, DirectFile, Drive, EngineChoice, FileOptions, IO_ALIGN, IoOptions, open_drive,
+};
 use forebay::{Error, ErrorKind, Result};
 
 use super::job::Job;
@@ -30,18 +33,21 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Time that queues get to end at the close.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Pinned host memory of a queue whose bytes go through it on their way to a GPU.
+const LEAST_PINNED: usize = 16 << 20;
 /// Most threads of a queue of the `threads` engine, whatever the iodepth.
 const MAX_QUEUE_THREADS: usize = 64;
 
 /// Runs a raw job over all its workers.
 pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     let size = prepare(job, context)?;
+    let device = open_device(&job.device, &Settings::default())?;
     let mut drives = Vec::with_capacity(job.numjobs);
     let mut workers = Vec::with_capacity(job.numjobs);
     for index in 0..job.numjobs {
         let file = Arc::new(open(job, index)?);
-        let pool = buffers(job)?;
-        let drive = open_queues(job, index, &pool)?;
+        let pool = buffers(job, &*device)?;
+        let drive = open_queues(job, index, (&*device, &pool))?;
         workers.push(Worker::new(plan(job, index, size), &pool, file, drive.clone())?);
         drives.push(drive);
     }
@@ -117,19 +123,28 @@ fn open(job: &Job, index: usize) -> Result<DirectFile> {
 }
 
 /// Memory for one worker, the same kind that the engine stages in, so that a queue may register it.
-fn buffers(job: &Job) -> Result<Arc<StagingPool>> {
+fn buffers(job: &Job, device: &dyn Device) -> Result<Arc<StagingPool>> {
     let slot_bytes = StagingPool::rounded(job.bs as usize)?;
     let bytes = slot_bytes.saturating_mul(job.iodepth);
-    StagingPool::new(&StagingOptions { bytes, slot_bytes, hugepages: HugePages::default(), numa: None })
+    device.staging_pool(&StagingOptions { bytes, slot_bytes, hugepages: HugePages::default(), numa: None })
 }
 
-fn open_queues(job: &Job, index: usize, pool: &Arc<StagingPool>) -> Result<Drive> {
+fn open_queues(job: &Job, index: usize, (device, pool): (&dyn Device, &Arc<StagingPool>)) -> Result<Drive> {
     let engine = match job.ioengine {
-        IoEngine::Auto => EngineChoice::Auto,
+        IoEngine::Auto | IoEngine::Cufile => EngineChoice::Auto,
         IoEngine::Uring => EngineChoice::Uring,
         IoEngine::Threads => EngineChoice::Threads,
-        IoEngine::Cufile => {
-            return Err(Error::new(ErrorKind::Unsupported, "ioengine cufile is not active in this build"));
+    };
+    let cufile = match job.ioengine {
+        IoEngine::Auto => CufileChoice::Auto,
+        IoEngine::Cufile => CufileChoice::Force,
+        IoEngine::Uring | IoEngine::Threads => CufileChoice::Never,
+    };
+    let (regions, side) = match device.mover() {
+        None => (vec![pool.region()], None),
+        Some(mover) => {
+            let pinned_bytes = (job.bs as usize).saturating_mul(job.iodepth).max(LEAST_PINNED);
+            (Vec::new(), Some(DeviceSide { mover, regions: vec![pool.region()], cufile, pinned_bytes }))
         }
     };
     open_drive(&IoOptions {
@@ -138,8 +153,8 @@ fn open_queues(job: &Job, index: usize, pool: &Arc<StagingPool>) -> Result<Drive
         block_bytes: (job.bs as usize).next_multiple_of(IO_ALIGN),
         queue_limit: job.iodepth + 1,
         numjobs: job.iodepth.min(MAX_QUEUE_THREADS),
-        regions: vec![pool.region()],
-        device: None,
+        regions,
+        device: side,
         read_latency: None,
         write_throttle: false,
         name: format!("{}.{index}", job.name),

@@ -1,15 +1,14 @@
 //! A job's part against the paged KV: checked once, then pure address arithmetic.
 //!
-//! The checks here are what the copy loops' safety rests on, together with those that the layout, the plan and the paged KV
-//! made when they were built.
+//! The checks here are what the safety of the host's copy loops and of the kernels rests on, together with those that the
+//! layout, the plan and the paged KV made when they were built.
 
 use std::ops::Range;
 
-use super::copy::{Axis, Grid};
-use crate::device::{PagedKv, Part};
+use super::{PagedKv, Part};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{LayerKind, MAX_CHUNK_TOKENS};
-use crate::paged::{ChunkPlan, Run};
+use crate::paged::ChunkPlan;
 
 /// A part whose every address has been checked.
 pub(super) struct Resolved<'a> {
@@ -35,12 +34,12 @@ pub(super) struct Plane {
     pub(super) token_bytes: usize,
     /// Address of block 0.
     pub(super) base: *mut u8,
-    heads: usize,
-    head_bytes: usize,
-    head_stride: usize,
-    token_stride: usize,
-    block_stride: usize,
-    block_tokens: usize,
+    pub(super) heads: usize,
+    pub(super) head_bytes: usize,
+    pub(super) head_stride: usize,
+    pub(super) token_stride: usize,
+    pub(super) block_stride: usize,
+    pub(super) block_tokens: usize,
 }
 
 /// Opaque blocks.
@@ -50,8 +49,8 @@ pub(super) struct Blocks {
     pub(super) block_bytes: usize,
 }
 
-/// Which way a grid goes.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
     IntoKv,
     OutOfKv,
@@ -119,47 +118,4 @@ pub(super) fn resolve<'a>(kv: &PagedKv, part: &'a Part, staging_len: usize) -> R
         }
     };
     Ok(Resolved { plan, tokens: part.tokens, extent: part.staging_offset..extent_end, padded_end, body })
-}
-
-impl Plane {
-    /// Cuts the tokens of `run` that lie in `tokens` into grids: for each, the first token, the offset from `base` in the
-    /// paged KV, and the copy.
-    pub(super) fn grids(
-        &self,
-        run: Run,
-        tokens: &Range<usize>,
-        way: Way,
-    ) -> impl Iterator<Item = (usize, usize, Grid)> {
-        let first = (run.token as usize).max(tokens.start);
-        let end = (run.token as usize + run.len as usize).min(tokens.end);
-        let shift = run.slot as usize;
-        let run_token = run.token as usize;
-        // Blocks that follow each other without a gap are one block as far as copies are concerned.
-        let joined = self.block_stride == self.token_stride * self.block_tokens;
-        let mut token = first;
-        std::iter::from_fn(move || {
-            if token >= end {
-                return None;
-            }
-            let slot = shift + (token - run_token);
-            let (block, place) = (slot / self.block_tokens, slot % self.block_tokens);
-            let len = if joined { end - token } else { (end - token).min(self.block_tokens - place) };
-            let piece = (token, block * self.block_stride + place * self.token_stride, self.grid(len, way));
-            token += len;
-            Some(piece)
-        })
-    }
-
-    fn grid(&self, tokens: usize, way: Way) -> Grid {
-        let axis = |count, extent, kv| match way {
-            Way::IntoKv => Axis { count, src: extent, dst: kv },
-            Way::OutOfKv => Axis { count, src: kv, dst: extent },
-        };
-        let heads = axis(self.heads, self.head_bytes, self.head_stride);
-        let tokens = axis(tokens, self.token_bytes, self.token_stride);
-        // The paged side is the cold one: it is walked in the order of its addresses.
-        let heads_inside = self.heads == 1 || self.head_stride <= self.token_stride;
-        let (outer, inner) = if heads_inside { (tokens, heads) } else { (heads, tokens) };
-        Grid { outer, inner, bytes: self.head_bytes }
-    }
 }

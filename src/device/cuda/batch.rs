@@ -1,0 +1,238 @@
+//! Jobs of many chunks and layers as one launch: checked, described for the kernels, and their tile CRCs put together.
+//!
+//! A batch is built by [`Batch::push`], laid out at its device address by [`Batch::encode`] (planes, then slot tables), and
+//! launched as `forebay_scatter*` or `forebay_gather*` over [`Batch::num_planes`] and [`Batch::num_tiles`]. All jobs of a
+//! batch go the same way.
+//!
+//! Invariants: a job that is refused leaves the batch as it was; every address in a plane was checked by `resolve`; planes
+//! are never empty and their tiles follow each other without gaps.
+//! Must not: touch memory or know a driver.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::crc::Combined;
+use super::plane::{Divisor, Plane, TILE_BYTES, elem_bytes};
+use super::tables::Tables;
+use crate::device::parts::{self, Body, Resolved, Way, resolve};
+use crate::device::{PagedKv, Part};
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::MAX_EXTENT_BYTES;
+use crate::paged::ChunkPlan;
+
+/// Jobs of one launch.
+#[derive(Default)]
+pub(super) struct Batch {
+    planes: Vec<Plane>,
+    tables: Tables,
+    jobs: Vec<Job>,
+    num_tiles: usize,
+}
+
+struct Job {
+    /// The planes of each part, without its padding.
+    parts: Vec<Range<usize>>,
+    skipped_blocks: Vec<u32>,
+}
+
+impl Batch {
+    /// A batch of no jobs.
+    pub(super) fn new() -> Self {
+        Self::default()
+    }
+
+    /// Appends a job and returns its number. `staging_addr` is the device address of the staging buffer of `staging_len`
+    /// bytes that the parts' offsets refer to.
+    ///
+    /// # Errors
+    /// As `resolve`; the batch is unchanged then. [`ErrorKind::InvalidInput`] also for an extent of more than
+    /// [`MAX_EXTENT_BYTES`] and where a launch would have too many tiles.
+    pub(super) fn push(
+        &mut self,
+        way: Way,
+        kv: &PagedKv,
+        parts: &[Part],
+        (staging_addr, staging_len): (u64, usize),
+    ) -> Result<usize> {
+        let resolved = parts.iter().map(|p| resolve(kv, p, staging_len)).collect::<Result<Vec<_>>>()?;
+        self.check_size(parts, &resolved)?;
+        let mut job = Job { parts: Vec::with_capacity(parts.len()), skipped_blocks: Vec::new() };
+        for (part, resolved) in parts.iter().zip(&resolved) {
+            let first = self.planes.len();
+            let extent_addr = staging_addr + resolved.extent.start as u64;
+            self.push_body(resolved, &part.plan, extent_addr);
+            job.parts.push(first..self.planes.len());
+            if matches!(resolved.body, Body::Blocks(_)) {
+                job.skipped_blocks.extend(resolved.plan.skipped_blocks(resolved.tokens));
+            }
+            if way == Way::OutOfKv {
+                let padding = resolved.padded_end - resolved.extent.end;
+                self.push_padding(extent_addr + resolved.extent.len() as u64, padding);
+            }
+        }
+        job.skipped_blocks.sort_unstable();
+        job.skipped_blocks.dedup();
+        self.jobs.push(job);
+        Ok(self.jobs.len() - 1)
+    }
+
+    /// Whether nothing has been pushed.
+    pub(super) fn is_empty(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Planes of the launch; with none there is nothing to launch.
+    pub(super) fn num_planes(&self) -> u32 {
+        self.planes.len() as u32
+    }
+
+    /// Tiles of the launch: CTAs beyond this number have nothing to do.
+    pub(super) fn num_tiles(&self) -> u32 {
+        self.num_tiles as u32
+    }
+
+    /// Bytes of the blob.
+    pub(super) fn blob_bytes(&self) -> usize {
+        self.planes.len() * size_of::<Plane>() + self.tables.bytes()
+    }
+
+    /// The blob for the device address `blob_addr`, a multiple of 8: the planes from there on, then their slot tables.
+    pub(super) fn encode(&self, blob_addr: u64) -> Vec<u8> {
+        let mut blob = Vec::with_capacity(self.blob_bytes());
+        let slots_addr = blob_addr + (self.planes.len() * size_of::<Plane>()) as u64;
+        for plane in &self.planes {
+            Plane { slots: slots_addr + plane.slots, ..*plane }.encode(&mut blob);
+        }
+        self.tables.encode(&mut blob);
+        blob
+    }
+
+    /// The CRC-32 of each part's unpadded extent, in the order of the parts, for each job, from the kernel's CRCs of all tiles.
+    pub(super) fn crcs(&self, tile_crcs: &[u32]) -> Vec<Vec<u32>> {
+        let part = |planes: &Range<usize>| {
+            let mut crc = Combined::new();
+            for plane in self.planes.get(planes.clone()).unwrap_or_default() {
+                let first = plane.first_tile as usize;
+                let tiles = tile_crcs.get(first..first + plane.tiles()).unwrap_or_default();
+                crc.push(plane.bytes as usize, tiles.iter().copied());
+            }
+            crc.finish()
+        };
+        self.jobs.iter().map(|job| job.parts.iter().map(part).collect()).collect()
+    }
+
+    /// Blocks of opaque layers that the job leaves alone (scatter) or makes zero (gather), ascending.
+    pub(super) fn skipped_blocks(&self, job: usize) -> &[u32] {
+        self.jobs.get(job).map_or(&[], |j| &j.skipped_blocks)
+    }
+
+    fn check_size(&self, parts: &[Part], resolved: &[Resolved<'_>]) -> Result<()> {
+        let mut tiles = self.num_tiles;
+        for (part, r) in parts.iter().zip(resolved) {
+            let bytes = r.padded_end - r.extent.start;
+            let planes = match &r.body {
+                Body::Planes(planes) => planes.len(),
+                Body::Blocks(_) => 1,
+            };
+            tiles += bytes / TILE_BYTES + planes + 1;
+            if bytes > MAX_EXTENT_BYTES || tiles >= 1 << 31 {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    format!(
+                        "layer {} of a copy job: {bytes} bytes are more than the {MAX_EXTENT_BYTES} of the largest extent",
+                        part.layer
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn push_body(&mut self, part: &Resolved<'_>, plan: &Arc<ChunkPlan>, extent_addr: u64) {
+        match &part.body {
+            Body::Planes(planes) => {
+                let slots = self.tables.of_tokens(plan, part.tokens);
+                for plane in planes {
+                    let (plane, row_bytes) = described(plane, extent_addr, slots);
+                    self.push_plane(plane, part.tokens * plane.heads as usize, row_bytes);
+                }
+            }
+            Body::Blocks(blocks) => {
+                let plane = Plane {
+                    staging: extent_addr,
+                    paged: blocks.base as u64,
+                    slots: self.tables.of_blocks(plan, part.tokens),
+                    block_stride: blocks.block_stride as u64,
+                    heads: 1,
+                    ..EMPTY
+                };
+                let rows = part.extent.len().checked_div(blocks.block_bytes).unwrap_or(0);
+                self.push_plane(plane, rows, blocks.block_bytes);
+            }
+        }
+    }
+
+    /// Zeros: a plane of one token that is in no slot.
+    fn push_padding(&mut self, staging: u64, bytes: usize) {
+        if bytes > 0 {
+            let slots = self.tables.of_nothing();
+            self.push_plane(Plane { staging, slots, heads: 1, ..EMPTY }, 1, bytes);
+        }
+    }
+
+    /// Appends a plane of `rows` (token, head) rows of `row_bytes` bytes.
+    fn push_plane(&mut self, plane: Plane, rows: usize, row_bytes: usize) {
+        if rows == 0 {
+            return;
+        }
+        let Plane { staging, paged, block_stride, token_stride, head_stride, heads, .. } = plane;
+        let elem_bytes = elem_bytes(&[staging, paged, block_stride, token_stride, head_stride, row_bytes as u64]);
+        let head_elems = row_bytes as u32 / elem_bytes;
+        let plane = Plane {
+            bytes: (rows * row_bytes) as u64,
+            first_tile: self.num_tiles as u32,
+            elem_bytes,
+            head_elems,
+            heads_div: Divisor::new(heads),
+            elems_div: Divisor::new(head_elems),
+            ..plane
+        };
+        self.num_tiles += plane.tiles();
+        self.planes.push(plane);
+    }
+}
+
+const EMPTY: Plane = Plane {
+    staging: 0,
+    paged: 0,
+    slots: 0,
+    block_stride: 0,
+    token_stride: 0,
+    head_stride: 0,
+    bytes: 0,
+    first_tile: 0,
+    elem_bytes: 1,
+    heads: 1,
+    head_elems: 1,
+    heads_div: Divisor::new(1),
+    elems_div: Divisor::new(1),
+};
+
+/// A plane without what depends on its element size, and the bytes of its (token, head) rows. Heads without gaps between
+/// them are one head: one division less for the kernel, and larger elements where only whole tokens are multiples of 16.
+fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (Plane, usize) {
+    let joined = plane.heads == 1 || plane.head_stride == plane.head_bytes;
+    let (heads, head_stride, row_bytes) =
+        if joined { (1, 0, plane.token_bytes) } else { (plane.heads as u32, plane.head_stride, plane.head_bytes) };
+    let described = Plane {
+        staging: extent_addr + plane.at as u64,
+        paged: plane.base as u64,
+        slots,
+        block_stride: plane.block_stride as u64,
+        token_stride: plane.token_stride as u64,
+        head_stride: head_stride as u64,
+        heads,
+        ..EMPTY
+    };
+    (described, row_bytes)
+}

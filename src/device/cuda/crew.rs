@@ -1,0 +1,331 @@
+//! One way's queue, lanes and threads: a submitting thread, and for each lane a stream and a thread that waits for its work.
+//!
+//! Which lane a job takes decides who waits for whom. Lane 0 has the jobs whose `after` has passed. Every other lane belongs to
+//! one fence that has not, for as long as work is in it: a load whose caller's stream is not there yet then holds up no other
+//! load, and no two loads can wait for each other through a stream's order. A job that finds its lanes taken stays in the queue.
+//!
+//! Must not: call back with the desk locked, or wait on the submitting thread for anything but room.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle, ThreadId};
+use std::time::Duration;
+
+use crossbeam_channel::{Sender, unbounded};
+use parking_lot::{Condvar, Mutex};
+
+use super::context::Context;
+use super::events::EventPool;
+use super::job::{Job, Outcome, same};
+use super::kernels::Kernels;
+use super::plane::Plane;
+use super::reap::Flight;
+use super::slot::{BLOB_BYTES, Slot};
+use super::streams::OwnStream;
+use super::threads;
+use crate::device::Fence;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Launches of one lane that may be in flight: one at work, one behind it.
+const SLOTS: usize = 2;
+/// Bytes of extents that are merged into one launch: more would keep staging for too long.
+const MERGED_BYTES: usize = 64 << 20;
+/// How often fences are asked where a job waits for one without a lane.
+const POLL: Duration = Duration::from_micros(500);
+
+/// What all threads of a crew share.
+pub(super) struct Crew {
+    pub(super) context: Arc<Context>,
+    pub(super) events: Arc<EventPool>,
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) max_ctas: u32,
+    pub(super) streams: Vec<OwnStream>,
+    desk: Mutex<Desk>,
+    wake: Condvar,
+}
+
+struct Desk {
+    queue: VecDeque<Job>,
+    lanes: Vec<Lane>,
+    /// Jobs taken from the queue whose `done` has not returned.
+    running: usize,
+    closed: bool,
+}
+
+struct Lane {
+    free: Vec<Slot>,
+    in_flight: usize,
+    after: Option<Fence>,
+}
+
+/// Jobs for one launch.
+pub(super) struct Work {
+    pub(super) lane: usize,
+    pub(super) slot: Slot,
+    pub(super) jobs: Vec<Job>,
+}
+
+enum Pick {
+    Work(Work),
+    Wait,
+    Poll,
+    End,
+}
+
+impl Desk {
+    fn lane_for(&self, after: Option<&Fence>) -> Option<usize> {
+        let has_room = |lane: &usize| self.lanes.get(*lane).is_some_and(|l| !l.free.is_empty());
+        let Some(after) = after else { return Some(0).filter(has_room) };
+        let mut others = self.lanes.iter().enumerate().skip(1);
+        let own = others.find(|(_, l)| l.after.as_ref().is_some_and(|f| same(f, after)));
+        let idle = || self.lanes.iter().enumerate().skip(1).find(|(_, l)| l.in_flight == 0);
+        own.or_else(idle).map(|(i, _)| i).filter(has_room)
+    }
+
+    fn pick(&mut self) -> Pick {
+        let mut asked = Asked::default();
+        let mut ahead = false;
+        for at in 0..self.queue.len() {
+            let Some(job) = self.queue.get(at) else { break };
+            let after = asked.ahead(job);
+            match self.lane_for(after) {
+                Some(lane) => {
+                    let after = after.cloned();
+                    if let Some(work) = self.take(at, lane, after, &mut asked) {
+                        return Pick::Work(work);
+                    }
+                }
+                None => ahead |= after.is_some(),
+            }
+        }
+        match (self.queue.is_empty(), ahead) {
+            (true, _) if self.closed => Pick::End,
+            (false, true) => Pick::Poll,
+            _ => Pick::Wait,
+        }
+    }
+
+    /// Takes the job at `first`, and those behind it that can go along.
+    fn take(&mut self, first: usize, lane: usize, after: Option<Fence>, asked: &mut Asked) -> Option<Work> {
+        let slot = self.lanes.get_mut(lane)?.free.pop()?;
+        let (mut bytes, mut blob, mut at) = (0usize, 0usize, first);
+        let mut jobs = Vec::new();
+        while let Some(job) = self.queue.get(at) {
+            let (b, d) = (bytes.saturating_add(job.bytes()), blob.saturating_add(blob_bytes(job)));
+            let fits = jobs.is_empty() || b <= MERGED_BYTES && d <= BLOB_BYTES;
+            let along = match (asked.ahead(job), &after) {
+                (None, None) => true,
+                (Some(a), Some(b)) => same(a, b),
+                _ => false,
+            };
+            if fits && along {
+                (bytes, blob) = (b, d);
+                jobs.extend(self.queue.remove(at));
+            } else {
+                at += 1;
+            }
+        }
+        self.running += jobs.len();
+        if let Some(lane) = self.lanes.get_mut(lane) {
+            lane.in_flight += 1;
+            lane.after = after;
+        }
+        Some(Work { lane, slot, jobs })
+    }
+}
+
+/// Bytes of the descriptors of a job, at most.
+fn blob_bytes(job: &Job) -> usize {
+    let mut bytes = 0;
+    let mut last = None;
+    for part in &job.parts {
+        let planes = job.kv.spec(part.layer).map_or(1, |s| s.planes.len().max(1)) + 1;
+        bytes += planes * size_of::<Plane>();
+        if last != Some(Arc::as_ptr(&part.plan)) {
+            bytes += (part.tokens + 2) * size_of::<i64>();
+        }
+        last = Some(Arc::as_ptr(&part.plan));
+    }
+    bytes
+}
+
+/// Whether fences have passed, each asked once.
+#[derive(Default)]
+struct Asked(Vec<(Fence, bool)>);
+
+impl Asked {
+    /// The first fence that the job waits for and that has not passed.
+    fn ahead<'a>(&mut self, job: &'a Job) -> Option<&'a Fence> {
+        job.after.iter().find(|after| !self.has_passed(after))
+    }
+
+    fn has_passed(&mut self, fence: &Fence) -> bool {
+        if let Some((_, passed)) = self.0.iter().find(|(f, _)| same(f, fence)) {
+            return *passed;
+        }
+        let passed = fence.has_passed();
+        self.0.push((fence.clone(), passed));
+        passed
+    }
+}
+
+impl Crew {
+    /// A crew of `lanes` lanes; the context must be current.
+    pub(super) fn new(
+        (context, events, kernels): (&Arc<Context>, &Arc<EventPool>, &Arc<Kernels>),
+        lanes: usize,
+        max_ctas: u32,
+    ) -> Result<Arc<Self>> {
+        let mut streams = Vec::new();
+        let mut desks = Vec::new();
+        for _ in 0..lanes {
+            streams.push(OwnStream::new(context)?);
+            let mut free = Vec::new();
+            for _ in 0..SLOTS {
+                free.push(Slot::new(context)?);
+            }
+            desks.push(Lane { free, in_flight: 0, after: None });
+        }
+        let desk = Desk { queue: VecDeque::new(), lanes: desks, running: 0, closed: false };
+        Ok(Arc::new(Self {
+            context: Arc::clone(context),
+            events: Arc::clone(events),
+            kernels: Arc::clone(kernels),
+            max_ctas,
+            streams,
+            desk: Mutex::new(desk),
+            wake: Condvar::new(),
+        }))
+    }
+
+    /// Starts the threads, named `name`.
+    pub(super) fn start(self: &Arc<Self>, name: &str) -> Result<Threads> {
+        let mut threads = Threads { crew: Arc::clone(self), handles: Mutex::default() };
+        let mut landings = Vec::new();
+        for lane in 0..self.streams.len() {
+            let (tx, rx) = unbounded::<Box<Flight>>();
+            let crew = Arc::clone(self);
+            let reap = move || rx.iter().for_each(|flight| crew.land(lane, *flight));
+            threads.spawn(format!("{name}-reap{lane}"), reap)?;
+            landings.push(tx);
+        }
+        let crew = Arc::clone(self);
+        threads.spawn(format!("{name}-submit"), move || crew.work(&landings))?;
+        Ok(threads)
+    }
+
+    fn submit(&self, job: Job) {
+        if let Err(e) = self.context.usable() {
+            return job.finish(Outcome::failed(e));
+        }
+        let mut desk = self.desk.lock();
+        if desk.closed {
+            drop(desk);
+            return job.finish(Outcome::failed(closed()));
+        }
+        desk.queue.push_back(job);
+        drop(desk);
+        self.wake.notify_one();
+    }
+
+    fn work(&self, landings: &[Sender<Box<Flight>>]) {
+        let mut desk = self.desk.lock();
+        loop {
+            match desk.pick() {
+                Pick::Work(work) => {
+                    drop(desk);
+                    self.launch(work, landings);
+                    desk = self.desk.lock();
+                }
+                Pick::Wait => self.wake.wait(&mut desk),
+                Pick::Poll => {
+                    self.wake.wait_for(&mut desk, POLL);
+                }
+                Pick::End => return,
+            }
+        }
+    }
+
+    fn jobs(&self) -> usize {
+        let desk = self.desk.lock();
+        desk.queue.len() + desk.running
+    }
+
+    /// A launch is over, and its slot free.
+    pub(super) fn free_lane(&self, lane: usize, slot: Slot) {
+        let mut desk = self.desk.lock();
+        if let Some(lane) = desk.lanes.get_mut(lane) {
+            lane.free.push(slot);
+            lane.in_flight -= 1;
+            if lane.in_flight == 0 {
+                lane.after = None;
+            }
+        }
+        drop(desk);
+        self.wake.notify_one();
+    }
+
+    /// Ends a job that was taken from the queue.
+    pub(super) fn finish(&self, job: Job, outcome: Outcome) {
+        job.finish(outcome);
+        self.desk.lock().running -= 1;
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the device has been closed")
+}
+
+/// The threads of a crew; they end when it is closed and has nothing left to do.
+pub(super) struct Threads {
+    crew: Arc<Crew>,
+    handles: Mutex<Vec<(ThreadId, JoinHandle<()>)>>,
+}
+
+impl Threads {
+    fn spawn(&mut self, name: String, run: impl FnOnce() + Send + 'static) -> Result<()> {
+        let handle = threads::spawn(&self.crew.context, name, run)?;
+        self.handles.lock().push((handle.thread().id(), handle));
+        Ok(())
+    }
+
+    /// Queues a job.
+    pub(super) fn submit(&self, job: Job) {
+        self.crew.submit(job);
+    }
+
+    /// Jobs that wait or run.
+    pub(super) fn jobs(&self) -> usize {
+        self.crew.jobs()
+    }
+
+    /// Whether the calling thread is one of these.
+    pub(super) fn is_own(&self) -> bool {
+        let me = thread::current().id();
+        self.handles.lock().iter().any(|(id, _)| *id == me)
+    }
+
+    /// Lets the threads end when all jobs are done.
+    pub(super) fn begin_close(&self) {
+        self.crew.desk.lock().closed = true;
+        self.crew.wake.notify_all();
+    }
+
+    /// Waits for the threads to end.
+    pub(super) fn join(&self) {
+        let mut handles = std::mem::take(&mut *self.handles.lock());
+        // The submitting thread, which was started last, holds the ways to the others.
+        while let Some((_, handle)) = handles.pop() {
+            if handle.join().is_err() {
+                tracing::error!("a GPU thread has panicked");
+            }
+        }
+    }
+
+    /// Forgets threads that a forked child does not have.
+    pub(super) fn forget(&self) {
+        if let Some(mut handles) = self.handles.try_lock() {
+            std::mem::take(&mut *handles).into_iter().for_each(std::mem::forget);
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! What a GPU is: for `forebay probe`, and for choosing sizes.
+#![expect(unsafe_code, reason = "calls of the CUDA driver")]
+
+use std::ffi::{CStr, c_char};
+use std::path::Path;
+
+use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute_enum as Attribute};
+
+use super::driver::{CudaResult, check, init};
+use crate::error::Result;
+
+/// Where the system tells of PCI devices.
+const PCI_DEVICES: &str = "/sys/bus/pci/devices";
+
+/// One GPU as this process sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuInfo {
+    /// The N of `cuda:N`: its number among the GPUs that the process may use.
+    pub ordinal: u32,
+    /// NVIDIA's name of the model.
+    pub name: String,
+    /// Compute capability: major, minor.
+    pub compute_capability: (u32, u32),
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Version of CUDA that the driver has: major, minor.
+    pub driver_version: (u32, u32),
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Address on the PCI bus, as in `/sys/bus/pci/devices`.
+    pub pci_bus_id: String,
+    /// NUMA node of its PCI slot; `None` where the machine has only one or does not tell.
+    pub numa_node: Option<u32>,
+    /// Bytes of the window through which other devices reach its memory; `None` where the system does not tell.
+    pub bar1_bytes: Option<u64>,
+}
+
+/// The GPUs that this process may use.
+///
+/// # Errors
+/// [`crate::ErrorKind::Unsupported`] without a driver, with one that is too old, and without a GPU; what the driver says otherwise.
+pub fn devices() -> Result<Vec<GpuInfo>> {
+    init()?;
+    let mut count = 0;
+    // SAFETY: the driver is initialised; the count is written to a live variable.
+    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    let ordinals = 0..u32::try_from(count).unwrap_or(0);
+    ordinals.map(|ordinal| Ok(describe(ordinal, Path::new(PCI_DEVICES))?)).collect()
+}
+
+/// What GPU `ordinal` is; the driver must be initialised.
+pub(super) fn gpu(ordinal: u32) -> CudaResult<GpuInfo> {
+    describe(ordinal, Path::new(PCI_DEVICES))
+}
+
+fn describe(ordinal: u32, pci_devices: &Path) -> CudaResult<GpuInfo> {
+    let (mut device, mut version, mut memory) = (0, 0, 0usize);
+    // SAFETY: the driver is initialised and writes to live variables; buffers are given with their lengths.
+    let (name, bus) = unsafe {
+        check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal as i32))?;
+        check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut version))?;
+        check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&raw mut memory, device))?;
+        let name = text(|out, len| check("cuDeviceGetName", sys::cuDeviceGetName(out, len, device)))?;
+        let bus = text(|out, len| check("cuDeviceGetPCIBusId", sys::cuDeviceGetPCIBusId(out, len, device)))?;
+        (name, bus.to_lowercase())
+    };
+    let attribute = |a| attribute(device, a);
+    let pci = pci_devices.join(&bus);
+    Ok(GpuInfo {
+        ordinal,
+        name,
+        compute_capability: (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        driver_version: (version as u32 / 1000, version as u32 % 1000 / 10),
+        memory_bytes: memory as u64,
+        numa_node: numa_node(&pci),
+        bar1_bytes: bar1_bytes(&pci),
+        pci_bus_id: bus,
+    })
+}
+
+fn attribute(device: CUdevice, attribute: Attribute) -> CudaResult<u32> {
+    let mut value = 0;
+    // SAFETY: writes to a live variable.
+    check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+    Ok(value.try_into().unwrap_or(0))
+}
+
+fn text(get: impl FnOnce(*mut c_char, i32) -> CudaResult) -> CudaResult<String> {
+    let mut bytes = [0u8; 256];
+    get(bytes.as_mut_ptr().cast(), bytes.len() as i32)?;
+    Ok(CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default())
+}
+
+fn numa_node(pci: &Path) -> Option<u32> {
+    // -1 on machines with one node.
+    std::fs::read_to_string(pci.join("numa_node")).ok()?.trim().parse().ok()
+}
+
+/// The second of the ranges that `resource` lists, one a line: start, end, flags.
+fn bar1_bytes(pci: &Path) -> Option<u64> {
+    let resources = std::fs::read_to_string(pci.join("resource")).ok()?;
+    let mut numbers =
+        resources.lines().nth(1)?.split_whitespace().map(|n| u64::from_str_radix(n.trim_start_matches("0x"), 16));
+    let (start, end) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    end.checked_sub(start).filter(|&len| len > 0).map(|len| len + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pci_folder_tells_node_and_window() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!((numa_node(dir.path()), bar1_bytes(dir.path())), (None, None));
+        let lines = "0x00000000fa000000 0x00000000faffffff 0x0000000000040200\n\
+                     0x0000380000000000 0x0000381fffffffff 0x000000000014220c\n";
+        std::fs::write(dir.path().join("resource"), lines).unwrap();
+        std::fs::write(dir.path().join("numa_node"), "1\n").unwrap();
+        assert_eq!((numa_node(dir.path()), bar1_bytes(dir.path())), (Some(1), Some(128 << 30)));
+        let none = "0x0 0x0 0x0\n0x0000000000000000 0x0000000000000000 0x0000000000000000\n";
+        std::fs::write(dir.path().join("resource"), none).unwrap();
+        std::fs::write(dir.path().join("numa_node"), "-1\n").unwrap();
+        assert_eq!((numa_node(dir.path()), bar1_bytes(dir.path())), (None, None));
+    }
+}

@@ -1,0 +1,119 @@
+//! A job of either way, and how it ends: exactly once, holding nothing.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use super::events::CudaPoint;
+use crate::device::parts::Way;
+use crate::device::{Fence, Gate, GatherJob, Gathered, Launched, PagedKv, Part, ScatterJob, Scattered};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{Buf, Place};
+
+/// A scatter or a gather.
+pub(super) struct Job {
+    pub(super) kv: Arc<PagedKv>,
+    pub(super) staging: Buf,
+    pub(super) parts: Vec<Part>,
+    pub(super) gate: Arc<Gate>,
+    pub(super) after: Vec<Fence>,
+    pub(super) launched: Option<Launched>,
+    done: Done,
+}
+
+enum Done {
+    Scatter(Box<dyn FnOnce(Scattered) + Send>),
+    Gather(Box<dyn FnOnce(Gathered) + Send>),
+}
+
+/// What became of a job.
+#[derive(Default)]
+pub(super) struct Outcome {
+    pub(super) crcs: Vec<u32>,
+    pub(super) skipped: bool,
+    pub(super) skipped_blocks: Vec<u32>,
+    pub(super) error: Option<Error>,
+}
+
+impl Outcome {
+    pub(super) fn failed(error: Error) -> Self {
+        Self { error: Some(error), ..Self::default() }
+    }
+
+    pub(super) fn skipped() -> Self {
+        Self { skipped: true, ..Self::default() }
+    }
+}
+
+impl From<ScatterJob> for Job {
+    fn from(job: ScatterJob) -> Self {
+        let ScatterJob { kv, staging, parts, gate, after, launched, done } = job;
+        Self { kv, staging, parts, gate, after, launched, done: Done::Scatter(done) }
+    }
+}
+
+impl From<GatherJob> for Job {
+    fn from(job: GatherJob) -> Self {
+        let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
+        Self { kv, staging, parts, gate, after, launched, done: Done::Gather(done) }
+    }
+}
+
+impl Job {
+    pub(super) fn way(&self) -> Way {
+        match self.done {
+            Done::Scatter(_) => Way::IntoKv,
+            Done::Gather(_) => Way::OutOfKv,
+        }
+    }
+
+    /// Refuses memory and fences that are not of GPU `ordinal`.
+    pub(super) fn check(&self, ordinal: u32) -> Result<()> {
+        let here = Place::Device(ordinal);
+        let (staging, kv) = (self.staging.place(), self.kv.place());
+        if (staging, kv) != (here, here) {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("GPU {ordinal} cannot move bytes between staging in {staging:?} and KV in {kv:?}"),
+            ));
+        }
+        if self.after.iter().any(|f| point(f).is_none()) {
+            return Err(Error::new(ErrorKind::InvalidInput, "a copy job waits for a fence that is not a GPU's"));
+        }
+        Ok(())
+    }
+
+    /// Bytes that the job moves, about.
+    pub(super) fn bytes(&self) -> usize {
+        let spec = |p: &Part| self.kv.spec(p.layer).map_or(0, |s| s.extent_bytes(p.tokens).max(p.padded_len));
+        self.parts.iter().map(spec).fold(0, usize::saturating_add)
+    }
+
+    /// Ends the job; must be called outside locks and guards.
+    pub(super) fn finish(self, outcome: Outcome) {
+        let Self { kv, staging, parts, gate, after, launched, done } = self;
+        // Whoever hears of the end may expect that nothing of it is still held.
+        drop((kv, parts, gate, after, launched));
+        let Outcome { crcs, skipped, skipped_blocks, error } = outcome;
+        contained(|| match done {
+            Done::Scatter(done) => done(Scattered { staging, crcs, skipped, skipped_blocks, error }),
+            Done::Gather(done) => done(Gathered { staging, crcs, skipped, skipped_blocks, error }),
+        });
+    }
+}
+
+/// The point that a fence stands for, where it is a GPU's.
+pub(super) fn point(fence: &Fence) -> Option<&CudaPoint> {
+    fence.point().downcast_ref()
+}
+
+/// Whether two fences stand for one point.
+pub(super) fn same(a: &Fence, b: &Fence) -> bool {
+    std::ptr::addr_eq(a.point(), b.point())
+}
+
+/// Calls a callback of a caller's; its panic ends here.
+pub(super) fn contained(callback: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(callback)).is_err() {
+        tracing::error!("the callback of a copy job panicked");
+    }
+}

@@ -1,0 +1,121 @@
+//! The kernels: one module per context, from the PTX that is compiled in.
+#![expect(unsafe_code, reason = "calls of the CUDA driver")]
+
+use std::ffi::{CStr, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUfunction, CUmodule};
+
+use super::context::Context;
+use super::driver::{CudaResult, check};
+use super::plane::THREADS;
+use super::streams::OwnStream;
+use crate::device::parts::Way;
+
+/// Made by `make kernels` from `kernels/*.cu`; ends in a zero, as the driver wants it.
+const PTX: &str = concat!(include_str!("../../../kernels/ptx/forebay.ptx"), "\0");
+
+/// The loaded kernels of one context.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    context: Arc<Context>,
+    module: CUmodule,
+    scatter: CUfunction,
+    gather: CUfunction,
+}
+
+// SAFETY: driver handles may be used from any thread.
+unsafe impl Send for Kernels {}
+// SAFETY: as for Send; the driver locks its own state.
+unsafe impl Sync for Kernels {}
+
+/// One launch over the planes of a batch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Launch {
+    pub(super) way: Way,
+    /// Address of the planes.
+    pub(super) planes: u64,
+    pub(super) num_planes: u32,
+    pub(super) num_tiles: u32,
+    /// Address of as many words as there are tiles.
+    pub(super) tile_crcs: u64,
+    /// CTAs at most; 0 stands for one per tile.
+    pub(super) max_ctas: u32,
+}
+
+impl Kernels {
+    /// Loads the module; the context must be current.
+    pub(super) fn load(context: &Arc<Context>) -> CudaResult<Arc<Self>> {
+        let mut module = std::ptr::null_mut();
+        // SAFETY: the text ends in a zero; the handle is written to a live variable.
+        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut module, PTX.as_ptr().cast()) })?;
+        let null = std::ptr::null_mut();
+        let mut kernels = Self { context: Arc::clone(context), module, scatter: null, gather: null };
+        kernels.scatter = kernels.function(c"forebay_scatter_crc")?;
+        kernels.gather = kernels.function(c"forebay_gather_crc")?;
+        Ok(Arc::new(kernels))
+    }
+
+    fn function(&self, name: &CStr) -> CudaResult<CUfunction> {
+        let mut function = std::ptr::null_mut();
+        // SAFETY: a loaded module and a name that ends in a zero.
+        let code = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
+        check("cuModuleGetFunction", code)?;
+        Ok(function)
+    }
+
+    /// Enqueues a launch; the context must be current.
+    ///
+    /// # Safety
+    /// When the stream comes to the launch, the planes must be at their address, and everything that they name must be valid until
+    /// the stream has passed it.
+    pub(super) unsafe fn launch(&self, stream: &OwnStream, mut launch: Launch) -> CudaResult {
+        let function = match launch.way {
+            Way::IntoKv => self.scatter,
+            Way::OutOfKv => self.gather,
+        };
+        let ctas = match launch.max_ctas {
+            0 => launch.num_tiles,
+            cap => launch.num_tiles.min(cap),
+        };
+        let mut params: [*mut c_void; 4] = [
+            (&raw mut launch.planes).cast(),
+            (&raw mut launch.num_planes).cast(),
+            (&raw mut launch.num_tiles).cast(),
+            (&raw mut launch.tile_crcs).cast(),
+        ];
+        // SAFETY: a function of a loaded module; the parameters are those of its declaration, copied by the call. What they name
+        // is valid by the contract.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                ctas,
+                1,
+                1,
+                THREADS,
+                1,
+                1,
+                0,
+                stream.raw(),
+                params.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check("cuLaunchKernel", code).map_err(|e| self.context.seen(e))
+    }
+}
+
+impl Drop for Kernels {
+    fn drop(&mut self) {
+        if !self.context.is_ours() {
+            return;
+        }
+        let _entered = self.context.enter();
+        // SAFETY: loaded in `load`; no launch is under way when the last holder goes.
+        let code = unsafe { sys::cuModuleUnload(self.module) };
+        if let Err(e) = check("cuModuleUnload", code) {
+            self.context.seen(e);
+            tracing::debug!(error = %e, "the kernels could not be unloaded");
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! KV in GPU memory: staging, streams and kernels of our own beside the server's, on the context that the server uses.
+//!
+//! Invariants:
+//! - Nothing waits for the whole GPU or context; the caller's thread never waits for the GPU at all.
+//! - The server's memory and streams are borrowed: never freed, never held up but by fences that the server asks for.
+//! - What the GPU uses (staging, descriptors, events, gates) is held until an event, or the end of the stream, says it is over.
+//! - A forked child touches nothing of it, and gets errors.
+//! - No panic where the driver, a function of it, or a GPU is missing: [`driver`] looks before cudarc does.
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::fence::{Fence, Stream};
+use super::staging::{StagingOptions, StagingPool};
+use super::{Device, GatherJob, KvMemory, ScatterJob};
+use crate::config::Numa;
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{Mover, Place};
+
+mod batch;
+mod context;
+mod crc;
+mod crew;
+mod driver;
+mod events;
+mod info;
+mod job;
+mod kernels;
+mod memory;
+mod mover;
+mod pinned;
+mod plane;
+mod pool;
+mod reap;
+mod rope;
+mod slot;
+mod streams;
+mod submit;
+mod tables;
+mod threads;
+
+use context::Context;
+use crew::{Crew, Threads};
+use events::EventPool;
+use job::point;
+use kernels::Kernels;
+use memory::Tools;
+use mover::CudaMover;
+use streams::{OwnStream, handle, is_capturing};
+
+pub use info::{GpuInfo, devices};
+pub use memory::CudaMemory;
+
+/// Lanes of scatters: one for what may start, the others for loads whose caller's stream is not there yet.
+const SCATTER_LANES: usize = 4;
+/// Lanes of gathers, likewise.
+const GATHER_LANES: usize = 2;
+
+/// Settings of a GPU device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CudaOptions {
+    /// Which of the GPUs that the process may use.
+    pub ordinal: u32,
+    /// CTAs of a launch at most, so that attention keeps the rest of the GPU; 0 for no limit.
+    pub max_ctas: u32,
+    /// NUMA node of pinned host memory; by default the GPU's.
+    pub numa: Numa,
+    /// Prefix of the threads' names.
+    pub name: String,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self { ordinal: 0, max_ctas: 16, numa: Numa::Auto, name: "forebay-gpu".to_owned() }
+    }
+}
+
+/// KV in the memory of one GPU, moved by kernels. Dropping it finishes all jobs first.
+pub struct CudaDevice {
+    scatters: Threads,
+    gathers: Threads,
+    mover: Arc<CudaMover>,
+    tools: Arc<Tools>,
+    info: GpuInfo,
+    context: Arc<Context>,
+}
+
+impl CudaDevice {
+    /// Opens a GPU: retains its primary context, loads the kernels, makes streams and threads.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] without a driver, with one that is too old, or without a GPU; [`ErrorKind::InvalidInput`] for a
+    /// GPU that is not there; what the driver says otherwise.
+    pub fn open(options: &CudaOptions) -> Result<Arc<Self>> {
+        let context = Context::open(options.ordinal)?;
+        let _entered = context.enter()?;
+        let info = info::gpu(options.ordinal)?;
+        let kernels = Kernels::load(&context)?;
+        let events = EventPool::new(Arc::clone(&context));
+        let made = (&context, &events, &kernels);
+        let scatters = Crew::new(made, SCATTER_LANES, options.max_ctas)?.start(&format!("{}-load", options.name))?;
+        let gathers = Crew::new(made, GATHER_LANES, options.max_ctas)?.start(&format!("{}-store", options.name))?;
+        let numa = match options.numa {
+            Numa::Auto => info.numa_node,
+            Numa::Off => None,
+            Numa::Node(node) => Some(node),
+        };
+        let mover = CudaMover::new(&context, &events, &format!("{}-copy", options.name), numa)?;
+        let stream = Mutex::new(OwnStream::new(&context)?);
+        let tools = Arc::new(Tools { context: Arc::clone(&context), events, stream });
+        Ok(Arc::new(Self { scatters, gathers, mover, tools, info, context: Arc::clone(&context) }))
+    }
+
+    /// What the GPU is.
+    #[must_use]
+    pub fn info(&self) -> &GpuInfo {
+        &self.info
+    }
+
+    /// Device memory of `len` bytes of whatever content, for tools and tests.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] where the GPU has not as much, and what the driver says.
+    pub fn alloc(&self, len: usize) -> Result<Arc<CudaMemory>> {
+        self.context.usable()?;
+        let _entered = self.context.enter()?;
+        CudaMemory::alloc(&self.tools, len)
+    }
+}
+
+impl Device for CudaDevice {
+    fn place(&self) -> Place {
+        Place::Device(self.context.ordinal())
+    }
+
+    fn scatter(&self, job: ScatterJob) {
+        self.scatters.submit(job.into());
+    }
+
+    fn gather(&self, job: GatherJob) {
+        self.gathers.submit(job.into());
+    }
+
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
+        let memory = self.alloc(len)?;
+        memory.fill(0, memory.len(), 0)?;
+        Ok(memory)
+    }
+
+    fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {
+        self.context.usable()?;
+        pool::make(&self.context, &self.info, options)
+    }
+
+    fn fence(&self, stream: Stream) -> Result<Option<Fence>> {
+        self.context.usable()?;
+        let _entered = self.context.enter()?;
+        if is_capturing(stream)? {
+            return Ok(None);
+        }
+        let point = self.tools.events.record(handle(stream), None)?;
+        Ok(Some(Fence::new(point)))
+    }
+
+    fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        self.context.usable()?;
+        let _entered = self.context.enter()?;
+        Ok(is_capturing(stream)?)
+    }
+
+    fn wait(&self, stream: Stream, fences: &[Fence]) -> Result<()> {
+        self.context.usable()?;
+        let _entered = self.context.enter()?;
+        if fences.is_empty() || is_capturing(stream)? {
+            return Ok(());
+        }
+        for fence in fences {
+            let point = point(fence)
+                .ok_or_else(|| Error::new(ErrorKind::InvalidInput, "a GPU's stream cannot wait for this fence"))?;
+            point.wait_in(handle(stream))?;
+        }
+        Ok(())
+    }
+
+    fn mover(&self) -> Option<Arc<dyn Mover>> {
+        Some(Arc::clone(&self.mover) as _)
+    }
+
+    fn jobs(&self) -> usize {
+        if self.context.is_ours() { self.scatters.jobs() + self.gathers.jobs() } else { 0 }
+    }
+
+    fn close(&self) {
+        if !self.context.is_ours() {
+            self.scatters.forget();
+            self.gathers.forget();
+            return;
+        }
+        self.scatters.begin_close();
+        self.gathers.begin_close();
+        // A callback that closes the device runs on a thread whose end cannot be awaited there; the threads end on their own.
+        if !self.scatters.is_own() && !self.gathers.is_own() {
+            self.scatters.join();
+            self.gathers.join();
+        }
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaDevice({}: {})", self.info.ordinal, self.info.name)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,157 @@
+//! Host memory that the GPU reads and writes at full speed.
+//!
+//! The large kind is anonymous memory registered with the driver, so that io_uring can register it too. The small kind is the
+//! driver's own, which kernels reach by an address of the GPU: descriptors go up and checksums come back through it.
+#![expect(unsafe_code, reason = "registers memory with the driver, and reads and writes it by address")]
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::context::Context;
+use super::driver::{CudaError, CudaResult, check};
+use crate::device::region::{Region, RegionOptions};
+use crate::error::Result;
+use crate::io::MemRegion;
+
+const PORTABLE: u32 = sys::CU_MEMHOSTREGISTER_PORTABLE;
+const PAGE_BYTES: usize = 4096;
+
+/// Anonymous memory, registered where the driver allows it.
+pub(super) struct PinnedRegion {
+    context: Arc<Context>,
+    region: Arc<Region>,
+    registered: bool,
+}
+
+impl PinnedRegion {
+    /// `len` bytes, every page touched, near the GPU where `wishes` name its NUMA node.
+    pub(super) fn new(context: &Arc<Context>, len: usize, wishes: &RegionOptions) -> Result<Arc<Self>> {
+        let region = Region::new(len, wishes)?;
+        for offset in (0..len).step_by(PAGE_BYTES) {
+            // SAFETY: inside the fresh region that nobody else has; written so that its pages exist before they are pinned.
+            unsafe { region.as_mut_ptr().add(offset).write_volatile(0) };
+        }
+        let registered = register(context, &region);
+        if let Err(error) = &registered {
+            tracing::warn!(
+                %error, bytes = len, gpu = context.ordinal(),
+                "host memory could not be registered with the GPU; copies through it are slower (raise RLIMIT_MEMLOCK)"
+            );
+        }
+        Ok(Arc::new(Self { context: Arc::clone(context), region, registered: registered.is_ok() }))
+    }
+}
+
+fn register(context: &Context, region: &Region) -> CudaResult {
+    let _entered = context.enter()?;
+    // SAFETY: the whole of a live mapping, which stays until `PinnedRegion::drop` has unregistered it.
+    let code = unsafe { sys::cuMemHostRegister_v2(region.as_mut_ptr().cast(), region.len(), PORTABLE) };
+    check("cuMemHostRegister", code).map_err(|e| context.seen(e))
+}
+
+// SAFETY: the mapping lives as long as the value; the id is the region's.
+unsafe impl MemRegion for PinnedRegion {
+    fn id(&self) -> u64 {
+        self.region.id()
+    }
+    fn as_mut_ptr(&self) -> *mut u8 {
+        self.region.as_mut_ptr()
+    }
+    fn len(&self) -> usize {
+        self.region.len()
+    }
+}
+
+impl Drop for PinnedRegion {
+    fn drop(&mut self) {
+        if !self.registered || !self.context.is_ours() {
+            return;
+        }
+        let _entered = self.context.enter();
+        // SAFETY: registered in `new`; whoever copies through it holds this value.
+        let code = unsafe { sys::cuMemHostUnregister(self.region.as_mut_ptr().cast()) };
+        if let Err(e) = check("cuMemHostUnregister", code) {
+            self.context.seen(e);
+            tracing::debug!(error = %e, "host memory could not be unregistered");
+        }
+    }
+}
+
+/// The driver's pinned memory, which kernels can reach.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    context: Arc<Context>,
+    host: NonNull<u8>,
+    device: u64,
+    len: usize,
+}
+
+// SAFETY: the memory belongs to no thread, and its owner decides who touches it.
+unsafe impl Send for Mapped {}
+// SAFETY: as for Send; shared references only give out the address.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// `len` zero bytes; the context must be current.
+    pub(super) fn new(context: &Arc<Context>, len: usize) -> CudaResult<Self> {
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        let mut host: *mut c_void = std::ptr::null_mut();
+        // SAFETY: writes to a live variable.
+        check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, len, flags) })?;
+        let missing = CudaError { call: "cuMemHostAlloc", code: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY };
+        let host = NonNull::new(host.cast::<u8>()).ok_or(missing)?;
+        let mut mapped = Self { context: Arc::clone(context), host, device: 0, len };
+        // SAFETY: the address of the allocation; the answer is written to a live variable.
+        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut mapped.device, host.as_ptr().cast(), 0) };
+        check("cuMemHostGetDevicePointer", code)?;
+        // SAFETY: `len` bytes that nobody else has.
+        unsafe { host.as_ptr().write_bytes(0, len) };
+        Ok(mapped)
+    }
+
+    /// Address on the GPU.
+    pub(super) fn device(&self) -> u64 {
+        self.device
+    }
+
+    /// Address on the host.
+    pub(super) fn host(&self) -> *mut u8 {
+        self.host.as_ptr()
+    }
+
+    /// The bytes, to be written.
+    ///
+    /// # Safety
+    /// No work of the GPU that uses the memory may be under way.
+    pub(super) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: an initialised allocation of this length; `&mut self` excludes other slices, the contract the GPU.
+        unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr(), self.len) }
+    }
+
+    /// The bytes that the GPU has written.
+    ///
+    /// # Safety
+    /// No work of the GPU that writes the memory may be under way.
+    pub(super) unsafe fn bytes(&self) -> &[u8] {
+        // SAFETY: as in `bytes_mut`.
+        unsafe { std::slice::from_raw_parts(self.host.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        if !self.context.is_ours() {
+            return;
+        }
+        let _entered = self.context.enter();
+        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until the work is over.
+        let code = unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) };
+        if let Err(e) = check("cuMemFreeHost", code) {
+            self.context.seen(e);
+            tracing::debug!(error = %e, "pinned memory could not be freed");
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Where a batch's descriptors go up and its checksums come back: one slot for each launch in flight.
+//!
+//! Invariant: a slot's memory is only touched by the host while no launch of the slot is under way. Memory that has become too
+//! small is kept until the slot goes, so that nothing is freed while the GPU is at work.
+#![expect(unsafe_code, reason = "reads and writes memory that the GPU shares")]
+
+use std::sync::Arc;
+
+use super::batch::Batch;
+use super::context::Context;
+use super::driver::CudaResult;
+use super::memory::DeviceAlloc;
+use super::pinned::Mapped;
+use super::streams::OwnStream;
+
+/// Bytes of descriptors that jobs are merged up to.
+pub(super) const BLOB_BYTES: usize = 256 << 10;
+/// Tiles of a launch that a fresh slot has room for.
+const TILES: usize = 8 << 10;
+const CRC_BYTES: usize = size_of::<u32>();
+
+/// Memory for the descriptors and checksums of one launch.
+#[derive(Debug)]
+pub(super) struct Slot {
+    context: Arc<Context>,
+    now: Memory,
+    outgrown: Vec<Memory>,
+}
+
+#[derive(Debug)]
+struct Memory {
+    upload: Mapped,
+    blob: DeviceAlloc,
+    blob_bytes: usize,
+    crcs: Mapped,
+    tiles: usize,
+}
+
+impl Memory {
+    fn new(context: &Arc<Context>, blob_bytes: usize, tiles: usize) -> CudaResult<Self> {
+        Ok(Self {
+            upload: Mapped::new(context, blob_bytes)?,
+            blob: DeviceAlloc::new(context, blob_bytes)?,
+            blob_bytes,
+            crcs: Mapped::new(context, tiles * CRC_BYTES)?,
+            tiles,
+        })
+    }
+}
+
+impl Slot {
+    /// A slot for batches of usual size; the context must be current.
+    pub(super) fn new(context: &Arc<Context>) -> CudaResult<Self> {
+        let now = Memory::new(context, BLOB_BYTES, TILES)?;
+        Ok(Self { context: Arc::clone(context), now, outgrown: Vec::new() })
+    }
+
+    /// Makes room for `batch`, and enqueues the upload of its descriptors.
+    ///
+    /// # Safety
+    /// No launch of this slot may be under way, and the slot must be left alone until the stream has passed the upload.
+    pub(super) unsafe fn upload(&mut self, stream: &OwnStream, batch: &Batch) -> CudaResult {
+        let (bytes, tiles) = (batch.blob_bytes(), batch.num_tiles() as usize);
+        if bytes > self.now.blob_bytes || tiles > self.now.tiles {
+            let blob_bytes = bytes.next_power_of_two().max(self.now.blob_bytes);
+            let grown = Memory::new(&self.context, blob_bytes, tiles.next_power_of_two().max(self.now.tiles))?;
+            self.outgrown.push(std::mem::replace(&mut self.now, grown));
+        }
+        let blob = batch.encode(self.now.blob.address());
+        // SAFETY: contract of this function.
+        let upload = unsafe { self.now.upload.bytes_mut() };
+        if let Some(upload) = upload.get_mut(..blob.len()) {
+            upload.copy_from_slice(&blob);
+        }
+        // SAFETY: the slot keeps both memories, and its owner leaves them alone (contract).
+        unsafe { stream.copy_in(self.now.blob.address(), self.now.upload.host(), blob.len()) }
+    }
+
+    /// Address of the descriptors on the GPU.
+    pub(super) fn blob(&self) -> u64 {
+        self.now.blob.address()
+    }
+
+    /// Address, on the GPU, of a word for each tile.
+    pub(super) fn crcs(&self) -> u64 {
+        self.now.crcs.device()
+    }
+
+    /// The checksums of the first `tiles` tiles.
+    ///
+    /// # Safety
+    /// The launch of this slot must be over.
+    pub(super) unsafe fn read_crcs(&self, tiles: u32) -> Vec<u32> {
+        // SAFETY: contract of this function.
+        let bytes = unsafe { self.now.crcs.bytes() };
+        let words = bytes.as_chunks::<CRC_BYTES>().0.iter().map(|w| u32::from_le_bytes(*w));
+        words.take(tiles as usize).collect()
+    }
+}

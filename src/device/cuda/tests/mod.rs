@@ -1,0 +1,243 @@
+//! Batches and kernels (on the CPU) against the host device.
+#![expect(unsafe_code, reason = "launches kernels over raw addresses")]
+
+mod rope;
+
+use std::sync::{Arc, mpsc};
+
+use proptest::prelude::*;
+
+use crate::device::cuda::batch::Batch;
+use crate::device::parts::Way;
+use crate::device::{
+    Device, Gate, GatherJob, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part, ScatterJob,
+    StagingOptions, StagingPool,
+};
+use crate::geometry::{LayerKind, LayerSpec};
+use crate::io::Buf;
+use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
+
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = |_| {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        (x >> 24) as u8
+    };
+    (0..len).map(next).collect()
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    specs: Vec<LayerSpec>,
+    shape: KvShape,
+    cross_layer: bool,
+    /// Tokens of each chunk, and the slots of all of them.
+    chunks: Vec<usize>,
+    slots: Vec<i64>,
+    longer: usize,
+    ctas: u32,
+    with_crc: bool,
+    seed: u64,
+}
+
+impl Case {
+    fn layout(&self) -> PagedLayout {
+        let make = if self.cross_layer { PagedLayout::cross_layer } else { PagedLayout::per_layer };
+        make(&self.specs, self.shape).unwrap()
+    }
+
+    /// The same cache twice, and what their memories hold.
+    fn kv(&self) -> (Arc<PagedKv>, Vec<Arc<HostMemory>>) {
+        let (kv, memories) = PagedKv::alloc_zeroed(self.layout()).unwrap();
+        for (i, m) in memories.iter().enumerate() {
+            m.write(0, &noise(self.seed ^ i as u64, m.len())).unwrap();
+        }
+        (kv, memories)
+    }
+
+    fn parts(&self) -> Vec<Vec<Part>> {
+        let mut first = 0;
+        let chunk = |&tokens: &usize| {
+            let slots = &self.slots[first..first + tokens];
+            first += tokens;
+            let plan = Arc::new(ChunkPlan::new(slots, None, self.shape.block_tokens, self.shape.num_blocks).unwrap());
+            let mut at = (self.seed % 3) as usize * 8;
+            let part = |(layer, spec): (usize, &LayerSpec)| {
+                let tokens = tokens + self.longer;
+                let padded_len = spec.extent_bytes(tokens).next_multiple_of(512);
+                let part = Part { layer, staging_offset: at, tokens, padded_len, plan: Arc::clone(&plan) };
+                at += padded_len;
+                part
+            };
+            self.specs.iter().enumerate().map(part).collect()
+        };
+        self.chunks.iter().map(chunk).collect()
+    }
+}
+
+fn dump(memories: &[Arc<HostMemory>]) -> Vec<Vec<u8>> {
+    let read = |m: &Arc<HostMemory>| {
+        let mut bytes = vec![0; m.len()];
+        m.read(0, &mut bytes).unwrap();
+        bytes
+    };
+    memories.iter().map(read).collect()
+}
+
+fn staging(parts: &[Part], seed: u64) -> Buf {
+    let bytes = parts.iter().map(|p| p.staging_offset + p.padded_len).max().unwrap();
+    let slot_bytes = StagingPool::rounded(bytes).unwrap();
+    let options = StagingOptions { bytes: slot_bytes, slot_bytes, hugepages: HugePages::Off, numa: None };
+    let mut staging = StagingPool::new(&options).unwrap().try_take().unwrap();
+    let len = staging.as_slice().len();
+    staging.as_mut_slice().copy_from_slice(&noise(seed, len));
+    staging
+}
+
+/// What came of one job.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    staging: Vec<u8>,
+    crcs: Vec<u32>,
+    skipped_blocks: Vec<u32>,
+}
+
+fn by_host(way: Way, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
+    let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
+    let (tx, rx) = mpsc::channel();
+    let (kv, gate) = (Arc::clone(kv), Arc::new(Gate::new()));
+    let outcome =
+        |staging: Buf, crcs, skipped_blocks| Outcome { staging: staging.as_slice().to_vec(), crcs, skipped_blocks };
+    match way {
+        Way::IntoKv => device.scatter(ScatterJob {
+            kv,
+            staging,
+            parts,
+            gate,
+            after: Vec::new(),
+            launched: None,
+            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, s.skipped_blocks)).unwrap()),
+        }),
+        Way::OutOfKv => device.gather(GatherJob {
+            kv,
+            staging,
+            parts,
+            gate,
+            after: Vec::new(),
+            launched: None,
+            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, s.skipped_blocks)).unwrap()),
+        }),
+    }
+    rx.recv().unwrap()
+}
+
+fn by_kernel(way: Way, kv: &PagedKv, jobs: &[Vec<Part>], case: &Case) -> Vec<Outcome> {
+    let mut batch = Batch::new();
+    let mut stagings: Vec<Buf> = jobs.iter().enumerate().map(|(i, p)| staging(p, case.seed + i as u64)).collect();
+    for (i, (parts, staging)) in jobs.iter().zip(&mut stagings).enumerate() {
+        let bytes = staging.as_mut_slice();
+        let job = batch.push(way, kv, parts, (bytes.as_mut_ptr() as u64, bytes.len())).unwrap();
+        assert_eq!(job, i);
+    }
+    let mut blob = vec![0u64; batch.blob_bytes() / 8];
+    let encoded = batch.encode(blob.as_mut_ptr() as u64);
+    assert_eq!(encoded.len(), batch.blob_bytes());
+    for (word, bytes) in blob.iter_mut().zip(encoded.chunks_exact(8)) {
+        *word = u64::from_le_bytes(bytes.try_into().unwrap());
+    }
+    let mut crcs = vec![0xdead_beefu32; batch.num_tiles() as usize];
+    let name = match (way, case.with_crc) {
+        (Way::IntoKv, true) => c"forebay_scatter_crc",
+        (Way::IntoKv, false) => c"forebay_scatter",
+        (Way::OutOfKv, true) => c"forebay_gather_crc",
+        (Way::OutOfKv, false) => c"forebay_gather",
+    };
+    let args = (blob.as_ptr() as u64, batch.num_planes(), batch.num_tiles(), crcs.as_mut_ptr() as u64);
+    if batch.num_tiles() > 0 {
+        // SAFETY: the batch describes `kv` and the stagings, which nobody else uses; there is a CRC per tile.
+        unsafe { standin_kernels::launch(name, case.ctas, args) }.unwrap();
+    }
+    let outcome = |(job, (staging, crcs)): (usize, (&Buf, Vec<u32>))| Outcome {
+        staging: staging.as_slice().to_vec(),
+        crcs,
+        skipped_blocks: batch.skipped_blocks(job).to_vec(),
+    };
+    stagings.iter().zip(batch.crcs(&crcs)).enumerate().map(outcome).collect()
+}
+
+fn check(way: Way, case: &Case) {
+    let jobs = case.parts();
+    let (kv, memories) = case.kv();
+    let (host_kv, host_memories) = case.kv();
+    let outcomes = by_kernel(way, &kv, &jobs, case);
+    for (i, (parts, mut outcome)) in jobs.into_iter().zip(outcomes).enumerate() {
+        let buf = staging(&parts, case.seed + i as u64);
+        let expected = by_host(way, &host_kv, parts, buf);
+        if !case.with_crc {
+            outcome.crcs.clone_from(&expected.crcs);
+        }
+        assert_eq!(outcome.crcs, expected.crcs, "CRCs of job {i}");
+        assert_eq!(outcome.skipped_blocks, expected.skipped_blocks, "job {i}");
+        assert!(outcome.staging == expected.staging, "staging of job {i} differs");
+    }
+    assert!(dump(&memories) == dump(&host_memories), "paged memory differs");
+}
+
+fn spec(block_tokens: u32, heads: u32) -> impl Strategy<Value = LayerSpec> {
+    let head_bytes = prop_oneof![Just(64u32), Just(128), Just(256), 1..40u32, (1..40u32).prop_map(|n| n * 4)];
+    prop_oneof![
+        3 => head_bytes.prop_map(move |hb| LayerSpec::kv(LayerKind::Full, heads, hb)),
+        1 => proptest::collection::vec(prop_oneof![Just(1152u32), Just(132), 1..1200u32], 1..3)
+            .prop_map(|rows| LayerSpec::mla(&rows)),
+        1 => prop_oneof![Just(65_536u32), Just(4096), 1..70_000u32]
+            .prop_map(move |bytes| LayerSpec::opaque(block_tokens, bytes)),
+    ]
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let packing = prop_oneof![Just(Packing::Split), Just(Packing::Outer), Just(Packing::Inner), Just(Packing::Row)];
+    let layout = prop_oneof![Just(KvLayout::Nhd), Just(KvLayout::Hnd)];
+    let heads = prop_oneof![1..5u32, Just(8)];
+    let shape = (1..=33u32, 2..9u32, heads, packing, layout, any::<bool>());
+    shape.prop_flat_map(|(block_tokens, num_blocks, heads, packing, layout, cross)| {
+        let shape = KvShape { layout, packing, block_tokens, num_blocks };
+        let cross_layer = cross && matches!(packing, Packing::Inner | Packing::Row);
+        let slots = i64::from(block_tokens * num_blocks);
+        let by_block = Just((0..i64::from(num_blocks)).collect::<Vec<_>>()).prop_shuffle();
+        let bt = i64::from(block_tokens);
+        let by_block = by_block.prop_map(move |b| b.iter().flat_map(|b| (0..bt).map(move |t| b * bt + t)).collect());
+        let by_slot = Just((0..slots).collect::<Vec<i64>>()).prop_shuffle();
+        let order = prop_oneof![3 => by_block, 1 => by_slot];
+        let specs = proptest::collection::vec(spec(block_tokens, heads), 1..4);
+        let cuts = proptest::collection::vec(0.0..1.0f64, 0..4);
+        let ctas = prop_oneof![Just(1u32), 2..8u32, Just(40)];
+        (specs, order, cuts, prop_oneof![Just(0u8), Just(9), Just(120)], 0..3usize, ctas, any::<bool>(), any::<u32>())
+            .prop_map(move |(specs, mut order, cuts, minus, longer, ctas, with_crc, seed)| {
+                let dice = noise(u64::from(seed), order.len());
+                order.iter_mut().zip(dice).filter(|(_, d)| *d < minus).for_each(|(s, _)| *s = -1);
+                let mut bounds: Vec<usize> = cuts.iter().map(|c| (c * order.len() as f64) as usize).collect();
+                bounds.extend([0, order.len()]);
+                bounds.sort_unstable();
+                bounds.dedup();
+                let chunks = bounds.windows(2).map(|w| w[1] - w[0]).collect();
+                let seed = u64::from(seed);
+                Case { specs, shape, cross_layer, chunks, slots: order, longer, ctas, with_crc, seed }
+            })
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn kernels_scatter_what_the_host_device_scatters(case in case()) {
+        check(Way::IntoKv, &case);
+    }
+
+    #[test]
+    fn kernels_gather_what_the_host_device_gathers(case in case()) {
+        check(Way::OutOfKv, &case);
+    }
+}

@@ -1,0 +1,50 @@
+//! The tokens of a plane as grids for the copy loops.
+
+use std::ops::Range;
+
+use super::copy::{Axis, Grid};
+use crate::device::parts::{Plane, Way};
+use crate::paged::Run;
+
+impl Plane {
+    /// Cuts the tokens of `run` that lie in `tokens` into grids: for each, the first token, the offset from `base` in the
+    /// paged KV, and the copy.
+    pub(super) fn grids(
+        &self,
+        run: Run,
+        tokens: &Range<usize>,
+        way: Way,
+    ) -> impl Iterator<Item = (usize, usize, Grid)> {
+        let first = (run.token as usize).max(tokens.start);
+        let end = (run.token as usize + run.len as usize).min(tokens.end);
+        let shift = run.slot as usize;
+        let run_token = run.token as usize;
+        // Blocks that follow each other without a gap are one block as far as copies are concerned.
+        let joined = self.block_stride == self.token_stride * self.block_tokens;
+        let mut token = first;
+        std::iter::from_fn(move || {
+            if token >= end {
+                return None;
+            }
+            let slot = shift + (token - run_token);
+            let (block, place) = (slot / self.block_tokens, slot % self.block_tokens);
+            let len = if joined { end - token } else { (end - token).min(self.block_tokens - place) };
+            let piece = (token, block * self.block_stride + place * self.token_stride, self.grid(len, way));
+            token += len;
+            Some(piece)
+        })
+    }
+
+    fn grid(&self, tokens: usize, way: Way) -> Grid {
+        let axis = |count, extent, kv| match way {
+            Way::IntoKv => Axis { count, src: extent, dst: kv },
+            Way::OutOfKv => Axis { count, src: kv, dst: extent },
+        };
+        let heads = axis(self.heads, self.head_bytes, self.head_stride);
+        let tokens = axis(tokens, self.token_bytes, self.token_stride);
+        // The paged side is the cold one: it is walked in the order of its addresses.
+        let heads_inside = self.heads == 1 || self.head_stride <= self.token_stride;
+        let (outer, inner) = if heads_inside { (tokens, heads) } else { (heads, tokens) };
+        Grid { outer, inner, bytes: self.head_bytes }
+    }
+}

@@ -1,0 +1,70 @@
+//! Devices by name, as users write them: `host`, `cuda`, `cuda:1`.
+
+use std::sync::Arc;
+
+use super::cuda::{CudaDevice, CudaOptions};
+use super::{Device, HostDevice, HostOptions};
+use crate::config::Settings;
+use crate::error::{Error, ErrorKind, Result};
+
+/// A device's name, understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Name {
+    Host,
+    Cuda(u32),
+}
+
+impl Name {
+    fn of(name: &str) -> Result<Self> {
+        let bad = || {
+            Error::new(ErrorKind::Config, format!("{name:?} is no device"))
+                .advice("use host, cuda, or cuda:N with the number of a GPU")
+        };
+        let lower = name.trim().to_ascii_lowercase();
+        match lower.split_once(':').unwrap_or((&lower, "")) {
+            ("host" | "cpu", "") => Ok(Self::Host),
+            ("cuda" | "gpu", "") if !lower.contains(':') => Ok(Self::Cuda(0)),
+            ("cuda" | "gpu", number) => number.parse().map(Self::Cuda).map_err(|_| bad()),
+            _ => Err(bad()),
+        }
+    }
+}
+
+/// The device called `name`, with the settings' workers and limits.
+///
+/// # Errors
+/// [`ErrorKind::Config`] for a name that is none, and what keeps the device from being used.
+pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
+    match Name::of(name)? {
+        Name::Host => {
+            let options = HostOptions { workers: settings.worker_threads(), ..HostOptions::default() };
+            Ok(HostDevice::new(&options)?)
+        }
+        Name::Cuda(ordinal) => {
+            let (max_ctas, numa) = (settings.kernel_ctas, settings.numa);
+            Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, numa, ..CudaOptions::default() })?)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_understood_or_refused_with_what_to_write() {
+        for (name, meant) in [
+            ("host", Name::Host),
+            ("CPU", Name::Host),
+            ("cuda", Name::Cuda(0)),
+            ("cuda:3", Name::Cuda(3)),
+            (" gpu:1 ", Name::Cuda(1)),
+        ] {
+            assert_eq!(Name::of(name).unwrap(), meant, "{name}");
+        }
+        for name in ["", "cuda:", "cuda:x", "cuda:-1", "host:1", "tpu", "cuda:99999999999"] {
+            let e = Name::of(name).unwrap_err();
+            assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is no device"), "{name}: {e}");
+        }
+    }
+}

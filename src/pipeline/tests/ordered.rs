@@ -1,0 +1,326 @@
+//! The pipeline on a device whose work is submitted first and done later, as an accelerator's is: here, when the test says so.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::disk::Fate;
+use super::world::{LAYERS, TOKENS, World};
+use crate::device::{
+    Device, Fence, GatherJob, HostDevice, HostOptions, KvMemory, Point, ScatterJob, StagingOptions, StagingPool, Stream,
+};
+use crate::error::{ErrorKind, Result};
+use crate::io::Place;
+use crate::pipeline::{MissCause, StoreResult};
+
+const T: usize = TOKENS as usize;
+const STREAM: Stream = Stream(77);
+
+/// A point with a number; a later one covers an earlier one.
+struct Mark {
+    number: usize,
+    passed: AtomicBool,
+}
+
+impl Point for Mark {
+    fn has_passed(&self) -> bool {
+        self.passed.load(Ordering::SeqCst)
+    }
+
+    fn covers(&self, other: &dyn Point) -> bool {
+        other.as_any().downcast_ref::<Self>().is_some_and(|o| o.number <= self.number)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+fn number(fence: &Fence) -> usize {
+    fence.point().downcast_ref::<Mark>().unwrap().number
+}
+
+enum Job {
+    Scatter(ScatterJob),
+    Gather(GatherJob),
+}
+
+/// A device whose jobs wait until they are submitted, and then until they are done.
+struct Later {
+    host: Arc<HostDevice>,
+    queued: Mutex<Vec<Job>>,
+    running: Mutex<Vec<(Arc<Mark>, Job)>>,
+    changed: Condvar,
+    marks: AtomicUsize,
+    /// What streams were made to wait for, and what jobs were told to wait for.
+    waits: Mutex<Vec<Vec<usize>>>,
+    afters: Mutex<Vec<Vec<usize>>>,
+    capturing: AtomicBool,
+}
+
+impl Later {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            host: HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap(),
+            queued: Mutex::default(),
+            running: Mutex::default(),
+            changed: Condvar::new(),
+            marks: AtomicUsize::new(0),
+            waits: Mutex::default(),
+            afters: Mutex::default(),
+            capturing: AtomicBool::new(false),
+        })
+    }
+
+    fn mark(&self) -> Arc<Mark> {
+        let number = self.marks.fetch_add(1, Ordering::SeqCst);
+        Arc::new(Mark { number, passed: AtomicBool::new(false) })
+    }
+
+    fn queue(&self, job: Job) {
+        self.queued.lock().push(job);
+        self.changed.notify_all();
+    }
+
+    /// Waits for `n` jobs and submits them; gives their numbers.
+    fn submit(&self, n: usize) -> Vec<usize> {
+        let mut numbers = Vec::new();
+        while numbers.len() < n {
+            let mut queued = self.queued.lock();
+            while queued.is_empty() {
+                self.changed.wait(&mut queued);
+            }
+            let mut job = queued.remove(0);
+            drop(queued);
+            let mark = self.mark();
+            numbers.push(mark.number);
+            let (launched, after) = match &mut job {
+                Job::Scatter(j) => (j.launched.take(), &j.after),
+                Job::Gather(j) => (j.launched.take(), &j.after),
+            };
+            self.afters.lock().push(after.iter().map(number).collect());
+            self.running.lock().push((Arc::clone(&mark), job));
+            launched.unwrap()(Fence::new(mark));
+        }
+        numbers
+    }
+
+    /// Does what was submitted.
+    fn run(&self) {
+        for (mark, job) in std::mem::take(&mut *self.running.lock()) {
+            match job {
+                Job::Scatter(job) => self.host.scatter(job),
+                Job::Gather(job) => self.host.gather(job),
+            }
+            while self.host.jobs() > 0 {
+                std::thread::yield_now();
+            }
+            mark.passed.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
+impl Device for Later {
+    fn place(&self) -> Place {
+        Place::Device(0)
+    }
+
+    fn scatter(&self, job: ScatterJob) {
+        self.queue(Job::Scatter(job));
+    }
+
+    fn gather(&self, job: GatherJob) {
+        self.queue(Job::Gather(job));
+    }
+
+    fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
+        self.host.alloc_kv(len)
+    }
+
+    fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>> {
+        self.host.staging_pool(options)
+    }
+
+    fn fence(&self, _: Stream) -> Result<Option<Fence>> {
+        Ok((!self.capturing.load(Ordering::SeqCst)).then(|| Fence::new(self.mark())))
+    }
+
+    fn is_capturing(&self, _: Stream) -> Result<bool> {
+        Ok(self.capturing.load(Ordering::SeqCst))
+    }
+
+    fn wait(&self, stream: Stream, fences: &[Fence]) -> Result<()> {
+        assert_eq!(stream, STREAM);
+        self.waits.lock().push(fences.iter().map(number).collect());
+        Ok(())
+    }
+
+    fn jobs(&self) -> usize {
+        self.queued.lock().len() + self.running.lock().len()
+    }
+
+    fn close(&self) {}
+}
+
+/// A world on such a device, whose load groups are one layer of one chunk.
+fn world() -> (Arc<Later>, World) {
+    let device = Later::new();
+    let w = World::on(Arc::clone(&device) as _, 64, 64, |_| {});
+    (device, w)
+}
+
+#[test]
+fn a_layer_is_ready_when_it_is_submitted_and_the_load_is_over_when_it_has_verified() {
+    let (device, w) = world();
+    let (slots, from) = stored(&device, &w, 3);
+    let to = w.kv(3);
+    let mut spec = w.load_spec(&to, &slots);
+    spec.after = device.fence(STREAM).unwrap().into_iter().collect();
+    let after: Vec<usize> = spec.after.iter().map(number).collect();
+    device.afters.lock().clear();
+    let load = w.pipeline().load(spec).unwrap();
+    for layer in 0..LAYERS {
+        let submitted = device.submit(3);
+        assert_eq!(load.wait_layer_on(layer, STREAM).unwrap().tokens, 3 * T);
+        let last = *submitted.iter().max().unwrap();
+        assert_eq!(device.waits.lock().last().unwrap(), &[last], "the last of the layer's scatters covers the others");
+    }
+    assert!(!load.is_finished() && to.bytes().iter().flatten().all(|&b| b == 0), "nothing ran yet");
+    assert!(device.afters.lock().iter().all(|a| *a == after), "every scatter waits for the caller's stream");
+    assert_eq!(load.ticket().verified(), None);
+    device.run();
+    assert_eq!(load.wait_layer_landed(LAYERS - 1).unwrap().layer, LAYERS - 1);
+    assert_eq!(load.wait().tokens, 3 * T);
+    assert!(to.bytes() == from.bytes());
+    assert_eq!(load.ticket().verified(), Some(true));
+    w.assert_staging_free();
+}
+
+#[test]
+fn a_layer_with_one_scatter_not_submitted_is_not_ready() {
+    let (device, w) = world();
+    let (slots, _) = stored(&device, &w, 3);
+    let load = w.load(&w.kv(3), &slots);
+    device.submit(2);
+    let waiting = std::thread::spawn(move || {
+        let ready = load.wait_layer_on(0, STREAM).unwrap();
+        (load, ready)
+    });
+    for _ in 0..1000 {
+        std::thread::yield_now();
+    }
+    assert!(!waiting.is_finished() && device.waits.lock().is_empty());
+    let third = device.submit(1);
+    let (load, ready) = waiting.join().unwrap();
+    assert_eq!((ready.layer, device.waits.lock().last().unwrap()), (0, &third));
+    device.submit(9);
+    device.run();
+    assert_eq!(load.wait().tokens, 3 * T);
+}
+
+#[test]
+fn damage_is_told_after_the_layer_was_ready_and_before_the_load_is_over() {
+    let (device, w) = world();
+    let (slots, _) = stored(&device, &w, 3);
+    w.disk.flip(slots[1].slot, slots[1].layout.extents[LAYERS - 1].offset + 5);
+    let to = w.kv(3);
+    let load = w.load(&to, &slots);
+    device.submit(3 * LAYERS);
+    let ready = load.wait_layer_on(LAYERS - 1, STREAM).unwrap();
+    assert_eq!(ready.tokens, 3 * T, "nobody can know yet");
+    let store = {
+        let other = w.slots(1);
+        let mut spec = w.store_spec(&to, &other);
+        spec.depends_on = vec![load.ticket()];
+        w.store(spec)
+    };
+    store.all_layers_on(STREAM).unwrap();
+    device.submit(LAYERS);
+    device.run();
+    let result = load.wait();
+    assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (T, 1));
+    assert_eq!(result.failed_blocks, (4..12).collect::<Vec<u32>>());
+    let stored = store.wait();
+    assert_eq!((stored.stored, stored.sheds.len()), (0, 1), "nothing computed from it is stored");
+}
+
+#[test]
+fn a_cancelled_load_gives_the_memory_back_only_when_the_device_has_left_it() {
+    let (device, w) = world();
+    let (slots, _) = stored(&device, &w, 1);
+    let to = w.kv(1);
+    let load = w.load(&to, &slots);
+    device.submit(1);
+    let cancelled = load.cancel();
+    device.run();
+    cancelled.wait();
+    let before = to.bytes();
+    while device.jobs() > 0 {
+        let queued = device.queued.lock().len();
+        device.submit(queued);
+        device.run();
+    }
+    assert!(to.bytes() == before, "written after the memory was given back");
+    assert!(load.wait().cancelled);
+}
+
+#[test]
+fn gathers_wait_for_their_layers_and_streams_wait_for_gathers() {
+    let (device, w) = world();
+    let (slots, from) = (w.slots(2), w.kv(2).filled(3));
+    let store = w.store(w.store_spec(&from, &slots));
+    for layer in 0..LAYERS {
+        store.layer_on(layer, STREAM).unwrap();
+        let computed = device.marks.load(Ordering::SeqCst) - 1;
+        let submitted = device.submit(2);
+        assert_eq!(std::mem::take(&mut *device.afters.lock()), [[computed]; 2]);
+        store.wait_gathered_on(layer, STREAM).unwrap();
+        assert_eq!(device.waits.lock().last().unwrap(), &[*submitted.iter().max().unwrap()]);
+        assert!(!store.gathered(layer), "the host is told later");
+    }
+    device.run();
+    store.wait_gathered_all().unwrap();
+    assert_eq!(store.wait(), StoreResult { stored: 2, tokens: 2 * T, bytes: 2 * 4 * 8192, ..StoreResult::default() });
+}
+
+#[test]
+fn a_stream_waits_for_no_gather_of_what_was_shed() {
+    let (device, w) = world();
+    let (slots, from) = (w.slots(1), w.kv(1).filled(3));
+    w.disk.fate(slots[0].slot, Fate::Fail(ErrorKind::Io));
+    let store = w.store(w.store_spec(&from, &slots));
+    store.layer_on(0, STREAM).unwrap();
+    device.submit(1);
+    device.run();
+    assert_eq!(store.wait().stored, 0);
+    store.wait_gathered_on(LAYERS - 1, STREAM).unwrap();
+}
+
+#[test]
+fn hooks_do_nothing_on_a_stream_that_is_being_captured() {
+    let (device, w) = world();
+    let (slots, from) = (w.slots(1), w.kv(1).filled(3));
+    let store = w.store(w.store_spec(&from, &slots));
+    device.capturing.store(true, Ordering::SeqCst);
+    store.layer_on(0, STREAM).unwrap();
+    store.all_layers_on(STREAM).unwrap();
+    assert!(store.wait_gathered(0).is_err(), "the layer was not taken for computed");
+    device.capturing.store(false, Ordering::SeqCst);
+    store.all_layers_on(STREAM).unwrap();
+    device.submit(LAYERS);
+    device.run();
+    assert_eq!(store.wait().stored, 1);
+}
+
+/// `chunks` chunks on the disk and the memory they came from.
+fn stored(device: &Later, w: &World, chunks: usize) -> (Vec<Arc<super::disk::Slot>>, super::world::Kv) {
+    let (slots, kv) = (w.slots(chunks), w.kv(chunks).filled(7));
+    let store = w.store(w.store_spec(&kv, &slots));
+    store.all_layers();
+    device.submit(chunks * LAYERS);
+    device.run();
+    assert_eq!(store.wait().stored, chunks);
+    (slots, kv)
+}

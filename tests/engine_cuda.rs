@@ -1,0 +1,243 @@
+//! The engine with its KV in a GPU's memory, on a stand-in whose streams really run by themselves: memory and streams of the
+//! server's own, every layout, delays of drive and GPU, damage, cancelling, and cuFile behind it.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod engine_world;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use engine_world::{CHUNK, Kv, Shape, World, assert_same, load, matched, prompt, slots, store};
+use forebay::config::Cufile;
+use forebay::device::{Stream, open_device};
+use forebay::engine::{Backpressure, Engine, LoadRequest, MissCause, StoreRequest};
+use forebay::io::{Fault, Op};
+use standin_cuda::{Server, load as standin};
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// A world on GPU `ordinal` of the stand-in.
+fn world(shape: Shape, ordinal: u32) -> World {
+    standin();
+    let mut w = World::new(shape);
+    w.settings.gpu_staging = 2 << 20;
+    w.settings.pinned_staging = 2 << 20;
+    w.settings.block_size = 256 << 10;
+    w.settings.cufile = Cufile::Never;
+    w.device = open_device(&format!("cuda:{ordinal}"), &w.settings).unwrap();
+    w
+}
+
+/// A prompt of `n` tokens stored from a memory that comes back with it.
+fn stored(w: &World, engine: &Engine, n: usize) -> (forebay::engine::Prompt, Kv) {
+    let (p, a) = (prompt(engine, n, 1), w.kv().filled(3));
+    let result = store(engine, &p, &a, slots(n, 1));
+    assert_eq!(result.tokens, n, "{result:?}");
+    (p, a)
+}
+
+/// As [`assert_same`], without delays: it reads many small pieces.
+fn same(what: &str, a: (&Kv, &[i64]), b: (&Kv, &[i64])) {
+    standin().set_delays(0, 0);
+    assert_same(what, a, b);
+}
+
+#[test]
+fn every_layout_comes_back_byte_for_byte_through_gpu_memory() {
+    for shape in Shape::all() {
+        standin().set_delays(11, 300);
+        let name = shape.name;
+        let mut w = world(shape, 0);
+        let engine = w.open();
+        let n = 3 * CHUNK + 8;
+        let (p, a) = stored(&w, &engine, n);
+        let b = w.kv();
+        let result = load(&engine, &p, &b, slots(n, 2));
+        assert_eq!((result.tokens, &result.failed_blocks[..]), (n, &[][..]), "{name}: {result:?}");
+        same(name, (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+        engine.close(Instant::now() + LONG).unwrap();
+        drop(engine);
+        // The same cache serves a server without a GPU.
+        w.device = open_device("host", &w.settings).unwrap();
+        let host = w.open();
+        let c = w.kv();
+        assert_eq!(load(&host, &p, &c, slots(n, 3)).tokens, n, "{name} on the host");
+        same(name, (&a, &slots(n, 1)), (&c, &slots(n, 3)));
+    }
+    standin().assert_never_waited();
+}
+
+#[test]
+fn attention_on_the_servers_stream_reads_loaded_bytes_however_late_drive_and_gpu_are() {
+    for seed in 0..3 {
+        standin().set_delays(seed, 1000);
+        let w = world(Shape::plain(), 0).with_read_faults(move |n, r| {
+            (r.op == Op::Read).then(|| Fault::Delay(Duration::from_millis((n * 7 + seed) % 9)))
+        });
+        let server = Server::new(0);
+        let compute = server.stream(true);
+        let engine = w.open();
+        let n = 4 * CHUNK;
+        let (p, a) = stored(&w, &engine, n);
+        let b = w.kv();
+        let copies = w.kv();
+        let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
+        request.stream = Some(Stream(compute.handle()));
+        let loading = engine.load(request).unwrap();
+        for layer in 0..loading.layers() {
+            loading.wait_layer_on(layer, Stream(compute.handle())).unwrap();
+            // What attention would read: the layer's memories, in the order of the server's stream.
+            for memory in [layer * 2, layer * 2 + 1] {
+                let (from, to) = (&b.memories()[memory], &copies.memories()[memory]);
+                compute.copy_at(from.as_mut_ptr() as u64, to.as_mut_ptr() as u64, from.len());
+            }
+        }
+        assert_eq!(loading.wait().tokens, n);
+        assert_eq!(compute.synchronize(), 0);
+        same("what attention saw", (&a, &slots(n, 1)), (&copies, &slots(n, 2)));
+        drop((engine, w));
+    }
+    standin().assert_never_waited();
+}
+
+#[test]
+fn a_load_waits_for_kernels_that_still_use_the_blocks() {
+    let w = world(Shape::plain(), 0);
+    let server = Server::new(0);
+    let compute = server.stream(true);
+    let engine = w.open();
+    let n = 2 * CHUNK;
+    let (p, a) = stored(&w, &engine, n);
+    let b = w.kv();
+    compute.hold();
+    for memory in b.memories() {
+        compute.fill_at(memory.as_mut_ptr() as u64, 0xEE, memory.len());
+    }
+    let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
+    request.stream = Some(Stream(compute.handle()));
+    let loading = engine.load(request).unwrap();
+    assert!(loading.wait_for(Duration::from_millis(100)).is_none(), "loaded before the blocks were free");
+    compute.release();
+    assert_eq!(loading.wait().tokens, n);
+    assert_eq!(compute.synchronize(), 0);
+    same("after the server's own kernels", (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+}
+
+#[test]
+fn a_store_reads_a_layer_after_it_was_computed_and_before_its_blocks_are_used_again() {
+    for seed in 0..3 {
+        standin().set_delays(seed, 1000);
+        let w = world(Shape::plain(), 0);
+        let server = Server::new(0);
+        let compute = server.stream(true);
+        let engine = w.open();
+        let n = 3 * CHUNK;
+        let (p, kv, source) = (prompt(&engine, n, 1), w.kv(), w.kv().filled(9));
+        let mut request = StoreRequest::new(&p, &kv.kv, slots(n, 1));
+        request.backpressure = Backpressure::Wait;
+        let storing = engine.store(request).unwrap();
+        for layer in 0..kv.layers() {
+            for memory in [layer * 2, layer * 2 + 1] {
+                let (from, to) = (&source.memories()[memory], &kv.memories()[memory]);
+                compute.copy_at(from.as_mut_ptr() as u64, to.as_mut_ptr() as u64, from.len());
+            }
+            storing.layer_on(layer, Stream(compute.handle())).unwrap();
+        }
+        storing.wait_gathered_on(kv.layers() - 1, Stream(compute.handle())).unwrap();
+        for memory in kv.memories() {
+            compute.fill_at(memory.as_mut_ptr() as u64, 0, memory.len());
+        }
+        assert_eq!(storing.wait().stored, 3);
+        assert_eq!(compute.synchronize(), 0);
+        let b = w.kv();
+        assert_eq!(load(&engine, &p, &b, slots(n, 2)).tokens, n);
+        same("what was stored", (&source, &slots(n, 1)), (&b, &slots(n, 2)));
+    }
+}
+
+#[test]
+fn damage_on_disk_is_told_before_the_load_is_over_and_nothing_computed_from_it_is_stored() {
+    let w = world(Shape::plain(), 0);
+    let engine = w.open();
+    let n = 4 * CHUNK;
+    let (p, _) = stored(&w, &engine, n);
+    engine.flush().unwrap();
+    let data = w.data_files().remove(0);
+    let mut bytes = std::fs::read(&data).unwrap();
+    // Somewhere in the third quarter of what is written: the payload of a later chunk.
+    let used = bytes.iter().rposition(|b| *b != 0).unwrap();
+    bytes[used * 5 / 8] ^= 4;
+    std::fs::write(&data, bytes).unwrap();
+    let b = w.kv();
+    let loading = engine.load(LoadRequest::new(&p, &b.kv, slots(n, 2))).unwrap();
+    let mut request = StoreRequest::new(&prompt(&engine, CHUNK, 9), &b.kv, slots(CHUNK, 2));
+    request.depends_on = vec![loading.ticket()];
+    request.backpressure = Backpressure::Wait;
+    let storing = engine.store(request).unwrap();
+    storing.all_layers();
+    let result = loading.wait();
+    assert!(result.tokens < n && !result.failed_blocks.is_empty(), "{result:?}");
+    assert_eq!(result.missed(MissCause::Corrupt), 1);
+    assert_eq!(storing.wait().stored, 0);
+    assert!(matched(&engine, &p) < n, "the bad chunk is served no more");
+}
+
+#[test]
+fn after_cancelling_no_byte_of_the_servers_memory_is_written() {
+    let w = world(Shape::plain(), 0);
+    let engine = w.open();
+    let n = 4 * CHUNK;
+    let (p, _) = stored(&w, &engine, n);
+    for round in 0..20 {
+        standin().set_delays(round, 500);
+        let b = w.kv();
+        let loading = engine.load(LoadRequest::new(&p, &b.kv, slots(n, 2))).unwrap();
+        std::thread::sleep(Duration::from_micros(round * 150));
+        loading.cancel().wait();
+        b.overwrite(0x77);
+        let _ = loading.wait();
+        drop(loading);
+        standin().settle();
+        assert!(b.everything().iter().all(|x| *x == 0x77), "round {round}");
+    }
+}
+
+#[test]
+fn two_gpus_of_one_process_keep_apart() {
+    standin().set_delays(5, 500);
+    let worlds = [world(Shape::plain(), 0), world(Shape::plain(), 1)];
+    let engines: Vec<Engine> = worlds.iter().map(World::open).collect();
+    let n = 3 * CHUNK;
+    let both: Vec<_> = worlds.iter().zip(&engines).map(|(w, e)| stored(w, e, n)).collect();
+    let targets: Vec<Kv> = worlds.iter().map(World::kv).collect();
+    let loads: Vec<_> = engines
+        .iter()
+        .zip(&both)
+        .zip(&targets)
+        .map(|((e, (p, _)), kv)| e.load(LoadRequest::new(p, &kv.kv, slots(n, 2))).unwrap())
+        .collect();
+    for ((loading, kv), (_, a)) in loads.iter().zip(&targets).zip(&both) {
+        assert_eq!(loading.wait().tokens, n);
+        same("two GPUs", (a, &slots(n, 1)), (kv, &slots(n, 2)));
+    }
+    let wrong = engines[0].load(LoadRequest::new(&both[0].0, &targets[1].kv, slots(n, 2)));
+    assert!(wrong.unwrap_err().to_string().contains("Device(1)"), "KV of another GPU is refused");
+}
+
+#[test]
+fn nothing_is_left_on_the_gpu_when_all_is_closed() {
+    {
+        let w = world(Shape::plain(), 0);
+        let engine = w.open();
+        let n = 2 * CHUNK;
+        let (p, _a) = stored(&w, &engine, n);
+        let b = w.kv();
+        drop(engine.load(LoadRequest::new(&p, &b.kv, slots(n, 2))).unwrap());
+        engine.close(Instant::now() + LONG).unwrap();
+        let device = Arc::clone(&w.device);
+        drop((engine, b, _a, w));
+        drop(device);
+    }
+    standin().assert_clean();
+    standin().assert_never_waited();
+}
