@@ -58,6 +58,12 @@ impl TrialReport {
         Self { verdict: None, reason: Some(reason), library: None, version: None, counters: TrialCounters::default() }
     }
 
+    /// There was no memory to try it with.
+    #[must_use]
+    pub fn without_gpu(why: &Error) -> Self {
+        Self::failed(CufileReason::new(CufileCause::NoGpu, why.to_string()))
+    }
+
     /// On one line, as the trial's program prints it and its parent reads it.
     ///
     /// # Errors
