@@ -1,6 +1,7 @@
 // A libcufile for tests: real pread and pwrite on the addresses it is given, which are plain memory also where they stand for a
 // GPU's, with faults on command. It checks its caller: what would be a mistake with NVIDIA's library is an error here too, and
 // counted. FOREBAY_STANDIN_CUFILE="key=value;..." sets what must hold from the first call on; the standin_* functions the rest.
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -174,6 +175,7 @@ Error cuFileHandleRegister(void **handle, Descr *descr) {
     if (e.err) return e;
     struct stat st;
     if (fstat(descr->handle.fd, &st) != 0) return {5022, 0};
+    if (fcntl(descr->handle.fd, F_GETFL) & (O_NOFOLLOW | (O_TMPFILE & ~O_DIRECTORY))) return {5019, 0};
     if (st.st_nlink == 0) return {5031, 0};
     std::lock_guard<std::mutex> guard(lock);
     if (handles.count(descr->handle.fd)) return {5028, 0};
