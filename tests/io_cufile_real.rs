@@ -141,6 +141,39 @@ fn files_without_a_name_are_served_all_the_same() {
 }
 
 #[test]
+fn memory_of_the_cuda_device_is_registered_and_served() {
+    let Some(child) = child("memory_of_the_cuda_device_is_registered_and_served") else { return };
+    child.env(child::WITH_CUDA, "1").env("LD_LIBRARY_PATH", standin_cuda::DIR).run(|| {
+        let ((device, pool), dir) = (child::gpu_staging("cuda:0", 20), on_drive());
+        let regions = vec![pool.region()];
+        let side =
+            DeviceSide { mover: device.mover().unwrap(), regions, cufile: CufileChoice::Force, pinned_bytes: MIB };
+        let trial_dir = Some(dir.path().to_path_buf());
+        let drive = open_drive(&IoOptions { trial_dir, ..options(EngineChoice::Auto, side) }).unwrap();
+        assert_eq!(drive.report.device.as_ref().unwrap().active(), IoPath::CufileCompat);
+        let notes = drive.report.notes.list();
+        assert!(!notes.iter().any(|n| n.contains("ends at")), "all of it is registered: {notes:?}");
+        let file = direct_file(&dir, "f");
+        for i in 0..20 {
+            let mut host = forebay::io::AlignedBuf::zeroed(MIB).unwrap();
+            host.copy_from_slice(&pattern(MIB, i + 1));
+            write_ok(&drive, &file, i << 20, host.into());
+        }
+        let slots: Vec<_> = (0..20).map(|i| read_ok(&drive, &file, i << 20, pool.try_take().unwrap())).collect();
+        for (i, slot) in slots.into_iter().enumerate() {
+            // The stand-in's device memory is the host's, so it can be looked at.
+            assert!(peek(&slot) == pattern(MIB, i as u64 + 1), "{i}");
+            write_ok(&drive, &file, (20 + i as u64) << 20, slot);
+        }
+        let back = read_ok(&drive, &file, 39 << 20, forebay::io::AlignedBuf::zeroed(MIB).unwrap().into());
+        assert!(back.as_slice() == pattern(MIB, 20));
+        drive.read.close(Instant::now() + LONG).unwrap();
+        drive.write.close(Instant::now() + LONG).unwrap();
+        assert_eq!(drive.report.device.as_ref().unwrap().active(), IoPath::CufileCompat);
+    });
+}
+
+#[test]
 fn without_a_udev_record_the_reason_is_that() {
     let Some(child) = child("without_a_udev_record_the_reason_is_that") else { return };
     child.env("FOREBAY_INTERPOSE_UDEV", "/no/such/record").run(|| {

@@ -6,17 +6,39 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use std::sync::Arc;
+
+use forebay::config::Settings;
+use forebay::device::{Device, HugePages, StagingOptions, StagingPool, open_device};
 use forebay::io::{AlignedBuf, TrialMemory, cufile_trial};
 
 const CHILD: &str = "FOREBAY_TEST_CHILD";
 const TRIAL: &str = "FOREBAY_TEST_TRIAL_DIR";
+const TRIAL_GPU: &str = "FOREBAY_TEST_TRIAL_GPU";
+/// Trials use the memory of the GPU that they are told.
+pub const WITH_CUDA: &str = "FOREBAY_TEST_WITH_CUDA";
 
 /// The test program's answer to `--cufile-trial`: a trial with host memory, where the program is asked for one.
 pub fn trial_program() {
     let Some(dir) = std::env::var_os(TRIAL) else { return };
-    let memory = TrialMemory { buf: AlignedBuf::zeroed(1 << 20).unwrap().into(), mover: None };
+    let memory = match std::env::var(TRIAL_GPU).ok().filter(|_| std::env::var_os(WITH_CUDA).is_some()) {
+        None => TrialMemory { buf: AlignedBuf::zeroed(1 << 20).unwrap().into(), mover: None },
+        Some(gpu) => {
+            let (device, pool) = gpu_staging(&format!("cuda:{gpu}"), 1);
+            TrialMemory { buf: pool.try_take().unwrap(), mover: device.mover() }
+        }
+    };
     let report = cufile_trial(Path::new(&dir), memory);
     println!("\n{}", report.to_line().unwrap());
+}
+
+/// A device with staging of so many slots of a MiB.
+pub fn gpu_staging(name: &str, slots: usize) -> (Arc<dyn Device>, Arc<StagingPool>) {
+    let device = open_device(name, &Settings::default()).unwrap();
+    let options =
+        StagingOptions { bytes: slots << 20, slot_bytes: 1 << 20, hugepages: HugePages::default(), numa: None };
+    let pool = device.staging_pool(&options).unwrap();
+    (device, pool)
 }
 
 /// A child process to be.
@@ -55,7 +77,7 @@ impl Child {
         let (path, exe) = (dir.join("forebay"), std::env::current_exe().unwrap());
         let text = format!(
             "#!/bin/sh\n[ \"$1 $2 $3\" = 'probe --json --cufile-trial' ] || exit 2\n\
-             {TRIAL}=\"$4\" {CHILD}=trial_program exec '{}' trial_program --exact --nocapture\n",
+             {TRIAL}=\"$4\" {TRIAL_GPU}=\"$6\" {CHILD}=trial_program exec '{}' trial_program --exact --nocapture\n",
             exe.display()
         );
         std::fs::write(&path, text).unwrap();

@@ -95,7 +95,24 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
     let (Some(path), false) = (report.verdict, compat && side.cufile != CufileChoice::Force) else {
         return Ok(Found { ready: None, reasons: report.reasons() });
     };
-    let driver = Driver::get()?;
+    // Registering memory takes a thread that can use the accelerator, which the caller's need not become.
+    let opened = std::thread::scope(|scope| {
+        let opening = std::thread::Builder::new().name("fb-cufile".to_owned()).spawn_scoped(scope, || {
+            side.mover.bind_thread().map_err(|e| CufileReason::new(CufileCause::NoGpu, e.to_string()))?;
+            let driver = Driver::get()?;
+            let regions = register(&driver, side, notes);
+            Ok(Ready { driver, regions: Arc::new(regions), path })
+        });
+        opening.ok().and_then(|thread| thread.join().ok())
+    });
+    let ready = opened.unwrap_or_else(|| Err(CufileReason::new(CufileCause::Other, "no thread to open it on")))?;
+    if let Some(version) = ready.driver.version() {
+        notes.add(format!("libcufile {version}"));
+    }
+    Ok(Found { ready: Some(ready), reasons: better_than(path) })
+}
+
+fn register(driver: &Arc<Driver>, side: &DeviceSide, notes: &Notes) -> Vec<Arc<Registered>> {
     let mut regions = Vec::new();
     for region in &side.regions {
         let (registered, trouble) = driver.register_region(region);
@@ -104,10 +121,7 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
         }
         regions.push(registered);
     }
-    if let Some(version) = driver.version() {
-        notes.add(format!("libcufile {version}"));
-    }
-    Ok(Found { ready: Some(Ready { driver, regions: Arc::new(regions), path }), reasons: better_than(path) })
+    regions
 }
 
 fn try_out(place: Place, dir: Option<&Path>) -> std::result::Result<TrialReport, CufileReason> {

@@ -205,6 +205,8 @@ impl Transfer for Cufile {
     }
 
     fn over(&self) {
+        // The last user deregisters the memory, on this thread.
+        self.enter();
         *self.regions.lock() = Arc::default();
     }
 }
