@@ -271,6 +271,44 @@ fn a_hung_call_keeps_its_buffer_and_the_rest_goes_on() {
 }
 
 #[test]
+fn a_hung_read_is_served_into_spare_memory_and_a_hung_write_is_not() {
+    let test = "a_hung_read_is_served_into_spare_memory_and_a_hung_write_is_not";
+    child(test, "nvfs").run(|| {
+        let w = World::open();
+        w.mover.control.lends.store(true, Ordering::SeqCst);
+        write_ok(&w.drive, &w.file, 0, filled(MIB, 9));
+        w.standin.fault(Call::Read, 3, 2, Fault::Hang);
+        let (buf, drops) = watched(MIB);
+        let (done, rx) = told();
+        let request = Request::read(Arc::clone(&w.file), 0, buf, done).timeout(Duration::from_millis(400));
+        w.drive.read.submit(request).unwrap();
+        let c = rx.recv_timeout(LONG).unwrap();
+        c.result.unwrap();
+        let got = c.buf.unwrap();
+        assert!(peek(&got) == pattern(MIB, 9));
+        let counts = w.drive.read.stats().counts();
+        assert_eq!((drops.load(Ordering::SeqCst), counts.completed, counts.timeouts), (0, 1, 0));
+        assert_eq!((counts.accepted, counts.quarantined, counts.in_flight), (1, 1, 1));
+        w.standin.release();
+        until("its own memory is let go", || drops.load(Ordering::SeqCst) == 1);
+        assert!(peek(&got) == pattern(MIB, 9) && rx.try_recv().is_err());
+        until("the request ends", || w.drive.read.in_flight() == 0);
+        assert_eq!(w.drive.read.stats().counts().quarantined, 0);
+
+        let w = World::open();
+        w.mover.control.lends.store(true, Ordering::SeqCst);
+        w.standin.fault(Call::Write, 0, 1, Fault::Hang);
+        let (buf, drops) = watched(IO_ALIGN);
+        let request = Request::write(Arc::clone(&w.file), 0, buf, nobody).timeout(Duration::from_millis(60));
+        let c = wait(&*w.drive.write, request);
+        assert_eq!((c.result.unwrap_err().kind(), c.buf.is_none()), (ErrorKind::TimedOut, true));
+        assert_eq!((drops.load(Ordering::SeqCst), w.mover.control.spares.load(Ordering::SeqCst)), (0, 0));
+        w.standin.release();
+        until("the write ends", || w.drive.write.in_flight() == 0);
+    });
+}
+
+#[test]
 fn a_late_call_that_comes_back_in_time_is_good() {
     child("a_late_call_that_comes_back_in_time_is_good", "nvfs").run(|| {
         let w = World::open();
