@@ -45,7 +45,7 @@ impl Tables {
             for run in plan.runs() {
                 let slots = run.slot..run.slot + u64::from(run.len);
                 for (entry, slot) in table.iter_mut().skip(run.token as usize).zip(slots) {
-                    *entry = ((slot / block_tokens) << 32 | slot % block_tokens) as i64;
+                    *entry = (((slot / block_tokens) << 32) | (slot % block_tokens)) as i64;
                 }
             }
             table
