@@ -1,5 +1,4 @@
 //! Who waits for whom: the caller's stream, our lanes, gates and events, with streams that are held at will.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
 

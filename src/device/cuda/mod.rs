@@ -69,6 +69,9 @@ pub struct CudaOptions {
     pub ordinal: u32,
     /// CTAs of a launch at most, so that attention keeps the rest of the GPU; 0 for no limit.
     pub max_ctas: u32,
+    /// Whether checksums are taken. Without them jobs report none, which loads and stores count as failures: only for measuring
+    /// what they cost.
+    pub checksums: bool,
     /// NUMA node of pinned host memory; by default the GPU's.
     pub numa: Numa,
     /// Prefix of the threads' names.
@@ -77,7 +80,7 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { ordinal: 0, max_ctas: 16, numa: Numa::Auto, name: "forebay-gpu".to_owned() }
+        Self { ordinal: 0, max_ctas: 16, checksums: true, numa: Numa::Auto, name: "forebay-gpu".to_owned() }
     }
 }
 
@@ -103,7 +106,7 @@ impl CudaDevice {
         let context = Context::open(options.ordinal)?;
         let _entered = context.enter()?;
         let info = info::gpu(options.ordinal)?;
-        let kernels = Kernels::load(&context)?;
+        let kernels = Kernels::load(&context, options.checksums)?;
         let events = EventPool::new(Arc::clone(&context));
         let made = (&context, &events, &kernels);
         let scatters = Crew::new(made, SCATTER_LANES, options.max_ctas)?.start(&format!("{}-load", options.name))?;
