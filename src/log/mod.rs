@@ -326,7 +326,13 @@ fn check_options(options: &LogOptions) -> Result<()> {
 fn open_queues(options: &LogOptions, number: usize, dir: &Path) -> Result<Drive> {
     match &options.drive_factory {
         Some(make) => make(number, dir, &options.io),
-        None => io::open_drive(&IoOptions { name: format!("{}{number}", options.io.name), ..options.io.clone() }),
+        None => {
+            // The way to an accelerator's memory depends on the drive, so it is tried there.
+            let here = options.io.device.as_ref().map(|_| dir.to_path_buf());
+            let trial_dir = options.io.trial_dir.clone().or(here);
+            let name = format!("{}{number}", options.io.name);
+            io::open_drive(&IoOptions { name, trial_dir, ..options.io.clone() })
+        }
     }
 }
 
