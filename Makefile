@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc cufile check-abi bench micro clean
+.PHONY: demo test build lint unit doc cufile check-abi bench micro kernels kernels-check mutants clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -14,7 +14,7 @@ demo: build
 	$(FOREBAY) demo
 
 # Everything CI runs.
-test: lint unit doc
+test: lint unit doc kernels-check
 
 lint:
 	$(CARGO) fmt --all --check
@@ -35,6 +35,18 @@ cufile:
 check-abi:
 	$(PYTHON) cufile-sys/fetch_wheel.py target/cufile --require
 	FOREBAY_CHECK_ABI=required $(CARGO) test -p cufile-sys --locked --test check_abi -- --nocapture
+
+# The kernels' PTX from their sources, by NVIDIA's compiler from its Python wheel (kernels/README.md).
+kernels:
+	$(PYTHON) kernels/build.py
+
+# Whether the checked-in PTX is what the sources give, and assembles for every GPU; skipped where the wheels cannot be fetched.
+kernels-check:
+	$(PYTHON) kernels/build.py --check
+
+# Changes one place at a time and expects the tests to notice; takes half an hour.
+mutants:
+	$(PYTHON) tests/mutants/run.py tests/mutants/kernels.json --update kernels/README.md
 
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build

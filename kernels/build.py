@@ -4,10 +4,10 @@
 usage: build.py [--check] [--require]
 
 Without arguments: writes kernels/ptx/forebay.ptx, made by the pinned NVRTC, whose PTX is the same from run to run and old
-enough for the drivers that the engine supports. With --check: compiles into memory, shows how the checked-in file differs,
-assembles it for every architecture with a current ptxas, and prints registers, spills and shared memory. NVRTC and ptxas come
-from NVIDIA's Python wheels, unpacked under target/. Where they cannot be fetched the check is skipped; with --require that is
-a failure.
+enough for the drivers that the engine supports, and the table of registers in kernels/README.md. With --check: compiles into
+memory, shows how the checked-in file differs, assembles it for every architecture with a current ptxas, and prints that table.
+NVRTC and ptxas come from NVIDIA's Python wheels, unpacked under target/. Where they cannot be fetched the check is skipped;
+with --require that is a failure.
 """
 
 import ctypes
@@ -24,6 +24,7 @@ WHEELS = HERE.parent / "target" / "nvidia"
 # One unit, so that the engine loads one module.
 SOURCES = ["common.cu", "reshape.cu", "rope.cu"]
 PTX = HERE / "ptx" / "forebay.ptx"
+README = HERE / "README.md"
 NVRTC = ("nvidia-cuda-nvrtc-cu12", "12.0.140", "**/libnvrtc.so.12")
 # Assembles for sm_100 too; its architectures are the oldest, the usual and the newest that are supported.
 PTXAS = ("nvidia-cuda-nvcc", "13.*", "**/bin/ptxas")
@@ -61,7 +62,7 @@ def tool(package: str, version: str, pattern: str) -> pathlib.Path:
 def compiled(library: pathlib.Path) -> str:
     """The PTX of the sources."""
     # Messages and line tables name the file; the files are short enough to be one program.
-    source = "".join(f'#line 1 "{name}"\n{(HERE / name).read_text()}' for name in SOURCES)
+    source = "".join(f'#line 1 "{name}"\n{(HERE / name).read_text(encoding="utf-8")}' for name in SOURCES)
     # The library looks for its companion in its own folder only where that is loaded already.
     builtins = next(library.parent.glob("libnvrtc-builtins.so*"), None)
     if builtins is not None:
@@ -89,18 +90,17 @@ def compiled(library: pathlib.Path) -> str:
 
 def differs(fresh: str) -> bool:
     """Shows how the checked-in PTX differs from a fresh one."""
-    old = PTX.read_text() if PTX.exists() else ""
+    old = PTX.read_text(encoding="utf-8") if PTX.exists() else ""
     diff = difflib.unified_diff(old.splitlines(), fresh.splitlines(), "checked in", "from the sources", lineterm="", n=1)
     lines = list(diff)
     print("\n".join(lines[:60]), end="\n" if lines else "")
     return bool(lines)
 
 
-def assemble(ptxas: pathlib.Path) -> None:
-    """Prints what the assembler says of every kernel on every architecture."""
+def assembled(ptxas: pathlib.Path) -> str:
+    """What the assembler says of every kernel on every architecture, as a table."""
     ptxas.chmod(0o755)
-    print("| kernel | architecture | registers | spilled bytes | shared bytes |")
-    print("| --- | --- | --- | --- | --- |")
+    lines = ["| kernel | architecture | registers | spilled bytes | shared bytes |", "| --- | --- | --- | --- | --- |"]
     for architecture in ARCHITECTURES:
         command = [str(ptxas), f"-arch={architecture}", "-v", "-o", "/dev/null", str(PTX)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -114,7 +114,16 @@ def assemble(ptxas: pathlib.Path) -> None:
         for name, stores, loads, registers, rest in entry.findall(done.stderr):
             shared = re.search(r"(\d+) bytes smem", rest)
             spilled = int(stores) + int(loads)
-            print(f"| `{name}` | {architecture} | {registers} | {spilled} | {shared[1] if shared else 0} |")
+            lines.append(f"| `{name}` | {architecture} | {registers} | {spilled} | {shared[1] if shared else 0} |")
+    return "\n".join(lines)
+
+
+def note(table: str) -> None:
+    """Puts the table into the README."""
+    text = README.read_text(encoding="utf-8")
+    begin, end = "<!-- registers -->", "<!-- end of registers -->"
+    before, rest = text.split(begin, 1)
+    README.write_text(f"{before}{begin}\n{table}\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")
 
 
 def main() -> int:
@@ -126,12 +135,13 @@ def main() -> int:
         fresh = compiled(tool(*NVRTC))
         if not check:
             PTX.parent.mkdir(exist_ok=True)
-            PTX.write_text(fresh)
+            PTX.write_text(fresh, encoding="utf-8")
+            note(assembled(tool(*PTXAS)))
             return 0
         if differs(fresh):
             print("kernels/ptx is not what the sources give: run `make kernels`", file=sys.stderr)
             return 1
-        assemble(tool(*PTXAS))
+        print(assembled(tool(*PTXAS)))
     except Unavailable as error:
         print(f"SKIPPED: the kernels' PTX, as a wheel could not be fetched: {error}", file=sys.stderr)
         return 1 if require or not check else 0

@@ -1,5 +1,7 @@
 // The kernels under AddressSanitizer, against plain loops over bytes: random geometries in allocations that end where the
 // layout's reach ends. usage: reshape [seed] [cases]
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <memory>
 #include <thread>
@@ -22,6 +24,8 @@ Geometry random_geometry(Random& random, u32 align, bool opaque) {
     g.block_tokens = opaque ? 1 : random.between(1, 33);
     g.blocks = random.between(1, 12);
     g.head_bytes = align * (opaque ? random.between(1, 70000 / align) : random.between(1, 256 / align));
+    // Lengths at which steps and tiles end.
+    if (opaque && random.one_in(2)) g.head_bytes = random.of({4096u, 8192u, 20480u, 65536u, 69632u});
     struct Dim {
         u32 count;
         u64* stride;
@@ -171,6 +175,44 @@ void test_case(Random& random, Launcher& launcher, bool into_kv, bool with_crc) 
     }
 }
 
+// Blocks, tokens and heads that lie more than 4 GiB apart, in memory of which only what is touched exists.
+void test_far(Launcher& launcher) {
+    const u64 far = (5ull << 30) + 4096;
+    for (u32 dim = 0; dim < 3; ++dim) {
+        for (u32 elem : {16u, 4u, 1u}) {
+            launcher.what = "far apart in dimension " + std::to_string(dim) + ", elements of " + std::to_string(elem);
+            const u64 strides[3] = {dim == 0 ? far : 256, dim == 1 ? far : 128, dim == 2 ? far : 64};
+            void* mapping = mmap(nullptr, 2 * far, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            launcher.check(mapping != MAP_FAILED, "no address space");
+            u8* paged = static_cast<u8*>(mapping);
+            std::vector<i64> slots;
+            for (u64 token = 0; token < 4; ++token) slots.push_back((i64)((token / 2) << 32 | token % 2));
+            Memory table = memory_of(slots), staging(4 * 2 * 64);
+            Random random(dim);
+            staging.fill(random);
+            Plane plane{};
+            plane.staging = staging.address();
+            plane.paged = reinterpret_cast<u64>(paged);
+            plane.slots = table.address();
+            plane.block_stride = strides[0];
+            plane.token_stride = strides[1];
+            plane.head_stride = strides[2];
+            plane.bytes = staging.size();
+            plane.elem_bytes = elem;
+            plane.heads = 2;
+            plane.head_elems = 64 / elem;
+            make_divisor(2, plane.heads_mul, plane.heads_shift);
+            make_divisor(plane.head_elems, plane.elems_mul, plane.elems_shift);
+            launcher.run("forebay_scatter", 1, &plane, 1, 1, nullptr);
+            for (u32 row = 0; row < 8; ++row) {
+                const u64 place = row / 4 * strides[0] + row / 2 % 2 * strides[1] + row % 2 * strides[2];
+                launcher.check(std::memcmp(paged + place, staging.data() + row * 64, 64) == 0, "row " + std::to_string(row));
+            }
+            munmap(mapping, 2 * far);
+        }
+    }
+}
+
 extern "C" void disagree(const Plane*, u32, u32, u32*) {
     if (threadIdx.x != 7) __syncthreads();
 }
@@ -207,6 +249,7 @@ int main(int argc, char** argv) {
     const u64 cases = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 200;
     Launcher launcher{"the shim"};
     test_shim(launcher);
+    test_far(launcher);
     test_all(seed, cases, true);
     // Streams launch at the same time.
     std::vector<std::thread> threads;

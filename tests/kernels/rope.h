@@ -42,6 +42,19 @@ inline void set_element(u8* base, u64 index, u32 type, float value) {
     }
 }
 
+inline void test_rounding(const Launcher& launcher, float value) {
+    if (std::isnan(value)) {
+        launcher.check((f32_to_f16(value) & 0x7e00u) == 0x7e00u, "a NaN as an f16");
+        launcher.check((f32_to_bf16(value) & 0x7fc0u) == 0x7fc0u, "a NaN as a bf16");
+        return;
+    }
+    const _Float16 nearest = (_Float16)value;
+    u16 bits;
+    std::memcpy(&bits, &nearest, 2);
+    launcher.check(f32_to_f16(value) == bits, "a float as an f16");
+    if (std::isfinite(value)) launcher.check(f32_to_bf16(value) == nearest_bf16(value), "a float as a bf16");
+}
+
 inline void test_conversions(const Launcher& launcher) {
     for (u32 half = 0; half < 65536; ++half) {
         _Float16 number;
@@ -50,19 +63,13 @@ inline void test_conversions(const Launcher& launcher) {
         const float expected = (float)number, got = f16_to_f32(half);
         const bool nan = std::isnan(expected);
         launcher.check(nan ? std::isnan(got) : __float_as_uint(got) == __float_as_uint(expected), "an f16 as a float");
-        // The float itself, both neighbours, and the middles to the next f16 of either side.
-        for (const u32 step : {0u, 1u, ~0u, 0x1000u, 0x0fffu, 0x1001u, 0xfffff000u}) {
-            const float value = __uint_as_float(__float_as_uint(expected) + step);
-            if (std::isnan(value)) {
-                launcher.check((f32_to_f16(value) & 0x7e00u) == 0x7e00u, "a NaN as an f16");
-                launcher.check((f32_to_bf16(value) & 0x7fc0u) == 0x7fc0u, "a NaN as a bf16");
-                continue;
-            }
-            const _Float16 nearest = (_Float16)value;
-            u16 nearest_bits;
-            std::memcpy(&nearest_bits, &nearest, 2);
-            launcher.check(f32_to_f16(value) == nearest_bits, "a float as an f16");
-            if (std::isfinite(value)) launcher.check(f32_to_bf16(value) == nearest_bf16(value), "a float as a bf16");
+        // The float itself, the middle to the next f16 (that after the largest is the first infinity), and both neighbours of either.
+        _Float16 next;
+        const u16 next_bits = (u16)(half + 1);
+        std::memcpy(&next, &next_bits, 2);
+        const float middle = half % 0x8000 == 0x7bff ? std::copysign(65520.0f, expected) : (expected + (float)next) / 2;
+        for (const u32 bits_near : {__float_as_uint(expected), __float_as_uint(middle)}) {
+            for (const u32 step : {0u, 1u, ~0u}) test_rounding(launcher, __uint_as_float(bits_near + step));
         }
     }
 }

@@ -67,20 +67,20 @@ def run(command: str) -> tuple[str, str]:
 
 def judge(mutant: dict, commands: dict) -> tuple[str, float]:
     path = COPY / mutant["file"]
-    original = path.read_text()
+    original = path.read_text(encoding="utf-8")
     found = original.count(mutant["old"])
     if found != 1:
         return f"ERROR: the old text occurs {found} times in {mutant['file']}", 0.0
     command = commands[mutant["by"]]
     start = time.monotonic()
     try:
-        path.write_text(original.replace(mutant["old"], mutant["new"]))
+        path.write_text(original.replace(mutant["old"], mutant["new"]), encoding="utf-8")
         outcome, said = run(command["build"])
         if outcome != "passed":
             return f"ERROR: does not build:\n{said}", 0.0
         outcome, _ = run(command["test"])
     finally:
-        path.write_text(original)
+        path.write_text(original, encoding="utf-8")
     result = {"passed": "SURVIVED", "failed": "killed", "hangs": "killed (hangs)"}[outcome]
     return result, time.monotonic() - start
 
@@ -89,11 +89,11 @@ def update(document: pathlib.Path, name: str, rows: list[tuple[dict, str]]) -> N
     table = ["| mutant | file | what is wrong | result |", "| --- | --- | --- | --- |"]
     table += [f"| {m['name']} | `{m['file']}` | {m['why']} | {result} |" for m, result in rows]
     begin, end = f"<!-- mutants {name} -->", f"<!-- end of mutants {name} -->"
-    text = document.read_text()
+    text = document.read_text(encoding="utf-8")
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
         raise SystemExit(f"{document} has no {begin}")
-    document.write_text(pattern.sub(lambda _: "\n".join([begin, *table, end]), text))
+    document.write_text(pattern.sub(lambda _: "\n".join([begin, *table, end]), text), encoding="utf-8")
 
 
 def main() -> int:
@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--only", help="run the mutants whose name contains this")
     parser.add_argument("--update", type=pathlib.Path, help="write the table of results into this file")
     args = parser.parse_args()
-    listed = json.loads(args.list.read_text())
+    listed = json.loads(args.list.read_text(encoding="utf-8"))
     commands = listed["commands"]
     mutants = [m for m in listed["mutants"] if not args.only or args.only in m["name"]]
     if len({m["name"] for m in listed["mutants"]}) != len(listed["mutants"]):

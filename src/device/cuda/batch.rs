@@ -236,3 +236,104 @@ fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (Plane, usiz
     };
     (described, row_bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::{LayerKind, LayerSpec};
+    use crate::paged::{KvLayout, KvShape, LayerView, Packing, PagedLayout, PlaneView};
+
+    fn kv(layout: KvLayout, heads: u32, head_bytes: u32, layers: usize) -> Arc<PagedKv> {
+        let shape = KvShape { layout, packing: Packing::Split, block_tokens: 4, num_blocks: 4 };
+        let specs = vec![LayerSpec::kv(LayerKind::Full, heads, head_bytes); layers];
+        PagedKv::alloc_zeroed(PagedLayout::per_layer(&specs, shape).unwrap()).unwrap().0
+    }
+
+    fn part(layer: usize, staging_offset: usize, plan: &Arc<ChunkPlan>) -> Part {
+        Part { layer, staging_offset, tokens: plan.chunk_tokens(), padded_len: 0, plan: Arc::clone(plan) }
+    }
+
+    fn plan(slots: &[i64]) -> Arc<ChunkPlan> {
+        Arc::new(ChunkPlan::new(slots, None, 4, 4).unwrap())
+    }
+
+    fn elements(kv: &PagedKv, staging: u64, offset: usize) -> Vec<(u32, u32, u32)> {
+        let mut batch = Batch::new();
+        batch.push(Way::IntoKv, kv, &[part(0, offset, &plan(&[0, 5, -1]))], (staging, 1 << 20)).unwrap();
+        batch.planes.iter().map(|p| (p.elem_bytes, p.heads, p.head_elems)).collect()
+    }
+
+    #[test]
+    fn elements_fit_every_address_and_stride_and_dense_heads_are_one() {
+        let nhd = |heads, bytes, staging, offset| elements(&kv(KvLayout::Nhd, heads, bytes, 1), staging, offset)[0];
+        assert_eq!(nhd(2, 64, 4096, 0), (16, 1, 8));
+        assert_eq!(nhd(2, 40, 4096, 0), (16, 1, 5));
+        assert_eq!(nhd(2, 64, 4096, 8), (4, 1, 32));
+        assert_eq!(nhd(2, 64, 4097, 0), (1, 1, 128));
+        assert_eq!(nhd(1, 132, 4096, 0), (4, 1, 33));
+        assert_eq!(nhd(3, 7, 4096, 0), (1, 1, 21));
+        assert_eq!(elements(&kv(KvLayout::Hnd, 2, 64, 1), 4096, 0)[0], (16, 2, 4));
+        // V begins after three rows of K.
+        assert_eq!(elements(&kv(KvLayout::Nhd, 1, 12, 1), 4096, 0), [(4, 1, 3), (4, 1, 3)]);
+    }
+
+    #[test]
+    fn a_stride_that_is_no_multiple_of_16_makes_elements_smaller() {
+        let spec = LayerSpec::mla(&[64]);
+        for (block_stride, token_stride, expected) in [(512, 128, 16), (500, 96, 4), (513, 128, 1), (512, 68, 4)] {
+            let plane = PlaneView { memory: 0, offset: 0, block_stride, token_stride, head_stride: 64 };
+            let view = LayerView { planes: vec![plane], block_tokens: 4, num_blocks: 4 };
+            let layout = PagedLayout::custom(std::slice::from_ref(&spec), vec![view]).unwrap();
+            let kv = PagedKv::alloc_zeroed(layout).unwrap().0;
+            assert_eq!(elements(&kv, 4096, 0)[0].0, expected, "{block_stride} {token_stride}");
+        }
+    }
+
+    #[test]
+    fn layers_share_a_plans_table_and_chunks_do_not() {
+        let kv = kv(KvLayout::Nhd, 1, 64, 3);
+        let (a, b) = (plan(&[9, 1, -1]), plan(&[0, 2]));
+        let mut batch = Batch::new();
+        let parts: Vec<Part> = (0..3).flat_map(|l| [part(l, 0, &a), part(l, 4096, &b)]).collect();
+        assert_eq!(batch.push(Way::IntoKv, &kv, &parts, (1 << 40, 1 << 20)).unwrap(), 0);
+        assert_eq!(batch.num_planes(), 12);
+        assert_eq!(batch.blob_bytes(), 12 * 88 + 5 * 8);
+        let blob = batch.encode(1 << 20);
+        let word = |at: usize| u64::from_le_bytes(blob[at..at + 8].try_into().unwrap());
+        let tables = (1 << 20) + 12 * 88;
+        let slots_of = |plane: usize| word(plane * 88 + 16);
+        assert_eq!((0..6).map(slots_of).collect::<Vec<_>>(), [0, 0, 24, 24, 0, 0].map(|o| tables + o));
+        let entries: Vec<i64> = (0..5).map(|i| word(12 * 88 + i * 8) as i64).collect();
+        assert_eq!(entries, [2 << 32 | 1, 1, -1, 0, 2]);
+    }
+
+    #[test]
+    fn a_job_that_is_refused_leaves_the_batch_as_it_was() {
+        let kv = kv(KvLayout::Nhd, 1, 64, 2);
+        let a = plan(&[1, 2, 3]);
+        let mut batch = Batch::new();
+        batch.push(Way::OutOfKv, &kv, &[part(0, 0, &a)], (4096, 4096)).unwrap();
+        let before = batch.encode(0);
+        let huge = Part { padded_len: MAX_EXTENT_BYTES + 1, ..part(1, 0, &a) };
+        let bad = [part(2, 0, &a), part(1, 4000, &a), huge];
+        let expected = ["has 2 layers", "do not fit into", "largest extent"];
+        for (bad, expected) in bad.into_iter().zip(expected) {
+            let len = if expected == "largest extent" { usize::MAX } else { 4096 };
+            let error = batch.push(Way::OutOfKv, &kv, &[part(1, 0, &a), bad], (4096, len)).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+            assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        }
+        assert_eq!((batch.encode(0), batch.crcs(&[0; 2]).len()), (before, 1));
+        assert_eq!(batch.push(Way::OutOfKv, &kv, &[part(1, 0, &a)], (4096, 4096)).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_part_of_no_tokens_has_the_crc_of_nothing() {
+        let kv = kv(KvLayout::Nhd, 1, 64, 1);
+        let mut batch = Batch::new();
+        assert!(batch.is_empty());
+        batch.push(Way::IntoKv, &kv, &[part(0, 0, &plan(&[]))], (4096, 4096)).unwrap();
+        assert_eq!((batch.num_planes(), batch.num_tiles(), batch.blob_bytes()), (0, 0, 0));
+        assert_eq!(batch.crcs(&[]), [[crc32fast::hash(b"")]]);
+    }
+}

@@ -6,6 +6,7 @@ mod rope;
 use std::sync::{Arc, mpsc};
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 
 use crate::device::cuda::batch::Batch;
 use crate::device::parts::Way;
@@ -229,7 +230,7 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 48, rng_seed: RngSeed::Fixed(20), ..ProptestConfig::default() })]
 
     #[test]
     fn kernels_scatter_what_the_host_device_scatters(case in case()) {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 
 use super::{dump, noise};
 use crate::ErrorKind;
@@ -173,7 +174,7 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 96, rng_seed: RngSeed::Fixed(20), ..ProptestConfig::default() })]
 
     #[test]
     fn keys_turn_as_in_double_precision_and_nothing_else_changes(case in case()) {
