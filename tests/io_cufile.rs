@@ -280,7 +280,7 @@ fn a_hung_read_is_served_into_spare_memory_and_a_hung_write_is_not() {
         w.standin.fault(Call::Read, 3, 2, Fault::Hang);
         let (buf, drops) = watched(MIB);
         let (done, rx) = told();
-        let request = Request::read(Arc::clone(&w.file), 0, buf, done).timeout(Duration::from_millis(400));
+        let request = Request::read(Arc::clone(&w.file), 0, buf, done).timeout(Duration::from_millis(1500));
         w.drive.read.submit(request).unwrap();
         let c = rx.recv_timeout(LONG).unwrap();
         c.result.unwrap();
@@ -315,7 +315,7 @@ fn a_late_call_that_comes_back_in_time_is_good() {
         write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
         w.standin.fault(Call::Read, 0, 1, Fault::Hang);
         let (done, late) = told();
-        let request = w.read(0, IO_ALIGN).timeout(Duration::from_secs(1));
+        let request = w.read(0, IO_ALIGN).timeout(Duration::from_secs(2));
         w.drive.read.submit(Request { done: Box::new(done), ..request }).unwrap();
         until("it is taken for hung", || w.active() == IoPath::Bounce);
         w.standin.release();

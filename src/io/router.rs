@@ -18,7 +18,9 @@ use super::pool::Pool;
 use super::probe::{Host, open_host};
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
-use super::{Backend, Buf, DeviceSide, Direction, Drive, IoOptions, IoPath, Place, Queue, QueueSpec, closed, forked};
+use super::{
+    Backend, Buf, DeviceSide, DirectFile, Direction, Drive, IoOptions, IoPath, Place, Queue, QueueSpec, closed, forked,
+};
 use crate::error::Result;
 
 /// The path of an accelerator's bytes now, and why not a better one. It gets worse while the queues run if the better one fails.
@@ -68,6 +70,8 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     let (for_reads, less) = pinned(&*side.mover, side.pinned_bytes)?;
     let (for_writes, less_too) = pinned(&*side.mover, side.pinned_bytes)?;
     let mut below = IoOptions { device: None, ..options.clone() };
+    // Where nothing can be written the host's queues are tried in memory; cuFile says for itself that it may not.
+    below.trial_dir = below.trial_dir.filter(|dir| DirectFile::temporary_in(dir).is_ok());
     below.regions.extend([Arc::clone(&for_reads), Arc::clone(&for_writes)]);
     let mut host = open_host(&below)?;
     if less || less_too {

@@ -168,9 +168,11 @@ impl Mover for TestMover {
     fn place(&self) -> Place {
         DEVICE
     }
+    // SAFETY: the contract of the trait, passed on to the thread that copies.
     unsafe fn to_device(&self, copying: Copying) {
         self.work.lock().unwrap().send((copying, true)).unwrap();
     }
+    // SAFETY: as above.
     unsafe fn to_host(&self, copying: Copying) {
         self.work.lock().unwrap().send((copying, false)).unwrap();
     }

@@ -13,7 +13,7 @@ use crossbeam_channel::bounded;
 
 use super::environment;
 use super::reason::{CufileCause, CufileReason};
-use super::trial::TrialReport;
+use super::trial::{TrialReport, file_of};
 
 /// Names the `forebay` program.
 pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
@@ -38,7 +38,13 @@ pub(super) fn run(program: &Path, dir: &Path, gpu: Option<u32>, timeout: Duratio
     match started(program, dir, gpu)
         .map_err(|e| CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.display())))
     {
-        Ok(child) => answer(child, timeout),
+        Ok(child) => {
+            let file = file_of(dir, child.id());
+            let report = answer(child, timeout);
+            // One that was killed or crashed leaves its file behind.
+            let _ = std::fs::remove_file(file);
+            report
+        }
         Err(reason) => TrialReport::failed(reason),
     }
 }
@@ -147,6 +153,11 @@ mod tests {
         assert!(started.elapsed() < LONG && reason.to_string().contains("50 ms"), "{reason}");
         let reason = cause_of("exec >&-; exec sleep 1000", Duration::from_millis(50));
         assert_eq!(reason.cause, CufileCause::TimedOut, "also one that has closed its output");
+        let dir = tempfile::tempdir().unwrap();
+        let program = script(&dir, "touch $4/.forebay-cufile-$$; exec sleep 1000");
+        let left = tempfile::tempdir().unwrap();
+        run(&program, left.path(), None, Duration::from_millis(500));
+        assert_eq!(left.path().read_dir().unwrap().count(), 0, "what it left behind is removed");
     }
 
     #[test]

@@ -144,12 +144,17 @@ fn of_error(e: &Error) -> CufileReason {
     CufileReason::new(cause, e.to_string())
 }
 
+/// The file of the trial that runs in this process.
+pub(super) fn file_of(dir: &Path, pid: u32) -> PathBuf {
+    dir.join(format!(".forebay-cufile-{pid}"))
+}
+
 /// A file that has a name as long as it is needed: cuFile does not take one without.
 struct TrialFile(Arc<DirectFile>);
 
 impl TrialFile {
     fn new(dir: &Path) -> std::result::Result<Self, CufileReason> {
-        let path = dir.join(format!(".forebay-cufile-{}", std::process::id()));
+        let path = file_of(dir, std::process::id());
         let options = FileOptions { create_new: true, ..FileOptions::create() };
         let file = Self(Arc::new(DirectFile::open(path, options).map_err(|e| of_error(&e))?));
         if file.0.is_direct() { Ok(file) } else { Err(CufileReason::plain(CufileCause::NoDirectIo)) }
