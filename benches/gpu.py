@@ -22,7 +22,7 @@ import tempfile
 import time
 
 GIB, MIB = 1 << 30, 1 << 20
-SCATTER, GATHER, PINNED_TO_STAGING, STAGING_TO_PINNED, PINNED_TO_PAGED, SCATTER_PLAIN = range(6)
+SCATTER, GATHER, PINNED_TO_STAGING, STAGING_TO_PINNED, PINNED_TO_PAGED = range(5)
 DEFAULT_CTAS = 16
 KV_BYTES_8B = 131072  # of one token of llama-3.1-8b in bf16: 32 layers x 2 x 8 heads x 128 x 2
 
@@ -38,7 +38,7 @@ class Hook:
         self.lib = ctypes.CDLL(path)
         self.lib.fb_error.restype = ctypes.c_char_p
         self.lib.fb_open.restype = ctypes.c_void_p
-        self.lib.fb_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32]
+        self.lib.fb_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_bool]
         for name, more in [("fb_bytes", []), ("fb_move", [ctypes.c_uint32]), ("fb_check", []), ("fb_feed_stop", [])]:
             function = getattr(self.lib, name)
             function.restype, function.argtypes = ctypes.c_double, [ctypes.c_void_p, *more]
@@ -47,12 +47,15 @@ class Hook:
         self.lib.fb_close.argtypes = [ctypes.c_void_p]
 
     def check(self, value):
-        if value is None or value < 0:
+        if value < 0:
             raise RuntimeError(self.lib.fb_error().decode())
         return value
 
-    def open(self, device, model, chunks, ctas):
-        return Opened(self, self.check(self.lib.fb_open(device.encode(), model.encode(), chunks, ctas)))
+    def open(self, device, model, chunks, ctas, checksums=True):
+        handle = self.lib.fb_open(device.encode(), model.encode(), chunks, ctas, checksums)
+        if handle is None:
+            raise RuntimeError(self.lib.fb_error().decode())
+        return Opened(self, handle)
 
 
 class Opened:
@@ -132,16 +135,17 @@ class Bench:
     def kernels(self):
         chunks = 2 if self.args.dry_run else 64
         for ctas, name in [(0, "no limit of thread blocks"), (DEFAULT_CTAS, f"{DEFAULT_CTAS} thread blocks, the default")]:
-            opened = self.hook.open(self.args.device, self.model, chunks, ctas)
-            for what, title, target in [(SCATTER_PLAIN, "scatter without CRC", ">= 0.80" if ctas == 0 else ""),
-                                        (SCATTER, "scatter with CRC", ">= 0.40" if ctas == 0 else ">= 50 GB/s"),
-                                        (GATHER, "gather with CRC", "")]:
-                if self.needs_torch(f"{title} against a device-to-device copy, {name}"):
-                    self.pairs(f"{title} against a device-to-device copy, {name}", target, lambda: opened.bytes / opened.move(what),
-                               self.torch_copy(opened.bytes, "device"))
-                else:
-                    progress(f"{title}, {name}: {opened.bytes / opened.move(what) / 1e9:.2f} GB/s")
-            opened.close()
+            for checksums, crc in [(False, "without CRC"), (True, "with CRC")]:
+                opened = self.hook.open(self.args.device, self.model, chunks, ctas, checksums)
+                for what, verb in [(SCATTER, "scatter"), (GATHER, "gather")]:
+                    target = {(0, False): ">= 0.80", (0, True): ">= 0.40"}.get((ctas, checksums), ">= 50 GB/s") if what == SCATTER else ""
+                    title = f"{verb} {crc} against a device-to-device copy, {name}"
+                    ours = lambda: opened.bytes / opened.move(what)
+                    if self.needs_torch(title):
+                        self.pairs(title, target, ours, self.torch_copy(opened.bytes, "device"))
+                    else:
+                        progress(f"{title}: {ours() / 1e9:.2f} GB/s")
+                opened.close()
 
     def pinned(self):
         opened = self.hook.open(self.args.device, self.model, 2 if self.args.dry_run else 16, DEFAULT_CTAS)

@@ -39,7 +39,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 pub use beneath::create_dirs_beneath;
 pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
-pub use cufile::{CufileCause, CufileReason, TrialCounters, TrialMemory, TrialReport, cufile_trial};
+pub use cufile::{CufileCause, CufileReason, TrialCounters, TrialMemory, TrialReport, cufile_trial, try_cufile};
 pub use event::EventFd;
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};

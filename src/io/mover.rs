@@ -7,8 +7,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::buffer::{MemRegion, Place};
-use crate::error::Result;
+use super::buffer::{Buf, MemRegion, Place};
+use crate::error::{Error, ErrorKind, Result};
 
 /// One contiguous copy between host memory and an accelerator's.
 pub struct Copying {
@@ -54,6 +54,15 @@ pub trait Mover: Send + Sync + 'static {
     /// # Errors
     /// What the operating system or the driver says.
     fn pinned(&self, bytes: usize) -> Result<Arc<dyn MemRegion>>;
+
+    /// Fresh memory of the accelerator, for a read whose own memory a hung call may still write to. Nothing needs it while all is
+    /// well.
+    ///
+    /// # Errors
+    /// `Unsupported` where there is none to be had: such a read times out. What the driver says.
+    fn spare(&self, _bytes: usize) -> Result<Buf> {
+        Err(Error::new(ErrorKind::Unsupported, "this accelerator lends no memory"))
+    }
 
     /// Makes the accelerator usable from the calling thread; for threads that call libraries which expect that.
     ///

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::file::DirectFile;
-use super::jobs::{Ended, Jobs, Moved, Piece, Span};
+use super::jobs::{Detached, Ended, Jobs, Moved, Piece, Span};
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
 use super::throttle::WriteWindow;
-use super::{Backend, Direction, Queue, QueueSpec, busy, closed, forked, left_over};
+use super::{Backend, Buf, Direction, Queue, QueueSpec, busy, closed, forked, left_over};
 use crate::error::{Error, Result};
 
 /// Time for the watchdog to answer callers after the deadline of a close.
@@ -45,6 +45,14 @@ pub(super) trait Transfer: Send + Sync + 'static {
 
     /// A call was found to hang.
     fn hangs(&self) {}
+
+    /// Memory for a read whose own is held by a call that hangs.
+    fn spare(&self, _bytes: usize) -> Option<Buf> {
+        None
+    }
+
+    /// Serves such a read.
+    fn serve(&self, _read: Detached, _into: Buf) {}
 
     /// The queue is closed and nothing is in flight.
     fn over(&self) {}
@@ -120,14 +128,15 @@ impl State {
         }
     }
 
-    /// Marks the transfers that `which` chooses as hung; true where there are any.
-    fn hang(&mut self, which: impl Fn(&Call) -> bool) -> bool {
-        let before = self.hung;
+    /// Marks the transfers that `which` chooses as hung; gives their jobs.
+    fn hang(&mut self, which: impl Fn(&Call) -> bool) -> Vec<usize> {
+        let mut jobs = Vec::new();
         for call in self.calls.iter_mut().flatten().filter(|c| !c.hung && which(c)) {
             call.hung = true;
             self.hung += 1;
+            jobs.push(call.span.job);
         }
-        self.hung > before
+        jobs
     }
 
     fn next_watch(&self, now: Instant) -> Option<Instant> {
@@ -350,14 +359,13 @@ impl Shared {
             };
             let late = |c: &Call| c.patience.is_some_and(|p| p <= now) || expired.stuck.contains(&c.span.job);
             let hung = state.hang(late);
-            if hung || !expired.ended.is_empty() {
-                if hung {
+            if !hung.is_empty() || !expired.ended.is_empty() {
+                if !hung.is_empty() {
                     self.replace_hung(&mut state);
+                    MutexGuard::unlocked(&mut state, || self.transfer.hangs());
+                    hung.into_iter().for_each(|job| self.serve_elsewhere(&mut state, job));
                 }
                 MutexGuard::unlocked(&mut state, || {
-                    if hung {
-                        self.transfer.hangs();
-                    }
                     expired.ended.into_iter().for_each(Ended::deliver);
                 });
                 continue;
@@ -374,6 +382,15 @@ impl Shared {
         state.watched = false;
         self.wake_all();
         self.ended.notify_all();
+    }
+
+    /// Has a read answered that waits for a hung call, where there is other memory for it.
+    fn serve_elsewhere(&self, state: &mut MutexGuard<'_, State>, job: usize) {
+        let Some((seq, bytes)) = state.jobs.whole_read(job) else { return };
+        let Some(into) = MutexGuard::unlocked(state, || self.transfer.spare(bytes)) else { return };
+        if let Some(read) = state.jobs.detach(job, seq) {
+            MutexGuard::unlocked(state, || self.transfer.serve(read, into));
+        }
     }
 
     fn replace_hung(self: &Arc<Self>, state: &mut State) {

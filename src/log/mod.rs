@@ -324,9 +324,14 @@ fn check_options(options: &LogOptions) -> Result<()> {
 }
 
 fn open_queues(options: &LogOptions, number: usize, dir: &Path) -> Result<Drive> {
+    let mut io = options.io.clone();
+    if io.device.is_some() && options.mode == Mode::ReadWrite {
+        // Whether cuFile reaches a GPU depends on the file system that the cache lies on.
+        io.trial_dir = Some(dir.to_owned());
+    }
     match &options.drive_factory {
-        Some(make) => make(number, dir, &options.io),
-        None => io::open_drive(&IoOptions { name: format!("{}{number}", options.io.name), ..options.io.clone() }),
+        Some(make) => make(number, dir, &io),
+        None => io::open_drive(&IoOptions { name: format!("{}{number}", io.name), ..io }),
     }
 }
 

@@ -4,7 +4,9 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 #![expect(unsafe_code, reason = "memory known by its address")]
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+pub mod child;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -119,6 +121,9 @@ pub struct Control {
     pub fail: AtomicU64,
     pub pinned_limit: AtomicUsize,
     pub bound: AtomicUsize,
+    /// Spare memory asked for, and whether there is any.
+    pub spares: AtomicUsize,
+    pub lends: AtomicBool,
 }
 
 impl Control {
@@ -175,6 +180,13 @@ impl Mover for TestMover {
             return Err(Error::new(ErrorKind::Busy, "no pinned memory left"));
         }
         Ok(Heap::new(bytes))
+    }
+    fn spare(&self, bytes: usize) -> forebay::Result<Buf> {
+        self.control.spares.fetch_add(1, Ordering::SeqCst);
+        if !self.control.lends.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Busy, "no device memory left"));
+        }
+        Ok(device(bytes))
     }
     fn bind_thread(&self) -> forebay::Result<()> {
         self.control.bound.fetch_add(1, Ordering::SeqCst);

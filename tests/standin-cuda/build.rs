@@ -36,5 +36,8 @@ fn main() {
     let mut alias = Command::new(&cxx);
     alias.args(["-shared", "-Wl,-soname,libcuda.so", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-o"]);
     run(alias.arg(out.join("libcuda.so")).arg(&library));
+    std::fs::create_dir_all(out.join("empty")).unwrap();
+    let mut empty = Command::new(&cxx);
+    run(empty.args(["-shared", "-Wl,-soname,libcuda.so.1", "-o"]).arg(out.join("empty/libcuda.so.1")));
     println!("cargo::rustc-env=STANDIN_CUDA_DIR={}", out.display());
 }

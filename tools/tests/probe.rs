@@ -9,20 +9,37 @@ use common::{folder, forebay};
 fn the_active_path_is_named_with_the_reasons_against_better_ones() {
     let dir = folder();
     let json = forebay(dir.path(), &["probe", "--json"]).expect(0).json();
-    let path = &json["path"];
-    let active = path["active"].as_str().unwrap();
-    let order = ["cufile-gds", "cufile-p2p", "cufile-compat", "io_uring", "threads"];
-    let place = order.iter().position(|p| *p == active).unwrap();
-    let reasons = path["not_active"].as_array().unwrap();
-    for better in &order[..place] {
-        let reason =
-            reasons.iter().find(|r| r["path"] == *better).unwrap_or_else(|| panic!("nothing against {better}"));
-        assert!(!reason["reason"].as_str().unwrap().is_empty());
+    let active = json["path"]["active"].as_str().unwrap();
+    assert_eq!(json["path"]["transfer_type"], "CPU_ONLY");
+    let against = |list: &serde_json::Value, path: &str| {
+        let reason = list.as_array().unwrap().iter().find(|r| r["path"] == path);
+        reason.unwrap_or_else(|| panic!("nothing against {path}"))["reason"].as_str().unwrap().to_owned()
+    };
+    if active == "threads" {
+        assert!(!against(&json["path"]["not_active"], "io_uring").is_empty());
     }
+    let gpu = &json["gpu"];
+    let of_gpu = gpu["active"].as_str();
+    for path in ["cufile-gds", "cufile-p2p"].into_iter().take_while(|p| Some(*p) != of_gpu) {
+        assert!(!against(&gpu["not_active"], path).is_empty());
+    }
+    assert_eq!(gpu["gpus"].as_array().unwrap().is_empty(), of_gpu.is_none());
     assert_eq!(json["directory"]["usable"], true);
     assert!(json["directory"]["fs_type"].is_string());
     assert!(json["machine"]["kernel"].is_string());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "a probe leaves nothing behind");
+}
+
+#[test]
+fn the_trial_of_cufile_prints_one_line_whatever_happens() {
+    let dir = folder();
+    for args in [&["--gpu", "4000000"][..], &[]] {
+        let run = forebay(dir.path(), &[&["probe", "--json", "--cufile-trial", "."], args].concat()).expect(0);
+        assert_eq!(run.stdout.lines().count(), 1, "{}", run.stdout);
+        let json: serde_json::Value = serde_json::from_str(&run.stdout).unwrap();
+        assert!(json["verdict"].is_string() || json["reason"]["cause"].is_string(), "{json}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use forebay::config::Settings;
+use forebay::device::cuda::{CudaDevice, CudaOptions};
 use forebay::device::{
     Device, Gate, GatherJob, HostMemory, HugePages, PagedKv, Part, ScatterJob, StagingOptions, StagingPool, open_device,
 };
@@ -47,6 +48,25 @@ impl Move {
     }
 }
 
+/// How kernels run.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernels {
+    /// Thread blocks at most; 0 for no limit.
+    pub max_ctas: u32,
+    /// Whether they take checksums.
+    pub checksums: bool,
+}
+
+impl Kernels {
+    fn open(self, device: &str) -> Result<Arc<dyn Device>> {
+        let Some(ordinal) = device.strip_prefix("cuda:").and_then(|n| n.parse().ok()) else {
+            return open_device(device, &Settings::default());
+        };
+        let Self { max_ctas, checksums } = self;
+        Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, checksums, ..CudaOptions::default() })?)
+    }
+}
+
 /// Some layers of one chunk.
 struct Unit {
     chunk: usize,
@@ -79,10 +99,8 @@ impl Bench {
     ///
     /// # Errors
     /// An unknown model or device, and memory that cannot be had.
-    pub fn open(device: &str, model: &str, chunks: usize, max_ctas: u32) -> Result<Self> {
-        let mut settings = Settings::default();
-        settings.kernel_ctas = max_ctas;
-        let device = open_device(device, &settings)?;
+    pub fn open(device: &str, model: &str, chunks: usize, kernels: Kernels) -> Result<Self> {
+        let device = kernels.open(device)?;
         let geometry = Geometry::preset(model)?;
         let tokens = geometry.chunk_tokens as usize;
         let layout = SlotLayout::of_chunk(&geometry, geometry.chunk_tokens);
@@ -334,7 +352,7 @@ mod tests {
 
     #[test]
     fn scatter_and_gather_run_on_the_host_and_pinned_moves_say_why_not() {
-        let bench = Bench::open("host", "tiny", 2, 0).unwrap();
+        let bench = Bench::open("host", "tiny", 2, Kernels { max_ctas: 0, checksums: true }).unwrap();
         assert!(bench.bytes() > 0);
         bench.run(Move::Scatter).unwrap();
         bench.run(Move::Gather).unwrap();

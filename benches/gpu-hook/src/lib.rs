@@ -12,7 +12,7 @@ use std::ffi::{CStr, CString, c_char};
 
 use forebay::{Error, ErrorKind, Result};
 
-pub use bench::{Bench, Move};
+pub use bench::{Bench, Kernels, Move};
 use feed::Feed;
 
 thread_local! {
@@ -52,11 +52,17 @@ pub extern "C" fn fb_error() -> *const c_char {
 }
 
 /// Opens `chunks` chunks of `model` on `device` (`host`, `cuda:0`), with kernels of at most `max_ctas` thread blocks (0: no
-/// limit). Null where that fails.
+/// limit), that take checksums or not. Null where that fails.
 #[unsafe(no_mangle)]
-pub extern "C" fn fb_open(device: *const c_char, model: *const c_char, chunks: u32, max_ctas: u32) -> *mut Hook {
+pub extern "C" fn fb_open(
+    device: *const c_char,
+    model: *const c_char,
+    chunks: u32,
+    max_ctas: u32,
+    checksums: bool,
+) -> *mut Hook {
     let open = || {
-        let bench = Bench::open(&text(device)?, &text(model)?, chunks as usize, max_ctas)?;
+        let bench = Bench::open(&text(device)?, &text(model)?, chunks as usize, Kernels { max_ctas, checksums })?;
         Ok(Box::into_raw(Box::new(Hook { bench, feed: None })))
     };
     told(open(), std::ptr::null_mut())

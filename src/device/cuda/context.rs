@@ -107,11 +107,12 @@ impl Context {
     }
 }
 
-fn exchange_mode(to: CUstreamCaptureMode) -> CUstreamCaptureMode {
+/// Sets the capture mode of this thread; the mode before where that worked.
+fn exchange_mode(to: CUstreamCaptureMode) -> Option<CUstreamCaptureMode> {
     let mut mode = to;
-    // SAFETY: swaps the mode of this thread with a live variable; where it fails, the variable stays.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
-    mode
+    // SAFETY: swaps the mode of this thread with a live variable.
+    let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+    check("cuThreadExchangeStreamCaptureMode", code).ok().map(|()| mode)
 }
 
 impl Drop for Context {
@@ -130,12 +131,14 @@ impl Drop for Context {
 #[must_use]
 pub(super) struct Entered {
     pushed: bool,
-    mode: CUstreamCaptureMode,
+    mode: Option<CUstreamCaptureMode>,
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        exchange_mode(self.mode);
+        if let Some(mode) = self.mode {
+            exchange_mode(mode);
+        }
         if self.pushed {
             let mut popped = std::ptr::null_mut();
             // SAFETY: pops what `enter` pushed on this thread (the guard is not Send: made and dropped in one call).

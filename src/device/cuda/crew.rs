@@ -1,7 +1,7 @@
 //! One way's queue, lanes and threads: a submitting thread, and for each lane a stream and a thread that waits for its work.
 //!
 //! Which lane a job takes decides who waits for whom. Lane 0 has the jobs whose `after` has passed. Every other lane belongs to
-//! one fence that has not, for as long as work is in it: a load whose caller's stream is not there yet then holds up no other
+//! one set of fences that have not, for as long as work is in it: a load whose caller's stream is not there yet then holds up no other
 //! load, and no two loads can wait for each other through a stream's order. A job that finds its lanes taken stays in the queue.
 //!
 //! Must not: call back with the desk locked, or wait on the submitting thread for anything but room.
@@ -55,7 +55,8 @@ struct Desk {
 struct Lane {
     free: Vec<Slot>,
     in_flight: usize,
-    after: Option<Fence>,
+    /// What the work in it waits for, as far as it had not passed when the work was taken.
+    after: Vec<Fence>,
 }
 
 /// Jobs for one launch.
@@ -73,13 +74,14 @@ enum Pick {
 }
 
 impl Desk {
-    fn lane_for(&self, after: Option<&Fence>) -> Option<usize> {
+    fn lane_for(&self, after: &[Fence]) -> Option<usize> {
         let has_room = |lane: &usize| self.lanes.get(*lane).is_some_and(|l| !l.free.is_empty());
-        let Some(after) = after else { return Some(0).filter(has_room) };
-        let mut others = self.lanes.iter().enumerate().skip(1);
-        let own = others.find(|(_, l)| l.after.as_ref().is_some_and(|f| same(f, after)));
-        let idle = || self.lanes.iter().enumerate().skip(1).find(|(_, l)| l.in_flight == 0);
-        own.or_else(idle).map(|(i, _)| i).filter(has_room)
+        if after.is_empty() {
+            return Some(0).filter(has_room);
+        }
+        let others = || self.lanes.iter().enumerate().skip(1);
+        let own = others().find(|(_, l)| l.in_flight > 0 && same_all(&l.after, after));
+        own.or_else(|| others().find(|(_, l)| l.in_flight == 0)).map(|(i, _)| i).filter(has_room)
     }
 
     fn pick(&mut self) -> Pick {
@@ -88,14 +90,13 @@ impl Desk {
         for at in 0..self.queue.len() {
             let Some(job) = self.queue.get(at) else { break };
             let after = asked.ahead(job);
-            match self.lane_for(after) {
+            match self.lane_for(&after) {
                 Some(lane) => {
-                    let after = after.cloned();
                     if let Some(work) = self.take(at, lane, after, &mut asked) {
                         return Pick::Work(work);
                     }
                 }
-                None => ahead |= after.is_some(),
+                None => ahead |= !after.is_empty(),
             }
         }
         match (self.queue.is_empty(), ahead) {
@@ -105,20 +106,16 @@ impl Desk {
         }
     }
 
-    /// Takes the job at `first`, and those behind it that can go along.
-    fn take(&mut self, first: usize, lane: usize, after: Option<Fence>, asked: &mut Asked) -> Option<Work> {
+    /// Takes the job at `first`, and those behind it that can go along: which wait for the very same, as a launch starts when the
+    /// last of its jobs may.
+    fn take(&mut self, first: usize, lane: usize, after: Vec<Fence>, asked: &mut Asked) -> Option<Work> {
         let slot = self.lanes.get_mut(lane)?.free.pop()?;
         let (mut bytes, mut blob, mut at) = (0usize, 0usize, first);
         let mut jobs = Vec::new();
         while let Some(job) = self.queue.get(at) {
             let (b, d) = (bytes.saturating_add(job.bytes()), blob.saturating_add(blob_bytes(job)));
             let fits = jobs.is_empty() || b <= MERGED_BYTES && d <= BLOB_BYTES;
-            let along = match (asked.ahead(job), &after) {
-                (None, None) => true,
-                (Some(a), Some(b)) => same(a, b),
-                _ => false,
-            };
-            if fits && along {
+            if fits && same_all(&asked.ahead(job), &after) {
                 (bytes, blob) = (b, d);
                 jobs.extend(self.queue.remove(at));
             } else {
@@ -132,6 +129,12 @@ impl Desk {
         }
         Some(Work { lane, slot, jobs })
     }
+}
+
+/// Whether two sets of fences are the same.
+fn same_all(a: &[Fence], b: &[Fence]) -> bool {
+    let has = |all: &[Fence], one: &Fence| all.iter().any(|f| same(f, one));
+    a.iter().all(|f| has(b, f)) && b.iter().all(|f| has(a, f))
 }
 
 /// Bytes of the descriptors of a job, at most.
@@ -154,9 +157,9 @@ fn blob_bytes(job: &Job) -> usize {
 struct Asked(Vec<(Fence, bool)>);
 
 impl Asked {
-    /// The first fence that the job waits for and that has not passed.
-    fn ahead<'a>(&mut self, job: &'a Job) -> Option<&'a Fence> {
-        job.after.iter().find(|after| !self.has_passed(after))
+    /// The fences that the job waits for and that have not passed.
+    fn ahead(&mut self, job: &Job) -> Vec<Fence> {
+        job.after.iter().filter(|after| !self.has_passed(after)).cloned().collect()
     }
 
     fn has_passed(&mut self, fence: &Fence) -> bool {
@@ -184,7 +187,7 @@ impl Crew {
             for _ in 0..SLOTS {
                 free.push(Slot::new(context)?);
             }
-            desks.push(Lane { free, in_flight: 0, after: None });
+            desks.push(Lane { free, in_flight: 0, after: Vec::new() });
         }
         let desk = Desk { queue: VecDeque::new(), lanes: desks, running: 0, closed: false };
         Ok(Arc::new(Self {
@@ -258,7 +261,7 @@ impl Crew {
             lane.free.push(slot);
             lane.in_flight -= 1;
             if lane.in_flight == 0 {
-                lane.after = None;
+                lane.after.clear();
             }
         }
         drop(desk);
@@ -322,10 +325,25 @@ impl Threads {
         }
     }
 
+    /// Lets the threads end without being waited for.
+    pub(super) fn detach(&self) {
+        self.handles.lock().clear();
+    }
+
     /// Forgets threads that a forked child does not have.
     pub(super) fn forget(&self) {
         if let Some(mut handles) = self.handles.try_lock() {
             std::mem::take(&mut *handles).into_iter().for_each(std::mem::forget);
+        }
+    }
+}
+
+impl Drop for Threads {
+    /// Threads that were started for a device that could not be opened.
+    fn drop(&mut self) {
+        if self.crew.context.is_ours() && !self.handles.get_mut().is_empty() {
+            self.begin_close();
+            self.join();
         }
     }
 }

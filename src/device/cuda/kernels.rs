@@ -22,6 +22,7 @@ pub(super) struct Kernels {
     module: CUmodule,
     scatter: CUfunction,
     gather: CUfunction,
+    checked: bool,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -44,16 +45,21 @@ pub(super) struct Launch {
 }
 
 impl Kernels {
-    /// Loads the module; the context must be current.
-    pub(super) fn load(context: &Arc<Context>) -> CudaResult<Arc<Self>> {
+    /// Loads the module; the context must be current. Without `checked`, kernels take no checksums.
+    pub(super) fn load(context: &Arc<Context>, checked: bool) -> CudaResult<Arc<Self>> {
         let mut module = std::ptr::null_mut();
         // SAFETY: the text ends in a zero; the handle is written to a live variable.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut module, PTX.as_ptr().cast()) })?;
         let null = std::ptr::null_mut();
-        let mut kernels = Self { context: Arc::clone(context), module, scatter: null, gather: null };
-        kernels.scatter = kernels.function(c"forebay_scatter_crc")?;
-        kernels.gather = kernels.function(c"forebay_gather_crc")?;
+        let mut kernels = Self { context: Arc::clone(context), module, scatter: null, gather: null, checked };
+        kernels.scatter = kernels.function(if checked { c"forebay_scatter_crc" } else { c"forebay_scatter" })?;
+        kernels.gather = kernels.function(if checked { c"forebay_gather_crc" } else { c"forebay_gather" })?;
         Ok(Arc::new(kernels))
+    }
+
+    /// Whether the kernels take checksums.
+    pub(super) fn are_checked(&self) -> bool {
+        self.checked
     }
 
     fn function(&self, name: &CStr) -> CudaResult<CUfunction> {

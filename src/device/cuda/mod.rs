@@ -42,6 +42,9 @@ mod submit;
 mod tables;
 mod threads;
 
+#[cfg(test)]
+mod tests;
+
 use context::Context;
 use crew::{Crew, Threads};
 use events::EventPool;
@@ -66,6 +69,9 @@ pub struct CudaOptions {
     pub ordinal: u32,
     /// CTAs of a launch at most, so that attention keeps the rest of the GPU; 0 for no limit.
     pub max_ctas: u32,
+    /// Whether checksums are taken. Without them jobs report none, which loads and stores count as failures: only for measuring
+    /// what they cost.
+    pub checksums: bool,
     /// NUMA node of pinned host memory; by default the GPU's.
     pub numa: Numa,
     /// Prefix of the threads' names.
@@ -74,7 +80,7 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { ordinal: 0, max_ctas: 16, numa: Numa::Auto, name: "forebay-gpu".to_owned() }
+        Self { ordinal: 0, max_ctas: 16, checksums: true, numa: Numa::Auto, name: "forebay-gpu".to_owned() }
     }
 }
 
@@ -98,7 +104,7 @@ impl CudaDevice {
         let context = Context::open(options.ordinal)?;
         let _entered = context.enter()?;
         let info = info::gpu(options.ordinal)?;
-        let kernels = Kernels::load(&context)?;
+        let kernels = Kernels::load(&context, options.checksums)?;
         let events = EventPool::new(Arc::clone(&context));
         let made = (&context, &events, &kernels);
         let scatters = Crew::new(made, SCATTER_LANES, options.max_ctas)?.start(&format!("{}-load", options.name))?;
@@ -201,10 +207,10 @@ impl Device for CudaDevice {
         }
         self.scatters.begin_close();
         self.gathers.begin_close();
-        // A callback that closes the device runs on a thread whose end cannot be awaited there; the threads end on their own.
-        if !self.scatters.is_own() && !self.gathers.is_own() {
-            self.scatters.join();
-            self.gathers.join();
+        let crews = [&self.scatters, &self.gathers];
+        // A callback that closes the device runs on a thread whose end cannot be awaited there.
+        if !crews.iter().any(|c| c.is_own()) {
+            crews.iter().for_each(|c| c.join());
         }
     }
 }
@@ -212,6 +218,9 @@ impl Device for CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         self.close();
+        // Threads that were not awaited end on their own.
+        self.scatters.detach();
+        self.gathers.detach();
     }
 }
 
@@ -220,6 +229,3 @@ impl fmt::Debug for CudaDevice {
         write!(f, "CudaDevice({}: {})", self.info.ordinal, self.info.name)
     }
 }
-
-#[cfg(test)]
-mod tests;

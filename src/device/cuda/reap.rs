@@ -40,6 +40,7 @@ impl Crew {
         let waited = self.streams.get(lane).map_or(Ok(()), |s| s.pass(flight.point.as_deref()));
         let Flight { slot, batch, riders, point, error } = flight;
         let crcs = match error.or(waited.err()) {
+            None if !self.kernels.are_checked() => Ok(vec![Vec::new(); riders.len()]),
             // SAFETY: the stream has passed the launch.
             None => Ok(batch.crcs(&unsafe { slot.read_crcs(batch.num_tiles()) })),
             Some(e) => Err(e),

@@ -28,6 +28,13 @@ pub(super) fn spawn(
     };
     let handle =
         thread::Builder::new().name(name).spawn(bound).map_err(|e| Error::io("cannot start a GPU thread", e))?;
-    rx.recv().map_err(|_| Error::new(ErrorKind::Internal, "a GPU thread panicked"))??;
-    Ok(handle)
+    let answer = rx.recv().map_err(|_| Error::new(ErrorKind::Internal, "a GPU thread panicked"));
+    match answer.and_then(|bound| Ok(bound?)) {
+        Ok(()) => Ok(handle),
+        Err(e) => {
+            // It has nothing to do but end; whoever opens a GPU again shall find nothing left.
+            let _ = handle.join();
+            Err(e)
+        }
+    }
 }

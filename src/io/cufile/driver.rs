@@ -6,7 +6,8 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::{Arc, OnceLock, Weak};
 
 use cufile_sys::stats::Buffer;
@@ -24,7 +25,7 @@ use crate::io::{DirectFile, MemRegion};
 const PIECE_BYTES: usize = 16 << 20;
 /// With counters for each GPU.
 const STATISTICS_LEVEL: i32 = 3;
-/// The same descriptor is registered already, by somebody else in this process.
+/// A descriptor of this number is registered already, by somebody else in this process.
 const HANDLE_ALREADY_REGISTERED: i32 = 5028;
 
 /// The functions that we need; a library without one of them is not used.
@@ -82,7 +83,7 @@ impl Refused {
 
 struct Registration {
     handle: Handle,
-    /// A second descriptor, where the first was taken.
+    /// The descriptor that is registered, where it is not the file's.
     _own: Option<OwnedFd>,
 }
 
@@ -215,13 +216,17 @@ impl Driver {
     }
 
     fn register(&self, file: &DirectFile) -> Result<Registration, Refused> {
-        match self.register_fd(file.as_raw_fd()) {
-            Ok(handle) => Ok(Registration { handle, _own: None }),
+        let Some(own) = reopened(file) else {
+            let handle = self.register_fd(file.as_raw_fd()).map_err(Refused::of)?;
+            return Ok(Registration { handle, _own: None });
+        };
+        match self.register_fd(own.as_raw_fd()) {
+            Ok(handle) => Ok(Registration { handle, _own: Some(own) }),
             Err(e) if e.err == HANDLE_ALREADY_REGISTERED => {
-                let own = file.as_fd().try_clone_to_owned();
-                let Ok(own) = own else { return Err(Refused::of(e)) };
-                let handle = self.register_fd(own.as_raw_fd()).map_err(Refused::of)?;
-                Ok(Registration { handle, _own: Some(own) })
+                // The number of a descriptor that somebody has closed and not deregistered; another one is free.
+                let Ok(other) = own.try_clone() else { return Err(Refused::of(e)) };
+                let handle = self.register_fd(other.as_raw_fd()).map_err(Refused::of)?;
+                Ok(Registration { handle, _own: Some(other) })
             }
             Err(e) => Err(Refused::of(e)),
         }
@@ -250,6 +255,21 @@ impl Driver {
         regions.insert(region.id(), Arc::downgrade(&registered));
         (registered, trouble)
     }
+}
+
+/// The same file by a descriptor for cuFile alone: it refuses descriptors that were opened with `O_NOFOLLOW` or `O_TMPFILE`, as ours
+/// are, and there is no turning that off.
+fn reopened(file: &DirectFile) -> Option<OwnedFd> {
+    // SAFETY: a system call without pointers on an open descriptor.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    if flags < 0 {
+        return None;
+    }
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let write = flags & libc::O_ACCMODE != libc::O_RDONLY;
+    let mut options = std::fs::File::options();
+    options.read(true).write(write).custom_flags(flags & libc::O_DIRECT);
+    options.open(path).map(OwnedFd::from).ok()
 }
 
 fn tried(e: &cufile_sys::OpenError) -> String {

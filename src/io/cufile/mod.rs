@@ -42,11 +42,31 @@ pub(super) struct Found {
     pub(super) reasons: Vec<(IoPath, String)>,
 }
 
-impl Found {
-    fn nothing(reason: &CufileReason) -> Self {
-        let text = reason.to_string();
-        let paths = [IoPath::CufileGds, IoPath::CufileP2p, IoPath::CufileCompat];
-        Self { ready: None, reasons: paths.into_iter().map(|p| (p, text.clone())).collect() }
+/// The same reason against every path of cuFile.
+fn against_all(reason: &CufileReason) -> Vec<(IoPath, String)> {
+    [IoPath::CufileGds, IoPath::CufileP2p, IoPath::CufileCompat].map(|p| (p, reason.to_string())).into()
+}
+
+impl TrialReport {
+    /// The paths of cuFile that are not used by themselves after this trial, and why.
+    #[must_use]
+    pub fn reasons(&self) -> Vec<(IoPath, String)> {
+        let Some(path) = self.verdict else {
+            return against_all(self.reason.as_ref().unwrap_or(&CufileReason::plain(CufileCause::Other)));
+        };
+        let mut reasons = better_than(path);
+        reasons.extend(self.reason.as_ref().map(|reason| (path, reason.to_string())));
+        reasons
+    }
+}
+
+/// Tries cuFile in `dir`, with memory of this GPU or else the host's, in a program of its own; takes ten seconds at most. The
+/// program is `forebay`: named by `FOREBAY_PROGRAM`, next to this one, or on the search path.
+#[must_use]
+pub fn try_cufile(dir: &Path, gpu: Option<u32>) -> TrialReport {
+    match launch::program() {
+        Some(program) => launch::run(&program, dir, gpu, launch::TRIAL_TIMEOUT),
+        None => TrialReport::failed(CufileReason::plain(CufileCause::NoProgram)),
     }
 }
 
@@ -61,7 +81,7 @@ pub(super) fn open(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> Resu
         Err(reason) if side.cufile == CufileChoice::Force => Err(reason.into_error()),
         Err(reason) => {
             tracing::info!(%reason, "cuFile is not used");
-            Ok(Found::nothing(&reason))
+            Ok(Found { ready: None, reasons: against_all(&reason) })
         }
     }
 }
@@ -73,13 +93,26 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
     let report = try_out(side.mover.place(), dir)?;
     let compat = report.verdict == Some(IoPath::CufileCompat);
     let (Some(path), false) = (report.verdict, compat && side.cufile != CufileChoice::Force) else {
-        let reason = report.reason.unwrap_or_else(|| CufileReason::plain(CufileCause::Other));
-        let mut found = Found::nothing(&reason);
-        found.reasons = better_than(IoPath::CufileCompat);
-        found.reasons.push((IoPath::CufileCompat, reason.to_string()));
-        return if compat { Ok(found) } else { Err(reason) };
+        return Ok(Found { ready: None, reasons: report.reasons() });
     };
-    let driver = Driver::get()?;
+    // Registering memory takes a thread that can use the accelerator, which the caller's need not become.
+    let opened = std::thread::scope(|scope| {
+        let opening = std::thread::Builder::new().name("fb-cufile".to_owned()).spawn_scoped(scope, || {
+            side.mover.bind_thread().map_err(|e| CufileReason::new(CufileCause::NoGpu, e.to_string()))?;
+            let driver = Driver::get()?;
+            let regions = register(&driver, side, notes);
+            Ok(Ready { driver, regions: Arc::new(regions), path })
+        });
+        opening.ok().and_then(|thread| thread.join().ok())
+    });
+    let ready = opened.unwrap_or_else(|| Err(CufileReason::new(CufileCause::Other, "no thread to open it on")))?;
+    if let Some(version) = ready.driver.version() {
+        notes.add(format!("libcufile {version}"));
+    }
+    Ok(Found { ready: Some(ready), reasons: better_than(path) })
+}
+
+fn register(driver: &Arc<Driver>, side: &DeviceSide, notes: &Notes) -> Vec<Arc<Registered>> {
     let mut regions = Vec::new();
     for region in &side.regions {
         let (registered, trouble) = driver.register_region(region);
@@ -88,20 +121,16 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
         }
         regions.push(registered);
     }
-    if let Some(version) = driver.version() {
-        notes.add(format!("libcufile {version}"));
-    }
-    Ok(Found { ready: Some(Ready { driver, regions: Arc::new(regions), path }), reasons: better_than(path) })
+    regions
 }
 
 fn try_out(place: Place, dir: Option<&Path>) -> std::result::Result<TrialReport, CufileReason> {
     let dir = dir.ok_or_else(|| CufileReason::plain(CufileCause::NoDirectory))?;
-    let program = launch::program().ok_or_else(|| CufileReason::plain(CufileCause::NoProgram))?;
     let gpu = match place {
         Place::Device(ordinal) => Some(ordinal),
-        _ => None,
+        Place::Host => None,
     };
-    let report = launch::run(&program, dir, gpu, launch::TRIAL_TIMEOUT);
+    let report = try_cufile(dir, gpu);
     match report.reason {
         Some(reason) if report.verdict.is_none() => Err(reason),
         _ => Ok(report),

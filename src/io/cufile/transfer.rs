@@ -3,7 +3,8 @@
 //!
 //! Invariants: a caller never hears of a fault of the path, only of the drive's: those the queue below has found too, or `errno`s
 //! that no other path would avoid; a short count is never taken for success; a block is given to the queue below only after
-//! cuFile's call has returned.
+//! cuFile's call has returned. A read that waits for a call which hangs is served into spare memory, and its own stays behind; a
+//! write is not, as the call may still change the file: it times out.
 #![expect(unsafe_code, reason = "memory is named by its address")]
 
 use std::sync::Arc;
@@ -17,10 +18,10 @@ use parking_lot::Mutex;
 use super::driver::{Driver, Refused, Registered, Span};
 use super::reason::{CufileCause, CufileReason};
 use crate::error::{Error, ErrorKind};
-use crate::io::jobs::{Failed, Moved};
+use crate::io::jobs::{Detached, Failed, Moved};
 use crate::io::pool::{Block, Transfer};
 use crate::io::router::DevicePath;
-use crate::io::{Backend, Buf, Direction, IoBuf, IoPath, IoStats, Mover, Notes, Op, Place, Request};
+use crate::io::{Backend, Buf, Completion, Direction, IoBuf, IoPath, IoStats, Mover, Notes, Op, Place, Request};
 
 /// The path's faults after which it is given up.
 const MAX_FAULTS: u32 = 3;
@@ -204,7 +205,24 @@ impl Transfer for Cufile {
         self.health.give_up(CufileReason::new(CufileCause::Hung, self.call()));
     }
 
+    fn spare(&self, bytes: usize) -> Option<Buf> {
+        self.mover.spare(bytes).inspect_err(|e| tracing::debug!(error = %e, "a hung read stays with cuFile")).ok()
+    }
+
+    fn serve(&self, read: Detached, into: Buf) {
+        let left = read.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let caller = read.caller;
+        let request = Request::read(read.file, read.offset, into, move |c| caller.tell(c.result, c.buf)).timeout(left);
+        if let Err(rejected) = self.below.submit_part(request, &self.parts) {
+            let Request { done, buf, .. } = *rejected.request;
+            let now = Instant::now();
+            done(Completion { result: Err(rejected.error), buf, submitted: now, finished: now });
+        }
+    }
+
     fn over(&self) {
+        // The last user deregisters the memory, on this thread.
+        self.enter();
         *self.regions.lock() = Arc::default();
     }
 }

@@ -58,6 +58,12 @@ impl TrialReport {
         Self { verdict: None, reason: Some(reason), library: None, version: None, counters: TrialCounters::default() }
     }
 
+    /// There was no memory to try it with.
+    #[must_use]
+    pub fn without_gpu(why: &Error) -> Self {
+        Self::failed(CufileReason::new(CufileCause::NoGpu, why.to_string()))
+    }
+
     /// On one line, as the trial's program prints it and its parent reads it.
     ///
     /// # Errors
@@ -97,6 +103,9 @@ pub fn cufile_trial(dir: &Path, memory: TrialMemory) -> TrialReport {
 
 fn attempt(dir: &Path, memory: TrialMemory, report: &mut TrialReport) -> std::result::Result<IoPath, CufileReason> {
     file_system(dir)?;
+    if let Some(mover) = &memory.mover {
+        mover.bind_thread().map_err(|e| CufileReason::new(CufileCause::NoGpu, e.to_string()))?;
+    }
     let driver = Driver::get()?;
     report.library = Some(driver.library().path().to_path_buf());
     report.version = driver.version().map(|v| v.to_string());

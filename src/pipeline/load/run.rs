@@ -109,6 +109,7 @@ impl LoadInner {
                 Some(MissCause::Internal)
             }
             None if out.skipped => None,
+            None if out.crcs.len() != wanted.len() => Some(MissCause::Internal),
             None => {
                 let extents = wanted.iter().copied().zip(out.crcs);
                 let bad = judge(&mut self.state.lock(), step.chunk, header, extents);

@@ -25,8 +25,17 @@ API void standin_set(const char* key, uint64_t a, uint64_t b) {
   else if (k == "driver_version") g.driver_version = a;
   else if (k == "memory") g.ctx[a].total = b;
   else if (k == "delays") { g.seed = a | 1; g.delay_us = b; }
+  else if (k == "forget") {
+    for (auto& [h, s] : g.streams) { s->stop = true; s->wake.notify_all(); }
+    g.streams.clear(); g.events.clear(); g.allocations.clear(); g.registered.clear();
+    g.counters["live_modules"] = 0;
+    for (auto& c : g.ctx) c.used = c.retained = 0;
+  }
+  else if (k == "heal") { for (auto& c : g.ctx) c.sticky = 0; }
   else if (k == "refuse_register") g.refuse_register = a;
-  else if (k == "counter") g.counters.clear();
+  else if (k == "counter") {
+    for (auto& [name, value] : g.counters) if (name.rfind("live_", 0)) value = 0;
+  }
 }
 
 // Inject `code` at the nth call from now of the function, or of any where the name is empty.

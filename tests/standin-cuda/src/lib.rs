@@ -15,6 +15,9 @@ pub use server::{Event, Memory, Server, Stream};
 /// The folder that holds `libcuda.so.1`.
 pub const DIR: &str = env!("STANDIN_CUDA_DIR");
 
+/// A folder with a `libcuda.so.1` that has no functions.
+pub const EMPTY_DIR: &str = concat!(env!("STANDIN_CUDA_DIR"), "/empty");
+
 /// The loaded library.
 #[derive(Debug)]
 pub struct Standin {
@@ -94,6 +97,11 @@ impl Standin {
         self.set("memory", ordinal, bytes);
     }
 
+    /// Sets all counters of what happened to 0; those of what is live stay.
+    pub fn clear_counters(&self) {
+        self.set("counter", 0, 0);
+    }
+
     /// Lets every operation of a stream take up to `max_us` microseconds longer, by chance.
     pub fn set_delays(&self, seed: u64, max_us: u64) {
         self.set("delays", seed, max_us);
@@ -121,6 +129,11 @@ impl Standin {
         unsafe { hit(name.as_mut_ptr().cast(), name.len()) };
         let name = CStr::from_bytes_until_nul(&name).expect("ends in a zero").to_string_lossy().into_owned();
         Some(name).filter(|n| !n.is_empty())
+    }
+
+    /// Heals the contexts that an error has made useless.
+    pub fn heal(&self) {
+        self.set("heal", 0, 0);
     }
 
     fn hold_handle(&self, stream: u64, on: bool) {
@@ -159,6 +172,35 @@ impl Standin {
         // SAFETY: three arrays of the length given.
         let n = unsafe { list(handles.as_mut_ptr(), flags.as_mut_ptr(), priorities.as_mut_ptr(), 64) } as usize;
         (0..n).map(|i| (handles[i], flags[i], priorities[i])).collect()
+    }
+
+    fn is_device(&self, address: u64, len: usize) -> bool {
+        let is_device: unsafe extern "C" fn(u64, usize) -> c_int = self.function("standin_is_device");
+        // SAFETY: only looks into the table.
+        unsafe { is_device(address, len) != 0 }
+    }
+
+    /// What device memory holds at this moment, past all streams.
+    #[must_use]
+    pub fn peek(&self, address: u64, len: usize) -> Vec<u8> {
+        assert!(len == 0 || self.is_device(address, len), "{len} bytes at {address:#x} are not device memory");
+        let mut bytes = vec![0u8; len];
+        // SAFETY: inside an allocation. A test may race with a stream's writes: the answer is bytes.
+        unsafe { libc::memcpy(bytes.as_mut_ptr().cast(), address as *const c_void, len) };
+        bytes
+    }
+
+    /// Sets device memory at this moment, past all streams.
+    pub fn poke(&self, address: u64, bytes: &[u8]) {
+        assert!(bytes.is_empty() || self.is_device(address, bytes.len()), "not device memory: {address:#x}");
+        // SAFETY: inside an allocation, which no reference covers.
+        unsafe { libc::memcpy(address as *mut c_void, bytes.as_ptr().cast(), bytes.len()) };
+    }
+
+    /// Stops counting what is still there: after an error of a call that gives back.
+    pub fn forget_leaks(&self) {
+        self.settle();
+        self.set("forget", 0, 0);
     }
 
     /// Asserts that nothing made through the driver is left, and that nobody waited for a whole context.

@@ -16,8 +16,14 @@ pub struct Server {
 macro_rules! cuda {
     ($lib:expr, $name:literal, $($arg:expr => $ty:ty),*) => {{
         let f: unsafe extern "C" fn($($ty),*) -> c_int = $lib.function($name);
-        // SAFETY: the types are those of the function; pointers are to live values of the callers here.
-        unsafe { f($($arg),*) }
+        let server: unsafe extern "C" fn(c_int) = $lib.function("standin_server");
+        // SAFETY: the types are those of the functions; pointers are to live values of the callers here.
+        unsafe {
+            server(1);
+            let code = f($($arg),*);
+            server(0);
+            code
+        }
     }};
 }
 
@@ -116,20 +122,20 @@ impl Memory {
     /// What the memory holds at this moment, past all streams.
     #[must_use]
     pub fn peek(&self) -> Vec<u8> {
-        // SAFETY: the allocation lives as long as self. A test may race with a stream's writes: the answer is bytes.
-        (0..self.len).map(|i| unsafe { std::ptr::read_volatile((self.address as *const u8).add(i)) }).collect()
+        self.lib.peek(self.address, self.len)
     }
 
     /// Sets the bytes at this moment, past all streams.
     pub fn poke(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
-        // SAFETY: inside the allocation, which no reference covers.
-        unsafe { std::ptr::copy(bytes.as_ptr(), (self.address as *mut u8).add(offset), bytes.len()) };
+        self.lib.poke(self.address + offset as u64, bytes);
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        // What this server still has in its streams is no wait of the engine's.
+        self.lib.settle();
         ok!(self.lib, "cuMemFree_v2", self.address => u64);
     }
 }

@@ -1,89 +1,180 @@
-//! Why cuFile (GPUDirect Storage) is not the active path: what is missing on this machine, step by step.
-//!
-//! Only files are looked at. Opening the library is left to the room that uses it: its driver may spin for ever on a
-//! machine without `/proc/modules`, which a probe must survive.
+//! The way of bytes between the drive and a GPU's memory: what cuFile's trial found, and what is used.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use forebay::device::cuda::{GpuInfo, devices};
+use forebay::io::{IoPath, TrialReport, try_cufile};
+use serde::Serialize;
 
 use super::Reason;
+use crate::size::show_bytes;
 
-/// Names under which NVIDIA ships the library.
-const NAMES: [&str; 2] = ["libcufile.so", "libcufile.so.0"];
-/// Where it is installed without `LD_LIBRARY_PATH`.
-const FOLDERS: [&str; 7] = [
-    "/usr/local/cuda/lib64",
-    "/usr/local/cuda/targets/x86_64-linux/lib",
-    "/usr/local/cuda/targets/sbsa-linux/lib",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-];
-
-/// What cuFile needs, as found.
-#[derive(Clone, Copy, Debug)]
-struct Facts {
-    library: bool,
-    gpu: bool,
-    modules: bool,
-    nvidia_fs: bool,
+/// A GPU.
+#[derive(Debug, Serialize)]
+pub(super) struct Gpu {
+    ordinal: u32,
+    name: String,
+    compute_capability: String,
+    cuda_driver: String,
+    memory_bytes: u64,
+    bar1_bytes: Option<u64>,
+    pci_bus_id: String,
+    numa_node: Option<u32>,
 }
 
-/// The reasons against each of the three cuFile paths on a file system of type `fs_type`.
-pub(super) fn reasons(fs_type: &str) -> Vec<Reason> {
-    let facts = Facts {
-        library: library().is_some(),
-        gpu: Path::new("/dev/nvidiactl").exists(),
-        modules: Path::new("/proc/modules").exists(),
-        nvidia_fs: Path::new("/proc/driver/nvidia-fs").exists(),
-    };
-    explain(facts, fs_type)
+impl Gpu {
+    fn of(info: GpuInfo) -> Self {
+        let dotted = |(major, minor): (u32, u32)| format!("{major}.{minor}");
+        Self {
+            ordinal: info.ordinal,
+            name: info.name,
+            compute_capability: dotted(info.compute_capability),
+            cuda_driver: dotted(info.driver_version),
+            memory_bytes: info.memory_bytes,
+            bar1_bytes: info.bar1_bytes,
+            pci_bus_id: info.pci_bus_id,
+            numa_node: info.numa_node,
+        }
+    }
+
+    /// For people.
+    pub(super) fn line(&self) -> String {
+        let bytes = |b: u64| show_bytes(b as f64);
+        let bar1 = self.bar1_bytes.map_or_else(String::new, |b| format!(", BAR1 {}", bytes(b)));
+        let node = self.numa_node.map_or_else(String::new, |n| format!(", NUMA node {n}"));
+        let (memory, pci) = (bytes(self.memory_bytes), &self.pci_bus_id);
+        let (name, sm, cuda) = (&self.name, &self.compute_capability, &self.cuda_driver);
+        format!(
+            "{}: {name}, {memory}{bar1}, PCIe {pci}{node}, compute capability {sm}, CUDA driver {cuda}",
+            self.ordinal
+        )
+    }
 }
 
-fn explain(facts: Facts, fs_type: &str) -> Vec<Reason> {
-    let common = if !facts.library {
-        Some("libcufile not found".to_owned())
-    } else if !facts.gpu {
-        Some("no NVIDIA GPU (no /dev/nvidiactl)".to_owned())
-    } else if !facts.modules {
-        Some("no /proc/modules: cuFile would hang here".to_owned())
-    } else {
-        None
-    };
-    let direct = match fs_type {
-        "ext4" | "xfs" => None,
-        other => Some(format!("cuFile has no direct path to {other}")),
-    };
-    let nvidia_fs = (!facts.nvidia_fs).then(|| "the kernel module nvidia-fs is not loaded".to_owned());
-    let build = || "cuFile is not active in this build".to_owned();
-    [
-        ("cufile-gds", common.clone().or(nvidia_fs).or(direct.clone())),
-        ("cufile-p2p", common.clone().or(direct)),
-        ("cufile-compat", common),
-    ]
-    .map(|(path, reason)| Reason { path, reason: reason.unwrap_or_else(build) })
-    .into()
+/// The GPUs, the path of their bytes, and why not a better one.
+#[derive(Debug, Serialize)]
+pub(super) struct GpuSide {
+    pub(super) gpus: Vec<Gpu>,
+    /// Why there are none.
+    pub(super) no_gpu: Option<String>,
+    /// The path of GPU memory with the default settings; none without a GPU.
+    pub(super) active: Option<&'static str>,
+    pub(super) transfer_type: Option<&'static str>,
+    pub(super) not_active: Vec<Reason>,
+    /// What the trial of cuFile found; with the host's memory where there is no GPU.
+    pub(super) trial: TrialReport,
 }
 
-fn library() -> Option<PathBuf> {
-    let from_env = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&from_env).chain(FOLDERS.iter().map(PathBuf::from));
-    folders.flat_map(|folder| NAMES.map(|name| folder.join(name))).find(|path| path.exists())
+/// gdsio's name for a way of bytes.
+pub(super) const fn transfer_type(path: IoPath) -> &'static str {
+    match path {
+        IoPath::CufileGds | IoPath::CufileP2p => "GPU_DIRECT",
+        IoPath::CufileCompat => "GPU_DIRECT (compat)",
+        IoPath::Bounce => "CPU_GPU",
+        _ => "CPU_ONLY",
+    }
+}
+
+/// Looks at the GPUs and tries cuFile in `dir` with the one called `gpu`, by default the first.
+pub(super) fn probe(dir: &Path, gpu: Option<u32>) -> GpuSide {
+    let (gpus, no_gpu) = match devices() {
+        Ok(found) if found.is_empty() => (Vec::new(), Some("no NVIDIA GPU".to_owned())),
+        Ok(found) => (found.into_iter().map(Gpu::of).collect(), None),
+        Err(e) => (Vec::new(), Some(e.to_string())),
+    };
+    let with = gpu.or_else(|| gpus.first().map(|g| g.ordinal));
+    let trial = try_cufile(dir, with);
+    judge(gpus, no_gpu, trial)
+}
+
+fn judge(gpus: Vec<Gpu>, no_gpu: Option<String>, trial: TrialReport) -> GpuSide {
+    let active = match trial.verdict {
+        _ if gpus.is_empty() => None,
+        Some(path @ (IoPath::CufileGds | IoPath::CufileP2p)) => Some(path),
+        _ => Some(IoPath::Bounce),
+    };
+    // Without a GPU no counter says anything: the bytes were the host's.
+    let reasons = match (&no_gpu, trial.verdict) {
+        (Some(why), Some(_)) => {
+            let paths = [IoPath::CufileGds, IoPath::CufileP2p, IoPath::CufileCompat];
+            paths.map(|p| (p, format!("there is no GPU to serve ({why})"))).into()
+        }
+        _ => trial.reasons(),
+    };
+    GpuSide {
+        gpus,
+        no_gpu,
+        active: active.map(IoPath::as_str),
+        transfer_type: active.map(transfer_type),
+        not_active: reasons.into_iter().map(|(path, reason)| Reason::new(path, reason)).collect(),
+        trial,
+    }
+}
+
+impl GpuSide {
+    /// What the trial saw of the library, for people.
+    pub(super) fn library(&self) -> Option<String> {
+        let library = self.trial.library.as_ref()?;
+        let version = self.trial.version.as_deref().unwrap_or("before 1.8");
+        let c = self.trial.counters;
+        let memory = if self.gpus.is_empty() { "host memory" } else { "GPU memory" };
+        let verdict = self.trial.verdict.map_or("no", IoPath::as_str);
+        Some(format!(
+            "{verdict} with {memory}, libcufile {version} ({}); transfers: {} by nvidia-fs, {} peer to peer, {} by the host",
+            library.display(),
+            c.nvfs,
+            c.p2p,
+            c.posix
+        ))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn trial(verdict: Option<&str>) -> TrialReport {
+        let json = serde_json::json!({
+            "verdict": verdict, "reason": null, "library": "libcufile.so.0", "version": "1.16",
+            "counters": { "nvfs": 0, "p2p": 0, "posix": 2 },
+        });
+        serde_json::from_value(json).unwrap()
+    }
+
+    fn gpu() -> Gpu {
+        let (name, bus) = ("GPU".to_owned(), "0000:01:00.0".to_owned());
+        Gpu {
+            ordinal: 0,
+            name,
+            compute_capability: "9.0".to_owned(),
+            cuda_driver: "12.8".to_owned(),
+            memory_bytes: 80 << 30,
+            bar1_bytes: Some(128 << 30),
+            pci_bus_id: bus,
+            numa_node: Some(1),
+        }
+    }
+
     #[test]
-    fn the_first_thing_missing_is_named() {
-        let all = Facts { library: true, gpu: true, modules: true, nvidia_fs: true };
-        let gds = |facts, fs| explain(facts, fs)[0].reason.clone();
-        assert_eq!(gds(Facts { library: false, ..all }, "ext4"), "libcufile not found");
-        assert!(gds(Facts { gpu: false, ..all }, "ext4").contains("GPU"));
-        assert!(gds(Facts { nvidia_fs: false, ..all }, "ext4").contains("nvidia-fs"));
-        assert!(gds(all, "overlay").contains("overlay"));
-        assert!(gds(all, "xfs").contains("this build"));
-        assert_eq!(explain(all, "xfs").len(), 3);
+    fn only_direct_paths_are_used_by_themselves() {
+        for (verdict, active, kind) in [
+            ("cufile-gds", "cufile-gds", "GPU_DIRECT"),
+            ("cufile-p2p", "cufile-p2p", "GPU_DIRECT"),
+            ("cufile-compat", "bounce", "CPU_GPU"),
+        ] {
+            let side = judge(vec![gpu()], None, trial(Some(verdict)));
+            assert_eq!((side.active, side.transfer_type), (Some(active), Some(kind)));
+            assert!(side.not_active.iter().all(|r| r.path != active && !r.reason.is_empty()));
+        }
+        assert_eq!(judge(vec![gpu()], None, trial(None)).active, Some("bounce"));
+    }
+
+    #[test]
+    fn without_a_gpu_there_is_no_path_and_the_reason_is_that() {
+        let side = judge(Vec::new(), Some("no libcuda".to_owned()), trial(Some("cufile-compat")));
+        assert_eq!((side.active, side.not_active.len()), (None, 3));
+        assert!(side.not_active[0].reason.contains("no libcuda"));
+        assert!(side.library().unwrap().contains("host memory"));
+        assert!(gpu().line().contains("BAR1"));
     }
 }

@@ -1,11 +1,12 @@
 //! `forebay probe`: which I/O path this machine and a directory get, and why not a better one.
 //!
 //! The path is found by the same trial that a cache makes when it opens: a page is written, flushed and read back in the
-//! directory. `machine` reads what the kernel says about itself, `cufile` why GPUDirect Storage is not used. Nothing is
-//! left behind.
+//! directory. `machine` reads what the kernel says about itself, `cufile` finds the path of GPU memory by a `trial` in a
+//! process of its own. Nothing is left behind.
 
 mod cufile;
 mod machine;
+mod trial;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use forebay::config::Mode;
 use forebay::config::dir::{CacheDir, DirOptions, FsKind, MountTable};
-use forebay::io::{DirectFile, IoOptions, open_drive};
+use forebay::io::{DirectFile, IoOptions, IoPath, open_drive};
 use forebay::{Error, Result};
 use serde::Serialize;
 
@@ -31,14 +32,22 @@ pub(crate) struct ProbeArgs {
     /// Directory to probe: where the cache is to be.
     #[arg(default_value = ".", value_name = "DIR")]
     pub(crate) directory: PathBuf,
+    /// The GPU to try cuFile with.
+    #[arg(long, value_name = "N")]
+    pub(crate) gpu: Option<u32>,
+    /// Try cuFile in this very process, which may hang or crash, and print what came of it on one line.
+    #[arg(long, hide = true, value_name = "DIR")]
+    pub(crate) cufile_trial: Option<PathBuf>,
 }
 
 const AFTER_HELP: &str = "\
-Paths from best to last: cufile-gds, cufile-p2p, cufile-compat, io_uring, threads. The exit status is 3 where the \
-directory cannot hold a cache.
+Paths of GPU memory from best to last: cufile-gds, cufile-p2p, bounce (the host's path into pinned memory, and a copy), \
+cufile-compat. Paths of host memory: io_uring, threads. cuFile is tried in a process of its own, for ten seconds at most. The exit \
+status is 3 where the directory cannot hold a cache. docs/gds-setup.md says what to do about each reason.
 
 Examples:
   forebay probe /mnt/nvme
+  forebay probe /mnt/nvme --gpu 1
   forebay probe /mnt/nvme --json";
 
 /// All that was found.
@@ -49,6 +58,8 @@ struct Report {
     directory: Directory,
     #[serde(skip_serializing_if = "Option::is_none")]
     path: Option<PathFound>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu: Option<cufile::GpuSide>,
 }
 
 /// The directory and what it lies on.
@@ -67,10 +78,11 @@ struct Directory {
     problems: Vec<String>,
 }
 
-/// The path in use and the reasons against the better ones.
+/// The path of host memory and the reasons against the better ones.
 #[derive(Debug, Serialize)]
 struct PathFound {
     active: &'static str,
+    transfer_type: &'static str,
     not_active: Vec<Reason>,
     notes: Vec<String>,
 }
@@ -79,16 +91,27 @@ struct PathFound {
 #[derive(Debug, Serialize)]
 struct Reason {
     path: &'static str,
+    /// gdsio's name for it.
+    transfer_type: &'static str,
     reason: String,
+}
+
+impl Reason {
+    fn new(path: IoPath, reason: String) -> Self {
+        Self { path: path.as_str(), transfer_type: cufile::transfer_type(path), reason }
+    }
 }
 
 /// Runs `forebay probe`.
 pub(crate) fn run(args: &ProbeArgs, context: &Context) -> Result<Outcome> {
+    if let Some(dir) = &args.cufile_trial {
+        return trial::run(dir, args.gpu);
+    }
     let path = &args.directory;
     std::fs::metadata(path).map_err(|e| Error::io("cannot probe the directory", e).at(path))?;
     let mut directory = directory(path);
     let found = if directory.usable {
-        match probe_path(path, &directory) {
+        match probe_path(path) {
             Ok(found) => Some(found),
             Err(e) => {
                 directory.usable = false;
@@ -99,7 +122,8 @@ pub(crate) fn run(args: &ProbeArgs, context: &Context) -> Result<Outcome> {
     } else {
         None
     };
-    let report = Report { version: env!("CARGO_PKG_VERSION"), machine: machine::read(), directory, path: found };
+    let gpu = found.is_some().then(|| cufile::probe(path, args.gpu));
+    let report = Report { version: env!("CARGO_PKG_VERSION"), machine: machine::read(), directory, path: found, gpu };
     if context.json {
         out::print_json(&report)?;
     } else {
@@ -158,16 +182,21 @@ fn kind_name(kind: FsKind) -> &'static str {
     }
 }
 
-fn probe_path(path: &Path, directory: &Directory) -> Result<PathFound> {
+fn probe_path(path: &Path) -> Result<PathFound> {
     let options = IoOptions { name: "probe".to_owned(), trial_dir: Some(path.to_path_buf()), ..IoOptions::default() };
     let drive = open_drive(&options)?;
     let deadline = Instant::now() + CLOSE_TIMEOUT;
     drive.read.close(deadline)?;
     drive.write.close(deadline)?;
-    let mut not_active = cufile::reasons(directory.fs_type.as_deref().unwrap_or("unknown"));
-    let others = drive.report.reasons.iter().filter(|(p, _)| !p.as_str().starts_with("cufile"));
-    not_active.extend(others.map(|(p, reason)| Reason { path: p.as_str(), reason: reason.clone() }));
-    Ok(PathFound { active: drive.report.active.as_str(), not_active, notes: drive.report.notes.list() })
+    let active = drive.report.active;
+    // What keeps cuFile from being used is said with the path of GPU memory.
+    let others = drive.report.reasons.into_iter().filter(|(p, _)| matches!(p, IoPath::IoUring | IoPath::Threads));
+    Ok(PathFound {
+        active: active.as_str(),
+        transfer_type: cufile::transfer_type(active),
+        not_active: others.map(|(path, reason)| Reason::new(path, reason)).collect(),
+        notes: drive.report.notes.list(),
+    })
 }
 
 fn text(report: &Report) -> String {
@@ -203,16 +232,34 @@ fn text(report: &Report) -> String {
         },
     );
     if let Some(path) = &report.path {
-        line("path", path.active.to_owned());
-        for reason in &path.not_active {
-            line("", format!("not {}: {}", reason.path, reason.reason));
-        }
+        line("path", format!("{} for host memory (gdsio: {})", path.active, path.transfer_type));
+        reasons(&path.not_active, &mut line);
         for note in &path.notes {
             line("", format!("note: {note}"));
         }
+    }
+    if let Some(side) = &report.gpu {
+        side.gpus.iter().for_each(|gpu| line("gpu", gpu.line()));
+        side.no_gpu.iter().for_each(|why| line("gpu", format!("none: {why}")));
+        match (side.active, side.transfer_type) {
+            (Some(active), Some(kind)) => line("gpu path", format!("{active} for GPU memory (gdsio: {kind})")),
+            _ => line("gpu path", "none".to_owned()),
+        }
+        reasons(&side.not_active, &mut line);
+        side.library().into_iter().for_each(|text| line("cufile", text));
     }
     for problem in &d.problems {
         line(if d.usable { "warning" } else { "problem" }, problem.clone());
     }
     text
+}
+
+/// A line for each path that is not used; a reason that holds for several is said once.
+fn reasons(list: &[Reason], line: &mut impl FnMut(&str, String)) {
+    let mut before = "";
+    for Reason { path, reason, .. } in list {
+        let said = if reason == before { "for the same reason" } else { reason };
+        line("", format!("not {path}: {said}"));
+        before = reason;
+    }
 }

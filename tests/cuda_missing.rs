@@ -1,0 +1,65 @@
+//! Without a driver, with half of one, without a GPU: errors with advice, never a panic. Each in a process of its own, since a
+//! library that was once looked for stays as it was found.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::process::Command;
+
+use forebay::ErrorKind;
+use forebay::config::Settings;
+use forebay::device::cuda::{CudaDevice, CudaOptions, devices};
+use forebay::device::open_device;
+
+const WANTED: &str = "FOREBAY_TEST_CUDA_MISSING";
+
+/// Runs `child` with these variables; the words must be in the error.
+fn child(variables: &[(&str, &str)], words: &str) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "the_process_of_the_other_tests", "--nocapture"]).env(WANTED, words);
+    command.env_remove("LD_LIBRARY_PATH").envs(variables.iter().copied());
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !text.contains("panicked"), "{words}: {text}");
+}
+
+/// Nothing by itself: what the others start.
+#[test]
+fn the_process_of_the_other_tests() {
+    let Ok(words) = std::env::var(WANTED) else { return };
+    for error in [
+        CudaDevice::open(&CudaOptions::default()).map(drop).unwrap_err(),
+        devices().map(drop).unwrap_err(),
+        open_device("cuda:0", &Settings::default()).map(drop).unwrap_err(),
+    ] {
+        let text = error.to_string();
+        assert!(error.kind() == ErrorKind::Unsupported && text.contains(&words), "{error:?} has not {words:?}");
+        assert!(error.advice_text().is_some(), "{error:?}");
+    }
+}
+
+#[test]
+fn without_a_driver() {
+    // On a machine with one, it is found: there the other cases stand for this one.
+    if ["/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu"]
+        .iter()
+        .all(|d| !std::path::Path::new(d).join("libcuda.so.1").exists())
+    {
+        child(&[], "libcuda.so.1 was not found; install");
+    }
+}
+
+#[test]
+fn with_a_driver_that_lacks_functions() {
+    child(&[("LD_LIBRARY_PATH", standin_cuda::EMPTY_DIR)], "the CUDA driver has no cuInit; install");
+}
+
+#[test]
+fn without_a_gpu() {
+    let variables = [("LD_LIBRARY_PATH", standin_cuda::DIR), ("STANDIN_CUDA_DEVICES", "0")];
+    child(&variables, "cuInit: CUDA_ERROR_NO_DEVICE; check nvidia-smi");
+}
+
+#[test]
+fn with_a_driver_that_is_too_old() {
+    let variables = [("LD_LIBRARY_PATH", standin_cuda::DIR), ("STANDIN_CUDA_DRIVER", "11080")];
+    child(&variables, "of version 11.8, too old");
+}
