@@ -69,7 +69,8 @@ def compiled(library: pathlib.Path) -> str:
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(str(library))
     program = ctypes.c_void_p()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"forebay.cu", 0, None, None) == 0
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"forebay.cu", 0, None, None) != 0:
+        raise SystemExit("NVRTC cannot be used")
     options = (ctypes.c_char_p * len(OPTIONS))(*(o.encode() for o in OPTIONS))
     result = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options)
 

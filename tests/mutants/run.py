@@ -85,15 +85,19 @@ def judge(mutant: dict, commands: dict) -> tuple[str, float]:
     return result, time.monotonic() - start
 
 
-def update(document: pathlib.Path, name: str, rows: list[tuple[dict, str]]) -> None:
-    table = ["| mutant | file | what is wrong | result |", "| --- | --- | --- | --- |"]
-    table += [f"| {m['name']} | `{m['file']}` | {m['why']} | {result} |" for m, result in rows]
+def update(document: pathlib.Path, name: str, mutants: list[dict], results: dict[str, str]) -> None:
+    """Writes the table; mutants that did not run keep the result that the table has of them."""
     begin, end = f"<!-- mutants {name} -->", f"<!-- end of mutants {name} -->"
     text = document.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(text):
+    found = re.search(f"{re.escape(begin)}(.*?){re.escape(end)}", text, re.DOTALL)
+    if found is None:
         raise SystemExit(f"{document} has no {begin}")
-    document.write_text(pattern.sub(lambda _: "\n".join([begin, *table, end]), text), encoding="utf-8")
+    before = {row[0]: row[-1] for row in re.findall(r"^\| ([\w-]+) \| (.*) \| ([^|]*) \|$", found[1], re.MULTILINE)}
+    table = ["| mutant | file | what is wrong | result |", "| --- | --- | --- | --- |"]
+    for m in mutants:
+        result = results.get(m["name"]) or before.get(m["name"], "not run")
+        table.append(f"| {m['name']} | `{m['file']}` | {m['why']} | {result.splitlines()[0]} |")
+    document.write_text("\n".join([text[: found.start()] + begin, *table, end + text[found.end() :]]), encoding="utf-8")
 
 
 def main() -> int:
@@ -120,8 +124,8 @@ def main() -> int:
         rows.append((mutant, result))
         print(f"{result:16} {seconds:6.1f} s  {mutant['name']}", flush=True)
     print(f"{len(rows) - bad} of {len(rows)} mutants killed")
-    if args.update and not args.only:
-        update(args.update, args.list.stem, rows)
+    if args.update:
+        update(args.update, args.list.stem, listed["mutants"], {m["name"]: result for m, result in rows})
     return 1 if bad else 0
 
 
