@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc cufile check-abi bench micro kernels kernels-check mutants clean
+.PHONY: demo test build lint unit doc cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -51,6 +51,21 @@ mutants:
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build
 	$(PYTHON) benches/speed.py --forebay $(FOREBAY) --write docs/benchmarks.md
+
+# What a GPU machine needs, in target/gpu: programs and tests without debug information, which run there without Rust.
+gpu-pack:
+	CARGO="$(CARGO)" tests/gpu/pack.sh target/gpu
+
+# The device's tests on this machine's GPU, from target/gpu; without a GPU a dry run on the stand-in.
+test-gpu:
+	test -d target/gpu || $(MAKE) gpu-pack
+	tests/gpu/run.sh target/gpu
+
+# Speed on this machine's GPU; writes docs/benchmarks-gpu.md. Without a GPU a dry run on the stand-in. DIRECTORY is on the drive.
+DIRECTORY ?= .
+bench-gpu:
+	test -d target/gpu || $(MAKE) gpu-pack
+	tests/gpu/bench.sh target/gpu $(DIRECTORY)
 
 micro:
 	$(CARGO) bench -p forebay

@@ -2,12 +2,16 @@
 //!
 //! [`load`] puts it where `dlopen("libcuda.so.1")` of this process finds it; programs find it by `LD_LIBRARY_PATH` = [`DIR`].
 //! Tests hold streams, inject errors and read counters through [`Standin`], and play the server through [`Server`].
+//!
+//! Where [`ON_GPU`] is set, the machine's own driver is loaded instead, so that tests of what a GPU does run on one: streams are
+//! held by functions that block in them, memory is peeked at by copies, and what only the stand-in knows is not asked.
 #![expect(unsafe_code, reason = "calls into a shared library")]
 #![expect(clippy::expect_used, clippy::panic, reason = "a helper of tests fails by panicking")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
+mod real;
 mod server;
 
 pub use server::{Event, Memory, Server, Stream};
@@ -18,10 +22,14 @@ pub const DIR: &str = env!("STANDIN_CUDA_DIR");
 /// A folder with a `libcuda.so.1` that has no functions.
 pub const EMPTY_DIR: &str = concat!(env!("STANDIN_CUDA_DIR"), "/empty");
 
+/// The variable that asks for the machine's own driver.
+pub const ON_GPU: &str = "FOREBAY_TEST_GPU";
+
 /// The loaded library.
 #[derive(Debug)]
 pub struct Standin {
     handle: *mut c_void,
+    real: Option<real::Holds>,
 }
 
 // SAFETY: the handle is only passed to dlsym, which any thread may call.
@@ -29,8 +37,8 @@ unsafe impl Send for Standin {}
 // SAFETY: as for Send.
 unsafe impl Sync for Standin {}
 
-fn open(name: &str) -> *mut c_void {
-    let path = CString::new(format!("{DIR}/{name}")).expect("a path");
+fn open(path: &str) -> *mut c_void {
+    let path = CString::new(path).expect("a path");
     // SAFETY: the path ends in a zero; the library's initialisers only make its own state.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if handle.is_null() {
@@ -44,9 +52,12 @@ fn open(name: &str) -> *mut c_void {
 pub fn load() -> &'static Standin {
     static LOADED: OnceLock<Standin> = OnceLock::new();
     LOADED.get_or_init(|| {
-        let handle = open("libcuda.so.1");
-        open("libcuda.so");
-        Standin { handle }
+        if std::env::var_os(ON_GPU).is_some() {
+            return Standin { handle: open("libcuda.so.1"), real: Some(real::Holds::default()) };
+        }
+        let handle = open(&format!("{DIR}/libcuda.so.1"));
+        open(&format!("{DIR}/libcuda.so"));
+        Standin { handle, real: None }
     })
 }
 
@@ -62,16 +73,28 @@ impl Standin {
         unsafe { std::mem::transmute_copy::<*mut c_void, F>(&symbol) }
     }
 
-    /// A counter (`launches`, `copies`, `live_events` …), or the calls of a function by its name.
+    /// A counter (`launches`, `copies`, `live_events` …), or the calls of a function by its name; 0 on a real GPU.
     #[must_use]
     pub fn get(&self, key: &str) -> u64 {
+        if self.is_real() {
+            return 0;
+        }
         let key = CString::new(key).expect("a key");
         let get: unsafe extern "C" fn(*const c_char) -> u64 = self.function("standin_get");
         // SAFETY: the string outlives the call.
         unsafe { get(key.as_ptr()) }
     }
 
+    /// Whether this is a real driver.
+    #[must_use]
+    pub fn is_real(&self) -> bool {
+        self.real.is_some()
+    }
+
     fn set(&self, key: &str, a: u64, b: u64) {
+        if self.is_real() {
+            return;
+        }
         let key = CString::new(key).expect("a key");
         let set: unsafe extern "C" fn(*const c_char, u64, u64) = self.function("standin_set");
         // SAFETY: the string outlives the call.
@@ -137,6 +160,9 @@ impl Standin {
     }
 
     fn hold_handle(&self, stream: u64, on: bool) {
+        if let Some(holds) = &self.real {
+            return holds.set(self, stream, on);
+        }
         let hold: unsafe extern "C" fn(u64, c_int) -> c_int = self.function("standin_hold");
         // SAFETY: an unknown handle is an error code.
         assert_eq!(unsafe { hold(stream, c_int::from(on)) }, 0, "no stream {stream:#x}");
@@ -159,6 +185,9 @@ impl Standin {
 
     /// Waits until every stream has done all that it can do without those that are held.
     pub fn settle(&self) {
+        if self.is_real() {
+            return real::settle(self);
+        }
         let settle: unsafe extern "C" fn() = self.function("standin_settle");
         // SAFETY: takes no arguments.
         unsafe { settle() }
@@ -183,6 +212,9 @@ impl Standin {
     /// What device memory holds at this moment, past all streams.
     #[must_use]
     pub fn peek(&self, address: u64, len: usize) -> Vec<u8> {
+        if self.is_real() {
+            return real::peek(self, address, len);
+        }
         assert!(len == 0 || self.is_device(address, len), "{len} bytes at {address:#x} are not device memory");
         let mut bytes = vec![0u8; len];
         // SAFETY: inside an allocation. A test may race with a stream's writes: the answer is bytes.
@@ -192,6 +224,9 @@ impl Standin {
 
     /// Sets device memory at this moment, past all streams.
     pub fn poke(&self, address: u64, bytes: &[u8]) {
+        if self.is_real() {
+            return real::poke(self, address, bytes);
+        }
         assert!(bytes.is_empty() || self.is_device(address, bytes.len()), "not device memory: {address:#x}");
         // SAFETY: inside an allocation, which no reference covers.
         unsafe { libc::memcpy(address as *mut c_void, bytes.as_ptr().cast(), bytes.len()) };
@@ -205,6 +240,9 @@ impl Standin {
 
     /// Asserts that nothing made through the driver is left, and that nobody waited for a whole context.
     pub fn assert_clean(&self) {
+        if self.is_real() {
+            return;
+        }
         for key in ["live_allocations", "live_events", "live_streams", "live_registered", "live_modules", "retained"] {
             assert_eq!(self.get(key), 0, "{key}");
         }
@@ -213,6 +251,9 @@ impl Standin {
 
     /// Asserts that nobody waited for a whole context, reset one, or freed memory in use.
     pub fn assert_never_waited(&self) {
+        if self.is_real() {
+            return;
+        }
         for key in ["context_syncs", "context_resets", "frees_that_wait", "waits_for_nothing"] {
             assert_eq!(self.get(key), 0, "{key}");
         }

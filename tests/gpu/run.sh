@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Runs the device's tests on this machine's GPU; where there is none, on the stand-in, which shows that all of it runs.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+dir=$(realpath "${1:?folder made by pack.sh}")
+mkdir -p "$(cat "$dir/tmpdir")"
+skip=()
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    export FOREBAY_TEST_GPU=1
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+    # These ask the stand-in for what a driver does not tell, or hold streams that are not the server's.
+    skip=(--skip a_launch_has_no_more_ctas --skip jobs_that_wait_become_one_launch
+        --skip a_stream_that_waits_for_a_launch --skip a_gate_that_has_closed)
+    if [ "$(nvidia-smi -L | grep -c GPU)" -lt 2 ]; then skip+=(--skip two_); fi
+    "$dir/forebay" probe --json . || true
+else
+    echo "no GPU here: dry run on the stand-in"
+fi
+status=0
+for test in "$dir"/tests/*; do
+    echo "== $(basename "$test")"
+    # Each test in a process of its own, as device and stand-in are per process.
+    for name in $("$test" --list --format terse "${skip[@]}" | sed -n 's/: test$//p'); do
+        if timeout 120 "$test" --exact "$name" --test-threads 1 >"$dir/last.log" 2>&1; then
+            echo "ok   $name"
+        else
+            echo "FAIL $name"
+            tail -30 "$dir/last.log"
+            status=1
+        fi
+    done
+done
+if [ -n "${FOREBAY_TEST_GPU:-}" ] && command -v compute-sanitizer >/dev/null; then
+    for tool in memcheck racecheck; do
+        echo "== compute-sanitizer $tool"
+        timeout 300 compute-sanitizer --tool "$tool" --error-exitcode 9 "$dir/tests/cuda_reshape" --test-threads 1 "${skip[@]}" | tail -5 || status=1
+    done
+fi
+exit $status
