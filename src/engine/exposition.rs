@@ -11,7 +11,7 @@ metric_table! {
     /// Every metric of an engine.
     METRICS;
     UP = Gauge "forebay_up" [] "1 while the cache is open, 0 while it is disabled or closed.";
-    PATH = Gauge "forebay_io_path" ["drive", "path"] "1 for the I/O path that each drive uses.";
+    PATH = Gauge "forebay_io_path" ["drive", "path"] "1 for the I/O paths that each drive uses: for host memory, and for a GPU's where KV lies there.";
     LOOKUPS = Counter "forebay_lookups_total" [] "Lookups.";
     LOOKUP_TOKENS = Counter "forebay_lookup_tokens_total" ["result"] "Tokens looked up: hit or miss.";
     LOOKUP_SECONDS = Histogram "forebay_lookup_seconds" [] "Time of a lookup, keys given.";
@@ -119,7 +119,10 @@ impl Inner {
         let Some(log) = self.log() else { return };
         for (i, drive) in (0..log.drives()).filter_map(|i| Some((i, log.drive(i)?))) {
             let name = log.options().dirs.get(i).map(|d| d.display().to_string()).unwrap_or_default();
-            e.value(&PATH, &[&name, drive.report.active.as_str()], 1.0);
+            let device = drive.report.device.as_ref().map(|d| d.active());
+            for path in [Some(drive.report.active), device].into_iter().flatten() {
+                e.value(&PATH, &[&name, path.as_str()], 1.0);
+            }
             expose_queue(e, (&name, "read"), &drive.read.stats().counts());
             expose_queue(e, (&name, "write"), &drive.write.stats().counts());
         }

@@ -52,8 +52,10 @@ impl StagingStats {
 pub struct EngineStats {
     /// Whether the cache is open.
     pub up: bool,
-    /// Active I/O path of each drive.
+    /// Active I/O path of each drive for host memory: headers, journals, and KV in it.
     pub paths: Vec<&'static str>,
+    /// Active I/O path of each drive for KV in a GPU's memory; empty where there is none. May change while the engine runs.
+    pub device_paths: Vec<&'static str>,
     /// Lookups.
     pub lookups: u64,
     /// Tokens that were looked up.
@@ -160,6 +162,7 @@ impl Inner {
             stats.log = log.stats();
             for drive in (0..log.drives()).filter_map(|i| log.drive(i)) {
                 stats.paths.push(drive.report.active.as_str());
+                stats.device_paths.extend(drive.report.device.as_ref().map(|d| d.active().as_str()));
                 stats.quarantined +=
                     [&drive.read, &drive.write].iter().map(|q| q.stats().counts().quarantined).sum::<usize>();
             }

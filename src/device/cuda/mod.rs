@@ -5,7 +5,7 @@
 //! - The server's memory and streams are borrowed: never freed, never held up but by fences that the server asks for.
 //! - What the GPU uses (staging, descriptors, events, gates) is held until an event, or the end of the stream, says it is over.
 //! - A forked child touches nothing of it, and gets errors.
-//! - No panic where the driver, a function of it, or a GPU is missing: [`driver`] looks before cudarc does.
+//! - No panic where the driver, a function of it, or a GPU is missing: `driver.rs` looks before cudarc does.
 
 use std::fmt;
 use std::sync::Arc;

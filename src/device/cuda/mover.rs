@@ -15,18 +15,22 @@ use super::context::Context;
 use super::driver::CudaError;
 use super::events::{CudaPoint, EventPool};
 use super::job::contained;
+use super::memory::DeviceRegion;
 use super::pinned::PinnedRegion;
 use super::streams::OwnStream;
 use super::threads;
 use crate::device::region::{HugePages, RegionOptions};
+use crate::device::staging::StagingPool;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Copying, MemRegion, Mover, Place};
+use crate::io::{Buf, Copying, MemRegion, Mover, Place};
 
 /// Copies for one GPU. Dropping it finishes all of them first.
 pub(super) struct CudaMover {
     context: Arc<Context>,
     numa: Option<u32>,
     lanes: [Lane; 2],
+    /// Memory lent to reads whose own is with calls that hang: freeing it would wait for the GPU, so it is lent again.
+    spares: Mutex<Vec<Arc<StagingPool>>>,
 }
 
 struct Lane {
@@ -55,7 +59,12 @@ impl CudaMover {
         name: &str,
         numa: Option<u32>,
     ) -> Result<Arc<Self>> {
-        let mover = Self { context: Arc::clone(context), numa, lanes: [Lane::empty(), Lane::empty()] };
+        let mover = Self {
+            context: Arc::clone(context),
+            numa,
+            lanes: [Lane::empty(), Lane::empty()],
+            spares: Mutex::default(),
+        };
         for (lane, direction) in mover.lanes.iter().zip([Direction::ToDevice, Direction::ToHost]) {
             lane.start(context, events, name, direction)?;
         }
@@ -147,10 +156,12 @@ impl Mover for CudaMover {
         Place::Device(self.context.ordinal())
     }
 
+    // SAFETY: the contract of the trait, which the copying thread relies on.
     unsafe fn to_device(&self, copying: Copying) {
         self.submit(0, copying);
     }
 
+    // SAFETY: as above.
     unsafe fn to_host(&self, copying: Copying) {
         self.submit(1, copying);
     }
@@ -160,6 +171,22 @@ impl Mover for CudaMover {
         let wishes = RegionOptions { hugepages: HugePages::Transparent, numa: self.numa };
         let region = PinnedRegion::new(&self.context, bytes, &wishes)?;
         Ok(region)
+    }
+
+    fn spare(&self, bytes: usize) -> Result<Buf> {
+        self.context.usable()?;
+        let mut spares = self.spares.lock();
+        let lent = spares.iter().filter(|p| p.slot_bytes() >= bytes).find_map(StagingPool::try_take);
+        if let Some(buf) = lent {
+            return Ok(buf);
+        }
+        let slot_bytes = StagingPool::rounded(bytes)?;
+        let _entered = self.context.enter()?;
+        let region = DeviceRegion::new(&self.context, slot_bytes)?;
+        let pool = StagingPool::over(region, self.place(), slot_bytes)?;
+        let buf = pool.try_take().ok_or_else(|| Error::new(ErrorKind::Internal, "a fresh pool is empty"))?;
+        spares.push(pool);
+        Ok(buf)
     }
 
     fn bind_thread(&self) -> Result<()> {

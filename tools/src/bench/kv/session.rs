@@ -147,7 +147,13 @@ impl Session {
 
     /// The I/O path in use.
     pub(super) fn path(&self) -> Result<Option<String>> {
-        Ok(self.engine.stats()?.paths.first().map(|p| (*p).to_owned()))
+        let stats = self.engine.stats()?;
+        let (host, device) = (stats.paths.first(), stats.device_paths.first());
+        Ok(host.map(|host| match device {
+            Some(&"bounce") => format!("bounce over {host}"),
+            Some(device) => (*device).to_owned(),
+            None => (*host).to_owned(),
+        }))
     }
 
     /// Closes the cache in order.
