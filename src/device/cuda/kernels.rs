@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUfunction, CUmodule};
+use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute_enum as Attribute, CUmodule};
 
 use super::context::Context;
 use super::driver::{CudaResult, check};
@@ -77,6 +77,11 @@ impl Kernels {
         // SAFETY: a loaded module and a name that ends in a zero.
         let code = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
         check("cuModuleGetFunction", code)?;
+        let (mut registers, what) = (0, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
+        // Whoever asks makes a lazy driver load the code now: at the first launch it might wait for the whole context.
+        // SAFETY: a function of a loaded module; the answer is written to a live variable.
+        check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut registers, what, function) })?;
+        tracing::debug!(?name, registers, "kernel loaded");
         Ok(function)
     }
 

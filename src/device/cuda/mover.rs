@@ -156,12 +156,12 @@ impl Mover for CudaMover {
         Place::Device(self.context.ordinal())
     }
 
-    // SAFETY: the contract of the trait, which the copying thread relies on.
+    // SAFETY: the caller's promise is passed on with the copy; `submit_all` relies on it.
     unsafe fn to_device(&self, copying: Copying) {
         self.submit(0, copying);
     }
 
-    // SAFETY: as above.
+    // SAFETY: as `to_device`.
     unsafe fn to_host(&self, copying: Copying) {
         self.submit(1, copying);
     }
