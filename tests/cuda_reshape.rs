@@ -1,5 +1,4 @@
 //! The GPU device against plain loops over random layouts, with streams that take their time.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
 
