@@ -111,6 +111,8 @@ pub(super) struct Detached {
     pub(super) caller: Caller,
     pub(super) file: Arc<DirectFile>,
     pub(super) offset: u64,
+    pub(super) buf_offset: usize,
+    pub(super) len: usize,
     pub(super) deadline: Instant,
 }
 
@@ -291,24 +293,31 @@ impl Jobs {
         self.slots.get(job).and_then(Option::as_ref).is_none_or(|j| j.failed.is_some() || j.caller.is_none())
     }
 
-    /// A job's number and the bytes of its memory where it is a read of the whole of it that somebody waits for.
-    pub(super) fn whole_read(&self, job: usize) -> Option<(u64, usize)> {
+    /// A job's number and the bytes of its memory where it is a read that somebody waits for.
+    pub(super) fn awaited_read(&self, job: usize) -> Option<(u64, usize)> {
         let job = self.slots.get(job)?.as_ref()?;
         let len = job.buf.as_ref().map(Buf::len)?;
-        let whole = job.op == Op::Read && job.buf_offset == 0 && job.len == len;
-        (whole && job.caller.is_some() && job.failed.is_none()).then_some((job.seq, len))
+        (job.op == Op::Read && job.caller.is_some() && job.failed.is_none()).then_some((job.seq, len))
     }
 
     /// Parts the caller from the job with this number, which hands out no more and keeps its memory until its blocks are back.
     pub(super) fn detach(&mut self, id: usize, seq: u64) -> Option<Detached> {
-        if self.whole_read(id).is_none_or(|(number, _)| number != seq) {
+        if self.awaited_read(id).is_none_or(|(number, _)| number != seq) {
             return None;
         }
         self.stop_issuing(id);
         let job = self.slots.get_mut(id)?.as_mut()?;
         let caller = job.caller.take()?;
         job.stats.quarantine();
-        Some(Detached { caller, file: Arc::clone(&job.file), offset: job.offset, deadline: job.deadline })
+        let (buf_offset, len) = (job.buf_offset, job.len);
+        Some(Detached {
+            caller,
+            file: Arc::clone(&job.file),
+            offset: job.offset,
+            buf_offset,
+            len,
+            deadline: job.deadline,
+        })
     }
 
     /// Takes a block back that no longer touches the job's memory although its end is not known. The job must be given up next.

@@ -386,7 +386,7 @@ impl Shared {
 
     /// Has a read answered that waits for a hung call, where there is other memory for it.
     fn serve_elsewhere(&self, state: &mut MutexGuard<'_, State>, job: usize) {
-        let Some((seq, bytes)) = state.jobs.whole_read(job) else { return };
+        let Some((seq, bytes)) = state.jobs.awaited_read(job) else { return };
         let Some(into) = MutexGuard::unlocked(state, || self.transfer.spare(bytes)) else { return };
         if let Some(read) = state.jobs.detach(job, seq) {
             MutexGuard::unlocked(state, || self.transfer.serve(read, into));

@@ -64,8 +64,9 @@ pub struct Request {
 pub struct Completion {
     /// `Ok` only if exactly the asked length moved.
     pub result: Result<()>,
-    /// The memory. `None` where there was none, and after a time-out: then the queue keeps it until the I/O has really ended
-    /// and drops it.
+    /// The memory; for a read whose own is still with a call that hangs, other memory of at least its length, whose bytes outside
+    /// the transfer mean nothing. `None` where there was none, and after a time-out: then the queue keeps it until the I/O has
+    /// really ended and drops it.
     pub buf: Option<Buf>,
     /// When the request was submitted.
     pub submitted: Instant,

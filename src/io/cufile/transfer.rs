@@ -212,7 +212,11 @@ impl Transfer for Cufile {
     fn serve(&self, read: Detached, into: Buf) {
         let left = read.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let caller = read.caller;
-        let request = Request::read(read.file, read.offset, into, move |c| caller.tell(c.result, c.buf)).timeout(left);
+        let request = Request {
+            buf_offset: read.buf_offset,
+            len: read.len,
+            ..Request::read(read.file, read.offset, into, move |c| caller.tell(c.result, c.buf)).timeout(left)
+        };
         if let Err(rejected) = self.below.submit_part(request, &self.parts) {
             let Request { done, buf, .. } = *rejected.request;
             let now = Instant::now();
