@@ -13,10 +13,12 @@ use standin_cuda::{Server, Standin};
 
 mod cuda_world;
 
-use cuda_world::{PATIENCE, With, World, chunk, small_cache, staging_options};
+use cuda_world::{PATIENCE, With, World, chunk, small_cache, staging_options, until};
 
 const UNKNOWN: i32 = 999;
 const ILLEGAL_ADDRESS: i32 = 700;
+/// Lanes for scatters whose fence has not passed.
+const LATE_LANES: usize = 3;
 
 /// Opens a device and uses all of it. `Err` where it could not be opened; otherwise how many of the jobs failed.
 fn use_everything(lib: &'static Standin, server: Server) -> Result<usize, Error> {
@@ -28,17 +30,28 @@ fn use_everything(lib: &'static Standin, server: Server) -> Result<usize, Error>
     let handle = Stream(stream.handle());
     let mut failed = 0;
     let mut jobs = Vec::new();
+    // Held until the launches wait for it, so that each of them really asks for a wait.
+    stream.hold();
     for i in 0..4 {
-        let fence = world.device.fence(handle).unwrap_or_else(|_| {
+        let wished = if i < LATE_LANES { world.device.fence(handle) } else { Ok(None) };
+        let fence = wished.unwrap_or_else(|_| {
             failed += 1;
             None
         });
         let c = chunk(&rig, i, 5 + i as u64);
+        let (waits, waiting) = (lib.get("cuStreamWaitEvent"), fence.is_some());
         let with = With { after: fence.into_iter().collect(), ..With::default() };
-        jobs.push((rig.crcs(&c.parts, &c.bytes), world.scatter(&rig, world.staged(&c.bytes), c.parts, with)));
+        let job = world.scatter(&rig, world.staged(&c.bytes), c.parts.clone(), with);
+        let mut done = None;
+        until("the launch waits for the stream, or its job has ended", || {
+            done = job.done.try_recv().ok();
+            done.is_some() || waiting && lib.get("cuStreamWaitEvent") > waits
+        });
+        jobs.push((rig.crcs(&c.parts, &c.bytes), job, done));
     }
-    for (crcs, job) in &jobs {
-        let done = job.end();
+    stream.release();
+    for (crcs, job, done) in &mut jobs {
+        let done = done.get_or_insert_with(|| job.end());
         match &done.error {
             Some(_) => failed += 1,
             None => assert!(done.crcs == *crcs && !done.skipped, "a job that did not fail has other checksums"),
@@ -121,8 +134,12 @@ fn an_error_at_any_call_ends_every_job_once_and_leaves_nothing() {
         }
     }
     assert!(hits.len() > 30, "{hits:?}");
-    for call in ["cuLaunchKernel", "cuMemAlloc_v2", "cuEventRecord", "cuEventSynchronize", "cuModuleLoadData"] {
+    for call in ["cuMemAlloc_v2", "cuEventRecord", "cuEventSynchronize", "cuModuleLoadData"] {
         assert!(hits.get(call).is_some_and(|h| h.1 > 0), "an error of {call} was not noticed");
+    }
+    for (call, least) in [("cuLaunchKernel", 5), ("cuStreamWaitEvent", LATE_LANES as u32)] {
+        let (hit, noticed) = hits.get(call).copied().unwrap_or_default();
+        assert!(hit >= least && noticed == hit, "{noticed} of {hit} errors of {call} were noticed, {least} expected");
     }
 }
 
@@ -131,6 +148,27 @@ fn functions() -> impl Iterator<Item = &'static str> {
     let source = include_str!("../src/device/cuda/driver.rs");
     let list = source.split("const NEEDED").nth(1).unwrap().split("];").next().unwrap();
     list.split('"').filter(|w| w.starts_with("cu"))
+}
+
+#[test]
+fn a_launch_that_failed_ends_its_job_when_the_stream_has_come_to_the_fence() {
+    let world = World::new();
+    let rig = world.rig(small_cache(32), 1);
+    let (before, stream) = (rig.dump(), world.server.stream(true));
+    stream.hold();
+    let (c, launches) = (chunk(&rig, 0, 1), world.lib.get("cuLaunchKernel"));
+    world.lib.inject("cuLaunchKernel", 1, UNKNOWN);
+    let with = With { after: world.fence(&stream).into_iter().collect(), ..With::default() };
+    let job = world.scatter(&rig, world.staged(&c.bytes), c.parts, with);
+    until("the launch", || world.lib.get("cuLaunchKernel") > launches);
+    // What was submitted before the launch, behind the fence, still uses the job's memory.
+    world.lib.settle();
+    assert!(job.done.try_recv().is_err() && world.device.jobs() == 1);
+    stream.release();
+    let done = job.end();
+    assert!(done.error.is_some() && job.launched.try_recv().is_err() && rig.dump() == before);
+    drop((done, job, rig, stream));
+    world.end();
 }
 
 #[test]

@@ -14,7 +14,7 @@ use forebay::io::{Copying, Mover, Place};
 
 mod cuda_world;
 
-use cuda_world::{PATIENCE, With, World, chunk, noise, small_cache, staging_options};
+use cuda_world::{PATIENCE, With, World, chunk, noise, small_cache, staging_options, until};
 
 #[test]
 fn closing_finishes_what_is_pending_and_refuses_what_comes_later() {
@@ -210,7 +210,14 @@ fn copies_end_when_their_bytes_are_there_also_through_memory_that_could_not_be_p
         // SAFETY: a region of this length that only this test uses.
         unsafe { std::ptr::copy(bytes.as_ptr(), there.as_mut_ptr(), bytes.len()) };
         world.lib.hold_side_streams(true);
+        // Where the engine waits for the copy: in the copy itself if that is not from pinned memory.
+        let waiting = if refuse { "cuMemcpyHtoDAsync_v2" } else { "cuEventSynchronize" };
+        let waits = world.lib.get(waiting);
         let ended = copy(&mover, true, (memory.address(), there.as_mut_ptr(), 300_000));
+        until("the copy is waited for", || {
+            assert!(ended.try_recv().is_err(), "a copy has ended before its stream has run it");
+            world.lib.get(waiting) > waits
+        });
         world.lib.settle();
         assert!(ended.try_recv().is_err() && memory.peek() != bytes);
         world.lib.hold_side_streams(false);
@@ -267,6 +274,33 @@ fn a_forked_child_gets_errors_and_calls_nothing() {
     assert_eq!(status, 0, "the child touched the driver, or was given no error");
     drop((fence, memory, pinned, rig, stream));
     world.end();
+}
+
+#[test]
+fn a_forked_child_that_drops_the_last_handle_gives_nothing_back() {
+    let World { lib, server, device, pool } = World::new();
+    let memory = device.alloc(64).unwrap();
+    memory.fill(0, 64, 1).unwrap();
+    // The threads, which a child does not have, hold no handle any more: the memory alone keeps stream, events and context.
+    drop((device, pool));
+    let calls = lib.get("calls");
+    // SAFETY: the child only runs the code below and leaves by _exit.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        drop(memory);
+        let good = lib.get("calls") == calls;
+        // SAFETY: ends the child without running anything of the test harness.
+        unsafe { libc::_exit(i32::from(!good)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child above.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert_eq!(status, 0, "the child gave back what is its parent's");
+    assert_eq!((lib.get("retained"), lib.get("live_allocations")), (2, 1));
+    drop(memory);
+    assert_eq!(lib.get("retained"), 1, "the memory was not the last handle");
+    drop(server);
+    lib.assert_clean();
 }
 
 #[test]

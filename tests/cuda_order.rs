@@ -211,11 +211,17 @@ fn captures_are_neither_joined_nor_broken() {
     let fence = first.fence();
     assert!(first.end().error.is_none());
     let ops = world.lib.get("captured_ops");
+    let late = world.server.stream(true);
     for stream in [&graph, &blocking] {
+        late.hold();
+        let ahead = world.fence(&late).unwrap();
         // Global mode: forbidden calls of any thread break the capture.
         stream.begin_capture(0);
         assert!(world.fence(stream).is_none(), "a fence in a capture");
-        world.device.wait(Stream(stream.handle()), std::slice::from_ref(&fence)).unwrap();
+        world.device.wait(Stream(stream.handle()), &[fence.clone(), ahead.clone()]).unwrap();
+        assert!(!ahead.has_passed());
+        late.release();
+        world.lib.settle();
         let second = world.scatter(&rig, world.staged(&c.bytes), c.parts.clone(), With::default());
         assert!(second.fence().has_passed() || second.end().error.is_none());
         world.device.alloc(100).unwrap().fill(0, 100, 1).unwrap();
@@ -226,7 +232,7 @@ fn captures_are_neither_joined_nor_broken() {
     assert_eq!(blocking.end_capture(), 0);
     assert_eq!(world.lib.get("captured_ops"), ops);
     world.device.close();
-    drop((first, fence, rig, graph, blocking));
+    drop((first, fence, rig, graph, blocking, late));
     world.end();
 }
 

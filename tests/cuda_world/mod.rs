@@ -5,7 +5,7 @@
 
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use forebay::device::cuda::{CudaDevice, CudaMemory, CudaOptions};
 use forebay::device::{
@@ -114,6 +114,15 @@ impl World {
 pub fn borrow(ordinal: u32, memory: &Memory) -> Arc<CudaMemory> {
     // SAFETY: the tests drop the server's memory after everything that borrows it has ended.
     unsafe { CudaMemory::from_raw(ordinal, memory.address(), memory.len(), None) }.unwrap()
+}
+
+/// Yields until it is so: for what other threads do without telling anybody.
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "waited for: {what}");
+        std::thread::yield_now();
+    }
 }
 
 /// What else a job has.

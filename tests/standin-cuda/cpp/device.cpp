@@ -2,6 +2,7 @@
 #include "standin.h"
 #include <cstdio>
 #include <cstdlib>
+#include <pthread.h>
 
 extern "C" __attribute__((weak)) int forebay_shim_launch(const char* name, const unsigned grid[3], const unsigned block[3], void** args);
 
@@ -37,6 +38,8 @@ API int cuInit(unsigned) {
     if (const char* n = getenv("STANDIN_CUDA_DEVICES")) G().devices = atoi(n);
     if (const char* n = getenv("STANDIN_CUDA_MEMORY")) for (auto& c : G().ctx) c.total = strtoull(n, nullptr, 10);
     if (const char* n = getenv("STANDIN_CUDA_DRIVER")) G().driver_version = atoi(n);
+    // A forked child may ask for counters, whatever the streams were doing.
+    pthread_atfork([] { G().mu.lock(); }, [] { G().mu.unlock(); }, [] { G().mu.unlock(); });
     G().ready = true;
   }
   return G().devices ? OK : NO_DEVICE;
