@@ -4,7 +4,7 @@
 //! Tests hold streams, inject errors and read counters through [`Standin`], and play the server through [`Server`].
 //!
 //! Where [`ON_GPU`] is set, the machine's own driver is loaded instead, so that tests of what a GPU does run on one: streams are
-//! held by functions that block in them, memory is peeked at by copies, and what only the stand-in knows is not asked.
+//! held by words that they poll, memory is peeked at by copies, and what only the stand-in knows is not asked.
 #![expect(unsafe_code, reason = "calls into a shared library")]
 #![expect(clippy::expect_used, clippy::panic, reason = "a helper of tests fails by panicking")]
 
@@ -64,13 +64,17 @@ pub fn load() -> &'static Standin {
 impl Standin {
     /// The function `name` as a pointer of type `F`, which the caller knows to be right.
     pub(crate) fn function<F: Copy>(&self, name: &str) -> F {
+        self.optional(name).unwrap_or_else(|| panic!("the library has no {name}"))
+    }
+
+    /// As [`Standin::function`], where the library has it.
+    pub(crate) fn optional<F: Copy>(&self, name: &str) -> Option<F> {
         assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
         let c_name = CString::new(name).expect("a name");
         // SAFETY: a live handle and a string that ends in a zero.
         let symbol = unsafe { libc::dlsym(self.handle, c_name.as_ptr()) };
-        assert!(!symbol.is_null(), "the stand-in has no {name}");
         // SAFETY: the sizes are equal, and the caller names the type that the C++ source has.
-        unsafe { std::mem::transmute_copy::<*mut c_void, F>(&symbol) }
+        (!symbol.is_null()).then(|| unsafe { std::mem::transmute_copy::<*mut c_void, F>(&symbol) })
     }
 
     /// A counter (`launches`, `copies`, `live_events` …), or the calls of a function by its name; 0 on a real GPU.
@@ -89,6 +93,16 @@ impl Standin {
     #[must_use]
     pub fn is_real(&self) -> bool {
         self.real.is_some()
+    }
+
+    /// Says whether the calls of this thread are the server's; a real driver does not ask.
+    pub(crate) fn set_server(&self, on: bool) {
+        if self.is_real() {
+            return;
+        }
+        let server: unsafe extern "C" fn(c_int) = self.function("standin_server");
+        // SAFETY: sets a variable of this thread.
+        unsafe { server(c_int::from(on)) }
     }
 
     fn set(&self, key: &str, a: u64, b: u64) {
@@ -212,8 +226,8 @@ impl Standin {
     /// What device memory holds at this moment, past all streams.
     #[must_use]
     pub fn peek(&self, address: u64, len: usize) -> Vec<u8> {
-        if self.is_real() {
-            return real::peek(self, address, len);
+        if let Some(real) = &self.real {
+            return real.peek(self, address, len);
         }
         assert!(len == 0 || self.is_device(address, len), "{len} bytes at {address:#x} are not device memory");
         let mut bytes = vec![0u8; len];
@@ -224,8 +238,8 @@ impl Standin {
 
     /// Sets device memory at this moment, past all streams.
     pub fn poke(&self, address: u64, bytes: &[u8]) {
-        if self.is_real() {
-            return real::poke(self, address, bytes);
+        if let Some(real) = &self.real {
+            return real.poke(self, address, bytes);
         }
         assert!(bytes.is_empty() || self.is_device(address, bytes.len()), "not device memory: {address:#x}");
         // SAFETY: inside an allocation, which no reference covers.

@@ -16,14 +16,11 @@ pub struct Server {
 macro_rules! cuda {
     ($lib:expr, $name:literal, $($arg:expr => $ty:ty),*) => {{
         let f: unsafe extern "C" fn($($ty),*) -> c_int = $lib.function($name);
-        let server: unsafe extern "C" fn(c_int) = $lib.function("standin_server");
-        // SAFETY: the types are those of the functions; pointers are to live values of the callers here.
-        unsafe {
-            server(1);
-            let code = f($($arg),*);
-            server(0);
-            code
-        }
+        $lib.set_server(true);
+        // SAFETY: the types are those of the function; pointers are to live values of the callers here.
+        let code = unsafe { f($($arg),*) };
+        $lib.set_server(false);
+        code
     }};
 }
 
