@@ -7,6 +7,8 @@ mkdir -p "$(cat "$dir/tmpdir")"
 skip=()
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
     export FOREBAY_TEST_GPU=1
+    # A held stream must not share its way into the GPU with others.
+    export CUDA_DEVICE_MAX_CONNECTIONS=32
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     # These ask the stand-in for what a driver does not tell, or hold streams that are not the server's.
     skip=(--skip a_launch_has_no_more_ctas --skip jobs_that_wait_become_one_launch
