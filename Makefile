@@ -47,7 +47,10 @@ kernels-check:
 
 # Changes one place at a time and expects the tests to notice; takes half an hour.
 mutants:
-	$(PYTHON) tests/mutants/run.py tests/mutants/kernels.json --update kernels/README.md
+	status=0; \
+	$(PYTHON) tests/mutants/run.py tests/mutants/kernels.json --update kernels/README.md || status=1; \
+	$(PYTHON) tests/mutants/run.py tests/mutants/device.json --update tests/mutants/README.md || status=1; \
+	exit $$status
 
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build
