@@ -246,6 +246,8 @@ fn a_forked_child_gets_errors_and_calls_nothing() {
     let fence = world.fence(&stream);
     let memory = world.device.alloc(64).unwrap();
     let pinned = world.device.mover().unwrap().pinned(4096).unwrap();
+    // Nothing is under way when memory is freed.
+    assert_eq!(stream.synchronize(), 0);
     let calls = world.lib.get("calls");
     // SAFETY: the child only runs the code below and leaves by _exit.
     let pid = unsafe { libc::fork() };
