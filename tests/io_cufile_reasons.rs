@@ -110,6 +110,25 @@ fn compatibility_mode_is_slower_than_our_own_way_but_can_be_forced() {
 }
 
 #[test]
+fn a_library_that_does_not_count_is_not_called_compatible() {
+    Child::new("a_library_that_does_not_count_is_not_called_compatible", LIBRARY)
+        .env(VARIABLE, "way=p2p;version=1140")
+        .run(|| {
+            for path in [IoPath::CufileGds, IoPath::CufileP2p, IoPath::CufileCompat] {
+                let (active, why) = found(path);
+                assert_eq!(active, IoPath::Bounce);
+                assert!(
+                    why.contains("too old to say") && why.contains("libcufile 1.14") && why.contains("1.15"),
+                    "{why}"
+                );
+                assert!(!why.contains("compatibility mode"), "{why}");
+            }
+            let dir = on_drive();
+            assert!(open_in(Some(dir.path()), CufileChoice::Force).is_ok());
+        });
+}
+
+#[test]
 fn never_is_never() {
     Child::new("never_is_never", LIBRARY).env(VARIABLE, "way=nvfs").run(|| {
         let dir = on_drive();

@@ -25,6 +25,8 @@ use crate::io::{DirectFile, MemRegion};
 const PIECE_BYTES: usize = 16 << 20;
 /// With counters for each GPU.
 const STATISTICS_LEVEL: i32 = 3;
+/// The first version that counts.
+const STATISTICS_SINCE: Version = Version { major: 1, minor: 15 };
 /// A descriptor of this number is registered already, by somebody else in this process.
 const HANDLE_ALREADY_REGISTERED: i32 = 5028;
 
@@ -155,28 +157,30 @@ impl Driver {
 
     /// Lets cuFile count; `false` where it cannot (before 1.15).
     pub(super) fn start_statistics(&self) -> bool {
+        // What a library before 1.15 would write is not known.
+        if self.version.is_none_or(|v| v < STATISTICS_SINCE) {
+            return false;
+        }
         let s = self.library.symbols();
         let (Some(set_level), Some(start)) = (s.set_stats_level, s.stats_start) else { return false };
         // SAFETY: neither takes a pointer.
         unsafe { set_level(STATISTICS_LEVEL).check().is_ok() && start().check().is_ok() }
     }
 
-    /// What it has counted.
-    pub(super) fn counters(&self) -> TrialCounters {
+    /// What it has counted; `None` where it does not say.
+    pub(super) fn counters(&self) -> Option<TrialCounters> {
         let mut out = TrialCounters::default();
-        let (Some(get), Some(version)) = (self.library.symbols().get_stats_l3, self.version) else { return out };
+        let (get, version) = self.library.symbols().get_stats_l3.zip(self.version)?;
         let mut buffer = Buffer::default();
         // SAFETY: the buffer is larger than what any version writes.
-        if unsafe { get(&raw mut buffer) }.check().is_err() {
-            return out;
-        }
+        unsafe { get(&raw mut buffer) }.check().ok()?;
         let level3 = buffer.level3(version);
         for gpu in level3.per_gpu_stats.iter().take(level3.num_gpus as usize) {
             out.nvfs += gpu.n_nvfs_reads + gpu.n_nvfs_writes;
             out.p2p += gpu.n_p2p_reads + gpu.n_p2p_writes;
             out.posix += gpu.n_posix_reads + gpu.n_posix_writes;
         }
-        out
+        Some(out)
     }
 
     /// Reads into memory or writes it, blocking; gives the bytes moved.

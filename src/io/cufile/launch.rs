@@ -1,4 +1,4 @@
-//! Runs the trial in a program of its own, for at most ten seconds.
+//! Runs the trial in a program of its own, for at most 30 seconds.
 //!
 //! The program is started by exec, never as a fork that goes on: neither CUDA nor cuFile survives a fork. Invariant: whatever the
 //! program does, its caller has an answer when the time is up.
@@ -17,8 +17,8 @@ use super::trial::{TrialReport, file_of};
 
 /// Names the `forebay` program.
 pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
-/// A trial that takes longer has failed.
-pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(10);
+/// A trial that takes longer has failed. CUDA's start alone takes seconds on a machine with eight GPUs.
+pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks whether the program has ended, after it has answered.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 

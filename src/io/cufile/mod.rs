@@ -2,13 +2,14 @@
 //!
 //! `launch` runs the `trial` in a program of its own; only where that moved bytes the right way does `driver` open the library
 //! here. `transfer` is what the threads of a [`Pool`] do with a block; `environment` is what the library is told before it
-//! is loaded; `reason` says why it is not used. Calls are synchronous on long-lived handles: cuFile's batches report success for
+//! is loaded; `nvfs` reads the kernel module's counters; `reason` says why it is not used. Calls are synchronous on long-lived handles: cuFile's batches report success for
 //! short transfers in several versions. Invariants: nothing of cuFile is called where its driver would hang; what fails for the
 //! path's sake is served by the queue below, and no caller hears of it.
 
 mod driver;
 mod environment;
 mod launch;
+mod nvfs;
 mod reason;
 mod transfer;
 mod trial;
@@ -54,13 +55,16 @@ impl TrialReport {
         let Some(path) = self.verdict else {
             return against_all(self.reason.as_ref().unwrap_or(&CufileReason::plain(CufileCause::Other)));
         };
+        if let Some(reason) = self.reason.as_ref().filter(|r| r.cause == CufileCause::NoStatistics) {
+            return against_all(reason);
+        }
         let mut reasons = better_than(path);
         reasons.extend(self.reason.as_ref().map(|reason| (path, reason.to_string())));
         reasons
     }
 }
 
-/// Tries cuFile in `dir`, with memory of this GPU or else the host's, in a program of its own; takes ten seconds at most. The
+/// Tries cuFile in `dir`, with memory of this GPU or else the host's, in a program of its own; takes 30 seconds at most. The
 /// program is `forebay`: named by `FOREBAY_PROGRAM`, next to this one, or on the search path.
 #[must_use]
 pub fn try_cufile(dir: &Path, gpu: Option<u32>) -> TrialReport {
@@ -147,7 +151,7 @@ fn better_than(path: IoPath) -> Vec<(IoPath, String)> {
     } else {
         CufileReason::plain(CufileCause::NoNvidiaFs).to_string()
     };
-    let p2p = "cuFile did not send the bytes peer to peer: that takes CUDA 12.8, the driver's open kernel modules, kernel 6.2 or \
+    let p2p = "cuFile did not send the bytes peer to peer: that takes libcufile 1.15 (CUDA 13), the driver's open kernel modules, kernel 6.2 or \
                later, and an NVMe drive without RAID 0; see docs/gds-setup.md"
         .to_owned();
     match path {

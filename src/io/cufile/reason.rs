@@ -68,13 +68,14 @@ causes! {
         "run udevd on the host; in a container mount /run/udev read-only";
     /// No GPU, no CUDA driver.
     NoGpu = "no_gpu": "the CUDA driver has no usable GPU here", "check nvidia-smi, and that the container gets the GPU and \
-        libcuda (--gpus, NVIDIA_DRIVER_CAPABILITIES=compute,utility)";
+        libcuda (--gpus, NVIDIA_DRIVER_CAPABILITIES=compute,utility); in compute mode EXCLUSIVE_PROCESS the program that tries \
+        cuFile gets no context beside this one's: nvidia-smi -c DEFAULT";
     /// nvidia-fs could not be set up.
     NvfsSetup = "nvfs_setup": "cuFile could not set itself up: nvidia-fs or libcuda is missing", "modprobe nvidia-fs, and check \
         that libcuda.so.1 is installed";
     /// nvidia-fs is not loaded or does not fit.
     NoNvidiaFs = "no_nvidia_fs": "the kernel module nvidia-fs is not loaded or does not fit the library", "install nvidia-fs \
-        (nvidia-gds) of the driver's version and modprobe it, or use P2P: open kernel modules, CUDA 12.8, kernel 6.2";
+        (nvidia-gds) of the driver's version and modprobe it, or use P2P: open kernel modules, CUDA 13, kernel 6.2";
     /// The machine or GPU is not supported.
     Platform = "platform": "cuFile does not support this machine or GPU", "see the list of supported platforms in NVIDIA's GDS \
         documentation";
@@ -94,6 +95,9 @@ causes! {
     /// It works, but not directly.
     CompatOnly = "compat_only": "cuFile works here only through the host's memory (compatibility mode), which is slower than \
         Forebay's own path", "for a direct path see docs/gds-setup.md; `cufile = force` uses it all the same";
+    /// It works, and does not say how.
+    NoStatistics = "no_statistics": "this libcufile is too old to say which way its bytes go", "install 1.15 (CUDA 13) or later; \
+        `cufile = force` uses it all the same";
     /// It moved other bytes.
     WrongBytes = "wrong_bytes": "cuFile read other bytes than it had written", "do not use it on this machine; report it with the \
         library's version";

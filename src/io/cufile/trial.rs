@@ -1,6 +1,7 @@
 //! The trial of cuFile, to be run in a program of its own: its driver may hang, crash, or start threads that outlive it.
 //!
-//! A megabyte is written and read back in the directory of the cache, and cuFile's own counters tell which way the bytes went.
+//! A megabyte is written and read back in the directory of the cache, and cuFile's own counters, or else nvidia-fs's, tell which way the bytes
+//! went.
 //! Invariant: a verdict is given only after the bytes came back right.
 #![expect(unsafe_code, reason = "cuFile and copies know memory by its address")]
 
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::driver::Driver;
 use super::environment;
+use super::nvfs::Served;
 use super::reason::{CufileCause, CufileReason};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::os::file_system_magic;
@@ -37,7 +39,7 @@ pub struct TrialReport {
     pub library: Option<PathBuf>,
     /// Its version.
     pub version: Option<String>,
-    /// Reads and writes by way, as cuFile counts them.
+    /// Reads and writes by way, as cuFile counts them, or nvidia-fs where cuFile does not.
     pub counters: TrialCounters,
 }
 
@@ -91,7 +93,7 @@ pub fn cufile_trial(dir: &Path, memory: TrialMemory) -> TrialReport {
         Ok(path) => report.verdict = Some(path),
         Err(reason) => report.reason = Some(reason),
     }
-    if report.verdict == Some(IoPath::CufileCompat) {
+    if report.verdict == Some(IoPath::CufileCompat) && report.reason.is_none() {
         report.reason = Some(CufileReason::plain(CufileCause::CompatOnly));
     }
     // What cuFile still logs after this goes to the file that it holds open.
@@ -111,9 +113,15 @@ fn attempt(dir: &Path, memory: TrialMemory, report: &mut TrialReport) -> std::re
     report.version = driver.version().map(|v| v.to_string());
     let statistics = driver.start_statistics();
     let file = TrialFile::new(dir)?;
+    let before = Served::now();
     move_bytes(&driver, &file.0, memory)?;
-    if statistics {
-        report.counters = driver.counters();
+    if let Some(counters) = statistics.then(|| driver.counters()).flatten() {
+        report.counters = counters;
+    } else if let Some(nvfs) = before.and_then(|before| Served::now()?.since(before)) {
+        report.counters.nvfs = nvfs;
+    } else {
+        let version = report.version.as_deref().unwrap_or("before 1.8");
+        report.reason = Some(CufileReason::new(CufileCause::NoStatistics, format!("libcufile {version}")));
     }
     Ok(verdict(report.counters))
 }

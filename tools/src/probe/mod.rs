@@ -42,7 +42,7 @@ pub(crate) struct ProbeArgs {
 
 const AFTER_HELP: &str = "\
 Paths of GPU memory from best to last: cufile-gds, cufile-p2p, bounce (the host's path into pinned memory, and a copy), \
-cufile-compat. Paths of host memory: io_uring, threads. cuFile is tried in a process of its own, for ten seconds at most. The exit \
+cufile-compat. Paths of host memory: io_uring, threads. cuFile is tried in a process of its own, for 30 seconds at most. The exit \
 status is 3 where the directory cannot hold a cache. docs/gds-setup.md says what to do about each reason.
 
 Examples:
