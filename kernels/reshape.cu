@@ -18,7 +18,7 @@
 // x^32 mod P.
 #define FOREBAY_X_32 0xedb88320u
 
-// One plane of one layer of one chunk. Mirrored by src/device/cuda/batch.rs.
+// One plane of one layer of one chunk. Mirrored by src/device/cuda/plane.rs.
 struct Plane {
     u64 staging;       // address of the plane's first byte in staging
     u64 paged;         // address of block 0, token 0, head 0 in the paged KV
@@ -34,7 +34,7 @@ struct Plane {
     u32 heads_mul, heads_shift;  // to divide by `heads`
     u32 elems_mul, elems_shift;  // to divide by `head_elems`
 };
-static_assert(sizeof(Plane) == 88, "mirrored in batch.rs");
+static_assert(sizeof(Plane) == 88, "mirrored in plane.rs");
 
 // Sixteen bytes of an extent; also four words of a CRC's state, one for each word of a thread's groups.
 typedef uint4 Group;

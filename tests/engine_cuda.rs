@@ -5,6 +5,7 @@
 mod engine_world;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Kv, Shape, World, assert_same, load, matched, prompt, slots, store};
@@ -121,6 +122,88 @@ fn a_load_waits_for_kernels_that_still_use_the_blocks() {
     assert_eq!(loading.wait().tokens, n);
     assert_eq!(compute.synchronize(), 0);
     same("after the server's own kernels", (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+}
+
+#[test]
+fn a_callers_stream_that_is_late_holds_up_no_other_load() {
+    let hangs = Arc::new(AtomicBool::new(false));
+    let hang = Arc::clone(&hangs);
+    let w = world(Shape::plain(), 0)
+        .with_read_faults(move |_, r| (r.op == Op::Read && hang.load(Ordering::SeqCst)).then_some(Fault::Hang));
+    let server = Server::new(0);
+    let compute = server.stream(true);
+    let engine = w.open();
+    let n = 2 * CHUNK;
+    let (p, a) = stored(&w, &engine, n);
+    let (b, c) = (w.kv(), w.kv());
+    compute.hold();
+    compute.fill_at(b.memories()[0].as_mut_ptr() as u64, 0xEE, 16);
+    let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
+    request.stream = Some(Stream(compute.handle()));
+    request.timeout_ms = Some(300);
+    let late = engine.load(request).unwrap();
+    for layer in 0..late.layers() {
+        late.wait_layer_on(layer, Stream(compute.handle())).unwrap();
+    }
+    std::thread::sleep(Duration::from_millis(400));
+    assert!(!late.is_finished(), "its memory is still to be written");
+    assert_eq!(load(&engine, &p, &c, slots(n, 3)).tokens, n, "another load goes on");
+    same("beside a late stream", (&a, &slots(n, 1)), (&c, &slots(n, 3)));
+    hangs.store(true, Ordering::SeqCst);
+    let mut request = LoadRequest::new(&p, &c.kv, slots(n, 3));
+    request.timeout_ms = Some(100);
+    let missed = engine.load(request).unwrap().wait();
+    assert_eq!((missed.tokens, missed.missed(MissCause::TimedOut)), (0, 2), "deadlines hold beside a late stream");
+    compute.release();
+    let result = late.wait();
+    assert_eq!(result.missed(MissCause::TimedOut), 2, "{result:?}");
+    assert_eq!(compute.synchronize(), 0);
+    b.overwrite(0x77);
+    standin().settle();
+    assert!(b.everything().iter().all(|x| *x == 0x77), "written after the load was over");
+}
+
+#[test]
+fn cancelling_beside_a_late_stream_waits_for_the_memory() {
+    let w = world(Shape::plain(), 0);
+    let server = Server::new(0);
+    let compute = server.stream(true);
+    let engine = w.open();
+    let n = 2 * CHUNK;
+    let (p, _) = stored(&w, &engine, n);
+    let b = w.kv();
+    compute.hold();
+    compute.fill_at(b.memories()[0].as_mut_ptr() as u64, 0xEE, 16);
+    let mut request = LoadRequest::new(&p, &b.kv, slots(n, 2));
+    request.stream = Some(Stream(compute.handle()));
+    let loading = engine.load(request).unwrap();
+    loading.wait_layer_on(loading.layers() - 1, Stream(compute.handle())).unwrap();
+    let cancelled = loading.cancel();
+    let waiting = std::thread::spawn(move || cancelled.wait());
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!waiting.is_finished(), "given back while copies are submitted");
+    compute.release();
+    waiting.join().unwrap();
+    assert_eq!(compute.synchronize(), 0);
+    b.overwrite(0x77);
+    standin().settle();
+    assert!(b.everything().iter().all(|x| *x == 0x77));
+}
+
+#[test]
+fn a_load_is_refused_on_a_stream_that_is_being_captured() {
+    let w = world(Shape::plain(), 0);
+    let server = Server::new(0);
+    let compute = server.stream(true);
+    let engine = w.open();
+    let (p, _) = stored(&w, &engine, CHUNK);
+    let b = w.kv();
+    compute.begin_capture(2);
+    let mut request = LoadRequest::new(&p, &b.kv, slots(CHUNK, 2));
+    request.stream = Some(Stream(compute.handle()));
+    let e = engine.load(request).unwrap_err();
+    assert!(e.to_string().contains("captured"), "{e}");
+    assert_eq!(compute.end_capture(), 0, "the capture is not disturbed");
 }
 
 #[test]

@@ -10,6 +10,7 @@ use super::{Engine, Inner, LoadRequest, Lookup, Prompt, StoreRequest};
 use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
+use crate::io::Place;
 use crate::key::{self, ChunkKey, Extra};
 use crate::log::{Chunk, Log, PutSpec};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, ShedCause, Store, StoreChunk, StoreSpec};
@@ -225,7 +226,13 @@ impl Inner {
 
     /// What the caller's stream must have done before its memory is written.
     fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
-        stream.map_or(Ok(None), |s| self.options.device.fence(s)).map(|fence| fence.into_iter().collect())
+        let device = &self.options.device;
+        let Some(stream) = stream.filter(|_| device.place() != Place::Host) else { return Ok(Vec::new()) };
+        let captured = || {
+            Error::new(ErrorKind::InvalidInput, "a load cannot start on a stream that is being captured into a graph")
+                .advice("start loads before the graph is captured or replayed")
+        };
+        device.fence(stream)?.map(|fence| vec![fence]).ok_or_else(captured)
     }
 
     fn open_log(&self) -> Result<&Arc<Log>> {

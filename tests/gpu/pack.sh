@@ -9,14 +9,16 @@ mkdir -p "$out/tests"
 "$cargo" build --release --locked -p forebay-tools -p forebay-gpu-hook
 cp target/release/forebay target/release/libforebay_gpu_hook.so "$out/"
 for name in cuda_reshape cuda_order engine_cuda; do
-    "$cargo" test --locked -p forebay --test "$name" --no-run --message-format=json 2>/dev/null |
-        python3 -c '
+    "$cargo" test --locked -p forebay --test "$name" --no-run --message-format=json >"$out/build.json"
+    built=$(python3 -c '
 import json, sys
-for line in sys.stdin:
+for line in open(sys.argv[2], encoding="utf-8"):
     message = json.loads(line)
     if message.get("executable") and message["target"]["name"] == sys.argv[1]:
-        print(message["executable"])' "$name" | tail -1 | while read -r built; do cp "$built" "$out/tests/$name"; done
+        print(message["executable"])' "$name" "$out/build.json" | tail -1)
+    cp "$built" "$out/tests/$name"
 done
+rm "$out/build.json"
 strip --strip-debug "$out/forebay" "$out/libforebay_gpu_hook.so" "$out"/tests/*
 # Tests make their caches below this path, which is compiled in.
 echo "$PWD/target/tmp" >"$out/tmpdir"

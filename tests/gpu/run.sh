@@ -17,10 +17,17 @@ else
     echo "no GPU here: dry run on the stand-in"
 fi
 status=0
+ran=0
 for test in "$dir"/tests/*; do
     echo "== $(basename "$test")"
     # Each test in a process of its own, as device and stand-in are per process.
-    for name in $("$test" --list --format terse "${skip[@]}" | sed -n 's/: test$//p'); do
+    names=$("$test" --list --format terse "${skip[@]}" | sed -n 's/: test$//p') || names=
+    if [ -z "$names" ]; then
+        echo "FAIL $(basename "$test"): it does not start, or has no tests"
+        status=1
+    fi
+    for name in $names; do
+        ran=$((ran + 1))
         if timeout 120 "$test" --exact "$name" --test-threads 1 >"$dir/last.log" 2>&1; then
             echo "ok   $name"
         else
@@ -36,4 +43,6 @@ if [ -n "${FOREBAY_TEST_GPU:-}" ] && command -v compute-sanitizer >/dev/null; th
         timeout 300 compute-sanitizer --tool "$tool" --error-exitcode 9 "$dir/tests/cuda_reshape" --test-threads 1 "${skip[@]}" | tail -5 || status=1
     done
 fi
+echo "$ran tests ran"
+[ "$ran" -gt 0 ] || status=1
 exit $status

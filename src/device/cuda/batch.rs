@@ -109,8 +109,8 @@ impl Batch {
 
     /// The CRC-32 of each part's unpadded extent, in the order of the parts, for each job, from the kernel's CRCs of all tiles.
     pub(super) fn crcs(&self, tile_crcs: &[u32]) -> Vec<Vec<u32>> {
-        let part = |planes: &Range<usize>| {
-            let mut crc = Combined::new();
+        let mut crc = Combined::new();
+        let mut part = |planes: &Range<usize>| {
             for plane in self.planes.get(planes.clone()).unwrap_or_default() {
                 let first = plane.first_tile as usize;
                 let tiles = tile_crcs.get(first..first + plane.tiles()).unwrap_or_default();
@@ -118,7 +118,7 @@ impl Batch {
             }
             crc.finish()
         };
-        self.jobs.iter().map(|job| job.parts.iter().map(part).collect()).collect()
+        self.jobs.iter().map(|job| job.parts.iter().map(&mut part).collect()).collect()
     }
 
     /// Blocks of opaque layers that the job leaves alone (scatter) or makes zero (gather), ascending.

@@ -18,7 +18,6 @@ use super::context::Context;
 use super::events::EventPool;
 use super::job::{Job, Outcome, same};
 use super::kernels::Kernels;
-use super::plane::Plane;
 use super::reap::Flight;
 use super::slot::{BLOB_BYTES, Slot};
 use super::streams::OwnStream;
@@ -26,8 +25,8 @@ use super::threads;
 use crate::device::Fence;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Launches of one lane that may be in flight: one at work, one behind it.
-const SLOTS: usize = 2;
+/// Launches of one lane that may be in flight: one at work, and enough behind it that the GPU has work while the host ends others.
+const SLOTS: usize = 4;
 /// Bytes of extents that are merged into one launch: more would keep staging for too long.
 const MERGED_BYTES: usize = 64 << 20;
 /// How often fences are asked where a job waits for one without a lane.
@@ -107,20 +106,22 @@ impl Desk {
     }
 
     /// Takes the job at `first`, and those behind it that can go along: which wait for the very same, as a launch starts when the
-    /// last of its jobs may.
+    /// last of its jobs may. The launch is full with the first of them that does not fit: none overtakes another.
     fn take(&mut self, first: usize, lane: usize, after: Vec<Fence>, asked: &mut Asked) -> Option<Work> {
         let slot = self.lanes.get_mut(lane)?.free.pop()?;
         let (mut bytes, mut blob, mut at) = (0usize, 0usize, first);
         let mut jobs = Vec::new();
         while let Some(job) = self.queue.get(at) {
-            let (b, d) = (bytes.saturating_add(job.bytes()), blob.saturating_add(blob_bytes(job)));
-            let fits = jobs.is_empty() || b <= MERGED_BYTES && d <= BLOB_BYTES;
-            if fits && same_all(&asked.ahead(job), &after) {
-                (bytes, blob) = (b, d);
-                jobs.extend(self.queue.remove(at));
-            } else {
+            if !same_all(&asked.ahead(job), &after) {
                 at += 1;
+                continue;
             }
+            let (b, d) = (bytes.saturating_add(job.bytes()), blob.saturating_add(job.blob_bytes()));
+            if !jobs.is_empty() && (b > MERGED_BYTES || d > BLOB_BYTES) {
+                break;
+            }
+            (bytes, blob) = (b, d);
+            jobs.extend(self.queue.remove(at));
         }
         self.running += jobs.len();
         if let Some(lane) = self.lanes.get_mut(lane) {
@@ -135,21 +136,6 @@ impl Desk {
 fn same_all(a: &[Fence], b: &[Fence]) -> bool {
     let has = |all: &[Fence], one: &Fence| all.iter().any(|f| same(f, one));
     a.iter().all(|f| has(b, f)) && b.iter().all(|f| has(a, f))
-}
-
-/// Bytes of the descriptors of a job, at most.
-fn blob_bytes(job: &Job) -> usize {
-    let mut bytes = 0;
-    let mut last = None;
-    for part in &job.parts {
-        let planes = job.kv.spec(part.layer).map_or(1, |s| s.planes.len().max(1)) + 1;
-        bytes += planes * size_of::<Plane>();
-        if last != Some(Arc::as_ptr(&part.plan)) {
-            bytes += (part.tokens + 2) * size_of::<i64>();
-        }
-        last = Some(Arc::as_ptr(&part.plan));
-    }
-    bytes
 }
 
 /// Whether fences have passed, each asked once.
@@ -329,19 +315,15 @@ impl Threads {
     pub(super) fn detach(&self) {
         self.handles.lock().clear();
     }
-
-    /// Forgets threads that a forked child does not have.
-    pub(super) fn forget(&self) {
-        if let Some(mut handles) = self.handles.try_lock() {
-            std::mem::take(&mut *handles).into_iter().for_each(std::mem::forget);
-        }
-    }
 }
 
 impl Drop for Threads {
-    /// Threads that were started for a device that could not be opened.
+    /// Ends threads that were started for a device that could not be opened, and forgets those that a forked child does not have: there
+    /// the lock may be held for good.
     fn drop(&mut self) {
-        if self.crew.context.is_ours() && !self.handles.get_mut().is_empty() {
+        if !self.crew.context.is_ours() {
+            std::mem::take(self.handles.get_mut()).into_iter().for_each(std::mem::forget);
+        } else if !self.handles.get_mut().is_empty() {
             self.begin_close();
             self.join();
         }

@@ -11,6 +11,10 @@ use crate::error::Result;
 
 /// Where the system tells of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
+/// Lines of a `resource` file that are the device's own windows; behind them come its ROM and those of its virtual functions.
+const BARS: usize = 6;
+/// `IORESOURCE_MEM | IORESOURCE_PREFETCH` in the flags of a line.
+const PREFETCHABLE_MEMORY: u64 = 0x2200;
 
 /// One GPU as this process sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,13 +104,18 @@ fn numa_node(pci: &Path) -> Option<u32> {
     std::fs::read_to_string(pci.join("numa_node")).ok()?.trim().parse().ok()
 }
 
-/// The second of the ranges that `resource` lists, one a line: start, end, flags.
+/// The largest prefetchable window onto memory: BAR1 up to Ampere, BAR2 from Hopper on.
 fn bar1_bytes(pci: &Path) -> Option<u64> {
     let resources = std::fs::read_to_string(pci.join("resource")).ok()?;
-    let mut numbers =
-        resources.lines().nth(1)?.split_whitespace().map(|n| u64::from_str_radix(n.trim_start_matches("0x"), 16));
-    let (start, end) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
-    end.checked_sub(start).filter(|&len| len > 0).map(|len| len + 1)
+    resources.lines().take(BARS).filter_map(window_bytes).max()
+}
+
+/// Bytes of a line `start end flags`, where it is prefetchable memory.
+fn window_bytes(line: &str) -> Option<u64> {
+    let mut numbers = line.split_whitespace().map(|n| u64::from_str_radix(n.trim_start_matches("0x"), 16).ok());
+    let (start, end, flags) = (numbers.next()??, numbers.next()??, numbers.next()??);
+    let is_window = flags & PREFETCHABLE_MEMORY == PREFETCHABLE_MEMORY && end > start;
+    is_window.then(|| (end - start).saturating_add(1))
 }
 
 #[cfg(test)]
@@ -122,6 +131,19 @@ mod tests {
         std::fs::write(dir.path().join("resource"), lines).unwrap();
         std::fs::write(dir.path().join("numa_node"), "1\n").unwrap();
         assert_eq!((numa_node(dir.path()), bar1_bytes(dir.path())), (Some(1), Some(128 << 30)));
+        let unset = "0x0000000000000000 0x0000000000000000 0x0000000000000000\n";
+        let hopper = format!(
+            "0x0000044040000000 0x0000044040ffffff 0x000000000014220c\n{unset}\
+             0x0000042000000000 0x0000043fffffffff 0x000000000014220c\n{unset}\
+             0x0000044042000000 0x0000044043ffffff 0x000000000014220c\n{unset}{unset}\
+             0x0000045000000000 0x000004cfffffffff 0x000000000014220c\n"
+        );
+        std::fs::write(dir.path().join("resource"), hopper).unwrap();
+        assert_eq!(bar1_bytes(dir.path()), Some(128 << 30), "the virtual functions' windows are not the GPU's");
+        let not_prefetchable = "0x0000000080000000 0x00000000ffffffff 0x0000000000040200\n\
+                                0x000000000000e000 0x000000000000e07f 0x0000000000040101\nhalf a line\n";
+        std::fs::write(dir.path().join("resource"), not_prefetchable).unwrap();
+        assert_eq!(bar1_bytes(dir.path()), None);
         let none = "0x0 0x0 0x0\n0x0000000000000000 0x0000000000000000 0x0000000000000000\n";
         std::fs::write(dir.path().join("resource"), none).unwrap();
         std::fs::write(dir.path().join("numa_node"), "-1\n").unwrap();

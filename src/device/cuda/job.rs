@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::events::CudaPoint;
+use super::plane::Plane;
 use crate::device::parts::Way;
 use crate::device::{Fence, Gate, GatherJob, Gathered, Launched, PagedKv, Part, ScatterJob, Scattered};
 use crate::error::{Error, ErrorKind, Result};
@@ -17,6 +18,8 @@ pub(super) struct Job {
     pub(super) gate: Arc<Gate>,
     pub(super) after: Vec<Fence>,
     pub(super) launched: Option<Launched>,
+    bytes: usize,
+    blob_bytes: usize,
     done: Done,
 }
 
@@ -47,14 +50,16 @@ impl Outcome {
 impl From<ScatterJob> for Job {
     fn from(job: ScatterJob) -> Self {
         let ScatterJob { kv, staging, parts, gate, after, launched, done } = job;
-        Self { kv, staging, parts, gate, after, launched, done: Done::Scatter(done) }
+        let (bytes, blob_bytes) = sizes(&kv, &parts);
+        Self { kv, staging, parts, gate, after, launched, bytes, blob_bytes, done: Done::Scatter(done) }
     }
 }
 
 impl From<GatherJob> for Job {
     fn from(job: GatherJob) -> Self {
         let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
-        Self { kv, staging, parts, gate, after, launched, done: Done::Gather(done) }
+        let (bytes, blob_bytes) = sizes(&kv, &parts);
+        Self { kv, staging, parts, gate, after, launched, bytes, blob_bytes, done: Done::Gather(done) }
     }
 }
 
@@ -84,13 +89,17 @@ impl Job {
 
     /// Bytes that the job moves, about.
     pub(super) fn bytes(&self) -> usize {
-        let spec = |p: &Part| self.kv.spec(p.layer).map_or(0, |s| s.extent_bytes(p.tokens).max(p.padded_len));
-        self.parts.iter().map(spec).fold(0, usize::saturating_add)
+        self.bytes
+    }
+
+    /// Bytes of its descriptors, at most.
+    pub(super) fn blob_bytes(&self) -> usize {
+        self.blob_bytes
     }
 
     /// Ends the job; must be called outside locks and guards.
     pub(super) fn finish(self, outcome: Outcome) {
-        let Self { kv, staging, parts, gate, after, launched, done } = self;
+        let Self { kv, staging, parts, gate, after, launched, done, .. } = self;
         // Whoever hears of the end may expect that nothing of it is still held.
         drop((kv, parts, gate, after, launched));
         let Outcome { crcs, skipped, skipped_blocks, error } = outcome;
@@ -99,6 +108,24 @@ impl Job {
             Done::Gather(done) => done(Gathered { staging, crcs, skipped, skipped_blocks, error }),
         });
     }
+}
+
+/// Bytes that a job moves, about, and bytes of its descriptors, at most.
+fn sizes(kv: &PagedKv, parts: &[Part]) -> (usize, usize) {
+    let (mut bytes, mut blob) = (0usize, 0usize);
+    let mut last = None;
+    for part in parts {
+        let spec = kv.spec(part.layer);
+        bytes = bytes.saturating_add(spec.map_or(0, |s| s.extent_bytes(part.tokens).max(part.padded_len)));
+        let planes = spec.map_or(1, |s| s.planes.len().max(1)) + 1;
+        blob = blob.saturating_add(planes * size_of::<Plane>());
+        let plan = Arc::as_ptr(&part.plan);
+        if last != Some(plan) {
+            blob = blob.saturating_add(part.tokens.saturating_add(2).saturating_mul(size_of::<i64>()));
+        }
+        last = Some(plan);
+    }
+    (bytes, blob)
 }
 
 /// The point that a fence stands for, where it is a GPU's.

@@ -204,8 +204,6 @@ impl Device for CudaDevice {
 
     fn close(&self) {
         if !self.context.is_ours() {
-            self.scatters.forget();
-            self.gathers.forget();
             return;
         }
         self.scatters.begin_close();
@@ -221,9 +219,11 @@ impl Device for CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         self.close();
-        // Threads that were not awaited end on their own.
-        self.scatters.detach();
-        self.gathers.detach();
+        if self.context.is_ours() {
+            // Threads that were not awaited end on their own.
+            self.scatters.detach();
+            self.gathers.detach();
+        }
     }
 }
 

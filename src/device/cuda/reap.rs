@@ -1,7 +1,7 @@
 //! From a launch that is over to its jobs' ends.
 //!
-//! Nothing of a flight is touched before its stream has passed it: then its checksums are read, its slot goes back, the gates are
-//! left, and the jobs are told, in this order.
+//! Nothing of a flight is touched before its stream has passed it: then its checksums are read, its slot goes back, and only then
+//! are the checksums put together, the gates left, and the jobs told: the next launch does not wait for the host's arithmetic.
 #![expect(unsafe_code, reason = "reads checksums that the GPU has written")]
 
 use std::sync::Arc;
@@ -39,14 +39,16 @@ impl Crew {
     pub(super) fn land(&self, lane: usize, flight: Flight) {
         let waited = self.streams.get(lane).map_or(Ok(()), |s| s.pass(flight.point.as_deref()));
         let Flight { slot, batch, riders, point, error } = flight;
-        let crcs = match error.or(waited.err()) {
-            None if !self.kernels.are_checked() => Ok(vec![Vec::new(); riders.len()]),
+        let checked = self.kernels.are_checked();
+        let tile_crcs = match error.or(waited.err()) {
+            None if !checked => Ok(Vec::new()),
             // SAFETY: the stream has passed the launch.
-            None => Ok(batch.crcs(&unsafe { slot.read_crcs(batch.num_tiles()) })),
+            None => Ok(unsafe { slot.read_crcs(batch.num_tiles()) }),
             Some(e) => Err(e),
         };
         drop(point);
         self.free_lane(lane, slot);
+        let crcs = tile_crcs.map(|all| if checked { batch.crcs(&all) } else { vec![Vec::new(); riders.len()] });
         for Rider { job, guard, number } in riders {
             let outcome = match &crcs {
                 Ok(crcs) => landed(crcs.get(number), batch.skipped_blocks(number)),

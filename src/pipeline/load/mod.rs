@@ -6,6 +6,7 @@
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -118,6 +119,7 @@ pub(super) struct LoadInner {
     chunks: Mutex<Vec<LoadChunk>>,
     kv: Arc<PagedKv>,
     gate: Arc<Gate>,
+    given_up: AtomicBool,
     after: Vec<Fence>,
     deadline: Option<Instant>,
     started: Instant,
@@ -157,8 +159,9 @@ impl fmt::Debug for LoadTicket {
 pub struct Cancelled(Arc<LoadInner>);
 
 impl Cancelled {
-    /// Waits, for microseconds, until no byte of the caller's memory can be written. I/O that is still in flight keeps its own
-    /// staging memory and ends there.
+    /// Waits until no byte of the caller's memory can be written: on the host for microseconds, on an accelerator until the copies
+    /// that were submitted already are over, which is after the points in the caller's streams that they wait for. I/O that is
+    /// still in flight keeps its own staging memory and ends there.
     pub fn wait(self) {
         self.0.seal();
     }

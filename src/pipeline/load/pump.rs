@@ -10,7 +10,7 @@
 //! - No lock is held while a read is submitted or a callback runs.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -61,18 +61,13 @@ struct Turns {
 
 impl Turns {
     /// The memory for `step`: a header that is read alone into another device's staging would not be seen here, so it gets
-    /// memory of its own.
-    fn for_step(&mut self, step: &Step, slot: Buf) -> Buf {
+    /// memory of its own; none where there is no such memory now.
+    fn for_step(&mut self, step: &Step, slot: Buf) -> Option<Buf> {
         if slot.place() == Place::Host || !step.layers.is_empty() {
-            return slot;
+            return Some(slot);
         }
-        match AlignedBuf::zeroed(step.span.staging_bytes()) {
-            Ok(own) => {
-                self.spare = Some(slot);
-                own.into()
-            }
-            Err(_) => slot,
-        }
+        self.spare = Some(slot);
+        AlignedBuf::zeroed(step.span.staging_bytes()).ok().map(Buf::from)
     }
 }
 
@@ -150,6 +145,7 @@ impl LoadPump {
             chunks: Mutex::new(spec.chunks),
             kv: spec.kv,
             gate: Arc::new(Gate::new()),
+            given_up: AtomicBool::new(false),
             after: spec.after,
             deadline: spec.deadline,
             started: Instant::now(),
@@ -211,16 +207,22 @@ impl LoadPump {
             load.state.lock().unread(step);
             let mut turns = self.turns.lock();
             turns.queue.push_front(load);
-            turns.spare = Some(buf);
+            // A header's own memory is no slot that others could use.
+            let own = if buf.region().is_some() { turns.spare.replace(buf) } else { Some(buf) };
             turns.blocked = true;
             drop(turns);
-            self.watch.lock().retry = true;
-            self.watch_changed.notify_all();
+            drop(own);
+            self.retry_soon();
             return false;
         }
         drop(buf);
         load.fail(step.chunk, MissCause::of(&refused.error));
         true
+    }
+
+    fn retry_soon(&self) {
+        self.watch.lock().retry = true;
+        self.watch_changed.notify_all();
     }
 
     fn next(&self) -> Option<(Arc<LoadInner>, Step, Buf)> {
@@ -253,8 +255,15 @@ impl LoadPump {
             }
             match (load, step) {
                 (Some(load), Some(step)) => {
-                    let buf = turns.for_step(&step, buf);
-                    return Some((load, step, buf));
+                    if let Some(buf) = turns.for_step(&step, buf) {
+                        return Some((load, step, buf));
+                    }
+                    load.state.lock().unread(step);
+                    turns.queue.push_front(load);
+                    turns.blocked = true;
+                    drop(turns);
+                    self.retry_soon();
+                    return None;
                 }
                 // Kept for the next load; given back above when there is none.
                 _ => turns.spare = Some(buf),
@@ -326,8 +335,10 @@ impl LoadPump {
         while !(watch.closed && watch.active.is_empty()) {
             let now = Instant::now();
             let stalled = now >= watch.moved + stall;
-            let late: Vec<_> =
-                watch.active.iter().filter(|l| stalled || l.deadline.is_some_and(|d| d <= now)).cloned().collect();
+            // A load that was given up stays active until the device has left its memory, which nobody here waits for.
+            let waits = |l: &&Arc<LoadInner>| !l.is_given_up();
+            let is_late = |l: &&Arc<LoadInner>| stalled || l.deadline.is_some_and(|d| d <= now);
+            let late: Vec<_> = watch.active.iter().filter(waits).filter(is_late).cloned().collect();
             let retry = std::mem::take(&mut watch.retry);
             if !late.is_empty() || retry {
                 drop(watch);
@@ -338,8 +349,11 @@ impl LoadPump {
                 }
                 continue;
             }
-            let deadlines = watch.active.iter().filter_map(|l| l.deadline).min();
-            let wake = (!watch.active.is_empty())
+            let deadlines = watch.active.iter().filter(waits).filter_map(|l| l.deadline).min();
+            let wake = watch
+                .active
+                .iter()
+                .any(|l| !l.is_given_up())
                 .then(|| deadlines.map_or(watch.moved + stall, |d| d.min(watch.moved + stall)));
             match wake {
                 Some(at) => {
@@ -354,7 +368,6 @@ impl LoadPump {
         for load in late {
             tracing::warn!("a load passed its deadline");
             load.end(MissCause::TimedOut);
-            load.seal();
         }
         if retry {
             thread::sleep(RETRY);

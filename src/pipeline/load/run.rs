@@ -4,6 +4,7 @@
 //! Staging goes back before anything else is done with a step's outcome, so that the next read never waits for bookkeeping.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::LoadInner;
 use super::state::{LoadState, Step};
@@ -150,8 +151,10 @@ impl LoadInner {
         true
     }
 
-    /// Ends the whole load; memory may be written until [`LoadInner::seal`] has returned.
+    /// Ends the whole load. Memory may be written until [`LoadInner::seal`] has returned, and the load is over when the device has
+    /// left it.
     pub(super) fn end(&self, cause: MissCause) {
+        self.given_up.store(true, Ordering::Release);
         self.gate.begin_close();
         self.update(|state| {
             if !state.finished {
@@ -159,6 +162,11 @@ impl LoadInner {
                 state.fail_unfinished(cause);
             }
         });
+    }
+
+    /// Whether it was ended before it was over.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Acquire)
     }
 
     /// Closes the gate for good; afterwards nobody writes to the caller's memory.

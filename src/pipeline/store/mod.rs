@@ -18,6 +18,7 @@ use super::seam::BeginPut;
 use crate::device::{Fence, Gate, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
+use crate::io::Place;
 use crate::paged::ChunkPlan;
 
 mod pump;
@@ -152,11 +153,22 @@ impl Store {
     /// # Errors
     /// As [`Store::layer`], and what the driver says.
     pub fn layer_on(&self, layer: usize, stream: Stream) -> Result<()> {
-        let device = self.inner.pump.device();
-        if device.is_capturing(stream)? {
-            return Ok(());
+        match self.computed(stream)? {
+            Some(fence) => self.announce(layer, fence),
+            None => Ok(()),
         }
-        self.announce(layer, device.fence(stream)?)
+    }
+
+    /// The point that `stream` has reached, where the device has streams; none at all while it is being captured.
+    fn computed(&self, stream: Stream) -> Result<Option<Option<Fence>>> {
+        let device = self.inner.pump.device();
+        if device.place() == Place::Host {
+            return Ok(Some(None));
+        }
+        if device.is_capturing(stream)? {
+            return Ok(None);
+        }
+        Ok(device.fence(stream)?.map(Some))
     }
 
     fn announce(&self, layer: usize, fence: Option<Fence>) -> Result<()> {
@@ -172,11 +184,7 @@ impl Store {
     /// # Errors
     /// What the driver says.
     pub fn all_layers_on(&self, stream: Stream) -> Result<()> {
-        let device = self.inner.pump.device();
-        if device.is_capturing(stream)? {
-            return Ok(());
-        }
-        let fence = device.fence(stream)?;
+        let Some(fence) = self.computed(stream)? else { return Ok(()) };
         self.inner.state.lock().announce_all(fence.as_ref());
         self.inner.pump.notify();
         Ok(())
@@ -251,7 +259,8 @@ impl Store {
         layers.checked_sub(1).map_or(Ok(()), |last| self.wait_gathered(last))
     }
 
-    /// Gives the caller its blocks back now: chunks that were not gathered completely are shed. Waits for microseconds.
+    /// Gives the caller its blocks back now: chunks that were not gathered completely are shed. Waits on the host for microseconds,
+    /// on an accelerator until the gathers that were submitted already are over.
     pub fn release(&self) {
         self.inner.release(ShedCause::Cancelled);
     }

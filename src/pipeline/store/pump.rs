@@ -225,6 +225,7 @@ impl StorePump {
         };
         for store in left {
             store.end(ShedCause::Closed);
+            store.seal();
         }
         let handle = self.thread.lock().take();
         if let Some(handle) = handle.filter(|h| h.thread().id() != thread::current().id())

@@ -162,10 +162,15 @@ impl StoreInner {
         self.pump.notify();
     }
 
-    /// Ends the store but for commits under way.
+    /// Ends the store but for commits under way. What is read of the caller's memory after that goes nowhere; who waits for the
+    /// blocks waits for the device to have left them.
     pub(super) fn end(&self, cause: ShedCause) {
         self.gate.begin_close();
         self.update(|state| state.shed_uncommitted(cause));
+    }
+
+    /// Waits until nothing of the caller's memory is read any more.
+    pub(super) fn seal(&self) {
         self.gate.close();
     }
 
