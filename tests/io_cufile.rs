@@ -191,17 +191,20 @@ fn an_error_of_the_drive_is_the_callers() {
         let w = World::open();
         write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
         for _ in 0..5 {
+            // EIO may be the path's: the other way looks, and what it finds is told.
             w.standin.fault(Call::Read, 0, 1, Fault::Errno(libc::EIO));
-            let c = wait(&*w.drive.read, w.read(0, IO_ALIGN));
-            assert_eq!((c.result.unwrap_err().kind(), c.buf.is_some()), (ErrorKind::Io, true));
+            let c = wait(&*w.drive.read, w.read(0, 2 * IO_ALIGN));
+            assert_eq!((c.result.unwrap_err().kind(), c.buf.is_some()), (ErrorKind::ShortIo, true));
             w.standin.fault(Call::Write, 0, 1, Fault::Errno(libc::ENOSPC));
             let c = wait(&*w.drive.write, Request::write(Arc::clone(&w.file), 0, device(IO_ALIGN), nobody));
             assert_eq!(c.result.unwrap_err().kind(), ErrorKind::NoSpace);
         }
         assert_eq!((w.active(), w.copies()), (IoPath::CufileGds, 0));
-        w.standin.fault(Call::Read, 0, 1, Fault::Errno(libc::EINVAL));
-        read_ok(&w.drive, &w.file, 0, device(IO_ALIGN));
-        assert_eq!(w.copies(), 1, "another path may do better");
+        for (errno, copies) in [(libc::EINVAL, 1), (libc::EIO, 2)] {
+            w.standin.fault(Call::Read, 0, 1, Fault::Errno(errno));
+            assert!(peek(&read_ok(&w.drive, &w.file, 0, device(IO_ALIGN))) == pattern(IO_ALIGN, 9));
+            assert_eq!((w.copies(), w.active()), (copies, IoPath::CufileGds), "another path may do better");
+        }
     });
 }
 
@@ -305,6 +308,30 @@ fn a_hung_read_is_served_into_spare_memory_and_a_hung_write_is_not() {
         assert_eq!((drops.load(Ordering::SeqCst), w.mover.control.spares.load(Ordering::SeqCst)), (0, 0));
         w.standin.release();
         until("the write ends", || w.drive.write.in_flight() == 0);
+    });
+}
+
+#[test]
+fn callers_are_answered_in_time_while_spare_memory_cannot_be_had() {
+    child("callers_are_answered_in_time_while_spare_memory_cannot_be_had", "nvfs").run(|| {
+        let w = World::open();
+        write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
+        w.mover.control.hold_spare(true);
+        w.standin.fault(Call::Read, 0, 2, Fault::Hang);
+        let receivers = [200, 400].map(|ms| {
+            let (done, rx) = told();
+            let request = w.read(0, IO_ALIGN).timeout(Duration::from_millis(ms));
+            w.drive.read.submit(Request { done: Box::new(done), ..request }).unwrap();
+            rx
+        });
+        for rx in receivers {
+            let c = rx.recv_timeout(LONG).unwrap();
+            assert_eq!((c.result.unwrap_err().kind(), c.buf.is_none()), (ErrorKind::TimedOut, true));
+        }
+        assert!(w.mover.control.spares.load(Ordering::SeqCst) > 0, "it was asked for");
+        w.mover.control.hold_spare(false);
+        w.standin.release();
+        until("the requests end", || w.drive.read.in_flight() == 0);
     });
 }
 

@@ -116,6 +116,15 @@ pub(super) struct Detached {
     pub(super) deadline: Instant,
 }
 
+/// What is next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Upcoming {
+    /// Bytes that are left; 0 for a flush.
+    pub(super) bytes: usize,
+    /// It was cut before: it goes whole or not at all.
+    pub(super) cut: bool,
+}
+
 /// Callers whose time is up, and the jobs that still have blocks in the kernel.
 #[derive(Default)]
 pub(super) struct Expired {
@@ -209,9 +218,10 @@ impl Jobs {
         self.next_within(self.block_bytes)
     }
 
-    /// The next block, of at most `most` bytes where it was not cut before.
+    /// The next block, of at most `most` bytes. One that was cut before and is longer stays.
     pub(super) fn next_within(&mut self, most: usize) -> Option<Piece> {
-        if let Some(span) = self.retries.pop_front() {
+        let fits = self.retries.iter().position(|span| span.len <= most);
+        if let Some(span) = fits.and_then(|at| self.retries.remove(at)) {
             return self.piece(span);
         }
         if let Some(id) = self.ready.pop_front() {
@@ -232,13 +242,13 @@ impl Jobs {
         None
     }
 
-    /// Bytes that are left of the job which `next` would take a block of; 0 for a flush.
-    pub(super) fn upcoming(&mut self) -> Option<usize> {
+    /// What `next` would take a block of.
+    pub(super) fn upcoming(&mut self) -> Option<Upcoming> {
         if let Some(span) = self.retries.front() {
-            return Some(span.len);
+            return Some(Upcoming { bytes: span.len, cut: true });
         }
         if !self.ready.is_empty() {
-            return Some(0);
+            return Some(Upcoming { bytes: 0, cut: false });
         }
         while let Some(&id) = self.backlog.front() {
             let job = self.slots.get(id)?.as_ref()?;
@@ -247,7 +257,7 @@ impl Jobs {
                 self.parked.push(id);
                 continue;
             }
-            return Some(job.len - job.issued);
+            return Some(Upcoming { bytes: job.len - job.issued, cut: false });
         }
         None
     }

@@ -31,6 +31,11 @@ pub(super) struct Block<'a> {
 
 /// How the threads of a pool move a block.
 pub(super) trait Transfer: Send + Sync + 'static {
+    /// Stack of each thread.
+    fn stack_bytes(&self) -> usize {
+        256 << 10
+    }
+
     /// Called on each thread of the pool before its first block.
     fn enter(&self) {}
 
@@ -46,7 +51,7 @@ pub(super) trait Transfer: Send + Sync + 'static {
     /// A call was found to hang.
     fn hangs(&self) {}
 
-    /// Memory for a read whose own is held by a call that hangs.
+    /// Memory for a read whose own is held by a call that hangs; may hang as well.
     fn spare(&self, _bytes: usize) -> Option<Buf> {
         None
     }
@@ -178,19 +183,14 @@ impl Pool {
             spawn_worker(&shared, &mut shared.state.lock())?;
         }
         let watcher = Arc::clone(&shared);
-        spawn(format!("fb-watch-{}", shared.spec.thread_name()), move || watcher.watch())?;
+        shared.spawn("fb-watch", move || watcher.watch())?;
         Ok(queue)
     }
 }
 
-fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> Result<()> {
-    let r = std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(run);
-    r.map(drop).map_err(|e| Error::io("cannot start an I/O thread", e))
-}
-
 fn spawn_worker(shared: &Arc<Shared>, state: &mut State) -> Result<()> {
     let worker = Arc::clone(shared);
-    spawn(format!("fb-{}", shared.spec.thread_name()), move || worker.work())?;
+    shared.spawn("fb", move || worker.work())?;
     state.alive += 1;
     Ok(())
 }
@@ -243,6 +243,12 @@ impl Drop for Pool {
 }
 
 impl Shared {
+    fn spawn(&self, role: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+        let name = format!("{role}-{}", self.spec.thread_name());
+        let r = std::thread::Builder::new().name(name).stack_size(self.transfer.stack_bytes()).spawn(run);
+        r.map(drop).map_err(|e| Error::io("cannot start an I/O thread", e))
+    }
+
     fn submit(&self, request: Request, stats: &Arc<IoStats>, limit: usize) -> std::result::Result<(), Rejected> {
         let submitted = Instant::now();
         let mut state = match self.spec.check(&request, self.pid) {
@@ -363,7 +369,7 @@ impl Shared {
                 if !hung.is_empty() {
                     self.replace_hung(&mut state);
                     MutexGuard::unlocked(&mut state, || self.transfer.hangs());
-                    hung.into_iter().for_each(|job| self.serve_elsewhere(&mut state, job));
+                    self.serve_elsewhere(&mut state, hung);
                 }
                 MutexGuard::unlocked(&mut state, || {
                     expired.ended.into_iter().for_each(Ended::deliver);
@@ -384,12 +390,28 @@ impl Shared {
         self.ended.notify_all();
     }
 
-    /// Has a read answered that waits for a hung call, where there is other memory for it.
-    fn serve_elsewhere(&self, state: &mut MutexGuard<'_, State>, job: usize) {
-        let Some((seq, bytes)) = state.jobs.awaited_read(job) else { return };
-        let Some(into) = MutexGuard::unlocked(state, || self.transfer.spare(bytes)) else { return };
-        if let Some(read) = state.jobs.detach(job, seq) {
-            MutexGuard::unlocked(state, || self.transfer.serve(read, into));
+    /// Has reads answered that wait for hung calls, where there is other memory for them. On a thread of its own, as whatever holds
+    /// the calls up may hold this up too.
+    fn serve_elsewhere(self: &Arc<Self>, state: &mut State, mut hung: Vec<usize>) {
+        hung.sort_unstable();
+        hung.dedup();
+        let awaited = |job| state.jobs.awaited_read(job).map(|(seq, bytes)| (job, seq, bytes));
+        let reads: Vec<_> = hung.into_iter().filter_map(awaited).collect();
+        if reads.is_empty() {
+            return;
+        }
+        let me = Arc::clone(self);
+        let serve = move || {
+            for (job, seq, bytes) in reads {
+                let Some(into) = me.transfer.spare(bytes) else { continue };
+                let read = me.state.lock().jobs.detach(job, seq);
+                if let Some(read) = read {
+                    me.transfer.serve(read, into);
+                }
+            }
+        };
+        if let Err(e) = self.spawn("fb-spare", serve) {
+            tracing::warn!(error = %e, "hung reads stay where they are");
         }
     }
 

@@ -124,12 +124,20 @@ pub struct Control {
     /// Spare memory asked for, and whether there is any.
     pub spares: AtomicUsize,
     pub lends: AtomicBool,
+    /// Whoever asks for spare memory waits.
+    spare_held: Mutex<bool>,
+    spare_changed: Condvar,
 }
 
 impl Control {
     pub fn hold(&self, held: bool) {
         *self.held.lock().unwrap() = held;
         self.changed.notify_all();
+    }
+
+    pub fn hold_spare(&self, held: bool) {
+        *self.spare_held.lock().unwrap() = held;
+        self.spare_changed.notify_all();
     }
 }
 
@@ -184,7 +192,9 @@ impl Mover for TestMover {
         Ok(Heap::new(bytes))
     }
     fn spare(&self, bytes: usize) -> forebay::Result<Buf> {
-        self.control.spares.fetch_add(1, Ordering::SeqCst);
+        let control = &self.control;
+        control.spares.fetch_add(1, Ordering::SeqCst);
+        drop(control.spare_changed.wait_while(control.spare_held.lock().unwrap(), |held| *held).unwrap());
         if !self.control.lends.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Busy, "no device memory left"));
         }

@@ -11,7 +11,8 @@ use parking_lot::Mutex;
 use super::Shared;
 use super::arena::{Arena, Run, UNIT_BYTES};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Buf, IoBuf, MemRegion, Mover, Place};
+use crate::io::jobs::Upcoming;
+use crate::io::{IoBuf, MemRegion, Mover, Place};
 
 /// Largest piece: a copy of this size runs at full speed, and its latency is small against the read of the next.
 const MAX_PIECE_BYTES: usize = 4 << 20;
@@ -38,13 +39,17 @@ impl Memory {
         Arc::new(Self { region, arena, piece_bytes, queue })
     }
 
-    /// Memory for a piece of at most `wanted` bytes, and how many of them fit.
-    pub(super) fn take(self: &Arc<Self>, wanted: usize) -> Option<(Buf, usize)> {
-        let wanted = wanted.min(self.piece_bytes);
+    /// Memory for a piece of what is `next`, and how many bytes of it fit.
+    pub(super) fn take(self: &Arc<Self>, next: Upcoming) -> Option<(Slot, usize)> {
+        let wanted = next.bytes.min(self.piece_bytes);
         let mut arena = self.arena.lock();
-        let enough = if arena.is_idle() { 1 } else { ENOUGH_BYTES };
+        let enough = match next.cut {
+            true => wanted,
+            false if arena.is_idle() => 1,
+            false => ENOUGH_BYTES,
+        };
         let (run, len) = arena.take(wanted, enough)?;
-        Some((Buf::new(Slot { memory: Arc::clone(self), run, len }), len))
+        Some((Slot { memory: Arc::clone(self), run, len, tells: true }, len))
     }
 }
 
@@ -70,10 +75,19 @@ pub(in crate::io) fn pinned(mover: &dyn Mover, wanted: usize) -> Result<(Arc<dyn
 }
 
 /// A piece of the memory in use.
-struct Slot {
+pub(super) struct Slot {
     memory: Arc<Memory>,
     run: Run,
     len: usize,
+    /// Whether its end is news for the queue.
+    tells: bool,
+}
+
+impl Slot {
+    /// Gives back what was taken for nothing, under the queue's lock.
+    pub(super) fn put_back(mut self) {
+        self.tells = false;
+    }
 }
 
 // SAFETY: the arena gives every run to one slot at a time, the region is one valid mapping for as long as it lives, and the slot
@@ -99,7 +113,9 @@ unsafe impl IoBuf for Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         self.memory.arena.lock().give(self.run);
-        if let Some(queue) = self.memory.queue.upgrade() {
+        if self.tells
+            && let Some(queue) = self.memory.queue.upgrade()
+        {
             queue.pump();
         }
     }

@@ -7,9 +7,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::memory::Slot;
 use super::{Shared, Stage, State};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::jobs::{Failed, Piece};
+use crate::io::jobs::{Failed, Jobs, Piece, Upcoming};
 use crate::io::{Buf, Completion, Copying, DirectFile, Op, Request};
 
 /// A piece that is about to start.
@@ -49,16 +50,23 @@ impl<F: FnOnce(Result<()>)> Drop for Told<F> {
     }
 }
 
+fn next_of(jobs: &mut Jobs, most: usize) -> Option<(Piece, Arc<DirectFile>, Instant)> {
+    let piece = jobs.next_within(most)?;
+    Some((piece, Arc::clone(jobs.file(piece.span.job)?), jobs.deadline(piece.span.job)?.0))
+}
+
 impl Shared {
     /// The next piece for which there is memory.
     pub(super) fn next(&self, state: &mut State) -> Option<Start> {
         let (slot, len) = match state.jobs.upcoming()? {
-            0 => (None, usize::MAX),
+            Upcoming { bytes: 0, .. } => (None, usize::MAX),
             wanted => self.memory.take(wanted).map(|(slot, len)| (Some(slot), len))?,
         };
-        let piece = state.jobs.next_within(len)?;
-        let job = piece.span.job;
-        let (file, (deadline, _)) = (Arc::clone(state.jobs.file(job)?), state.jobs.deadline(job)?);
+        let Some((piece, file, deadline)) = next_of(&mut state.jobs, len) else {
+            slot.into_iter().for_each(Slot::put_back);
+            return None;
+        };
+        let slot = slot.map(Buf::new);
         let part = state.next_part;
         state.next_part += 1;
         let stage = if piece.op == Op::Write { Stage::Copy } else { Stage::Drive };

@@ -130,10 +130,14 @@ impl Cufile {
                     let detail = format!("{} moved {n} of {} bytes", self.call(), span.len);
                     return Outcome::Path(CufileReason::new(CufileCause::Failed, detail));
                 }
-                Ok(Err(TransferError::System(e))) if e.raw_os_error().is_some_and(is_the_drives) => {
-                    return Outcome::Drive(e.raw_os_error().unwrap_or(libc::EIO));
+                Ok(Err(e)) => {
+                    let errno = match &e {
+                        TransferError::System(e) => e.raw_os_error().filter(|errno| is_the_drives(*errno)),
+                        TransferError::CuFile(_) => None,
+                    };
+                    let path = || Outcome::Path(CufileReason::of_transfer(self.call(), &e));
+                    return errno.map_or_else(path, Outcome::Drive);
                 }
-                Ok(Err(e)) => return Outcome::Path(CufileReason::of_transfer(self.call(), &e)),
             }
         }
         Outcome::Done
@@ -201,6 +205,10 @@ impl Transfer for Cufile {
         Some(whole / 2)
     }
 
+    fn stack_bytes(&self) -> usize {
+        2 << 20
+    }
+
     fn hangs(&self) {
         self.health.give_up(CufileReason::new(CufileCause::Hung, self.call()));
     }
@@ -231,9 +239,9 @@ impl Transfer for Cufile {
     }
 }
 
-/// Errors that any other path would meet too.
+/// Errors that any other path would meet too. `EIO` is none: a DMA that failed has it as well, and the queue below finds the drive's.
 fn is_the_drives(errno: i32) -> bool {
-    matches!(errno, libc::EIO | libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EROFS)
+    matches!(errno, libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EROFS)
 }
 
 /// Files that cuFile refuses for what they are: unlinked, unnamed, not for direct I/O.

@@ -71,6 +71,24 @@ fn a_failed_block_stops_the_rest_but_waits_for_what_is_in_the_kernel() {
 }
 
 #[test]
+fn a_block_that_is_tried_again_waits_for_room_and_lets_others_by() {
+    let mut b = Bench::new();
+    let rx = b.admit(Op::Read, 3);
+    let (long, short) = (b.jobs.next_within(2 * BLOCK).unwrap(), b.jobs.next_within(BLOCK).unwrap());
+    b.end(long.span, Err(libc::EAGAIN));
+    assert_eq!(b.jobs.upcoming(), Some(Upcoming { bytes: 2 * BLOCK, cut: true }));
+    assert!(b.jobs.next_within(BLOCK).is_none());
+    b.end(short.span, Err(libc::EINTR));
+    let again = b.jobs.next_within(BLOCK).unwrap();
+    assert_eq!((again.offset, again.span.len), (2 * BLOCK as u64, BLOCK));
+    b.end(again.span, Ok(BLOCK));
+    let again = b.jobs.next_within(2 * BLOCK).unwrap();
+    assert_eq!((again.offset, again.span.len), (0, 2 * BLOCK));
+    b.end(again.span, Ok(2 * BLOCK));
+    rx.try_recv().unwrap().result.unwrap();
+}
+
+#[test]
 fn a_short_block_is_an_error() {
     let mut b = Bench::new();
     let rx = b.admit(Op::Read, 1);
