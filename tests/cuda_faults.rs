@@ -202,8 +202,8 @@ fn a_job_that_is_wrong_fails_alone() {
     let world = World::new();
     let rig = world.rig(small_cache(64), 1);
     world.lib.hold_side_streams(true);
-    // Two in flight, so that the rest is one batch.
-    let first: Vec<_> = (0..2)
+    // Four in flight, so that the rest is one batch.
+    let first: Vec<_> = (0..4)
         .map(|i| {
             let c = chunk(&rig, i, 1);
             let job = world.scatter(&rig, world.staged(&c.bytes), c.parts, With::default());
@@ -211,9 +211,9 @@ fn a_job_that_is_wrong_fails_alone() {
             job
         })
         .collect();
-    let good = chunk(&rig, 3, 4);
+    let good = chunk(&rig, 4, 4);
     let wanted = rig.crcs(&good.parts, &good.bytes);
-    let mut bad = chunk(&rig, 4, 4);
+    let mut bad = chunk(&rig, 5, 4);
     bad.parts[0].staging_offset = 60 << 10;
     let jobs = [good, bad].map(|c| world.scatter(&rig, world.staged(&c.bytes), c.parts, With::default()));
     let launches = world.lib.get("launches");
