@@ -112,6 +112,41 @@ fn callers_that_are_late_hold_up_nobody_else() {
 }
 
 #[test]
+fn a_launch_takes_no_job_along_that_waits_for_something_else() {
+    let world = World::new();
+    let rig = world.rig(small_cache(64), 1);
+    let scratch = world.server.alloc(64);
+    let late: Vec<_> = (0..4).map(|_| world.server.stream(true)).collect();
+    let job = |number: usize, with: With| {
+        let c = chunk(&rig, number, 9);
+        world.scatter(&rig, world.staged(&c.bytes), c.parts, with)
+    };
+    let fences: Vec<_> = late
+        .iter()
+        .map(|stream| {
+            stream.hold();
+            stream.fill(&scratch, 1);
+            world.fence(stream)
+        })
+        .collect();
+    // Three late callers have the lanes of their own, and the lane of those in time is full.
+    let mut jobs: Vec<_> = (0..3).map(|i| job(i, after(fences[i].clone()))).collect();
+    world.lib.hold_side_streams(true);
+    jobs.extend((3..7).map(|i| job(i, With::default())));
+    jobs.iter().for_each(|j| drop(j.fence()));
+    let in_time = job(7, With::default());
+    jobs.push(job(8, after(fences[3].clone())));
+    world.lib.hold_side_streams(false);
+    assert!(in_time.end().error.is_none(), "it waited for a caller that is not its own");
+    late.iter().for_each(|stream| stream.release());
+    for job in &jobs {
+        assert!(job.end().error.is_none());
+    }
+    drop((jobs, in_time, fences, rig, late, scratch));
+    world.end();
+}
+
+#[test]
 fn a_job_waits_for_all_its_fences_and_nobody_for_more_than_its_own() {
     let world = World::new();
     let rig = world.rig(small_cache(64), 1);

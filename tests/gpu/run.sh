@@ -12,7 +12,7 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; 
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     # These ask the stand-in for what a driver does not tell, or hold streams that are not the server's.
     skip=(--skip a_launch_has_no_more_ctas --skip jobs_that_wait_become_one_launch
-        --skip a_stream_that_waits_for_a_launch --skip a_gate_that_has_closed)
+        --skip a_stream_that_waits_for_a_launch --skip a_gate_that_has_closed --skip a_launch_takes_no_job_along)
     if [ "$(nvidia-smi -L | grep -c GPU)" -lt 2 ]; then skip+=(--skip two_); fi
     "$dir/forebay" probe --json . || true
 else
