@@ -130,10 +130,14 @@ fn a_launch_takes_no_job_along_that_waits_for_something_else() {
         })
         .collect();
     // Three late callers have the lanes of their own, and the lane of those in time is full.
-    let mut jobs: Vec<_> = (0..3).map(|i| job(i, after(fences[i].clone()))).collect();
+    let launched = |number: usize, with: With| {
+        let job = job(number, with);
+        drop(job.fence());
+        job
+    };
+    let mut jobs: Vec<_> = (0..3).map(|i| launched(i, after(fences[i].clone()))).collect();
     world.lib.hold_side_streams(true);
-    jobs.extend((3..7).map(|i| job(i, With::default())));
-    jobs.iter().for_each(|j| drop(j.fence()));
+    jobs.extend((3..7).map(|i| launched(i, With::default())));
     let in_time = job(7, With::default());
     jobs.push(job(8, after(fences[3].clone())));
     world.lib.hold_side_streams(false);
