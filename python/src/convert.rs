@@ -1,0 +1,1 @@
+//! Plain values between Python and the engine: settings, geometry, identities.
