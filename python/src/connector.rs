@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use forebay::config::Settings;
 use forebay::connector::{
@@ -14,14 +15,36 @@ use forebay::connector::{
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
+use forebay::{Error, ErrorKind};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
+use serde::Serialize;
 
 use crate::convert;
 use crate::engine::PyEngine;
 use crate::error::{IntoPy as _, closed, invalid, to_py};
-use crate::paged::{self, PyPagedKv};
+use crate::paged::{Hints, paged_kv};
+
+/// What a worker's `close` waits for where the caller does not say.
+const CLOSE_TIMEOUT_MS: u64 = 30_000;
+/// A day; longer ones are shortened to it.
+const MAX_TIMEOUT_MS: u64 = 86_400_000;
+
+/// Counts as a dict.
+fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let failed = |e| to_py(&Error::new(ErrorKind::Internal, "counts that cannot be written").source(e));
+    if let serde_json::Value::Object(counts) = serde_json::to_value(stats).map_err(failed)? {
+        for (name, count) in counts {
+            match count.as_u64() {
+                Some(count) => dict.set_item(name, count)?,
+                None => dict.set_item(name, count.as_f64())?,
+            }
+        }
+    }
+    Ok(dict)
+}
 
 /// What both sides are told in the same words.
 fn options(
@@ -94,7 +117,7 @@ impl SchedulerSide {
         num_blocks: usize,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let engines: Vec<Arc<Engine>> = engines.iter().map(|e| e.engine()).collect::<PyResult<_>>()?;
+        let engines: Vec<Arc<Engine>> = engines.iter().map(|e| e.get().cloned()).collect::<PyResult<_>>()?;
         let first = engines.first().ok_or_else(|| to_py(&invalid("a scheduler side needs at least one engine")))?;
         let options = self::options(first, (&block_tokens, num_blocks), options)?;
         let chunk_tokens = options.chunk_tokens;
@@ -144,8 +167,7 @@ impl SchedulerSide {
     fn allocated(&self, req_id: &str, block_ids: &Bound<'_, PyAny>, num_external_tokens: usize) -> PyResult<()> {
         let blocks = blocks(block_ids)?;
         self.with(|s| {
-            s.allocated(req_id, &blocks, num_external_tokens);
-            Ok(())
+            s.allocated(req_id, &blocks, num_external_tokens).py()
         })
     }
 
@@ -224,9 +246,9 @@ impl SchedulerSide {
     }
 
     /// Counts.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.with(|s| Ok(s.stats()))?;
-        convert::to_python(py, &stats)
+        counts(py, &stats)
     }
 
     /// Forgets all requests; later calls raise.
@@ -296,8 +318,9 @@ impl WorkerSide {
         num_blocks: usize,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let kv = paged::paged_kv(&engine, kv_layers)?;
-        let engine = engine.engine()?;
+        let engine = Arc::clone(engine.get()?);
+        let hints = Hints { layout: None, block_tokens: block_tokens.first().copied().filter(|_| block_tokens.len() == 1) };
+        let kv = paged_kv(engine.geometry(), kv_layers, &hints)?;
         let options = self::options(&engine, (&block_tokens, num_blocks), options)?;
         let worker = Worker::new(options, engine, kv).py()?;
         Ok(Self { worker: Mutex::new(Some(worker)) })
@@ -307,7 +330,10 @@ impl WorkerSide {
     #[pyo3(signature = (meta, stream=None))]
     fn begin(&self, py: Python<'_>, meta: Vec<u8>, stream: Option<u64>) -> PyResult<()> {
         let meta = StepMeta::from_bytes(&meta).py()?;
-        self.with(py, |w| w.begin(meta, stream_of(stream)).py())
+        self.with(py, |w| {
+            w.begin(meta, stream_of(stream));
+            Ok(())
+        })
     }
 
     /// Layer-wise only: returns when layer `layer` of the step's loads is there, or makes `stream` wait for it.
@@ -325,13 +351,19 @@ impl WorkerSide {
     /// The step is computed: starts its stores. Never waits for a drive.
     #[pyo3(signature = (stream=None))]
     fn end_step(&self, py: Python<'_>, stream: Option<u64>) -> PyResult<()> {
-        self.with(py, |w| w.end_step(stream_of(stream)).py())
+        self.with(py, |w| {
+            w.end_step(stream_of(stream));
+            Ok(())
+        })
     }
 
     /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or given up on return.
     fn preempt(&self, py: Python<'_>, meta: Vec<u8>) -> PyResult<()> {
         let meta = StepMeta::from_bytes(&meta).py()?;
-        self.with(py, |w| w.preempt(&meta).py())
+        self.with(py, |w| {
+            w.preempt(&meta);
+            Ok(())
+        })
     }
 
     /// Requests whose blocks may be freed, and requests whose load is over.
@@ -363,13 +395,18 @@ impl WorkerSide {
     }
 
     /// Counts.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.with(py, |w| Ok(w.stats()))?;
-        convert::to_python(py, &stats)
+        counts(py, &stats)
     }
 
-    /// Ends loads and stores under way; later calls raise.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.worker.lock().take()));
+    /// Cancels loads, waits up to `timeout_ms` for stores, gives the rest up; later calls raise.
+    #[pyo3(signature = (timeout_ms=CLOSE_TIMEOUT_MS))]
+    fn close(&self, py: Python<'_>, timeout_ms: u64) {
+        py.detach(|| {
+            if let Some(mut worker) = self.worker.lock().take() {
+                worker.close(Instant::now() + Duration::from_millis(timeout_ms.min(MAX_TIMEOUT_MS)));
+            }
+        });
     }
 }
