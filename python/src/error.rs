@@ -5,7 +5,7 @@
 
 use forebay::{Error, ErrorKind};
 use pyo3::create_exception;
-use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 create_exception!(
@@ -99,9 +99,4 @@ impl<T> IntoPy<T> for forebay::Result<T> {
 /// A handle that was used after `close`.
 pub(crate) fn closed(what: &str) -> PyErr {
     to_py(&Error::new(ErrorKind::Closed, format!("the {what} is closed")))
-}
-
-/// An argument of the wrong type or value, as Python names it.
-pub(crate) fn value_error(message: String) -> PyErr {
-    PyValueError::new_err(message)
 }

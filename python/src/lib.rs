@@ -5,8 +5,21 @@
 
 use pyo3::prelude::*;
 
+mod buffer;
 mod convert;
+mod dlpack;
+mod engine;
 mod error;
+mod ints;
+mod load;
+mod logging;
+mod objects;
+mod paged;
+mod pins;
+mod program;
+mod stats;
+mod store;
+mod wait;
 
 #[pymodule]
 #[pyo3(name = "_forebay")]
@@ -15,7 +28,21 @@ mod module {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::error::ForebayError;
+    use super::convert::PyGeometry;
+    #[pymodule_export]
+    use super::engine::{PyEngine, PyLookup, PyPrompt};
+    #[pymodule_export]
+    use super::load::{PyLayerReady, PyLoad, PyLoadResult};
+    #[pymodule_export]
+    use super::logging::{_log_end, _log_level, _log_next};
+    #[pymodule_export]
+    use super::objects::{PyCompletion, PyObjectStore};
+    #[pymodule_export]
+    use super::paged::PyPagedKv;
+    #[pymodule_export]
+    use super::program::{_set_program, main};
+    #[pymodule_export]
+    use super::store::{PyStore, PyStoreResult};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
