@@ -104,9 +104,12 @@ impl Scheduler {
         tracker.load_failed();
     }
 
-    /// The server takes a request's blocks away in this step.
+    /// The server takes a request's blocks away in this step. A load that was ordered for it is of later: it is not sent yet, and
+    /// goes to blocks that were given after.
     pub(super) fn preempt(&mut self, req_id: &str, meta: &mut StepMeta) {
-        self.load_over(req_id);
+        if !self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::Ordered { .. })) {
+            self.load_over(req_id);
+        }
         let Some(tracker) = self.requests.get_mut(req_id) else { return };
         if self.held.is_pending(tracker.last_save) {
             meta.preempted.push(req_id.to_owned());
@@ -119,6 +122,7 @@ impl Scheduler {
     /// A request ended without a question whether its blocks are needed: they may be another's in this step.
     pub(super) fn finished_unasked(&mut self, req_id: &str, meta: &mut StepMeta) {
         self.preempt(req_id, meta);
+        self.load_over(req_id);
         self.requests.remove(req_id);
     }
 }

@@ -97,10 +97,12 @@ impl Tracker {
         }
     }
 
-    /// Takes all its blocks away; what is stored is looked up anew.
+    /// Takes all its blocks away, but for those of a load that is about to be sent; what is stored is looked up anew.
     pub(super) fn preempt(&mut self) {
-        self.blocks.clear();
-        self.load = LoadState::Idle;
+        if !matches!(self.load, LoadState::Ordered { .. }) {
+            self.blocks.clear();
+            self.load = LoadState::Idle;
+        }
         self.waiting_since = None;
         self.forget_stored();
     }
