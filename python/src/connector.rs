@@ -138,6 +138,7 @@ impl SchedulerSide {
 
     /// Takes a request up and hashes its prompt.
     #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false))]
+    #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn add(
         &self,
         req_id: &str,
@@ -166,9 +167,7 @@ impl SchedulerSide {
     /// The server gave the request blocks for `num_external_tokens` tokens of the last answer; 0 drops the answer.
     fn allocated(&self, req_id: &str, block_ids: &Bound<'_, PyAny>, num_external_tokens: usize) -> PyResult<()> {
         let blocks = blocks(block_ids)?;
-        self.with(|s| {
-            s.allocated(req_id, &blocks, num_external_tokens).py()
-        })
+        self.with(|s| s.allocated(req_id, &blocks, num_external_tokens).py())
     }
 
     /// What the server scheduled, as bytes for the workers; empty where they have nothing to do.
@@ -176,6 +175,7 @@ impl SchedulerSide {
     /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per request or None,
     /// num_computed, num_scheduled, resumed ids). `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
     #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
+    #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn step<'py>(
         &self,
         py: Python<'py>,
@@ -197,9 +197,9 @@ impl SchedulerSide {
         }
         let mut failed = None;
         let mut ask = |req_id: &str, start: usize, stop: usize| -> Option<Vec<u32>> {
-            let answer = tokens_of?.call1((req_id, start, stop)).and_then(|ids| {
-                if ids.is_none() { Ok(None) } else { convert::tokens(&ids).map(Some) }
-            });
+            let answer = tokens_of?
+                .call1((req_id, start, stop))
+                .and_then(|ids| if ids.is_none() { Ok(None) } else { convert::tokens(&ids).map(Some) });
             answer.unwrap_or_else(|e| {
                 failed = Some(e);
                 None
@@ -264,13 +264,7 @@ type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);
 
 /// The requests of a step that ran before: parallel lists, as vLLM has them, and the names of those that are resumed.
 #[derive(FromPyObject)]
-struct Cached<'py>(
-    Vec<Bound<'py, PyString>>,
-    Vec<Option<Vec<Vec<u32>>>>,
-    Vec<usize>,
-    Vec<usize>,
-    HashSet<String>,
-);
+struct Cached<'py>(Vec<Bound<'py, PyString>>, Vec<Option<Vec<Vec<u32>>>>, Vec<usize>, Vec<usize>, HashSet<String>);
 
 impl<'py> Cached<'py> {
     fn read<'a>(&'a self, input: &mut StepInput<'a>) -> PyResult<()> {
@@ -319,7 +313,8 @@ impl WorkerSide {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let engine = Arc::clone(engine.get()?);
-        let hints = Hints { layout: None, block_tokens: block_tokens.first().copied().filter(|_| block_tokens.len() == 1) };
+        let hints =
+            Hints { layout: None, block_tokens: block_tokens.first().copied().filter(|_| block_tokens.len() == 1) };
         let kv = paged_kv(engine.geometry(), kv_layers, &hints)?;
         let options = self::options(&engine, (&block_tokens, num_blocks), options)?;
         let worker = Worker::new(options, engine, kv).py()?;
