@@ -44,10 +44,10 @@ def skips(request: Request) -> tuple[bool, bool]:
     return bool(params.get(SKIP_SAVE)), skip_load
 
 
-def _item(feature: Any) -> dict[str, Any]:
+def _item(feature: Any) -> tuple[str, int, int]:
     # The identifier carries the LoRA prefix that matters for encoder outputs; mm_hash may be absent.
     place = feature.mm_position
-    return {"hash": feature.identifier.encode(), "offset": int(place.offset), "len": int(place.length)}
+    return feature.identifier, int(place.offset), int(place.length)
 
 
 def _lora_digest(lora: Any) -> str:

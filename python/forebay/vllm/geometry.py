@@ -91,22 +91,16 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int)
     """The engine's geometry of one tensor-parallel rank."""
     import forebay
 
-    model = vllm_config.model_config
-    parallel = vllm_config.parallel_config
     return forebay.Geometry(
-        model=model.model,
-        layers=len(kv.layers),
-        kv_heads=model.get_num_kv_heads(parallel),
-        head_size=model.get_head_size(),
-        dtype=identity.kv_dtype(vllm_config),
-        planes=2,
+        model=vllm_config.model_config.model,
+        # Bytes to the engine; what is in them is part of the fingerprint.
+        dtype="uint8",
         fingerprint=identity.fingerprint(vllm_config, fingerprint),
         layer_specs=[
             {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
             for layer in kv.layers
         ],
-        tp=(tp_rank, parallel.tensor_parallel_size),
-        pp=(0, 1),
+        tp=(tp_rank, vllm_config.parallel_config.tensor_parallel_size),
     )
 
 
