@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import identity
+from forebay.vllm.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +103,21 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int)
         ],
         tp=(tp_rank, vllm_config.parallel_config.tensor_parallel_size),
     )
+
+
+def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str, Any]:
+    """What both state machines are told alike."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return settings.connector | {
+        "block_tokens": list(kv.block_tokens),
+        "num_blocks": kv.num_blocks,
+        "role": transfer.kv_role,
+        "layerwise": settings.layerwise,
+        "workers": vllm_config.parallel_config.tensor_parallel_size,
+        # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
+        "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
+    }
 
 
 def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -33,16 +33,7 @@ class SchedulerHalf:
             )
             for rank in range(vllm_config.parallel_config.tensor_parallel_size)
         ]
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        self._side = SchedulerSide(
-            settings.engine,
-            self._engines,
-            block_tokens=list(kv.block_tokens),
-            role=transfer.kv_role,
-            num_blocks=kv.num_blocks,
-            layerwise=settings.layerwise,
-        )
+        self._side = SchedulerSide(self._engines, **geometry.options(vllm_config, kv, settings))
         self._requests: dict[str, Request] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()

@@ -15,6 +15,8 @@ from typing import Any
 #: Keys that only the adapter reads.
 CONFIG_FILE = "config_file"
 FINGERPRINT = "fingerprint"
+#: Keys for the state machines, which are no settings of the engine.
+CONNECTOR_KEYS = ("load_timeout_ms", "gather_patience_ms", "min_load_tokens", "recompute_tokens_per_s", "max_held_blocks")
 #: Largest settings file, as the engine's own limit.
 MAX_FILE_BYTES = 1 << 20
 
@@ -24,7 +26,9 @@ class Settings:
     """The connector's settings, read once in each process."""
 
     engine: dict[str, Any]
-    """What the engine and the state machines get."""
+    """What the engine gets, and the state machines with it."""
+    connector: dict[str, Any]
+    """What only the state machines get."""
     layerwise: bool
     """Loads layer by layer inside the forward pass instead of whole requests between steps."""
     fingerprint: str
@@ -77,4 +81,5 @@ def read(extra: Mapping[str, Any]) -> Settings:
         engine = merged(from_file(str(path)), engine)
     fingerprint = str(engine.pop(FINGERPRINT, ""))
     layerwise = is_on(engine.get("use_layerwise", False))
-    return Settings(engine=engine, layerwise=layerwise, fingerprint=fingerprint)
+    connector = {key: engine.pop(key) for key in CONNECTOR_KEYS if key in engine}
+    return Settings(engine=engine, connector=connector, layerwise=layerwise, fingerprint=fingerprint)

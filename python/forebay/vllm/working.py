@@ -43,13 +43,8 @@ class WorkerHalf:
         shape = geometry.geometry(self._config, self._kv, self._settings.fingerprint, rank)
         name = f"cuda:{device.index or 0}" if self._cuda else "cpu"
         self._engine = forebay.Engine(self._settings.engine, shape, device=name)
-        self._side = WorkerSide(
-            self._settings.engine,
-            self._engine,
-            views,
-            block_tokens=list(self._kv.block_tokens),
-            layerwise=self._settings.layerwise,
-        )
+        options = geometry.options(self._config, self._kv, self._settings)
+        self._side = WorkerSide(self._engine, views, rank=rank, **options)
 
     def _stream(self) -> int | None:
         if not self._cuda:
