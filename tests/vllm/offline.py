@@ -25,6 +25,8 @@ class Spec:
     rounds: int = 1
     max_tokens: int = 8
     role: str = "kv_both"
+    zero_stored: bool = False
+    """Zeroes the whole KV cache before a step's stores begin, so that wrong KV is stored with valid checksums."""
     engine: dict[str, Any] = field(default_factory=dict)
     """More arguments of `LLM`."""
 
@@ -51,11 +53,32 @@ def arguments(spec: Spec) -> dict[str, Any]:
     return made | spec.engine
 
 
+def zero_stored() -> None:
+    """Wraps the worker's half for a process of its own; only with the engine in this process."""
+    from forebay.vllm.working import WorkerHalf
+
+    register, end_step = WorkerHalf.register, WorkerHalf.end_step
+    tensors: list[Any] = []
+
+    def registered(self: WorkerHalf, kv_caches: dict[str, Any]) -> None:
+        tensors.extend(kv_caches.values())
+        register(self, kv_caches)
+
+    def ended(self: WorkerHalf, meta: Any) -> None:
+        for tensor in tensors:
+            tensor.zero_()
+        end_step(self, meta)
+
+    WorkerHalf.register, WorkerHalf.end_step = registered, ended  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Runs the specification."""
     from vllm import LLM, SamplingParams
 
     spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
+    if spec.zero_stored:
+        zero_stored()
     llm = LLM(**arguments(spec))
     sampling = SamplingParams(temperature=0, max_tokens=spec.max_tokens, detokenize=False, ignore_eos=True)
     rounds = []
