@@ -1,0 +1,63 @@
+"""What is checked or set once when the connector starts, before a wrong answer is possible."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from forebay.vllm.geometry import Unsupported
+from forebay.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.forebay")
+
+
+def recompute_policy(vllm_config: VllmConfig) -> None:
+    """A failed load is a miss: vLLM recomputes, where its own default fails the request.
+
+    vLLM's scheduler reads the policy after it has made its connector. Inside MultiConnector only a copy is in reach, so the
+    outer configuration must say it; where it is in reach and does not, the start is refused.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    outer = _outer(vllm_config)
+    if outer == "fail":
+        raise Unsupported(
+            "kv_load_failure_policy of MultiConnector is fail: a damaged cache file would fail requests; "
+            'add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy was %s, is now recompute: what cannot be loaded is computed",
+            transfer.kv_load_failure_policy,
+        )
+        transfer.kv_load_failure_policy = "recompute"
+
+
+def _outer(vllm_config: VllmConfig) -> str | None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    current = get_current_vllm_config_or_none()
+    transfer = None if current is None else current.kv_transfer_config
+    if transfer is None or transfer is vllm_config.kv_transfer_config or transfer.kv_connector != "MultiConnector":
+        return None
+    return transfer.kv_load_failure_policy
+
+
+def layerwise(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
+    """Refuses layer-wise loads where vLLM cannot recover from one that fails."""
+    if not settings.layerwise:
+        return
+    if vllm_config.scheduler_config.async_scheduling:
+        raise Unsupported(
+            "use_layerwise with asynchronous scheduling: after a failed load vLLM emits a token of the step in flight and then "
+            "waits forever for the last one; start with --no-async-scheduling, or leave use_layerwise off"
+        )
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        raise Unsupported(
+            "use_layerwise with several KV cache groups: vLLM cannot be told of a failed load; start with "
+            "--disable-hybrid-kv-cache-manager, or leave use_layerwise off"
+        )

@@ -1,0 +1,152 @@
+"""What vLLM's configuration says about the KV: the engine's `Geometry`, and its tensors as blocks of bytes.
+
+Both sides compute the geometry from the configuration alone, before a tensor exists, so that the scheduler looks up in the
+very namespace that the workers fill. A block of a layer is stored as the bytes that it is: attention backends order them as
+they like (the CPU's keeps K and V in halves of each head), so the backend, the layout and vLLM's version are part of the
+identity.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forebay.vllm import identity
+from forebay.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+class Unsupported(ValueError):
+    """This server's KV cannot be stored; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's KV."""
+
+    name: str
+    group: int
+    """KV cache group."""
+    block_tokens: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The KV of one rank."""
+
+    layers: tuple[Layer, ...]
+    """In the order in which they are computed."""
+    block_tokens: tuple[int, ...]
+    """Tokens of a block, per KV cache group."""
+    num_blocks: int
+
+
+def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
+    """The layers that are stored, or `Unsupported`."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise Unsupported("pipeline parallelism is not supported yet; start without --pipeline-parallel-size")
+    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        raise Unsupported("decode context parallelism is not supported yet; start without --decode-context-parallel-size")
+    layers: list[Layer] = []
+    block_tokens: list[int] = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        block_tokens.append(group.kv_cache_spec.block_size)
+        for name in group.layer_names:
+            spec = specs[name] if specs is not None else group.kv_cache_spec
+            _check(name, spec)
+            layers.append(Layer(name, index, spec.block_size, spec.real_page_size_bytes))
+    if not layers:
+        raise Unsupported("this model has no KV cache to store; start without the connector")
+    layers.sort(key=lambda layer: (_numbers(layer.name), layer.name))
+    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks)
+
+
+def _check(name: str, spec: KVCacheSpec) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    if isinstance(spec, MambaSpec):
+        raise Unsupported(f"{name} keeps recurrent state, which has no token blocks to store; this model cannot be cached")
+    if isinstance(spec, SlidingWindowSpec):
+        raise Unsupported(
+            f"{name} has a sliding window whose blocks vLLM frees while a request runs; start with "
+            "--disable-hybrid-kv-cache-manager, which keeps them"
+        )
+    if not isinstance(spec, FullAttentionSpec):
+        raise Unsupported(f"{name}: KV of kind {type(spec).__name__} is not supported")
+    if spec.tokens_per_state != 1:
+        raise Unsupported(f"{name}: compressed KV ({spec.tokens_per_state} tokens per state) is not supported")
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", name))
+
+
+def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int) -> Any:
+    """The engine's geometry of one tensor-parallel rank."""
+    import forebay
+
+    return forebay.Geometry(
+        model=vllm_config.model_config.model,
+        # Bytes to the engine; what is in them is part of the fingerprint.
+        dtype="uint8",
+        fingerprint=identity.fingerprint(vllm_config, fingerprint),
+        layer_specs=[
+            {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
+            for layer in kv.layers
+        ],
+        tp=(tp_rank, vllm_config.parallel_config.tensor_parallel_size),
+    )
+
+
+def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str, Any]:
+    """What both state machines are told alike."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return settings.connector | {
+        "block_tokens": list(kv.block_tokens),
+        "num_blocks": kv.num_blocks,
+        "role": transfer.kv_role,
+        "layerwise": settings.layerwise,
+        "workers": vllm_config.parallel_config.tensor_parallel_size,
+        # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
+        "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
+    }
+
+
+def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Each layer's tensor as `[num_blocks, block_bytes]` bytes, in the order of `kv.layers`; nothing is copied."""
+    missing = [layer.name for layer in kv.layers if layer.name not in kv_caches]
+    if missing:
+        raise Unsupported(f"vLLM registered no KV cache for {missing[0]} and {len(missing) - 1} more layers")
+    return [_bytes_of(layer, kv_caches[layer.name], kv.num_blocks) for layer in kv.layers]
+
+
+def _bytes_of(layer: Layer, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    import torch
+
+    size, split = tensor.element_size(), tensor.shape[0] // max(num_blocks, 1)
+    inner = [(stride, length) for length, stride in zip(tensor.shape[1:], tensor.stride()[1:]) if length > 1]
+    dense = 1
+    for stride, length in sorted(inner):
+        if stride != dense:
+            dense = 0
+            break
+        dense *= length
+    # vLLM splits its blocks into `split` kernel blocks where the backend wants smaller ones; they lie side by side.
+    whole = split >= 1 and tensor.shape[0] == num_blocks * split and (split == 1 or tensor.stride(0) == dense)
+    if not whole or dense * size * split != layer.block_bytes:
+        raise Unsupported(
+            f"{layer.name}: blocks of shape {tuple(tensor.shape)} and strides {tensor.stride()} are not "
+            f"{num_blocks} runs of {layer.block_bytes} bytes; set VLLM_KV_CACHE_LAYOUT to a layout with whole blocks per layer"
+        )
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return raw.as_strided(
+        (num_blocks, layer.block_bytes), (tensor.stride(0) * size * split, 1), tensor.storage_offset() * size
+    )

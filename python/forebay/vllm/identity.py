@@ -1,0 +1,81 @@
+"""What, besides sizes, decides the meaning of stored KV bytes: model, weights, types, attention backend, vLLM's version.
+
+The same string on every rank and in the scheduler; a change of any part starts a new namespace, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: Bytes read at each place of a weights file, and the number of places.
+SAMPLE_BYTES, SAMPLES = 1 << 14, 8
+#: Configuration that says where a model came from, not what it computes.
+ORIGIN_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_commit_hash", "architectures")
+
+
+def kv_dtype(vllm_config: VllmConfig) -> str:
+    """Name of the KV cache's element type."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    return str(vllm_config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
+
+
+def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
+    """Every part of the identity, as one canonical string."""
+    import vllm
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parts: dict[str, Any] = {
+        "revision": model.revision,
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "weights": weights_digest(model.model),
+        "load_format": str(vllm_config.load_config.load_format),
+        "seed": model.seed if str(vllm_config.load_config.load_format) == "dummy" else None,
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_dtype": kv_dtype(vllm_config),
+        "model_config": config_digest(model.hf_config),
+        "backend": backend(vllm_config),
+        "layout": str(getattr(cache, "kv_cache_layout", None)),
+        "device": vllm_config.device_config.device_type,
+        "vllm": vllm.__version__,
+        "addition": addition,
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def backend(vllm_config: VllmConfig) -> str:
+    """The attention backend that was asked for; vLLM's own choice follows from its version, the model and the device."""
+    return str(getattr(getattr(vllm_config, "attention_config", None), "backend", None))
+
+
+def config_digest(hf_config: Any) -> str:
+    """Digest of the model's configuration, rotary parameters among it."""
+    values = {k: v for k, v in hf_config.to_dict().items() if k not in ORIGIN_KEYS}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def weights_digest(path: str) -> str | None:
+    """Digest over names, sizes and samples of the weights in a local directory; None where `path` is no directory.
+
+    Samples rather than whole files, so that a start does not read the weights twice. They notice retrained weights, not a
+    change of a few values in place.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    files = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        with file.open("rb") as opened:
+            for sample in range(SAMPLES):
+                opened.seek(size * sample // SAMPLES)
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()

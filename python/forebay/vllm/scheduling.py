@@ -1,0 +1,139 @@
+"""The half of the connector that lives in vLLM's scheduler: vLLM's requests and steps in the state machine's words.
+
+It looks up and decides; it touches no KV. Prompts are hashed once, when a request arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from forebay.vllm import extra, geometry
+from forebay.vllm.meta import StepMetadata, WorkerMetadata
+from forebay.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class SchedulerHalf:
+    """One per scheduler."""
+
+    def __init__(self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings) -> None:
+        """Opens the cache of every tensor-parallel rank for lookups."""
+        import forebay
+        from forebay.connector import SchedulerSide
+
+        self._engines = [
+            forebay.Engine(
+                settings.engine, geometry.geometry(vllm_config, kv, settings.fingerprint, rank), device="cpu"
+            )
+            for rank in range(vllm_config.parallel_config.tensor_parallel_size)
+        ]
+        self._side = SchedulerSide(self._engines, **geometry.options(vllm_config, kv, settings))
+        self._requests: dict[str, Request] = {}
+        self._loading: set[str] = set()
+        self._held: set[str] = set()
+
+    def arrived(self, request: Request) -> None:
+        """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
+        if not extra.cacheable(request) or getattr(request, "resumable", False):
+            return
+        skip_save, skip_load = extra.skips(request)
+        self._requests[request.request_id] = request
+        self._side.add(
+            request.request_id,
+            request.prompt_token_ids,
+            extra=extra.extra(request),
+            skip_save=skip_save,
+            skip_load=skip_load,
+        )
+
+    def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond `num_computed_tokens` that can be loaded, and whether between steps."""
+        if request.request_id not in self._requests:
+            return 0, False
+        tokens, asynchronous = self._side.matched(request.request_id, num_computed_tokens)
+        return tokens, bool(tokens) and asynchronous
+
+    def allocated(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
+        """vLLM gave the request these blocks, the last of them for `num_external_tokens` to load."""
+        if request.request_id not in self._requests:
+            return
+        if num_external_tokens > 0:
+            self._loading.add(request.request_id)
+        self._side.allocated(request.request_id, [list(group) for group in block_ids], num_external_tokens)
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """What the workers do around this step."""
+        scheduled = output.num_scheduled_tokens
+        known = self._requests
+        new = [
+            (r.req_id, [list(g) for g in r.block_ids], r.num_computed_tokens, scheduled[r.req_id])
+            for r in output.scheduled_new_reqs
+            if r.req_id in known
+        ]
+        cached = output.scheduled_cached_reqs
+        rows = [i for i, req_id in enumerate(cached.req_ids) if req_id in known]
+        blocks = [cached.new_block_ids[i] for i in rows]
+        running = (
+            [cached.req_ids[i] for i in rows],
+            [None if groups is None else [list(g) for g in groups] for groups in blocks],
+            [cached.num_computed_tokens[i] for i in rows],
+            [scheduled[cached.req_ids[i]] for i in rows],
+            set(cached.resumed_req_ids),
+        )
+        step = self._side.step(
+            new, running, set(output.finished_req_ids), set(output.preempted_req_ids or ()), tokens_of=self._tokens_of
+        )
+        held, self._held = frozenset(self._held), set()
+        return StepMetadata(step, held)
+
+    def _tokens_of(self, req_id: str, start: int, stop: int) -> Sequence[int]:
+        # Placeholders of asynchronous scheduling are counted beside this list and never in it, unverified drafts neither.
+        request = self._requests.get(req_id)
+        return [] if request is None else list(request.all_token_ids[start:stop])
+
+    def output(self, output: KVConnectorOutput) -> None:
+        """What the workers reported at the end of a step."""
+        meta = output.kv_connector_worker_meta
+        recving = set(output.finished_recving or ())
+        self._loading -= recving
+        self._side.output(
+            set(output.finished_sending or ()),
+            recving,
+            set(output.failed_recving or ()),
+            meta.parts if isinstance(meta, WorkerMetadata) else [],
+        )
+
+    def finished(self, request: Request) -> bool:
+        """Whether vLLM must keep the finished request's blocks until the workers report it as sent."""
+        req_id = request.request_id
+        if self._requests.pop(req_id, None) is None:
+            return False
+        keep = self._side.request_finished(req_id)
+        if req_id in self._loading:
+            # An aborted load: vLLM itself keeps these blocks until the load is reported over, and would free them twice.
+            self._loading.discard(req_id)
+            return False
+        if keep:
+            self._held.add(req_id)
+        return keep
+
+    def reset(self) -> bool:
+        """Forgets what is stored."""
+        return self._side.reset()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the state machine."""
+        return self._side.stats()
+
+    def close(self) -> None:
+        """Closes the cache; safe to call again."""
+        self._side.close()
+        for engine in self._engines:
+            engine.close()
+        self._engines = []

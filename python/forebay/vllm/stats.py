@@ -1,0 +1,67 @@
+"""Counters of the connector for vLLM: its log line, and its Prometheus page as `vllm:forebay_*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+
+@dataclass
+class ForebayStats(KVConnectorStats):
+    """What was counted since the last report."""
+
+    def reset(self) -> None:
+        """Starts over."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> ForebayStats:
+        """Sums."""
+        keys = set(self.data) | set(other.data)
+        return ForebayStats({key: self.data.get(key, 0) + other.data.get(key, 0) for key in keys})
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(self.data.values())
+
+
+class Deltas:
+    """Turns counters that only grow into what was added since the last call."""
+
+    def __init__(self) -> None:
+        """From zero."""
+        self._last: dict[str, int] = {}
+
+    def of(self, counters: dict[str, Any]) -> ForebayStats:
+        """What each whole number of `counters` grew by; other values are left out."""
+        now = {k: v for k, v in counters.items() if isinstance(v, int) and not isinstance(v, bool)}
+        grown = {k: v - self._last.get(k, 0) for k, v in now.items()}
+        self._last = now
+        return ForebayStats({k: v for k, v in grown.items() if v > 0})
+
+
+class ForebayMetrics(KVConnectorPromMetrics):
+    """One counter per name, made when it is first counted."""
+
+    def __init__(self, *args: Any) -> None:
+        """As vLLM makes them."""
+        super().__init__(*args)
+        self._counters: dict[str, Any] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds one report."""
+        for name, value in transfer_stats_data.items():
+            counter = self._counters.get(name)
+            if counter is None:
+                counter = self._counter_cls(
+                    name=f"vllm:forebay_{name}",
+                    documentation=f"Forebay connector: {name.replace('_', ' ')}.",
+                    labelnames=self._labelnames,
+                )
+                self._counters[name] = counter
+            counter.labels(*self.per_engine_labelvalues[engine_idx]).inc(value)

@@ -1,0 +1,117 @@
+"""The half of the connector that lives in vLLM's workers: starts loads and stores, and says when they are over.
+
+It never waits for a drive inside a step, except layer by layer where that was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forebay.vllm import geometry
+from forebay.vllm.meta import StepMetadata, WorkerMetadata
+from forebay.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+
+class WorkerHalf:
+    """One per worker."""
+
+    def __init__(self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings) -> None:
+        """Nothing is opened before vLLM has made its KV caches."""
+        self._config, self._kv, self._settings = vllm_config, kv, settings
+        self._engine: Any = None
+        self._side: Any = None
+        self._cuda = False
+        self._layer_of = {layer.name: index for index, layer in enumerate(kv.layers)}
+        self._held: set[str] = set()
+        self._failed: set[str] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Opens the cache over vLLM's tensors."""
+        import forebay
+        from forebay.connector import WorkerSide
+
+        if self._side is not None:
+            raise geometry.Unsupported("vLLM registered its KV caches twice")
+        views = geometry.views(self._kv, kv_caches)
+        device = views[0].device
+        self._cuda = device.type == "cuda"
+        rank = self._config.parallel_config.rank % self._config.parallel_config.tensor_parallel_size
+        shape = geometry.geometry(self._config, self._kv, self._settings.fingerprint, rank)
+        name = f"cuda:{device.index or 0}" if self._cuda else "cpu"
+        self._engine = forebay.Engine(self._settings.engine, shape, device=name)
+        options = geometry.options(self._config, self._kv, self._settings)
+        self._side = WorkerSide(self._engine, views, rank=rank, **options)
+
+    def _stream(self) -> int | None:
+        if not self._cuda:
+            return None
+        import torch
+
+        return torch.cuda.current_stream().cuda_stream
+
+    def preempt(self, meta: StepMetadata) -> None:
+        """Before blocks of preempted requests are overwritten."""
+        if self._side is not None and meta.step:
+            self._side.preempt(meta.step)
+
+    def begin(self, meta: StepMetadata) -> None:
+        """Starts this step's loads."""
+        self._held |= meta.held
+        if self._side is not None and meta.step:
+            self._side.begin(meta.step, stream=self._stream())
+
+    def wait_layer(self, name: str) -> None:
+        """Layer by layer: until this layer is loaded."""
+        if self._side is not None and self._settings.layerwise and name in self._layer_of:
+            self._side.wait_layer(self._layer_of[name], stream=self._stream())
+
+    def save_layer(self, name: str) -> None:
+        """Layer by layer: this layer is computed."""
+        if self._side is not None and self._settings.layerwise and name in self._layer_of:
+            self._side.save_layer(self._layer_of[name], stream=self._stream())
+
+    def end_step(self, meta: StepMetadata) -> None:
+        """Starts this step's stores."""
+        if self._side is not None and meta.step:
+            self._side.end_step(stream=self._stream())
+
+    def results(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose blocks may be freed, whose loads are over, and which of these failed."""
+        if self._side is None:
+            return set(), set(), set()
+        sending, recving = self._side.finished(set(finished_req_ids))
+        # vLLM frees what is reported as sent at once, and fails on a request that it did not keep.
+        sending = set(sending) & self._held
+        self._held -= sending
+        self._failed |= set(self._side.failed_requests())
+        failed = self._failed & set(recving)
+        self._failed -= failed
+        return sending, set(recving), failed
+
+    def failed_blocks(self) -> set[int]:
+        """Layer by layer: blocks whose load failed. Whole requests are reported by `results` instead, for any number of groups."""
+        if self._side is None or not self._settings.layerwise:
+            return set()
+        return set(self._side.failed_blocks())
+
+    def meta(self) -> WorkerMetadata | None:
+        """What the scheduler is told."""
+        part = None if self._side is None else self._side.meta()
+        return WorkerMetadata([part]) if part else None
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the state machine."""
+        return {} if self._side is None else self._side.stats()
+
+    def close(self) -> None:
+        """Waits for what is being stored, then closes the cache; safe to call again."""
+        side, engine, self._side, self._engine = self._side, self._engine, None, None
+        if side is not None:
+            side.close()
+        if engine is not None:
+            engine.flush()
+            engine.close()

