@@ -59,7 +59,7 @@ def ask(to: Server, prompt: list[int]) -> tuple[float, str]:
 def serve(folder: Path, model: str, prompt: list[int]) -> Shown:
     """One life of a server."""
     cache = {"cache_dir": str(folder / "cache"), "capacity": "2GiB"}
-    longest = ["--max-model-len", str(len(prompt) + 64), "--max-num-batched-tokens", str(len(prompt) + 64)]
+    longest = ("--max-model-len", str(len(prompt) + 64), "--max-num-batched-tokens", str(len(prompt) + 64))
     with server(folder, model, cache, longest) as running:
         # What a first request costs anyway, whatever its prompt.
         ask(running, prompt[:16][::-1])

@@ -25,21 +25,25 @@ def tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def llama(folder: Path, dtype: str, seed: int = 1234) -> None:
-    """Four layers of full attention, two KV heads of 64."""
+#: Sizes that differ between the models: tests want small ones, a demonstration wants a prefill that takes seconds.
+SIZES = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "demo": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
+}
+
+
+def llama(folder: Path, dtype: str, size: str = "tiny", seed: int = 1234) -> None:
+    """Layers of full attention, two KV heads of 64."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        **SIZES[size],
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=4096,
+        max_position_embeddings=16384,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -52,4 +56,4 @@ def llama(folder: Path, dtype: str, seed: int = 1234) -> None:
 
 
 if __name__ == "__main__":
-    llama(Path(sys.argv[1]), sys.argv[2])
+    llama(Path(sys.argv[1]), sys.argv[2], *sys.argv[3:])

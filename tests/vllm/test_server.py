@@ -55,13 +55,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, model: str, cache: dict[str, Any] | None) -> Iterator[Server]:
+def server(
+    folder: Path, model: str, cache: dict[str, Any] | None, options: tuple[str, ...] = ("--max-model-len", "2048")
+) -> Iterator[Server]:
     """A server until the end of the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", *options]
     if cache is not None:
         transfer = {"kv_connector": "ForebayConnector", "kv_role": "kv_both", "kv_connector_extra_config": cache}
         command += ["--kv-transfer-config", json.dumps(transfer)]
