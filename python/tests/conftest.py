@@ -16,7 +16,7 @@ CHUNK = 32
 def config(path: Path, **more: Any) -> dict[str, Any]:
     """Settings of a small cache on whatever file system the tests are on."""
     gds = {"cache_dir": path}
-    small = {"capacity": "64MiB", "min_free": 0, "staging": "4MiB", "store_staging": "4MiB"}
+    small = {"capacity": "256MiB", "min_free": 0, "staging": "4MiB", "store_staging": "4MiB"}
     return {
         "backend": "gds",
         "gds_config": gds,
