@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -14,7 +14,7 @@ demo: build
 	$(FOREBAY) demo
 
 # Everything CI runs. What NVIDIA's wheels are needed for is named at the end where they could not be fetched.
-test: lint unit doc kernels-check
+test: lint unit doc python kernels-check
 	@test -s $(CUFILE_LIB) || echo 'NOT TESTED HERE: NVIDIA'"'"'s own libcufile; its wheels could not be fetched'
 
 lint:
@@ -27,6 +27,10 @@ unit: cufile
 
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+
+# The Python package: builds the wheel, installs it into a virtual environment of its own and runs its tests there.
+python:
+	PYTHON="$(PYTHON)" python/test.sh
 
 # The real libcufile, from NVIDIA's Python wheels; tests use it where it could be fetched.
 cufile:

@@ -1,0 +1,265 @@
+"""Engine, loads and stores: prefixes, masks, cancelling, time-outs, damage, asyncio, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+import weakref
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import BLOCK, BLOCKS, CHUNK, DIM, HEADS, LAYERS, config, geometry, slots
+
+import forebay
+
+SHAPE = (2, BLOCKS, BLOCK, HEADS, DIM)
+
+
+def kv(fill: float | None = None) -> list[Any]:
+    if fill is None:
+        rng = np.random.default_rng(7)
+        return [rng.random(SHAPE, dtype=np.float32) for _ in range(LAYERS)]
+    return [np.full(SHAPE, fill, np.float32) for _ in range(LAYERS)]
+
+
+def flat(layer: Any) -> Any:
+    return layer.reshape(2, BLOCKS * BLOCK, HEADS, DIM)
+
+
+def test_a_load_is_iterated_layer_by_layer(eng: forebay.Engine) -> None:
+    tokens = list(range(64))
+    eng.store(tokens, kv(), slots(64)).wait()
+    target = kv(0)
+    load = eng.load(tokens, target, slots(64))
+    seen = []
+    for ready in load:
+        at = slots(64)
+        assert np.array_equal(flat(target[ready.layer])[:, at], flat(kv()[ready.layer])[:, at])
+        seen.append((ready.layer, ready.tokens))
+    assert seen == [(0, 64), (1, 64), (2, 64)]
+    assert list(load) == [] and load.done and load.wait().tokens == 64
+
+
+def test_the_common_prefix_is_found_and_a_partial_chunk_too(cache: Path) -> None:
+    with forebay.Engine(config(cache, save_unfull_chunk=True), geometry()) as eng:
+        tokens = list(range(50))
+        assert eng.store(tokens, kv(), slots(50)).wait().stored == 2
+        assert eng.lookup(tokens) == 50
+        assert eng.lookup([*range(40), 7]) == CHUNK
+        assert eng.lookup([9, *tokens]) == 0
+        target = kv(0)
+        assert eng.load(tokens, target, slots(50)).wait().tokens == 50
+        assert np.array_equal(flat(target[2])[:, slots(50)], flat(kv()[2])[:, slots(50)])
+
+
+def test_extra_keys_separate_prompts(eng: forebay.Engine) -> None:
+    tokens = list(range(32))
+    lora = {"name": "a", "path": "/a", "digest": "1"}
+    extras: list[Any] = [None, "salt", {"lora": lora}, {"multimodal": [(b"image", 3, 4)]}]
+    for extra in extras:
+        assert eng.lookup(tokens, extra) == 0
+        assert eng.store(tokens, kv(), slots(32), extra).wait().stored == 1
+        assert eng.lookup(tokens, extra) == 32
+    assert eng.lookup(tokens, {"cache_salt": "salt"}) == 32
+    with pytest.raises(forebay.InvalidInput, match="use cache_salt, lora, multimodal"):
+        eng.lookup(tokens, {"salt": "x"})
+
+
+def test_masked_tokens_are_not_written(eng: forebay.Engine) -> None:
+    tokens = list(range(64))
+    eng.store(tokens, kv(), slots(64)).wait()
+    target = kv(-1)
+    mask = np.array([t >= 40 for t in range(64)])
+    assert eng.load(tokens, target, slots(64), mask=mask).wait().tokens == 64
+    for layer in target:
+        assert (flat(layer)[:, slots(64)[:40]] == -1).all()
+    assert np.array_equal(flat(target[0])[:, slots(64)[40:]], flat(kv()[0])[:, slots(64)[40:]])
+    with pytest.raises(forebay.InvalidInput, match="a mask of 3 tokens"):
+        eng.load(tokens, target, slots(64), mask=[True] * 3)
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "int32", "int64", "uint32", "prompt", "strided"])
+def test_tokens_and_slots_come_as_lists_or_buffers(eng: forebay.Engine, kind: str) -> None:
+    numbers = list(range(32))
+    tokens: Any = {
+        "list": numbers,
+        "array": array("i", numbers),
+        "prompt": eng.prompt(numbers),
+        "strided": np.repeat(np.array(numbers), 2)[::2],
+    }.get(kind)
+    if tokens is None:
+        tokens = np.array(numbers, dtype=kind)
+    mapping: Any = np.array(slots(32), dtype="int64" if kind != "int32" else "int32")
+    eng.store(tokens, kv(), mapping).wait()
+    assert eng.lookup(numbers) == eng.lookup(tokens) == 32
+
+
+@pytest.mark.parametrize("tokens", [[-1], [1 << 32], np.zeros(3, np.float32), np.zeros((2, 2), np.int64), b"abc"])
+def test_what_is_no_token_list_is_refused(eng: forebay.Engine, tokens: Any) -> None:
+    with pytest.raises(forebay.InvalidInput):
+        eng.lookup(tokens)
+
+
+def test_a_store_by_layers(eng: forebay.Engine) -> None:
+    tokens, source = list(range(32)), kv()
+    paged = eng.paged_kv(source)
+    store = eng.store(tokens, paged, slots(32), by_layer=True)
+    with pytest.raises(forebay.TimedOut):
+        store.wait(timeout_ms=1)
+    for layer in range(LAYERS):
+        store.layer(layer)
+        store.wait_gathered(layer)
+        source[layer].fill(0)
+    assert store.wait().stored == 1
+    target = kv(0)
+    eng.load(tokens, target, slots(32)).wait()
+    assert np.array_equal(flat(target[1])[:, slots(32)], flat(kv()[1])[:, slots(32)])
+    assert eng.store(tokens, paged, slots(32)).wait().already_there == 1
+
+
+def test_a_cancelled_load_says_so_and_ends_its_iteration(eng: forebay.Engine) -> None:
+    tokens = list(range(64))
+    eng.store(tokens, kv(), slots(64)).wait()
+    load = eng.load(tokens, kv(0), slots(64))
+    load.cancel()
+    result = load.wait()
+    assert result.cancelled or result.tokens == 64, "it may have finished before"
+    assert len(list(load)) in (0, LAYERS)
+
+
+def test_a_load_past_its_time_is_a_miss(eng: forebay.Engine) -> None:
+    tokens = list(range(64))
+    eng.store(tokens, kv(), slots(64)).wait()
+    result = eng.load(tokens, kv(0), slots(64), timeout_ms=0).wait(timeout_ms=10_000)
+    assert result.tokens == 64 or result.misses.get("timed_out"), result
+
+
+def test_a_damaged_file_is_a_miss_with_its_blocks(cache: Path) -> None:
+    tokens = list(range(64))
+    with forebay.Engine(config(cache), geometry()) as eng:
+        eng.store(tokens, kv(), slots(64)).wait()
+    for data in cache.rglob("data.kv"):
+        with data.open("r+b") as file:
+            bytes_ = bytearray(file.read())
+            pattern = kv()[1].reshape(2, BLOCKS * BLOCK, HEADS * DIM)[0, slots(64)[0]].tobytes()
+            at = bytes_.find(pattern)
+            assert at > 0
+            file.seek(at)
+            file.write(bytes([bytes_[at] ^ 1]))
+    with forebay.Engine(config(cache), geometry()) as eng:
+        result = eng.load(tokens, kv(0), slots(64)).wait()
+        assert result.tokens == 0 and result.misses == {"corrupt": 1, "prefix": 1}
+        assert result.failed_blocks == sorted({s // BLOCK for s in slots(64)})
+        assert eng.lookup(tokens) == 0, "it is not served again"
+
+
+def test_a_restart_keeps_the_cache(cache: Path) -> None:
+    tokens = list(range(64))
+    with forebay.Engine(config(cache), geometry()) as eng:
+        eng.store(tokens, kv(), slots(64)).wait()
+        eng.flush()
+    with forebay.Engine(config(cache), geometry()) as eng:
+        assert eng.lookup(tokens) == 64
+        assert eng.remove(tokens) == 2 and eng.lookup(tokens) == 0
+    with forebay.Engine(config(cache), geometry(fingerprint="other")) as eng:
+        assert eng.lookup(tokens) == 0, "another fingerprint, another namespace"
+
+
+def test_asyncio_gets_layers_results_and_stores(eng: forebay.Engine) -> None:
+    tokens = list(range(64))
+
+    async def serve(n: int) -> list[int]:
+        mine = [n, *tokens[1:]]
+        assert (await eng.store(mine, kv(), slots(64))).stored == 2
+        load = eng.load(mine, kv(0), slots(64))
+        layers = [ready.layer async for ready in load]
+        assert (await load).tokens == 64
+        return layers
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(serve(n) for n in range(8)))
+
+    assert asyncio.run(all_of_them()) == [list(range(LAYERS))] * 8
+
+
+def test_no_wait_holds_the_gil(eng: forebay.Engine) -> None:
+    store = eng.store(list(range(32)), kv(), slots(32), by_layer=True)
+    waiting = threading.Thread(target=store.wait)
+    waiting.start()
+    assert waiting.is_alive(), "it waits for layers, and this thread runs"
+    store.all_layers()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_memory_lives_as_long_as_it_is_used_and_no_longer(eng: forebay.Engine) -> None:
+    class Tensor:
+        """Has a tensor's methods, and no buffer protocol."""
+
+        def __init__(self, of: Any) -> None:
+            self.of, self.shape, self.device, self.dtype = of, of.shape, "cpu", "torch.float32"
+
+        def data_ptr(self) -> int:
+            return int(self.of.ctypes.data)
+
+        def element_size(self) -> int:
+            return int(self.of.itemsize)
+
+        def stride(self) -> tuple[int, ...]:
+            return tuple(s // self.of.itemsize for s in self.of.strides)
+
+    tensors = [Tensor(layer) for layer in kv()]
+    gone = [weakref.ref(t) for t in tensors]
+    paged = eng.paged_kv(tensors)
+    del tensors
+    gc.collect()
+    assert all(ref() is not None for ref in gone)
+    assert eng.store(list(range(32)), paged, slots(32)).wait().stored == 1
+    del paged
+    gc.collect()
+    # The store's own reference may be dropped by a thread of the engine; the next call then lets the owner go.
+    for _ in range(1000):
+        eng.lookup([1])
+        if not any(ref() for ref in gone):
+            break
+        threading.Event().wait(0.01)
+    assert not any(ref() for ref in gone)
+
+
+def test_raw_descriptions_and_dlpack(eng: forebay.Engine) -> None:
+    source = kv()
+    raw = [(layer.ctypes.data, layer.shape, None, layer.itemsize, "cpu") for layer in source]
+    assert eng.store(list(range(32)), raw, slots(32)).wait().stored == 1
+
+    class Packed:
+        def __init__(self, of: Any) -> None:
+            self.__dlpack__, self.__dlpack_device__ = of.__dlpack__, of.__dlpack_device__
+
+    target = kv(0)
+    before = sys.getrefcount(target[0])
+    paged = eng.paged_kv([Packed(layer) for layer in target])
+    assert eng.load(list(range(32)), paged, slots(32)).wait().tokens == 32
+    assert np.array_equal(flat(target[0])[:, slots(32)], flat(source[0])[:, slots(32)])
+    assert sys.getrefcount(target[0]) > before
+    with pytest.raises(forebay.InvalidInput, match="not \\(address, shape"):
+        eng.paged_kv([(1, 2, 3, "x", 5)] * LAYERS)
+
+
+def test_figures_and_logs(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from forebay import _logging
+
+    caplog.set_level(logging.WARNING, logger="forebay")
+    with forebay.Engine(config(cache, enable_rdma=True), geometry()) as eng:
+        eng.store(list(range(64)), kv(), slots(64)).wait()
+        eng.lookup(list(range(64)), pin_ms=1000)
+        stats = eng.stats()
+        assert (stats["stored_chunks"], stats["matched_tokens"], stats["up"]) == (2, 64, True)
+        assert "forebay_stored_chunks_total 2" in eng.metrics()
+    _logging.flush()
+    assert any("enable_rdma" in r.message and r.name.startswith("forebay") for r in caplog.records), caplog.records

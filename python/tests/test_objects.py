@@ -1,0 +1,76 @@
+"""Objects: round trips, misses, overwrites, buffers that are refused, batches by descriptor."""
+
+from __future__ import annotations
+
+import select
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import config
+
+import forebay
+
+
+@pytest.fixture
+def objs(cache: Path) -> Any:
+    with forebay.ObjectStore(config(cache)) as store:
+        assert store.is_up
+        yield store
+
+
+def test_objects_come_back(objs: forebay.ObjectStore) -> None:
+    big = np.random.default_rng(5).integers(0, 255, 300_000, dtype=np.uint8)
+    assert objs.put({"a": b"hello", b"b": array("i", [1, 2, 3]), "big": big}) == [True, True, True]
+    a, b, out = bytearray(5), array("i", [0, 0, 0]), np.zeros_like(big)
+    assert objs.get({"a": a, "b": b, "big": out, "none": bytearray(1)}) == [True, True, True, False]
+    assert (a, b.tolist()) == (b"hello", [1, 2, 3]) and np.array_equal(big, out)
+    assert objs.exists(["a", "x"]) == [True, False]
+    assert objs.put({"a": b"other"}) == [True]
+    assert objs.get({"a": a}) == [True] and a == b"other"
+    assert objs.delete(["a", "x"]) == [True, False]
+    assert objs.exists(["a"]) == [False]
+    objs.flush()
+    stats = objs.stats()
+    assert stats["put"]["ok"] == 4 and stats["get"]["no"] == {"not_found": 1}
+    assert "forebay_objects_up 1" in objs.metrics()
+
+
+def test_buffers_that_do_not_do(objs: forebay.ObjectStore) -> None:
+    objs.put({"a": b"12345"})
+    with pytest.raises(forebay.InvalidInput, match="read-only"):
+        objs.get({"a": b"12345"})
+    with pytest.raises(forebay.InvalidInput, match="gaps"):
+        objs.put({"a": np.zeros((4, 4))[:, 0]})
+    with pytest.raises(forebay.InvalidInput, match="list of keys"):
+        objs.exists("a")
+    assert objs.put({"": b"x", "empty": b""}) == [False, False]
+    assert objs.get({"a": bytearray(3)}) == [False]
+
+
+def test_batches_end_on_a_descriptor(objs: forebay.ObjectStore) -> None:
+    put = objs.submit_put({"k": b"value"})
+    done: list[forebay.Completion] = []
+    poll = select.poll()
+    poll.register(objs.event_fd(), select.POLLIN)
+    while not done:
+        assert poll.poll(30_000)
+        done = objs.drain_completions()
+    assert [(c.id, c.kind, c.results, c.error) for c in done] == [(put, "put", [True], None)]
+    short = bytearray(2)
+    objs.submit_get({"k": short, "none": bytearray(1)})
+    assert poll.poll(30_000)
+    (got,) = objs.drain_completions()
+    assert got.results == [False, False] and got.lengths[0] == 5 and got.causes == ["too_short", "not_found"]
+    assert objs.cancel(got.id) is False
+
+
+def test_they_survive_a_restart_and_namespaces_are_apart(cache: Path) -> None:
+    with forebay.ObjectStore(config(cache), namespace="one") as store:
+        store.put({"k": b"v"})
+    with forebay.ObjectStore(config(cache), namespace="one") as store:
+        assert store.exists(["k"]) == [True]
+    with forebay.ObjectStore(config(cache), namespace="two") as store:
+        assert store.exists(["k"]) == [False]

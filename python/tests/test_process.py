@@ -1,0 +1,178 @@
+"""What concerns the process: forks, errors, absent packages, the program, the stubs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import config, geometry
+
+import forebay
+from forebay import _forebay
+
+BLOCK_NUMPY = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numpy", "torch"):
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def in_child(work: object) -> str:
+    """What `work` says in a forked child."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            said = work()  # type: ignore[operator]
+        except BaseException as e:
+            said = f"{type(e).__name__} {getattr(e, 'kind', None)}"
+        os.write(write, str(said).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as out:
+        said = out.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_gets_a_clear_error_and_harms_nothing(cache: Path) -> None:
+    buffers = [bytearray(2 * 2 * 32 * 2 * 64) for _ in range(3)]
+    kv = [memoryview(b).cast("f", (2, 4, 16, 2, 16)) for b in buffers]
+    with forebay.Engine(config(cache), geometry()) as eng, forebay.ObjectStore(config(cache)) as objects:
+        store = eng.store(list(range(32)), kv, list(range(32)), by_layer=True)
+        for call in (
+            lambda: eng.lookup([1]),
+            lambda: eng.load([1], kv, [0]),
+            eng.flush,
+            eng.stats,
+            eng.close,
+            store.wait,
+            lambda: objects.put({"a": b"b"}),
+        ):
+            assert in_child(call) == "Forked forked"
+        assert in_child(lambda: eng.is_up) == "False"
+        store.all_layers()
+        assert store.wait().stored == 1 and eng.lookup(list(range(32))) == 32
+        assert objects.put({"a": b"b"}) == [True]
+
+
+def test_errors_have_a_kind_and_advice(cache: Path) -> None:
+    with pytest.raises(forebay.ConfigError, match="chunk_sise") as raised:
+        forebay.Engine({"cache_dir": cache, "chunk_sise": 1}, geometry())
+    assert raised.value.kind == "config" and raised.value.advice
+    assert isinstance(raised.value, forebay.ForebayError)
+    with pytest.raises(forebay.ConfigError, match="tpu"):
+        forebay.Engine(config(cache), geometry(), device="tpu")
+    with pytest.raises(forebay.ConfigError, match="the config is a list"):
+        forebay.Engine([1], geometry())  # type: ignore[arg-type]
+    with pytest.raises(forebay.InvalidInput, match="unknown KV dtype"):
+        geometry(dtype="float7")
+    with pytest.raises(forebay.InvalidInput, match="not below its size"):
+        geometry(tp=(2, 2))
+    with pytest.raises(forebay.InvalidInput, match="needs \"window\""):
+        geometry(layers=None, layer_specs=[{"kind": "sliding"}])
+    with pytest.raises(forebay.InvalidInput, match="\"windows\" is unknown"):
+        geometry(layers=None, layer_specs=[{"kind": "sliding", "windows": 3}])
+    kinds = {forebay.Forked, forebay.TimedOut, forebay.Closed}
+    assert all(issubclass(kind, forebay.ForebayError) for kind in kinds)
+
+
+def test_a_closed_engine_misses(cache: Path) -> None:
+    eng = forebay.Engine(config(cache), geometry())
+    eng.close()
+    assert not eng.is_up and eng.lookup([1] * 32) == 0
+    with pytest.raises(forebay.Closed):
+        eng.flush()
+
+
+def test_a_cache_that_cannot_be_opened_is_disabled(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with forebay.Engine(config(tmp_path / "file" / "x", on_open_failure="disable"), geometry()) as eng:
+        assert not eng.is_up and eng.why_disabled
+
+
+def test_it_works_where_numpy_and_torch_are_absent(cache: Path) -> None:
+    code = BLOCK_NUMPY + (Path(__file__).parent / "without_numpy.py").read_text()
+    done = subprocess.run([sys.executable, "-c", code, str(cache)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "64 tokens, all equal"
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+
+
+def test_the_program_comes_with_the_package(cache: Path) -> None:
+    script = str(Path(sys.executable).parent / "forebay")
+    for program in ([script], [sys.executable, "-m", "forebay"]):
+        version = run_program(*program, "--version")
+        assert version.returncode == 0 and version.stdout.strip() == f"forebay {forebay.__version__}"
+        assert run_program(*program, "nonsense").returncode == 2
+    with forebay.Engine(config(cache), geometry()) as eng:
+        assert eng.is_up
+        assert run_program(script, "stat", str(cache)).returncode == 0
+        probe = run_program(script, "--json", "probe", str(cache))
+    assert json.loads(probe.stdout), probe.stderr
+
+
+def test_the_programs_own_children_are_the_program(tmp_path: Path) -> None:
+    """`probe` tries cuFile in a program of its own: that one must be found without PATH, and must answer."""
+    env = {"PATH": "/nonexistent"}
+    command = [sys.executable, "-m", "forebay", "--json", "probe", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "no_program" not in done.stdout
+
+
+def stub_names() -> dict[str, set[str]]:
+    """Names of the stub file: of the module (under ""), and of each class."""
+    tree = ast.parse((Path(_forebay.__file__).parent / "_forebay.pyi").read_text())
+    names: dict[str, set[str]] = {"": set()}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names[""].add(node.name)
+            names[node.name] = {n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+            names[node.name] |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
+        elif isinstance(node, ast.FunctionDef):
+            names[""].add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            names[""].add(node.target.id)  # type: ignore[union-attr]
+    # What only the stubs need.
+    names[""] -= {"_Stream", "_Memory", "_Config", "_Tokens", "_Slots", "_Kv", "_Extra", "_AnyStream"}
+    return names
+
+
+PLAIN = {"__doc__", "__module__", "__weakref__", "__new__", "__name__", "__file__", "__loader__", "__package__", "__spec__"}
+
+
+def test_the_stubs_name_what_the_module_has() -> None:
+    stubs = stub_names()
+    shown = {n for n in vars(_forebay) if n not in PLAIN | {"__all__"}}
+    assert stubs[""] == shown
+    for name in shown:
+        value = getattr(_forebay, name)
+        if not isinstance(value, type) or issubclass(value, forebay.ForebayError):
+            continue
+        assert value.__doc__, name
+        have = {n for n in vars(value) if n not in PLAIN}
+        assert {n for n in stubs[name] if n != "__init__"} == have, name
+        for attribute in have:
+            if not attribute.startswith("_"):
+                assert getattr(value, attribute).__doc__, f"{name}.{attribute} has no docstring"
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "python.md"
+    example = page.read_text().split("```python\n", 1)[1].split("```", 1)[0]
+    code = example.replace("/mnt/nvme/forebay", str(tmp_path / "cache"))
+    env = {**os.environ, "FOREBAY_ALLOW_ANY_FILESYSTEM": "true", "FOREBAY_MIN_FREE": "0", "FOREBAY_CAPACITY": "64MiB"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0 and "512 of 600 tokens" in done.stdout, done.stderr + done.stdout
