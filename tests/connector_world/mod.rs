@@ -124,9 +124,9 @@ impl Server {
         let req = &self.reqs[id];
         let prefixes = prefixes(&req.tokens[..to]);
         for layer in 0..self.kv.layers() {
-            for token in from..to {
+            for (token, prefix) in prefixes.iter().enumerate().skip(from) {
                 let found = self.kv.slot(layer, Self::slot(req, token));
-                let right = bytes_of(prefixes[token], layer, found.len());
+                let right = bytes_of(*prefix, layer, found.len());
                 assert!(found == right, "{id}: layer {layer}, token {token} of {to} in {:?}", req.state);
             }
         }
@@ -136,8 +136,8 @@ impl Server {
         let req = &self.reqs[id];
         let prefixes = prefixes(&req.tokens[..to]);
         for layer in 0..self.kv.layers() {
-            for token in from..to {
-                self.write(layer, Self::slot(req, token), |len| bytes_of(prefixes[token], layer, len));
+            for (token, prefix) in prefixes.iter().enumerate().skip(from) {
+                self.write(layer, Self::slot(req, token), |len| bytes_of(*prefix, layer, len));
             }
         }
     }
