@@ -1,7 +1,6 @@
 //! How a subcommand reports: what the user asked for, standard output that survives a closed pipe, exit codes.
 
 use std::io::Write as _;
-use std::process::ExitCode;
 
 use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
@@ -33,10 +32,10 @@ pub(crate) enum Outcome {
 
 impl Outcome {
     /// The process's exit code.
-    pub(crate) fn exit_code(self) -> ExitCode {
+    pub(crate) fn exit_code(self) -> u8 {
         match self {
-            Self::Done => ExitCode::SUCCESS,
-            Self::Problem => ExitCode::from(EXIT_PROBLEM),
+            Self::Done => 0,
+            Self::Problem => EXIT_PROBLEM,
         }
     }
 }

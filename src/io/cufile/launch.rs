@@ -6,7 +6,7 @@
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
@@ -14,6 +14,7 @@ use crossbeam_channel::bounded;
 use super::environment;
 use super::reason::{CufileCause, CufileReason};
 use super::trial::{TrialReport, file_of};
+use crate::io::program::{self, Program};
 
 /// Names the `forebay` program.
 pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
@@ -22,22 +23,26 @@ pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks whether the program has ended, after it has answered.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
-/// The `forebay` program: the one that is named, the one next to this program, or the first on the search path.
-pub(super) fn program() -> Option<PathBuf> {
+/// The `forebay` program: the one that is named, the one that the process said, the one next to this program, or the first on the
+/// search path.
+pub(super) fn program() -> Option<Program> {
     if let Some(named) = std::env::var_os(PROGRAM_VARIABLE).filter(|p| !p.is_empty()) {
-        return Some(named.into());
+        return Some(PathBuf::from(named).into());
+    }
+    if let Some(said) = program::said() {
+        return Some(said.clone());
     }
     let here = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("forebay")));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|dir| dir.join("forebay"));
-    here.into_iter().chain(on_path).find(|p| p.is_file())
+    here.into_iter().chain(on_path).find(|p| p.is_file()).map(Program::from)
 }
 
 /// Tries cuFile in `dir` with memory of the accelerator with this ordinal.
-pub(super) fn run(program: &Path, dir: &Path, gpu: Option<u32>, timeout: Duration) -> TrialReport {
-    match started(program, dir, gpu)
-        .map_err(|e| CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.display())))
-    {
+pub(super) fn run(program: &Program, dir: &Path, gpu: Option<u32>, timeout: Duration) -> TrialReport {
+    match started(program, dir, gpu).map_err(|e| {
+        CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.path.display()))
+    }) {
         Ok(child) => {
             let file = file_of(dir, child.id());
             let report = answer(child, timeout);
@@ -49,8 +54,8 @@ pub(super) fn run(program: &Path, dir: &Path, gpu: Option<u32>, timeout: Duratio
     }
 }
 
-fn started(program: &Path, dir: &Path, gpu: Option<u32>) -> std::io::Result<Child> {
-    let mut command = Command::new(program);
+fn started(program: &Program, dir: &Path, gpu: Option<u32>) -> std::io::Result<Child> {
+    let mut command = program.command();
     command.arg("probe").arg("--json").arg("--cufile-trial").arg(dir);
     if let Some(gpu) = gpu {
         command.arg("--gpu").arg(gpu.to_string());
@@ -119,11 +124,11 @@ mod tests {
     const LONG: Duration = Duration::from_secs(20);
 
     /// A program that does what the script says.
-    fn script(dir: &tempfile::TempDir, text: &str) -> PathBuf {
+    fn script(dir: &tempfile::TempDir, text: &str) -> Program {
         let path = dir.path().join("forebay");
         std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        path
+        path.into()
     }
 
     fn cause_of(text: &str, timeout: Duration) -> CufileReason {
@@ -170,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_program_that_cannot_be_started_is_named() {
-        let reason = run(Path::new("/no/such/forebay"), Path::new("/"), None, LONG).reason.unwrap();
+        let reason = run(&PathBuf::from("/no/such/forebay").into(), Path::new("/"), None, LONG).reason.unwrap();
         assert_eq!(reason.cause, CufileCause::NoProgram);
         assert!(reason.to_string().contains("/no/such/forebay") && reason.to_string().contains("FOREBAY_PROGRAM"));
     }

@@ -263,6 +263,21 @@ impl Load {
         self.inner.state.lock().result().failed_blocks.clone()
     }
 
+    /// The next layer in order, as the [`Stream`] gives it, for callers that share the handle: each layer is given once, and the
+    /// last waker is woken.
+    pub fn poll_layer(&self, cx: &Context<'_>) -> Poll<Option<LayerReady>> {
+        let mut state = self.inner.state.lock();
+        if state.cancelled || state.given >= state.layers() {
+            return Poll::Ready(None);
+        }
+        if let Some(ready) = state.layer(state.given) {
+            state.given += 1;
+            return Poll::Ready(Some(ready));
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
     /// What stores of KV computed from this load depend on.
     #[must_use]
     pub fn ticket(&self) -> LoadTicket {
@@ -280,16 +295,7 @@ impl Stream for Load {
     type Item = LayerReady;
 
     fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<LayerReady>> {
-        let mut state = self.inner.state.lock();
-        if state.cancelled || state.given >= state.layers() {
-            return Poll::Ready(None);
-        }
-        if let Some(ready) = state.layer(state.given) {
-            state.given += 1;
-            return Poll::Ready(Some(ready));
-        }
-        state.waker = Some(cx.waker().clone());
-        Poll::Pending
+        self.poll_layer(cx)
     }
 }
 

@@ -289,6 +289,16 @@ impl Store {
         Some(state.result().clone())
     }
 
+    /// What the store achieved, as the [`Future`] gives it, for callers that share the handle: the last waker is woken.
+    pub fn poll_result(&self, cx: &Context<'_>) -> Poll<StoreResult> {
+        let mut state = self.inner.state.lock();
+        if state.finished {
+            return Poll::Ready(state.result().clone());
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
     /// Whether the store is over.
     #[must_use]
     pub fn is_finished(&self) -> bool {
@@ -300,12 +310,7 @@ impl Future for Store {
     type Output = StoreResult;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<StoreResult> {
-        let mut state = self.inner.state.lock();
-        if state.finished {
-            return Poll::Ready(state.result().clone());
-        }
-        state.waker = Some(cx.waker().clone());
-        Poll::Pending
+        self.poll_result(cx)
     }
 }
 

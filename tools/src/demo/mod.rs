@@ -12,11 +12,11 @@ mod world;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use forebay::io::file_system_bytes;
+use forebay::io::{Program, file_system_bytes};
 use forebay::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -179,8 +179,8 @@ impl Part {
     /// Runs this part in a child, which is killed as soon as it has reported.
     fn run<T: DeserializeOwned>(self, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Result<T> {
         let failed = |what: &str, e: std::io::Error| Error::io(format!("the demo's {} part: {what}", self.name()), e);
-        let program = std::env::current_exe().map_err(|e| failed("cannot find this program", e))?;
-        let mut command = Command::new(program);
+        let program = Program::this().map_err(|e| failed("cannot find this program", e))?;
+        let mut command = program.command();
         command.args(["demo", "--part", self.name(), "--directory"]).arg(dir);
         command.args(["--capacity", &args.capacity.to_string(), "--served", &served.to_string()]);
         command.args(["--runtime", &format!("{}us", args.runtime.as_micros())]);

@@ -4,9 +4,10 @@
 //! other opens what is left. The parent measures from the start of the second to its answer.
 
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Instant;
 
+use forebay::io::Program;
 use forebay::{Error, ErrorKind, Result};
 
 use super::session::Place;
@@ -50,7 +51,9 @@ pub(super) fn run(job: &Job) -> Result<JobResult> {
 
 fn spawn(job: &Job, place: &Place, role: &str) -> Result<(Child, BufReader<std::process::ChildStdout>)> {
     let failed = |e| Error::io("cannot start a child", e);
-    let mut child = Command::new(std::env::current_exe().map_err(failed)?)
+    let mut child = Program::this()
+        .map_err(failed)?
+        .command()
         .args(["bench", "--rw", "reopen", "--keep", "--chunks", &job.kv.chunks.to_string(), "--directory"])
         .arg(&place.dir)
         .args(job.kv.capacity.map(|bytes| format!("--capacity={bytes}")))

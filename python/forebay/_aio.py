@@ -1,0 +1,45 @@
+"""Loads and stores for asyncio: the event loop watches a descriptor, and no thread waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from forebay._forebay import LayerReady, Load, Result, Store, StoreResult
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, lambda: done.done() or done.set_result(None))
+    try:
+        await done
+    finally:
+        loop.remove_reader(fd)
+
+
+async def layers(load: Load) -> AsyncIterator[LayerReady]:
+    """The layers of a load in order, as they land."""
+    while True:
+        over, ready = load._poll()
+        if over:
+            return
+        if ready is None:
+            await _readable(load._fd)
+        elif load._lands:
+            yield ready
+        else:
+            # On an accelerator the copies are submitted by now; waiting for them may block.
+            yield await asyncio.to_thread(load.wait_layer, ready.layer)
+
+
+async def result(load: Load) -> Result:
+    """The result of a load, once it has finished."""
+    return await asyncio.to_thread(load.wait)
+
+
+async def stored(store: Store) -> StoreResult:
+    """The result of a store, once it is over."""
+    while (found := store._poll()) is None:
+        await _readable(store._fd)
+    return found

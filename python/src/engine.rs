@@ -1,0 +1,340 @@
+//! The engine for Python: what opens a cache, asks it, loads and stores.
+//!
+//! Arguments are turned into the engine's with the GIL held; every call of the engine runs without it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay::device::open_device;
+use forebay::engine::{Backpressure, Engine, LoadRequest, Prompt, StoreRequest};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt};
+
+use crate::convert::{self, PyGeometry};
+use crate::error::{IntoPy, invalid, to_py};
+use crate::load::PyLoad;
+use crate::paged::{Hints, PyPagedKv, paged_kv};
+use crate::store::PyStore;
+
+/// What `close` waits for where the caller does not say.
+const CLOSE_TIMEOUT_MS: u64 = 30_000;
+
+/// A prompt hashed once, to be given in place of its tokens.
+#[pyclass(frozen, name = "Prompt", module = "forebay")]
+pub(crate) struct PyPrompt(pub(crate) Prompt);
+
+#[pymethods]
+impl PyPrompt {
+    /// The keys of its full chunks, in hexadecimal.
+    #[getter]
+    fn keys(&self) -> Vec<String> {
+        self.0.keys().iter().map(forebay::key::ChunkKey::to_hex).collect()
+    }
+
+    /// The same prompt with more tokens at its end; only new chunks are hashed.
+    fn extended(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let tokens = convert::tokens(tokens)?;
+        Ok(Self(py.detach(|| self.0.extended(&tokens))))
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// How many tokens of a prompt are stored; while it lives, and for the time asked for, they are kept.
+#[pyclass(frozen, name = "Lookup", module = "forebay")]
+pub(crate) struct PyLookup(forebay::engine::Lookup);
+
+#[pymethods]
+impl PyLookup {
+    /// Tokens that can be loaded.
+    #[getter]
+    fn tokens(&self) -> usize {
+        self.0.matched_tokens
+    }
+
+    /// Chunks that are kept from reclaim.
+    #[getter]
+    fn pinned_chunks(&self) -> usize {
+        self.0.pinned_chunks()
+    }
+}
+
+/// An open cache for one shard of one model. Usable from any thread, and as a context manager.
+#[pyclass(frozen, name = "Engine", module = "forebay", weakref)]
+pub(crate) struct PyEngine {
+    engine: Option<Arc<Engine>>,
+    layout: Option<String>,
+    on_host: bool,
+}
+
+impl PyEngine {
+    /// The engine itself, for what else is built on it.
+    pub(crate) fn get(&self) -> PyResult<&Arc<Engine>> {
+        self.engine.as_ref().ok_or_else(|| crate::error::closed("engine"))
+    }
+
+    /// The prompt of an argument: a `Prompt`, or tokens to hash now.
+    fn prompt_of(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Prompt> {
+        if let Ok(prompt) = tokens.cast::<PyPrompt>() {
+            if extra.is_some() {
+                return Err(to_py(&invalid("extra beside a Prompt, which has its own")));
+            }
+            return Ok(prompt.get().0.clone());
+        }
+        let (tokens, extra) = (convert::tokens(tokens)?, convert::extra(extra)?);
+        let engine = self.get()?;
+        Ok(py.detach(|| engine.prompt(&tokens, &extra)))
+    }
+
+    fn hints(&self, layout: Option<String>) -> Hints {
+        Hints { layout: layout.or_else(|| self.layout.clone()), block_tokens: None }
+    }
+}
+
+#[pymethods]
+impl PyEngine {
+    /// Opens the cache that `config` names (a dict, the path of a settings file, or None for file and environment).
+    #[new]
+    #[pyo3(signature = (config, geometry, device=None, layout=None))]
+    fn new(
+        py: Python<'_>,
+        config: Option<&Bound<'_, PyAny>>,
+        geometry: &Bound<'_, PyGeometry>,
+        device: Option<&Bound<'_, PyAny>>,
+        layout: Option<String>,
+    ) -> PyResult<Self> {
+        crate::logging::install(py)?;
+        let settings = convert::settings(config)?;
+        let name = match device {
+            None => "cpu".to_owned(),
+            Some(n) if n.is_instance_of::<PyInt>() => format!("cuda:{}", n.extract::<u32>()?),
+            Some(name) => name.str()?.to_string(),
+        };
+        let geometry = geometry.get().0.clone();
+        let opened = py.detach(|| {
+            let device = open_device(&name, &settings)?;
+            let on_host = device.place() == forebay::io::Place::Host;
+            Ok((Engine::open(&settings, geometry, device)?, on_host))
+        });
+        let (engine, on_host) = opened.py()?;
+        Ok(Self { engine: Some(Arc::new(engine)), layout, on_host })
+    }
+
+    /// Whether the cache is open: neither disabled nor closed.
+    #[getter]
+    fn is_up(&self, py: Python<'_>) -> PyResult<bool> {
+        let engine = self.get()?;
+        Ok(py.detach(|| engine.is_up()))
+    }
+
+    /// Why the cache is disabled; None where it is not.
+    #[getter]
+    fn why_disabled(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let engine = self.get()?;
+        Ok(py.detach(|| engine.why_disabled()))
+    }
+
+    /// Tokens of a full chunk.
+    #[getter]
+    fn chunk_tokens(&self) -> PyResult<u32> {
+        Ok(self.get()?.geometry().chunk_tokens)
+    }
+
+    /// The geometry with the chunk size in effect.
+    #[getter]
+    fn geometry(&self) -> PyResult<PyGeometry> {
+        Ok(PyGeometry(self.get()?.geometry().clone()))
+    }
+
+    /// Hashes a prompt once, for many calls.
+    #[pyo3(signature = (tokens, extra=None))]
+    fn prompt(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyPrompt> {
+        Ok(PyPrompt(self.prompt_of(py, tokens, extra)?))
+    }
+
+    /// Paged KV over the server's tensors, for many calls.
+    #[pyo3(signature = (kv_layers, layout=None))]
+    fn paged_kv(&self, kv_layers: &Bound<'_, PyAny>, layout: Option<String>) -> PyResult<PyPagedKv> {
+        Ok(PyPagedKv(paged_kv(self.get()?.geometry(), kv_layers, &self.hints(layout))?))
+    }
+
+    /// How many tokens of the prompt, from its start, can be loaded. With `pin_ms` the engine keeps them from reclaim for so long.
+    #[pyo3(signature = (tokens, extra=None, pin_ms=0))]
+    fn lookup(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+        pin_ms: u64,
+    ) -> PyResult<usize> {
+        let found = self.find(py, tokens, extra, pin_ms)?;
+        let tokens = found.0.matched_tokens;
+        if pin_ms > 0 {
+            // Nobody holds the answer; the leases end by themselves.
+            crate::pins::keep(found.0, Duration::from_millis(pin_ms));
+        }
+        Ok(tokens)
+    }
+
+    /// As `lookup`, with an answer that gives pinned chunks free when it is dropped.
+    #[pyo3(signature = (tokens, extra=None, pin_ms=0))]
+    fn find(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+        pin_ms: u64,
+    ) -> PyResult<PyLookup> {
+        let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
+        Ok(PyLookup(py.detach(|| engine.lookup(&prompt, pin_ms)).py()?))
+    }
+
+    /// Stores the KV of a prompt. Returns at once; with `by_layer` the layers are given by `Store.layer`.
+    #[pyo3(signature = (tokens, kv_layers, slot_mapping, extra=None, stream=None, mask=None, *, layout=None, by_layer=false,
+        timeout_ms=None, depends_on=None, prompt_tokens=None, save_unfull=None, ttl_s=None, wait_for_staging=false))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
+    fn store(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        kv_layers: &Bound<'_, PyAny>,
+        slot_mapping: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+        mask: Option<&Bound<'_, PyAny>>,
+        layout: Option<String>,
+        by_layer: bool,
+        timeout_ms: Option<u64>,
+        depends_on: Option<Vec<Bound<'_, PyLoad>>>,
+        prompt_tokens: Option<usize>,
+        save_unfull: Option<bool>,
+        ttl_s: Option<f64>,
+        wait_for_staging: bool,
+    ) -> PyResult<PyStore> {
+        let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
+        let kv = paged_kv(engine.geometry(), kv_layers, &self.hints(layout))?;
+        let mut request = StoreRequest::new(&prompt, &kv, convert::slots(slot_mapping, mask)?);
+        for load in depends_on.unwrap_or_default() {
+            request.depends_on.push(load.get().get()?.ticket());
+        }
+        if wait_for_staging {
+            request.backpressure = Backpressure::Wait;
+        }
+        let ttl = ttl_s.map(|s| Duration::try_from_secs_f64(s).map_err(|e| to_py(&invalid(format!("ttl_s: {e}")))));
+        request.ttl = ttl.transpose()?;
+        (request.timeout_ms, request.prompt_tokens, request.save_unfull) = (timeout_ms, prompt_tokens, save_unfull);
+        request.layerwise = by_layer.then_some(true);
+        let stream = convert::stream(stream)?;
+        let store = py.detach(|| {
+            let store = engine.store(request)?;
+            match stream {
+                _ if by_layer => {}
+                Some(stream) => store.all_layers_on(stream)?,
+                None => store.all_layers(),
+            }
+            Ok(store)
+        });
+        Ok(PyStore::new(store.py()?))
+    }
+
+    /// Loads the prompt's KV into the server's memory. Returns at once.
+    #[pyo3(signature = (tokens, kv_layers, slot_mapping, extra=None, stream=None, mask=None, timeout_ms=None, *, layout=None,
+        max_tokens=None, by_layer=None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
+    fn load(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        kv_layers: &Bound<'_, PyAny>,
+        slot_mapping: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+        mask: Option<&Bound<'_, PyAny>>,
+        timeout_ms: Option<u64>,
+        layout: Option<String>,
+        max_tokens: Option<usize>,
+        by_layer: Option<bool>,
+    ) -> PyResult<PyLoad> {
+        let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
+        let kv = paged_kv(engine.geometry(), kv_layers, &self.hints(layout))?;
+        let mut request = LoadRequest::new(&prompt, &kv, convert::slots(slot_mapping, mask)?);
+        let stream = convert::stream(stream)?;
+        (request.tokens, request.timeout_ms) = (max_tokens, timeout_ms);
+        (request.layerwise, request.stream) = (by_layer, stream);
+        let load = py.detach(|| engine.load(request)).py()?;
+        Ok(PyLoad::new(load, stream, self.on_host))
+    }
+
+    /// Removes a prompt's chunks; how many that were.
+    #[pyo3(signature = (tokens, extra=None))]
+    fn remove(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, extra: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+        let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
+        py.detach(|| engine.remove(&prompt)).py()
+    }
+
+    /// Removes everything of this shard.
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let engine = self.get()?;
+        py.detach(|| engine.clear()).py()
+    }
+
+    /// Makes every chunk durable whose store has finished.
+    fn flush(&self, py: Python<'_>) -> PyResult<()> {
+        let engine = self.get()?;
+        py.detach(|| engine.flush()).py()
+    }
+
+    /// The engine's figures.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let engine = self.get()?;
+        let stats = py.detach(|| engine.stats()).py()?;
+        crate::stats::engine(py, &stats)
+    }
+
+    /// All metrics as Prometheus text.
+    fn metrics(&self, py: Python<'_>) -> PyResult<String> {
+        let engine = self.get()?;
+        py.detach(|| engine.metrics_text()).py()
+    }
+
+    /// Waits for loads and stores under way, for `timeout_ms` at most, flushes and closes. Lookups miss from then on.
+    #[pyo3(signature = (timeout_ms=CLOSE_TIMEOUT_MS))]
+    fn close(&self, py: Python<'_>, timeout_ms: u64) -> PyResult<()> {
+        let engine = self.get()?;
+        let now = Instant::now();
+        let deadline = now.checked_add(Duration::from_millis(timeout_ms)).unwrap_or(now);
+        py.detach(|| engine.close(deadline)).py()
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+        self.close(py, CLOSE_TIMEOUT_MS)
+    }
+
+    fn __repr__(&self) -> String {
+        self.engine.as_ref().map_or_else(|| "Engine(closed)".to_owned(), |engine| format!("{engine:?}"))
+    }
+}
+
+impl Drop for PyEngine {
+    fn drop(&mut self) {
+        let engine = self.engine.take();
+        Python::attach(|py| py.detach(|| drop(engine)));
+    }
+}

@@ -1,0 +1,55 @@
+//! The extension module `forebay._forebay`: the engine and the object store for Python.
+//!
+//! Invariants: no wait holds the GIL, no thread of the engine ever takes it, and no buffer is copied. What is written in Python
+//! on top (`python/forebay`) adds names and iteration, no behaviour of its own. This crate must not import torch or numpy.
+
+use pyo3::prelude::*;
+
+mod buffer;
+mod connector;
+mod convert;
+mod dlpack;
+mod engine;
+mod error;
+mod ints;
+mod load;
+mod logging;
+mod objects;
+mod paged;
+mod pins;
+mod program;
+mod stats;
+mod store;
+mod wait;
+
+#[pymodule]
+#[pyo3(name = "_forebay")]
+mod module {
+    use super::{Bound, PyModule, PyResult};
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::connector::{SchedulerSide, WorkerSide};
+    #[pymodule_export]
+    use super::convert::PyGeometry;
+    #[pymodule_export]
+    use super::engine::{PyEngine, PyLookup, PyPrompt};
+    #[pymodule_export]
+    use super::load::{PyLayerReady, PyLoad, PyLoadResult};
+    #[pymodule_export]
+    use super::logging::{_log_end, _log_level, _log_next};
+    #[pymodule_export]
+    use super::objects::{PyCompletion, PyObjectStore};
+    #[pymodule_export]
+    use super::paged::PyPagedKv;
+    #[pymodule_export]
+    use super::program::{_set_program, main};
+    #[pymodule_export]
+    use super::store::{PyStore, PyStoreResult};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::error::register(module)?;
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Builds the wheel (debug profile), installs it into a virtual environment under target/, and runs its tests there.
+# PYTHON says which interpreter; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+venv=target/venv-python
+wheels=target/wheels-python
+pins="maturin==1.16.0 pytest==9.2.0 numpy==2.2.6"
+
+if [ "$(cat $venv/pins 2>/dev/null)" != "$pins" ]; then
+    rm -rf $venv
+    "$python" -m venv $venv
+    # shellcheck disable=SC2086
+    $venv/bin/pip install --quiet --disable-pip-version-check $pins
+    echo "$pins" >$venv/pins
+fi
+rm -rf $wheels
+$venv/bin/maturin build --quiet --profile dev --locked --manifest-path python/Cargo.toml --interpreter $venv/bin/python --out $wheels
+$venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $wheels/forebay-*.whl
+# Not from python/, where the sources would shadow what is installed.
+exec $venv/bin/python -m pytest -q -p no:cacheprovider --rootdir python "${@:-python/tests}"

@@ -1,0 +1,99 @@
+//! The `forebay` program: benchmarks, cache warming, trace replay and inspection of a Forebay cache.
+//!
+//! A library, so that the Python package carries the program too: [`run`] parses the command line, sets up logging and turns
+//! the outcome into an exit code; each subcommand lives in its own module. Results go to standard output, everything else
+//! (progress, warnings, errors) to standard error, so that output can be piped.
+
+mod bench;
+mod cli;
+mod demo;
+mod fsck;
+mod ls;
+mod out;
+mod probe;
+mod progress;
+mod purge;
+mod replay;
+mod report;
+mod scratch;
+mod size;
+mod stat;
+mod warm;
+
+use std::ffi::OsString;
+use std::io::Write as _;
+
+use clap::Parser as _;
+use forebay::ErrorKind;
+
+use crate::cli::{Cli, Command};
+use crate::out::{Context, Outcome};
+
+/// Runs the program with the arguments `args`, the program's name first, and gives its exit code. To be called once in a
+/// process: it sets up logging.
+#[must_use]
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    let code = match Cli::try_parse_from(args) {
+        Ok(cli) => {
+            init_logging(cli.verbose);
+            let context = Context { json: cli.json, quiet: cli.quiet };
+            code_of(dispatch(cli.command, &context))
+        }
+        Err(e) => {
+            // Help asked for is no error, and goes to standard output.
+            let _ = e.print();
+            u8::try_from(e.exit_code()).unwrap_or(out::EXIT_USAGE)
+        }
+    };
+    // Within another program nobody does it at the end.
+    let _ = std::io::stdout().flush();
+    code
+}
+
+fn code_of(outcome: forebay::Result<Outcome>) -> u8 {
+    match outcome {
+        Ok(outcome) => outcome.exit_code(),
+        Err(e) => {
+            eprintln!("forebay: {e}");
+            match e.kind() {
+                ErrorKind::InvalidInput | ErrorKind::Config => out::EXIT_USAGE,
+                _ => out::EXIT_FAILED,
+            }
+        }
+    }
+}
+
+fn dispatch(command: Command, context: &Context) -> forebay::Result<Outcome> {
+    match command {
+        Command::Demo(args) => demo::run(&args, context),
+        Command::Bench(args) => bench::run(&args, context),
+        Command::Replay(args) => replay::run(&args, context),
+        Command::Warm(args) => warm::run(&args, context),
+        Command::Probe(args) => probe::run(&args, context),
+        Command::Fsck(command) => fsck::run(&command, context),
+        Command::Ls(args) => ls::run(&args, context),
+        Command::Stat(args) => stat::run(&args, context),
+        Command::Purge(args) => purge::run(&args, context),
+    }
+}
+
+/// Logs to standard error: `FOREBAY_LOG` decides, then `RUST_LOG`, then `-v`.
+fn init_logging(verbose: u8) {
+    use std::io::IsTerminal as _;
+    let default = match verbose {
+        0 => "warn",
+        1 => "info",
+        2 => "debug",
+        _ => "trace",
+    };
+    let filter = ["FOREBAY_LOG", "RUST_LOG"]
+        .iter()
+        .find_map(|name| tracing_subscriber::EnvFilter::try_from_env(name).ok())
+        .unwrap_or_else(|| tracing_subscriber::EnvFilter::new(default));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .init();
+}
