@@ -30,6 +30,7 @@ fn run(world: &World, seed: u64, steps: usize, change: impl Fn(&mut ConnectorOpt
     println!("seed {seed}");
     let engine = Arc::new(world.open());
     let mut server = Server::new(world, &engine, seed, change);
+    server.is_ahead = seed.is_multiple_of(2) && !world.settings.use_layerwise;
     server.run(steps);
     println!("{:?}\n{:?}\n{:?}", server.tally, server.s.stats(), server.w.stats());
     let tally = server.tally;
@@ -90,14 +91,16 @@ fn failing_reads_are_computed_and_nothing_wrong_is_read_stored_or_waited_for() {
 fn layerwise_loads_fail_within_their_step_and_nothing_of_it_is_stored() {
     for (seed, fault) in (20..).zip([None, Some(Fault::Fail), Some(Fault::FlipBit { byte: 9 })]) {
         println!("{fault:?}");
-        let world = fault.map_or_else(world, |fault| with_faults(fault, 5).0);
+        let mut world = fault.map_or_else(world, |fault| with_faults(fault, 5).0);
+        world.settings.use_layerwise = true;
         let (tally, engine) = run(&world, seed, 80, |o| {
             usual(o);
-            (o.layerwise, o.join_loads) = (true, false);
+            o.join_loads = false;
         });
         assert!(fault.is_none() || tally.failed > 0, "{tally:?}");
         // What was stored is right: another server loads it without a fault, and checks it.
         drop(engine);
+        world.settings.use_layerwise = false;
         let (tally, _) = run(&World { drives: None, ..world }, seed, 80, usual);
         assert!(tally.loaded_tokens > 0 && tally.failed == 0, "{tally:?}");
     }

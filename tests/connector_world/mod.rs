@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, NewRequest, Scheduler, StepInput, StepMeta, StepOutput,
-    Worker, WorkerMeta,
+    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta,
+    StepOutput, Worker, WorkerMeta,
 };
 use forebay::engine::Engine;
 use forebay::key::Extra;
@@ -69,6 +69,9 @@ pub(crate) struct Server {
     next: usize,
     pub(crate) tally: Tally,
     layerwise: bool,
+    /// The next step is scheduled before the worker's word on the last one is heard.
+    pub(crate) is_ahead: bool,
+    late: VecDeque<Report>,
 }
 
 fn byte_of(prefix: u64, layer: usize, at: usize) -> u8 {
@@ -112,6 +115,8 @@ impl Server {
             rng: Rng(seed),
             next: 0,
             tally: Tally::default(),
+            is_ahead: false,
+            late: VecDeque::new(),
         }
     }
 
@@ -124,9 +129,9 @@ impl Server {
         let req = &self.reqs[id];
         let prefixes = prefixes(&req.tokens[..to]);
         for layer in 0..self.kv.layers() {
-            for token in from..to {
+            for (token, prefix) in prefixes.iter().enumerate().skip(from) {
                 let found = self.kv.slot(layer, Self::slot(req, token));
-                let right = bytes_of(prefixes[token], layer, found.len());
+                let right = bytes_of(*prefix, layer, found.len());
                 assert!(found == right, "{id}: layer {layer}, token {token} of {to} in {:?}", req.state);
             }
         }
@@ -136,8 +141,8 @@ impl Server {
         let req = &self.reqs[id];
         let prefixes = prefixes(&req.tokens[..to]);
         for layer in 0..self.kv.layers() {
-            for token in from..to {
-                self.write(layer, Self::slot(req, token), |len| bytes_of(prefixes[token], layer, len));
+            for (token, prefix) in prefixes.iter().enumerate().skip(from) {
+                self.write(layer, Self::slot(req, token), |len| bytes_of(*prefix, layer, len));
             }
         }
     }
@@ -240,6 +245,14 @@ impl Server {
             self.preempt(&running[at]);
         }
     }
+}
+
+/// What the worker said of a step.
+struct Report {
+    over: Finished,
+    bad: HashSet<u32>,
+    failed: Vec<String>,
+    report: Option<WorkerMeta>,
 }
 
 /// What is scheduled: request, new blocks, tokens before and in the step, and whether it was preempted before.
@@ -372,38 +385,24 @@ impl Server {
         self.report(plan);
     }
 
+    /// What the worker says of this step; it reaches the scheduler now, or after the next step where this server is ahead.
     fn report(&mut self, plan: Vec<Planned>) {
         let finished = std::mem::take(&mut self.finished);
         let over = self.w.finished(&finished.iter().map(String::as_str).collect::<Vec<_>>());
         let bad: HashSet<u32> = self.w.failed_blocks().into_iter().collect();
         let failed = self.w.failed_requests();
-        let workers: Vec<WorkerMeta> =
-            self.w.meta().map(|m| WorkerMeta::from_bytes(&m.to_bytes().unwrap()).unwrap()).into_iter().collect();
-        let (sending, recving) = (over.sending, over.recving);
-        self.s.output(&StepOutput {
-            finished_sending: sending.iter().map(String::as_str).collect(),
-            finished_recving: recving.iter().map(String::as_str).collect(),
-            failed: failed.iter().map(String::as_str).collect(),
-            workers,
-        });
-        self.tally.failed += failed.len();
-        for id in &failed {
-            if let Some(req) = self.reqs.get_mut(id) {
-                req.failed = true;
-            }
-        }
-        for id in sending {
-            self.free.extend(self.held.remove(&id).unwrap_or_else(|| panic!("{id} is not held")));
-        }
+        let report = self.w.meta().map(|m| WorkerMeta::from_bytes(&m.to_bytes().unwrap()).unwrap());
         for p in &plan {
             let req = self.reqs.get_mut(&p.id).unwrap();
             let used = &req.blocks[..p.to.div_ceil(BLOCK)];
             // What was computed over blocks that did not load is computed again.
-            req.computed = used.iter().position(|b| bad.contains(b)).map_or(p.to, |i| (i * BLOCK).min(p.to));
+            let lost = used.iter().position(|b| self.layerwise && bad.contains(b));
+            req.computed = lost.map_or(p.to, |i| (i * BLOCK).min(p.to));
             assert!(req.computed == p.to || failed.contains(&p.id), "{}: blocks of another failed", p.id);
         }
-        for id in recving {
-            self.received(&id, &bad);
+        self.late.push_back(Report { over, bad, failed, report });
+        while self.late.len() > usize::from(self.is_ahead) {
+            self.deliver();
         }
         for p in plan {
             if self.reqs[&p.id].computed >= self.reqs[&p.id].tokens.len() {
@@ -411,6 +410,28 @@ impl Server {
                 self.end(&p.id);
                 self.tally.done += 1;
             }
+        }
+    }
+
+    fn deliver(&mut self) {
+        let Report { over, bad, failed, report } = self.late.pop_front().unwrap();
+        self.s.output(&StepOutput {
+            finished_sending: over.sending.iter().map(String::as_str).collect(),
+            finished_recving: over.recving.iter().map(String::as_str).collect(),
+            failed: failed.iter().map(String::as_str).collect(),
+            workers: report.into_iter().collect(),
+        });
+        self.tally.failed += failed.len();
+        for id in &failed {
+            if let Some(req) = self.reqs.get_mut(id) {
+                req.failed = true;
+            }
+        }
+        for id in over.sending {
+            self.free.extend(self.held.remove(&id).unwrap_or_else(|| panic!("{id} is not held")));
+        }
+        for id in over.recving {
+            self.received(&id, &bad);
         }
     }
 

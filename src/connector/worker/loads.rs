@@ -39,28 +39,47 @@ impl Worker {
         Some(prompt)
     }
 
+    /// Whether an order's numbers fit each other: the tokens `start..stop` are of `prompt`, and every group has blocks for them.
+    pub(super) fn fits(&self, prompt: &Prompt, spans: &[BlockSpan], (start, stop): (usize, usize)) -> bool {
+        let holds = |(span, tokens): (&BlockSpan, &u32)| {
+            let tokens = *tokens as usize;
+            span.first <= start / tokens && span.ids.len() >= stop.div_ceil(tokens).saturating_sub(span.first)
+        };
+        start <= stop
+            && stop <= prompt.len()
+            && spans.len() == self.options.block_tokens.len()
+            && spans.iter().zip(&self.options.block_tokens).all(holds)
+    }
+
     /// Where the tokens `start..stop` of a request lie; nowhere before them, nor in the null block of a group with a window.
     pub(super) fn slots(&self, spans: &[BlockSpan], (start, stop): (usize, usize)) -> SlotMapping {
         let group = |(group, tokens): (usize, &u32)| {
             let (tokens, null) = (*tokens as usize, self.options.window(group).map(|_| 0));
-            let slot = |token: usize| {
-                let span = spans.get(group).filter(|_| token >= start);
-                let id = span.and_then(|s| s.ids.get((token / tokens).checked_sub(s.first)?).copied());
-                id.filter(|id| Some(*id) != null)
-                    .map_or(-1, |id| i64::from(id) * tokens as i64 + (token % tokens) as i64)
-            };
-            (0..stop).map(slot).collect()
+            let mut slots = vec![-1; stop];
+            let Some(span) = spans.get(group) else { return slots.into() };
+            let first_of = |i: usize| span.first.saturating_add(i).saturating_mul(tokens);
+            let blocks = span.ids.iter().enumerate().filter(|(_, id)| Some(**id) != null);
+            for (first, id) in blocks.map(|(i, id)| (first_of(i), i64::from(*id))) {
+                let (from, to) = (first.max(start), first.saturating_add(tokens).min(stop));
+                let here = slots.get_mut(from..to).unwrap_or_default();
+                for (slot, at) in here.iter_mut().zip(from - first..) {
+                    *slot = id * tokens as i64 + at as i64;
+                }
+            }
+            slots.into()
         };
         SlotMapping::per_group(self.options.block_tokens.iter().enumerate().map(group).collect())
     }
 
     pub(super) fn start_load(&mut self, order: LoadOrder, stream: Option<Stream>) {
         self.stats.loads += 1;
-        let Some(prompt) = self.learn(&order.req_id, &order.prompt) else {
-            tracing::warn!(req_id = order.req_id, "a load of a request whose tokens are not known here");
+        let range = (order.computed, order.stop);
+        let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
+        let Some(prompt) = prompt else {
+            tracing::warn!(req_id = order.req_id, "a load of tokens or blocks that are not known here");
             return self.refuse_load(&order);
         };
-        let slots = self.slots(&order.spans, (order.computed, order.stop));
+        let slots = self.slots(&order.spans, range);
         let request = LoadRequest {
             tokens: Some(order.stop),
             timeout_ms: Some(self.options.load_timeout_ms),

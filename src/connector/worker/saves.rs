@@ -64,8 +64,10 @@ impl Worker {
     pub(super) fn start_saves(&mut self) {
         for order in std::mem::take(&mut self.orders) {
             let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
-            let Some(prompt) = self.learn(&order.req_id, &order.prompt) else {
-                tracing::warn!(req_id = order.req_id, "a store of a request whose tokens are not known here");
+            let range = (order.start, order.stop);
+            let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
+            let Some(prompt) = prompt else {
+                tracing::warn!(req_id = order.req_id, "a store of tokens or blocks that are not known here");
                 self.stats.refused_orders += 1;
                 continue;
             };
@@ -81,7 +83,7 @@ impl Worker {
                         step: self.step,
                         store,
                         prompt,
-                        range: (order.start, order.stop),
+                        range,
                         announced: false,
                         gathered: false,
                     });
@@ -168,7 +170,8 @@ impl Worker {
         let shed: usize = result.sheds.iter().map(|(_, chunks)| chunks).sum();
         self.stats.stored_chunks += result.stored as u64;
         self.stats.stored_tokens += result.tokens as u64;
-        self.stats.already_there += result.already_there as u64;
+        let before = saving.range.0 / saving.prompt.chunk_tokens().max(1);
+        self.stats.already_there += result.already_there.saturating_sub(before) as u64;
         self.stats.shed_chunks += shed as u64;
         if shed == 0 && result.stored > 0 {
             self.stored(saving.chunks().collect::<Vec<_>>());

@@ -1,0 +1,102 @@
+//! What the connector costs a server's scheduler in host time: asking again, a step with 256 running requests, a cold lookup.
+
+use std::hint::black_box;
+use std::sync::Arc;
+
+use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
+use forebay::config::{Capacity, MinFree, Settings};
+use forebay::connector::{
+    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, NewRequest, Scheduler, StepInput, StepOutput,
+};
+use forebay::engine::Engine;
+use forebay::geometry::Geometry;
+use forebay::key::Extra;
+
+const REQUESTS: usize = 256;
+const PROMPT: usize = 2048;
+const BLOCK: usize = 16;
+
+fn engine(dir: &std::path::Path) -> Option<Arc<Engine>> {
+    let mut settings = Settings::at(dir);
+    settings.capacity = Capacity::Bytes(64 << 20);
+    (settings.min_free, settings.hugepages) = (MinFree::Bytes(0), false);
+    (settings.staging, settings.store_staging) = (4 << 20, 4 << 20);
+    Engine::open_host(&settings, Geometry::preset("tiny").ok()?).ok().map(Arc::new)
+}
+
+fn scheduler(engine: &Arc<Engine>) -> Option<Scheduler> {
+    let blocks = (&[BLOCK as u32][..], 100_000);
+    let mut options = ConnectorOptions::new(engine.settings(), engine.geometry(), blocks).ok()?;
+    options.save_decode_cache = true;
+    Scheduler::new(options, Box::new(EngineLookup::new(vec![Arc::clone(engine)]))).ok()
+}
+
+fn tokens(n: usize, seed: usize) -> Vec<u32> {
+    (0..n).map(|t| (t * 31 + seed * 7919) as u32).collect()
+}
+
+fn add(s: &mut Scheduler, req_id: &str, tokens: &[u32]) {
+    s.add(AddRequest { req_id, tokens, extra: &Extra::default(), skip_save: false, skip_load: false });
+}
+
+/// One generated token of each request; each has a chunk full in one of so many steps.
+fn decode(s: &mut Scheduler, names: &[String], step: usize) -> usize {
+    let request = |(i, req_id): (usize, &'_ String)| (i, req_id.clone());
+    let named: Vec<(usize, String)> = names.iter().enumerate().map(request).collect();
+    let cached = named.iter().map(|(i, req_id)| CachedRequest {
+        req_id,
+        new_blocks: (step + i).is_multiple_of(BLOCK).then(|| vec![vec![1]]),
+        num_computed: PROMPT + i + step,
+        num_scheduled: 1,
+        resumed: false,
+    });
+    let input = StepInput { cached: cached.collect(), ..StepInput::default() };
+    let meta = s.step(&input, &mut |_, a, b| Some((a..b).map(|t| t as u32).collect()));
+    s.output(&StepOutput::default());
+    meta.to_bytes().map_or(0, |b| b.len())
+}
+
+fn connector(c: &mut Criterion) {
+    let Some(dir) = tempfile::tempdir().ok() else { return };
+    let Some(engine) = engine(dir.path()) else { return };
+    let mut group = c.benchmark_group("connector");
+    let long = tokens(32_768, 1);
+    let Some(mut s) = scheduler(&engine) else { return };
+    add(&mut s, "long", &long);
+    group.bench_function("matched_again_32k_tokens", |b| b.iter(|| black_box(s.matched("long", 0))));
+    group.bench_function("add_and_matched_32k_tokens", |b| {
+        let mut n = 0;
+        b.iter_batched(
+            || {
+                n += 1;
+                format!("r{n}")
+            },
+            |name| {
+                add(&mut s, &name, &long);
+                let answer = s.matched(&name, 0);
+                s.request_finished(&name);
+                answer
+            },
+            BatchSize::SmallInput,
+        );
+    });
+    let names: Vec<String> = (0..REQUESTS).map(|i| format!("request-{i:08}")).collect();
+    let table = vec![(1..=(PROMPT.div_ceil(BLOCK) + 17) as u32).collect::<Vec<u32>>()];
+    for (i, name) in names.iter().enumerate() {
+        add(&mut s, name, &tokens(PROMPT, i));
+        let blocks = table.clone();
+        let new = vec![NewRequest { req_id: name, blocks, num_computed: 0, num_scheduled: PROMPT }];
+        s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    }
+    let mut step = 0;
+    group.bench_function("step_of_256_running_requests", |b| {
+        b.iter(|| {
+            step += 1;
+            black_box(decode(&mut s, &names, step))
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, connector);
+criterion_main!(benches);

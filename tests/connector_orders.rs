@@ -1,0 +1,169 @@
+//! Single orders of the connector over a real engine: several KV cache groups with a sliding window, and orders that do not fit.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay::connector::{
+    AddRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta, Worker,
+};
+use forebay::engine::Engine;
+use forebay::key::Extra;
+
+use engine_world::{BLOCK, BLOCKS, Kv, Shape, World};
+
+mod engine_world;
+
+const WINDOW: u32 = 20;
+
+struct Pair {
+    s: Scheduler,
+    w: Worker,
+    kv: Kv,
+}
+
+fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
+    let block_tokens = vec![BLOCK as u32; groups];
+    let mut o = ConnectorOptions::new(&world.settings, engine.geometry(), (&block_tokens, BLOCKS)).unwrap();
+    o.layerwise = false;
+    if groups > 1 {
+        o.windows = vec![None, Some(WINDOW)];
+    }
+    let kv = world.kv().filled(seed);
+    Pair {
+        s: Scheduler::new(o.clone(), Box::new(EngineLookup::new(vec![Arc::clone(engine)]))).unwrap(),
+        w: Worker::new(o, Arc::clone(engine), Arc::clone(&kv.kv)).unwrap(),
+        kv,
+    }
+}
+
+impl Pair {
+    fn add(&mut self, req_id: &str, n: usize) {
+        let (tokens, extra) = (engine_world::tokens(n, 1), Extra::default());
+        self.s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save: false, skip_load: false });
+    }
+
+    /// Computes and stores a whole prompt in one step.
+    fn store(&mut self, req_id: &str, n: usize, blocks: Vec<Vec<u32>>) {
+        self.add(req_id, n);
+        assert_eq!(self.s.matched(req_id, 0).tokens, Some(0));
+        self.s.allocated(req_id, &blocks, 0).unwrap();
+        let new = vec![NewRequest { req_id, blocks, num_computed: 0, num_scheduled: n }];
+        let meta = self.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+        self.w.begin(meta, None);
+        self.w.end_step(None);
+    }
+
+    fn order_load(&mut self, req_id: &str, n: usize, blocks: &[Vec<u32>]) -> StepMeta {
+        self.add(req_id, n);
+        let tokens = self.s.matched(req_id, 0).tokens.unwrap();
+        self.s.allocated(req_id, blocks, tokens).unwrap();
+        self.s.step(&StepInput::default(), &mut |_, _, _| None)
+    }
+
+    fn received(&mut self) -> Finished {
+        let begun = Instant::now();
+        loop {
+            let over = self.w.finished(&[]);
+            if !over.recving.is_empty() {
+                return over;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(10), "the load does not end");
+            std::thread::yield_now();
+        }
+    }
+}
+
+fn slots(blocks: &[u32], tokens: std::ops::Range<usize>) -> Vec<usize> {
+    tokens.map(|t| blocks[t / BLOCK] as usize * BLOCK + t % BLOCK).collect()
+}
+
+#[test]
+fn window_blocks_are_gathered_before_the_step_ends_and_null_blocks_are_left_alone() {
+    let world = World::new(Shape::all().into_iter().find(|s| s.name == "groups").unwrap());
+    let engine = Arc::new(world.open());
+    let original = world.kv().filled(5);
+    let mut a = pair(&world, &engine, 5, 2);
+    let stored = [(1..26).collect::<Vec<u32>>(), (30..55).collect()];
+    a.store("a", 100, stored.to_vec());
+    // The server may give blocks to others as soon as the step has ended.
+    a.kv.overwrite(0xEE);
+    a.w.close(Instant::now() + Duration::from_secs(10));
+    assert_eq!(a.w.stats().stored_chunks, 7, "{:?}", a.w.stats());
+
+    let (mut b, before) = (pair(&world, &engine, 9, 2), world.kv().filled(9));
+    let mut window = vec![0; 19];
+    window.extend(50..56);
+    let loaded = [(20..45).collect::<Vec<u32>>(), window];
+    let meta = b.order_load("b", 100, &loaded);
+    assert_eq!((meta.loads[0].computed, meta.loads[0].stop), (0, 96));
+    b.w.begin(meta, None);
+    assert_eq!(b.received().recving, ["b"]);
+    assert_eq!((b.w.failed_requests().len(), b.w.failed_blocks().len()), (0, 0));
+    for layer in 0..b.kv.layers() {
+        let group = usize::from(world.shape.specs[layer].group);
+        let tokens = if group == 0 { 0..96 } else { 76..96 };
+        let (from, to) = (slots(&stored[group], tokens.clone()), slots(&loaded[group], tokens));
+        for (from, to) in from.into_iter().zip(to) {
+            assert!(original.slot(layer, from) == b.kv.slot(layer, to), "layer {layer}: slot {from} to {to}");
+        }
+        for slot in 0..BLOCK {
+            assert!(before.slot(layer, slot) == b.kv.slot(layer, slot), "the null block was written");
+        }
+    }
+}
+
+#[test]
+fn orders_that_do_not_fit_fail_and_are_reported() {
+    let world = World::plain();
+    let engine = Arc::new(world.open());
+    let mut a = pair(&world, &engine, 5, 1);
+    a.store("a", 64, vec![(1..17).collect()]);
+    a.w.close(Instant::now() + Duration::from_secs(10));
+    let changes: [fn(&mut StepMeta); 5] = [
+        |m| m.loads[0].prompt.start = 7,
+        |m| m.loads[0].stop = usize::MAX,
+        |m| m.loads[0].computed = usize::MAX,
+        |m| m.loads[0].spans.clear(),
+        |m| m.loads[0].spans[0].first = usize::MAX,
+    ];
+    for (i, change) in changes.into_iter().enumerate() {
+        let mut b = pair(&world, &engine, 9, 1);
+        let mut meta = b.order_load("b", 64, &[(20..36).collect()]);
+        change(&mut meta);
+        let before = b.kv.everything();
+        b.w.begin(meta, None);
+        assert_eq!(b.received().recving, ["b"], "change {i}");
+        assert_eq!(b.w.failed_requests(), ["b"], "change {i}");
+        assert!(b.kv.everything() == before, "change {i}");
+        assert_eq!(b.w.meta().unwrap().failed, ["b"], "change {i}");
+    }
+}
+
+#[test]
+fn a_load_fails_from_its_first_bad_block_on_and_an_aborted_one_ends() {
+    let world = World::plain();
+    let engine = Arc::new(world.open());
+    let mut a = pair(&world, &engine, 5, 1);
+    a.store("a", 64, vec![(1..17).collect()]);
+    a.w.close(Instant::now() + Duration::from_secs(10));
+    let report = a.w.meta().unwrap();
+    assert_eq!(
+        report.stored.iter().map(|c| (c.start, c.tokens)).collect::<Vec<_>>(),
+        [(0, 16), (16, 16), (32, 16), (48, 16)]
+    );
+    let mut b = pair(&world, &engine, 9, 1);
+    let meta = b.order_load("b", 64, &[(20..36).collect()]);
+    // The third chunk is gone between answer and load.
+    let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
+    let log = engine.log().unwrap();
+    log.remove(&prompt.keys()[2..3]).unwrap();
+    b.w.begin(meta, None);
+    assert_eq!(b.received().recving, ["b"]);
+    assert_eq!((b.w.failed_requests(), b.w.failed_blocks()), (vec!["b".to_owned()], (28..35).collect()));
+    let mut c = pair(&world, &engine, 9, 1);
+    let meta = c.order_load("c", 64, &[(20..36).collect()]);
+    c.w.begin(meta, None);
+    assert!(c.s.request_finished("c"));
+    assert_eq!(c.w.finished(&["c"]), Finished { sending: vec![], recving: vec!["c".to_owned()] });
+}
