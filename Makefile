@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: vllm-test demo test build lint unit doc cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -55,6 +55,13 @@ mutants:
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build
 	$(PYTHON) benches/speed.py --forebay $(FOREBAY) --write docs/benchmarks.md
+
+# Real vLLM on this machine's CPU, with the wheel that python/test.sh has built. Its environment (906 MB to fetch) is made outside the
+# checkout and used again; half an hour on two cores.
+vllm-test:
+	@test -n "$(wildcard target/wheels-python/forebay-*.whl)" || { echo 'no wheel: run python/test.sh first'; exit 1; }
+	python=$$($(PYTHON) tests/vllm/environment.py $(wildcard target/wheels-python/forebay-*.whl)) && \
+	cd tests/vllm && $$python -m pytest -q -s -p no:cacheprovider
 
 # What a GPU machine needs, in target/gpu: programs and tests without debug information, which run there without Rust.
 gpu-pack:
