@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python vllm-test vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -59,6 +59,16 @@ mutants:
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build
 	$(PYTHON) benches/speed.py --forebay $(FOREBAY) --write docs/benchmarks.md
+
+# Real vLLM on this machine's CPU, with the wheel that python/test.sh has built. Its environment (906 MB to fetch) is made outside the
+# checkout and used again; half an hour on two cores.
+vllm-test: python
+	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.whl)) && \
+	cd tests/vllm && $$python -m pytest -q -s -p no:cacheprovider
+
+# vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
+vllm-demo: python
+	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.whl)) && $$python tests/vllm/demo.py
 
 # What a GPU machine needs, in target/gpu: programs and tests without debug information, which run there without Rust.
 gpu-pack:

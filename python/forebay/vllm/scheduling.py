@@ -5,6 +5,7 @@ It looks up and decides; it touches no KV. Prompts are hashed once, when a reque
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.forebay")
 
 
 class SchedulerHalf:
@@ -37,10 +40,11 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()
+        self._resting = False
 
     def arrived(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
-        if not extra.cacheable(request) or getattr(request, "resumable", False):
+        if self._resting or not extra.cacheable(request) or getattr(request, "resumable", False):
             return
         skip_save, skip_load = extra.skips(request)
         self._requests[request.request_id] = request
@@ -124,12 +128,19 @@ class SchedulerHalf:
         return keep
 
     def reset(self) -> bool:
-        """Forgets what is stored."""
-        return self._side.reset()
+        """vLLM's weights may have changed in place: from now on nothing is loaded and nothing is stored.
+
+        What the weights are now is not known, so what they compute has no namespace; that of the start would be wrong.
+        """
+        if not self._resting:
+            logger.warning("the connector's cache was reset: Forebay loads and stores nothing until this server is restarted")
+        self._resting = True
+        self._requests.clear()
+        return True
 
     def stats(self) -> dict[str, Any]:
         """Counters of the state machine."""
-        return self._side.stats()
+        return {f"scheduler_{name}": value for name, value in self._side.stats().items()}
 
     def close(self) -> None:
         """Closes the cache; safe to call again."""

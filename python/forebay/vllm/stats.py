@@ -30,6 +30,10 @@ class ForebayStats(KVConnectorStats):
         return not any(self.data.values())
 
 
+#: Numbers that also fall; vLLM sums what it is given, so they are left out.
+LEVELS = frozenset({"loading", "storing", "scheduler_requests", "scheduler_held_requests", "scheduler_held_blocks"})
+
+
 class Deltas:
     """Turns counters that only grow into what was added since the last call."""
 
@@ -39,7 +43,7 @@ class Deltas:
 
     def of(self, counters: dict[str, Any]) -> ForebayStats:
         """What each whole number of `counters` grew by; other values are left out."""
-        now = {k: v for k, v in counters.items() if isinstance(v, int) and not isinstance(v, bool)}
+        now = {k: v for k, v in counters.items() if isinstance(v, int) and k not in LEVELS}
         grown = {k: v - self._last.get(k, 0) for k, v in now.items()}
         self._last = now
         return ForebayStats({k: v for k, v in grown.items() if v > 0})
