@@ -166,3 +166,16 @@ fn a_reset_looks_everything_up_anew() {
     s.s.close();
     assert_eq!(s.stats().requests, 0);
 }
+
+#[test]
+fn a_request_preempted_and_taken_up_again_for_one_step_keeps_its_new_load() {
+    let mut s = side(0);
+    s.add("a", 100);
+    s.first("a", (0, 40));
+    s.told.say(Some(32));
+    s.s.reset();
+    assert_eq!(s.matched("a", 0), Some(32));
+    s.allocated("a", 8, 32);
+    let meta = s.preempt("a");
+    assert_eq!((meta.preempted.as_slice(), loaded(&meta)), (["a".to_owned()].as_slice(), vec![(0, 32)]));
+}
