@@ -14,6 +14,8 @@ const ALLOWED: &[&str] = &[
     "Unlicense",
     "Unicode-3.0",
     "BSL-1.0",
+    // Mozilla's list of certificate authorities: data, free to pass on with its licence's text.
+    "CDLA-Permissive-2.0",
 ];
 
 #[test]
