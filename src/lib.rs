@@ -4,6 +4,7 @@
 //! The way the data takes, room by room, is in `ARCHITECTURE.md`; the bytes on disk are in `docs/format.md`.
 
 pub mod config;
+pub mod connector;
 pub mod device;
 pub mod engine;
 pub mod error;

@@ -22,6 +22,7 @@ const MAY_KNOW: &[(&str, &[&str])] = &[
     ("pipeline", &["log", "device", "paged", "io", "format", "key", "geometry", "config"]),
     ("objects", &["log", "device", "io", "format", "index", "key", "geometry", "config"]),
     ("engine", &["pipeline", "log", "device", "paged", "io", "format", "index", "key", "geometry", "config"]),
+    ("connector", &["engine", "device", "paged", "key", "geometry", "config"]),
 ];
 const LEAVES: &[&str] = &["error", "metrics", "Error", "ErrorKind", "Result"];
 const MAY_BE_UNSAFE: &[&str] =

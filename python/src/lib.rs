@@ -6,6 +6,7 @@
 use pyo3::prelude::*;
 
 mod buffer;
+mod connector;
 mod convert;
 mod dlpack;
 mod engine;
@@ -27,6 +28,8 @@ mod module {
     use super::{Bound, PyModule, PyResult};
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::connector::{SchedulerSide, WorkerSide};
     #[pymodule_export]
     use super::convert::PyGeometry;
     #[pymodule_export]

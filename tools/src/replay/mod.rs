@@ -6,7 +6,7 @@
 mod policy;
 mod real;
 mod sim;
-mod trace;
+pub(crate) mod trace;
 
 use std::path::PathBuf;
 

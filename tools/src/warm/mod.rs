@@ -1,4 +1,4 @@
-//! `forebay warm`: fills a cache ahead of time from KV dumps.
+//! `forebay warm`: fills a cache ahead of time, from KV dumps or by having a server compute prompts (`prompts`).
 //!
 //! `scan` finds dumps, `header`, `tokens` and `dump` understand them, `reader` reads them with many reads in flight, `sink`
 //! is where the pieces go. The forms are described in docs/warm.md. Dumps are untrusted input: a bad one is reported and
@@ -8,6 +8,7 @@ mod cache;
 mod dump;
 mod header;
 mod piece;
+mod prompts;
 mod reader;
 mod scan;
 mod sink;
@@ -43,6 +44,8 @@ pub(crate) struct WarmArgs {
 enum WarmCommand {
     /// Import KV dumps in safetensors form.
     Import(ImportArgs),
+    /// Have a server compute prompts, whose connector stores their KV.
+    Prompts(Box<prompts::PromptsArgs>),
 }
 
 /// Options of `forebay warm import`.
@@ -161,6 +164,7 @@ struct Summary {
 pub(crate) fn run(args: &WarmArgs, context: &Context) -> Result<Outcome> {
     match &args.command {
         WarmCommand::Import(args) => import(args, context),
+        WarmCommand::Prompts(args) => prompts::run(args, context),
     }
 }
 

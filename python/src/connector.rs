@@ -1,0 +1,407 @@
+//! The connector's two state machines for Python: `SchedulerSide` and `WorkerSide`, one method per call of a serving engine.
+//!
+//! Invariants: nothing is decided here; a value is converted, the machine is called, its answer is converted back. The scheduler's
+//! calls take microseconds and keep the GIL, since the server's scheduler has nothing else to do; everything that may wait, and all the worker's
+//! calls, release it.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay::config::Settings;
+use forebay::connector::{
+    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta,
+    StepOutput, Worker, WorkerMeta,
+};
+use forebay::device::Stream;
+use forebay::engine::Engine;
+use forebay::{Error, ErrorKind};
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyString};
+use serde::Serialize;
+
+use crate::convert;
+use crate::engine::PyEngine;
+use crate::error::{IntoPy as _, closed, invalid, to_py};
+use crate::paged::{Hints, paged_kv};
+
+/// What a worker's `close` waits for where the caller does not say.
+const CLOSE_TIMEOUT_MS: u64 = 30_000;
+/// A day; longer ones are shortened to it.
+const MAX_TIMEOUT_MS: u64 = 86_400_000;
+
+/// Counts as a dict.
+fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let failed = |e| to_py(&Error::new(ErrorKind::Internal, "counts that cannot be written").source(e));
+    if let serde_json::Value::Object(counts) = serde_json::to_value(stats).map_err(failed)? {
+        for (name, count) in counts {
+            match count.as_u64() {
+                Some(count) => dict.set_item(name, count)?,
+                None => dict.set_item(name, count.as_f64())?,
+            }
+        }
+    }
+    Ok(dict)
+}
+
+/// What both sides are told in the same words.
+fn options(
+    engine: &Engine,
+    (block_tokens, num_blocks): (&[u32], usize),
+    keywords: Option<&Bound<'_, PyDict>>,
+) -> PyResult<ConnectorOptions> {
+    let settings: &Settings = engine.settings();
+    let mut options = ConnectorOptions::new(settings, engine.geometry(), (block_tokens, num_blocks)).py()?;
+    let Some(keywords) = keywords else { return Ok(options) };
+    for (name, value) in keywords.iter() {
+        let name: String = name.extract()?;
+        match name.as_str() {
+            "role" => options.role = value.extract::<String>()?.parse().py()?,
+            "layerwise" => options.layerwise = value.extract()?,
+            "windows" => options.windows = value.extract()?,
+            "save_decode_cache" => options.save_decode_cache = value.extract()?,
+            "save_unfull_chunk" => options.save_unfull_chunk = value.extract()?,
+            "join_loads" => options.join_loads = value.extract()?,
+            "min_load_tokens" => options.min_load_tokens = value.extract()?,
+            "recompute_tokens_per_s" => options.recompute_tokens_per_s = value.extract()?,
+            "load_timeout_ms" => options.load_timeout_ms = value.extract()?,
+            "gather_patience_ms" => options.gather_patience_ms = value.extract()?,
+            "max_held_blocks" => options.max_held_blocks = value.extract()?,
+            "workers" => options.workers = value.extract()?,
+            "rank" => options.rank = value.extract()?,
+            _ => return Err(to_py(&invalid(format!("the connector has no option {name:?}")))),
+        }
+    }
+    options.validate().py()?;
+    Ok(options)
+}
+
+/// Block ids of one request, a list per KV cache group.
+fn blocks(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u32>>> {
+    value.extract().map_err(|_| to_py(&invalid("block ids are one list of numbers per KV cache group")))
+}
+
+/// Names of requests, from any collection of texts.
+fn names(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<String>> {
+    let Some(value) = value.filter(|v| !v.is_none()) else { return Ok(Vec::new()) };
+    value.try_iter()?.map(|name| name?.extract()).collect()
+}
+
+fn borrowed(names: &[String]) -> Vec<&str> {
+    names.iter().map(String::as_str).collect()
+}
+
+/// The scheduler's side of the connector: what can be loaded, and what each step's workers load and store.
+#[pyclass(frozen, module = "forebay.connector")]
+pub(crate) struct SchedulerSide {
+    scheduler: Mutex<Option<Scheduler>>,
+    chunk_tokens: u32,
+}
+
+impl SchedulerSide {
+    fn with<T>(&self, run: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
+        self.scheduler.lock().as_mut().map_or_else(|| Err(closed("scheduler side")), run)
+    }
+}
+
+#[pymethods]
+impl SchedulerSide {
+    /// A scheduler side that looks prompts up in `engines`, one per rank: what the least of them has counts.
+    #[new]
+    #[pyo3(signature = (engines, *, block_tokens, num_blocks, **options))]
+    fn new(
+        engines: Vec<PyRef<'_, PyEngine>>,
+        block_tokens: Vec<u32>,
+        num_blocks: usize,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let engines: Vec<Arc<Engine>> = engines.iter().map(|e| e.get().cloned()).collect::<PyResult<_>>()?;
+        let first = engines.first().ok_or_else(|| to_py(&invalid("a scheduler side needs at least one engine")))?;
+        let options = self::options(first, (&block_tokens, num_blocks), options)?;
+        let chunk_tokens = options.chunk_tokens;
+        let scheduler = Scheduler::new(options, Box::new(EngineLookup::new(engines))).py()?;
+        Ok(Self { scheduler: Mutex::new(Some(scheduler)), chunk_tokens })
+    }
+
+    /// Tokens of a chunk.
+    #[getter]
+    fn chunk_tokens(&self) -> u32 {
+        self.chunk_tokens
+    }
+
+    /// Whether a request was added and has not ended.
+    fn knows(&self, req_id: &str) -> PyResult<bool> {
+        self.with(|s| Ok(s.knows(req_id)))
+    }
+
+    /// Takes a request up and hashes its prompt.
+    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false))]
+    #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
+    fn add(
+        &self,
+        req_id: &str,
+        tokens: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+        skip_save: bool,
+        skip_load: bool,
+    ) -> PyResult<()> {
+        let tokens = convert::tokens(tokens)?;
+        let extra = convert::extra(extra)?;
+        self.with(|s| {
+            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load });
+            Ok(())
+        })
+    }
+
+    /// How many tokens beyond `num_computed_tokens` can be loaded (None: ask again at the next step), and whether they load
+    /// before the request is scheduled.
+    fn matched(&self, req_id: &str, num_computed_tokens: usize) -> PyResult<(Option<usize>, bool)> {
+        self.with(|s| {
+            let matched = s.matched(req_id, num_computed_tokens);
+            Ok((matched.tokens, matched.asynchronous))
+        })
+    }
+
+    /// The server gave the request blocks for `num_external_tokens` tokens of the last answer; 0 drops the answer.
+    fn allocated(&self, req_id: &str, block_ids: &Bound<'_, PyAny>, num_external_tokens: usize) -> PyResult<()> {
+        let blocks = blocks(block_ids)?;
+        self.with(|s| s.allocated(req_id, &blocks, num_external_tokens).py())
+    }
+
+    /// What the server scheduled, as bytes for the workers; empty where they have nothing to do.
+    ///
+    /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per request or None,
+    /// num_computed, num_scheduled, resumed ids). `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
+    #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
+    #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
+    fn step<'py>(
+        &self,
+        py: Python<'py>,
+        new: Vec<NewRow<'py>>,
+        cached: Option<Cached<'py>>,
+        finished: Option<&Bound<'py, PyAny>>,
+        preempted: Option<&Bound<'py, PyAny>>,
+        tokens_of: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let (finished, preempted) = (names(finished)?, names(preempted)?);
+        let mut input =
+            StepInput { finished: borrowed(&finished), preempted: borrowed(&preempted), ..StepInput::default() };
+        for (req_id, ids, num_computed, num_scheduled) in &new {
+            let (num_computed, num_scheduled) = (*num_computed, *num_scheduled);
+            input.new.push(NewRequest { req_id: req_id.to_str()?, blocks: ids.clone(), num_computed, num_scheduled });
+        }
+        if let Some(cached) = &cached {
+            cached.read(&mut input)?;
+        }
+        let mut failed = None;
+        let mut ask = |req_id: &str, start: usize, stop: usize| -> Option<Vec<u32>> {
+            let answer = tokens_of?
+                .call1((req_id, start, stop))
+                .and_then(|ids| if ids.is_none() { Ok(None) } else { convert::tokens(&ids).map(Some) });
+            answer.unwrap_or_else(|e| {
+                failed = Some(e);
+                None
+            })
+        };
+        let meta = self.with(|s| Ok(s.step(&input, &mut ask)))?;
+        match failed {
+            Some(e) => Err(e),
+            None => Ok(PyBytes::new(py, &meta.to_bytes().py()?)),
+        }
+    }
+
+    /// The request ended; True where its blocks must be kept until a worker reports it as sent.
+    fn request_finished(&self, req_id: &str) -> PyResult<bool> {
+        self.with(|s| Ok(s.request_finished(req_id)))
+    }
+
+    /// What the workers reported after a step.
+    #[pyo3(signature = (finished_sending=None, finished_recving=None, failed=None, worker_meta=None))]
+    fn output(
+        &self,
+        finished_sending: Option<&Bound<'_, PyAny>>,
+        finished_recving: Option<&Bound<'_, PyAny>>,
+        failed: Option<&Bound<'_, PyAny>>,
+        worker_meta: Option<Vec<Vec<u8>>>,
+    ) -> PyResult<()> {
+        let (sending, recving, failed) = (names(finished_sending)?, names(finished_recving)?, names(failed)?);
+        let workers = worker_meta.unwrap_or_default();
+        let workers = workers.iter().map(|b| WorkerMeta::from_bytes(b)).collect::<forebay::Result<_>>().py()?;
+        self.with(|s| {
+            s.output(&StepOutput {
+                finished_sending: borrowed(&sending),
+                finished_recving: borrowed(&recving),
+                failed: borrowed(&failed),
+                workers,
+            });
+            Ok(())
+        })
+    }
+
+    /// Looks everything up anew.
+    fn reset(&self) -> PyResult<bool> {
+        self.with(|s| Ok(s.reset()))
+    }
+
+    /// Counts.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.with(|s| Ok(s.stats()))?;
+        counts(py, &stats)
+    }
+
+    /// Forgets all requests; later calls raise.
+    fn close(&self) {
+        if let Some(mut scheduler) = self.scheduler.lock().take() {
+            scheduler.close();
+        }
+    }
+}
+
+/// A request that runs for the first time: its name, its blocks per group, tokens computed and scheduled.
+type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);
+
+/// The requests of a step that ran before: parallel lists, as vLLM has them, and the names of those that are resumed.
+#[derive(FromPyObject)]
+struct Cached<'py>(Vec<Bound<'py, PyString>>, Vec<Option<Vec<Vec<u32>>>>, Vec<usize>, Vec<usize>, HashSet<String>);
+
+impl<'py> Cached<'py> {
+    fn read<'a>(&'a self, input: &mut StepInput<'a>) -> PyResult<()> {
+        let Self(ids, new_blocks, computed, scheduled, resumed) = self;
+        let lengths = [new_blocks.len(), computed.len(), scheduled.len()];
+        if lengths.iter().any(|l| *l != ids.len()) {
+            return Err(to_py(&invalid("the lists of cached requests differ in length")));
+        }
+        let rest = new_blocks.iter().zip(computed.iter().zip(scheduled));
+        for (id, (new_blocks, (&num_computed, &num_scheduled))) in ids.iter().zip(rest) {
+            let req_id = id.to_str()?;
+            let resumed = !resumed.is_empty() && resumed.contains(req_id);
+            let new_blocks = new_blocks.clone();
+            input.cached.push(CachedRequest { req_id, new_blocks, num_computed, num_scheduled, resumed });
+        }
+        Ok(())
+    }
+}
+
+/// The worker's side of the connector: starts a step's loads and stores, and says when they are over.
+#[pyclass(frozen, module = "forebay.connector")]
+pub(crate) struct WorkerSide {
+    worker: Mutex<Option<Worker>>,
+}
+
+impl WorkerSide {
+    fn with<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&mut Worker) -> PyResult<T> + Send) -> PyResult<T> {
+        py.detach(|| self.worker.lock().as_mut().map_or_else(|| Err(closed("worker side")), run))
+    }
+}
+
+fn stream_of(stream: Option<u64>) -> Option<Stream> {
+    stream.map(Stream)
+}
+
+#[pymethods]
+impl WorkerSide {
+    /// A worker side over the server's paged KV: a `PagedKv`, or one tensor (or pair) per layer.
+    #[new]
+    #[pyo3(signature = (engine, kv_layers, *, block_tokens, num_blocks, **options))]
+    fn new(
+        engine: PyRef<'_, PyEngine>,
+        kv_layers: &Bound<'_, PyAny>,
+        block_tokens: Vec<u32>,
+        num_blocks: usize,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let engine = Arc::clone(engine.get()?);
+        let hints =
+            Hints { layout: None, block_tokens: block_tokens.first().copied().filter(|_| block_tokens.len() == 1) };
+        let kv = paged_kv(engine.geometry(), kv_layers, &hints)?;
+        let options = self::options(&engine, (&block_tokens, num_blocks), options)?;
+        let worker = Worker::new(options, engine, kv).py()?;
+        Ok(Self { worker: Mutex::new(Some(worker)) })
+    }
+
+    /// Starts the loads of a step. `stream`: the handle of the stream that runs the model.
+    #[pyo3(signature = (meta, stream=None))]
+    fn begin(&self, py: Python<'_>, meta: Vec<u8>, stream: Option<u64>) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(&meta).py()?;
+        self.with(py, |w| {
+            w.begin(meta, stream_of(stream));
+            Ok(())
+        })
+    }
+
+    /// Layer-wise only: returns when layer `layer` of the step's loads is there, or makes `stream` wait for it.
+    #[pyo3(signature = (layer, stream=None))]
+    fn wait_layer(&self, py: Python<'_>, layer: usize, stream: Option<u64>) -> PyResult<()> {
+        self.with(py, |w| w.wait_layer(layer, stream_of(stream)).py())
+    }
+
+    /// Layer-wise only: layer `layer` of the step is computed; its gathers may begin.
+    #[pyo3(signature = (layer, stream=None))]
+    fn save_layer(&self, py: Python<'_>, layer: usize, stream: Option<u64>) -> PyResult<()> {
+        self.with(py, |w| w.save_layer(layer, stream_of(stream)).py())
+    }
+
+    /// The step is computed: starts its stores. Never waits for a drive.
+    #[pyo3(signature = (stream=None))]
+    fn end_step(&self, py: Python<'_>, stream: Option<u64>) -> PyResult<()> {
+        self.with(py, |w| {
+            w.end_step(stream_of(stream));
+            Ok(())
+        })
+    }
+
+    /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or given up on return.
+    fn preempt(&self, py: Python<'_>, meta: Vec<u8>) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(&meta).py()?;
+        self.with(py, |w| {
+            w.preempt(&meta);
+            Ok(())
+        })
+    }
+
+    /// Requests whose blocks may be freed, and requests whose load is over.
+    #[pyo3(signature = (finished_req_ids=None))]
+    fn finished(
+        &self,
+        py: Python<'_>,
+        finished_req_ids: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(HashSet<String>, HashSet<String>)> {
+        let ended = names(finished_req_ids)?;
+        let Finished { sending, recving } = self.with(py, |w| Ok(w.finished(&borrowed(&ended))))?;
+        Ok((sending.into_iter().collect(), recving.into_iter().collect()))
+    }
+
+    /// Blocks whose load failed since the last call.
+    fn failed_blocks(&self, py: Python<'_>) -> PyResult<HashSet<u32>> {
+        self.with(py, |w| Ok(w.failed_blocks().into_iter().collect()))
+    }
+
+    /// Requests whose load failed since the last call.
+    fn failed_requests(&self, py: Python<'_>) -> PyResult<HashSet<String>> {
+        self.with(py, |w| Ok(w.failed_requests().into_iter().collect()))
+    }
+
+    /// What the scheduler side is told, as bytes; None where there is nothing to say.
+    fn meta<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let Some(meta) = self.with(py, |w| Ok(w.meta()))? else { return Ok(None) };
+        Ok(Some(PyBytes::new(py, &meta.to_bytes().py()?)))
+    }
+
+    /// Counts.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.with(py, |w| Ok(w.stats()))?;
+        counts(py, &stats)
+    }
+
+    /// Cancels loads, waits up to `timeout_ms` for stores, gives the rest up; later calls raise.
+    #[pyo3(signature = (timeout_ms=CLOSE_TIMEOUT_MS))]
+    fn close(&self, py: Python<'_>, timeout_ms: u64) {
+        py.detach(|| {
+            if let Some(mut worker) = self.worker.lock().take() {
+                worker.close(Instant::now() + Duration::from_millis(timeout_ms.min(MAX_TIMEOUT_MS)));
+            }
+        });
+    }
+}

@@ -1,0 +1,32 @@
+//! The connector: what a serving engine's scheduler and workers tell Forebay, and what Forebay answers, as two state machines.
+//!
+//! A [`Scheduler`] lives where requests are scheduled: it says how much of a prompt can be loaded, and turns each step into a
+//! [`StepMeta`]. A [`Worker`] lives where the KV is: it starts the loads and stores of a `StepMeta` and says when they are over,
+//! in a [`WorkerMeta`]. The serving engine carries both as opaque bytes, so that the two may live in different processes.
+//!
+//! Invariants:
+//! - A load leaves the prompt's last token to be computed, covers whole blocks of every KV cache group, and never writes what
+//!   the server has computed. After a failed load a request is never offered one again.
+//! - Only tokens that are computed at the end of the step, and whose ids are final, are stored; nothing of a step whose load
+//!   failed is.
+//! - Blocks of a finished request come free when the gathers of its stores are over or given up, not before.
+//! - An answer of [`Scheduler::matched`] holds nothing: it may be dropped.
+//!
+//! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a drive.
+
+mod lookup;
+mod meta;
+mod options;
+mod scheduler;
+mod worker;
+
+pub use lookup::{EngineLookup, Lookup};
+pub use meta::{BlockSpan, LoadOrder, PromptPart, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
+pub use options::{ConnectorOptions, Role, block_multiple, effective_chunk_tokens};
+pub use scheduler::{
+    AddRequest, CachedRequest, Matched, NewRequest, Scheduler, SchedulerStats, StepInput, StepOutput, TokensOf,
+};
+pub use worker::{Finished, Worker, WorkerStats};
+
+#[cfg(test)]
+mod tests;

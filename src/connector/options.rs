@@ -1,0 +1,205 @@
+//! What both sides of the connector are told once, and the rounding that follows from it. No state.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::config::Settings;
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::{Geometry, LayerKind};
+
+/// Share of the server's blocks that may wait for stores of finished requests: one in so many.
+const HELD_SHARE: usize = 20;
+
+/// What a server does with the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Role {
+    /// It loads and stores.
+    #[default]
+    Both,
+    /// It stores only.
+    Producer,
+    /// It loads only.
+    Consumer,
+}
+
+impl Role {
+    /// Whether it loads.
+    #[must_use]
+    pub const fn loads(self) -> bool {
+        matches!(self, Self::Both | Self::Consumer)
+    }
+
+    /// Whether it stores.
+    #[must_use]
+    pub const fn stores(self) -> bool {
+        matches!(self, Self::Both | Self::Producer)
+    }
+
+    /// The role in the server's words.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Both => "kv_both",
+            Self::Producer => "kv_producer",
+            Self::Consumer => "kv_consumer",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Role {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        [Self::Both, Self::Producer, Self::Consumer].into_iter().find(|r| r.as_str() == name).ok_or_else(|| {
+            Error::new(ErrorKind::Config, format!("unknown role {name:?}"))
+                .advice("use kv_both, kv_producer or kv_consumer")
+        })
+    }
+}
+
+/// What a [`super::Scheduler`] and its [`super::Worker`]s agree on.
+#[derive(Clone, Debug)]
+pub struct ConnectorOptions {
+    /// What the server does with the cache.
+    pub role: Role,
+    /// Tokens of a chunk; a multiple of every group's block.
+    pub chunk_tokens: u32,
+    /// Tokens of a block, per KV cache group of the server.
+    pub block_tokens: Vec<u32>,
+    /// Sliding window in tokens, per KV cache group; `None` where a group keeps all its blocks. Missing entries count as `None`.
+    pub windows: Vec<Option<u32>>,
+    /// Blocks of the server's pool.
+    pub num_blocks: usize,
+    /// Layers are loaded while the model runs, in the step that needs them; otherwise whole requests before they are scheduled.
+    pub layerwise: bool,
+    /// Generated tokens are stored too.
+    pub save_decode_cache: bool,
+    /// The end of a prompt that fills no chunk is stored too, in whole blocks.
+    pub save_unfull_chunk: bool,
+    /// A request whose chunks are being loaded for another one waits for that load instead of loading them again; of use where
+    /// the server shares blocks of equal prefixes.
+    pub join_loads: bool,
+    /// Loads of fewer tokens are not worth it.
+    pub min_load_tokens: usize,
+    /// Tokens that the server computes per second; where loads are measured to be slower, none is offered. `None` for no such
+    /// rule.
+    pub recompute_tokens_per_s: Option<f64>,
+    /// Milliseconds until a load counts as failed.
+    pub load_timeout_ms: u64,
+    /// Milliseconds that a step waits for gathers which must be over before it ends; what is not gathered then is given up.
+    pub gather_patience_ms: u64,
+    /// Blocks of finished requests that may wait for gathers; beyond it they are given up.
+    pub max_held_blocks: usize,
+    /// Workers that serve the scheduler.
+    pub workers: usize,
+    /// Which of them this is; of use to a worker only.
+    pub rank: u32,
+}
+
+impl ConnectorOptions {
+    /// Options that follow from the engine's settings and geometry, for a server with blocks of `block_tokens` per KV cache
+    /// group and `num_blocks` of them.
+    ///
+    /// # Errors
+    /// As [`ConnectorOptions::validate`].
+    pub fn new(settings: &Settings, geometry: &Geometry, (block_tokens, num_blocks): (&[u32], usize)) -> Result<Self> {
+        let mut groups: Vec<u16> = geometry.layers.iter().map(|l| l.group).collect();
+        groups.sort_unstable();
+        groups.dedup();
+        let window_of = |group: &u16| {
+            let windows = geometry.layers.iter().filter(|l| l.group == *group).map(|l| match l.kind {
+                LayerKind::Sliding { window } => Some(window),
+                _ => None,
+            });
+            windows.min().flatten()
+        };
+        let options = Self {
+            role: Role::Both,
+            chunk_tokens: geometry.chunk_tokens,
+            block_tokens: block_tokens.to_vec(),
+            windows: groups.iter().map(window_of).collect(),
+            num_blocks,
+            layerwise: settings.use_layerwise,
+            save_decode_cache: settings.save_decode_cache,
+            save_unfull_chunk: settings.save_unfull_chunk,
+            join_loads: true,
+            min_load_tokens: 0,
+            recompute_tokens_per_s: None,
+            load_timeout_ms: 2000,
+            gather_patience_ms: 50,
+            max_held_blocks: (num_blocks / HELD_SHARE).max(1),
+            workers: 1,
+            rank: 0,
+        };
+        options.validate()?;
+        Ok(options)
+    }
+
+    /// Checks that the numbers fit each other.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for no groups, blocks or chunks of no tokens, chunks that are no multiple of every group's block,
+    /// and a server without workers.
+    pub fn validate(&self) -> Result<()> {
+        let wrong = |what: String| Err(Error::new(ErrorKind::Config, what));
+        if self.block_tokens.is_empty() || self.block_tokens.contains(&0) {
+            return wrong(format!("KV cache groups with blocks of {:?} tokens", self.block_tokens));
+        }
+        if self.workers == 0 {
+            return wrong("a scheduler of 0 workers".to_owned());
+        }
+        let rounded = effective_chunk_tokens(self.chunk_tokens, &self.block_tokens);
+        if self.chunk_tokens == 0 || rounded != self.chunk_tokens {
+            return Err(Error::new(
+                ErrorKind::Config,
+                format!("chunks of {} tokens over blocks of {:?}", self.chunk_tokens, self.block_tokens),
+            )
+            .advice(format!("set chunk_size to {rounded}")));
+        }
+        Ok(())
+    }
+
+    /// The number of tokens that loads are rounded down to.
+    #[must_use]
+    pub fn block_multiple(&self) -> usize {
+        block_multiple(&self.block_tokens) as usize
+    }
+
+    /// The sliding window of a group.
+    pub(super) fn window(&self, group: usize) -> Option<usize> {
+        self.windows.get(group).copied().flatten().map(|w| w as usize)
+    }
+
+    /// Whether blocks of running requests come free.
+    pub(super) fn has_windows(&self) -> bool {
+        self.windows.iter().any(Option::is_some)
+    }
+}
+
+/// The smallest number of tokens that fills whole blocks of every group; at least 1.
+#[must_use]
+pub fn block_multiple(block_tokens: &[u32]) -> u32 {
+    let gcd = |mut a: u64, mut b: u64| {
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    let all = block_tokens.iter().filter(|b| **b > 0).map(|b| u64::from(*b));
+    let lcm = all.fold(1u64, |lcm, b| (lcm / gcd(lcm, b)).saturating_mul(b));
+    u32::try_from(lcm).unwrap_or(u32::MAX)
+}
+
+/// The chunk size in effect: `chunk_tokens` rounded up to a multiple of every group's block. It belongs into the geometry, and so
+/// into the name of the cache's namespace.
+#[must_use]
+pub fn effective_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32]) -> u32 {
+    let multiple = block_multiple(block_tokens);
+    chunk_tokens.max(1).checked_next_multiple_of(multiple).unwrap_or(multiple)
+}

@@ -1,0 +1,128 @@
+//! The ends of requests: finished, preempted, failed; and which finished ones keep their blocks for how long.
+
+use std::collections::HashMap;
+
+use super::super::meta::StepMeta;
+use super::tracker::LoadState;
+use super::{Scheduler, StepOutput};
+
+/// Finished requests whose blocks the server keeps until the workers report them as sent.
+#[derive(Debug)]
+pub(super) struct Held {
+    /// Blocks of each.
+    requests: HashMap<String, usize>,
+    blocks: usize,
+    /// Those that the workers were not told of yet.
+    news: Vec<String>,
+    /// Those among them that do not wait for gathers.
+    give_up: Vec<String>,
+    /// Per worker, the step up to which all gathers are over.
+    gathered: Vec<u64>,
+}
+
+impl Held {
+    pub(super) fn new(workers: usize) -> Self {
+        Self { requests: HashMap::new(), blocks: 0, news: Vec::new(), give_up: Vec::new(), gathered: vec![0; workers] }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Those that the workers are told of with the next step, and those among them that are given up.
+    pub(super) fn take_news(&mut self) -> (Vec<String>, Vec<String>) {
+        (std::mem::take(&mut self.news), std::mem::take(&mut self.give_up))
+    }
+
+    /// Whether the gathers of a step may still read blocks on some worker.
+    fn is_pending(&self, step: u64) -> bool {
+        self.gathered.iter().any(|gathered| *gathered < step)
+    }
+
+    /// Keeps a request's blocks; whether they are more than `most`, so that its stores are given up.
+    fn keep(&mut self, req_id: &str, blocks: usize, most: usize) -> bool {
+        self.release(req_id);
+        self.requests.insert(req_id.to_owned(), blocks);
+        self.blocks += blocks;
+        self.news.push(req_id.to_owned());
+        let too_many = self.blocks > most;
+        if too_many {
+            self.give_up.push(req_id.to_owned());
+        }
+        too_many
+    }
+
+    fn release(&mut self, req_id: &str) {
+        self.blocks -= self.requests.remove(req_id).unwrap_or(0);
+    }
+}
+
+impl Scheduler {
+    /// A request ended, or was aborted. `true`: the server keeps its blocks until the workers report it, as sent where stores of it
+    /// were handed to them, or as received where its load is under way. A request over the bound on such blocks is given up by the
+    /// workers in the next step, and reported then.
+    pub fn request_finished(&mut self, req_id: &str) -> bool {
+        let is_loading = self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::InFlight { .. }));
+        self.load_over(req_id);
+        let Some(tracker) = self.requests.remove(req_id) else { return false };
+        let is_saving = self.held.is_pending(tracker.last_save);
+        if is_saving && self.held.keep(req_id, tracker.num_blocks(), self.options.max_held_blocks) {
+            self.stats.given_up += 1;
+        }
+        is_saving || is_loading
+    }
+
+    /// What the workers reported. Unknown requests are passed over: they ended meanwhile.
+    pub fn output(&mut self, output: &StepOutput<'_>) {
+        for report in &output.workers {
+            self.rate.measured(report);
+            if let Some(gathered) = self.held.gathered.get_mut(report.rank as usize) {
+                *gathered = report.gathered_step.max(*gathered);
+            }
+        }
+        let reported = output.workers.iter().flat_map(|w| w.failed.iter().map(String::as_str));
+        for req_id in output.failed.iter().copied().chain(reported) {
+            self.load_failed(req_id);
+        }
+        for req_id in &output.finished_recving {
+            self.load_over(req_id);
+        }
+        for req_id in &output.finished_sending {
+            self.held.release(req_id);
+        }
+    }
+
+    fn load_failed(&mut self, req_id: &str) {
+        // Several workers may report one failed load; a request has no second one.
+        let Some(tracker) = self.requests.get_mut(req_id).filter(|t| t.epoch == 0) else { return };
+        self.stats.failed_loads += 1;
+        // On other workers it may still be under way: its end is reported apart.
+        tracker.load_failed();
+    }
+
+    /// The server takes a request's blocks away in this step. A load that was ordered for it is of later: it is not sent yet, and
+    /// goes to blocks that were given after.
+    pub(super) fn preempt(&mut self, req_id: &str, meta: &mut StepMeta) {
+        if !self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::Ordered { .. })) {
+            self.load_over(req_id);
+        }
+        let Some(tracker) = self.requests.get_mut(req_id) else { return };
+        if self.held.is_pending(tracker.last_save) {
+            meta.preempted.push(req_id.to_owned());
+        }
+        tracker.preempt();
+        // The workers give its gathers up before the step runs.
+        tracker.last_save = 0;
+    }
+
+    /// A request ended without a question whether its blocks are needed: they may be another's in this step.
+    pub(super) fn finished_unasked(&mut self, req_id: &str, meta: &mut StepMeta) {
+        self.preempt(req_id, meta);
+        self.load_over(req_id);
+        self.requests.remove(req_id);
+    }
+}

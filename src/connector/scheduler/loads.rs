@@ -1,0 +1,197 @@
+//! From a lookup to a load: what is offered, what the server allocated for it, and when it goes to the workers.
+
+use std::time::{Duration, Instant};
+
+use super::super::meta::{LoadOrder, StepMeta, WorkerMeta};
+use super::tracker::{LoadState, Tracker};
+use super::{Matched, Scheduler};
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::ChunkKey;
+
+/// How long a lookup's answer is used again.
+const FRESH: Duration = Duration::from_millis(50);
+/// Share that a new measurement of the load rate has.
+const NEW_SHARE: f64 = 0.2;
+/// Of so many loads that are slower than computing, one is offered all the same, to measure again.
+const TRY_EVERY: u64 = 16;
+
+/// How fast loads are, as the workers measure it.
+#[derive(Debug, Default)]
+pub(super) struct LoadRate {
+    tokens_per_s: Option<f64>,
+    refused: u64,
+}
+
+impl LoadRate {
+    pub(super) fn measured(&mut self, report: &WorkerMeta) {
+        if report.loaded_tokens == 0 || report.load_s.is_nan() || report.load_s <= 0.0 {
+            return;
+        }
+        let now = report.loaded_tokens as f64 / report.load_s;
+        self.tokens_per_s = Some(self.tokens_per_s.map_or(now, |old| old + NEW_SHARE * (now - old)));
+    }
+
+    /// Whether a load is slower than computing at `recompute` tokens per second.
+    fn is_slower_than(&mut self, recompute: Option<f64>) -> bool {
+        let slower = matches!((self.tokens_per_s, recompute), (Some(load), Some(compute)) if load < compute);
+        self.refused += u64::from(slower);
+        slower && !self.refused.is_multiple_of(TRY_EVERY)
+    }
+}
+
+impl Scheduler {
+    /// How much can be loaded for a request of which the server has `num_computed` tokens. May be asked again and again; an
+    /// answer that is not followed by [`Scheduler::allocated`] holds nothing.
+    pub fn matched(&mut self, req_id: &str, num_computed: usize) -> Matched {
+        self.stats.queries += 1;
+        let asynchronous = !self.options.layerwise;
+        let nothing = Matched { tokens: Some(0), asynchronous: false };
+        if !self.options.role.loads() {
+            return nothing;
+        }
+        let Some(tracker) = self.requests.get_mut(req_id) else { return nothing };
+        if tracker.skip_load || matches!(tracker.load, LoadState::Ordered { .. } | LoadState::InFlight { .. }) {
+            return nothing;
+        }
+        tracker.load = LoadState::Idle;
+        let Some(found) = self.stored(req_id) else { return Matched { tokens: None, asynchronous } };
+        let Some(tracker) = self.requests.get_mut(req_id) else { return nothing };
+        let multiple = self.options.block_multiple();
+        let stop = found.min(tracker.prompt.len().saturating_sub(1)) / multiple * multiple;
+        let tokens = stop.saturating_sub(num_computed);
+        if tokens == 0 || tokens < self.options.min_load_tokens {
+            return nothing;
+        }
+        let patience = Duration::from_millis(self.options.load_timeout_ms);
+        if self.options.join_loads && waits(tracker, (&self.loading, num_computed), patience) {
+            self.stats.joined += 1;
+            return Matched { tokens: None, asynchronous };
+        }
+        if self.rate.is_slower_than(self.options.recompute_tokens_per_s) {
+            self.stats.slower_than_computing += 1;
+            return nothing;
+        }
+        tracker.load = LoadState::Answered { computed: num_computed, tokens };
+        Matched { tokens: Some(tokens), asynchronous }
+    }
+
+    /// Tokens of a request that are stored; `None` where that is not known yet.
+    pub(super) fn stored(&mut self, req_id: &str) -> Option<usize> {
+        let tracker = self.requests.get_mut(req_id)?;
+        if let Some((found, at)) = tracker.found
+            && at.elapsed() < FRESH
+        {
+            return Some(found);
+        }
+        if tracker.found.is_none() {
+            self.stats.queried_tokens += tracker.prompt.len() as u64;
+        }
+        let found = match self.lookup.stored_tokens(&tracker.prompt) {
+            Ok(found) => found?,
+            Err(e) => {
+                self.stats.lookup_errors += 1;
+                tracing::warn!(error = %e, req_id, "a lookup failed; the request counts as not stored");
+                0
+            }
+        };
+        let found = found.min(tracker.prompt.len());
+        tracker.found = Some((found, Instant::now()));
+        Some(found)
+    }
+
+    /// The server has given blocks to a request (`blocks`: all of them, one list per KV cache group), `num_external` tokens of which
+    /// are to be loaded. 0 drops the answer that was given before; a load under way goes on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] for more tokens than were offered, and where the blocks do not hold them; nothing is loaded then.
+    pub fn allocated(&mut self, req_id: &str, blocks: &[Vec<u32>], num_external: usize) -> Result<()> {
+        let Some(tracker) = self.requests.get_mut(req_id) else { return Ok(()) };
+        tracker.replace(blocks);
+        tracker.waiting_since = None;
+        let (computed, offered) = match tracker.load {
+            LoadState::Answered { computed, tokens } => (computed, tokens),
+            LoadState::Idle => (0, 0),
+            LoadState::Ordered { .. } | LoadState::InFlight { .. } if num_external == 0 => return Ok(()),
+            LoadState::Ordered { .. } | LoadState::InFlight { .. } => {
+                return Err(Error::new(ErrorKind::InvalidInput, format!("a second load for {req_id}")));
+            }
+        };
+        tracker.load = LoadState::Idle;
+        if num_external == 0 {
+            return Ok(());
+        }
+        let stop = computed + num_external.min(offered);
+        if num_external > offered || tracker.spans((computed, stop), &self.options.block_tokens).is_none() {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("{num_external} tokens to load for {req_id} where {offered} beyond {computed} were offered"),
+            )
+            .advice("give allocated() what matched() answered last, and blocks that hold it"));
+        }
+        tracker.load = LoadState::Ordered { computed, stop };
+        let until = Instant::now() + Duration::from_millis(self.options.load_timeout_ms);
+        for key in keys_of(tracker, (computed, stop)) {
+            self.loading.insert(*key, until);
+        }
+        self.ordered.push(req_id.to_owned());
+        Ok(())
+    }
+
+    /// Puts the loads that were ordered into a step.
+    pub(super) fn send_loads(&mut self, meta: &mut StepMeta) {
+        for req_id in std::mem::take(&mut self.ordered) {
+            let Some(tracker) = self.requests.get_mut(&req_id) else { continue };
+            let LoadState::Ordered { computed, stop } = tracker.load else { continue };
+            let Some(spans) = tracker.spans((computed, stop), &self.options.block_tokens) else {
+                tracker.load = LoadState::Idle;
+                continue;
+            };
+            // The chunk that `stop` lies in is found by its whole content.
+            let chunk = tracker.prompt.chunk_tokens().max(1);
+            let prompt = tracker.part((stop / chunk + 1) * chunk);
+            // A load within its step ends with it, whatever comes of it.
+            tracker.load =
+                if self.options.layerwise { LoadState::Idle } else { LoadState::InFlight { computed, stop } };
+            self.stats.loads += 1;
+            self.stats.load_tokens += (stop - computed) as u64;
+            let (epoch, asynchronous) = (tracker.epoch, !self.options.layerwise);
+            meta.loads.push(LoadOrder { req_id, prompt, computed, stop, spans, epoch, asynchronous });
+        }
+        if self.options.layerwise {
+            self.loading.clear();
+        }
+    }
+
+    /// The load of a request is over, or will not be.
+    pub(super) fn load_over(&mut self, req_id: &str) {
+        let Some(tracker) = self.requests.get_mut(req_id) else { return };
+        if let LoadState::Ordered { computed, stop } | LoadState::InFlight { computed, stop } = tracker.load {
+            for key in keys_of(tracker, (computed, stop)) {
+                self.loading.remove(key);
+            }
+            tracker.load = LoadState::Idle;
+        }
+    }
+}
+
+/// Whether the first chunk that a load would begin with is being loaded by another request, and it is worth to wait for that.
+fn waits(
+    tracker: &mut Tracker,
+    (loading, computed): (&std::collections::HashMap<ChunkKey, Instant>, usize),
+    patience: Duration,
+) -> bool {
+    let now = Instant::now();
+    let first = tracker.prompt.keys().get(computed / tracker.prompt.chunk_tokens().max(1));
+    let is_loading = first.and_then(|k| loading.get(k)).is_some_and(|until| now < *until);
+    if !is_loading {
+        tracker.waiting_since = None;
+        return false;
+    }
+    now.duration_since(*tracker.waiting_since.get_or_insert(now)) < patience
+}
+
+/// The keys of the full chunks that a load of `computed..stop` reads.
+fn keys_of(tracker: &Tracker, (computed, stop): (usize, usize)) -> &[ChunkKey] {
+    let (chunk, keys) = (tracker.prompt.chunk_tokens().max(1), tracker.prompt.keys());
+    keys.get(computed / chunk..stop.div_ceil(chunk).min(keys.len())).unwrap_or_default()
+}

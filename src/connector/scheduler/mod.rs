@@ -1,0 +1,256 @@
+//! The scheduler's side: it knows every request's tokens and blocks, and says what the workers load and store in each step.
+//!
+//! Invariants: it opens no device, does no I/O and waits for nothing; what it holds for a request goes when the server says that
+//! the request is finished, and at the latest when its blocks are reported as sent. A request that it does not know costs nothing and is
+//! never an error: servers ask about requests that were added before the connector wanted them.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use super::lookup::Lookup;
+use super::meta::{StepMeta, WorkerMeta};
+use super::options::ConnectorOptions;
+use crate::engine::Prompt;
+use crate::error::Result;
+use crate::key::{ChunkKey, Extra};
+
+mod finish;
+mod loads;
+mod saves;
+mod tracker;
+
+use tracker::Tracker;
+
+/// A request that the server takes up.
+#[derive(Clone, Copy, Debug)]
+pub struct AddRequest<'a> {
+    /// Its name.
+    pub req_id: &'a str,
+    /// Token ids of its prompt.
+    pub tokens: &'a [u32],
+    /// What besides the tokens decides their KV.
+    pub extra: &'a Extra,
+    /// Nothing of it is stored.
+    pub skip_save: bool,
+    /// Nothing is loaded for it.
+    pub skip_load: bool,
+}
+
+/// How much of a prompt can be loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Matched {
+    /// Tokens beyond those that the server has; `None` where it should ask again at the next step.
+    pub tokens: Option<usize>,
+    /// They are loaded before the request is scheduled, rather than while its first step runs.
+    pub asynchronous: bool,
+}
+
+/// A request that runs in a step for the first time.
+#[derive(Clone, Debug)]
+pub struct NewRequest<'a> {
+    /// Its name.
+    pub req_id: &'a str,
+    /// All its block ids, one list per KV cache group.
+    pub blocks: Vec<Vec<u32>>,
+    /// Tokens that are computed before the step.
+    pub num_computed: usize,
+    /// Tokens that the step computes.
+    pub num_scheduled: usize,
+}
+
+/// A request that has run before.
+#[derive(Clone, Debug)]
+pub struct CachedRequest<'a> {
+    /// Its name.
+    pub req_id: &'a str,
+    /// Block ids that it got, one list per KV cache group: further ones, or all of them where it is resumed.
+    pub new_blocks: Option<Vec<Vec<u32>>>,
+    /// Tokens that are computed before the step.
+    pub num_computed: usize,
+    /// Tokens that the step computes.
+    pub num_scheduled: usize,
+    /// It was preempted before; `new_blocks` are all its blocks.
+    pub resumed: bool,
+}
+
+/// What the server scheduled for a step.
+#[derive(Clone, Debug, Default)]
+pub struct StepInput<'a> {
+    /// Requests that run for the first time.
+    pub new: Vec<NewRequest<'a>>,
+    /// Requests that have run before.
+    pub cached: Vec<CachedRequest<'a>>,
+    /// Requests that ended since the last step.
+    pub finished: Vec<&'a str>,
+    /// Requests whose blocks were taken away for this step.
+    pub preempted: Vec<&'a str>,
+}
+
+/// What the workers reported after a step.
+#[derive(Clone, Debug, Default)]
+pub struct StepOutput<'a> {
+    /// Held requests whose gathers are over on every worker.
+    pub finished_sending: Vec<&'a str>,
+    /// Requests whose asynchronous load is over on every worker, failed ones too.
+    pub finished_recving: Vec<&'a str>,
+    /// Requests whose load failed on some worker.
+    pub failed: Vec<&'a str>,
+    /// The workers' reports.
+    pub workers: Vec<WorkerMeta>,
+}
+
+/// Gives the ids of the tokens `start..stop` of a request: only those that are final; fewer, or `None`, where the later ones are
+/// not yet.
+pub type TokensOf<'a> = dyn FnMut(&str, usize, usize) -> Option<Vec<u32>> + 'a;
+
+/// Counts since the scheduler side was made.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct SchedulerStats {
+    /// Requests known now.
+    pub requests: usize,
+    /// Finished requests whose blocks are kept now.
+    pub held_requests: usize,
+    /// Their blocks.
+    pub held_blocks: usize,
+    /// Answers given to [`Scheduler::matched`].
+    pub queries: u64,
+    /// Tokens of requests that were looked up for the first time.
+    pub queried_tokens: u64,
+    /// Answers that asked the server to wait for another request's load.
+    pub joined: u64,
+    /// Loads ordered.
+    pub loads: u64,
+    /// Tokens of them.
+    pub load_tokens: u64,
+    /// Requests whose load failed.
+    pub failed_loads: u64,
+    /// Stores ordered.
+    pub saves: u64,
+    /// Tokens of them.
+    pub save_tokens: u64,
+    /// Tokens not stored because the window's blocks were gone, or given to the server's null block.
+    pub skipped_window_tokens: u64,
+    /// Finished requests whose stores were given up to keep the bound on held blocks.
+    pub given_up: u64,
+    /// Lookups that failed.
+    pub lookup_errors: u64,
+    /// Loads not offered because computing is faster.
+    pub slower_than_computing: u64,
+}
+
+/// The scheduler's side of the connector.
+pub struct Scheduler {
+    options: ConnectorOptions,
+    lookup: Box<dyn Lookup>,
+    requests: HashMap<String, Tracker>,
+    /// Requests whose load goes out with the next step.
+    ordered: Vec<String>,
+    /// Chunks being loaded, and when nobody waits for them any more.
+    loading: HashMap<ChunkKey, Instant>,
+    held: finish::Held,
+    rate: loads::LoadRate,
+    step: u64,
+    stats: SchedulerStats,
+}
+
+impl Scheduler {
+    /// A scheduler side that asks `lookup`.
+    ///
+    /// # Errors
+    /// As [`ConnectorOptions::validate`].
+    pub fn new(options: ConnectorOptions, lookup: Box<dyn Lookup>) -> Result<Self> {
+        options.validate()?;
+        Ok(Self {
+            held: finish::Held::new(options.workers),
+            options,
+            lookup,
+            requests: HashMap::new(),
+            ordered: Vec::new(),
+            loading: HashMap::new(),
+            rate: loads::LoadRate::default(),
+            step: 0,
+            stats: SchedulerStats::default(),
+        })
+    }
+
+    /// Whether a request was added and has not ended.
+    #[must_use]
+    pub fn knows(&self, req_id: &str) -> bool {
+        self.requests.contains_key(req_id)
+    }
+
+    /// Takes a request up and hashes its prompt. One that is known already keeps its state.
+    pub fn add(&mut self, request: AddRequest<'_>) {
+        if self.knows(request.req_id) {
+            return;
+        }
+        let prompt = Prompt::new(request.tokens, self.options.chunk_tokens, request.extra);
+        let tracker = Tracker::new(prompt, request.extra, (request.skip_save, request.skip_load));
+        self.requests.insert(request.req_id.to_owned(), tracker);
+    }
+
+    /// Forgets what was found stored, so that everything is looked up anew; for a server that resets its caches.
+    pub fn reset(&mut self) -> bool {
+        self.requests.values_mut().for_each(Tracker::forget_stored);
+        self.loading.clear();
+        true
+    }
+
+    /// Counts.
+    #[must_use]
+    pub fn stats(&self) -> SchedulerStats {
+        SchedulerStats {
+            requests: self.requests.len(),
+            held_requests: self.held.len(),
+            held_blocks: self.held.blocks(),
+            ..self.stats.clone()
+        }
+    }
+
+    /// Forgets all requests.
+    pub fn close(&mut self) {
+        self.requests.clear();
+        self.ordered.clear();
+        self.loading.clear();
+        self.held = finish::Held::new(self.options.workers);
+    }
+
+    /// What the server scheduled becomes what the workers do. `tokens_of` is asked for generated tokens, and only where the
+    /// settings want them stored and a chunk of them is full.
+    pub fn step(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
+        self.step += 1;
+        let mut meta = StepMeta { step: self.step, ..StepMeta::default() };
+        for req_id in &input.preempted {
+            self.preempt(req_id, &mut meta);
+        }
+        for req_id in &input.finished {
+            self.finished_unasked(req_id, &mut meta);
+        }
+        self.send_loads(&mut meta);
+        for request in &input.new {
+            if let Some(tracker) = self.requests.get_mut(request.req_id) {
+                tracker.replace(&request.blocks);
+            }
+            let computed = (request.num_computed, request.num_computed + request.num_scheduled);
+            self.save(request.req_id, computed, (tokens_of, &mut meta));
+        }
+        for request in &input.cached {
+            self.update_blocks(request);
+            let computed = (request.num_computed, request.num_computed + request.num_scheduled);
+            self.save(request.req_id, computed, (tokens_of, &mut meta));
+        }
+        (meta.held, meta.give_up) = self.held.take_news();
+        meta
+    }
+
+    fn update_blocks(&mut self, request: &CachedRequest<'_>) {
+        let Some(tracker) = self.requests.get_mut(request.req_id) else { return };
+        match &request.new_blocks {
+            Some(blocks) if request.resumed => tracker.replace(blocks),
+            Some(blocks) => tracker.append(blocks),
+            None => {}
+        }
+    }
+}

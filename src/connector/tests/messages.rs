@@ -1,0 +1,60 @@
+//! Messages and options.
+
+use super::*;
+use crate::key::{LoraId, MmItem};
+
+#[test]
+fn messages_come_back_as_they_were() {
+    let extra = Extra {
+        multimodal: vec![MmItem { hash: vec![1, 2], offset: 3, len: 4 }],
+        lora: Some(LoraId { name: "n".into(), path: "p".into(), digest: "d".into() }),
+        cache_salt: Some("salt".into()),
+    };
+    let mut s = side(32);
+    s.s.add(AddRequest { req_id: "a", tokens: &tokens(100), extra: &extra, skip_save: false, skip_load: false });
+    s.matched("a", 0);
+    s.allocated("a", 25, 32);
+    let meta = s.first("a", (32, 100));
+    assert_eq!((meta.loads.len(), meta.saves.len()), (1, 1));
+    assert_eq!(Extra::from(&meta.loads[0].prompt.extra), extra);
+    let bytes = meta.to_bytes().unwrap();
+    assert_eq!(StepMeta::from_bytes(&bytes).unwrap(), meta);
+    let report = WorkerMeta { rank: 3, gathered_step: 9, failed: vec!["a".into()], ..WorkerMeta::default() };
+    assert_eq!(WorkerMeta::from_bytes(&report.to_bytes().unwrap()).unwrap(), report);
+    for cut in 1..bytes.len() {
+        assert_eq!(StepMeta::from_bytes(&bytes[..cut]).unwrap_err().kind(), ErrorKind::InvalidInput);
+    }
+    for at in 0..bytes.len() {
+        let mut damaged = bytes.clone();
+        damaged[at] ^= 0x81;
+        let _ = StepMeta::from_bytes(&damaged);
+        let _ = WorkerMeta::from_bytes(&damaged);
+    }
+    let e = StepMeta::from_bytes(&[9, 0]).unwrap_err();
+    assert!(e.to_string().contains("version 9"), "{e}");
+}
+
+#[test]
+fn a_step_without_work_is_no_bytes() {
+    let mut s = side(0);
+    assert_eq!(s.idle().to_bytes().unwrap(), Vec::<u8>::new());
+    assert!(StepMeta::from_bytes(&[]).unwrap().is_empty());
+    assert!(WorkerMeta::from_bytes(&[]).is_err());
+}
+
+#[test]
+fn chunks_are_rounded_up_to_whole_blocks_of_every_group() {
+    assert_eq!(effective_chunk_tokens(256, &[128]), 256);
+    assert_eq!(effective_chunk_tokens(100, &[16]), 112);
+    assert_eq!(effective_chunk_tokens(100, &[16, 24]), 144);
+    assert_eq!(effective_chunk_tokens(0, &[]), 1);
+    assert_eq!(block_multiple(&[u32::MAX, u32::MAX - 1]), u32::MAX);
+    let wrong = |change: fn(&mut ConnectorOptions)| {
+        let mut o = options();
+        change(&mut o);
+        o.validate().unwrap_err().to_string()
+    };
+    assert!(wrong(|o| o.chunk_tokens = 18).contains("set chunk_size to 20"));
+    assert!(wrong(|o| o.block_tokens = vec![]).contains("blocks of []"));
+    assert!(wrong(|o| o.workers = 0).contains("0 workers"));
+}

@@ -1,0 +1,161 @@
+//! The rules of the scheduler's side one by one, without an engine; both sides over a real one are in `tests/connector_server.rs`.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::*;
+use crate::engine::Prompt;
+use crate::error::{Error, ErrorKind, Result};
+use crate::key::Extra;
+
+mod loads;
+mod messages;
+mod saves;
+
+const CHUNK: usize = 16;
+const BLOCK: usize = 4;
+
+/// Answers what the test says, and counts.
+#[derive(Clone, Default)]
+struct Told(Arc<Mutex<(Option<usize>, usize)>>);
+
+impl Told {
+    fn say(&self, found: Option<usize>) {
+        self.0.lock().0 = found;
+    }
+
+    fn asked(&self) -> usize {
+        self.0.lock().1
+    }
+}
+
+impl Lookup for Told {
+    fn stored_tokens(&self, prompt: &Prompt) -> Result<Option<usize>> {
+        let mut told = self.0.lock();
+        told.1 += 1;
+        if told.0 == Some(usize::MAX) {
+            return Err(Error::new(ErrorKind::Closed, "no lookup today"));
+        }
+        Ok(told.0.map(|n| n.min(prompt.len())))
+    }
+}
+
+fn options() -> ConnectorOptions {
+    ConnectorOptions {
+        role: Role::Both,
+        chunk_tokens: CHUNK as u32,
+        block_tokens: vec![BLOCK as u32],
+        windows: Vec::new(),
+        num_blocks: 1000,
+        layerwise: false,
+        save_decode_cache: false,
+        save_unfull_chunk: false,
+        join_loads: true,
+        min_load_tokens: 0,
+        recompute_tokens_per_s: None,
+        load_timeout_ms: 2000,
+        gather_patience_ms: 50,
+        max_held_blocks: 50,
+        workers: 1,
+        rank: 0,
+    }
+}
+
+/// A scheduler side, and what its lookup answers.
+struct Side {
+    s: Scheduler,
+    told: Told,
+}
+
+fn side(found: usize) -> Side {
+    side_with(found, |_| {})
+}
+
+fn side_with(found: usize, change: impl FnOnce(&mut ConnectorOptions)) -> Side {
+    let mut o = options();
+    change(&mut o);
+    let told = Told::default();
+    told.say(Some(found));
+    Side { s: Scheduler::new(o, Box::new(told.clone())).unwrap(), told }
+}
+
+fn tokens(n: usize) -> Vec<u32> {
+    (0..n as u32).collect()
+}
+
+fn blocks(n: usize) -> Vec<u32> {
+    (1..=n as u32).collect()
+}
+
+impl Side {
+    fn add(&mut self, req_id: &str, n: usize) {
+        let extra = Extra::default();
+        self.s.add(AddRequest { req_id, tokens: &tokens(n), extra: &extra, skip_save: false, skip_load: false });
+    }
+
+    fn matched(&mut self, req_id: &str, computed: usize) -> Option<usize> {
+        self.s.matched(req_id, computed).tokens
+    }
+
+    fn allocated(&mut self, req_id: &str, num_blocks: usize, external: usize) {
+        self.s.allocated(req_id, &[blocks(num_blocks)], external).unwrap();
+    }
+
+    fn idle(&mut self) -> StepMeta {
+        self.s.step(&StepInput::default(), &mut |_, _, _| None)
+    }
+
+    /// A step that computes `computed.0..computed.1` of a request for the first time.
+    fn first(&mut self, req_id: &str, computed: (usize, usize)) -> StepMeta {
+        self.first_in(req_id, computed, vec![blocks(computed.1.div_ceil(BLOCK))])
+    }
+
+    fn first_in(&mut self, req_id: &str, (from, to): (usize, usize), blocks: Vec<Vec<u32>>) -> StepMeta {
+        let new = vec![NewRequest { req_id, blocks, num_computed: from, num_scheduled: to - from }];
+        self.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None)
+    }
+
+    /// A later step of a request that gets `more` blocks; generated tokens are final up to `final_to`.
+    fn next(&mut self, req_id: &str, (from, to): (usize, usize), (more, final_to): (&[u32], usize)) -> StepMeta {
+        let cached = vec![CachedRequest {
+            req_id,
+            new_blocks: Some(vec![more.to_vec()]),
+            num_computed: from,
+            num_scheduled: to - from,
+            resumed: false,
+        }];
+        let mut ids = |_: &str, a: usize, b: usize| Some((a..b.min(final_to)).map(|t| t as u32).collect());
+        self.s.step(&StepInput { cached, ..StepInput::default() }, &mut ids)
+    }
+
+    fn preempt(&mut self, req_id: &str) -> StepMeta {
+        self.s.step(&StepInput { preempted: vec![req_id], ..StepInput::default() }, &mut |_, _, _| None)
+    }
+
+    fn gathered(&mut self, step: u64) {
+        let report = WorkerMeta { gathered_step: step, ..WorkerMeta::default() };
+        self.s.output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+    }
+
+    fn received(&mut self, req_id: &str) {
+        self.s.output(&StepOutput { finished_recving: vec![req_id], ..StepOutput::default() });
+    }
+
+    fn failed(&mut self, req_id: &str) {
+        let output = StepOutput { finished_recving: vec![req_id], failed: vec![req_id], ..StepOutput::default() };
+        self.s.output(&output);
+    }
+
+    fn stats(&self) -> SchedulerStats {
+        self.s.stats()
+    }
+}
+
+fn saved(meta: &StepMeta) -> Vec<(usize, usize)> {
+    meta.saves.iter().map(|s| (s.start, s.stop)).collect()
+}
+
+fn loaded(meta: &StepMeta) -> Vec<(usize, usize)> {
+    meta.loads.iter().map(|l| (l.computed, l.stop)).collect()
+}

@@ -1,0 +1,168 @@
+//! Stores, and the ends of requests.
+
+use super::*;
+
+#[test]
+fn whole_chunks_are_stored_as_their_last_token_is_computed() {
+    let mut s = side(0);
+    s.add("a", 100);
+    assert_eq!(saved(&s.first("a", (0, 40))), [(0, 32)]);
+    assert_eq!(saved(&s.next("a", (40, 47), (&[50], 0))), []);
+    let meta = s.next("a", (47, 48), (&[51], 0));
+    assert_eq!(saved(&meta), [(32, 48)]);
+    assert_eq!(meta.saves[0].spans, [BlockSpan { first: 8, ids: vec![9, 10, 50, 51] }]);
+    assert_eq!((meta.saves[0].prompt.start, meta.saves[0].prompt.tokens.len()), (32, 16));
+    assert_eq!(saved(&s.next("a", (48, 100), (&blocks(13), 0))), [(48, 96)]);
+    assert_eq!(saved(&s.next("a", (100, 120), (&blocks(5), 120))), [], "generated tokens are not asked for");
+}
+
+#[test]
+fn what_is_stored_already_is_skipped_but_not_because_the_server_has_it() {
+    let mut s = side(40);
+    s.add("a", 100);
+    assert_eq!(saved(&s.first("a", (0, 100))), [(32, 96)]);
+    s.told.say(Some(0));
+    s.add("b", 100);
+    assert_eq!(s.matched("b", 64), Some(0));
+    assert_eq!(saved(&s.first("b", (64, 100))), [(0, 96)], "chunk 0 was evicted while the server kept the prefix");
+    s.told.say(Some(100));
+    s.add("c", 100);
+    assert_eq!(saved(&s.first("c", (0, 100))), []);
+}
+
+#[test]
+fn generated_tokens_are_stored_once_their_ids_are_final() {
+    let mut s = side_with(0, |o| o.save_decode_cache = true);
+    s.add("a", 20);
+    assert_eq!(saved(&s.first_in("a", (0, 20), vec![blocks(30)])), [(0, 16)]);
+    assert_eq!(saved(&s.next("a", (20, 32), (&[], 31))), [], "the last id is a placeholder");
+    let meta = s.next("a", (32, 33), (&[], 33));
+    assert_eq!(saved(&meta), [(16, 32)]);
+    assert_eq!(meta.saves[0].prompt.tokens, (16..32).collect::<Vec<u32>>());
+    assert_eq!(saved(&s.next("a", (33, 64), (&[], 33))), [], "unverified drafts");
+    assert_eq!(saved(&s.next("a", (40, 50), (&[], 60))), [(32, 48)]);
+}
+
+#[test]
+fn the_end_of_a_prompt_is_stored_where_the_settings_say_so_in_whole_blocks() {
+    let mut s = side_with(0, |o| o.save_unfull_chunk = true);
+    s.add("a", 43);
+    assert_eq!(saved(&s.first_in("a", (0, 42), vec![blocks(30)])), [(0, 32)]);
+    assert_eq!(saved(&s.next("a", (42, 43), (&[], 0))), [(32, 40)]);
+    assert_eq!(saved(&s.next("a", (43, 44), (&[], 0))), [], "once");
+    s.add("b", 35);
+    assert_eq!(saved(&s.first("b", (0, 35))), [(0, 32)], "3 tokens fill no block");
+    s.told.say(Some(40));
+    s.add("c", 43);
+    assert_eq!(saved(&s.first("c", (0, 43))), [], "it is there");
+}
+
+#[test]
+fn preemption_gives_gathers_up_and_a_resumed_request_goes_on_with_its_new_blocks() {
+    let mut s = side(0);
+    s.add("a", 100);
+    s.first("a", (0, 40));
+    s.gathered(1);
+    s.next("a", (40, 64), (&blocks(6), 0));
+    assert_eq!(s.preempt("a").preempted, ["a"]);
+    s.told.say(Some(32));
+    assert_eq!(s.matched("a", 0), Some(32));
+    let cached = vec![CachedRequest {
+        req_id: "a",
+        new_blocks: Some(vec![(100..125).collect()]),
+        num_computed: 0,
+        num_scheduled: 100,
+        resumed: true,
+    }];
+    s.s.allocated("a", &[(100..125).collect()], 0).unwrap();
+    let meta = s.s.step(&StepInput { cached, ..StepInput::default() }, &mut |_, _, _| None);
+    assert_eq!(saved(&meta), [(32, 96)]);
+    assert_eq!(meta.saves[0].spans[0].ids[0], 108);
+    assert_eq!(meta.saves[0].prompt.start, 64, "its tokens are sent once");
+    s.gathered(4);
+    assert!(s.preempt("a").preempted.is_empty(), "nothing reads its blocks");
+}
+
+#[test]
+fn blocks_are_held_exactly_while_gathers_may_read_them() {
+    let mut s = side(0);
+    s.add("a", 100);
+    s.add("b", 100);
+    s.first("a", (0, 40));
+    s.gathered(1);
+    assert!(!s.s.request_finished("a"), "gathered");
+    s.first("b", (0, 40));
+    assert!(s.s.request_finished("b"));
+    assert!(!s.s.request_finished("b"), "it is known no more");
+    assert_eq!((s.stats().held_requests, s.stats().held_blocks), (1, 10));
+    let meta = s.idle();
+    assert_eq!((meta.held.as_slice(), meta.give_up.len()), (["b".to_owned()].as_slice(), 0));
+    assert!(s.idle().held.is_empty(), "told once");
+    s.s.output(&StepOutput { finished_sending: vec!["b"], ..StepOutput::default() });
+    assert_eq!(s.stats().held_blocks, 0);
+    s.add("c", 10);
+    s.first("c", (0, 10));
+    assert!(!s.s.request_finished("c"), "nothing of it was stored");
+}
+
+#[test]
+fn beyond_the_bound_held_requests_are_given_up_but_still_held_until_that_is_done() {
+    let mut s = side_with(0, |o| o.max_held_blocks = 25);
+    for name in ["a", "b", "c"] {
+        s.add(name, 40);
+        s.first(name, (0, 40));
+    }
+    assert!(["a", "b", "c"].map(|name| s.s.request_finished(name)) == [true; 3]);
+    let meta = s.idle();
+    assert_eq!((meta.held.len(), meta.give_up), (3, vec!["c".to_owned()]));
+    assert_eq!(s.stats().given_up, 1);
+}
+
+#[test]
+fn every_worker_must_have_gathered() {
+    let mut s = side_with(0, |o| o.workers = 2);
+    s.add("a", 40);
+    s.first("a", (0, 40));
+    s.gathered(1);
+    assert!(s.s.request_finished("a"));
+}
+
+#[test]
+fn a_request_that_ends_without_a_question_has_its_gathers_given_up_in_that_step() {
+    let mut s = side(0);
+    s.add("a", 40);
+    s.first("a", (0, 40));
+    let meta = s.s.step(&StepInput { finished: vec!["a"], ..StepInput::default() }, &mut |_, _, _| None);
+    assert_eq!((meta.preempted.as_slice(), meta.held.len()), (["a".to_owned()].as_slice(), 0));
+    assert!(!s.s.knows("a"));
+}
+
+#[test]
+fn chunks_whose_window_blocks_are_gone_are_not_stored() {
+    let window = |o: &mut ConnectorOptions| (o.block_tokens, o.windows) = (vec![4, 4], vec![None, Some(20)]);
+    let mut s = side_with(0, window);
+    s.add("a", 100);
+    assert_eq!(saved(&s.first_in("a", (0, 50), vec![blocks(25), blocks(25)])), [(0, 48)]);
+    let mut s = side_with(0, window);
+    s.add("a", 100);
+    let mut tail = blocks(25);
+    tail[..9].fill(0);
+    assert_eq!(saved(&s.first_in("a", (56, 100), vec![blocks(25), tail])), [(48, 96)], "the null block holds nothing");
+    assert_eq!(s.stats().skipped_window_tokens, 48);
+    let mut s = side_with(0, window);
+    s.add("a", 100);
+    let meta = s.first_in("a", (60, 100), vec![blocks(25), blocks(25)]);
+    assert_eq!(saved(&meta), [(48, 96)], "what lay before the window may be another's");
+    assert_eq!(meta.saves[0].spans.len(), 2);
+}
+
+#[test]
+fn a_reset_looks_everything_up_anew() {
+    let mut s = side(0);
+    s.add("a", 100);
+    s.first("a", (0, 40));
+    assert!(s.s.reset());
+    assert_eq!(saved(&s.next("a", (40, 48), (&blocks(2), 0))), [(0, 48)]);
+    s.s.close();
+    assert_eq!(s.stats().requests, 0);
+}

@@ -1,0 +1,177 @@
+//! Loads of the worker: started, polled, and what is said of those that failed.
+
+use std::time::Instant;
+
+use super::super::meta::{BlockSpan, LoadOrder, PromptPart};
+use super::Worker;
+use crate::device::Stream;
+use crate::engine::{Load, LoadRequest, LoadTicket, Prompt, SlotMapping};
+use crate::error::Result;
+use crate::key::Extra;
+
+/// A load under way.
+pub(super) struct Loading {
+    order: LoadOrder,
+    load: Load,
+    started: Instant,
+}
+
+impl Loading {
+    /// Whether stores of `req_id` in this step are computed from it.
+    fn concerns(&self, req_id: &str) -> bool {
+        !self.order.asynchronous || self.order.req_id == req_id
+    }
+}
+
+impl Worker {
+    /// The prompt of a request, with the tokens that have just been learnt; `None` where something before them is not known.
+    pub(super) fn learn(&mut self, req_id: &str, part: &PromptPart) -> Option<Prompt> {
+        let known = self.prompts.get(req_id);
+        let prompt = match known {
+            _ if part.start == 0 && !part.tokens.is_empty() => {
+                self.engine.prompt(&part.tokens, &Extra::from(&part.extra))
+            }
+            Some(known) if part.tokens.is_empty() => return Some(known.clone()),
+            Some(known) if known.len() == part.start => known.extended(&part.tokens),
+            _ => return None,
+        };
+        self.prompts.insert(req_id.to_owned(), prompt.clone());
+        Some(prompt)
+    }
+
+    /// Where the tokens `start..stop` of a request lie; nowhere before them, nor in the null block of a group with a window.
+    pub(super) fn slots(&self, spans: &[BlockSpan], (start, stop): (usize, usize)) -> SlotMapping {
+        let group = |(group, tokens): (usize, &u32)| {
+            let (tokens, null) = (*tokens as usize, self.options.window(group).map(|_| 0));
+            let slot = |token: usize| {
+                let span = spans.get(group).filter(|_| token >= start);
+                let id = span.and_then(|s| s.ids.get((token / tokens).checked_sub(s.first)?).copied());
+                id.filter(|id| Some(*id) != null)
+                    .map_or(-1, |id| i64::from(id) * tokens as i64 + (token % tokens) as i64)
+            };
+            (0..stop).map(slot).collect()
+        };
+        SlotMapping::per_group(self.options.block_tokens.iter().enumerate().map(group).collect())
+    }
+
+    pub(super) fn start_load(&mut self, order: LoadOrder, stream: Option<Stream>) {
+        self.stats.loads += 1;
+        let Some(prompt) = self.learn(&order.req_id, &order.prompt) else {
+            tracing::warn!(req_id = order.req_id, "a load of a request whose tokens are not known here");
+            return self.refuse_load(&order);
+        };
+        let slots = self.slots(&order.spans, (order.computed, order.stop));
+        let request = LoadRequest {
+            tokens: Some(order.stop),
+            timeout_ms: Some(self.options.load_timeout_ms),
+            layerwise: Some(!order.asynchronous),
+            stream,
+            ..LoadRequest::new(&prompt, &self.kv, slots)
+        };
+        match self.engine.load(request) {
+            Ok(load) => self.loads.push(Loading { order, load, started: Instant::now() }),
+            Err(e) => {
+                tracing::warn!(error = %e, req_id = order.req_id, "a load was refused; the request is computed");
+                self.refuse_load(&order);
+            }
+        }
+    }
+
+    fn refuse_load(&mut self, order: &LoadOrder) {
+        self.stats.refused_orders += 1;
+        self.load_failed(order, (order.computed, &[]));
+        if order.asynchronous {
+            self.received.push(order.req_id.clone());
+        }
+    }
+
+    /// All from token `usable` on must be computed, and `more` blocks.
+    fn load_failed(&mut self, order: &LoadOrder, (usable, more): (usize, &[u32])) {
+        self.stats.failed_loads += 1;
+        let usable = usable.max(order.computed);
+        for ((group, tokens), span) in self.options.block_tokens.iter().enumerate().zip(&order.spans) {
+            let first = (usable / *tokens as usize).saturating_sub(span.first);
+            let null = self.options.window(group).map(|_| 0);
+            self.failed_blocks.extend(span.ids.iter().skip(first).filter(|id| Some(**id) != null));
+        }
+        self.failed_blocks.extend(more);
+        self.poisoned.insert(order.req_id.clone(), order.epoch);
+        self.failed_requests.insert(order.req_id.clone());
+        self.report.failed.push(order.req_id.clone());
+    }
+
+    /// What stores of `req_id` in this step depend on.
+    pub(super) fn tickets(&self, req_id: &str) -> Vec<LoadTicket> {
+        self.loads.iter().filter(|l| l.concerns(req_id)).map(|l| l.load.ticket()).collect()
+    }
+
+    /// Looks which asynchronous loads are over.
+    pub(super) fn poll_loads(&mut self) {
+        let (over, running) =
+            std::mem::take(&mut self.loads).into_iter().partition(|l| l.order.asynchronous && l.load.is_finished());
+        self.loads = running;
+        self.end_loads(over);
+    }
+
+    /// Waits for the loads that run within the step; their layers were waited for before.
+    pub(super) fn end_loads_of_step(&mut self) {
+        let (asynchronous, within) = std::mem::take(&mut self.loads).into_iter().partition(|l| l.order.asynchronous);
+        self.loads = asynchronous;
+        self.end_loads(within);
+    }
+
+    fn end_loads(&mut self, over: Vec<Loading>) {
+        for Loading { order, load, started } in over {
+            let result = load.wait();
+            // Once it is dropped nothing writes the blocks any more, also where it timed out.
+            drop(load);
+            let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;
+            self.stats.loaded_tokens += loaded;
+            self.report.loaded_tokens += loaded;
+            self.report.load_s += started.elapsed().as_secs_f64();
+            if result.tokens < order.stop {
+                self.load_failed(&order, (result.tokens, &result.failed_blocks));
+            }
+            if order.asynchronous {
+                self.received.push(order.req_id);
+            }
+        }
+    }
+
+    /// Forgets requests; loads of them are cancelled, and over when this returns.
+    pub(super) fn end_requests(&mut self, finished: &[&str]) {
+        if finished.is_empty() {
+            return;
+        }
+        let (ended, running) = std::mem::take(&mut self.loads)
+            .into_iter()
+            .partition::<Vec<_>, _>(|l| finished.contains(&l.order.req_id.as_str()));
+        self.loads = running;
+        for Loading { order, load, .. } in ended {
+            drop(load);
+            if order.asynchronous {
+                self.received.push(order.req_id);
+            }
+        }
+        for req_id in finished {
+            self.prompts.remove(*req_id);
+            self.poisoned.remove(*req_id);
+        }
+    }
+
+    /// Waits until layer `layer` of the loads within this step is there; what is submitted to `stream` from now on finds it.
+    /// Nothing where requests are loaded as a whole. Returns at the loads' time-out at the latest: what has failed by then is
+    /// reported when the step ends.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn wait_layer(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
+        for loading in self.loads.iter().filter(|l| !l.order.asynchronous && layer < l.load.layers()) {
+            match stream {
+                Some(stream) => loading.load.wait_layer_on(layer, stream)?,
+                None => loading.load.wait_layer_landed(layer)?,
+            };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,195 @@
+//! The worker's side: it starts the loads and stores that the scheduler's side ordered, over one engine and one paged KV cache,
+//! and says when they are over.
+//!
+//! Invariants: no call waits for a drive, but for [`Worker::wait_layer`], which is there to wait, and [`Worker::close`]. Blocks are
+//! read only while a request is known and not reported as sent; nothing computed in a step whose load failed is stored.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use super::meta::{StepMeta, StoredChunk, WorkerMeta};
+use super::options::ConnectorOptions;
+use crate::device::{PagedKv, Stream};
+use crate::engine::{Engine, Prompt};
+use crate::error::Result;
+
+mod loads;
+mod saves;
+
+/// Requests that came to an end on this worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Finished {
+    /// Held requests all of whose gathers are over or given up: their blocks may come free.
+    pub sending: Vec<String>,
+    /// Requests whose asynchronous load is over, failed ones too.
+    pub recving: Vec<String>,
+}
+
+/// Counts since the worker side was made.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct WorkerStats {
+    /// Loads under way.
+    pub loading: usize,
+    /// Stores under way.
+    pub storing: usize,
+    /// Loads started.
+    pub loads: u64,
+    /// Loads that brought less than they were to.
+    pub failed_loads: u64,
+    /// Tokens loaded.
+    pub loaded_tokens: u64,
+    /// Stores started.
+    pub saves: u64,
+    /// Chunks stored.
+    pub stored_chunks: u64,
+    /// Tokens of them.
+    pub stored_tokens: u64,
+    /// Chunks that were there already.
+    pub already_there: u64,
+    /// Chunks that were not stored: no staging or slot in time, given up, or computed from a load that failed.
+    pub shed_chunks: u64,
+    /// Stores whose gathers were given up, so that blocks come free.
+    pub given_up: u64,
+    /// Orders that could not be carried out: for a request's tokens that this worker does not know, or refused by the engine.
+    pub refused_orders: u64,
+}
+
+/// The worker's side of the connector.
+pub struct Worker {
+    options: ConnectorOptions,
+    engine: Arc<Engine>,
+    kv: Arc<PagedKv>,
+    prompts: HashMap<String, Prompt>,
+    loads: Vec<loads::Loading>,
+    saves: Vec<saves::Saving>,
+    /// Stores of the step that are started when it is computed.
+    orders: Vec<super::meta::SaveOrder>,
+    /// Finished requests that are to be reported as sent.
+    held: HashSet<String>,
+    /// Requests whose load failed, with the load's epoch.
+    poisoned: HashMap<String, u32>,
+    /// Asynchronous loads that ended and were not reported.
+    received: Vec<String>,
+    failed_blocks: HashSet<u32>,
+    failed_requests: HashSet<String>,
+    step: u64,
+    report: WorkerMeta,
+    stats: WorkerStats,
+}
+
+impl Worker {
+    /// A worker side over `engine` and the server's memory.
+    ///
+    /// # Errors
+    /// As [`ConnectorOptions::validate`].
+    pub fn new(options: ConnectorOptions, engine: Arc<Engine>, kv: Arc<PagedKv>) -> Result<Self> {
+        options.validate()?;
+        Ok(Self {
+            options,
+            engine,
+            kv,
+            prompts: HashMap::new(),
+            loads: Vec::new(),
+            saves: Vec::new(),
+            orders: Vec::new(),
+            held: HashSet::new(),
+            poisoned: HashMap::new(),
+            received: Vec::new(),
+            failed_blocks: HashSet::new(),
+            failed_requests: HashSet::new(),
+            step: 0,
+            report: WorkerMeta::default(),
+            stats: WorkerStats::default(),
+        })
+    }
+
+    /// Gives blocks back that this step may overwrite: when it returns, no gather of the preempted requests reads them any more.
+    /// To be called before the step runs; [`Worker::begin`] does it too.
+    pub fn preempt(&mut self, meta: &StepMeta) {
+        self.give_up(&meta.preempted);
+    }
+
+    /// Begins a step: starts its loads, and remembers its stores. `stream` is the one whose kernels use the memory. Never waits
+    /// for a drive.
+    pub fn begin(&mut self, meta: StepMeta, stream: Option<Stream>) {
+        self.preempt(&meta);
+        self.step = self.step.max(meta.step);
+        self.held.extend(meta.held);
+        self.give_up(&meta.give_up);
+        for order in meta.loads {
+            self.start_load(order, stream);
+        }
+        self.orders.extend(meta.saves);
+        if self.options.layerwise {
+            self.start_saves();
+        }
+    }
+
+    /// Ends a step, all of whose layers are computed, or submitted to `stream`: starts its stores. Waits for no drive; where a KV cache group
+    /// has a sliding window, it waits for the gathers, which copy from memory to memory, because the server may give blocks of
+    /// running requests away: for at most [`ConnectorOptions::gather_patience_ms`], then the stores are given up.
+    pub fn end_step(&mut self, stream: Option<Stream>) {
+        self.end_loads_of_step();
+        self.start_saves();
+        self.end_saves(stream);
+    }
+
+    /// What has come to an end since the last call. `finished` are requests that the server has finished: their loads are
+    /// cancelled, and what this side keeps of them goes.
+    pub fn finished(&mut self, finished: &[&str]) -> Finished {
+        self.end_requests(finished);
+        self.poll_loads();
+        self.poll_saves();
+        Finished { sending: self.sent(), recving: std::mem::take(&mut self.received) }
+    }
+
+    /// The server's blocks that were to be loaded and must be computed instead, ascending, since the last call: all that hold a
+    /// token from the first one on that is not verified. Of use with one KV cache group, where an id names one block.
+    pub fn failed_blocks(&mut self) -> Vec<u32> {
+        let mut blocks: Vec<u32> = std::mem::take(&mut self.failed_blocks).into_iter().collect();
+        blocks.sort_unstable();
+        blocks
+    }
+
+    /// Requests whose load failed, since the last call.
+    pub fn failed_requests(&mut self) -> Vec<String> {
+        let mut requests: Vec<String> = std::mem::take(&mut self.failed_requests).into_iter().collect();
+        requests.sort_unstable();
+        requests
+    }
+
+    /// What the scheduler's side has to know of this worker; `None` where nothing has changed since the last call.
+    pub fn meta(&mut self) -> Option<WorkerMeta> {
+        self.poll_loads();
+        self.poll_saves();
+        let gathered_step = self.gathered_step();
+        let is_news = gathered_step != self.report.gathered_step
+            || !self.report.failed.is_empty()
+            || !self.report.stored.is_empty()
+            || self.report.loaded_tokens > 0;
+        let next = WorkerMeta { rank: self.options.rank, gathered_step, ..WorkerMeta::default() };
+        let report = std::mem::replace(&mut self.report, next);
+        is_news.then_some(WorkerMeta { rank: self.options.rank, gathered_step, ..report })
+    }
+
+    /// Counts.
+    #[must_use]
+    pub fn stats(&self) -> WorkerStats {
+        WorkerStats { loading: self.loads.len(), storing: self.saves.len(), ..self.stats.clone() }
+    }
+
+    /// Cancels loads and waits until `deadline` for stores; what is not written then is given up.
+    pub fn close(&mut self, deadline: Instant) {
+        self.loads.clear();
+        self.wait_saves(deadline);
+        self.prompts.clear();
+        self.held.clear();
+    }
+
+    fn stored(&mut self, chunks: impl IntoIterator<Item = StoredChunk>) {
+        self.report.stored.extend(chunks);
+    }
+}

@@ -1,0 +1,201 @@
+//! Stores of the worker: started when a step is computed, gathered while later ones run, given up where blocks are needed.
+
+use std::time::{Duration, Instant};
+
+use super::super::meta::{SaveOrder, StoredChunk};
+use super::Worker;
+use crate::device::Stream;
+use crate::engine::{Backpressure, Prompt, Store, StoreRequest};
+use crate::error::Result;
+
+/// A store under way.
+pub(super) struct Saving {
+    req_id: String,
+    step: u64,
+    store: Store,
+    prompt: Prompt,
+    range: (usize, usize),
+    /// All its layers are computed.
+    announced: bool,
+    /// Nothing reads the server's blocks for it any more.
+    gathered: bool,
+}
+
+impl Saving {
+    fn announce(&mut self, stream: Option<Stream>) -> Result<()> {
+        if !std::mem::replace(&mut self.announced, true) {
+            match stream {
+                Some(stream) => self.store.all_layers_on(stream)?,
+                None => self.store.all_layers(),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the blocks back; whether something was given up for it.
+    fn give_up(&mut self, last_layer: usize) -> bool {
+        if self.gathered || self.store.gathered(last_layer) {
+            self.gathered = true;
+            return false;
+        }
+        self.store.release();
+        self.gathered = true;
+        true
+    }
+
+    /// The chunks of it.
+    fn chunks(&self) -> impl Iterator<Item = StoredChunk> + '_ {
+        let (step, (start, stop)) = (self.prompt.chunk_tokens().max(1), self.range);
+        (start / step..stop.div_ceil(step)).filter_map(move |i| {
+            let tokens = (stop - i * step).min(step);
+            let partial = (tokens < step).then(|| self.prompt.partial_key(i, tokens));
+            let key = partial.unwrap_or_else(|| self.prompt.keys().get(i).copied())?;
+            Some(StoredChunk::new(key, self.prompt.parent_of(i), (i * step, tokens)))
+        })
+    }
+}
+
+impl Worker {
+    fn last_layer(&self) -> usize {
+        self.kv.layout().num_layers().saturating_sub(1)
+    }
+
+    /// Starts the stores that were ordered for this step.
+    pub(super) fn start_saves(&mut self) {
+        for order in std::mem::take(&mut self.orders) {
+            let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
+            let Some(prompt) = self.learn(&order.req_id, &order.prompt) else {
+                tracing::warn!(req_id = order.req_id, "a store of a request whose tokens are not known here");
+                self.stats.refused_orders += 1;
+                continue;
+            };
+            if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
+                self.stats.shed_chunks += chunks as u64;
+                continue;
+            }
+            match self.start_save(&order, &prompt) {
+                Ok(store) => {
+                    self.stats.saves += 1;
+                    self.saves.push(Saving {
+                        req_id: order.req_id,
+                        step: self.step,
+                        store,
+                        prompt,
+                        range: (order.start, order.stop),
+                        announced: false,
+                        gathered: false,
+                    });
+                }
+                Err(e) => {
+                    tracing::warn!(error = %e, req_id = order.req_id, "a store was refused");
+                    self.stats.refused_orders += 1;
+                }
+            }
+        }
+    }
+
+    fn start_save(&self, order: &SaveOrder, prompt: &Prompt) -> Result<Store> {
+        let slots = self.slots(&order.spans, (order.start, order.stop));
+        let patience = Duration::from_millis(self.options.gather_patience_ms);
+        let backpressure =
+            if self.options.has_windows() { Backpressure::Shed { patience } } else { Backpressure::default() };
+        self.engine.store(StoreRequest {
+            depends_on: self.tickets(&order.req_id),
+            backpressure,
+            save_unfull: Some(!order.stop.is_multiple_of(prompt.chunk_tokens().max(1))),
+            layerwise: Some(self.options.layerwise),
+            ..StoreRequest::new(prompt, &self.kv, slots)
+        })
+    }
+
+    /// Layer `layer` of this step is computed, or submitted to `stream`: its stores begin with it. Nothing where layers are not
+    /// given one by one.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn save_layer(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
+        for saving in self.saves.iter().filter(|s| !s.announced && layer < self.kv.layout().num_layers()) {
+            match stream {
+                Some(stream) => saving.store.layer_on(layer, stream)?,
+                None => saving.store.layer(layer)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Says that all layers of the step's stores are computed, and where blocks of running requests come free, waits for their
+    /// gathers.
+    pub(super) fn end_saves(&mut self, stream: Option<Stream>) {
+        let (last, waits) = (self.last_layer(), self.options.has_windows());
+        for saving in self.saves.iter_mut().filter(|s| !s.announced) {
+            let mut done = saving.announce(stream);
+            if waits && done.is_ok() {
+                done = match stream {
+                    Some(stream) => saving.store.wait_gathered_on(last, stream),
+                    None => saving.store.wait_gathered_all(),
+                };
+            }
+            if let Err(e) = done {
+                tracing::warn!(error = %e, req_id = saving.req_id, "a store is given up");
+                self.stats.given_up += u64::from(saving.give_up(last));
+            }
+        }
+    }
+
+    /// Gives up what is not gathered of these requests.
+    pub(super) fn give_up(&mut self, req_ids: &[String]) {
+        let last = self.last_layer();
+        for saving in self.saves.iter_mut().filter(|s| req_ids.contains(&s.req_id)) {
+            self.stats.given_up += u64::from(saving.give_up(last));
+        }
+    }
+
+    /// Looks which stores are gathered, and which are over.
+    pub(super) fn poll_saves(&mut self) {
+        let last = self.last_layer();
+        for mut saving in std::mem::take(&mut self.saves) {
+            if !saving.announced || !saving.store.is_finished() {
+                saving.gathered |= saving.announced && saving.store.gathered(last);
+                self.saves.push(saving);
+                continue;
+            }
+            self.ended(&saving);
+        }
+    }
+
+    fn ended(&mut self, saving: &Saving) {
+        let Some(result) = saving.store.wait_for(Duration::ZERO) else { return };
+        let shed: usize = result.sheds.iter().map(|(_, chunks)| chunks).sum();
+        self.stats.stored_chunks += result.stored as u64;
+        self.stats.stored_tokens += result.tokens as u64;
+        self.stats.already_there += result.already_there as u64;
+        self.stats.shed_chunks += shed as u64;
+        if shed == 0 && result.stored > 0 {
+            self.stored(saving.chunks().collect::<Vec<_>>());
+        }
+    }
+
+    /// The step up to which no gather reads the server's blocks any more.
+    pub(super) fn gathered_step(&self) -> u64 {
+        let reading = self.saves.iter().filter(|s| !s.gathered).map(|s| s.step).min();
+        let ordered = (!self.orders.is_empty()).then_some(self.step);
+        reading.into_iter().chain(ordered).min().map_or(self.step, |step| step.saturating_sub(1))
+    }
+
+    /// Held requests that nothing reads any more.
+    pub(super) fn sent(&mut self) -> Vec<String> {
+        let saves = &self.saves;
+        let is_read = |req_id: &String| saves.iter().any(|s| !s.gathered && s.req_id == *req_id);
+        self.held.extract_if(|req_id| !is_read(req_id)).collect()
+    }
+
+    pub(super) fn wait_saves(&mut self, deadline: Instant) {
+        for mut saving in std::mem::take(&mut self.saves) {
+            if saving.announce(None).is_ok()
+                && saving.store.wait_for(deadline.saturating_duration_since(Instant::now())).is_some()
+            {
+                self.ended(&saving);
+            }
+        }
+    }
+}

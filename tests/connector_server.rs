@@ -1,0 +1,129 @@
+//! Both sides of the connector under a server that checks every byte: random prompts with shared prefixes, chunked prefills,
+//! decodes, preemptions, aborts, blocks that are reused at once, and drives that fail.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use forebay::connector::ConnectorOptions;
+use forebay::engine::Engine;
+use forebay::io::{Fault, Op};
+
+use connector_world::{Server, Tally};
+use engine_world::World;
+
+mod connector_world;
+mod engine_world;
+mod proof_world;
+
+const SEEDS: [u64; 4] = [1, 2, 3, 4];
+
+fn world() -> World {
+    let mut world = World::plain();
+    world.settings.use_layerwise = false;
+    world.settings.save_unfull_chunk = false;
+    world
+}
+
+fn run(world: &World, seed: u64, steps: usize, change: impl Fn(&mut ConnectorOptions)) -> (Tally, Arc<Engine>) {
+    println!("seed {seed}");
+    let engine = Arc::new(world.open());
+    let mut server = Server::new(world, &engine, seed, change);
+    server.run(steps);
+    println!("{:?}\n{:?}\n{:?}", server.tally, server.s.stats(), server.w.stats());
+    let tally = server.tally;
+    drop(server);
+    (tally, engine)
+}
+
+fn usual(o: &mut ConnectorOptions) {
+    (o.save_decode_cache, o.load_timeout_ms) = (true, 500);
+}
+
+#[test]
+fn every_loaded_byte_is_what_would_have_been_computed() {
+    let mut loaded = 0;
+    for seed in SEEDS {
+        let (tally, _) = run(&world(), seed, 150, usual);
+        assert_eq!(tally.failed, 0);
+        assert!(tally.done > 5 && tally.preempted > 3 && tally.aborted > 3, "{tally:?}");
+        loaded += tally.loaded_tokens;
+    }
+    assert!(loaded > 200, "{loaded} tokens loaded");
+}
+
+/// Every so many reads meet this fate.
+fn with_faults(fault: Fault, every: u64) -> (World, Arc<AtomicU64>) {
+    let met = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&met);
+    let world = world().with_read_faults(move |n, r| {
+        let bad = r.op == Op::Read && n % every == every - 1;
+        count.fetch_add(u64::from(bad), Ordering::SeqCst);
+        bad.then_some(fault)
+    });
+    (world, met)
+}
+
+#[test]
+fn failing_reads_are_computed_and_nothing_wrong_is_read_stored_or_waited_for() {
+    let faults = [
+        Fault::Fail,
+        Fault::Short,
+        Fault::Hang,
+        Fault::FlipBit { byte: 4100 },
+        Fault::Ignore,
+        Fault::Delay(Duration::from_millis(700)),
+    ];
+    let mut failed = 0;
+    for (seed, fault) in (10..).zip(faults) {
+        println!("{fault:?}");
+        let (world, met) = with_faults(fault, 7);
+        let (tally, _) = run(&world, seed, 80, |o| (o.save_decode_cache, o.load_timeout_ms) = (true, 100));
+        println!("{} faults", met.load(Ordering::SeqCst));
+        failed += tally.failed;
+    }
+    assert!(failed > 5, "{failed} loads failed");
+}
+
+#[test]
+fn layerwise_loads_fail_within_their_step_and_nothing_of_it_is_stored() {
+    for (seed, fault) in (20..).zip([None, Some(Fault::Fail), Some(Fault::FlipBit { byte: 9 })]) {
+        println!("{fault:?}");
+        let world = fault.map_or_else(world, |fault| with_faults(fault, 5).0);
+        let (tally, engine) = run(&world, seed, 80, |o| {
+            usual(o);
+            (o.layerwise, o.join_loads) = (true, false);
+        });
+        assert!(fault.is_none() || tally.failed > 0, "{tally:?}");
+        // What was stored is right: another server loads it without a fault, and checks it.
+        drop(engine);
+        let (tally, _) = run(&World { drives: None, ..world }, seed, 80, usual);
+        assert!(tally.loaded_tokens > 0 && tally.failed == 0, "{tally:?}");
+    }
+}
+
+#[test]
+fn damaged_and_truncated_files_never_reach_the_server() {
+    for (seed, cut) in [(30, false), (31, true)] {
+        let world = world();
+        drop(run(&world, seed, 100, usual));
+        for file in world.data_files() {
+            let len = std::fs::metadata(&file).unwrap().len();
+            let mut bytes = std::fs::read(&file).unwrap();
+            bytes.iter_mut().step_by(997).for_each(|b| *b ^= 0x10);
+            std::fs::write(&file, &bytes[..if cut { len as usize / 2 } else { bytes.len() }]).unwrap();
+        }
+        let (tally, _) = run(&world, seed, 60, usual);
+        assert!(tally.done > 3, "{tally:?}");
+    }
+}
+
+#[test]
+fn few_held_blocks_give_stores_up_and_lose_no_block() {
+    let world = world().with_write_faults(|n, _| (n % 3 == 0).then_some(Fault::Delay(Duration::from_millis(5))));
+    run(&world, 40, 150, |o| {
+        usual(o);
+        (o.max_held_blocks, o.save_unfull_chunk) = (1, true);
+    });
+}

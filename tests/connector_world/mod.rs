@@ -1,0 +1,457 @@
+//! A serving engine that only books: blocks, requests, steps; its model writes bytes that follow from prefix, layer and place, and
+//! checks every byte that it would attend to. It reuses blocks as soon as it may.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay::connector::{
+    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, NewRequest, Scheduler, StepInput, StepMeta, StepOutput,
+    Worker, WorkerMeta,
+};
+use forebay::engine::Engine;
+use forebay::key::Extra;
+
+use crate::engine_world::{BLOCK, BLOCKS, Kv, World};
+use crate::proof_world::Rng;
+
+/// Tokens that a step computes of one request at most.
+const BUDGET: usize = 24;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Waiting,
+    Loading {
+        stop: usize,
+    },
+    /// Loaded as a whole or in part; not scheduled since.
+    Loaded,
+    Running,
+    Preempted,
+}
+
+#[derive(Debug)]
+pub(crate) struct Req {
+    pub(crate) tokens: Vec<u32>,
+    prompt: usize,
+    blocks: Vec<u32>,
+    computed: usize,
+    pub(crate) state: State,
+    /// It ran before.
+    known: bool,
+    /// A load of it failed.
+    failed: bool,
+}
+
+/// What happened, to see that a run was worth it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) done: usize,
+    pub(crate) aborted: usize,
+    pub(crate) preempted: usize,
+    pub(crate) held: usize,
+    pub(crate) loaded_tokens: usize,
+    pub(crate) failed: usize,
+    pub(crate) waited: usize,
+}
+
+pub(crate) struct Server {
+    pub(crate) s: Scheduler,
+    pub(crate) w: Worker,
+    kv: Kv,
+    free: VecDeque<u32>,
+    pub(crate) reqs: BTreeMap<String, Req>,
+    held: BTreeMap<String, Vec<u32>>,
+    finished: Vec<String>,
+    preempted: Vec<String>,
+    pub(crate) rng: Rng,
+    next: usize,
+    pub(crate) tally: Tally,
+    layerwise: bool,
+}
+
+fn byte_of(prefix: u64, layer: usize, at: usize) -> u8 {
+    let x =
+        prefix ^ (layer as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ (at as u64).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    (x.wrapping_mul(0xFF51_AFD7_ED55_8CCD) >> 40) as u8
+}
+
+/// The bytes of the token after which the prefix has this hash.
+fn bytes_of(prefix: u64, layer: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|at| byte_of(prefix, layer, at)).collect()
+}
+
+fn prefixes(tokens: &[u32]) -> Vec<u64> {
+    let mut hash = 7u64;
+    tokens
+        .iter()
+        .map(|t| {
+            hash = (hash ^ u64::from(*t)).wrapping_mul(0x0000_0100_0000_01B3).rotate_left(23);
+            hash
+        })
+        .collect()
+}
+
+impl Server {
+    pub(crate) fn new(world: &World, engine: &Arc<Engine>, seed: u64, change: impl Fn(&mut ConnectorOptions)) -> Self {
+        let mut options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], BLOCKS)).unwrap();
+        change(&mut options);
+        let lookup = EngineLookup::new(vec![Arc::clone(engine)]);
+        let kv = world.kv().filled(seed as u32);
+        Self {
+            layerwise: options.layerwise,
+            s: Scheduler::new(options.clone(), Box::new(lookup)).unwrap(),
+            w: Worker::new(options, Arc::clone(engine), Arc::clone(&kv.kv)).unwrap(),
+            kv,
+            free: (1..BLOCKS as u32).collect(),
+            reqs: BTreeMap::new(),
+            held: BTreeMap::new(),
+            finished: Vec::new(),
+            preempted: Vec::new(),
+            rng: Rng(seed),
+            next: 0,
+            tally: Tally::default(),
+        }
+    }
+
+    fn slot(req: &Req, token: usize) -> usize {
+        req.blocks[token / BLOCK] as usize * BLOCK + token % BLOCK
+    }
+
+    /// What the model reads must be what it would have computed.
+    fn check(&self, id: &str, from: usize, to: usize) {
+        let req = &self.reqs[id];
+        let prefixes = prefixes(&req.tokens[..to]);
+        for layer in 0..self.kv.layers() {
+            for token in from..to {
+                let found = self.kv.slot(layer, Self::slot(req, token));
+                let right = bytes_of(prefixes[token], layer, found.len());
+                assert!(found == right, "{id}: layer {layer}, token {token} of {to} in {:?}", req.state);
+            }
+        }
+    }
+
+    fn compute(&self, id: &str, from: usize, to: usize) {
+        let req = &self.reqs[id];
+        let prefixes = prefixes(&req.tokens[..to]);
+        for layer in 0..self.kv.layers() {
+            for token in from..to {
+                self.write(layer, Self::slot(req, token), |len| bytes_of(prefixes[token], layer, len));
+            }
+        }
+    }
+
+    fn write(&self, layer: usize, slot: usize, bytes: impl Fn(usize) -> Vec<u8>) {
+        let (spec, view) = (self.kv.kv.spec(layer).unwrap(), self.kv.kv.layout().layer(layer).unwrap());
+        let (block, token) = (slot / BLOCK, slot % BLOCK);
+        let len: usize = spec.planes.iter().map(|p| p.heads as usize * p.head_bytes as usize).sum();
+        let all = bytes(len);
+        let mut left = all.as_slice();
+        for (plane, dims) in view.planes.iter().zip(&spec.planes) {
+            for head in 0..dims.heads as usize {
+                let at =
+                    plane.offset + block * plane.block_stride + token * plane.token_stride + head * plane.head_stride;
+                let (now, rest) = left.split_at(dims.head_bytes as usize);
+                self.kv.memories()[plane.memory].write_at(at, now).unwrap();
+                left = rest;
+            }
+        }
+    }
+
+    /// Free blocks may be another's at once: nothing reads them for the connector.
+    fn scribble(&mut self) {
+        let at = self.rng.next();
+        for block in self.free.iter().copied().collect::<Vec<_>>() {
+            for (layer, token) in (0..self.kv.layers()).flat_map(|l| (0..BLOCK).map(move |t| (l, t))) {
+                self.write(layer, block as usize * BLOCK + token, |len| vec![at as u8 ^ block as u8; len]);
+            }
+        }
+    }
+
+    pub(crate) fn add(&mut self, tokens: Vec<u32>, prompt: usize) -> String {
+        let id = format!("r{}", self.next);
+        self.next += 1;
+        let extra = Extra::default();
+        let request =
+            AddRequest { req_id: &id, tokens: &tokens[..prompt], extra: &extra, skip_save: false, skip_load: false };
+        self.s.add(request);
+        let state = State::Waiting;
+        self.reqs.insert(
+            id.clone(),
+            Req { tokens, prompt, blocks: vec![], computed: 0, state, known: false, failed: false },
+        );
+        id
+    }
+
+    /// A request of one of a few families that share prefixes.
+    pub(crate) fn add_random(&mut self) {
+        let (family, prompt) = (self.rng.below(3) as u32, 10 + self.rng.below(90) as usize);
+        let shared = 8 + self.rng.below(90) as usize;
+        let (own, outputs) = (self.rng.below(1000) as u32, 1 + self.rng.below(20) as usize);
+        let token = |i: usize| if i < shared { family * 1000 + i as u32 } else { 10_000 + own * 31 + i as u32 };
+        self.add((0..prompt + outputs).map(token).collect(), prompt);
+    }
+
+    fn grow(&mut self, id: &str, tokens: usize) -> Option<Vec<u32>> {
+        let req = self.reqs.get_mut(id).unwrap();
+        let more = tokens.div_ceil(BLOCK).saturating_sub(req.blocks.len());
+        if more > self.free.len() {
+            return None;
+        }
+        let new: Vec<u32> = self.free.drain(..more).collect();
+        req.blocks.extend(&new);
+        Some(new)
+    }
+
+    /// The request's end: its blocks are free, or kept until they are reported.
+    pub(crate) fn end(&mut self, id: &str) {
+        let keep = self.s.request_finished(id);
+        let req = self.reqs.remove(id).unwrap();
+        self.finished.push(id.to_owned());
+        if keep {
+            self.tally.held += 1;
+            self.held.insert(id.to_owned(), req.blocks);
+        } else {
+            assert!(!matches!(req.state, State::Loading { .. }), "{id} is being loaded");
+            self.free.extend(req.blocks);
+        }
+    }
+
+    fn preempt(&mut self, id: &str) {
+        let req = self.reqs.get_mut(id).unwrap();
+        self.free.extend(req.blocks.drain(..));
+        (req.state, req.computed) = (State::Preempted, 0);
+        self.preempted.push(id.to_owned());
+        self.tally.preempted += 1;
+    }
+
+    fn disturb(&mut self) {
+        let mut ids: Vec<String> = self.reqs.keys().cloned().collect();
+        if !ids.is_empty() && self.rng.below(12) == 0 {
+            let id = ids.swap_remove(self.rng.below(ids.len() as u64) as usize);
+            self.end(&id);
+            self.tally.aborted += 1;
+        }
+        let running: Vec<String> =
+            self.reqs.iter().filter(|(_, r)| r.state == State::Running).map(|(id, _)| id.clone()).collect();
+        if running.len() > 1 && self.rng.below(8) == 0 {
+            let at = self.rng.below(running.len() as u64) as usize;
+            self.preempt(&running[at]);
+        }
+    }
+}
+
+/// What is scheduled: request, new blocks, tokens before and in the step, and whether it was preempted before.
+struct Planned {
+    id: String,
+    new: Vec<u32>,
+    from: usize,
+    to: usize,
+    was: State,
+}
+
+impl Server {
+    fn plan(&mut self) -> Vec<Planned> {
+        let mut plan = Vec::new();
+        let running = |r: &Req| r.state == State::Running;
+        let mut ids: Vec<String> = self.reqs.iter().filter(|(_, r)| running(r)).map(|(id, _)| id.clone()).collect();
+        ids.extend(self.reqs.iter().filter(|(_, r)| !running(r)).map(|(id, _)| id.clone()));
+        for id in ids {
+            let was = self.reqs[&id].state;
+            if matches!(was, State::Loading { .. }) {
+                continue;
+            }
+            let Some(loaded) = self.ask(&id, was) else { continue };
+            let (from, to) = self.range(&id, loaded);
+            if was == State::Running && self.free.len() * BLOCK < BUDGET && plan.len() > 1 && self.rng.below(3) == 0 {
+                self.preempt(&id);
+                continue;
+            }
+            let Some(new) = self.grow(&id, to) else {
+                // Its blocks of a load stay; a running one makes room.
+                if was == State::Running {
+                    self.preempt(&id);
+                }
+                continue;
+            };
+            if was != State::Running {
+                let blocks = [self.reqs[&id].blocks.clone()];
+                self.s.allocated(&id, &blocks, loaded).unwrap();
+            }
+            self.reqs.get_mut(&id).unwrap().state = State::Running;
+            plan.push(Planned { id, new, from, to, was });
+        }
+        plan
+    }
+
+    /// Asks for a request that does not run; the tokens that load in the step, or `None` where it is not scheduled.
+    fn ask(&mut self, id: &str, was: State) -> Option<usize> {
+        if was == State::Running {
+            return Some(0);
+        }
+        let computed = self.reqs[id].computed;
+        let answer = self.s.matched(id, computed);
+        for _ in 0..self.rng.below(3) {
+            assert_eq!(self.s.matched(id, computed), answer);
+        }
+        let Some(tokens) = answer.tokens else {
+            self.tally.waited += 1;
+            return None;
+        };
+        assert!(tokens == 0 || !self.reqs[id].failed, "{id} is offered a load after one that failed");
+        if tokens == 0 || !answer.asynchronous {
+            return Some(tokens);
+        }
+        assert!(computed + tokens < self.reqs[id].tokens.len() && (computed + tokens).is_multiple_of(BLOCK));
+        if self.grow(id, computed + tokens).is_some() && self.rng.below(10) > 0 {
+            let blocks = [self.reqs[id].blocks.clone()];
+            self.s.allocated(id, &blocks, tokens).unwrap();
+            self.reqs.get_mut(id).unwrap().state = State::Loading { stop: computed + tokens };
+        }
+        None
+    }
+
+    fn range(&self, id: &str, loaded: usize) -> (usize, usize) {
+        let req = &self.reqs[id];
+        let from = req.computed + loaded;
+        // All known tokens in pieces, then one generated token at a time.
+        let known = req.prompt.max(from + 1).min(req.tokens.len());
+        (from, known.min(from + BUDGET))
+    }
+
+    fn meta(&mut self, plan: &[Planned]) -> StepMeta {
+        let mut input = StepInput::default();
+        let finished = self.finished.clone();
+        let preempted = std::mem::take(&mut self.preempted);
+        input.finished.extend(finished.iter().map(String::as_str));
+        input.preempted.extend(preempted.iter().map(String::as_str));
+        for p in plan {
+            let req = self.reqs.get_mut(&p.id).unwrap();
+            let (num_computed, num_scheduled) = (p.from, p.to - p.from);
+            if !std::mem::replace(&mut req.known, true) {
+                let blocks = vec![req.blocks.clone()];
+                input.new.push(NewRequest { req_id: &p.id, blocks, num_computed, num_scheduled });
+            } else {
+                let resumed = p.was != State::Running;
+                let new = if resumed { req.blocks.clone() } else { p.new.clone() };
+                let new_blocks = (!new.is_empty()).then(|| vec![new]);
+                input.cached.push(CachedRequest { req_id: &p.id, new_blocks, num_computed, num_scheduled, resumed });
+            }
+        }
+        let (reqs, placeholder) = (&self.reqs, self.rng.below(2) as usize);
+        let meta = self.s.step(&input, &mut |id, a, b| {
+            let planned = plan.iter().find(|p| p.id == id)?;
+            let last = planned.to - placeholder.min(planned.to - planned.from);
+            Some(reqs[id].tokens.get(a..b.min(last))?.to_vec())
+        });
+        StepMeta::from_bytes(&meta.to_bytes().unwrap()).unwrap()
+    }
+
+    /// One step, from scheduling to what the workers report.
+    pub(crate) fn step(&mut self) {
+        let mut plan = self.plan();
+        // A request may have lost its blocks to one after it.
+        plan.retain(|p| self.reqs[&p.id].state == State::Running);
+        let meta = self.meta(&plan);
+        self.w.preempt(&meta);
+        self.scribble();
+        self.w.begin(meta, None);
+        for layer in 0..self.kv.layers() {
+            self.w.wait_layer(layer, None).unwrap();
+        }
+        if !self.layerwise {
+            for p in &plan {
+                let from = if p.was == State::Running { p.from.saturating_sub(3) } else { 0 };
+                self.check(&p.id, from, p.from);
+            }
+        }
+        plan.iter().for_each(|p| self.compute(&p.id, p.from, p.to));
+        (0..self.kv.layers()).for_each(|layer| self.w.save_layer(layer, None).unwrap());
+        self.w.end_step(None);
+        self.report(plan);
+    }
+
+    fn report(&mut self, plan: Vec<Planned>) {
+        let finished = std::mem::take(&mut self.finished);
+        let over = self.w.finished(&finished.iter().map(String::as_str).collect::<Vec<_>>());
+        let bad: HashSet<u32> = self.w.failed_blocks().into_iter().collect();
+        let failed = self.w.failed_requests();
+        let workers: Vec<WorkerMeta> =
+            self.w.meta().map(|m| WorkerMeta::from_bytes(&m.to_bytes().unwrap()).unwrap()).into_iter().collect();
+        let (sending, recving) = (over.sending, over.recving);
+        self.s.output(&StepOutput {
+            finished_sending: sending.iter().map(String::as_str).collect(),
+            finished_recving: recving.iter().map(String::as_str).collect(),
+            failed: failed.iter().map(String::as_str).collect(),
+            workers,
+        });
+        self.tally.failed += failed.len();
+        for id in &failed {
+            if let Some(req) = self.reqs.get_mut(id) {
+                req.failed = true;
+            }
+        }
+        for id in sending {
+            self.free.extend(self.held.remove(&id).unwrap_or_else(|| panic!("{id} is not held")));
+        }
+        for p in &plan {
+            let req = self.reqs.get_mut(&p.id).unwrap();
+            let used = &req.blocks[..p.to.div_ceil(BLOCK)];
+            // What was computed over blocks that did not load is computed again.
+            req.computed = used.iter().position(|b| bad.contains(b)).map_or(p.to, |i| (i * BLOCK).min(p.to));
+            assert!(req.computed == p.to || failed.contains(&p.id), "{}: blocks of another failed", p.id);
+        }
+        for id in recving {
+            self.received(&id, &bad);
+        }
+        for p in plan {
+            if self.reqs[&p.id].computed >= self.reqs[&p.id].tokens.len() {
+                self.check(&p.id, 0, p.to);
+                self.end(&p.id);
+                self.tally.done += 1;
+            }
+        }
+    }
+
+    fn received(&mut self, id: &str, bad: &HashSet<u32>) {
+        let Some(req) = self.reqs.get_mut(id) else {
+            self.free.extend(self.held.remove(id).unwrap_or_else(|| panic!("{id} is not held")));
+            return;
+        };
+        let State::Loading { stop } = req.state else { panic!("{id} was not being loaded") };
+        let failed = req.blocks.iter().take(stop / BLOCK).position(|b| bad.contains(b));
+        let before = req.computed;
+        req.computed = failed.map_or(stop, |i| i * BLOCK);
+        self.tally.loaded_tokens += req.computed - before;
+        if req.computed == 0 {
+            self.free.extend(req.blocks.drain(..));
+            req.state = State::Waiting;
+        } else {
+            req.state = State::Loaded;
+        }
+        let computed = req.computed;
+        self.check(id, 0, computed);
+    }
+
+    /// Runs random requests for `steps` steps, then until all are done.
+    pub(crate) fn run(&mut self, steps: usize) {
+        for _ in 0..steps {
+            if self.reqs.len() < 6 && self.rng.below(3) == 0 {
+                self.add_random();
+            }
+            self.disturb();
+            self.step();
+        }
+        let begun = Instant::now();
+        while !self.reqs.is_empty() || !self.held.is_empty() {
+            assert!(begun.elapsed() < Duration::from_secs(20), "hangs: {:?} {:?}", self.reqs, self.held);
+            self.step();
+            std::thread::yield_now();
+        }
+        assert_eq!(self.free.len(), BLOCKS - 1, "blocks are lost");
+        let stats = self.s.stats();
+        assert_eq!((stats.requests, stats.held_requests, stats.held_blocks), (0, 0, 0));
+        self.w.close(Instant::now() + Duration::from_secs(5));
+    }
+}

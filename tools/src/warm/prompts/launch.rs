@@ -1,0 +1,105 @@
+//! A vLLM of our own for the time of one warming, where none is running.
+//!
+//! It is started with the connector (which also loads: a prefix that is stored is not computed again), waited for until it answers, and asked to stop (SIGTERM) so that it flushes; one that does
+//! not is killed. Its output goes to this program's standard error.
+
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use forebay::{Error, ErrorKind, Result};
+use serde_json::json;
+
+use super::server::Server;
+
+/// How long a server that was asked to stop may flush.
+const STOP_PATIENCE: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// What to start.
+pub(crate) struct Launch<'a> {
+    /// Python with vLLM and forebay.
+    pub(crate) python: &'a Path,
+    /// Model, as vLLM is told.
+    pub(crate) model: &'a str,
+    /// Cache directory to fill.
+    pub(crate) cache_dir: &'a Path,
+    /// Further arguments of the server.
+    pub(crate) args: &'a [String],
+    /// How long it may take to come up.
+    pub(crate) patience: Duration,
+}
+
+/// A running server, stopped when dropped.
+pub(crate) struct Running {
+    child: Child,
+    /// Its address.
+    pub(crate) address: String,
+}
+
+impl Launch<'_> {
+    /// Starts the server and waits until `is_up` says so of its address.
+    pub(crate) fn start(&self) -> Result<Running> {
+        let port = free_port()?;
+        let address = format!("http://127.0.0.1:{port}");
+        let connector = json!({
+            "kv_connector": "ForebayConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cache_dir": self.cache_dir},
+        });
+        let mut command = Command::new(self.python);
+        command.args(["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", &port.to_string()]);
+        command.args(["--model", self.model, "--enable-prompt-tokens-details"]);
+        command.args(["--kv-transfer-config", &connector.to_string()]).args(self.args);
+        command.stdin(Stdio::null()).stdout(std::io::stderr()).process_group(0);
+        let child = command.spawn().map_err(|e| {
+            Error::io("cannot start vLLM", e)
+                .at(self.python)
+                .advice("name the Python that vllm and forebay are installed in with --python")
+        })?;
+        let mut running = Running { child, address };
+        let server = Server::new(&running.address, None, (Duration::from_secs(2), 0))?;
+        let deadline = Instant::now() + self.patience;
+        loop {
+            if let Ok(Some(status)) = running.child.try_wait() {
+                let message = format!("vLLM ended while it started ({status})");
+                return Err(Error::new(ErrorKind::Io, message).advice("its own messages are above"));
+            }
+            if server.is_up() {
+                return Ok(running);
+            }
+            if Instant::now() > deadline {
+                let message = format!("vLLM did not come up in {} s", self.patience.as_secs());
+                return Err(Error::new(ErrorKind::TimedOut, message).advice("give it longer with --start-timeout"));
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+fn free_port() -> Result<u16> {
+    TcpListener::bind(("127.0.0.1", 0))
+        .and_then(|l| l.local_addr())
+        .map(|a| a.port())
+        .map_err(|e| Error::io("no free port", e))
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // The shell's `kill` instead of a system call: this program has no unsafe code.
+        let pid = self.child.id().to_string();
+        let asked = Command::new("kill").args(["-TERM", &pid]).status().is_ok_and(|s| s.success());
+        let deadline = Instant::now() + STOP_PATIENCE;
+        while asked && Instant::now() < deadline {
+            if matches!(self.child.try_wait(), Ok(Some(_)) | Err(_)) {
+                return;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        tracing::warn!(pid, "vLLM did not stop and is killed");
+        let _ = Command::new("kill").args(["-KILL", "--", &format!("-{pid}")]).status();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,301 @@
+//! `forebay warm prompts`: fills a cache by having a server compute prompts ahead of their users.
+//!
+//! `source` reads the prompts, `server` sends each as a one-token request, `journal` remembers which are done; `launch` starts a
+//! server where none is running. The server does the storing, with its connector; this program never opens the cache, so it may run
+//! beside it.
+
+mod journal;
+mod launch;
+mod server;
+mod source;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use forebay::geometry::Geometry;
+use forebay::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::out::{self, Context, Outcome};
+use crate::progress::{self, Unit};
+use crate::replay::trace;
+use crate::size::show_bytes;
+use journal::Journal;
+use launch::{Launch, Running};
+use server::{Server, Usage};
+use source::Prompt;
+
+/// Characters of a token, for estimates where nothing is known of the tokenizer.
+const CHARACTERS_PER_TOKEN: usize = 4;
+/// Failures that are printed one by one.
+const SHOWN_FAILURES: usize = 20;
+
+/// Options of `forebay warm prompts`.
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct PromptsArgs {
+    /// Prompts: JSON lines with `prompt`, `prompt_token_ids` or `messages`; with --trace a request trace.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The file is a request trace in Mooncake's format; its token ids are made up.
+    #[arg(long)]
+    trace: bool,
+    /// Vocabulary of the model, for the token ids of a trace.
+    #[arg(long, default_value_t = 32_000, value_name = "N", value_parser = clap::value_parser!(u32).range(64..))]
+    vocab_size: u32,
+    /// Running OpenAI-compatible server whose connector stores what it computes.
+    #[arg(long, value_name = "URL", required_unless_present_any = ["launch", "dry_run"], conflicts_with = "launch")]
+    server: Option<String>,
+    /// Name of the model at the server [default: the first that it serves].
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Key that the server wants; also from `OPENAI_API_KEY`.
+    #[arg(long, value_name = "KEY")]
+    api_key: Option<String>,
+    /// Start a vLLM with this model for the time of the warming.
+    #[arg(long, value_name = "MODEL", requires = "directory")]
+    launch: Option<String>,
+    /// Cache directory that the started vLLM fills.
+    #[arg(long, visible_alias = "cache-dir", value_name = "DIR")]
+    directory: Option<PathBuf>,
+    /// Python that vllm and forebay are installed in.
+    #[arg(long, default_value = "python3", value_name = "PATH")]
+    python: PathBuf,
+    /// Seconds that the started vLLM may take to come up.
+    #[arg(long, default_value_t = 900, value_name = "S")]
+    start_timeout: u64,
+    /// Requests under way at once.
+    #[arg(long, default_value_t = 8, value_name = "N", value_parser = super::parse_jobs)]
+    jobs: usize,
+    /// Seconds until a request counts as failed.
+    #[arg(long, default_value_t = 600, value_name = "S")]
+    timeout: u64,
+    /// How often a request is tried again that the server could not take.
+    #[arg(long, default_value_t = 6, value_name = "N")]
+    retries: u32,
+    /// File that remembers which prompts are done: the next run with it goes on from there.
+    #[arg(long, value_name = "FILE")]
+    journal: Option<PathBuf>,
+    /// Count prompts and tokens, and send nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Model preset whose bytes per token the dry run counts with.
+    #[arg(long, value_name = "PRESET")]
+    preset: Option<String>,
+    /// Prompt tokens per second that the dry run reckons with.
+    #[arg(long, value_name = "N")]
+    prefill_rate: Option<f64>,
+    /// Further arguments of the started vLLM.
+    #[arg(last = true, value_name = "ARGS")]
+    vllm_args: Vec<String>,
+}
+
+const AFTER_HELP: &str = "\
+Every prompt is sent with max_tokens 1: the server computes its KV and its connector stores it. Prompts that the cache has already cost \
+a load and one token. Failed prompts make the exit status 3.
+
+Examples:
+  forebay warm prompts system-prompts.jsonl --server http://localhost:8000 --journal warmed
+  forebay warm prompts prompts.jsonl --launch meta-llama/Llama-3.1-8B --cache-dir /mnt/nvme/forebay
+  forebay warm prompts trace.jsonl --trace --dry-run --preset llama-3.1-8b --prefill-rate 20000";
+
+/// What became of the prompts.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Summary {
+    dry_run: bool,
+    prompts: usize,
+    /// Done by an earlier run.
+    skipped: usize,
+    done: usize,
+    failed: usize,
+    prompt_tokens: u64,
+    /// Tokens that the server had already; without those of answers that do not say.
+    cached_tokens: u64,
+    /// Tokens that the server computed, of answers that say how many it had.
+    computed_tokens: u64,
+    /// Answers that do not say how many tokens the server had.
+    answers_without_cached_tokens: usize,
+    /// Tokens are estimated from characters for so many prompts (dry run).
+    estimated_prompts: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    estimated_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    estimated_s: Option<f64>,
+    failures: Vec<Failure>,
+    elapsed_s: f64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Failure {
+    line: usize,
+    error: String,
+}
+
+/// Runs `forebay warm prompts`.
+pub(crate) fn run(args: &PromptsArgs, context: &Context) -> Result<Outcome> {
+    let prompts = read(args)?;
+    let journal = args.journal.as_deref().map(Journal::open).transpose()?.unwrap_or_default();
+    let total = prompts.len();
+    let left: Vec<Prompt> = prompts.into_iter().filter(|p| !journal.contains(&p.digest())).collect();
+    let mut summary =
+        Summary { dry_run: args.dry_run, prompts: total, skipped: total - left.len(), ..Summary::default() };
+    if args.dry_run {
+        estimate(args, &left, &mut summary)?;
+    } else if !left.is_empty() {
+        let running = launch(args)?;
+        let address = running.as_ref().map(|r| r.address.clone()).or_else(|| args.server.clone()).unwrap_or_default();
+        let key = args.api_key.clone().or_else(|| std::env::var("OPENAI_API_KEY").ok());
+        let server = Server::new(&address, key, (Duration::from_secs(args.timeout.max(1)), args.retries))?;
+        let model = args.model.clone().map_or_else(|| server.model(), Ok)?;
+        let started = Instant::now();
+        send(&left, (&server, &model, args.jobs), &journal, &mut summary, context)?;
+        summary.elapsed_s = started.elapsed().as_secs_f64();
+    }
+    if context.json {
+        out::print_json(&summary)?;
+    } else {
+        out::print(&text(&summary))?;
+    }
+    Ok(if summary.failed > 0 { Outcome::Problem } else { Outcome::Done })
+}
+
+fn read(args: &PromptsArgs) -> Result<Vec<Prompt>> {
+    let prompts = if args.trace {
+        source::of_trace(&trace::read_trace(&args.file)?, args.vocab_size)
+    } else {
+        source::read_prompts(&args.file)?
+    };
+    if prompts.is_empty() {
+        return Err(Error::new(ErrorKind::InvalidInput, "no prompt in the file").at(&args.file));
+    }
+    Ok(prompts)
+}
+
+fn launch(args: &PromptsArgs) -> Result<Option<Running>> {
+    let (Some(model), Some(directory)) = (&args.launch, &args.directory) else { return Ok(None) };
+    let cache_dir = std::path::absolute(directory).map_err(|e| Error::io("no such path", e).at(directory))?;
+    let launch = Launch {
+        python: Path::new(&args.python),
+        model,
+        cache_dir: &cache_dir,
+        args: &args.vllm_args,
+        patience: Duration::from_secs(args.start_timeout),
+    };
+    launch.start().map(Some)
+}
+
+fn estimate(args: &PromptsArgs, prompts: &[Prompt], summary: &mut Summary) -> Result<()> {
+    for prompt in prompts {
+        let tokens = prompt.tokens().unwrap_or_else(|| {
+            summary.estimated_prompts += 1;
+            prompt.characters().div_ceil(CHARACTERS_PER_TOKEN)
+        });
+        summary.prompt_tokens += tokens as u64;
+    }
+    if let Some(preset) = &args.preset {
+        let per_token = Geometry::preset(preset)?.chunk_bytes(1) as u64;
+        summary.estimated_bytes = Some(per_token.saturating_mul(summary.prompt_tokens));
+    }
+    summary.estimated_s = args.prefill_rate.filter(|r| *r > 0.0).map(|rate| summary.prompt_tokens as f64 / rate);
+    Ok(())
+}
+
+/// Sends all prompts from several threads; an error is one of our own (the journal cannot be written).
+fn send(
+    prompts: &[Prompt],
+    (server, model, jobs): (&Server, &str, usize),
+    journal: &Journal,
+    summary: &mut Summary,
+    context: &Context,
+) -> Result<()> {
+    let bar = progress::bar(context, "warm", prompts.len() as u64, Unit::Count);
+    let next = Mutex::new(prompts.iter());
+    let shared = Mutex::new((summary, None));
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.min(prompts.len()) {
+            scope.spawn(|| {
+                loop {
+                    let Some(prompt) = next.lock().next().filter(|_| shared.lock().1.is_none()) else { return };
+                    let answer = server.warm(prompt, model);
+                    let noted = if answer.is_ok() { journal.add(&prompt.digest()) } else { Ok(()) };
+                    let mut shared = shared.lock();
+                    shared.0.count(prompt, answer);
+                    if let Err(e) = noted {
+                        shared.1 = Some(e);
+                    }
+                    bar.inc(1);
+                }
+            });
+        }
+    });
+    bar.finish_and_clear();
+    shared.into_inner().1.map_or(Ok(()), Err)
+}
+
+impl Summary {
+    fn count(&mut self, prompt: &Prompt, answer: std::result::Result<Usage, String>) {
+        match answer {
+            Ok(usage) => {
+                self.done += 1;
+                self.prompt_tokens += usage.prompt_tokens;
+                match usage.cached_tokens {
+                    Some(cached) => {
+                        self.cached_tokens += cached;
+                        self.computed_tokens += usage.prompt_tokens.saturating_sub(cached);
+                    }
+                    None => self.answers_without_cached_tokens += 1,
+                }
+            }
+            Err(error) => {
+                self.failed += 1;
+                self.failures.push(Failure { line: prompt.line, error });
+            }
+        }
+    }
+}
+
+fn text(summary: &Summary) -> String {
+    let mut text = String::new();
+    for failure in summary.failures.iter().take(SHOWN_FAILURES) {
+        text.push_str(&format!("line {}: {}\n", failure.line, failure.error));
+    }
+    if summary.failures.len() > SHOWN_FAILURES {
+        text.push_str(&format!("… and {} more\n", summary.failures.len() - SHOWN_FAILURES));
+    }
+    text.push_str(&format!("{} prompts, {} of them done before\n", summary.prompts, summary.skipped));
+    if summary.dry_run {
+        let about = if summary.estimated_prompts > 0 { "about " } else { "" };
+        text.push_str(&format!("{about}{} tokens to compute at most (nothing sent)\n", summary.prompt_tokens));
+        if let Some(bytes) = summary.estimated_bytes {
+            text.push_str(&format!(
+                "{about}{} of KV at most; shared prefixes are stored once\n",
+                show_bytes(bytes as f64)
+            ));
+        }
+        if let Some(seconds) = summary.estimated_s {
+            text.push_str(&format!("{about}{seconds:.0} s of prefill\n"));
+        }
+        return text;
+    }
+    let rate = summary.prompt_tokens as f64 / summary.elapsed_s.max(1e-9);
+    text.push_str(&format!(
+        "{} sent in {:.1} s, {} failed; {} prompt tokens ({rate:.0}/s)\n",
+        summary.done, summary.elapsed_s, summary.failed, summary.prompt_tokens
+    ));
+    text.push_str(&format!(
+        "the server had {} tokens already and computed {}\n",
+        summary.cached_tokens, summary.computed_tokens
+    ));
+    if summary.answers_without_cached_tokens > 0 {
+        text.push_str(&format!(
+            "{} answers did not say how many (start vLLM with --enable-prompt-tokens-details)\n",
+            summary.answers_without_cached_tokens
+        ));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;
