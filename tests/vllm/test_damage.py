@@ -1,4 +1,4 @@
-"""A damaged, truncated or missing cache changes no output and stops no server; a store with wrong bytes under valid checksums does."""
+"""A damaged cache changes no output and stops no server; wrong bytes under valid checksums do change the output."""
 
 from __future__ import annotations
 
