@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python vllm-test vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-test vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -59,6 +59,12 @@ mutants:
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build
 	$(PYTHON) benches/speed.py --forebay $(FOREBAY) --write docs/benchmarks.md
+
+# The Python wheel for users, with optimisation, into target/wheels.
+wheel:
+	$(PYTHON) -m venv target/venv-wheel
+	target/venv-wheel/bin/pip install --quiet --disable-pip-version-check maturin==1.16.0
+	target/venv-wheel/bin/maturin build --release --locked --manifest-path python/Cargo.toml --interpreter target/venv-wheel/bin/python --out target/wheels
 
 # Real vLLM on this machine's CPU, with the wheel that python/test.sh has built. Its environment (906 MB to fetch) is made outside the
 # checkout and used again; half an hour on two cores.
