@@ -39,6 +39,9 @@ fn closing_finishes_what_is_pending_and_refuses_what_comes_later() {
         std::thread::yield_now();
         if world.pool.free() < 2 {
             world.lib.hold_side_streams(false);
+            while world.pool.free() < 2 {
+                std::thread::yield_now();
+            }
         }
     };
     assert_eq!(late.error.unwrap().kind(), ErrorKind::Closed);

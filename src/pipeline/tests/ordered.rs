@@ -107,6 +107,18 @@ impl Later {
         numbers
     }
 
+    /// Waits for `n` jobs and puts them in the order of their layers: reads may end in any order.
+    fn sort(&self, n: usize) {
+        let mut queued = self.queued.lock();
+        while queued.len() < n {
+            self.changed.wait(&mut queued);
+        }
+        queued.sort_by_key(|job| match job {
+            Job::Scatter(j) => j.parts.iter().map(|p| p.layer).max(),
+            Job::Gather(j) => j.parts.iter().map(|p| p.layer).max(),
+        });
+    }
+
     /// Does what was submitted.
     fn run(&self) {
         for (mark, job) in std::mem::take(&mut *self.running.lock()) {
@@ -203,6 +215,7 @@ fn a_layer_with_one_scatter_not_submitted_is_not_ready() {
     let (device, w) = world();
     let (slots, _) = stored(&device, &w, 3);
     let load = w.load(&w.kv(3), &slots);
+    device.sort(3 * LAYERS);
     device.submit(2);
     let waiting = std::thread::spawn(move || {
         let ready = load.wait_layer_on(0, STREAM).unwrap();
@@ -324,3 +337,4 @@ fn stored(device: &Later, w: &World, chunks: usize) -> (Vec<Arc<super::disk::Slo
     assert_eq!(store.wait().stored, chunks);
     (slots, kv)
 }
+    device.sort(3 * LAYERS);
