@@ -193,6 +193,7 @@ fn a_layer_is_ready_when_it_is_submitted_and_the_load_is_over_when_it_has_verifi
     let after: Vec<usize> = spec.after.iter().map(number).collect();
     device.afters.lock().clear();
     let load = w.pipeline().load(spec).unwrap();
+    device.sort(3 * LAYERS);
     for layer in 0..LAYERS {
         let submitted = device.submit(3);
         assert_eq!(load.wait_layer_on(layer, STREAM).unwrap().tokens, 3 * T);
@@ -337,4 +338,3 @@ fn stored(device: &Later, w: &World, chunks: usize) -> (Vec<Arc<super::disk::Slo
     assert_eq!(store.wait().stored, chunks);
     (slots, kv)
 }
-    device.sort(3 * LAYERS);
