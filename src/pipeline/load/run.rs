@@ -113,7 +113,13 @@ impl LoadInner {
             None if out.crcs.len() != wanted.len() => Some(MissCause::Internal),
             None => {
                 let extents = wanted.iter().copied().zip(out.crcs);
-                let bad = judge(&mut self.state.lock(), step.chunk, header, extents);
+                let len =
+                    |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
+                let mut state = self.state.lock();
+                // Before it is judged: once it has verified, another scatter's end may be the end of the load.
+                state.add_bytes(wanted.iter().filter_map(len).sum());
+                let bad = judge(&mut state, step.chunk, header, extents);
+                drop(state);
                 bad.or((!out.skipped_blocks.is_empty()).then_some(MissCause::Unmapped))
             }
         };
@@ -123,9 +129,6 @@ impl LoadInner {
             state.end_scatter(step);
             if moved {
                 state.submitted(step.chunk, wanted, None);
-                let len =
-                    |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
-                state.add_bytes(wanted.iter().filter_map(len).sum());
             }
             if let Some(cause) = bad {
                 state.fail(step.chunk, cause);
