@@ -112,7 +112,9 @@ impl LoadInner {
             None if out.skipped => None,
             None if out.crcs.len() != wanted.len() => Some(MissCause::Internal),
             None => {
-                let extents = wanted.iter().copied().zip(out.crcs);
+                // What was left out of the caller's memory does not verify, whatever was read: the load cannot end on it.
+                let whole = out.skipped_blocks.is_empty();
+                let extents = wanted.iter().copied().zip(out.crcs).filter(|_| whole);
                 let len =
                     |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
                 let mut state = self.state.lock();
@@ -120,7 +122,7 @@ impl LoadInner {
                 state.add_bytes(wanted.iter().filter_map(len).sum());
                 let bad = judge(&mut state, step.chunk, header, extents);
                 drop(state);
-                bad.or((!out.skipped_blocks.is_empty()).then_some(MissCause::Unmapped))
+                bad.or((!whole).then_some(MissCause::Unmapped))
             }
         };
         let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
