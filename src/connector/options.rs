@@ -203,3 +203,15 @@ pub fn effective_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32]) -> u32 {
     let multiple = block_multiple(block_tokens);
     chunk_tokens.max(1).checked_next_multiple_of(multiple).unwrap_or(multiple)
 }
+
+/// The chunk size for a server with these sliding windows: at most so long that the blocks of a chunk are still the request's when
+/// its last token is computed, however the server cuts a prompt into steps. In longer chunks those blocks may be gone by
+/// then, and a chunk that cannot be stored ends every later hit.
+#[must_use]
+pub fn windowed_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32], windows: &[Option<u32>]) -> u32 {
+    let multiple = block_multiple(block_tokens);
+    // A block goes when the window has left it as a whole.
+    let kept = |(block, window): (&u32, &Option<u32>)| window.map(|w| w.saturating_add(*block).saturating_sub(1));
+    let longest = block_tokens.iter().zip(windows).filter_map(kept).min().unwrap_or(u32::MAX);
+    effective_chunk_tokens(chunk_tokens, block_tokens).min((longest / multiple).max(1).saturating_mul(multiple))
+}

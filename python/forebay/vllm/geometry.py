@@ -45,6 +45,8 @@ class Shape:
     block_tokens: tuple[int, ...]
     """Tokens of a block, per KV cache group."""
     num_blocks: int
+    windows: tuple[int | None, ...]
+    """Tokens of a group's sliding window, whose older blocks vLLM takes back while the request runs; None where it keeps all."""
 
 
 def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
@@ -55,33 +57,37 @@ def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
         raise Unsupported("decode context parallelism is not supported yet; start without --decode-context-parallel-size")
     layers: list[Layer] = []
     block_tokens: list[int] = []
+    windows: list[int | None] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         block_tokens.append(group.kv_cache_spec.block_size)
+        kept: set[int | None] = set()
         for name in group.layer_names:
             spec = specs[name] if specs is not None else group.kv_cache_spec
-            _check(name, spec)
+            kept.add(_window(name, spec))
             layers.append(Layer(name, index, spec.block_size, spec.real_page_size_bytes))
+        windows.append(min((window for window in kept if window is not None), default=None))
     if not layers:
         raise Unsupported("this model has no KV cache to store; start without the connector")
     layers.sort(key=lambda layer: (_numbers(layer.name), layer.name))
-    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks)
+    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks, tuple(windows))
 
 
-def _check(name: str, spec: KVCacheSpec) -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+def _window(name: str, spec: KVCacheSpec) -> int | None:
+    """The tokens whose blocks a running request keeps for this layer, or None for all of them; `Unsupported` where there are
+    no token blocks to store."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, SlidingWindowSpec
 
     if isinstance(spec, MambaSpec):
         raise Unsupported(f"{name} keeps recurrent state, which has no token blocks to store; this model cannot be cached")
-    if isinstance(spec, SlidingWindowSpec):
-        raise Unsupported(
-            f"{name} has a sliding window whose blocks vLLM frees while a request runs; start with "
-            "--disable-hybrid-kv-cache-manager, which keeps them"
-        )
-    if not isinstance(spec, FullAttentionSpec):
+    if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
         raise Unsupported(f"{name}: KV of kind {type(spec).__name__} is not supported")
     if spec.tokens_per_state != 1:
         raise Unsupported(f"{name}: compressed KV ({spec.tokens_per_state} tokens per state) is not supported")
+    if isinstance(spec, RSWASpec):
+        return spec.rswa_window
+    # Under --disable-hybrid-kv-cache-manager such layers have a FullAttentionSpec and keep all their blocks.
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def _numbers(name: str) -> tuple[int, ...]:
@@ -112,6 +118,7 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
     return settings.connector | {
         "block_tokens": list(kv.block_tokens),
         "num_blocks": kv.num_blocks,
+        "windows": list(kv.windows),
         "role": transfer.kv_role,
         "layerwise": settings.layerwise,
         "workers": vllm_config.parallel_config.tensor_parallel_size,
