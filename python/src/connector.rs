@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use forebay::config::Settings;
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta,
-    StepOutput, Worker, WorkerMeta,
+    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler, StepInput,
+    StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
@@ -60,6 +60,8 @@ fn options(
         match name.as_str() {
             "role" => options.role = value.extract::<String>()?.parse().py()?,
             "layerwise" => options.layerwise = value.extract()?,
+            "max_sync_stall_ms" => options.max_sync_stall_ms = value.extract()?,
+            "events" => options.events = value.extract()?,
             "windows" => options.windows = value.extract()?,
             "save_decode_cache" => options.save_decode_cache = value.extract()?,
             "save_unfull_chunk" => options.save_unfull_chunk = value.extract()?,
@@ -76,6 +78,19 @@ fn options(
     }
     options.validate().py()?;
     Ok(options)
+}
+
+/// The chunk size that the settings of `config` ask for, as it is in effect for a server with blocks of `block_tokens` tokens and these
+/// sliding windows (None: none), one each per KV cache group: whole blocks of every group, and no longer than what the
+/// windows keep.
+#[pyfunction]
+#[pyo3(signature = (config, block_tokens, windows))]
+pub(crate) fn chunk_tokens(
+    config: Option<&Bound<'_, PyAny>>,
+    block_tokens: Vec<u32>,
+    windows: Vec<Option<u32>>,
+) -> PyResult<u32> {
+    Ok(windowed_chunk_tokens(convert::settings(config)?.chunk_size, &block_tokens, &windows))
 }
 
 /// Block ids of one request, a list per KV cache group.
@@ -240,6 +255,21 @@ impl SchedulerSide {
         })
     }
 
+    /// What became of chunks since the last call, where the option `events` is on: (ordered, stored, found, missing), or None where
+    /// nothing did. A chunk is (req_id, key, first token, tokens); `stored` are keys of ordered chunks that every worker has
+    /// committed.
+    fn take_news<'py>(&self, py: Python<'py>) -> PyResult<Option<NewsOf<'py>>> {
+        let news = self.with(|s| Ok(s.take_news()))?;
+        if news == News::default() {
+            return Ok(None);
+        }
+        let chunks = |of: Vec<ChunkOf>| {
+            of.into_iter().map(|c| (c.req_id, PyBytes::new(py, &c.key), c.start, c.tokens)).collect::<Vec<_>>()
+        };
+        let stored = news.stored.iter().map(|key| PyBytes::new(py, key)).collect();
+        Ok(Some((chunks(news.ordered), stored, chunks(news.found), chunks(news.missing))))
+    }
+
     /// Looks everything up anew.
     fn reset(&self) -> PyResult<bool> {
         self.with(|s| Ok(s.reset()))
@@ -258,6 +288,11 @@ impl SchedulerSide {
         }
     }
 }
+
+/// A chunk of a request: its name, the chunk's key, first token, tokens.
+type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
+/// Chunks ordered, keys stored, chunks found, chunks missing.
+type NewsOf<'py> = (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>);
 
 /// A request that runs for the first time: its name, its blocks per group, tokens computed and scheduled.
 type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);

@@ -78,6 +78,9 @@ pub struct ConnectorOptions {
     pub num_blocks: usize,
     /// Layers are loaded while the model runs, in the step that needs them; otherwise whole requests before they are scheduled.
     pub layerwise: bool,
+    /// Where loads run within a step: one that is predicted, from the rate that loads are measured at, to hold the step's requests up
+    /// for more milliseconds is loaded before its request is scheduled instead.
+    pub max_sync_stall_ms: u64,
     /// Generated tokens are stored too.
     pub save_decode_cache: bool,
     /// The end of a prompt that fills no chunk is stored too, in whole blocks.
@@ -96,6 +99,8 @@ pub struct ConnectorOptions {
     pub gather_patience_ms: u64,
     /// Blocks of finished requests that may wait for gathers; beyond it they are given up.
     pub max_held_blocks: usize,
+    /// What becomes of chunks is remembered for [`super::Scheduler::take_news`].
+    pub events: bool,
     /// Workers that serve the scheduler.
     pub workers: usize,
     /// Which of them this is; of use to a worker only.
@@ -126,6 +131,7 @@ impl ConnectorOptions {
             windows: groups.iter().map(window_of).collect(),
             num_blocks,
             layerwise: settings.use_layerwise,
+            max_sync_stall_ms: 20,
             save_decode_cache: settings.save_decode_cache,
             save_unfull_chunk: settings.save_unfull_chunk,
             join_loads: true,
@@ -134,6 +140,7 @@ impl ConnectorOptions {
             load_timeout_ms: 2000,
             gather_patience_ms: 50,
             max_held_blocks: (num_blocks / HELD_SHARE).max(1),
+            events: false,
             workers: 1,
             rank: 0,
         };

@@ -80,6 +80,7 @@ def gemma(folder: Path, dtype: str, seed: int = 1234) -> None:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        tie_word_embeddings=False,
         initializer_range=0.15,
     )
     Gemma3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)

@@ -8,8 +8,9 @@ identity.
 
 from __future__ import annotations
 
+import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import identity
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+logger = logging.getLogger("vllm.forebay")
 
 
 class Unsupported(ValueError):
@@ -111,6 +115,18 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int)
     )
 
 
+def fitted(kv: Shape, settings: Settings) -> Settings:
+    """The settings with chunks that fit this server: where layers have sliding windows, no longer than what a window keeps."""
+    from forebay.connector import chunk_tokens
+
+    asked = chunk_tokens(settings.engine, list(kv.block_tokens), [None] * len(kv.windows))
+    fits = chunk_tokens(settings.engine, list(kv.block_tokens), list(kv.windows))
+    if fits == asked:
+        return settings
+    logger.info("chunk_size is %d instead of %d: sliding windows of %s tokens keep no more", fits, asked, kv.windows)
+    return replace(settings, engine=settings.engine | {"chunk_size": fits})
+
+
 def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str, Any]:
     """What both state machines are told alike."""
     transfer = vllm_config.kv_transfer_config
@@ -121,10 +137,17 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
         "windows": list(kv.windows),
         "role": transfer.kv_role,
         "layerwise": settings.layerwise,
+        "events": events_wanted(vllm_config),
         "workers": vllm_config.parallel_config.tensor_parallel_size,
         # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
         "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
     }
+
+
+def events_wanted(vllm_config: VllmConfig) -> bool:
+    """Whether this server publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
 
 
 def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:

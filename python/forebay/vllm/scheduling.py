@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import extra, geometry
+from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -25,8 +27,10 @@ logger = logging.getLogger("vllm.forebay")
 class SchedulerHalf:
     """One per scheduler."""
 
-    def __init__(self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings) -> None:
-        """Opens the cache of every tensor-parallel rank for lookups."""
+    def __init__(
+        self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings, announcer: Announcer | None
+    ) -> None:
+        """Opens the cache of every tensor-parallel rank for lookups; `announcer` where KV events are published."""
         import forebay
         from forebay.connector import SchedulerSide
 
@@ -41,6 +45,7 @@ class SchedulerHalf:
         self._loading: set[str] = set()
         self._held: set[str] = set()
         self._resting = False
+        self._announcer = announcer
 
     def arrived(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
@@ -93,6 +98,7 @@ class SchedulerHalf:
         step = self._side.step(
             new, running, set(output.finished_req_ids), set(output.preempted_req_ids or ()), tokens_of=self._tokens_of
         )
+        self._tell()
         held, self._held = frozenset(self._held), set()
         return StepMetadata(step, held)
 
@@ -112,6 +118,20 @@ class SchedulerHalf:
             set(output.failed_recving or ()),
             meta.parts if isinstance(meta, WorkerMetadata) else [],
         )
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._announcer is not None and not self._resting and (news := self._side.take_news()) is not None:
+            self._announcer.tell(self._requests, news)
+
+    def bind(self, hash_tokens: int) -> None:
+        """vLLM hashes so many tokens at a time."""
+        if self._announcer is not None:
+            self._announcer.bind(hash_tokens)
+
+    def events(self) -> list[KVCacheEvent]:
+        """KV events since the last call."""
+        return [] if self._announcer is None else self._announcer.take()
 
     def finished(self, request: Request) -> bool:
         """Whether vLLM must keep the finished request's blocks until the workers report it as sent."""
@@ -136,6 +156,8 @@ class SchedulerHalf:
             logger.warning("the connector's cache was reset: Forebay loads and stores nothing until this server is restarted")
         self._resting = True
         self._requests.clear()
+        if self._announcer is not None:
+            self._announcer.cleared()
         return True
 
     def stats(self) -> dict[str, Any]:

@@ -18,9 +18,11 @@ use crate::key::{ChunkKey, Extra};
 
 mod finish;
 mod loads;
+mod news;
 mod saves;
 mod tracker;
 
+pub use news::{ChunkOf, News};
 use tracker::Tracker;
 
 /// A request that the server takes up.
@@ -138,6 +140,8 @@ pub struct SchedulerStats {
     pub lookup_errors: u64,
     /// Loads not offered because computing is faster.
     pub slower_than_computing: u64,
+    /// Loads that would have run within a step and held it up for too long.
+    pub stalling: u64,
 }
 
 /// The scheduler's side of the connector.
@@ -151,6 +155,9 @@ pub struct Scheduler {
     loading: HashMap<ChunkKey, Instant>,
     held: finish::Held,
     rate: loads::LoadRate,
+    /// Tokens that are loaded within the next step.
+    sync_tokens: usize,
+    chronicle: news::Chronicle,
     step: u64,
     stats: SchedulerStats,
 }
@@ -164,12 +171,14 @@ impl Scheduler {
         options.validate()?;
         Ok(Self {
             held: finish::Held::new(options.workers),
+            chronicle: news::Chronicle::new(&options),
             options,
             lookup,
             requests: HashMap::new(),
             ordered: Vec::new(),
             loading: HashMap::new(),
             rate: loads::LoadRate::default(),
+            sync_tokens: 0,
             step: 0,
             stats: SchedulerStats::default(),
         })
@@ -196,6 +205,12 @@ impl Scheduler {
         self.requests.values_mut().for_each(Tracker::forget_stored);
         self.loading.clear();
         true
+    }
+
+    /// What became of chunks since the last call; nothing where [`ConnectorOptions::events`] is off.
+    #[must_use]
+    pub fn take_news(&mut self) -> News {
+        self.chronicle.take()
     }
 
     /// Counts.

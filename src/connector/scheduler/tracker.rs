@@ -45,6 +45,8 @@ pub(super) struct Tracker {
     /// Since when it waits for another request's load.
     pub(super) waiting_since: Option<Instant>,
     pub(super) load: LoadState,
+    /// The load is over before the request is scheduled; otherwise it runs within the request's first step.
+    pub(super) asynchronous: bool,
     /// Loads of it that failed.
     pub(super) epoch: u32,
 }
@@ -65,6 +67,7 @@ impl Tracker {
             found: None,
             waiting_since: None,
             load: LoadState::Idle,
+            asynchronous: true,
             epoch: 0,
         }
     }

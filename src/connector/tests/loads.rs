@@ -187,10 +187,36 @@ fn layerwise_loads_run_within_their_step() {
     let meta = s.first("a", (48, 100));
     assert!(!meta.loads[0].asynchronous);
     assert_eq!(saved(&meta), [(48, 96)]);
+    assert_eq!(s.matched("b", 0), Some(0), "unknown, and nothing of the load is left to wait for");
     let mut s = side_with(48, |o| (o.layerwise, o.workers) = (true, 2));
     s.add("a", 100);
     s.matched("a", 0);
     s.allocated("a", 25, 48);
     assert_eq!(saved(&s.first("a", (48, 100))), [], "another worker's part may fail");
     assert_eq!(saved(&s.next("a", (100, 101), (&[99], 0))), [(48, 96)]);
+}
+
+#[test]
+fn loads_that_would_hold_a_step_up_for_too_long_run_before_it() {
+    let mut s = side_with(64, |o| (o.layerwise, o.join_loads) = (true, false));
+    let ask = |s: &mut Side, name: &str| {
+        let matched = s.s.matched(name, 0);
+        s.allocated(name, 25, matched.tokens.unwrap());
+        (matched.tokens.unwrap(), matched.asynchronous)
+    };
+    ["a", "b", "c", "d", "e"].iter().for_each(|name| s.add(name, 100));
+    assert_eq!(ask(&mut s, "a"), (64, false), "nothing measured yet");
+    s.idle();
+    let report = WorkerMeta { loaded_tokens: 6400, load_s: 1.0, ..WorkerMeta::default() };
+    s.s.output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+    assert_eq!(ask(&mut s, "b"), (64, false), "10 ms");
+    assert_eq!(ask(&mut s, "c"), (64, false), "20 ms together");
+    assert_eq!(ask(&mut s, "d"), (64, true), "30 ms together");
+    let meta = s.idle();
+    let loads: Vec<_> = meta.loads.iter().map(|l| (l.req_id.as_str(), l.asynchronous)).collect();
+    assert_eq!(loads, [("b", false), ("c", false), ("d", true)]);
+    assert_eq!(s.matched("d", 0), Some(0), "under way");
+    assert_eq!(ask(&mut s, "e"), (64, false), "another step");
+    s.received("d");
+    assert_eq!((s.matched("d", 0), s.stats().stalling), (Some(64), 1));
 }
