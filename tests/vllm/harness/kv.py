@@ -29,6 +29,7 @@ class Prefix:
         """From these tokens."""
         self.tokens: list[int] = []
         self._states: list[int] = []
+        self._words: dict[tuple[int, int], np.ndarray] = {}
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -47,6 +48,7 @@ class Prefix:
         """Takes tokens away."""
         del self.tokens[length:]
         del self._states[length:]
+        self._words = {place: words[:length] for place, words in self._words.items()}
 
     def set(self, tokens: Sequence[int]) -> None:
         """Becomes these tokens."""
@@ -60,11 +62,18 @@ class Prefix:
 
     def words(self, start: int, stop: int, place: tuple[int, int], count: int) -> np.ndarray:
         """Right KV of the positions `start..stop` at `place` (layer, rank): `count` words of 8 bytes for each."""
-        layer, rank = place
-        salt = np.array([_mixed((layer << 40 | rank << 20 | word) + _STEP) for word in range(count)], dtype=np.uint64)
-        states = np.array(self._states[start:stop], dtype=np.uint64)
-        mixed = (states[:, None] ^ salt) * np.uint64(_MIX)
-        return (mixed ^ (mixed >> np.uint64(29))).view(np.int64)
+        known = self._words.get(place)
+        if known is None or len(known) < stop:
+            new = _words(self._states[len(known) if known is not None else 0 :], place, count)
+            known = self._words[place] = new if known is None else np.concatenate((known, new))
+        return known[start:stop]
+
+
+def _words(states: list[int], place: tuple[int, int], count: int) -> np.ndarray:
+    layer, rank = place
+    salt = np.array([_mixed((layer << 40 | rank << 20 | word) + _STEP) for word in range(count)], dtype=np.uint64)
+    mixed = (np.array(states, dtype=np.uint64)[:, None] ^ salt) * np.uint64(_MIX)
+    return (mixed ^ (mixed >> np.uint64(29))).view(np.int64)
 
 
 def generated(prompt: Sequence[int], max_tokens: int, stop: Iterable[int] = ()) -> list[int]:
