@@ -340,7 +340,7 @@ class SchedulerSide:
         self,
         new: Sequence[tuple[str, Sequence[Sequence[int]], int, int]],
         cached: tuple[
-            Sequence[str], Sequence[Sequence[Sequence[int]] | None], Sequence[int], Sequence[int], AbstractSet[str]
+            list[str], list[Sequence[Sequence[int]] | None], list[int], dict[str, int], AbstractSet[str]
         ]
         | None,
         finished: Iterable[str] | None = None,

@@ -18,7 +18,7 @@ use forebay::engine::Engine;
 use forebay::{Error, ErrorKind};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 use serde::Serialize;
 
 use crate::convert;
@@ -187,8 +187,8 @@ impl SchedulerSide {
 
     /// What the server scheduled, as bytes for the workers; empty where they have nothing to do.
     ///
-    /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per request or None,
-    /// num_computed, num_scheduled, resumed ids). `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
+    /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per group of each or
+    /// None, num_computed of each, a dict of num_scheduled by req_id, resumed ids). Unknown requests are passed over. `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
     #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
     #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn step<'py>(
@@ -207,8 +207,9 @@ impl SchedulerSide {
             let (num_computed, num_scheduled) = (*num_computed, *num_scheduled);
             input.new.push(NewRequest { req_id: req_id.to_str()?, blocks: ids.clone(), num_computed, num_scheduled });
         }
+        let ids = cached.as_ref().map_or_else(|| Ok(Vec::new()), Cached::names)?;
         if let Some(cached) = &cached {
-            cached.read(&mut input)?;
+            cached.read(&ids, &mut input)?;
         }
         let mut failed = None;
         let mut ask = |req_id: &str, start: usize, stop: usize| -> Option<Vec<u32>> {
@@ -297,23 +298,42 @@ type NewsOf<'py> = (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'
 /// A request that runs for the first time: its name, its blocks per group, tokens computed and scheduled.
 type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);
 
-/// The requests of a step that ran before: parallel lists, as vLLM has them, and the names of those that are resumed.
+/// The requests of a step that ran before, read out of vLLM's own lists without copies of them: hundreds in every step.
 #[derive(FromPyObject)]
-struct Cached<'py>(Vec<Bound<'py, PyString>>, Vec<Option<Vec<Vec<u32>>>>, Vec<usize>, Vec<usize>, HashSet<String>);
+struct Cached<'py> {
+    #[pyo3(item(0))]
+    req_ids: Bound<'py, PyList>,
+    #[pyo3(item(1))]
+    new_blocks: Bound<'py, PyList>,
+    #[pyo3(item(2))]
+    computed: Bound<'py, PyList>,
+    #[pyo3(item(3))]
+    scheduled: Bound<'py, PyDict>,
+    #[pyo3(item(4))]
+    resumed: Bound<'py, PyAny>,
+}
 
 impl<'py> Cached<'py> {
-    fn read<'a>(&'a self, input: &mut StepInput<'a>) -> PyResult<()> {
-        let Self(ids, new_blocks, computed, scheduled, resumed) = self;
-        let lengths = [new_blocks.len(), computed.len(), scheduled.len()];
-        if lengths.iter().any(|l| *l != ids.len()) {
+    /// The names, which the rows borrow.
+    fn names(&self) -> PyResult<Vec<Bound<'py, PyString>>> {
+        self.req_ids.iter().map(|id| Ok(id.cast_into()?)).collect()
+    }
+
+    fn read<'a>(&self, ids: &'a [Bound<'py, PyString>], input: &mut StepInput<'a>) -> PyResult<()> {
+        if self.new_blocks.len() != ids.len() || self.computed.len() != ids.len() {
             return Err(to_py(&invalid("the lists of cached requests differ in length")));
         }
-        let rest = new_blocks.iter().zip(computed.iter().zip(scheduled));
-        for (id, (new_blocks, (&num_computed, &num_scheduled))) in ids.iter().zip(rest) {
-            let req_id = id.to_str()?;
-            let resumed = !resumed.is_empty() && resumed.contains(req_id);
-            let new_blocks = new_blocks.clone();
-            input.cached.push(CachedRequest { req_id, new_blocks, num_computed, num_scheduled, resumed });
+        let any_resumed = self.resumed.len()? > 0;
+        input.cached.reserve(ids.len());
+        for ((id, new_blocks), computed) in ids.iter().zip(self.new_blocks.iter()).zip(self.computed.iter()) {
+            let missing = || to_py(&invalid(format!("request {id} is not among the scheduled ones")));
+            input.cached.push(CachedRequest {
+                req_id: id.to_str()?,
+                new_blocks: if new_blocks.is_none() { None } else { Some(blocks(&new_blocks)?) },
+                num_computed: computed.extract()?,
+                num_scheduled: self.scheduled.get_item(id)?.ok_or_else(missing)?.extract()?,
+                resumed: any_resumed && self.resumed.contains(id)?,
+            });
         }
         Ok(())
     }

@@ -78,25 +78,20 @@ class SchedulerHalf:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do around this step."""
-        scheduled = output.num_scheduled_tokens
-        known = self._requests
+        scheduled, cached, known = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._requests
         new = [
-            (r.req_id, [list(g) for g in r.block_ids], r.num_computed_tokens, scheduled[r.req_id])
+            (r.req_id, r.block_ids, r.num_computed_tokens, scheduled[r.req_id])
             for r in output.scheduled_new_reqs
             if r.req_id in known
         ]
-        cached = output.scheduled_cached_reqs
-        rows = [i for i, req_id in enumerate(cached.req_ids) if req_id in known]
-        blocks = [cached.new_block_ids[i] for i in rows]
-        running = (
-            [cached.req_ids[i] for i in rows],
-            [None if groups is None else [list(g) for g in groups] for groups in blocks],
-            [cached.num_computed_tokens[i] for i in rows],
-            [scheduled[cached.req_ids[i]] for i in rows],
-            set(cached.resumed_req_ids),
-        )
+        # vLLM's lists as they are: this runs in every step for every running request.
+        running = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, scheduled, cached.resumed_req_ids)
         step = self._side.step(
-            new, running, set(output.finished_req_ids), set(output.preempted_req_ids or ()), tokens_of=self._tokens_of
+            new,
+            None if self._resting else running,
+            output.finished_req_ids,
+            output.preempted_req_ids,
+            tokens_of=self._tokens_of,
         )
         self._tell()
         held, self._held = frozenset(self._held), set()
