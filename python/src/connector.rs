@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use forebay::config::Settings;
 use forebay::connector::{
-    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler, StepInput,
-    StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler,
+    StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
