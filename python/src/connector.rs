@@ -72,6 +72,7 @@ fn options(
             "gather_patience_ms" => options.gather_patience_ms = value.extract()?,
             "max_held_blocks" => options.max_held_blocks = value.extract()?,
             "workers" => options.workers = value.extract()?,
+            "writers" => options.writers = value.extract()?,
             "rank" => options.rank = value.extract()?,
             _ => return Err(to_py(&invalid(format!("the connector has no option {name:?}")))),
         }

@@ -38,7 +38,7 @@ class SchedulerHalf:
             forebay.Engine(
                 settings.engine, geometry.geometry(vllm_config, kv, settings.fingerprint, rank), device="cpu"
             )
-            for rank in range(vllm_config.parallel_config.tensor_parallel_size)
+            for rank in range(kv.ranks(vllm_config))
         ]
         self._side = SchedulerSide(self._engines, **geometry.options(vllm_config, kv, settings))
         self._requests: dict[str, Request] = {}

@@ -61,6 +61,7 @@ fn options() -> ConnectorOptions {
         max_held_blocks: 50,
         events: false,
         workers: 1,
+        writers: usize::MAX,
         rank: 0,
     }
 }
