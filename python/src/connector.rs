@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use forebay::config::Settings;
 use forebay::connector::{
-    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler, StepInput,
-    StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler,
+    StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
@@ -152,8 +152,8 @@ impl SchedulerSide {
         self.with(|s| Ok(s.knows(req_id)))
     }
 
-    /// Takes a request up and hashes its prompt.
-    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false))]
+    /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it has stored or is storing.
+    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0))]
     #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn add(
         &self,
@@ -162,11 +162,12 @@ impl SchedulerSide {
         extra: Option<&Bound<'_, PyAny>>,
         skip_save: bool,
         skip_load: bool,
+        transferred: usize,
     ) -> PyResult<()> {
         let tokens = convert::tokens(tokens)?;
         let extra = convert::extra(extra)?;
         self.with(|s| {
-            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load });
+            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load, transferred });
             Ok(())
         })
     }
@@ -227,6 +228,11 @@ impl SchedulerSide {
             Some(e) => Err(e),
             None => Ok(PyBytes::new(py, &meta.to_bytes().py()?)),
         }
+    }
+
+    /// Tokens from a request's start that are stored or were ordered to be.
+    fn transferred(&self, req_id: &str) -> PyResult<usize> {
+        self.with(|s| Ok(s.transferred(req_id)))
     }
 
     /// The request ended; True where its blocks must be kept until a worker reports it as sent.

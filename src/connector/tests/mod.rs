@@ -95,7 +95,14 @@ fn blocks(n: usize) -> Vec<u32> {
 impl Side {
     fn add(&mut self, req_id: &str, n: usize) {
         let extra = Extra::default();
-        self.s.add(AddRequest { req_id, tokens: &tokens(n), extra: &extra, skip_save: false, skip_load: false });
+        self.s.add(AddRequest {
+            req_id,
+            tokens: &tokens(n),
+            extra: &extra,
+            skip_save: false,
+            skip_load: false,
+            transferred: 0,
+        });
     }
 
     fn matched(&mut self, req_id: &str, computed: usize) -> Option<usize> {

@@ -7,7 +7,8 @@ fn chunks(of: &[ChunkOf]) -> Vec<(usize, usize)> {
 }
 
 fn commit(s: &mut Side, rank: u32, stored: &[ChunkOf]) {
-    let chunk = |c: &ChunkOf| StoredChunk { key: c.key, parent: [0; 32], start: c.start as u64, tokens: c.tokens as u32 };
+    let chunk =
+        |c: &ChunkOf| StoredChunk { key: c.key, parent: [0; 32], start: c.start as u64, tokens: c.tokens as u32 };
     let report = WorkerMeta { rank, stored: stored.iter().map(chunk).collect(), ..WorkerMeta::default() };
     s.s.output(&StepOutput { workers: vec![report], ..StepOutput::default() });
 }
