@@ -72,6 +72,7 @@ fn options(
             "gather_patience_ms" => options.gather_patience_ms = value.extract()?,
             "max_held_blocks" => options.max_held_blocks = value.extract()?,
             "workers" => options.workers = value.extract()?,
+            "writers" => options.writers = value.extract()?,
             "rank" => options.rank = value.extract()?,
             _ => return Err(to_py(&invalid(format!("the connector has no option {name:?}")))),
         }
@@ -151,8 +152,8 @@ impl SchedulerSide {
         self.with(|s| Ok(s.knows(req_id)))
     }
 
-    /// Takes a request up and hashes its prompt.
-    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false))]
+    /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it has stored or is storing.
+    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0))]
     #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn add(
         &self,
@@ -161,11 +162,12 @@ impl SchedulerSide {
         extra: Option<&Bound<'_, PyAny>>,
         skip_save: bool,
         skip_load: bool,
+        transferred: usize,
     ) -> PyResult<()> {
         let tokens = convert::tokens(tokens)?;
         let extra = convert::extra(extra)?;
         self.with(|s| {
-            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load });
+            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load, transferred });
             Ok(())
         })
     }
@@ -226,6 +228,11 @@ impl SchedulerSide {
             Some(e) => Err(e),
             None => Ok(PyBytes::new(py, &meta.to_bytes().py()?)),
         }
+    }
+
+    /// Tokens from a request's start that are stored or were ordered to be.
+    fn transferred(&self, req_id: &str) -> PyResult<usize> {
+        self.with(|s| Ok(s.transferred(req_id)))
     }
 
     /// The request ended; True where its blocks must be kept until a worker reports it as sent.

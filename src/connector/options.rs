@@ -103,6 +103,8 @@ pub struct ConnectorOptions {
     pub events: bool,
     /// Workers that serve the scheduler.
     pub workers: usize,
+    /// How many of them store, the first ones: all, or one where every worker has the same KV, as with MLA.
+    pub writers: usize,
     /// Which of them this is; of use to a worker only.
     pub rank: u32,
 }
@@ -142,6 +144,7 @@ impl ConnectorOptions {
             max_held_blocks: (num_blocks / HELD_SHARE).max(1),
             events: false,
             workers: 1,
+            writers: usize::MAX,
             rank: 0,
         };
         options.validate()?;
@@ -160,6 +163,9 @@ impl ConnectorOptions {
         }
         if self.workers == 0 {
             return wrong("a scheduler of 0 workers".to_owned());
+        }
+        if self.writers == 0 {
+            return wrong("a scheduler none of whose workers stores".to_owned());
         }
         let rounded = effective_chunk_tokens(self.chunk_tokens, &self.block_tokens);
         if self.chunk_tokens == 0 || rounded != self.chunk_tokens {
@@ -181,6 +187,11 @@ impl ConnectorOptions {
     /// The sliding window of a group.
     pub(super) fn window(&self, group: usize) -> Option<usize> {
         self.windows.get(group).copied().flatten().map(|w| w as usize)
+    }
+
+    /// Workers that store.
+    pub(super) fn writers(&self) -> usize {
+        self.writers.min(self.workers)
     }
 
     /// Whether blocks of running requests come free.

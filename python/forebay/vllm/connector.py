@@ -120,16 +120,16 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept for now."""
+        """Whether the blocks must be kept for now, and what a producer's client is told."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request), None
+        return self._scheduler.finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept for now."""
+        """Whether the blocks must be kept for now, and what a producer's client is told."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request), None
+        return self._scheduler.finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: what cannot be loaded is refused at the start. Of a group with a sliding window a load brings the blocks

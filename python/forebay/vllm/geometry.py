@@ -51,10 +51,18 @@ class Shape:
     num_blocks: int
     windows: tuple[int | None, ...]
     """Tokens of a group's sliding window, whose older blocks vLLM takes back while the request runs; None where it keeps all."""
+    is_same_on_all_ranks: bool = False
+    """Every tensor-parallel rank computes the same KV, as with MLA: it is stored once, and all ranks load it."""
+
+    def ranks(self, vllm_config: VllmConfig) -> int:
+        """Tensor-parallel ranks that have KV of their own."""
+        return 1 if self.is_same_on_all_ranks else vllm_config.parallel_config.tensor_parallel_size
 
 
 def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
     """The layers that are stored, or `Unsupported`."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise Unsupported("pipeline parallelism is not supported yet; start without --pipeline-parallel-size")
     if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
@@ -62,6 +70,7 @@ def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
     layers: list[Layer] = []
     block_tokens: list[int] = []
     windows: list[int | None] = []
+    latent: list[bool] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         block_tokens.append(group.kv_cache_spec.block_size)
@@ -69,12 +78,13 @@ def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
         for name in group.layer_names:
             spec = specs[name] if specs is not None else group.kv_cache_spec
             kept.add(_window(name, spec))
+            latent.append(isinstance(spec, MLAAttentionSpec))
             layers.append(Layer(name, index, spec.block_size, spec.real_page_size_bytes))
         windows.append(min((window for window in kept if window is not None), default=None))
     if not layers:
         raise Unsupported("this model has no KV cache to store; start without the connector")
     layers.sort(key=lambda layer: (_numbers(layer.name), layer.name))
-    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks, tuple(windows))
+    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks, tuple(windows), all(latent))
 
 
 def _window(name: str, spec: KVCacheSpec) -> int | None:
@@ -102,6 +112,7 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int)
     """The engine's geometry of one tensor-parallel rank."""
     import forebay
 
+    ranks = kv.ranks(vllm_config)
     return forebay.Geometry(
         model=vllm_config.model_config.model,
         # Bytes to the engine; what is in them is part of the fingerprint.
@@ -111,7 +122,7 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int)
             {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
             for layer in kv.layers
         ],
-        tp=(tp_rank, vllm_config.parallel_config.tensor_parallel_size),
+        tp=(tp_rank % ranks, ranks),
     )
 
 
@@ -139,6 +150,7 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
         "layerwise": settings.layerwise,
         "events": events_wanted(vllm_config),
         "workers": vllm_config.parallel_config.tensor_parallel_size,
+        "writers": kv.ranks(vllm_config),
         # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
         "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
     }

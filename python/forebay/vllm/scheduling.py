@@ -38,9 +38,10 @@ class SchedulerHalf:
             forebay.Engine(
                 settings.engine, geometry.geometry(vllm_config, kv, settings.fingerprint, rank), device="cpu"
             )
-            for rank in range(vllm_config.parallel_config.tensor_parallel_size)
+            for rank in range(kv.ranks(vllm_config))
         ]
         self._side = SchedulerSide(self._engines, **geometry.options(vllm_config, kv, settings))
+        self._is_producer = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._requests: dict[str, Request] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()
@@ -59,6 +60,7 @@ class SchedulerHalf:
             extra=extra.extra(request),
             skip_save=skip_save,
             skip_load=skip_load,
+            transferred=extra.transferred(request),
         )
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -128,9 +130,15 @@ class SchedulerHalf:
         """KV events since the last call."""
         return [] if self._announcer is None else self._announcer.take()
 
-    def finished(self, request: Request) -> bool:
-        """Whether vLLM must keep the finished request's blocks until the workers report it as sent."""
-        req_id = request.request_id
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must keep the finished request's blocks until the workers report it as sent, and what a producer's client
+        hands to the consumer."""
+        handover = None
+        if self._is_producer and request.request_id in self._requests:
+            handover = {extra.TRANSFERRED: self._side.transferred(request.request_id)}
+        return self._keep(request.request_id), handover
+
+    def _keep(self, req_id: str) -> bool:
         if self._requests.pop(req_id, None) is None:
             return False
         keep = self._side.request_finished(req_id)

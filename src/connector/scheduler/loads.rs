@@ -63,11 +63,15 @@ impl Scheduler {
         let Some(tracker) = self.requests.get_mut(req_id) else { return nothing };
         let multiple = self.options.block_multiple();
         let stop = found.min(tracker.prompt.len().saturating_sub(1)) / multiple * multiple;
+        let patience = Duration::from_millis(self.options.load_timeout_ms);
+        if tracker.awaits_more_than(stop.max(num_computed), (multiple, patience)) {
+            self.stats.awaited += 1;
+            return Matched { tokens: None, asynchronous };
+        }
         let tokens = stop.saturating_sub(num_computed);
         if tokens == 0 || tokens < self.options.min_load_tokens {
             return nothing;
         }
-        let patience = Duration::from_millis(self.options.load_timeout_ms);
         if self.options.join_loads && waits(tracker, (&self.loading, num_computed), patience) {
             self.stats.joined += 1;
             return Matched { tokens: None, asynchronous };

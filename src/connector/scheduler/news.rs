@@ -77,7 +77,7 @@ impl<K: Copy + Eq + Hash, V> Bounded<K, V> {
 #[derive(Debug)]
 pub(super) struct Chronicle {
     is_on: bool,
-    workers: usize,
+    writers: usize,
     news: News,
     /// Ordered chunks, and the workers that have committed them.
     ordered: Bounded<ChunkKey, HashSet<u32>>,
@@ -88,7 +88,7 @@ impl Chronicle {
     pub(super) fn new(options: &ConnectorOptions) -> Self {
         Self {
             is_on: options.events,
-            workers: options.workers,
+            writers: options.writers(),
             news: News::default(),
             ordered: Bounded::new(MAX_ORDERED),
             known: Bounded::new(MAX_KNOWN),
@@ -128,7 +128,7 @@ impl Chronicle {
             let key = ChunkKey(chunk.key);
             let Some(ranks) = self.ordered.map.get_mut(&key) else { continue };
             ranks.insert(report.rank);
-            if ranks.len() >= self.workers {
+            if ranks.len() >= self.writers {
                 self.ordered.map.remove(&key);
                 self.known.insert(key, ());
                 self.news.stored.push(key.0);

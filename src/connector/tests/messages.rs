@@ -11,7 +11,14 @@ fn messages_come_back_as_they_were() {
         cache_salt: Some("salt".into()),
     };
     let mut s = side(32);
-    s.s.add(AddRequest { req_id: "a", tokens: &tokens(100), extra: &extra, skip_save: false, skip_load: false });
+    s.s.add(AddRequest {
+        req_id: "a",
+        tokens: &tokens(100),
+        extra: &extra,
+        skip_save: false,
+        skip_load: false,
+        transferred: 0,
+    });
     s.matched("a", 0);
     s.allocated("a", 25, 32);
     let meta = s.first("a", (32, 100));
@@ -57,6 +64,7 @@ fn chunks_are_rounded_up_to_whole_blocks_of_every_group() {
     assert!(wrong(|o| o.chunk_tokens = 18).contains("set chunk_size to 20"));
     assert!(wrong(|o| o.block_tokens = vec![]).contains("blocks of []"));
     assert!(wrong(|o| o.workers = 0).contains("0 workers"));
+    assert!(wrong(|o| o.writers = 0).contains("none of whose workers stores"));
 }
 
 #[test]

@@ -61,6 +61,7 @@ fn options() -> ConnectorOptions {
         max_held_blocks: 50,
         events: false,
         workers: 1,
+        writers: usize::MAX,
         rank: 0,
     }
 }
@@ -94,7 +95,14 @@ fn blocks(n: usize) -> Vec<u32> {
 impl Side {
     fn add(&mut self, req_id: &str, n: usize) {
         let extra = Extra::default();
-        self.s.add(AddRequest { req_id, tokens: &tokens(n), extra: &extra, skip_save: false, skip_load: false });
+        self.s.add(AddRequest {
+            req_id,
+            tokens: &tokens(n),
+            extra: &extra,
+            skip_save: false,
+            skip_load: false,
+            transferred: 0,
+        });
     }
 
     fn matched(&mut self, req_id: &str, computed: usize) -> Option<usize> {
