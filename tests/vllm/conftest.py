@@ -58,17 +58,23 @@ class Run:
         return self.metrics.get(LOADED, 0)
 
 
-def generate(folder: Path, separate: bool = False, **spec: Any) -> Run:
-    """Runs offline.py in a process of its own."""
+def start(folder: Path, separate: bool = False, **spec: Any) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs offline.py in a process of its own; the process, and the file with its result."""
     work = Path(tempfile.mkdtemp(dir=folder))
     (work / "spec.json").write_text(json.dumps(spec))
     command = [sys.executable, HERE / "offline.py", work / "spec.json", work / "result.json"]
     done = subprocess.run(
         command, env=environment(folder, separate), cwd=work, capture_output=True, text=True, timeout=240, check=False
     )
+    return done, work / "result.json"
+
+
+def generate(folder: Path, separate: bool = False, **spec: Any) -> Run:
+    """What offline.py generates in a process of its own."""
+    done, written = start(folder, separate, **spec)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]
-    result = json.loads((work / "result.json").read_text())
+    result = json.loads(written.read_text())
     run = Run(result["rounds"], result["metrics"], log)
     shown = {k: v for k, v in run.metrics.items() if "forebay" in k or "external" in k}
     print(f"cached {[run.cached(i) for i in range(len(run.rounds))]} metrics {shown}")
@@ -89,14 +95,14 @@ def settings(cache_dir: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The tiny model in a type; made once."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A tiny model in a type, of a kind that model.py knows; made once."""
     folder = tmp_path_factory.mktemp("models")
 
-    def of(dtype: str) -> str:
-        made = folder / dtype
+    def of(dtype: str, *kind: str) -> str:
+        made = folder / "-".join((dtype, *kind))
         if not made.exists():
-            subprocess.run([sys.executable, HERE / "model.py", made, dtype], check=True, env=environment(folder))
+            subprocess.run([sys.executable, HERE / "model.py", made, dtype, *kind], check=True, env=environment(folder))
         return str(made)
 
     return of

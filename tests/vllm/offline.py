@@ -27,6 +27,10 @@ class Spec:
     role: str = "kv_both"
     zero_stored: bool = False
     """Zeroes the whole KV cache before a step's stores begin, so that wrong KV is stored with valid checksums."""
+    transfer: dict[str, Any] | None = None
+    """The whole `kv_transfer_config`, for connectors around Forebay's; `cache` and `role` are not looked at then."""
+    reset_connector: bool = False
+    """The last reset between rounds is the connector's too."""
     engine: dict[str, Any] = field(default_factory=dict)
     """More arguments of `LLM`."""
 
@@ -44,12 +48,18 @@ def arguments(spec: Spec) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "disable_log_stats": False,
     }
-    if spec.cache is not None:
+    if spec.transfer is not None:
+        made["kv_transfer_config"] = spec.transfer
+    elif spec.cache is not None:
         made["kv_transfer_config"] = {
             "kv_connector": "ForebayConnector",
             "kv_role": spec.role,
             "kv_connector_extra_config": spec.cache,
         }
+    if "kv_events_config" in spec.engine:
+        from vllm.config import KVEventsConfig
+
+        made["kv_events_config"] = KVEventsConfig(**spec.engine.pop("kv_events_config"))
     return made | spec.engine
 
 
@@ -84,7 +94,7 @@ def main() -> None:
     rounds = []
     for number in range(spec.rounds):
         if number:
-            assert llm.reset_prefix_cache()
+            assert llm.reset_prefix_cache(reset_connector=spec.reset_connector and number == spec.rounds - 1)
         made = llm.generate([{"prompt_token_ids": p} for p in spec.prompts], sampling, use_tqdm=False)
         outputs = [
             {"tokens": list(m.outputs[0].token_ids), "reason": m.outputs[0].finish_reason, "cached": m.num_cached_tokens}
