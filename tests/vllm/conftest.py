@@ -64,7 +64,7 @@ def start(folder: Path, separate: bool = False, **spec: Any) -> tuple[subprocess
     (work / "spec.json").write_text(json.dumps(spec))
     command = [sys.executable, HERE / "offline.py", work / "spec.json", work / "result.json"]
     done = subprocess.run(
-        command, env=environment(folder, separate), cwd=work, capture_output=True, text=True, timeout=240, check=False
+        command, env=environment(folder, separate), cwd=work, capture_output=True, text=True, timeout=600, check=False
     )
     return done, work / "result.json"
 

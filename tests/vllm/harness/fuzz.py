@@ -73,13 +73,21 @@ def shape(source: random.Random, device: str) -> Shape:
     )
 
 
+def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
+    """The same server with these KV cache groups; with several of them loads within a step are refused, and a request takes more."""
+    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or len(windows) == 1}
+    return dataclasses.replace(made, windows=windows, settings=settings, blocks=made.blocks * len(windows))
+
+
 class Fuzz:
     """One run."""
 
-    def __init__(self, seed: int, folder: Path, tally: Tally, device: str = "cpu") -> None:
+    def __init__(
+        self, seed: int, folder: Path, tally: Tally, device: str = "cpu", windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         """Of a seed, over caches in `folder`."""
         self.source, self.folder, self.tally = random.Random(seed), folder, tally
-        self.shape = shape(self.source, device)
+        self.windows, self.shape = windows, with_windows(shape(self.source, device), windows)
         self.beginnings = [self._tokens(self.source.randrange(60, 230)) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.sent = 0
@@ -167,7 +175,7 @@ class Fuzz:
                 self._damage(damage.STOPPED)
             if self.source.random() < 0.3:
                 # The next server runs the model in another way; what it finds stored is the same.
-                other = shape(self.source, self.shape.device)
+                other = with_windows(shape(self.source, self.shape.device), self.windows)
                 self.shape = dataclasses.replace(other, ranks=self.shape.ranks)
         self.tally.seeds += 1
         self.tally.seeds_that_loaded += self.tally.loaded_tokens > before[0]
