@@ -19,4 +19,10 @@ rm -rf $wheels
 $venv/bin/maturin build --quiet --profile dev --locked --manifest-path python/Cargo.toml --interpreter $venv/bin/python --out $wheels
 $venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $wheels/forebay-*.whl
 # Not from python/, where the sources would shadow what is installed.
-exec $venv/bin/python -m pytest -q -p no:cacheprovider --rootdir python "${@:-python/tests}"
+pytest=("$PWD/$venv/bin/python" -m pytest -q -p no:cacheprovider --rootdir python)
+if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
+"${pytest[@]}" python/tests --ignore python/tests/cuda
+# The same package over GPU memory, with the stand-in for a driver.
+standin=$("${CARGO:-cargo}" build --quiet --locked -p standin-cuda --message-format json |
+    sed -n 's/.*"STANDIN_CUDA_DIR","\([^"]*\)".*/\1/p')
+LD_LIBRARY_PATH="${standin:?the stand-in for libcuda.so.1 was not built}" "${pytest[@]}" python/tests/cuda

@@ -123,21 +123,51 @@ def test_a_store_by_layers(eng: forebay.Engine) -> None:
     assert eng.store(tokens, paged, slots(32)).wait().already_there == 1
 
 
-def test_a_cancelled_load_says_so_and_ends_its_iteration(eng: forebay.Engine) -> None:
-    tokens = list(range(64))
-    eng.store(tokens, kv(), slots(64)).wait()
-    load = eng.load(tokens, kv(0), slots(64))
-    load.cancel()
-    result = load.wait()
-    assert result.cancelled or result.tokens == 64, "it may have finished before"
-    assert len(list(load)) in (0, LAYERS)
+class Large:
+    """A prompt whose KV (48 MiB) takes many turns of a small staging area, so that a load of it can be met under way."""
+
+    tokens = list(range(2048))
+    slots = np.arange(2048)
+    shape = (2, 32, 64, 8, 128)
+
+    def __init__(self, cache: Path) -> None:
+        self.eng = forebay.Engine(config(cache), geometry(kv_heads=8, head_size=128))
+        source = [np.full(self.shape, i + 1, np.float32) for i in range(LAYERS)]
+        assert self.eng.store(self.tokens, source, self.slots).wait().stored == 2048 // CHUNK
+        self.target = [np.zeros(self.shape, np.float32) for _ in range(LAYERS)]
+        self.paged = self.eng.paged_kv(self.target)
+
+    def load(self, **more: Any) -> forebay.Load:
+        return self.eng.load(self.tokens, self.paged, self.slots, **more)
 
 
-def test_a_load_past_its_time_is_a_miss(eng: forebay.Engine) -> None:
-    tokens = list(range(64))
-    eng.store(tokens, kv(), slots(64)).wait()
-    result = eng.load(tokens, kv(0), slots(64), timeout_ms=0).wait(timeout_ms=10_000)
-    assert result.tokens == 64 or result.misses.get("timed_out"), result
+def test_a_cancelled_load_ends_and_never_writes_again(cache: Path) -> None:
+    large = Large(cache)
+    with large.eng:
+        for _ in range(20):
+            load = large.load()
+            load.cancel()
+            result = load.wait()
+            for layer in large.target:
+                layer.fill(-1)
+            if result.cancelled:
+                break
+        assert result.cancelled and result.tokens < 2048 and result.misses["cancelled"] >= 1, result
+        assert len(result.failed_blocks) >= 1
+        assert len(list(load)) in (0, LAYERS)
+        # Every read that was under way has come back when the engine is closed.
+    for layer in large.target:
+        assert (layer == -1).all(), "the memory is the caller's again"
+
+
+def test_a_load_past_its_time_is_a_miss(cache: Path) -> None:
+    large = Large(cache)
+    with large.eng:
+        result = large.load(timeout_ms=0).wait(timeout_ms=60_000)
+        assert result.tokens < 2048 and result.misses["timed_out"] >= 1, result
+        assert not result.cancelled
+        assert large.load().wait().tokens == 2048, "and the next one comes"
+    assert (large.target[2] == 3).all()
 
 
 def test_a_damaged_file_is_a_miss_with_its_blocks(cache: Path) -> None:

@@ -26,4 +26,11 @@ echo "$PWD/target/tmp" >"$out/tmpdir"
 standin=$(find target/debug/build -path '*standin-cuda-*/out/libcuda.so.1' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)
 mkdir -p "$out/standin"
 cp "$standin" "$out/standin/"
+# The Python package, and pytest to run its tests with.
+mkdir -p "$out/wheels"
+"${MAKE:-make}" wheel
+cp target/wheels/forebay-*.whl "$out/wheels/"
+python3 -m pip download --quiet --disable-pip-version-check --only-binary :all: --dest "$out/wheels" pytest
+cp -r python/tests "$out/python-tests"
+find "$out/python-tests" -name __pycache__ -prune -exec rm -r {} +
 du -sh "$out"

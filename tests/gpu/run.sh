@@ -45,6 +45,17 @@ if [ -n "${FOREBAY_TEST_GPU:-}" ] && command -v compute-sanitizer >/dev/null; th
         timeout 300 compute-sanitizer --tool "$tool" --error-exitcode 9 "$dir/tests/cuda_reshape" --test-threads 1 "${skip[@]}" | tail -5 || status=1
     done
 fi
+# The Python package over this GPU's memory, with torch tensors where torch is installed.
+rm -rf "$dir/site"
+if "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$dir/wheels" --target "$dir/site" forebay pytest; then
+    driver=()
+    if [ -z "${FOREBAY_TEST_GPU:-}" ]; then driver=(LD_LIBRARY_PATH="$dir/standin"); fi
+    env "${driver[@]}" PYTHONPATH="$dir/site" "${PYTHON:-python3}" -m pytest -q -p no:cacheprovider --rootdir "$dir/python-tests" "$dir/python-tests/cuda" || status=1
+    ran=$((ran + 1))
+else
+    echo "FAIL the Python package could not be installed"
+    status=1
+fi
 echo "$ran tests ran"
 [ "$ran" -gt 0 ] || status=1
 exit $status

@@ -46,45 +46,68 @@ def environment(home: Path, separate: bool = False) -> dict[str, str]:
 class Run:
     """What one process generated, round by round."""
 
-    rounds: list[dict[str, Any]]
+    rounds: list[list[dict[str, Any]]]
+    counters: list[dict[str, float]]
+    """vLLM's counters when each round was over."""
     log: str
 
     def tokens(self, number: int = 0) -> list[list[int]]:
         """Generated tokens of a round, per prompt."""
-        return [output["tokens"] for output in self.rounds[number]["outputs"]]
+        return [output["tokens"] for output in self.rounds[number]]
 
     def cached(self, number: int = 0) -> list[int]:
         """Prompt tokens that were not computed in a round, per prompt."""
-        return [output["cached"] for output in self.rounds[number]["outputs"]]
+        return [output["cached"] for output in self.rounds[number]]
 
     def reasons(self) -> set[str]:
         """Why outputs ended."""
-        return {output["reason"] for one in self.rounds for output in one["outputs"]}
+        return {output["reason"] for outputs in self.rounds for output in outputs}
 
-    def counted(self, name: str, number: int = -1) -> float:
-        """A counter of vLLM's when a round was over, the last one unless said."""
-        return self.rounds[number]["metrics"].get(name, 0)
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Counters at the end."""
+        return self.counters[-1]
 
-    def loaded(self, number: int = 0) -> float:
-        """Tokens that vLLM counted as loaded by the connector in a round."""
-        before = self.counted(LOADED, number - 1) if number > 0 else 0
-        return self.counted(LOADED, number) - before
+    @property
+    def loaded(self) -> float:
+        """Tokens that vLLM counted as loaded by the connector."""
+        return self.metrics.get(LOADED, 0)
+
+    def loaded_in(self, number: int) -> float:
+        """Those of one round."""
+        before = self.counters[number - 1].get(LOADED, 0) if number > 0 else 0
+        return self.counters[number].get(LOADED, 0) - before
 
 
-def generate(folder: Path, *rounds: dict[str, Any], separate: bool = False, **spec: Any) -> Run:
-    """Runs offline.py in a process of its own."""
+def start(
+    folder: Path, *asked: dict[str, Any], separate: bool = False, rounds: int = 1, **spec: Any
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs offline.py in a process of its own; the process, and the file with its result.
+
+    `asked` are its rounds; without them there are `rounds` equal ones of what else is given.
+    """
+    if not asked:
+        one = {key: spec.pop(key) for key in ("prompts", "max_tokens", "salt", "zero_stored") if key in spec}
+        asked = (one,) * rounds
     work = Path(tempfile.mkdtemp(dir=folder))
-    (work / "spec.json").write_text(json.dumps(spec | {"rounds": rounds}))
+    (work / "spec.json").write_text(json.dumps(spec | {"rounds": asked}))
     command = [sys.executable, HERE / "offline.py", work / "spec.json", work / "result.json"]
-    began = time.monotonic()
     done = subprocess.run(
         command, env=environment(folder, separate), cwd=work, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
+    return done, work / "result.json"
+
+
+def generate(folder: Path, *asked: dict[str, Any], **more: Any) -> Run:
+    """What offline.py generates in a process of its own; arguments are those of `start`."""
+    began = time.monotonic()
+    done, written = start(folder, *asked, **more)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]
-    run = Run(json.loads((work / "result.json").read_text()), log)
-    shown = {k.removeprefix("vllm:"): v for k, v in run.rounds[-1]["metrics"].items() if "forebay" in k or "external" in k}
-    print(f"{time.monotonic() - began:.0f} s, cached {[run.cached(i) for i in range(len(rounds))]}, {shown}")
+    result = json.loads(written.read_text())
+    run = Run([one["outputs"] for one in result], [one["metrics"] for one in result], log)
+    shown = {k.removeprefix("vllm:"): v for k, v in run.metrics.items() if "forebay" in k or "external" in k}
+    print(f"{time.monotonic() - began:.0f} s, cached {[run.cached(i) for i in range(len(run.rounds))]}, {shown}")
     return run
 
 
@@ -102,14 +125,14 @@ def settings(cache_dir: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The tiny model in a type; made once."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A tiny model in a type, of a kind that model.py knows; made once."""
     folder = tmp_path_factory.mktemp("models")
 
-    def of(dtype: str) -> str:
-        made = folder / dtype
+    def of(dtype: str, *kind: str) -> str:
+        made = folder / "-".join((dtype, *kind))
         if not made.exists():
-            subprocess.run([sys.executable, HERE / "model.py", made, dtype], check=True, env=environment(folder))
+            subprocess.run([sys.executable, HERE / "model.py", made, dtype, *kind], check=True, env=environment(folder))
         return str(made)
 
     return of
@@ -121,25 +144,20 @@ def model(models: Callable[[str], str]) -> str:
     return models("float32")
 
 
-@dataclass
-class Plain:
-    """What vLLM generates without a connector."""
-
-    short: list[list[int]]
-    """A few tokens after `prompts()`."""
-    long: list[list[int]]
-    """Many tokens after `prompts(6)`."""
-
-
-#: Rounds of `Plain`, and of the tests that are compared with it.
+#: Rounds of the tests that are compared with `plain`: a few tokens, and so many that requests grow.
 SHORT, LONG = {"prompts": prompts()}, {"prompts": prompts(6), "max_tokens": 200}
 
 
 @pytest.fixture(scope="session")
-def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Plain:
-    """Made once."""
-    run = generate(tmp_path_factory.mktemp("plain"), SHORT, LONG, model=model)
-    return Plain(run.tokens(0), run.tokens(1))
+def bare(model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`SHORT` and `LONG` without a connector."""
+    return generate(tmp_path_factory.mktemp("plain"), SHORT, LONG, model=model)
+
+
+@pytest.fixture(scope="session")
+def plain(bare: Run) -> list[list[int]]:
+    """What vLLM generates for `prompts()` without a connector."""
+    return bare.tokens(0)
 
 
 @dataclass

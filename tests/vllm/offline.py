@@ -35,6 +35,10 @@ class Spec:
     cache: dict[str, Any] | None = None
     """`kv_connector_extra_config`; without it no connector is used."""
     role: str = "kv_both"
+    transfer: dict[str, Any] | None = None
+    """The whole `kv_transfer_config`, for connectors around Forebay's; `cache` and `role` are not looked at then."""
+    reset_connector: bool = False
+    """The last reset between rounds is the connector's too."""
     engine: dict[str, Any] = field(default_factory=dict)
     """More arguments of `LLM`."""
 
@@ -52,12 +56,18 @@ def arguments(spec: Spec) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "disable_log_stats": False,
     }
-    if spec.cache is not None:
+    if spec.transfer is not None:
+        made["kv_transfer_config"] = spec.transfer
+    elif spec.cache is not None:
         made["kv_transfer_config"] = {
             "kv_connector": "ForebayConnector",
             "kv_role": spec.role,
             "kv_connector_extra_config": spec.cache,
         }
+    if "kv_events_config" in spec.engine:
+        from vllm.config import KVEventsConfig
+
+        made["kv_events_config"] = KVEventsConfig(**spec.engine.pop("kv_events_config"))
     return made | spec.engine
 
 
@@ -109,7 +119,7 @@ def main() -> None:
     rounds = []
     for number, one in enumerate(asked):
         if number:
-            assert llm.reset_prefix_cache()
+            assert llm.reset_prefix_cache(reset_connector=spec.reset_connector and number == len(asked) - 1)
         if zero is not None:
             zero.on = one.zero_stored
         rounds.append(generate(llm, one))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SEED, SHORT, Filled, Plain, generate, settings
+from conftest import SEED, SHORT, Filled, generate, settings
 
 #: Damage is only of use to a test where it is met by reads.
 PAGE = 4096
@@ -54,32 +54,32 @@ def remove_data(cache: Path) -> None:
 
 @pytest.mark.ci
 def test_flipped_bits_change_no_output_and_are_repaired(
-    model: str, plain: Plain, filled: Filled, tmp_path: Path
+    model: str, plain: list[list[int]], filled: Filled, tmp_path: Path
 ) -> None:
     cache = filled.copy(tmp_path)
     flip_bits(cache)
     # Ends of prompts behind a damaged beginning are only found damaged once that is repaired: in the second round.
     run = generate(tmp_path, SHORT, SHORT, SHORT, model=model, cache=settings(cache))
-    assert [run.tokens(number) for number in range(3)] == [plain.short] * 3
+    assert [run.tokens(number) for number in range(3)] == [plain] * 3
     assert run.reasons() == {"length"}
-    assert run.counted("vllm:forebay_failed_loads") > 0, "the damage must be met"
+    assert run.metrics.get("vllm:forebay_failed_loads", 0) > 0, "the damage must be met"
     assert all(cached >= WHOLE for cached in run.cached(2)), "all that was damaged must be stored again"
 
 
 @pytest.mark.parametrize("damage", [truncate, remove_data], ids=lambda d: d.__name__)
 def test_lost_files_change_no_output(
-    model: str, plain: Plain, filled: Filled, tmp_path: Path, damage: Callable[[Path], None]
+    model: str, plain: list[list[int]], filled: Filled, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     cache = filled.copy(tmp_path)
     damage(cache)
     run = generate(tmp_path, SHORT, SHORT, model=model, cache=settings(cache))
-    assert (run.tokens(0), run.tokens(1)) == (plain.short, plain.short)
+    assert (run.tokens(0), run.tokens(1)) == (plain, plain)
     assert run.reasons() == {"length"}
 
 
 @pytest.mark.ci
-def test_loaded_kv_is_used(model: str, plain: Plain, tmp_path: Path) -> None:
+def test_loaded_kv_is_used(model: str, plain: list[list[int]], tmp_path: Path) -> None:
     # Blocks are zeroed before they are stored, so their checksums are right and their content is wrong.
     run = generate(tmp_path, SHORT | {"zero_stored": True}, SHORT, model=model, cache=settings(tmp_path / "cache"))
-    assert run.loaded(1) >= WHOLE
-    assert run.tokens(1) != plain.short, "loaded KV was not used"
+    assert run.loaded_in(1) >= WHOLE
+    assert run.tokens(1) != plain, "loaded KV was not used"

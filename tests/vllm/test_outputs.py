@@ -9,44 +9,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SHORT, Filled, Plain, generate, prompts, settings
+from conftest import SHORT, Filled, Run, generate, prompts, settings
 
 #: Whole chunks of the shortest prompt, which ends in the middle of one.
 WHOLE = 384
 
 
 @pytest.mark.ci
-def test_cold_warm_and_in_pieces(plain: Plain, filled: Filled) -> None:
-    assert filled.run.tokens(0) == plain.short
-    assert filled.run.loaded(0) == 0
-    assert filled.run.tokens(1) == plain.short
+def test_cold_warm_and_in_pieces(plain: list[list[int]], filled: Filled) -> None:
+    assert filled.run.tokens(0) == plain
+    assert filled.run.loaded_in(0) == 0
+    assert filled.run.tokens(1) == plain
     assert all(cached >= WHOLE for cached in filled.run.cached(1)), "the second round must come from the cache"
-    assert filled.run.loaded(1) >= WHOLE
+    assert filled.run.loaded_in(1) >= WHOLE
 
 
 @pytest.mark.ci
-def test_preemption(plain: Plain, filled: Filled) -> None:
-    assert filled.run.counted("vllm:num_preemptions") > 0, "the test must preempt"
-    assert filled.run.tokens(2) == plain.long
-    assert filled.run.tokens(3) == plain.long
-    assert filled.run.loaded(3) > 0
+def test_preemption(bare: Run, filled: Filled) -> None:
+    assert filled.run.metrics.get("vllm:num_preemptions", 0) > 0, "the test must preempt"
+    assert filled.run.tokens(2) == bare.tokens(1)
+    assert filled.run.tokens(3) == bare.tokens(1)
+    assert filled.run.loaded_in(3) > 0
 
 
 @pytest.mark.ci
-def test_a_cache_salt_shares_with_nobody_else(plain: Plain, filled: Filled) -> None:
-    assert [filled.run.tokens(number) for number in (4, 5, 6)] == [plain.short] * 3
-    assert [filled.run.loaded(number) > 0 for number in (4, 5, 6)] == [False, True, False]
+def test_a_cache_salt_shares_with_nobody_else(plain: list[list[int]], filled: Filled) -> None:
+    assert [filled.run.tokens(number) for number in (4, 5, 6)] == [plain] * 3
+    assert [filled.run.loaded_in(number) > 0 for number in (4, 5, 6)] == [False, True, False]
     assert all(cached >= WHOLE for cached in filled.run.cached(5))
 
 
 @pytest.mark.ci
 def test_after_a_restart_and_with_the_engine_in_a_process_of_its_own(
-    model: str, plain: Plain, filled: Filled, tmp_path: Path
+    model: str, plain: list[list[int]], filled: Filled, tmp_path: Path
 ) -> None:
     run = generate(tmp_path, SHORT, model=model, cache=settings(filled.copy(tmp_path)), separate=True)
-    assert run.tokens() == plain.short
+    assert run.tokens() == plain
     assert all(cached >= WHOLE for cached in run.cached())
-    assert run.loaded() >= WHOLE
+    assert run.loaded >= WHOLE
 
 
 @pytest.mark.ci
@@ -60,34 +60,34 @@ def test_bfloat16(models: Callable[[str], str], tmp_path: Path) -> None:
     assert run.cached(1)[0] >= WHOLE
 
 
-def test_within_steps(model: str, plain: Plain, filled: Filled, tmp_path: Path) -> None:
+def test_within_steps(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
     # Layer by layer, which vLLM can recover from with one KV cache group and without asynchronous scheduling.
     cache = settings(filled.copy(tmp_path), use_layerwise=True)
     run = generate(tmp_path, SHORT, SHORT, model=model, cache=cache, engine={"async_scheduling": False})
-    assert (run.tokens(0), run.tokens(1)) == (plain.short, plain.short)
-    assert run.loaded(0) >= WHOLE
+    assert (run.tokens(0), run.tokens(1)) == (plain, plain)
+    assert run.loaded_in(0) >= WHOLE
 
 
-def test_a_producer_loads_nothing(model: str, plain: Plain, filled: Filled, tmp_path: Path) -> None:
+def test_a_producer_loads_nothing(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
     fresh = {"prompts": prompts(1, seed=99)}
     cache = settings(filled.copy(tmp_path))
     run = generate(tmp_path, SHORT, fresh, model=model, cache=cache, role="kv_producer")
-    assert run.tokens() == plain.short
-    assert (run.loaded(0), run.loaded(1)) == (0, 0)
-    assert run.counted("vllm:forebay_stored_chunks") == WHOLE / 128, "only the prompt that was not there"
+    assert run.tokens() == plain
+    assert (run.loaded_in(0), run.loaded_in(1)) == (0, 0)
+    assert run.metrics.get("vllm:forebay_stored_chunks", 0) == WHOLE / 128, "only the prompt that was not there"
 
 
-def test_a_consumer_stores_nothing(model: str, plain: Plain, filled: Filled, tmp_path: Path) -> None:
+def test_a_consumer_stores_nothing(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
     fresh = {"prompts": prompts(1, seed=99)}
     cache = settings(filled.copy(tmp_path))
     run = generate(tmp_path, SHORT, fresh, fresh, model=model, cache=cache, role="kv_consumer")
-    assert run.tokens() == plain.short
-    assert run.loaded(0) >= WHOLE
-    assert (run.loaded(1), run.loaded(2), run.cached(2)) == (0, 0, [0])
+    assert run.tokens() == plain
+    assert run.loaded_in(0) >= WHOLE
+    assert (run.loaded_in(1), run.loaded_in(2), run.cached(2)) == (0, 0, [0])
 
 
-def test_another_fingerprint_shares_nothing(model: str, plain: Plain, filled: Filled, tmp_path: Path) -> None:
+def test_another_fingerprint_shares_nothing(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
     cache = settings(filled.copy(tmp_path), fingerprint="other weights")
     run = generate(tmp_path, SHORT, SHORT, model=model, cache=cache)
-    assert (run.tokens(0), run.tokens(1)) == (plain.short, plain.short)
-    assert (run.loaded(0), run.loaded(1) >= WHOLE) == (0, True)
+    assert (run.tokens(0), run.tokens(1)) == (plain, plain)
+    assert (run.loaded_in(0), run.loaded_in(1) >= WHOLE) == (0, True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Plain, environment, prompts, settings
+from conftest import Run, environment, prompts, settings
 
 #: How long a server may take to answer, on a machine that is busy with other things too.
 START_S = 400
@@ -123,8 +123,8 @@ def server(
 
 
 @pytest.mark.ci
-def test_concurrent_clients_and_a_second_server_on_the_same_cache(model: str, plain: Plain, tmp_path: Path) -> None:
-    asked, expected = prompts(6), [tokens[:8] for tokens in plain.long]
+def test_concurrent_clients_and_a_second_server_on_the_same_cache(model: str, bare: Run, tmp_path: Path) -> None:
+    asked, expected = prompts(6), [tokens[:8] for tokens in bare.tokens(1)]
     cache = settings(tmp_path / "cache")
     both = [Starting(tmp_path, model, cache, ("--max-model-len", "2048")) for _ in range(2)]
     try:

@@ -50,4 +50,4 @@ def test_a_launched_and_a_running_server_warm_for_others(model: str, tmp_path: P
         assert running.metric(LOADED) == 3 * CHUNK
     cache = {"cache_dir": str(tmp_path / "cache")}
     run = generate(tmp_path, {"prompts": [ids]}, {"prompts": [later]}, model=model, cache=cache)
-    assert (run.loaded(0), run.loaded(1)) == (CHUNK, CHUNK)
+    assert (run.loaded_in(0), run.loaded_in(1)) == (CHUNK, CHUNK)

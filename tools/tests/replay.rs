@@ -32,7 +32,7 @@ fn the_result_is_a_list_over_policies_and_capacities() {
     assert_eq!(list.len(), 6);
     for line in list {
         let keys: Vec<_> = line.as_object().unwrap().keys().cloned().collect();
-        assert_eq!(keys, ["policy", "capacity_tokens", "hit_ratio", "bytes_admitted", "write_amplification"]);
+        assert_eq!(keys, ["policy", "ranks", "capacity_tokens", "hit_ratio", "bytes_admitted", "write_amplification"]);
         assert_eq!(line["write_amplification"], 1.0);
     }
     assert_eq!(list[0]["capacity_tokens"], 300_000);
@@ -101,4 +101,35 @@ fn the_real_log_finds_about_what_the_simulation_finds() {
         assert!(real[i]["write_amplification"].as_f64().unwrap() < 1.1, "{real}");
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "its files are removed");
+}
+
+#[test]
+fn ranks_with_logs_of_their_own_have_nearly_the_same_blocks() {
+    let (dir, trace) = (folder(), excerpt());
+    let all = [
+        "replay",
+        &trace,
+        "--engine",
+        "real",
+        "--capacity-tokens",
+        "500k",
+        "--limit",
+        "200",
+        "--json",
+        "--ranks",
+        "1,3",
+    ];
+    let json = forebay(dir.path(), &all).expect(0).json();
+    let of = |i: usize, key: &str| json[i][key].as_f64().unwrap();
+    assert_eq!((of(0, "ranks"), of(1, "ranks")), (1.0, 3.0));
+    assert!(of(0, "hit_ratio") > 0.0 && of(1, "hit_ratio") > 0.9 * of(0, "hit_ratio"), "{json}");
+    // Each rank stores the same tokens, and none twice: what is found by all is no more than what one rank finds of its own.
+    assert!((of(1, "bytes_admitted") / of(0, "bytes_admitted") - 1.0).abs() < 0.1, "{json}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "its files are removed");
+}
+
+#[test]
+fn a_simulated_cache_has_no_ranks() {
+    let error = forebay(folder().path(), &["replay", &excerpt(), "--ranks", "8"]).expect(1).stderr;
+    assert!(error.contains("--engine real"), "{error}");
 }

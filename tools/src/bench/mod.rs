@@ -7,7 +7,7 @@ pub(crate) mod job;
 mod jobfile;
 mod kv;
 pub(crate) mod options;
-mod raw;
+pub(crate) mod raw;
 
 use std::path::{Path, PathBuf};
 

@@ -1,9 +1,11 @@
 //! `forebay replay`: what a request trace would have found in a cache of a given size under a given policy.
 //!
-//! `trace` reads the requests, `sim` is a cache without payload, `policy` decides what it gives up. Another cache is
-//! replayed through the same loop by implementing [`ReplayCache`]; this module must not know how one works inside.
+//! `trace` reads the requests, `sim` is a cache without payload, `policy` decides what it gives up, `real` is the log, `ranks`
+//! several logs side by side. Another cache is replayed through the same loop by implementing [`ReplayCache`]; this module must
+//! not know how one works inside.
 
 mod policy;
+mod ranks;
 mod real;
 mod sim;
 pub(crate) mod trace;
@@ -12,8 +14,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
-use forebay::Result;
 use forebay::geometry::Geometry;
+use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use crate::out::{self, Context, Outcome};
@@ -46,6 +48,13 @@ pub(crate) struct ReplayArgs {
     /// With --engine real: where its files go, in a temporary directory that is removed.
     #[arg(long, default_value = ".", value_name = "DIR")]
     pub(crate) directory: PathBuf,
+    /// With --engine real: tensor-parallel ranks with a log of their own each, comma-separated. A prompt is found as far as all
+    /// ranks have it; with more than one, their blocks are stored in orders of their own.
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64), value_name = "N,…")]
+    pub(crate) ranks: Vec<u32>,
+    /// Seed of the ranks' orders.
+    #[arg(long, default_value = "1", value_name = "N")]
+    pub(crate) seed: u64,
     /// Only the first N requests.
     #[arg(long, value_name = "N")]
     pub(crate) limit: Option<usize>,
@@ -60,6 +69,7 @@ Examples:
   forebay replay trace.jsonl
   forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,default --json
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
+  forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8
   forebay replay trace.jsonl --segment-tokens 131072 --model qwen3-32b";
 
 /// What a trace is replayed against.
@@ -93,7 +103,9 @@ pub(crate) struct Totals {
 pub(crate) struct ReplayResult {
     /// Policy as asked for.
     pub(crate) policy: &'static str,
-    /// Capacity in tokens; null for an unlimited cache.
+    /// Ranks, each with a cache of its own.
+    pub(crate) ranks: u32,
+    /// Capacity in tokens, of each rank; null for an unlimited cache.
     pub(crate) capacity_tokens: Option<u64>,
     /// Tokens found as a usable prefix over tokens asked.
     pub(crate) hit_ratio: f64,
@@ -111,19 +123,22 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let mut requests = read_trace(&args.trace)?;
     requests.truncate(args.limit.unwrap_or(usize::MAX));
     let asked: u64 = requests.iter().map(|r| r.input_length).sum();
-    let runs = args.policy.len() * args.capacity_tokens.len();
-    let bar = progress::bar(context, "replay", (requests.len() * runs) as u64, Unit::Count);
-    let mut results = Vec::with_capacity(runs);
+    let mut runs = Vec::new();
     for &policy in &args.policy {
         for &capacity in &args.capacity_tokens {
-            let mut cache = open_cache(args, policy, (capacity, bytes_per_token))?;
-            let mut found = 0;
-            for request in &requests {
-                found += cache.request(request)?;
-                bar.inc(1);
-            }
-            results.push(summarise(policy, capacity, (found, asked), cache.totals(), bytes_per_token));
+            runs.extend(args.ranks.iter().map(|&ranks| Run { policy, capacity, ranks }));
         }
+    }
+    let bar = progress::bar(context, "replay", (requests.len() * runs.len()) as u64, Unit::Count);
+    let mut results = Vec::with_capacity(runs.len());
+    for run in runs {
+        let mut cache = open_cache(args, run, bytes_per_token)?;
+        let mut found = 0;
+        for request in &requests {
+            found += cache.request(request)?;
+            bar.inc(1);
+        }
+        results.push(summarise(run, (found, asked), cache.totals(), bytes_per_token));
     }
     bar.finish_and_clear();
     if context.json {
@@ -134,23 +149,33 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// The cache to replay against.
-fn open_cache(
-    args: &ReplayArgs,
+/// One replay of the trace.
+#[derive(Clone, Copy, Debug)]
+struct Run {
     policy: PolicyKind,
-    (capacity_tokens, bytes_per_token): (u64, u64),
-) -> Result<Box<dyn ReplayCache>> {
-    match args.engine {
-        ReplayEngine::Sim => Ok(Box::new(sim::SimCache::new(policy, capacity_tokens, args.segment_tokens))),
-        ReplayEngine::Real => {
-            Ok(Box::new(real::RealCache::open(&args.directory, policy, capacity_tokens, bytes_per_token)?))
+    capacity: u64,
+    ranks: u32,
+}
+
+/// The cache to replay against.
+fn open_cache(args: &ReplayArgs, run: Run, bytes_per_token: u64) -> Result<Box<dyn ReplayCache>> {
+    let Run { policy, capacity, ranks } = run;
+    match (args.engine, ranks) {
+        (ReplayEngine::Sim, 1) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens))),
+        (ReplayEngine::Sim, _) => Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
+            .advice("use --engine real with --ranks")),
+        (ReplayEngine::Real, 1) => {
+            Ok(Box::new(real::RealCache::open(&args.directory, policy, capacity, bytes_per_token)?))
+        }
+        (ReplayEngine::Real, _) => {
+            let sizes = (capacity, bytes_per_token);
+            Ok(Box::new(ranks::Ranks::open(&args.directory, policy, sizes, (ranks, args.seed))?))
         }
     }
 }
 
 fn summarise(
-    policy: PolicyKind,
-    capacity: u64,
+    Run { policy, capacity, ranks }: Run,
     (found, asked): (u64, u64),
     totals: Totals,
     bytes_per_token: u64,
@@ -158,6 +183,7 @@ fn summarise(
     let ratio = |a: u64, b: u64, empty: f64| if b == 0 { empty } else { a as f64 / b as f64 };
     ReplayResult {
         policy: policy.name(),
+        ranks,
         capacity_tokens: (capacity != u64::MAX).then_some(capacity),
         hit_ratio: ratio(found, asked, 0.0),
         bytes_admitted: totals.admitted_tokens.saturating_mul(bytes_per_token),
@@ -168,12 +194,13 @@ fn summarise(
 fn table(results: &[ReplayResult]) -> String {
     let mut table = Table::new();
     table.load_preset(presets::ASCII_MARKDOWN);
-    table.set_header(["policy", "capacity", "hit ratio", "admitted", "write amplification"]);
+    table.set_header(["policy", "ranks", "capacity", "hit ratio", "admitted", "write amplification"]);
     for r in results {
         let capacity =
             r.capacity_tokens.map_or("unlimited".to_owned(), |c| format!("{} tokens", size::show_count(c as f64)));
         table.add_row([
             r.policy.to_owned(),
+            r.ranks.to_string(),
             capacity,
             format!("{:.4}", r.hit_ratio),
             size::show_bytes(r.bytes_admitted as f64),

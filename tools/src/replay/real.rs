@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use forebay::format::layout::SlotLayout;
 use forebay::geometry::{DType, Geometry, LayerSpec};
 use forebay::key::ChunkKey;
-use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
+use forebay::log::{Log, LogOptions, Put, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
 
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
@@ -69,27 +69,83 @@ fn key(id: u64) -> ChunkKey {
     ChunkKey(key)
 }
 
+/// A request's blocks as the log knows them.
+pub(super) struct Blocks {
+    keys: Vec<ChunkKey>,
+    tokens: Vec<u64>,
+}
+
+impl Blocks {
+    /// Those of a request's prompt.
+    pub(super) fn of(request: &Request) -> Self {
+        let (keys, tokens) = request.blocks().map(|(id, tokens)| (key(id), tokens)).unzip();
+        Self { keys, tokens }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    pub(super) fn keys(&self) -> &[ChunkKey] {
+        &self.keys
+    }
+
+    /// Tokens of the first `count` blocks.
+    pub(super) fn tokens(&self, count: usize) -> u64 {
+        self.tokens.iter().take(count).sum()
+    }
+}
+
+/// Answers of puts that were committed: the tokens that can be found now.
+type Answers = crossbeam_channel::Receiver<Result<u64>>;
+
+impl RealCache {
+    /// Blocks that can be found, from the start of the prompt.
+    pub(super) fn find(&self, keys: &[ChunkKey]) -> usize {
+        self.log.lookup(keys)
+    }
+
+    /// A slot for block `at`, with its tokens; `None` where it is stored.
+    pub(super) fn begin(&self, blocks: &Blocks, at: usize) -> Result<Option<(Put, u64)>> {
+        let Some(&key) = blocks.keys.get(at) else { return Ok(None) };
+        let parent = at.checked_sub(1).and_then(|p| blocks.keys.get(p)).copied().unwrap_or(ChunkKey([0; 32]));
+        let tokens = blocks.tokens.get(at).copied().unwrap_or(0);
+        let mut spec = PutSpec::chunk(key, parent, BLOCK_TOKENS as u32, at as u32);
+        spec.root = blocks.keys.first().copied();
+        Ok(match self.log.begin_put_within(spec, ROOM_PATIENCE)? {
+            PutOutcome::Started(put) => Some((put, tokens)),
+            PutOutcome::AlreadyThere => None,
+        })
+    }
+
+    /// Publishes a block; the answer comes over `answers`.
+    pub(super) fn commit(put: Put, tokens: u64, answers: &crossbeam_channel::Sender<Result<u64>>) {
+        let answers = answers.clone();
+        put.commit(&[0], Box::new(move |result| drop(answers.send(result.map(|()| tokens)))));
+    }
+
+    /// Waits for the answers, until nobody can send one any more.
+    pub(super) fn admit(&mut self, answers: &Answers) -> Result<()> {
+        for result in answers {
+            self.admitted_tokens += result?;
+        }
+        Ok(())
+    }
+}
+
 impl ReplayCache for RealCache {
     fn request(&mut self, request: &Request) -> Result<u64> {
-        let blocks: Vec<(u64, u64)> = request.blocks().collect();
-        let keys: Vec<ChunkKey> = blocks.iter().map(|&(id, _)| key(id)).collect();
-        let found = self.log.lookup(&keys);
+        let blocks = Blocks::of(request);
+        let found = self.find(blocks.keys());
         let (tx, rx) = crossbeam_channel::unbounded();
-        for (i, &key) in keys.iter().enumerate().skip(found) {
-            let parent = i.checked_sub(1).and_then(|p| keys.get(p)).copied().unwrap_or(ChunkKey([0; 32]));
-            let tokens = blocks.get(i).map_or(0, |b| b.1);
-            let mut spec = PutSpec::chunk(key, parent, BLOCK_TOKENS as u32, i as u32);
-            spec.root = keys.first().copied();
-            if let PutOutcome::Started(put) = self.log.begin_put_within(spec, ROOM_PATIENCE)? {
-                let tx = tx.clone();
-                put.commit(&[0], Box::new(move |result| drop(tx.send(result.map(|()| tokens)))));
+        for at in found..blocks.len() {
+            if let Some((put, tokens)) = self.begin(&blocks, at)? {
+                Self::commit(put, tokens, &tx);
             }
         }
         drop(tx);
-        for result in rx {
-            self.admitted_tokens += result?;
-        }
-        Ok(blocks.iter().take(found).map(|b| b.1).sum())
+        self.admit(&rx)?;
+        Ok(blocks.tokens(found))
     }
 
     fn totals(&self) -> Totals {

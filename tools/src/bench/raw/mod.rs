@@ -4,7 +4,7 @@
 //! its files are laid out and its queues are open; nothing but I/O happens while it runs.
 
 mod layout;
-mod pattern;
+pub(crate) mod pattern;
 mod worker;
 
 use std::sync::Arc;

@@ -1,0 +1,99 @@
+"""Jobs and lookups of the tier alone, without vLLM."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import forebay
+from forebay.vllm.tier_jobs import Lookups, Outcome, Rows, Transfers
+
+ROW = 4096
+COUNT = 4
+
+
+def settle(transfers: Transfers) -> list[Outcome]:
+    transfers.drain()
+    return transfers.poll()
+
+
+def opened(folder: Path) -> tuple[Transfers, ctypes.Array, forebay.ObjectStore]:
+    memory = (ctypes.c_ubyte * (ROW * COUNT))()
+    store = forebay.ObjectStore({"gds_config": {"cache_dir": str(folder)}, "capacity": "256MiB"})
+    return Transfers(store, Rows(ctypes.addressof(memory), COUNT, ROW), 2000, False), memory, store
+
+
+def test_a_failed_load_outranks_an_older_answer() -> None:
+    lookups = Lookups()
+    assert lookups.ask(b"a", "first") is None
+    asked = lookups.take_new()
+    lookups.learn([b"a"], False)
+    lookups.answer(asked, [True])
+    assert lookups.ask(b"a", "second") is False
+    lookups.learn([b"a"], True)
+    assert lookups.ask(b"a", "second") is True
+
+
+def test_a_key_is_asked_once_and_kept_for_its_requests() -> None:
+    lookups = Lookups()
+    for request in ("first", "second", "first"):
+        assert lookups.ask(b"a", request) is None
+    assert lookups.take_new() == [b"a"]
+    assert lookups.take_new() == []
+    lookups.answer([b"a"], [True])
+    lookups.forget("first")
+    assert lookups.ask(b"a", "second") is True
+    lookups.forget("second")
+    lookups.forget("unknown")
+    assert len(lookups) == 0
+    # An answer to a question of a request that is gone is not kept.
+    lookups.answer([b"a"], [True])
+    assert len(lookups) == 0
+
+
+def test_an_object_of_another_length_is_a_failure(tmp_path: Path) -> None:
+    transfers, memory, store = opened(tmp_path)
+    store.put({b"short": b"x" * (ROW - 1), b"long": b"x" * (ROW + 1), b"right": b"y" * ROW})
+    transfers.load(1, [b"short", b"long", b"right"], [0, 1, 2])
+    [outcome] = settle(transfers)
+    assert (outcome.success, outcome.succeeded) == (False, (b"right",))
+    assert bytes(memory[2 * ROW : 3 * ROW]) == b"y" * ROW
+    transfers.close(1000)
+
+
+def test_rows_outside_the_memory_fail_the_job(tmp_path: Path) -> None:
+    transfers, _memory, store = opened(tmp_path)
+    store.put({b"a": b"x" * ROW})
+    transfers.load(1, [b"a"], [COUNT])
+    transfers.save(2, [b"b"], [-1])
+    assert [(o.job, o.success) for o in settle(transfers)] == [(1, False), (2, False)]
+    assert store.exists([b"b"]) == [False]
+    transfers.close(1000)
+
+
+def test_a_closed_store_fails_jobs_and_finds_nothing(tmp_path: Path) -> None:
+    transfers, _memory, store = opened(tmp_path)
+    store.close()
+    transfers.load(1, [b"a"], [0])
+    transfers.save(2, [b"a"], [0])
+    assert transfers.lookups.ask(b"a", "request") is None
+    transfers.flush_lookups()
+    assert transfers.lookups.ask(b"a", "request") is False
+    assert [(o.job, o.success) for o in settle(transfers)] == [(1, False), (2, False)]
+
+
+def test_a_drained_tier_touches_no_memory(tmp_path: Path) -> None:
+    transfers, memory, _store = opened(tmp_path)
+    for number in range(COUNT):
+        ctypes.memset(ctypes.addressof(memory) + number * ROW, number + 1, ROW)
+    transfers.save(1, [b"%d" % n for n in range(COUNT)], list(range(COUNT)))
+    transfers.drain()
+    assert transfers.under_way == 0
+    assert [o.success for o in transfers.poll()] == [True]
+    ctypes.memset(memory, 0, ROW * COUNT)
+    transfers.load(2, [b"3", b"0"], [0, 1])
+    [outcome] = settle(transfers)
+    assert outcome.success
+    assert bytes(memory[:ROW]) == b"\4" * ROW
+    assert bytes(memory[ROW : 2 * ROW]) == b"\1" * ROW
+    transfers.close(1000)

@@ -1,0 +1,97 @@
+//! Ranks of a tensor-parallel server under replay: each has a log of its own, and a prompt is found as far as all of them have it.
+//!
+//! All ranks are asked to store the same blocks and have the same capacity. What differs is what differs in service: in which
+//! order a rank's blocks get their slots and their records, how many of them are still on their way when the next request is
+//! looked up, and when its log reclaims. The first two are drawn from a seed for each rank; the third is the log's own time.
+
+use std::path::Path;
+
+use crossbeam_channel::unbounded;
+use forebay::Result;
+use forebay::key::ChunkKey;
+use forebay::log::Put;
+
+use super::real::{Blocks, RealCache};
+use super::{PolicyKind, ReplayCache, Request, Totals};
+use crate::bench::raw::pattern::Rng;
+
+/// Most blocks of a rank that are still on their way when the next request is looked up.
+const MOST_BEHIND: u64 = 32;
+
+/// All ranks of a server.
+pub(super) struct Ranks(Vec<Rank>);
+
+struct Rank {
+    cache: RealCache,
+    rng: Rng,
+    /// Blocks with a slot that nobody finds yet, and their tokens.
+    behind: Vec<(Put, u64)>,
+}
+
+impl Ranks {
+    /// `count` empty logs below `directory`, each for `capacity_tokens` tokens of its part of the KV.
+    pub(super) fn open(
+        directory: &Path,
+        policy: PolicyKind,
+        (capacity_tokens, bytes_per_token): (u64, u64),
+        (count, seed): (u32, u64),
+    ) -> Result<Self> {
+        let rank = |number: u32| {
+            let cache = RealCache::open(directory, policy, capacity_tokens, bytes_per_token)?;
+            let rng = Rng::new(seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
+            Ok(Rank { cache, rng, behind: Vec::new() })
+        };
+        (0..count).map(rank).collect::<Result<_>>().map(Self)
+    }
+}
+
+fn shuffle<T>(rng: &mut Rng, items: &mut [T]) {
+    for last in (1..items.len()).rev() {
+        items.swap(last, (rng.next_u64() % (last as u64 + 1)) as usize);
+    }
+}
+
+impl Rank {
+    /// Publishes what is on its way, in any order, but for a few blocks.
+    fn catch_up(&mut self) -> Result<()> {
+        shuffle(&mut self.rng, &mut self.behind);
+        let stay = (self.rng.next_u64() % (MOST_BEHIND + 1)) as usize;
+        let (tx, rx) = unbounded();
+        for (put, tokens) in self.behind.drain(stay.min(self.behind.len())..) {
+            RealCache::commit(put, tokens, &tx);
+        }
+        drop(tx);
+        self.cache.admit(&rx)
+    }
+
+    fn store(&mut self, blocks: &Blocks, from: usize) -> Result<()> {
+        let mut missing: Vec<usize> = (from..blocks.len()).collect();
+        shuffle(&mut self.rng, &mut missing);
+        for at in missing {
+            self.behind.extend(self.cache.begin(blocks, at)?);
+        }
+        Ok(())
+    }
+}
+
+impl ReplayCache for Ranks {
+    fn request(&mut self, request: &Request) -> Result<u64> {
+        let blocks = Blocks::of(request);
+        let keys: &[ChunkKey] = blocks.keys();
+        let mut usable = blocks.len();
+        for rank in &mut self.0 {
+            rank.catch_up()?;
+            usable = usable.min(rank.cache.find(keys));
+        }
+        for rank in &mut self.0 {
+            rank.store(&blocks, usable)?;
+        }
+        Ok(blocks.tokens(usable))
+    }
+
+    fn totals(&self) -> Totals {
+        let ranks = self.0.len().max(1) as u64;
+        let sum = |of: fn(Totals) -> u64| self.0.iter().map(|rank| of(rank.cache.totals())).sum::<u64>() / ranks;
+        Totals { admitted_tokens: sum(|t| t.admitted_tokens), written_tokens: sum(|t| t.written_tokens) }
+    }
+}
