@@ -146,7 +146,7 @@ def over(base: Path, wheel: Path) -> Path:
     python = env / "bin" / "python"
     output(base, "-m", "venv", "--clear", "--without-pip", env)
     (purelib(python) / "vllm.pth").write_text(f"{purelib(base)}\n")
-    output(base, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    output(base, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", wheel)
     return python
 
 
