@@ -106,7 +106,19 @@ fn the_real_log_finds_about_what_the_simulation_finds() {
 #[test]
 fn ranks_with_logs_of_their_own_have_nearly_the_same_blocks() {
     let (dir, trace) = (folder(), excerpt());
-    let all = ["replay", &trace, "--engine", "real", "--capacity-tokens", "500k", "--limit", "200", "--json", "--ranks", "1,3"];
+    let all = [
+        "replay",
+        &trace,
+        "--engine",
+        "real",
+        "--capacity-tokens",
+        "500k",
+        "--limit",
+        "200",
+        "--json",
+        "--ranks",
+        "1,3",
+    ];
     let json = forebay(dir.path(), &all).expect(0).json();
     let of = |i: usize, key: &str| json[i][key].as_f64().unwrap();
     assert_eq!((of(0, "ranks"), of(1, "ranks")), (1.0, 3.0));
@@ -118,6 +130,6 @@ fn ranks_with_logs_of_their_own_have_nearly_the_same_blocks() {
 
 #[test]
 fn a_simulated_cache_has_no_ranks() {
-    let error = forebay(folder().path(), &["replay", &excerpt(), "--ranks", "8"]).expect(1).stderr;
+    let error = forebay(folder().path(), &["replay", &excerpt(), "--ranks", "8"]).expect(2).stderr;
     assert!(error.contains("--engine real"), "{error}");
 }

@@ -14,8 +14,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
-use forebay::{Error, ErrorKind, Result};
 use forebay::geometry::Geometry;
+use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use crate::out::{self, Context, Outcome};
