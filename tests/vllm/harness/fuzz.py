@@ -65,7 +65,8 @@ def shape(source: random.Random, device: str) -> Shape:
         max_requests=source.choice((2, 4, 8)),
         batch_tokens=source.choice((32, 64, 160, 512)),
         long_prefill_tokens=source.choice((0, 0, 24)),
-        prefix_caching=source.random() < 0.8,
+        # Layer by layer is refused with it.
+        prefix_caching=not layerwise and source.random() < 0.8,
         role=source.choice(("kv_both",) * 8 + ("kv_producer", "kv_consumer")),
         device=device,
         settings=settings,
@@ -120,11 +121,11 @@ class Fuzz:
         if draw < 0.02 and live:
             self.tally.aborted += 1
             server.abort(self.source.choice(live))
-        elif draw < 0.035:
-            self.tally.resets += server.reset()
-        elif draw < 0.04 and not server.is_loading:
-            self.tally.resets += server.reset_running()
         elif draw < 0.045:
+            self.tally.resets += server.reset()
+        elif draw < 0.05 and not server.is_loading:
+            self.tally.resets += server.reset_running()
+        elif draw < 0.055:
             self._damage(damage.RUNNING)
 
     def _damage(self, kinds: tuple[damage.Damage, ...]) -> None:
@@ -170,7 +171,7 @@ class Fuzz:
         lives = self.source.choice((2, 2, 3))
         for life in range(lives):
             self._life(life == lives - 1)
-            if self.source.random() < 0.6:
+            if self.source.random() < 0.5:
                 self._damage(damage.STOPPED)
             if self.source.random() < 0.3:
                 # The next server runs the model in another way; what it finds stored is the same.
