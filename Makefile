@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-test vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -71,6 +71,11 @@ wheel:
 vllm-test: python
 	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.whl)) && \
 	cd tests/vllm && $$python -m pytest -q -s -p no:cacheprovider
+
+# vLLM's schedulers, of 0.32 and 0.33, around a runner that knows every byte of KV: two minutes each. FOREBAY_SOAK_SEEDS=1000 for more.
+vllm-harness: python
+	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.whl)) && \
+	cd tests/vllm && for version in 0.32 0.33; do $$python -m pytest -q -p no:cacheprovider harness --vllm $$version || exit 1; done
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

@@ -34,6 +34,7 @@ class Tally:
     failed_loads: int = 0
     seeds_that_failed: int = 0
     excused: int = 0
+    windows_loaded: int = 0
     killed: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
 
@@ -57,11 +58,14 @@ def shape(source: random.Random, device: str) -> Shape:
     layerwise = not asynchronous and source.random() < 0.35
     if layerwise:
         settings["use_layerwise"] = True
+    # Two KV cache groups share the pool of blocks.
+    windows = (None,) if layerwise or source.random() < 0.7 else (None, source.choice((20, 48, 100)))
     return Shape(
         asynchronous=asynchronous,
+        windows=windows,
         second_runner=source.random() < 0.5,
         ranks=source.choice((2, 2, 2, 3, 1)),
-        blocks=source.choice((SMALLEST_POOL, 32, 48, 96)),
+        blocks=source.choice((SMALLEST_POOL, 32, 48, 96)) * len(windows),
         max_requests=source.choice((2, 4, 8)),
         batch_tokens=source.choice((32, 64, 160, 512)),
         long_prefill_tokens=source.choice((0, 0, 24)),
@@ -153,9 +157,18 @@ class Fuzz:
 
     def _count(self, server: Server) -> None:
         self.tally.loaded_tokens += server.loaded_tokens
+        self.tally.windows_loaded += server.loaded_tokens if len(server.shape.windows) > 1 else 0
         self.tally.failed_loads += server.failed_loads
         self.tally.preemptions += server.preemptions
         self.tally.excused += server.runner.excused
+
+    def _other(self) -> Shape:
+        """A server that runs the same model in another way: what it finds stored is of use to it."""
+        other = shape(self.source, self.shape.device)
+        if "use_layerwise" in self.shape.settings | other.settings:
+            return self.shape
+        blocks = other.blocks // len(other.windows) * len(self.shape.windows)
+        return dataclasses.replace(other, ranks=self.shape.ranks, windows=self.shape.windows, blocks=blocks)
 
     def run(self) -> None:
         """All of it."""
@@ -166,9 +179,7 @@ class Fuzz:
             if self.source.random() < 0.5:
                 self._damage(damage.STOPPED)
             if self.source.random() < 0.3:
-                # The next server runs the model in another way; what it finds stored is the same.
-                other = shape(self.source, self.shape.device)
-                self.shape = dataclasses.replace(other, ranks=self.shape.ranks)
+                self.shape = self._other()
         self.tally.seeds += 1
         self.tally.seeds_that_loaded += self.tally.loaded_tokens > before[0]
         self.tally.seeds_that_failed += self.tally.failed_loads > before[1]

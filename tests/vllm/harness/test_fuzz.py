@@ -38,8 +38,8 @@ def test_the_seeds_met_what_they_are_for(tally: Tally) -> None:
     assert tally.loaded_tokens >= 100 * tally.seeds
     assert tally.preemptions >= tally.seeds
     assert tally.aborted >= tally.seeds
-    assert min(tally.resets, tally.damaged, tally.killed, tally.excused) > 0
-    assert tally.seeds < 30 or {"flip", "truncate"} <= tally.kinds.keys()
+    assert min(tally.resets, tally.damaged, tally.killed, tally.excused, tally.windows_loaded) > 0
+    assert {"flip", "truncate"} <= tally.kinds.keys()
 
 
 def test_wrong_kv_is_noticed(tmp_path: Path, device: str) -> None:
