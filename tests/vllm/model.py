@@ -20,9 +20,11 @@ def tokenizer(folder: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     pad, begin, end, unknown = special
-    PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token=pad, bos_token=begin, eos_token=end, unk_token=unknown
-    ).save_pretrained(folder)
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
 
 
 #: Sizes that differ between the models: tests want small ones, a demonstration wants a prefill that takes seconds.

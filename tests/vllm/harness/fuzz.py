@@ -34,7 +34,6 @@ class Tally:
     failed_loads: int = 0
     seeds_that_failed: int = 0
     excused: int = 0
-    windows_loaded: int = 0
     killed: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
 
@@ -58,14 +57,11 @@ def shape(source: random.Random, device: str) -> Shape:
     layerwise = not asynchronous and source.random() < 0.35
     if layerwise:
         settings["use_layerwise"] = True
-    # Two KV cache groups share the pool of blocks.
-    windows = (None,) if layerwise or source.random() < 0.7 else (None, source.choice((20, 48, 100)))
     return Shape(
         asynchronous=asynchronous,
-        windows=windows,
         second_runner=source.random() < 0.5,
         ranks=source.choice((2, 2, 2, 3, 1)),
-        blocks=source.choice((SMALLEST_POOL, 32, 48, 96)) * len(windows),
+        blocks=source.choice((SMALLEST_POOL, 32, 48, 96)),
         max_requests=source.choice((2, 4, 8)),
         batch_tokens=source.choice((32, 64, 160, 512)),
         long_prefill_tokens=source.choice((0, 0, 24)),
@@ -77,13 +73,21 @@ def shape(source: random.Random, device: str) -> Shape:
     )
 
 
+def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
+    """The same server with these KV cache groups; with several of them loads within a step are refused, and a request takes more."""
+    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or len(windows) == 1}
+    return dataclasses.replace(made, windows=windows, settings=settings, blocks=made.blocks * len(windows))
+
+
 class Fuzz:
     """One run."""
 
-    def __init__(self, seed: int, folder: Path, tally: Tally, device: str = "cpu") -> None:
+    def __init__(
+        self, seed: int, folder: Path, tally: Tally, device: str = "cpu", windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         """Of a seed, over caches in `folder`."""
         self.source, self.folder, self.tally = random.Random(seed), folder, tally
-        self.shape = shape(self.source, device)
+        self.windows, self.shape = windows, with_windows(shape(self.source, device), windows)
         self.beginnings = [self._tokens(self.source.randrange(60, 230)) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.sent = 0
@@ -157,18 +161,9 @@ class Fuzz:
 
     def _count(self, server: Server) -> None:
         self.tally.loaded_tokens += server.loaded_tokens
-        self.tally.windows_loaded += server.loaded_tokens if len(server.shape.windows) > 1 else 0
         self.tally.failed_loads += server.failed_loads
         self.tally.preemptions += server.preemptions
         self.tally.excused += server.runner.excused
-
-    def _other(self) -> Shape:
-        """A server that runs the same model in another way: what it finds stored is of use to it."""
-        other = shape(self.source, self.shape.device)
-        if "use_layerwise" in self.shape.settings | other.settings:
-            return self.shape
-        blocks = other.blocks // len(other.windows) * len(self.shape.windows)
-        return dataclasses.replace(other, ranks=self.shape.ranks, windows=self.shape.windows, blocks=blocks)
 
     def run(self) -> None:
         """All of it."""
@@ -179,7 +174,9 @@ class Fuzz:
             if self.source.random() < 0.5:
                 self._damage(damage.STOPPED)
             if self.source.random() < 0.3:
-                self.shape = self._other()
+                # The next server runs the model in another way; what it finds stored is the same.
+                other = with_windows(shape(self.source, self.shape.device), self.windows)
+                self.shape = dataclasses.replace(other, ranks=self.shape.ranks)
         self.tally.seeds += 1
         self.tally.seeds_that_loaded += self.tally.loaded_tokens > before[0]
         self.tally.seeds_that_failed += self.tally.failed_loads > before[1]
