@@ -106,14 +106,11 @@ class SchedulerHalf:
 
     def output(self, output: KVConnectorOutput) -> None:
         """What the workers reported at the end of a step."""
-        meta = output.kv_connector_worker_meta
-        recving = set(output.finished_recving or ())
-        self._loading -= recving
+        meta, recving = output.kv_connector_worker_meta, output.finished_recving
+        if recving:
+            self._loading -= recving
         self._side.output(
-            set(output.finished_sending or ()),
-            recving,
-            set(output.failed_recving or ()),
-            meta.parts if isinstance(meta, WorkerMetadata) else [],
+            output.finished_sending, recving, output.failed_recving, meta.parts if type(meta) is WorkerMetadata else None
         )
         self._tell()
 

@@ -269,20 +269,26 @@ impl Scheduler {
             self.save(request.req_id, computed, (tokens_of, &mut meta));
         }
         for request in &input.cached {
-            self.update_blocks(request);
             let computed = (request.num_computed, request.num_computed + request.num_scheduled);
-            self.save(request.req_id, computed, (tokens_of, &mut meta));
+            // In most steps a running request fills no chunk: one look at it is all.
+            if self.update(request, computed.1) {
+                self.save(request.req_id, computed, (tokens_of, &mut meta));
+            }
         }
         (meta.held, meta.give_up) = self.held.take_news();
         meta
     }
 
-    fn update_blocks(&mut self, request: &CachedRequest<'_>) {
-        let Some(tracker) = self.requests.get_mut(request.req_id) else { return };
+    /// Takes the blocks that a request got; whether it may have something to store once `end` tokens are computed.
+    fn update(&mut self, request: &CachedRequest<'_>, end: usize) -> bool {
+        let Some(tracker) = self.requests.get_mut(request.req_id) else { return false };
         match &request.new_blocks {
             Some(blocks) if request.resumed => tracker.replace(blocks),
             Some(blocks) => tracker.append(blocks),
             None => {}
         }
+        let chunk = tracker.prompt.chunk_tokens().max(1);
+        let is_whole = !self.options.save_unfull_chunk || tracker.unfull_saved;
+        !tracker.skip_save && !(is_whole && tracker.saved.is_some_and(|saved| end / chunk * chunk <= saved))
     }
 }
