@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -74,6 +74,10 @@ vllm-ci: python
 
 vllm-test: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=30
+
+# vLLM's schedulers, of 0.32 and 0.33, around a runner that knows every byte of KV: two minutes each. FOREBAY_SOAK_SEEDS=1000 for more.
+vllm-harness: python
+	python=$$($(VLLM)) && cd tests/vllm && for version in 0.32 0.33; do $$python -m pytest -q harness --vllm $$version || exit 1; done
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("harness")
-    group.addoption("--vllm", default=None, help="vLLM's version: the environment's own, or 0.33 for its Python files")
+    group.addoption("--vllm", default=None, help="vLLM's version: 0.32, the environment's own, or 0.33 by its Python files")
     group.addoption("--device", default="cpu", help="where the KV lies: cpu or cuda")
 
 
@@ -24,8 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # The schedulers are the same for every device, and no model runs.
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
     version = config.getoption("--vllm", None) or os.environ.get("FOREBAY_HARNESS_VLLM")
-    if version:
+    if version in sources.WHEELS:
         sys.path.insert(0, str(sources.python_files(version)))
+    import vllm
+
+    assert vllm.__version__.startswith(version or ""), f"vLLM {vllm.__version__}, not {version}"
 
 
 @pytest.fixture(scope="session")

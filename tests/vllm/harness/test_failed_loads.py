@@ -118,8 +118,10 @@ def test_a_load_that_fails_on_one_worker_is_computed(
         server.check_outputs()
         server.check_empty()
         failed = server.failed_loads + server.runner.excused
-        server.close()
         print(f"life {life}: {server.loaded_tokens} tokens loaded, {failed} loads failed")
+        for rank in server.runner.ranks:
+            print(f"rank {rank.rank}: {rank.connector._worker.stats()}")
+        server.close()
         if life == 0:
             assert server.loaded_tokens == 0
             assert kind(tmp_path / "cache", 1, random.Random(7)) > 0

@@ -39,7 +39,7 @@ def test_the_seeds_met_what_they_are_for(tally: Tally) -> None:
     assert tally.preemptions >= tally.seeds
     assert tally.aborted >= tally.seeds
     assert min(tally.resets, tally.damaged, tally.killed, tally.excused) > 0
-    assert tally.seeds < 30 or {"flip", "truncate"} <= tally.kinds.keys()
+    assert {"flip", "truncate"} <= tally.kinds.keys()
 
 
 def test_wrong_kv_is_noticed(tmp_path: Path, device: str) -> None:
