@@ -130,6 +130,6 @@ fn ranks_with_logs_of_their_own_have_nearly_the_same_blocks() {
 
 #[test]
 fn a_simulated_cache_has_no_ranks() {
-    let error = forebay(folder().path(), &["replay", &excerpt(), "--ranks", "8"]).expect(1).stderr;
+    let error = forebay(folder().path(), &["replay", &excerpt(), "--ranks", "8"]).expect(2).stderr;
     assert!(error.contains("--engine real"), "{error}");
 }

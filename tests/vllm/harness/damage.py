@@ -75,6 +75,6 @@ def remove_cache(cache: Path, rank: int, source: random.Random) -> int:
 
 Damage = Callable[[Path, int, random.Random], int]
 #: What may happen while no server runs.
-STOPPED: tuple[Damage, ...] = (flip, truncate, remove_data, remove_rank, remove_cache)
+STOPPED: tuple[Damage, ...] = (flip, flip, flip, truncate, remove_data, remove_rank, remove_cache)
 #: What may happen under a running server.
 RUNNING: tuple[Damage, ...] = (flip, truncate)

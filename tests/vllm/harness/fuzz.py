@@ -65,20 +65,29 @@ def shape(source: random.Random, device: str) -> Shape:
         max_requests=source.choice((2, 4, 8)),
         batch_tokens=source.choice((32, 64, 160, 512)),
         long_prefill_tokens=source.choice((0, 0, 24)),
-        prefix_caching=source.random() < 0.8,
+        # Layer by layer is refused with it.
+        prefix_caching=not layerwise and source.random() < 0.8,
         role=source.choice(("kv_both",) * 8 + ("kv_producer", "kv_consumer")),
         device=device,
         settings=settings,
     )
 
 
+def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
+    """The same server with these KV cache groups; with several of them loads within a step are refused, and a request takes more."""
+    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or len(windows) == 1}
+    return dataclasses.replace(made, windows=windows, settings=settings, blocks=made.blocks * len(windows))
+
+
 class Fuzz:
     """One run."""
 
-    def __init__(self, seed: int, folder: Path, tally: Tally, device: str = "cpu") -> None:
+    def __init__(
+        self, seed: int, folder: Path, tally: Tally, device: str = "cpu", windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         """Of a seed, over caches in `folder`."""
         self.source, self.folder, self.tally = random.Random(seed), folder, tally
-        self.shape = shape(self.source, device)
+        self.windows, self.shape = windows, with_windows(shape(self.source, device), windows)
         self.beginnings = [self._tokens(self.source.randrange(60, 230)) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.sent = 0
@@ -112,11 +121,11 @@ class Fuzz:
         if draw < 0.02 and live:
             self.tally.aborted += 1
             server.abort(self.source.choice(live))
-        elif draw < 0.035:
-            self.tally.resets += server.reset()
-        elif draw < 0.04 and not server.is_loading:
-            self.tally.resets += server.reset_running()
         elif draw < 0.045:
+            self.tally.resets += server.reset()
+        elif draw < 0.05 and not server.is_loading:
+            self.tally.resets += server.reset_running()
+        elif draw < 0.055:
             self._damage(damage.RUNNING)
 
     def _damage(self, kinds: tuple[damage.Damage, ...]) -> None:
@@ -162,11 +171,11 @@ class Fuzz:
         lives = self.source.choice((2, 2, 3))
         for life in range(lives):
             self._life(life == lives - 1)
-            if self.source.random() < 0.6:
+            if self.source.random() < 0.5:
                 self._damage(damage.STOPPED)
             if self.source.random() < 0.3:
                 # The next server runs the model in another way; what it finds stored is the same.
-                other = shape(self.source, self.shape.device)
+                other = with_windows(shape(self.source, self.shape.device), self.windows)
                 self.shape = dataclasses.replace(other, ranks=self.shape.ranks)
         self.tally.seeds += 1
         self.tally.seeds_that_loaded += self.tally.loaded_tokens > before[0]

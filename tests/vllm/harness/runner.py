@@ -76,9 +76,17 @@ class Mismatch:
 class Rank:
     """One worker: its KV tensors and its connector."""
 
-    def __init__(self, rank: int, layers: list[Layer], tensors: dict[str, torch.Tensor], connector: KVConnectorBase_V1) -> None:
-        """`tensors`: [blocks, 2, tokens of a block, heads, head size] of 4-byte elements, per layer."""
-        self.rank, self.layers, self.connector = rank, layers, connector
+    def __init__(
+        self,
+        rank: int,
+        layers: list[Layer],
+        tensors: dict[str, torch.Tensor],
+        connector: KVConnectorBase_V1,
+        computes_as: int,
+    ) -> None:
+        """`tensors`: [blocks, 2, tokens of a block, heads, head size] of 4-byte elements, per layer; `computes_as`: the rank whose
+        KV this one computes."""
+        self.rank, self.layers, self.connector, self.computes_as = rank, layers, connector, computes_as
         some = next(iter(tensors.values()))
         self.device, self.block_tokens = some.device, some.shape[2]
         self.words = some.shape[3] * some.shape[4] // 2
@@ -98,7 +106,7 @@ class Rank:
         self._kv[layer][block, 1, 3, 0] ^= 1
 
     def _right(self, index: int, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
-        words = sequence.prefix.words(start, stop, (index, self.rank), 2 * self.words)
+        words = sequence.prefix.words(start, stop, (index, self.computes_as), 2 * self.words)
         return torch.from_numpy(words).to(self.device, non_blocking=True).view(-1, 2, self.words)
 
     def write(self, index: int, sequence: Sequence, count: int) -> None:

@@ -24,7 +24,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -69,6 +75,8 @@ class Shape:
     prefix_caching: bool = True
     windows: tuple[int | None, ...] = (None,)
     """One KV cache group of two layers for each: its sliding window."""
+    mla: bool = False
+    """Every rank computes the same latent KV."""
     role: str = "kv_both"
     device: str = "cpu"
     connector: str = "ForebayConnector"
@@ -149,6 +157,9 @@ def _groups(shape: Shape) -> list[KVCacheGroupSpec]:
     for i, window in enumerate(shape.windows):
         names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2 * i, 2 * i + 2)]
         spec = FullAttentionSpec(**size) if window is None else SlidingWindowSpec(**size, sliding_window=window)
+        if shape.mla:
+            # As many bytes of a token as the other kind has.
+            spec = MLAAttentionSpec(**size | {"num_kv_heads": 1, "head_size": 2 * KV_HEADS * HEAD_SIZE})
         groups.append(KVCacheGroupSpec(names, spec))
     return groups
 
@@ -173,6 +184,7 @@ class Server:
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.runner = Runner([self._rank(config, kv, rank) for rank in range(shape.ranks)], shape.asynchronous, shape.second_runner)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.ranks)
+        self.handed_over: dict[str, dict[str, Any]] = {}
         self.queue: deque[tuple[Any, list[ModelRunnerOutput]]] = deque()
         self.loaded_tokens = self.failed_loads = self.preemptions = self.steps = 0
         self._fresh: list[tuple[int, list[int]]] = []
@@ -190,7 +202,7 @@ class Server:
                 layers.append(Layer(name, index, window))
                 size = (self.shape.blocks, 2, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)
                 tensors[name] = torch.zeros(size, dtype=torch.float32, device=self.shape.device)
-        return Rank(rank, layers, tensors, connector)
+        return Rank(rank, layers, tensors, connector, 0 if self.shape.mla else rank)
 
     def _watch_pool(self) -> None:
         """Learns which blocks are given out: what is in them until they are computed or loaded is nobody's KV."""
@@ -279,6 +291,8 @@ class Server:
                 asked.output += out.new_token_ids
                 if out.finish_reason is not None:
                     asked.finished = str(out.finish_reason)
+                if out.kv_transfer_params is not None:
+                    self.handed_over[out.request_id] = out.kv_transfer_params
                 if out.prefill_stats is not None:
                     self.loaded_tokens += out.prefill_stats.num_external_cached_tokens
 

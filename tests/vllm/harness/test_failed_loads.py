@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -65,9 +66,27 @@ def test_vllm_hangs_one_token_short(second: bool, tmp_path: Path) -> None:
     assert server.scheduler.has_requests()
 
 
-def test_layerwise_loads_are_refused_where_vllm_does_that(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--no-async-scheduling"):
-        Server(Shape(asynchronous=True, settings={"use_layerwise": True}), tmp_path)
+@RUNNERS
+def test_vllm_shares_blocks_of_a_failed_synchronous_load_before_they_are_computed(second: bool, tmp_path: Path) -> None:
+    # Step by step: the first request computes its prompt anew in parts, and the other one reads all of it at once.
+    server = Server(Shape(second_runner=second, long_prefill_tokens=24, **REJECTING), tmp_path)
+    server.ask("a", PROMPT, 6)
+    server.ask("b", PROMPT + [7], 6)
+    with pytest.raises(WrongKv, match="never written"):
+        run(server)
+
+
+@pytest.mark.parametrize(
+    "shape, flag",
+    [
+        (Shape(asynchronous=True, prefix_caching=False), "--no-async-scheduling"),
+        (Shape(prefix_caching=True), "--no-enable-prefix-caching"),
+    ],
+    ids=["async", "prefix-caching"],
+)
+def test_layerwise_loads_are_refused_where_vllm_does_that(shape: Shape, flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=flag):
+        Server(dataclasses.replace(shape, settings={"use_layerwise": True}), tmp_path)
 
 
 @RUNNERS
@@ -84,7 +103,13 @@ def test_a_load_that_fails_on_one_worker_is_computed(
 ) -> None:
     if layerwise and asynchronous:
         pytest.skip("refused at the start")
-    shape = Shape(asynchronous=asynchronous, second_runner=second, device=device, settings={"use_layerwise": layerwise})
+    shape = Shape(
+        asynchronous=asynchronous,
+        second_runner=second,
+        prefix_caching=not layerwise,
+        device=device,
+        settings={"use_layerwise": layerwise},
+    )
     for life in range(3):
         server = Server(shape, tmp_path)
         server.ask("a", PROMPT, 6)

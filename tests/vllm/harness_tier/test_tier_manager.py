@@ -201,12 +201,12 @@ def test_after_a_reset_the_tier_rests(tmp_path: Path) -> None:
     with World(tmp_path) as world:
         fill(world)
         world.store(keys(20, 21), settle=False)
-        world.manager.reset_cache()
+        world.reset()
         assert world.load(keys(0)) == 0
         world.store(keys(30))
     with World(tmp_path, tier={"keep_after_reset": True}) as world:
         assert (world.load(keys(0)), world.load(keys(21)), world.load(keys(30))) == (1, 1, 0)
-        world.manager.reset_cache()
+        world.reset()
         assert world.load(keys(0)) == 1
 
 

@@ -110,6 +110,13 @@ class World:
         self.manager.on_new_request(context)
         return context
 
+    def reset(self) -> None:
+        """As vLLM empties its caches, with no copy between GPU and CPU tier under way."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):
+            # vLLM 0.33 promotes nothing until its workers have said so.
+            self.manager.on_reset_flushed()
+
     def step(self) -> None:
         """The end of a scheduler step, and the model's run after it."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))

@@ -11,7 +11,7 @@ use forebay::Result;
 use forebay::key::ChunkKey;
 use forebay::log::Put;
 
-use super::real::{Blocks, RealCache};
+use super::real::{Answers, Blocks, RealCache};
 use super::{PolicyKind, ReplayCache, Request, Totals};
 use crate::bench::raw::pattern::Rng;
 
@@ -52,16 +52,15 @@ fn shuffle<T>(rng: &mut Rng, items: &mut [T]) {
 }
 
 impl Rank {
-    /// Publishes what is on its way, in any order, but for a few blocks.
-    fn catch_up(&mut self) -> Result<()> {
+    /// Publishes what is on its way, in any order, but for a few blocks; their answers.
+    fn catch_up(&mut self) -> Answers {
         shuffle(&mut self.rng, &mut self.behind);
         let stay = (self.rng.next_u64() % (MOST_BEHIND + 1)) as usize;
         let (tx, rx) = unbounded();
         for (put, tokens) in self.behind.drain(stay.min(self.behind.len())..) {
             RealCache::commit(put, tokens, &tx);
         }
-        drop(tx);
-        self.cache.admit(&rx)
+        rx
     }
 
     fn store(&mut self, blocks: &Blocks, from: usize) -> Result<()> {
@@ -79,8 +78,9 @@ impl ReplayCache for Ranks {
         let blocks = Blocks::of(request);
         let keys: &[ChunkKey] = blocks.keys();
         let mut usable = blocks.len();
-        for rank in &mut self.0 {
-            rank.catch_up()?;
+        let answers: Vec<Answers> = self.0.iter_mut().map(Rank::catch_up).collect();
+        for (rank, answers) in self.0.iter_mut().zip(&answers) {
+            rank.cache.admit(answers)?;
             usable = usable.min(rank.cache.find(keys));
         }
         for rank in &mut self.0 {

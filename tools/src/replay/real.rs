@@ -97,7 +97,7 @@ impl Blocks {
 }
 
 /// Answers of puts that were committed: the tokens that can be found now.
-type Answers = crossbeam_channel::Receiver<Result<u64>>;
+pub(super) type Answers = crossbeam_channel::Receiver<Result<u64>>;
 
 impl RealCache {
     /// Blocks that can be found, from the start of the prompt.
