@@ -33,12 +33,15 @@ def warming(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The program while it waits for its server, in a group of its own, as a shell's foreground job is."""
     entrypoints = tmp_path / "vllm" / "entrypoints" / "openai"
     entrypoints.mkdir(parents=True)
+    for package in (entrypoints, *entrypoints.parents[:2]):
+        (package / "__init__.py").touch()
     (entrypoints / "api_server.py").write_text(SERVER)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": [1, 2, 3]}))
     command = [sys.executable, "-m", "forebay", "warm", "prompts", str(tmp_path / "prompts.jsonl")]
     command += ["--launch", "a-model", "--cache-dir", str(tmp_path), "--python", sys.executable, "--", "--dtype", "float32"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         yield process

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "7"))
 LOADED = "vllm:external_prefix_cache_hits"
 #: How long one process may take, on a machine that is busy with other things too.
-PATIENCE_S = 400
+PATIENCE_S = 900
 
 
 def environment(home: Path, separate: bool = False) -> dict[str, str]:

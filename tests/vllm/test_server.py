@@ -22,7 +22,7 @@ import pytest
 from conftest import Run, environment, prompts, settings
 
 #: How long a server may take to answer, on a machine that is busy with other things too.
-START_S = 400
+START_S = 900
 STOP_S = 30
 
 
