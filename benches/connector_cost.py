@@ -76,7 +76,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[tuple[float, float]]]:
-    """One server from its first request to its last; times of the steps in which all requests run."""
+    """One server from its first request to its last; times of the steps in which all requests run, each at another place of its chunk."""
     shape = world.Shape(
         ranks=1,
         blocks=options.requests * 48 + 64,
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[
     clocks = {"scheduler": Clock(server.scheduler.connector, SCHEDULER), "worker": Clock(server.runner.ranks[0].connector, WORKER)}
     source = random.Random(seed)
     for i in range(options.requests):
-        prompt = [source.randrange(4, 500) for _ in range(options.prompt + i % 16)]
+        prompt = [source.randrange(4, 500) for _ in range(options.prompt + i * 256 // options.requests)]
         server.ask(f"r{i}", prompt, max_tokens=options.tokens)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in clocks}
     while server.step():
@@ -99,8 +99,6 @@ def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[
         if len(server.scheduler.running) == options.requests and not server.scheduler.waiting:
             for name, both in taken.items():
                 times[name].append(both)
-    stats = server.runner.ranks[0].connector
-    del stats
     server.close()
     return times
 
@@ -110,7 +108,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="on the drive to be used; each round makes a folder in it")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=384)
+    parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::connector::{
-    AddRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta, Worker,
+    AddRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta, StepOutput,
+    Worker,
 };
 use forebay::engine::Engine;
 use forebay::key::Extra;
@@ -40,7 +41,14 @@ fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
 impl Pair {
     fn add(&mut self, req_id: &str, n: usize) {
         let (tokens, extra) = (engine_world::tokens(n, 1), Extra::default());
-        self.s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save: false, skip_load: false });
+        self.s.add(AddRequest {
+            req_id,
+            tokens: &tokens,
+            extra: &extra,
+            skip_save: false,
+            skip_load: false,
+            transferred: 0,
+        });
     }
 
     /// Computes and stores a whole prompt in one step.
@@ -166,4 +174,38 @@ fn a_load_fails_from_its_first_bad_block_on_and_an_aborted_one_ends() {
     c.w.begin(meta, None);
     assert!(c.s.request_finished("c"));
     assert_eq!(c.w.finished(&["c"]), Finished { sending: vec![], recving: vec!["c".to_owned()] });
+}
+
+#[test]
+fn after_a_failed_load_all_that_was_damaged_is_stored_again() {
+    let world = World::plain();
+    let engine = Arc::new(world.open());
+    let mut a = pair(&world, &engine, 5, 1);
+    a.store("a", 64, vec![(1..17).collect()]);
+    a.w.close(Instant::now() + Duration::from_secs(10));
+    engine.flush().unwrap();
+    let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
+    for key in [prompt.keys()[1], prompt.keys()[3]] {
+        let chunk = engine.log().unwrap().locate(&key, Duration::from_secs(1)).unwrap();
+        engine_world::flip(chunk.file.path(), chunk.extent(1).unwrap().0 + 99);
+    }
+    let mut b = pair(&world, &engine, 9, 1);
+    let meta = b.order_load("b", 66, &[(20..37).collect()]);
+    b.w.begin(meta, None);
+    assert_eq!(b.received().recving, ["b"]);
+    let workers = b.w.meta().into_iter().collect();
+    b.s.output(&StepOutput { failed: vec!["b"], finished_recving: vec!["b"], workers, ..StepOutput::default() });
+    assert_eq!((b.s.matched("b", 0).tokens, engine.lookup(&prompt, 0).unwrap().matched_tokens), (Some(0), 16));
+    b.s.allocated("b", &[(20..37).collect()], 0).unwrap();
+    let new = vec![NewRequest { req_id: "b", blocks: vec![(20..37).collect()], num_computed: 0, num_scheduled: 66 }];
+    let meta = b.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    b.w.begin(meta, None);
+    b.w.end_step(None);
+    b.w.close(Instant::now() + Duration::from_secs(10));
+    assert_eq!((b.w.stats().failed_loads, b.w.stats().stored_chunks, b.w.stats().already_there), (1, 2, 1));
+    let mut c = pair(&world, &engine, 9, 1);
+    let meta = c.order_load("c", 66, &[(20..37).collect()]);
+    c.w.begin(meta, None);
+    c.received();
+    assert_eq!((c.w.stats().failed_loads, c.w.stats().loaded_tokens), (0, 64));
 }

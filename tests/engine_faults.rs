@@ -3,26 +3,14 @@
 
 mod engine_world;
 
-use std::io::{Read, Seek, SeekFrom, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use engine_world::{BLOCK, CHUNK, Shape, World, assert_same, load, matched, prompt, slots, store};
+use engine_world::{BLOCK, CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
 use forebay::config::Capacity;
 use forebay::engine::{Backpressure, Engine, LoadRequest, MissCause, ShedCause, StagingStats, StoreRequest};
 use forebay::io::{Fault, Op};
-
-/// Flips one bit of the file.
-fn flip(path: &std::path::Path, at: u64) {
-    let mut file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
-    let mut byte = [0];
-    file.seek(SeekFrom::Start(at)).unwrap();
-    file.read_exact(&mut byte).unwrap();
-    file.seek(SeekFrom::Start(at)).unwrap();
-    file.write_all(&[byte[0] ^ 0x10]).unwrap();
-    file.sync_all().unwrap();
-}
 
 /// Waits until nothing is in flight any more.
 fn wait_for_staging(engine: &Engine) {

@@ -4,6 +4,6 @@
 stores of those bytes and says when they are over. docs/connector.md has the calls in order.
 """
 
-from ._forebay import SchedulerSide, WorkerSide
+from ._forebay import SchedulerSide, WorkerSide, chunk_tokens
 
-__all__ = ["SchedulerSide", "WorkerSide"]
+__all__ = ["SchedulerSide", "WorkerSide", "chunk_tokens"]

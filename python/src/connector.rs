@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 
 use forebay::config::Settings;
 use forebay::connector::{
-    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta,
-    StepOutput, Worker, WorkerMeta,
+    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler,
+    StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
 use forebay::{Error, ErrorKind};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 use serde::Serialize;
 
 use crate::convert;
@@ -60,6 +60,8 @@ fn options(
         match name.as_str() {
             "role" => options.role = value.extract::<String>()?.parse().py()?,
             "layerwise" => options.layerwise = value.extract()?,
+            "max_sync_stall_ms" => options.max_sync_stall_ms = value.extract()?,
+            "events" => options.events = value.extract()?,
             "windows" => options.windows = value.extract()?,
             "save_decode_cache" => options.save_decode_cache = value.extract()?,
             "save_unfull_chunk" => options.save_unfull_chunk = value.extract()?,
@@ -70,12 +72,26 @@ fn options(
             "gather_patience_ms" => options.gather_patience_ms = value.extract()?,
             "max_held_blocks" => options.max_held_blocks = value.extract()?,
             "workers" => options.workers = value.extract()?,
+            "writers" => options.writers = value.extract()?,
             "rank" => options.rank = value.extract()?,
             _ => return Err(to_py(&invalid(format!("the connector has no option {name:?}")))),
         }
     }
     options.validate().py()?;
     Ok(options)
+}
+
+/// The chunk size that the settings of `config` ask for, as it is in effect for a server with blocks of `block_tokens` tokens and these
+/// sliding windows (None: none), one each per KV cache group: whole blocks of every group, and no longer than what the
+/// windows keep.
+#[pyfunction]
+#[pyo3(signature = (config, block_tokens, windows))]
+pub(crate) fn chunk_tokens(
+    config: Option<&Bound<'_, PyAny>>,
+    block_tokens: Vec<u32>,
+    windows: Vec<Option<u32>>,
+) -> PyResult<u32> {
+    Ok(windowed_chunk_tokens(convert::settings(config)?.chunk_size, &block_tokens, &windows))
 }
 
 /// Block ids of one request, a list per KV cache group.
@@ -136,8 +152,8 @@ impl SchedulerSide {
         self.with(|s| Ok(s.knows(req_id)))
     }
 
-    /// Takes a request up and hashes its prompt.
-    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false))]
+    /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it has stored or is storing.
+    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0))]
     #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn add(
         &self,
@@ -146,11 +162,12 @@ impl SchedulerSide {
         extra: Option<&Bound<'_, PyAny>>,
         skip_save: bool,
         skip_load: bool,
+        transferred: usize,
     ) -> PyResult<()> {
         let tokens = convert::tokens(tokens)?;
         let extra = convert::extra(extra)?;
         self.with(|s| {
-            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load });
+            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load, transferred });
             Ok(())
         })
     }
@@ -172,8 +189,8 @@ impl SchedulerSide {
 
     /// What the server scheduled, as bytes for the workers; empty where they have nothing to do.
     ///
-    /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per request or None,
-    /// num_computed, num_scheduled, resumed ids). `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
+    /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per group of each or
+    /// None, num_computed of each, a dict of num_scheduled by req_id, resumed ids). Unknown requests are passed over. `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
     #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
     #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn step<'py>(
@@ -192,8 +209,9 @@ impl SchedulerSide {
             let (num_computed, num_scheduled) = (*num_computed, *num_scheduled);
             input.new.push(NewRequest { req_id: req_id.to_str()?, blocks: ids.clone(), num_computed, num_scheduled });
         }
+        let ids = cached.as_ref().map_or_else(|| Ok(Vec::new()), Cached::names)?;
         if let Some(cached) = &cached {
-            cached.read(&mut input)?;
+            cached.read(&ids, &mut input)?;
         }
         let mut failed = None;
         let mut ask = |req_id: &str, start: usize, stop: usize| -> Option<Vec<u32>> {
@@ -210,6 +228,11 @@ impl SchedulerSide {
             Some(e) => Err(e),
             None => Ok(PyBytes::new(py, &meta.to_bytes().py()?)),
         }
+    }
+
+    /// Tokens from a request's start that are stored or were ordered to be.
+    fn transferred(&self, req_id: &str) -> PyResult<usize> {
+        self.with(|s| Ok(s.transferred(req_id)))
     }
 
     /// The request ended; True where its blocks must be kept until a worker reports it as sent.
@@ -240,6 +263,21 @@ impl SchedulerSide {
         })
     }
 
+    /// What became of chunks since the last call, where the option `events` is on: (ordered, stored, found, missing), or None where
+    /// nothing did. A chunk is (req_id, key, first token, tokens); `stored` are keys of ordered chunks that every worker has
+    /// committed.
+    fn take_news<'py>(&self, py: Python<'py>) -> PyResult<Option<NewsOf<'py>>> {
+        let news = self.with(|s| Ok(s.take_news()))?;
+        if news == News::default() {
+            return Ok(None);
+        }
+        let chunks = |of: Vec<ChunkOf>| {
+            of.into_iter().map(|c| (c.req_id, PyBytes::new(py, &c.key), c.start, c.tokens)).collect::<Vec<_>>()
+        };
+        let stored = news.stored.iter().map(|key| PyBytes::new(py, key)).collect();
+        Ok(Some((chunks(news.ordered), stored, chunks(news.found), chunks(news.missing))))
+    }
+
     /// Looks everything up anew.
     fn reset(&self) -> PyResult<bool> {
         self.with(|s| Ok(s.reset()))
@@ -259,26 +297,50 @@ impl SchedulerSide {
     }
 }
 
+/// A chunk of a request: its name, the chunk's key, first token, tokens.
+type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
+/// Chunks ordered, keys stored, chunks found, chunks missing.
+type NewsOf<'py> = (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>);
+
 /// A request that runs for the first time: its name, its blocks per group, tokens computed and scheduled.
 type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);
 
-/// The requests of a step that ran before: parallel lists, as vLLM has them, and the names of those that are resumed.
+/// The requests of a step that ran before, read out of vLLM's own lists without copies of them: hundreds in every step.
 #[derive(FromPyObject)]
-struct Cached<'py>(Vec<Bound<'py, PyString>>, Vec<Option<Vec<Vec<u32>>>>, Vec<usize>, Vec<usize>, HashSet<String>);
+struct Cached<'py> {
+    #[pyo3(item(0))]
+    req_ids: Bound<'py, PyList>,
+    #[pyo3(item(1))]
+    new_blocks: Bound<'py, PyList>,
+    #[pyo3(item(2))]
+    computed: Bound<'py, PyList>,
+    #[pyo3(item(3))]
+    scheduled: Bound<'py, PyDict>,
+    #[pyo3(item(4))]
+    resumed: Bound<'py, PyAny>,
+}
 
 impl<'py> Cached<'py> {
-    fn read<'a>(&'a self, input: &mut StepInput<'a>) -> PyResult<()> {
-        let Self(ids, new_blocks, computed, scheduled, resumed) = self;
-        let lengths = [new_blocks.len(), computed.len(), scheduled.len()];
-        if lengths.iter().any(|l| *l != ids.len()) {
+    /// The names, which the rows borrow.
+    fn names(&self) -> PyResult<Vec<Bound<'py, PyString>>> {
+        self.req_ids.iter().map(|id| Ok(id.cast_into()?)).collect()
+    }
+
+    fn read<'a>(&self, ids: &'a [Bound<'py, PyString>], input: &mut StepInput<'a>) -> PyResult<()> {
+        if self.new_blocks.len() != ids.len() || self.computed.len() != ids.len() {
             return Err(to_py(&invalid("the lists of cached requests differ in length")));
         }
-        let rest = new_blocks.iter().zip(computed.iter().zip(scheduled));
-        for (id, (new_blocks, (&num_computed, &num_scheduled))) in ids.iter().zip(rest) {
-            let req_id = id.to_str()?;
-            let resumed = !resumed.is_empty() && resumed.contains(req_id);
-            let new_blocks = new_blocks.clone();
-            input.cached.push(CachedRequest { req_id, new_blocks, num_computed, num_scheduled, resumed });
+        let any_resumed = self.resumed.len()? > 0;
+        input.cached.reserve(ids.len());
+        for ((id, new_blocks), computed) in ids.iter().zip(self.new_blocks.iter()).zip(self.computed.iter()) {
+            let missing = || to_py(&invalid(format!("request {id} is not among the scheduled ones")));
+            input.cached.push(CachedRequest {
+                req_id: id.to_str()?,
+                new_blocks: if new_blocks.is_none() { None } else { Some(blocks(&new_blocks)?) },
+                num_computed: computed.extract()?,
+                num_scheduled: self.scheduled.get_item(id)?.ok_or_else(missing)?.extract()?,
+                resumed: any_resumed && self.resumed.contains(id)?,
+            });
         }
         Ok(())
     }

@@ -29,7 +29,7 @@ mod module {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::connector::{SchedulerSide, WorkerSide};
+    use super::connector::{SchedulerSide, WorkerSide, chunk_tokens};
     #[pymodule_export]
     use super::convert::PyGeometry;
     #[pymodule_export]

@@ -38,6 +38,13 @@ def test_objects_come_back(objs: forebay.ObjectStore) -> None:
     assert "forebay_objects_up 1" in objs.metrics()
 
 
+def test_the_capacity_may_stand_beside_the_directory(cache: Path) -> None:
+    settings = config(cache)
+    settings["gds_config"]["capacity"] = settings.pop("capacity")
+    with forebay.ObjectStore(settings) as store:
+        assert store.put({"a": b"hello"}) == [True]
+
+
 def test_buffers_that_do_not_do(objs: forebay.ObjectStore) -> None:
     objs.put({"a": b"12345"})
     with pytest.raises(forebay.InvalidInput, match="read-only"):

@@ -14,11 +14,12 @@ use super::warning::{Feature, Origin, Warning, WarningKind};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Other ways to write a setting, nested ones with a dot.
-pub(super) const ALIASES: [(&str, &str); 10] = [
+pub(super) const ALIASES: [(&str, &str); 11] = [
     ("cache_dir", "drives"),
     ("cache_dirs", "drives"),
     ("gds_path", "drives"),
     ("gds_config.cache_dir", "drives"),
+    ("gds_config.capacity", "capacity"),
     ("gds_config.enable_rdma", "enable_rdma"),
     ("gds_config.max_concurrent_ops", "max_concurrent_ops"),
     ("gds_config.block_size", "block_size"),

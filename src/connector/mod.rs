@@ -22,9 +22,10 @@ mod worker;
 
 pub use lookup::{EngineLookup, Lookup};
 pub use meta::{BlockSpan, LoadOrder, PromptPart, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
-pub use options::{ConnectorOptions, Role, block_multiple, effective_chunk_tokens};
+pub use options::{ConnectorOptions, Role, block_multiple, effective_chunk_tokens, windowed_chunk_tokens};
 pub use scheduler::{
-    AddRequest, CachedRequest, Matched, NewRequest, Scheduler, SchedulerStats, StepInput, StepOutput, TokensOf,
+    AddRequest, CachedRequest, ChunkOf, Matched, NewRequest, News, Scheduler, SchedulerStats, StepInput, StepOutput,
+    TokensOf,
 };
 pub use worker::{Finished, Worker, WorkerStats};
 

@@ -78,6 +78,9 @@ pub struct ConnectorOptions {
     pub num_blocks: usize,
     /// Layers are loaded while the model runs, in the step that needs them; otherwise whole requests before they are scheduled.
     pub layerwise: bool,
+    /// Where loads run within a step: one that is predicted, from the rate that loads are measured at, to hold the step's requests up
+    /// for more milliseconds is loaded before its request is scheduled instead.
+    pub max_sync_stall_ms: u64,
     /// Generated tokens are stored too.
     pub save_decode_cache: bool,
     /// The end of a prompt that fills no chunk is stored too, in whole blocks.
@@ -96,8 +99,12 @@ pub struct ConnectorOptions {
     pub gather_patience_ms: u64,
     /// Blocks of finished requests that may wait for gathers; beyond it they are given up.
     pub max_held_blocks: usize,
+    /// What becomes of chunks is remembered for [`super::Scheduler::take_news`].
+    pub events: bool,
     /// Workers that serve the scheduler.
     pub workers: usize,
+    /// How many of them store, the first ones: all, or one where every worker has the same KV, as with MLA.
+    pub writers: usize,
     /// Which of them this is; of use to a worker only.
     pub rank: u32,
 }
@@ -126,6 +133,7 @@ impl ConnectorOptions {
             windows: groups.iter().map(window_of).collect(),
             num_blocks,
             layerwise: settings.use_layerwise,
+            max_sync_stall_ms: 20,
             save_decode_cache: settings.save_decode_cache,
             save_unfull_chunk: settings.save_unfull_chunk,
             join_loads: true,
@@ -134,7 +142,9 @@ impl ConnectorOptions {
             load_timeout_ms: 2000,
             gather_patience_ms: 50,
             max_held_blocks: (num_blocks / HELD_SHARE).max(1),
+            events: false,
             workers: 1,
+            writers: usize::MAX,
             rank: 0,
         };
         options.validate()?;
@@ -153,6 +163,9 @@ impl ConnectorOptions {
         }
         if self.workers == 0 {
             return wrong("a scheduler of 0 workers".to_owned());
+        }
+        if self.writers == 0 {
+            return wrong("a scheduler none of whose workers stores".to_owned());
         }
         let rounded = effective_chunk_tokens(self.chunk_tokens, &self.block_tokens);
         if self.chunk_tokens == 0 || rounded != self.chunk_tokens {
@@ -174,6 +187,11 @@ impl ConnectorOptions {
     /// The sliding window of a group.
     pub(super) fn window(&self, group: usize) -> Option<usize> {
         self.windows.get(group).copied().flatten().map(|w| w as usize)
+    }
+
+    /// Workers that store.
+    pub(super) fn writers(&self) -> usize {
+        self.writers.min(self.workers)
     }
 
     /// Whether blocks of running requests come free.
@@ -202,4 +220,16 @@ pub fn block_multiple(block_tokens: &[u32]) -> u32 {
 pub fn effective_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32]) -> u32 {
     let multiple = block_multiple(block_tokens);
     chunk_tokens.max(1).checked_next_multiple_of(multiple).unwrap_or(multiple)
+}
+
+/// The chunk size for a server with these sliding windows: at most so long that the blocks of a chunk are still the request's when
+/// its last token is computed, however the server cuts a prompt into steps. In longer chunks those blocks may be gone by
+/// then, and a chunk that cannot be stored ends every later hit.
+#[must_use]
+pub fn windowed_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32], windows: &[Option<u32>]) -> u32 {
+    let multiple = block_multiple(block_tokens);
+    // A block goes when the window has left it as a whole.
+    let kept = |(block, window): (&u32, &Option<u32>)| window.map(|w| w.saturating_add(*block).saturating_sub(1));
+    let longest = block_tokens.iter().zip(windows).filter_map(kept).min().unwrap_or(u32::MAX);
+    effective_chunk_tokens(chunk_tokens, block_tokens).min((longest / multiple).max(1).saturating_mul(multiple))
 }

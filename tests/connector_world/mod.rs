@@ -178,8 +178,14 @@ impl Server {
         let id = format!("r{}", self.next);
         self.next += 1;
         let extra = Extra::default();
-        let request =
-            AddRequest { req_id: &id, tokens: &tokens[..prompt], extra: &extra, skip_save: false, skip_load: false };
+        let request = AddRequest {
+            req_id: &id,
+            tokens: &tokens[..prompt],
+            extra: &extra,
+            skip_save: false,
+            skip_load: false,
+            transferred: 0,
+        };
         self.s.add(request);
         let state = State::Waiting;
         self.reqs.insert(

@@ -1,6 +1,7 @@
 //! An engine over a temporary directory, and paged memories of every layout to store from and load into.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -319,4 +320,15 @@ pub(crate) fn matched(engine: &Engine, prompt: &Prompt) -> usize {
 
 pub(crate) fn prompt(engine: &Engine, n: usize, seed: u32) -> Prompt {
     engine.prompt(&tokens(n, seed), &Extra::default())
+}
+
+/// Flips one bit of the file.
+pub(crate) fn flip(path: &Path, at: u64) {
+    let mut file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.seek(SeekFrom::Start(at)).unwrap();
+    file.read_exact(&mut byte).unwrap();
+    file.seek(SeekFrom::Start(at)).unwrap();
+    file.write_all(&[byte[0] ^ 0x10]).unwrap();
+    file.sync_all().unwrap();
 }

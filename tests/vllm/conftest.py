@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "7"))
 LOADED = "vllm:external_prefix_cache_hits"
+#: How long one process may take, on a machine that is busy with other things too.
+PATIENCE_S = 400
 
 
 def environment(home: Path, separate: bool = False) -> dict[str, str]:
@@ -32,16 +36,19 @@ def environment(home: Path, separate: bool = False) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0",
         "HOME": str(home),
+        # What vLLM learns of a model's code in a process of its own, which it starts where it does not find it here.
+        "VLLM_CACHE_ROOT": str(HERE.parent.parent / "target" / "vllm-cache"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
 
 
 @dataclass
 class Run:
-    """What one process generated."""
+    """What one process generated, round by round."""
 
     rounds: list[list[dict[str, Any]]]
-    metrics: dict[str, float]
+    counters: list[dict[str, float]]
+    """vLLM's counters when each round was over."""
     log: str
 
     def tokens(self, number: int = 0) -> list[list[int]]:
@@ -52,26 +59,55 @@ class Run:
         """Prompt tokens that were not computed in a round, per prompt."""
         return [output["cached"] for output in self.rounds[number]]
 
+    def reasons(self) -> set[str]:
+        """Why outputs ended."""
+        return {output["reason"] for outputs in self.rounds for output in outputs}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Counters at the end."""
+        return self.counters[-1]
+
     @property
     def loaded(self) -> float:
         """Tokens that vLLM counted as loaded by the connector."""
         return self.metrics.get(LOADED, 0)
 
+    def loaded_in(self, number: int) -> float:
+        """Those of one round."""
+        before = self.counters[number - 1].get(LOADED, 0) if number > 0 else 0
+        return self.counters[number].get(LOADED, 0) - before
 
-def generate(folder: Path, separate: bool = False, **spec: Any) -> Run:
-    """Runs offline.py in a process of its own."""
+
+def start(
+    folder: Path, *asked: dict[str, Any], separate: bool = False, rounds: int = 1, **spec: Any
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs offline.py in a process of its own; the process, and the file with its result.
+
+    `asked` are its rounds; without them there are `rounds` equal ones of what else is given.
+    """
+    if not asked:
+        one = {key: spec.pop(key) for key in ("prompts", "max_tokens", "salt", "zero_stored") if key in spec}
+        asked = (one,) * rounds
     work = Path(tempfile.mkdtemp(dir=folder))
-    (work / "spec.json").write_text(json.dumps(spec))
+    (work / "spec.json").write_text(json.dumps(spec | {"rounds": asked}))
     command = [sys.executable, HERE / "offline.py", work / "spec.json", work / "result.json"]
     done = subprocess.run(
-        command, env=environment(folder, separate), cwd=work, capture_output=True, text=True, timeout=240, check=False
+        command, env=environment(folder, separate), cwd=work, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
+    return done, work / "result.json"
+
+
+def generate(folder: Path, *asked: dict[str, Any], **more: Any) -> Run:
+    """What offline.py generates in a process of its own; arguments are those of `start`."""
+    began = time.monotonic()
+    done, written = start(folder, *asked, **more)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]
-    result = json.loads((work / "result.json").read_text())
-    run = Run(result["rounds"], result["metrics"], log)
-    shown = {k: v for k, v in run.metrics.items() if "forebay" in k or "external" in k}
-    print(f"cached {[run.cached(i) for i in range(len(run.rounds))]} metrics {shown}")
+    result = json.loads(written.read_text())
+    run = Run([one["outputs"] for one in result], [one["metrics"] for one in result], log)
+    shown = {k.removeprefix("vllm:"): v for k, v in run.metrics.items() if "forebay" in k or "external" in k}
+    print(f"{time.monotonic() - began:.0f} s, cached {[run.cached(i) for i in range(len(run.rounds))]}, {shown}")
     return run
 
 
@@ -89,14 +125,14 @@ def settings(cache_dir: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The tiny model in a type; made once."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A tiny model in a type, of a kind that model.py knows; made once."""
     folder = tmp_path_factory.mktemp("models")
 
-    def of(dtype: str) -> str:
-        made = folder / dtype
+    def of(dtype: str, *kind: str) -> str:
+        made = folder / "-".join((dtype, *kind))
         if not made.exists():
-            subprocess.run([sys.executable, HERE / "model.py", made, dtype], check=True, env=environment(folder))
+            subprocess.run([sys.executable, HERE / "model.py", made, dtype, *kind], check=True, env=environment(folder))
         return str(made)
 
     return of
@@ -108,7 +144,40 @@ def model(models: Callable[[str], str]) -> str:
     return models("float32")
 
 
+#: Rounds of the tests that are compared with `plain`: a few tokens, and so many that requests grow.
+SHORT, LONG = {"prompts": prompts()}, {"prompts": prompts(6), "max_tokens": 200}
+
+
 @pytest.fixture(scope="session")
-def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def bare(model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`SHORT` and `LONG` without a connector."""
+    return generate(tmp_path_factory.mktemp("plain"), SHORT, LONG, model=model)
+
+
+@pytest.fixture(scope="session")
+def plain(bare: Run) -> list[list[int]]:
     """What vLLM generates for `prompts()` without a connector."""
-    return generate(tmp_path_factory.mktemp("plain"), model=model, prompts=prompts()).tokens()
+    return bare.tokens(0)
+
+
+@dataclass
+class Filled:
+    """The run that most tests look at, and the cache that it leaves."""
+
+    run: Run
+    cache: Path
+
+    def copy(self, folder: Path) -> Path:
+        """The cache, for a test that changes it."""
+        return Path(shutil.copytree(self.cache, folder / "cache"))
+
+
+@pytest.fixture(scope="session")
+def filled(model: str, tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    """One vLLM with few blocks and small steps: prompts are computed in pieces, and requests are preempted."""
+    folder = tmp_path_factory.mktemp("filled")
+    rounds = (SHORT, SHORT, LONG, LONG, SHORT | {"salt": "tenant"}, SHORT | {"salt": "tenant"}, SHORT | {"salt": "other"})
+    # Six requests of four to five blocks that grow while 18 blocks are there.
+    engine = {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 128, "enable_chunked_prefill": True}
+    run = generate(folder, *rounds, model=model, cache=settings(folder / "cache"), engine=engine)
+    return Filled(run, folder / "cache")

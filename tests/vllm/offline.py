@@ -1,7 +1,7 @@
 """One process with one vLLM: generates from a specification (JSON, see `Spec`), and writes tokens and metrics to a file.
 
-Usage: offline.py SPEC RESULT. Between rounds vLLM's own prefix cache is emptied, so that what a later round did not compute
-came from Forebay.
+Usage: offline.py SPEC RESULT. Before each round but the first vLLM's own prefix cache is emptied, so that what a later round did
+not compute came from Forebay.
 """
 
 from __future__ import annotations
@@ -14,19 +14,31 @@ from typing import Any
 
 
 @dataclass
+class Round:
+    """Prompts that are generated from together."""
+
+    prompts: list[list[int]]
+    max_tokens: int = 8
+    salt: str | None = None
+    """`cache_salt` of the prompts."""
+    zero_stored: bool = False
+    """Zeroes the whole KV cache before a step's stores begin, so that wrong KV is stored with valid checksums."""
+
+
+@dataclass
 class Spec:
     """What to run."""
 
     model: str
-    prompts: list[list[int]]
+    rounds: list[dict[str, Any]]
     dtype: str = "float32"
     cache: dict[str, Any] | None = None
     """`kv_connector_extra_config`; without it no connector is used."""
-    rounds: int = 1
-    max_tokens: int = 8
     role: str = "kv_both"
-    zero_stored: bool = False
-    """Zeroes the whole KV cache before a step's stores begin, so that wrong KV is stored with valid checksums."""
+    transfer: dict[str, Any] | None = None
+    """The whole `kv_transfer_config`, for connectors around Forebay's; `cache` and `role` are not looked at then."""
+    reset_connector: bool = False
+    """The last reset between rounds is the connector's too."""
     engine: dict[str, Any] = field(default_factory=dict)
     """More arguments of `LLM`."""
 
@@ -44,55 +56,74 @@ def arguments(spec: Spec) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "disable_log_stats": False,
     }
-    if spec.cache is not None:
+    if spec.transfer is not None:
+        made["kv_transfer_config"] = spec.transfer
+    elif spec.cache is not None:
         made["kv_transfer_config"] = {
             "kv_connector": "ForebayConnector",
             "kv_role": spec.role,
             "kv_connector_extra_config": spec.cache,
         }
+    if "kv_events_config" in spec.engine:
+        from vllm.config import KVEventsConfig
+
+        made["kv_events_config"] = KVEventsConfig(**spec.engine.pop("kv_events_config"))
     return made | spec.engine
 
 
-def zero_stored() -> None:
-    """Wraps the worker's half for a process of its own; only with the engine in this process."""
-    from forebay.vllm.working import WorkerHalf
+class ZeroStored:
+    """Wraps the worker's half; only with the engine in this process."""
 
-    register, end_step = WorkerHalf.register, WorkerHalf.end_step
-    tensors: list[Any] = []
+    def __init__(self) -> None:
+        """Off until told."""
+        from forebay.vllm.working import WorkerHalf
 
-    def registered(self: WorkerHalf, kv_caches: dict[str, Any]) -> None:
-        tensors.extend(kv_caches.values())
-        register(self, kv_caches)
+        self.on = False
+        self.tensors: list[Any] = []
+        register, end_step = WorkerHalf.register, WorkerHalf.end_step
 
-    def ended(self: WorkerHalf, meta: Any) -> None:
-        for tensor in tensors:
-            tensor.zero_()
-        end_step(self, meta)
+        def registered(half: WorkerHalf, kv_caches: dict[str, Any]) -> None:
+            self.tensors.extend(kv_caches.values())
+            register(half, kv_caches)
 
-    WorkerHalf.register, WorkerHalf.end_step = registered, ended  # type: ignore[method-assign]
+        def ended(half: WorkerHalf, meta: Any) -> None:
+            for tensor in self.tensors if self.on else ():
+                tensor.zero_()
+            end_step(half, meta)
+
+        WorkerHalf.register, WorkerHalf.end_step = registered, ended  # type: ignore[method-assign]
+
+
+def generate(llm: Any, asked: Round) -> dict[str, Any]:
+    """One round."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=asked.max_tokens, detokenize=False, ignore_eos=True)
+    salt = {} if asked.salt is None else {"cache_salt": asked.salt}
+    made = llm.generate([{"prompt_token_ids": p} | salt for p in asked.prompts], sampling, use_tqdm=False)
+    outputs = [
+        {"tokens": list(m.outputs[0].token_ids), "reason": m.outputs[0].finish_reason, "cached": m.num_cached_tokens}
+        for m in made
+    ]
+    return {"outputs": outputs, "metrics": {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}}
 
 
 def main() -> None:
     """Runs the specification."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
-    if spec.zero_stored:
-        zero_stored()
+    asked = [Round(**r) for r in spec.rounds]
+    zero = ZeroStored() if any(r.zero_stored for r in asked) else None
     llm = LLM(**arguments(spec))
-    sampling = SamplingParams(temperature=0, max_tokens=spec.max_tokens, detokenize=False, ignore_eos=True)
     rounds = []
-    for number in range(spec.rounds):
+    for number, one in enumerate(asked):
         if number:
-            assert llm.reset_prefix_cache()
-        made = llm.generate([{"prompt_token_ids": p} for p in spec.prompts], sampling, use_tqdm=False)
-        outputs = [
-            {"tokens": list(m.outputs[0].token_ids), "reason": m.outputs[0].finish_reason, "cached": m.num_cached_tokens}
-            for m in made
-        ]
-        rounds.append(outputs)
-    metrics = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    Path(sys.argv[2]).write_text(json.dumps({"rounds": rounds, "metrics": metrics}))
+            assert llm.reset_prefix_cache(reset_connector=spec.reset_connector and number == len(asked) - 1)
+        if zero is not None:
+            zero.on = one.zero_stored
+        rounds.append(generate(llm, one))
+    Path(sys.argv[2]).write_text(json.dumps(rounds))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def caches(layout: KVCacheLayout) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 def shape() -> geometry.Shape:
     size = HEADS * TOKENS * CONTENT * ITEM
     layers = tuple(geometry.Layer(f"model.layers.{i}.attn", 0, TOKENS, size) for i in range(LAYERS))
-    return geometry.Shape(layers, (TOKENS,), BLOCKS)
+    return geometry.Shape(layers, (TOKENS,), BLOCKS, (None,))
 
 
 @pytest.mark.parametrize("layout", [l for l in KVCacheLayout if l.is_block_compact], ids=lambda l: l.name)
@@ -50,7 +50,7 @@ def test_blocks_in_pieces_are_refused_with_what_to_do(layout: KVCacheLayout) -> 
 def test_kernel_blocks_of_one_block_are_taken_together() -> None:
     memory = torch.arange(BLOCKS * HEADS * TOKENS * CONTENT, dtype=torch.int16)
     halves = memory.view(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT)
-    one = geometry.Shape(shape().layers[:1], (TOKENS,), BLOCKS)
+    one = geometry.Shape(shape().layers[:1], (TOKENS,), BLOCKS, (None,))
     (view,) = geometry.views(one, {"model.layers.0.attn": halves})
     assert view[1].view(torch.int16).tolist() == halves[2:4].flatten().tolist()
 

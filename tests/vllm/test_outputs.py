@@ -1,4 +1,7 @@
-"""Greedy outputs are the same with and without Forebay, wherever the KV came from; each test sees that tokens were loaded."""
+"""Greedy outputs are the same with and without Forebay, wherever the KV came from; each test sees that tokens were loaded.
+
+Tests with the mark `ci` are the share that `make test` runs; they look at few processes.
+"""
 
 from __future__ import annotations
 
@@ -6,67 +9,85 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import generate, prompts, settings
+from conftest import SHORT, Filled, Run, generate, prompts, settings
+
+#: Whole chunks of the shortest prompt, which ends in the middle of one.
+WHOLE = 384
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["one-process", "own-engine-process"])
-def test_cold_warm_and_after_a_restart(model: str, plain: list[list[int]], tmp_path: Path, separate: bool) -> None:
-    cache = settings(tmp_path / "cache")
-    cold = generate(tmp_path, separate, model=model, prompts=prompts(), cache=cache, rounds=2)
-    assert cold.tokens(0) == plain
-    assert cold.tokens(1) == plain
-    assert all(cached >= 384 for cached in cold.cached(1)), "the second round must come from the cache"
-    restarted = generate(tmp_path, separate, model=model, prompts=prompts(), cache=cache)
-    assert restarted.tokens() == plain
-    assert all(cached >= 384 for cached in restarted.cached())
-    assert restarted.loaded >= 384
+@pytest.mark.ci
+def test_cold_warm_and_in_pieces(plain: list[list[int]], filled: Filled) -> None:
+    assert filled.run.tokens(0) == plain
+    assert filled.run.loaded_in(0) == 0
+    assert filled.run.tokens(1) == plain
+    assert all(cached >= WHOLE for cached in filled.run.cached(1)), "the second round must come from the cache"
+    assert filled.run.loaded_in(1) >= WHOLE
 
 
-def test_chunked_prefill(model: str, plain: list[list[int]], tmp_path: Path) -> None:
-    cache = settings(tmp_path / "cache")
-    engine = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
-    run = generate(tmp_path, model=model, prompts=prompts(), cache=cache, rounds=2, engine=engine)
-    assert run.tokens(0) == plain
-    assert run.tokens(1) == plain
-    assert all(cached >= 384 for cached in run.cached(1))
+@pytest.mark.ci
+def test_preemption(bare: Run, filled: Filled) -> None:
+    assert filled.run.metrics.get("vllm:num_preemptions", 0) > 0, "the test must preempt"
+    assert filled.run.tokens(2) == bare.tokens(1)
+    assert filled.run.tokens(3) == bare.tokens(1)
+    assert filled.run.loaded_in(3) > 0
 
 
-def test_preemption(model: str, tmp_path: Path) -> None:
-    # Six requests of four to five blocks that grow while 18 blocks are there: some are preempted and resumed.
-    asked = {"model": model, "prompts": prompts(6), "max_tokens": 200, "engine": {"num_gpu_blocks_override": 18}}
-    bare = generate(tmp_path, **asked)
-    run = generate(tmp_path, **asked, cache=settings(tmp_path / "cache"), rounds=2)
-    assert run.metrics.get("vllm:num_preemptions", 0) > 0, "the test must preempt"
-    assert run.tokens(0) == bare.tokens()
-    assert run.tokens(1) == bare.tokens()
-    assert run.loaded > 0
+@pytest.mark.ci
+def test_a_cache_salt_shares_with_nobody_else(plain: list[list[int]], filled: Filled) -> None:
+    assert [filled.run.tokens(number) for number in (4, 5, 6)] == [plain] * 3
+    assert [filled.run.loaded_in(number) > 0 for number in (4, 5, 6)] == [False, True, False]
+    assert all(cached >= WHOLE for cached in filled.run.cached(5))
 
 
-def test_bfloat16(models: Callable[[str], str], tmp_path: Path) -> None:
-    asked = {"model": models("bfloat16"), "prompts": prompts(1), "dtype": "bfloat16"}
-    bare = generate(tmp_path, **asked)
-    run = generate(tmp_path, **asked, cache=settings(tmp_path / "cache"), rounds=2)
-    assert run.tokens(0) == bare.tokens()
-    assert run.tokens(1) == bare.tokens()
-    assert run.cached(1)[0] >= 384
-
-
-def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(
-    model: str, plain: list[list[int]], tmp_path: Path
+@pytest.mark.ci
+def test_after_a_restart_and_with_the_engine_in_a_process_of_its_own(
+    model: str, plain: list[list[int]], filled: Filled, tmp_path: Path
 ) -> None:
-    cache = settings(tmp_path / "cache")
-    consumer = generate(tmp_path, model=model, prompts=prompts(), cache=cache, rounds=2, role="kv_consumer")
-    assert (consumer.tokens(1), consumer.loaded) == (plain, 0)
-    producer = generate(tmp_path, model=model, prompts=prompts(), cache=cache, rounds=2, role="kv_producer")
-    assert (producer.tokens(1), producer.loaded) == (plain, 0)
-    consumer = generate(tmp_path, model=model, prompts=prompts(), cache=cache, role="kv_consumer")
-    assert consumer.tokens() == plain
-    assert consumer.loaded >= 384
+    run = generate(tmp_path, SHORT, model=model, cache=settings(filled.copy(tmp_path)), separate=True)
+    assert run.tokens() == plain
+    assert all(cached >= WHOLE for cached in run.cached())
+    assert run.loaded >= WHOLE
 
 
-def test_another_salt_shares_nothing(model: str, tmp_path: Path) -> None:
-    # The same tokens under another fingerprint of the user's are another namespace.
-    asked = {"model": model, "prompts": prompts(1)}
-    generate(tmp_path, **asked, cache=settings(tmp_path / "cache"))
-    other = generate(tmp_path, **asked, cache=settings(tmp_path / "cache", fingerprint="other weights"))
-    assert other.loaded == 0
+@pytest.mark.ci
+def test_bfloat16(models: Callable[[str], str], tmp_path: Path) -> None:
+    one = {"prompts": prompts(1)}
+    asked = {"model": models("bfloat16"), "dtype": "bfloat16"}
+    bare = generate(tmp_path, one, **asked)
+    run = generate(tmp_path, one, one, **asked, cache=settings(tmp_path / "cache"))
+    assert run.tokens(0) == bare.tokens()
+    assert run.tokens(1) == bare.tokens()
+    assert run.cached(1)[0] >= WHOLE
+
+
+def test_within_steps(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
+    # Layer by layer, which vLLM can recover from with one KV cache group and without asynchronous scheduling.
+    cache = settings(filled.copy(tmp_path), use_layerwise=True)
+    run = generate(tmp_path, SHORT, SHORT, model=model, cache=cache, engine={"async_scheduling": False})
+    assert (run.tokens(0), run.tokens(1)) == (plain, plain)
+    assert run.loaded_in(0) >= WHOLE
+
+
+def test_a_producer_loads_nothing(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
+    fresh = {"prompts": prompts(1, seed=99)}
+    cache = settings(filled.copy(tmp_path))
+    run = generate(tmp_path, SHORT, fresh, model=model, cache=cache, role="kv_producer")
+    assert run.tokens() == plain
+    assert (run.loaded_in(0), run.loaded_in(1)) == (0, 0)
+    assert run.metrics.get("vllm:forebay_stored_chunks", 0) == WHOLE / 128, "only the prompt that was not there"
+
+
+def test_a_consumer_stores_nothing(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
+    fresh = {"prompts": prompts(1, seed=99)}
+    cache = settings(filled.copy(tmp_path))
+    run = generate(tmp_path, SHORT, fresh, fresh, model=model, cache=cache, role="kv_consumer")
+    assert run.tokens() == plain
+    assert run.loaded_in(0) >= WHOLE
+    assert (run.loaded_in(1), run.loaded_in(2), run.cached(2)) == (0, 0, [0])
+
+
+def test_another_fingerprint_shares_nothing(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
+    cache = settings(filled.copy(tmp_path), fingerprint="other weights")
+    run = generate(tmp_path, SHORT, SHORT, model=model, cache=cache)
+    assert (run.tokens(0), run.tokens(1)) == (plain, plain)
+    assert (run.loaded_in(0), run.loaded_in(1) >= WHOLE) == (0, True)

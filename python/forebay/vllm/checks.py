@@ -61,3 +61,8 @@ def layerwise(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings:
             "use_layerwise with several KV cache groups: vLLM cannot be told of a failed load; start with "
             "--disable-hybrid-kv-cache-manager, or leave use_layerwise off"
         )
+    if vllm_config.cache_config.enable_prefix_caching:
+        raise Unsupported(
+            "use_layerwise with prefix caching: after a failed load vLLM lets other requests use its blocks before they are "
+            "computed anew; start with --no-enable-prefix-caching, or leave use_layerwise off"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from forebay.vllm import checks, geometry, settings
+from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.scheduling import SchedulerHalf
 from forebay.vllm.stats import Deltas, ForebayMetrics, ForebayStats
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -50,11 +54,13 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         checks.recompute_policy(vllm_config)
         checks.layerwise(vllm_config, kv_cache_config, read)
         kv = geometry.shape(vllm_config, kv_cache_config)
+        read = geometry.fitted(kv, read)
         self._deltas = Deltas()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv, read)
+            announcer = Announcer(kv_cache_config) if geometry.events_wanted(vllm_config) else None
+            self._scheduler = SchedulerHalf(vllm_config, kv, read, announcer)
         else:
             self._worker = WorkerHalf(vllm_config, kv, read)
         atexit.register(_shutdown, weakref.ref(self))
@@ -114,20 +120,30 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept for now."""
+        """Whether the blocks must be kept for now, and what a producer's client is told."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request), None
+        return self._scheduler.finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept for now."""
+        """Whether the blocks must be kept for now, and what a producer's client is told."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request), None
+        return self._scheduler.finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All groups: what cannot be loaded is refused at the start."""
+        """All groups: what cannot be loaded is refused at the start. Of a group with a sliding window a load brings the blocks
+        that vLLM allocated, which are those of the last window."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """For the number of tokens that vLLM's block hashes are made of."""
+        if self._scheduler is not None:
+            self._scheduler.bind(gpu_block_pool.hash_block_size)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Blocks that can be loaded from now on, or cannot any more."""
+        return () if self._scheduler is None else self._scheduler.events()
 
     def reset_cache(self) -> bool | None:
         """After new weights: nothing stored so far is offered again."""

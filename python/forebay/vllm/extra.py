@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SKIP_SAVE = "forebay.skip_save"
 SKIP_LOAD = "forebay.skip_load"
+#: What a producer answers and a consumer is asked with: tokens from the start whose KV the producer stores.
+TRANSFERRED = "num_transferred_tokens"
 
 
 def cacheable(request: Request) -> bool:
@@ -42,6 +44,12 @@ def skips(request: Request) -> tuple[bool, bool]:
     params = request.kv_transfer_params or {}
     skip_load = bool(params.get(SKIP_LOAD)) or bool(request.skip_reading_prefix_cache)
     return bool(params.get(SKIP_SAVE)), skip_load
+
+
+def transferred(request: Request) -> int:
+    """Tokens that another server says it has stored or is storing; 0 where none does, and for what is no such number."""
+    tokens = (request.kv_transfer_params or {}).get(TRANSFERRED)
+    return tokens if isinstance(tokens, int) and tokens > 0 else 0
 
 
 def _item(feature: Any) -> tuple[str, int, int]:

@@ -8,8 +8,9 @@ identity.
 
 from __future__ import annotations
 
+import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import identity
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+logger = logging.getLogger("vllm.forebay")
 
 
 class Unsupported(ValueError):
@@ -45,43 +49,59 @@ class Shape:
     block_tokens: tuple[int, ...]
     """Tokens of a block, per KV cache group."""
     num_blocks: int
+    windows: tuple[int | None, ...]
+    """Tokens of a group's sliding window, whose older blocks vLLM takes back while the request runs; None where it keeps all."""
+    is_same_on_all_ranks: bool = False
+    """Every tensor-parallel rank computes the same KV, as with MLA: it is stored once, and all ranks load it."""
+
+    def ranks(self, vllm_config: VllmConfig) -> int:
+        """Tensor-parallel ranks that have KV of their own."""
+        return 1 if self.is_same_on_all_ranks else vllm_config.parallel_config.tensor_parallel_size
 
 
 def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
     """The layers that are stored, or `Unsupported`."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise Unsupported("pipeline parallelism is not supported yet; start without --pipeline-parallel-size")
     if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
         raise Unsupported("decode context parallelism is not supported yet; start without --decode-context-parallel-size")
     layers: list[Layer] = []
     block_tokens: list[int] = []
+    windows: list[int | None] = []
+    latent: list[bool] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         block_tokens.append(group.kv_cache_spec.block_size)
+        kept: set[int | None] = set()
         for name in group.layer_names:
             spec = specs[name] if specs is not None else group.kv_cache_spec
-            _check(name, spec)
+            kept.add(_window(name, spec))
+            latent.append(isinstance(spec, MLAAttentionSpec))
             layers.append(Layer(name, index, spec.block_size, spec.real_page_size_bytes))
+        windows.append(min((window for window in kept if window is not None), default=None))
     if not layers:
         raise Unsupported("this model has no KV cache to store; start without the connector")
     layers.sort(key=lambda layer: (_numbers(layer.name), layer.name))
-    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks)
+    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks, tuple(windows), all(latent))
 
 
-def _check(name: str, spec: KVCacheSpec) -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+def _window(name: str, spec: KVCacheSpec) -> int | None:
+    """The tokens whose blocks a running request keeps for this layer, or None for all of them; `Unsupported` where there are
+    no token blocks to store."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, SlidingWindowSpec
 
     if isinstance(spec, MambaSpec):
         raise Unsupported(f"{name} keeps recurrent state, which has no token blocks to store; this model cannot be cached")
-    if isinstance(spec, SlidingWindowSpec):
-        raise Unsupported(
-            f"{name} has a sliding window whose blocks vLLM frees while a request runs; start with "
-            "--disable-hybrid-kv-cache-manager, which keeps them"
-        )
-    if not isinstance(spec, FullAttentionSpec):
+    if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
         raise Unsupported(f"{name}: KV of kind {type(spec).__name__} is not supported")
     if spec.tokens_per_state != 1:
         raise Unsupported(f"{name}: compressed KV ({spec.tokens_per_state} tokens per state) is not supported")
+    if isinstance(spec, RSWASpec):
+        return spec.rswa_window
+    # Under --disable-hybrid-kv-cache-manager such layers have a FullAttentionSpec and keep all their blocks.
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def _numbers(name: str) -> tuple[int, ...]:
@@ -92,6 +112,7 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int)
     """The engine's geometry of one tensor-parallel rank."""
     import forebay
 
+    ranks = kv.ranks(vllm_config)
     return forebay.Geometry(
         model=vllm_config.model_config.model,
         # Bytes to the engine; what is in them is part of the fingerprint.
@@ -101,8 +122,20 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int)
             {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
             for layer in kv.layers
         ],
-        tp=(tp_rank, vllm_config.parallel_config.tensor_parallel_size),
+        tp=(tp_rank % ranks, ranks),
     )
+
+
+def fitted(kv: Shape, settings: Settings) -> Settings:
+    """The settings with chunks that fit this server: where layers have sliding windows, no longer than what a window keeps."""
+    from forebay.connector import chunk_tokens
+
+    asked = chunk_tokens(settings.engine, list(kv.block_tokens), [None] * len(kv.windows))
+    fits = chunk_tokens(settings.engine, list(kv.block_tokens), list(kv.windows))
+    if fits == asked:
+        return settings
+    logger.info("chunk_size is %d instead of %d: sliding windows of %s tokens keep no more", fits, asked, kv.windows)
+    return replace(settings, engine=settings.engine | {"chunk_size": fits})
 
 
 def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str, Any]:
@@ -112,12 +145,21 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
     return settings.connector | {
         "block_tokens": list(kv.block_tokens),
         "num_blocks": kv.num_blocks,
+        "windows": list(kv.windows),
         "role": transfer.kv_role,
         "layerwise": settings.layerwise,
+        "events": events_wanted(vllm_config),
         "workers": vllm_config.parallel_config.tensor_parallel_size,
+        "writers": kv.ranks(vllm_config),
         # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
         "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
     }
+
+
+def events_wanted(vllm_config: VllmConfig) -> bool:
+    """Whether this server publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
 
 
 def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:

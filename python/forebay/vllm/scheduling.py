@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import extra, geometry
+from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -25,8 +27,10 @@ logger = logging.getLogger("vllm.forebay")
 class SchedulerHalf:
     """One per scheduler."""
 
-    def __init__(self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings) -> None:
-        """Opens the cache of every tensor-parallel rank for lookups."""
+    def __init__(
+        self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings, announcer: Announcer | None
+    ) -> None:
+        """Opens the cache of every tensor-parallel rank for lookups; `announcer` where KV events are published."""
         import forebay
         from forebay.connector import SchedulerSide
 
@@ -34,13 +38,15 @@ class SchedulerHalf:
             forebay.Engine(
                 settings.engine, geometry.geometry(vllm_config, kv, settings.fingerprint, rank), device="cpu"
             )
-            for rank in range(vllm_config.parallel_config.tensor_parallel_size)
+            for rank in range(kv.ranks(vllm_config))
         ]
         self._side = SchedulerSide(self._engines, **geometry.options(vllm_config, kv, settings))
+        self._is_producer = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._requests: dict[str, Request] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()
         self._resting = False
+        self._announcer = announcer
 
     def arrived(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
@@ -54,6 +60,7 @@ class SchedulerHalf:
             extra=extra.extra(request),
             skip_save=skip_save,
             skip_load=skip_load,
+            transferred=extra.transferred(request),
         )
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -73,26 +80,22 @@ class SchedulerHalf:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do around this step."""
-        scheduled = output.num_scheduled_tokens
-        known = self._requests
+        scheduled, cached, known = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._requests
         new = [
-            (r.req_id, [list(g) for g in r.block_ids], r.num_computed_tokens, scheduled[r.req_id])
+            (r.req_id, r.block_ids, r.num_computed_tokens, scheduled[r.req_id])
             for r in output.scheduled_new_reqs
             if r.req_id in known
         ]
-        cached = output.scheduled_cached_reqs
-        rows = [i for i, req_id in enumerate(cached.req_ids) if req_id in known]
-        blocks = [cached.new_block_ids[i] for i in rows]
-        running = (
-            [cached.req_ids[i] for i in rows],
-            [None if groups is None else [list(g) for g in groups] for groups in blocks],
-            [cached.num_computed_tokens[i] for i in rows],
-            [scheduled[cached.req_ids[i]] for i in rows],
-            set(cached.resumed_req_ids),
-        )
+        # vLLM's lists as they are: this runs in every step for every running request.
+        running = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, scheduled, cached.resumed_req_ids)
         step = self._side.step(
-            new, running, set(output.finished_req_ids), set(output.preempted_req_ids or ()), tokens_of=self._tokens_of
+            new,
+            None if self._resting else running,
+            output.finished_req_ids,
+            output.preempted_req_ids,
+            tokens_of=self._tokens_of,
         )
+        self._tell()
         held, self._held = frozenset(self._held), set()
         return StepMetadata(step, held)
 
@@ -112,10 +115,30 @@ class SchedulerHalf:
             set(output.failed_recving or ()),
             meta.parts if isinstance(meta, WorkerMetadata) else [],
         )
+        self._tell()
 
-    def finished(self, request: Request) -> bool:
-        """Whether vLLM must keep the finished request's blocks until the workers report it as sent."""
-        req_id = request.request_id
+    def _tell(self) -> None:
+        if self._announcer is not None and not self._resting and (news := self._side.take_news()) is not None:
+            self._announcer.tell(self._requests, news)
+
+    def bind(self, hash_tokens: int) -> None:
+        """vLLM hashes so many tokens at a time."""
+        if self._announcer is not None:
+            self._announcer.bind(hash_tokens)
+
+    def events(self) -> list[KVCacheEvent]:
+        """KV events since the last call."""
+        return [] if self._announcer is None else self._announcer.take()
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must keep the finished request's blocks until the workers report it as sent, and what a producer's client
+        hands to the consumer."""
+        handover = None
+        if self._is_producer and request.request_id in self._requests:
+            handover = {extra.TRANSFERRED: self._side.transferred(request.request_id)}
+        return self._keep(request.request_id), handover
+
+    def _keep(self, req_id: str) -> bool:
         if self._requests.pop(req_id, None) is None:
             return False
         keep = self._side.request_finished(req_id)
@@ -136,6 +159,8 @@ class SchedulerHalf:
             logger.warning("the connector's cache was reset: Forebay loads and stores nothing until this server is restarted")
         self._resting = True
         self._requests.clear()
+        if self._announcer is not None:
+            self._announcer.cleared()
         return True
 
     def stats(self) -> dict[str, Any]:

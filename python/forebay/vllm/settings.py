@@ -16,7 +16,7 @@ from typing import Any
 CONFIG_FILE = "config_file"
 FINGERPRINT = "fingerprint"
 #: Keys for the state machines, which are no settings of the engine.
-CONNECTOR_KEYS = ("load_timeout_ms", "gather_patience_ms", "min_load_tokens", "recompute_tokens_per_s", "max_held_blocks")
+CONNECTOR_KEYS = ("load_timeout_ms", "gather_patience_ms", "min_load_tokens", "recompute_tokens_per_s", "max_held_blocks", "max_sync_stall_ms")
 #: Largest settings file, as the engine's own limit.
 MAX_FILE_BYTES = 1 << 20
 

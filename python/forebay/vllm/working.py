@@ -5,6 +5,7 @@ It never waits for a drive inside a step, except layer by layer where that was a
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import geometry
@@ -14,6 +15,8 @@ from forebay.vllm.settings import Settings
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.forebay")
 
 
 class WorkerHalf:
@@ -108,10 +111,20 @@ class WorkerHalf:
         return {} if self._side is None else self._side.stats()
 
     def close(self) -> None:
-        """Waits for what is being stored, then closes the cache; safe to call again."""
+        """Waits for what is being stored, then closes the cache; safe to call again.
+
+        A cache that fails now, such as one whose files are gone, loses what was not stored and stops no server's end.
+        """
+        import forebay
+
         side, engine, self._side, self._engine = self._side, self._engine, None, None
         if side is not None:
             side.close()
-        if engine is not None:
+        if engine is None:
+            return
+        try:
             engine.flush()
+        except forebay.ForebayError as error:
+            logger.warning("what was being stored at the end is lost: %s", error)
+        finally:
             engine.close()

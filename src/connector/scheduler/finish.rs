@@ -80,6 +80,7 @@ impl Scheduler {
     pub fn output(&mut self, output: &StepOutput<'_>) {
         for report in &output.workers {
             self.rate.measured(report);
+            self.chronicle.reported(report);
             if let Some(gathered) = self.held.gathered.get_mut(report.rank as usize) {
                 *gathered = report.gathered_step.max(*gathered);
             }
@@ -102,6 +103,10 @@ impl Scheduler {
         self.stats.failed_loads += 1;
         // On other workers it may still be under way: its end is reported apart.
         tracker.load_failed();
+        if self.chronicle.is_on() {
+            // Chunks that turned out to be damaged are gone by now.
+            self.stored(req_id);
+        }
     }
 
     /// The server takes a request's blocks away in this step. A load that was ordered for it is of later: it is not sent yet, and

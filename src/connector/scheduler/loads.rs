@@ -31,6 +31,11 @@ impl LoadRate {
         self.tokens_per_s = Some(self.tokens_per_s.map_or(now, |old| old + NEW_SHARE * (now - old)));
     }
 
+    /// Whether loading so many tokens is predicted to take more than `most_ms`; not before a load was measured.
+    fn is_longer_than(&self, tokens: usize, most_ms: u64) -> bool {
+        self.tokens_per_s.is_some_and(|rate| tokens as f64 * 1000.0 > rate * most_ms as f64)
+    }
+
     /// Whether a load is slower than computing at `recompute` tokens per second.
     fn is_slower_than(&mut self, recompute: Option<f64>) -> bool {
         let slower = matches!((self.tokens_per_s, recompute), (Some(load), Some(compute)) if load < compute);
@@ -58,11 +63,15 @@ impl Scheduler {
         let Some(tracker) = self.requests.get_mut(req_id) else { return nothing };
         let multiple = self.options.block_multiple();
         let stop = found.min(tracker.prompt.len().saturating_sub(1)) / multiple * multiple;
+        let patience = Duration::from_millis(self.options.load_timeout_ms);
+        if tracker.awaits_more_than(stop.max(num_computed), (multiple, patience)) {
+            self.stats.awaited += 1;
+            return Matched { tokens: None, asynchronous };
+        }
         let tokens = stop.saturating_sub(num_computed);
         if tokens == 0 || tokens < self.options.min_load_tokens {
             return nothing;
         }
-        let patience = Duration::from_millis(self.options.load_timeout_ms);
         if self.options.join_loads && waits(tracker, (&self.loading, num_computed), patience) {
             self.stats.joined += 1;
             return Matched { tokens: None, asynchronous };
@@ -71,8 +80,12 @@ impl Scheduler {
             self.stats.slower_than_computing += 1;
             return nothing;
         }
+        let stalls = self.options.layerwise
+            && self.rate.is_longer_than(self.sync_tokens + tokens, self.options.max_sync_stall_ms);
+        self.stats.stalling += u64::from(stalls);
+        tracker.asynchronous = asynchronous || stalls;
         tracker.load = LoadState::Answered { computed: num_computed, tokens };
-        Matched { tokens: Some(tokens), asynchronous }
+        Matched { tokens: Some(tokens), asynchronous: tracker.asynchronous }
     }
 
     /// Tokens of a request that are stored; `None` where that is not known yet.
@@ -96,6 +109,7 @@ impl Scheduler {
         };
         let found = found.min(tracker.prompt.len());
         tracker.found = Some((found, Instant::now()));
+        self.chronicle.looked_up(req_id, &tracker.prompt, found);
         Some(found)
     }
 
@@ -133,12 +147,16 @@ impl Scheduler {
         for key in keys_of(tracker, (computed, stop)) {
             self.loading.insert(*key, until);
         }
+        if !tracker.asynchronous {
+            self.sync_tokens += stop - computed;
+        }
         self.ordered.push(req_id.to_owned());
         Ok(())
     }
 
     /// Puts the loads that were ordered into a step.
     pub(super) fn send_loads(&mut self, meta: &mut StepMeta) {
+        self.sync_tokens = 0;
         for req_id in std::mem::take(&mut self.ordered) {
             let Some(tracker) = self.requests.get_mut(&req_id) else { continue };
             let LoadState::Ordered { computed, stop } = tracker.load else { continue };
@@ -149,16 +167,15 @@ impl Scheduler {
             // The chunk that `stop` lies in is found by its whole content.
             let chunk = tracker.prompt.chunk_tokens().max(1);
             let prompt = tracker.part((stop / chunk + 1) * chunk);
-            // A load within its step ends with it, whatever comes of it.
-            tracker.load =
-                if self.options.layerwise { LoadState::Idle } else { LoadState::InFlight { computed, stop } };
+            tracker.load = LoadState::InFlight { computed, stop };
             self.stats.loads += 1;
             self.stats.load_tokens += (stop - computed) as u64;
-            let (epoch, asynchronous) = (tracker.epoch, !self.options.layerwise);
+            let (epoch, asynchronous) = (tracker.epoch, tracker.asynchronous);
+            if !asynchronous {
+                // A load within its step ends with it, whatever comes of it.
+                self.load_over(&req_id);
+            }
             meta.loads.push(LoadOrder { req_id, prompt, computed, stop, spans, epoch, asynchronous });
-        }
-        if self.options.layerwise {
-            self.loading.clear();
         }
     }
 

@@ -11,16 +11,18 @@ use serde::Serialize;
 
 use super::lookup::Lookup;
 use super::meta::{StepMeta, WorkerMeta};
-use super::options::ConnectorOptions;
+use super::options::{ConnectorOptions, Role};
 use crate::engine::Prompt;
 use crate::error::Result;
 use crate::key::{ChunkKey, Extra};
 
 mod finish;
 mod loads;
+mod news;
 mod saves;
 mod tracker;
 
+pub use news::{ChunkOf, News};
 use tracker::Tracker;
 
 /// A request that the server takes up.
@@ -36,6 +38,9 @@ pub struct AddRequest<'a> {
     pub skip_save: bool,
     /// Nothing is loaded for it.
     pub skip_load: bool,
+    /// Tokens from its start that another server says it has stored or is storing: a producer stores them no second time, others wait until
+    /// they can be loaded, for at most [`ConnectorOptions::load_timeout_ms`].
+    pub transferred: usize,
 }
 
 /// How much of a prompt can be loaded.
@@ -120,6 +125,8 @@ pub struct SchedulerStats {
     pub queried_tokens: u64,
     /// Answers that asked the server to wait for another request's load.
     pub joined: u64,
+    /// Answers that asked the server to wait for another server's store.
+    pub awaited: u64,
     /// Loads ordered.
     pub loads: u64,
     /// Tokens of them.
@@ -138,6 +145,8 @@ pub struct SchedulerStats {
     pub lookup_errors: u64,
     /// Loads not offered because computing is faster.
     pub slower_than_computing: u64,
+    /// Loads that would have run within a step and held it up for too long.
+    pub stalling: u64,
 }
 
 /// The scheduler's side of the connector.
@@ -151,6 +160,9 @@ pub struct Scheduler {
     loading: HashMap<ChunkKey, Instant>,
     held: finish::Held,
     rate: loads::LoadRate,
+    /// Tokens that are loaded within the next step.
+    sync_tokens: usize,
+    chronicle: news::Chronicle,
     step: u64,
     stats: SchedulerStats,
 }
@@ -164,12 +176,14 @@ impl Scheduler {
         options.validate()?;
         Ok(Self {
             held: finish::Held::new(options.workers),
+            chronicle: news::Chronicle::new(&options),
             options,
             lookup,
             requests: HashMap::new(),
             ordered: Vec::new(),
             loading: HashMap::new(),
             rate: loads::LoadRate::default(),
+            sync_tokens: 0,
             step: 0,
             stats: SchedulerStats::default(),
         })
@@ -187,8 +201,20 @@ impl Scheduler {
             return;
         }
         let prompt = Prompt::new(request.tokens, self.options.chunk_tokens, request.extra);
-        let tracker = Tracker::new(prompt, request.extra, (request.skip_save, request.skip_load));
+        let mut tracker = Tracker::new(prompt, request.extra, (request.skip_save, request.skip_load));
+        tracker.promised = request.transferred;
+        if self.options.role == Role::Producer && request.transferred > 0 {
+            let chunk = tracker.prompt.chunk_tokens().max(1);
+            tracker.saved = Some(request.transferred.min(tracker.prompt.len()) / chunk * chunk);
+        }
         self.requests.insert(request.req_id.to_owned(), tracker);
+    }
+
+    /// Tokens from a request's start that are stored or were ordered to be; what another server is told in
+    /// [`AddRequest::transferred`].
+    #[must_use]
+    pub fn transferred(&self, req_id: &str) -> usize {
+        self.requests.get(req_id).and_then(|t| t.saved).unwrap_or(0)
     }
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that resets its caches.
@@ -196,6 +222,12 @@ impl Scheduler {
         self.requests.values_mut().for_each(Tracker::forget_stored);
         self.loading.clear();
         true
+    }
+
+    /// What became of chunks since the last call; nothing where [`ConnectorOptions::events`] is off.
+    #[must_use]
+    pub fn take_news(&mut self) -> News {
+        self.chronicle.take()
     }
 
     /// Counts.

@@ -1,7 +1,7 @@
 //! One request as the scheduler side knows it: its tokens, its blocks, and how far it is computed, stored and sent. Plain state
 //! with its small transitions; what follows from them is decided in `loads.rs` and `saves.rs`.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::super::meta::{BlockSpan, PromptPart, WireExtra};
 use crate::engine::Prompt;
@@ -42,9 +42,15 @@ pub(super) struct Tracker {
     pub(super) last_save: u64,
     /// How much was found stored, and when.
     pub(super) found: Option<(usize, Instant)>,
+    /// Tokens that another server says it stores.
+    pub(super) promised: usize,
+    /// Since when they are waited for.
+    pub(super) promised_since: Option<Instant>,
     /// Since when it waits for another request's load.
     pub(super) waiting_since: Option<Instant>,
     pub(super) load: LoadState,
+    /// The load is over before the request is scheduled; otherwise it runs within the request's first step.
+    pub(super) asynchronous: bool,
     /// Loads of it that failed.
     pub(super) epoch: u32,
 }
@@ -63,8 +69,11 @@ impl Tracker {
             unfull_saved: false,
             last_save: 0,
             found: None,
+            promised: 0,
+            promised_since: None,
             waiting_since: None,
             load: LoadState::Idle,
+            asynchronous: true,
             epoch: 0,
         }
     }
@@ -87,6 +96,14 @@ impl Tracker {
             Some(BlockSpan { first, ids: ids.to_vec() })
         };
         block_tokens.iter().enumerate().map(span).collect()
+    }
+
+    /// Whether another server's store of more than `stop` tokens is still waited for.
+    pub(super) fn awaits_more_than(&mut self, stop: usize, (multiple, patience): (usize, Duration)) -> bool {
+        let chunk = self.prompt.chunk_tokens().max(1);
+        let promised = self.promised.min(self.prompt.len().saturating_sub(1)) / chunk * chunk;
+        promised / multiple * multiple > stop
+            && self.promised_since.get_or_insert_with(Instant::now).elapsed() < patience
     }
 
     /// Adds blocks at the end of each group's table.

@@ -137,7 +137,7 @@ fn roles_and_flags_say_who_loads_and_who_stores() {
     let run = |role, skip_save, skip_load| {
         let mut s = side_with(48, |o| o.role = role);
         let extra = Extra::default();
-        s.s.add(AddRequest { req_id: "a", tokens: &tokens(100), extra: &extra, skip_save, skip_load });
+        s.s.add(AddRequest { req_id: "a", tokens: &tokens(100), extra: &extra, skip_save, skip_load, transferred: 0 });
         (s.matched("a", 0), saved(&s.first("a", (0, 100))).len())
     };
     assert_eq!(run(Role::Both, false, false), (Some(48), 1));
@@ -187,10 +187,92 @@ fn layerwise_loads_run_within_their_step() {
     let meta = s.first("a", (48, 100));
     assert!(!meta.loads[0].asynchronous);
     assert_eq!(saved(&meta), [(48, 96)]);
+    assert_eq!(s.matched("b", 0), Some(0), "unknown, and nothing of the load is left to wait for");
     let mut s = side_with(48, |o| (o.layerwise, o.workers) = (true, 2));
     s.add("a", 100);
     s.matched("a", 0);
     s.allocated("a", 25, 48);
     assert_eq!(saved(&s.first("a", (48, 100))), [], "another worker's part may fail");
     assert_eq!(saved(&s.next("a", (100, 101), (&[99], 0))), [(48, 96)]);
+}
+
+#[test]
+fn loads_that_would_hold_a_step_up_for_too_long_run_before_it() {
+    let mut s = side_with(64, |o| (o.layerwise, o.join_loads) = (true, false));
+    let ask = |s: &mut Side, name: &str| {
+        let matched = s.s.matched(name, 0);
+        s.allocated(name, 25, matched.tokens.unwrap());
+        (matched.tokens.unwrap(), matched.asynchronous)
+    };
+    ["a", "b", "c", "d", "e"].iter().for_each(|name| s.add(name, 100));
+    assert_eq!(ask(&mut s, "a"), (64, false), "nothing measured yet");
+    s.idle();
+    let report = WorkerMeta { loaded_tokens: 6400, load_s: 1.0, ..WorkerMeta::default() };
+    s.s.output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+    assert_eq!(ask(&mut s, "b"), (64, false), "10 ms");
+    assert_eq!(ask(&mut s, "c"), (64, false), "20 ms together");
+    assert_eq!(ask(&mut s, "d"), (64, true), "30 ms together");
+    let meta = s.idle();
+    let loads: Vec<_> = meta.loads.iter().map(|l| (l.req_id.as_str(), l.asynchronous)).collect();
+    assert_eq!(loads, [("b", false), ("c", false), ("d", true)]);
+    assert_eq!(s.matched("d", 0), Some(0), "under way");
+    assert_eq!(ask(&mut s, "e"), (64, false), "another step");
+    s.received("d");
+    assert_eq!((s.matched("d", 0), s.stats().stalling), (Some(64), 1));
+}
+
+#[test]
+fn what_another_server_has_promised_is_waited_for_and_loaded_when_it_is_there() {
+    let mut s = side(0);
+    let extra = Extra::default();
+    let add = |s: &mut Side, req_id: &str, transferred| {
+        let tokens = tokens(100);
+        s.s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save: false, skip_load: false, transferred });
+    };
+    add(&mut s, "a", 70);
+    assert_eq!(s.matched("a", 0), None, "the other server's store is under way");
+    assert_eq!(s.s.stats().awaited, 1);
+    s.told.say(Some(96));
+    s.s.reset();
+    assert_eq!(s.matched("a", 0), Some(96), "looked up anew");
+    add(&mut s, "b", 70);
+    assert_eq!(s.matched("b", 0), Some(96), "nothing to wait for");
+    add(&mut s, "unpromised", 0);
+    s.told.say(Some(0));
+    assert_eq!(s.matched("unpromised", 0), Some(0));
+}
+
+#[test]
+fn a_promise_that_is_not_kept_is_a_miss_after_the_time_for_loads() {
+    let mut s = side_with(32, |o| o.load_timeout_ms = 0);
+    let extra = Extra::default();
+    let tokens = tokens(100);
+    s.s.add(AddRequest {
+        req_id: "a",
+        tokens: &tokens,
+        extra: &extra,
+        skip_save: false,
+        skip_load: false,
+        transferred: usize::MAX,
+    });
+    assert_eq!(s.matched("a", 0), Some(32), "what is there is taken");
+}
+
+#[test]
+fn a_producer_does_not_store_what_it_has_transferred_and_says_how_far_it_is() {
+    let mut s = side_with(0, |o| o.role = Role::Producer);
+    let extra = Extra::default();
+    let tokens = tokens(100);
+    s.s.add(AddRequest {
+        req_id: "a",
+        tokens: &tokens,
+        extra: &extra,
+        skip_save: false,
+        skip_load: false,
+        transferred: 40,
+    });
+    let meta = s.first("a", (0, 100));
+    assert_eq!(saved(&meta), [(32, 96)], "whole chunks from the first that was not");
+    assert_eq!(s.s.transferred("a"), 96);
+    assert_eq!(s.s.transferred("unknown"), 0);
 }

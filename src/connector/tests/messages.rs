@@ -11,7 +11,14 @@ fn messages_come_back_as_they_were() {
         cache_salt: Some("salt".into()),
     };
     let mut s = side(32);
-    s.s.add(AddRequest { req_id: "a", tokens: &tokens(100), extra: &extra, skip_save: false, skip_load: false });
+    s.s.add(AddRequest {
+        req_id: "a",
+        tokens: &tokens(100),
+        extra: &extra,
+        skip_save: false,
+        skip_load: false,
+        transferred: 0,
+    });
     s.matched("a", 0);
     s.allocated("a", 25, 32);
     let meta = s.first("a", (32, 100));
@@ -57,4 +64,39 @@ fn chunks_are_rounded_up_to_whole_blocks_of_every_group() {
     assert!(wrong(|o| o.chunk_tokens = 18).contains("set chunk_size to 20"));
     assert!(wrong(|o| o.block_tokens = vec![]).contains("blocks of []"));
     assert!(wrong(|o| o.workers = 0).contains("0 workers"));
+    assert!(wrong(|o| o.writers = 0).contains("none of whose workers stores"));
+}
+
+#[test]
+fn chunks_are_no_longer_than_what_a_window_keeps() {
+    assert_eq!(windowed_chunk_tokens(256, &[16, 16], &[None, None]), 256);
+    assert_eq!(windowed_chunk_tokens(256, &[16, 16], &[None, Some(1024)]), 256);
+    assert_eq!(windowed_chunk_tokens(256, &[16, 16], &[None, Some(128)]), 128);
+    assert_eq!(windowed_chunk_tokens(250, &[16, 16], &[Some(100), None]), 112, "115 tokens are kept at least");
+    assert_eq!(windowed_chunk_tokens(256, &[128, 128], &[None, Some(64)]), 128, "one block is always whole");
+    assert_eq!(windowed_chunk_tokens(8, &[16, 16], &[None, Some(1)]), 16);
+    assert_eq!(windowed_chunk_tokens(256, &[u32::MAX], &[Some(u32::MAX)]), u32::MAX);
+}
+
+/// Whatever steps a server computes a prompt in, no chunk of that size is left out because blocks were gone.
+#[test]
+fn no_chunk_is_lost_to_a_window_however_a_prompt_is_cut() {
+    for (block, window) in [(4usize, 16u32), (4, 13), (4, 3), (8, 12), (2, 7), (16, 5)] {
+        let size = windowed_chunk_tokens(64, &[block as u32], &[Some(window)]);
+        for step in 1..50 {
+            let mut s = side_with(0, |o| {
+                (o.chunk_tokens, o.block_tokens, o.windows) = (size, vec![block as u32], vec![Some(window)]);
+            });
+            s.add("a", 200);
+            let mut found = saved(&s.first_in("a", (0, step), vec![blocks(200)]));
+            for from in (step..200).step_by(step) {
+                found.extend(saved(&s.next("a", (from, (from + step).min(200)), (&[], 0))));
+            }
+            let ends: Vec<usize> = found.iter().map(|(_, stop)| *stop).collect();
+            let starts: Vec<usize> = found.iter().map(|(start, _)| *start).collect();
+            assert_eq!(starts[0], 0);
+            assert_eq!(starts[1..], ends[..ends.len() - 1], "{block} {window} {step}: a gap");
+            assert_eq!(s.stats().skipped_window_tokens, 0);
+        }
+    }
 }

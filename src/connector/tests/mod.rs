@@ -11,6 +11,7 @@ use crate::key::Extra;
 
 mod loads;
 mod messages;
+mod news;
 mod saves;
 
 const CHUNK: usize = 16;
@@ -49,6 +50,7 @@ fn options() -> ConnectorOptions {
         windows: Vec::new(),
         num_blocks: 1000,
         layerwise: false,
+        max_sync_stall_ms: 20,
         save_decode_cache: false,
         save_unfull_chunk: false,
         join_loads: true,
@@ -57,7 +59,9 @@ fn options() -> ConnectorOptions {
         load_timeout_ms: 2000,
         gather_patience_ms: 50,
         max_held_blocks: 50,
+        events: false,
         workers: 1,
+        writers: usize::MAX,
         rank: 0,
     }
 }
@@ -91,7 +95,14 @@ fn blocks(n: usize) -> Vec<u32> {
 impl Side {
     fn add(&mut self, req_id: &str, n: usize) {
         let extra = Extra::default();
-        self.s.add(AddRequest { req_id, tokens: &tokens(n), extra: &extra, skip_save: false, skip_load: false });
+        self.s.add(AddRequest {
+            req_id,
+            tokens: &tokens(n),
+            extra: &extra,
+            skip_save: false,
+            skip_load: false,
+            transferred: 0,
+        });
     }
 
     fn matched(&mut self, req_id: &str, computed: usize) -> Option<usize> {

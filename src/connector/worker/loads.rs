@@ -108,15 +108,19 @@ impl Worker {
     fn load_failed(&mut self, order: &LoadOrder, (usable, more): (usize, &[u32])) {
         self.stats.failed_loads += 1;
         let usable = usable.max(order.computed);
+        self.poisoned.insert(order.req_id.clone(), order.epoch);
+        self.failed_requests.insert(order.req_id.clone());
+        self.report.failed.push(order.req_id.clone());
+        if order.asynchronous && self.options.layerwise {
+            // A server that is told of blocks would take them for blocks of this step.
+            return;
+        }
         for ((group, tokens), span) in self.options.block_tokens.iter().enumerate().zip(&order.spans) {
             let first = (usable / *tokens as usize).saturating_sub(span.first);
             let null = self.options.window(group).map(|_| 0);
             self.failed_blocks.extend(span.ids.iter().skip(first).filter(|id| Some(**id) != null));
         }
         self.failed_blocks.extend(more);
-        self.poisoned.insert(order.req_id.clone(), order.epoch);
-        self.failed_requests.insert(order.req_id.clone());
-        self.report.failed.push(order.req_id.clone());
     }
 
     /// What stores of `req_id` in this step depend on.

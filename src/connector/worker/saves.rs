@@ -71,6 +71,9 @@ impl Worker {
                 self.stats.refused_orders += 1;
                 continue;
             };
+            if self.options.rank as usize >= self.options.writers() {
+                continue;
+            }
             if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
                 self.stats.shed_chunks += chunks as u64;
                 continue;

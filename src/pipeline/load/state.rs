@@ -6,6 +6,9 @@
 //!   no worker is inside a failed chunk's blocks any more (the server may use failed blocks as soon as it is told). On an
 //!   accelerator it is ready when its scatters are among the device's work; verification follows before the load finishes.
 //! - Chunks fail from some chunk to the end of the prefix, never in the middle.
+//! - Where layers do not matter, a damaged chunk is set aside and the others are read on: all that is damaged is found by one
+//!   load, so that what is computed instead can be stored again. The prefix ends before the first of them once all are judged;
+//!   until then nothing more is published.
 //! - A CRC that comes before the header is kept and judged when the header has come.
 
 use std::ops::Range;
@@ -50,6 +53,8 @@ struct ChunkState {
     /// Scatters that a worker has or will get.
     scattering: usize,
     blocks: Vec<u32>,
+    /// Why it was set aside.
+    damage: Option<MissCause>,
 }
 
 pub(super) struct LoadState {
@@ -63,6 +68,10 @@ pub(super) struct LoadState {
     ready: usize,
     /// Chunks from here on have failed.
     first_failed: usize,
+    /// Damaged chunks are set aside until all others are judged.
+    judges_all: bool,
+    /// The first chunk that is set aside.
+    first_damaged: Option<usize>,
     /// Scatters of failed chunks that may still write.
     busy_failed: usize,
     /// Chunks that are being reported as bad.
@@ -104,6 +113,8 @@ impl LoadState {
             by_order,
             ready: 0,
             first_failed: chunks.len(),
+            judges_all: !spec.layerwise,
+            first_damaged: None,
             busy_failed: 0,
             reporting: 0,
             sealed: false,
@@ -157,20 +168,26 @@ impl LoadState {
         if self.finished {
             return None;
         }
-        let retried = self.retry.take().filter(|s| s.chunk < self.first_failed);
+        let retried = self.retry.take();
+        let retried = retried.filter(|s| self.is_alive(s.chunk));
         if retried.is_some() {
             return retried;
         }
         while self.has_steps() {
             let (chunk, group) = self.place_of(self.cursor);
             self.cursor += 1;
-            if chunk < self.first_failed
+            if self.is_alive(chunk)
                 && let Some(step) = self.step(chunk, group)
             {
                 return Some(step);
             }
         }
         None
+    }
+
+    /// Whether a chunk has neither failed nor been set aside.
+    fn is_alive(&self, chunk: usize) -> bool {
+        chunk < self.first_failed && self.chunks.get(chunk).is_some_and(|c| c.damage.is_none())
     }
 
     /// Takes a read back that could not be submitted.
@@ -185,7 +202,7 @@ impl LoadState {
 
     /// Whether the layers of `step` may be scattered; counts the scatter.
     pub(super) fn begin_scatter(&mut self, step: &Step) -> bool {
-        if self.finished || self.cancelled || step.chunk >= self.first_failed {
+        if self.finished || self.cancelled || !self.is_alive(step.chunk) {
             return false;
         }
         if let Some(chunk) = self.chunks.get_mut(step.chunk) {
@@ -206,7 +223,7 @@ impl LoadState {
 
     /// The scatter of `layers` of a chunk is among the device's work, or over; where known, it ends at `fence`.
     pub(super) fn submitted(&mut self, chunk: usize, layers: &[usize], fence: Option<&Fence>) {
-        let alive = chunk < self.first_failed;
+        let alive = self.is_alive(chunk);
         let Some(state) = self.chunks.get_mut(chunk) else { return };
         for &layer in layers {
             if let Some(fence) = fence {
@@ -242,7 +259,7 @@ impl LoadState {
 
     /// An extent was scattered and has this CRC; `false` where it should have another.
     pub(super) fn extent_came(&mut self, chunk: usize, layer: usize, crc: u32) -> bool {
-        let alive = chunk < self.first_failed;
+        let alive = self.is_alive(chunk);
         let Some(state) = self.chunks.get_mut(chunk) else { return true };
         let Some(expected) = &state.expected else {
             state.early.push((layer, crc));
@@ -263,7 +280,7 @@ impl LoadState {
 
     /// Whether a chunk that turned out bad is news; counts the report, until whose end nothing is published.
     pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
-        let news = !self.finished && chunk < self.first_failed;
+        let news = !self.finished && self.is_alive(chunk);
         self.reporting += usize::from(news);
         news
     }
@@ -276,41 +293,74 @@ impl LoadState {
         self.result.bytes += bytes;
     }
 
-    /// Fails `chunk` for `cause` and all after it as without a prefix. Nothing where it has failed before.
+    /// Fails `chunk` for `cause` and all after it as without a prefix, or sets it aside. Nothing where it has failed before.
     pub(super) fn fail(&mut self, chunk: usize, cause: MissCause) {
         if self.finished || chunk >= self.first_failed {
             return;
         }
-        let end = std::mem::replace(&mut self.first_failed, chunk);
-        for state in self.chunks.get(chunk..end).unwrap_or_default() {
-            self.busy_failed += state.scattering;
-            self.result.tokens -= state.covers;
-            self.result.failed_blocks.extend_from_slice(&state.blocks);
-            for (left, &missing) in self.remaining.iter_mut().zip(&state.missing) {
-                *left -= usize::from(missing);
-            }
-            for (layer, _) in state.awaited.iter().enumerate().filter(|(_, awaited)| **awaited) {
-                self.order.came(layer);
-            }
+        if self.judges_all && matches!(cause, MissCause::Corrupt | MissCause::Io | MissCause::ShortIo) {
+            self.set_aside(chunk, cause);
+        } else {
+            self.fail_from(chunk, cause);
         }
-        self.result.count_miss(cause, 1);
+    }
+
+    /// Nothing of a damaged chunk is waited for any more.
+    fn set_aside(&mut self, chunk: usize, cause: MissCause) {
+        let Some(state) = self.chunks.get_mut(chunk).filter(|c| c.damage.is_none()) else { return };
+        state.damage = Some(cause);
+        self.first_damaged = Some(self.first_damaged.map_or(chunk, |first| first.min(chunk)));
+        self.forget(chunk);
+    }
+
+    /// Layers do not wait for `chunk` any more.
+    fn forget(&mut self, chunk: usize) {
+        let Some(state) = self.chunks.get(chunk) else { return };
+        for (left, &missing) in self.remaining.iter_mut().zip(&state.missing) {
+            *left -= usize::from(missing);
+        }
+        for (layer, _) in state.awaited.iter().enumerate().filter(|(_, awaited)| **awaited) {
+            self.order.came(layer);
+        }
+    }
+
+    fn fail_from(&mut self, chunk: usize, cause: MissCause) {
+        let end = std::mem::replace(&mut self.first_failed, chunk);
         // What ends the whole load is the cause of every chunk that it cost.
         let whole = matches!(cause, MissCause::Cancelled | MissCause::TimedOut | MissCause::Closed);
         let rest = if whole { cause } else { MissCause::Prefix };
-        self.result.count_miss(rest, end - chunk - 1);
+        for at in chunk..end {
+            let Some(state) = self.chunks.get(at) else { break };
+            self.busy_failed += state.scattering;
+            self.result.tokens -= state.covers;
+            self.result.failed_blocks.extend_from_slice(&state.blocks);
+            self.result.count_miss(state.damage.unwrap_or(if at == chunk { cause } else { rest }), 1);
+            if state.damage.is_none() {
+                self.forget(at);
+            }
+        }
     }
 
     /// Fails every chunk from the first that has not verified completely.
     pub(super) fn fail_unfinished(&mut self, cause: MissCause) {
         let alive = self.chunks.get(..self.first_failed).unwrap_or_default();
-        if let Some(chunk) = alive.iter().position(|c| c.missing_count > 0) {
+        if let Some(chunk) = alive.iter().position(|c| c.missing_count > 0 || c.damage.is_some()) {
             self.fail(chunk, cause);
         }
     }
 
     /// Moves on what is ready; `true` where the caller must be woken.
     pub(super) fn publish(&mut self) -> bool {
-        if self.finished || (self.busy_failed + self.reporting > 0 && !self.sealed) {
+        if self.finished {
+            return false;
+        }
+        if let Some(first) = self.first_damaged.filter(|first| *first < self.first_failed) {
+            if self.remaining.iter().any(|&left| left > 0) {
+                return false;
+            }
+            self.fail_from(first, MissCause::Corrupt);
+        }
+        if self.busy_failed + self.reporting > 0 && !self.sealed {
             return false;
         }
         let before = self.ready;
@@ -342,7 +392,7 @@ impl LoadState {
 
     /// Whether everything that was asked for has verified; none while that is open.
     pub(super) fn verified(&self) -> Option<bool> {
-        if self.first_failed < self.chunks.len() || self.cancelled || !self.complete {
+        if self.first_failed < self.chunks.len() || self.first_damaged.is_some() || self.cancelled || !self.complete {
             return Some(false);
         }
         self.finished.then_some(true)
@@ -367,6 +417,7 @@ impl ChunkState {
             early: Vec::new(),
             scattering: 0,
             blocks,
+            damage: None,
         }
     }
 }

@@ -1,3 +1,4 @@
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -130,6 +131,53 @@ fn a_damaged_extent_ends_the_prefix_before_its_chunk() {
     assert!((0..2).all(|c| to.chunk_bytes(c) == from.chunk_bytes(c)));
     assert_eq!(w.disk.bad(), [(slots[2].slot, MissCause::Corrupt)]);
     assert_eq!(load.ticket().verified(), Some(false));
+}
+
+#[test]
+fn a_load_of_whole_requests_finds_all_that_is_damaged() {
+    let w = World::new(4, 4);
+    let (slots, from) = w.stored(12);
+    let at = |chunk: usize| (slots[chunk].slot, slots[chunk].layout.extents[1].offset + 77);
+    [2, 3, 10].into_iter().map(at).for_each(|(slot, offset)| w.disk.flip(slot, offset));
+    w.disk.fate(slots[5].slot, Fate::Fail(ErrorKind::Io));
+    let to = w.kv(12);
+    let load = w.whole_load(&to, &slots);
+    let result = load.wait();
+    let missed = [MissCause::Corrupt, MissCause::Io, MissCause::Prefix].map(|cause| result.missed(cause));
+    assert_eq!((result.tokens, missed), (2 * T, [3, 1, 6]));
+    assert_eq!(result.failed_blocks, (8..48).collect::<Vec<_>>());
+    assert_eq!(load.wait_layer(0).unwrap().tokens, 2 * T);
+    assert!((0..2).all(|c| to.chunk_bytes(c) == from.chunk_bytes(c)));
+    let bad: HashSet<usize> = w.disk.bad().into_iter().map(|(slot, _)| slot).collect();
+    assert_eq!(bad, [2, 3, 5, 10].map(|c| slots[c].slot).into());
+    assert_eq!(load.ticket().verified(), Some(false));
+    w.assert_staging_free();
+}
+
+#[test]
+fn while_others_are_judged_a_damaged_chunk_is_left_alone_and_no_layer_is_given() {
+    let w = World::new(16, 4);
+    let (slots, _) = w.stored(3);
+    w.disk.flip(slots[1].slot, slots[1].layout.extents[0].offset);
+    w.disk.pause();
+    let to = w.kv(3);
+    let load = w.whole_load(&to, &slots);
+    w.disk.wait_held(3 * LAYERS);
+    // The first layer of all chunks, then the second one of the damaged chunk.
+    (0..3).for_each(|_| w.disk.end_one(0));
+    while load.ticket().verified().is_none() {
+        std::thread::yield_now();
+    }
+    let before = to.chunk_bytes(1);
+    w.disk.end_one(1);
+    assert_eq!(load.wait_for(Duration::from_millis(1)), None);
+    load.cancel().wait();
+    let result = load.wait();
+    assert_eq!((result.tokens, result.missed(MissCause::Cancelled), result.cancelled), (0, 2, true));
+    assert_eq!(result.missed(MissCause::Corrupt), 1);
+    w.disk.run();
+    w.assert_staging_free();
+    assert!(to.chunk_bytes(1) == before, "a damaged chunk was written on");
 }
 
 #[test]

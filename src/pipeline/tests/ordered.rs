@@ -236,28 +236,30 @@ fn a_layer_with_one_scatter_not_submitted_is_not_ready() {
 
 #[test]
 fn damage_is_told_after_the_layer_was_ready_and_before_the_load_is_over() {
-    let (device, w) = world();
-    let (slots, _) = stored(&device, &w, 3);
-    w.disk.flip(slots[1].slot, slots[1].layout.extents[LAYERS - 1].offset + 5);
-    let to = w.kv(3);
-    let load = w.load(&to, &slots);
-    device.submit(3 * LAYERS);
-    let ready = load.wait_layer_on(LAYERS - 1, STREAM).unwrap();
-    assert_eq!(ready.tokens, 3 * T, "nobody can know yet");
-    let store = {
-        let other = w.slots(1);
-        let mut spec = w.store_spec(&to, &other);
-        spec.depends_on = vec![load.ticket()];
-        w.store(spec)
-    };
-    store.all_layers_on(STREAM).unwrap();
-    device.submit(LAYERS);
-    device.run();
-    let result = load.wait();
-    assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (T, 1));
-    assert_eq!(result.failed_blocks, (4..12).collect::<Vec<u32>>());
-    let stored = store.wait();
-    assert_eq!((stored.stored, stored.sheds.len()), (0, 1), "nothing computed from it is stored");
+    for layerwise in [true, false] {
+        let (device, w) = world();
+        let (slots, _) = stored(&device, &w, 3);
+        w.disk.flip(slots[1].slot, slots[1].layout.extents[LAYERS - 1].offset + 5);
+        let to = w.kv(3);
+        let load = if layerwise { w.load(&to, &slots) } else { w.whole_load(&to, &slots) };
+        device.submit(3 * LAYERS);
+        let ready = load.wait_layer_on(LAYERS - 1, STREAM).unwrap();
+        assert_eq!(ready.tokens, 3 * T, "nobody can know yet");
+        let store = {
+            let other = w.slots(1);
+            let mut spec = w.store_spec(&to, &other);
+            spec.depends_on = vec![load.ticket()];
+            w.store(spec)
+        };
+        store.all_layers_on(STREAM).unwrap();
+        device.submit(LAYERS);
+        device.run();
+        let result = load.wait();
+        assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (T, 1));
+        assert_eq!(result.failed_blocks, (4..12).collect::<Vec<u32>>());
+        let stored = store.wait();
+        assert_eq!((stored.stored, stored.sheds.len()), (0, 1), "nothing computed from it is stored");
+    }
 }
 
 #[test]

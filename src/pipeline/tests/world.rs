@@ -198,6 +198,11 @@ impl World {
         self.pipeline().load(self.load_spec(kv, slots)).unwrap()
     }
 
+    /// A load in which layers do not matter.
+    pub(super) fn whole_load(&self, kv: &Kv, slots: &[Arc<Slot>]) -> Load {
+        self.pipeline().load(LoadSpec { layerwise: false, ..self.load_spec(kv, slots) }).unwrap()
+    }
+
     /// Staging is back in full.
     pub(super) fn assert_staging_free(&self) {
         for pool in [self.pipeline().load_pool(), self.pipeline().store_pool()] {

@@ -1,10 +1,12 @@
 //! A vLLM of our own for the time of one warming, where none is running.
 //!
-//! It is started with the connector (which also loads: a prefix that is stored is not computed again), waited for until it answers, and asked to stop (SIGTERM) so that it flushes; one that does
-//! not is killed. Its output goes to this program's standard error.
+//! It is started with the connector (which also loads: a prefix that is stored is not computed again), waited for until it answers,
+//! and asked to stop (SIGTERM) so that it flushes; one that does not is killed. Its output goes to this program's standard error.
+//!
+//! It does not outlive this program: it stays in the terminal's foreground group, so that Ctrl-C reaches it too, and the kernel
+//! sends it SIGTERM where this program ends in another way.
 
 use std::net::TcpListener;
-use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -17,6 +19,17 @@ use super::server::Server;
 /// How long a server that was asked to stop may flush.
 const STOP_PATIENCE: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Becomes vLLM's server in a Python that gets SIGTERM when the process of the first argument ends. It asks for that itself: between
+/// fork and exec that could only be done by unsafe code here.
+const SERVER: &str = "\
+import ctypes, os, runpy, signal, sys
+parent = int(sys.argv.pop(1))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != parent:
+    sys.exit('forebay has ended')
+runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__', alter_sys=True)
+";
 
 /// What to start.
 pub(crate) struct Launch<'a> {
@@ -50,10 +63,11 @@ impl Launch<'_> {
             "kv_connector_extra_config": {"cache_dir": self.cache_dir},
         });
         let mut command = Command::new(self.python);
-        command.args(["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", &port.to_string()]);
+        command.args(["-c", SERVER, &std::process::id().to_string()]);
+        command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);
         command.args(["--model", self.model, "--enable-prompt-tokens-details"]);
         command.args(["--kv-transfer-config", &connector.to_string()]).args(self.args);
-        command.stdin(Stdio::null()).stdout(std::io::stderr()).process_group(0);
+        command.stdin(Stdio::null()).stdout(std::io::stderr());
         let child = command.spawn().map_err(|e| {
             Error::io("cannot start vLLM", e)
                 .at(self.python)
@@ -99,7 +113,18 @@ impl Drop for Running {
             std::thread::sleep(LOOK_EVERY);
         }
         tracing::warn!(pid, "vLLM did not stop and is killed");
-        let _ = Command::new("kill").args(["-KILL", "--", &format!("-{pid}")]).status();
+        let started = descendants(&pid);
+        let _ = self.child.kill();
+        if !started.is_empty() {
+            let _ = Command::new("kill").arg("-KILL").args(&started).status();
+        }
         let _ = self.child.wait();
     }
+}
+
+/// Ids of the processes that process `pid` has started, and of those that they have.
+fn descendants(pid: &str) -> Vec<String> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let with_theirs = |child: &str| [vec![child.to_owned()], descendants(child)].concat();
+    children.split_whitespace().flat_map(with_theirs).collect()
 }

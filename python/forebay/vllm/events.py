@@ -1,0 +1,156 @@
+"""KV events: what other programs (routers) are told of the blocks that Forebay can serve, in vLLM's words and block hashes.
+
+A chunk is announced when every worker has committed it, or when a lookup finds it stored by an earlier run or another process.
+It is taken back when a lookup misses it: nobody is told of an eviction at the moment when it happens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import MEDIUM_STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+#: A chunk of a request, as the state machine tells it: request, key, first token, tokens.
+Chunk = tuple[str, bytes, int, int]
+#: Stores that are under way; the state machine forgets older ones too.
+MAX_ORDERED = 4096
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group."""
+
+    index: int
+    block_tokens: int
+    kind: str
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is told of a chunk in one group, kept small until the chunk is committed."""
+
+    group: Group
+    hashes: list[Any]
+    parent: Any
+    tokens: array[int]
+    lora: tuple[int | None, str | None]
+    extra_keys: list[tuple[Any, ...] | None] | None
+    session: str | None
+
+    def event(self) -> BlockStored:
+        """The event."""
+        more = {} if self.session is None else {"session_id": self.session}
+        return BlockStored(
+            block_hashes=self.hashes,
+            parent_block_hash=self.parent,
+            token_ids=self.tokens.tolist(),
+            block_size=self.group.block_tokens,
+            lora_id=self.lora[0],
+            medium=MEDIUM_STORAGE,
+            lora_name=self.lora[1],
+            extra_keys=self.extra_keys,
+            group_idx=self.group.index,
+            kv_cache_spec_kind=self.group.kind,
+            kv_cache_spec_sliding_window=self.group.window,
+            **more,
+        )
+
+
+class Announcer:
+    """Turns what became of chunks into events, until vLLM takes them."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+        """Nothing is announced before `bind`."""
+        self._groups = [
+            Group(
+                index,
+                group.kv_cache_spec.block_size,
+                get_kv_cache_spec_kind(group.kv_cache_spec).value,
+                get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+            )
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        ]
+        self._hash_tokens = 0
+        self._ordered: OrderedDict[bytes, list[Stored]] = OrderedDict()
+        self._events: list[KVCacheEvent] = []
+
+    def bind(self, hash_tokens: int) -> None:
+        """vLLM hashes so many tokens at a time."""
+        self._hash_tokens = hash_tokens
+
+    def tell(
+        self,
+        requests: dict[str, Request],
+        news: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk]],
+    ) -> None:
+        """Takes what the state machine tells of chunks; hashes of requests that are gone by then are not known any more."""
+        ordered, stored, found, missing = news
+        for req_id, key, start, tokens in ordered:
+            if (request := requests.get(req_id)) is not None:
+                self._ordered[key] = self._of(request, start, tokens)
+                if len(self._ordered) > MAX_ORDERED:
+                    self._ordered.popitem(last=False)
+        for key in stored:
+            self._events.extend(part.event() for part in self._ordered.pop(key, ()))
+        for req_id, key, start, tokens in found:
+            self._ordered.pop(key, None)
+            if (request := requests.get(req_id)) is not None:
+                self._events.extend(part.event() for part in self._of(request, start, tokens))
+        for req_id, _, start, tokens in missing:
+            if (request := requests.get(req_id)) is not None:
+                self._events.extend(
+                    BlockRemoved(block_hashes=part.hashes, medium=MEDIUM_STORAGE, group_idx=part.group.index)
+                    for part in self._of(request, start, tokens)
+                )
+
+    def cleared(self) -> None:
+        """Nothing that was announced is served any more."""
+        self._ordered.clear()
+        self._events = [AllBlocksCleared()]
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _of(self, request: Request, start: int, tokens: int) -> list[Stored]:
+        if not self._hash_tokens:
+            return []
+        return [part for group in self._groups if (part := self._part(request, group, start, tokens)) is not None]
+
+    def _part(self, request: Request, group: Group, start: int, tokens: int) -> Stored | None:
+        size = group.block_tokens
+        hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, size)
+        first, last = start // size, (start + tokens) // size
+        if last > len(hashes) or first == last:
+            return None
+        lora = request.lora_request
+        return Stored(
+            group,
+            [maybe_convert_block_hash(hashes[i]) for i in range(first, last)],
+            maybe_convert_block_hash(hashes[first - 1]) if first else None,
+            array("q", request.all_token_ids[start : last * size]),
+            (lora.adapter_id, lora.name) if lora else (None, None),
+            to_event_extra_keys(_extra_keys(request, (first, last), size)),
+            getattr(request, "session_id", None),
+        )
+
+
+def _extra_keys(request: Request, blocks: tuple[int, int], size: int) -> list[tuple[Any, ...] | None]:
+    # 0: from the first multimodal input on, whichever lies in these blocks.
+    return [generate_block_hash_extra_keys(request, at * size, (at + 1) * size, 0)[0] for at in range(*blocks)]

@@ -1,0 +1,162 @@
+//! What became of chunks, for a server that tells others which KV it can serve: stores that were ordered, those that every worker has
+//! committed, and what lookups found or missed.
+//!
+//! Invariants: nothing is kept where [`ConnectorOptions::events`] is off; what is kept is bounded. It only observes: no decision
+//! follows from it. That a chunk was evicted is seen when a lookup misses it, not before: the drives' tables are shared with
+//! other processes, which evict too.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::hash::Hash;
+
+use super::super::meta::WorkerMeta;
+use super::super::options::ConnectorOptions;
+use crate::engine::Prompt;
+use crate::key::ChunkKey;
+
+/// Chunks whose store was ordered and not committed yet.
+const MAX_ORDERED: usize = 4096;
+/// Chunks that are known to be stored.
+const MAX_KNOWN: usize = 1 << 20;
+
+/// A chunk of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkOf {
+    /// The request.
+    pub req_id: String,
+    /// The chunk's key.
+    pub key: [u8; 32],
+    /// First token, counted from the start of the request.
+    pub start: usize,
+    /// Tokens.
+    pub tokens: usize,
+}
+
+/// What became of chunks since the last call of [`super::Scheduler::take_news`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct News {
+    /// Chunks whose store was ordered.
+    pub ordered: Vec<ChunkOf>,
+    /// Keys of ordered chunks that every worker has committed.
+    pub stored: Vec<[u8; 32]>,
+    /// Chunks that a lookup found, of which nobody was told before.
+    pub found: Vec<ChunkOf>,
+    /// Chunks that were stored or found before, and that a lookup misses.
+    pub missing: Vec<ChunkOf>,
+}
+
+/// A map that forgets its oldest keys.
+#[derive(Debug)]
+struct Bounded<K, V> {
+    map: HashMap<K, V>,
+    order: VecDeque<K>,
+    most: usize,
+}
+
+impl<K: Copy + Eq + Hash, V> Bounded<K, V> {
+    fn new(most: usize) -> Self {
+        Self { map: HashMap::new(), order: VecDeque::new(), most }
+    }
+
+    /// Whether the key is new.
+    fn insert(&mut self, key: K, value: V) -> bool {
+        if self.map.contains_key(&key) {
+            return false;
+        }
+        self.map.insert(key, value);
+        self.order.push_back(key);
+        // Removed keys stay in the order until their turn comes.
+        while self.map.len() > self.most || self.order.len() > 2 * self.most {
+            let Some(oldest) = self.order.pop_front() else { break };
+            self.map.remove(&oldest);
+        }
+        true
+    }
+}
+
+/// What was told of chunks, and what is still to be told.
+#[derive(Debug)]
+pub(super) struct Chronicle {
+    is_on: bool,
+    writers: usize,
+    news: News,
+    /// Ordered chunks, and the workers that have committed them.
+    ordered: Bounded<ChunkKey, HashSet<u32>>,
+    known: Bounded<ChunkKey, ()>,
+}
+
+impl Chronicle {
+    pub(super) fn new(options: &ConnectorOptions) -> Self {
+        Self {
+            is_on: options.events,
+            writers: options.writers(),
+            news: News::default(),
+            ordered: Bounded::new(MAX_ORDERED),
+            known: Bounded::new(MAX_KNOWN),
+        }
+    }
+
+    pub(super) fn is_on(&self) -> bool {
+        self.is_on
+    }
+
+    pub(super) fn take(&mut self) -> News {
+        std::mem::take(&mut self.news)
+    }
+
+    /// A store of the tokens `start..stop` was ordered.
+    pub(super) fn ordered(&mut self, req_id: &str, prompt: &Prompt, (start, stop): (usize, usize)) {
+        if !self.is_on {
+            return;
+        }
+        let size = prompt.chunk_tokens().max(1);
+        for i in start / size..stop.div_ceil(size) {
+            let tokens = (stop - i * size).min(size);
+            let partial = (tokens < size).then(|| prompt.partial_key(i, tokens));
+            let Some(key) = partial.unwrap_or_else(|| prompt.keys().get(i).copied()) else { continue };
+            if !self.known.map.contains_key(&key) && self.ordered.insert(key, HashSet::new()) {
+                self.news.ordered.push(chunk_of(req_id, key, (i * size, tokens)));
+            }
+        }
+    }
+
+    /// A worker reported what it committed.
+    pub(super) fn reported(&mut self, report: &WorkerMeta) {
+        if !self.is_on {
+            return;
+        }
+        for chunk in &report.stored {
+            let key = ChunkKey(chunk.key);
+            let Some(ranks) = self.ordered.map.get_mut(&key) else { continue };
+            ranks.insert(report.rank);
+            if ranks.len() >= self.writers {
+                self.ordered.map.remove(&key);
+                self.known.insert(key, ());
+                self.news.stored.push(key.0);
+            }
+        }
+    }
+
+    /// A lookup found the first `found` tokens of a request. What follows the first missing chunk may be there or not: nobody can
+    /// use it.
+    pub(super) fn looked_up(&mut self, req_id: &str, prompt: &Prompt, found: usize) {
+        if !self.is_on {
+            return;
+        }
+        let size = prompt.chunk_tokens().max(1);
+        for (i, key) in prompt.keys().iter().enumerate().take(found / size) {
+            if self.known.insert(*key, ()) {
+                self.ordered.map.remove(key);
+                self.news.found.push(chunk_of(req_id, *key, (i * size, size)));
+            }
+        }
+        if let Some(key) = prompt.keys().get(found / size)
+            && self.known.map.remove(key).is_some()
+        {
+            self.news.missing.push(chunk_of(req_id, *key, (found / size * size, size)));
+        }
+    }
+}
+
+fn chunk_of(req_id: &str, key: ChunkKey, (start, tokens): (usize, usize)) -> ChunkOf {
+    ChunkOf { req_id: req_id.to_owned(), key: key.0, start, tokens }
+}

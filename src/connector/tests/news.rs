@@ -1,0 +1,85 @@
+//! What is told of chunks.
+
+use super::*;
+
+fn chunks(of: &[ChunkOf]) -> Vec<(usize, usize)> {
+    of.iter().map(|c| (c.start, c.tokens)).collect()
+}
+
+fn commit(s: &mut Side, rank: u32, stored: &[ChunkOf]) {
+    let chunk =
+        |c: &ChunkOf| StoredChunk { key: c.key, parent: [0; 32], start: c.start as u64, tokens: c.tokens as u32 };
+    let report = WorkerMeta { rank, stored: stored.iter().map(chunk).collect(), ..WorkerMeta::default() };
+    s.s.output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+}
+
+fn keys(of: &[ChunkOf]) -> Vec<[u8; 32]> {
+    of.iter().map(|c| c.key).collect()
+}
+
+#[test]
+fn a_chunk_counts_as_stored_when_every_worker_has_committed_it() {
+    let mut s = side_with(0, |o| (o.events, o.workers) = (true, 2));
+    s.add("a", 100);
+    s.first("a", (0, 40));
+    let news = s.s.take_news();
+    assert_eq!((chunks(&news.ordered), news.stored.len()), (vec![(0, 16), (16, 16)], 0));
+    assert_eq!(news.ordered[0].req_id, "a");
+    commit(&mut s, 0, &news.ordered);
+    commit(&mut s, 0, &news.ordered);
+    assert_eq!(s.s.take_news(), News::default(), "one worker twice is not two");
+    s.s.request_finished("a");
+    commit(&mut s, 1, &news.ordered[1..]);
+    assert_eq!(s.s.take_news().stored, keys(&news.ordered[1..]));
+    commit(&mut s, 1, &news.ordered);
+    assert_eq!(s.s.take_news().stored, keys(&news.ordered[..1]), "each once");
+}
+
+#[test]
+fn lookups_tell_what_is_there_already_and_what_is_gone() {
+    let mut s = side_with(48, |o| o.events = true);
+    s.add("a", 100);
+    assert_eq!(s.matched("a", 0), Some(48));
+    let news = s.s.take_news();
+    assert_eq!((chunks(&news.found), news.missing.len()), (vec![(0, 16), (16, 16), (32, 16)], 0));
+    s.add("b", 100);
+    assert_eq!(s.matched("b", 0), Some(48));
+    assert_eq!(s.s.take_news(), News::default(), "told before");
+    s.told.say(Some(16));
+    s.add("c", 100);
+    assert_eq!(s.matched("c", 0), Some(16));
+    let news = s.s.take_news();
+    assert_eq!((chunks(&news.missing), news.missing[0].req_id.as_str()), (vec![(16, 16)], "c"));
+    s.add("d", 100);
+    s.matched("d", 0);
+    assert_eq!(s.s.take_news(), News::default(), "told once");
+}
+
+#[test]
+fn a_chunk_that_cannot_be_loaded_is_told_at_once_and_again_when_it_is_stored_anew() {
+    let mut s = side_with(48, |o| o.events = true);
+    s.add("a", 100);
+    s.matched("a", 0);
+    s.allocated("a", 12, 48);
+    s.idle();
+    let found = s.s.take_news().found;
+    s.told.say(Some(32));
+    s.failed("a");
+    let missing = s.s.take_news().missing;
+    assert_eq!(missing, found[2..]);
+    s.first("a", (0, 48));
+    let news = s.s.take_news();
+    assert_eq!(news.ordered, missing);
+    commit(&mut s, 0, &missing);
+    assert_eq!(s.s.take_news().stored, keys(&missing));
+}
+
+#[test]
+fn nothing_is_remembered_where_nobody_asks() {
+    let mut s = side(32);
+    s.add("a", 100);
+    s.matched("a", 0);
+    s.first("a", (0, 100));
+    s.failed("a");
+    assert_eq!(s.s.take_news(), News::default());
+}

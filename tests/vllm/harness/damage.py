@@ -1,0 +1,80 @@
+"""What may happen to a cache on its drive: one rank's files are damaged, or some are gone."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+PAGE = 4096
+
+
+def rank_folders(cache: Path, rank: int) -> list[Path]:
+    """Where a rank's KV lies; empty before anything was stored."""
+    return sorted(cache.glob(f"*/*tp{rank}of*"))
+
+
+def _data(cache: Path, rank: int) -> list[Path]:
+    return [file for folder in rank_folders(cache, rank) for file in sorted(folder.rglob("data.kv"))]
+
+
+def flip(cache: Path, rank: int, source: random.Random) -> int:
+    """One flipped bit in half of the written pages; how many."""
+    count = 0
+    for file in _data(cache, rank):
+        with file.open("r+b") as opened:
+            for page in range(os.fstat(opened.fileno()).st_size // PAGE):
+                opened.seek(page * PAGE)
+                held = opened.read(PAGE)
+                if not any(held) or source.random() < 0.5:
+                    continue
+                at = source.randrange(len(held))
+                opened.seek(page * PAGE + at)
+                opened.write(bytes([held[at] ^ 1 << source.randrange(8)]))
+                count += 1
+            opened.flush()
+            os.fsync(opened.fileno())
+    return count
+
+
+def truncate(cache: Path, rank: int, source: random.Random) -> int:
+    """Data files that end somewhere in what was written; how many."""
+    count = 0
+    for file in _data(cache, rank):
+        held = file.read_bytes()
+        written = len(held.rstrip(b"\0")) // PAGE
+        if written:
+            os.truncate(file, source.randrange(written) * PAGE)
+            count += 1
+    return count
+
+
+def remove_data(cache: Path, rank: int, source: random.Random) -> int:
+    """Data files that are gone; how many."""
+    files = _data(cache, rank)
+    for file in files:
+        file.unlink()
+    return len(files)
+
+
+def remove_rank(cache: Path, rank: int, source: random.Random) -> int:
+    """All of a rank is gone."""
+    folders = rank_folders(cache, rank)
+    for folder in folders:
+        shutil.rmtree(folder)
+    return len(folders)
+
+
+def remove_cache(cache: Path, rank: int, source: random.Random) -> int:
+    """The cache is gone."""
+    shutil.rmtree(cache, ignore_errors=True)
+    return 1
+
+
+Damage = Callable[[Path, int, random.Random], int]
+#: What may happen while no server runs.
+STOPPED: tuple[Damage, ...] = (flip, flip, flip, truncate, remove_data, remove_rank, remove_cache)
+#: What may happen under a running server.
+RUNNING: tuple[Damage, ...] = (flip, truncate)

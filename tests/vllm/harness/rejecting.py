@@ -1,0 +1,80 @@
+"""A connector whose loads always fail: it promises a prompt's blocks within the step, loads nothing, and says so afterwards.
+
+It shows what vLLM does with a failed synchronous load, whoever's it is. Nothing of Forebay is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Promised(KVConnectorMetadata):
+    """Blocks that this step was to load."""
+
+    blocks: set[int] = field(default_factory=set)
+
+
+class RejectingConnector(KVConnectorBase_V1):
+    """Promises each prompt once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM makes it."""
+        super().__init__(*args, **kwargs)
+        self._promised: dict[str, int] = {}
+        self._blocks: set[int] = set()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No."""
+        return False
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """All whole blocks but the last token's, within the step."""
+        if request.request_id in self._promised:
+            return 0, False
+        size = self._vllm_config.cache_config.block_size
+        tokens = (request.num_prompt_tokens - 1) // size * size - num_computed_tokens
+        self._promised[request.request_id] = tokens
+        return max(tokens, 0), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """These blocks are not going to be loaded."""
+        if num_external_tokens > 0:
+            (table,) = blocks.get_block_ids()
+            last = request.num_prompt_tokens - 1
+            self._blocks |= set(table[: last // self._vllm_config.cache_config.block_size])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Promised:
+        """They fail in this step."""
+        blocks, self._blocks = self._blocks, set()
+        return Promised(blocks)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Nothing is ever loaded."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Fails."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Fails."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores nothing."""
+
+    def wait_for_save(self) -> None:
+        """Stores nothing."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Says so."""
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, Promised)
+        return meta.blocks

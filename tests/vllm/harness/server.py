@@ -1,0 +1,335 @@
+"""One engine: vLLM's scheduler, the connector in both roles, the aggregator of the workers' outputs, and the fake runner.
+
+It steps as vLLM's EngineCore does: without asynchronous scheduling one step after the other, with it the next step is scheduled and
+started before the one before is known to the scheduler.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from .kv import VOCABULARY, generated
+from .runner import Layer, Rank, Runner
+
+BLOCK_TOKENS, CHUNK_TOKENS, MAX_TOKENS = 16, 32, 1024
+KV_HEADS, HEAD_SIZE = 2, 4
+#: Seconds without a token, a finished request or a transfer's end after which a server counts as hanging.
+HANGS_S = 30.0
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_SIZE,
+    "max_position_embeddings": MAX_TOKENS,
+    "torch_dtype": "float32",
+}
+
+
+class Hangs(AssertionError):
+    """Nothing happens any more."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a server is started with."""
+
+    asynchronous: bool = False
+    second_runner: bool = False
+    ranks: int = 2
+    blocks: int = 64
+    max_requests: int = 8
+    batch_tokens: int = 128
+    long_prefill_tokens: int = 0
+    prefix_caching: bool = True
+    windows: tuple[int | None, ...] = (None,)
+    """One KV cache group of two layers for each: its sliding window."""
+    mla: bool = False
+    """Every rank computes the same latent KV."""
+    role: str = "kv_both"
+    device: str = "cpu"
+    connector: str = "ForebayConnector"
+    connector_module: str = "forebay.vllm"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """More of `kv_connector_extra_config`."""
+
+
+@dataclass
+class Asked:
+    """A request that was sent, and what came of it."""
+
+    prompt: list[int]
+    max_tokens: int
+    stop: list[int]
+    output: list[int] = field(default_factory=list)
+    finished: str | None = None
+    """Why."""
+    aborted: bool = False
+
+
+_model: list[ModelConfig] = []
+
+
+def _model_config(folder: Path) -> ModelConfig:
+    """Made once: vLLM's inspection of a model takes seconds."""
+    if not _model:
+        init_none_hash(sha256)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+        path = str(folder / "model")
+        _model.append(ModelConfig(model=path, dtype="float32", seed=0, skip_tokenizer_init=True, max_model_len=MAX_TOKENS))
+    return _model[0]
+
+
+def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
+    """vLLM's configuration of such a server; its caches lie in `folder`."""
+    scheduling = SchedulerConfig(
+        max_num_seqs=shape.max_requests,
+        max_num_batched_tokens=shape.batch_tokens,
+        max_model_len=MAX_TOKENS,
+        enable_chunked_prefill=True,
+        long_prefill_token_threshold=shape.long_prefill_tokens,
+        async_scheduling=shape.asynchronous,
+        is_encoder_decoder=False,
+    )
+    extra = {
+        "backend": "gds",
+        "gds_config": {"cache_dir": str(folder / "cache")},
+        "capacity": "16MiB",
+        "chunk_size": CHUNK_TOKENS,
+    }
+    transfer = KVTransferConfig(
+        kv_connector=shape.connector,
+        kv_connector_module_path=shape.connector_module,
+        kv_role=shape.role,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=extra | shape.settings,
+    )
+    config = VllmConfig(
+        model_config=_model_config(folder),
+        scheduler_config=scheduling,
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=shape.prefix_caching),
+        kv_transfer_config=transfer,
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+    )
+    # vLLM would look for devices and start no executor here: set when all of its own checks are over.
+    config.parallel_config.tensor_parallel_size = shape.ranks
+    config.scheduler_config.async_scheduling = shape.asynchronous
+    config.cache_config.num_gpu_blocks = shape.blocks
+    return config
+
+
+def _groups(shape: Shape) -> list[KVCacheGroupSpec]:
+    size = {"block_size": BLOCK_TOKENS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
+    groups = []
+    for i, window in enumerate(shape.windows):
+        names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2 * i, 2 * i + 2)]
+        spec = FullAttentionSpec(**size) if window is None else SlidingWindowSpec(**size, sliding_window=window)
+        if shape.mla:
+            # As many bytes of a token as the other kind has.
+            spec = MLAAttentionSpec(**size | {"num_kv_heads": 1, "head_size": 2 * KV_HEADS * HEAD_SIZE})
+        groups.append(KVCacheGroupSpec(names, spec))
+    return groups
+
+
+class Server:
+    """An engine."""
+
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        """Starts it; `folder` holds the caches of this and of earlier ones."""
+        self.shape, self.asked = shape, dict[str, Asked]()
+        config = vllm_config(shape, folder)
+        kv = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=_groups(shape))
+        kind = AsyncScheduler if shape.asynchronous else Scheduler
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=kv,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        self.scheduler.use_v2_model_runner = shape.second_runner
+        self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self.runner = Runner([self._rank(config, kv, rank) for rank in range(shape.ranks)], shape.asynchronous, shape.second_runner)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.ranks)
+        self.handed_over: dict[str, dict[str, Any]] = {}
+        self.queue: deque[tuple[Any, list[ModelRunnerOutput]]] = deque()
+        self.loaded_tokens = self.failed_loads = self.preemptions = self.steps = 0
+        self._fresh: list[tuple[int, list[int]]] = []
+        self._watch_pool()
+        self._moved = time.monotonic()
+
+    def _rank(self, config: VllmConfig, kv: KVCacheConfig, rank: int) -> Rank:
+        own = copy.copy(config)
+        own.parallel_config = copy.copy(config.parallel_config)
+        own.parallel_config.rank = rank
+        connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, kv)
+        layers, tensors = [], {}
+        for index, (group, window) in enumerate(zip(kv.kv_cache_groups, self.shape.windows)):
+            for name in group.layer_names:
+                layers.append(Layer(name, index, window))
+                size = (self.shape.blocks, 2, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)
+                tensors[name] = torch.zeros(size, dtype=torch.float32, device=self.shape.device)
+        return Rank(rank, layers, tensors, connector, 0 if self.shape.mla else rank)
+
+    def _watch_pool(self) -> None:
+        """Learns which blocks are given out: what is in them until they are computed or loaded is nobody's KV."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        take = pool.get_new_blocks
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            blocks = take(*args, **kwargs)
+            # Ids are unique over all groups: they share one pool, and each layer has a tensor of its own.
+            ids = [block.block_id for block in blocks]
+            self._fresh += [(group, ids) for group in range(len(self.shape.windows))] if ids else []
+            return blocks
+
+        pool.get_new_blocks = watched
+
+    def ask(self, req_id: str, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = (), **params: Any) -> None:
+        """Sends a request."""
+        self.asked[req_id] = Asked(prompt, max_tokens, list(stop))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=list(stop), extra_args=params or None)
+        sampling.update_from_generation_config({}, None)
+        request = Request(req_id, prompt, sampling, None, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+
+    def abort(self, req_id: str) -> None:
+        """As a client that goes away."""
+        self.asked[req_id].aborted = True
+        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self) -> bool:
+        """vLLM forgets the KV that no request uses."""
+        return self.scheduler.reset_prefix_cache()
+
+    def reset_running(self) -> bool:
+        """vLLM forgets all KV, that of running requests too; False where it could not, as some is held for stores.
+
+        As for weights that change: steps in flight come to their end first.
+        """
+        while self.queue:
+            self._update()
+        try:
+            return self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:
+            assert "Failed to reset KV cache" in str(error)
+            return False
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for its load."""
+        return any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.scheduler.requests.values())
+
+    def step(self) -> bool:
+        """One call of vLLM's `EngineCore.step`; whether there is more to do."""
+        if not self.scheduler.has_requests() and not self.queue:
+            return False
+        executed = False
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            fresh, self._fresh = self._fresh, []
+            self.steps += 1
+            self.preemptions += len(output.preempted_req_ids or ())
+            assert not output.kv_cache_block_copies, "partial blocks are copied, which this runner does not do"
+            self.queue.append((output, self.runner.execute(output, fresh)))
+            executed = output.total_num_scheduled_tokens > 0
+            if self.shape.asynchronous and len(self.queue) < 2 and (executed or self.scheduler.has_requests()):
+                return True
+        self._update()
+        if time.monotonic() - self._moved > HANGS_S:
+            raise Hangs(f"nothing has happened for {HANGS_S:.0f} s: {self.describe()}")
+        if not executed and not self.queue:
+            # vLLM does the same, so that threads that move KV get the interpreter.
+            time.sleep(0.001)
+        return True
+
+    def _update(self) -> None:
+        step, outputs = self.queue.popleft()
+        output = self.aggregator.aggregate(outputs)
+        assert output is not None
+        kv = output.kv_connector_output
+        self.failed_loads += len(kv.failed_recving)
+        if kv.finished_recving or kv.finished_sending:
+            self._moved = time.monotonic()
+        for each in self.scheduler.update_from_output(step, output).values():
+            for out in each.outputs:
+                self._moved = time.monotonic()
+                asked = self.asked[out.request_id]
+                asked.output += out.new_token_ids
+                if out.finish_reason is not None:
+                    asked.finished = str(out.finish_reason)
+                if out.kv_transfer_params is not None:
+                    self.handed_over[out.request_id] = out.kv_transfer_params
+                if out.prefill_stats is not None:
+                    self.loaded_tokens += out.prefill_stats.num_external_cached_tokens
+
+    def drain(self) -> None:
+        """Steps until nothing is left to do."""
+        while self.step():
+            pass
+
+    def describe(self) -> str:
+        """What is left."""
+        left = {
+            req_id: (r.status.name, r.num_computed_tokens, r.num_tokens, r.num_output_placeholders)
+            for req_id, r in self.scheduler.requests.items()
+        }
+        return f"steps {self.steps}, requests {left}"
+
+    def check_outputs(self, all_finished: bool = True) -> None:
+        """What was generated is right, and all of it is there, but for requests that were aborted."""
+        for req_id, asked in self.asked.items():
+            right = generated(asked.prompt, asked.max_tokens, asked.stop)
+            if asked.finished is None and (asked.aborted or not all_finished):
+                right = right[: len(asked.output)]
+            else:
+                assert asked.finished is not None, f"request {req_id} has not finished: {self.describe()}"
+            assert asked.output == right, f"request {req_id} generated {asked.output}, right is {right}"
+
+    def check_empty(self) -> None:
+        """No request, block or transfer is left behind; to be called when all is drained."""
+        assert not self.scheduler.requests, self.describe()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks()
+        assert free == self.shape.blocks - 1, f"{self.shape.blocks - 1 - free} blocks were never freed"
+        assert not self.aggregator._recv_remaining_count, "loads that only some workers reported"
+        assert not self.aggregator._send_remaining_count, "stores that only some workers reported"
+
+    def close(self) -> None:
+        """As a server that is stopped."""
+        self.scheduler.shutdown()
+        for rank in self.runner.ranks:
+            rank.connector.shutdown()

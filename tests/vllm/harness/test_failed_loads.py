@@ -1,0 +1,127 @@
+"""Failed loads: what vLLM does with synchronous ones, and that ours come to a right end."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from . import damage
+from .kv import generated
+from .runner import WrongKv
+from .server import Server, Shape
+
+PROMPT = list(range(20, 120))
+REJECTING = {"connector": "RejectingConnector", "connector_module": "harness.rejecting"}
+RUNNERS = pytest.mark.parametrize("second", [False, True], ids=["runner-v1", "runner-v2"])
+
+
+def run(server: Server, most_steps: int = 60) -> None:
+    """Steps until all is done, or long enough that nothing more is to be expected."""
+    while server.steps < most_steps and server.step():
+        pass
+
+
+@RUNNERS
+def test_vllm_recovers_from_a_failed_synchronous_load_step_by_step(second: bool, tmp_path: Path) -> None:
+    server = Server(Shape(second_runner=second, **REJECTING), tmp_path)
+    server.ask("a", PROMPT, 6)
+    server.drain()
+    server.check_outputs()
+    assert server.runner.excused > 0
+
+
+@RUNNERS
+def test_vllm_computes_the_step_in_flight_from_kv_that_was_never_loaded(second: bool, tmp_path: Path) -> None:
+    server = Server(Shape(asynchronous=True, second_runner=second, **REJECTING), tmp_path)
+    server.ask("a", PROMPT, 6)
+    with pytest.raises(WrongKv, match="never written"):
+        run(server)
+
+
+@RUNNERS
+def test_vllm_emits_the_token_of_the_step_in_flight(second: bool, tmp_path: Path) -> None:
+    server = Server(Shape(asynchronous=True, second_runner=second, **REJECTING), tmp_path)
+    server.runner.strict = False
+    server.ask("a", PROMPT, 6)
+    run(server)
+    asked = server.asked["a"]
+    print(f"emitted {asked.output}, right is {generated(PROMPT, 6)}")
+    assert server.runner.wrong
+    assert asked.output and asked.output[0] != generated(PROMPT, 6)[0]
+
+
+@RUNNERS
+def test_vllm_hangs_one_token_short(second: bool, tmp_path: Path) -> None:
+    # The request is to be computed anew in one step, but for the place that vLLM still keeps for the token it dropped.
+    server = Server(Shape(asynchronous=True, second_runner=second, batch_tokens=64, **REJECTING), tmp_path)
+    server.runner.strict = False
+    server.ask("a", PROMPT[:64], 1)
+    run(server)
+    assert server.asked["a"].output == []
+    assert server.asked["a"].finished is None
+    assert server.scheduler.has_requests()
+
+
+@RUNNERS
+def test_vllm_shares_blocks_of_a_failed_synchronous_load_before_they_are_computed(second: bool, tmp_path: Path) -> None:
+    # Step by step: the first request computes its prompt anew in parts, and the other one reads all of it at once.
+    server = Server(Shape(second_runner=second, long_prefill_tokens=24, **REJECTING), tmp_path)
+    server.ask("a", PROMPT, 6)
+    server.ask("b", PROMPT + [7], 6)
+    with pytest.raises(WrongKv, match="never written"):
+        run(server)
+
+
+@pytest.mark.parametrize(
+    "shape, flag",
+    [
+        (Shape(asynchronous=True, prefix_caching=False), "--no-async-scheduling"),
+        (Shape(prefix_caching=True), "--no-enable-prefix-caching"),
+    ],
+    ids=["async", "prefix-caching"],
+)
+def test_layerwise_loads_are_refused_where_vllm_does_that(shape: Shape, flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=flag):
+        Server(dataclasses.replace(shape, settings={"use_layerwise": True}), tmp_path)
+
+
+@RUNNERS
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
+@pytest.mark.parametrize("kind", [damage.flip, damage.truncate, damage.remove_data], ids=lambda kind: kind.__name__)
+def test_a_load_that_fails_on_one_worker_is_computed(
+    kind: Callable[[Path, int, random.Random], int],
+    layerwise: bool,
+    asynchronous: bool,
+    second: bool,
+    tmp_path: Path,
+    device: str,
+) -> None:
+    if layerwise and asynchronous:
+        pytest.skip("refused at the start")
+    shape = Shape(
+        asynchronous=asynchronous,
+        second_runner=second,
+        prefix_caching=not layerwise,
+        device=device,
+        settings={"use_layerwise": layerwise},
+    )
+    for life in range(3):
+        server = Server(shape, tmp_path)
+        server.ask("a", PROMPT, 6)
+        server.ask("b", PROMPT + PROMPT, 6)
+        server.drain()
+        server.check_outputs()
+        server.check_empty()
+        failed = server.failed_loads + server.runner.excused
+        server.close()
+        print(f"life {life}: {server.loaded_tokens} tokens loaded, {failed} loads failed")
+        if life == 0:
+            assert server.loaded_tokens == 0
+            assert kind(tmp_path / "cache", 1, random.Random(7)) > 0
+        elif kind is damage.flip and life == 1:
+            assert failed > 0, "the damage was not met"

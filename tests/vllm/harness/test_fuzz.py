@@ -1,0 +1,54 @@
+"""Fuzzed servers: a fixed set of seeds, or as many as FOREBAY_SOAK_SEEDS says, or one by FOREBAY_HARNESS_SEED."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from .fuzz import Fuzz, Tally
+from .server import Server, Shape
+
+SEEDS = int(os.environ.get("FOREBAY_SOAK_SEEDS", "36"))
+ONE = os.environ.get("FOREBAY_HARNESS_SEED")
+CHOSEN = [int(ONE)] if ONE else list(range(SEEDS))
+
+
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    """Of all seeds of this run."""
+    return Tally()
+
+
+@pytest.mark.parametrize("seed", CHOSEN)
+def test_every_request_ends_with_the_right_tokens(seed: int, tmp_path: Path, tally: Tally, device: str) -> None:
+    fuzz = Fuzz(seed, tmp_path, tally, device)
+    print(f"seed {seed}: {fuzz.shape}")
+    fuzz.run()
+
+
+def test_the_seeds_met_what_they_are_for(tally: Tally) -> None:
+    # Without this all of the above could pass because nothing is ever loaded, and nothing ever fails.
+    print(tally)
+    if ONE or tally.seeds < 30:
+        pytest.skip("too few seeds in this run")
+    assert tally.seeds_that_loaded >= tally.seeds * 0.5
+    assert tally.seeds_that_failed >= tally.seeds * 0.1
+    assert tally.loaded_tokens >= 100 * tally.seeds
+    assert tally.preemptions >= tally.seeds
+    assert tally.aborted >= tally.seeds
+    assert min(tally.resets, tally.damaged, tally.killed, tally.excused) > 0
+    assert tally.seeds < 30 or {"flip", "truncate"} <= tally.kinds.keys()
+
+
+def test_wrong_kv_is_noticed(tmp_path: Path, device: str) -> None:
+    # The runner's own check: one bit of one block of one rank.
+    server = Server(Shape(device=device), tmp_path)
+    server.ask("a", list(range(10, 90)), 8)
+    server.step()
+    rank, sequence = server.runner.ranks[1], server.runner.sequences["a"]
+    rank.flip("model.layers.1.self_attn.attn", sequence.blocks[0][2])
+    with pytest.raises(AssertionError, match=r"request a, rank 1, layer model.layers.1.self_attn.attn, position 3\d"):
+        server.step()
+    server.close()
