@@ -44,7 +44,7 @@ def run(folder: Path, model: str, cache: Path, rounds: int = 1, cpu_bytes: int =
 
 
 @pytest.fixture(scope="module")
-def filled(model: str, plain: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def filled_tier(model: str, plain: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds `prompts()`; tests work on copies."""
     folder = tmp_path_factory.mktemp("filled_tier")
     made = run(folder, model, folder / "cache")
@@ -61,8 +61,8 @@ def test_what_the_cpu_tier_evicted_comes_back(model: str, plain: list[list[int]]
     assert made.metrics.get(READ, 0) > 0, made.metrics
 
 
-def test_a_restarted_server_loads(model: str, plain: list[list[int]], filled: Path, tmp_path: Path) -> None:
-    shutil.copytree(filled, tmp_path / "cache")
+def test_a_restarted_server_loads(model: str, plain: list[list[int]], filled_tier: Path, tmp_path: Path) -> None:
+    shutil.copytree(filled_tier, tmp_path / "cache")
     made = run(tmp_path, model, tmp_path / "cache")
     assert made.tokens() == plain
     assert made.loaded >= 384
@@ -72,9 +72,9 @@ def test_a_restarted_server_loads(model: str, plain: list[list[int]], filled: Pa
 
 @pytest.mark.parametrize("damage", [flip_bits, truncate, remove_data], ids=lambda d: d.__name__)
 def test_damage_changes_no_output(
-    model: str, plain: list[list[int]], filled: Path, tmp_path: Path, damage: Callable[[Path], None]
+    model: str, plain: list[list[int]], filled_tier: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    shutil.copytree(filled, tmp_path / "cache")
+    shutil.copytree(filled_tier, tmp_path / "cache")
     damage(tmp_path / "cache")
     made = run(tmp_path, model, tmp_path / "cache", rounds=2)
     assert made.tokens(0) == plain
@@ -85,8 +85,8 @@ def test_damage_changes_no_output(
         assert made.metrics.get(FAILED, 0) > 0, made.metrics
 
 
-def test_another_fingerprint_starts_anew(model: str, plain: list[list[int]], filled: Path, tmp_path: Path) -> None:
-    shutil.copytree(filled, tmp_path / "cache")
+def test_another_fingerprint_starts_anew(model: str, plain: list[list[int]], filled_tier: Path, tmp_path: Path) -> None:
+    shutil.copytree(filled_tier, tmp_path / "cache")
     made = run(tmp_path, model, tmp_path / "cache", fingerprint="other weights")
     assert made.tokens() == plain
     assert made.metrics.get(READ, 0) == 0

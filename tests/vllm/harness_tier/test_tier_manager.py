@@ -67,6 +67,7 @@ def test_evicted_blocks_come_back(tmp_path: Path) -> None:
         assert world.load(keys(99)) == 0
 
 
+@pytest.mark.ci
 def test_blocks_come_back_after_a_restart(tmp_path: Path) -> None:
     with World(tmp_path) as world:
         fill(world)
@@ -84,6 +85,7 @@ def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
         assert (after["put"]["ok"], after["put"]["bytes"]) == (0, 0), after
 
 
+@pytest.mark.ci
 @DAMAGES
 def test_damage_before_a_start_is_a_miss(tmp_path: Path, damage) -> None:
     with World(tmp_path) as world:

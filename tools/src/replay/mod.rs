@@ -49,9 +49,15 @@ pub(crate) struct ReplayArgs {
     #[arg(long, default_value = ".", value_name = "DIR")]
     pub(crate) directory: PathBuf,
     /// With --engine real: tensor-parallel ranks with a log of their own each, comma-separated. A prompt is found as far as all
-    /// ranks have it; with more than one, their blocks are stored in orders of their own.
+    /// ranks have it.
     #[arg(long, value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64), value_name = "N,…")]
     pub(crate) ranks: Vec<u32>,
+    /// With --engine real: up to N blocks of a rank, drawn anew each time, are still on their way when the next request is looked up.
+    #[arg(long, default_value = "0", value_parser = clap::value_parser!(u64).range(..=4096), value_name = "N")]
+    pub(crate) behind: u64,
+    /// With several ranks: blocks are stored in the prompt's order, but among N neighbours in any, of each rank's own.
+    #[arg(long, default_value = "4", value_name = "N")]
+    pub(crate) window: usize,
     /// Seed of the ranks' orders.
     #[arg(long, default_value = "1", value_name = "N")]
     pub(crate) seed: u64,
@@ -160,16 +166,17 @@ struct Run {
 /// The cache to replay against.
 fn open_cache(args: &ReplayArgs, run: Run, bytes_per_token: u64) -> Result<Box<dyn ReplayCache>> {
     let Run { policy, capacity, ranks } = run;
-    match (args.engine, ranks) {
-        (ReplayEngine::Sim, 1) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens))),
+    match (args.engine, ranks == 1 && args.behind == 0) {
+        (ReplayEngine::Sim, true) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens))),
         (ReplayEngine::Sim, _) => Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
-            .advice("use --engine real with --ranks")),
-        (ReplayEngine::Real, 1) => {
+            .advice("use --engine real with --ranks and --behind")),
+        (ReplayEngine::Real, true) => {
             Ok(Box::new(real::RealCache::open(&args.directory, policy, capacity, bytes_per_token)?))
         }
         (ReplayEngine::Real, _) => {
+            let disorder = ranks::Disorder { seed: args.seed, window: args.window, behind: args.behind };
             let sizes = (capacity, bytes_per_token);
-            Ok(Box::new(ranks::Ranks::open(&args.directory, policy, sizes, (ranks, args.seed))?))
+            Ok(Box::new(ranks::Ranks::open(&args.directory, policy, sizes, (ranks, disorder))?))
         }
     }
 }

@@ -15,8 +15,16 @@ use super::real::{Answers, Blocks, RealCache};
 use super::{PolicyKind, ReplayCache, Request, Totals};
 use crate::bench::raw::pattern::Rng;
 
-/// Most blocks of a rank that are still on their way when the next request is looked up.
-const MOST_BEHIND: u64 = 32;
+/// How ranks come apart.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Disorder {
+    /// Seed of the ranks' orders.
+    pub(super) seed: u64,
+    /// Blocks next to each other of which any may get its slot first.
+    pub(super) window: usize,
+    /// Most blocks of a rank that are still on their way when the next request is looked up.
+    pub(super) behind: u64,
+}
 
 /// All ranks of a server.
 pub(super) struct Ranks(Vec<Rank>);
@@ -24,6 +32,7 @@ pub(super) struct Ranks(Vec<Rank>);
 struct Rank {
     cache: RealCache,
     rng: Rng,
+    disorder: Disorder,
     /// Blocks with a slot that nobody finds yet, and their tokens.
     behind: Vec<(Put, u64)>,
 }
@@ -34,12 +43,12 @@ impl Ranks {
         directory: &Path,
         policy: PolicyKind,
         (capacity_tokens, bytes_per_token): (u64, u64),
-        (count, seed): (u32, u64),
+        (count, disorder): (u32, Disorder),
     ) -> Result<Self> {
         let rank = |number: u32| {
             let cache = RealCache::open(directory, policy, capacity_tokens, bytes_per_token)?;
-            let rng = Rng::new(seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
-            Ok(Rank { cache, rng, behind: Vec::new() })
+            let rng = Rng::new(disorder.seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
+            Ok(Rank { cache, rng, disorder, behind: Vec::new() })
         };
         (0..count).map(rank).collect::<Result<_>>().map(Self)
     }
@@ -55,7 +64,7 @@ impl Rank {
     /// Publishes what is on its way, in any order, but for a few blocks; their answers.
     fn catch_up(&mut self) -> Answers {
         shuffle(&mut self.rng, &mut self.behind);
-        let stay = (self.rng.next_u64() % (MOST_BEHIND + 1)) as usize;
+        let stay = (self.rng.next_u64() % self.disorder.behind.saturating_add(1)) as usize;
         let (tx, rx) = unbounded();
         for (put, tokens) in self.behind.drain(stay.min(self.behind.len())..) {
             RealCache::commit(put, tokens, &tx);
@@ -65,7 +74,9 @@ impl Rank {
 
     fn store(&mut self, blocks: &Blocks, from: usize) -> Result<()> {
         let mut missing: Vec<usize> = (from..blocks.len()).collect();
-        shuffle(&mut self.rng, &mut missing);
+        for neighbours in missing.chunks_mut(self.disorder.window.max(1)) {
+            shuffle(&mut self.rng, neighbours);
+        }
         for at in missing {
             self.behind.extend(self.cache.begin(blocks, at)?);
         }
