@@ -209,9 +209,10 @@ impl SchedulerSide {
             let (num_computed, num_scheduled) = (*num_computed, *num_scheduled);
             input.new.push(NewRequest { req_id: req_id.to_str()?, blocks: ids.clone(), num_computed, num_scheduled });
         }
-        let ids = cached.as_ref().map_or_else(|| Ok(Vec::new()), Cached::names)?;
-        if let Some(cached) = &cached {
-            cached.read(&ids, &mut input)?;
+        let rows = cached.map_or_else(|| Ok(Vec::new()), |cached| self.with(|s| cached.rows(s)))?;
+        let (ids, rows): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
+        for (id, row) in ids.iter().zip(rows) {
+            input.cached.push(row.of(id.to_str()?));
         }
         let mut failed = None;
         let mut ask = |req_id: &str, start: usize, stop: usize| -> Option<Vec<u32>> {
@@ -321,28 +322,45 @@ struct Cached<'py> {
 }
 
 impl<'py> Cached<'py> {
-    /// The names, which the rows borrow.
-    fn names(&self) -> PyResult<Vec<Bound<'py, PyString>>> {
-        self.req_ids.iter().map(|id| Ok(id.cast_into()?)).collect()
-    }
-
-    fn read<'a>(&self, ids: &'a [Bound<'py, PyString>], input: &mut StepInput<'a>) -> PyResult<()> {
-        if self.new_blocks.len() != ids.len() || self.computed.len() != ids.len() {
+    /// The rows that matter, each with its name, which the input borrows.
+    fn rows(&self, scheduler: &Scheduler) -> PyResult<Vec<(Bound<'py, PyString>, Row)>> {
+        if self.new_blocks.len() != self.req_ids.len() || self.computed.len() != self.req_ids.len() {
             return Err(to_py(&invalid("the lists of cached requests differ in length")));
         }
+        let most = self.scheduled.iter().try_fold(0, |most: usize, (_, n)| PyResult::Ok(most.max(n.extract()?)))?;
         let any_resumed = self.resumed.len()? > 0;
-        input.cached.reserve(ids.len());
-        for ((id, new_blocks), computed) in ids.iter().zip(self.new_blocks.iter()).zip(self.computed.iter()) {
+        let mut rows = Vec::new();
+        for (i, (new_blocks, computed)) in self.new_blocks.iter().zip(self.computed.iter()).enumerate() {
+            let num_computed = computed.extract()?;
+            if new_blocks.is_none() && !scheduler.looks_at(num_computed, most) {
+                continue;
+            }
+            let id = self.req_ids.get_item(i)?.cast_into::<PyString>()?;
             let missing = || to_py(&invalid(format!("request {id} is not among the scheduled ones")));
-            input.cached.push(CachedRequest {
-                req_id: id.to_str()?,
+            let row = Row {
                 new_blocks: if new_blocks.is_none() { None } else { Some(blocks(&new_blocks)?) },
-                num_computed: computed.extract()?,
-                num_scheduled: self.scheduled.get_item(id)?.ok_or_else(missing)?.extract()?,
-                resumed: any_resumed && self.resumed.contains(id)?,
-            });
+                num_computed,
+                num_scheduled: self.scheduled.get_item(&id)?.ok_or_else(missing)?.extract()?,
+                resumed: any_resumed && self.resumed.contains(&id)?,
+            };
+            rows.push((id, row));
         }
-        Ok(())
+        Ok(rows)
+    }
+}
+
+/// What a step says of one request that ran before.
+struct Row {
+    new_blocks: Option<Vec<Vec<u32>>>,
+    num_computed: usize,
+    num_scheduled: usize,
+    resumed: bool,
+}
+
+impl Row {
+    fn of(self, req_id: &str) -> CachedRequest<'_> {
+        let Self { new_blocks, num_computed, num_scheduled, resumed } = self;
+        CachedRequest { req_id, new_blocks, num_computed, num_scheduled, resumed }
     }
 }
 

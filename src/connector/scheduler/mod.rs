@@ -25,6 +25,9 @@ mod tracker;
 pub use news::{ChunkOf, News};
 use tracker::Tracker;
 
+/// Tokens after a chunk's end within which its store is tried again where it was put off: ids that were not final, other workers' loads.
+const PUT_OFF_TOKENS: usize = 16;
+
 /// A request that the server takes up.
 #[derive(Clone, Copy, Debug)]
 pub struct AddRequest<'a> {
@@ -249,6 +252,16 @@ impl Scheduler {
         self.held = finish::Held::new(self.options.workers);
     }
 
+    /// Whether a request that has run before must be told of in a step: `num_computed` as in [`CachedRequest`], `most_scheduled` the most
+    /// tokens that the step computes of any request. Most requests of most steps fill no chunk, and what is looked at of each
+    /// is what a step costs. Requests with new blocks must always be told of.
+    #[must_use]
+    pub fn looks_at(&self, num_computed: usize, most_scheduled: usize) -> bool {
+        let chunk = self.options.chunk_tokens.max(1) as usize;
+        let into = num_computed % chunk;
+        self.options.save_unfull_chunk || into < PUT_OFF_TOKENS || into + most_scheduled >= chunk
+    }
+
     /// What the server scheduled becomes what the workers do. `tokens_of` is asked for generated tokens, and only where the
     /// settings want them stored and a chunk of them is full.
     pub fn step(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
@@ -288,7 +301,8 @@ impl Scheduler {
             None => {}
         }
         let chunk = tracker.prompt.chunk_tokens().max(1);
-        let is_whole = !self.options.save_unfull_chunk || tracker.unfull_saved;
-        !tracker.skip_save && !(is_whole && tracker.saved.is_some_and(|saved| end / chunk * chunk <= saved))
+        let part_is_open = self.options.save_unfull_chunk && !tracker.unfull_saved;
+        let is_open = part_is_open || tracker.saved.is_none_or(|saved| end / chunk * chunk > saved);
+        is_open && !tracker.skip_save
     }
 }

@@ -179,3 +179,19 @@ fn a_request_preempted_and_taken_up_again_for_one_step_keeps_its_new_load() {
     let meta = s.preempt("a");
     assert_eq!((meta.preempted.as_slice(), loaded(&meta)), (["a".to_owned()].as_slice(), vec![(0, 32)]));
 }
+
+#[test]
+fn requests_that_fill_no_chunk_need_not_be_told_of() {
+    let s = side(0);
+    let chunk = CHUNK;
+    for computed in 0..5 * chunk {
+        for scheduled in [1, 2, 5, chunk] {
+            let fills = computed / chunk != (computed + scheduled) / chunk;
+            assert!(!fills || s.s.looks_at(computed, scheduled), "{computed} + {scheduled} fill a chunk");
+        }
+    }
+    let large = side_with(0, |o| o.chunk_tokens = 256).s;
+    let looked = (0..256).filter(|&computed| large.looks_at(computed, 1)).count();
+    assert_eq!(looked, 17, "the chunk's last token, and those in which a store may be tried again");
+    assert!(side_with(0, |o| o.save_unfull_chunk = true).s.looks_at(100, 1), "prompts end anywhere");
+}
