@@ -14,7 +14,7 @@ demo: build
 	$(FOREBAY) demo
 
 # Everything CI runs. What NVIDIA's wheels are needed for is named at the end where they could not be fetched.
-test: lint unit doc python vllm-ci kernels-check
+test: lint unit doc python vllm-harness vllm-ci kernels-check
 	@test -s $(CUFILE_LIB) || echo 'NOT TESTED HERE: NVIDIA'"'"'s own libcufile; its wheels could not be fetched'
 
 lint:

@@ -39,7 +39,6 @@ def test_a_cache_salt_shares_with_nobody_else(plain: list[list[int]], filled: Fi
     assert all(cached >= WHOLE for cached in filled.run.cached(5))
 
 
-@pytest.mark.ci
 def test_after_a_restart_and_with_the_engine_in_a_process_of_its_own(
     model: str, plain: list[list[int]], filled: Filled, tmp_path: Path
 ) -> None:
@@ -49,7 +48,6 @@ def test_after_a_restart_and_with_the_engine_in_a_process_of_its_own(
     assert run.loaded >= WHOLE
 
 
-@pytest.mark.ci
 def test_bfloat16(models: Callable[[str], str], tmp_path: Path) -> None:
     one = {"prompts": prompts(1)}
     asked = {"model": models("bfloat16"), "dtype": "bfloat16"}
