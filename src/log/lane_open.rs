@@ -112,21 +112,30 @@ impl Surroundings {
         Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
     }
 
-    /// As [`open_files`](Self::open_files) for writing; a lane that cannot be used is made anew where the settings say so.
+    /// As [`open_files`](Self::open_files) for writing; a lane that cannot be used is made anew where the settings say so, and one whose
+    /// data.kv is gone in any case: what its index tells of is not there any more.
     pub(super) fn open_or_recreate(&self, dir: &Path) -> Result<LaneFiles> {
         match self.open_files(dir, true) {
+            Err(e) if e.kind() == ErrorKind::NotFound && !paths::is_there(&dir.join(paths::DATA)) => {
+                tracing::warn!(lane = %dir.display(), "data.kv is gone, and with it all chunks of the lane, which is made anew");
+                self.make_anew(dir)
+            }
             Err(e)
                 if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound)
                     && self.ctx.options.on_incompatible == OnIncompatible::Recreate =>
             {
                 tracing::warn!(lane = %dir.display(), error = %e, "the lane is made anew, as on_incompatible says");
-                for name in [paths::TABLE_SHM, paths::DATA, paths::INDEX] {
-                    remove_file(&dir.join(name))?;
-                }
-                self.create(dir)
+                self.make_anew(dir)
             }
             outcome => outcome,
         }
+    }
+
+    fn make_anew(&self, dir: &Path) -> Result<LaneFiles> {
+        for name in [paths::TABLE_SHM, paths::DATA, paths::INDEX] {
+            remove_file(&dir.join(name))?;
+        }
+        self.create(dir)
     }
 
     /// A rebuild that had nothing but the slots knows only the half of the fingerprint that names the namespace's directory. The

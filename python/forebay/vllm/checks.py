@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from forebay.vllm.geometry import Unsupported
+from forebay.vllm.geometry import Shape, Unsupported
 from forebay.vllm.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("vllm.forebay")
 
@@ -47,7 +46,7 @@ def _outer(vllm_config: VllmConfig) -> str | None:
     return transfer.kv_load_failure_policy
 
 
-def layerwise(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
+def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> None:
     """Refuses layer-wise loads where vLLM cannot recover from one that fails."""
     if not settings.layerwise:
         return
@@ -56,10 +55,15 @@ def layerwise(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings:
             "use_layerwise with asynchronous scheduling: after a failed load vLLM emits a token of the step in flight and then "
             "waits forever for the last one; start with --no-async-scheduling, or leave use_layerwise off"
         )
-    if len(kv_cache_config.kv_cache_groups) > 1:
+    if len(kv.block_tokens) > 1:
         raise Unsupported(
             "use_layerwise with several KV cache groups: vLLM cannot be told of a failed load; start with "
             "--disable-hybrid-kv-cache-manager, or leave use_layerwise off"
+        )
+    if any(window is not None for window in kv.windows):
+        raise Unsupported(
+            "use_layerwise with a sliding window: after a failed load vLLM goes back to tokens whose window it has given away; start "
+            "with --disable-hybrid-kv-cache-manager where other layers have none, or leave use_layerwise off"
         )
     if vllm_config.cache_config.enable_prefix_caching:
         raise Unsupported(

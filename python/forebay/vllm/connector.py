@@ -52,8 +52,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         read = settings.read(self._kv_transfer_config.kv_connector_extra_config)
         checks.recompute_policy(vllm_config)
-        checks.layerwise(vllm_config, kv_cache_config, read)
         kv = geometry.shape(vllm_config, kv_cache_config)
+        checks.layerwise(vllm_config, kv, read)
         read = geometry.fitted(kv, read)
         self._deltas = Deltas()
         self._scheduler: SchedulerHalf | None = None

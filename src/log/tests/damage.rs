@@ -218,6 +218,27 @@ fn files_of_others_are_refused_or_replaced_as_the_settings_say() {
 }
 
 #[test]
+fn a_lane_whose_data_is_gone_begins_anew_and_one_whose_index_is_gone_is_left_for_fsck() {
+    let dir = temp();
+    make(dir.path());
+    fs::remove_file(lane_file(dir.path(), "data.kv")).unwrap();
+    assert!(!has(&reader(dir.path()).unwrap(), 20));
+    assert!(!lane_file(dir.path(), "data.kv").exists(), "who only reads changes nothing");
+    let log = open(dir.path());
+    assert!((0..KEYS).all(|n| !has(&log, n)), "nothing that is not there is found");
+    assert!(store(&log, 3) && has(&log, 3));
+    let log = reopen(log);
+    assert!(has(&log, 3));
+    drop(log);
+
+    let dir = temp();
+    make(dir.path());
+    fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
+    assert!(Log::open(options(dir.path())).is_err());
+    assert!(lane_file(dir.path(), "data.kv").metadata().unwrap().len() > 0, "its chunks can still be restored");
+}
+
+#[test]
 fn a_lane_of_another_geometry_in_our_place_is_refused() {
     let dir = temp();
     make(dir.path());

@@ -74,8 +74,9 @@ def shape(source: random.Random, device: str) -> Shape:
 
 
 def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
-    """The same server with these KV cache groups; with several of them loads within a step are refused, and a request takes more."""
-    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or len(windows) == 1}
+    """The same server with these KV cache groups; with windows loads within a step are refused, and with groups a request takes more."""
+    plain = windows == (None,)
+    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or plain}
     return dataclasses.replace(made, windows=windows, settings=settings, blocks=made.blocks * len(windows))
 
 

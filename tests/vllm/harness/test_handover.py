@@ -22,7 +22,8 @@ def finish(server: Server) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "ahead"])
 def test_with_mla_one_rank_stores_and_all_ranks_load(tmp_path: Path, device: str, asynchronous: bool) -> None:
-    shape = Shape(asynchronous=asynchronous, ranks=3, mla=True, device=device)
+    patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000}
+    shape = Shape(asynchronous=asynchronous, ranks=3, mla=True, device=device, settings=patient)
     for loaded in (0, WHOLE):
         server = Server(shape, tmp_path)
         server.ask("a", PROMPT, 8)
@@ -42,8 +43,10 @@ def test_with_mla_one_rank_stores_and_all_ranks_load(tmp_path: Path, device: str
 
 
 def test_a_consumer_waits_for_what_a_producer_has_promised(tmp_path: Path, device: str) -> None:
-    producer = Server(Shape(role="kv_producer", device=device), tmp_path)
-    consumer = Server(Shape(role="kv_consumer", device=device), tmp_path)
+    # Nothing is given up, however slow this machine is: neither copies out of a finished request's blocks, nor the waiting.
+    patient = {"max_held_blocks": 1000, "load_timeout_ms": 60_000, "gather_patience_ms": 20_000}
+    producer = Server(Shape(role="kv_producer", device=device, settings=patient), tmp_path)
+    consumer = Server(Shape(role="kv_consumer", device=device, settings=patient), tmp_path)
     producer.ask("a", PROMPT, 1)
     promise = {"num_transferred_tokens": WHOLE}
     # It asks before the producer has computed a token.

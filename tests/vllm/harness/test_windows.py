@@ -49,7 +49,7 @@ def test_a_long_prompt_is_whole_again_after_a_restart(tmp_path: Path, device: st
         long_prefill_tokens=24,
         blocks=48,
         device=device,
-        settings={"gather_patience_ms": 20_000, "load_timeout_ms": 20_000},
+        settings={"gather_patience_ms": 20_000, "load_timeout_ms": 20_000, "max_held_blocks": 1000},
     )
     prompt, tokens = [4 + i * 7 % 500 for i in range(500)], 0
     for _ in range(2):
