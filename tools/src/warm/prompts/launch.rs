@@ -18,6 +18,8 @@ use super::server::Server;
 
 /// How long a server that was asked to stop may flush.
 const STOP_PATIENCE: Duration = Duration::from_secs(60);
+/// Of these, what vLLM gives its engine.
+const SHUTDOWN_S: u64 = 30;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Becomes vLLM's server in a Python that gets SIGTERM when the process of the first argument ends. It asks for that itself: between
@@ -66,6 +68,8 @@ impl Launch<'_> {
         command.args(["-c", SERVER, &std::process::id().to_string()]);
         command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);
         command.args(["--model", self.model, "--enable-prompt-tokens-details"]);
+        // Without it vLLM kills its engine at once when it is stopped, and what it stored last is lost.
+        command.args(["--shutdown-timeout", &SHUTDOWN_S.to_string()]);
         command.args(["--kv-transfer-config", &connector.to_string()]).args(self.args);
         command.stdin(Stdio::null()).stdout(std::io::stderr());
         let child = command.spawn().map_err(|e| {
