@@ -224,20 +224,15 @@ fn loads_that_would_hold_a_step_up_for_too_long_run_before_it() {
 #[test]
 fn what_another_server_has_promised_is_waited_for_and_loaded_when_it_is_there() {
     let mut s = side(0);
-    let extra = Extra::default();
-    let add = |s: &mut Side, req_id: &str, transferred| {
-        let tokens = tokens(100);
-        s.s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save: false, skip_load: false, transferred });
-    };
-    add(&mut s, "a", 70);
+    s.add_promised("a", 70);
     assert_eq!(s.matched("a", 0), None, "the other server's store is under way");
     assert_eq!(s.s.stats().awaited, 1);
     s.told.say(Some(96));
     s.s.reset();
     assert_eq!(s.matched("a", 0), Some(96), "looked up anew");
-    add(&mut s, "b", 70);
+    s.add_promised("b", 70);
     assert_eq!(s.matched("b", 0), Some(96), "nothing to wait for");
-    add(&mut s, "unpromised", 0);
+    s.add_promised("unpromised", 0);
     s.told.say(Some(0));
     assert_eq!(s.matched("unpromised", 0), Some(0));
 }
@@ -245,32 +240,14 @@ fn what_another_server_has_promised_is_waited_for_and_loaded_when_it_is_there() 
 #[test]
 fn a_promise_that_is_not_kept_is_a_miss_after_the_time_for_loads() {
     let mut s = side_with(32, |o| o.load_timeout_ms = 0);
-    let extra = Extra::default();
-    let tokens = tokens(100);
-    s.s.add(AddRequest {
-        req_id: "a",
-        tokens: &tokens,
-        extra: &extra,
-        skip_save: false,
-        skip_load: false,
-        transferred: usize::MAX,
-    });
+    s.add_promised("a", usize::MAX);
     assert_eq!(s.matched("a", 0), Some(32), "what is there is taken");
 }
 
 #[test]
 fn a_producer_does_not_store_what_it_has_transferred_and_says_how_far_it_is() {
     let mut s = side_with(0, |o| o.role = Role::Producer);
-    let extra = Extra::default();
-    let tokens = tokens(100);
-    s.s.add(AddRequest {
-        req_id: "a",
-        tokens: &tokens,
-        extra: &extra,
-        skip_save: false,
-        skip_load: false,
-        transferred: 40,
-    });
+    s.add_promised("a", 40);
     let meta = s.first("a", (0, 100));
     assert_eq!(saved(&meta), [(32, 96)], "whole chunks from the first that was not");
     assert_eq!(s.s.transferred("a"), 96);

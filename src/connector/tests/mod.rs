@@ -105,6 +105,19 @@ impl Side {
         });
     }
 
+    /// A prompt of 100 tokens of which another server says that it stores the first `transferred`.
+    fn add_promised(&mut self, req_id: &str, transferred: usize) {
+        let (tokens, extra) = (tokens(100), Extra::default());
+        self.s.add(AddRequest {
+            req_id,
+            tokens: &tokens,
+            extra: &extra,
+            skip_save: false,
+            skip_load: false,
+            transferred,
+        });
+    }
+
     fn matched(&mut self, req_id: &str, computed: usize) -> Option<usize> {
         self.s.matched(req_id, computed).tokens
     }

@@ -9,44 +9,14 @@ from pathlib import Path
 
 import pytest
 import vllm
+from test_damage import flip_bits, remove_data, truncate
 from tier_world import ROW, World, key, keys
 
 import forebay
 from forebay.vllm.geometry import Unsupported
 
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "7"))
-PAGE = 4096
 COUNT = 12
-
-
-def data_files(cache: Path) -> list[Path]:
-    found = sorted(cache.rglob("data.kv"))
-    assert found, "the cache has no data files"
-    return found
-
-
-def flip_bits(cache: Path) -> None:
-    """One flipped bit in each written page of each data file."""
-    source = random.Random(SEED)
-    for file in data_files(cache):
-        with file.open("r+b") as opened:
-            for page in range(1, file.stat().st_size // PAGE):
-                opened.seek(page * PAGE)
-                held = bytearray(opened.read(PAGE))
-                if any(held):
-                    held[source.randrange(PAGE)] ^= 1 << source.randrange(8)
-                    opened.seek(page * PAGE)
-                    opened.write(held)
-
-
-def truncate(cache: Path) -> None:
-    for file in data_files(cache):
-        os.truncate(file, PAGE)
-
-
-def remove_data(cache: Path) -> None:
-    for file in data_files(cache):
-        file.unlink()
 
 
 DAMAGES = pytest.mark.parametrize("damage", [flip_bits, truncate, remove_data], ids=lambda d: d.__name__)
