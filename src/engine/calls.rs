@@ -111,6 +111,7 @@ impl Engine {
             backpressure: request.backpressure,
             deadline,
             layerwise: request.layerwise.unwrap_or(settings.use_layerwise),
+            computed: request.computed,
             already_there: 0,
             shed: Vec::new(),
         };

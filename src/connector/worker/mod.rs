@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use crate::device::{PagedKv, Stream};
-use crate::engine::{Engine, Prompt};
+use crate::engine::{Computed, Engine, Prompt};
 use crate::error::Result;
 
 mod loads;
@@ -124,7 +124,7 @@ impl Worker {
         }
         self.orders.extend(meta.saves);
         if self.options.layerwise {
-            self.start_saves();
+            self.start_saves(None);
         }
     }
 
@@ -133,7 +133,8 @@ impl Worker {
     /// running requests away: for at most [`ConnectorOptions::gather_patience_ms`], then the stores are given up.
     pub fn end_step(&mut self, stream: Option<Stream>) {
         self.end_loads_of_step();
-        self.start_saves();
+        // Told at the start that all is computed, the store's thread is woken once.
+        self.start_saves(Some(stream.map_or(Computed::Now, Computed::On)));
         self.end_saves(stream);
     }
 

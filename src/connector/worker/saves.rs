@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::super::meta::{SaveOrder, StoredChunk};
 use super::Worker;
 use crate::device::Stream;
-use crate::engine::{Backpressure, Prompt, Store, StoreRequest};
+use crate::engine::{Backpressure, Computed, Prompt, Store, StoreRequest};
 use crate::error::Result;
 
 /// A store under way.
@@ -15,8 +15,10 @@ pub(super) struct Saving {
     store: Store,
     prompt: Prompt,
     range: (usize, usize),
-    /// All its layers are computed.
+    /// The store knows that all its layers are computed.
     announced: bool,
+    /// The step that computed it has ended.
+    ended: bool,
     /// Nothing reads the server's blocks for it any more.
     gathered: bool,
 }
@@ -60,8 +62,8 @@ impl Worker {
         self.kv.layout().num_layers().saturating_sub(1)
     }
 
-    /// Starts the stores that were ordered for this step.
-    pub(super) fn start_saves(&mut self) {
+    /// Starts the stores that were ordered for this step; `computed` where all their layers are.
+    pub(super) fn start_saves(&mut self, computed: Option<Computed>) {
         for order in std::mem::take(&mut self.orders) {
             let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
             let range = (order.start, order.stop);
@@ -78,7 +80,7 @@ impl Worker {
                 self.stats.shed_chunks += chunks as u64;
                 continue;
             }
-            match self.start_save(&order, &prompt) {
+            match self.start_save(&order, &prompt, computed) {
                 Ok(store) => {
                     self.stats.saves += 1;
                     self.saves.push(Saving {
@@ -87,7 +89,8 @@ impl Worker {
                         store,
                         prompt,
                         range,
-                        announced: false,
+                        announced: computed.is_some(),
+                        ended: false,
                         gathered: false,
                     });
                 }
@@ -99,7 +102,7 @@ impl Worker {
         }
     }
 
-    fn start_save(&self, order: &SaveOrder, prompt: &Prompt) -> Result<Store> {
+    fn start_save(&self, order: &SaveOrder, prompt: &Prompt, computed: Option<Computed>) -> Result<Store> {
         let slots = self.slots(&order.spans, (order.start, order.stop));
         let patience = Duration::from_millis(self.options.gather_patience_ms);
         let backpressure =
@@ -109,6 +112,7 @@ impl Worker {
             backpressure,
             save_unfull: Some(!order.stop.is_multiple_of(prompt.chunk_tokens().max(1))),
             layerwise: Some(self.options.layerwise),
+            computed,
             ..StoreRequest::new(prompt, &self.kv, slots)
         })
     }
@@ -132,7 +136,8 @@ impl Worker {
     /// gathers.
     pub(super) fn end_saves(&mut self, stream: Option<Stream>) {
         let (last, waits) = (self.last_layer(), self.options.has_windows());
-        for saving in self.saves.iter_mut().filter(|s| !s.announced) {
+        for saving in self.saves.iter_mut().filter(|s| !s.ended) {
+            saving.ended = true;
             let mut done = saving.announce(stream);
             if waits && done.is_ok() {
                 done = match stream {
