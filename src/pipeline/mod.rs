@@ -97,6 +97,11 @@ impl Pipeline {
         self.stores.start(spec)
     }
 
+    /// As [`Pipeline::store`] for each of `specs`; their thread is woken once.
+    pub fn stores(&self, specs: Vec<StoreSpec>) -> Vec<Result<Store>> {
+        self.stores.start_all(specs)
+    }
+
     /// Counters.
     #[must_use]
     pub fn stats(&self) -> &PipelineStats {

@@ -57,6 +57,40 @@ pub struct WorkerStats {
     pub refused_orders: u64,
 }
 
+impl WorkerStats {
+    /// The counts that only grow, by name.
+    #[must_use]
+    pub fn counters(&self) -> [(&'static str, u64); 10] {
+        // Taken apart, so that none is forgotten.
+        let Self {
+            loading: _,
+            storing: _,
+            loads,
+            failed_loads,
+            loaded_tokens,
+            saves,
+            stored_chunks,
+            stored_tokens,
+            already_there,
+            shed_chunks,
+            given_up,
+            refused_orders,
+        } = *self;
+        [
+            ("loads", loads),
+            ("failed_loads", failed_loads),
+            ("loaded_tokens", loaded_tokens),
+            ("saves", saves),
+            ("stored_chunks", stored_chunks),
+            ("stored_tokens", stored_tokens),
+            ("already_there", already_there),
+            ("shed_chunks", shed_chunks),
+            ("given_up", given_up),
+            ("refused_orders", refused_orders),
+        ]
+    }
+}
+
 /// The worker's side of the connector.
 pub struct Worker {
     options: ConnectorOptions,

@@ -6,7 +6,7 @@ use super::super::meta::{SaveOrder, StoredChunk};
 use super::Worker;
 use crate::device::Stream;
 use crate::engine::{Backpressure, Computed, Prompt, Store, StoreRequest};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A store under way.
 pub(super) struct Saving {
@@ -64,56 +64,72 @@ impl Worker {
 
     /// Starts the stores that were ordered for this step; `computed` where all their layers are.
     pub(super) fn start_saves(&mut self, computed: Option<Computed>) {
+        let (mut orders, mut requests) = (Vec::new(), Vec::new());
         for order in std::mem::take(&mut self.orders) {
-            let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
-            let range = (order.start, order.stop);
-            let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
-            let Some(prompt) = prompt else {
-                tracing::warn!(req_id = order.req_id, "a store of tokens or blocks that are not known here");
-                self.stats.refused_orders += 1;
-                continue;
-            };
-            if self.options.rank as usize >= self.options.writers() {
-                continue;
+            if let Some(request) = self.save_request(&order, computed) {
+                orders.push(order);
+                requests.push(request);
             }
-            if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
-                self.stats.shed_chunks += chunks as u64;
-                continue;
-            }
-            match self.start_save(&order, &prompt, computed) {
+        }
+        if requests.is_empty() {
+            return;
+        }
+        let stores = match self.engine.stores(&requests) {
+            Ok(stores) => stores,
+            Err(e) => return orders.iter().for_each(|order| self.refused(order, &e)),
+        };
+        for ((order, request), store) in orders.into_iter().zip(requests).zip(stores) {
+            match store {
                 Ok(store) => {
                     self.stats.saves += 1;
                     self.saves.push(Saving {
                         req_id: order.req_id,
                         step: self.step,
                         store,
-                        prompt,
-                        range,
+                        prompt: request.prompt,
+                        range: (order.start, order.stop),
                         announced: computed.is_some(),
                         ended: false,
                         gathered: false,
                     });
                 }
-                Err(e) => {
-                    tracing::warn!(error = %e, req_id = order.req_id, "a store was refused");
-                    self.stats.refused_orders += 1;
-                }
+                Err(e) => self.refused(&order, &e),
             }
         }
     }
 
-    fn start_save(&self, order: &SaveOrder, prompt: &Prompt, computed: Option<Computed>) -> Result<Store> {
-        let slots = self.slots(&order.spans, (order.start, order.stop));
+    fn refused(&mut self, order: &SaveOrder, why: &Error) {
+        tracing::warn!(error = %why, req_id = order.req_id, "a store was refused");
+        self.stats.refused_orders += 1;
+    }
+
+    /// What the engine is to store for `order`; nothing where that would be wrong, or another rank does it.
+    fn save_request(&mut self, order: &SaveOrder, computed: Option<Computed>) -> Option<StoreRequest> {
+        let range = (order.start, order.stop);
+        let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
+        let Some(prompt) = prompt else {
+            tracing::warn!(req_id = order.req_id, "a store of tokens or blocks that are not known here");
+            self.stats.refused_orders += 1;
+            return None;
+        };
+        if self.options.rank as usize >= self.options.writers() {
+            return None;
+        }
+        if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
+            let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
+            self.stats.shed_chunks += chunks as u64;
+            return None;
+        }
         let patience = Duration::from_millis(self.options.gather_patience_ms);
         let backpressure =
             if self.options.has_windows() { Backpressure::Shed { patience } } else { Backpressure::default() };
-        self.engine.store(StoreRequest {
+        Some(StoreRequest {
             depends_on: self.tickets(&order.req_id),
             backpressure,
             save_unfull: Some(!order.stop.is_multiple_of(prompt.chunk_tokens().max(1))),
             layerwise: Some(self.options.layerwise),
             computed,
-            ..StoreRequest::new(prompt, &self.kv, slots)
+            ..StoreRequest::new(&prompt, &self.kv, self.slots(&order.spans, range))
         })
     }
 

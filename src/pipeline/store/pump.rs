@@ -126,6 +126,19 @@ impl StorePump {
 
     /// Starts a store, or sheds it where too much waits already.
     pub(in crate::pipeline) fn start(self: &Arc<Self>, spec: StoreSpec) -> Result<Store> {
+        let store = self.prepare(spec);
+        self.notify();
+        store
+    }
+
+    /// As [`StorePump::start`] for each of `specs`: waking a thread costs more than all else that is done here.
+    pub(in crate::pipeline) fn start_all(self: &Arc<Self>, specs: Vec<StoreSpec>) -> Vec<Result<Store>> {
+        let stores = specs.into_iter().map(|spec| self.prepare(spec)).collect();
+        self.notify();
+        stores
+    }
+
+    fn prepare(self: &Arc<Self>, spec: StoreSpec) -> Result<Store> {
         let layers = spec.kv.layout().num_layers();
         let slot_bytes = self.pool.slot_bytes();
         for chunk in &spec.chunks {
@@ -195,8 +208,6 @@ impl StorePump {
             shared.moved = Instant::now();
         }
         shared.stores.push(Arc::clone(store));
-        shared.dirty = true;
-        self.changed.notify_all();
         Ok(())
     }
 
