@@ -8,10 +8,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::config::Settings;
 use forebay::connector::{
-    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler,
-    StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, Lookup, NewRequest, News,
+    RanksLookup, Scheduler, StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
@@ -47,13 +46,7 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
 }
 
 /// What both sides are told in the same words.
-fn options(
-    engine: &Engine,
-    (block_tokens, num_blocks): (&[u32], usize),
-    keywords: Option<&Bound<'_, PyDict>>,
-) -> PyResult<ConnectorOptions> {
-    let settings: &Settings = engine.settings();
-    let mut options = ConnectorOptions::new(settings, engine.geometry(), (block_tokens, num_blocks)).py()?;
+fn options(mut options: ConnectorOptions, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<ConnectorOptions> {
     let Some(keywords) = keywords else { return Ok(options) };
     for (name, value) in keywords.iter() {
         let name: String = name.extract()?;
@@ -74,6 +67,7 @@ fn options(
             "workers" => options.workers = value.extract()?,
             "writers" => options.writers = value.extract()?,
             "rank" => options.rank = value.extract()?,
+            "silent" => options.silent = value.extract()?,
             _ => return Err(to_py(&invalid(format!("the connector has no option {name:?}")))),
         }
     }
@@ -117,6 +111,12 @@ pub(crate) struct SchedulerSide {
 }
 
 impl SchedulerSide {
+    fn over(options: ConnectorOptions, lookup: Box<dyn Lookup>) -> PyResult<Self> {
+        let chunk_tokens = options.chunk_tokens;
+        let scheduler = Scheduler::new(options, lookup).py()?;
+        Ok(Self { scheduler: Mutex::new(Some(scheduler)), chunk_tokens })
+    }
+
     fn with<T>(&self, run: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
         self.scheduler.lock().as_mut().map_or_else(|| Err(closed("scheduler side")), run)
     }
@@ -135,10 +135,28 @@ impl SchedulerSide {
     ) -> PyResult<Self> {
         let engines: Vec<Arc<Engine>> = engines.iter().map(|e| e.get().cloned()).collect::<PyResult<_>>()?;
         let first = engines.first().ok_or_else(|| to_py(&invalid("a scheduler side needs at least one engine")))?;
-        let options = self::options(first, (&block_tokens, num_blocks), options)?;
-        let chunk_tokens = options.chunk_tokens;
-        let scheduler = Scheduler::new(options, Box::new(EngineLookup::new(engines))).py()?;
-        Ok(Self { scheduler: Mutex::new(Some(scheduler)), chunk_tokens })
+        let of_engine = ConnectorOptions::new(first.settings(), first.geometry(), (&block_tokens, num_blocks)).py()?;
+        Self::over(self::options(of_engine, options)?, Box::new(EngineLookup::new(engines)))
+    }
+
+    /// A scheduler side for workers that say themselves which KV they have and where their caches lie: those that `config` names on
+    /// this machine are looked into, other workers are asked. `windows`: each KV cache group's sliding window or None.
+    #[staticmethod]
+    #[pyo3(signature = (config, *, block_tokens, num_blocks, windows=None, **options))]
+    fn of_workers(
+        config: Option<&Bound<'_, PyAny>>,
+        block_tokens: Vec<u32>,
+        num_blocks: usize,
+        windows: Option<Vec<Option<u32>>>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let settings = convert::settings(config)?;
+        let of_server =
+            ConnectorOptions::of_server(&settings, (&block_tokens, num_blocks), windows.unwrap_or_default()).py()?;
+        let options = self::options(of_server, options)?;
+        let patience = Duration::from_millis(options.load_timeout_ms);
+        let lookup = RanksLookup::new(&settings, options.workers, patience);
+        Self::over(options, Box::new(lookup))
     }
 
     /// Tokens of a chunk.
@@ -290,11 +308,14 @@ impl SchedulerSide {
         counts(py, &stats)
     }
 
-    /// Forgets all requests; later calls raise.
-    fn close(&self) {
-        if let Some(mut scheduler) = self.scheduler.lock().take() {
-            scheduler.close();
-        }
+    /// Forgets all requests and closes the caches that it opened itself; later calls raise.
+    fn close(&self, py: Python<'_>) {
+        let scheduler = self.scheduler.lock().take();
+        py.detach(|| {
+            if let Some(mut scheduler) = scheduler {
+                scheduler.close();
+            }
+        });
     }
 }
 
@@ -396,7 +417,9 @@ impl WorkerSide {
         let hints =
             Hints { layout: None, block_tokens: block_tokens.first().copied().filter(|_| block_tokens.len() == 1) };
         let kv = paged_kv(engine.geometry(), kv_layers, &hints)?;
-        let options = self::options(&engine, (&block_tokens, num_blocks), options)?;
+        let of_engine =
+            ConnectorOptions::new(engine.settings(), engine.geometry(), (&block_tokens, num_blocks)).py()?;
+        let options = self::options(of_engine, options)?;
         let worker = Worker::new(options, engine, kv).py()?;
         Ok(Self { worker: Mutex::new(Some(worker)) })
     }

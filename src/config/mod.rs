@@ -18,6 +18,7 @@ mod choices;
 pub mod dir;
 mod keys;
 mod load;
+mod place;
 mod validate;
 mod value;
 mod warning;
@@ -27,6 +28,7 @@ pub use choices::{
     OnOpenFailure, Placement,
 };
 pub use load::Loader;
+pub use place::Place;
 pub use warning::{Feature, Origin, Warning, WarningKind};
 
 const MIB: usize = 1 << 20;

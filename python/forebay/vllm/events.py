@@ -74,16 +74,16 @@ class Stored:
 class Announcer:
     """Turns what became of chunks into events, until vLLM takes them."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
-        """Nothing is announced before `bind`."""
+    def __init__(self, kv_cache_config: KVCacheConfig, block_tokens: tuple[int, ...]) -> None:
+        """For KV cache groups with blocks of so many tokens. Nothing is announced before `bind`."""
         self._groups = [
             Group(
                 index,
-                group.kv_cache_spec.block_size,
+                tokens,
                 get_kv_cache_spec_kind(group.kv_cache_spec).value,
                 get_kv_cache_spec_sliding_window(group.kv_cache_spec),
             )
-            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            for index, (group, tokens) in enumerate(zip(kv_cache_config.kv_cache_groups, block_tokens))
         ]
         self._hash_tokens = 0
         self._ordered: OrderedDict[bytes, list[Stored]] = OrderedDict()

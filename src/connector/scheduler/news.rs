@@ -95,6 +95,11 @@ impl Chronicle {
         }
     }
 
+    /// So many workers store.
+    pub(super) fn set_writers(&mut self, writers: usize) {
+        self.writers = writers.max(1);
+    }
+
     pub(super) fn is_on(&self) -> bool {
         self.is_on
     }

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::hello::Hello;
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use crate::device::{PagedKv, Stream};
@@ -76,6 +77,10 @@ pub struct Worker {
     failed_blocks: HashSet<u32>,
     failed_requests: HashSet<String>,
     step: u64,
+    /// What the scheduler has not heard yet.
+    hello: Option<Hello>,
+    /// Another worker stores the same KV.
+    is_silent: bool,
     report: WorkerMeta,
     stats: WorkerStats,
 }
@@ -88,6 +93,8 @@ impl Worker {
     pub fn new(options: ConnectorOptions, engine: Arc<Engine>, kv: Arc<PagedKv>) -> Result<Self> {
         options.validate()?;
         Ok(Self {
+            hello: Some(Hello::new(&engine)),
+            is_silent: options.silent,
             options,
             engine,
             kv,
@@ -119,6 +126,14 @@ impl Worker {
         self.step = self.step.max(meta.step);
         self.held.extend(meta.held);
         self.give_up(&meta.give_up);
+        self.is_silent = meta.silent.map_or(self.is_silent, |silent| silent.contains(&self.options.rank));
+        if meta.heard.contains(&self.options.rank) {
+            self.hello = None;
+        }
+        let is_asked = meta.asked.contains(&self.options.rank);
+        for question in &meta.questions {
+            self.answer(question, is_asked);
+        }
         for order in meta.loads {
             self.start_load(order, stream);
         }
@@ -169,10 +184,13 @@ impl Worker {
         let is_news = gathered_step != self.report.gathered_step
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
-            || self.report.loaded_tokens > 0;
+            || self.report.loaded_tokens > 0
+            || !self.report.answers.is_empty()
+            || self.hello.is_some();
         let next = WorkerMeta { rank: self.options.rank, gathered_step, ..WorkerMeta::default() };
         let report = std::mem::replace(&mut self.report, next);
-        is_news.then_some(WorkerMeta { rank: self.options.rank, gathered_step, ..report })
+        let hello = self.hello.clone();
+        is_news.then_some(WorkerMeta { rank: self.options.rank, gathered_step, hello, ..report })
     }
 
     /// Counts.

@@ -71,7 +71,7 @@ impl Worker {
                 self.stats.refused_orders += 1;
                 continue;
             };
-            if self.options.rank as usize >= self.options.writers() {
+            if self.is_silent {
                 continue;
             }
             if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {

@@ -13,8 +13,10 @@ PAGE = 4096
 
 
 def rank_folders(cache: Path, rank: int) -> list[Path]:
-    """Where a rank's KV lies; empty before anything was stored."""
-    return sorted(cache.glob(f"*/*tp{rank}of*"))
+    """Where the KV of one of the ranks lies whose KV is in this cache; empty before anything was stored."""
+    folders = sorted(cache.glob("*/pp*of*"))
+    shards = sorted({folder.name for folder in folders})
+    return [folder for folder in folders if folder.name == shards[rank % len(shards)]]
 
 
 def _data(cache: Path, rank: int) -> list[Path]:
