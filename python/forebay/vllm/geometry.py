@@ -140,7 +140,7 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
-def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, rank: int) -> Any:
+def geometry(vllm_config: VllmConfig, kv: Shape, rank: int) -> Any:
     """The engine's geometry of one worker."""
     import forebay
 
@@ -151,7 +151,8 @@ def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, rank: int) ->
         model=vllm_config.model_config.model,
         # Bytes to the engine; what is in them is part of the fingerprint.
         dtype="uint8",
-        fingerprint=identity.fingerprint(vllm_config, fingerprint),
+        # The settings' own is added by the engine.
+        fingerprint=identity.fingerprint(vllm_config, ""),
         layer_specs=[
             {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
             for layer in kv.layers
@@ -178,7 +179,7 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
     """What both state machines are told alike."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    return settings.connector | {
+    return {
         "block_tokens": list(kv.block_tokens),
         "num_blocks": kv.num_blocks,
         "windows": list(kv.windows),

@@ -44,7 +44,7 @@ class WorkerHalf:
         self._cuda = device.type == "cuda"
         ranks = self._kv.ranks
         rank = self._config.parallel_config.rank % ranks.workers
-        shape = geometry.geometry(self._config, self._kv, self._settings.fingerprint, rank)
+        shape = geometry.geometry(self._config, self._kv, rank)
         name = f"cuda:{device.index or 0}" if self._cuda else "cpu"
         self._engine = forebay.Engine(self._settings.engine, shape, device=name)
         options = geometry.options(self._config, self._kv, self._settings)
