@@ -88,6 +88,17 @@ class Shape:
         return self.ranks.cp if self.is_same_on_all_ranks else self.ranks.tp
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """One layer's blocks in vLLM's memory."""
+
+    view: torch.Tensor
+    """`[num_blocks, block_bytes]`; where a block lies in pieces, `[num_blocks, block_tokens, pieces, bytes]`: an equal share of every piece
+    counts as a token's, since whole blocks are moved both ways alike."""
+    pieces: int
+    """Runs of bytes of a block: more than one where its heads are apart (vLLM's layouts LHBNC and BHLNC)."""
+
+
 def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
     """The layers that are stored, or `Unsupported`."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -140,8 +151,8 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
-def geometry(vllm_config: VllmConfig, kv: Shape, rank: int) -> Any:
-    """The engine's geometry of one worker."""
+def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]) -> Any:
+    """The engine's geometry of one worker with these blocks."""
     import forebay
 
     stage, tp_rank = divmod(rank, kv.ranks.tp)
@@ -153,14 +164,18 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int) -> Any:
         dtype="uint8",
         # The settings' own is added by the engine.
         fingerprint=identity.fingerprint(vllm_config, ""),
-        layer_specs=[
-            {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
-            for layer in kv.layers
-        ],
+        layer_specs=[_spec(layer, of) for layer, of in zip(kv.layers, blocks, strict=True)],
         tp=tp,
         pp=(stage, kv.ranks.pp),
         cp=(tp_rank % kv.ranks.cp, kv.ranks.cp),
     )
+
+
+def _spec(layer: Layer, blocks: Blocks) -> dict[str, Any]:
+    if blocks.pieces == 1:
+        return {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
+    size = layer.block_bytes // layer.block_tokens // blocks.pieces
+    return {"kind": "full", "planes": 1, "heads": blocks.pieces, "head_bytes": size, "group": layer.group}
 
 
 def fitted(kv: Shape, settings: Settings) -> Settings:
@@ -199,33 +214,39 @@ def events_wanted(vllm_config: VllmConfig) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
-def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Each layer's tensor as `[num_blocks, block_bytes]` bytes, in the order of `kv.layers`; nothing is copied."""
+def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[Blocks]:
+    """Each layer's tensor as blocks of bytes, in the order of `kv.layers`; nothing is copied."""
     missing = [layer.name for layer in kv.layers if layer.name not in kv_caches]
     if missing:
         raise Unsupported(f"vLLM registered no KV cache for {missing[0]} and {len(missing) - 1} more layers")
-    return [_bytes_of(layer, kv_caches[layer.name], kv.num_blocks) for layer in kv.layers]
+    return [_blocks_of(layer, kv_caches[layer.name], kv.num_blocks) for layer in kv.layers]
 
 
-def _bytes_of(layer: Layer, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _blocks_of(layer: Layer, tensor: torch.Tensor, num_blocks: int) -> Blocks:
     import torch
 
     size, split = tensor.element_size(), tensor.shape[0] // max(num_blocks, 1)
-    inner = [(stride, length) for length, stride in zip(tensor.shape[1:], tensor.stride()[1:]) if length > 1]
-    dense = 1
-    for stride, length in sorted(inner):
-        if stride != dense:
-            dense = 0
-            break
-        dense *= length
+    run, apart = 1, []
+    for stride, length in sorted((s, n) for n, s in zip(tensor.shape[1:], tensor.stride()[1:]) if n > 1):
+        if stride == run and not apart:
+            run *= length
+        else:
+            apart.append((stride, length))
+    pieces, step = (apart[0][1], apart[0][0]) if apart else (1, 0)
     # vLLM splits its blocks into `split` kernel blocks where the backend wants smaller ones; they lie side by side.
-    whole = split >= 1 and tensor.shape[0] == num_blocks * split and (split == 1 or tensor.stride(0) == dense)
-    if not whole or dense * size * split != layer.block_bytes:
+    piece = run * size * split
+    whole = split >= 1 and tensor.shape[0] == num_blocks * split and (split == 1 or tensor.stride(0) == run)
+    fits = pieces == 1 or piece % layer.block_tokens == 0
+    if not whole or len(apart) > 1 or piece * pieces != layer.block_bytes or not fits:
         raise Unsupported(
             f"{layer.name}: blocks of shape {tuple(tensor.shape)} and strides {tensor.stride()} are not "
-            f"{num_blocks} runs of {layer.block_bytes} bytes; set VLLM_KV_CACHE_LAYOUT to a layout with whole blocks per layer"
+            f"{num_blocks} times {layer.block_bytes} bytes in equal runs; set VLLM_KV_CACHE_LAYOUT to a layout with whole blocks "
+            "per layer, such as NHD or HND"
         )
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return raw.as_strided(
-        (num_blocks, layer.block_bytes), (tensor.stride(0) * size * split, 1), tensor.storage_offset() * size
-    )
+    first, stride = tensor.storage_offset() * size, tensor.stride(0) * size * split
+    if pieces == 1:
+        return Blocks(raw.as_strided((num_blocks, piece), (stride, 1), first), 1)
+    token = piece // layer.block_tokens
+    shape = (num_blocks, layer.block_tokens, pieces, token)
+    return Blocks(raw.as_strided(shape, (stride, token, step * size, 1), first), pieces)

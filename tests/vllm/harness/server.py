@@ -86,6 +86,8 @@ class Shape:
     """One KV cache group for each: its sliding window."""
     depth: int = 2
     """Layers of a group, of each stage but the last, which has one more."""
+    pieces: str = ""
+    """A block's K and V lie apart: `outer`, each of all blocks together, or `inner`, each block's of all layers together."""
     mla: bool = False
     """Every rank computes the same latent KV."""
     role: str = "kv_both"
@@ -210,6 +212,19 @@ def _groups(shape: Shape, stage: int) -> list[KVCacheGroupSpec]:
     return groups
 
 
+def _memory(shape: Shape, layers: int) -> torch.Tensor:
+    """KV of so many layers: `[layers, blocks, 2, tokens, heads, head size]`, however it lies."""
+    inner = (BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)
+    physical = {
+        "": ((layers, shape.blocks, 2), (0, 1, 2)),
+        "outer": ((layers, 2, shape.blocks), (0, 2, 1)),
+        "inner": ((shape.blocks, 2, layers), (2, 0, 1)),
+    }
+    sizes, order = physical[shape.pieces]
+    made = torch.zeros((*sizes, *inner), dtype=torch.float32, device=shape.device)
+    return made.permute(*order, 3, 4, 5)
+
+
 class Server:
     """An engine."""
 
@@ -249,11 +264,11 @@ class Server:
         kv = _kv(shape, stage)
         connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, kv)
         layers, tensors = [], {}
+        memory = _memory(shape, sum(len(group.layer_names) for group in kv.kv_cache_groups))
         for index, (group, window) in enumerate(zip(kv.kv_cache_groups, shape.windows)):
             for name, number in zip(group.layer_names, shape.layers(index, stage)):
                 layers.append(Layer(name, index, window, number))
-                size = (shape.blocks, 2, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)
-                tensors[name] = torch.zeros(size, dtype=torch.float32, device=shape.device)
+                tensors[name] = memory[len(tensors)]
         share = Share(tp_rank % shape.context, shape.context, shape.interleave)
         return Rank(rank, layers, tensors, connector, 0 if shape.mla else tp_rank, share)
 

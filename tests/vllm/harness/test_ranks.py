@@ -72,6 +72,14 @@ def test_one_rank_without_kv_means_that_nothing_is_loaded(tmp_path: Path, device
     assert run(shape, tmp_path).loaded_tokens == whole(shape)
 
 
+@pytest.mark.parametrize("pieces", ["outer", "inner"])
+@pytest.mark.parametrize("more", [{}, {"windows": (None, 40)}, {"ranks": 2, "context": 2}], ids=["plain", "windows", "context"])
+def test_blocks_in_pieces_are_moved_whole(tmp_path: Path, device: str, pieces: str, more: dict[str, Any]) -> None:
+    shape = Shape(pieces=pieces, device=device, settings=PATIENT, **more)
+    assert run(shape, tmp_path).loaded_tokens == 0
+    assert run(shape, tmp_path).loaded_tokens == whole(shape)
+
+
 def test_stages_of_other_layers_share_nothing(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from forebay.vllm import identity
 
