@@ -45,6 +45,16 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
+/// What each of `counters` grew by since `told`, which is what they are now afterwards; those that did not are left out.
+fn grown<'py>(py: Python<'py>, told: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
+    let (dict, mut told) = (PyDict::new(py), told.lock());
+    told.resize(counters.len(), 0);
+    for ((name, now), told) in counters.iter().zip(told.iter_mut()).filter(|((_, now), told)| now > *told) {
+        dict.set_item(*name, now - std::mem::replace(told, *now))?;
+    }
+    Ok(dict)
+}
+
 /// What both sides are told in the same words.
 fn options(mut options: ConnectorOptions, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<ConnectorOptions> {
     let Some(keywords) = keywords else { return Ok(options) };
@@ -107,6 +117,7 @@ fn borrowed(names: &[String]) -> Vec<&str> {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct SchedulerSide {
     scheduler: Mutex<Option<Scheduler>>,
+    told: Mutex<Vec<u64>>,
     chunk_tokens: u32,
 }
 
@@ -114,7 +125,7 @@ impl SchedulerSide {
     fn over(options: ConnectorOptions, lookup: Box<dyn Lookup>) -> PyResult<Self> {
         let chunk_tokens = options.chunk_tokens;
         let scheduler = Scheduler::new(options, lookup).py()?;
-        Ok(Self { scheduler: Mutex::new(Some(scheduler)), chunk_tokens })
+        Ok(Self { scheduler: Mutex::new(Some(scheduler)), told: Mutex::default(), chunk_tokens })
     }
 
     fn with<T>(&self, run: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
@@ -308,6 +319,12 @@ impl SchedulerSide {
         counts(py, &stats)
     }
 
+    /// What each count grew by since the last call; those that did not grow are absent.
+    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.with(|s| Ok(s.stats().counters()))?;
+        grown(py, &self.told, &counters)
+    }
+
     /// Forgets all requests and closes the caches that it opened itself; later calls raise.
     fn close(&self, py: Python<'_>) {
         let scheduler = self.scheduler.lock().take();
@@ -389,6 +406,7 @@ impl Row {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct WorkerSide {
     worker: Mutex<Option<Worker>>,
+    told: Mutex<Vec<u64>>,
 }
 
 impl WorkerSide {
@@ -421,7 +439,7 @@ impl WorkerSide {
             ConnectorOptions::new(engine.settings(), engine.geometry(), (&block_tokens, num_blocks)).py()?;
         let options = self::options(of_engine, options)?;
         let worker = Worker::new(options, engine, kv).py()?;
-        Ok(Self { worker: Mutex::new(Some(worker)) })
+        Ok(Self { worker: Mutex::new(Some(worker)), told: Mutex::default() })
     }
 
     /// Starts the loads of a step. `stream`: the handle of the stream that runs the model.
@@ -496,6 +514,12 @@ impl WorkerSide {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.with(py, |w| Ok(w.stats()))?;
         counts(py, &stats)
+    }
+
+    /// What each count grew by since the last call; those that did not grow are absent.
+    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.with(py, |w| Ok(w.stats().counters()))?;
+        grown(py, &self.told, &counters)
     }
 
     /// Cancels loads, waits up to `timeout_ms` for stores, gives the rest up; later calls raise.
