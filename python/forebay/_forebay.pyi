@@ -371,7 +371,11 @@ class SchedulerSide:
         self,
     ) -> (
         tuple[
-            list[tuple[str, bytes, int, int]], list[bytes], list[tuple[str, bytes, int, int]], list[tuple[str, bytes, int, int]]
+            list[tuple[str, bytes, int, int]],
+            list[bytes],
+            list[tuple[str, bytes, int, int]],
+            list[tuple[str, bytes, int, int]],
+            list[bytes],
         ]
         | None
     ): ...

@@ -293,9 +293,9 @@ impl SchedulerSide {
         })
     }
 
-    /// What became of chunks since the last call, where the option `events` is on: (ordered, stored, found, missing), or None where
-    /// nothing did. A chunk is (req_id, key, first token, tokens); `stored` are keys of ordered chunks that every worker has
-    /// committed.
+    /// What became of chunks since the last call, where the option `events` is on: (ordered, stored, found, missing, evicted), or
+    /// None where nothing did. A chunk is (req_id, key, first token, tokens); `stored` are keys of ordered chunks that every worker has
+    /// committed, `evicted` keys of known ones that some worker has dropped for room.
     fn take_news<'py>(&self, py: Python<'py>) -> PyResult<Option<NewsOf<'py>>> {
         let news = self.with(|s| Ok(s.take_news()))?;
         if news == News::default() {
@@ -304,8 +304,9 @@ impl SchedulerSide {
         let chunks = |of: Vec<ChunkOf>| {
             of.into_iter().map(|c| (c.req_id, PyBytes::new(py, &c.key), c.start, c.tokens)).collect::<Vec<_>>()
         };
-        let stored = news.stored.iter().map(|key| PyBytes::new(py, key)).collect();
-        Ok(Some((chunks(news.ordered), stored, chunks(news.found), chunks(news.missing))))
+        let keys = |of: &[[u8; 32]]| of.iter().map(|key| PyBytes::new(py, key)).collect::<Vec<_>>();
+        let (stored, evicted) = (keys(&news.stored), keys(&news.evicted));
+        Ok(Some((chunks(news.ordered), stored, chunks(news.found), chunks(news.missing), evicted)))
     }
 
     /// Looks everything up anew.
@@ -338,8 +339,9 @@ impl SchedulerSide {
 
 /// A chunk of a request: its name, the chunk's key, first token, tokens.
 type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
-/// Chunks ordered, keys stored, chunks found, chunks missing.
-type NewsOf<'py> = (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>);
+/// Chunks ordered, keys stored, chunks found, chunks missing, keys evicted.
+type NewsOf<'py> =
+    (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>);
 
 /// A request that runs for the first time: its name, its blocks per group, tokens computed and scheduled.
 type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);

@@ -167,6 +167,8 @@ pub struct WorkerMeta {
     pub loaded_tokens: u64,
     /// Seconds that loads were under way for them.
     pub load_s: f64,
+    /// Keys of chunks that were dropped for room here since the last report, as far as one report takes them.
+    pub evicted: Vec<[u8; 32]>,
     /// Numbers of questions, and the tokens that are stored here of each, since the last report.
     pub answers: Vec<(u64, u64)>,
     /// Who this is, until the scheduler has heard it.

@@ -20,6 +20,9 @@ use crate::error::Result;
 mod loads;
 mod saves;
 
+/// Keys of evicted chunks that one report takes: 32 KiB.
+const EVICTED: usize = 1024;
+
 /// Requests that came to an end on this worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Finished {
@@ -215,12 +218,16 @@ impl Worker {
     pub fn meta(&mut self) -> Option<WorkerMeta> {
         self.poll_loads();
         self.poll_saves();
+        if self.options.events {
+            self.report.evicted = self.engine.take_evicted(EVICTED).into_iter().map(|key| key.0).collect();
+        }
         let gathered_step = self.gathered_step();
         let is_news = gathered_step != self.report.gathered_step
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
             || self.report.loaded_tokens > 0
             || !self.report.answers.is_empty()
+            || !self.report.evicted.is_empty()
             || self.hello.is_some();
         let next = WorkerMeta { rank: self.options.rank, gathered_step, ..WorkerMeta::default() };
         let report = std::mem::replace(&mut self.report, next);

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVEventsConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -90,6 +90,8 @@ class Shape:
     """A block's K and V lie apart: `outer`, each of all blocks together, or `inner`, each block's of all layers together."""
     mla: bool = False
     """Every rank computes the same latent KV."""
+    events: bool = False
+    """KV events are published, to `Server.events`."""
     role: str = "kv_both"
     device: str = "cpu"
     connector: str = "ForebayConnector"
@@ -183,6 +185,7 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
         kv_transfer_config=transfer,
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if shape.events else None,
     )
     # vLLM would look for devices and start no executor here: set when all of its own checks are over.
     config.parallel_config.tensor_parallel_size = shape.ranks
@@ -245,6 +248,8 @@ class Server:
         ranks = [self._rank(config, folder, rank) for rank in range(shape.workers)]
         self.runner = Runner(ranks, shape.asynchronous, shape.second_runner)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.workers)
+        self.events: list[Any] = []
+        self._watch_events()
         self.handed_over: dict[str, dict[str, Any]] = {}
         self.queue: deque[tuple[Any, list[ModelRunnerOutput]]] = deque()
         self.loaded_tokens = self.failed_loads = self.preemptions = self.steps = 0
@@ -271,6 +276,17 @@ class Server:
                 tensors[name] = memory[len(tensors)]
         share = Share(tp_rank % shape.context, shape.context, shape.interleave)
         return Rank(rank, layers, tensors, connector, 0 if shape.mla else tp_rank, share)
+
+    def _watch_events(self) -> None:
+        """Keeps what the connector tells."""
+        connector, take = self.scheduler.connector, self.scheduler.connector.take_events
+
+        def watched() -> list[Any]:
+            events = list(take())
+            self.events += events
+            return events
+
+        connector.take_events = watched
 
     def _watch_pool(self) -> None:
         """Learns which blocks are given out: what is in them until they are computed or loaded is nobody's KV."""
