@@ -281,7 +281,10 @@ impl Scheduler {
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that resets its caches.
     pub fn reset(&mut self) -> bool {
-        self.requests.values_mut().for_each(Tracker::forget_stored);
+        for (req_id, tracker) in &mut self.requests {
+            tracker.forget_stored();
+            self.lookup.forget(req_id);
+        }
         self.loading.clear();
         true
     }
