@@ -446,8 +446,8 @@ impl WorkerSide {
 
     /// Starts the loads of a step. `stream`: the handle of the stream that runs the model.
     #[pyo3(signature = (meta, stream=None))]
-    fn begin(&self, py: Python<'_>, meta: Vec<u8>, stream: Option<u64>) -> PyResult<()> {
-        let meta = StepMeta::from_bytes(&meta).py()?;
+    fn begin(&self, py: Python<'_>, meta: &[u8], stream: Option<u64>) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
             w.begin(meta, stream_of(stream));
             Ok(())
@@ -476,8 +476,8 @@ impl WorkerSide {
     }
 
     /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or given up on return.
-    fn preempt(&self, py: Python<'_>, meta: Vec<u8>) -> PyResult<()> {
-        let meta = StepMeta::from_bytes(&meta).py()?;
+    fn preempt(&self, py: Python<'_>, meta: &[u8]) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
             w.preempt(&meta);
             Ok(())
