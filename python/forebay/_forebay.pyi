@@ -230,7 +230,8 @@ class Engine:
     @property
     def why_disabled(self) -> str | None: ...
     @property
-    def chunk_tokens(self) -> int: ...
+    def settings(config: _Config = None) -> dict[str, Any]: ...
+def chunk_tokens(self) -> int: ...
     @property
     def geometry(self) -> Geometry: ...
     def prompt(self, tokens: _Tokens, extra: _Extra = None) -> Prompt: ...
@@ -323,6 +324,15 @@ class SchedulerSide:
     """The scheduler's side of the connector: what can be loaded, and what each step's workers load and store."""
 
     def __init__(self, engines: Sequence[Engine], *, block_tokens: Sequence[int], num_blocks: int, **options: Any) -> None: ...
+    @staticmethod
+    def of_workers(
+        config: _Config,
+        *,
+        block_tokens: Sequence[int],
+        num_blocks: int,
+        windows: Sequence[int | None] | None = None,
+        **options: Any,
+    ) -> SchedulerSide: ...
     @property
     def chunk_tokens(self) -> int: ...
     def knows(self, req_id: str) -> bool: ...
@@ -361,7 +371,11 @@ class SchedulerSide:
         self,
     ) -> (
         tuple[
-            list[tuple[str, bytes, int, int]], list[bytes], list[tuple[str, bytes, int, int]], list[tuple[str, bytes, int, int]]
+            list[tuple[str, bytes, int, int]],
+            list[bytes],
+            list[tuple[str, bytes, int, int]],
+            list[tuple[str, bytes, int, int]],
+            list[bytes],
         ]
         | None
     ): ...
