@@ -385,6 +385,14 @@ class Server:
         while self.step():
             pass
 
+    def until_stored(self, prompt: list[int], tokens: int) -> None:
+        """Waits until every worker has committed so many tokens of a prompt."""
+        for rank in self.runner.ranks:
+            engine, began = rank.connector._worker._engine, time.monotonic()
+            while engine.lookup(prompt) < tokens:
+                assert time.monotonic() - began < HANGS_S, f"rank {rank.rank} has {engine.lookup(prompt)} of {tokens} tokens"
+                time.sleep(0.001)
+
     def describe(self) -> str:
         """What is left."""
         left = {

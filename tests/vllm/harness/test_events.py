@@ -30,6 +30,10 @@ def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str) -> Non
         server.ask(f"r{number}", prompt, 2)
         server.drain()
     server.check_outputs()
+    server.until_stored(asked[-1], TOKENS // 32 * 32)
+    # What was stored last is told with the next steps.
+    server.ask("last", asked[-1][:40], 2)
+    server.drain()
     served: set[Any] = set()
     removed = 0
     for event in server.events:

@@ -96,6 +96,7 @@ def test_a_rank_that_is_elsewhere_is_asked_only_for_what_is_stored_here(tmp_path
         server.reset()
         server.ask(name, PROMPT, 4)
         finish(server)
+        server.until_stored(PROMPT, whole(shape))
         stats = server.scheduler.connector._scheduler.stats()
         assert (stats["scheduler_unseen_ranks"], stats["scheduler_questions"]) == (1, count)
     assert server.loaded_tokens == whole(shape)
