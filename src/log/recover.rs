@@ -382,5 +382,5 @@ pub fn for_each_page(
 
 /// Length of a file that may be missing; a hole at its end counts.
 pub(super) fn file_bytes(path: &Path) -> u64 {
-    std::fs::symlink_metadata(path).map_or(0, |m| m.len())
+    crate::io::file_len(path).unwrap_or(0)
 }

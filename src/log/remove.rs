@@ -5,7 +5,7 @@
 //! them, the records in the journal, both flushed. Only then does the call return.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::lane::{Lane, Role};
@@ -242,6 +242,7 @@ fn write_slot(lane: &Lane, (place, hold): (Place, &Hold), layout: &SlotLayout, r
 pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline: Instant) -> Result<Place> {
     let shared = lane.shared();
     let mut state = lane.state()?;
+    let mut helped = false;
     loop {
         match state.place(need, shared.as_ref()) {
             Ok(place) => {
@@ -258,8 +259,16 @@ pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline:
         lane.work.notify_one();
         volume.wake_keeper();
         let now = Instant::now();
-        if now >= deadline || volume.ctx.is_closed() {
+        let late = now >= deadline || volume.ctx.is_closed();
+        if late || helped {
             return Err(Error::new(ErrorKind::NoSpace, "no segment became free in time").at(&lane.dir));
+        }
+        if volume.ctx.options.foreground {
+            drop(state);
+            grant::keep_ready(volume, &AtomicBool::new(false));
+            state = lane.state()?;
+            helped = true;
+            continue;
         }
         lane.progress.wait_until(&mut state, deadline.min(now + Duration::from_millis(20)));
     }
