@@ -12,7 +12,7 @@ use std::time::Instant;
 use crash_world::Config;
 use crash_world::images::{Effort, Judge, Watcher};
 use crash_world::rng::Rng;
-use crash_world::world::{Process, Start, World};
+use crash_world::world::{FAILED, Process, Start, World};
 
 fn env(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|v| v.replace('_', "").parse().unwrap())
@@ -71,11 +71,11 @@ fn open(world: &Arc<World>, watcher: &Watcher) -> Option<Arc<Process>> {
     }
 }
 
-fn report(judge: &Judge, since: Instant, seeds: u64) {
+fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     let images = get(&judge.images);
     println!(
-        "{seeds} seeds, {images} images ({:.0}/s), up to {} crashes in a row, {} process kills, {} fscks; keys: {} served, {} missed, {} refused",
+        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} process kills, {} fscks; keys: {} served, {} missed, {} refused",
         images as f64 / since.elapsed().as_secs_f64(),
         get(&judge.deepest),
         get(&judge.kills),
@@ -86,6 +86,50 @@ fn report(judge: &Judge, since: Instant, seeds: u64) {
     );
 }
 
+/// Runs seeds from `first` on until so many images were judged; the last seed begun.
+fn run_many(first: u64, images: u64, workers: u64) -> Arc<Judge> {
+    let dir = temp();
+    let since = Instant::now();
+    let (next, told) = (AtomicU64::new(first), AtomicU64::new(0));
+    let all = Judge::new(Effort::default(), dir.path());
+    std::thread::scope(|scope| {
+        for worker in 0..workers {
+            let (next, told, all) = (&next, &told, &all);
+            let base = dir.path().join(format!("worker{worker}"));
+            scope.spawn(move || {
+                while all.images.load(Ordering::Relaxed) < images && !FAILED.load(Ordering::Relaxed) {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    let judge = Judge::new(Effort::default(), &base);
+                    run(seed, &judge, &base);
+                    all.add(&judge);
+                    let seconds = since.elapsed().as_secs();
+                    if seconds >= 30 + told.load(Ordering::Relaxed) {
+                        told.store(seconds, Ordering::Relaxed);
+                        report(all, since, (first, next.load(Ordering::Relaxed) - 1));
+                    }
+                }
+            });
+        }
+    });
+    report(&all, since, (first, next.load(Ordering::Relaxed) - 1));
+    all
+}
+
+/// A share for every run of the tests; `FOREBAY_CRASH_IMAGES` and `FOREBAY_CRASH_FIRST` for more and others.
+#[test]
+fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
+    if env("FOREBAY_CRASH_SEED").is_some() {
+        return;
+    }
+    let workers = env("FOREBAY_CRASH_WORKERS").unwrap_or(2);
+    let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(12_000);
+    let all = run_many(env("FOREBAY_CRASH_FIRST").unwrap_or(1), images, workers);
+    let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
+    assert!(get(&all.served) > images, "the images hold next to nothing");
+    assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
+}
+
+/// Replays one seed.
 #[test]
 fn one_seed() {
     let dir = temp();
@@ -93,5 +137,5 @@ fn one_seed() {
     let judge = Judge::new(Effort::default(), dir.path());
     let since = Instant::now();
     run(seed, &judge, dir.path());
-    report(&judge, since, 1);
+    report(&judge, since, (seed, seed));
 }

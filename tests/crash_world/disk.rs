@@ -2,7 +2,7 @@
 //!
 //! Of every file it keeps the durable content and, in order, what was done since the last flush of that file. An image takes
 //! the durable content and any part of the rest: whole operations may be missing, writes may be torn at 512 bytes. Names are
-//! durable when made; a removed one may come back until something is flushed.
+//! durable when made; of the removed ones the last may come back until something is flushed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -188,10 +188,10 @@ impl Files {
     pub fn after_crash(&self, loss: Loss, rng: &mut Rng) -> Self {
         let mut image = Self { names: self.names.clone(), ..Self::default() };
         if loss != Loss::Nothing {
-            for (path, inode) in &self.removed {
-                if rng.below(2) == 0 && !image.names.contains_key(path) {
-                    image.names.insert(path.clone(), *inode);
-                }
+            // File systems keep the order of what happens to names.
+            let kept = rng.below(self.removed.len() as u64 + 1) as usize;
+            for (path, inode) in self.removed.iter().skip(kept) {
+                image.names.entry(path.clone()).or_insert(*inode);
             }
         }
         let total: u64 = self.inodes.iter().map(|i| i.since.len() as u64).sum();

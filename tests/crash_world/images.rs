@@ -61,6 +61,18 @@ impl Judge {
         })
     }
 
+    fn counters(&self) -> [&AtomicU64; 6] {
+        [&self.images, &self.served, &self.missed, &self.bad, &self.kills, &self.fscks]
+    }
+
+    /// Adds what another has counted.
+    pub fn add(&self, other: &Self) {
+        for (mine, others) in self.counters().into_iter().zip(other.counters()) {
+            mine.fetch_add(others.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.deepest.fetch_max(other.deepest.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
     fn dir(&self, depth: usize) -> PathBuf {
         self.base.join(format!("depth{depth}"))
     }
@@ -167,9 +179,8 @@ impl World {
         for k in keys {
             let Some(info) = process.log.peek(&key(k)) else { continue };
             let model = self.model.lock();
-            let going = model.keys.get(&k).map_or(0, |key| key.going.max(key.gone));
             let needed = model.of_sequence(k, info.sequence).is_some_and(|v| {
-                v.flushed && v.id > going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s)
+                v.flushed && !v.going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s)
             });
             if needed {
                 must.push(k);

@@ -21,16 +21,16 @@ pub struct Version {
     pub flushed: bool,
     /// Unix seconds; 0 for never.
     pub expiry_s: u32,
+    /// A removal of it has begun.
+    pub going: bool,
+    /// And returned: it may not come back.
+    pub gone: bool,
 }
 
 /// All versions of one key.
 #[derive(Clone, Debug, Default)]
 pub struct Key {
     pub versions: Vec<Version>,
-    /// No version up to this one may come back.
-    pub gone: u64,
-    /// A removal up to this one has begun.
-    pub going: u64,
 }
 
 impl Key {
@@ -59,8 +59,8 @@ impl Model {
     pub fn begin(&mut self, key: u64, owner: u64, (sequence, expiry_s): (u64, u32)) -> u64 {
         self.last_id += 1;
         let id = self.last_id;
-        let version =
-            Version { id, sequence, owner, committed: false, stored: false, flushed: false, expiry_s };
+        let (committed, stored, flushed, going, gone) = (false, false, false, false, false);
+        let version = Version { id, sequence, owner, committed, stored, flushed, expiry_s, going, gone };
         self.keys.entry(key).or_default().versions.push(version);
         id
     }
@@ -92,17 +92,21 @@ impl Model {
         }
     }
 
-    pub fn removing(&mut self, keys: &[u64]) {
-        let last = self.last_id;
+    /// `by` begins to remove what is stored, and what it stores itself. Puts of others that are under way may come after it.
+    pub fn removing(&mut self, by: u64, keys: &[u64]) {
         for key in keys {
-            self.keys.entry(*key).or_default().going = last;
+            for v in &mut self.keys.entry(*key).or_default().versions {
+                v.going |= v.stored || v.flushed || v.owner == by;
+            }
         }
     }
 
+    /// The removal has returned.
     pub fn removed(&mut self, keys: &[u64]) {
         for key in keys {
-            let key = self.keys.entry(*key).or_default();
-            key.gone = key.going;
+            for v in &mut self.keys.entry(*key).or_default().versions {
+                v.gone |= v.going;
+            }
         }
     }
 
@@ -120,8 +124,8 @@ impl Model {
         if !v.committed {
             return Some("a version whose put was not committed".to_owned());
         }
-        if id <= k.gone {
-            return Some(format!("it was removed (up to {})", k.gone));
+        if v.gone {
+            return Some("it was removed".to_owned());
         }
         if id < k.floor() {
             return Some(format!("version {} was flushed", k.floor()));

@@ -30,11 +30,25 @@ pub enum Loaded {
     Bad,
 }
 
+/// Says what is done, where somebody replays a seed.
+fn telling() -> bool {
+    static TELLING: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *TELLING.get_or_init(|| std::env::var_os("FOREBAY_CRASH_TRACE").is_some())
+}
+
 impl World {
+    pub fn tell(&self, what: impl FnOnce() -> String) {
+        if telling() {
+            println!("{} [{}] {}", self.story, self.disk.operations(), what());
+        }
+    }
+
     /// One step of one process.
     pub fn step(&self, process: &Arc<Process>, rng: &mut Rng) {
         let k = rng.below(self.config.keys);
-        match rng.below(100) {
+        let choice = rng.below(100);
+        self.tell(|| format!("process {} key {k}: {choice}", process.number));
+        match choice {
             0..=29 => self.store(process, k, rng),
             30..=37 => self.begin(process, k, rng),
             38..=45 => self.go_on(process, rng),
@@ -76,6 +90,7 @@ impl World {
             return None;
         };
         let id = self.model.lock().begin(k, process.number, (put.sequence(), expiry_s));
+        self.tell(|| format!("  version {id}, sequence {:x}", put.sequence()));
         Some(Begun { put, key: k, id })
     }
 
@@ -238,7 +253,7 @@ impl World {
     fn remove(&self, process: &Process, k: u64, rng: &mut Rng) {
         let some = if rng.one_in(6) { self.config.keys } else { 1 + rng.below(2) };
         let keys: Vec<u64> = (k..k + some).map(|k| k % self.config.keys).collect();
-        self.model.lock().removing(&keys);
+        self.model.lock().removing(process.number, &keys);
         let names: Vec<_> = keys.iter().map(|k| key(*k)).collect();
         self.drain(process);
         if self.run(process, |log| log.remove(&names)).is_ok() {
@@ -251,7 +266,7 @@ impl World {
             return;
         }
         let keys: Vec<u64> = (0..self.config.keys).collect();
-        self.model.lock().removing(&keys);
+        self.model.lock().removing(process.number, &keys);
         self.drain(process);
         if self.run(process, Log::clear).is_ok() {
             self.model.lock().removed(&keys);
