@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crash_world::Config;
+use forebay::log::Turn;
 use crash_world::images::{Effort, Judge, Watcher};
 use crash_world::rng::Rng;
 use crash_world::world::{FAILED, Process, Start, World};
@@ -35,7 +36,7 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
     let mut processes: Vec<Option<Arc<Process>>> = vec![None; config.writers];
     for _ in 0..config.steps {
         let at = rng.below(config.writers as u64) as usize;
-        if rng.one_in(25) {
+        if rng.one_in(20) {
             watcher.kill_after(1 + rng.below(12));
         }
         match processes[at].clone() {
@@ -43,6 +44,7 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
             Some(process) if rng.one_in(40) => {
                 world.close(&process);
                 processes[at] = None;
+                scan(&world, &processes, &mut rng);
             }
             Some(process) => world.step(&process, &mut rng),
         }
@@ -54,9 +56,17 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
                 }
             }
             world.after_kill(&killed);
+            scan(&world, &processes, &mut rng);
         }
     }
     world.end();
+}
+
+/// Those that live look, perhaps, for lanes of those that do not.
+fn scan(world: &World, processes: &[Option<Arc<Process>>], rng: &mut Rng) {
+    for process in processes.iter().flatten().filter(|_| !rng.one_in(3)) {
+        world.turn(process, Turn::Scan);
+    }
 }
 
 fn open(world: &Arc<World>, watcher: &Watcher) -> Option<Arc<Process>> {
@@ -75,14 +85,20 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     let images = get(&judge.images);
     println!(
-        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} process kills, {} fscks; keys: {} served, {} missed, {} refused",
+        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a turned bit, {} read by fsck; keys: {} served, {} missed, {} refused; \
+         workloads: {} process kills, {} segments sealed, {} reclaimed, {} chunks moved, {} lanes adopted",
         images as f64 / since.elapsed().as_secs_f64(),
         get(&judge.deepest),
-        get(&judge.kills),
+        get(&judge.rotten),
         get(&judge.fscks),
         get(&judge.served),
         get(&judge.missed),
-        get(&judge.bad)
+        get(&judge.bad),
+        get(&judge.kills),
+        get(&judge.sealed),
+        get(&judge.reclaimed),
+        get(&judge.moved),
+        get(&judge.adopted)
     );
 }
 

@@ -34,6 +34,8 @@ struct Work {
     partial_page: bool,
     seal: bool,
     flush: Option<u64>,
+    /// Records logged by now.
+    logged: u64,
     stop: bool,
 }
 
@@ -81,7 +83,7 @@ fn do_work(lane: &Arc<Lane>, work: Work) {
         outcome = outcome.and_then(|()| seal::seal_full(lane));
     }
     if let Some(asked) = work.flush {
-        answer_flush(lane, asked, outcome);
+        answer_flush(lane, (asked, work.logged), outcome);
     } else if let Err(e) = outcome {
         trouble(lane, &e);
     }
@@ -99,6 +101,7 @@ fn work_of(lane: &Lane, state: &State, is_due: bool) -> Work {
         partial_page: hurry,
         seal: seal::next_full(lane, state).is_some(),
         flush,
+        logged: state.logged,
         stop: state.stop,
     }
 }
@@ -317,8 +320,8 @@ fn wait(lane: &Lane, request: Request) -> Result<()> {
     }
 }
 
-/// Answers those who asked for a flush up to number `asked`.
-fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
+/// Answers those who asked for a flush up to number `asked`, before which `logged` records had been logged.
+fn answer_flush(lane: &Lane, (asked, logged): (u64, u64), outcome: Result<()>) {
     let outcome = outcome.and_then(|()| flush_file(lane, &lane.data)).and_then(|()| flush_file(lane, &lane.index));
     if let Err(e) = &outcome {
         trouble(lane, e);
@@ -328,6 +331,8 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
         // After a failed flush nothing written since the last good one may be taken for durable, so a later flush that
         // succeeds must not be believed about those pages: they are written again.
         state.write_again();
+    } else {
+        state.durable = state.durable.max(logged);
     }
     state.flush_done = state.flush_done.max(asked);
     state.flush_error = outcome.err().map(|e| (e.kind(), e.to_string()));

@@ -6,7 +6,7 @@
 //!    look at the same mark, so that a lookup finds nothing that a load would not;
 //! 3. *carry on* tombstones and clears that older recoverable records still need, and write new ones for keys whose newest version
 //!    goes while an older one could still be recovered;
-//! 4. *flush* what was written;
+//! 4. *flush* what was written, and whatever else was stored and is not durable yet;
 //! 5. *free*: the region says so, durably;
 //! 6. *forget*: only now the entries leave the table, because other lanes take an entry's absence for its being unrecoverable;
 //! 7. the segment may be overwritten, or its space given back.
@@ -265,7 +265,12 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
         remove::write_control(volume, &own, records.to_vec(), Instant::now())?;
         written = true;
     }
-    if written {
+    // What goes may be superseded by a version that is not durable yet: were that lost in a crash together with the segment, what
+    // both had hidden would come back.
+    let state = own.state()?;
+    let awaits = state.durable < state.logged;
+    drop(state);
+    if written || awaits {
         journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
     }
     volume.ctx.counters.evicted.add(evicted);

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use forebay::error::ErrorKind;
+use forebay::log::{LogStats, fsck};
 use parking_lot::Mutex;
 
 use super::disk::{Loss, Observer, SimDisk};
@@ -25,15 +27,18 @@ pub struct Effort {
     pub depth: usize,
     /// One in so many images is also read by fsck.
     pub fsck_one_in: u64,
+    /// One in so many images has a bit turned.
+    pub rot_one_in: u64,
 }
 
 impl Default for Effort {
     fn default() -> Self {
-        Self { images: 3, chain_one_in: 20, nested_one_in: 6, depth: 6, fsck_one_in: 40 }
+        Self { images: 3, chain_one_in: 20, nested_one_in: 6, depth: 6, fsck_one_in: 40, rot_one_in: 25 }
     }
 }
 
 /// Where images are opened, and what was counted.
+#[derive(Default)]
 pub struct Judge {
     pub effort: Effort,
     base: PathBuf,
@@ -43,26 +48,36 @@ pub struct Judge {
     pub bad: AtomicU64,
     pub kills: AtomicU64,
     pub fscks: AtomicU64,
+    pub sealed: AtomicU64,
+    pub reclaimed: AtomicU64,
+    pub moved: AtomicU64,
+    pub adopted: AtomicU64,
+    pub rotten: AtomicU64,
     pub deepest: AtomicU64,
 }
 
 impl Judge {
     pub fn new(effort: Effort, base: &Path) -> Arc<Self> {
-        Arc::new(Self {
-            effort,
-            base: base.to_path_buf(),
-            images: AtomicU64::new(0),
-            served: AtomicU64::new(0),
-            missed: AtomicU64::new(0),
-            bad: AtomicU64::new(0),
-            kills: AtomicU64::new(0),
-            fscks: AtomicU64::new(0),
-            deepest: AtomicU64::new(0),
-        })
+        let effort_and_base = Self { effort, base: base.to_path_buf(), ..Self::default() };
+        Arc::new(effort_and_base)
     }
 
-    fn counters(&self) -> [&AtomicU64; 6] {
-        [&self.images, &self.served, &self.missed, &self.bad, &self.kills, &self.fscks]
+    fn counters(&self) -> [&AtomicU64; 11] {
+        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.adopted];
+        let [sealed, reclaimed, moved, adopted] = log;
+        let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
+        [images, served, missed, bad, &self.kills, &self.fscks, &self.rotten, sealed, reclaimed, moved, adopted]
+    }
+
+    /// Adds what a log of a workload has done.
+    pub fn note(&self, stats: &LogStats) {
+        let of = [
+            (&self.sealed, stats.sealed),
+            (&self.reclaimed, stats.reclaimed),
+            (&self.moved, stats.moved),
+            (&self.adopted, stats.adopted_lanes),
+        ];
+        of.into_iter().for_each(|(counter, n)| drop(counter.fetch_add(n, Ordering::Relaxed)));
     }
 
     /// Adds what another has counted.
@@ -251,16 +266,28 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
     let deeper = start.depth < judge.effort.depth;
     // Deeper crashes are rarer, so that one seed does not branch without end.
     let goes_on = deeper && rng.one_in(judge.effort.chain_one_in * if start.depth > 1 { 2 } else { 1 });
-    if rng.one_in(judge.effort.fsck_one_in) {
-        judge.fscks.fetch_add(1, Ordering::Relaxed);
+    let mut start = start;
+    if rng.one_in(judge.effort.rot_one_in) {
+        start.model.rotten = true;
+        start.story += ", a bit turned";
+        start.files.flip(rng);
+        judge.rotten.fetch_add(1, Ordering::Relaxed);
     }
+    let read_by_fsck = rng.one_in(judge.effort.fsck_one_in).then(|| read_by_fsck(&dir, &start)).flatten();
     let world = World::new(config, &dir, judge, start);
     let watcher = goes_on.then(|| Watcher::on(&world, judge.effort.nested_one_in));
     let process = match world.open() {
         Ok(process) => process,
+        Err(e) if e.kind() == ErrorKind::Corrupt && world.faulty() => return,
         Err(e) => world.fail(&format!("what a crash left cannot be opened: {e}")),
     };
-    world.check_all(&process);
+    let served = world.check_all(&process);
+    if let Some(by_fsck) = read_by_fsck {
+        judge.fscks.fetch_add(1, Ordering::Relaxed);
+        if by_fsck != served {
+            world.fail(&format!("fsck finds keys {by_fsck:?}, the log serves {served:?}"));
+        }
+    }
     if watcher.is_some() {
         let steps = 3 + rng.below(12);
         for _ in 0..steps {
@@ -270,9 +297,35 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
     world.end();
 }
 
+/// The keys that a deep check finds intact; none where something is damaged, of which fsck and recovery may make different things.
+fn read_by_fsck(dir: &Path, start: &Start) -> Option<Vec<u64>> {
+    for path in start.files.paths() {
+        std::fs::write(dir.join(path), start.files.content(path)?.bytes()).unwrap();
+    }
+    let found = || {
+        let files = fsck::lanes(dir).ok()?;
+        let lanes: Vec<fsck::RawLane> = files.iter().map(|f| fsck::RawLane::read(f).ok()).collect::<Option<_>>()?;
+        if lanes.iter().any(|lane| !lane.damage.is_empty()) {
+            return None;
+        }
+        let now_s = start.now_ms / 1000;
+        let deep = fsck::deep(&files, &lanes, now_s, &|_| ()).unwrap();
+        let bad = |key: &forebay::key::ChunkKey| deep.bad.iter().any(|b| b.key == *key);
+        let live = fsck::live(&lanes, now_s);
+        let intact = |k: &u64| live.iter().any(|(_, r)| r.key == key(*k) && !bad(&r.key));
+        Some((0..64).filter(intact).collect())
+    };
+    let found = found();
+    for path in start.files.paths() {
+        std::fs::remove_file(dir.join(path)).unwrap();
+    }
+    found
+}
+
 impl World {
     /// Loads every key after a recovery. What it serves is durable from then on; what it does not serve is not there any more.
-    pub fn check_all(&self, process: &Process) {
+    pub fn check_all(&self, process: &Process) -> Vec<u64> {
+        let mut served = Vec::new();
         let must = std::mem::take(&mut self.model.lock().must);
         {
             let mut model = self.model.lock();
@@ -285,6 +338,7 @@ impl World {
             let counter = match loaded {
                 Loaded::Version(id) => {
                     self.model.lock().recovered(k, id);
+                    served.push(k);
                     &self.judge.served
                 }
                 Loaded::Miss => &self.judge.missed,
@@ -295,6 +349,7 @@ impl World {
                 self.fail(&format!("key {k} was flushed and is lost ({loaded:?})"));
             }
         }
+        served
     }
 }
 

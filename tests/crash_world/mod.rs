@@ -19,6 +19,7 @@ use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::key::ChunkKey;
 use forebay::log::Clock;
 
+use queue::Faults;
 use rng::Rng;
 
 pub const CHUNK_TOKENS: u32 = 16;
@@ -37,6 +38,9 @@ pub struct Config {
     /// Processes that may write at once.
     pub writers: usize,
     pub steps: u64,
+    pub faults: Faults,
+    /// Bytes of the whole disk.
+    pub space: u64,
 }
 
 impl Config {
@@ -54,7 +58,9 @@ impl Config {
             policy: ["default", "lru", "fifo"][rng.below(3) as usize],
             reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
             writers,
-            steps: 40 + rng.below(60),
+            steps: 60 + rng.below(120),
+            faults: if rng.one_in(3) { Faults { eio: 4, no_space: 4, short: 4, hang: 4, rot: 4 } } else { Faults::default() },
+            space: if rng.one_in(6) { (500 << 10) + rng.below(1 << 20) } else { u64::MAX },
         }
     }
 

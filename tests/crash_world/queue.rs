@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use forebay::error::{Error, ErrorKind, Result};
-use forebay::io::{Buf, Completion, Drive, IoPath, IoStats, Op, PathReport, Queue, Rejected, Request};
+use forebay::io::{Buf, Completion, DirectFile, Drive, IoPath, IoStats, Op, PathReport, Queue, Rejected, Request};
 use parking_lot::Mutex;
 
 use super::rng::Rng;
@@ -20,12 +20,22 @@ pub struct Faults {
     pub rot: u64,
 }
 
+/// A transfer that hangs, with the memory that it keeps.
+struct Late {
+    file: Arc<DirectFile>,
+    offset: u64,
+    range: std::ops::Range<usize>,
+    buf: Buf,
+    op: Op,
+}
+
 /// One queue, for either direction.
 pub struct SimQueue {
     stats: Arc<IoStats>,
     deferring: AtomicBool,
     waiting: Mutex<Vec<Request>>,
-    held: Mutex<Vec<Buf>>,
+    /// Writes that hang: their callers were told of a time-out.
+    late: Mutex<Vec<Late>>,
     faults: Mutex<(Faults, Rng)>,
     closed: AtomicBool,
 }
@@ -36,7 +46,7 @@ impl SimQueue {
             stats: Arc::default(),
             deferring: AtomicBool::new(false),
             waiting: Mutex::default(),
-            held: Mutex::default(),
+            late: Mutex::default(),
             faults: Mutex::new((Faults::default(), Rng::of(seed, 77))),
             closed: AtomicBool::new(false),
         })
@@ -75,6 +85,16 @@ impl SimQueue {
         true
     }
 
+    /// What hung comes to its end, much later than its caller waited.
+    pub fn end_late(&self) {
+        let late = std::mem::take(&mut *self.late.lock());
+        for mut l in late.into_iter().filter(|l| l.op == Op::Write) {
+            if let Some(bytes) = l.buf.as_mut_slice().get(l.range.clone()) {
+                drop(l.file.write_at(bytes, l.offset));
+            }
+        }
+    }
+
     /// Drops what waits: the process is dead.
     pub fn forget(&self) {
         self.closed.store(true, Ordering::Relaxed);
@@ -82,7 +102,7 @@ impl SimQueue {
         for request in waiting {
             answer(request, Err(Error::new(ErrorKind::Closed, "the process is dead")), true);
         }
-        self.held.lock().clear();
+        self.late.lock().clear();
     }
 
     fn fate(&self, op: Op) -> Option<(ErrorKind, bool)> {
@@ -109,7 +129,8 @@ impl SimQueue {
                 drop(transfer(&mut request, true));
             }
             if kind == ErrorKind::TimedOut {
-                self.held.lock().extend(request.buf.take());
+                let (file, offset, range) = (Arc::clone(&request.file), request.offset, request.buf_offset..request.buf_offset + request.len);
+                self.late.lock().extend(request.buf.take().map(|buf| Late { file, offset, range, buf, op: request.op }));
             }
             return answer(request, Err(Error::new(kind, "injected")), true);
         }

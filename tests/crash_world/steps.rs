@@ -45,14 +45,19 @@ impl World {
 
     /// One step of one process.
     pub fn step(&self, process: &Arc<Process>, rng: &mut Rng) {
-        let k = rng.below(self.config.keys);
+        // Some keys are used more than others.
+        let k = rng.below(self.config.keys).min(rng.below(self.config.keys * 2));
         let choice = rng.below(100);
         self.tell(|| format!("process {} key {k}: {choice}", process.number));
         match choice {
-            0..=29 => self.store(process, k, rng),
-            30..=37 => self.begin(process, k, rng),
-            38..=45 => self.go_on(process, rng),
-            46..=55 => drop(self.load(process, k, true)),
+            0..=37 => self.store(process, k, rng),
+            38..=44 => self.begin(process, k, rng),
+            45..=49 => self.go_on(process, rng),
+            50..=55 => {
+                for _ in 0..3 {
+                    self.load(process, k, true);
+                }
+            }
             56..=59 => self.hold(process, k),
             60..=62 => self.check_held(process, rng),
             63..=68 => self.remove(process, k, rng),
@@ -174,6 +179,9 @@ impl World {
     /// Lets something that is under way go on.
     fn go_on(&self, process: &Process, rng: &mut Rng) {
         self.disk.enter(process.number);
+        if rng.one_in(3) {
+            process.write.end_late();
+        }
         if rng.one_in(2) && process.write.run_one(rng.next()) {
             return self.note_ends(process);
         }
@@ -245,13 +253,13 @@ impl World {
             all.swap_remove(n)
         };
         let good = self.read_chunk(process, held.key, &held.chunk).is_some();
-        if !good && self.clock.ms() < held.until_ms && !self.faulty() {
+        if !good && self.clock.ms() < held.until_ms && !self.faulty() && self.config.faults.rot == 0 {
             self.fail(&format!("key {}: a leased chunk was overwritten", held.key));
         }
     }
 
     fn remove(&self, process: &Process, k: u64, rng: &mut Rng) {
-        let some = if rng.one_in(6) { self.config.keys } else { 1 + rng.below(2) };
+        let some = if rng.one_in(12) { self.config.keys } else { 1 + rng.below(2) };
         let keys: Vec<u64> = (k..k + some).map(|k| k % self.config.keys).collect();
         self.model.lock().removing(process.number, &keys);
         let names: Vec<_> = keys.iter().map(|k| key(*k)).collect();
@@ -262,7 +270,7 @@ impl World {
     }
 
     fn clear(&self, process: &Process, rng: &mut Rng) {
-        if rng.one_in(3) {
+        if rng.one_in(2) {
             return;
         }
         let keys: Vec<u64> = (0..self.config.keys).collect();
@@ -296,7 +304,7 @@ impl World {
         }
     }
 
-    fn turn(&self, process: &Process, turn: Turn) {
+    pub fn turn(&self, process: &Process, turn: Turn) {
         self.run(process, |log| log.turn(turn));
         self.note_ends(process);
     }

@@ -79,6 +79,9 @@ impl Start {
 impl World {
     pub fn new(config: &Config, dir: &Path, judge: &Arc<Judge>, start: Start) -> Arc<Self> {
         let disk = SimDisk::new(dir, start.files);
+        if start.depth == 0 {
+            disk.set_space(config.space);
+        }
         let mounted = mount(dir, Arc::new(Mounted(Arc::clone(&disk))));
         Arc::new(Self {
             config: config.clone(),
@@ -102,11 +105,11 @@ impl World {
     fn options(&self, read: &Arc<SimQueue>, write: &Arc<SimQueue>) -> LogOptions {
         let c = &self.config;
         let drive = SimQueue::drive(read, write);
-        // Segments, their regions, the rings, and the shared files with room for a table twice as large.
-        let region = 40 << 10;
-        let per_lane = u64::from(c.ring_pages) * 4096 + (800 << 10);
+        // Segments, their regions, the rings, the shared files, and once the room that is kept for a larger table.
+        let per_lane = u64::from(c.ring_pages) * 4096 + (390 << 10);
+        let region = 20 << 10;
         LogOptions {
-            capacity_bytes: c.segments * (c.segment_bytes + region) + c.writers as u64 * per_lane,
+            capacity_bytes: c.segments * (c.segment_bytes + region) + c.writers as u64 * per_lane + (200 << 10),
             segment_bytes: Some(c.segment_bytes),
             policy: c.policy.to_owned(),
             reclaim_write_budget: c.reclaim_write_budget,
@@ -130,6 +133,10 @@ impl World {
         let (begun, held, ends) = (Mutex::default(), Mutex::default(), Mutex::default());
         let process = Arc::new(Process { number, log, read, write, begun, held, ends });
         self.processes.lock().push(Arc::clone(&process));
+        if self.depth == 0 {
+            process.read.set_faults(self.config.faults);
+            process.write.set_faults(self.config.faults);
+        }
         Ok(process)
     }
 
@@ -172,6 +179,9 @@ impl World {
     }
 
     fn forget(&self, process: &Arc<Process>) {
+        if self.depth == 0 {
+            self.judge.note(&process.log.stats());
+        }
         self.processes.lock().retain(|p| p.number != process.number);
     }
 
