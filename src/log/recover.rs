@@ -6,8 +6,8 @@
 //! sealed before their ring pages may be used again.
 //!
 //! Where something is damaged, the slot headers of the segments concerned are read too: a lost record could be the one that
-//! hides an older version. A segment whose region lost its first page may have been given up; what only its slot headers speak
-//! of is therefore not served, but still hides what is older.
+//! hides an older version. A segment whose region lost its first page may have been given up; its chunks are therefore not served,
+//! but still hide what is older.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -251,10 +251,8 @@ impl<'a> Reader<'a> {
         let newest = found.iter().map(|r| r.epoch).max().unwrap_or(segment.epoch);
         let epoch = if epoch_is_known { segment.epoch } else { newest.max(segment.epoch) };
         found.retain(|r| r.epoch == epoch && !segment.records.contains(r));
-        if !epoch_is_known {
-            for record in found.iter_mut().filter(|r| r.kind == RecordKind::Put) {
-                record.kind = RecordKind::Tombstone;
-            }
+        if !epoch_is_known || segment.damaged {
+            hide_puts(&mut found);
         }
         for record in &found {
             self.give(record, sink)?;
@@ -317,6 +315,10 @@ impl<'a> Reader<'a> {
             // A page whose write seemed to fail is written again elsewhere: both may have reached the drive.
             records.dedup();
             records.truncate(capacity);
+            if segment.damaged {
+                // Its region may have said that it was given up.
+                hide_puts(&mut records);
+            }
             segment.min_sequence = records.first().map_or(0, |r| r.sequence);
             segment.max_sequence = records.last().map_or(0, |r| r.sequence);
             for record in &records {
@@ -350,6 +352,13 @@ impl<'a> Reader<'a> {
 
     fn for_each_page(&self, mut visit: impl FnMut(Option<JournalPage>)) -> Result<()> {
         for_each_page(self.index, self.superblock, &mut visit)
+    }
+}
+
+/// Puts that may be over are not served, but still hide what is older.
+fn hide_puts(records: &mut [Record]) {
+    for record in records.iter_mut().filter(|r| r.kind == RecordKind::Put) {
+        record.kind = RecordKind::Tombstone;
     }
 }
 

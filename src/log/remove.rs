@@ -18,7 +18,7 @@ use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
 use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
 use crate::format::slot::{SlotHeader, TLV_CONTROL_RECORDS};
-use crate::index::EntryKind;
+use crate::index::{Entry, EntryKind};
 use crate::key::ChunkKey;
 
 /// Most records of one control slot.
@@ -161,6 +161,11 @@ fn hide(lane: &Lane, records: &[Record]) -> Result<()> {
         apply_tombstone(lane, &mut state, record)?;
     }
     Ok(())
+}
+
+/// Whether an entry is a tombstone that no record says yet: it has no place.
+pub(super) fn is_unwritten(entry: &Entry) -> bool {
+    entry.kind == EntryKind::Tombstone && entry.epoch == 0
 }
 
 fn apply_tombstone(lane: &Lane, state: &mut State, record: &Record) -> Result<bool> {

@@ -8,7 +8,7 @@ use forebay::error::ErrorKind;
 use forebay::log::{LogStats, fsck};
 use parking_lot::Mutex;
 
-use super::disk::{Loss, Observer, SimDisk};
+use super::disk::{Content, Files, Loss, Observer, SimDisk};
 use super::rng::Rng;
 use super::steps::Loaded;
 use super::world::{FAILED, Process, Start, World};
@@ -174,6 +174,15 @@ impl World {
         );
     }
 
+    /// As [`fail`](Self::fail), for a key.
+    pub fn fail_at(&self, k: u64, why: &str) -> ! {
+        FAILED.store(true, Ordering::Relaxed);
+        let versions = self.model.lock().keys.get(&k).cloned().unwrap_or_default().versions;
+        let now = tell_of(&self.dir, &self.disk.files(), k);
+        let began = tell_of(&self.dir, &self.began, k);
+        self.fail(&format!("key {k}: {why}\n  versions {versions:#?}\n  the disk at first:{began}\n  and now:{now}"));
+    }
+
     /// Whether faults other than crashes have been injected.
     pub fn faulty(&self) -> bool {
         self.model.lock().rotten
@@ -278,7 +287,8 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
     let watcher = goes_on.then(|| Watcher::on(&world, judge.effort.nested_one_in));
     let process = match world.open() {
         Ok(process) => process,
-        Err(e) if e.kind() == ErrorKind::Corrupt && world.faulty() => return,
+        // A superblock that lost a bit can look like one of a newer version.
+        Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible) && world.faulty() => return,
         Err(e) => world.fail(&format!("what a crash left cannot be opened: {e}")),
     };
     let served = world.check_all(&process);
@@ -295,6 +305,27 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
         }
     }
     world.end();
+}
+
+/// What the indexes of some files say of a key, for whoever looks into a failure.
+fn tell_of(dir: &Path, files: &Files, k: u64) -> String {
+    let mut told = String::new();
+    for path in files.paths() {
+        drop(std::fs::write(dir.join(path), files.content(path).map(Content::bytes).unwrap_or_default()));
+    }
+    for lane in fsck::lanes(dir).unwrap_or_default() {
+        let Ok(raw) = fsck::RawLane::read(&lane) else { continue };
+        let mut segments: Vec<_> = raw.segments.iter().collect();
+        segments.sort_unstable_by_key(|(n, _)| **n);
+        told += &format!("\n  {}: damage {:?}, segments {segments:?}", lane.name, raw.damage);
+        for r in raw.records.iter().filter(|r| r.key == key(k) || r.kind == forebay::format::record::RecordKind::Clear) {
+            told += &format!("\n    {:?} {:x} in segment {}.{} page {}", r.kind, r.sequence, r.segment, r.epoch, r.page);
+        }
+    }
+    for path in files.paths() {
+        drop(std::fs::remove_file(dir.join(path)));
+    }
+    told
 }
 
 /// The keys that a deep check finds intact; none where something is damaged, of which fsck and recovery may make different things.
@@ -346,7 +377,7 @@ impl World {
             };
             counter.fetch_add(1, Ordering::Relaxed);
             if !matches!(loaded, Loaded::Version(_)) && must.contains(&k) && !self.faulty() {
-                self.fail(&format!("key {k} was flushed and is lost ({loaded:?})"));
+                self.fail_at(k, &format!("it was flushed and is lost ({loaded:?})"));
             }
         }
         served

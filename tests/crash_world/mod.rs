@@ -54,7 +54,7 @@ impl Config {
             segment_bytes: if wide { 256 << 10 } else { 64 << 10 },
             segments: if wide { 3 } else { 3 + rng.below(5) } * writers as u64,
             ring_pages: 10 + rng.below(14) as u32,
-            keys: if wide { 40 } else { 4 + rng.below(16) },
+            keys: if wide { 60 } else if rng.one_in(3) { 4 + rng.below(8) } else { 16 + rng.below(40) },
             policy: ["default", "lru", "fifo"][rng.below(3) as usize],
             reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
             writers,

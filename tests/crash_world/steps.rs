@@ -154,6 +154,10 @@ impl World {
         if self.write_extents(process, &begun, usize::MAX) {
             self.commit(process, begun);
         }
+        // Which a put wakes.
+        if rng.one_in(2) {
+            self.turn(process, Turn::Keeper);
+        }
     }
 
     /// Begins a put whose header, perhaps, is written later, or which is dropped half-way.
@@ -229,8 +233,9 @@ impl World {
             self.run(process, |log| log.report_bad(&chunk, Bad::Corrupt));
             return Loaded::Bad;
         };
-        if let Some(why) = self.model.lock().objection(k, id, (self.now_s(), live)) {
-            self.fail(&format!("key {k}: version {id} is served, but {why}"));
+        let objection = self.model.lock().objection(k, id, (self.now_s(), live));
+        if let Some(why) = objection {
+            self.fail_at(k, &format!("version {id} is served, but {why}"));
         }
         Loaded::Version(id)
     }

@@ -57,6 +57,8 @@ pub struct World {
     /// How this world came about.
     pub story: String,
     pub depth: usize,
+    /// What the disk held when this world began.
+    pub began: Files,
     next_process: AtomicU64,
     _mount: Mount,
 }
@@ -78,7 +80,7 @@ impl Start {
 
 impl World {
     pub fn new(config: &Config, dir: &Path, judge: &Arc<Judge>, start: Start) -> Arc<Self> {
-        let disk = SimDisk::new(dir, start.files);
+        let disk = SimDisk::new(dir, start.files.clone());
         if start.depth == 0 {
             disk.set_space(config.space);
         }
@@ -93,6 +95,7 @@ impl World {
             judge: Arc::clone(judge),
             story: start.story,
             depth: start.depth,
+            began: start.files,
             next_process: AtomicU64::new(1),
             _mount: mounted,
         })
