@@ -95,12 +95,20 @@ impl Content {
         bytes
     }
 
-    /// Turns a bit of a page that is not a hole; whether there was one.
+    /// Turns a bit, if it can of a byte that is not zero; whether there was a page.
     pub fn flip(&mut self, rng: &mut Rng) -> bool {
         let full: Vec<usize> = (0..self.pages.len()).filter(|n| self.pages[*n].is_some()).collect();
-        let Some(n) = full.get(rng.below(full.len().max(1) as u64) as usize) else { return false };
-        let page = Arc::make_mut(self.page(*n));
-        page[rng.below(PAGE as u64) as usize] ^= 1 << rng.below(8);
+        let mut place = None;
+        for _ in 0..200 {
+            let Some(n) = full.get(rng.below(full.len().max(1) as u64) as usize) else { return false };
+            let byte = rng.below(PAGE as u64) as usize;
+            place = Some((*n, byte));
+            if self.pages[*n].as_ref().is_some_and(|page| page[byte] != 0) {
+                break;
+            }
+        }
+        let Some((n, byte)) = place else { return false };
+        Arc::make_mut(self.page(n))[byte] ^= 1 << rng.below(8);
         true
     }
 
@@ -176,7 +184,10 @@ impl Files {
 
     /// Turns a bit of some file.
     pub fn flip(&mut self, rng: &mut Rng) -> bool {
-        let all: Vec<usize> = self.names.values().copied().collect();
+        // Of the index most of the time: the data are checked by every load.
+        let of_index = !rng.one_in(4);
+        let wanted = |path: &Path| path.ends_with("index.kv") == of_index;
+        let all: Vec<usize> = self.names.iter().filter(|(path, _)| wanted(path)).map(|(_, n)| *n).collect();
         let Some(n) = all.get(rng.below(all.len().max(1) as u64) as usize) else { return false };
         let inode = Arc::make_mut(&mut self.inodes[*n]);
         let flipped = inode.now.flip(rng);
