@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -48,6 +48,15 @@ kernels:
 # Whether the checked-in PTX is what the sources give, and assembles for every GPU; skipped where the wheels cannot be fetched.
 kernels-check:
 	$(PYTHON) kernels/build.py --check
+
+# Fuzzing with libFuzzer and the address sanitizer, FUZZ_RUNS inputs per target: needs a nightly toolchain and `cargo install cargo-fuzz`. What
+# it finds new is added to the corpus. `unit` runs the same targets over that corpus, and over some thousand inputs made from it.
+FUZZ_RUNS ?= 1000000
+FUZZ_TARGETS ?= $(shell $(CARGO) +nightly fuzz list)
+fuzz:
+	for target in $(FUZZ_TARGETS); do \
+		$(CARGO) +nightly fuzz run --features libfuzzer $$target -- -runs=$(FUZZ_RUNS) -max_len=12288 -timeout=10 -print_final_stats=1 || exit 1; \
+	done
 
 # Changes one place at a time and expects the tests to notice; takes half an hour.
 mutants:

@@ -46,6 +46,16 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
+/// What each of `counters` grew by since `told`, which is what they are now afterwards; those that did not are left out.
+fn grown<'py>(py: Python<'py>, told: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
+    let (dict, mut told) = (PyDict::new(py), told.lock());
+    told.resize(counters.len(), 0);
+    for ((name, now), told) in counters.iter().zip(told.iter_mut()).filter(|((_, now), told)| now > *told) {
+        dict.set_item(*name, now - std::mem::replace(told, *now))?;
+    }
+    Ok(dict)
+}
+
 /// What both sides are told in the same words.
 fn options(
     engine: &Engine,
@@ -113,6 +123,7 @@ fn borrowed(names: &[String]) -> Vec<&str> {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct SchedulerSide {
     scheduler: Mutex<Option<Scheduler>>,
+    told: Mutex<Vec<u64>>,
     chunk_tokens: u32,
 }
 
@@ -138,7 +149,7 @@ impl SchedulerSide {
         let options = self::options(first, (&block_tokens, num_blocks), options)?;
         let chunk_tokens = options.chunk_tokens;
         let scheduler = Scheduler::new(options, Box::new(EngineLookup::new(engines))).py()?;
-        Ok(Self { scheduler: Mutex::new(Some(scheduler)), chunk_tokens })
+        Ok(Self { scheduler: Mutex::new(Some(scheduler)), told: Mutex::default(), chunk_tokens })
     }
 
     /// Tokens of a chunk.
@@ -290,6 +301,12 @@ impl SchedulerSide {
         counts(py, &stats)
     }
 
+    /// What each count grew by since the last call; those that did not grow are absent.
+    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.with(|s| Ok(s.stats().counters()))?;
+        grown(py, &self.told, &counters)
+    }
+
     /// Forgets all requests; later calls raise.
     fn close(&self) {
         if let Some(mut scheduler) = self.scheduler.lock().take() {
@@ -368,6 +385,7 @@ impl Row {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct WorkerSide {
     worker: Mutex<Option<Worker>>,
+    told: Mutex<Vec<u64>>,
 }
 
 impl WorkerSide {
@@ -398,13 +416,13 @@ impl WorkerSide {
         let kv = paged_kv(engine.geometry(), kv_layers, &hints)?;
         let options = self::options(&engine, (&block_tokens, num_blocks), options)?;
         let worker = Worker::new(options, engine, kv).py()?;
-        Ok(Self { worker: Mutex::new(Some(worker)) })
+        Ok(Self { worker: Mutex::new(Some(worker)), told: Mutex::default() })
     }
 
     /// Starts the loads of a step. `stream`: the handle of the stream that runs the model.
     #[pyo3(signature = (meta, stream=None))]
-    fn begin(&self, py: Python<'_>, meta: Vec<u8>, stream: Option<u64>) -> PyResult<()> {
-        let meta = StepMeta::from_bytes(&meta).py()?;
+    fn begin(&self, py: Python<'_>, meta: &[u8], stream: Option<u64>) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
             w.begin(meta, stream_of(stream));
             Ok(())
@@ -433,8 +451,8 @@ impl WorkerSide {
     }
 
     /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or given up on return.
-    fn preempt(&self, py: Python<'_>, meta: Vec<u8>) -> PyResult<()> {
-        let meta = StepMeta::from_bytes(&meta).py()?;
+    fn preempt(&self, py: Python<'_>, meta: &[u8]) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
             w.preempt(&meta);
             Ok(())
@@ -473,6 +491,12 @@ impl WorkerSide {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.with(py, |w| Ok(w.stats()))?;
         counts(py, &stats)
+    }
+
+    /// What each count grew by since the last call; those that did not grow are absent.
+    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.with(py, |w| Ok(w.stats().counters()))?;
+        grown(py, &self.told, &counters)
     }
 
     /// Cancels loads, waits up to `timeout_ms` for stores, gives the rest up; later calls raise.

@@ -160,7 +160,12 @@ impl WorkerMeta {
     /// # Errors
     /// [`ErrorKind::InvalidInput`] for bytes that are no report, or of another version.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        read(bytes, "a worker's report")
+        let report: Self = read(bytes, "a worker's report")?;
+        // Means are taken of it: what is no number would stay in them for ever.
+        if report.load_s.is_finite() && report.load_s >= 0.0 {
+            return Ok(report);
+        }
+        Err(Error::new(ErrorKind::InvalidInput, format!("a worker reports loads of {} seconds", report.load_s)))
     }
 }
 

@@ -97,7 +97,7 @@ class SchedulerHalf:
         )
         self._tell()
         held, self._held = frozenset(self._held), set()
-        return StepMetadata(step, held)
+        return StepMetadata(step, bool(output.preempted_req_ids), held)
 
     def _tokens_of(self, req_id: str, start: int, stop: int) -> Sequence[int]:
         # Placeholders of asynchronous scheduling are counted beside this list and never in it, unverified drafts neither.
@@ -163,6 +163,10 @@ class SchedulerHalf:
     def stats(self) -> dict[str, Any]:
         """Counters of the state machine."""
         return {f"scheduler_{name}": value for name, value in self._side.stats().items()}
+
+    def grown(self) -> dict[str, int]:
+        """What they grew by since the last call."""
+        return {f"scheduler_{name}": value for name, value in self._side.grown().items()}
 
     def close(self) -> None:
         """Closes the cache; safe to call again."""

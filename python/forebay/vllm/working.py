@@ -58,7 +58,7 @@ class WorkerHalf:
 
     def preempt(self, meta: StepMetadata) -> None:
         """Before blocks of preempted requests are overwritten."""
-        if self._side is not None and meta.step:
+        if self._side is not None and meta.preempts:
             self._side.preempt(meta.step)
 
     def begin(self, meta: StepMetadata) -> None:
@@ -109,6 +109,10 @@ class WorkerHalf:
     def stats(self) -> dict[str, Any]:
         """Counters of the state machine."""
         return {} if self._side is None else self._side.stats()
+
+    def grown(self) -> dict[str, int]:
+        """What they grew by since the last call."""
+        return {} if self._side is None else self._side.grown()
 
     def close(self) -> None:
         """Waits for what is being stored, then closes the cache; safe to call again.

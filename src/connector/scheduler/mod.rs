@@ -152,6 +152,49 @@ pub struct SchedulerStats {
     pub stalling: u64,
 }
 
+impl SchedulerStats {
+    /// The counts that only grow, by name.
+    #[must_use]
+    pub fn counters(&self) -> [(&'static str, u64); 14] {
+        // Taken apart, so that none is forgotten.
+        let Self {
+            requests: _,
+            held_requests: _,
+            held_blocks: _,
+            queries,
+            queried_tokens,
+            joined,
+            awaited,
+            loads,
+            load_tokens,
+            failed_loads,
+            saves,
+            save_tokens,
+            skipped_window_tokens,
+            given_up,
+            lookup_errors,
+            slower_than_computing,
+            stalling,
+        } = *self;
+        [
+            ("queries", queries),
+            ("queried_tokens", queried_tokens),
+            ("joined", joined),
+            ("awaited", awaited),
+            ("loads", loads),
+            ("load_tokens", load_tokens),
+            ("failed_loads", failed_loads),
+            ("saves", saves),
+            ("save_tokens", save_tokens),
+            ("skipped_window_tokens", skipped_window_tokens),
+            ("given_up", given_up),
+            ("lookup_errors", lookup_errors),
+            ("slower_than_computing", slower_than_computing),
+            ("stalling", stalling),
+        ]
+    }
+}
+
 /// The scheduler's side of the connector.
 pub struct Scheduler {
     options: ConnectorOptions,

@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use crate::device::{PagedKv, Stream};
-use crate::engine::{Engine, Prompt};
+use crate::engine::{Computed, Engine, Prompt};
 use crate::error::Result;
 
 mod loads;
@@ -55,6 +55,40 @@ pub struct WorkerStats {
     pub given_up: u64,
     /// Orders that could not be carried out: for a request's tokens that this worker does not know, or refused by the engine.
     pub refused_orders: u64,
+}
+
+impl WorkerStats {
+    /// The counts that only grow, by name.
+    #[must_use]
+    pub fn counters(&self) -> [(&'static str, u64); 10] {
+        // Taken apart, so that none is forgotten.
+        let Self {
+            loading: _,
+            storing: _,
+            loads,
+            failed_loads,
+            loaded_tokens,
+            saves,
+            stored_chunks,
+            stored_tokens,
+            already_there,
+            shed_chunks,
+            given_up,
+            refused_orders,
+        } = *self;
+        [
+            ("loads", loads),
+            ("failed_loads", failed_loads),
+            ("loaded_tokens", loaded_tokens),
+            ("saves", saves),
+            ("stored_chunks", stored_chunks),
+            ("stored_tokens", stored_tokens),
+            ("already_there", already_there),
+            ("shed_chunks", shed_chunks),
+            ("given_up", given_up),
+            ("refused_orders", refused_orders),
+        ]
+    }
 }
 
 /// The worker's side of the connector.
@@ -124,7 +158,7 @@ impl Worker {
         }
         self.orders.extend(meta.saves);
         if self.options.layerwise {
-            self.start_saves();
+            self.start_saves(None);
         }
     }
 
@@ -133,7 +167,8 @@ impl Worker {
     /// running requests away: for at most [`ConnectorOptions::gather_patience_ms`], then the stores are given up.
     pub fn end_step(&mut self, stream: Option<Stream>) {
         self.end_loads_of_step();
-        self.start_saves();
+        // Told at the start that all is computed, the store's thread is woken once.
+        self.start_saves(Some(stream.map_or(Computed::Now, Computed::On)));
         self.end_saves(stream);
     }
 
