@@ -1,6 +1,5 @@
 //! Crashes at every write of seeded workloads, and crashes of what the crashes left: no wrong byte, nothing flushed lost, nothing
-//! removed comes back. `FOREBAY_CRASH_IMAGES=10000000 cargo test --release --test proof_crash long -- --ignored --nocapture`
-//! for a long run.
+//! removed comes back. docs/reliability.md says how to replay a seed and how to make a long run.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod crash_world;
@@ -10,10 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crash_world::Config;
-use forebay::log::Turn;
 use crash_world::images::{Effort, Judge, Watcher};
 use crash_world::rng::Rng;
 use crash_world::world::{FAILED, Process, Start, World};
+use forebay::log::Turn;
 
 fn env(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|v| v.replace('_', "").parse().unwrap())
@@ -40,7 +39,7 @@ fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
             watcher.kill_after(1 + rng.below(12));
         }
         match processes[at].clone() {
-            None => processes[at] = open(&world, &watcher),
+            None => processes[at] = open(&world),
             Some(process) if rng.one_in(40) => {
                 world.close(&process);
                 processes[at] = None;
@@ -69,15 +68,12 @@ fn scan(world: &World, processes: &[Option<Arc<Process>>], rng: &mut Rng) {
     }
 }
 
-fn open(world: &Arc<World>, watcher: &Watcher) -> Option<Arc<Process>> {
+/// Opens a log; none if it is killed meanwhile.
+fn open(world: &World) -> Option<Arc<Process>> {
     match world.open() {
         Ok(process) => Some(process),
-        Err(e) => {
-            let dead = world.disk.is_dead(world.disk.current());
-            assert!(dead, "{}: cannot be opened: {e}", world.story);
-            let _ = watcher;
-            None
-        }
+        Err(_) if world.disk.is_dead(world.disk.current()) => None,
+        Err(e) => world.fail(&format!("a log cannot be opened: {e}")),
     }
 }
 

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay::error::{Error, ErrorKind, Result};
 use forebay::io::{Disk, DiskFile, FileOptions};
@@ -250,7 +250,6 @@ pub struct SimDisk {
     /// Bytes that all files together may take.
     space: AtomicU64,
     operations: AtomicU64,
-    quiet: AtomicBool,
 }
 
 impl SimDisk {
@@ -263,7 +262,6 @@ impl SimDisk {
             dead: Mutex::default(),
             space: AtomicU64::new(u64::MAX),
             operations: AtomicU64::new(0),
-            quiet: AtomicBool::new(false),
         })
     }
 
@@ -308,9 +306,6 @@ impl SimDisk {
 
     fn changed(&self) {
         self.operations.fetch_add(1, Ordering::Relaxed);
-        if self.quiet.load(Ordering::Relaxed) {
-            return;
-        }
         let observer = self.observer.lock().clone();
         if let Some(observer) = observer {
             observer.boundary(self);

@@ -58,8 +58,7 @@ pub struct Judge {
 
 impl Judge {
     pub fn new(effort: Effort, base: &Path) -> Arc<Self> {
-        let effort_and_base = Self { effort, base: base.to_path_buf(), ..Self::default() };
-        Arc::new(effort_and_base)
+        Arc::new(Self { effort, base: base.to_path_buf(), ..Self::default() })
     }
 
     fn counters(&self) -> [&AtomicU64; 11] {
@@ -203,9 +202,9 @@ impl World {
         for k in keys {
             let Some(info) = process.log.peek(&key(k)) else { continue };
             let model = self.model.lock();
-            let needed = model.of_sequence(k, info.sequence).is_some_and(|v| {
-                v.flushed && !v.going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s)
-            });
+            let needed = model
+                .of_sequence(k, info.sequence)
+                .is_some_and(|v| v.flushed && !v.going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s));
             if needed {
                 must.push(k);
             }
@@ -318,8 +317,10 @@ fn tell_of(dir: &Path, files: &Files, k: u64) -> String {
         let mut segments: Vec<_> = raw.segments.iter().collect();
         segments.sort_unstable_by_key(|(n, _)| **n);
         told += &format!("\n  {}: damage {:?}, segments {segments:?}", lane.name, raw.damage);
-        for r in raw.records.iter().filter(|r| r.key == key(k) || r.kind == forebay::format::record::RecordKind::Clear) {
-            told += &format!("\n    {:?} {:x} in segment {}.{} page {}", r.kind, r.sequence, r.segment, r.epoch, r.page);
+        for r in raw.records.iter().filter(|r| r.key == key(k) || r.kind == forebay::format::record::RecordKind::Clear)
+        {
+            told +=
+                &format!("\n    {:?} {:x} in segment {}.{} page {}", r.kind, r.sequence, r.segment, r.epoch, r.page);
         }
     }
     for path in files.paths() {

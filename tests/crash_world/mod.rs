@@ -54,12 +54,22 @@ impl Config {
             segment_bytes: if wide { 256 << 10 } else { 64 << 10 },
             segments: if wide { 3 } else { 3 + rng.below(5) } * writers as u64,
             ring_pages: 10 + rng.below(14) as u32,
-            keys: if wide { 60 } else if rng.one_in(3) { 4 + rng.below(8) } else { 16 + rng.below(40) },
+            keys: if wide {
+                60
+            } else if rng.one_in(3) {
+                4 + rng.below(8)
+            } else {
+                16 + rng.below(40)
+            },
             policy: ["default", "lru", "fifo"][rng.below(3) as usize],
             reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
             writers,
             steps: 60 + rng.below(120),
-            faults: if rng.one_in(3) { Faults { eio: 4, no_space: 4, short: 4, hang: 4, rot: 4 } } else { Faults::default() },
+            faults: if rng.one_in(3) {
+                Faults { eio: 4, no_space: 4, short: 4, hang: 4, rot: 4 }
+            } else {
+                Faults::default()
+            },
             space: if rng.one_in(6) { (500 << 10) + rng.below(1 << 20) } else { u64::MAX },
         }
     }

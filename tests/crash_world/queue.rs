@@ -100,7 +100,7 @@ impl SimQueue {
         self.closed.store(true, Ordering::Relaxed);
         let waiting = std::mem::take(&mut *self.waiting.lock());
         for request in waiting {
-            answer(request, Err(Error::new(ErrorKind::Closed, "the process is dead")), true);
+            answer(request, Err(Error::new(ErrorKind::Closed, "the process is dead")));
         }
         self.late.lock().clear();
     }
@@ -129,19 +129,26 @@ impl SimQueue {
                 drop(transfer(&mut request, true));
             }
             if kind == ErrorKind::TimedOut {
-                let (file, offset, range) = (Arc::clone(&request.file), request.offset, request.buf_offset..request.buf_offset + request.len);
-                self.late.lock().extend(request.buf.take().map(|buf| Late { file, offset, range, buf, op: request.op }));
+                let (file, offset, range) =
+                    (Arc::clone(&request.file), request.offset, request.buf_offset..request.buf_offset + request.len);
+                self.late.lock().extend(request.buf.take().map(|buf| Late {
+                    file,
+                    offset,
+                    range,
+                    buf,
+                    op: request.op,
+                }));
             }
-            return answer(request, Err(Error::new(kind, "injected")), true);
+            return answer(request, Err(Error::new(kind, "injected")));
         }
         if request.op == Op::Flush {
             self.run_those_of(request.file.id());
             let result = request.file.sync_data();
-            return answer(request, result, true);
+            return answer(request, result);
         }
         let result = transfer(&mut request, false);
         self.rot(&mut request);
-        answer(request, result, true);
+        answer(request, result);
     }
 
     /// Runs what waits for a file, in order.
@@ -184,10 +191,9 @@ fn transfer(request: &mut Request, half: bool) -> Result<()> {
     }
 }
 
-fn answer(request: Request, result: Result<()>, keep: bool) {
+fn answer(request: Request, result: Result<()>) {
     let now = Instant::now();
-    let buf = request.buf.filter(|_| keep);
-    (request.done)(Completion { result, buf, submitted: now, finished: now });
+    (request.done)(Completion { result, buf: request.buf, submitted: now, finished: now });
 }
 
 impl Queue for SimQueue {
