@@ -134,7 +134,7 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
         return;
     }
     let workers = env("FOREBAY_CRASH_WORKERS").unwrap_or(2);
-    let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(12_000);
+    let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(20_000);
     let all = run_many(env("FOREBAY_CRASH_FIRST").unwrap_or(1), images, workers);
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     assert!(get(&all.served) > images, "the images hold next to nothing");

@@ -230,7 +230,8 @@ impl<'a> Reader<'a> {
         self.replay_ring(sink)?;
         for number in 0..self.found.segments.len() as u32 {
             let Some(segment) = self.found.segments.get(number as usize) else { break };
-            if segment.damaged || (self.ring_is_damaged && segment.state == FoundState::Unsealed) {
+            // All that the ring said of a segment may have stood on the page that is damaged: then it looks free.
+            if segment.damaged || (self.ring_is_damaged && segment.state != FoundState::Sealed) {
                 self.replay_headers(number, sink)?;
             }
         }

@@ -33,7 +33,7 @@ pub struct Effort {
 
 impl Default for Effort {
     fn default() -> Self {
-        Self { images: 3, chain_one_in: 20, nested_one_in: 6, depth: 6, fsck_one_in: 40, rot_one_in: 25 }
+        Self { images: 2, chain_one_in: 20, nested_one_in: 6, depth: 6, fsck_one_in: 40, rot_one_in: 25 }
     }
 }
 
@@ -76,7 +76,9 @@ impl Judge {
             (&self.moved, stats.moved),
             (&self.adopted, stats.adopted_lanes),
         ];
-        of.into_iter().for_each(|(counter, n)| drop(counter.fetch_add(n, Ordering::Relaxed)));
+        for (counter, n) in of {
+            counter.fetch_add(n, Ordering::Relaxed);
+        }
     }
 
     /// Adds what another has counted.

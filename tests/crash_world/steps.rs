@@ -68,7 +68,9 @@ impl World {
             91 => self.turn(process, Turn::Scan),
             92..=93 => self.seal(process),
             94..=95 => drop(self.clock.0.fetch_add(rng.below(30_000), std::sync::atomic::Ordering::Relaxed)),
-            _ => self.run(process, |log| drop(log.lookup(&[key(k), key(k + 1)]))),
+            _ => {
+                self.run(process, |log| log.lookup(&[key(k), key(k + 1)]));
+            }
         }
         self.turn(process, Turn::Journal);
     }
@@ -132,7 +134,7 @@ impl World {
         self.model.lock().committing(key, id);
         let (tx, rx) = crossbeam_channel::unbounded();
         process.ends.lock().push((key, id, rx));
-        self.run(process, |_| put.commit(&crcs, Box::new(move |r| drop(tx.send(r.is_ok())))));
+        self.run(process, |_| put.commit(&crcs, Box::new(move |r| _ = tx.send(r.is_ok()))));
         self.note_ends(process);
     }
 
