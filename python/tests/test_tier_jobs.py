@@ -19,7 +19,7 @@ def settle(transfers: Transfers) -> list[Outcome]:
 
 def opened(folder: Path) -> tuple[Transfers, ctypes.Array, forebay.ObjectStore]:
     memory = (ctypes.c_ubyte * (ROW * COUNT))()
-    store = forebay.ObjectStore({"gds_config": {"cache_dir": str(folder)}, "capacity": "256MiB"})
+    store = forebay.ObjectStore({"gds_config": {"cache_dir": str(folder)}, "capacity": "256MiB", "min_free": 0})
     return Transfers(store, Rows(ctypes.addressof(memory), COUNT, ROW), 2000, False), memory, store
 
 

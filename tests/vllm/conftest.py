@@ -121,7 +121,7 @@ def prompts(count: int = 3, shared: int = 300, own: int = 130, seed: int = SEED)
 
 def settings(cache_dir: Path, **more: Any) -> dict[str, Any]:
     """`kv_connector_extra_config` of a small cache."""
-    return {"backend": "gds", "gds_config": {"cache_dir": str(cache_dir)}, "capacity": "1GiB", "chunk_size": 128} | more
+    return {"backend": "gds", "gds_config": {"cache_dir": str(cache_dir)}, "capacity": "1GiB", "min_free": 0, "chunk_size": 128} | more
 
 
 @pytest.fixture(scope="session")

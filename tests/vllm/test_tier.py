@@ -21,7 +21,7 @@ FAILED = "vllm:kv_offload_tiering_promotion_job_failures"
 
 def server(cache_dir: Path, cpu_bytes: int = 64 << 20, **tier: Any) -> dict[str, Any]:
     """Arguments of `LLM`."""
-    section = {"type": "forebay", "backend": "gds", "gds_config": {"cache_dir": str(cache_dir)}, "capacity": "1GiB"}
+    section = {"type": "forebay", "backend": "gds", "gds_config": {"cache_dir": str(cache_dir)}, "capacity": "1GiB", "min_free": 0}
     return {
         "kv_transfer_config": {
             "kv_connector": "OffloadingConnector",

@@ -75,6 +75,7 @@ class World:
             "backend": "gds",
             "gds_config": {"cache_dir": str(cache_dir)},
             "capacity": "256MiB",
+            "min_free": 0,
             "fingerprint": "test",
         }
         extra = {"cpu_bytes_to_use": rows * row, "secondary_tiers": [section | (tier or {})]}
