@@ -317,6 +317,9 @@ impl World {
     }
 
     pub fn turn(&self, process: &Process, turn: Turn) {
+        if turn == Turn::Scan {
+            self.tell(|| format!("process {} scans, sees {} lanes", process.number, process.log.stats().lanes));
+        }
         self.run(process, |log| log.turn(turn));
         self.note_ends(process);
     }
