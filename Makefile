@@ -55,7 +55,7 @@ FUZZ_RUNS ?= 1000000
 FUZZ_TARGETS ?= $(shell $(CARGO) +nightly fuzz list)
 fuzz:
 	for target in $(FUZZ_TARGETS); do \
-		$(CARGO) +nightly fuzz run --features libfuzzer $$target -- -runs=$(FUZZ_RUNS) -max_len=12288 -timeout=10 -print_final_stats=1 || exit 1; \
+		CARGO_PROFILE_RELEASE_LTO=off $(CARGO) +nightly fuzz run --features libfuzzer $$target -- -runs=$(FUZZ_RUNS) -max_len=12288 -timeout=10 -print_final_stats=1 || exit 1; \
 	done
 
 # Changes one place at a time and expects the tests to notice; takes two hours.

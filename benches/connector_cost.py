@@ -83,6 +83,7 @@ def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[
     """One server from its first request to its last; times of the steps in which all requests run, each at another place of its chunk."""
     shape = world.Shape(
         ranks=1,
+        depth=options.layers,
         blocks=options.requests * 48 + 64,
         max_requests=options.requests,
         batch_tokens=8192,
@@ -122,15 +123,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", action="store_true", help="also each call's times, over all steps of a round")
     options = parser.parse_args()
-    groups = world._groups
-    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(options.layers)]
-
-    def layered(shape: world.Shape) -> list[Any]:
-        (group,) = groups(shape)
-        group.layer_names[:] = names
-        return [group]
-
-    world._groups = layered
     world.HANGS_S = 600.0
     found: dict[str, list[tuple[float, float, float, float]]] = {"scheduler": [], "worker": []}
     for number in range(options.rounds):

@@ -323,6 +323,15 @@ class SchedulerSide:
     """The scheduler's side of the connector: what can be loaded, and what each step's workers load and store."""
 
     def __init__(self, engines: Sequence[Engine], *, block_tokens: Sequence[int], num_blocks: int, **options: Any) -> None: ...
+    @staticmethod
+    def of_workers(
+        config: _Config,
+        *,
+        block_tokens: Sequence[int],
+        num_blocks: int,
+        windows: Sequence[int | None] | None = None,
+        **options: Any,
+    ) -> SchedulerSide: ...
     @property
     def chunk_tokens(self) -> int: ...
     def knows(self, req_id: str) -> bool: ...
@@ -361,7 +370,11 @@ class SchedulerSide:
         self,
     ) -> (
         tuple[
-            list[tuple[str, bytes, int, int]], list[bytes], list[tuple[str, bytes, int, int]], list[tuple[str, bytes, int, int]]
+            list[tuple[str, bytes, int, int]],
+            list[bytes],
+            list[tuple[str, bytes, int, int]],
+            list[tuple[str, bytes, int, int]],
+            list[bytes],
         ]
         | None
     ): ...
@@ -389,6 +402,7 @@ class WorkerSide:
     def grown(self) -> dict[str, int]: ...
     def close(self, timeout_ms: int = 30000) -> None: ...
 
+def settings(config: _Config = None) -> dict[str, Any]: ...
 def chunk_tokens(
     config: _Config, block_tokens: Sequence[int], windows: Sequence[int | None]
 ) -> int: ...

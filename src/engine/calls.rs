@@ -171,6 +171,12 @@ impl Engine {
         self.check()?.open_log()?.flush()
     }
 
+    /// Up to `most` of the keys of chunks that reclaim of this process has dropped since the first call; see [`Log::take_evicted`].
+    #[must_use]
+    pub fn take_evicted(&self, most: usize) -> Vec<ChunkKey> {
+        self.log().map(|log| log.take_evicted(most)).unwrap_or_default()
+    }
+
     /// The keys of a prompt's full chunks, to talk about them with other programs.
     #[must_use]
     pub fn keys(&self, tokens: &[u32], extra: &Extra) -> Vec<ChunkKey> {

@@ -19,6 +19,7 @@ mod budget;
 mod chunk;
 mod clock;
 mod ctx;
+mod evicted;
 pub mod fsck;
 mod grant;
 mod health;

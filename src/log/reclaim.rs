@@ -265,6 +265,7 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let now_s = volume.ctx.now_s();
     let evicted = plan.drop.iter().filter(|r| r.expiry_s == 0 || r.expiry_s > now_s).count() as u64;
+    volume.ctx.evicted.push(&plan.drop);
     let carried = carry_on(volume, victim, plan);
     if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
         return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));

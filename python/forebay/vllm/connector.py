@@ -58,7 +58,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            announcer = Announcer(kv_cache_config) if geometry.events_wanted(vllm_config) else None
+            announcer = Announcer(kv_cache_config, kv.block_tokens) if geometry.events_wanted(vllm_config) else None
             self._scheduler = SchedulerHalf(vllm_config, kv, read, announcer)
         else:
             self._worker = WorkerHalf(vllm_config, kv, read)

@@ -30,17 +30,10 @@ class SchedulerHalf:
     def __init__(
         self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings, announcer: Announcer | None
     ) -> None:
-        """Opens the cache of every tensor-parallel rank for lookups; `announcer` where KV events are published."""
-        import forebay
+        """Caches are opened for lookups once the workers have said which they have; `announcer` where KV events are published."""
         from forebay.connector import SchedulerSide
 
-        self._engines = [
-            forebay.Engine(
-                settings.engine, geometry.geometry(vllm_config, kv, settings.fingerprint, rank), device="cpu"
-            )
-            for rank in range(kv.ranks(vllm_config))
-        ]
-        self._side = SchedulerSide(self._engines, **geometry.options(vllm_config, kv, settings))
+        self._side = SchedulerSide.of_workers(settings.engine, **geometry.options(vllm_config, kv, settings))
         self._is_producer = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._requests: dict[str, Request] = {}
         self._loading: set[str] = set()
@@ -171,6 +164,3 @@ class SchedulerHalf:
     def close(self) -> None:
         """Closes the cache; safe to call again."""
         self._side.close()
-        for engine in self._engines:
-            engine.close()
-        self._engines = []

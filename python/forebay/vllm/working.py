@@ -39,15 +39,19 @@ class WorkerHalf:
 
         if self._side is not None:
             raise geometry.Unsupported("vLLM registered its KV caches twice")
-        views = geometry.views(self._kv, kv_caches)
-        device = views[0].device
+        blocks = geometry.views(self._kv, kv_caches)
+        device = blocks[0].view.device
         self._cuda = device.type == "cuda"
-        rank = self._config.parallel_config.rank % self._config.parallel_config.tensor_parallel_size
-        shape = geometry.geometry(self._config, self._kv, self._settings.fingerprint, rank)
+        ranks = self._kv.ranks
+        rank = self._config.parallel_config.rank % ranks.workers
+        shape = geometry.geometry(self._config, self._kv, rank, blocks)
         name = f"cuda:{device.index or 0}" if self._cuda else "cpu"
         self._engine = forebay.Engine(self._settings.engine, shape, device=name)
         options = geometry.options(self._config, self._kv, self._settings)
-        self._side = WorkerSide(self._engine, views, rank=rank, **options)
+        # Until the scheduler says which ranks share a cache.
+        silent = rank % ranks.tp >= self._kv.own
+        views = self._engine.paged_kv([of.view for of in blocks], layout="BTHD")
+        self._side = WorkerSide(self._engine, views, rank=rank, silent=silent, **options)
 
     def _stream(self) -> int | None:
         if not self._cuda:

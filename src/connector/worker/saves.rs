@@ -112,7 +112,7 @@ impl Worker {
             self.stats.refused_orders += 1;
             return None;
         };
-        if self.options.rank as usize >= self.options.writers() {
+        if self.is_silent {
             return None;
         }
         if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
