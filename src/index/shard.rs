@@ -14,6 +14,8 @@ const W_SEQ: usize = W_OWN;
 /// Apart from the sequence counter, which every store writes: readers poll these.
 const W_LANES: usize = W_OWN + 8;
 const W_CLEARED: usize = W_LANES + 1;
+/// Up to which sequence a clear is on a drive.
+const W_CLEARED_DURABLY: usize = W_CLEARED + 1;
 
 /// A shard's shared counters.
 #[derive(Debug)]
@@ -100,6 +102,18 @@ impl Shard {
     /// Forbids serving anything with a sequence up to and with `seq`. Nothing happens on a read-only mapping.
     pub fn clear_up_to(&self, seq: u64) {
         self.raise(W_CLEARED, seq);
+    }
+
+    /// As [`cleared_up_to`](Self::cleared_up_to), of clears that no crash undoes.
+    #[must_use]
+    pub fn cleared_durably(&self) -> u64 {
+        self.map.load_acquire(W_CLEARED_DURABLY)
+    }
+
+    /// A clear up to `seq` is durable, and hides what it is to hide.
+    pub fn clear_durably_up_to(&self, seq: u64) {
+        self.raise(W_CLEARED, seq);
+        self.raise(W_CLEARED_DURABLY, seq);
     }
 
     fn raise(&self, word: usize, value: u64) {

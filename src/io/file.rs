@@ -256,7 +256,7 @@ impl DirectFile {
     /// `Io` when the operating system cannot say.
     pub fn len(&self) -> Result<u64> {
         if let Some(f) = &self.mounted {
-            return Ok(f.len());
+            return Ok(f.bytes());
         }
         Ok(self.metadata()?.len())
     }

@@ -39,7 +39,7 @@ pub trait Disk: Send + Sync {
 /// An open file of a [`Disk`]; the calls are those of [`DirectFile`], which checks alignment before.
 pub trait DiskFile: Send + Sync {
     /// Length in bytes.
-    fn len(&self) -> u64;
+    fn bytes(&self) -> u64;
 
     /// Bytes that it takes.
     fn allocated_bytes(&self) -> u64;

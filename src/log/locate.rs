@@ -85,9 +85,9 @@ impl Volume {
         self.find_even_if_going(key).is_some_and(|(_, e)| e.seq == entry.seq)
     }
 
-    /// Whether any lane has a version of the key that is not removed, cleared or not.
+    /// Whether any lane has a version of the key, removed or not: what hides one need not be durable yet.
     pub(super) fn has_version(&self, key: &ChunkKey) -> bool {
-        self.lanes().all.iter().any(|l| l.get(key).is_some_and(|e| e.kind != EntryKind::Tombstone))
+        self.lanes().all.iter().any(|l| l.get(key).is_some())
     }
 
     /// For each key, from the first on, whether it may be served, until `visit` returns false. Hits count as a use.

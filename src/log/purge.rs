@@ -227,7 +227,7 @@ impl Place {
         std::fs::rename(&staging, &dir).map_err(|e| Error::io("cannot put a lane in place", e).at(&dir))?;
         paths::sync_dir(&self.dir)?;
         match &self.page {
-            Some(page) if keys.is_empty() => page.clear_up_to(sequence),
+            Some(page) if keys.is_empty() => page.clear_durably_up_to(sequence),
             // Everybody looks for lanes at the next lookup, and finds the tombstones.
             Some(page) => page.bump_lanes(),
             None => {}

@@ -177,7 +177,8 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let records = records_of(victim)?;
     let mut plan = plan(volume, victim, &records)?;
     let moved = keep(volume, victim, &mut plan)?;
-    if !condemn(volume, victim)? {
+    // Looked at once more, because lookups miss what is condemned even if that is taken back at once for a lease.
+    if is_leased(volume, victim) || !condemn(volume, victim)? {
         return Ok(false);
     }
     let outcome = empty(volume, victim, (plan, moved)).and_then(|()| write_free(&victim.lane, victim));

@@ -114,6 +114,7 @@ fn clear_on(volume: &Volume) -> Result<()> {
         write_control(volume, &lane, vec![clear], deadline)?;
         journal::flush(&lane, deadline)?;
     }
+    volume.shard.clear_durably_up_to(sequence);
     for held in volume.lanes().held() {
         forget_up_to(held, sequence)?;
     }
@@ -124,7 +125,8 @@ fn clear_on(volume: &Volume) -> Result<()> {
 /// Takes what another process has cleared out of the held lanes' tables, and gives the space of their sealed segments that hold
 /// nothing any more back. For the keeper.
 pub(super) fn forget_cleared(volume: &Volume) -> Result<()> {
-    let cleared = volume.shard.cleared_up_to();
+    // What only seems cleared must go on hiding what is older: the clear may fail, or be lost in a crash.
+    let cleared = volume.shard.cleared_durably();
     if volume.forgotten.swap(cleared, Ordering::Relaxed) >= cleared {
         return Ok(());
     }

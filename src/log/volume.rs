@@ -114,7 +114,7 @@ impl Volume {
             match volume.surroundings().open_foreign(Candidate { number, dir: dir.clone(), lock: None }) {
                 Ok((lane, summary)) => {
                     volume.shard.raise_to(summary.max_sequence);
-                    volume.shard.clear_up_to(summary.cleared_up_to);
+                    volume.shard.clear_durably_up_to(summary.cleared_up_to);
                     lanes.all.push(lane);
                 }
                 // A lane that is just being made.
@@ -214,7 +214,7 @@ impl Volume {
 
     fn note(&self, summary: Summary) {
         self.shard.raise_to(summary.max_sequence);
-        self.shard.clear_up_to(summary.cleared_up_to);
+        self.shard.clear_durably_up_to(summary.cleared_up_to);
     }
 
     fn new_lane(&self, around: &Surroundings, number: u32) -> Result<(Candidate, LaneFiles)> {

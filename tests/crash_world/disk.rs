@@ -400,7 +400,7 @@ impl SimFile {
 }
 
 impl DiskFile for SimFile {
-    fn len(&self) -> u64 {
+    fn bytes(&self) -> u64 {
         self.inode().now.len
     }
 

@@ -64,12 +64,17 @@ impl World {
             69 => self.clear(process, rng),
             70..=76 => self.flush(process),
             77..=84 => self.turn(process, Turn::Commit),
-            85..=90 => self.turn(process, Turn::Keeper),
-            91 => self.turn(process, Turn::Scan),
-            92..=93 => self.seal(process),
-            94..=95 => drop(self.clock.0.fetch_add(rng.below(30_000), std::sync::atomic::Ordering::Relaxed)),
+            85..=87 => self.turn(process, Turn::Keeper),
+            88 => self.turn(process, Turn::Scan),
+            89..=90 => self.seal(process),
+            91..=92 => drop(self.clock.0.fetch_add(rng.below(30_000), std::sync::atomic::Ordering::Relaxed)),
             _ => {
-                self.run(process, |log| log.lookup(&[key(k), key(k + 1)]));
+                // Uses all over the cache, so that reclaim finds something worth a move wherever it looks.
+                for _ in 0..12 {
+                    let k = rng.below(self.config.keys);
+                    self.run(process, |log| log.lookup(&[key(k)]));
+                }
+                self.turn(process, Turn::Keeper);
             }
         }
         self.turn(process, Turn::Journal);
@@ -312,6 +317,9 @@ impl World {
     }
 
     pub fn turn(&self, process: &Process, turn: Turn) {
+        if turn == Turn::Scan {
+            self.tell(|| format!("process {} scans, sees {} lanes", process.number, process.log.stats().lanes));
+        }
         self.run(process, |log| log.turn(turn));
         self.note_ends(process);
     }

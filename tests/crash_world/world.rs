@@ -132,7 +132,9 @@ impl World {
         let seed = self.config.seed ^ number << 40;
         let (read, write) = (SimQueue::new(seed), SimQueue::new(seed + 1));
         self.disk.enter(number);
+        self.tell(|| format!("process {number} opens"));
         let log = Log::open(self.options(&read, &write))?;
+        self.tell(|| format!("process {number} has opened, sees {} lanes", log.stats().lanes));
         let (begun, held, ends) = (Mutex::default(), Mutex::default(), Mutex::default());
         let process = Arc::new(Process { number, log, read, write, begun, held, ends });
         self.processes.lock().push(Arc::clone(&process));
@@ -170,6 +172,7 @@ impl World {
 
     /// What is left of a process whose writes the disk has stopped taking: shared memory as it was at that moment.
     pub fn bury(&self, process: &Arc<Process>, shared: &[(PathBuf, Vec<u8>)]) {
+        self.tell(|| format!("process {} is dead", process.number));
         process.write.forget();
         process.read.forget();
         process.begun.lock().clear();
