@@ -11,7 +11,7 @@ fn store(policy: &mut Prefix, chain: u64, depths: std::ops::Range<u32>) {
 }
 
 fn tag(chain: u64, depth: u32) -> u64 {
-    chain << 32 | u64::from(depth) + 1
+    (chain << 32) | (u64::from(depth) + 1)
 }
 
 fn chunk(chain: u64, depth: u32) -> ChainChunk {
