@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -49,11 +49,21 @@ kernels:
 kernels-check:
 	$(PYTHON) kernels/build.py --check
 
-# Changes one place at a time and expects the tests to notice; takes half an hour.
+# Fuzzing with libFuzzer and the address sanitizer, FUZZ_RUNS inputs per target: needs a nightly toolchain and `cargo install cargo-fuzz`. What
+# it finds new is added to the corpus. `unit` runs the same targets over that corpus, and over some thousand inputs made from it.
+FUZZ_RUNS ?= 1000000
+FUZZ_TARGETS ?= $(shell $(CARGO) +nightly fuzz list)
+fuzz:
+	for target in $(FUZZ_TARGETS); do \
+		CARGO_PROFILE_RELEASE_LTO=off $(CARGO) +nightly fuzz run --features libfuzzer $$target -- -runs=$(FUZZ_RUNS) -max_len=12288 -timeout=10 -print_final_stats=1 || exit 1; \
+	done
+
+# Changes one place at a time and expects the tests to notice; takes two hours.
 mutants:
 	status=0; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/kernels.json --update kernels/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/device.json --update tests/mutants/README.md || status=1; \
+	$(PYTHON) tests/mutants/run.py tests/mutants/log.json --update tests/mutants/README.md || status=1; \
 	exit $$status
 
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.

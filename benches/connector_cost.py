@@ -27,6 +27,7 @@ SCHEDULER = (
     "update_connector_output",
     "request_finished_all_groups",
     "take_events",
+    "get_kv_connector_stats",
 )
 WORKER = (
     "handle_preemptions",
@@ -47,17 +48,20 @@ class Clock:
 
     def __init__(self, connector: Any, names: tuple[str, ...]) -> None:
         self.wall = self.cpu = 0
+        self.calls: dict[str, list[float]] = {name: [] for name in names}
         for name in names:
             if hasattr(connector, name):
-                setattr(connector, name, self._timed(getattr(connector, name)))
+                setattr(connector, name, self._timed(name, getattr(connector, name)))
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
             cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
             try:
                 return call(*arguments, **named)
             finally:
-                self.wall += time.perf_counter_ns() - wall
+                took = time.perf_counter_ns() - wall
+                self.wall += took
+                self.calls[name].append(took / 1e3)
                 self.cpu += time.thread_time_ns() - cpu
 
         return timed
@@ -79,6 +83,7 @@ def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[
     """One server from its first request to its last; times of the steps in which all requests run, each at another place of its chunk."""
     shape = world.Shape(
         ranks=1,
+        depth=options.layers,
         blocks=options.requests * 48 + 64,
         max_requests=options.requests,
         batch_tokens=8192,
@@ -100,6 +105,11 @@ def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[
             for name, both in taken.items():
                 times[name].append(both)
     server.close()
+    if options.calls:
+        for clock in clocks.values():
+            for name, took in clock.calls.items():
+                if took:
+                    print(f"    {name:36} {len(took):6} calls: p50 {statistics.median(took):.1f} p99 {percentile(took, 99):.1f} us")
     return times
 
 
@@ -111,16 +121,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", action="store_true", help="also each call's times, over all steps of a round")
     options = parser.parse_args()
-    groups = world._groups
-    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(options.layers)]
-
-    def layered(shape: world.Shape) -> list[Any]:
-        (group,) = groups(shape)
-        group.layer_names[:] = names
-        return [group]
-
-    world._groups = layered
     world.HANGS_S = 600.0
     found: dict[str, list[tuple[float, float, float, float]]] = {"scheduler": [], "worker": []}
     for number in range(options.rounds):

@@ -245,3 +245,36 @@ fn missing_huge_pages_are_told_only_to_who_asks_for_them() {
     assert!(!warns(asked().files(machine("always madvise [never]", "64\n"))));
     assert!(!warns(Loader::bare().set("hugepages", false).files(machine("always madvise [never]", "0"))));
 }
+
+#[test]
+fn code_may_name_the_file_below_its_own_keys_and_the_environment() {
+    let read = |path: &std::path::Path| {
+        assert_eq!(path, std::path::Path::new("/etc/f.yaml"), "the file that code names, and no other");
+        Ok("chunk_size: 64\nload_timeout_ms: 1\nmin_load_tokens: 2\n".to_owned())
+    };
+    let env = [("FOREBAY_CONFIG_FILE", "/etc/other.yaml"), ("FOREBAY_MIN_LOAD_TOKENS", "3")];
+    let loader = || Loader::bare().env(env).files(read).set("load_timeout_ms", 5);
+    let (settings, _) = loader().set("config_file", "/etc/f.yaml").load().unwrap();
+    assert_eq!((settings.chunk_size, settings.load_timeout_ms, settings.min_load_tokens), (64, 5, 3));
+    let wrong = |e: forebay::Error, part: &str| assert!(e.to_string().contains(part), "{e}");
+    wrong(loader().set("config_file", 7).load().unwrap_err(), "config_file (set in code): 7 is no path");
+    wrong(loader().set("config_file", "").load().unwrap_err(), "is no path");
+    let two = loader().file("/etc/g.yaml").set("config_file", "/etc/f.yaml");
+    wrong(two.load().unwrap_err(), "names another file");
+    let missing = Loader::bare().set("config_file", "/nowhere/f.yaml").load().unwrap_err();
+    assert!(missing.advice_text().is_some_and(|advice| advice.contains("config_file")), "{missing}");
+    // A file does not name another one.
+    let nested = Loader::bare().file("f.yaml").files(|_| Ok("config_file: /etc/g.yaml".to_owned()));
+    wrong(nested.load().unwrap_err(), "unknown setting config_file");
+}
+
+#[test]
+fn none_is_how_a_setting_without_a_value_is_written() {
+    let (settings, _) = Loader::bare()
+        .env([("FOREBAY_MAX_HELD_BLOCKS", "7"), ("FOREBAY_RECOMPUTE_TOKENS_PER_S", "1")])
+        .set("max_held_blocks", "none")
+        .set("recompute_tokens_per_s", "None")
+        .load()
+        .unwrap();
+    assert_eq!((settings.max_held_blocks, settings.recompute_tokens_per_s), (None, None));
+}

@@ -8,10 +8,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::config::Settings;
 use forebay::connector::{
-    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, NewRequest, News, Scheduler,
-    StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, Lookup, NewRequest, News,
+    RanksLookup, Scheduler, StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
@@ -46,14 +45,18 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
+/// What each of `counters` grew by since `told`, which is what they are now afterwards; those that did not are left out.
+fn grown<'py>(py: Python<'py>, told: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
+    let (dict, mut told) = (PyDict::new(py), told.lock());
+    told.resize(counters.len(), 0);
+    for ((name, now), told) in counters.iter().zip(told.iter_mut()).filter(|((_, now), told)| now > *told) {
+        dict.set_item(*name, now - std::mem::replace(told, *now))?;
+    }
+    Ok(dict)
+}
+
 /// What both sides are told in the same words.
-fn options(
-    engine: &Engine,
-    (block_tokens, num_blocks): (&[u32], usize),
-    keywords: Option<&Bound<'_, PyDict>>,
-) -> PyResult<ConnectorOptions> {
-    let settings: &Settings = engine.settings();
-    let mut options = ConnectorOptions::new(settings, engine.geometry(), (block_tokens, num_blocks)).py()?;
+fn options(mut options: ConnectorOptions, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<ConnectorOptions> {
     let Some(keywords) = keywords else { return Ok(options) };
     for (name, value) in keywords.iter() {
         let name: String = name.extract()?;
@@ -74,6 +77,7 @@ fn options(
             "workers" => options.workers = value.extract()?,
             "writers" => options.writers = value.extract()?,
             "rank" => options.rank = value.extract()?,
+            "silent" => options.silent = value.extract()?,
             _ => return Err(to_py(&invalid(format!("the connector has no option {name:?}")))),
         }
     }
@@ -113,10 +117,17 @@ fn borrowed(names: &[String]) -> Vec<&str> {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct SchedulerSide {
     scheduler: Mutex<Option<Scheduler>>,
+    told: Mutex<Vec<u64>>,
     chunk_tokens: u32,
 }
 
 impl SchedulerSide {
+    fn over(options: ConnectorOptions, lookup: Box<dyn Lookup>) -> PyResult<Self> {
+        let chunk_tokens = options.chunk_tokens;
+        let scheduler = Scheduler::new(options, lookup).py()?;
+        Ok(Self { scheduler: Mutex::new(Some(scheduler)), told: Mutex::default(), chunk_tokens })
+    }
+
     fn with<T>(&self, run: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
         self.scheduler.lock().as_mut().map_or_else(|| Err(closed("scheduler side")), run)
     }
@@ -135,10 +146,28 @@ impl SchedulerSide {
     ) -> PyResult<Self> {
         let engines: Vec<Arc<Engine>> = engines.iter().map(|e| e.get().cloned()).collect::<PyResult<_>>()?;
         let first = engines.first().ok_or_else(|| to_py(&invalid("a scheduler side needs at least one engine")))?;
-        let options = self::options(first, (&block_tokens, num_blocks), options)?;
-        let chunk_tokens = options.chunk_tokens;
-        let scheduler = Scheduler::new(options, Box::new(EngineLookup::new(engines))).py()?;
-        Ok(Self { scheduler: Mutex::new(Some(scheduler)), chunk_tokens })
+        let of_engine = ConnectorOptions::new(first.settings(), first.geometry(), (&block_tokens, num_blocks)).py()?;
+        Self::over(self::options(of_engine, options)?, Box::new(EngineLookup::new(engines)))
+    }
+
+    /// A scheduler side for workers that say themselves which KV they have and where their caches lie: those that `config` names on
+    /// this machine are looked into, other workers are asked. `windows`: each KV cache group's sliding window or None.
+    #[staticmethod]
+    #[pyo3(signature = (config, *, block_tokens, num_blocks, windows=None, **options))]
+    fn of_workers(
+        config: Option<&Bound<'_, PyAny>>,
+        block_tokens: Vec<u32>,
+        num_blocks: usize,
+        windows: Option<Vec<Option<u32>>>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let settings = convert::settings(config)?;
+        let of_server =
+            ConnectorOptions::of_server(&settings, (&block_tokens, num_blocks), windows.unwrap_or_default()).py()?;
+        let options = self::options(of_server, options)?;
+        let patience = Duration::from_millis(options.load_timeout_ms);
+        let lookup = RanksLookup::new(&settings, options.workers, patience);
+        Self::over(options, Box::new(lookup))
     }
 
     /// Tokens of a chunk.
@@ -264,9 +293,9 @@ impl SchedulerSide {
         })
     }
 
-    /// What became of chunks since the last call, where the option `events` is on: (ordered, stored, found, missing), or None where
-    /// nothing did. A chunk is (req_id, key, first token, tokens); `stored` are keys of ordered chunks that every worker has
-    /// committed.
+    /// What became of chunks since the last call, where the option `events` is on: (ordered, stored, found, missing, evicted), or
+    /// None where nothing did. A chunk is (req_id, key, first token, tokens); `stored` are keys of ordered chunks that every worker has
+    /// committed, `evicted` keys of known ones that some worker has dropped for room.
     fn take_news<'py>(&self, py: Python<'py>) -> PyResult<Option<NewsOf<'py>>> {
         let news = self.with(|s| Ok(s.take_news()))?;
         if news == News::default() {
@@ -275,8 +304,9 @@ impl SchedulerSide {
         let chunks = |of: Vec<ChunkOf>| {
             of.into_iter().map(|c| (c.req_id, PyBytes::new(py, &c.key), c.start, c.tokens)).collect::<Vec<_>>()
         };
-        let stored = news.stored.iter().map(|key| PyBytes::new(py, key)).collect();
-        Ok(Some((chunks(news.ordered), stored, chunks(news.found), chunks(news.missing))))
+        let keys = |of: &[[u8; 32]]| of.iter().map(|key| PyBytes::new(py, key)).collect::<Vec<_>>();
+        let (stored, evicted) = (keys(&news.stored), keys(&news.evicted));
+        Ok(Some((chunks(news.ordered), stored, chunks(news.found), chunks(news.missing), evicted)))
     }
 
     /// Looks everything up anew.
@@ -290,18 +320,28 @@ impl SchedulerSide {
         counts(py, &stats)
     }
 
-    /// Forgets all requests; later calls raise.
-    fn close(&self) {
-        if let Some(mut scheduler) = self.scheduler.lock().take() {
-            scheduler.close();
-        }
+    /// What each count grew by since the last call; those that did not grow are absent.
+    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.with(|s| Ok(s.stats().counters()))?;
+        grown(py, &self.told, &counters)
+    }
+
+    /// Forgets all requests and closes the caches that it opened itself; later calls raise.
+    fn close(&self, py: Python<'_>) {
+        let scheduler = self.scheduler.lock().take();
+        py.detach(|| {
+            if let Some(mut scheduler) = scheduler {
+                scheduler.close();
+            }
+        });
     }
 }
 
 /// A chunk of a request: its name, the chunk's key, first token, tokens.
 type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
-/// Chunks ordered, keys stored, chunks found, chunks missing.
-type NewsOf<'py> = (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>);
+/// Chunks ordered, keys stored, chunks found, chunks missing, keys evicted.
+type NewsOf<'py> =
+    (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>);
 
 /// A request that runs for the first time: its name, its blocks per group, tokens computed and scheduled.
 type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);
@@ -368,6 +408,7 @@ impl Row {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct WorkerSide {
     worker: Mutex<Option<Worker>>,
+    told: Mutex<Vec<u64>>,
 }
 
 impl WorkerSide {
@@ -396,15 +437,17 @@ impl WorkerSide {
         let hints =
             Hints { layout: None, block_tokens: block_tokens.first().copied().filter(|_| block_tokens.len() == 1) };
         let kv = paged_kv(engine.geometry(), kv_layers, &hints)?;
-        let options = self::options(&engine, (&block_tokens, num_blocks), options)?;
+        let of_engine =
+            ConnectorOptions::new(engine.settings(), engine.geometry(), (&block_tokens, num_blocks)).py()?;
+        let options = self::options(of_engine, options)?;
         let worker = Worker::new(options, engine, kv).py()?;
-        Ok(Self { worker: Mutex::new(Some(worker)) })
+        Ok(Self { worker: Mutex::new(Some(worker)), told: Mutex::default() })
     }
 
     /// Starts the loads of a step. `stream`: the handle of the stream that runs the model.
     #[pyo3(signature = (meta, stream=None))]
-    fn begin(&self, py: Python<'_>, meta: Vec<u8>, stream: Option<u64>) -> PyResult<()> {
-        let meta = StepMeta::from_bytes(&meta).py()?;
+    fn begin(&self, py: Python<'_>, meta: &[u8], stream: Option<u64>) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
             w.begin(meta, stream_of(stream));
             Ok(())
@@ -433,8 +476,8 @@ impl WorkerSide {
     }
 
     /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or given up on return.
-    fn preempt(&self, py: Python<'_>, meta: Vec<u8>) -> PyResult<()> {
-        let meta = StepMeta::from_bytes(&meta).py()?;
+    fn preempt(&self, py: Python<'_>, meta: &[u8]) -> PyResult<()> {
+        let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
             w.preempt(&meta);
             Ok(())
@@ -473,6 +516,12 @@ impl WorkerSide {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.with(py, |w| Ok(w.stats()))?;
         counts(py, &stats)
+    }
+
+    /// What each count grew by since the last call; those that did not grow are absent.
+    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.with(py, |w| Ok(w.stats().counters()))?;
+        grown(py, &self.told, &counters)
     }
 
     /// Cancels loads, waits up to `timeout_ms` for stores, gives the rest up; later calls raise.

@@ -32,6 +32,15 @@ pub(crate) fn settings(config: Option<&Bound<'_, PyAny>>) -> PyResult<Settings> 
     Ok(settings)
 }
 
+/// The settings in effect, as a dict of plain values by their own names: what `config` gives (a dict, or a settings file's path), the
+/// environment, and the settings file.
+#[pyfunction]
+#[pyo3(name = "settings", signature = (config=None))]
+pub(crate) fn resolved<'py>(py: Python<'py>, config: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+    let text = Value::Object(settings(config)?.to_map()).to_string();
+    py.import("json")?.call_method1("loads", (text,))
+}
+
 fn json_map(config: &Bound<'_, PyAny>) -> PyResult<Map<String, Value>> {
     let py = config.py();
     let arguments = PyDict::new(py);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::device::open_device;
-use forebay::engine::{Backpressure, Engine, LoadRequest, Prompt, StoreRequest};
+use forebay::engine::{Backpressure, Computed, Engine, LoadRequest, Prompt, StoreRequest};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt};
 
@@ -237,16 +237,10 @@ impl PyEngine {
         (request.timeout_ms, request.prompt_tokens, request.save_unfull) = (timeout_ms, prompt_tokens, save_unfull);
         request.layerwise = by_layer.then_some(true);
         let stream = convert::stream(stream)?;
-        let store = py.detach(|| {
-            let store = engine.store(request)?;
-            match stream {
-                _ if by_layer => {}
-                Some(stream) => store.all_layers_on(stream)?,
-                None => store.all_layers(),
-            }
-            Ok(store)
-        });
-        Ok(PyStore::new(store.py()?))
+        if !by_layer {
+            request.computed = Some(stream.map_or(Computed::Now, Computed::On));
+        }
+        Ok(PyStore::new(py.detach(|| engine.store(request)).py()?))
     }
 
     /// Loads the prompt's KV into the server's memory. Returns at once.

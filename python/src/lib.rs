@@ -31,7 +31,7 @@ mod module {
     #[pymodule_export]
     use super::connector::{SchedulerSide, WorkerSide, chunk_tokens};
     #[pymodule_export]
-    use super::convert::PyGeometry;
+    use super::convert::{PyGeometry, resolved};
     #[pymodule_export]
     use super::engine::{PyEngine, PyLookup, PyPrompt};
     #[pymodule_export]

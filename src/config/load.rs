@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 use super::keys::{self, Flatten, Layer};
 use super::warning::{Origin, Warning, WarningKind};
-use super::{Settings, validate};
+use super::{Settings, validate, value};
 use crate::error::{Error, ErrorKind, Result};
 
 const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -21,6 +21,8 @@ const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const OWN_PREFIX: &str = "FOREBAY_";
 const LMCACHE_PREFIX: &str = "LMCACHE_";
 const CONFIG_FILE: &str = "CONFIG_FILE";
+/// The key of code that names a settings file; no setting itself.
+const FILE_KEY: &str = "config_file";
 /// A settings file is a few lines; more than this is another file named by mistake.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
@@ -104,8 +106,9 @@ impl Loader {
     /// # Errors
     /// [`ErrorKind::Config`] naming the key, where it was set and what to write instead; the kind of the I/O error where
     /// the settings file cannot be read.
-    pub fn load(self) -> Result<(Settings, Vec<Warning>)> {
+    pub fn load(mut self) -> Result<(Settings, Vec<Warning>)> {
         let mut warnings = Vec::new();
+        self.take_file_of_code()?;
         let mut given = Layer::new();
         if let Some((path, strict)) = self.file_to_read()? {
             let map = parse_file(&path, &(self.files)(&path).map_err(|e| unreadable(&path, e))?)?;
@@ -137,6 +140,21 @@ impl Loader {
             });
         }
         Ok((settings, warnings))
+    }
+
+    /// The settings file that code names beside its own keys.
+    fn take_file_of_code(&mut self) -> Result<()> {
+        let Some(named) = self.code.remove(FILE_KEY).filter(|named| !named.is_null()) else { return Ok(()) };
+        let path = named.as_str().filter(|path| !path.is_empty()).ok_or_else(|| {
+            Error::new(ErrorKind::Config, format!("{FILE_KEY} ({}): {} is no path", Origin::Code, value::show(&named)))
+                .advice("write the path of a YAML or JSON file with settings")
+        })?;
+        if self.file.as_ref().is_some_and(|file| file != Path::new(path)) {
+            return Err(Error::new(ErrorKind::Config, format!("{FILE_KEY} names another file than the caller"))
+                .advice("name one settings file"));
+        }
+        self.file = Some(PathBuf::from(path));
+        Ok(())
     }
 
     /// The settings file, and whether its unknown keys are errors: LMCache's files hold keys of LMCache alone.
@@ -205,7 +223,7 @@ fn read_file(path: &Path) -> std::io::Result<String> {
 fn unreadable(path: &Path, e: std::io::Error) -> Error {
     Error::io("cannot read the settings file", e)
         .at(path)
-        .advice("correct FOREBAY_CONFIG_FILE (or LMCACHE_CONFIG_FILE), or unset it")
+        .advice("correct config_file, FOREBAY_CONFIG_FILE or LMCACHE_CONFIG_FILE, or unset it")
 }
 
 fn parse_file(path: &Path, text: &str) -> Result<Map<String, Value>> {

@@ -18,6 +18,7 @@ mod choices;
 pub mod dir;
 mod keys;
 mod load;
+mod place;
 mod validate;
 mod value;
 mod warning;
@@ -27,6 +28,7 @@ pub use choices::{
     OnOpenFailure, Placement,
 };
 pub use load::Loader;
+pub use place::Place;
 pub use warning::{Feature, Origin, Warning, WarningKind};
 
 const MIB: usize = 1 << 20;
@@ -145,6 +147,26 @@ pub struct Settings {
     /// Share of the capacity that leases may hold against reclaim (0.01 to 0.25).
     #[serde(deserialize_with = "value::loose")]
     pub lease_share: f64,
+    /// The user's own addition to the identity of the stored KV, such as a digest of the weights.
+    pub fingerprint: Option<String>,
+    /// Milliseconds until a load that a serving engine waits for counts as failed.
+    #[serde(deserialize_with = "value::loose")]
+    pub load_timeout_ms: u64,
+    /// Tokens below which a serving engine computes instead of loading.
+    #[serde(deserialize_with = "value::loose")]
+    pub min_load_tokens: usize,
+    /// Tokens that the serving engine computes per second: slower loads are not offered to it; `None` offers all.
+    #[serde(deserialize_with = "value::loose")]
+    pub recompute_tokens_per_s: Option<f64>,
+    /// Milliseconds that a serving engine's step waits for copies out of blocks that are about to be overwritten.
+    #[serde(deserialize_with = "value::loose")]
+    pub gather_patience_ms: u64,
+    /// Milliseconds that loads within a step may be predicted to hold it up; longer ones run before their request instead.
+    #[serde(deserialize_with = "value::loose")]
+    pub max_sync_stall_ms: u64,
+    /// Blocks of finished requests that may wait to be stored; `None` for one in twenty of the serving engine's.
+    #[serde(deserialize_with = "value::loose")]
+    pub max_held_blocks: Option<usize>,
     /// Network file systems give a warning instead of an error.
     #[serde(deserialize_with = "value::loose")]
     pub allow_any_filesystem: bool,
@@ -210,6 +232,13 @@ impl Default for Settings {
             workers: 0,
             commit_interval_ms: 50,
             lease_share: 0.25,
+            fingerprint: None,
+            load_timeout_ms: 2000,
+            min_load_tokens: 0,
+            recompute_tokens_per_s: None,
+            gather_patience_ms: 50,
+            max_sync_stall_ms: 20,
+            max_held_blocks: None,
             allow_any_filesystem: false,
             enable_rdma: false,
             remote_url: None,

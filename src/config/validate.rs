@@ -16,6 +16,8 @@ const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
 /// Below this a segment would hold no chunk of any real geometry.
 const MIN_CAPACITY_BYTES: u64 = 16 << 20;
+/// Beyond this it is no digest, and every worker sends it.
+const MAX_FINGERPRINT_BYTES: usize = 4096;
 /// Expiry is kept in 32 bits of Unix seconds.
 const MAX_TTL: Duration = Duration::from_secs(20 * 365 * 86_400);
 
@@ -59,6 +61,7 @@ pub(super) fn check(s: &Settings) -> Checked {
     between("commit_interval_ms", &s.commit_interval_ms, 1, 10_000, " ms")?;
     between("reclaim_write_budget", &s.reclaim_write_budget, 0.0, 1.0, "")?;
     between("lease_share", &s.lease_share, 0.01, 0.25, "")?;
+    serving(s)?;
     if let super::Numa::Node(node) = s.numa {
         between("numa", &node, 0, 1023, "")?;
     }
@@ -73,6 +76,25 @@ pub(super) fn check(s: &Settings) -> Checked {
         "dir_mode",
         format!("{:04o} grants more than owner and group need", s.dir_mode),
         "use \"0700\", or \"0770\" to share the cache with a group: KV reveals prompts, and a writer can forge it",
+    )
+}
+
+/// What only serving engines read.
+fn serving(s: &Settings) -> Checked {
+    between("load_timeout_ms", &s.load_timeout_ms, 0, 3_600_000, " ms")?;
+    between("gather_patience_ms", &s.gather_patience_ms, 0, 60_000, " ms")?;
+    between("max_sync_stall_ms", &s.max_sync_stall_ms, 0, 60_000, " ms")?;
+    ensure(
+        s.recompute_tokens_per_s.is_none_or(|rate| rate > 0.0),
+        "recompute_tokens_per_s",
+        "nothing is computed at that rate",
+        "use tokens per second above 0, or leave it out",
+    )?;
+    ensure(
+        s.fingerprint.as_ref().is_none_or(|own| own.len() <= MAX_FINGERPRINT_BYTES),
+        "fingerprint",
+        format!("more than {MAX_FINGERPRINT_BYTES} bytes are no digest"),
+        "use a digest, or a name of your own",
     )
 }
 

@@ -88,6 +88,16 @@ impl Loose for f64 {
     }
 }
 
+impl<T: Loose> Loose for Option<T> {
+    fn loose(value: &Value) -> Result<Self, String> {
+        match value {
+            Value::Null => Ok(None),
+            Value::String(text) if text.trim().eq_ignore_ascii_case("none") => Ok(None),
+            some => T::loose(some).map(Some),
+        }
+    }
+}
+
 fn list<T: Loose>(value: &Value) -> Result<Vec<T>, String> {
     match value {
         Value::Array(items) => items.iter().map(T::loose).collect(),

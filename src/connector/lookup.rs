@@ -1,21 +1,61 @@
-//! How much of a prompt is stored, as the scheduler asks it. Replaceable where the scheduler cannot see every rank's cache.
+//! How much of a prompt is stored, as the scheduler asks it. Replaceable; two are here and in `ranks.rs`: for caches that the caller has
+//! opened, and for those that the workers say they have.
 
 use std::sync::Arc;
 
+use super::meta::WorkerMeta;
 use crate::engine::{Engine, Prompt};
 use crate::error::Result;
 
+/// A question that goes to the workers with the next step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Its number, which the answers repeat.
+    pub number: u64,
+    /// The request.
+    pub req_id: String,
+    /// Tokens from its start that matter.
+    pub tokens: usize,
+}
+
 /// Says how much of a prompt can be loaded on every rank.
 pub trait Lookup: Send {
-    /// Tokens from the start of `prompt` that are stored on every rank; `None` where that is not known yet: ask again at the
-    /// next step. It must return within microseconds and keep nothing for the caller.
+    /// Tokens from the start of a request's prompt that are stored on every rank; `None` where that is not known yet: ask again at
+    /// the next step. It must return within microseconds, and may not say `None` for ever.
     ///
     /// # Errors
     /// Whatever keeps it from answering; the scheduler takes it as nothing stored, and counts it.
-    fn stored_tokens(&self, prompt: &Prompt) -> Result<Option<usize>>;
+    fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>>;
+
+    /// What a worker said after a step.
+    fn reported(&mut self, _report: &WorkerMeta) {}
+
+    /// The next question to the workers, if there is one.
+    fn wanted(&mut self) -> Option<Wanted> {
+        None
+    }
+
+    /// The ranks that answer questions.
+    fn asked(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// The ranks that store nothing, as an earlier one stores the same KV in the same place; `None` where that is not known, or was said
+    /// before.
+    fn silent(&mut self) -> Option<Vec<u32>> {
+        None
+    }
+
+    /// Ranks whose cache cannot be seen from here.
+    fn unseen(&self) -> usize {
+        0
+    }
+
+    /// The request has ended.
+    fn forget(&mut self, _req_id: &str) {}
 }
 
-/// The caches of the ranks on this machine.
+/// Caches that the caller has opened, one per rank.
 #[derive(Debug)]
 pub struct EngineLookup {
     engines: Vec<Arc<Engine>>,
@@ -30,15 +70,20 @@ impl EngineLookup {
 }
 
 impl Lookup for EngineLookup {
-    fn stored_tokens(&self, prompt: &Prompt) -> Result<Option<usize>> {
-        let mut least = None;
-        for engine in &self.engines {
-            let found = engine.lookup(prompt, 0)?.matched_tokens;
-            least = Some(least.map_or(found, |l: usize| l.min(found)));
-            if found == 0 {
-                break;
-            }
-        }
-        Ok(Some(least.unwrap_or(0)))
+    fn stored_tokens(&mut self, _req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
+        Ok(Some(least(self.engines.iter().map(AsRef::as_ref), prompt)?.unwrap_or(0)))
     }
+}
+
+/// What the engine that has least of a prompt has of it; `None` without engines.
+pub(super) fn least<'a>(engines: impl Iterator<Item = &'a Engine>, prompt: &Prompt) -> Result<Option<usize>> {
+    let mut least = None;
+    for engine in engines {
+        let found = engine.lookup(prompt, 0)?.matched_tokens;
+        least = Some(least.map_or(found, |l: usize| l.min(found)));
+        if found == 0 {
+            break;
+        }
+    }
+    Ok(least)
 }

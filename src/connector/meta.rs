@@ -3,11 +3,12 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::hello::Hello;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,6 +66,17 @@ pub struct SaveOrder {
     pub epoch: u32,
 }
 
+/// A question to the workers whose caches the scheduler cannot see: how much of a request is stored there?
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Question {
+    /// Its number, which the answers repeat.
+    pub number: u64,
+    /// The request.
+    pub req_id: String,
+    /// Its tokens, as far as the question goes and they were not sent before.
+    pub prompt: PromptPart,
+}
+
 /// What the workers do in one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepMeta {
@@ -80,6 +92,14 @@ pub struct StepMeta {
     pub held: Vec<String>,
     /// Finished requests among them that do not wait for gathers.
     pub give_up: Vec<String>,
+    /// Questions, which come before the loads: every worker learns their tokens.
+    pub questions: Vec<Question>,
+    /// The ranks that answer them.
+    pub asked: Vec<u32>,
+    /// The ranks whose [`Hello`] has arrived, so that they need not say it again.
+    pub heard: Vec<u32>,
+    /// The ranks that store nothing, because an earlier one stores the same KV in the same place; `None` where nothing has changed.
+    pub silent: Option<Vec<u32>>,
 }
 
 impl StepMeta {
@@ -91,6 +111,9 @@ impl StepMeta {
             && self.preempted.is_empty()
             && self.held.is_empty()
             && self.give_up.is_empty()
+            && self.questions.is_empty()
+            && self.heard.is_empty()
+            && self.silent.is_none()
     }
 
     /// Bytes of it; none where there is nothing to do.
@@ -144,6 +167,12 @@ pub struct WorkerMeta {
     pub loaded_tokens: u64,
     /// Seconds that loads were under way for them.
     pub load_s: f64,
+    /// Keys of chunks that were dropped for room here since the last report, as far as one report takes them.
+    pub evicted: Vec<[u8; 32]>,
+    /// Numbers of questions, and the tokens that are stored here of each, since the last report.
+    pub answers: Vec<(u64, u64)>,
+    /// Who this is, until the scheduler has heard it.
+    pub hello: Option<Hello>,
 }
 
 impl WorkerMeta {
@@ -160,7 +189,12 @@ impl WorkerMeta {
     /// # Errors
     /// [`ErrorKind::InvalidInput`] for bytes that are no report, or of another version.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        read(bytes, "a worker's report")
+        let report: Self = read(bytes, "a worker's report")?;
+        // Means are taken of it: what is no number would stay in them for ever.
+        if report.load_s.is_finite() && report.load_s >= 0.0 {
+            return Ok(report);
+        }
+        Err(Error::new(ErrorKind::InvalidInput, format!("a worker reports loads of {} seconds", report.load_s)))
     }
 }
 

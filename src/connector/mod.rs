@@ -14,15 +14,19 @@
 //!
 //! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a drive.
 
+mod hello;
 mod lookup;
 mod meta;
 mod options;
+mod ranks;
 mod scheduler;
 mod worker;
 
-pub use lookup::{EngineLookup, Lookup};
-pub use meta::{BlockSpan, LoadOrder, PromptPart, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
+pub use hello::Hello;
+pub use lookup::{EngineLookup, Lookup, Wanted};
+pub use meta::{BlockSpan, LoadOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
 pub use options::{ConnectorOptions, Role, block_multiple, effective_chunk_tokens, windowed_chunk_tokens};
+pub use ranks::RanksLookup;
 pub use scheduler::{
     AddRequest, CachedRequest, ChunkOf, Matched, NewRequest, News, Scheduler, SchedulerStats, StepInput, StepOutput,
     TokensOf,

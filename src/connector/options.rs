@@ -103,10 +103,14 @@ pub struct ConnectorOptions {
     pub events: bool,
     /// Workers that serve the scheduler.
     pub workers: usize,
-    /// How many of them store, the first ones: all, or one where every worker has the same KV, as with MLA.
+    /// How many of them store, until the workers have said where their caches lie: all, or fewer where some have the same KV, as with
+    /// MLA. Of use to the scheduler only.
     pub writers: usize,
     /// Which of them this is; of use to a worker only.
     pub rank: u32,
+    /// An earlier worker stores the same KV in the same place, so that this one stores nothing until the scheduler says otherwise; of use
+    /// to a worker only.
+    pub silent: bool,
 }
 
 impl ConnectorOptions {
@@ -126,29 +130,49 @@ impl ConnectorOptions {
             });
             windows.min().flatten()
         };
+        let windows = groups.iter().map(window_of).collect();
         let options = Self {
-            role: Role::Both,
             chunk_tokens: geometry.chunk_tokens,
+            ..Self::unchecked(settings, (block_tokens, num_blocks), windows)
+        };
+        options.validate()?;
+        Ok(options)
+    }
+
+    /// Options that follow from the engine's settings for a server whose KV cache groups have blocks of `block_tokens`, `num_blocks` of
+    /// them, and these sliding windows.
+    ///
+    /// # Errors
+    /// As [`ConnectorOptions::validate`].
+    pub fn of_server(settings: &Settings, blocks: (&[u32], usize), windows: Vec<Option<u32>>) -> Result<Self> {
+        let options = Self::unchecked(settings, blocks, windows);
+        options.validate()?;
+        Ok(options)
+    }
+
+    fn unchecked(settings: &Settings, (block_tokens, num_blocks): (&[u32], usize), windows: Vec<Option<u32>>) -> Self {
+        Self {
+            role: Role::Both,
+            chunk_tokens: windowed_chunk_tokens(settings.chunk_size, block_tokens, &windows),
             block_tokens: block_tokens.to_vec(),
-            windows: groups.iter().map(window_of).collect(),
+            windows,
             num_blocks,
             layerwise: settings.use_layerwise,
-            max_sync_stall_ms: 20,
+            max_sync_stall_ms: settings.max_sync_stall_ms,
             save_decode_cache: settings.save_decode_cache,
             save_unfull_chunk: settings.save_unfull_chunk,
             join_loads: true,
-            min_load_tokens: 0,
-            recompute_tokens_per_s: None,
-            load_timeout_ms: 2000,
-            gather_patience_ms: 50,
-            max_held_blocks: (num_blocks / HELD_SHARE).max(1),
+            min_load_tokens: settings.min_load_tokens,
+            recompute_tokens_per_s: settings.recompute_tokens_per_s,
+            load_timeout_ms: settings.load_timeout_ms,
+            gather_patience_ms: settings.gather_patience_ms,
+            max_held_blocks: settings.max_held_blocks.unwrap_or_else(|| (num_blocks / HELD_SHARE).max(1)),
             events: false,
             workers: 1,
             writers: usize::MAX,
             rank: 0,
-        };
-        options.validate()?;
-        Ok(options)
+            silent: false,
+        }
     }
 
     /// Checks that the numbers fit each other.
@@ -191,7 +215,7 @@ impl ConnectorOptions {
 
     /// Workers that store.
     pub(super) fn writers(&self) -> usize {
-        self.writers.min(self.workers)
+        self.writers.clamp(1, self.workers.max(1))
     }
 
     /// Whether blocks of running requests come free.

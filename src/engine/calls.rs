@@ -95,31 +95,24 @@ impl Engine {
     /// As [`Engine::load`].
     pub fn store(&self, request: StoreRequest) -> Result<Store> {
         let inner = self.check()?;
-        inner.check_prompt(&request.prompt)?;
-        inner.check_place(&request.kv)?;
-        let settings = &inner.options.settings;
-        let mut wanted = request.slots.len().min(request.prompt.len());
-        if let Some(prompt_tokens) = request.prompt_tokens.filter(|_| !settings.save_decode_cache) {
-            wanted = wanted.min(prompt_tokens);
-        }
-        let planner = Planner::new(&inner.geometry, &request.kv, &request.slots, wanted)?;
-        let deadline = request.timeout_ms.and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms)));
-        let mut spec = StoreSpec {
-            kv: Arc::clone(&request.kv),
-            chunks: Vec::new(),
-            depends_on: request.depends_on.clone(),
-            backpressure: request.backpressure,
-            deadline,
-            layerwise: request.layerwise.unwrap_or(settings.use_layerwise),
-            already_there: 0,
-            shed: Vec::new(),
-        };
-        let chunks = inner.chunks_to_store(&request, wanted);
-        match inner.log() {
-            Some(log) => inner.plan_store(log, (&request, &planner), &chunks, &mut spec)?,
-            None => spec.shed.push((ShedCause::Closed, chunks.len())),
-        }
-        inner.pipeline.store(spec)
+        inner.pipeline.store(inner.store_spec(&request)?)
+    }
+
+    /// As [`Engine::store`] for each of `requests`, one answer each; cheaper than as many calls.
+    ///
+    /// # Errors
+    /// Where no request could be answered: the engine is closed or forked.
+    pub fn stores(&self, requests: &[StoreRequest]) -> Result<Vec<Result<Store>>> {
+        let inner = self.check()?;
+        let mut refused = Vec::new();
+        let planned = requests
+            .iter()
+            .enumerate()
+            .filter_map(|(at, request)| inner.store_spec(request).map_err(|e| refused.push((at, e))).ok());
+        let specs: Vec<StoreSpec> = planned.collect();
+        let mut stores = inner.pipeline.stores(specs);
+        refused.into_iter().for_each(|(at, e)| stores.insert(at, Err(e)));
+        Ok(stores)
     }
 
     /// Whether all of `prompt` is stored, its last partial chunk included. Does not count as a use.
@@ -176,6 +169,12 @@ impl Engine {
     /// As [`Engine::remove`].
     pub fn flush(&self) -> Result<()> {
         self.check()?.open_log()?.flush()
+    }
+
+    /// Up to `most` of the keys of chunks that reclaim of this process has dropped since the first call; see [`Log::take_evicted`].
+    #[must_use]
+    pub fn take_evicted(&self, most: usize) -> Vec<ChunkKey> {
+        self.log().map(|log| log.take_evicted(most)).unwrap_or_default()
     }
 
     /// The keys of a prompt's full chunks, to talk about them with other programs.
@@ -237,6 +236,35 @@ impl Inner {
 
     fn open_log(&self) -> Result<&Arc<Log>> {
         self.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is disabled or closed"))
+    }
+
+    fn store_spec(&self, request: &StoreRequest) -> Result<StoreSpec> {
+        self.check_prompt(&request.prompt)?;
+        self.check_place(&request.kv)?;
+        let settings = &self.options.settings;
+        let mut wanted = request.slots.len().min(request.prompt.len());
+        if let Some(prompt_tokens) = request.prompt_tokens.filter(|_| !settings.save_decode_cache) {
+            wanted = wanted.min(prompt_tokens);
+        }
+        let planner = Planner::new(&self.geometry, &request.kv, &request.slots, wanted)?;
+        let deadline = request.timeout_ms.and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms)));
+        let mut spec = StoreSpec {
+            kv: Arc::clone(&request.kv),
+            chunks: Vec::new(),
+            depends_on: request.depends_on.clone(),
+            backpressure: request.backpressure,
+            deadline,
+            layerwise: request.layerwise.unwrap_or(settings.use_layerwise),
+            computed: request.computed,
+            already_there: 0,
+            shed: Vec::new(),
+        };
+        let chunks = self.chunks_to_store(request, wanted);
+        match self.log() {
+            Some(log) => self.plan_store(log, (request, &planner), &chunks, &mut spec)?,
+            None => spec.shed.push((ShedCause::Closed, chunks.len())),
+        }
+        Ok(spec)
     }
 
     /// The chunks of the first `wanted` tokens.

@@ -63,7 +63,8 @@ mod request;
 mod stats;
 
 pub use crate::pipeline::{
-    Backpressure, Cancelled, LayerReady, Load, LoadResult, LoadTicket, MissCause, ShedCause, Store, StoreResult,
+    Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, ShedCause, Store,
+    StoreResult,
 };
 pub use exposition::METRICS;
 pub use prompt::Prompt;

@@ -28,7 +28,8 @@ const MAX_STORES: usize = 256;
 /// Ungathered stores may wait for this many times the staging.
 const STORE_BACKLOG: u64 = 16;
 
-/// The geometry in chunks of the size that the settings say, rounded up to whole blocks of its opaque layers.
+/// The geometry in chunks of the size that the settings say, rounded up to whole blocks of its opaque layers, and with the settings'
+/// part of its identity.
 pub(super) fn geometry_of(settings: &Settings, geometry: Geometry) -> Result<Geometry> {
     let mut step = 1u32;
     for layer in geometry.layers.iter() {
@@ -40,7 +41,11 @@ pub(super) fn geometry_of(settings: &Settings, geometry: Geometry) -> Result<Geo
     if rounded != settings.chunk_size {
         tracing::warn!(chunk_size = settings.chunk_size, rounded, "chunk_size is rounded up to whole blocks");
     }
-    geometry.with_chunk_tokens(rounded)
+    let geometry = geometry.with_chunk_tokens(rounded)?;
+    Ok(match settings.fingerprint.as_deref() {
+        None | Some("") => geometry,
+        Some(own) => geometry.with_identity("settings", own),
+    })
 }
 
 fn lcm(a: u32, b: u32) -> u32 {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::prompt::Prompt;
 use crate::device::{PagedKv, Stream};
 use crate::log::Chunk;
-use crate::pipeline::{Backpressure, LoadTicket};
+use crate::pipeline::{Backpressure, Computed, LoadTicket};
 
 /// Where the tokens of a prompt lie in the server's paged KV: slot = block id × block tokens + place in the block.
 #[derive(Clone, Debug)]
@@ -133,6 +133,8 @@ pub struct StoreRequest {
     pub ttl: Option<Duration>,
     /// Whether layers are given one by one; `None` as the settings say.
     pub layerwise: Option<bool>,
+    /// Whether all layers are computed already, or by what was submitted to a stream; otherwise the [`Store`](super::Store) is told.
+    pub computed: Option<Computed>,
 }
 
 impl StoreRequest {
@@ -150,6 +152,7 @@ impl StoreRequest {
             save_unfull: None,
             ttl: None,
             layerwise: None,
+            computed: None,
         }
     }
 }

@@ -10,13 +10,14 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Weak;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::beneath;
 use super::buffer::IO_ALIGN;
+use super::mount::{self, DiskFile};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How to open a [`DirectFile`].
@@ -84,6 +85,8 @@ pub struct DirectFile {
     stream: bool,
     alignment: Alignment,
     watchers: Mutex<Vec<Weak<dyn FileWatcher>>>,
+    /// The file of a stand-in disk; `file` is then empty.
+    mounted: Option<Arc<dyn DiskFile>>,
 }
 
 impl DirectFile {
@@ -93,6 +96,9 @@ impl DirectFile {
     /// `NotFound`, `Permission`, `Io` as the operating system says; `InvalidInput` where the last component is a symlink.
     pub fn open(path: impl AsRef<Path>, options: FileOptions) -> Result<Self> {
         let path = path.as_ref();
+        if let Some(disk) = mount::disk_of(path) {
+            return Self::open_mounted(&disk, path, options);
+        }
         Self::open_by(path, options, |options, flags| open_raw(path, options, flags))
     }
 
@@ -183,7 +189,16 @@ impl DirectFile {
             stream,
             alignment: Alignment { memory: side, offset: side },
             watchers: Mutex::new(Vec::new()),
+            mounted: None,
         }
+    }
+
+    /// Makes this the file at `path` of a stand-in disk, aligned as a drive with 512-byte sectors demands.
+    pub(super) fn stand_in(&mut self, path: &Path, body: Arc<dyn DiskFile>) {
+        self.path = path.to_path_buf();
+        self.direct = true;
+        self.alignment = Alignment { memory: 512, offset: 512 };
+        self.mounted = Some(body);
     }
 
     /// Turns `O_DIRECT` off again where `statx` says that the file cannot do it (or does it through the page cache).
@@ -240,6 +255,9 @@ impl DirectFile {
     /// # Errors
     /// `Io` when the operating system cannot say.
     pub fn len(&self) -> Result<u64> {
+        if let Some(f) = &self.mounted {
+            return Ok(f.len());
+        }
         Ok(self.metadata()?.len())
     }
 
@@ -257,7 +275,21 @@ impl DirectFile {
     /// As [`len`](Self::len).
     pub fn allocated_bytes(&self) -> Result<u64> {
         use std::os::unix::fs::MetadataExt;
+        if let Some(f) = &self.mounted {
+            return Ok(f.allocated_bytes());
+        }
         Ok(self.metadata()?.blocks().saturating_mul(512))
+    }
+
+    /// Whether the name that it was opened by still names this very file.
+    #[must_use]
+    pub fn is_named(&self) -> bool {
+        use std::os::unix::fs::MetadataExt;
+        if let Some(f) = &self.mounted {
+            return f.is_named();
+        }
+        let named = std::fs::symlink_metadata(&self.path);
+        self.metadata().ok().zip(named.ok()).is_some_and(|(a, b)| (a.dev(), a.ino()) == (b.dev(), b.ino()))
     }
 
     fn metadata(&self) -> Result<std::fs::Metadata> {
@@ -269,6 +301,9 @@ impl DirectFile {
     /// # Errors
     /// `NoSpace`, `Permission` or `Io`.
     pub fn set_len(&self, len: u64) -> Result<()> {
+        if let Some(f) = &self.mounted {
+            return f.set_len(len);
+        }
         self.file.set_len(len).map_err(|e| Error::io("cannot set the file's length", e).at(&self.path))
     }
 
@@ -277,7 +312,10 @@ impl DirectFile {
     /// # Errors
     /// `NoSpace` when the file system is full, `Unsupported` where it cannot reserve, `Io` otherwise.
     pub fn allocate(&self, offset: u64, len: u64) -> Result<()> {
-        self.fallocate(0, offset, len, "cannot reserve space")
+        match &self.mounted {
+            Some(f) => f.allocate(offset, len),
+            None => self.fallocate(0, offset, len, "cannot reserve space"),
+        }
     }
 
     /// Gives the space of `len` bytes at `offset` back to the file system; they read as zeros, the length stays.
@@ -285,6 +323,9 @@ impl DirectFile {
     /// # Errors
     /// `Unsupported` where the file system has no holes, `Io` otherwise.
     pub fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
+        if let Some(f) = &self.mounted {
+            return f.punch_hole(offset, len);
+        }
         self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len, "cannot punch a hole")
     }
 
@@ -307,6 +348,9 @@ impl DirectFile {
     /// # Errors
     /// `Io`: nothing written since the last success may be taken for durable.
     pub fn sync_data(&self) -> Result<()> {
+        if let Some(f) = &self.mounted {
+            return f.sync_data();
+        }
         self.file.sync_data().map_err(|e| Error::io("cannot flush", e).at(&self.path))
     }
 
@@ -316,6 +360,9 @@ impl DirectFile {
     /// `InvalidInput` where a direct file's alignment is not kept, `ShortIo` at the end of the file, `Io` otherwise.
     pub fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.check_alignment(buf.as_ptr() as usize, offset, buf.len())?;
+        if let Some(f) = &self.mounted {
+            return f.read_at(buf, offset);
+        }
         let r = self.file.read_exact_at(buf, offset);
         r.map_err(|e| Error::io("cannot read", e).at(&self.path).offset(offset))
     }
@@ -326,6 +373,9 @@ impl DirectFile {
     /// `InvalidInput` where a direct file's alignment is not kept, `NoSpace`, `Io` otherwise.
     pub fn write_at(&self, buf: &[u8], offset: u64) -> Result<()> {
         self.check_alignment(buf.as_ptr() as usize, offset, buf.len())?;
+        if let Some(f) = &self.mounted {
+            return f.write_at(buf, offset);
+        }
         let r = self.file.write_all_at(buf, offset);
         r.map_err(|e| Error::io("cannot write", e).at(&self.path).offset(offset))
     }

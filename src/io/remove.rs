@@ -20,7 +20,20 @@ use crate::error::{Error, Result};
 /// # Errors
 /// `NotFound`, `Permission`, `Io` as the operating system says.
 pub fn remove_file(path: &Path) -> Result<()> {
-    join_extents(path);
+    if super::mount::disk_of(path).is_none() {
+        join_extents(path);
+    }
+    unlink(path)
+}
+
+/// Removes a file's name only: whoever still has it open or mapped keeps its bytes.
+///
+/// # Errors
+/// `NotFound`, `Permission`, `Io` as the operating system says.
+pub fn unlink(path: &Path) -> Result<()> {
+    if let Some(disk) = super::mount::disk_of(path) {
+        return disk.remove(path);
+    }
     fs::remove_file(path).map_err(|e| Error::io("cannot remove a file", e).at(path))
 }
 

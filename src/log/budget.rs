@@ -14,7 +14,7 @@ use super::paths;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::budget::BudgetPage;
-use crate::io::file_system_bytes;
+use crate::io::{file_system_bytes, mounted_bytes};
 
 /// The budget of one drive.
 #[derive(Debug)]
@@ -143,7 +143,7 @@ pub(super) fn unlock(file: &File, path: &Path) -> Result<()> {
 /// # Errors
 /// `Io` where a directory cannot be read.
 pub fn allocated_below(dir: &Path) -> Result<u64> {
-    let mut sum = 0u64;
+    let mut sum = mounted_bytes(dir);
     let mut open = vec![dir.to_path_buf()];
     while let Some(dir) = open.pop() {
         let entries = match fs::read_dir(&dir) {

@@ -4,6 +4,7 @@ use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::evicted::Evicted;
 use super::options::{LogOptions, Mode};
 use super::put::InFlight;
 use super::stats::{Counters, ShedCounters};
@@ -16,6 +17,7 @@ pub(super) struct Ctx {
     pub(super) options: LogOptions,
     pub(super) counters: Counters,
     pub(super) sheds: ShedCounters,
+    pub(super) evicted: Evicted,
     pub(super) in_flight: Arc<InFlight>,
     pub(super) boot: BootId,
     pub(super) me: Holder,
@@ -29,6 +31,7 @@ impl Ctx {
             options,
             counters: Counters::default(),
             sheds: ShedCounters::default(),
+            evicted: Evicted::default(),
             in_flight: Arc::default(),
             boot: boot_id()?,
             me: holder("self")?,

@@ -34,6 +34,8 @@ struct Work {
     partial_page: bool,
     seal: bool,
     flush: Option<u64>,
+    /// Records logged by now.
+    logged: u64,
     stop: bool,
 }
 
@@ -48,28 +50,65 @@ pub(super) fn run(lane: &Arc<Lane>) {
 
 fn work_on(lane: &Arc<Lane>) {
     while let Some(work) = wait_for_work(lane) {
-        if work.deferred {
-            resubmit(lane);
-        }
-        if work.grow {
-            publish_waiting(lane, tables::grow(lane));
-        }
-        let mut outcome = Ok(());
-        if work.pages {
-            outcome = write_pages(lane, work.partial_page);
-        }
-        if work.seal {
-            outcome = outcome.and_then(|()| seal::seal_full(lane));
-        }
-        if let Some(asked) = work.flush {
-            answer_flush(lane, asked, outcome);
-        } else if let Err(e) = outcome {
-            trouble(lane, &e);
-        }
-        lane.progress.notify_all();
+        do_work(lane, work);
         if work.stop && settle(lane) {
             return;
         }
+    }
+}
+
+/// Does what there is to do now, without waiting, in a log without threads; records wait for a full page unless `hurry`.
+/// Whether there was anything.
+pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
+    let work = lane.state().map(|state| work_of(lane, &state, hurry)).unwrap_or_default();
+    let some = work.is_some();
+    if some {
+        do_work(lane, work);
+    }
+    some
+}
+
+fn do_work(lane: &Arc<Lane>, work: Work) {
+    if work.deferred {
+        resubmit(lane);
+    }
+    if work.grow {
+        publish_waiting(lane, tables::grow(lane));
+    }
+    let mut outcome = Ok(());
+    if work.pages {
+        outcome = write_pages(lane, work.partial_page);
+    }
+    if work.seal {
+        outcome = outcome.and_then(|()| seal::seal_full(lane));
+    }
+    if let Some(asked) = work.flush {
+        answer_flush(lane, (asked, work.logged), outcome);
+    } else if let Err(e) = outcome {
+        trouble(lane, &e);
+    }
+    lane.progress.notify_all();
+}
+
+fn work_of(lane: &Lane, state: &State, is_due: bool) -> Work {
+    let full_page = state.pending.len() >= RECORDS_PER_PAGE;
+    let flush = (state.flush_asked > state.flush_done).then_some(state.flush_asked);
+    let hurry = is_due || flush.is_some() || state.stop;
+    Work {
+        deferred: !state.deferred.is_empty(),
+        grow: tables::wants_growth(lane, state),
+        pages: !state.pending.is_empty() && (full_page || hurry),
+        partial_page: hurry,
+        seal: seal::next_full(lane, state).is_some(),
+        flush,
+        logged: state.logged,
+        stop: state.stop,
+    }
+}
+
+impl Work {
+    fn is_some(&self) -> bool {
+        self.deferred || self.grow || self.pages || self.seal || self.flush.is_some() || self.stop
     }
 }
 
@@ -79,25 +118,10 @@ fn wait_for_work(lane: &Lane) -> Option<Work> {
         if state.abandoned {
             return None;
         }
-        let now = Instant::now();
-        let interval = lane.ctx.options.commit_interval;
-        let due = state.pending_since.map(|since| since + interval);
-        let full_page = state.pending.len() >= RECORDS_PER_PAGE;
-        let is_due = due.is_some_and(|due| due <= now);
-        let flush = (state.flush_asked > state.flush_done).then_some(state.flush_asked);
-        let hurry = flush.is_some() || state.stop;
-        let retry_later = state.failures > 0 && !hurry;
-        let work = Work {
-            deferred: !state.deferred.is_empty(),
-            grow: tables::wants_growth(lane, &state),
-            pages: !state.pending.is_empty() && (full_page || is_due || hurry),
-            partial_page: is_due || hurry,
-            seal: seal::next_full(lane, &state).is_some(),
-            flush,
-            stop: state.stop,
-        };
-        if work.deferred || work.grow || work.pages || work.seal || work.flush.is_some() || work.stop {
-            if retry_later {
+        let due = state.pending_since.map(|since| since + lane.ctx.options.commit_interval);
+        let work = work_of(lane, &state, due.is_some_and(|due| due <= Instant::now()));
+        if work.is_some() {
+            if state.failures > 0 && work.flush.is_none() && !work.stop {
                 lane.work.wait_for(&mut state, RETRY_AFTER_ERROR);
             }
             return Some(work);
@@ -296,8 +320,8 @@ fn wait(lane: &Lane, request: Request) -> Result<()> {
     }
 }
 
-/// Answers those who asked for a flush up to number `asked`.
-fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
+/// Answers those who asked for a flush up to number `asked`, before which `logged` records had been logged.
+fn answer_flush(lane: &Lane, (asked, logged): (u64, u64), outcome: Result<()>) {
     let outcome = outcome.and_then(|()| flush_file(lane, &lane.data)).and_then(|()| flush_file(lane, &lane.index));
     if let Err(e) = &outcome {
         trouble(lane, e);
@@ -307,6 +331,8 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
         // After a failed flush nothing written since the last good one may be taken for durable, so a later flush that
         // succeeds must not be believed about those pages: they are written again.
         state.write_again();
+    } else {
+        state.durable = state.durable.max(logged);
     }
     state.flush_done = state.flush_done.max(asked);
     state.flush_error = outcome.err().map(|e| (e.kind(), e.to_string()));
@@ -331,11 +357,11 @@ fn settle(lane: &Lane) -> bool {
 }
 
 /// Waits until the puts committed before now have ended, then until they and everything else are durable.
-pub(super) fn flush(lane: &Lane, deadline: Instant) -> Result<()> {
+pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     let last = state.next_ticket;
     while state.commits.first().is_some_and(|ticket| *ticket <= last) {
-        if Instant::now() >= deadline {
+        if Instant::now() >= deadline || lane.ctx.options.foreground {
             return Err(late(lane));
         }
         lane.progress.wait_for(&mut state, Duration::from_millis(1));
@@ -344,7 +370,7 @@ pub(super) fn flush(lane: &Lane, deadline: Instant) -> Result<()> {
 }
 
 /// As [`flush`], without waiting for puts and with the ring's last pages: for reclaim, which both may wait for.
-pub(super) fn flush_urgently(lane: &Lane, deadline: Instant) -> Result<()> {
+pub(super) fn flush_urgently(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     state.urgent = true;
     let outcome = flush_records(lane, state, deadline);
@@ -356,10 +382,15 @@ fn late(lane: &Lane) -> Error {
     Error::new(ErrorKind::TimedOut, "the flush did not end in time").at(&lane.dir)
 }
 
-fn flush_records(lane: &Lane, mut state: MutexGuard<'_, State>, deadline: Instant) -> Result<()> {
+fn flush_records<'a>(lane: &'a Arc<Lane>, mut state: MutexGuard<'a, State>, deadline: Instant) -> Result<()> {
     state.flush_asked += 1;
     let asked = state.flush_asked;
     lane.work.notify_one();
+    if lane.ctx.options.foreground {
+        drop(state);
+        turn(lane, true);
+        state = lane.state()?;
+    }
     while state.flush_done < asked {
         if state.stopped || state.abandoned {
             return Err(Error::new(ErrorKind::Closed, "the cache is closed"));
@@ -375,10 +406,15 @@ fn flush_records(lane: &Lane, mut state: MutexGuard<'_, State>, deadline: Instan
 }
 
 /// Waits until the open segment, which is closed, and all other full ones are sealed. For tests and tools.
-pub(super) fn seal_now(lane: &Lane, deadline: Instant) -> Result<()> {
+pub(super) fn seal_now(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     state.close_open();
     lane.work.notify_one();
+    if lane.ctx.options.foreground {
+        drop(state);
+        turn(lane, false);
+        state = lane.state()?;
+    }
     while state.segments.iter().any(|s| matches!(s.phase, Phase::Full | Phase::Sealing)) {
         if lane.progress.wait_until(&mut state, deadline).timed_out() {
             return Err(Error::new(ErrorKind::TimedOut, "the seal did not end in time").at(&lane.dir));

@@ -14,31 +14,44 @@ const TICK: Duration = Duration::from_millis(50);
 
 /// Runs until `stop`.
 pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
-    let mut keeper = Keeper { tick: 1, cursors: Vec::new(), last_scan: Instant::now() };
+    let mut keeper = Keeper::default();
+    let mut last_scan = Instant::now();
     while !stop.load(Ordering::Acquire) {
         // Woken or not, it looks.
         let _ = volume.wake.1.recv_timeout(TICK);
         if stop.load(Ordering::Acquire) {
             return;
         }
-        keeper.drain_touches(volume);
-        grant::keep_ready(volume, stop);
-        grant::keep_reserve(volume, stop);
-        if keeper.last_scan.elapsed() >= volume.ctx.options.scan_interval {
-            keeper.last_scan = Instant::now();
+        keeper.look(volume, stop);
+        if last_scan.elapsed() >= volume.ctx.options.scan_interval {
+            last_scan = Instant::now();
             keeper.scan(volume);
         }
     }
 }
 
-struct Keeper {
+/// What a keeper remembers between its turns.
+#[derive(Debug)]
+pub(super) struct Keeper {
     /// The latest logical time of the lanes, so that all of them stay near it.
     tick: u32,
     cursors: Vec<(u32, TouchCursor)>,
-    last_scan: Instant,
+}
+
+impl Default for Keeper {
+    fn default() -> Self {
+        Self { tick: 1, cursors: Vec::new() }
+    }
 }
 
 impl Keeper {
+    /// What is done often: touches, and segments made ready.
+    pub(super) fn look(&mut self, volume: &Volume, stop: &AtomicBool) {
+        self.drain_touches(volume);
+        grant::keep_ready(volume, stop);
+        grant::keep_reserve(volume, stop);
+    }
+
     fn drain_touches(&mut self, volume: &Volume) {
         for lane in volume.lanes().held() {
             let Some(shared) = lane.shared() else { continue };
@@ -64,7 +77,8 @@ impl Keeper {
         self.cursors.get_mut(at).map(|(_, cursor)| cursor)
     }
 
-    fn scan(&mut self, volume: &Volume) {
+    /// What is done now and then.
+    pub(super) fn scan(&mut self, volume: &Volume) {
         volume.note_draining();
         if let Err(e) = volume.adopt_orphans() {
             tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");

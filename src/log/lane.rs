@@ -177,11 +177,7 @@ impl Lane {
 
     /// Whether its directory still holds the file that is open here.
     pub(super) fn is_still_there(&self) -> bool {
-        use std::os::fd::AsFd;
-        use std::os::unix::fs::MetadataExt;
-        let open = self.index.as_fd().try_clone_to_owned().and_then(|fd| File::from(fd).metadata());
-        let named = std::fs::symlink_metadata(self.index.path());
-        open.ok().zip(named.ok()).is_some_and(|(a, b)| (a.dev(), a.ino()) == (b.dev(), b.ino()))
+        self.index.is_named()
     }
 
     /// Gives up the lock, so that another process may take the lane.

@@ -252,24 +252,18 @@ pub(super) struct Summary {
     pub(super) cleared_up_to: u64,
 }
 
-/// A lane whose making was cut off: no superblock was ever written, and no data.
+/// A lane whose making was cut off: its superblock never became durable whole, and there are no data. Nothing can be lost with
+/// it, so that a power cut at the first start does not keep a server from its cache.
 fn is_unmade(dir: &Path) -> Result<bool> {
-    let data = recover::file_bytes(&dir.join(paths::DATA));
-    let path = dir.join(paths::INDEX);
-    let index = recover::file_bytes(&path);
-    if data > 0 {
+    if recover::file_bytes(&dir.join(paths::DATA)) > 0 {
         return Ok(false);
     }
-    if !path.exists() {
+    let path = dir.join(paths::INDEX);
+    if !paths::is_there(&path) {
         return Ok(true);
     }
-    if index < 2 * PAGE_BYTES as u64 {
-        return Ok(false);
-    }
-    let file = DirectFile::open(&path, FileOptions::read_only())?;
-    let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
-    file.read_at(&mut pages, 0)?;
-    Ok(pages.iter().all(|b| *b == 0))
+    let superblock = recover::superblock(&DirectFile::open(&path, FileOptions::read_only())?);
+    Ok(superblock.is_err_and(|e| e.kind() == ErrorKind::Corrupt))
 }
 
 /// Writes a superblock to the page that its generation chooses, and flushes it; the other page keeps the one before.
@@ -316,7 +310,7 @@ pub(super) fn remove_file(path: &Path) -> Result<()> {
         io::remove_file(path)
     } else {
         // Others may have it mapped, and must not see zeros in it.
-        fs::remove_file(path).map_err(|e| Error::io("cannot remove a file", e).at(path))
+        io::unlink(path)
     };
     removed.or_else(|e| if e.kind() == ErrorKind::NotFound { Ok(()) } else { Err(e) })
 }

@@ -19,6 +19,7 @@ mod budget;
 mod chunk;
 mod clock;
 mod ctx;
+mod evicted;
 pub mod fsck;
 mod grant;
 mod health;
@@ -52,6 +53,7 @@ mod spec;
 mod state;
 mod stats;
 mod tables;
+mod turn;
 mod volume;
 
 use std::path::Path;
@@ -71,6 +73,8 @@ pub use options::{DriveFactory, DriveOptions, LogOptions, Mode, OnIncompatible, 
 pub use put::{Hold, Put, PutDone, PutOutcome};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};
+#[doc(hidden)]
+pub use turn::Turn;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
@@ -90,6 +94,8 @@ pub struct Log {
     full_layout: SlotLayout,
     stop: Arc<AtomicBool>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Of a log without threads.
+    keepers: Mutex<Vec<keeper::Keeper>>,
 }
 
 impl Log {
@@ -115,19 +121,10 @@ impl Log {
             }
             volumes.push(Arc::new(volume));
         }
-        let log = Self { ctx, volumes, in_flight, full_layout, stop: Arc::default(), threads: Mutex::default() };
+        let (stop, threads, keepers) = (Arc::default(), Mutex::default(), Mutex::default());
+        let log = Self { ctx, volumes, in_flight, full_layout, stop, threads, keepers };
         log.start_threads()?;
         Ok(Arc::new(log))
-    }
-
-    fn start_threads(&self) -> Result<()> {
-        for volume in &self.volumes {
-            let Some(lane) = volume.own() else { continue };
-            self.spawn("fb-journal", move || journal::run(&lane))?;
-            let (volume, stop) = (Arc::clone(volume), Arc::clone(&self.stop));
-            self.spawn("fb-keeper", move || keeper::run(&volume, &stop))?;
-        }
-        Ok(())
     }
 
     fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {

@@ -22,10 +22,18 @@ use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY};
 use crate::index::EntryKind;
 use crate::io::AlignedBuf;
 
-/// Moves one slot, of which `records` are current, to the own lane; false if there is no room, or if nothing in it is any
-/// longer what it was.
-pub(super) fn move_slot(volume: &Volume, own: &Arc<Lane>, victim: &Victim, records: &[Record]) -> Result<bool> {
-    let Some(record) = records.first() else { return Ok(false) };
+/// A slot written again and not published yet.
+pub(super) struct Copy {
+    records: Vec<Record>,
+    place: Place,
+    header_crc: u32,
+    slot_bytes: u64,
+    hold: Hold,
+}
+
+/// Writes a slot again, of which `records` are current; `None` if there is no room.
+pub(super) fn copy_slot(own: &Arc<Lane>, victim: &Victim, records: Vec<Record>) -> Result<Option<Copy>> {
+    let Some(record) = records.first() else { return Ok(None) };
     let from = &victim.lane;
     let len = record.pages as usize * PAGE_BYTES;
     let slot = journal::read(from, &from.data, from.slot_offset(record.segment, record.page), len)?;
@@ -36,25 +44,38 @@ pub(super) fn move_slot(volume: &Volume, own: &Arc<Lane>, victim: &Victim, recor
     let align = if is_coarse { COARSE_BYTES / PAGE_BYTES } else { 1 } as u32;
     let need = Need { pages: record.pages, align, records: records.len(), control: false };
     let shared = own.shared();
-    let Ok(place) = own.state()?.place(need, shared.as_ref()) else { return Ok(false) };
+    let Ok(place) = own.state()?.place(need, shared.as_ref()) else { return Ok(None) };
     let hold = Hold(Held::new(own, place, records.len()));
-    let outcome =
-        rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header, records).and_then(|header_crc| {
-            let mut moved = 0;
-            for old in records {
-                let (segment, epoch, page) = (place.segment, place.epoch, place.page);
-                let new = Record { segment, epoch, page, header_crc, ..*old };
-                moved += u64::from(publish(own, victim, old, new)?);
-            }
-            Ok(moved)
-        });
-    drop(hold);
-    let moved = outcome?;
-    if moved > 0 {
-        volume.ctx.counters.moved.add(moved);
-        volume.ctx.counters.moved_bytes.add(len as u64);
+    let header_crc = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header, &records)?;
+    Ok(Some(Copy { records, place, header_crc, slot_bytes: len as u64, hold }))
+}
+
+/// Makes copies count that are durable: before, a crash could leave the record of a copy without its bytes, and with it lose the
+/// original that it stands for. Gives back the records of which nothing is any longer what it was.
+pub(super) fn publish_copies(
+    volume: &Volume,
+    own: &Arc<Lane>,
+    victim: &Victim,
+    copies: Vec<Copy>,
+) -> Result<Vec<Record>> {
+    journal::flush_file(own, &own.data)?;
+    let mut stayed = Vec::new();
+    for copy in copies {
+        let (segment, epoch, page) = (copy.place.segment, copy.place.epoch, copy.place.page);
+        let mut moved = 0;
+        for old in &copy.records {
+            let new = Record { segment, epoch, page, header_crc: copy.header_crc, ..*old };
+            moved += u64::from(publish(own, victim, old, new)?);
+        }
+        drop(copy.hold);
+        if moved == 0 {
+            stayed.extend(copy.records);
+        } else {
+            volume.ctx.counters.moved.add(moved);
+            volume.ctx.counters.moved_bytes.add(copy.slot_bytes);
+        }
     }
-    Ok(moved > 0)
+    Ok(stayed)
 }
 
 /// The header of a slot. It lies at the slot's start, or ends where the first extent begins.

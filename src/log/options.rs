@@ -98,6 +98,13 @@ pub struct LogOptions {
     pub drive_factory: Option<DriveFactory>,
     /// Time.
     pub clock: Arc<dyn Clock>,
+    /// Pages of a new lane's journal ring; `None` for what suits capacity and segment. For tests, which fill it.
+    #[doc(hidden)]
+    pub ring_pages: Option<u32>,
+    /// Start no threads: journal and keeper do their work in [`super::Log::turn`] and where a call would wait for them. For tests
+    /// that decide the order of everything.
+    #[doc(hidden)]
+    pub foreground: bool,
 }
 
 impl LogOptions {
@@ -130,6 +137,8 @@ impl LogOptions {
             io_timeout: Duration::from_secs(30),
             drive_factory: None,
             clock: Arc::new(SystemClock),
+            ring_pages: None,
+            foreground: false,
         }
     }
 }

@@ -67,7 +67,8 @@ pub(super) fn subdirs(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
 
 /// Whether there is something of that name, a symlink that leads nowhere included.
 pub(super) fn is_there(path: &Path) -> bool {
-    !fs::symlink_metadata(path).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound)
+    crate::io::file_len(path).is_some()
+        || !fs::symlink_metadata(path).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound)
 }
 
 /// Makes the directory `name` in `parent` where it is missing.

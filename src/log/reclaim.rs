@@ -1,12 +1,13 @@
 //! Giving up a segment so that its space can be used again.
 //!
 //! The order is the protocol, each step a function of its own:
-//! 1. *move* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served;
+//! 1. *move* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served; the copies are
+//!    flushed before anything speaks of them;
 //! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is left alone. Lookups and loads
 //!    look at the same mark, so that a lookup finds nothing that a load would not;
 //! 3. *carry on* tombstones and clears that older recoverable records still need, and write new ones for keys whose newest version
 //!    goes while an older one could still be recovered;
-//! 4. *flush* what was written;
+//! 4. *flush* what was written, and whatever else was stored and is not durable yet;
 //! 5. *free*: the region says so, durably;
 //! 6. *forget*: only now the entries leave the table, because other lanes take an entry's absence for its being unrecoverable;
 //! 7. the segment may be overwritten, or its space given back.
@@ -54,6 +55,8 @@ struct Plan {
     keep: Vec<Vec<Record>>,
     /// Puts that are current and go.
     drop: Vec<Record>,
+    /// Puts that something hides that no record says yet: they must go on hiding what is older than they.
+    hidden: Vec<Record>,
     /// Tombstones and clears.
     hiding: Vec<Record>,
 }
@@ -235,21 +238,25 @@ fn pardon(victim: &Victim) -> Result<()> {
 /// Writes again what is worth it, but not on a drive that drains; the rest is dropped. Whether anything was written.
 fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<bool> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
-    let mut written = false;
     if volume.is_draining() {
         plan.drop.extend(std::mem::take(&mut plan.keep).into_iter().flatten());
     }
+    let mut copies = Vec::new();
     for slot in std::mem::take(&mut plan.keep) {
-        match moves::move_slot(volume, &own, victim, &slot) {
-            Ok(true) => written = true,
-            Ok(false) => plan.drop.extend(slot),
+        match moves::copy_slot(&own, victim, slot.clone()) {
+            Ok(Some(copy)) => copies.push(copy),
+            Ok(None) => plan.drop.extend(slot),
             Err(e) => {
                 tracing::debug!(error = %e, "a chunk worth keeping was not moved");
                 plan.drop.extend(slot);
             }
         }
     }
-    Ok(written)
+    if copies.is_empty() {
+        return Ok(false);
+    }
+    plan.drop.extend(moves::publish_copies(volume, &own, victim, copies)?);
+    Ok(true)
 }
 
 /// Carries on what must not be lost, and makes that and what was moved durable.
@@ -257,6 +264,7 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let now_s = volume.ctx.now_s();
     let evicted = plan.drop.iter().filter(|r| r.expiry_s == 0 || r.expiry_s > now_s).count() as u64;
+    volume.ctx.evicted.push(&plan.drop);
     let carried = carry_on(volume, victim, plan);
     if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
         return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));
@@ -265,7 +273,12 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
         remove::write_control(volume, &own, records.to_vec(), Instant::now())?;
         written = true;
     }
-    if written {
+    // What goes may be superseded by a version that is not durable yet: were that lost in a crash together with the segment, what
+    // both had hidden would come back.
+    let state = own.state()?;
+    let awaits = state.durable < state.logged;
+    drop(state);
+    if written || awaits {
         journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
     }
     volume.ctx.counters.evicted.add(evicted);
@@ -338,9 +351,15 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
             plan.hiding.push(*record);
             continue;
         }
-        let Some((entry, slot)) = table.get_slot(&record.key) else { continue };
+        let Some((entry, slot)) = table.get_slot(&record.key) else {
+            plan.hidden.push(*record);
+            continue;
+        };
         let here = (entry.seq, entry.segment, entry.epoch) == (record.sequence, victim.segment, victim.epoch);
         if !here || entry.kind == EntryKind::Tombstone {
+            if remove::is_unwritten(&entry) {
+                plan.hidden.push(*record);
+            }
             continue;
         }
         if record.length == 0 || !volume.is_newest(&record.key, &entry) {
@@ -375,7 +394,7 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
 fn carry_on(volume: &Volume, victim: &Victim, plan: Plan) -> Vec<Record> {
     let mut carried = Vec::new();
     let mut seen = HashSet::new();
-    let cleared = volume.shard.cleared_up_to();
+    let cleared = logged_clear(volume);
     for record in plan.hiding {
         let needed = match record.kind {
             RecordKind::Clear => record.sequence >= cleared && clear_is_needed(volume, victim, record.sequence),
@@ -385,7 +404,7 @@ fn carry_on(volume: &Volume, victim: &Victim, plan: Plan) -> Vec<Record> {
             carried.push(record);
         }
     }
-    for record in plan.drop {
+    for record in plan.drop.into_iter().chain(plan.hidden) {
         let orphaned = record.sequence > cleared && has_older(volume, victim, &record);
         if orphaned && seen.insert((record.key, record.sequence)) {
             // With the sequence of the version that goes: it hides all older ones and no newer one.
@@ -396,10 +415,17 @@ fn carry_on(volume: &Volume, victim: &Victim, plan: Plan) -> Vec<Record> {
     carried
 }
 
+/// Up to which sequence a record of the held lanes says that everything is cleared. The mark that processes share comes before any
+/// record does, and is lost with a crash until there is one.
+fn logged_clear(volume: &Volume) -> u64 {
+    let of = |lane: &Arc<Lane>| lane.state().ok().and_then(|state| state.clear).map_or(0, |(sequence, _)| sequence);
+    volume.lanes().held().map(of).max().unwrap_or(0)
+}
+
 /// Whether a tombstone is still what hides something.
 fn tombstone_is_needed(volume: &Volume, victim: &Victim, record: &Record) -> bool {
     let newest = victim.lane.get(&record.key);
-    let superseded = newest.is_some_and(|e| e.seq > record.sequence);
+    let superseded = newest.is_some_and(|e| e.seq > record.sequence && !remove::is_unwritten(&e));
     !superseded && (has_older(volume, victim, record) || volume.is_being_stored(&record.key))
 }
 

@@ -6,8 +6,8 @@
 //! sealed before their ring pages may be used again.
 //!
 //! Where something is damaged, the slot headers of the segments concerned are read too: a lost record could be the one that
-//! hides an older version. A segment whose region lost its first page may have been given up; what only its slot headers speak
-//! of is therefore not served, but still hides what is older.
+//! hides an older version. A segment whose region lost its first page may have been given up; its chunks are therefore not served,
+//! but still hide what is older.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -230,7 +230,8 @@ impl<'a> Reader<'a> {
         self.replay_ring(sink)?;
         for number in 0..self.found.segments.len() as u32 {
             let Some(segment) = self.found.segments.get(number as usize) else { break };
-            if segment.damaged || (self.ring_is_damaged && segment.state == FoundState::Unsealed) {
+            // All that the ring said of a segment may have stood on the page that is damaged: then it looks free.
+            if segment.damaged || (self.ring_is_damaged && segment.state != FoundState::Sealed) {
                 self.replay_headers(number, sink)?;
             }
         }
@@ -251,10 +252,8 @@ impl<'a> Reader<'a> {
         let newest = found.iter().map(|r| r.epoch).max().unwrap_or(segment.epoch);
         let epoch = if epoch_is_known { segment.epoch } else { newest.max(segment.epoch) };
         found.retain(|r| r.epoch == epoch && !segment.records.contains(r));
-        if !epoch_is_known {
-            for record in found.iter_mut().filter(|r| r.kind == RecordKind::Put) {
-                record.kind = RecordKind::Tombstone;
-            }
+        if !epoch_is_known || segment.damaged {
+            hide_puts(&mut found);
         }
         for record in &found {
             self.give(record, sink)?;
@@ -317,6 +316,10 @@ impl<'a> Reader<'a> {
             // A page whose write seemed to fail is written again elsewhere: both may have reached the drive.
             records.dedup();
             records.truncate(capacity);
+            if segment.damaged {
+                // Its region may have said that it was given up.
+                hide_puts(&mut records);
+            }
             segment.min_sequence = records.first().map_or(0, |r| r.sequence);
             segment.max_sequence = records.last().map_or(0, |r| r.sequence);
             for record in &records {
@@ -353,6 +356,13 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// Puts that may be over are not served, but still hide what is older.
+fn hide_puts(records: &mut [Record]) {
+    for record in records.iter_mut().filter(|r| r.kind == RecordKind::Put) {
+        record.kind = RecordKind::Tombstone;
+    }
+}
+
 /// Visits the pages of this lane in the ring, in place order; `None` for one that is damaged.
 pub fn for_each_page(
     index: &DirectFile,
@@ -382,5 +392,5 @@ pub fn for_each_page(
 
 /// Length of a file that may be missing; a hole at its end counts.
 pub(super) fn file_bytes(path: &Path) -> u64 {
-    std::fs::symlink_metadata(path).map_or(0, |m| m.len())
+    crate::io::file_len(path).unwrap_or(0)
 }

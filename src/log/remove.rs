@@ -5,7 +5,7 @@
 //! them, the records in the journal, both flushed. Only then does the call return.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::lane::{Lane, Role};
@@ -18,7 +18,7 @@ use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
 use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
 use crate::format::slot::{SlotHeader, TLV_CONTROL_RECORDS};
-use crate::index::EntryKind;
+use crate::index::{Entry, EntryKind};
 use crate::key::ChunkKey;
 
 /// Most records of one control slot.
@@ -163,6 +163,11 @@ fn hide(lane: &Lane, records: &[Record]) -> Result<()> {
     Ok(())
 }
 
+/// Whether an entry is a tombstone that no record says yet: it has no place.
+pub(super) fn is_unwritten(entry: &Entry) -> bool {
+    entry.kind == EntryKind::Tombstone && entry.epoch == 0
+}
+
 fn apply_tombstone(lane: &Lane, state: &mut State, record: &Record) -> Result<bool> {
     let (table, shared) = (lane.table(), lane.shared());
     state.apply(&table, shared.as_ref(), record)
@@ -242,6 +247,7 @@ fn write_slot(lane: &Lane, (place, hold): (Place, &Hold), layout: &SlotLayout, r
 pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline: Instant) -> Result<Place> {
     let shared = lane.shared();
     let mut state = lane.state()?;
+    let mut helped = false;
     loop {
         match state.place(need, shared.as_ref()) {
             Ok(place) => {
@@ -258,8 +264,16 @@ pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline:
         lane.work.notify_one();
         volume.wake_keeper();
         let now = Instant::now();
-        if now >= deadline || volume.ctx.is_closed() {
+        let late = now >= deadline || volume.ctx.is_closed();
+        if late || helped {
             return Err(Error::new(ErrorKind::NoSpace, "no segment became free in time").at(&lane.dir));
+        }
+        if volume.ctx.options.foreground {
+            drop(state);
+            grant::keep_ready(volume, &AtomicBool::new(false));
+            state = lane.state()?;
+            helped = true;
+            continue;
         }
         lane.progress.wait_until(&mut state, deadline.min(now + Duration::from_millis(20)));
     }

@@ -43,7 +43,13 @@ impl Sizes {
             .advice("lower segment_bytes or chunk_size"));
         }
         let share = capacity_bytes / 64 / PAGE_BYTES as u64;
-        Ok(Self::of(segment_bytes, segment_bytes / slot, share))
+        let sizes = Self::of(segment_bytes, segment_bytes / slot, share);
+        Ok(options.ring_pages.map_or(sizes, |pages| sizes.with_ring(pages)))
+    }
+
+    fn with_ring(self, ring_pages: u32) -> Self {
+        let regions_offset = self.ring_offset + u64::from(ring_pages) * PAGE_BYTES as u64;
+        Self { ring_pages, regions_offset, ..self }
     }
 
     /// Sizes for a lane whose segments hold up to `slots` slots, where capacity and geometry are not known.

@@ -153,6 +153,9 @@ pub(super) struct State {
     /// Records that wait for a journal page, oldest first.
     pub(super) pending: VecDeque<Record>,
     pub(super) pending_since: Option<Instant>,
+    /// Records logged so far, and how many of them are known to be durable.
+    pub(super) logged: u64,
+    pub(super) durable: u64,
     /// Commits begun and not ended, by ticket.
     pub(super) commits: BTreeSet<u64>,
     pub(super) next_ticket: u64,
@@ -337,6 +340,7 @@ impl State {
         if record.kind == RecordKind::Clear {
             self.note_clear(&record);
         }
+        self.logged += 1;
         self.pending.push_back(record);
         self.pending_since.get_or_insert_with(Instant::now);
     }

@@ -32,7 +32,7 @@ pub use groups::min_slot_bytes;
 pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
 pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource, Refused, Transfer, TransferDone};
 pub use stats::PipelineStats;
-pub use store::{Backpressure, Store, StoreChunk, StoreResult, StoreSpec};
+pub use store::{Backpressure, Computed, Store, StoreChunk, StoreResult, StoreSpec};
 
 /// Limits of a pipeline.
 #[derive(Clone, Debug)]
@@ -95,6 +95,11 @@ impl Pipeline {
     /// As [`Pipeline::load`]. That a store is shed is no error but its result.
     pub fn store(&self, spec: StoreSpec) -> Result<Store> {
         self.stores.start(spec)
+    }
+
+    /// As [`Pipeline::store`] for each of `specs`; their thread is woken once.
+    pub fn stores(&self, specs: Vec<StoreSpec>) -> Vec<Result<Store>> {
+        self.stores.start_all(specs)
     }
 
     /// Counters.

@@ -17,6 +17,7 @@ mutant. With --update the table of results replaces the text between the two mar
 
 import argparse
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -25,7 +26,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COPY = ROOT / "target" / "mutants" / "tree"
-TIMEOUT_S = 600
+TIMEOUT_S = int(os.environ.get("FOREBAY_MUTANT_TIMEOUT_S", "600"))
 
 
 def tree_files() -> list[str]:

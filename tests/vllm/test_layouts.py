@@ -24,35 +24,47 @@ def caches(layout: KVCacheLayout) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 def shape() -> geometry.Shape:
     size = HEADS * TOKENS * CONTENT * ITEM
     layers = tuple(geometry.Layer(f"model.layers.{i}.attn", 0, TOKENS, size) for i in range(LAYERS))
-    return geometry.Shape(layers, (TOKENS,), BLOCKS, (None,))
+    return geometry.Shape(layers, (TOKENS,), BLOCKS, (None,), geometry.Ranks(1, 1, 1))
 
 
-@pytest.mark.parametrize("layout", [l for l in KVCacheLayout if l.is_block_compact], ids=lambda l: l.name)
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda l: l.name)
 def test_blocks_are_views_of_their_own_bytes(layout: KVCacheLayout) -> None:
     memory, tensors = caches(layout)
     seen = set()
-    for view, tensor in zip(geometry.views(shape(), tensors), tensors.values(), strict=True):
+    for blocks, tensor in zip(geometry.views(shape(), tensors), tensors.values(), strict=True):
+        assert blocks.pieces == (1 if layout.is_block_compact else HEADS)
+        view = blocks.view
         for block in range(BLOCKS):
-            words = view[block].view(torch.int16)
-            assert sorted(words.tolist()) == sorted(tensor[block].flatten().tolist())
-            seen.update(words.tolist())
+            words = view[block].view(torch.int16).flatten().tolist()
+            assert sorted(words) == sorted(tensor[block].flatten().tolist())
+            seen.update(words)
         view[BLOCKS - 1] = 255
         assert (tensor[BLOCKS - 1] == -1).all(), "the same memory, no copy"
     assert seen == set(range(len(memory))), "every byte belongs to one block"
 
 
-@pytest.mark.parametrize("layout", [l for l in KVCacheLayout if not l.is_block_compact], ids=lambda l: l.name)
-def test_blocks_in_pieces_are_refused_with_what_to_do(layout: KVCacheLayout) -> None:
+def test_blocks_that_are_no_equal_runs_are_refused_with_what_to_do() -> None:
+    # Kernel blocks of one block, and heads apart between them: runs at two distances.
+    memory = torch.zeros(2 * BLOCKS, HEADS, LAYERS, TOKENS // 2, CONTENT, dtype=torch.int16)
+    tensors = {layer.name: memory[:, :, i] for i, layer in enumerate(shape().layers)}
     with pytest.raises(geometry.Unsupported, match="VLLM_KV_CACHE_LAYOUT"):
-        geometry.views(shape(), caches(layout)[1])
+        geometry.views(shape(), tensors)
+
+
+def test_kernel_blocks_with_heads_outermost_are_taken_together() -> None:
+    memory = torch.arange(HEADS * BLOCKS * TOKENS * CONTENT, dtype=torch.int16).view(HEADS, 2 * BLOCKS, TOKENS // 2, CONTENT)
+    one = geometry.Shape(shape().layers[:1], (TOKENS,), BLOCKS, (None,), geometry.Ranks(1, 1, 1))
+    (blocks,) = geometry.views(one, {"model.layers.0.attn": memory.transpose(0, 1)})
+    words = blocks.view[1].view(torch.int16).flatten().tolist()
+    assert sorted(words) == sorted(memory[:, 2:4].flatten().tolist())
 
 
 def test_kernel_blocks_of_one_block_are_taken_together() -> None:
     memory = torch.arange(BLOCKS * HEADS * TOKENS * CONTENT, dtype=torch.int16)
     halves = memory.view(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT)
-    one = geometry.Shape(shape().layers[:1], (TOKENS,), BLOCKS, (None,))
-    (view,) = geometry.views(one, {"model.layers.0.attn": halves})
-    assert view[1].view(torch.int16).tolist() == halves[2:4].flatten().tolist()
+    one = geometry.Shape(shape().layers[:1], (TOKENS,), BLOCKS, (None,), geometry.Ranks(1, 1, 1))
+    (blocks,) = geometry.views(one, {"model.layers.0.attn": halves})
+    assert blocks.view[1].view(torch.int16).tolist() == halves[2:4].flatten().tolist()
 
 
 def test_a_layer_that_was_not_registered_is_named() -> None:

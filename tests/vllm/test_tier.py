@@ -96,10 +96,10 @@ def test_another_fingerprint_starts_anew(model: str, plain: list[list[int]], fil
     ("tier", "engine", "says"),
     [
         ({"capasity": "1GiB"}, {}, "capasity"),
-        ({"min_load_tokens": 3}, {}, "settings of ForebayConnector"),
+        ({"load_timeout_ms": 3600001}, {}, "use 0 to 3600000 ms"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
     ],
-    ids=["misspelt", "connector's", "hash"],
+    ids=["misspelt", "range", "hash"],
 )
 def test_refused_at_the_start(
     model: str, tmp_path: Path, tier: dict[str, Any], engine: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,8 @@ mod bench;
 mod cli;
 mod demo;
 mod fsck;
+#[doc(hidden)]
+pub mod fuzzing;
 mod ls;
 mod out;
 mod probe;

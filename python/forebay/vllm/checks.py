@@ -55,6 +55,11 @@ def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> None:
             "use_layerwise with asynchronous scheduling: after a failed load vLLM emits a token of the step in flight and then "
             "waits forever for the last one; start with --no-async-scheduling, or leave use_layerwise off"
         )
+    if kv.ranks.pp > 1:
+        raise Unsupported(
+            "use_layerwise with pipeline parallelism: the next step may be under way before vLLM knows of a failed load; leave "
+            "use_layerwise off"
+        )
     if len(kv.block_tokens) > 1:
         raise Unsupported(
             "use_layerwise with several KV cache groups: vLLM cannot be told of a failed load; start with "

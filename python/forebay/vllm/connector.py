@@ -24,7 +24,7 @@ from forebay.vllm import checks, geometry, settings
 from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.scheduling import SchedulerHalf
-from forebay.vllm.stats import Deltas, ForebayMetrics, ForebayStats
+from forebay.vllm.stats import ForebayMetrics, ForebayStats
 from forebay.vllm.working import WorkerHalf
 
 if TYPE_CHECKING:
@@ -55,11 +55,10 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         kv = geometry.shape(vllm_config, kv_cache_config)
         checks.layerwise(vllm_config, kv, read)
         read = geometry.fitted(kv, read)
-        self._deltas = Deltas()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            announcer = Announcer(kv_cache_config) if geometry.events_wanted(vllm_config) else None
+            announcer = Announcer(kv_cache_config, kv.block_tokens) if geometry.events_wanted(vllm_config) else None
             self._scheduler = SchedulerHalf(vllm_config, kv, read, announcer)
         else:
             self._worker = WorkerHalf(vllm_config, kv, read)
@@ -210,8 +209,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call."""
         half = self._scheduler or self._worker
         assert half is not None
-        stats = self._deltas.of(half.stats())
-        return None if stats.is_empty() else stats
+        grown = half.grown()
+        return ForebayStats(grown) if grown else None
 
     def shutdown(self) -> None:
         """Finishes the stores that have begun and closes the cache."""

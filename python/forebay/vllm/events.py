@@ -1,13 +1,15 @@
 """KV events: what other programs (routers) are told of the blocks that Forebay can serve, in vLLM's words and block hashes.
 
 A chunk is announced when every worker has committed it, or when a lookup finds it stored by an earlier run or another process.
-It is taken back when a lookup misses it: nobody is told of an eviction at the moment when it happens.
+It is taken back when a worker of this server has evicted it, or when a lookup misses it: other processes on the same drives evict too,
+and tell nobody here.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 Chunk = tuple[str, bytes, int, int]
 #: Stores that are under way; the state machine forgets older ones too.
 MAX_ORDERED = 4096
+#: Announced chunks whose hashes are kept, about a kilobyte each, to take them back when they are evicted; older ones are taken back
+#: when a lookup misses them.
+MAX_TOLD = 16384
 
 
 @dataclass(frozen=True)
@@ -74,19 +79,20 @@ class Stored:
 class Announcer:
     """Turns what became of chunks into events, until vLLM takes them."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
-        """Nothing is announced before `bind`."""
+    def __init__(self, kv_cache_config: KVCacheConfig, block_tokens: tuple[int, ...]) -> None:
+        """For KV cache groups with blocks of so many tokens. Nothing is announced before `bind`."""
         self._groups = [
             Group(
                 index,
-                group.kv_cache_spec.block_size,
+                tokens,
                 get_kv_cache_spec_kind(group.kv_cache_spec).value,
                 get_kv_cache_spec_sliding_window(group.kv_cache_spec),
             )
-            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            for index, (group, tokens) in enumerate(zip(kv_cache_config.kv_cache_groups, block_tokens))
         ]
         self._hash_tokens = 0
         self._ordered: OrderedDict[bytes, list[Stored]] = OrderedDict()
+        self._told: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
     def bind(self, hash_tokens: int) -> None:
@@ -96,31 +102,45 @@ class Announcer:
     def tell(
         self,
         requests: dict[str, Request],
-        news: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk]],
+        news: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[bytes]],
     ) -> None:
         """Takes what the state machine tells of chunks; hashes of requests that are gone by then are not known any more."""
-        ordered, stored, found, missing = news
+        ordered, stored, found, missing, evicted = news
         for req_id, key, start, tokens in ordered:
             if (request := requests.get(req_id)) is not None:
                 self._ordered[key] = self._of(request, start, tokens)
                 if len(self._ordered) > MAX_ORDERED:
                     self._ordered.popitem(last=False)
         for key in stored:
-            self._events.extend(part.event() for part in self._ordered.pop(key, ()))
+            self._announce(key, self._ordered.pop(key, []))
         for req_id, key, start, tokens in found:
             self._ordered.pop(key, None)
             if (request := requests.get(req_id)) is not None:
-                self._events.extend(part.event() for part in self._of(request, start, tokens))
-        for req_id, _, start, tokens in missing:
+                self._announce(key, self._of(request, start, tokens))
+        for req_id, key, start, tokens in missing:
+            self._told.pop(key, None)
             if (request := requests.get(req_id)) is not None:
-                self._events.extend(
-                    BlockRemoved(block_hashes=part.hashes, medium=MEDIUM_STORAGE, group_idx=part.group.index)
-                    for part in self._of(request, start, tokens)
-                )
+                self._take_back((part.group.index, part.hashes) for part in self._of(request, start, tokens))
+        for key in evicted:
+            self._take_back(self._told.pop(key, ()))
+
+    def _announce(self, key: bytes, parts: list[Stored]) -> None:
+        if not parts:
+            return
+        self._events.extend(part.event() for part in parts)
+        self._told[key] = [(part.group.index, part.hashes) for part in parts]
+        if len(self._told) > MAX_TOLD:
+            self._told.popitem(last=False)
+
+    def _take_back(self, parts: Iterable[tuple[int, list[Any]]]) -> None:
+        self._events.extend(
+            BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=group) for group, hashes in parts
+        )
 
     def cleared(self) -> None:
         """Nothing that was announced is served any more."""
         self._ordered.clear()
+        self._told.clear()
         self._events = [AllBlocksCleared()]
 
     def take(self) -> list[KVCacheEvent]:

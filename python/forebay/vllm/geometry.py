@@ -1,9 +1,9 @@
 """What vLLM's configuration says about the KV: the engine's `Geometry`, and its tensors as blocks of bytes.
 
-Both sides compute the geometry from the configuration alone, before a tensor exists, so that the scheduler looks up in the
-very namespace that the workers fill. A block of a layer is stored as the bytes that it is: attention backends order them as
-they like (the CPU's keeps K and V in halves of each head), so the backend, the layout and vLLM's version are part of the
-identity.
+A worker computes the geometry from the configuration alone, before a tensor exists, and tells the scheduler's half, which looks up in
+that very namespace: vLLM's scheduler knows neither the layers of other pipeline stages nor those whose specs differ within a group. A
+block of a layer is stored as the bytes that it is: attention backends order them as they like (the CPU's keeps K and V in
+halves of each head), so the backend, the layout and vLLM's version are part of the identity.
 """
 
 from __future__ import annotations
@@ -41,6 +41,33 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """How vLLM's workers share the KV: ranks count tensor-parallel first, then pipeline stages."""
+
+    tp: int
+    pp: int
+    cp: int
+    """Ranks of decode context parallelism, which are among those of tensor parallelism: each has every `cp`-th run of tokens."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Ranks:
+        """As configured."""
+        parallel = vllm_config.parallel_config
+        return cls(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1)
+        )
+
+    @property
+    def workers(self) -> int:
+        """Workers of one scheduler."""
+        return self.tp * self.pp
+
+    def block_tokens(self, spec: KVCacheSpec) -> int:
+        """Tokens of the request that one of vLLM's blocks stands for: on each rank it holds its share of them."""
+        return spec.block_size * (self.cp if getattr(spec, "dcp_sharded", False) else 1)
+
+
+@dataclass(frozen=True)
 class Shape:
     """The KV of one rank."""
 
@@ -51,40 +78,56 @@ class Shape:
     num_blocks: int
     windows: tuple[int | None, ...]
     """Tokens of a group's sliding window, whose older blocks vLLM takes back while the request runs; None where it keeps all."""
+    ranks: Ranks
     is_same_on_all_ranks: bool = False
     """Every tensor-parallel rank computes the same KV, as with MLA: it is stored once, and all ranks load it."""
 
-    def ranks(self, vllm_config: VllmConfig) -> int:
-        """Tensor-parallel ranks that have KV of their own."""
-        return 1 if self.is_same_on_all_ranks else vllm_config.parallel_config.tensor_parallel_size
+    @property
+    def own(self) -> int:
+        """Tensor-parallel ranks that have KV of their own; the others have that of an earlier one."""
+        return self.ranks.cp if self.is_same_on_all_ranks else self.ranks.tp
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One layer's blocks in vLLM's memory."""
+
+    view: torch.Tensor
+    """`[num_blocks, block_bytes]`; where a block lies in pieces, `[num_blocks, block_tokens, pieces, bytes]`: an equal share of every piece
+    counts as a token's, since whole blocks are moved both ways alike."""
+    pieces: int
+    """Runs of bytes of a block: more than one where its heads are apart (vLLM's layouts LHBNC and BHLNC)."""
 
 
 def shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
     """The layers that are stored, or `Unsupported`."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism is not supported yet; start without --pipeline-parallel-size")
-    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        raise Unsupported("decode context parallelism is not supported yet; start without --decode-context-parallel-size")
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        raise Unsupported(
+            "prefill context parallelism is not supported: which of its ranks share KV could not be tried; start without "
+            "--prefill-context-parallel-size"
+        )
+    ranks = Ranks.of(vllm_config)
     layers: list[Layer] = []
     block_tokens: list[int] = []
     windows: list[int | None] = []
     latent: list[bool] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        block_tokens.append(group.kv_cache_spec.block_size)
-        kept: set[int | None] = set()
+        block_tokens.append(ranks.block_tokens(group.kv_cache_spec))
+        # A pipeline stage may have no layer of a group.
+        kept = set() if group.layer_names else {_window(f"group {index}", group.kv_cache_spec)}
         for name in group.layer_names:
             spec = specs[name] if specs is not None else group.kv_cache_spec
             kept.add(_window(name, spec))
             latent.append(isinstance(spec, MLAAttentionSpec))
-            layers.append(Layer(name, index, spec.block_size, spec.real_page_size_bytes))
+            layers.append(Layer(name, index, ranks.block_tokens(spec), spec.real_page_size_bytes))
         windows.append(min((window for window in kept if window is not None), default=None))
     if not layers:
-        raise Unsupported("this model has no KV cache to store; start without the connector")
+        raise Unsupported("this model, or one stage of its pipeline, has no KV cache to store; start without the connector")
     layers.sort(key=lambda layer: (_numbers(layer.name), layer.name))
-    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks, tuple(windows), all(latent))
+    return Shape(tuple(layers), tuple(block_tokens), kv_cache_config.num_blocks, tuple(windows), ranks, all(latent))
 
 
 def _window(name: str, spec: KVCacheSpec) -> int | None:
@@ -108,33 +151,42 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
-def geometry(vllm_config: VllmConfig, kv: Shape, fingerprint: str, tp_rank: int) -> Any:
-    """The engine's geometry of one tensor-parallel rank."""
+def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]) -> Any:
+    """The engine's geometry of one worker with these blocks."""
     import forebay
 
-    ranks = kv.ranks(vllm_config)
+    stage, tp_rank = divmod(rank, kv.ranks.tp)
+    # With MLA the tokens are all that ranks differ in.
+    tp = (0, 1) if kv.is_same_on_all_ranks else (tp_rank, kv.ranks.tp)
     return forebay.Geometry(
         model=vllm_config.model_config.model,
         # Bytes to the engine; what is in them is part of the fingerprint.
         dtype="uint8",
-        fingerprint=identity.fingerprint(vllm_config, fingerprint),
-        layer_specs=[
-            {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
-            for layer in kv.layers
-        ],
-        tp=(tp_rank % ranks, ranks),
+        # The settings' own is added by the engine.
+        fingerprint=identity.fingerprint(vllm_config, ""),
+        layer_specs=[_spec(layer, of) for layer, of in zip(kv.layers, blocks, strict=True)],
+        tp=tp,
+        pp=(stage, kv.ranks.pp),
+        cp=(tp_rank % kv.ranks.cp, kv.ranks.cp),
     )
 
 
+def _spec(layer: Layer, blocks: Blocks) -> dict[str, Any]:
+    if blocks.pieces == 1:
+        return {"kind": "opaque", "block_tokens": layer.block_tokens, "block_bytes": layer.block_bytes, "group": layer.group}
+    size = layer.block_bytes // layer.block_tokens // blocks.pieces
+    return {"kind": "full", "planes": 1, "heads": blocks.pieces, "head_bytes": size, "group": layer.group}
+
+
 def fitted(kv: Shape, settings: Settings) -> Settings:
-    """The settings with chunks that fit this server: where layers have sliding windows, no longer than what a window keeps."""
+    """The settings with chunks that fit this server: whole blocks of every KV cache group, also on workers that have no layer of
+    some, and where layers have sliding windows, no longer than what a window keeps."""
     from forebay.connector import chunk_tokens
 
     asked = chunk_tokens(settings.engine, list(kv.block_tokens), [None] * len(kv.windows))
     fits = chunk_tokens(settings.engine, list(kv.block_tokens), list(kv.windows))
-    if fits == asked:
-        return settings
-    logger.info("chunk_size is %d instead of %d: sliding windows of %s tokens keep no more", fits, asked, kv.windows)
+    if fits != asked:
+        logger.info("chunk_size is %d instead of %d: sliding windows of %s tokens keep no more", fits, asked, kv.windows)
     return replace(settings, engine=settings.engine | {"chunk_size": fits})
 
 
@@ -142,15 +194,15 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
     """What both state machines are told alike."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    return settings.connector | {
+    return {
         "block_tokens": list(kv.block_tokens),
         "num_blocks": kv.num_blocks,
         "windows": list(kv.windows),
         "role": transfer.kv_role,
         "layerwise": settings.layerwise,
         "events": events_wanted(vllm_config),
-        "workers": vllm_config.parallel_config.tensor_parallel_size,
-        "writers": kv.ranks(vllm_config),
+        "workers": kv.ranks.workers,
+        "writers": kv.own * kv.ranks.pp,
         # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
         "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
     }
@@ -162,33 +214,39 @@ def events_wanted(vllm_config: VllmConfig) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
-def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Each layer's tensor as `[num_blocks, block_bytes]` bytes, in the order of `kv.layers`; nothing is copied."""
+def views(kv: Shape, kv_caches: dict[str, torch.Tensor]) -> list[Blocks]:
+    """Each layer's tensor as blocks of bytes, in the order of `kv.layers`; nothing is copied."""
     missing = [layer.name for layer in kv.layers if layer.name not in kv_caches]
     if missing:
         raise Unsupported(f"vLLM registered no KV cache for {missing[0]} and {len(missing) - 1} more layers")
-    return [_bytes_of(layer, kv_caches[layer.name], kv.num_blocks) for layer in kv.layers]
+    return [_blocks_of(layer, kv_caches[layer.name], kv.num_blocks) for layer in kv.layers]
 
 
-def _bytes_of(layer: Layer, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _blocks_of(layer: Layer, tensor: torch.Tensor, num_blocks: int) -> Blocks:
     import torch
 
     size, split = tensor.element_size(), tensor.shape[0] // max(num_blocks, 1)
-    inner = [(stride, length) for length, stride in zip(tensor.shape[1:], tensor.stride()[1:]) if length > 1]
-    dense = 1
-    for stride, length in sorted(inner):
-        if stride != dense:
-            dense = 0
-            break
-        dense *= length
+    run, apart = 1, []
+    for stride, length in sorted((s, n) for n, s in zip(tensor.shape[1:], tensor.stride()[1:]) if n > 1):
+        if stride == run and not apart:
+            run *= length
+        else:
+            apart.append((stride, length))
+    pieces, step = (apart[0][1], apart[0][0]) if apart else (1, 0)
     # vLLM splits its blocks into `split` kernel blocks where the backend wants smaller ones; they lie side by side.
-    whole = split >= 1 and tensor.shape[0] == num_blocks * split and (split == 1 or tensor.stride(0) == dense)
-    if not whole or dense * size * split != layer.block_bytes:
+    piece = run * size * split
+    whole = split >= 1 and tensor.shape[0] == num_blocks * split and (split == 1 or tensor.stride(0) == run)
+    fits = pieces == 1 or piece % layer.block_tokens == 0
+    if not whole or len(apart) > 1 or piece * pieces != layer.block_bytes or not fits:
         raise Unsupported(
             f"{layer.name}: blocks of shape {tuple(tensor.shape)} and strides {tensor.stride()} are not "
-            f"{num_blocks} runs of {layer.block_bytes} bytes; set VLLM_KV_CACHE_LAYOUT to a layout with whole blocks per layer"
+            f"{num_blocks} times {layer.block_bytes} bytes in equal runs; set VLLM_KV_CACHE_LAYOUT to a layout with whole blocks "
+            "per layer, such as NHD or HND"
         )
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return raw.as_strided(
-        (num_blocks, layer.block_bytes), (tensor.stride(0) * size * split, 1), tensor.storage_offset() * size
-    )
+    first, stride = tensor.storage_offset() * size, tensor.stride(0) * size * split
+    if pieces == 1:
+        return Blocks(raw.as_strided((num_blocks, piece), (stride, 1), first), 1)
+    token = piece // layer.block_tokens
+    shape = (num_blocks, layer.block_tokens, pieces, token)
+    return Blocks(raw.as_strided(shape, (stride, token, step * size, 1), first), pieces)

@@ -46,7 +46,20 @@ def fingerprint(vllm_config: VllmConfig, addition: str) -> str:
         "vllm": vllm.__version__,
         "addition": addition,
     }
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        parts["interleave"] = parallel.cp_kv_cache_interleave_size
+    if parallel.pipeline_parallel_size > 1:
+        parts["stages"] = stages(vllm_config)
     return json.dumps(parts, sort_keys=True)
+
+
+def stages(vllm_config: VllmConfig) -> list[tuple[int, int]]:
+    """First layer and end of each pipeline stage: stages of as many layers may be of other ones."""
+    from vllm.distributed.utils import get_pp_indices
+
+    layers, count = vllm_config.model_config.get_total_num_hidden_layers(), vllm_config.parallel_config.pipeline_parallel_size
+    return [get_pp_indices(layers, stage, count) for stage in range(count)]
 
 
 def backend(vllm_config: VllmConfig) -> str:

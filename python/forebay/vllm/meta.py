@@ -13,6 +13,8 @@ class StepMetadata(KVConnectorMetadata):
 
     step: bytes = b""
     """The state machine's own message; empty where there is nothing to do."""
+    preempts: bool = False
+    """Whether that message names requests whose blocks are taken away."""
     held: frozenset[str] = frozenset()
     """Finished requests whose blocks vLLM keeps until every worker has reported them as sent."""
 

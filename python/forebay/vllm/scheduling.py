@@ -30,17 +30,10 @@ class SchedulerHalf:
     def __init__(
         self, vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings, announcer: Announcer | None
     ) -> None:
-        """Opens the cache of every tensor-parallel rank for lookups; `announcer` where KV events are published."""
-        import forebay
+        """Caches are opened for lookups once the workers have said which they have; `announcer` where KV events are published."""
         from forebay.connector import SchedulerSide
 
-        self._engines = [
-            forebay.Engine(
-                settings.engine, geometry.geometry(vllm_config, kv, settings.fingerprint, rank), device="cpu"
-            )
-            for rank in range(kv.ranks(vllm_config))
-        ]
-        self._side = SchedulerSide(self._engines, **geometry.options(vllm_config, kv, settings))
+        self._side = SchedulerSide.of_workers(settings.engine, **geometry.options(vllm_config, kv, settings))
         self._is_producer = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._requests: dict[str, Request] = {}
         self._loading: set[str] = set()
@@ -97,7 +90,7 @@ class SchedulerHalf:
         )
         self._tell()
         held, self._held = frozenset(self._held), set()
-        return StepMetadata(step, held)
+        return StepMetadata(step, bool(output.preempted_req_ids), held)
 
     def _tokens_of(self, req_id: str, start: int, stop: int) -> Sequence[int]:
         # Placeholders of asynchronous scheduling are counted beside this list and never in it, unverified drafts neither.
@@ -164,9 +157,10 @@ class SchedulerHalf:
         """Counters of the state machine."""
         return {f"scheduler_{name}": value for name, value in self._side.stats().items()}
 
+    def grown(self) -> dict[str, int]:
+        """What they grew by since the last call."""
+        return {f"scheduler_{name}": value for name, value in self._side.grown().items()}
+
     def close(self) -> None:
         """Closes the cache; safe to call again."""
         self._side.close()
-        for engine in self._engines:
-            engine.close()
-        self._engines = []

@@ -30,25 +30,6 @@ class ForebayStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-#: Numbers that also fall; vLLM sums what it is given, so they are left out.
-LEVELS = frozenset({"loading", "storing", "scheduler_requests", "scheduler_held_requests", "scheduler_held_blocks"})
-
-
-class Deltas:
-    """Turns counters that only grow into what was added since the last call."""
-
-    def __init__(self) -> None:
-        """From zero."""
-        self._last: dict[str, int] = {}
-
-    def of(self, counters: dict[str, Any]) -> ForebayStats:
-        """What each whole number of `counters` grew by; other values are left out."""
-        now = {k: v for k, v in counters.items() if isinstance(v, int) and k not in LEVELS}
-        grown = {k: v - self._last.get(k, 0) for k, v in now.items()}
-        self._last = now
-        return ForebayStats({k: v for k, v in grown.items() if v > 0})
-
-
 class ForebayMetrics(KVConnectorPromMetrics):
     """One counter per name, made when it is first counted."""
 

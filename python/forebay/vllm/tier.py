@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.forebay")
 
-#: A load that takes longer is a miss; as the connector's.
-LOAD_TIMEOUT_MS = 2000
 #: How long a shutdown waits for blocks on their way to the drive.
 CLOSE_TIMEOUT_MS = 30_000
 
@@ -66,16 +64,13 @@ class ForebayTier(SecondaryTierManager):
             self._events = []
         keep_after_reset = settings.is_on(extra.pop("keep_after_reset", False))
         read = settings.read(extra)
-        load_timeout_ms = int(read.connector.pop("load_timeout_ms", LOAD_TIMEOUT_MS))
-        if read.connector:
-            raise Unsupported(f"tier: {', '.join(sorted(read.connector))} are settings of ForebayConnector; take them out")
         rows = _rows(primary_kv_view)
         config = tier_compat.find_config()
         namespace = tier_compat.namespace(offloading_spec, rows.row_bytes, read.fingerprint, config)
         store = forebay.ObjectStore(read.engine, namespace)
         if not store.is_up:
             logger.warning("tier: the cache could not be opened; everything is a miss until it can be")
-        self._transfers = Transfers(store, rows, load_timeout_ms, str(read.engine.get("mode", "")) == "ro")
+        self._transfers = Transfers(store, rows, read.resolved["load_timeout_ms"], read.resolved["mode"] == "ro")
         self._keep_after_reset = keep_after_reset
         self._is_shut = False
 

@@ -39,15 +39,19 @@ class WorkerHalf:
 
         if self._side is not None:
             raise geometry.Unsupported("vLLM registered its KV caches twice")
-        views = geometry.views(self._kv, kv_caches)
-        device = views[0].device
+        blocks = geometry.views(self._kv, kv_caches)
+        device = blocks[0].view.device
         self._cuda = device.type == "cuda"
-        rank = self._config.parallel_config.rank % self._config.parallel_config.tensor_parallel_size
-        shape = geometry.geometry(self._config, self._kv, self._settings.fingerprint, rank)
+        ranks = self._kv.ranks
+        rank = self._config.parallel_config.rank % ranks.workers
+        shape = geometry.geometry(self._config, self._kv, rank, blocks)
         name = f"cuda:{device.index or 0}" if self._cuda else "cpu"
         self._engine = forebay.Engine(self._settings.engine, shape, device=name)
         options = geometry.options(self._config, self._kv, self._settings)
-        self._side = WorkerSide(self._engine, views, rank=rank, **options)
+        # Until the scheduler says which ranks share a cache.
+        silent = rank % ranks.tp >= self._kv.own
+        views = self._engine.paged_kv([of.view for of in blocks], layout="BTHD")
+        self._side = WorkerSide(self._engine, views, rank=rank, silent=silent, **options)
 
     def _stream(self) -> int | None:
         if not self._cuda:
@@ -58,7 +62,7 @@ class WorkerHalf:
 
     def preempt(self, meta: StepMetadata) -> None:
         """Before blocks of preempted requests are overwritten."""
-        if self._side is not None and meta.step:
+        if self._side is not None and meta.preempts:
             self._side.preempt(meta.step)
 
     def begin(self, meta: StepMetadata) -> None:
@@ -109,6 +113,10 @@ class WorkerHalf:
     def stats(self) -> dict[str, Any]:
         """Counters of the state machine."""
         return {} if self._side is None else self._side.stats()
+
+    def grown(self) -> dict[str, int]:
+        """What they grew by since the last call."""
+        return {} if self._side is None else self._side.grown()
 
     def close(self) -> None:
         """Waits for what is being stored, then closes the cache; safe to call again.

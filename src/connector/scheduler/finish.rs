@@ -69,6 +69,7 @@ impl Scheduler {
         let is_loading = self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::InFlight { .. }));
         self.load_over(req_id);
         let Some(tracker) = self.requests.remove(req_id) else { return false };
+        self.lookup.forget(req_id);
         let is_saving = self.held.is_pending(tracker.last_save);
         if is_saving && self.held.keep(req_id, tracker.num_blocks(), self.options.max_held_blocks) {
             self.stats.given_up += 1;
@@ -81,6 +82,10 @@ impl Scheduler {
         for report in &output.workers {
             self.rate.measured(report);
             self.chronicle.reported(report);
+            self.lookup.reported(report);
+            if report.hello.is_some() {
+                self.heard.push(report.rank);
+            }
             if let Some(gathered) = self.held.gathered.get_mut(report.rank as usize) {
                 *gathered = report.gathered_step.max(*gathered);
             }
@@ -128,6 +133,7 @@ impl Scheduler {
     pub(super) fn finished_unasked(&mut self, req_id: &str, meta: &mut StepMeta) {
         self.preempt(req_id, meta);
         self.load_over(req_id);
+        self.lookup.forget(req_id);
         self.requests.remove(req_id);
     }
 }

@@ -59,7 +59,10 @@ impl Scheduler {
             return nothing;
         }
         tracker.load = LoadState::Idle;
-        let Some(found) = self.stored(req_id) else { return Matched { tokens: None, asynchronous } };
+        let Some(found) = self.stored(req_id) else {
+            self.stats.asking += 1;
+            return Matched { tokens: None, asynchronous };
+        };
         let Some(tracker) = self.requests.get_mut(req_id) else { return nothing };
         let multiple = self.options.block_multiple();
         let stop = found.min(tracker.prompt.len().saturating_sub(1)) / multiple * multiple;
@@ -96,10 +99,7 @@ impl Scheduler {
         {
             return Some(found);
         }
-        if tracker.found.is_none() {
-            self.stats.queried_tokens += tracker.prompt.len() as u64;
-        }
-        let found = match self.lookup.stored_tokens(&tracker.prompt) {
+        let found = match self.lookup.stored_tokens(req_id, &tracker.prompt) {
             Ok(found) => found?,
             Err(e) => {
                 self.stats.lookup_errors += 1;
@@ -108,6 +108,9 @@ impl Scheduler {
             }
         };
         let found = found.min(tracker.prompt.len());
+        if tracker.found.is_none() {
+            self.stats.queried_tokens += tracker.prompt.len() as u64;
+        }
         tracker.found = Some((found, Instant::now()));
         self.chronicle.looked_up(req_id, &tracker.prompt, found);
         Some(found)

@@ -10,7 +10,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::lookup::Lookup;
-use super::meta::{StepMeta, WorkerMeta};
+use super::meta::{Question, StepMeta, WorkerMeta};
 use super::options::{ConnectorOptions, Role};
 use crate::engine::Prompt;
 use crate::error::Result;
@@ -25,6 +25,8 @@ mod tracker;
 pub use news::{ChunkOf, News};
 use tracker::Tracker;
 
+/// Tokens that the questions of one step may bring to the workers, unless one question has more.
+const QUESTION_TOKENS: usize = 1 << 16;
 /// Tokens after a chunk's end within which its store is tried again where it was put off: ids that were not final, other workers' loads.
 const PUT_OFF_TOKENS: usize = 16;
 
@@ -150,6 +152,60 @@ pub struct SchedulerStats {
     pub slower_than_computing: u64,
     /// Loads that would have run within a step and held it up for too long.
     pub stalling: u64,
+    /// Ranks whose cache the scheduler cannot see, and asks about.
+    pub unseen_ranks: usize,
+    /// Questions to them.
+    pub questions: u64,
+    /// Answers that asked the server to wait until they have said what they have.
+    pub asking: u64,
+}
+
+impl SchedulerStats {
+    /// The counts that only grow, by name.
+    #[must_use]
+    pub fn counters(&self) -> [(&'static str, u64); 16] {
+        // Taken apart, so that none is forgotten.
+        let Self {
+            requests: _,
+            held_requests: _,
+            held_blocks: _,
+            unseen_ranks: _,
+            queries,
+            queried_tokens,
+            joined,
+            awaited,
+            loads,
+            load_tokens,
+            failed_loads,
+            saves,
+            save_tokens,
+            skipped_window_tokens,
+            given_up,
+            lookup_errors,
+            slower_than_computing,
+            stalling,
+            questions,
+            asking,
+        } = *self;
+        [
+            ("queries", queries),
+            ("queried_tokens", queried_tokens),
+            ("joined", joined),
+            ("awaited", awaited),
+            ("loads", loads),
+            ("load_tokens", load_tokens),
+            ("failed_loads", failed_loads),
+            ("saves", saves),
+            ("save_tokens", save_tokens),
+            ("skipped_window_tokens", skipped_window_tokens),
+            ("given_up", given_up),
+            ("lookup_errors", lookup_errors),
+            ("slower_than_computing", slower_than_computing),
+            ("stalling", stalling),
+            ("questions", questions),
+            ("asking", asking),
+        ]
+    }
 }
 
 /// The scheduler's side of the connector.
@@ -159,6 +215,8 @@ pub struct Scheduler {
     requests: HashMap<String, Tracker>,
     /// Requests whose load goes out with the next step.
     ordered: Vec<String>,
+    /// Workers that have said who they are since the last step.
+    heard: Vec<u32>,
     /// Chunks being loaded, and when nobody waits for them any more.
     loading: HashMap<ChunkKey, Instant>,
     held: finish::Held,
@@ -184,6 +242,7 @@ impl Scheduler {
             lookup,
             requests: HashMap::new(),
             ordered: Vec::new(),
+            heard: Vec::new(),
             loading: HashMap::new(),
             rate: loads::LoadRate::default(),
             sync_tokens: 0,
@@ -222,7 +281,10 @@ impl Scheduler {
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that resets its caches.
     pub fn reset(&mut self) -> bool {
-        self.requests.values_mut().for_each(Tracker::forget_stored);
+        for (req_id, tracker) in &mut self.requests {
+            tracker.forget_stored();
+            self.lookup.forget(req_id);
+        }
         self.loading.clear();
         true
     }
@@ -240,6 +302,7 @@ impl Scheduler {
             requests: self.requests.len(),
             held_requests: self.held.len(),
             held_blocks: self.held.blocks(),
+            unseen_ranks: self.lookup.unseen(),
             ..self.stats.clone()
         }
     }
@@ -273,6 +336,7 @@ impl Scheduler {
         for req_id in &input.finished {
             self.finished_unasked(req_id, &mut meta);
         }
+        self.send_questions(&mut meta);
         self.send_loads(&mut meta);
         for request in &input.new {
             if let Some(tracker) = self.requests.get_mut(request.req_id) {
@@ -290,6 +354,29 @@ impl Scheduler {
         }
         (meta.held, meta.give_up) = self.held.take_news();
         meta
+    }
+
+    /// Puts what the lookup wants to know of the workers into a step, before anything else that brings them tokens.
+    fn send_questions(&mut self, meta: &mut StepMeta) {
+        meta.heard = std::mem::take(&mut self.heard);
+        meta.silent = self.lookup.silent();
+        if let Some(silent) = &meta.silent {
+            self.chronicle.set_writers(self.options.workers.saturating_sub(silent.len()));
+        }
+        let mut tokens = 0;
+        while tokens < QUESTION_TOKENS
+            && let Some(wanted) = self.lookup.wanted()
+        {
+            let Some(tracker) = self.requests.get_mut(&wanted.req_id) else { continue };
+            let chunk = tracker.prompt.chunk_tokens().max(1);
+            let prompt = tracker.part((wanted.tokens / chunk + 1) * chunk);
+            tokens += prompt.tokens.len();
+            self.stats.questions += 1;
+            meta.questions.push(Question { number: wanted.number, req_id: wanted.req_id, prompt });
+        }
+        if !meta.questions.is_empty() {
+            meta.asked = self.lookup.asked();
+        }
     }
 
     /// Takes the blocks that a request got; whether it may have something to store once `end` tokens are computed.

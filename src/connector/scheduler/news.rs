@@ -2,8 +2,8 @@
 //! committed, and what lookups found or missed.
 //!
 //! Invariants: nothing is kept where [`ConnectorOptions::events`] is off; what is kept is bounded. It only observes: no decision
-//! follows from it. That a chunk was evicted is seen when a lookup misses it, not before: the drives' tables are shared with
-//! other processes, which evict too.
+//! follows from it. Workers say what they have evicted themselves; what other processes, which share the drives, have evicted is seen
+//! when a lookup misses it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::Hash;
@@ -42,6 +42,8 @@ pub struct News {
     pub found: Vec<ChunkOf>,
     /// Chunks that were stored or found before, and that a lookup misses.
     pub missing: Vec<ChunkOf>,
+    /// Keys of chunks that were stored or found before, and that a worker has dropped for room.
+    pub evicted: Vec<[u8; 32]>,
 }
 
 /// A map that forgets its oldest keys.
@@ -95,6 +97,11 @@ impl Chronicle {
         }
     }
 
+    /// So many workers store.
+    pub(super) fn set_writers(&mut self, writers: usize) {
+        self.writers = writers.max(1);
+    }
+
     pub(super) fn is_on(&self) -> bool {
         self.is_on
     }
@@ -132,6 +139,12 @@ impl Chronicle {
                 self.ordered.map.remove(&key);
                 self.known.insert(key, ());
                 self.news.stored.push(key.0);
+            }
+        }
+        // After what was stored: a worker names only what is not there when it reports.
+        for key in &report.evicted {
+            if self.known.map.remove(&ChunkKey(*key)).is_some() {
+                self.news.evicted.push(*key);
             }
         }
     }

@@ -12,6 +12,7 @@ use crate::key::Extra;
 mod loads;
 mod messages;
 mod news;
+mod ranks;
 mod saves;
 
 const CHUNK: usize = 16;
@@ -32,7 +33,7 @@ impl Told {
 }
 
 impl Lookup for Told {
-    fn stored_tokens(&self, prompt: &Prompt) -> Result<Option<usize>> {
+    fn stored_tokens(&mut self, _req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
         let mut told = self.0.lock();
         told.1 += 1;
         if told.0 == Some(usize::MAX) {
@@ -63,6 +64,7 @@ fn options() -> ConnectorOptions {
         workers: 1,
         writers: usize::MAX,
         rank: 0,
+        silent: false,
     }
 }
 

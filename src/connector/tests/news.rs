@@ -83,3 +83,19 @@ fn nothing_is_remembered_where_nobody_asks() {
     s.failed("a");
     assert_eq!(s.s.take_news(), News::default());
 }
+
+#[test]
+fn what_a_worker_has_evicted_is_taken_back_once_if_it_was_told() {
+    let mut s = side_with(32, |o| (o.events, o.workers) = (true, 2));
+    s.add("a", 100);
+    s.matched("a", 0);
+    let found = s.s.take_news().found;
+    let gone = |keys: &[[u8; 32]]| WorkerMeta { rank: 1, evicted: keys.to_vec(), ..WorkerMeta::default() };
+    let report = gone(&[found[1].key, [9; 32]]);
+    s.s.output(&StepOutput { workers: vec![report.clone(), report], ..StepOutput::default() });
+    assert_eq!(s.s.take_news(), News { evicted: vec![found[1].key], ..News::default() });
+    // Found again, it is told again.
+    s.add("b", 100);
+    s.matched("b", 0);
+    assert_eq!(keys(&s.s.take_news().found), [found[1].key]);
+}

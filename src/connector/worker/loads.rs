@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::super::meta::{BlockSpan, LoadOrder, PromptPart};
+use super::super::meta::{BlockSpan, LoadOrder, PromptPart, Question};
 use super::Worker;
 use crate::device::Stream;
 use crate::engine::{Load, LoadRequest, LoadTicket, Prompt, SlotMapping};
@@ -37,6 +37,20 @@ impl Worker {
         };
         self.prompts.insert(req_id.to_owned(), prompt.clone());
         Some(prompt)
+    }
+
+    /// Learns the tokens of a question, and where this rank is asked, says how much of them is stored here. Tokens that follow some that are not
+    /// known here count as not stored.
+    pub(super) fn answer(&mut self, question: &Question, is_asked: bool) {
+        let prompt = self.learn(&question.req_id, &question.prompt);
+        if is_asked {
+            let found = prompt.map_or(Ok(0), |prompt| self.engine.lookup(&prompt, 0).map(|found| found.matched_tokens));
+            let found = found.unwrap_or_else(|e| {
+                tracing::warn!(error = %e, req_id = question.req_id, "a lookup failed; the request counts as not stored");
+                0
+            });
+            self.report.answers.push((question.number, found as u64));
+        }
     }
 
     /// Whether an order's numbers fit each other: the tokens `start..stop` are of `prompt`, and every group has blocks for them.

@@ -10,14 +10,18 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::hello::Hello;
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use crate::device::{PagedKv, Stream};
-use crate::engine::{Engine, Prompt};
+use crate::engine::{Computed, Engine, Prompt};
 use crate::error::Result;
 
 mod loads;
 mod saves;
+
+/// Keys of evicted chunks that one report takes: 32 KiB.
+const EVICTED: usize = 1024;
 
 /// Requests that came to an end on this worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,6 +61,40 @@ pub struct WorkerStats {
     pub refused_orders: u64,
 }
 
+impl WorkerStats {
+    /// The counts that only grow, by name.
+    #[must_use]
+    pub fn counters(&self) -> [(&'static str, u64); 10] {
+        // Taken apart, so that none is forgotten.
+        let Self {
+            loading: _,
+            storing: _,
+            loads,
+            failed_loads,
+            loaded_tokens,
+            saves,
+            stored_chunks,
+            stored_tokens,
+            already_there,
+            shed_chunks,
+            given_up,
+            refused_orders,
+        } = *self;
+        [
+            ("loads", loads),
+            ("failed_loads", failed_loads),
+            ("loaded_tokens", loaded_tokens),
+            ("saves", saves),
+            ("stored_chunks", stored_chunks),
+            ("stored_tokens", stored_tokens),
+            ("already_there", already_there),
+            ("shed_chunks", shed_chunks),
+            ("given_up", given_up),
+            ("refused_orders", refused_orders),
+        ]
+    }
+}
+
 /// The worker's side of the connector.
 pub struct Worker {
     options: ConnectorOptions,
@@ -76,6 +114,10 @@ pub struct Worker {
     failed_blocks: HashSet<u32>,
     failed_requests: HashSet<String>,
     step: u64,
+    /// What the scheduler has not heard yet.
+    hello: Option<Hello>,
+    /// Another worker stores the same KV.
+    is_silent: bool,
     report: WorkerMeta,
     stats: WorkerStats,
 }
@@ -88,6 +130,8 @@ impl Worker {
     pub fn new(options: ConnectorOptions, engine: Arc<Engine>, kv: Arc<PagedKv>) -> Result<Self> {
         options.validate()?;
         Ok(Self {
+            hello: Some(Hello::new(&engine)),
+            is_silent: options.silent,
             options,
             engine,
             kv,
@@ -119,12 +163,20 @@ impl Worker {
         self.step = self.step.max(meta.step);
         self.held.extend(meta.held);
         self.give_up(&meta.give_up);
+        self.is_silent = meta.silent.map_or(self.is_silent, |silent| silent.contains(&self.options.rank));
+        if meta.heard.contains(&self.options.rank) {
+            self.hello = None;
+        }
+        let is_asked = meta.asked.contains(&self.options.rank);
+        for question in &meta.questions {
+            self.answer(question, is_asked);
+        }
         for order in meta.loads {
             self.start_load(order, stream);
         }
         self.orders.extend(meta.saves);
         if self.options.layerwise {
-            self.start_saves();
+            self.start_saves(None);
         }
     }
 
@@ -133,7 +185,8 @@ impl Worker {
     /// running requests away: for at most [`ConnectorOptions::gather_patience_ms`], then the stores are given up.
     pub fn end_step(&mut self, stream: Option<Stream>) {
         self.end_loads_of_step();
-        self.start_saves();
+        // Told at the start that all is computed, the store's thread is woken once.
+        self.start_saves(Some(stream.map_or(Computed::Now, Computed::On)));
         self.end_saves(stream);
     }
 
@@ -165,14 +218,21 @@ impl Worker {
     pub fn meta(&mut self) -> Option<WorkerMeta> {
         self.poll_loads();
         self.poll_saves();
+        if self.options.events {
+            self.report.evicted = self.engine.take_evicted(EVICTED).into_iter().map(|key| key.0).collect();
+        }
         let gathered_step = self.gathered_step();
         let is_news = gathered_step != self.report.gathered_step
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
-            || self.report.loaded_tokens > 0;
+            || self.report.loaded_tokens > 0
+            || !self.report.answers.is_empty()
+            || !self.report.evicted.is_empty()
+            || self.hello.is_some();
         let next = WorkerMeta { rank: self.options.rank, gathered_step, ..WorkerMeta::default() };
         let report = std::mem::replace(&mut self.report, next);
-        is_news.then_some(WorkerMeta { rank: self.options.rank, gathered_step, ..report })
+        let hello = self.hello.clone();
+        is_news.then_some(WorkerMeta { rank: self.options.rank, gathered_step, hello, ..report })
     }
 
     /// Counts.

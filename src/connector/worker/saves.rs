@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use super::super::meta::{SaveOrder, StoredChunk};
 use super::Worker;
 use crate::device::Stream;
-use crate::engine::{Backpressure, Prompt, Store, StoreRequest};
-use crate::error::Result;
+use crate::engine::{Backpressure, Computed, Prompt, Store, StoreRequest};
+use crate::error::{Error, Result};
 
 /// A store under way.
 pub(super) struct Saving {
@@ -15,8 +15,10 @@ pub(super) struct Saving {
     store: Store,
     prompt: Prompt,
     range: (usize, usize),
-    /// All its layers are computed.
+    /// The store knows that all its layers are computed.
     announced: bool,
+    /// The step that computed it has ended.
+    ended: bool,
     /// Nothing reads the server's blocks for it any more.
     gathered: bool,
 }
@@ -60,56 +62,74 @@ impl Worker {
         self.kv.layout().num_layers().saturating_sub(1)
     }
 
-    /// Starts the stores that were ordered for this step.
-    pub(super) fn start_saves(&mut self) {
+    /// Starts the stores that were ordered for this step; `computed` where all their layers are.
+    pub(super) fn start_saves(&mut self, computed: Option<Computed>) {
+        let (mut orders, mut requests) = (Vec::new(), Vec::new());
         for order in std::mem::take(&mut self.orders) {
-            let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
-            let range = (order.start, order.stop);
-            let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
-            let Some(prompt) = prompt else {
-                tracing::warn!(req_id = order.req_id, "a store of tokens or blocks that are not known here");
-                self.stats.refused_orders += 1;
-                continue;
-            };
-            if self.options.rank as usize >= self.options.writers() {
-                continue;
+            if let Some(request) = self.save_request(&order, computed) {
+                orders.push(order);
+                requests.push(request);
             }
-            if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
-                self.stats.shed_chunks += chunks as u64;
-                continue;
-            }
-            match self.start_save(&order, &prompt) {
+        }
+        if requests.is_empty() {
+            return;
+        }
+        let stores = match self.engine.stores(&requests) {
+            Ok(stores) => stores,
+            Err(e) => return orders.iter().for_each(|order| self.refused(order, &e)),
+        };
+        for ((order, request), store) in orders.into_iter().zip(requests).zip(stores) {
+            match store {
                 Ok(store) => {
                     self.stats.saves += 1;
                     self.saves.push(Saving {
                         req_id: order.req_id,
                         step: self.step,
                         store,
-                        prompt,
-                        range,
-                        announced: false,
+                        prompt: request.prompt,
+                        range: (order.start, order.stop),
+                        announced: computed.is_some(),
+                        ended: false,
                         gathered: false,
                     });
                 }
-                Err(e) => {
-                    tracing::warn!(error = %e, req_id = order.req_id, "a store was refused");
-                    self.stats.refused_orders += 1;
-                }
+                Err(e) => self.refused(&order, &e),
             }
         }
     }
 
-    fn start_save(&self, order: &SaveOrder, prompt: &Prompt) -> Result<Store> {
-        let slots = self.slots(&order.spans, (order.start, order.stop));
+    fn refused(&mut self, order: &SaveOrder, why: &Error) {
+        tracing::warn!(error = %why, req_id = order.req_id, "a store was refused");
+        self.stats.refused_orders += 1;
+    }
+
+    /// What the engine is to store for `order`; nothing where that would be wrong, or another rank does it.
+    fn save_request(&mut self, order: &SaveOrder, computed: Option<Computed>) -> Option<StoreRequest> {
+        let range = (order.start, order.stop);
+        let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
+        let Some(prompt) = prompt else {
+            tracing::warn!(req_id = order.req_id, "a store of tokens or blocks that are not known here");
+            self.stats.refused_orders += 1;
+            return None;
+        };
+        if self.is_silent {
+            return None;
+        }
+        if self.poisoned.get(&order.req_id).is_some_and(|failed| order.epoch <= *failed) {
+            let chunks = (order.stop.saturating_sub(order.start)).div_ceil(self.options.chunk_tokens.max(1) as usize);
+            self.stats.shed_chunks += chunks as u64;
+            return None;
+        }
         let patience = Duration::from_millis(self.options.gather_patience_ms);
         let backpressure =
             if self.options.has_windows() { Backpressure::Shed { patience } } else { Backpressure::default() };
-        self.engine.store(StoreRequest {
+        Some(StoreRequest {
             depends_on: self.tickets(&order.req_id),
             backpressure,
             save_unfull: Some(!order.stop.is_multiple_of(prompt.chunk_tokens().max(1))),
             layerwise: Some(self.options.layerwise),
-            ..StoreRequest::new(prompt, &self.kv, slots)
+            computed,
+            ..StoreRequest::new(&prompt, &self.kv, self.slots(&order.spans, range))
         })
     }
 
@@ -132,7 +152,8 @@ impl Worker {
     /// gathers.
     pub(super) fn end_saves(&mut self, stream: Option<Stream>) {
         let (last, waits) = (self.last_layer(), self.options.has_windows());
-        for saving in self.saves.iter_mut().filter(|s| !s.announced) {
+        for saving in self.saves.iter_mut().filter(|s| !s.ended) {
+            saving.ended = true;
             let mut done = saving.announce(stream);
             if waits && done.is_ok() {
                 done = match stream {

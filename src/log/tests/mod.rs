@@ -5,6 +5,7 @@ mod support;
 
 mod basics;
 mod damage;
+mod evicted;
 mod faults;
 mod lanes;
 mod late;

@@ -18,7 +18,6 @@ use super::seam::BeginPut;
 use crate::device::{Fence, Gate, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
-use crate::io::Place;
 use crate::paged::ChunkPlan;
 
 mod pump;
@@ -62,6 +61,15 @@ impl Default for Backpressure {
     }
 }
 
+/// Layers that are computed when a store begins: all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Computed {
+    /// Now.
+    Now,
+    /// By what was submitted to this stream until now.
+    On(Stream),
+}
+
 /// What to store.
 pub struct StoreSpec {
     /// The caller's memory.
@@ -76,6 +84,8 @@ pub struct StoreSpec {
     pub deadline: Option<Instant>,
     /// A layer is gathered soon after it was given; otherwise more of a chunk is moved at once.
     pub layerwise: bool,
+    /// Whether all layers are computed; otherwise the caller says so, layer by layer or of all at once.
+    pub computed: Option<Computed>,
     /// Chunks known to be stored already, besides `chunks`.
     pub already_there: usize,
     /// Chunks that were shed before the store began, by cause.
@@ -153,22 +163,10 @@ impl Store {
     /// # Errors
     /// As [`Store::layer`], and what the driver says.
     pub fn layer_on(&self, layer: usize, stream: Stream) -> Result<()> {
-        match self.computed(stream)? {
+        match self.inner.pump.point_of(stream)? {
             Some(fence) => self.announce(layer, fence),
             None => Ok(()),
         }
-    }
-
-    /// The point that `stream` has reached, where the device has streams; none at all while it is being captured.
-    fn computed(&self, stream: Stream) -> Result<Option<Option<Fence>>> {
-        let device = self.inner.pump.device();
-        if device.place() == Place::Host {
-            return Ok(Some(None));
-        }
-        if device.is_capturing(stream)? {
-            return Ok(None);
-        }
-        Ok(device.fence(stream)?.map(Some))
     }
 
     fn announce(&self, layer: usize, fence: Option<Fence>) -> Result<()> {
@@ -184,7 +182,7 @@ impl Store {
     /// # Errors
     /// What the driver says.
     pub fn all_layers_on(&self, stream: Stream) -> Result<()> {
-        let Some(fence) = self.computed(stream)? else { return Ok(()) };
+        let Some(fence) = self.inner.pump.point_of(stream)? else { return Ok(()) };
         self.inner.state.lock().announce_all(fence.as_ref());
         self.inner.pump.notify();
         Ok(())
@@ -201,8 +199,7 @@ impl Store {
     pub fn gathered(&self, layer: usize) -> bool {
         let mut state = self.inner.state.lock();
         let done = state.is_gathered(layer);
-        if !done {
-            state.force(layer);
+        if !done && state.force(layer) {
             drop(state);
             self.inner.pump.notify();
         }
@@ -228,10 +225,12 @@ impl Store {
         if !state.is_ready(layer) && !state.finished {
             return Err(no_layer(layer).advice("call layer() for it and all before it first"));
         }
-        state.force(layer);
-        drop(state);
-        self.inner.pump.notify();
-        Ok(self.inner.state.lock())
+        if state.force(layer) {
+            drop(state);
+            self.inner.pump.notify();
+            state = self.inner.state.lock();
+        }
+        Ok(state)
     }
 
     /// Makes what is submitted to `stream` from now on wait until the caller may change its blocks of all layers up to `layer`.

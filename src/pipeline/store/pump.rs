@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::run::{Pause, Retry};
-use super::{Backpressure, Store, StoreInner, StoreResult, StoreSpec, StoreState};
-use crate::device::{Device, Gate, StagingPool};
+use super::{Backpressure, Computed, Store, StoreInner, StoreResult, StoreSpec, StoreState};
+use crate::device::{Device, Fence, Gate, StagingPool, Stream};
 use crate::error::{Error, ErrorKind, Result};
+use crate::io::Place;
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::min_slot_bytes;
 use crate::pipeline::{PipelineOptions, PipelineStats};
@@ -95,6 +96,17 @@ impl StorePump {
         &self.device
     }
 
+    /// The point that `stream` has reached, where the device has streams; none at all while it is being captured.
+    pub(super) fn point_of(&self, stream: Stream) -> Result<Option<Option<Fence>>> {
+        if self.device.place() == Place::Host {
+            return Ok(Some(None));
+        }
+        if self.device.is_capturing(stream)? {
+            return Ok(None);
+        }
+        Ok(self.device.fence(stream)?.map(Some))
+    }
+
     /// Whether this is a child of the process that made the pump.
     pub(super) fn is_forked(&self) -> bool {
         std::process::id() != self.pid
@@ -114,6 +126,19 @@ impl StorePump {
 
     /// Starts a store, or sheds it where too much waits already.
     pub(in crate::pipeline) fn start(self: &Arc<Self>, spec: StoreSpec) -> Result<Store> {
+        let store = self.prepare(spec);
+        self.notify();
+        store
+    }
+
+    /// As [`StorePump::start`] for each of `specs`: waking a thread costs more than all else that is done here.
+    pub(in crate::pipeline) fn start_all(self: &Arc<Self>, specs: Vec<StoreSpec>) -> Vec<Result<Store>> {
+        let stores = specs.into_iter().map(|spec| self.prepare(spec)).collect();
+        self.notify();
+        stores
+    }
+
+    fn prepare(self: &Arc<Self>, spec: StoreSpec) -> Result<Store> {
         let layers = spec.kv.layout().num_layers();
         let slot_bytes = self.pool.slot_bytes();
         for chunk in &spec.chunks {
@@ -131,6 +156,15 @@ impl StorePump {
         let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
         let mut state = StoreState::new(spec.chunks, layers, group_bytes.min(slot_bytes));
         state.count_before(spec.already_there, &spec.shed);
+        match spec.computed {
+            Some(Computed::Now) => state.announce_all(None),
+            Some(Computed::On(stream)) => {
+                if let Some(fence) = self.point_of(stream)? {
+                    state.announce_all(fence.as_ref());
+                }
+            }
+            None => {}
+        }
         let inner = Arc::new(StoreInner {
             kv: spec.kv,
             gate: Arc::new(Gate::new()),
@@ -174,8 +208,6 @@ impl StorePump {
             shared.moved = Instant::now();
         }
         shared.stores.push(Arc::clone(store));
-        shared.dirty = true;
-        self.changed.notify_all();
         Ok(())
     }
 

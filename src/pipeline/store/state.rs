@@ -147,9 +147,12 @@ impl StoreState {
         layer < self.ready
     }
 
-    /// Layers up to `layer` are gathered without waiting for larger groups.
-    pub(super) fn force(&mut self, layer: usize) {
+    /// Layers up to `layer` are gathered without waiting for larger groups; whether that may let something begin. Where all layers
+    /// are computed, nothing waits for more of them.
+    pub(super) fn force(&mut self, layer: usize) -> bool {
+        let is_news = self.forced <= layer && self.ready < self.announced.len();
         self.forced = self.forced.max(layer + 1);
+        is_news
     }
 
     /// Whether the caller's blocks of all layers up to `layer` are no longer read.

@@ -157,6 +157,7 @@ impl World {
             backpressure: Backpressure::Wait,
             deadline: None,
             layerwise: true,
+            computed: None,
             already_there: 0,
             shed: Vec::new(),
         }

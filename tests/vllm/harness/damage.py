@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -13,8 +14,10 @@ PAGE = 4096
 
 
 def rank_folders(cache: Path, rank: int) -> list[Path]:
-    """Where a rank's KV lies; empty before anything was stored."""
-    return sorted(cache.glob(f"*/*tp{rank}of*"))
+    """Where the KV of one of the ranks lies whose KV is in this cache; empty before anything was stored."""
+    folders = sorted(cache.glob("*/pp*of*"))
+    shards = sorted({folder.name for folder in folders})
+    return [folder for folder in folders if folder.name == shards[rank % len(shards)]]
 
 
 def _data(cache: Path, rank: int) -> list[Path]:
@@ -34,7 +37,11 @@ def flip(cache: Path, rank: int, source: random.Random) -> int:
     count = 0
     with mmap.mmap(-1, PAGE) as held:
         for file in _data(cache, rank):
-            opened = _open_direct(file)
+            try:
+                opened = _open_direct(file)
+            except FileNotFoundError:
+                # A server that runs may give an empty lane's files back meanwhile.
+                continue
             for page in range(os.fstat(opened).st_size // PAGE):
                 if os.preadv(opened, [held], page * PAGE) < PAGE or not any(held) or source.random() < 0.5:
                     continue
@@ -49,11 +56,15 @@ def truncate(cache: Path, rank: int, source: random.Random) -> int:
     """Data files that end somewhere in what was written; how many."""
     count = 0
     for file in _data(cache, rank):
-        held = file.read_bytes()
+        try:
+            held = file.read_bytes()
+        except FileNotFoundError:
+            continue
         written = len(held.rstrip(b"\0")) // PAGE
         if written:
-            os.truncate(file, source.randrange(written) * PAGE)
-            count += 1
+            with contextlib.suppress(FileNotFoundError):
+                os.truncate(file, source.randrange(written) * PAGE)
+                count += 1
     return count
 
 

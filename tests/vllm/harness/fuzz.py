@@ -80,15 +80,29 @@ def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
     return dataclasses.replace(made, windows=windows, settings=settings, blocks=made.blocks * len(windows))
 
 
+def with_ranks(made: Shape, ranks: dict[str, Any]) -> Shape:
+    """The same server with these ranks; with pipeline stages loads within a step are refused."""
+    made = dataclasses.replace(made, **ranks)
+    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or made.stages == 1}
+    return dataclasses.replace(made, settings=settings)
+
+
 class Fuzz:
     """One run."""
 
     def __init__(
-        self, seed: int, folder: Path, tally: Tally, device: str = "cpu", windows: tuple[int | None, ...] = (None,)
+        self,
+        seed: int,
+        folder: Path,
+        tally: Tally,
+        device: str = "cpu",
+        windows: tuple[int | None, ...] = (None,),
+        ranks: dict[str, Any] | None = None,
     ) -> None:
-        """Of a seed, over caches in `folder`."""
+        """Of a seed, over caches in `folder`; `ranks`: fields of `Shape`."""
         self.source, self.folder, self.tally = random.Random(seed), folder, tally
-        self.windows, self.shape = windows, with_windows(shape(self.source, device), windows)
+        self.windows, self.ranks = windows, ranks or {}
+        self.shape = with_ranks(with_windows(shape(self.source, device), windows), self.ranks)
         self.beginnings = [self._tokens(self.source.randrange(60, 230)) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.sent = 0
@@ -130,8 +144,8 @@ class Fuzz:
             self._damage(damage.RUNNING)
 
     def _damage(self, kinds: tuple[damage.Damage, ...]) -> None:
-        kind, rank = self.source.choice(kinds), self.source.randrange(self.shape.ranks)
-        if kind(self.folder / "cache", rank, self.source):
+        kind, rank = self.source.choice(kinds), self.source.randrange(self.shape.workers)
+        if kind(self.shape.cache(self.folder, rank), rank, self.source):
             self.tally.damaged += 1
             self.tally.kind(kind.__name__)
 
@@ -177,7 +191,7 @@ class Fuzz:
             if self.source.random() < 0.3:
                 # The next server runs the model in another way; what it finds stored is the same.
                 other = with_windows(shape(self.source, self.shape.device), self.windows)
-                self.shape = dataclasses.replace(other, ranks=self.shape.ranks)
+                self.shape = with_ranks(dataclasses.replace(other, ranks=self.shape.ranks), self.ranks)
         self.tally.seeds += 1
         self.tally.seeds_that_loaded += self.tally.loaded_tokens > before[0]
         self.tally.seeds_that_failed += self.tally.failed_loads > before[1]

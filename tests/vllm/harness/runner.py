@@ -32,6 +32,8 @@ class Layer:
     """KV cache group."""
     window: int | None
     """Tokens that attention reads, the computed one among them; all where None."""
+    number: int
+    """Which layer of the model it is."""
 
 
 @dataclass
@@ -73,6 +75,29 @@ class Mismatch:
         )
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which tokens' KV a rank has: runs of `interleave` tokens go round `ranks` ranks, as vLLM's block tables have it."""
+
+    rank: int = 0
+    ranks: int = 1
+    interleave: int = 1
+
+    def own(self, start: int, stop: int, block_tokens: int) -> torch.Tensor:
+        """The positions in `start..stop` that are this rank's, with blocks of so many tokens on each rank."""
+        positions = torch.arange(start, stop)
+        if self.ranks == 1:
+            return positions
+        return positions[positions % (block_tokens * self.ranks) // self.interleave % self.ranks == self.rank]
+
+    def places(self, positions: torch.Tensor, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where in a request's block table positions lie, and where in the blocks."""
+        size = block_tokens * self.ranks
+        within = positions % size
+        rounds = within // (self.interleave * self.ranks)
+        return positions // size, rounds * self.interleave + within % self.interleave
+
+
 class Rank:
     """One worker: its KV tensors and its connector."""
 
@@ -83,10 +108,12 @@ class Rank:
         tensors: dict[str, torch.Tensor],
         connector: KVConnectorBase_V1,
         computes_as: int,
+        share: Share,
     ) -> None:
         """`tensors`: [blocks, 2, tokens of a block, heads, head size] of 4-byte elements, per layer; `computes_as`: the rank whose
         KV this one computes."""
         self.rank, self.layers, self.connector, self.computes_as = rank, layers, connector, computes_as
+        self.share = share
         some = next(iter(tensors.values()))
         self.device, self.block_tokens = some.device, some.shape[2]
         self.words = some.shape[3] * some.shape[4] // 2
@@ -105,36 +132,44 @@ class Rank:
         """Damages a block in one place."""
         self._kv[layer][block, 1, 3, 0] ^= 1
 
-    def _right(self, index: int, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
-        words = sequence.prefix.words(start, stop, (index, self.computes_as), 2 * self.words)
-        return torch.from_numpy(words).to(self.device, non_blocking=True).view(-1, 2, self.words)
+    def _right(self, layer: Layer, sequence: Sequence, start: int, positions: torch.Tensor) -> torch.Tensor:
+        stop = int(positions[-1]) + 1
+        words = sequence.prefix.words(start, stop, (layer.number, self.computes_as), 2 * self.words)
+        right = torch.from_numpy(words).to(self.device, non_blocking=True).view(-1, 2, self.words)
+        return right if len(right) == len(positions) else right[(positions - start).to(self.device)]
 
     def write(self, index: int, sequence: Sequence, count: int) -> None:
         """KV of the next `count` positions in layer `index`; of no use where the layers before it have read wrong KV."""
         layer, start = self.layers[index], sequence.computed
-        at = torch.arange(start, start + count)
-        table = torch.tensor(sequence.blocks[layer.group])
-        blocks, places = table[at // self.block_tokens].to(self.device), (at % self.block_tokens).to(self.device)
+        positions = self.share.own(start, start + count, self.block_tokens)
+        if len(positions) == 0:
+            return
+        blocks, places = self._where(layer, sequence, positions)
         assert int(blocks.min()) > 0, f"{sequence.req_id} computes into the null block"
-        right = self._right(index, sequence, start, start + count)
+        right = self._right(layer, sequence, start, positions)
         self._kv[layer.name][blocks, :, places] = torch.full_like(right, POISON) if sequence.wrong else right
 
     def check(self, index: int, sequence: Sequence, count: int) -> Mismatch | None:
         """The first wrong word that attention reads in layer `index` for the next `count` positions."""
         layer = self.layers[index]
         start = 0 if layer.window is None else max(0, sequence.computed + 1 - layer.window)
-        stop = sequence.computed + count
-        first = start // self.block_tokens
-        table = sequence.blocks[layer.group][first : -(-stop // self.block_tokens)]
-        read = self._kv[layer.name][torch.tensor(table, device=self.device)].transpose(1, 2).flatten(0, 1)
-        read = read[start - first * self.block_tokens : stop - first * self.block_tokens]
-        differs = (read != self._right(index, sequence, start, stop)).flatten(1).any(1)
+        positions = self.share.own(start, sequence.computed + count, self.block_tokens)
+        if len(positions) == 0:
+            return None
+        blocks, places = self._where(layer, sequence, positions)
+        read = self._kv[layer.name][blocks, :, places]
+        differs = (read != self._right(layer, sequence, start, positions)).flatten(1).any(1)
         if not bool(differs.any()):
             return None
         at = int(differs.int().argmax())
-        block = sequence.blocks[layer.group][(start + at) // self.block_tokens]
         is_poison = bool((read[at] == POISON).all())
-        return Mismatch(sequence.req_id, self.rank, layer.name, start + at, block, sequence.computed, is_poison)
+        position, block = int(positions[at]), int(blocks[at])
+        return Mismatch(sequence.req_id, self.rank, layer.name, position, block, sequence.computed, is_poison)
+
+    def _where(self, layer: Layer, sequence: Sequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_table, places = self.share.places(positions, self.block_tokens)
+        table = torch.tensor(sequence.blocks[layer.group])
+        return table[of_table].to(self.device), places.to(self.device)
 
 
 @dataclass
@@ -228,7 +263,7 @@ class Runner:
     def _excuse(self, wrong: list[Mismatch], invalid: set[int]) -> None:
         for mismatch in wrong:
             sequence = self.sequences[mismatch.req_id]
-            computed = -(-sequence.computed // self.ranks[0].block_tokens)
+            computed = -(-sequence.computed // (self.ranks[0].block_tokens * self.ranks[0].share.ranks))
             if any(invalid.intersection(table[:computed]) for table in sequence.blocks):
                 self.excused += 1
             elif self.strict:

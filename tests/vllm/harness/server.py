@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVEventsConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from .kv import VOCABULARY, generated
-from .runner import Layer, Rank, Runner
+from .runner import Layer, Rank, Runner, Share
 
 BLOCK_TOKENS, CHUNK_TOKENS, MAX_TOKENS = 16, 32, 1024
 KV_HEADS, HEAD_SIZE = 2, 4
@@ -68,21 +68,63 @@ class Shape:
     asynchronous: bool = False
     second_runner: bool = False
     ranks: int = 2
+    """Of tensor parallelism."""
+    stages: int = 1
+    """Of pipeline parallelism."""
+    context: int = 1
+    """Ranks of decode context parallelism, among those of tensor parallelism."""
+    interleave: int = 1
+    """Tokens that go to one of them before the next one's."""
+    elsewhere: tuple[int, ...] = ()
+    """Workers whose cache lies where the scheduler does not look, as on another machine."""
     blocks: int = 64
     max_requests: int = 8
     batch_tokens: int = 128
     long_prefill_tokens: int = 0
     prefix_caching: bool = True
     windows: tuple[int | None, ...] = (None,)
-    """One KV cache group of two layers for each: its sliding window."""
+    """One KV cache group for each: its sliding window."""
+    depth: int = 2
+    """Layers of a group, of each stage but the last, which has one more."""
+    pieces: str = ""
+    """A block's K and V lie apart: `outer`, each of all blocks together, or `inner`, each block's of all layers together."""
     mla: bool = False
     """Every rank computes the same latent KV."""
+    events: bool = False
+    """KV events are published, to `Server.events`."""
     role: str = "kv_both"
     device: str = "cpu"
     connector: str = "ForebayConnector"
     connector_module: str = "forebay.vllm"
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
+
+    @property
+    def workers(self) -> int:
+        """Ranks of all stages."""
+        return self.ranks * self.stages
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a request that a block stands for."""
+        return BLOCK_TOKENS * self.context
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that are under way at once."""
+        if self.asynchronous and (self.second_runner or self.stages == 1):
+            return self.stages + 1
+        return self.stages
+
+    def cache(self, folder: Path, rank: int) -> Path:
+        """Where a worker's cache lies."""
+        return folder / (f"cache-{rank}" if rank in self.elsewhere else "cache")
+
+    def layers(self, group: int, stage: int) -> list[int]:
+        """The numbers of a stage's layers in a group."""
+        count, first = self.depth * self.stages + (self.stages > 1), stage * self.depth
+        last = count if stage == self.stages - 1 else first + self.depth
+        return [group * count + layer for layer in range(first, last)]
 
 
 @dataclass
@@ -143,25 +185,47 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
         kv_transfer_config=transfer,
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if shape.events else None,
     )
     # vLLM would look for devices and start no executor here: set when all of its own checks are over.
     config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.pipeline_parallel_size = shape.stages
+    config.parallel_config.decode_context_parallel_size = shape.context
+    config.parallel_config.cp_kv_cache_interleave_size = shape.interleave
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks
     return config
 
 
-def _groups(shape: Shape) -> list[KVCacheGroupSpec]:
+def _kv(shape: Shape, stage: int) -> KVCacheConfig:
+    """As vLLM makes it for the workers of a stage; the scheduler gets that of the first."""
+    return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=_groups(shape, stage))
+
+
+def _groups(shape: Shape, stage: int) -> list[KVCacheGroupSpec]:
     size = {"block_size": BLOCK_TOKENS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
     groups = []
     for i, window in enumerate(shape.windows):
-        names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2 * i, 2 * i + 2)]
+        names = [f"model.layers.{layer}.self_attn.attn" for layer in shape.layers(i, stage)]
         spec = FullAttentionSpec(**size) if window is None else SlidingWindowSpec(**size, sliding_window=window)
         if shape.mla:
             # As many bytes of a token as the other kind has.
             spec = MLAAttentionSpec(**size | {"num_kv_heads": 1, "head_size": 2 * KV_HEADS * HEAD_SIZE})
         groups.append(KVCacheGroupSpec(names, spec))
     return groups
+
+
+def _memory(shape: Shape, layers: int) -> torch.Tensor:
+    """KV of so many layers: `[layers, blocks, 2, tokens, heads, head size]`, however it lies."""
+    inner = (BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)
+    physical = {
+        "": ((layers, shape.blocks, 2), (0, 1, 2)),
+        "outer": ((layers, 2, shape.blocks), (0, 2, 1)),
+        "inner": ((shape.blocks, 2, layers), (2, 0, 1)),
+    }
+    sizes, order = physical[shape.pieces]
+    made = torch.zeros((*sizes, *inner), dtype=torch.float32, device=shape.device)
+    return made.permute(*order, 3, 4, 5)
 
 
 class Server:
@@ -171,19 +235,21 @@ class Server:
         """Starts it; `folder` holds the caches of this and of earlier ones."""
         self.shape, self.asked = shape, dict[str, Asked]()
         config = vllm_config(shape, folder)
-        kv = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=_groups(shape))
         kind = AsyncScheduler if shape.asynchronous else Scheduler
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=kv,
+            kv_cache_config=_kv(shape, 0),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
+            block_size=shape.block_tokens,
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = shape.second_runner
-        self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.runner = Runner([self._rank(config, kv, rank) for rank in range(shape.ranks)], shape.asynchronous, shape.second_runner)
-        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.ranks)
+        self.hasher = get_request_block_hasher(shape.block_tokens, sha256)
+        ranks = [self._rank(config, folder, rank) for rank in range(shape.workers)]
+        self.runner = Runner(ranks, shape.asynchronous, shape.second_runner)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.workers)
+        self.events: list[Any] = []
+        self._watch_events()
         self.handed_over: dict[str, dict[str, Any]] = {}
         self.queue: deque[tuple[Any, list[ModelRunnerOutput]]] = deque()
         self.loaded_tokens = self.failed_loads = self.preemptions = self.steps = 0
@@ -191,18 +257,36 @@ class Server:
         self._watch_pool()
         self._moved = time.monotonic()
 
-    def _rank(self, config: VllmConfig, kv: KVCacheConfig, rank: int) -> Rank:
+    def _rank(self, config: VllmConfig, folder: Path, rank: int) -> Rank:
+        shape, (stage, tp_rank) = self.shape, divmod(rank, self.shape.ranks)
         own = copy.copy(config)
         own.parallel_config = copy.copy(config.parallel_config)
         own.parallel_config.rank = rank
+        own.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        extra = own.kv_transfer_config.kv_connector_extra_config
+        place = {"gds_config": {"cache_dir": str(shape.cache(folder, rank))}}
+        own.kv_transfer_config.kv_connector_extra_config = extra | (place if rank in shape.elsewhere else {})
+        kv = _kv(shape, stage)
         connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, kv)
         layers, tensors = [], {}
-        for index, (group, window) in enumerate(zip(kv.kv_cache_groups, self.shape.windows)):
-            for name in group.layer_names:
-                layers.append(Layer(name, index, window))
-                size = (self.shape.blocks, 2, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)
-                tensors[name] = torch.zeros(size, dtype=torch.float32, device=self.shape.device)
-        return Rank(rank, layers, tensors, connector, 0 if self.shape.mla else rank)
+        memory = _memory(shape, sum(len(group.layer_names) for group in kv.kv_cache_groups))
+        for index, (group, window) in enumerate(zip(kv.kv_cache_groups, shape.windows)):
+            for name, number in zip(group.layer_names, shape.layers(index, stage)):
+                layers.append(Layer(name, index, window, number))
+                tensors[name] = memory[len(tensors)]
+        share = Share(tp_rank % shape.context, shape.context, shape.interleave)
+        return Rank(rank, layers, tensors, connector, 0 if shape.mla else tp_rank, share)
+
+    def _watch_events(self) -> None:
+        """Keeps what the connector tells."""
+        connector, take = self.scheduler.connector, self.scheduler.connector.take_events
+
+        def watched() -> list[Any]:
+            events = list(take())
+            self.events += events
+            return events
+
+        connector.take_events = watched
 
     def _watch_pool(self) -> None:
         """Learns which blocks are given out: what is in them until they are computed or loaded is nobody's KV."""
@@ -266,7 +350,7 @@ class Server:
             assert not output.kv_cache_block_copies, "partial blocks are copied, which this runner does not do"
             self.queue.append((output, self.runner.execute(output, fresh)))
             executed = output.total_num_scheduled_tokens > 0
-            if self.shape.asynchronous and len(self.queue) < 2 and (executed or self.scheduler.has_requests()):
+            if len(self.queue) < self.shape.steps_ahead and (executed or self.scheduler.has_requests()):
                 return True
         self._update()
         if time.monotonic() - self._moved > HANGS_S:
@@ -300,6 +384,14 @@ class Server:
         """Steps until nothing is left to do."""
         while self.step():
             pass
+
+    def until_stored(self, prompt: list[int], tokens: int) -> None:
+        """Waits until every worker has committed so many tokens of a prompt."""
+        for rank in self.runner.ranks:
+            engine, began = rank.connector._worker._engine, time.monotonic()
+            while engine.lookup(prompt) < tokens:
+                assert time.monotonic() - began < HANGS_S, f"rank {rank.rank} has {engine.lookup(prompt)} of {tokens} tokens"
+                time.sleep(0.001)
 
     def describe(self) -> str:
         """What is left."""

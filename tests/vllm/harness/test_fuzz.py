@@ -46,7 +46,8 @@ def test_wrong_kv_is_noticed(tmp_path: Path, device: str) -> None:
     # The runner's own check: one bit of one block of one rank.
     server = Server(Shape(device=device), tmp_path)
     server.ask("a", list(range(10, 90)), 8)
-    server.step()
+    while "a" not in server.runner.sequences:
+        server.step()
     rank, sequence = server.runner.ranks[1], server.runner.sequences["a"]
     rank.flip("model.layers.1.self_attn.attn", sequence.blocks[0][2])
     with pytest.raises(AssertionError, match=r"request a, rank 1, layer model.layers.1.self_attn.attn, position 3\d"):

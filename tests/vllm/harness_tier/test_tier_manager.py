@@ -194,7 +194,7 @@ def test_a_read_only_cache_is_only_read(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     refused = {
         "capasity": ({"capasity": "1GiB"}, "capasity"),
-        "connector": ({"gather_patience_ms": 5}, "settings of ForebayConnector"),
+        "range": ({"load_timeout_ms": 3600001}, "use 0 to 3600000 ms"),
         "model": ({"fingerprint": ""}, "name model, revision and quantisation in `fingerprint`"),
         "drive": ({"gds_config": {}}, "cache_dir"),
     }

@@ -40,7 +40,7 @@ pub(crate) fn read(path: &Path, sections: &[String]) -> Result<JobFile> {
     parse(&text, sections).map_err(|e| e.at(path))
 }
 
-fn parse(text: &str, sections: &[String]) -> Result<JobFile> {
+pub(crate) fn parse(text: &str, sections: &[String]) -> Result<JobFile> {
     let command = JobOptions::augment_args(clap::Command::new("job").no_binary_name(true).args_override_self(true));
     let ini = load(text)?;
     let mut file = JobFile { jobs: Vec::new(), ignored: Vec::new() };

@@ -4,7 +4,7 @@
 //! turns a [`job::Job`] into a [`crate::report::JobResult`]; what is printed from it is `report`'s business.
 
 pub(crate) mod job;
-mod jobfile;
+pub(crate) mod jobfile;
 mod kv;
 pub(crate) mod options;
 pub(crate) mod raw;

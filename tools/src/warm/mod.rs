@@ -29,7 +29,7 @@ use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::size::{parse_bytes, show_bytes};
 use cache::{CacheSink, Model};
-use dump::{DumpInfo, KvShape};
+pub(crate) use dump::{DumpInfo, KvShape};
 use reader::{Event, ReadOptions, Reader};
 use sink::{DryRun, Imported, Sink};
 

@@ -1,0 +1,63 @@
+//! What a worker says of itself once: which shard of the model it has, and where its cache lies. Plain data.
+//!
+//! The scheduler learns from it what no configuration tells it: the layers of each pipeline stage, and whose caches lie on its
+//! own machine.
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher as _, RandomState};
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::Place;
+use crate::engine::Engine;
+use crate::error::Result;
+use crate::geometry::{DType, Geometry, LayerSpec, Shard};
+
+/// A worker's description of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Drawn anew by every start of the worker.
+    incarnation: u64,
+    /// Where its cache lies; `None` where there is none.
+    pub(super) place: Option<Place>,
+    model: String,
+    dtype: DType,
+    layers: Vec<LayerSpec>,
+    chunk_tokens: u32,
+    shard: Shard,
+    identity: BTreeMap<String, String>,
+}
+
+impl Hello {
+    /// Of a worker over this engine.
+    #[must_use]
+    pub fn new(engine: &Engine) -> Self {
+        let place = engine.is_up().then(|| engine.settings().place()).flatten();
+        Self::of(engine.geometry(), place)
+    }
+
+    /// Of a worker with this geometry, whose cache lies in `place`.
+    #[must_use]
+    pub fn of(geometry: &Geometry, place: Option<Place>) -> Self {
+        Self {
+            incarnation: RandomState::new().hash_one(std::process::id()),
+            place,
+            model: geometry.model.clone(),
+            dtype: geometry.dtype.clone(),
+            layers: geometry.layers.to_vec(),
+            chunk_tokens: geometry.chunk_tokens,
+            shard: geometry.shard,
+            identity: geometry.identity.clone(),
+        }
+    }
+
+    /// The worker's geometry.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::InvalidInput`] where it is none.
+    pub fn geometry(&self) -> Result<Geometry> {
+        let made = Geometry::new(&self.model, self.dtype.clone(), self.layers.clone(), self.chunk_tokens)?;
+        let made = made.with_shard(self.shard)?;
+        Ok(self.identity.iter().fold(made, |made, (name, value)| made.with_identity(name, value)))
+    }
+}

@@ -1,0 +1,456 @@
+//! A disk in memory that remembers what was flushed, so that it can say what a power cut may leave.
+//!
+//! Of every file it keeps the durable content and, in order, what was done since the last flush of that file. An image takes
+//! the durable content and any part of the rest: whole operations may be missing, writes may be torn at 512 bytes. Names are
+//! durable when made; of the removed ones the last may come back until something is flushed.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use forebay::error::{Error, ErrorKind, Result};
+use forebay::io::{Disk, DiskFile, FileOptions};
+use parking_lot::Mutex;
+
+use super::rng::Rng;
+
+const PAGE: usize = 4096;
+const SECTOR: usize = 512;
+
+type Page = Arc<[u8; PAGE]>;
+
+/// What a file holds: a page that is `None` is a hole.
+#[derive(Clone, Default)]
+pub struct Content {
+    pub len: u64,
+    pages: Vec<Option<Page>>,
+}
+
+impl Content {
+    fn read(&self, buf: &mut [u8], offset: u64) -> bool {
+        if offset + buf.len() as u64 > self.len {
+            return false;
+        }
+        let mut at = offset as usize;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let within = at % PAGE;
+            let n = rest.len().min(PAGE - within);
+            let (to, after) = rest.split_at_mut(n);
+            match self.pages.get(at / PAGE).and_then(Option::as_ref) {
+                Some(page) => to.copy_from_slice(&page[within..within + n]),
+                None => to.fill(0),
+            }
+            (at, rest) = (at + n, after);
+        }
+        true
+    }
+
+    fn write(&mut self, offset: u64, bytes: &[u8]) {
+        self.len = self.len.max(offset + bytes.len() as u64);
+        let (mut at, mut rest) = (offset as usize, bytes);
+        while !rest.is_empty() {
+            let within = at % PAGE;
+            let n = rest.len().min(PAGE - within);
+            let page = Arc::make_mut(self.page(at / PAGE));
+            page[within..within + n].copy_from_slice(&rest[..n]);
+            (at, rest) = (at + n, &rest[n..]);
+        }
+    }
+
+    fn page(&mut self, n: usize) -> &mut Page {
+        if self.pages.len() <= n {
+            self.pages.resize(n + 1, None);
+        }
+        self.pages[n].get_or_insert_with(|| Arc::new([0; PAGE]))
+    }
+
+    fn allocate(&mut self, offset: u64, len: u64) {
+        self.len = self.len.max(offset + len);
+        for n in offset as usize / PAGE..(offset + len).div_ceil(PAGE as u64) as usize {
+            self.page(n);
+        }
+    }
+
+    fn punch(&mut self, offset: u64, len: u64) {
+        for n in offset as usize / PAGE..((offset + len) as usize / PAGE).min(self.pages.len()) {
+            self.pages[n] = None;
+        }
+    }
+
+    fn set_len(&mut self, len: u64) {
+        self.len = len;
+        self.pages.truncate(len.div_ceil(PAGE as u64) as usize);
+    }
+
+    fn allocated(&self) -> u64 {
+        self.pages.iter().flatten().count() as u64 * PAGE as u64
+    }
+
+    /// All bytes.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len as usize];
+        assert!(self.read(&mut bytes, 0));
+        bytes
+    }
+
+    /// Turns a bit, if it can of a byte that is not zero; whether there was a page.
+    pub fn flip(&mut self, rng: &mut Rng) -> bool {
+        let full: Vec<usize> = (0..self.pages.len()).filter(|n| self.pages[*n].is_some()).collect();
+        let mut place = None;
+        for _ in 0..200 {
+            let Some(n) = full.get(rng.below(full.len().max(1) as u64) as usize) else { return false };
+            let byte = rng.below(PAGE as u64) as usize;
+            place = Some((*n, byte));
+            if self.pages[*n].as_ref().is_some_and(|page| page[byte] != 0) {
+                break;
+            }
+        }
+        let Some((n, byte)) = place else { return false };
+        Arc::make_mut(self.page(n))[byte] ^= 1 << rng.below(8);
+        true
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Write(at, bytes) => self.write(*at, bytes),
+            Op::Len(len) => self.set_len(*len),
+            Op::Allocate(at, len) => self.allocate(*at, *len),
+            Op::Punch(at, len) => self.punch(*at, *len),
+        }
+    }
+
+    /// Applies the sectors of a write that `keep` says.
+    fn apply_torn(&mut self, op: &Op, mut keep: impl FnMut() -> bool) {
+        let Op::Write(at, bytes) = op else { return self.apply(op) };
+        for (i, sector) in bytes.chunks(SECTOR).enumerate() {
+            if keep() {
+                self.write(at + (i * SECTOR) as u64, sector);
+            }
+        }
+    }
+}
+
+#[derive(Clone)]
+enum Op {
+    Write(u64, Arc<[u8]>),
+    Len(u64),
+    Allocate(u64, u64),
+    Punch(u64, u64),
+}
+
+#[derive(Clone, Default)]
+struct Inode {
+    durable: Content,
+    since: Vec<Op>,
+    now: Content,
+}
+
+/// All files of a disk.
+#[derive(Clone, Default)]
+pub struct Files {
+    names: BTreeMap<PathBuf, usize>,
+    inodes: Vec<Arc<Inode>>,
+    /// Removed names that a power cut may bring back.
+    removed: Vec<(PathBuf, usize)>,
+}
+
+/// What a crash leaves of what was not flushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loss {
+    /// All of it stays, as when only the process dies.
+    Nothing,
+    /// None of it.
+    All,
+    /// What was done last is missing, from some operation on.
+    Tail,
+    /// Any operations are missing.
+    Some,
+    /// Any operations are missing, others are torn at 512 bytes.
+    Torn,
+}
+
+impl Files {
+    /// Paths of the files, relative to the mount.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.names.keys().map(PathBuf::as_path)
+    }
+
+    /// What a file holds now.
+    pub fn content(&self, path: &Path) -> Option<&Content> {
+        Some(&self.inodes[*self.names.get(path)?].now)
+    }
+
+    /// Turns a bit of some file.
+    pub fn flip(&mut self, rng: &mut Rng) -> bool {
+        // Of the index most of the time: the data are checked by every load.
+        let of_index = !rng.one_in(4);
+        let wanted = |path: &Path| path.ends_with("index.kv") == of_index;
+        let all: Vec<usize> = self.names.iter().filter(|(path, _)| wanted(path)).map(|(_, n)| *n).collect();
+        let Some(n) = all.get(rng.below(all.len().max(1) as u64) as usize) else { return false };
+        let inode = Arc::make_mut(&mut self.inodes[*n]);
+        let flipped = inode.now.flip(rng);
+        inode.durable = inode.now.clone();
+        flipped
+    }
+
+    /// What a crash leaves: everything in it is durable.
+    pub fn after_crash(&self, loss: Loss, rng: &mut Rng) -> Self {
+        let mut image = Self { names: self.names.clone(), ..Self::default() };
+        if loss != Loss::Nothing {
+            // File systems keep the order of what happens to names.
+            let kept = rng.below(self.removed.len() as u64 + 1) as usize;
+            for (path, inode) in self.removed.iter().skip(kept) {
+                image.names.entry(path.clone()).or_insert(*inode);
+            }
+        }
+        let total: u64 = self.inodes.iter().map(|i| i.since.len() as u64).sum();
+        let (keep_of_8, tail) = (rng.below(8), rng.below(total.max(1)) + 1);
+        let mut number = 0;
+        for inode in &self.inodes {
+            let content = match loss {
+                Loss::Nothing => inode.now.clone(),
+                _ if inode.since.is_empty() => inode.durable.clone(),
+                _ => {
+                    let mut content = inode.durable.clone();
+                    for op in &inode.since {
+                        number += 1;
+                        match loss {
+                            Loss::Tail if number + tail <= total => content.apply(op),
+                            Loss::Some if rng.below(8) < keep_of_8 => content.apply(op),
+                            Loss::Torn if rng.below(8) < keep_of_8 => content.apply(op),
+                            Loss::Torn if rng.below(2) == 0 => content.apply_torn(op, || rng.below(2) == 0),
+                            _ => {}
+                        }
+                    }
+                    content
+                }
+            };
+            image.inodes.push(Arc::new(Inode { durable: content.clone(), since: Vec::new(), now: content }));
+        }
+        image
+    }
+}
+
+/// Told after every operation that changed something.
+pub trait Observer: Send + Sync {
+    /// The disk is in a new state.
+    fn boundary(&self, disk: &SimDisk);
+}
+
+/// A disk, mounted at a directory.
+pub struct SimDisk {
+    root: PathBuf,
+    files: Mutex<Files>,
+    observer: Mutex<Option<Arc<dyn Observer>>>,
+    /// Number of the process whose calls are running; files that it opens are its own.
+    current: AtomicU64,
+    dead: Mutex<Vec<u64>>,
+    /// Bytes that all files together may take.
+    space: AtomicU64,
+    operations: AtomicU64,
+}
+
+impl SimDisk {
+    pub fn new(root: &Path, files: Files) -> Arc<Self> {
+        Arc::new(Self {
+            root: root.to_path_buf(),
+            files: Mutex::new(files),
+            observer: Mutex::new(None),
+            current: AtomicU64::new(0),
+            dead: Mutex::default(),
+            space: AtomicU64::new(u64::MAX),
+            operations: AtomicU64::new(0),
+        })
+    }
+
+    pub fn observe(&self, observer: Option<Arc<dyn Observer>>) {
+        *self.observer.lock() = observer;
+    }
+
+    pub fn files(&self) -> Files {
+        self.files.lock().clone()
+    }
+
+    /// What opens files from now on is process `n`.
+    pub fn enter(&self, process: u64) {
+        self.current.store(process, Ordering::Relaxed);
+    }
+
+    pub fn current(&self) -> u64 {
+        self.current.load(Ordering::Relaxed)
+    }
+
+    /// Nothing that process `n` does reaches the disk from now on.
+    pub fn kill(&self, process: u64) {
+        self.dead.lock().push(process);
+    }
+
+    pub fn is_dead(&self, process: u64) -> bool {
+        self.dead.lock().contains(&process)
+    }
+
+    pub fn operations(&self) -> u64 {
+        self.operations.load(Ordering::Relaxed)
+    }
+
+    /// The space of the whole disk, in bytes.
+    pub fn set_space(&self, bytes: u64) {
+        self.space.store(bytes, Ordering::Relaxed);
+    }
+
+    fn relative(&self, path: &Path) -> PathBuf {
+        path.strip_prefix(&self.root).unwrap_or(path).to_path_buf()
+    }
+
+    fn changed(&self) {
+        self.operations.fetch_add(1, Ordering::Relaxed);
+        let observer = self.observer.lock().clone();
+        if let Some(observer) = observer {
+            observer.boundary(self);
+        }
+    }
+}
+
+fn not_found(path: &Path) -> Error {
+    Error::new(ErrorKind::NotFound, "no such file on the simulated disk").at(path)
+}
+
+/// A mount point: what the library sees.
+pub struct Mounted(pub Arc<SimDisk>);
+
+impl Disk for Mounted {
+    fn takes(&self, path: &Path) -> bool {
+        path.file_name().is_some_and(|n| n == "index.kv" || n == "data.kv")
+    }
+
+    fn open(&self, path: &Path, options: FileOptions) -> Result<Arc<dyn DiskFile>> {
+        let disk = &self.0;
+        let name = disk.relative(path);
+        let mut files = disk.files.lock();
+        let (inode, made) = match files.names.get(&name) {
+            Some(_) if options.create_new => return Err(Error::new(ErrorKind::InvalidInput, "it exists").at(path)),
+            Some(inode) => (*inode, false),
+            None if options.create || options.create_new => {
+                files.inodes.push(Arc::default());
+                let inode = files.inodes.len() - 1;
+                files.names.insert(name.clone(), inode);
+                (inode, true)
+            }
+            None => return Err(not_found(path)),
+        };
+        drop(files);
+        if made {
+            disk.changed();
+        }
+        Ok(Arc::new(SimFile { disk: Arc::clone(disk), process: disk.current(), inode, name }))
+    }
+
+    fn remove(&self, path: &Path) -> Result<()> {
+        let name = self.0.relative(path);
+        {
+            let mut files = self.0.files.lock();
+            let inode = files.names.remove(&name).ok_or_else(|| not_found(path))?;
+            files.removed.push((name, inode));
+        }
+        self.0.changed();
+        Ok(())
+    }
+
+    fn len(&self, path: &Path) -> Option<u64> {
+        self.0.files.lock().content(&self.0.relative(path)).map(|c| c.len)
+    }
+
+    fn used_bytes(&self) -> u64 {
+        let files = self.0.files.lock();
+        files.names.values().map(|n| files.inodes[*n].now.allocated()).sum()
+    }
+}
+
+struct SimFile {
+    disk: Arc<SimDisk>,
+    process: u64,
+    inode: usize,
+    name: PathBuf,
+}
+
+impl SimFile {
+    fn error(&self, kind: ErrorKind, why: &'static str) -> Error {
+        Error::new(kind, why).at(&self.name)
+    }
+
+    fn change(&self, op: Op) -> Result<()> {
+        if self.disk.is_dead(self.process) {
+            return Err(self.error(ErrorKind::Io, "the process is dead"));
+        }
+        {
+            let mut files = self.disk.files.lock();
+            let inode = Arc::make_mut(&mut files.inodes[self.inode]);
+            inode.now.apply(&op);
+            inode.since.push(op);
+        }
+        self.disk.changed();
+        Ok(())
+    }
+
+    fn inode(&self) -> Arc<Inode> {
+        Arc::clone(&self.disk.files.lock().inodes[self.inode])
+    }
+}
+
+impl DiskFile for SimFile {
+    fn len(&self) -> u64 {
+        self.inode().now.len
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        self.inode().now.allocated()
+    }
+
+    fn is_named(&self) -> bool {
+        self.disk.files.lock().names.get(&self.name) == Some(&self.inode)
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.change(Op::Len(len))
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> Result<()> {
+        let used = Mounted(Arc::clone(&self.disk)).used_bytes();
+        if used + len > self.disk.space.load(Ordering::Relaxed) {
+            return Err(self.error(ErrorKind::NoSpace, "the simulated disk is full"));
+        }
+        self.change(Op::Allocate(offset, len))
+    }
+
+    fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
+        self.change(Op::Punch(offset, len))
+    }
+
+    fn sync_data(&self) -> Result<()> {
+        if self.disk.is_dead(self.process) {
+            return Err(self.error(ErrorKind::Io, "the process is dead"));
+        }
+        {
+            let mut files = self.disk.files.lock();
+            files.removed.clear();
+            let inode = Arc::make_mut(&mut files.inodes[self.inode]);
+            inode.since.clear();
+            inode.durable = inode.now.clone();
+        }
+        self.disk.changed();
+        Ok(())
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
+        if self.inode().now.read(buf, offset) {
+            return Ok(());
+        }
+        Err(self.error(ErrorKind::ShortIo, "a read beyond the end"))
+    }
+
+    fn write_at(&self, buf: &[u8], offset: u64) -> Result<()> {
+        self.change(Op::Write(offset, buf.into()))
+    }
+}

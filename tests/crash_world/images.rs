@@ -1,0 +1,399 @@
+//! What a crash leaves, judged: opened by the real recovery, loaded by the real checks, and worked on until it crashes again.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use forebay::error::ErrorKind;
+use forebay::log::{LogStats, fsck};
+use parking_lot::Mutex;
+
+use super::disk::{Content, Files, Loss, Observer, SimDisk};
+use super::rng::Rng;
+use super::steps::Loaded;
+use super::world::{FAILED, Process, Start, World};
+use super::{Config, key};
+
+/// How much is looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// Images of each state of the disk.
+    pub images: u64,
+    /// One in so many images is worked on and crashes again.
+    pub chain_one_in: u64,
+    /// Of so many writes of an image that is opened, one is a crash too.
+    pub nested_one_in: u64,
+    /// Crashes in a row.
+    pub depth: usize,
+    /// One in so many images is also read by fsck.
+    pub fsck_one_in: u64,
+    /// One in so many images has a bit turned.
+    pub rot_one_in: u64,
+}
+
+impl Default for Effort {
+    fn default() -> Self {
+        Self { images: 2, chain_one_in: 20, nested_one_in: 6, depth: 6, fsck_one_in: 40, rot_one_in: 25 }
+    }
+}
+
+/// Where images are opened, and what was counted.
+#[derive(Default)]
+pub struct Judge {
+    pub effort: Effort,
+    base: PathBuf,
+    pub images: AtomicU64,
+    pub served: AtomicU64,
+    pub missed: AtomicU64,
+    pub bad: AtomicU64,
+    pub kills: AtomicU64,
+    pub fscks: AtomicU64,
+    pub sealed: AtomicU64,
+    pub reclaimed: AtomicU64,
+    pub moved: AtomicU64,
+    pub adopted: AtomicU64,
+    pub rotten: AtomicU64,
+    pub deepest: AtomicU64,
+}
+
+impl Judge {
+    pub fn new(effort: Effort, base: &Path) -> Arc<Self> {
+        Arc::new(Self { effort, base: base.to_path_buf(), ..Self::default() })
+    }
+
+    fn counters(&self) -> [&AtomicU64; 11] {
+        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.adopted];
+        let [sealed, reclaimed, moved, adopted] = log;
+        let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
+        [images, served, missed, bad, &self.kills, &self.fscks, &self.rotten, sealed, reclaimed, moved, adopted]
+    }
+
+    /// Adds what a log of a workload has done.
+    pub fn note(&self, stats: &LogStats) {
+        let of = [
+            (&self.sealed, stats.sealed),
+            (&self.reclaimed, stats.reclaimed),
+            (&self.moved, stats.moved),
+            (&self.adopted, stats.adopted_lanes),
+        ];
+        for (counter, n) in of {
+            counter.fetch_add(n, Ordering::Relaxed);
+        }
+    }
+
+    /// Adds what another has counted.
+    pub fn add(&self, other: &Self) {
+        for (mine, others) in self.counters().into_iter().zip(other.counters()) {
+            mine.fetch_add(others.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.deepest.fetch_max(other.deepest.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    fn dir(&self, depth: usize) -> PathBuf {
+        self.base.join(format!("depth{depth}"))
+    }
+}
+
+/// Crashes the disk at its states.
+pub struct Watcher {
+    world: std::sync::Weak<World>,
+    one_in: u64,
+    state: Mutex<Watch>,
+}
+
+struct Watch {
+    rng: Rng,
+    boundary: u64,
+    /// At which state the running process dies.
+    kill_at: Option<u64>,
+    killed: Option<Killed>,
+}
+
+/// A process that died within a call.
+pub struct Killed {
+    pub process: u64,
+    pub shared: Vec<(PathBuf, Vec<u8>)>,
+}
+
+impl Watcher {
+    /// Watches the world from now on; of `one_in` states one is looked at.
+    pub fn on(world: &Arc<World>, one_in: u64) -> Arc<Self> {
+        let rng = Rng::of(world.config.seed, 1000 + hash(&world.story));
+        let state = Mutex::new(Watch { rng, boundary: 0, kill_at: None, killed: None });
+        let watcher = Arc::new(Self { world: Arc::downgrade(world), one_in, state });
+        world.disk.observe(Some(Arc::clone(&watcher) as _));
+        watcher
+    }
+
+    /// The process that runs then dies after so many more writes.
+    pub fn kill_after(&self, writes: u64) {
+        let mut state = self.state.lock();
+        state.kill_at = Some(state.boundary + writes);
+    }
+
+    pub fn take_killed(&self) -> Option<Killed> {
+        let mut state = self.state.lock();
+        state.kill_at = None;
+        state.killed.take()
+    }
+}
+
+impl Observer for Watcher {
+    fn boundary(&self, disk: &SimDisk) {
+        let Some(world) = self.world.upgrade() else { return };
+        if FAILED.load(Ordering::Relaxed) {
+            return;
+        }
+        let (boundary, mut rng, dies) = {
+            let mut state = self.state.lock();
+            state.boundary += 1;
+            let seed = state.rng.next();
+            (state.boundary, Rng(seed), state.kill_at == Some(state.boundary))
+        };
+        if rng.one_in(self.one_in) {
+            world.crash_here(boundary, &mut rng);
+        }
+        if dies && !disk.is_dead(disk.current()) {
+            let shared = world.shared_memory();
+            disk.kill(disk.current());
+            self.state.lock().killed = Some(Killed { process: disk.current(), shared });
+        }
+    }
+}
+
+fn hash(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+}
+
+impl World {
+    /// Ends the run with what a human needs to replay it.
+    pub fn fail(&self, why: &str) -> ! {
+        FAILED.store(true, Ordering::Relaxed);
+        panic!(
+            "{why}\n  seed {}: {}\n  {:?}\n  replay: FOREBAY_CRASH_SEED={} cargo test -p forebay --test proof_crash one_seed -- --nocapture",
+            self.config.seed, self.story, self.config, self.config.seed
+        );
+    }
+
+    /// As [`fail`](Self::fail), for a key.
+    pub fn fail_at(&self, k: u64, why: &str) -> ! {
+        FAILED.store(true, Ordering::Relaxed);
+        let versions = self.model.lock().keys.get(&k).cloned().unwrap_or_default().versions;
+        let now = tell_of(&self.dir, &self.disk.files(), k);
+        let began = tell_of(&self.dir, &self.began, k);
+        self.fail(&format!("key {k}: {why}\n  versions {versions:#?}\n  the disk at first:{began}\n  and now:{now}"));
+    }
+
+    /// Whether faults other than crashes have been injected.
+    pub fn faulty(&self) -> bool {
+        self.model.lock().rotten
+    }
+
+    /// Keys that an image of now must serve.
+    fn must(&self) -> Vec<u64> {
+        let process = {
+            let all = self.processes.lock();
+            let alive = |p: &&Arc<Process>| !self.disk.is_dead(p.number);
+            let current = all.iter().find(|p| p.number == self.disk.current()).filter(alive);
+            current.or_else(|| all.iter().find(alive)).cloned()
+        };
+        let Some(process) = process else { return self.model.lock().must.clone() };
+        let now_s = self.now_s();
+        let keys: Vec<u64> = self.model.lock().keys.keys().copied().collect();
+        let mut must = Vec::new();
+        for k in keys {
+            let Some(info) = process.log.peek(&key(k)) else { continue };
+            let model = self.model.lock();
+            let needed = model
+                .of_sequence(k, info.sequence)
+                .is_some_and(|v| v.flushed && !v.going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s));
+            if needed {
+                must.push(k);
+            }
+        }
+        must
+    }
+
+    /// Judges images of the disk as it is.
+    pub fn crash_here(&self, boundary: u64, rng: &mut Rng) {
+        let current = self.disk.current();
+        let must = self.must();
+        let files = self.disk.files();
+        let images = if self.depth == 0 { self.judge.effort.images } else { 1 };
+        for n in 0..images {
+            let loss = match (n, rng.below(4)) {
+                (0, 0) => Loss::All,
+                (1, 0) => Loss::Nothing,
+                (_, 0) => Loss::Tail,
+                (_, 1) => Loss::Some,
+                _ => Loss::Torn,
+            };
+            let mut image = Rng(rng.next());
+            let story = format!("{} > state {boundary}, {loss:?}", self.story);
+            let mut model = self.model.lock().clone();
+            model.must.clone_from(&must);
+            let (now_ms, depth) = (self.clock.ms(), self.depth + 1);
+            let start = Start { files: files.after_crash(loss, &mut image), model, now_ms, story, depth };
+            judge(&self.config, &self.judge, start, &mut image);
+        }
+        self.disk.enter(current);
+    }
+}
+
+/// Makes a directory look as after a power cut: lanes, but no shared memory.
+fn prepare(dir: &Path, start: &Start) {
+    std::fs::create_dir_all(dir).unwrap();
+    let mut open = vec![dir.to_path_buf()];
+    let mut lanes = Vec::new();
+    while let Some(at) = open.pop() {
+        for entry in std::fs::read_dir(&at).unwrap().flatten() {
+            let (path, name) = (entry.path(), entry.file_name());
+            if entry.file_type().unwrap().is_dir() {
+                if name.to_string_lossy().starts_with("lane") {
+                    lanes.push(path.clone());
+                }
+                open.push(path);
+            } else if name != "BUDGET" && name != "LOCK" && name != "SHARD" {
+                std::fs::remove_file(path).unwrap();
+            }
+        }
+    }
+    let wanted: Vec<PathBuf> = start.files.paths().filter_map(|p| Some(dir.join(p.parent()?))).collect();
+    for lane in lanes.iter().filter(|l| !wanted.contains(l)) {
+        std::fs::remove_dir_all(lane).unwrap();
+    }
+    for lane in &wanted {
+        std::fs::create_dir_all(lane).unwrap();
+    }
+}
+
+/// Opens an image, reads everything, perhaps goes on with it.
+pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
+    let dir = judge.dir(start.depth);
+    prepare(&dir, &start);
+    judge.images.fetch_add(1, Ordering::Relaxed);
+    judge.deepest.fetch_max(start.depth as u64, Ordering::Relaxed);
+    let deeper = start.depth < judge.effort.depth;
+    // Deeper crashes are rarer, so that one seed does not branch without end.
+    let goes_on = deeper && rng.one_in(judge.effort.chain_one_in * if start.depth > 1 { 2 } else { 1 });
+    let mut start = start;
+    if rng.one_in(judge.effort.rot_one_in) {
+        start.model.rotten = true;
+        start.story += ", a bit turned";
+        start.files.flip(rng);
+        judge.rotten.fetch_add(1, Ordering::Relaxed);
+    }
+    let read_by_fsck = rng.one_in(judge.effort.fsck_one_in).then(|| read_by_fsck(&dir, &start)).flatten();
+    let world = World::new(config, &dir, judge, start);
+    let watcher = goes_on.then(|| Watcher::on(&world, judge.effort.nested_one_in));
+    let process = match world.open() {
+        Ok(process) => process,
+        // A superblock that lost a bit can look like one of a newer version.
+        Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible) && world.faulty() => return,
+        Err(e) => world.fail(&format!("what a crash left cannot be opened: {e}")),
+    };
+    let served = world.check_all(&process);
+    if let Some(by_fsck) = read_by_fsck {
+        judge.fscks.fetch_add(1, Ordering::Relaxed);
+        if by_fsck != served {
+            world.fail(&format!("fsck finds keys {by_fsck:?}, the log serves {served:?}"));
+        }
+    }
+    if watcher.is_some() {
+        let steps = 3 + rng.below(12);
+        for _ in 0..steps {
+            world.step(&process, rng);
+        }
+    }
+    world.end();
+}
+
+/// What the indexes of some files say of a key, for whoever looks into a failure.
+fn tell_of(dir: &Path, files: &Files, k: u64) -> String {
+    let mut told = String::new();
+    for path in files.paths() {
+        drop(std::fs::write(dir.join(path), files.content(path).map(Content::bytes).unwrap_or_default()));
+    }
+    for lane in fsck::lanes(dir).unwrap_or_default() {
+        let Ok(raw) = fsck::RawLane::read(&lane) else { continue };
+        let mut segments: Vec<_> = raw.segments.iter().collect();
+        segments.sort_unstable_by_key(|(n, _)| **n);
+        told += &format!("\n  {}: damage {:?}, segments {segments:?}", lane.name, raw.damage);
+        for r in raw.records.iter().filter(|r| r.key == key(k) || r.kind == forebay::format::record::RecordKind::Clear)
+        {
+            told +=
+                &format!("\n    {:?} {:x} in segment {}.{} page {}", r.kind, r.sequence, r.segment, r.epoch, r.page);
+        }
+    }
+    for path in files.paths() {
+        drop(std::fs::remove_file(dir.join(path)));
+    }
+    told
+}
+
+/// The keys that a deep check finds intact; none where something is damaged, of which fsck and recovery may make different things.
+fn read_by_fsck(dir: &Path, start: &Start) -> Option<Vec<u64>> {
+    for path in start.files.paths() {
+        std::fs::write(dir.join(path), start.files.content(path)?.bytes()).unwrap();
+    }
+    let found = || {
+        let files = fsck::lanes(dir).ok()?;
+        let lanes: Vec<fsck::RawLane> = files.iter().map(|f| fsck::RawLane::read(f).ok()).collect::<Option<_>>()?;
+        if lanes.iter().any(|lane| !lane.damage.is_empty()) {
+            return None;
+        }
+        let now_s = start.now_ms / 1000;
+        let deep = fsck::deep(&files, &lanes, now_s, &|_| ()).unwrap();
+        let bad = |key: &forebay::key::ChunkKey| deep.bad.iter().any(|b| b.key == *key);
+        let live = fsck::live(&lanes, now_s);
+        let intact = |k: &u64| live.iter().any(|(_, r)| r.key == key(*k) && !bad(&r.key));
+        Some((0..64).filter(intact).collect())
+    };
+    let found = found();
+    for path in start.files.paths() {
+        std::fs::remove_file(dir.join(path)).unwrap();
+    }
+    found
+}
+
+impl World {
+    /// Loads every key after a recovery. What it serves is durable from then on; what it does not serve is not there any more.
+    pub fn check_all(&self, process: &Process) -> Vec<u64> {
+        let mut served = Vec::new();
+        let must = std::mem::take(&mut self.model.lock().must);
+        {
+            let mut model = self.model.lock();
+            for v in model.keys.values_mut().flat_map(|k| &mut k.versions) {
+                v.stored = v.flushed;
+            }
+        }
+        for k in 0..self.config.keys {
+            let loaded = self.load(process, k, false);
+            let counter = match loaded {
+                Loaded::Version(id) => {
+                    self.model.lock().recovered(k, id);
+                    served.push(k);
+                    &self.judge.served
+                }
+                Loaded::Miss => &self.judge.missed,
+                Loaded::Bad => &self.judge.bad,
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
+            if !matches!(loaded, Loaded::Version(_)) && must.contains(&k) && !self.faulty() {
+                self.fail_at(k, &format!("it was flushed and is lost ({loaded:?})"));
+            }
+        }
+        served
+    }
+}
+
+impl World {
+    /// A process died and others may live: what it had not flushed may be found by whoever adopts its lane, or not.
+    pub fn after_kill(&self, killed: &Killed) {
+        for v in self.model.lock().keys.values_mut().flat_map(|k| &mut k.versions) {
+            if v.owner == killed.process {
+                v.stored &= v.flushed;
+            }
+        }
+    }
+}

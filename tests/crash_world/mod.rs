@@ -1,0 +1,118 @@
+//! Logs on simulated disks that crash at every write, and an oracle of what they may serve afterwards.
+//!
+//! `disk.rs` knows what was flushed, `queue.rs` moves bytes and fails, `model.rs` says what may be served, `world.rs` runs
+//! processes over one disk, `steps.rs` what they do, `images.rs` judges what a crash leaves.
+#![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses a part, and none of it is a library")]
+
+pub mod disk;
+pub mod images;
+pub mod model;
+pub mod queue;
+pub mod rng;
+pub mod steps;
+pub mod world;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
+use forebay::key::ChunkKey;
+use forebay::log::Clock;
+
+use queue::Faults;
+use rng::Rng;
+
+pub const CHUNK_TOKENS: u32 = 16;
+
+/// What a run is about: all of it follows from the seed.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub seed: u64,
+    pub layers: usize,
+    pub segment_bytes: u64,
+    pub segments: u64,
+    pub ring_pages: u32,
+    pub keys: u64,
+    pub policy: &'static str,
+    pub reclaim_write_budget: f64,
+    /// Processes that may write at once.
+    pub writers: usize,
+    pub steps: u64,
+    pub faults: Faults,
+    /// Bytes of the whole disk.
+    pub space: u64,
+}
+
+impl Config {
+    pub fn of(seed: u64) -> Self {
+        let mut rng = Rng::of(seed, 1);
+        let wide = rng.one_in(6);
+        let writers = if rng.one_in(3) { 2 } else { 1 };
+        Self {
+            seed,
+            layers: if wide { 1 } else { 1 + rng.below(2) as usize },
+            segment_bytes: if wide { 256 << 10 } else { 64 << 10 },
+            segments: if wide { 3 } else { 3 + rng.below(5) } * writers as u64,
+            ring_pages: 10 + rng.below(14) as u32,
+            keys: if wide {
+                60
+            } else if rng.one_in(3) {
+                4 + rng.below(8)
+            } else {
+                16 + rng.below(40)
+            },
+            policy: ["default", "lru", "fifo"][rng.below(3) as usize],
+            reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
+            writers,
+            steps: 60 + rng.below(120),
+            faults: if rng.one_in(3) {
+                Faults { eio: 4, no_space: 4, short: 4, hang: 4, rot: 4 }
+            } else {
+                Faults::default()
+            },
+            space: if rng.one_in(6) { (500 << 10) + rng.below(1 << 20) } else { u64::MAX },
+        }
+    }
+
+    pub fn geometry(&self) -> Arc<Geometry> {
+        let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 16); self.layers];
+        Arc::new(Geometry::new("crash", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap())
+    }
+}
+
+pub fn key(n: u64) -> ChunkKey {
+    ChunkKey(*blake3::hash(&n.to_le_bytes()).as_bytes())
+}
+
+/// Byte pattern of a layer of a version; begins with the version.
+pub fn value(key: u64, id: u64, layer: usize, len: usize) -> Vec<u8> {
+    let mut rng = Rng(key << 48 ^ id << 8 ^ layer as u64);
+    let mut bytes = Vec::with_capacity(len + 8);
+    bytes.extend(id.to_le_bytes());
+    let (word, word2) = (rng.next(), rng.next());
+    while bytes.len() < len {
+        bytes.extend(word.wrapping_mul(bytes.len() as u64 | 1).wrapping_add(word2).to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// Time that only the run moves.
+#[derive(Debug)]
+pub struct SimClock(pub AtomicU64);
+
+impl SimClock {
+    pub fn ms(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Clock for SimClock {
+    fn unix_ms(&self) -> u64 {
+        self.ms()
+    }
+
+    fn boot_ns(&self) -> u64 {
+        self.ms() * 1_000_000
+    }
+}

@@ -1,0 +1,232 @@
+//! Processes over one simulated disk: opened, closed, killed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use forebay::Result;
+use forebay::io::{Mount, mount};
+use forebay::log::{Chunk, Log, LogOptions, Put};
+use parking_lot::Mutex;
+
+use super::disk::{Files, Mounted, SimDisk};
+use super::images::Judge;
+use super::model::Model;
+use super::queue::SimQueue;
+use super::{Config, SimClock};
+
+/// Set by the first failure, so that nothing is judged while its panic unwinds.
+pub static FAILED: AtomicBool = AtomicBool::new(false);
+
+/// A put that is on its way.
+pub struct Begun {
+    pub put: Put,
+    pub key: u64,
+    pub id: u64,
+}
+
+/// A located chunk that is kept.
+pub struct Held {
+    pub chunk: Chunk,
+    pub key: u64,
+    pub until_ms: u64,
+}
+
+/// An open log, as if it were a process of its own.
+pub struct Process {
+    pub number: u64,
+    pub log: Arc<Log>,
+    pub read: Arc<SimQueue>,
+    pub write: Arc<SimQueue>,
+    pub begun: Mutex<Vec<Begun>>,
+    pub held: Mutex<Vec<Held>>,
+    /// Puts whose end is not known yet.
+    pub ends: Mutex<Vec<(u64, u64, crossbeam_channel::Receiver<bool>)>>,
+}
+
+/// A disk and its processes.
+pub struct World {
+    pub config: Config,
+    pub dir: PathBuf,
+    pub disk: Arc<SimDisk>,
+    pub clock: Arc<SimClock>,
+    pub model: Mutex<Model>,
+    pub processes: Mutex<Vec<Arc<Process>>>,
+    pub judge: Arc<Judge>,
+    /// How this world came about.
+    pub story: String,
+    pub depth: usize,
+    /// What the disk held when this world began.
+    pub began: Files,
+    next_process: AtomicU64,
+    _mount: Mount,
+}
+
+/// What a world begins with.
+pub struct Start {
+    pub files: Files,
+    pub model: Model,
+    pub now_ms: u64,
+    pub story: String,
+    pub depth: usize,
+}
+
+impl Start {
+    pub fn new(story: String) -> Self {
+        Self { files: Files::default(), model: Model::default(), now_ms: 1_000_000_000, story, depth: 0 }
+    }
+}
+
+impl World {
+    pub fn new(config: &Config, dir: &Path, judge: &Arc<Judge>, start: Start) -> Arc<Self> {
+        let disk = SimDisk::new(dir, start.files.clone());
+        if start.depth == 0 {
+            disk.set_space(config.space);
+        }
+        let mounted = mount(dir, Arc::new(Mounted(Arc::clone(&disk))));
+        Arc::new(Self {
+            config: config.clone(),
+            dir: dir.to_path_buf(),
+            disk,
+            clock: Arc::new(SimClock(AtomicU64::new(start.now_ms))),
+            model: Mutex::new(start.model),
+            processes: Mutex::default(),
+            judge: Arc::clone(judge),
+            story: start.story,
+            depth: start.depth,
+            began: start.files,
+            next_process: AtomicU64::new(1),
+            _mount: mounted,
+        })
+    }
+
+    pub fn now_s(&self) -> u64 {
+        self.clock.ms() / 1000
+    }
+
+    fn options(&self, read: &Arc<SimQueue>, write: &Arc<SimQueue>) -> LogOptions {
+        let c = &self.config;
+        let drive = SimQueue::drive(read, write);
+        // Segments, their regions, the rings, the shared files, and once the room that is kept for a larger table.
+        let per_lane = u64::from(c.ring_pages) * 4096 + (390 << 10);
+        let region = 20 << 10;
+        LogOptions {
+            capacity_bytes: c.segments * (c.segment_bytes + region) + c.writers as u64 * per_lane + (200 << 10),
+            segment_bytes: Some(c.segment_bytes),
+            policy: c.policy.to_owned(),
+            reclaim_write_budget: c.reclaim_write_budget,
+            commit_interval: Duration::from_secs(1 << 24),
+            io_timeout: Duration::from_secs(1 << 20),
+            drive_factory: Some(Arc::new(move |_, _, _| Ok(drive.clone()))),
+            clock: Arc::clone(&self.clock) as _,
+            ring_pages: Some(c.ring_pages),
+            foreground: true,
+            ..LogOptions::new(&self.dir, c.geometry())
+        }
+    }
+
+    /// Opens one more log.
+    pub fn open(&self) -> Result<Arc<Process>> {
+        let number = self.next_process.fetch_add(1, Ordering::Relaxed);
+        let seed = self.config.seed ^ number << 40;
+        let (read, write) = (SimQueue::new(seed), SimQueue::new(seed + 1));
+        self.disk.enter(number);
+        let log = Log::open(self.options(&read, &write))?;
+        let (begun, held, ends) = (Mutex::default(), Mutex::default(), Mutex::default());
+        let process = Arc::new(Process { number, log, read, write, begun, held, ends });
+        self.processes.lock().push(Arc::clone(&process));
+        if self.depth == 0 {
+            process.read.set_faults(self.config.faults);
+            process.write.set_faults(self.config.faults);
+        }
+        Ok(process)
+    }
+
+    /// Runs `f` as the process.
+    pub fn run<T>(&self, process: &Process, f: impl FnOnce(&Log) -> T) -> T {
+        self.disk.enter(process.number);
+        f(&process.log)
+    }
+
+    /// Ends all writes of a process that are under way, as a queue does sooner or later.
+    pub fn settle(&self, process: &Process) {
+        self.disk.enter(process.number);
+        process.write.defer(false);
+        while process.write.run_one(0) {}
+    }
+
+    /// Stops a process as it should be stopped.
+    pub fn close(&self, process: &Arc<Process>) {
+        self.settle(process);
+        process.begun.lock().clear();
+        process.held.lock().clear();
+        let closed = process.log.close(Instant::now() + Duration::from_secs(5));
+        if closed.is_ok() {
+            self.model.lock().flushed(process.number);
+        }
+        self.forget(process);
+    }
+
+    /// What is left of a process whose writes the disk has stopped taking: shared memory as it was at that moment.
+    pub fn bury(&self, process: &Arc<Process>, shared: &[(PathBuf, Vec<u8>)]) {
+        process.write.forget();
+        process.read.forget();
+        process.begun.lock().clear();
+        process.held.lock().clear();
+        process.log.abandon();
+        self.forget(process);
+        for (path, bytes) in shared {
+            restore(path, bytes);
+        }
+    }
+
+    fn forget(&self, process: &Arc<Process>) {
+        if self.depth == 0 {
+            self.judge.note(&process.log.stats());
+        }
+        self.processes.lock().retain(|p| p.number != process.number);
+    }
+
+    /// The files of shared memory, as they are now.
+    pub fn shared_memory(&self) -> Vec<(PathBuf, Vec<u8>)> {
+        let mut found = Vec::new();
+        let mut open = vec![self.dir.clone()];
+        while let Some(dir) = open.pop() {
+            for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if entry.file_type().is_ok_and(|t| t.is_dir()) {
+                    open.push(path);
+                } else if path.extension().is_some_and(|e| e == "shm") {
+                    found.extend(std::fs::read(&path).ok().map(|bytes| (path, bytes)));
+                }
+            }
+        }
+        found
+    }
+
+    /// All processes die at once; nothing that they do from here on reaches disk or shared memory that anybody reads.
+    pub fn end(&self) {
+        self.disk.observe(None);
+        let all: Vec<Arc<Process>> = self.processes.lock().clone();
+        for process in all {
+            self.disk.kill(process.number);
+            self.bury(&process, &[]);
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Puts a file's bytes back without changing its length: somebody may have it mapped.
+fn restore(path: &Path, bytes: &[u8]) {
+    use std::os::unix::fs::FileExt;
+    let Ok(file) = std::fs::File::options().write(true).open(path) else { return };
+    if file.metadata().is_ok_and(|m| m.len() == bytes.len() as u64) {
+        file.write_all_at(bytes, 0).unwrap();
+    }
+}

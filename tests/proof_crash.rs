@@ -1,0 +1,153 @@
+//! Crashes at every write of seeded workloads, and crashes of what the crashes left: no wrong byte, nothing flushed lost, nothing
+//! removed comes back. docs/reliability.md says how to replay a seed and how to make a long run.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod crash_world;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use crash_world::Config;
+use crash_world::images::{Effort, Judge, Watcher};
+use crash_world::rng::Rng;
+use crash_world::world::{FAILED, Process, Start, World};
+use forebay::log::Turn;
+
+fn env(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|v| v.replace('_', "").parse().unwrap())
+}
+
+/// A directory in memory, where there is one.
+fn temp() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// Runs the workload of a seed, crashing at every write.
+fn run(seed: u64, judge: &Arc<Judge>, dir: &std::path::Path) {
+    let config = Config::of(seed);
+    let root = dir.join("live");
+    drop(std::fs::remove_dir_all(&root));
+    std::fs::create_dir_all(&root).unwrap();
+    let world = World::new(&config, &root, judge, Start::new("live".to_owned()));
+    let watcher = Watcher::on(&world, 1);
+    let mut rng = Rng::of(seed, 2);
+    let mut processes: Vec<Option<Arc<Process>>> = vec![None; config.writers];
+    for _ in 0..config.steps {
+        let at = rng.below(config.writers as u64) as usize;
+        if rng.one_in(20) {
+            watcher.kill_after(1 + rng.below(12));
+        }
+        match processes[at].clone() {
+            None => processes[at] = open(&world),
+            Some(process) if rng.one_in(40) => {
+                world.close(&process);
+                processes[at] = None;
+                scan(&world, &processes, &mut rng);
+            }
+            Some(process) => world.step(&process, &mut rng),
+        }
+        if let Some(killed) = watcher.take_killed() {
+            judge.kills.fetch_add(1, Ordering::Relaxed);
+            for slot in &mut processes {
+                if let Some(process) = slot.take_if(|p| p.number == killed.process) {
+                    world.bury(&process, &killed.shared);
+                }
+            }
+            world.after_kill(&killed);
+            scan(&world, &processes, &mut rng);
+        }
+    }
+    world.end();
+}
+
+/// Those that live look, perhaps, for lanes of those that do not.
+fn scan(world: &World, processes: &[Option<Arc<Process>>], rng: &mut Rng) {
+    for process in processes.iter().flatten().filter(|_| !rng.one_in(3)) {
+        world.turn(process, Turn::Scan);
+    }
+}
+
+/// Opens a log; none if it is killed meanwhile.
+fn open(world: &World) -> Option<Arc<Process>> {
+    match world.open() {
+        Ok(process) => Some(process),
+        Err(_) if world.disk.is_dead(world.disk.current()) => None,
+        Err(e) => world.fail(&format!("a log cannot be opened: {e}")),
+    }
+}
+
+fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
+    let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
+    let images = get(&judge.images);
+    println!(
+        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a turned bit, {} read by fsck; keys: {} served, {} missed, {} refused; \
+         workloads: {} process kills, {} segments sealed, {} reclaimed, {} chunks moved, {} lanes adopted",
+        images as f64 / since.elapsed().as_secs_f64(),
+        get(&judge.deepest),
+        get(&judge.rotten),
+        get(&judge.fscks),
+        get(&judge.served),
+        get(&judge.missed),
+        get(&judge.bad),
+        get(&judge.kills),
+        get(&judge.sealed),
+        get(&judge.reclaimed),
+        get(&judge.moved),
+        get(&judge.adopted)
+    );
+}
+
+/// Runs seeds from `first` on until so many images were judged; the last seed begun.
+fn run_many(first: u64, images: u64, workers: u64) -> Arc<Judge> {
+    let dir = temp();
+    let since = Instant::now();
+    let (next, told) = (AtomicU64::new(first), AtomicU64::new(0));
+    let all = Judge::new(Effort::default(), dir.path());
+    std::thread::scope(|scope| {
+        for worker in 0..workers {
+            let (next, told, all) = (&next, &told, &all);
+            let base = dir.path().join(format!("worker{worker}"));
+            scope.spawn(move || {
+                while all.images.load(Ordering::Relaxed) < images && !FAILED.load(Ordering::Relaxed) {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    let judge = Judge::new(Effort::default(), &base);
+                    run(seed, &judge, &base);
+                    all.add(&judge);
+                    let seconds = since.elapsed().as_secs();
+                    if seconds >= 30 + told.load(Ordering::Relaxed) {
+                        told.store(seconds, Ordering::Relaxed);
+                        report(all, since, (first, next.load(Ordering::Relaxed) - 1));
+                    }
+                }
+            });
+        }
+    });
+    report(&all, since, (first, next.load(Ordering::Relaxed) - 1));
+    all
+}
+
+/// A share for every run of the tests; `FOREBAY_CRASH_IMAGES` and `FOREBAY_CRASH_FIRST` for more and others.
+#[test]
+fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
+    if env("FOREBAY_CRASH_SEED").is_some() {
+        return;
+    }
+    let workers = env("FOREBAY_CRASH_WORKERS").unwrap_or(2);
+    let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(20_000);
+    let all = run_many(env("FOREBAY_CRASH_FIRST").unwrap_or(1), images, workers);
+    let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
+    assert!(get(&all.served) > images, "the images hold next to nothing");
+    assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
+}
+
+/// Replays one seed.
+#[test]
+fn one_seed() {
+    let dir = temp();
+    let seed = env("FOREBAY_CRASH_SEED").unwrap_or(1);
+    let judge = Judge::new(Effort::default(), dir.path());
+    let since = Instant::now();
+    run(seed, &judge, dir.path());
+    report(&judge, since, (seed, seed));
+}

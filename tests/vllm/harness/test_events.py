@@ -1,0 +1,69 @@
+"""KV events in vLLM's own scheduler: what was announced is taken back when this server's workers evict it, without anybody asking for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from .kv import FIRST_TOKEN, VOCABULARY
+from .server import Server, Shape
+
+#: Prompts that fill the cache more than once: about 1300 chunks of 32 tokens fit into its 16 MiB.
+PROMPTS, TOKENS = 80, 900
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Prompts that share nothing."""
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    return [[source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(TOKENS)] for _ in range(PROMPTS)]
+
+
+def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str) -> None:
+    patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000}
+    server = Server(Shape(ranks=1, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
+    asked = prompts(5)
+    for number, prompt in enumerate(asked):
+        server.ask(f"r{number}", prompt, 2)
+        server.drain()
+    server.check_outputs()
+    server.until_stored(asked[-1], TOKENS // 32 * 32)
+    # What was stored last is told with the next steps.
+    server.ask("last", asked[-1][:40], 2)
+    server.drain()
+    served: set[Any] = set()
+    removed = 0
+    for event in server.events:
+        assert event.medium == "STORAGE"
+        hashes = set(event.block_hashes)
+        if isinstance(event, BlockStored):
+            served |= hashes
+        else:
+            assert isinstance(event, BlockRemoved)
+            assert hashes <= served, "only what was announced is taken back"
+            served -= hashes
+            removed += len(hashes)
+    assert removed > 200, f"{removed} blocks were taken back"
+    # What is said to be served is, and what was taken back is not: prompts are looked at from the newest on.
+    size = server.scheduler.kv_cache_manager.block_pool.hash_block_size
+    for number in (0, PROMPTS - 1):
+        before = server.loaded_tokens
+        server.reset()
+        server.ask(f"again{number}", asked[number], 2)
+        request = server.scheduler.requests[f"again{number}"]
+        announced = [of in served for of in (hash_of(h) for h in request.block_hashes)]
+        whole = next((i for i, there in enumerate(announced) if not there), len(announced)) * size
+        server.drain()
+        assert server.loaded_tokens - before == whole // 32 * 32, number
+        assert (whole == 0) == (number == 0)
+    server.close()
+
+
+def hash_of(block_hash: Any) -> Any:
+    """As events have it."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return maybe_convert_block_hash(block_hash)

@@ -1,0 +1,79 @@
+"""Where the connector's settings come from: one YAML file, the environment and vLLM's configuration mean the same keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import forebay
+import pytest
+from forebay.connector import settings
+from forebay.vllm.connector import ForebayConnector
+
+from .server import Server, Shape
+
+#: Copies and loads are not given up, however busy this machine is.
+PATIENT = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000}
+PROMPT = [4 + i * 11 % 500 for i in range(300)]
+
+
+def loaded(folder: Path, **extra: Any) -> int:
+    """Tokens that a server of these settings loads of a prompt."""
+    server = Server(Shape(settings=PATIENT | extra), folder)
+    server.ask("a", PROMPT, 4)
+    server.drain()
+    server.check_outputs()
+    server.close()
+    return server.loaded_tokens
+
+
+def test_a_file_the_environment_and_code_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded(tmp_path) == 0
+    assert loaded(tmp_path) == 288
+    file = tmp_path / "forebay.yaml"
+    file.write_text("min_load_tokens: 1000\n")
+    assert loaded(tmp_path, config_file=str(file)) == 0
+    monkeypatch.setenv("FOREBAY_MIN_LOAD_TOKENS", "100")
+    assert loaded(tmp_path, config_file=str(file)) == 288
+    assert loaded(tmp_path, config_file=str(file), min_load_tokens=289) == 0
+
+
+def test_a_fingerprint_is_another_namespace_whoever_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded(tmp_path, fingerprint="one") == 0
+    assert loaded(tmp_path) == 0
+    monkeypatch.setenv("FOREBAY_FINGERPRINT", "one")
+    assert loaded(tmp_path) == 288
+
+
+def test_the_engine_of_the_package_reads_the_same_keys(tmp_path: Path) -> None:
+    file = tmp_path / "forebay.yaml"
+    file.write_text(f"cache_dir: {tmp_path}/cache\nmax_held_blocks: 7\nfingerprint: mine\n")
+    found = settings(file)
+    assert (found["max_held_blocks"], found["fingerprint"], found["load_timeout_ms"]) == (7, "mine", 2000)
+    assert settings({"config_file": str(file)}) == found
+    geometry = forebay.Geometry(model="m", layers=1, kv_heads=1, head_size=8, dtype="float32", planes=2)
+    for config in (file, {"config_file": str(file)}):
+        with forebay.Engine(config, geometry, device="cpu") as engine:
+            assert engine.is_up
+
+
+def test_layers_are_loaded_one_by_one_wherever_that_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM asks the class before it makes a connector, to leave out CUDA graphs that skip the layers' hooks.
+    assert not ForebayConnector.requires_piecewise_for_cudagraph({})
+    assert ForebayConnector.requires_piecewise_for_cudagraph({"use_layerwise": "yes"})
+    monkeypatch.setenv("FOREBAY_USE_LAYERWISE", "1")
+    assert ForebayConnector.requires_piecewise_for_cudagraph({})
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"min_load_token": 1}, "did you mean min_load_tokens"),
+        ({"recompute_tokens_per_s": "fast"}, "is not a number"),
+        ({"config_file": "/nowhere/forebay.yaml"}, "config_file"),
+    ],
+    ids=["misspelt", "wrong", "no-file"],
+)
+def test_what_is_wrong_is_said_at_the_start(tmp_path: Path, extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(forebay.ForebayError, match=says):
+        Server(Shape(settings=extra), tmp_path)
