@@ -49,7 +49,10 @@ pub use lane::{CondemnRefused, Lane, LaneSpec, SegmentState, SegmentView};
 pub use lease::{LeaseEnv, LeaseGuard, LeaseRefused};
 pub use mapping::Access;
 pub use partials::{AddedPartial, PartialLengths};
-pub use policy::{ChunkSummary, Fifo, Lru, Policy, Rank, ReclaimContext, SegmentSummary, by_name, plan_keep, victim};
+pub use policy::{
+    ChainChunk, ChunkSummary, Fifo, Lru, Policy, Prefix, Rank, ReclaimContext, SegmentSummary, by_name, plan_keep,
+    victim,
+};
 pub use recency::{Recency, Survey, SurveyOptions};
 pub use shard::Shard;
 pub use table::{Table, TableSpec};

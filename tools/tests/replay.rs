@@ -133,3 +133,25 @@ fn a_simulated_cache_has_no_ranks() {
     let error = forebay(folder().path(), &["replay", &excerpt(), "--ranks", "8"]).expect(2).stderr;
     assert!(error.contains("--engine real"), "{error}");
 }
+
+#[test]
+fn every_policy_is_simulated_and_the_chart_shows_them() {
+    let (dir, trace) = (folder(), excerpt());
+    let names = "fifo,lru,s3fifo,2q,arc,gdsf,lirs,sieve,prefix,optimum";
+    let all = ["replay", &trace, "--capacity-tokens", "300k,1m", "--policy", names, "--chart", "chart.svg", "--json"];
+    let json = forebay(dir.path(), &all).expect(0).json();
+    let list = json.as_array().unwrap();
+    assert_eq!(list.len(), 20);
+    let optimum: Vec<f64> = list[18..].iter().map(|r| r["hit_ratio"].as_f64().unwrap()).collect();
+    for (i, line) in list.iter().enumerate() {
+        assert!(line["hit_ratio"].as_f64().unwrap() <= optimum[i % 2], "{line} against {optimum:?}");
+    }
+    let chart = std::fs::read_to_string(dir.path().join("chart.svg")).unwrap();
+    for name in names.split(',') {
+        assert!(chart.contains(&format!("\n{name}\n")), "{name} is not in the chart");
+    }
+    for other in [&["--segment-tokens", "64k"][..], &["--engine", "real"]] {
+        let run = forebay(dir.path(), &[&["replay", &trace, "--policy", "prefix"][..], other].concat()).expect(2);
+        assert!(run.stderr.contains("lru"), "{}", run.stderr);
+    }
+}

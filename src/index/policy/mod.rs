@@ -2,10 +2,15 @@
 //!
 //! A policy ranks sealed segments and says whether a chunk deserves to be kept; [`plan_keep`] fits the wishes into the write
 //! budget. A chunk without its prefix is useless, so whatever the policy, within one tick's worth of heat chain tails go
-//! before heads. Policies know no clock and no disk: ticks are passed in, and the same sequence of calls gives the same answers
+//! before heads. [`Prefix`] ranks single chunks; so far only `forebay replay` asks it. Policies know no clock and no disk: ticks are passed in, and the same sequence of calls gives the same answers
 //! on every rank.
 
+mod prefix;
+mod reuse;
+
 use std::cmp::Reverse;
+
+pub use prefix::{ChainChunk, Prefix};
 
 /// What a policy sees of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
