@@ -94,6 +94,8 @@ class WorkerHalf:
         # vLLM frees what is reported as sent at once, and fails on a request that it did not keep.
         sending = set(sending) & self._held
         self._held -= sending
+        if not recving:
+            return sending, set(), set()
         self._failed |= set(self._side.failed_requests())
         failed = self._failed & set(recving)
         self._failed -= failed
