@@ -12,7 +12,6 @@ import argparse
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import peer
 import torch
@@ -29,6 +28,7 @@ def serve(options: argparse.Namespace) -> world.Server:
     """A server whose model computes nothing."""
     shape = world.Shape(
         ranks=1,
+        depth=LAYERS,
         blocks=options.requests * (options.tokens // world.BLOCK_TOKENS + 2) + 64,
         max_requests=options.requests,
         batch_tokens=8192,
@@ -53,14 +53,6 @@ def main() -> None:
     options.folder.mkdir(parents=True)
     world.KV_HEADS, world.HEAD_SIZE, world.MAX_TOKENS, world.HANGS_S = KV_HEADS, HEAD_SIZE, options.tokens + 64, 600.0
     world.MODEL |= {"max_position_embeddings": options.tokens + 64, "num_hidden_layers": LAYERS}
-    groups, names = world._groups, [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
-
-    def layered(shape: world.Shape) -> list[Any]:
-        (group,) = groups(shape)
-        group.layer_names[:] = names
-        return [group]
-
-    world._groups = layered
     Rank.poison = lambda self, group, blocks: None  # type: ignore[method-assign]
     source = random.Random(options.seed)
     prompts = [[source.randrange(4, 500) for _ in range(options.tokens)] for _ in range(options.requests)]

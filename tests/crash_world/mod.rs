@@ -8,6 +8,7 @@ pub mod disk;
 pub mod images;
 pub mod model;
 pub mod queue;
+#[path = "../proof_world/rng.rs"]
 pub mod rng;
 pub mod steps;
 pub mod world;

@@ -29,13 +29,7 @@ def test_every_request_ends_with_the_right_tokens(seed: int, tmp_path: Path, tal
 
 
 def test_the_seeds_met_what_they_are_for(tally: Tally) -> None:
-    # Without this all of the above could pass because nothing is ever loaded, and nothing ever fails.
-    print(tally)
-    if ONE or tally.seeds < 30:
-        pytest.skip("too few seeds in this run")
-    assert tally.seeds_that_loaded >= tally.seeds * 0.5
-    assert tally.seeds_that_failed >= tally.seeds * 0.1
-    assert tally.loaded_tokens >= 100 * tally.seeds
+    tally.met_enough()
     assert tally.preemptions >= tally.seeds
     assert tally.aborted >= tally.seeds
     assert min(tally.resets, tally.damaged, tally.killed, tally.excused) > 0

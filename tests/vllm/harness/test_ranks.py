@@ -12,7 +12,7 @@ import pytest
 from . import damage
 from .fuzz import Fuzz, Tally
 from .server import Server, Shape
-from .test_fuzz import CHOSEN, ONE
+from .test_fuzz import CHOSEN
 
 PROMPT = [4 + i * 11 % 500 for i in range(300)]
 #: Copies and loads are not given up, however busy this machine is.
@@ -119,10 +119,5 @@ def test_every_request_ends_with_the_right_tokens(seed: int, tmp_path: Path, tal
 
 
 def test_the_seeds_met_what_they_are_for(tally: Tally) -> None:
-    print(tally)
-    if ONE or tally.seeds < 30:
-        pytest.skip("too few seeds in this run")
-    assert tally.seeds_that_loaded >= tally.seeds * 0.5
-    assert tally.seeds_that_failed >= tally.seeds * 0.1
-    assert tally.loaded_tokens >= 100 * tally.seeds
+    tally.met_enough()
     assert min(tally.aborted, tally.preemptions, tally.resets, tally.damaged, tally.killed) > 0
