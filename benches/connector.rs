@@ -36,7 +36,7 @@ fn tokens(n: usize, seed: usize) -> Vec<u32> {
 }
 
 fn add(s: &mut Scheduler, req_id: &str, tokens: &[u32]) {
-    s.add(AddRequest { req_id, tokens, extra: &Extra::default(), skip_save: false, skip_load: false, transferred: 0 });
+    s.add(AddRequest::new(req_id, tokens, &Extra::default()));
 }
 
 /// One generated token of each request; each has a chunk full in one of so many steps.

@@ -40,15 +40,7 @@ fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
 
 impl Pair {
     fn add(&mut self, req_id: &str, n: usize) {
-        let (tokens, extra) = (engine_world::tokens(n, 1), Extra::default());
-        self.s.add(AddRequest {
-            req_id,
-            tokens: &tokens,
-            extra: &extra,
-            skip_save: false,
-            skip_load: false,
-            transferred: 0,
-        });
+        self.s.add(AddRequest::new(req_id, &engine_world::tokens(n, 1), &Extra::default()));
     }
 
     /// Computes and stores a whole prompt in one step.

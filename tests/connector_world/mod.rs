@@ -177,16 +177,7 @@ impl Server {
     pub(crate) fn add(&mut self, tokens: Vec<u32>, prompt: usize) -> String {
         let id = format!("r{}", self.next);
         self.next += 1;
-        let extra = Extra::default();
-        let request = AddRequest {
-            req_id: &id,
-            tokens: &tokens[..prompt],
-            extra: &extra,
-            skip_save: false,
-            skip_load: false,
-            transferred: 0,
-        };
-        self.s.add(request);
+        self.s.add(AddRequest::new(&id, &tokens[..prompt], &Extra::default()));
         let state = State::Waiting;
         self.reqs.insert(
             id.clone(),

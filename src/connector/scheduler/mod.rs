@@ -48,6 +48,14 @@ pub struct AddRequest<'a> {
     pub transferred: usize,
 }
 
+impl<'a> AddRequest<'a> {
+    /// A request that loads and stores, of which no other server has said anything.
+    #[must_use]
+    pub fn new(req_id: &'a str, tokens: &'a [u32], extra: &'a Extra) -> Self {
+        Self { req_id, tokens, extra, skip_save: false, skip_load: false, transferred: 0 }
+    }
+}
+
 /// How much of a prompt can be loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Matched {

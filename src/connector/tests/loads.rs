@@ -137,7 +137,7 @@ fn roles_and_flags_say_who_loads_and_who_stores() {
     let run = |role, skip_save, skip_load| {
         let mut s = side_with(48, |o| o.role = role);
         let extra = Extra::default();
-        s.s.add(AddRequest { req_id: "a", tokens: &tokens(100), extra: &extra, skip_save, skip_load, transferred: 0 });
+        s.s.add(AddRequest { skip_save, skip_load, ..AddRequest::new("a", &tokens(100), &extra) });
         (s.matched("a", 0), saved(&s.first("a", (0, 100))).len())
     };
     assert_eq!(run(Role::Both, false, false), (Some(48), 1));

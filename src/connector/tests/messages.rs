@@ -11,14 +11,7 @@ fn messages_come_back_as_they_were() {
         cache_salt: Some("salt".into()),
     };
     let mut s = side(32);
-    s.s.add(AddRequest {
-        req_id: "a",
-        tokens: &tokens(100),
-        extra: &extra,
-        skip_save: false,
-        skip_load: false,
-        transferred: 0,
-    });
+    s.s.add(AddRequest::new("a", &tokens(100), &extra));
     s.matched("a", 0);
     s.allocated("a", 25, 32);
     let meta = s.first("a", (32, 100));

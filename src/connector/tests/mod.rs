@@ -96,28 +96,13 @@ fn blocks(n: usize) -> Vec<u32> {
 
 impl Side {
     fn add(&mut self, req_id: &str, n: usize) {
-        let extra = Extra::default();
-        self.s.add(AddRequest {
-            req_id,
-            tokens: &tokens(n),
-            extra: &extra,
-            skip_save: false,
-            skip_load: false,
-            transferred: 0,
-        });
+        self.s.add(AddRequest::new(req_id, &tokens(n), &Extra::default()));
     }
 
     /// A prompt of 100 tokens of which another server says that it stores the first `transferred`.
     fn add_promised(&mut self, req_id: &str, transferred: usize) {
         let (tokens, extra) = (tokens(100), Extra::default());
-        self.s.add(AddRequest {
-            req_id,
-            tokens: &tokens,
-            extra: &extra,
-            skip_save: false,
-            skip_load: false,
-            transferred,
-        });
+        self.s.add(AddRequest { transferred, ..AddRequest::new(req_id, &tokens, &extra) });
     }
 
     fn matched(&mut self, req_id: &str, computed: usize) -> Option<usize> {
