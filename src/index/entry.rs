@@ -70,6 +70,12 @@ pub struct Entry {
 }
 
 /// The two words of a key that are stored.
+/// The first eight bytes of a key, little endian: by them the touch ring and the policies know it.
+#[must_use]
+pub fn tag_of(key: &ChunkKey) -> u64 {
+    key_words(key).0
+}
+
 pub(super) fn key_words(key: &ChunkKey) -> (u64, u64) {
     let word = |at: usize| key.0.get(at..).and_then(|b| b.first_chunk::<8>()).map_or(0, |b| u64::from_le_bytes(*b));
     (word(0), word(8))

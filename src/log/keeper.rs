@@ -4,17 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::lane::{Lane, Role};
+use super::lane::Role;
 use super::volume::Volume;
-use super::{grant, hunger, orphans, reclaim, remove};
-use crate::index::TouchCursor;
+use super::{chain, grant, hunger, orphans, reclaim, remove};
 
 /// How often the keeper looks by itself.
 const TICK: Duration = Duration::from_millis(50);
 
 /// Runs until `stop`.
 pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
-    let mut keeper = Keeper { tick: 1, cursors: Vec::new(), last_scan: Instant::now() };
+    let mut keeper = Keeper { tick: 1, last_scan: Instant::now() };
     while !stop.load(Ordering::Acquire) {
         // Woken or not, it looks.
         let _ = volume.wake.1.recv_timeout(TICK);
@@ -34,34 +33,17 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
 struct Keeper {
     /// The latest logical time of the lanes, so that all of them stay near it.
     tick: u32,
-    cursors: Vec<(u32, TouchCursor)>,
     last_scan: Instant,
 }
 
 impl Keeper {
     fn drain_touches(&mut self, volume: &Volume) {
         for lane in volume.lanes().held() {
-            let Some(shared) = lane.shared() else { continue };
-            let Some(cursor) = self.cursor(lane, &shared) else { continue };
             let Ok(mut state) = lane.state() else { continue };
-            let table = lane.table();
-            shared.drain_touches(cursor, |tag| {
-                if let Some(slot) = table.slot_of_tag(tag) {
-                    let tick = state.next_tick(&table);
-                    state.recency.touch(slot, tick);
-                }
-            });
+            chain::drain_touches(lane, &mut state);
             state.tick = state.tick.saturating_add(1).max(self.tick);
             self.tick = state.tick;
         }
-    }
-
-    fn cursor(&mut self, lane: &Lane, shared: &crate::index::Lane) -> Option<&mut TouchCursor> {
-        let at = self.cursors.iter().position(|(number, _)| *number == lane.number).unwrap_or_else(|| {
-            self.cursors.push((lane.number, shared.touch_cursor()));
-            self.cursors.len() - 1
-        });
-        self.cursors.get_mut(at).map(|(_, cursor)| cursor)
     }
 
     fn scan(&mut self, volume: &Volume) {
@@ -78,7 +60,7 @@ impl Keeper {
             tracing::warn!(drive = %volume.root.display(), error = %e, "what was cleared still takes room");
         }
         reclaim::reclaim_expired(volume);
-        reclaim::reclaim_dead(volume, Role::Adopted);
+        reclaim::reclaim_dead(volume, Role::Adopted, &|| true);
         orphans::remove_empty_lanes(volume);
         hunger::feed(volume);
         grant::shrink(volume);

@@ -16,6 +16,7 @@
 
 mod begin;
 mod budget;
+mod chain;
 mod chunk;
 mod clock;
 mod ctx;
@@ -52,6 +53,7 @@ mod spec;
 mod state;
 mod stats;
 mod tables;
+mod thin;
 mod volume;
 
 use std::path::Path;
@@ -123,6 +125,7 @@ impl Log {
     fn start_threads(&self) -> Result<()> {
         for volume in &self.volumes {
             let Some(lane) = volume.own() else { continue };
+            chain::begin(volume, &lane);
             self.spawn("fb-journal", move || journal::run(&lane))?;
             let (volume, stop) = (Arc::clone(volume), Arc::clone(&self.stop));
             self.spawn("fb-keeper", move || keeper::run(&volume, &stop))?;
@@ -312,7 +315,7 @@ fn check_options(options: &LogOptions) -> Result<()> {
         return bad("no cache directory is given".to_owned());
     }
     if crate::index::by_name(&options.policy).is_none() {
-        return bad(format!("there is no reclaim policy {:?}; use lru or fifo", options.policy));
+        return bad(format!("there is no reclaim policy {:?}; use prefix, lru or fifo", options.policy));
     }
     if !(0.0..=1.0).contains(&options.lease_share) || !(0.0..=1.0).contains(&options.reclaim_write_budget) {
         return bad("lease_share and reclaim_write_budget are shares from 0 to 1".to_owned());

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::chain;
 use super::journal;
 use super::lane::Lane;
 use super::pack;
@@ -144,6 +145,9 @@ fn publish(own: &Lane, victim: &Victim, old: &Record, moved: Record) -> Result<b
     }
     if let Some((_, slot)) = table.get_slot(&moved.key) {
         state.recency.insert(slot, uses.0, uses.1);
+    }
+    if let Some(entry) = table.get(&moved.key) {
+        chain::note_moved(&mut state, &entry);
     }
     // It was worth a move: that must not be forgotten when the cache is opened again.
     state.log_record(Record { hotness: u32::from(uses.1).max(1), ..moved });

@@ -45,6 +45,8 @@ pub(super) struct Victim {
     pub(super) segment: u32,
     pub(super) epoch: u32,
     context: ReclaimContext,
+    /// It is given up to tidy up: the tombstones that it needs may take only a part of the open segment.
+    tidy: bool,
 }
 
 /// What becomes of a victim's records.
@@ -74,13 +76,16 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed then.
-pub(super) fn reclaim_dead(volume: &Volume, role: Role) {
+/// Reclaims what holds nothing any more in the held lanes of a role, as long as `tidies` says so: adopted ones can be removed then.
+pub(super) fn reclaim_dead(volume: &Volume, role: Role, tidies: &dyn Fn() -> bool) {
     for lane in volume.lanes().held().filter(|l| l.role == role) {
         let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
         for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };
-            let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context };
+            if !tidies() {
+                return;
+            }
+            let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context, tidy: role == Role::Own };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
                 break;
@@ -94,7 +99,7 @@ pub(super) fn reclaim_expired(volume: &Volume) {
     for lane in volume.lanes().held() {
         for segment in expired_segments(lane) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
-            let victim = Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default() };
+            let victim = Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default(), tidy: false };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
                 return;
@@ -114,7 +119,7 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
 
 /// The next victim among the sealed segments of all lanes that this process holds.
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
-    let policy = index::by_name(&volume.ctx.options.policy)?;
+    let policy = policy_of(volume)?;
     let mut best: Option<(index::Rank, Victim)> = None;
     for lane in volume.lanes().held() {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
@@ -131,10 +136,18 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
         };
         let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
         if best.as_ref().is_none_or(|(least, _)| rank < *least) {
-            best = Some((rank, Victim { lane: Arc::clone(lane), segment, epoch, context }));
+            best = Some((rank, Victim { lane: Arc::clone(lane), segment, epoch, context, tidy: false }));
         }
     }
     best.map(|(_, victim)| victim)
+}
+
+/// The policy for whole segments. That for chains looks after one lane; where there are others, or no holes, the order is that of
+/// use.
+fn policy_of(volume: &Volume) -> Option<Box<dyn index::Policy>> {
+    let name = volume.ctx.options.policy.as_str();
+    let alone = volume.lanes().held().all(|lane| lane.role == Role::Own && lane.state().is_ok_and(|s| !s.no_holes));
+    index::by_name(if name == super::chain::NAME && !alone { "lru" } else { name })
 }
 
 fn survey(
@@ -258,7 +271,13 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
     let now_s = volume.ctx.now_s();
     let evicted = plan.drop.iter().filter(|r| r.expiry_s == 0 || r.expiry_s > now_s).count() as u64;
     let carried = carry_on(volume, victim, plan);
-    if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
+    let room = own.state().map(|state| {
+        let (pages, records) = (remove::control_pages(carried.len()), carried.len());
+        let (certain, of_records) = state.certain_control_room();
+        let spares_room = pages <= certain / 2 && records <= of_records / 2;
+        state.has_control_room(pages, records) && (!victim.tidy || spares_room)
+    })?;
+    if !room {
         return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));
     }
     for records in carried.chunks(CONTROL_RECORDS) {
@@ -363,7 +382,7 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
     }
     let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
     let budget_bytes = (lane.segment_bytes() as f64 * volume.ctx.options.reclaim_write_budget) as u64;
-    let policy = index::by_name(&volume.ctx.options.policy);
+    let policy = policy_of(volume);
     let wanted = policy.map(|p| index::plan_keep(&*p, &summaries, budget_bytes, &victim.context)).unwrap_or_default();
     let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
     plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
@@ -498,14 +517,14 @@ fn hand_over(volume: &Volume, victim: &Victim) -> Result<()> {
     let reuse = {
         let mut state = lane.state()?;
         let Some(segment) = state.segment(victim.segment) else { return Ok(()) };
-        let retired = segment.retired;
+        let (retired, thinned) = (segment.retired, segment.thinned);
         let epoch = victim.epoch.wrapping_add(1);
         *segment = Segment { epoch, retired, ..Segment::absent() };
         if let Some(shared) = lane.shared() {
             drop(shared.set_live(victim.segment, 0, 0));
             drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));
         }
-        let reuse = lane.role == Role::Own && !retired;
+        let reuse = lane.role == Role::Own && !retired && !thinned;
         if reuse {
             grant::make_ready(&mut state, victim.segment);
         }

@@ -10,7 +10,7 @@ use super::ring::Ring;
 use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
-use crate::index::{self, Entry, EntryKind, Inserted, Recency, SegmentState, Table};
+use crate::index::{self, Entry, EntryKind, Inserted, Prefix, Recency, SegmentState, Table, TouchCursor};
 use crate::io::Request;
 use crate::key::ChunkKey;
 
@@ -62,6 +62,8 @@ pub(super) struct Segment {
     pub(super) last_expiry_s: u64,
     /// A write to it failed: it is sealed with what is good and not used again.
     pub(super) retired: bool,
+    /// Holes were punched in it: its space must be granted anew before it is used again.
+    pub(super) thinned: bool,
     /// When it took its last put.
     pub(super) full_since: Option<Instant>,
 }
@@ -79,6 +81,7 @@ impl Segment {
             max_seq: 0,
             last_expiry_s: 0,
             retired: false,
+            thinned: false,
             full_since: None,
         }
     }
@@ -116,6 +119,15 @@ pub(super) struct Place {
     pub(super) segment: u32,
     pub(super) epoch: u32,
     pub(super) page: u32,
+}
+
+/// Space of a sealed segment to be given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hole {
+    pub(super) segment: u32,
+    pub(super) epoch: u32,
+    pub(super) page: u32,
+    pub(super) pages: u32,
 }
 
 /// Why no place was given.
@@ -165,6 +177,14 @@ pub(super) struct State {
     /// The highest clear and the segment its record lies in.
     pub(super) clear: Option<(u64, u32)>,
     pub(super) recency: Recency,
+    /// The policy for chains, where it is chosen.
+    pub(super) chain: Option<Box<Prefix>>,
+    /// How far the touch ring has been read.
+    pub(super) cursor: Option<TouchCursor>,
+    /// Slots that are hidden durably and whose space has not been given back yet.
+    pub(super) to_punch: Vec<Hole>,
+    /// The file system takes no holes.
+    pub(super) no_holes: bool,
     /// Logical time of recency.
     pub(super) tick: u32,
     pub(super) uses_in_tick: u64,
@@ -198,9 +218,9 @@ pub(super) struct State {
 const BROKEN_AFTER: u32 = 8;
 
 /// Bytes of segments kept ready where they are small.
-const RESERVE_BYTES: u64 = 64 << 20;
+pub(super) const RESERVE_BYTES: u64 = 64 << 20;
 /// Of so many segments one may be kept ready.
-const RESERVE_SHARE: u64 = 12;
+pub(super) const RESERVE_SHARE: u64 = 12;
 
 impl State {
     pub(super) fn segment(&mut self, segment: u32) -> Option<&mut Segment> {
@@ -244,6 +264,17 @@ impl State {
             s.next_page + pages <= self.segment_pages && s.records.len() + s.promised + records <= self.region_records
         });
         fits || records == 0 || !self.ready.is_empty()
+    }
+
+    /// Pages and records that control slots find in the open segment whatever puts begin meanwhile.
+    pub(super) fn certain_control_room(&self) -> (u32, usize) {
+        let Some(open) = self.open.and_then(|n| self.segments.get(n as usize)) else { return (0, 0) };
+        let pages = self.segment_pages - reserve_pages(self.segment_pages).min(self.segment_pages);
+        let records = self.region_records - self.region_records / 8;
+        (
+            self.segment_pages.saturating_sub(open.next_page.max(pages)),
+            self.region_records.saturating_sub((open.records.len() + open.promised).max(records)),
+        )
     }
 
     /// Segment and epoch of the open segment if it has room for one more record.

@@ -14,3 +14,4 @@ mod purge;
 mod rebuild;
 mod reclaim;
 mod room;
+mod thin;

@@ -1,9 +1,11 @@
 //! `forebay replay`: what a request trace would have found in a cache of a given size under a given policy.
 //!
-//! `trace` reads the requests, `sim` is a cache without payload, `policy` decides what it gives up, `real` is the log, `ranks`
-//! several logs side by side. Another cache is replayed through the same loop by implementing [`ReplayCache`]; this module must
+//! `trace` reads the requests, `chunks` has caches of single chunks, `sim` one that reclaims in segments, `real` is the log, `ranks`
+//! several logs side by side, `chart` draws the result. Another cache is replayed through the same loop by implementing [`ReplayCache`]; this module must
 //! not know how one works inside.
 
+mod chart;
+mod chunks;
 mod policy;
 mod ranks;
 mod real;
@@ -61,6 +63,9 @@ pub(crate) struct ReplayArgs {
     /// Seed of the ranks' orders.
     #[arg(long, default_value = "1", value_name = "N")]
     pub(crate) seed: u64,
+    /// Draw hit ratio and write amplification over the capacity into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chart: Option<PathBuf>,
     /// Only the first N requests.
     #[arg(long, value_name = "N")]
     pub(crate) limit: Option<usize>,
@@ -73,10 +78,11 @@ for each of them (above 1 where a policy moves chunks to keep them).
 
 Examples:
   forebay replay trace.jsonl
+  forebay replay trace.jsonl --policy fifo,lru,s3fifo,2q,arc,gdsf,lirs,sieve,prefix,optimum --chart replay.svg
   forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,default --json
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8
-  forebay replay trace.jsonl --segment-tokens 131072 --model qwen3-32b";
+  forebay replay trace.jsonl --policy lru --segment-tokens 131072 --model qwen3-32b";
 
 /// What a trace is replayed against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -129,6 +135,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let mut requests = read_trace(&args.trace)?;
     requests.truncate(args.limit.unwrap_or(usize::MAX));
     let asked: u64 = requests.iter().map(|r| r.input_length).sum();
+    let next = chunks::next_uses(&requests);
     let mut runs = Vec::new();
     for &policy in &args.policy {
         for &capacity in &args.capacity_tokens {
@@ -138,7 +145,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     let bar = progress::bar(context, "replay", (requests.len() * runs.len()) as u64, Unit::Count);
     let mut results = Vec::with_capacity(runs.len());
     for run in runs {
-        let mut cache = open_cache(args, run, bytes_per_token)?;
+        let mut cache = open_cache(args, run, (bytes_per_token, &next))?;
         let mut found = 0;
         for request in &requests {
             found += cache.request(request)?;
@@ -147,6 +154,9 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
         results.push(summarise(run, (found, asked), cache.totals(), bytes_per_token));
     }
     bar.finish_and_clear();
+    if let Some(path) = &args.chart {
+        chart::draw(path, &results)?;
+    }
     if context.json {
         out::print_json(&results)?;
     } else {
@@ -164,14 +174,17 @@ struct Run {
 }
 
 /// The cache to replay against.
-fn open_cache(args: &ReplayArgs, run: Run, bytes_per_token: u64) -> Result<Box<dyn ReplayCache>> {
+fn open_cache(args: &ReplayArgs, run: Run, (bytes_per_token, next): (u64, &chunks::NextUses)) -> Result<Box<dyn ReplayCache>> {
     let Run { policy, capacity, ranks } = run;
     match (args.engine, ranks == 1 && args.behind == 0) {
-        (ReplayEngine::Sim, true) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens))),
+        (ReplayEngine::Sim, true) if args.segment_tokens == 0 => {
+            Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next)?))
+        }
+        (ReplayEngine::Sim, true) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens)?)),
         (ReplayEngine::Sim, _) => Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
             .advice("use --engine real with --ranks and --behind")),
         (ReplayEngine::Real, true) => {
-            Ok(Box::new(real::RealCache::open(&args.directory, policy, capacity, bytes_per_token)?))
+            Ok(Box::new(real::RealCache::open(&args.directory, policy, capacity, (bytes_per_token, 1))?))
         }
         (ReplayEngine::Real, _) => {
             let disorder = ranks::Disorder { seed: args.seed, window: args.window, behind: args.behind };

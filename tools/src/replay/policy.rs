@@ -7,13 +7,31 @@ use std::collections::{BTreeMap, HashMap};
 
 use clap::ValueEnum;
 
-/// Policies by the names users give.
+/// Policies by the names users give. The engine itself has lru, fifo and prefix; the others are what it is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PolicyKind {
     /// Gives up what was used longest ago.
     Lru,
     /// Gives up what was stored first.
     Fifo,
+    /// S3-FIFO.
+    #[value(name = "s3fifo")]
+    S3Fifo,
+    /// 2Q, the full version.
+    #[value(name = "2q")]
+    TwoQ,
+    /// ARC.
+    Arc,
+    /// GDSF; with equal sizes LFU with dynamic aging.
+    Gdsf,
+    /// LIRS.
+    Lirs,
+    /// SIEVE.
+    Sieve,
+    /// What chunks of the same kind did before: the engine's policy for chains.
+    Prefix,
+    /// The offline optimum: gives up what is used again last.
+    Optimum,
     /// What a cache does without settings.
     Default,
 }
@@ -24,15 +42,24 @@ impl PolicyKind {
         match self {
             Self::Lru => "lru",
             Self::Fifo => "fifo",
+            Self::S3Fifo => "s3fifo",
+            Self::TwoQ => "2q",
+            Self::Arc => "arc",
+            Self::Gdsf => "gdsf",
+            Self::Lirs => "lirs",
+            Self::Sieve => "sieve",
+            Self::Prefix => "prefix",
+            Self::Optimum => "optimum",
             Self::Default => "default",
         }
     }
 
-    /// A fresh policy.
-    pub(crate) fn build(self) -> Box<dyn Policy> {
+    /// A fresh policy for segments; `None` where there is none of that name.
+    pub(crate) fn for_segments(self) -> Option<Box<dyn Policy>> {
         match self {
-            Self::Lru | Self::Default => Box::new(Ordered::new(true)),
-            Self::Fifo => Box::new(Ordered::new(false)),
+            Self::Lru => Some(Box::new(Ordered::new(true))),
+            Self::Fifo => Some(Box::new(Ordered::new(false))),
+            _ => None,
         }
     }
 }

@@ -46,7 +46,7 @@ impl Ranks {
         (count, disorder): (u32, Disorder),
     ) -> Result<Self> {
         let rank = |number: u32| {
-            let cache = RealCache::open(directory, policy, capacity_tokens, bytes_per_token)?;
+            let cache = RealCache::open(directory, policy, capacity_tokens, (bytes_per_token, count))?;
             let rng = Rng::new(disorder.seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
             Ok(Rank { cache, rng, disorder, behind: Vec::new() })
         };

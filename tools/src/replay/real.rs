@@ -2,23 +2,33 @@
 //! as in service, but no KV is written.
 //!
 //! A slot stands for a block of the trace and is small whatever the model; capacity scales with it, so that the log holds as
-//! many tokens as were asked for. Nothing is ever loaded: the CRCs in the headers are those of no payload.
+//! many tokens as were asked for, in segments of as many slots as with the model's bytes. The payload is a hole, and the CRCs in
+//! the headers are those of zeros, so that reclaim can move what it keeps.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::format::layout::SlotLayout;
+use forebay::format::crc;
+use forebay::format::layout::{Extent, SlotLayout};
 use forebay::geometry::{DType, Geometry, LayerSpec};
 use forebay::key::ChunkKey;
 use forebay::log::{Log, LogOptions, Put, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
 
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
 use crate::scratch::Scratch;
 
-/// Bytes that stand for one token.
-const TOKEN_BYTES: u32 = 8;
+/// Bytes that stand for one token: a multiple of this, which makes a block a page.
+const TOKEN_BYTES: u64 = 8;
+/// Bytes of all caches together: as many as a disk has to spare, so that what a log needs beside its slots is a small part.
+const MOST_BYTES: u64 = 3 << 30;
+/// Most pages of a block.
+const MOST_PAGES: u64 = 127;
+/// Largest segment that the log makes by itself, in bytes of the model.
+const SEGMENT_BYTES: u64 = 1 << 30;
 /// How long a put waits for reclaim.
 const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -31,14 +41,17 @@ pub(super) struct RealCache {
 }
 
 impl RealCache {
-    /// An empty log below `directory` for `capacity_tokens` tokens; writes are weighed by the model's bytes per token.
+    /// An empty log below `directory` for `capacity_tokens` tokens, one of `ranks`; writes are weighed by the model's bytes per
+    /// token.
     pub(super) fn open(
         directory: &Path,
         policy: PolicyKind,
         capacity_tokens: u64,
-        model_bytes_per_token: u64,
+        (model_bytes_per_token, ranks): (u64, u32),
     ) -> Result<Self> {
-        let layers = vec![LayerSpec::mla(&[TOKEN_BYTES])];
+        let pages = MOST_BYTES / capacity_tokens.saturating_mul(u64::from(ranks) * TOKEN_BYTES).max(1);
+        let token_bytes = (pages.clamp(1, MOST_PAGES) * TOKEN_BYTES) as u32;
+        let layers = vec![LayerSpec::mla(&[token_bytes])];
         let geometry = Geometry::new("forebay-replay", DType::named("uint8")?, layers, BLOCK_TOKENS as u32)?;
         let slot_bytes = u64::from(SlotLayout::of_chunk(&geometry, BLOCK_TOKENS as u32).pages()) * 4096;
         let capacity_bytes =
@@ -51,11 +64,26 @@ impl RealCache {
         let mut options = LogOptions::new(dir.path(), Arc::new(geometry));
         options.capacity_bytes = capacity_bytes;
         options.policy = policy.name().to_owned();
-        // A chunk is moved only if its payload is right, and there is none.
-        options.reclaim_write_budget = 0.0;
+        options.segment_bytes = Some(segment_bytes(slot_bytes, (capacity_tokens, model_bytes_per_token)));
+        options.reclaim_write_budget = 0.1;
         let log = Log::open(options)?;
         Ok(Self { log, admitted_tokens: 0, model_bytes_per_token: model_bytes_per_token.max(1), _dir: dir })
     }
+}
+
+/// The CRC of so many zeros.
+fn zero_crc(len: u32) -> u32 {
+    static KNOWN: Mutex<BTreeMap<u32, u32>> = Mutex::new(BTreeMap::new());
+    *KNOWN.lock().entry(len).or_insert_with(|| crc(&vec![0; len as usize]))
+}
+
+/// A segment of as many slots as the log would give it with the model's bytes.
+fn segment_bytes(slot_bytes: u64, (capacity_tokens, model_bytes_per_token): (u64, u64)) -> u64 {
+    let model_slot = model_bytes_per_token.max(1).saturating_mul(BLOCK_TOKENS);
+    let wanted = (capacity_tokens.saturating_mul(model_bytes_per_token) / 64).min(SEGMENT_BYTES);
+    let slots = (wanted / model_slot).clamp(4, (capacity_tokens / BLOCK_TOKENS / 8).max(4));
+    // With what a segment keeps back for control slots, which is a larger part of a small one.
+    (slots * slot_bytes).next_multiple_of(4096) / 15 * 16 + 4096
 }
 
 fn key(id: u64) -> ChunkKey {
@@ -110,7 +138,7 @@ impl RealCache {
         let Some(&key) = blocks.keys.get(at) else { return Ok(None) };
         let parent = at.checked_sub(1).and_then(|p| blocks.keys.get(p)).copied().unwrap_or(ChunkKey([0; 32]));
         let tokens = blocks.tokens.get(at).copied().unwrap_or(0);
-        let mut spec = PutSpec::chunk(key, parent, BLOCK_TOKENS as u32, at as u32);
+        let mut spec = PutSpec::chunk(key, parent, tokens.clamp(1, BLOCK_TOKENS) as u32, at as u32);
         spec.root = blocks.keys.first().copied();
         Ok(match self.log.begin_put_within(spec, ROOM_PATIENCE)? {
             PutOutcome::Started(put) => Some((put, tokens)),
@@ -121,7 +149,9 @@ impl RealCache {
     /// Publishes a block; the answer comes over `answers`.
     pub(super) fn commit(put: Put, tokens: u64, answers: &crossbeam_channel::Sender<Result<u64>>) {
         let answers = answers.clone();
-        put.commit(&[0], Box::new(move |result| drop(answers.send(result.map(|()| tokens)))));
+        let zeros = |extent: &Extent| zero_crc(extent.len);
+        let crcs: Vec<u32> = put.layout().extents.iter().map(zeros).collect();
+        put.commit(&crcs, Box::new(move |result| drop(answers.send(result.map(|()| tokens)))));
     }
 
     /// Waits for the answers, until nobody can send one any more.

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use forebay::Result;
+use forebay::{Error, ErrorKind, Result};
 
 use super::policy::{Block, Policy, PolicyKind};
 use super::{ReplayCache, Request, Totals};
@@ -30,9 +30,16 @@ struct Segment {
 
 impl SimCache {
     /// An empty cache; `segment_tokens` 0 reclaims every block by itself.
-    pub(crate) fn new(policy: PolicyKind, capacity_tokens: u64, segment_tokens: u64) -> Self {
-        Self {
-            policy: policy.build(),
+    ///
+    /// # Errors
+    /// `InvalidInput` for a policy that knows no segments.
+    pub(crate) fn new(policy: PolicyKind, capacity_tokens: u64, segment_tokens: u64) -> Result<Self> {
+        let built = policy.for_segments().ok_or_else(|| {
+            Error::new(ErrorKind::InvalidInput, format!("{} gives up single chunks, not segments", policy.name()))
+                .advice("use lru or fifo with --segment-tokens")
+        })?;
+        Ok(Self {
+            policy: built,
             capacity_tokens,
             segment_tokens,
             held_tokens: 0,
@@ -41,7 +48,7 @@ impl SimCache {
             open: None,
             next_segment: 0,
             totals: Totals::default(),
-        }
+        })
     }
 
     /// Stores `block`, making room for it; false where it is larger than the whole cache.
@@ -140,7 +147,7 @@ mod tests {
 
     #[test]
     fn a_block_counts_only_behind_an_unbroken_prefix() {
-        let mut cache = SimCache::new(PolicyKind::Lru, u64::MAX, 0);
+        let mut cache = SimCache::new(PolicyKind::Lru, u64::MAX, 0).unwrap();
         assert_eq!(ask(&mut cache, &[1, 2, 3]), 0);
         assert_eq!(ask(&mut cache, &[1, 2, 9]), 1024);
         assert_eq!(ask(&mut cache, &[8, 2, 3]), 0);
@@ -150,7 +157,7 @@ mod tests {
     #[test]
     fn lru_keeps_what_is_used_and_fifo_what_came_last() {
         for (policy, want) in [(PolicyKind::Lru, 512), (PolicyKind::Fifo, 0)] {
-            let mut cache = SimCache::new(policy, 2 * 512, 0);
+            let mut cache = SimCache::new(policy, 2 * 512, 0).unwrap();
             ask(&mut cache, &[1]);
             ask(&mut cache, &[2]);
             ask(&mut cache, &[1]);
@@ -161,7 +168,7 @@ mod tests {
 
     #[test]
     fn the_tail_of_a_prompt_goes_before_its_head() {
-        let mut cache = SimCache::new(PolicyKind::Lru, 4 * 512, 0);
+        let mut cache = SimCache::new(PolicyKind::Lru, 4 * 512, 0).unwrap();
         ask(&mut cache, &[1, 2, 3]);
         ask(&mut cache, &[10, 11]);
         assert_eq!(ask(&mut cache, &[1, 2, 3]), 2 * 512);
@@ -170,7 +177,7 @@ mod tests {
     #[test]
     fn the_capacity_holds_in_segments_too() {
         for segment_tokens in [0, 512, 2048, 5000] {
-            let mut cache = SimCache::new(PolicyKind::Lru, 8 * 512, segment_tokens);
+            let mut cache = SimCache::new(PolicyKind::Lru, 8 * 512, segment_tokens).unwrap();
             for i in 0..100 {
                 ask(&mut cache, &[i, i + 1000, i + 2000]);
                 assert!(cache.held_tokens <= 8 * 512);

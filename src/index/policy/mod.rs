@@ -5,7 +5,12 @@
 //! before heads. Policies know no clock and no disk: ticks are passed in, and the same sequence of calls gives the same answers
 //! on every rank.
 
+mod prefix;
+mod reuse;
+
 use std::cmp::Reverse;
+
+pub use prefix::{ChainChunk, Prefix};
 
 /// What a policy sees of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -118,12 +123,31 @@ impl Policy for Fifo {
     }
 }
 
-/// The policy called `name` (`lru`, `fifo`, or `default`, which is `lru`).
+/// For chains, where [`Prefix`] decides what goes: the segment that holds the least goes, and all that it holds is written again.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Emptiest;
+
+impl Policy for Emptiest {
+    fn name(&self) -> &'static str {
+        "prefix"
+    }
+
+    fn rank(&self, segment: &SegmentSummary, _: &ReclaimContext) -> Rank {
+        Rank(segment.live_bytes, segment.first_seq)
+    }
+
+    fn keep(&self, _: &ChunkSummary, _: &ReclaimContext) -> bool {
+        true
+    }
+}
+
+/// The policy called `name` (`prefix`, `lru`, `fifo`, or `default`, which is `lru`).
 #[must_use]
 pub fn by_name(name: &str) -> Option<Box<dyn Policy>> {
     Some(match name {
         "lru" | "default" => Box::new(Lru),
         "fifo" => Box::new(Fifo),
+        "prefix" => Box::new(Emptiest),
         _ => return None,
     })
 }

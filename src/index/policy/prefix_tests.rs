@@ -1,0 +1,142 @@
+//! The policy for chains, told by hand.
+
+use std::collections::HashSet;
+
+use super::*;
+
+fn store(policy: &mut Prefix, chain: u64, depths: std::ops::Range<u32>) {
+    for depth in depths {
+        policy.stored(&chunk(chain, depth));
+    }
+}
+
+fn tag(chain: u64, depth: u32) -> u64 {
+    chain << 32 | u64::from(depth) + 1
+}
+
+fn chunk(chain: u64, depth: u32) -> ChainChunk {
+    let parent = if depth == 0 { 0 } else { tag(chain, depth - 1) };
+    ChainChunk { tag: tag(chain, depth), parent, depth, bytes: 10, partial: false }
+}
+
+fn held(policy: &Prefix, chain: u64) -> Vec<u32> {
+    (0..100).filter(|d| policy.holds(tag(chain, *d))).collect()
+}
+
+#[test]
+fn the_end_of_a_chain_goes_before_its_beginning_and_old_chains_before_young() {
+    let mut policy = Prefix::new(100);
+    store(&mut policy, 1, 0..6);
+    store(&mut policy, 2, 0..6);
+    assert_eq!((held(&policy, 1), held(&policy, 2)), ((0..4).collect(), (0..6).collect()));
+    assert_eq!(policy.held_bytes(), 100);
+    assert_eq!(policy.take_doomed(1), [tag(1, 5)]);
+    assert_eq!(policy.take_doomed(1), [tag(1, 4)]);
+    assert_eq!(policy.take_doomed(15), [tag(1, 3), tag(1, 2)], "more than there was no room for");
+}
+
+#[test]
+fn what_was_used_again_stays_and_what_is_given_up_can_return() {
+    let mut policy = Prefix::new(80);
+    store(&mut policy, 1, 0..2);
+    store(&mut policy, 2, 0..6);
+    (0..2).for_each(|d| policy.touched(tag(1, d)));
+    store(&mut policy, 3, 0..2);
+    assert_eq!(held(&policy, 1).first_chunk(), Some(&[0, 1]));
+    let gone: Vec<u32> = (0..6).filter(|d| !policy.holds(tag(2, *d))).collect();
+    assert!(!gone.is_empty());
+    // Still on the drive, and found by a lookup: it counts as held, and is not among what is to be dropped.
+    policy.touched(tag(2, gone[0]));
+    assert!(policy.holds(tag(2, gone[0])) && !policy.take_doomed(1).contains(&tag(2, gone[0])));
+    assert!(policy.held_bytes() <= 80);
+}
+
+#[test]
+fn a_chunk_told_again_by_the_same_prompt_counts_once() {
+    let (mut once, mut again) = (Prefix::new(1000), Prefix::new(1000));
+    for chain in 1..40 {
+        store(&mut once, chain, 0..5);
+        store(&mut again, chain, 0..5);
+        store(&mut again, chain, 0..5);
+        for chain in 1..40 {
+            assert_eq!(held(&once, chain), held(&again, chain));
+        }
+    }
+}
+
+#[test]
+fn neighbours_that_change_places_end_in_the_same_group() {
+    let mut policy = Prefix::new(1000);
+    for depth in [2, 0, 1, 3, 6, 4, 5, 7] {
+        policy.stored(&chunk(1, depth));
+    }
+    let groups: HashSet<u64> = policy.chunks.values().map(|k| k.group).collect();
+    assert!(groups.len() <= 2, "{groups:?}");
+}
+
+/// Prompts of some length: a tenth of the chains is used over and over, the rest once.
+fn run(policy: &mut Prefix, rounds: u64) -> u64 {
+    let mut found = 0;
+    let mut x = 1u64;
+    for round in 0..rounds {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let chain = if (x >> 33).is_multiple_of(2) { (x >> 40) % 30 } else { 1000 + round };
+        let (mut depth, end) = (0, 1 + (x >> 50) as u32 % 8);
+        while depth < end && policy.holds(tag(chain, depth)) {
+            policy.touched(tag(chain, depth));
+            depth += 1;
+            found += 1;
+        }
+        store(policy, chain, depth..end);
+        assert!(policy.held_bytes() <= policy.room_bytes);
+        if round % 64 == 0 {
+            // As when room is made on the drive.
+            policy.take_doomed(policy.doomed_bytes() / 2);
+            check(policy);
+        }
+    }
+    found
+}
+
+fn check(policy: &Prefix) {
+    let held: u64 = policy.groups.values().map(|g| g.held.len() as u64).sum();
+    let bytes: u64 = policy.groups.values().flat_map(|g| g.held.values()).sum();
+    assert_eq!((held, bytes), (policy.held, policy.held_bytes));
+    assert_eq!(policy.chunks.values().filter(|c| c.held).count() as u64, held);
+    assert_eq!(policy.chunks.len() as u64 - held, policy.ghosts);
+    assert_eq!(policy.doomed_now.values().sum::<u64>(), policy.doomed_bytes);
+    assert!(policy.doomed_now.keys().all(|tag| !policy.holds(*tag)));
+    for (tag, known) in policy.chunks.iter().filter(|(_, c)| c.held) {
+        assert!(policy.groups[&known.group].held.contains_key(&(known.depth, *tag)));
+    }
+}
+
+#[test]
+fn the_counts_agree_and_memory_is_bounded() {
+    let mut policy = Prefix::new(2000);
+    let found = run(&mut policy, 20_000);
+    let most = GHOST_BOUNDS.0 + 4096;
+    assert!((policy.chunks.len() as u64) < most, "{}", policy.chunks.len());
+    assert!((policy.groups.len() as u64) < most, "{}", policy.groups.len());
+    assert!(policy.doomed.len() < 2048, "{}", policy.doomed.len());
+    assert!(found > 20_000, "chains that come back are kept: {found}");
+}
+
+#[test]
+fn the_same_calls_give_up_the_same() {
+    let (mut a, mut b) = (Prefix::new(700), Prefix::new(700));
+    assert_eq!(run(&mut a, 3000), run(&mut b, 3000));
+    assert_eq!(a.take_doomed(u64::MAX), b.take_doomed(u64::MAX));
+    assert_eq!(a.held_bytes(), 0, "all that was asked for");
+}
+
+#[test]
+fn forgetting_takes_a_chunk_out() {
+    let mut policy = Prefix::new(1000);
+    store(&mut policy, 1, 0..4);
+    policy.forget(tag(1, 3));
+    assert_eq!((held(&policy, 1), policy.held_bytes()), ((0..3).collect(), 30));
+    policy.set_room(10);
+    assert_eq!(held(&policy, 1), [0]);
+    check(&policy);
+}
