@@ -91,15 +91,17 @@ pub enum Mode {
     Ro,
 }
 
-/// Which segment is reclaimed first.
+/// What goes first when room is needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum EvictionPolicy {
-    /// The one whose chunks have not been used for the longest time.
+    /// Single chunks, the ends of chains first, by how soon chunks of their kind came back before.
+    Prefix,
+    /// The segment whose chunks have not been used for the longest time.
     #[default]
     Lru,
-    /// The one written first.
+    /// The segment written first.
     Fifo,
 }
 

@@ -22,9 +22,27 @@ pub enum EntryKind {
     Tombstone = 3,
     /// The list of partial chunks stored below a parent; never seen by [`Table::get`](super::Table::get).
     Partials = 4,
+    /// A chunk that was given up: not served any more, but a crash could still bring it back.
+    Going = 5,
 }
 
 impl EntryKind {
+    /// Whether an entry of this kind may be served.
+    #[must_use]
+    pub fn is_served(self) -> bool {
+        matches!(self, Self::Chunk | Self::Object)
+    }
+
+    /// Of two entries of one version the stronger counts: a removal before what was given up before what is stored.
+    #[must_use]
+    pub fn strength(self) -> u8 {
+        match self {
+            Self::Tombstone => 2,
+            Self::Going => 1,
+            Self::Chunk | Self::Object | Self::Partials => 0,
+        }
+    }
+
     /// The kind of a stored byte.
     pub(super) fn from_byte(byte: u8) -> Option<Self> {
         Some(match byte {
@@ -32,6 +50,7 @@ impl EntryKind {
             2 => Self::Object,
             3 => Self::Tombstone,
             4 => Self::Partials,
+            5 => Self::Going,
             _ => return None,
         })
     }
@@ -67,6 +86,12 @@ pub struct Entry {
     pub expiry_s: u32,
     /// Logical length in bytes, below 2^40.
     pub length: u64,
+}
+
+/// The first eight bytes of a key, little endian: by them the touch ring and the policies know it.
+#[must_use]
+pub fn tag_of(key: &ChunkKey) -> u64 {
+    key_words(key).0
 }
 
 /// The two words of a key that are stored.

@@ -43,15 +43,15 @@ mod touch;
 mod write;
 
 pub use bucket::{MAX_PROBE, SLOTS_PER_BUCKET};
-pub use entry::{Entry, EntryKind};
+pub use entry::{Entry, EntryKind, tag_of};
 pub use header::{BootId, Holder};
 pub use lane::{CondemnRefused, Lane, LaneSpec, SegmentState, SegmentView};
 pub use lease::{LeaseEnv, LeaseGuard, LeaseRefused};
 pub use mapping::Access;
 pub use partials::{AddedPartial, PartialLengths};
 pub use policy::{
-    ChainChunk, ChunkSummary, Fifo, Lru, Policy, Prefix, Rank, ReclaimContext, SegmentSummary, by_name, plan_keep,
-    victim,
+    ChainChunk, ChunkSummary, Emptiest, Fifo, Lru, Policy, Prefix, Rank, ReclaimContext, SegmentSummary, by_name,
+    plan_keep, victim,
 };
 pub use recency::{Recency, Survey, SurveyOptions};
 pub use shard::Shard;

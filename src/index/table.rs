@@ -259,6 +259,13 @@ impl Table {
         self.find(tag, None).map(|(_, slot)| slot)
     }
 
+    /// An entry whose key begins with `tag`; of its key only as much as the table keeps.
+    #[must_use]
+    pub fn get_tag(&self, tag: u64) -> Option<Entry> {
+        let ((words, kind, _), _) = self.find(tag, None)?;
+        (kind != EntryKind::Partials).then(|| Entry::unpack(&words, kind))
+    }
+
     /// Looks up many keys, fetching from memory ahead. `visit` gets every key's place in `keys` and its entry, in order, until
     /// it returns false.
     pub fn lookup(&self, keys: &[ChunkKey], mut visit: impl FnMut(usize, Option<Entry>) -> bool) {

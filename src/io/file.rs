@@ -329,6 +329,48 @@ impl DirectFile {
         self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len, "cannot punch a hole")
     }
 
+    /// Where from `offset` on the next byte lies that has space on the drive; `None` if there is none. Space that is reserved
+    /// and was never written may count as a hole. On a file system that does not tell, everything has space.
+    ///
+    /// # Errors
+    /// `Io` when the operating system cannot say.
+    pub fn next_data(&self, offset: u64) -> Result<Option<u64>> {
+        match &self.mounted {
+            Some(f) => f.next_data(offset),
+            None => self.seek(offset, libc::SEEK_DATA),
+        }
+    }
+
+    /// Where from `offset` on the next hole begins; the end of the file counts as one.
+    ///
+    /// # Errors
+    /// `Io` when the operating system cannot say.
+    pub fn next_hole(&self, offset: u64) -> Result<u64> {
+        match &self.mounted {
+            Some(f) => f.next_hole(offset),
+            None => Ok(self.seek(offset, libc::SEEK_HOLE)?.unwrap_or(offset)),
+        }
+    }
+
+    fn seek(&self, offset: u64, whence: i32) -> Result<Option<u64>> {
+        let what = "cannot ask for holes";
+        let Ok(at) = libc::off_t::try_from(offset) else {
+            return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
+        };
+        // SAFETY: a system call without pointers on a descriptor that we own; nobody uses the position that it moves.
+        let found = unsafe { libc::lseek(self.as_raw_fd(), at, whence) };
+        if let Ok(found) = u64::try_from(found) {
+            return Ok(Some(found));
+        }
+        let error = std::io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::ENXIO) => Ok(None),
+            Some(libc::EINVAL | libc::EOPNOTSUPP) if whence == libc::SEEK_DATA => Ok(Some(offset)),
+            Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(Some(u64::MAX)),
+            _ => Err(Error::io(what, error).at(&self.path).offset(offset)),
+        }
+    }
+
     fn fallocate(&self, mode: i32, offset: u64, len: u64, what: &'static str) -> Result<()> {
         let (Ok(at), Ok(n)) = (libc::off_t::try_from(offset), libc::off_t::try_from(len)) else {
             return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Log;
+use super::chain;
 use super::put::{Held, Put, PutOutcome, Reservation};
 use super::spec::PutSpec;
 use super::state::{Need, NoPlace};
@@ -61,6 +62,9 @@ impl Log {
         }
         if !spec.overwrite && self.contains(&spec.key) || !self.in_flight.begin(&spec.key, !spec.overwrite) {
             self.ctx.counters.already_there.add(1);
+            if let Some(lane) = self.volumes.iter().find(|v| v.has_version(&spec.key)).and_then(|v| v.own()) {
+                chain::note_put(&lane, &spec, layout.slot_bytes);
+            }
             return Ok(PutOutcome::AlreadyThere);
         }
         let outcome = self.choose(&spec).and_then(|v| self.reserve(v, &spec, &layout, deadline));
@@ -149,6 +153,7 @@ impl Log {
         deadline: Option<Instant>,
     ) -> Result<(&'a Volume, Reservation, u64)> {
         let lane = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed").at(&volume.root))?;
+        chain::note_put(&lane, spec, layout.slot_bytes);
         let records = spec.members.len().max(1);
         let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32, records, control: false };
         if records > lane.region_records() / 2 {

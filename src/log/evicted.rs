@@ -28,6 +28,11 @@ impl Evicted {
         keys.drain(..over);
     }
 
+    /// Whether somebody has asked.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.0.lock().is_some()
+    }
+
     fn take(&self, most: usize) -> Vec<ChunkKey> {
         let mut held = self.0.lock();
         let keys = held.get_or_insert_default();

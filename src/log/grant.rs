@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::lane::Lane;
 use super::state::{Phase, Segment};
 use super::volume::Volume;
-use super::{hunger, orphans, reclaim, tables};
+use super::{hunger, orphans, reclaim, tables, thin};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 
@@ -17,8 +17,7 @@ const MAX_SPARE_BYTES: u64 = 8 << 20;
 pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
     let Some(lane) = volume.own() else { return };
     if lane.state().is_ok_and(|mut state| std::mem::take(&mut state.starved)) && !give_back_ready(volume) {
-        reclaim::reclaim_one(volume);
-        give_back_ready(volume);
+        let _ = thin::make_room(volume) || reclaim::reclaim_one(volume) && give_back_ready(volume);
     }
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.wants_segment()) {
         match add_segment(&lane) {
@@ -26,6 +25,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
             Err(e) if e.kind() == ErrorKind::NoSpace => {
                 let poor = is_poor(volume);
                 let helped = poor && orphans::remove_one(volume)
+                    || thin::make_room(volume)
                     || reclaim::reclaim_one(volume)
                     || !poor && orphans::remove_one(volume);
                 if !helped {
@@ -50,7 +50,7 @@ pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.wants_reserve()) {
         let more = match add_segment(&lane) {
             Ok(()) => true,
-            Err(e) => e.kind() == ErrorKind::NoSpace && reclaim::reclaim_one(volume),
+            Err(e) => e.kind() == ErrorKind::NoSpace && (thin::make_room(volume) || reclaim::reclaim_one(volume)),
         };
         if !more {
             return;
@@ -72,7 +72,7 @@ fn is_poor(volume: &Volume) -> bool {
 pub(super) fn shrink(volume: &Volume) {
     let Some(budget) = &volume.budget else { return };
     while budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
-        if !give_back_ready(volume) && !reclaim::reclaim_one(volume) {
+        if !give_back_ready(volume) && !thin::make_room(volume) && !reclaim::reclaim_one(volume) {
             return;
         }
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use super::grant;
 use super::paths;
 use super::reclaim;
+use super::thin;
 use super::volume::Volume;
 use crate::error::Error;
 
@@ -49,7 +50,7 @@ pub(super) fn feed(volume: &Volume) {
         return;
     }
     // The segment that was ready stays so: otherwise this process would take the room again at once.
-    if reclaim::reclaim_one(volume) {
+    if !thin::make_room(volume) && reclaim::reclaim_one(volume) {
         grant::give_back_ready(volume);
     }
     drop(fs::remove_file(&path));

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::lane::{Lane, Role};
+use super::lane::Role;
 use super::volume::Volume;
-use super::{grant, hunger, orphans, reclaim, remove};
-use crate::index::TouchCursor;
+use super::{chain, grant, hunger, orphans, reclaim, remove};
 
 /// How often the keeper looks by itself.
 const TICK: Duration = Duration::from_millis(50);
@@ -35,12 +34,11 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
 pub(super) struct Keeper {
     /// The latest logical time of the lanes, so that all of them stay near it.
     tick: u32,
-    cursors: Vec<(u32, TouchCursor)>,
 }
 
 impl Default for Keeper {
     fn default() -> Self {
-        Self { tick: 1, cursors: Vec::new() }
+        Self { tick: 1 }
     }
 }
 
@@ -54,27 +52,11 @@ impl Keeper {
 
     fn drain_touches(&mut self, volume: &Volume) {
         for lane in volume.lanes().held() {
-            let Some(shared) = lane.shared() else { continue };
-            let Some(cursor) = self.cursor(lane, &shared) else { continue };
             let Ok(mut state) = lane.state() else { continue };
-            let table = lane.table();
-            shared.drain_touches(cursor, |tag| {
-                if let Some(slot) = table.slot_of_tag(tag) {
-                    let tick = state.next_tick(&table);
-                    state.recency.touch(slot, tick);
-                }
-            });
+            chain::drain_touches(lane, &mut state);
             state.tick = state.tick.saturating_add(1).max(self.tick);
             self.tick = state.tick;
         }
-    }
-
-    fn cursor(&mut self, lane: &Lane, shared: &crate::index::Lane) -> Option<&mut TouchCursor> {
-        let at = self.cursors.iter().position(|(number, _)| *number == lane.number).unwrap_or_else(|| {
-            self.cursors.push((lane.number, shared.touch_cursor()));
-            self.cursors.len() - 1
-        });
-        self.cursors.get_mut(at).map(|(_, cursor)| cursor)
     }
 
     /// What is done now and then.
@@ -92,7 +74,7 @@ impl Keeper {
             tracing::warn!(drive = %volume.root.display(), error = %e, "what was cleared still takes room");
         }
         reclaim::reclaim_expired(volume);
-        reclaim::reclaim_dead(volume, Role::Adopted);
+        reclaim::reclaim_dead(volume, Role::Adopted, &|| true);
         orphans::remove_empty_lanes(volume);
         hunger::feed(volume);
         grant::shrink(volume);

@@ -10,7 +10,7 @@ use super::lane::{self, Lane, LaneParts, Role};
 use super::options::{Mode, OnIncompatible};
 use super::rebuild::Recovery;
 use super::recover::{self, Reader};
-use super::sizes::Sizes;
+use super::sizes::{self, Sizes};
 use super::state::Phase;
 use super::{paths, seal, tables};
 use crate::error::{Error, ErrorKind, Result};
@@ -177,8 +177,8 @@ impl Surroundings {
     pub(super) fn open_held(&self, candidate: Candidate, files: LaneFiles, role: Role) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
-        let shared =
-            tables::shared_state(ctx, &candidate.dir, max_segments(self.capacity_bytes(), &superblock, data.len()?))?;
+        let segments = max_segments(self.capacity_bytes(), &superblock, data.len()?);
+        let shared = tables::shared_state(ctx, &candidate.dir, segments)?;
         let reader = Reader::survey(&index, &data, &superblock)?;
         let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
@@ -187,6 +187,10 @@ impl Surroundings {
         table.populate();
         let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
         let found = reader.replay(&mut |record| recovery.take(record))?;
+        if found.given_up > 0 {
+            // A process that died may have punched them without a flush: with the next power cut the slots would be back.
+            data.sync_data()?;
+        }
         let (state, table, summary) = recovery.finish(found)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
@@ -274,11 +278,13 @@ pub(super) fn write_superblock(index: &DirectFile, superblock: &Superblock) -> R
     index.sync_data()
 }
 
-/// Segments the lane may get: what the capacity allows, and what it has.
-fn max_segments(capacity_bytes: u64, sb: &Superblock, data_bytes: u64) -> u32 {
-    let allowed = capacity_bytes.div_ceil(sb.segment_bytes).saturating_add(8);
-    let there = data_bytes.div_ceil(sb.segment_bytes).saturating_add(8);
-    u32::try_from(allowed.max(there).min(1 << 24)).unwrap_or(1 << 24)
+/// Segments the lane may get (what the capacity allows, and what it has), and how many of them fill the capacity.
+fn max_segments(capacity_bytes: u64, sb: &Superblock, data_bytes: u64) -> (u32, u32) {
+    let full = capacity_bytes.div_ceil(sb.segment_bytes);
+    let most = full.max(sizes::most_segments(capacity_bytes, sb));
+    let there = data_bytes.div_ceil(sb.segment_bytes);
+    let bounded = |n: u64| u32::try_from(n.saturating_add(8).min(1 << 24)).unwrap_or(1 << 24);
+    (bounded(most.max(there)), bounded(full))
 }
 
 fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Superblock) -> Result<(Table, Summary)> {

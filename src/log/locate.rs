@@ -34,8 +34,8 @@ struct Newest {
 
 impl Newest {
     fn is_beaten_by(&self, other: &Entry) -> bool {
-        // A tombstone wins against the version that it removes.
-        (self.entry.seq, self.entry.kind == EntryKind::Tombstone) < (other.seq, other.kind == EntryKind::Tombstone)
+        // What hides a version wins against it.
+        (self.entry.seq, !self.entry.kind.is_served()) < (other.seq, !other.kind.is_served())
     }
 }
 
@@ -59,7 +59,7 @@ impl Visibility {
     }
 
     fn shows(&self, entry: &Entry) -> bool {
-        matches!(entry.kind, EntryKind::Chunk | EntryKind::Object)
+        entry.kind.is_served()
             && entry.seq > self.cleared_up_to
             && (entry.expiry_s == 0 || u64::from(entry.expiry_s) > self.now_s)
     }
@@ -213,7 +213,8 @@ impl Log {
                     None
                 }
             };
-            let same = |e: Entry| (e.seq, e.segment, e.epoch) == (entry.seq, entry.segment, entry.epoch);
+            let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.kind);
+            let same = |e: Entry| here(&e) == here(&entry);
             if !lane.get(key).is_some_and(same) {
                 continue;
             }

@@ -16,6 +16,7 @@
 
 mod begin;
 mod budget;
+mod chain;
 mod chunk;
 mod clock;
 mod ctx;
@@ -23,6 +24,7 @@ mod evicted;
 pub mod fsck;
 mod grant;
 mod health;
+mod holes;
 mod hunger;
 mod image;
 mod journal;
@@ -53,6 +55,7 @@ mod spec;
 mod state;
 mod stats;
 mod tables;
+mod thin;
 mod turn;
 mod volume;
 
@@ -79,7 +82,6 @@ pub use turn::Turn;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::Geometry;
-use crate::index::EntryKind;
 use crate::io::{self, Drive, IoOptions};
 use ctx::Ctx;
 use put::InFlight;
@@ -285,7 +287,7 @@ impl Log {
         for volume in &self.volumes {
             for lane in &volume.lanes().all {
                 lane.table().for_each(|_, e| {
-                    if e.kind == EntryKind::Tombstone || !volume.is_newest(&e.key, e) {
+                    if !e.kind.is_served() || !volume.is_newest(&e.key, e) {
                         return;
                     }
                     visit(&ChunkInfo::new(volume.number, *lane.id(), e));
@@ -309,7 +311,7 @@ fn check_options(options: &LogOptions) -> Result<()> {
         return bad("no cache directory is given".to_owned());
     }
     if crate::index::by_name(&options.policy).is_none() {
-        return bad(format!("there is no reclaim policy {:?}; use lru or fifo", options.policy));
+        return bad(format!("there is no reclaim policy {:?}; use prefix, lru or fifo", options.policy));
     }
     if !(0.0..=1.0).contains(&options.lease_share) || !(0.0..=1.0).contains(&options.reclaim_write_budget) {
         return bad("lease_share and reclaim_write_budget are shares from 0 to 1".to_owned());

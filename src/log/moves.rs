@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::chain;
 use super::journal;
 use super::lane::Lane;
 use super::pack;
@@ -19,7 +20,6 @@ use crate::format::crc;
 use crate::format::layout::{COARSE_BYTES, SlotLayout};
 use crate::format::record::{KeyKind, Record};
 use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY};
-use crate::index::EntryKind;
 use crate::io::AlignedBuf;
 
 /// A slot written again and not published yet.
@@ -143,7 +143,7 @@ fn publish(own: &Lane, victim: &Victim, old: &Record, moved: Record) -> Result<b
         let state = from.state()?;
         let Some((entry, slot)) = from.table().get_slot(&old.key) else { return Ok(false) };
         let same = (entry.seq, entry.segment, entry.epoch) == (old.sequence, victim.segment, victim.epoch);
-        if !same || entry.kind == EntryKind::Tombstone {
+        if !same || !entry.kind.is_served() {
             return Ok(false);
         }
         state.recency.get(slot)
@@ -153,7 +153,7 @@ fn publish(own: &Lane, victim: &Victim, old: &Record, moved: Record) -> Result<b
     let newest = table.get(&old.key);
     let is_own = own.number == from.number;
     let still = match newest {
-        Some(e) if is_own => e.seq == old.sequence && e.segment == victim.segment && e.kind != EntryKind::Tombstone,
+        Some(e) if is_own => e.seq == old.sequence && e.segment == victim.segment && e.kind.is_served(),
         Some(e) => e.seq < old.sequence,
         None => !is_own,
     };
@@ -165,6 +165,9 @@ fn publish(own: &Lane, victim: &Victim, old: &Record, moved: Record) -> Result<b
     }
     if let Some((_, slot)) = table.get_slot(&moved.key) {
         state.recency.insert(slot, uses.0, uses.1);
+    }
+    if let Some(entry) = table.get(&moved.key) {
+        chain::note_moved(&mut state, &entry);
     }
     // It was worth a move: that must not be forgotten when the cache is opened again.
     state.log_record(Record { hotness: u32::from(uses.1).max(1), ..moved });

@@ -72,7 +72,7 @@ pub struct LogOptions {
     /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at least four chunks and at most 1 GiB.
     /// Counts when a lane is made.
     pub segment_bytes: Option<u64>,
-    /// Name of the reclaim policy: `lru`, `fifo`, `default`.
+    /// Name of the reclaim policy: `prefix`, `lru`, `fifo`, `default`.
     pub policy: String,
     /// How long a chunk is served unless its put says otherwise; `None` for ever.
     pub ttl: Option<Duration>,

@@ -5,12 +5,13 @@ use super::lane_open::Summary;
 use super::recover::{self, FoundState};
 use super::ring::Ring;
 use super::sizes;
-use super::state::{Phase, Segment, State, entry_of, expiry_of};
+use super::state::{Phase, Segment, State, entry_of, expiry_of, half};
 use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::Record;
 use crate::format::superblock::Superblock;
-use crate::index::{self, Entry, Inserted, Recency, SegmentState, Table};
+use crate::index::{self, Entry, EntryKind, Inserted, Recency, SegmentState, Table};
+use crate::key::ChunkKey;
 
 /// Records entered at once: the table's memory is fetched ahead within a batch.
 const BATCH: usize = 512;
@@ -28,6 +29,8 @@ pub(super) struct Recovery<'a> {
     /// By segment, when the last of its puts expires.
     expiries: Vec<u64>,
     batch: Vec<(Record, Entry)>,
+    /// Versions that were given up: key, segment, sequence.
+    given_up: Vec<(ChunkKey, u32, u64)>,
 }
 
 impl<'a> Recovery<'a> {
@@ -55,6 +58,7 @@ impl<'a> Recovery<'a> {
             cleared_up_to: 0,
             expiries: Vec::new(),
             batch,
+            given_up: Vec::new(),
         }
     }
 
@@ -66,6 +70,9 @@ impl<'a> Recovery<'a> {
             return Ok(());
         };
         self.note_expiry(record);
+        if entry.kind == EntryKind::Going {
+            self.given_up.push((record.key, record.segment, record.sequence));
+        }
         self.batch.push((*record, entry));
         if self.batch.len() >= BATCH { self.enter() } else { Ok(()) }
     }
@@ -111,8 +118,22 @@ impl<'a> Recovery<'a> {
         Ok(())
     }
 
+    /// What was given up hides what is older, and nothing else once the holes are durable: then it need not be known any more.
+    fn settle(&mut self) -> Result<()> {
+        for (key, segment, sequence) in std::mem::take(&mut self.given_up) {
+            self.state.unshadow(&key, segment, sequence);
+        }
+        let shadows = &self.state.shadows;
+        self.table.remove_where(|_, e| e.kind == EntryKind::Going && !shadows.contains_key(&half(&e.key)))?;
+        Ok(())
+    }
+
+    /// The holes that the recovery has found must be durable.
     pub(super) fn finish(mut self, found: recover::Found) -> Result<(State, Table, Summary)> {
         self.enter()?;
+        if found.given_up > 0 {
+            self.settle()?;
+        }
         let counters = &self.ctx.counters;
         counters.damaged_records.add(found.damaged);
         counters.recovered_records.add(found.records);
@@ -145,6 +166,7 @@ impl<'a> Recovery<'a> {
                 max_seq: segment.max_sequence,
                 last_expiry_s: self.expiries.get(number).copied().unwrap_or(0),
                 records: segment.records,
+                thinned: found.given_up > 0,
                 ..Segment::absent()
             });
         }

@@ -16,13 +16,14 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::chain;
 use super::grant;
 use super::journal;
 use super::lane::{Lane, Role};
 use super::moves;
 use super::put::aligned;
 use super::remove::{self, CONTROL_RECORDS};
-use super::state::{Phase, Segment};
+use super::state::{Phase, Segment, State};
 use super::volume::Volume;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
@@ -31,7 +32,7 @@ use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader};
 use crate::format::slot::SlotHeader;
 use crate::index::{
-    self, ChunkSummary, EntryKind, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions,
+    self, ChunkSummary, Entry, EntryKind, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions,
 };
 use crate::key::ChunkKey;
 
@@ -46,6 +47,8 @@ pub(super) struct Victim {
     pub(super) segment: u32,
     pub(super) epoch: u32,
     context: ReclaimContext,
+    /// It is given up to tidy up: the tombstones that it needs may take only a part of the open segment.
+    tidy: bool,
 }
 
 /// What becomes of a victim's records.
@@ -77,13 +80,16 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed then.
-pub(super) fn reclaim_dead(volume: &Volume, role: Role) {
+/// Reclaims what holds nothing any more in the held lanes of a role, as long as `tidies` says so: adopted ones can be removed then.
+pub(super) fn reclaim_dead(volume: &Volume, role: Role, tidies: &dyn Fn() -> bool) {
     for lane in volume.lanes().held().filter(|l| l.role == role) {
         let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
         for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };
-            let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context };
+            if !tidies() {
+                return;
+            }
+            let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context, tidy: role == Role::Own };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
                 break;
@@ -97,7 +103,7 @@ pub(super) fn reclaim_expired(volume: &Volume) {
     for lane in volume.lanes().held() {
         for segment in expired_segments(lane) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
-            let victim = Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default() };
+            let victim = Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default(), tidy: false };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
                 return;
@@ -117,7 +123,7 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
 
 /// The next victim among the sealed segments of all lanes that this process holds.
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
-    let policy = index::by_name(&volume.ctx.options.policy)?;
+    let policy = policy_of(volume)?;
     let mut best: Option<(index::Rank, Victim)> = None;
     for lane in volume.lanes().held() {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
@@ -134,10 +140,22 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
         };
         let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
         if best.as_ref().is_none_or(|(least, _)| rank < *least) {
-            best = Some((rank, Victim { lane: Arc::clone(lane), segment, epoch, context }));
+            best = Some((rank, Victim { lane: Arc::clone(lane), segment, epoch, context, tidy: false }));
         }
     }
     best.map(|(_, victim)| victim)
+}
+
+/// The policy for whole segments. That for chains looks after the chunks of one lane; where there are others, objects, or no holes,
+/// the order is that of use.
+fn policy_of(volume: &Volume) -> Option<Box<dyn index::Policy>> {
+    let thins = |lane: &Arc<Lane>| {
+        let holds = |s: &State| s.chain.as_ref().is_some_and(|c| c.held_bytes() > 0) && !s.no_holes;
+        lane.role == Role::Own && lane.state().is_ok_and(|s| holds(&s))
+    };
+    let is_for_chains = volume.own().is_some_and(|own| chain::is_chosen(&own));
+    let name = if is_for_chains && !volume.lanes().held().all(thins) { "lru" } else { &volume.ctx.options.policy };
+    index::by_name(name)
 }
 
 fn survey(
@@ -267,7 +285,13 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
     let evicted = plan.drop.iter().filter(|r| r.expiry_s == 0 || r.expiry_s > now_s).count() as u64;
     volume.ctx.evicted.push(&plan.drop);
     let carried = carry_on(volume, victim, plan);
-    if !own.state()?.has_control_room(remove::control_pages(carried.len()), carried.len()) {
+    let room = own.state().map(|state| {
+        let (pages, records) = (remove::control_pages(carried.len()), carried.len());
+        let (certain, of_records) = state.certain_control_room();
+        let spares_room = pages <= certain / 2 && records <= of_records / 2;
+        state.has_control_room(pages, records) && (!victim.tidy || spares_room)
+    })?;
+    if !room {
         return Err(Error::new(ErrorKind::NoSpace, "no room for the tombstones that must be carried on").at(&own.dir));
     }
     for records in carried.chunks(CONTROL_RECORDS) {
@@ -289,7 +313,7 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
 /// The segment's records: from its region, or, where that is damaged, as far as the table knows them.
 fn records_of(victim: &Victim) -> Result<Vec<Record>> {
     let lane = &victim.lane;
-    match read_region(lane, victim) {
+    match records_in(lane, (victim.segment, victim.epoch)) {
         Ok(records) => return Ok(records),
         Err(e) if e.kind() == ErrorKind::Corrupt => tracing::warn!(error = %e, "a damaged region is reclaimed"),
         Err(e) => return Err(e),
@@ -319,11 +343,15 @@ fn records_of(victim: &Victim) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-fn read_region(lane: &Lane, victim: &Victim) -> Result<Vec<Record>> {
-    let offset = lane.region_offset(victim.segment);
+/// The records of one use of a sealed segment, as its region has them.
+///
+/// # Errors
+/// `Corrupt` where it is damaged; those of reading.
+pub(super) fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
+    let offset = lane.region_offset(segment);
     let page = journal::read(lane, &lane.index, offset, PAGE_BYTES)?;
     let header = RegionHeader::decode(page.as_slice())?
-        .filter(|h| h.lane == *lane.id() && h.segment == victim.segment && h.epoch == victim.epoch)
+        .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
         .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
     if header.count == 0 {
         return Ok(Vec::new());
@@ -357,8 +385,8 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
             continue;
         };
         let here = (entry.seq, entry.segment, entry.epoch) == (record.sequence, victim.segment, victim.epoch);
-        if !here || entry.kind == EntryKind::Tombstone {
-            if remove::is_unwritten(&entry) {
+        if !here || !entry.kind.is_served() {
+            if remove::is_unwritten(&entry) || here && entry.kind == EntryKind::Going {
                 plan.hidden.push(*record);
             }
             continue;
@@ -383,7 +411,7 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
     }
     let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
     let budget_bytes = (lane.segment_bytes() as f64 * volume.ctx.options.reclaim_write_budget) as u64;
-    let policy = index::by_name(&volume.ctx.options.policy);
+    let policy = policy_of(volume);
     let wanted = policy.map(|p| index::plan_keep(&*p, &summaries, budget_bytes, &victim.context)).unwrap_or_default();
     let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
     plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
@@ -406,7 +434,7 @@ fn carry_on(volume: &Volume, victim: &Victim, plan: Plan) -> Vec<Record> {
         }
     }
     for record in plan.drop.into_iter().chain(plan.hidden) {
-        let orphaned = record.sequence > cleared && has_older(volume, victim, &record);
+        let orphaned = record.sequence > cleared && victim.has_older(volume, &record);
         if orphaned && seen.insert((record.key, record.sequence)) {
             // With the sequence of the version that goes: it hides all older ones and no newer one.
             let hide = Record::new(RecordKind::Tombstone, KeyKind::Chain, record.key);
@@ -427,20 +455,26 @@ fn logged_clear(volume: &Volume) -> u64 {
 fn tombstone_is_needed(volume: &Volume, victim: &Victim, record: &Record) -> bool {
     let newest = victim.lane.get(&record.key);
     let superseded = newest.is_some_and(|e| e.seq > record.sequence && !remove::is_unwritten(&e));
-    !superseded && (has_older(volume, victim, record) || volume.is_being_stored(&record.key))
+    !superseded && (victim.has_older(volume, record) || volume.is_being_stored(&record.key))
 }
 
-/// Whether a version of the key up to the record's could be recovered from somewhere else.
-fn has_older(volume: &Volume, victim: &Victim, record: &Record) -> bool {
+impl Victim {
+    fn has_older(&self, volume: &Volume, record: &Record) -> bool {
+        let record = Record { segment: self.segment, epoch: self.epoch, ..*record };
+        super::state::entry_of(&record).is_some_and(|entry| has_older(volume, &self.lane, &entry))
+    }
+}
+
+/// Whether a version of the key up to the entry's could be recovered from somewhere else than the entry's use of its segment.
+pub(super) fn has_older(volume: &Volume, of: &Lane, entry: &Entry) -> bool {
     volume.lanes().all.iter().any(|lane| {
-        let is_victims = lane.number == victim.lane.number;
-        let except = if is_victims { victim.segment } else { u32::MAX };
-        let shadowed =
-            lane.is_held() && lane.state().is_ok_and(|state| state.has_older(&record.key, record.sequence, except));
+        let is_its = lane.number == of.number;
+        let except = if is_its { entry.segment } else { u32::MAX };
+        let shadowed = lane.is_held() && lane.state().is_ok_and(|state| state.has_older(&entry.key, entry.seq, except));
         let in_table = || {
-            lane.get(&record.key).is_some_and(|e| {
-                let in_victim = is_victims && (e.segment, e.epoch) == (victim.segment, victim.epoch);
-                e.kind != EntryKind::Tombstone && e.seq <= record.sequence && !in_victim
+            lane.get(&entry.key).is_some_and(|e| {
+                let is_here = is_its && (e.segment, e.epoch) == (entry.segment, entry.epoch);
+                e.kind != EntryKind::Tombstone && e.seq <= entry.seq && !is_here
             })
         };
         shadowed || in_table()
@@ -501,15 +535,19 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
     let (table, shared) = (lane.table(), lane.shared());
     for record in records.iter().filter(|r| r.kind != RecordKind::Clear) {
         state.unshadow(&record.key, victim.segment, record.sequence);
-        let Some(entry) = table.get(&record.key) else { continue };
+        let Some(entry) = table.get(&record.key) else {
+            drop_partial(&state, &table, record)?;
+            continue;
+        };
         if (entry.segment, entry.epoch, entry.seq) != (victim.segment, victim.epoch, record.sequence) {
             continue;
         }
         if let Some((old, slot)) = table.remove_if(&record.key, record.sequence)? {
             state.gone(shared.as_ref(), &old);
             state.recency.forget(slot);
-            if let Some(length) = super::state::partial_length(record, state.chunk_tokens) {
-                table.drop_partial(&record.parent, length)?;
+            drop_partial(&state, &table, record)?;
+            if let Some(chain) = &mut state.chain {
+                chain.forget(index::tag_of(&record.key));
             }
         }
     }
@@ -519,20 +557,28 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
     Ok(())
 }
 
+/// The chunk of the record, which may be a partial one, is not listed any more below the chunk before it.
+fn drop_partial(state: &State, table: &index::Table, record: &Record) -> Result<()> {
+    match super::state::partial_length(record, state.chunk_tokens) {
+        Some(length) => table.drop_partial(&record.parent, length).map(drop),
+        None => Ok(()),
+    }
+}
+
 /// The segment is empty: the own lane uses it again, the space of any other is given back.
 fn hand_over(volume: &Volume, victim: &Victim) -> Result<()> {
     let lane = &victim.lane;
     let reuse = {
         let mut state = lane.state()?;
         let Some(segment) = state.segment(victim.segment) else { return Ok(()) };
-        let retired = segment.retired;
+        let (retired, thinned) = (segment.retired, segment.thinned);
         let epoch = victim.epoch.wrapping_add(1);
         *segment = Segment { epoch, retired, ..Segment::absent() };
         if let Some(shared) = lane.shared() {
             drop(shared.set_live(victim.segment, 0, 0));
             drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));
         }
-        let reuse = lane.role == Role::Own && !retired;
+        let reuse = lane.role == Role::Own && !retired && !thinned;
         if reuse {
             grant::make_ready(&mut state, victim.segment);
         }

@@ -12,6 +12,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use super::holes::Holes;
 use super::regions::Regions;
 use super::scan::{self, ScanSegment};
 use super::sizes;
@@ -71,6 +72,8 @@ pub struct Found {
     pub records: u64,
     /// Records and pages that fail their check.
     pub damaged: u64,
+    /// Puts whose slots have been given up.
+    pub given_up: u64,
 }
 
 /// Reads the superblock of an open index.kv.
@@ -92,7 +95,7 @@ pub fn superblock(index: &DirectFile) -> Result<Superblock> {
 }
 
 /// Reads index.kv and gives every record that counts within this lane to `sink`, in no particular order: those of sealed
-/// segments, then those of unsealed ones.
+/// segments, then those of unsealed ones. A put whose slot was given up is given with no pages.
 ///
 /// # Errors
 /// Those of reading, and what `sink` returns. Damage is counted and never an error.
@@ -281,7 +284,17 @@ impl<'a> Reader<'a> {
         let sealed: Vec<(u32, FoundSegment)> = sealed.map(|(number, s)| (number as u32, s.clone())).collect();
         let regions = Regions { index: self.index, superblock: self.superblock, index_bytes: self.index.len()? };
         let mut damaged = Vec::new();
-        regions.for_each_piece(&sealed, &mut |piece| {
+        let mut holes = (u32::MAX, Holes::default());
+        regions.for_each_piece(&sealed, &mut |mut piece| {
+            if holes.0 != piece.segment {
+                holes = (piece.segment, self.holes_of(piece.segment)?);
+            }
+            for record in &mut piece.records {
+                if holes.1.has_slot(record) && self.lies_in_data(record) {
+                    record.pages = 0;
+                    self.found.given_up += 1;
+                }
+            }
             if piece.damaged > 0 {
                 self.found.damaged += piece.damaged;
                 damaged.push(piece.segment);
@@ -290,6 +303,11 @@ impl<'a> Reader<'a> {
         })?;
         damaged.dedup();
         Ok(damaged)
+    }
+
+    fn holes_of(&self, segment: u32) -> Result<Holes> {
+        let bytes = self.superblock.segment_bytes;
+        Holes::of(self.data, u64::from(segment) * bytes, bytes)
     }
 
     fn replay_ring(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
@@ -335,7 +353,7 @@ impl<'a> Reader<'a> {
     fn give(&mut self, record: &Record, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
         self.found.max_sequence = self.found.max_sequence.max(record.sequence);
         self.found.records += 1;
-        if record.kind == RecordKind::Put && !self.lies_in_data(record) {
+        if record.kind == RecordKind::Put && record.pages > 0 && !self.lies_in_data(record) {
             self.found.damaged += 1;
             // Cut off; what it had replaced must not come back for it.
             return sink(&Record { kind: RecordKind::Tombstone, ..*record });

@@ -35,6 +35,7 @@ impl LogOptions {
         let policy = match settings.eviction_policy {
             EvictionPolicy::Fifo => "fifo",
             EvictionPolicy::Lru => "lru",
+            EvictionPolicy::Prefix => "prefix",
         };
         Ok(Self {
             dirs: drives.iter().map(|d| d.path.clone()).collect(),

@@ -6,6 +6,7 @@ use crate::format::PAGE_BYTES;
 use crate::format::layout::{COARSE_BYTES, SlotLayout};
 use crate::format::record::RECORD_BYTES;
 use crate::format::sealed;
+use crate::format::superblock::Superblock;
 
 const GIB: u64 = 1 << 30;
 /// Segments are counted in pages with 24 bits.
@@ -69,6 +70,22 @@ impl Sizes {
             regions_offset: ring_offset + ring_pages * PAGE_BYTES as u64,
         }
     }
+}
+
+/// Segments in use for each that the capacity has room for, where single chunks are given up: above, the emptiest are reclaimed.
+const MOST_SEGMENTS: u64 = 8;
+/// Of the capacity, the part that the regions of so many may take: one of so many.
+const REGIONS_SHARE: u64 = 32;
+
+/// Length of data.kv that file systems take: holes count.
+const MOST_FILE_BYTES: u64 = 8 << 40;
+
+/// Segments that a lane should have at most while what is in them is given up chunk by chunk.
+pub(super) fn most_segments(capacity_bytes: u64, sb: &Superblock) -> u64 {
+    let full = (capacity_bytes / sb.segment_bytes.max(1)).max(4);
+    let regions = capacity_bytes / REGIONS_SHARE / sb.region_bytes.max(1);
+    let of_file = MOST_FILE_BYTES / sb.segment_bytes.max(1);
+    full.saturating_mul(MOST_SEGMENTS).min(regions.max(full + full / 2)).min(of_file).max(full)
 }
 
 /// Records that a region of `region_bytes` holds.

@@ -10,7 +10,7 @@ use super::ring::Ring;
 use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
-use crate::index::{self, Entry, EntryKind, Inserted, Recency, SegmentState, Table};
+use crate::index::{self, Entry, EntryKind, Inserted, Prefix, Recency, SegmentState, Table, TouchCursor};
 use crate::io::Request;
 use crate::key::ChunkKey;
 
@@ -62,6 +62,8 @@ pub(super) struct Segment {
     pub(super) last_expiry_s: u64,
     /// A write to it failed: it is sealed with what is good and not used again.
     pub(super) retired: bool,
+    /// Holes were punched in it: its space must be granted anew before it is used again.
+    pub(super) thinned: bool,
     /// When it took its last put.
     pub(super) full_since: Option<Instant>,
 }
@@ -79,6 +81,7 @@ impl Segment {
             max_seq: 0,
             last_expiry_s: 0,
             retired: false,
+            thinned: false,
             full_since: None,
         }
     }
@@ -104,6 +107,7 @@ impl Segment {
 /// When a put's record stops being served, for the segment's `last_expiry_s`.
 pub(super) fn expiry_of(record: &Record) -> u64 {
     match (record.kind, record.expiry_s) {
+        (RecordKind::Put, _) if record.pages == 0 => 0,
         (RecordKind::Put, 0) => u64::MAX,
         (RecordKind::Put, at) => at,
         _ => 0,
@@ -116,6 +120,17 @@ pub(super) struct Place {
     pub(super) segment: u32,
     pub(super) epoch: u32,
     pub(super) page: u32,
+}
+
+/// Space of a sealed segment to be given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hole {
+    pub(super) segment: u32,
+    pub(super) epoch: u32,
+    pub(super) page: u32,
+    pub(super) pages: u32,
+    /// The version that lies there: key and sequence.
+    pub(super) of: Option<(ChunkKey, u64)>,
 }
 
 /// Why no place was given.
@@ -168,6 +183,16 @@ pub(super) struct State {
     /// The highest clear and the segment its record lies in.
     pub(super) clear: Option<(u64, u32)>,
     pub(super) recency: Recency,
+    /// The policy for chains, where it is chosen.
+    pub(super) chain: Option<Box<Prefix>>,
+    /// How far the touch ring has been read.
+    pub(super) cursor: Option<TouchCursor>,
+    /// Slots that are hidden and whose space has not been given back yet.
+    pub(super) to_punch: Vec<Hole>,
+    /// Slots whose space was given back since the last flush of the data: a crash could bring them back.
+    pub(super) to_settle: Vec<Hole>,
+    /// The file system takes no holes.
+    pub(super) no_holes: bool,
     /// Logical time of recency.
     pub(super) tick: u32,
     pub(super) uses_in_tick: u64,
@@ -201,9 +226,9 @@ pub(super) struct State {
 const BROKEN_AFTER: u32 = 8;
 
 /// Bytes of segments kept ready where they are small.
-const RESERVE_BYTES: u64 = 64 << 20;
+pub(super) const RESERVE_BYTES: u64 = 64 << 20;
 /// Of so many segments one may be kept ready.
-const RESERVE_SHARE: u64 = 12;
+pub(super) const RESERVE_SHARE: u64 = 12;
 
 impl State {
     pub(super) fn segment(&mut self, segment: u32) -> Option<&mut Segment> {
@@ -247,6 +272,17 @@ impl State {
             s.next_page + pages <= self.segment_pages && s.records.len() + s.promised + records <= self.region_records
         });
         fits || records == 0 || !self.ready.is_empty()
+    }
+
+    /// Pages and records that control slots find in the open segment whatever puts begin meanwhile.
+    pub(super) fn certain_control_room(&self) -> (u32, usize) {
+        let Some(open) = self.open.and_then(|n| self.segments.get(n as usize)) else { return (0, 0) };
+        let pages = self.segment_pages - reserve_pages(self.segment_pages).min(self.segment_pages);
+        let records = self.region_records - self.region_records / 8;
+        (
+            self.segment_pages.saturating_sub(open.next_page.max(pages)),
+            self.region_records.saturating_sub((open.records.len() + open.promised).max(records)),
+        )
     }
 
     /// Segment and epoch of the open segment if it has room for one more record.
@@ -381,7 +417,7 @@ impl State {
         (record, entry): (&Record, &Entry),
         inserted: Inserted,
     ) -> Result<bool> {
-        let is_put = entry.kind != EntryKind::Tombstone;
+        let is_put = entry.kind.is_served();
         if !inserted.stored {
             if is_put {
                 self.shadow(&record.key, record.segment, record.sequence);
@@ -389,9 +425,11 @@ impl State {
             return Ok(false);
         }
         if let Some(old) = inserted.other {
-            if is_put && old.kind == EntryKind::Tombstone && old.seq == entry.seq {
+            if old.seq == entry.seq && old.kind.strength() > entry.kind.strength() {
                 table.insert(&Entry { key: record.key, ..old })?;
-                self.shadow(&record.key, record.segment, record.sequence);
+                if is_put {
+                    self.shadow(&record.key, record.segment, record.sequence);
+                }
                 return Ok(false);
             }
             self.gone(shared, &old);
@@ -440,7 +478,7 @@ impl State {
     /// An entry left the table.
     pub(super) fn gone(&mut self, shared: Option<&index::Lane>, old: &Entry) {
         if let Some(shared) = shared
-            && old.kind != EntryKind::Tombstone
+            && old.kind.is_served()
         {
             drop(shared.add_live(old.segment, -(live_bytes(old) as i64), -1));
         }
@@ -476,13 +514,14 @@ pub(super) fn live_bytes(entry: &Entry) -> u64 {
     if entry.kind == EntryKind::Object { entry.length.min(slot) } else { slot }
 }
 
-/// The table's entry for a record; none for a clear.
+/// The table's entry for a record; none for a clear. A put without pages is one whose slot was given up.
 pub(super) fn entry_of(record: &Record) -> Option<Entry> {
     let put = match record.key_kind {
         KeyKind::Chain | KeyKind::Segment => EntryKind::Chunk,
         KeyKind::Object | KeyKind::ObjectPart | KeyKind::ObjectPack | KeyKind::Control => EntryKind::Object,
     };
     let (kind, pages, length) = match record.kind {
+        RecordKind::Put if record.pages == 0 => (EntryKind::Going, 0, 0),
         RecordKind::Put => (put, record.pages, record.length),
         RecordKind::Tombstone => (EntryKind::Tombstone, 0, 0),
         RecordKind::Clear => return None,

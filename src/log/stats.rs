@@ -45,6 +45,8 @@ pub struct LogStats {
     pub reclaimed: u64,
     /// Chunks dropped by reclaim.
     pub evicted: u64,
+    /// Of these, chunks given up singly, as holes in their segments.
+    pub thinned: u64,
     /// Chunks that reclaim wrote again.
     pub moved: u64,
     /// Bytes of these.
@@ -174,6 +176,7 @@ counters!(
     sealed,
     reclaimed,
     evicted,
+    thinned,
     moved,
     moved_bytes,
     removed,

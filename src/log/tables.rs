@@ -41,8 +41,9 @@ pub(super) fn show(ctx: &Ctx, dir: &Path) -> Result<()> {
 }
 
 /// Takes over the lane's shared state, or makes it anew where it does not fit.
-pub(super) fn shared_state(ctx: &Ctx, dir: &Path, segments: u32) -> Result<index::Lane> {
-    let share = (f64::from(segments) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
+pub(super) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::Lane> {
+    // Of what the capacity holds: with chunks given up singly there are more segments, which together hold no more.
+    let share = (f64::from(full) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
     let spec = LaneSpec {
         segments,
         lease_limit: Some(share.max(1)),

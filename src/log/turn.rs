@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use super::Log;
-use super::{journal, keeper::Keeper};
+use super::{chain, journal, keeper::Keeper};
 
 /// Whose work is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,13 +41,14 @@ impl Log {
         }
     }
 
-    /// Starts the threads of a log that has any.
+    /// Begins what runs beside the calls: the policy, and the threads of a log that has any.
     pub(super) fn start_threads(&self) -> crate::Result<()> {
-        if self.ctx.options.foreground {
-            return Ok(());
-        }
         for volume in &self.volumes {
             let Some(lane) = volume.own() else { continue };
+            chain::begin(volume, &lane);
+            if self.ctx.options.foreground {
+                continue;
+            }
             self.spawn("fb-journal", move || journal::run(&lane))?;
             let (volume, stop) = (Arc::clone(volume), Arc::clone(&self.stop));
             self.spawn("fb-keeper", move || super::keeper::run(&volume, &stop))?;

@@ -79,6 +79,20 @@ impl Content {
         }
     }
 
+    /// Where from `offset` on the first page lies that is, or is not, a hole.
+    fn next(&self, offset: u64, hole: bool) -> Option<u64> {
+        let page = PAGE as u64;
+        (offset / page..self.len.div_ceil(page))
+            .find(|n| self.pages.get(*n as usize).is_none_or(Option::is_none) == hole)
+            .map(|n| offset.max(n * page))
+    }
+
+    /// Pages that are not holes, with their offsets.
+    pub fn data(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        let pages = self.pages.iter().enumerate();
+        pages.filter_map(|(n, page)| page.as_ref().map(|p| ((n * PAGE) as u64, &p[..])))
+    }
+
     fn set_len(&mut self, len: u64) {
         self.len = len;
         self.pages.truncate(len.div_ceil(PAGE as u64) as usize);
@@ -121,8 +135,14 @@ impl Content {
         }
     }
 
-    /// Applies the sectors of a write that `keep` says.
+    /// Applies the sectors of a write, or the pages of a hole, that `keep` says.
     fn apply_torn(&mut self, op: &Op, mut keep: impl FnMut() -> bool) {
+        if let Op::Punch(at, len) = op {
+            for n in (0..len / PAGE as u64).filter(|_| keep()) {
+                self.punch(at + n * PAGE as u64, PAGE as u64);
+            }
+            return;
+        }
         let Op::Write(at, bytes) = op else { return self.apply(op) };
         for (i, sector) in bytes.chunks(SECTOR).enumerate() {
             if keep() {
@@ -426,6 +446,15 @@ impl DiskFile for SimFile {
 
     fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
         self.change(Op::Punch(offset, len))
+    }
+
+    fn next_data(&self, offset: u64) -> Result<Option<u64>> {
+        Ok(self.inode().now.next(offset, false))
+    }
+
+    fn next_hole(&self, offset: u64) -> Result<u64> {
+        let inode = self.inode();
+        Ok(inode.now.next(offset, true).unwrap_or(inode.now.len.max(offset)))
     }
 
     fn sync_data(&self) -> Result<()> {

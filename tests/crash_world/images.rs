@@ -312,7 +312,7 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
 fn tell_of(dir: &Path, files: &Files, k: u64) -> String {
     let mut told = String::new();
     for path in files.paths() {
-        drop(std::fs::write(dir.join(path), files.content(path).map(Content::bytes).unwrap_or_default()));
+        write_sparse(&dir.join(path), files.content(path).unwrap_or(&Content::default()));
     }
     for lane in fsck::lanes(dir).unwrap_or_default() {
         let Ok(raw) = fsck::RawLane::read(&lane) else { continue };
@@ -331,10 +331,20 @@ fn tell_of(dir: &Path, files: &Files, k: u64) -> String {
     told
 }
 
+/// Makes a file of the kernel's with these bytes and holes.
+fn write_sparse(path: &Path, content: &Content) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::File::create(path).unwrap();
+    for (offset, page) in content.data() {
+        file.write_all_at(page, offset).unwrap();
+    }
+    file.set_len(content.len).unwrap();
+}
+
 /// The keys that a deep check finds intact; none where something is damaged, of which fsck and recovery may make different things.
 fn read_by_fsck(dir: &Path, start: &Start) -> Option<Vec<u64>> {
     for path in start.files.paths() {
-        std::fs::write(dir.join(path), start.files.content(path)?.bytes()).unwrap();
+        write_sparse(&dir.join(path), start.files.content(path)?);
     }
     let found = || {
         let files = fsck::lanes(dir).ok()?;

@@ -2,8 +2,8 @@
 //!
 //! A policy ranks sealed segments and says whether a chunk deserves to be kept; [`plan_keep`] fits the wishes into the write
 //! budget. A chunk without its prefix is useless, so whatever the policy, within one tick's worth of heat chain tails go
-//! before heads. [`Prefix`] ranks single chunks; so far only `forebay replay` asks it. Policies know no clock and no disk: ticks are passed in, and the same sequence of calls gives the same answers
-//! on every rank.
+//! before heads. [`Prefix`] ranks single chunks. Policies know no clock and no disk: ticks
+//! are passed in, and the same sequence of calls gives the same answers on every rank.
 
 mod prefix;
 mod reuse;
@@ -123,12 +123,31 @@ impl Policy for Fifo {
     }
 }
 
-/// The policy called `name` (`lru`, `fifo`, or `default`, which is `lru`).
+/// For chains, where [`Prefix`] decides what goes: the segment that holds the least goes, and all that it holds is written again.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Emptiest;
+
+impl Policy for Emptiest {
+    fn name(&self) -> &'static str {
+        "prefix"
+    }
+
+    fn rank(&self, segment: &SegmentSummary, _: &ReclaimContext) -> Rank {
+        Rank(segment.live_bytes, segment.first_seq)
+    }
+
+    fn keep(&self, _: &ChunkSummary, _: &ReclaimContext) -> bool {
+        true
+    }
+}
+
+/// The policy called `name` (`prefix`, `lru`, `fifo`, or `default`, which is `prefix`).
 #[must_use]
 pub fn by_name(name: &str) -> Option<Box<dyn Policy>> {
     Some(match name {
-        "lru" | "default" => Box::new(Lru),
+        "lru" => Box::new(Lru),
         "fifo" => Box::new(Fifo),
+        "prefix" | "default" => Box::new(Emptiest),
         _ => return None,
     })
 }

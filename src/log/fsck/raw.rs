@@ -12,6 +12,8 @@ use crate::format::record::{RECORD_BYTES, Record, RecordKind};
 use crate::format::sealed::{RegionHeader, SegmentState, decode_records};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, journal};
+use crate::io::DirectFile;
+use crate::log::holes::Holes;
 use crate::log::paths::{DATA, INDEX};
 use crate::log::state::{HalfKey, half};
 
@@ -42,6 +44,8 @@ pub struct Counts {
     pub open: u64,
     /// Puts among the records that count.
     pub puts: u64,
+    /// Those whose slots were given up, and which are not counted there.
+    pub given_up: u64,
     /// Removals among them.
     pub tombstones: u64,
     /// Clears among them.
@@ -70,7 +74,8 @@ pub struct RawLane {
     pub superblock: Superblock,
     /// Whether a process was writing the lane.
     pub in_use: bool,
-    /// Records that count within this lane, in no order.
+    /// Records that count within this lane, in no order. A put without pages is one whose slot was given up: it still hides what
+    /// is older.
     pub records: Vec<Record>,
     /// The segments by number.
     pub segments: HashMap<u32, Kept>,
@@ -102,10 +107,12 @@ impl RawLane {
         lane.measure(files, &index)?;
         // The ring first: what is sealed meanwhile is then found in its region.
         let ring = lane.read_ring(&index)?;
-        lane.read_regions(&index)?;
+        let data = files.dir.open_file_in(DATA, &FileOptions::default())?;
+        lane.read_regions(&index, &DirectFile::from_file(data, files.file(DATA)))?;
         lane.add_unsealed(ring);
         for record in &lane.records {
             let counter = match record.kind {
+                RecordKind::Put if record.pages == 0 => continue,
                 RecordKind::Put => &mut lane.counts.puts,
                 RecordKind::Tombstone => &mut lane.counts.tombstones,
                 RecordKind::Clear => &mut lane.counts.clears,
@@ -169,9 +176,10 @@ impl RawLane {
         Ok(found.into_iter().flat_map(|(_, records)| records).collect())
     }
 
-    fn read_regions(&mut self, index: &File) -> Result<()> {
+    fn read_regions(&mut self, index: &File, data: &DirectFile) -> Result<()> {
         let sb = &self.superblock;
         let (start, region_bytes, lane) = (sb.regions_offset, sb.region_bytes, sb.lane);
+        let segment_bytes = sb.segment_bytes;
         let len = self.counts.file_bytes[0].saturating_sub(start);
         let mut body = Vec::new();
         for n in 0..u32::try_from(len.div_ceil(region_bytes)).unwrap_or(u32::MAX) {
@@ -203,6 +211,11 @@ impl RawLane {
             let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), header.count);
             let intact = records.len();
             records.retain(|r| r.segment == n && r.epoch == header.epoch);
+            let holes = Holes::of(data, u64::from(n) * segment_bytes, segment_bytes)?;
+            for record in records.iter_mut().filter(|r| holes.has_slot(r)) {
+                record.pages = 0;
+                self.counts.given_up += 1;
+            }
             let damaged = damaged as usize + intact - records.len();
             if damaged > 0 {
                 self.found(offset, format!("{damaged} of {} records of segment {n} are damaged", header.count));
@@ -247,13 +260,13 @@ pub fn live(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
     let mut newest: HashMap<HalfKey, (usize, &Record)> = HashMap::new();
     for (i, r) in all().filter(|(_, r)| r.kind != RecordKind::Clear && r.sequence > cleared) {
         let wins = newest.get(&half(&r.key)).is_none_or(|(_, old)| {
-            r.sequence > old.sequence || (r.sequence == old.sequence && r.kind == RecordKind::Tombstone)
+            r.sequence > old.sequence || (r.sequence == old.sequence && (r.kind == RecordKind::Tombstone || r.pages == 0))
         });
         if wins {
             newest.insert(half(&r.key), (i, r));
         }
     }
-    let serves = |r: &Record| r.kind == RecordKind::Put && (r.expiry_s == 0 || r.expiry_s > now_s);
+    let serves = |r: &Record| r.kind == RecordKind::Put && r.pages > 0 && (r.expiry_s == 0 || r.expiry_s > now_s);
     let mut found: Vec<_> = newest.into_values().filter(|(_, r)| serves(r)).map(|(i, r)| (i, *r)).collect();
     found.sort_unstable_by_key(|(i, r)| (*i, r.segment, r.page, r.sub_offset));
     found

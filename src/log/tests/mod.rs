@@ -15,3 +15,4 @@ mod purge;
 mod rebuild;
 mod reclaim;
 mod room;
+mod thin;

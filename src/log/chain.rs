@@ -1,0 +1,125 @@
+//! What the policy for chains is told, and when: every use and every put, in the order in which they are asked for.
+//!
+//! Lookups, of whatever process, are read from the touch ring before each put is told, on the thread that begins the put: so the
+//! policy's state depends on the order of lookups and puts, and not on when I/O ends or a thread wakes. Ranks that look up and
+//! store the same give up the same. Objects are not told: they go with their segments.
+
+use super::lane::Lane;
+use super::sizes;
+use super::spec::PutSpec;
+use super::state::{Phase, RESERVE_BYTES, RESERVE_SHARE, State};
+use super::volume::Volume;
+use crate::format::PAGE_BYTES;
+use crate::format::record::KeyKind;
+use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, Prefix, tag_of};
+
+/// Of the capacity, the part that the files beside the slots may take, besides the regions: one of so many.
+const OTHER_FILES: u64 = 128;
+/// Segments whose slots cannot be given up singly: open, full, or ready.
+const UNSEALED: u64 = 3;
+
+/// Whether the settings choose the policy.
+pub(super) fn is_chosen(lane: &Lane) -> bool {
+    crate::index::by_name(&lane.ctx.options.policy).is_some_and(|p| p.name() == Emptiest.name())
+}
+
+/// Gives the own lane the policy's state, if it is the chosen one, from what the table holds.
+pub(super) fn begin(volume: &Volume, lane: &Lane) {
+    let Ok(mut state) = lane.state() else { return };
+    let allocated = lane.data.allocated_bytes().unwrap_or(0);
+    let in_use = state.segments.iter().filter(|s| s.phase != Phase::Absent).count() as u64;
+    if is_chosen(lane) || allocated < in_use * lane.segment_bytes() {
+        state.segments.iter_mut().for_each(|s| s.thinned = s.phase != Phase::Absent);
+    }
+    if !is_chosen(lane) {
+        return;
+    }
+    let capacity = volume.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes());
+    let mut chain = Prefix::new(room_bytes(lane, capacity));
+    let mut entries: Vec<(Entry, u8)> = Vec::new();
+    lane.table().for_each(|slot, entry| {
+        if entry.kind == EntryKind::Chunk {
+            entries.push((*entry, state.recency.get(slot).1));
+        }
+    });
+    entries.sort_unstable_by_key(|(entry, _)| entry.seq);
+    for (entry, _) in &entries {
+        chain.stored(&chunk_of(entry, lane.superblock.chunk_tokens));
+    }
+    for (entry, _) in entries.iter().filter(|(_, uses)| *uses > 0) {
+        chain.used_before(tag_of(&entry.key));
+    }
+    state.chain = Some(Box::new(chain));
+}
+
+/// Bytes of slots that are kept: what is left of the capacity when everything else has its part, a function of the settings
+/// alone.
+fn room_bytes(lane: &Lane, capacity: u64) -> u64 {
+    let sb = &lane.superblock;
+    let ring = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
+    let regions = sizes::most_segments(capacity, sb).saturating_mul(sb.region_bytes);
+    let others = (capacity / OTHER_FILES).saturating_add(ring).saturating_add(regions);
+    let reserve = RESERVE_BYTES.min(capacity / RESERVE_SHARE).saturating_add(UNSEALED.saturating_mul(sb.segment_bytes));
+    let room = capacity.saturating_sub(others).saturating_sub(reserve);
+    room.max(sb.segment_bytes)
+}
+
+fn chunk_of(entry: &Entry, chunk_tokens: u32) -> ChainChunk {
+    ChainChunk {
+        tag: tag_of(&entry.key),
+        parent: 0,
+        depth: entry.depth,
+        bytes: u64::from(entry.pages) * PAGE_BYTES as u64,
+        partial: entry.tokens < chunk_tokens,
+    }
+}
+
+/// A put is asked for, whether or not the chunk is there already.
+pub(super) fn note_put(lane: &Lane, spec: &PutSpec, bytes: u64) {
+    if !matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment) {
+        return;
+    }
+    let Ok(mut state) = lane.state() else { return };
+    if state.chain.is_none() {
+        return;
+    }
+    drain_touches(lane, &mut state);
+    let chunk = ChainChunk {
+        tag: tag_of(&spec.key),
+        parent: tag_of(&spec.parent),
+        depth: spec.depth,
+        bytes,
+        partial: spec.tokens < state.chunk_tokens,
+    };
+    if let Some(chain) = &mut state.chain {
+        chain.stored(&chunk);
+    }
+}
+
+/// A chunk came into the lane by another way.
+pub(super) fn note_moved(state: &mut State, entry: &Entry) {
+    let chunk = chunk_of(entry, state.chunk_tokens);
+    if let Some(chain) = &mut state.chain
+        && entry.kind == EntryKind::Chunk
+        && !chain.holds(chunk.tag)
+    {
+        chain.stored(&chunk);
+    }
+}
+
+/// Reads what was touched since the last time.
+pub(super) fn drain_touches(lane: &Lane, state: &mut State) {
+    let Some(shared) = lane.shared() else { return };
+    let table = lane.table();
+    let mut cursor = state.cursor.take().unwrap_or_else(|| shared.touch_cursor());
+    shared.drain_touches(&mut cursor, |tag| {
+        if let Some(slot) = table.slot_of_tag(tag) {
+            let tick = state.next_tick(&table);
+            state.recency.touch(slot, tick);
+        }
+        if let Some(chain) = &mut state.chain {
+            chain.touched(tag);
+        }
+    });
+    state.cursor = Some(cursor);
+}
