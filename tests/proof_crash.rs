@@ -82,7 +82,7 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
     let images = get(&judge.images);
     println!(
         "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a turned bit, {} read by fsck; keys: {} served, {} missed, {} refused; \
-         workloads: {} process kills, {} segments sealed, {} reclaimed, {} chunks moved, {} lanes adopted",
+         workloads: {} process kills, {} segments sealed, {} reclaimed, {} chunks moved, {} given up as holes, {} lanes adopted",
         images as f64 / since.elapsed().as_secs_f64(),
         get(&judge.deepest),
         get(&judge.rotten),
@@ -94,6 +94,7 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
         get(&judge.sealed),
         get(&judge.reclaimed),
         get(&judge.moved),
+        get(&judge.thinned),
         get(&judge.adopted)
     );
 }
@@ -138,6 +139,7 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     let all = run_many(env("FOREBAY_CRASH_FIRST").unwrap_or(1), images, workers);
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     assert!(get(&all.served) > images, "the images hold next to nothing");
+    assert!(get(&all.thinned) > 0, "no chunk was given up as a hole");
     assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
 }
 

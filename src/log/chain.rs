@@ -11,6 +11,7 @@ use super::state::{Phase, RESERVE_BYTES, RESERVE_SHARE, State};
 use super::volume::Volume;
 use crate::format::PAGE_BYTES;
 use crate::format::record::KeyKind;
+use crate::key::ChunkKey;
 use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, Prefix, tag_of};
 
 /// Of the capacity, the part that the files beside the slots may take, besides the regions: one of so many.
@@ -104,6 +105,13 @@ pub(super) fn note_moved(state: &mut State, entry: &Entry) {
         && !chain.holds(chunk.tag)
     {
         chain.stored(&chunk);
+    }
+}
+
+/// A chunk is gone in another way than by the policy.
+pub(super) fn forget(state: &mut State, key: &ChunkKey) {
+    if let Some(chain) = &mut state.chain {
+        chain.forget(tag_of(key));
     }
 }
 

@@ -80,22 +80,26 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in the held lanes of a role, as long as `tidies` says so: adopted ones can be removed then.
-pub(super) fn reclaim_dead(volume: &Volume, role: Role, tidies: &dyn Fn() -> bool) {
+/// Reclaims what holds nothing any more in the held lanes of a role, as long as `tidies` says so: adopted ones can be removed
+/// then. How many segments were tried.
+pub(super) fn reclaim_dead(volume: &Volume, role: Role, tidies: &dyn Fn() -> bool) -> usize {
+    let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
         let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
         for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };
             if !tidies() {
-                return;
+                return count;
             }
             let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context, tidy: role == Role::Own };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
                 break;
             }
+            count += 1;
         }
     }
+    count
 }
 
 /// Reclaims the segments of which everything has expired, without waiting until their room is needed.
@@ -546,9 +550,7 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
             state.gone(shared.as_ref(), &old);
             state.recency.forget(slot);
             drop_partial(&state, &table, record)?;
-            if let Some(chain) = &mut state.chain {
-                chain.forget(index::tag_of(&record.key));
-            }
+            chain::forget(&mut state, &record.key);
         }
     }
     if state.clear.is_some_and(|(_, segment)| segment == victim.segment) {

@@ -12,7 +12,7 @@ use super::lane::{Lane, Role};
 use super::put::{Held, Hold, aligned};
 use super::state::{Need, NoPlace, Place, State};
 use super::volume::Volume;
-use super::{Log, grant, journal, reclaim};
+use super::{Log, chain, grant, journal, reclaim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
@@ -149,6 +149,7 @@ fn forget_up_to(lane: &Lane, sequence: u64) -> Result<()> {
         if cleared {
             state.gone(shared.as_ref(), entry);
             state.recency.forget(slot);
+            chain::forget(&mut state, &entry.key);
         }
         cleared
     })?;
@@ -161,6 +162,7 @@ fn hide(lane: &Lane, records: &[Record]) -> Result<()> {
     let mut state = lane.state()?;
     for record in records {
         apply_tombstone(lane, &mut state, record)?;
+        chain::forget(&mut state, &record.key);
     }
     Ok(())
 }

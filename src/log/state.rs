@@ -274,11 +274,14 @@ impl State {
         fits || records == 0 || !self.ready.is_empty()
     }
 
-    /// Pages and records that control slots find in the open segment whatever puts begin meanwhile.
+    /// Pages and records that control slots find in the open segment, or in the next, whatever puts begin meanwhile.
     pub(super) fn certain_control_room(&self) -> (u32, usize) {
-        let Some(open) = self.open.and_then(|n| self.segments.get(n as usize)) else { return (0, 0) };
         let pages = self.segment_pages - reserve_pages(self.segment_pages).min(self.segment_pages);
         let records = self.region_records - self.region_records / 8;
+        let Some(open) = self.open.and_then(|n| self.segments.get(n as usize)) else {
+            let is_next = !self.ready.is_empty();
+            return if is_next { (self.segment_pages - pages, self.region_records - records) } else { (0, 0) };
+        };
         (
             self.segment_pages.saturating_sub(open.next_page.max(pages)),
             self.region_records.saturating_sub((open.records.len() + open.promised).max(records)),

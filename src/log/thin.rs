@@ -46,6 +46,9 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     if !can || others || in_use(&own) > most + TOO_MANY {
         return false;
     }
+    if has_dead(&own) && reclaim::reclaim_dead(volume, Role::Own, &|| true) > 0 && !has_dead(&own) {
+        return true;
+    }
     // All that has been given up already at once, within bounds, because each time costs flushes.
     let doomed = own.state().map_or(0, |s| s.chain.as_ref().map_or(0, |c| c.doomed_bytes()));
     let bytes = own.segment_bytes().max(doomed.min(capacity / BATCH_SHARE));
@@ -65,8 +68,8 @@ fn in_use(own: &Lane) -> u64 {
     own.state().map_or(0, |s| s.segments.iter().filter(|s| s.phase != Phase::Absent).count()) as u64
 }
 
-/// Frees the segments that hold nothing any more, and empties the emptiest where there are too many, as long as the open segment
-/// has plenty of room for what must be written again.
+/// Empties the emptiest segment where there are too many, as long as the open one has plenty of room for what must be written
+/// again.
 fn tidy(volume: &Volume, own: &Lane, most: u64) {
     let is_roomy = || {
         own.state().is_ok_and(|state| {
@@ -76,9 +79,6 @@ fn tidy(volume: &Volume, own: &Lane, most: u64) {
             })
         })
     };
-    if has_dead(own) {
-        reclaim::reclaim_dead(volume, Role::Own, &is_roomy);
-    }
     if is_roomy() && in_use(own) > most {
         reclaim::reclaim_one(volume);
     }
@@ -162,7 +162,7 @@ fn is_leased(volume: &Volume, own: &Lane, entry: &Entry) -> bool {
 }
 
 /// Hides the chunks; how many. Those that cannot go yet are offered again.
-fn hide(volume: &Volume, own: &Arc<Lane>, chosen: Vec<Entry>) -> Result<usize> {
+pub(super) fn hide(volume: &Volume, own: &Arc<Lane>, chosen: Vec<Entry>) -> Result<usize> {
     let is_stored_again = |e: &Entry| volume.is_being_stored(&e.key);
     let (later, chosen): (Vec<_>, Vec<_>) = chosen.into_iter().partition(is_stored_again);
     let (hiding, plain): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|e| reclaim::has_older(volume, own, e));
@@ -257,7 +257,7 @@ fn tell(volume: &Volume, own: &Arc<Lane>, hidden: &[Entry]) {
 }
 
 /// Gives back the space of what is hidden and not leased; how many bytes.
-fn punch(volume: &Volume, own: &Lane) -> Result<u64> {
+pub(super) fn punch(volume: &Volume, own: &Lane) -> Result<u64> {
     let mut holes = std::mem::take(&mut own.state()?.to_punch);
     holes.sort_unstable_by_key(|h| (h.segment, h.epoch, h.page));
     // Whoever takes a lease from here on looks at the table afterwards, and finds the entry changed.
@@ -312,7 +312,7 @@ fn punch_run(volume: &Volume, own: &Lane, first: &Hole, pages: u32) -> Result<Op
 }
 
 /// Makes the holes durable; then the versions that lay there need not be known any more.
-fn settle(own: &Arc<Lane>) -> Result<()> {
+pub(super) fn settle(own: &Arc<Lane>) -> Result<()> {
     let holes = std::mem::take(&mut own.state()?.to_settle);
     if holes.is_empty() {
         return Ok(());

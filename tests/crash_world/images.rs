@@ -51,6 +51,7 @@ pub struct Judge {
     pub sealed: AtomicU64,
     pub reclaimed: AtomicU64,
     pub moved: AtomicU64,
+    pub thinned: AtomicU64,
     pub adopted: AtomicU64,
     pub rotten: AtomicU64,
     pub deepest: AtomicU64,
@@ -61,11 +62,11 @@ impl Judge {
         Arc::new(Self { effort, base: base.to_path_buf(), ..Self::default() })
     }
 
-    fn counters(&self) -> [&AtomicU64; 11] {
-        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.adopted];
-        let [sealed, reclaimed, moved, adopted] = log;
+    fn counters(&self) -> [&AtomicU64; 12] {
+        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.thinned, &self.adopted];
+        let [sealed, reclaimed, moved, thinned, adopted] = log;
         let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
-        [images, served, missed, bad, &self.kills, &self.fscks, &self.rotten, sealed, reclaimed, moved, adopted]
+        [images, served, missed, bad, &self.kills, &self.fscks, &self.rotten, sealed, reclaimed, moved, thinned, adopted]
     }
 
     /// Adds what a log of a workload has done.
@@ -74,6 +75,7 @@ impl Judge {
             (&self.sealed, stats.sealed),
             (&self.reclaimed, stats.reclaimed),
             (&self.moved, stats.moved),
+            (&self.thinned, stats.thinned),
             (&self.adopted, stats.adopted_lanes),
         ];
         for (counter, n) in of {

@@ -62,7 +62,7 @@ impl Config {
             } else {
                 16 + rng.below(40)
             },
-            policy: ["default", "lru", "fifo"][rng.below(3) as usize],
+            policy: ["prefix", "prefix", "lru", "fifo"][rng.below(4) as usize],
             reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
             writers,
             steps: 60 + rng.below(120),

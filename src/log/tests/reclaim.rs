@@ -44,7 +44,7 @@ fn a_steady_stream_of_stores_stays_within_the_capacity_and_keeps_the_newest() {
 #[test]
 fn what_is_used_again_and_again_outlives_what_is_not() {
     let dir = temp();
-    let log = open_small(dir.path());
+    let log = Log::open(LogOptions { policy: "lru".to_owned(), ..small(dir.path()) }).unwrap();
     fill(&log, 0..150);
     // One in every segment, so that keeping them means moving them.
     let hot: Vec<u64> = (0..25).map(|i| i * 10).collect();

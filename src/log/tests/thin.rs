@@ -1,14 +1,16 @@
 //! Giving up single chunks: what must hold of them while it happens, after a crash and for ranks.
 
 use super::support::*;
-use crate::log::{Log, LogOptions, PutSpec};
+use crate::index::EntryKind;
+use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
+use crate::log::{Log, LogOptions, PutSpec, thin};
 use std::path::Path;
 use std::sync::Arc;
 
 const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
 
-fn thin(dir: &Path) -> LogOptions {
+fn thinned(dir: &Path) -> LogOptions {
     let policy = "prefix".to_owned();
     LogOptions { capacity_bytes: CAPACITY, segment_bytes: Some(512 << 10), policy, ..options(dir) }
 }
@@ -43,7 +45,7 @@ fn all_load(log: &Log, keys: &[u64]) {
 #[test]
 fn single_chunks_go_their_space_is_used_again_and_none_comes_back() {
     let dir = temp();
-    let log = Log::open(thin(dir.path())).unwrap();
+    let log = Log::open(thinned(dir.path())).unwrap();
     let used: Vec<_> = (0..4).map(key).collect();
     for chain in 0..400 {
         fill(&log, chain * CHAIN..(chain + 1) * CHAIN);
@@ -67,15 +69,15 @@ fn single_chunks_go_their_space_is_used_again_and_none_comes_back() {
 #[test]
 fn a_leased_segment_keeps_its_bytes() {
     let dir = temp();
-    let log = Log::open(thin(dir.path())).unwrap();
+    let log = Log::open(thinned(dir.path())).unwrap();
     fill(&log, 0..30);
     log.seal(soon()).unwrap();
     let leased = log.locate(&key(13), PIN).unwrap();
     assert!(leased.is_leased());
     fill(&log, 1000..4000);
-    assert!(!has(&log, 13), "given up: nobody finds it any more");
     let header = read_header(&log, &leased);
-    assert!(log.check_header(&leased, &header).is_ok(), "but who has a lease can still read it");
+    assert!(log.check_header(&leased, &header).is_ok(), "who has a lease can read it");
+    assert!(log.stats().thinned > 1000);
     drop(leased);
     fill(&log, 4000..4400);
 }
@@ -83,7 +85,7 @@ fn a_leased_segment_keeps_its_bytes() {
 #[test]
 fn logs_that_are_asked_the_same_hold_the_same_whenever_their_writes_end() {
     let dirs = [temp(), temp()];
-    let logs: Vec<Arc<Log>> = dirs.iter().map(|d| Log::open(thin(d.path())).unwrap()).collect();
+    let logs: Vec<Arc<Log>> = dirs.iter().map(|d| Log::open(thinned(d.path())).unwrap()).collect();
     for chain in 0..400u64 {
         // As ranks do: what one of them misses all are told to store.
         let again = chain % 7 * CHAIN;
@@ -121,4 +123,160 @@ fn read_header(log: &Log, chunk: &crate::log::Chunk) -> Vec<u8> {
     let mut bytes = crate::io::AlignedBuf::zeroed(chunk.layout.header_bytes as usize).unwrap();
     chunk.file.read_at(&mut bytes, chunk.header_offset()).unwrap();
     bytes.to_vec()
+}
+
+/// Hides keys as the keeper does.
+fn hide(log: &Log, keys: &[u64]) {
+    let volume = &log.volumes[0];
+    let own = volume.own().unwrap();
+    let entries = keys.iter().map(|n| own.get(&key(*n)).unwrap()).collect();
+    assert_eq!(thin::hide(volume, &own, entries).unwrap(), keys.len());
+}
+
+fn punch(log: &Log) -> u64 {
+    let volume = &log.volumes[0];
+    thin::punch(volume, &volume.own().unwrap()).unwrap()
+}
+
+/// Gives keys up, durably.
+fn give_up(log: &Log, keys: &[u64]) {
+    hide(log, keys);
+    assert_eq!(punch(log), keys.len() as u64 * SLOT_BYTES);
+    thin::settle(&log.volumes[0].own().unwrap()).unwrap();
+}
+
+fn kind(log: &Log, n: u64) -> Option<EntryKind> {
+    log.volumes[0].own().unwrap().get(&key(n)).map(|e| e.kind)
+}
+
+fn filled(dir: &Path, keys: std::ops::Range<u64>) -> Arc<Log> {
+    let log = Log::open(thinned(dir)).unwrap();
+    fill(&log, keys);
+    log.seal(soon()).unwrap();
+    log
+}
+
+#[test]
+fn what_was_given_up_is_gone_after_every_way_of_opening_and_for_fsck() {
+    let dir = temp();
+    let log = filled(dir.path(), 0..120);
+    let gone: Vec<u64> = (0..120).filter(|n| n % 3 == 1 || (40..60).contains(n)).collect();
+    let stays: Vec<u64> = (0..120).filter(|n| !gone.contains(n)).collect();
+    let before = log.stats().disk_bytes;
+    assert!(log.take_evicted(usize::MAX).is_empty(), "it is asked for from now on");
+    give_up(&log, &gone);
+    assert!(before - log.stats().disk_bytes >= gone.len() as u64 * SLOT_BYTES);
+    assert!(gone.iter().all(|n| kind(&log, *n).is_none()));
+    let mut told = log.take_evicted(usize::MAX);
+    let mut want: Vec<_> = gone.iter().map(|n| key(*n)).collect();
+    (told.sort_unstable(), want.sort_unstable());
+    assert_eq!(told, want, "whole keys");
+    assert_eq!(held(&log, 0..120), stays);
+    let log = crash(log);
+    assert_eq!(held(&log, 0..120), stays, "after a crash");
+    assert!(gone.iter().all(|n| kind(&log, *n).is_none()), "nothing of it takes room in the index");
+    let log = reopen(log);
+    assert_eq!(held(&log, 0..120), stays, "after a clean stop");
+    let reader = Log::open(LogOptions { mode: crate::log::Mode::ReadOnly, ..thinned(dir.path()) }).unwrap();
+    assert_eq!(held(&reader, 0..120), stays, "beside the writer");
+    drop(reader);
+    log.close(soon()).unwrap();
+    drop(log);
+    let reader = Log::open(LogOptions { mode: crate::log::Mode::ReadOnly, ..thinned(dir.path()) }).unwrap();
+    assert_eq!(held(&reader, 0..120), stays, "without a writer");
+    drop(reader);
+
+    let files = lanes(dir.path()).unwrap();
+    let raw: Vec<RawLane> = files.iter().map(|f| RawLane::read(f).unwrap()).collect();
+    assert_eq!((raw[0].counts.puts, raw[0].counts.given_up), (stays.len() as u64, gone.len() as u64));
+    assert!(raw[0].damage.is_empty(), "{:?}", raw[0].damage);
+    assert_eq!(live(&raw, 0).len(), stays.len());
+    let found = deep(&files, &raw, 0, &|_| ()).unwrap();
+    assert_eq!((found.slots, found.bad.len()), (stays.len() as u64, 0), "{:?}", found.bad);
+    for lost in [false, true] {
+        if lost {
+            std::fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
+        }
+        let rebuilt = rebuild(&files[0], None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap();
+        assert!(rebuilt.left_out.is_empty() && rebuilt.chunks == stays.len() as u64, "{rebuilt:?}");
+        let log = Log::open(thinned(dir.path())).unwrap();
+        assert_eq!(held(&log, 0..120), stays, "after a rebuild");
+        log.close(soon()).unwrap();
+    }
+}
+
+#[test]
+fn what_is_only_hidden_can_come_back_unless_it_is_removed_or_cleared_meanwhile() {
+    let dir = temp();
+    let log = filled(dir.path(), 0..60);
+    hide(&log, &[3, 4, 5, 6]);
+    assert_eq!(held(&log, 0..8), [0, 1, 2, 7], "nobody finds them any more");
+    assert_eq!(log.remove(&[key(4)]).unwrap(), [false], "it was not there, and yet it must not come back");
+    assert!(store_spec(&log, chained(5), 5, 1).unwrap());
+    log.flush().unwrap();
+    let log = crash(log);
+    let versions: Vec<_> = (3..7).map(|n| version(&log, n, 2)).collect();
+    assert_eq!(versions, [Some(0), None, Some(1), Some(0)]);
+    hide(&log, &[8, 9]);
+    log.clear().unwrap();
+    let log = crash(log);
+    assert!(held(&log, 0..60).is_empty());
+}
+
+#[test]
+fn a_version_that_was_given_up_brings_no_older_one_back() {
+    let dir = temp();
+    let log = filled(dir.path(), 0..40);
+    for n in 10..20 {
+        let spec = PutSpec { overwrite: true, ..chained(n) };
+        assert!(store_spec(&log, spec, n, 1).unwrap());
+    }
+    log.seal(soon()).unwrap();
+    // Where the tombstones go.
+    fill(&log, 40..41);
+    give_up(&log, &(10..20).collect::<Vec<_>>());
+    log.flush().unwrap();
+    let none = |log: &Log, when: &str| (10..20).for_each(|n| assert_eq!(version(log, n, 2), None, "key {n} {when}"));
+    none(&log, "at once");
+    let log = crash(log);
+    none(&log, "after a crash");
+    assert!((0..10).chain(20..40).all(|n| has(&log, n)));
+    log.close(soon()).unwrap();
+    drop(log);
+    std::fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
+    let files = lanes(dir.path()).unwrap();
+    rebuild(&files[0], None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap();
+    let log = Log::open(thinned(dir.path())).unwrap();
+    none(&log, "after a rebuild from the data alone");
+    assert!((0..10).chain(20..40).all(|n| has(&log, n)));
+}
+
+#[test]
+fn a_version_that_was_given_up_brings_no_older_one_of_another_lane_back() {
+    let dir = temp();
+    let older = filled(dir.path(), 0..20);
+    let log = Log::open(thinned(dir.path())).unwrap();
+    let spec = PutSpec { overwrite: true, ..chained(7) };
+    assert!(store_spec(&log, spec, 7, 1).unwrap());
+    log.seal(soon()).unwrap();
+    fill(&log, 40..41);
+    give_up(&log, &[7]);
+    assert_eq!((version(&log, 7, 2), version(&older, 7, 2)), (None, None));
+    log.abandon();
+    older.abandon();
+    drop((log, older));
+    assert_eq!(version(&Log::open(thinned(dir.path())).unwrap(), 7, 2), None);
+}
+
+#[test]
+fn a_lease_that_comes_between_hiding_and_punching_keeps_its_bytes() {
+    let dir = temp();
+    let log = filled(dir.path(), 0..30);
+    let leased = log.locate(&key(13), PIN).unwrap();
+    hide(&log, &[13]);
+    assert_eq!(punch(&log), 0, "its segment is leased");
+    assert!(log.check_header(&leased, &read_header(&log, &leased)).is_ok());
+    assert!(log.locate(&key(13), PIN).is_none(), "a second reader finds nothing");
+    drop(leased);
+    assert_eq!(punch(&log), SLOT_BYTES);
 }
