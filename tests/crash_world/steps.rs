@@ -77,7 +77,19 @@ impl World {
                 self.turn(process, Turn::Keeper);
             }
         }
+        self.remove_evicted(process, rng);
         self.turn(process, Turn::Journal);
+    }
+
+    /// Removes, now and then, what has just been given up: a crash could still bring it back.
+    fn remove_evicted(&self, process: &Process, rng: &mut Rng) {
+        let evicted = self.run(process, |log| log.take_evicted(64));
+        if evicted.is_empty() || !rng.one_in(3) {
+            return;
+        }
+        let keys: Vec<u64> = (0..self.config.keys).filter(|k| evicted.contains(&key(*k))).collect();
+        self.tell(|| format!("process {} removes {keys:?}, which were given up", process.number));
+        self.remove_keys(process, &keys);
     }
 
     fn spec(&self, k: u64, rng: &mut Rng) -> PutSpec {
@@ -273,11 +285,15 @@ impl World {
     fn remove(&self, process: &Process, k: u64, rng: &mut Rng) {
         let some = if rng.one_in(12) { self.config.keys } else { 1 + rng.below(2) };
         let keys: Vec<u64> = (k..k + some).map(|k| k % self.config.keys).collect();
-        self.model.lock().removing(process.number, &keys);
+        self.remove_keys(process, &keys);
+    }
+
+    fn remove_keys(&self, process: &Process, keys: &[u64]) {
+        self.model.lock().removing(process.number, keys);
         let names: Vec<_> = keys.iter().map(|k| key(*k)).collect();
         self.drain(process);
         if self.run(process, |log| log.remove(&names)).is_ok() {
-            self.model.lock().removed(&keys);
+            self.model.lock().removed(keys);
         }
     }
 
