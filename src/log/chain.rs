@@ -7,7 +7,7 @@
 use super::lane::Lane;
 use super::sizes;
 use super::spec::PutSpec;
-use super::state::{Phase, RESERVE_BYTES, RESERVE_SHARE, State};
+use super::state::{Phase, RESERVE_BYTES, State};
 use super::volume::Volume;
 use crate::format::PAGE_BYTES;
 use crate::format::record::KeyKind;
@@ -15,7 +15,9 @@ use crate::key::ChunkKey;
 use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, Prefix, tag_of};
 
 /// Of the capacity, the part that the files beside the slots may take, besides the regions: one of so many.
-const OTHER_FILES: u64 = 128;
+const OTHER_FILES: u64 = 256;
+/// Of the capacity, the part that may be kept ready: one of so many.
+const RESERVE_SHARE: u64 = 128;
 /// Segments whose slots cannot be given up singly: open, full, or ready.
 const UNSEALED: u64 = 3;
 
@@ -51,6 +53,7 @@ pub(super) fn begin(volume: &Volume, lane: &Lane) {
         chain.used_before(tag_of(&entry.key));
     }
     state.chain = Some(Box::new(chain));
+    state.reserve = reserve(lane, capacity).max(1);
 }
 
 /// Bytes of slots that are kept: what is left of the capacity when everything else has its part, a function of the settings
@@ -60,9 +63,15 @@ fn room_bytes(lane: &Lane, capacity: u64) -> u64 {
     let ring = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
     let regions = sizes::most_segments(capacity, sb).saturating_mul(sb.region_bytes);
     let others = (capacity / OTHER_FILES).saturating_add(ring).saturating_add(regions);
-    let reserve = RESERVE_BYTES.min(capacity / RESERVE_SHARE).saturating_add(UNSEALED.saturating_mul(sb.segment_bytes));
+    let unsealed = UNSEALED.saturating_mul(sb.segment_bytes);
+    let reserve = reserve(lane, capacity).saturating_mul(sb.segment_bytes).saturating_add(unsealed);
     let room = capacity.saturating_sub(others).saturating_sub(reserve);
     room.max(sb.segment_bytes)
+}
+
+/// Segments kept ready at most.
+fn reserve(lane: &Lane, capacity: u64) -> u64 {
+    RESERVE_BYTES.min(capacity / RESERVE_SHARE) / lane.superblock.segment_bytes.max(1)
 }
 
 fn chunk_of(entry: &Entry, chunk_tokens: u32) -> ChainChunk {

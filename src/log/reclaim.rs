@@ -465,15 +465,16 @@ fn tombstone_is_needed(volume: &Volume, victim: &Victim, record: &Record) -> boo
 impl Victim {
     fn has_older(&self, volume: &Volume, record: &Record) -> bool {
         let record = Record { segment: self.segment, epoch: self.epoch, ..*record };
-        super::state::entry_of(&record).is_some_and(|entry| has_older(volume, &self.lane, &entry))
+        super::state::entry_of(&record).is_some_and(|entry| has_older(volume, &self.lane, &entry, self.segment))
     }
 }
 
-/// Whether a version of the key up to the entry's could be recovered from somewhere else than the entry's use of its segment.
-pub(super) fn has_older(volume: &Volume, of: &Lane, entry: &Entry) -> bool {
+/// Whether a version of the key up to the entry's, which is of the lane `of`, could be recovered from somewhere else; of its own
+/// lane the segment `except` does not count.
+pub(super) fn has_older(volume: &Volume, of: &Lane, entry: &Entry, except: u32) -> bool {
     volume.lanes().all.iter().any(|lane| {
         let is_its = lane.number == of.number;
-        let except = if is_its { entry.segment } else { u32::MAX };
+        let except = if is_its { except } else { u32::MAX };
         let shadowed = lane.is_held() && lane.state().is_ok_and(|state| state.has_older(&entry.key, entry.seq, except));
         let in_table = || {
             lane.get(&entry.key).is_some_and(|e| {

@@ -75,7 +75,7 @@ impl Sizes {
 /// Segments in use for each that the capacity has room for, where single chunks are given up: above, the emptiest are reclaimed.
 const MOST_SEGMENTS: u64 = 8;
 /// Of the capacity, the part that the regions of so many may take: one of so many.
-const REGIONS_SHARE: u64 = 32;
+const REGIONS_SHARE: u64 = 64;
 
 /// Length of data.kv that file systems take: holes count.
 const MOST_FILE_BYTES: u64 = 8 << 40;

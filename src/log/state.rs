@@ -185,6 +185,8 @@ pub(super) struct State {
     pub(super) recency: Recency,
     /// The policy for chains, where it is chosen.
     pub(super) chain: Option<Box<Prefix>>,
+    /// Segments that may be kept ready where there is such a policy: those in use may hold little each.
+    pub(super) reserve: u64,
     /// How far the touch ring has been read.
     pub(super) cursor: Option<TouchCursor>,
     /// Slots that are hidden and whose space has not been given back yet.
@@ -228,7 +230,7 @@ const BROKEN_AFTER: u32 = 8;
 /// Bytes of segments kept ready where they are small.
 pub(super) const RESERVE_BYTES: u64 = 64 << 20;
 /// Of so many segments one may be kept ready.
-pub(super) const RESERVE_SHARE: u64 = 12;
+const RESERVE_SHARE: u64 = 12;
 
 impl State {
     pub(super) fn segment(&mut self, segment: u32) -> Option<&mut Segment> {
@@ -262,7 +264,8 @@ impl State {
     pub(super) fn wants_reserve(&self) -> bool {
         let (ready, bytes) = (self.ready.len() as u64, u64::from(self.segment_pages) * PAGE_BYTES as u64);
         let most = RESERVE_BYTES / bytes.max(1);
-        self.open.is_some() && (1..most).contains(&ready) && ready < self.in_use() as u64 / RESERVE_SHARE
+        let share = if self.chain.is_some() { self.reserve } else { self.in_use() as u64 / RESERVE_SHARE };
+        self.open.is_some() && (1..most).contains(&ready) && ready < share
     }
 
     /// Whether control slots of so many pages and records find room without reclaim.

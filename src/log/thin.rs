@@ -35,6 +35,8 @@ const BATCH_SHARE: u64 = 32;
 const PASSED_OVER: u64 = 4;
 /// Segments above the wished number at which no chunks are given up before some have been emptied.
 const TOO_MANY: u64 = 6;
+/// Older versions count wherever they lie: the segment stays.
+const NO_SEGMENT: u32 = u32::MAX;
 
 /// Gives up chunks until about a segment's bytes are free; false where that cannot be done.
 pub(super) fn make_room(volume: &Volume) -> bool {
@@ -165,7 +167,7 @@ fn is_leased(volume: &Volume, own: &Lane, entry: &Entry) -> bool {
 pub(super) fn hide(volume: &Volume, own: &Arc<Lane>, chosen: Vec<Entry>) -> Result<usize> {
     let is_stored_again = |e: &Entry| volume.is_being_stored(&e.key);
     let (later, chosen): (Vec<_>, Vec<_>) = chosen.into_iter().partition(is_stored_again);
-    let (hiding, plain): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|e| reclaim::has_older(volume, own, e));
+    let (hiding, plain): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|e| reclaim::has_older(volume, own, e, NO_SEGMENT));
     let mut hidden = Vec::new();
     let mut late = later;
     late.extend(write_tombstones(volume, own, hiding, &mut hidden));
@@ -176,7 +178,7 @@ pub(super) fn hide(volume: &Volume, own: &Arc<Lane>, chosen: Vec<Entry>) -> Resu
         if !table.get(&entry.key).as_ref().is_some_and(same) || !is_sealed(&mut state, &entry) {
             continue;
         }
-        if state.has_older(&entry.key, entry.seq, entry.segment) {
+        if state.has_older(&entry.key, entry.seq, NO_SEGMENT) {
             late.push(entry);
             continue;
         }
@@ -327,7 +329,7 @@ pub(super) fn settle(own: &Arc<Lane>) -> Result<()> {
         let Some((key, seq)) = hole.of else { continue };
         state.unshadow(&key, hole.segment, seq);
         let here = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch) == (EntryKind::Going, seq, hole.segment, hole.epoch);
-        if table.get(&key).as_ref().is_some_and(here) && !state.has_older(&key, seq, hole.segment) {
+        if table.get(&key).as_ref().is_some_and(here) && !state.has_older(&key, seq, NO_SEGMENT) {
             table.remove_if(&key, seq)?;
         }
     }

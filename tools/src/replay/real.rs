@@ -37,6 +37,7 @@ pub(super) struct RealCache {
     log: Arc<Log>,
     admitted_tokens: u64,
     model_bytes_per_token: u64,
+    slot_bytes: u64,
     _dir: Scratch,
 }
 
@@ -67,7 +68,8 @@ impl RealCache {
         options.segment_bytes = Some(segment_bytes(slot_bytes, (capacity_tokens, model_bytes_per_token)));
         options.reclaim_write_budget = 0.1;
         let log = Log::open(options)?;
-        Ok(Self { log, admitted_tokens: 0, model_bytes_per_token: model_bytes_per_token.max(1), _dir: dir })
+        let model_bytes_per_token = model_bytes_per_token.max(1);
+        Ok(Self { log, admitted_tokens: 0, model_bytes_per_token, slot_bytes, _dir: dir })
     }
 }
 
@@ -180,7 +182,9 @@ impl ReplayCache for RealCache {
 
     fn totals(&self) -> Totals {
         let stats = self.log.stats();
-        let extra = (stats.moved_bytes + stats.journal_bytes_written) / self.model_bytes_per_token;
+        // What is moved are this log's small slots, each of which stands for a block; records are as large as they would be.
+        let moved_tokens = stats.moved_bytes.saturating_mul(BLOCK_TOKENS) / self.slot_bytes;
+        let extra = moved_tokens + stats.journal_bytes_written / self.model_bytes_per_token;
         Totals { admitted_tokens: self.admitted_tokens, written_tokens: self.admitted_tokens + extra }
     }
 }
