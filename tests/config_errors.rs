@@ -69,7 +69,7 @@ const CASES: &[(&str, &str, &str)] = &[
     ("dir_mode", r#"448"#, "write it as \"0700\""),
     ("dir_mode", r#""0600""#, "shuts out the owner"),
     ("dir_mode", r#""0755""#, "more than owner and group need"),
-    ("eviction_policy", r#""random""#, "use `lru` or `fifo`"),
+    ("eviction_policy", r#""random""#, "use one of `prefix`,"),
     ("ttl", r#""soon""#, "write seconds"),
     ("ttl", r#""100y""#, "write seconds"),
     ("ttl", r#""9999w""#, "at most 20 years"),

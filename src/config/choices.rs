@@ -97,9 +97,9 @@ pub enum Mode {
 #[non_exhaustive]
 pub enum EvictionPolicy {
     /// Single chunks, the ends of chains first, by how soon chunks of their kind came back before.
+    #[default]
     Prefix,
     /// The segment whose chunks have not been used for the longest time.
-    #[default]
     Lru,
     /// The segment written first.
     Fifo,

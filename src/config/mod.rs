@@ -226,7 +226,7 @@ impl Default for Settings {
             numa: Numa::Auto,
             hugepages: true,
             dir_mode: 0o700,
-            eviction_policy: EvictionPolicy::Lru,
+            eviction_policy: EvictionPolicy::Prefix,
             ttl: None,
             reclaim_write_budget: 0.1,
             workers: 0,

@@ -10,7 +10,7 @@ use super::spec::PutSpec;
 use super::state::{Phase, RESERVE_BYTES, State};
 use super::volume::Volume;
 use crate::format::PAGE_BYTES;
-use crate::format::record::KeyKind;
+use crate::format::record::{KeyKind, Record};
 use crate::key::ChunkKey;
 use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, Prefix, tag_of};
 
@@ -103,6 +103,15 @@ pub(super) fn note_put(lane: &Lane, spec: &PutSpec, bytes: u64) {
     };
     if let Some(chain) = &mut state.chain {
         chain.stored(&chunk);
+    }
+}
+
+/// A chunk is there now. One that was given up before, while it was still being stored, is offered again.
+pub(super) fn note_published(state: &mut State, record: &Record) {
+    if let Some(chain) = &mut state.chain
+        && matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment)
+    {
+        chain.put_back(tag_of(&record.key), u64::from(record.pages) * PAGE_BYTES as u64);
     }
 }
 

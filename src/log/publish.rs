@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::chain;
 use super::lane::Lane;
 use super::put::{PutDone, Reservation};
 use super::state::{Place, State};
@@ -118,6 +119,7 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
     }
     for record in &commit.records {
         state.log_record(*record);
+        chain::note_published(state, record);
     }
     commit.reservation.held.end(state);
     commit.reservation.ended = true;

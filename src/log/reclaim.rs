@@ -72,7 +72,10 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
             Ok(true) => return true,
             Ok(false) => {}
             Err(e) => {
-                tracing::warn!(lane = %victim.lane.dir.display(), segment = victim.segment, error = %e, "not reclaimed")
+                tracing::warn!(lane = %victim.lane.dir.display(), segment = victim.segment, error = %e, "not reclaimed");
+                if volume.ctx.is_closed() {
+                    return false;
+                }
             }
         }
         refused.insert((victim.lane.number, victim.segment));
