@@ -61,7 +61,9 @@ pub(super) fn begin(volume: &Volume, lane: &Lane) {
 fn room_bytes(lane: &Lane, capacity: u64) -> u64 {
     let sb = &lane.superblock;
     let ring = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
-    let regions = sizes::most_segments(capacity, sb).saturating_mul(sb.region_bytes);
+    let slot_bytes = lane.ctx.slot_bytes();
+    let kept = sizes::region_kept(sb, slot_bytes);
+    let regions = sizes::most_segments(capacity, sb, slot_bytes).saturating_mul(kept);
     let others = (capacity / OTHER_FILES).saturating_add(ring).saturating_add(regions);
     let unsealed = UNSEALED.saturating_mul(sb.segment_bytes);
     let reserve = reserve(lane, capacity).saturating_mul(sb.segment_bytes).saturating_add(unsealed);

@@ -9,6 +9,7 @@ use super::options::{LogOptions, Mode};
 use super::put::InFlight;
 use super::stats::{Counters, ShedCounters};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotLayout;
 use crate::index::{BootId, Holder, LeaseEnv};
 
 /// Shared by a log, its drives, lanes and threads.
@@ -68,6 +69,12 @@ impl Ctx {
     /// Marks it closed; whether it was open.
     pub(super) fn close(&self) -> bool {
         !self.closed.swap(true, Ordering::AcqRel)
+    }
+
+    /// Bytes of a full chunk's slot.
+    pub(super) fn slot_bytes(&self) -> u64 {
+        let geometry = &self.options.geometry;
+        SlotLayout::of_chunk(geometry, geometry.chunk_tokens).slot_bytes
     }
 
     pub(super) fn now_s(&self) -> u64 {

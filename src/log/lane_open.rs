@@ -177,7 +177,7 @@ impl Surroundings {
     pub(super) fn open_held(&self, candidate: Candidate, files: LaneFiles, role: Role) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
-        let segments = max_segments(self.capacity_bytes(), &superblock, data.len()?);
+        let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
         let shared = tables::shared_state(ctx, &candidate.dir, segments)?;
         let reader = Reader::survey(&index, &data, &superblock)?;
         let entries = reader.expected();
@@ -279,9 +279,9 @@ pub(super) fn write_superblock(index: &DirectFile, superblock: &Superblock) -> R
 }
 
 /// Segments the lane may get (what the capacity allows, and what it has), and how many of them fill the capacity.
-fn max_segments(capacity_bytes: u64, sb: &Superblock, data_bytes: u64) -> (u32, u32) {
+fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_bytes: u64) -> (u32, u32) {
     let full = capacity_bytes.div_ceil(sb.segment_bytes);
-    let most = full.max(sizes::most_segments(capacity_bytes, sb));
+    let most = full.max(sizes::most_segments(capacity_bytes, sb, slot_bytes));
     let there = data_bytes.div_ceil(sb.segment_bytes);
     let bounded = |n: u64| u32::try_from(n.saturating_add(8).min(1 << 24)).unwrap_or(1 << 24);
     (bounded(most.max(there)), bounded(full))

@@ -417,13 +417,25 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
         all.push(*record);
     }
     let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
-    let budget_bytes = (lane.segment_bytes() as f64 * volume.ctx.options.reclaim_write_budget) as u64;
     let policy = policy_of(volume);
+    let budget_bytes = write_budget(volume, lane, policy.as_deref());
     let wanted = policy.map(|p| index::plan_keep(&*p, &summaries, budget_bytes, &victim.context)).unwrap_or_default();
     let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
     plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
     plan.drop.extend(slots.into_iter().flatten());
     Ok(plan)
+}
+
+/// Bytes of a victim that may be written again. Where chunks are given up singly, what the emptiest segment still holds is what has
+/// been worth keeping for the longest time: all that has been saved so far may be spent on it.
+fn write_budget(volume: &Volume, lane: &Lane, policy: Option<&dyn index::Policy>) -> u64 {
+    let (share, counters) = (volume.ctx.options.reclaim_write_budget, &volume.ctx.counters);
+    let of_segment = (lane.segment_bytes() as f64 * share) as u64;
+    if policy.is_none_or(|p| p.name() != index::Policy::name(&index::Emptiest)) {
+        return of_segment;
+    }
+    let saved = (counters.data_bytes_written.get() as f64 * share) as u64;
+    of_segment.max(saved.saturating_sub(counters.moved_bytes.get()).min(lane.segment_bytes()))
 }
 
 /// The records that must not be lost with the segment.

@@ -71,6 +71,7 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
     state.failures = 0;
     if let Some(s) = state.segment(segment) {
         s.phase = Phase::Sealed;
+        s.region_used = sealed::region_bytes(records.len()) as u64;
         s.full_since = None;
     }
     recycle(&mut state, (segment, epoch));

@@ -77,13 +77,19 @@ const MOST_SEGMENTS: u64 = 8;
 /// Of the capacity, the part that the regions of so many may take: one of so many.
 const REGIONS_SHARE: u64 = 64;
 
+/// Bytes that the region of a sealed segment with chunks of `slot_bytes` keeps: some of them are smaller, and there are tombstones.
+pub(super) fn region_kept(sb: &Superblock, slot_bytes: u64) -> u64 {
+    let records = sb.segment_bytes / slot_bytes.max(1) * 3 / 2 + 16;
+    (sealed::region_bytes(records as usize) as u64).next_multiple_of(PAGE_BYTES as u64).min(sb.region_bytes)
+}
+
 /// Length of data.kv that file systems take: holes count.
 const MOST_FILE_BYTES: u64 = 8 << 40;
 
 /// Segments that a lane should have at most while what is in them is given up chunk by chunk.
-pub(super) fn most_segments(capacity_bytes: u64, sb: &Superblock) -> u64 {
+pub(super) fn most_segments(capacity_bytes: u64, sb: &Superblock, slot_bytes: u64) -> u64 {
     let full = (capacity_bytes / sb.segment_bytes.max(1)).max(4);
-    let regions = capacity_bytes / REGIONS_SHARE / sb.region_bytes.max(1);
+    let regions = capacity_bytes / REGIONS_SHARE / region_kept(sb, slot_bytes).max(1);
     let of_file = MOST_FILE_BYTES / sb.segment_bytes.max(1);
     full.saturating_mul(MOST_SEGMENTS).min(regions.max(full + full / 2)).min(of_file).max(full)
 }

@@ -64,6 +64,8 @@ pub(super) struct Segment {
     pub(super) retired: bool,
     /// Holes were punched in it: its space must be granted anew before it is used again.
     pub(super) thinned: bool,
+    /// Bytes of its region that its seal took; 0 where that is not known.
+    pub(super) region_used: u64,
     /// When it took its last put.
     pub(super) full_since: Option<Instant>,
 }
@@ -82,6 +84,7 @@ impl Segment {
             last_expiry_s: 0,
             retired: false,
             thinned: false,
+            region_used: 0,
             full_since: None,
         }
     }

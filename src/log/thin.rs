@@ -44,7 +44,7 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     let can = own.state().is_ok_and(|state| state.chain.is_some() && !state.no_holes);
     let others = volume.lanes().held().any(|lane| lane.role != Role::Own && lane.data.allocated_bytes().unwrap_or(0) > 0);
     let capacity = volume.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes());
-    let most = sizes::most_segments(capacity, &own.superblock);
+    let most = sizes::most_segments(capacity, &own.superblock, own.ctx.slot_bytes());
     if !can || others || in_use(&own) > most + TOO_MANY {
         return false;
     }
@@ -114,18 +114,28 @@ fn thin(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
     Ok(freed)
 }
 
-/// What sealed segments have left at their end is of no use.
+/// What sealed segments have left at their end is of no use, nor is what their regions have.
 fn trim(own: &Lane) -> Result<()> {
     let mut state = own.state()?;
     let pages = state.segment_pages;
-    let mut ends = Vec::new();
+    let (mut ends, mut regions) = (Vec::new(), Vec::new());
     for (number, segment) in state.segments.iter_mut().enumerate() {
         if segment.phase == Phase::Sealed && segment.pending == 0 && (1..pages).contains(&segment.next_page) {
             let page = std::mem::replace(&mut segment.next_page, pages);
             ends.push(Hole { segment: number as u32, epoch: segment.epoch, page, pages: pages - page, of: None });
+            let used = std::mem::take(&mut segment.region_used).next_multiple_of(PAGE_BYTES as u64);
+            if (1..own.superblock.region_bytes).contains(&used) {
+                segment.thinned = true;
+                regions.push((number as u32, used));
+            }
         }
     }
     state.to_punch.extend(ends);
+    drop(state);
+    for (number, used) in regions {
+        // Granted anew with the segment. Where it cannot be had, the region keeps its space.
+        drop(own.index.punch_hole(own.region_offset(number) + used, own.superblock.region_bytes - used));
+    }
     Ok(())
 }
 
