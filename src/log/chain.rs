@@ -11,8 +11,8 @@ use super::state::{Phase, RESERVE_BYTES, State};
 use super::volume::Volume;
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record};
-use crate::key::ChunkKey;
 use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, Prefix, tag_of};
+use crate::key::ChunkKey;
 
 /// Of the capacity, the part that the files beside the slots may take, besides the regions: one of so many.
 const OTHER_FILES: u64 = 256;

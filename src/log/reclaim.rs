@@ -94,7 +94,8 @@ pub(super) fn reclaim_dead(volume: &Volume, role: Role, tidies: &dyn Fn() -> boo
             if !tidies() {
                 return count;
             }
-            let victim = Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context, tidy: role == Role::Own };
+            let victim =
+                Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context, tidy: role == Role::Own };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
                 break;
@@ -110,7 +111,8 @@ pub(super) fn reclaim_expired(volume: &Volume) {
     for lane in volume.lanes().held() {
         for segment in expired_segments(lane) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(segment).map_or(0, |s| s.epoch)) else { continue };
-            let victim = Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default(), tidy: false };
+            let victim =
+                Victim { lane: Arc::clone(lane), segment, epoch, context: ReclaimContext::default(), tidy: false };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
                 return;

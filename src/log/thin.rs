@@ -42,7 +42,8 @@ const NO_SEGMENT: u32 = u32::MAX;
 pub(super) fn make_room(volume: &Volume) -> bool {
     let Some(own) = volume.own() else { return false };
     let can = own.state().is_ok_and(|state| state.chain.is_some() && !state.no_holes);
-    let others = volume.lanes().held().any(|lane| lane.role != Role::Own && lane.data.allocated_bytes().unwrap_or(0) > 0);
+    let others =
+        volume.lanes().held().any(|lane| lane.role != Role::Own && lane.data.allocated_bytes().unwrap_or(0) > 0);
     let capacity = volume.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes());
     let most = sizes::most_segments(capacity, &own.superblock, own.ctx.slot_bytes());
     if !can || others || in_use(&own) > most + TOO_MANY {
@@ -177,14 +178,16 @@ fn is_leased(volume: &Volume, own: &Lane, entry: &Entry) -> bool {
 pub(super) fn hide(volume: &Volume, own: &Arc<Lane>, chosen: Vec<Entry>) -> Result<usize> {
     let is_stored_again = |e: &Entry| volume.is_being_stored(&e.key);
     let (later, chosen): (Vec<_>, Vec<_>) = chosen.into_iter().partition(is_stored_again);
-    let (hiding, plain): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|e| reclaim::has_older(volume, own, e, NO_SEGMENT));
+    let (hiding, plain): (Vec<_>, Vec<_>) =
+        chosen.into_iter().partition(|e| reclaim::has_older(volume, own, e, NO_SEGMENT));
     let mut hidden = Vec::new();
     let mut late = later;
     late.extend(write_tombstones(volume, own, hiding, &mut hidden));
     let mut state = own.state()?;
     let (table, shared) = (own.table(), own.shared());
     for entry in plain {
-        let same = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch) == (entry.kind, entry.seq, entry.segment, entry.epoch);
+        let same =
+            |e: &Entry| (e.kind, e.seq, e.segment, e.epoch) == (entry.kind, entry.seq, entry.segment, entry.epoch);
         if !table.get(&entry.key).as_ref().is_some_and(same) || !is_sealed(&mut state, &entry) {
             continue;
         }

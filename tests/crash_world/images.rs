@@ -66,7 +66,20 @@ impl Judge {
         let log = [&self.sealed, &self.reclaimed, &self.moved, &self.thinned, &self.adopted];
         let [sealed, reclaimed, moved, thinned, adopted] = log;
         let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
-        [images, served, missed, bad, &self.kills, &self.fscks, &self.rotten, sealed, reclaimed, moved, thinned, adopted]
+        [
+            images,
+            served,
+            missed,
+            bad,
+            &self.kills,
+            &self.fscks,
+            &self.rotten,
+            sealed,
+            reclaimed,
+            moved,
+            thinned,
+            adopted,
+        ]
     }
 
     /// Adds what a log of a workload has done.

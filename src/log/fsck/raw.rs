@@ -260,7 +260,8 @@ pub fn live(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
     let mut newest: HashMap<HalfKey, (usize, &Record)> = HashMap::new();
     for (i, r) in all().filter(|(_, r)| r.kind != RecordKind::Clear && r.sequence > cleared) {
         let wins = newest.get(&half(&r.key)).is_none_or(|(_, old)| {
-            r.sequence > old.sequence || (r.sequence == old.sequence && (r.kind == RecordKind::Tombstone || r.pages == 0))
+            r.sequence > old.sequence
+                || (r.sequence == old.sequence && (r.kind == RecordKind::Tombstone || r.pages == 0))
         });
         if wins {
             newest.insert(half(&r.key), (i, r));

@@ -169,7 +169,8 @@ fn what_was_given_up_is_gone_after_every_way_of_opening_and_for_fsck() {
     assert!(gone.iter().all(|n| kind(&log, *n).is_none()));
     let mut told = log.take_evicted(usize::MAX);
     let mut want: Vec<_> = gone.iter().map(|n| key(*n)).collect();
-    (told.sort_unstable(), want.sort_unstable());
+    told.sort_unstable();
+    want.sort_unstable();
     assert_eq!(told, want, "whole keys");
     assert_eq!(held(&log, 0..120), stays);
     let log = crash(log);
