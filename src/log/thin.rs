@@ -52,8 +52,12 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     if has_dead(&own) && reclaim::reclaim_dead(volume, Role::Own, &|| true) > 0 && !has_dead(&own) {
         return true;
     }
-    // All that has been given up already at once, within bounds, because each time costs flushes.
     let doomed = own.state().map_or(0, |s| s.chain.as_ref().map_or(0, |c| c.doomed_bytes()));
+    // Overwritten and removed versions go before chunks that the policy would keep.
+    if doomed == 0 && has_garbage(&own) && reclaim::reclaim_one(volume) {
+        return true;
+    }
+    // All that has been given up already at once, within bounds, because each time costs flushes.
     let bytes = own.segment_bytes().max(doomed.min(capacity / BATCH_SHARE));
     let freed = thin(volume, &own, bytes).unwrap_or_else(|e| {
         tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was given up");
@@ -85,6 +89,19 @@ fn tidy(volume: &Volume, own: &Lane, most: u64) {
     if is_roomy() && in_use(own) > most {
         reclaim::reclaim_one(volume);
     }
+}
+
+/// Whether a segment's worth of space is taken by what nobody can find any more.
+fn has_garbage(own: &Lane) -> bool {
+    let (Some(shared), Ok(allocated), Ok(state)) = (own.shared(), own.data.allocated_bytes(), own.state()) else {
+        return false;
+    };
+    let taken = (0u32..).zip(&state.segments).filter(|(_, s)| s.phase != Phase::Absent);
+    let wanted = taken.map(|(number, s)| match s.phase {
+        Phase::Sealed => shared.segment(number).map_or(0, |view| view.live_bytes),
+        _ => own.segment_bytes(),
+    });
+    allocated.saturating_sub(wanted.sum()) >= own.segment_bytes()
 }
 
 /// Whether a sealed segment holds nothing any more.
