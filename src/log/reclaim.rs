@@ -23,6 +23,7 @@ use super::lane::{Lane, Role};
 use super::moves;
 use super::put::aligned;
 use super::remove::{self, CONTROL_RECORDS};
+use super::seal;
 use super::state::{Phase, Segment, State};
 use super::volume::Volume;
 use crate::error::{Error, ErrorKind, Result};
@@ -322,7 +323,7 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
 /// The segment's records: from its region, or, where that is damaged, as far as the table knows them.
 fn records_of(victim: &Victim) -> Result<Vec<Record>> {
     let lane = &victim.lane;
-    match records_in(lane, (victim.segment, victim.epoch)) {
+    match seal::records_in(lane, (victim.segment, victim.epoch)) {
         Ok(records) => return Ok(records),
         Err(e) if e.kind() == ErrorKind::Corrupt => tracing::warn!(error = %e, "a damaged region is reclaimed"),
         Err(e) => return Err(e),
@@ -349,32 +350,6 @@ fn records_of(victim: &Victim) -> Result<Vec<Record>> {
             ..Record::new(kind, key_kind, e.key)
         });
     });
-    Ok(records)
-}
-
-/// The records of one use of a sealed segment, as its region has them.
-///
-/// # Errors
-/// `Corrupt` where it is damaged; those of reading.
-pub(super) fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
-    let offset = lane.region_offset(segment);
-    let page = journal::read(lane, &lane.index, offset, PAGE_BYTES)?;
-    let header = RegionHeader::decode(page.as_slice())?
-        .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
-        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
-    if header.count == 0 {
-        return Ok(Vec::new());
-    }
-    let count = header.count.min(lane.region_records() as u32);
-    let len = sealed::region_bytes(count as usize) - PAGE_BYTES;
-    let body = journal::read(lane, &lane.index, offset + PAGE_BYTES as u64, len)?;
-    let (records, damaged) = sealed::decode_records(body.as_slice(), count);
-    if damaged > 0 {
-        lane.ctx.counters.damaged_records.add(u64::from(damaged));
-        return Err(Error::new(ErrorKind::Corrupt, "a region has damaged records")
-            .at(lane.index.path())
-            .offset(offset));
-    }
     Ok(records)
 }
 

@@ -10,7 +10,8 @@ use super::journal;
 use super::lane::Lane;
 use super::put::aligned;
 use super::state::{Phase, State};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
 use crate::format::record::{Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader};
 use crate::index::SegmentState;
@@ -142,4 +143,30 @@ fn recycle(state: &mut State, segment_use: (u32, u32)) {
     if state.pending.is_empty() {
         state.pending_since = None;
     }
+}
+
+/// The records of one use of a sealed segment, as its region has them.
+///
+/// # Errors
+/// `Corrupt` where it is damaged; those of reading.
+pub(super) fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
+    let offset = lane.region_offset(segment);
+    let page = journal::read(lane, &lane.index, offset, PAGE_BYTES)?;
+    let header = RegionHeader::decode(page.as_slice())?
+        .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
+    if header.count == 0 {
+        return Ok(Vec::new());
+    }
+    let count = header.count.min(lane.region_records() as u32);
+    let len = sealed::region_bytes(count as usize) - PAGE_BYTES;
+    let body = journal::read(lane, &lane.index, offset + PAGE_BYTES as u64, len)?;
+    let (records, damaged) = sealed::decode_records(body.as_slice(), count);
+    if damaged > 0 {
+        lane.ctx.counters.damaged_records.add(u64::from(damaged));
+        return Err(Error::new(ErrorKind::Corrupt, "a region has damaged records")
+            .at(lane.index.path())
+            .offset(offset));
+    }
+    Ok(records)
 }

@@ -23,7 +23,7 @@ use super::lane::{Lane, Role};
 use super::remove::{self, CONTROL_RECORDS};
 use super::state::{Hole, Phase, State};
 use super::volume::Volume;
-use super::{journal, reclaim, sizes};
+use super::{journal, reclaim, seal, sizes};
 use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
@@ -282,7 +282,7 @@ fn tell(volume: &Volume, own: &Arc<Lane>, hidden: &[Entry]) {
         by_segment.entry((entry.segment, entry.epoch)).or_default().push(entry);
     }
     for (segment, entries) in by_segment {
-        let Ok(records) = reclaim::records_in(own, segment) else { continue };
+        let Ok(records) = seal::records_in(own, segment) else { continue };
         let is_gone = |r: &Record| entries.iter().any(|e| (e.seq, e.page) == (r.sequence, r.page));
         volume.ctx.evicted.push(&records.into_iter().filter(is_gone).collect::<Vec<_>>());
     }
