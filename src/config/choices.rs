@@ -103,6 +103,19 @@ pub enum EvictionPolicy {
     Fifo,
 }
 
+/// Which chunks are stored at all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Admission {
+    /// All.
+    #[default]
+    All,
+    /// Those that are offered for the second time.
+    SecondTouch,
+    /// All but those of kinds that seldom come back.
+    Adaptive,
+}
+
 /// The NUMA node of staging memory and workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Numa {

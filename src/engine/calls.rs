@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::io::Place;
 use crate::key::{self, ChunkKey, Extra};
-use crate::log::{Chunk, Log, PutSpec};
+use crate::log::{Candidate, Chunk, Log, PutSpec};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, ShedCause, Store, StoreChunk, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
@@ -293,6 +293,7 @@ impl Inner {
         let keys: Vec<ChunkKey> = chunks.iter().map(|c| c.key).collect();
         spec.already_there = log.lookup(&keys);
         let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
+        let mut candidates = Vec::new();
         for chunk in chunks.iter().skip(spec.already_there) {
             let plans = planner.plans(chunk.tokens.clone())?;
             if plans.iter().all(|p| p.is_empty()) {
@@ -309,6 +310,7 @@ impl Inner {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
             let put = self.put_spec(log, request, chunk);
+            candidates.push(Candidate { key: put.key, parent: put.parent, tokens });
             let log = Arc::clone(log);
             spec.chunks.push(StoreChunk {
                 layout,
@@ -317,6 +319,11 @@ impl Inner {
                 layer_groups: Arc::clone(&planner.layer_classes),
                 begin: Box::new(move || adapter::begin(log, put)),
             });
+        }
+        let admitted = log.admit(&candidates);
+        spec.chunks.truncate(admitted);
+        if admitted < candidates.len() {
+            spec.shed.push((ShedCause::Policy, candidates.len() - admitted));
         }
         Ok(())
     }
@@ -370,7 +377,9 @@ impl Gathering<'_> {
 
     fn locate(&self, key: &ChunkKey, lease: Duration) -> Option<(Arc<Log>, Chunk)> {
         let log = self.inner.log()?;
-        Some((Arc::clone(log), log.locate(key, lease)?))
+        let chunk = log.locate(key, lease)?;
+        log.note_used(std::slice::from_ref(key));
+        Some((Arc::clone(log), chunk))
     }
 
     /// The tokens from `at` on, where chunk `i` is not stored in full.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Log;
-use super::put::{Held, Put, PutOutcome, Reservation};
+use super::put::{Held, Put, PutOutcome, Refusal, Reservation};
 use super::spec::PutSpec;
 use super::state::{Need, NoPlace};
 use super::volume::Volume;
@@ -63,8 +63,18 @@ impl Log {
             self.ctx.counters.already_there.add(1);
             return Ok(PutOutcome::AlreadyThere);
         }
-        let outcome = self.choose(&spec).and_then(|v| self.reserve(v, &spec, &layout, deadline));
-        let (volume, reservation, sequence) = outcome.inspect_err(|_| self.in_flight.end(&spec.key))?;
+        let volume = self.choose(&spec).inspect_err(|_| self.in_flight.end(&spec.key))?;
+        if !volume.wear.admits(layout.slot_bytes, volume.written()) {
+            self.in_flight.end(&spec.key);
+            sheds.budget.add(1);
+            self.ctx.counters.budget_refused_bytes.add(layout.slot_bytes);
+            return Ok(PutOutcome::NotAdmitted(Refusal::Budget));
+        }
+        let outcome = self.reserve(volume, &spec, &layout, deadline).inspect_err(|_| {
+            volume.wear.refund(layout.slot_bytes);
+            self.in_flight.end(&spec.key);
+        });
+        let (volume, reservation, sequence) = outcome?;
         self.ctx.counters.puts.add(1);
         let health = Arc::clone(&volume.health);
         let spec = Box::new(spec);
