@@ -53,7 +53,9 @@ impl Log {
         let mut state = state.lock();
         let mut admitted = None;
         for (at, chunk) in run.iter().enumerate() {
-            let offered = Offered { tag: tag(&chunk.key), parent: tag(&chunk.parent), partial: chunk.tokens < full };
+            let (tag, parent) = (tag(&chunk.key), tag(&chunk.parent));
+            let behind = u32::try_from(run.len() - at - 1).unwrap_or(u32::MAX);
+            let offered = Offered { tag, parent, partial: chunk.tokens < full, behind };
             if !state.offer(&offered) && admitted.is_none() {
                 admitted = Some(at);
             }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::super::meta::{SaveOrder, StoredChunk};
 use super::Worker;
 use crate::device::Stream;
-use crate::engine::{Backpressure, Computed, Prompt, Store, StoreRequest};
+use crate::engine::{Backpressure, Computed, Prompt, ShedCause, Store, StoreRequest};
 use crate::error::{Error, Result};
 
 /// A store under way.
@@ -197,8 +197,12 @@ impl Worker {
         let before = saving.range.0 / saving.prompt.chunk_tokens().max(1);
         self.stats.already_there += result.already_there.saturating_sub(before) as u64;
         self.stats.shed_chunks += shed as u64;
-        if shed == 0 && result.stored > 0 {
-            self.stored(saving.chunks().collect::<Vec<_>>());
+        // What the policy does not want is the end of what was to be stored.
+        let unwanted = result.shed(ShedCause::Policy);
+        if shed == unwanted && result.stored > 0 {
+            let mut chunks: Vec<_> = saving.chunks().collect();
+            chunks.truncate(chunks.len().saturating_sub(unwanted));
+            self.stored(chunks);
         }
     }
 

@@ -3,7 +3,7 @@
 //! *Second touch* stores a chunk when it is offered again: names of chunks that were refused are remembered. *Adaptive* stores
 //! chunks of kinds that come back, and others when they do: for every kind it learns how many chunks return within the drive's
 //! reach, and refuses the kinds that return least, as many as cost no more than a given share of the hits by its own estimate. The
-//! kind is how many new ends the chain had before, how far down its new end the chunk is, and whether it fills a chunk.
+//! kind is how many new ends the chain had before, how long its new end is as far as that is known, and whether it fills a chunk.
 //!
 //! Invariants: the state is a function of the calls, in their order: no clock, no I/O, no randomness, no order of a hash table, so
 //! that ranks that are told the same decide the same. What follows a refused chunk is refused: nothing could find it. Memory is
@@ -22,10 +22,10 @@ const NAME_BOUNDS: (u64, u64) = (4096, 1 << 19);
 pub const NAME_BYTES: u64 = 80;
 /// New ends of a chain that are told apart; more count as so many.
 const ENDS: usize = 3;
-/// Places in a new end that are told apart, one for each doubling; deeper ones count as the last.
-const PLACES: usize = 10;
+/// Lengths of a new end that are told apart, one for each doubling; longer ones count as the last.
+const LENGTHS: usize = 10;
 const PARTIAL: usize = 0;
-const KINDS: usize = 1 + ENDS * PLACES;
+const KINDS: usize = 1 + ENDS * LENGTHS;
 /// Chunks of a kind that what is known of all kinds counts for.
 const PRIOR_CHUNKS: f64 = 50.0;
 /// Share of the chunks that return within the drive's reach before anything has been seen.
@@ -57,6 +57,8 @@ pub struct Offered {
     pub parent: u64,
     /// Whether it is the end of a prompt that does not fill a chunk.
     pub partial: bool,
+    /// Chunks that are offered behind it in the same call: what is known of how long the new end is.
+    pub behind: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -166,7 +168,8 @@ impl Admission {
             Some(p) => (p.ends.saturating_add(1), 0),
         };
         self.last = chunk.tag;
-        let kind = kind(ends, place, chunk.partial);
+        let length = u32::from(place).saturating_add(chunk.behind).saturating_add(1);
+        let kind = kind(ends, length, chunk.partial);
         let refused = orphan
             || match self.policy {
                 AdmissionPolicy::SecondTouch => true,
@@ -251,16 +254,18 @@ impl Admission {
         self.hits *= fading;
     }
 
-    /// Refuses the kinds that return least, while what they are expected to return fits `most`: a place only together with those
-    /// behind it, which could not be found.
+    /// Refuses the kinds that return least, while what they are expected to return fits `most`: a length only together with the
+    /// longer ones, because a new end that is offered in pieces grows while it is offered, and what is behind could not be found.
     fn refuse(&mut self, mut most: f64) {
         let rates = self.rates_of_all();
         let expect = |seen: &Seen| (seen.share_returning(&rates, self.room) * seen.offered, seen.offered);
         let expected: Vec<(f64, f64)> = self.kinds.iter().map(expect).collect();
         self.kinds.iter_mut().for_each(|seen| seen.refused = false);
-        // Of each row the places from the end that are not refused yet: a partial end is a row of its own.
-        let mut rows: Vec<Range<usize>> = vec![PARTIAL..PARTIAL + 1];
-        rows.extend((0..ENDS).map(|ends| 1 + ends * PLACES..1 + (ends + 1) * PLACES));
+        // Of each row the lengths that are not refused yet: a partial end is a row of its own.
+        let mut rows: [Range<usize>; ENDS + 1] = std::array::from_fn(|row| match row {
+            0 => PARTIAL..PARTIAL + 1,
+            ends => 1 + (ends - 1) * LENGTHS..1 + ends * LENGTHS,
+        });
         loop {
             let worst = rows.iter().enumerate().filter_map(|(row, kinds)| {
                 let (share, from, returns) = least_returning(&expected, kinds)?;
@@ -328,12 +333,12 @@ fn least_returning(expected: &[(f64, f64)], kinds: &Range<usize>) -> Option<(f64
     best
 }
 
-fn kind(ends: u8, place: u16, partial: bool) -> usize {
+fn kind(ends: u8, length: u32, partial: bool) -> usize {
     if partial {
         return PARTIAL;
     }
-    let doublings = (u32::from(place) + 1).ilog2() as usize;
-    1 + usize::from(ends.saturating_sub(1)).min(ENDS - 1) * PLACES + doublings.min(PLACES - 1)
+    let doublings = length.max(1).ilog2() as usize;
+    1 + usize::from(ends.saturating_sub(1)).min(ENDS - 1) * LENGTHS + doublings.min(LENGTHS - 1)
 }
 
 #[cfg(test)]

@@ -6,12 +6,13 @@ const ADAPTIVE: AdmissionPolicy = AdmissionPolicy::Adaptive { loss: 0.05 };
 
 fn chunk(chain: u64, depth: u64) -> Offered {
     let tag = |depth| (chain << 16) + depth + 1;
-    Offered { tag: tag(depth), parent: if depth == 0 { 0 } else { tag(depth - 1) }, partial: false }
+    Offered { tag: tag(depth), parent: if depth == 0 { 0 } else { tag(depth - 1) }, partial: false, behind: 0 }
 }
 
 /// Offers chunks of one prompt; how many are stored.
 fn offer(admission: &mut Admission, chain: u64, depths: std::ops::Range<u64>) -> usize {
-    depths.filter(|depth| admission.offer(&chunk(chain, *depth))).count()
+    let end = depths.end;
+    depths.filter(|&at| admission.offer(&Offered { behind: (end - at - 1) as u32, ..chunk(chain, at) })).count()
 }
 
 #[test]
@@ -78,7 +79,7 @@ fn adaptive_learns_which_kinds_come_back() {
     assert_eq!(short, 1500, "what comes back is stored from the first time on");
     let [long, short, partial] = mixed(&mut Admission { names: Default::default(), ..adaptive }, 500);
     assert_eq!(short, 1500);
-    assert!((1500..=2000).contains(&long), "of 20000 only those at places where others come back: {long}");
+    assert_eq!(long, 0);
     assert_eq!(partial, 0);
 }
 
@@ -89,6 +90,15 @@ fn adaptive_stores_everything_until_it_has_seen_something() {
     let mut careful = Admission::new(AdmissionPolicy::Adaptive { loss: 0.0 }, 1000);
     let [long, short, partial] = mixed(&mut careful, 500);
     assert_eq!((long, short, partial), (20_000, 1500, 500), "no loss allowed, nothing is certain");
+}
+
+#[test]
+fn an_end_that_is_offered_in_pieces_is_refused_from_where_it_is_too_long() {
+    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    mixed(&mut adaptive, 500);
+    let pieces = [0..4, 4..8, 8..40].map(|piece| offer(&mut adaptive, 50_000_000, piece));
+    assert_eq!(pieces, [4, 4, 0], "nothing of a middling length has been seen");
+    assert_eq!(offer(&mut adaptive, 60_000_000, 0..3), 3);
 }
 
 #[test]
@@ -114,10 +124,10 @@ fn the_same_calls_decide_the_same() {
 }
 
 #[test]
-fn places_and_ends_have_kinds_of_their_own() {
+fn lengths_and_ends_have_kinds_of_their_own() {
     assert_eq!(kind(5, 7, true), PARTIAL);
-    let all = (0..5).flat_map(|ends| (0..2000).map(move |place| kind(ends, place, false)));
+    let all = (0..5).flat_map(|ends| (1..2000).map(move |length| kind(ends, length, false)));
     assert!(all.clone().all(|k| (1..KINDS).contains(&k)));
     assert_eq!(all.collect::<std::collections::HashSet<_>>().len(), KINDS - 1);
-    assert_eq!(kind(0, 0, false), kind(1, 0, false), "a first chunk that all share, and what first comes behind it");
+    assert_eq!(kind(0, 1, false), kind(1, 1, false), "a first chunk that all share, and what first comes behind it");
 }

@@ -23,7 +23,8 @@ pub(super) use super::policy::Block;
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
 pub(super) use belady::{NextUses, next_uses};
 use tiers::{Gate, Memory};
-pub(super) use tiers::{Above, Offer};
+pub(super) use tiers::Above;
+pub(crate) use tiers::Offer;
 
 /// A cache of chunks.
 pub(super) trait ChunkCache {

@@ -15,7 +15,7 @@ use crate::replay::BLOCK_TOKENS;
 
 /// When a chunk is offered to the drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(in crate::replay) enum Offer {
+pub(crate) enum Offer {
     /// When it has been computed.
     Stored,
     /// When the memory above gives it up.
@@ -96,7 +96,8 @@ impl Gate {
                 return true;
             }
             let parent = if block.depth == 0 { 0 } else { block.parent.wrapping_add(1) };
-            goes_on &= self.0.offer(&Offered { tag, parent, partial: block.tokens < BLOCK_TOKENS });
+            let behind = (prompt.len() - at - 1) as u32;
+            goes_on &= self.0.offer(&Offered { tag, parent, partial: block.tokens < BLOCK_TOKENS, behind });
             goes_on
         };
         prompt.iter().enumerate().map(&mut decide).collect()
