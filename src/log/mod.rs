@@ -31,6 +31,7 @@ mod lane;
 mod lane_open;
 mod locate;
 mod moves;
+mod near;
 mod opening;
 mod options;
 mod orphans;
