@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use forebay::config::{Admission, 
-    Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa, OnIncompatible,
-    OnOpenFailure, Placement, Settings,
+use forebay::config::{
+    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa,
+    OnIncompatible, OnOpenFailure, Placement, Settings,
 };
 use serde_json::Value;
 

@@ -294,6 +294,8 @@ impl Inner {
         spec.already_there = log.lookup(&keys);
         let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
         let mut candidates = Vec::new();
+        let first = chunks.get(spec.already_there);
+        let run = (first.map(|c| c.key), first.and_then(|c| log.near(&request.prompt.parent_of(c.index))));
         for chunk in chunks.iter().skip(spec.already_there) {
             let plans = planner.plans(chunk.tokens.clone())?;
             if plans.iter().all(|p| p.is_empty()) {
@@ -309,7 +311,7 @@ impl Inner {
             } else {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
-            let put = self.put_spec(log, request, chunk);
+            let put = PutSpec { root: run.0, near: run.1, ..self.put_spec(log, request, chunk) };
             candidates.push(Candidate { key: put.key, parent: put.parent, tokens });
             let log = Arc::clone(log);
             spec.chunks.push(StoreChunk {
@@ -335,7 +337,6 @@ impl Inner {
             u32::try_from(at).unwrap_or(u32::MAX)
         });
         PutSpec {
-            root: prompt.keys().first().copied(),
             start_position: chunk.tokens.start as u64,
             tenant: prompt.tenant(),
             expiry_s,

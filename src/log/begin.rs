@@ -122,7 +122,10 @@ impl Log {
         let chosen = match (self.volumes.as_slice(), self.ctx.options.placement, spec.root) {
             ([only], ..) => Some(only).filter(|v| v.takes_puts()),
             (_, Placement::Stripe, _) => self.by_hash(&spec.key),
-            (_, Placement::Chain, Some(root)) => self.by_hash(&root),
+            (_, Placement::Chain, Some(root)) => {
+                let near = spec.near.and_then(|n| self.volumes.get(n)).filter(|v| v.takes_puts());
+                near.or_else(|| self.by_hash(&root))
+            }
             (_, Placement::Chain, None) => {
                 there(&spec.parent).filter(|v| v.takes_puts()).or_else(|| self.by_hash(&spec.key))
             }

@@ -14,8 +14,8 @@
 //!
 //! This room knows no devices, no paged memory and no tokens beyond their number.
 
-mod begin;
 mod admit;
+mod begin;
 mod budget;
 mod chunk;
 mod clock;
@@ -32,6 +32,7 @@ mod lane;
 mod lane_open;
 mod locate;
 mod moves;
+mod near;
 mod opening;
 mod options;
 mod orphans;

@@ -34,7 +34,8 @@ pub enum OnIncompatible {
 /// How chunks are spread over several drives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Placement {
-    /// By the root of the chain: a prompt's chunks lie on one drive, and a dead drive costs whole prefixes.
+    /// Chunks that are stored together lie on one drive, and what goes on where one prompt had got to beside it: a dead drive
+    /// costs its share of the prefixes.
     #[default]
     Chain,
     /// By key: a prompt's chunks are read from all drives at once, and a dead drive costs holes.

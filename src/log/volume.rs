@@ -51,6 +51,8 @@ pub(super) struct Volume {
     pub(super) budget: Option<Arc<Budget>>,
     pub(super) health: Arc<Health>,
     pub(super) wear: Wear,
+    /// Of reads: whether they come back at all.
+    pub(super) answers: Health,
     pub(super) shard: Shard,
     lanes: RwLock<Arc<Lanes>>,
     seen_lanes: AtomicU64,
@@ -150,6 +152,7 @@ impl Volume {
             budget,
             health: Arc::new(Health::new(ctx.options.io_timeout)),
             wear,
+            answers: Health::new(ctx.options.io_timeout),
             shard,
             lanes: RwLock::default(),
             seen_lanes: AtomicU64::new(0),
@@ -334,6 +337,12 @@ impl Volume {
     /// Whether a put of this process is storing the key.
     pub(super) fn is_being_stored(&self, key: &ChunkKey) -> bool {
         self.ctx.in_flight.contains(key)
+    }
+
+    /// A read has failed, or has not come back.
+    pub(super) fn note_bad_read(&self, kind: ErrorKind) {
+        self.answers.note_error(kind);
+        self.health.note_error(kind);
     }
 
     /// Whether it takes puts.

@@ -32,18 +32,21 @@ fn the_result_is_a_list_over_policies_and_capacities() {
     assert_eq!(list.len(), 6);
     for line in list {
         let keys: Vec<_> = line.as_object().unwrap().keys().cloned().collect();
-        assert_eq!(keys, [
-            "policy",
-            "ranks",
-            "admission",
-            "memory_tokens",
-            "offer",
-            "capacity_tokens",
-            "hit_ratio",
-            "drive_hit_ratio",
-            "bytes_admitted",
-            "write_amplification",
-        ]);
+        assert_eq!(
+            keys,
+            [
+                "policy",
+                "ranks",
+                "admission",
+                "memory_tokens",
+                "offer",
+                "capacity_tokens",
+                "hit_ratio",
+                "drive_hit_ratio",
+                "bytes_admitted",
+                "write_amplification",
+            ]
+        );
         assert_eq!(line["write_amplification"], 1.0);
     }
     assert_eq!(list[0]["capacity_tokens"], 300_000);

@@ -178,10 +178,9 @@ impl Worker {
 
     /// Looks which stores are gathered, and which are over.
     pub(super) fn poll_saves(&mut self) {
-        let last = self.last_layer();
         for mut saving in std::mem::take(&mut self.saves) {
             if !saving.announced || !saving.store.is_finished() {
-                saving.gathered |= saving.announced && saving.store.gathered(last);
+                saving.gathered |= saving.announced && saving.store.is_gathered();
                 self.saves.push(saving);
                 continue;
             }

@@ -284,9 +284,8 @@ impl Admission {
         let guess = FIRST_GUESS / self.room as f64;
         let mut rates = [0.0; SPANS];
         for (at, rate) in rates.iter_mut().enumerate() {
-            let sum = |of: fn(&Seen) -> &[f64; SPANS]| -> f64 {
-                self.kinds.iter().filter_map(|seen| of(seen).get(at)).sum()
-            };
+            let sum =
+                |of: fn(&Seen) -> &[f64; SPANS]| -> f64 { self.kinds.iter().filter_map(|seen| of(seen).get(at)).sum() };
             let prior = PRIOR_CHUNKS * (start(at + 1) - start(at)).max(1) as f64;
             *rate = (sum(|s| &s.returns) + guess * prior) / (sum(|s| &s.waited) + prior);
         }

@@ -233,7 +233,13 @@ fn runs(args: &ReplayArgs) -> Vec<Run> {
         for &capacity in &args.capacity_tokens {
             for &ranks in &args.ranks {
                 for &offer in &args.offer {
-                    runs.extend(args.admission.iter().map(|&admission| Run { policy, capacity, ranks, admission, offer }));
+                    runs.extend(args.admission.iter().map(|&admission| Run {
+                        policy,
+                        capacity,
+                        ranks,
+                        admission,
+                        offer,
+                    }));
                 }
             }
         }
@@ -251,8 +257,11 @@ fn open_cache(
     let admission = run.admission.policy(args.admission_loss);
     let single = args.engine == ReplayEngine::Sim && args.segment_tokens == 0;
     if !single && (args.memory_tokens > 0 || offer == chunks::Offer::Evicted) {
-        return Err(Error::new(ErrorKind::InvalidInput, "only simulated caches of single chunks have a memory above them")
-            .advice("leave --memory-tokens and --offer out, or --engine and --segment-tokens"));
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            "only simulated caches of single chunks have a memory above them",
+        )
+        .advice("leave --memory-tokens and --offer out, or --engine and --segment-tokens"));
     }
     if args.segment_tokens > 0 && run.admission != AdmissionKind::All {
         return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything")

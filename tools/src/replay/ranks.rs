@@ -104,6 +104,10 @@ impl ReplayCache for Ranks {
     fn totals(&self) -> Totals {
         let ranks = self.0.len().max(1) as u64;
         let sum = |of: fn(Totals) -> u64| self.0.iter().map(|rank| of(rank.cache.totals())).sum::<u64>() / ranks;
-        Totals { admitted_tokens: sum(|t| t.admitted_tokens), written_tokens: sum(|t| t.written_tokens), memory_tokens: 0 }
+        Totals {
+            admitted_tokens: sum(|t| t.admitted_tokens),
+            written_tokens: sum(|t| t.written_tokens),
+            memory_tokens: 0,
+        }
     }
 }

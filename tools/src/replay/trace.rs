@@ -42,8 +42,12 @@ impl Request {
     /// The same as policies see them.
     pub(super) fn chain(&self) -> Vec<Block> {
         let mut parent = 0;
-        let block = |(depth, (id, tokens))| {
-            Block { id, tokens, depth: depth as u32, parent: std::mem::replace(&mut parent, id), hits: 0 }
+        let block = |(depth, (id, tokens))| Block {
+            id,
+            tokens,
+            depth: depth as u32,
+            parent: std::mem::replace(&mut parent, id),
+            hits: 0,
         };
         self.blocks().enumerate().map(block).collect()
     }

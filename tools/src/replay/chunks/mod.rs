@@ -22,9 +22,9 @@ use forebay::{Error, ErrorKind, Result};
 pub(super) use super::policy::Block;
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
 pub(super) use belady::{NextUses, next_uses};
-use tiers::{Gate, Memory};
 pub(super) use tiers::Above;
 pub(crate) use tiers::Offer;
+use tiers::{Gate, Memory};
 
 /// A cache of chunks.
 pub(super) trait ChunkCache {
@@ -132,11 +132,14 @@ impl ReplayCache for ChunkSim {
             Offer::Evicted => {
                 self.tell(&blocks, |at| (at < found && !is_in_memory(at)).then_some(false));
                 for (block, wanted) in blocks.iter().zip(wanted) {
-                    if wanted { self.wanted.insert(block.id) } else { self.wanted.remove(&block.id) };
+                    if wanted {
+                        self.wanted.insert(block.id)
+                    } else {
+                        self.wanted.remove(&block.id)
+                    };
                 }
                 let (wanted, cache) = (&mut self.wanted, &self.cache);
-                let new: Vec<Block> =
-                    gone.into_iter().filter(|b| wanted.remove(&b.id) && !cache.holds(b.id)).collect();
+                let new: Vec<Block> = gone.into_iter().filter(|b| wanted.remove(&b.id) && !cache.holds(b.id)).collect();
                 self.tell(&new, |_| Some(true));
             }
         }
