@@ -169,3 +169,30 @@ fn every_policy_is_simulated_and_the_chart_shows_them() {
         assert!(run.stderr.contains("lru"), "{}", run.stderr);
     }
 }
+
+#[test]
+fn admission_and_a_memory_above_are_lines_of_their_own_and_refused_where_they_mean_nothing() {
+    let trace = excerpt();
+    let arguments = ["--capacity-tokens", "300k", "--memory-tokens", "100k", "--policy", "prefix", "--json"];
+    let more = ["--admission", "all,second_touch,adaptive", "--offer", "stored,evicted", "--chart", "chart.svg"];
+    let run = forebay(folder().path(), &[&["replay", &trace][..], &arguments, &more].concat());
+    let json = run.expect(0).json();
+    let lines = json.as_array().unwrap();
+    assert_eq!(lines.len(), 6);
+    for (at, line) in lines.iter().enumerate() {
+        assert_eq!(line["admission"], ["all", "second_touch", "adaptive"][at % 3]);
+        assert_eq!(line["offer"], ["stored", "evicted"][at / 3]);
+        let hits = |name: &str| line[name].as_f64().unwrap();
+        assert!(hits("drive_hit_ratio") > 0.0 && hits("drive_hit_ratio") < hits("hit_ratio"), "{line}");
+    }
+    let admitted = |at: usize| lines[at]["bytes_admitted"].as_u64().unwrap();
+    assert!(admitted(1) * 2 < admitted(0) && admitted(4) * 2 < admitted(3), "{json}");
+    for wrong in [
+        &["--engine", "real", "--memory-tokens", "1m"][..],
+        &["--segment-tokens", "100k", "--offer", "evicted"],
+        &["--segment-tokens", "100k", "--admission", "adaptive"],
+        &["--admission", "some"],
+    ] {
+        forebay(folder().path(), &[&["replay", &trace][..], wrong].concat()).expect(2);
+    }
+}
