@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use forebay::config::{
-    Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa, OnIncompatible,
-    OnOpenFailure, Placement, Settings,
+    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa,
+    OnIncompatible, OnOpenFailure, Placement, Settings,
 };
 use serde_json::Value;
 
@@ -43,6 +43,10 @@ const CASES: &[Case] = &[
     ("hugepages", "off", |s| s.hugepages = false),
     ("dir_mode", "0750", |s| s.dir_mode = 0o750),
     ("eviction_policy", "FIFO", |s| s.eviction_policy = EvictionPolicy::Fifo),
+    ("admission", "Second_Touch", |s| s.admission = Admission::SecondTouch),
+    ("admission_loss", "0.1", |s| s.admission_loss = 0.1),
+    ("write_budget_dwpd", "1.5", |s| s.write_budget_dwpd = Some(1.5)),
+    ("drive_bytes", "2TB", |s| s.drive_bytes = Some(2_000_000_000_000)),
     ("ttl", "12h", |s| s.ttl = Some(Duration::from_secs(12 * 3600))),
     ("reclaim_write_budget", "0.5", |s| s.reclaim_write_budget = 0.5),
     ("workers", "7", |s| s.workers = 7),

@@ -58,8 +58,21 @@ pub(crate) fn engine<'py>(py: Python<'py>, s: &EngineStats) -> PyResult<Bound<'p
         ("recovered_records", log.recovered_records),
         ("damaged_records", log.damaged_records),
         ("leases_refused", log.leases_refused),
+        ("policy_refused_bytes", log.policy_refused_bytes),
+        ("budget_refused_bytes", log.budget_refused_bytes),
+        ("admission_names", log.admission_names),
     ];
     all.set_item("log", dict(py, &figures)?)?;
+    let wear = log.drives.iter().map(|drive| {
+        let wear = PyDict::new(py);
+        wear.set_item("written_bytes", drive.wear.written_bytes)?;
+        wear.set_item("drive_bytes", drive.wear.drive_bytes)?;
+        wear.set_item("dwpd_hour", drive.wear.dwpd_hour)?;
+        wear.set_item("dwpd_day", drive.wear.dwpd_day)?;
+        wear.set_item("dwpd_life", drive.wear.dwpd_life)?;
+        Ok(wear)
+    });
+    all.set_item("wear", wear.collect::<PyResult<Vec<_>>>()?)?;
     Ok(all)
 }
 

@@ -51,7 +51,8 @@ pub enum Cufile {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
-    /// A chain lies on one drive, chosen by its root: a dead drive costs its share of the prefixes.
+    /// Chunks that are stored together lie on one drive, and a conversation's next turn beside the last: a dead drive costs its
+    /// share of the prefixes.
     #[default]
     Chain,
     /// The chunks of a chain take turns: one load is as fast as all drives together.
@@ -103,6 +104,19 @@ pub enum EvictionPolicy {
     Lru,
     /// The segment written first.
     Fifo,
+}
+
+/// Which chunks are stored at all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Admission {
+    /// All.
+    #[default]
+    All,
+    /// Those that are offered for the second time.
+    SecondTouch,
+    /// All but those of kinds that seldom come back.
+    Adaptive,
 }
 
 /// The NUMA node of staging memory and workers.

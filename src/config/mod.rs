@@ -24,7 +24,7 @@ mod value;
 mod warning;
 
 pub use choices::{
-    Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, MinFree, Mode, Numa, OnIncompatible,
+    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, MinFree, Mode, Numa, OnIncompatible,
     OnOpenFailure, Placement,
 };
 pub use load::Loader;
@@ -132,6 +132,18 @@ pub struct Settings {
     /// Which segment is reclaimed first.
     #[serde(deserialize_with = "value::choice")]
     pub eviction_policy: EvictionPolicy,
+    /// Which chunks are stored at all.
+    #[serde(deserialize_with = "value::choice")]
+    pub admission: Admission,
+    /// Share of the hits that `admission: adaptive` may cost by its own estimate (0 to 1).
+    #[serde(deserialize_with = "value::loose")]
+    pub admission_loss: f64,
+    /// Times its own size that a drive may be written in a day; `None` for no limit.
+    #[serde(deserialize_with = "value::loose")]
+    pub write_budget_dwpd: Option<f64>,
+    /// Bytes of each drive, for drive writes per day; `None` for the size of the file system.
+    #[serde(with = "value::maybe_size")]
+    pub drive_bytes: Option<u64>,
     /// Time until a stored chunk expires; `None` never.
     #[serde(with = "value::ttl")]
     pub ttl: Option<Duration>,
@@ -227,6 +239,10 @@ impl Default for Settings {
             hugepages: true,
             dir_mode: 0o700,
             eviction_policy: EvictionPolicy::Prefix,
+            admission: Admission::All,
+            admission_loss: 0.06,
+            write_budget_dwpd: None,
+            drive_bytes: None,
             ttl: None,
             reclaim_write_budget: 0.1,
             workers: 0,

@@ -60,6 +60,19 @@ pub(super) fn check(s: &Settings) -> Checked {
     between("workers", &s.workers, 0, 256, " threads")?;
     between("commit_interval_ms", &s.commit_interval_ms, 1, 10_000, " ms")?;
     between("reclaim_write_budget", &s.reclaim_write_budget, 0.0, 1.0, "")?;
+    between("admission_loss", &s.admission_loss, 0.0, 1.0, "")?;
+    ensure(
+        s.write_budget_dwpd.is_none_or(|dwpd| dwpd > 0.0 && dwpd <= 1000.0),
+        "write_budget_dwpd",
+        "no drive is written that often a day",
+        "use drive writes per day above 0 and up to 1000, or leave it out for no limit",
+    )?;
+    ensure(
+        s.drive_bytes.is_none_or(|bytes| bytes >= MIN_CAPACITY_BYTES),
+        "drive_bytes",
+        "no drive is that small",
+        "use the size of each drive, 16MiB at least, or leave it out for that of its file system",
+    )?;
     between("lease_share", &s.lease_share, 0.01, 0.25, "")?;
     serving(s)?;
     if let super::Numa::Node(node) = s.numa {

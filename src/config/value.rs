@@ -191,6 +191,27 @@ pub(super) mod size {
     }
 }
 
+/// A size, or none.
+pub(super) mod maybe_size {
+    use super::*;
+
+    #[expect(clippy::ref_option, reason = "serde's signature")]
+    pub(in crate::config) fn serialize<S: Serializer>(bytes: &Option<u64>, s: S) -> Result<S::Ok, S::Error> {
+        match bytes {
+            None => s.serialize_str("none"),
+            Some(bytes) => s.serialize_str(&show_size(*bytes)),
+        }
+    }
+
+    pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+        let value = Value::deserialize(d)?;
+        if value.is_null() || value.as_str().is_some_and(|word| word.trim().eq_ignore_ascii_case("none")) {
+            return Ok(None);
+        }
+        size_of(&value).map(Some).map_err(D::Error::custom)
+    }
+}
+
 /// Sizes whose plain numbers are GiB, as LMCache means them.
 pub(super) mod gigabytes {
     use super::*;

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::io::{Buf, Completion, DirectFile, Op, Queue, Rejected, Request};
-use crate::log::{Bad, Chunk, Hold, Log, Put, PutOutcome, PutSpec};
+use crate::log::{Bad, Chunk, Hold, Log, Put, PutOutcome, PutSpec, Refusal};
 use crate::pipeline::{Begun, ChunkSink, ChunkSource, MissCause, Refused, ShedCause, Transfer};
 
 /// A chunk that was located; its lease lives as long as this.
@@ -134,6 +134,7 @@ impl ChunkSink for LogSink {
 pub(super) fn begin(log: Arc<Log>, spec: PutSpec) -> Begun {
     match log.begin_put(spec.clone()) {
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
+        Ok(PutOutcome::NotAdmitted(Refusal::Budget)) => Begun::Shed(ShedCause::Budget),
         Ok(PutOutcome::Started(put)) => Begun::Open(Arc::new(LogSink {
             file: Arc::clone(put.file()),
             drive: put.drive(),

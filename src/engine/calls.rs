@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::io::Place;
 use crate::key::{self, ChunkKey, Extra};
-use crate::log::{Chunk, Log, PutSpec};
+use crate::log::{Candidate, Chunk, Log, PutSpec};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, ShedCause, Store, StoreChunk, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
@@ -293,6 +293,9 @@ impl Inner {
         let keys: Vec<ChunkKey> = chunks.iter().map(|c| c.key).collect();
         spec.already_there = log.lookup(&keys);
         let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
+        let mut candidates = Vec::new();
+        let first = chunks.get(spec.already_there);
+        let run = (first.map(|c| c.key), first.and_then(|c| log.near(&request.prompt.parent_of(c.index))));
         for chunk in chunks.iter().skip(spec.already_there) {
             let plans = planner.plans(chunk.tokens.clone())?;
             if plans.iter().all(|p| p.is_empty()) {
@@ -308,7 +311,8 @@ impl Inner {
             } else {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
-            let put = self.put_spec(log, request, chunk);
+            let put = PutSpec { root: run.0, near: run.1, ..self.put_spec(log, request, chunk) };
+            candidates.push(Candidate { key: put.key, parent: put.parent, tokens });
             let log = Arc::clone(log);
             spec.chunks.push(StoreChunk {
                 layout,
@@ -317,6 +321,11 @@ impl Inner {
                 layer_groups: Arc::clone(&planner.layer_classes),
                 begin: Box::new(move || adapter::begin(log, put)),
             });
+        }
+        let admitted = log.admit(&candidates);
+        spec.chunks.truncate(admitted);
+        if admitted < candidates.len() {
+            spec.shed.push((ShedCause::Policy, candidates.len() - admitted));
         }
         Ok(())
     }
@@ -328,7 +337,6 @@ impl Inner {
             u32::try_from(at).unwrap_or(u32::MAX)
         });
         PutSpec {
-            root: prompt.keys().first().copied(),
             start_position: chunk.tokens.start as u64,
             tenant: prompt.tenant(),
             expiry_s,
@@ -370,7 +378,9 @@ impl Gathering<'_> {
 
     fn locate(&self, key: &ChunkKey, lease: Duration) -> Option<(Arc<Log>, Chunk)> {
         let log = self.inner.log()?;
-        Some((Arc::clone(log), log.locate(key, lease)?))
+        let chunk = log.locate(key, lease)?;
+        log.note_used(std::slice::from_ref(key));
+        Some((Arc::clone(log), chunk))
     }
 
     /// The tokens from `at` on, where chunk `i` is not stored in full.

@@ -47,6 +47,10 @@ metric_table! {
     DATA_BYTES = Counter "forebay_log_data_bytes_total" [] "Bytes of slots written for chunks published.";
     JOURNAL_BYTES = Counter "forebay_log_journal_bytes_total" [] "Bytes written to the journal and to sealed tables.";
     MOVED_BYTES = Counter "forebay_log_moved_bytes_total" [] "Bytes that reclaim wrote again to keep hot chunks.";
+    REFUSED_BYTES = Counter "forebay_refused_bytes_total" ["cause"] "Bytes of chunks and objects that were not stored: the admission policy (policy), the write budget (budget).";
+    NAMES = Gauge "forebay_admission_names" [] "Names that the admission policy remembers; about 80 bytes each.";
+    WRITTEN = Counter "forebay_drive_written_bytes_total" ["drive"] "Bytes that this process has written to the drive, of all kinds.";
+    DWPD = Gauge "forebay_drive_writes_per_day" ["drive", "over"] "Writes of this process, as drive writes per day, over the last hour, the last day, and since the cache was opened (life).";
     AMPLIFICATION = Gauge "forebay_write_amplification" [] "Bytes written for each byte of chunks published, since the start.";
     EVICTED = Counter "forebay_evicted_chunks_total" [] "Chunks dropped by reclaim.";
     RECLAIMED = Counter "forebay_reclaimed_segments_total" [] "Segments given up to be used again.";
@@ -131,6 +135,11 @@ impl Inner {
             e.value(&LIVE_BYTES, &[&drive.dir], drive.live_bytes as f64);
             e.value(&CHUNKS, &[&drive.dir], drive.chunks as f64);
             e.value(&DRIVE_UP, &[&drive.dir], f64::from(u8::from(drive.healthy)));
+            let wear = &drive.wear;
+            e.value(&WRITTEN, &[&drive.dir], wear.written_bytes as f64);
+            for (over, dwpd) in [("hour", wear.dwpd_hour), ("day", wear.dwpd_day), ("life", wear.dwpd_life)] {
+                e.value(&DWPD, &[&drive.dir, over], dwpd);
+            }
         }
     }
 }
@@ -180,5 +189,8 @@ fn expose_log(e: &mut Exposition, s: &EngineStats) {
     ] {
         e.value(of, &[], value as f64);
     }
+    e.value(&REFUSED_BYTES, &["policy"], log.policy_refused_bytes as f64);
+    e.value(&REFUSED_BYTES, &["budget"], log.budget_refused_bytes as f64);
+    e.value(&NAMES, &[], log.admission_names as f64);
     e.value(&AMPLIFICATION, &[], s.write_amplification());
 }

@@ -48,7 +48,7 @@ impl StagingStats {
 }
 
 /// The state of an engine at one moment. Counters only grow.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct EngineStats {
     /// Whether the cache is open.
     pub up: bool,

@@ -50,8 +50,8 @@ pub use lease::{LeaseEnv, LeaseGuard, LeaseRefused};
 pub use mapping::Access;
 pub use partials::{AddedPartial, PartialLengths};
 pub use policy::{
-    ChainChunk, ChunkSummary, Emptiest, Fifo, Lru, Policy, Prefix, Rank, ReclaimContext, SegmentSummary, by_name,
-    plan_keep, victim,
+    Admission, AdmissionPolicy, ChainChunk, ChunkSummary, Emptiest, Fifo, Lru, NAME_BYTES, Offered, Policy, Prefix,
+    Rank, ReclaimContext, SegmentSummary, by_name, plan_keep, victim,
 };
 pub use recency::{Recency, Survey, SurveyOptions};
 pub use shard::Shard;

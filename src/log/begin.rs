@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::Log;
 use super::chain;
-use super::put::{Held, Put, PutOutcome, Reservation};
+use super::put::{Held, Put, PutOutcome, Refusal, Reservation};
 use super::spec::PutSpec;
 use super::state::{Need, NoPlace};
 use super::volume::Volume;
@@ -67,8 +67,18 @@ impl Log {
             }
             return Ok(PutOutcome::AlreadyThere);
         }
-        let outcome = self.choose(&spec).and_then(|v| self.reserve(v, &spec, &layout, deadline));
-        let (volume, reservation, sequence) = outcome.inspect_err(|_| self.in_flight.end(&spec.key))?;
+        let volume = self.choose(&spec).inspect_err(|_| self.in_flight.end(&spec.key))?;
+        if !volume.wear.admits(layout.slot_bytes, volume.written()) {
+            self.in_flight.end(&spec.key);
+            sheds.budget.add(1);
+            self.ctx.counters.budget_refused_bytes.add(layout.slot_bytes);
+            return Ok(PutOutcome::NotAdmitted(Refusal::Budget));
+        }
+        let outcome = self.reserve(volume, &spec, &layout, deadline).inspect_err(|_| {
+            volume.wear.refund(layout.slot_bytes);
+            self.in_flight.end(&spec.key);
+        });
+        let (volume, reservation, sequence) = outcome?;
         self.ctx.counters.puts.add(1);
         let health = Arc::clone(&volume.health);
         let spec = Box::new(spec);
@@ -116,7 +126,10 @@ impl Log {
         let chosen = match (self.volumes.as_slice(), self.ctx.options.placement, spec.root) {
             ([only], ..) => Some(only).filter(|v| v.takes_puts()),
             (_, Placement::Stripe, _) => self.by_hash(&spec.key),
-            (_, Placement::Chain, Some(root)) => self.by_hash(&root),
+            (_, Placement::Chain, Some(root)) => {
+                let near = spec.near.and_then(|n| self.volumes.get(n)).filter(|v| v.takes_puts());
+                near.or_else(|| self.by_hash(&root))
+            }
             (_, Placement::Chain, None) => {
                 there(&spec.parent).filter(|v| v.takes_puts()).or_else(|| self.by_hash(&spec.key))
             }

@@ -4,6 +4,7 @@ use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::admit::Admit;
 use super::evicted::Evicted;
 use super::options::{LogOptions, Mode};
 use super::put::InFlight;
@@ -19,6 +20,7 @@ pub(super) struct Ctx {
     pub(super) counters: Counters,
     pub(super) sheds: ShedCounters,
     pub(super) evicted: Evicted,
+    pub(super) admit: Admit,
     pub(super) in_flight: Arc<InFlight>,
     pub(super) boot: BootId,
     pub(super) me: Holder,
@@ -29,6 +31,7 @@ pub(super) struct Ctx {
 impl Ctx {
     pub(super) fn new(options: LogOptions) -> Result<Self> {
         Ok(Self {
+            admit: Admit::new(&options),
             options,
             counters: Counters::default(),
             sheds: ShedCounters::default(),

@@ -1,4 +1,4 @@
-//! Whether a drive takes puts: after errors in a row it is left alone for a while, then tried again.
+//! Whether a drive takes puts, or answers reads: after errors in a row it is left alone for a while, then tried again.
 
 use std::time::{Duration, Instant};
 
@@ -6,24 +6,38 @@ use parking_lot::Mutex;
 
 use crate::error::{ErrorKind, Result};
 
-/// Errors in a row after which a drive takes no puts.
+/// Errors in a row after which a drive is left alone.
 const LIMIT: u32 = 4;
+/// Errors further apart are not in a row, even if nobody has told of what went well between them.
+const ROW: Duration = Duration::from_secs(120);
 
 /// One drive's health.
 #[derive(Debug)]
 pub(super) struct Health {
-    state: Mutex<(u32, Option<Instant>)>,
+    state: Mutex<State>,
     pause: Duration,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    errors: u32,
+    last: Option<Instant>,
+    alone_until: Option<Instant>,
 }
 
 impl Health {
     pub(super) fn new(pause: Duration) -> Self {
-        Self { state: Mutex::new((0, None)), pause }
+        Self { state: Mutex::default(), pause }
     }
 
     pub(super) fn note(&self, result: &Result<()>) {
         match result {
-            Ok(()) => *self.state.lock() = (0, None),
+            Ok(()) => {
+                let mut state = self.state.lock();
+                if state.errors > 0 {
+                    *state = State::default();
+                }
+            }
             Err(e) => self.note_error(e.kind()),
         }
     }
@@ -33,16 +47,18 @@ impl Health {
         if !matches!(kind, ErrorKind::Io | ErrorKind::ShortIo | ErrorKind::TimedOut) {
             return;
         }
-        let mut state = self.state.lock();
-        state.0 = state.0.saturating_add(1);
-        if state.0 >= LIMIT {
-            state.1 = Some(Instant::now() + self.pause);
+        let (now, mut state) = (Instant::now(), self.state.lock());
+        let begins = state.last.is_none_or(|last| now.duration_since(last) > ROW.max(self.pause * 2));
+        state.errors = if begins { 1 } else { state.errors.saturating_add(1) };
+        state.last = Some(now);
+        if state.errors >= LIMIT {
+            state.alone_until = Some(now + self.pause);
         }
     }
 
-    /// Whether it takes puts. Once the pause is over, the next error begins another one.
+    /// Whether it may be used. Once the pause is over, the next error begins another one.
     pub(super) fn is_good(&self) -> bool {
-        self.state.lock().1.is_none_or(|until| Instant::now() >= until)
+        self.state.lock().alone_until.is_none_or(|until| Instant::now() >= until)
     }
 }
 

@@ -68,6 +68,9 @@ impl Visibility {
 impl Volume {
     /// The newest version of a key on this drive, if it may be served.
     pub(super) fn find(&self, key: &ChunkKey) -> Option<(Arc<Lane>, Entry)> {
+        if !self.answers.is_good() {
+            return None;
+        }
         let (lane, entry) = self.find_even_if_going(key)?;
         is_staying(lane.shared().as_ref(), &entry).then_some((lane, entry))
     }
@@ -92,6 +95,9 @@ impl Volume {
 
     /// For each key, from the first on, whether it may be served, until `visit` returns false. Hits count as a use.
     fn find_block(&self, keys: &[ChunkKey], hits: &mut [bool]) {
+        if !self.answers.is_good() {
+            return;
+        }
         let lanes = self.lanes();
         let visible = Visibility::of(self);
         let mut all: Vec<Option<Newest>> = vec![None; keys.len()];
@@ -291,11 +297,15 @@ impl Log {
         if !header.fits(&chunk.layout) || header.tokens != chunk.tokens {
             return wrong("a slot's layers do not lie where the geometry puts them");
         }
+        if let Some(volume) = self.volumes.get(chunk.drive) {
+            volume.answers.note(&Ok(()));
+        }
         Ok(header)
     }
 
     /// Told by a load that failed. A corrupt or unreadable chunk is removed, if it is still the version that was read, so that it
-    /// is stored anew; a late one stays.
+    /// is stored anew; a late one stays. While a drive answers no reads at all, nothing on it is found: a load would only wait, and
+    /// hold staging.
     pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
         if self.ctx.check_writable().is_err() {
             self.ctx.counters.bad_chunks.add(1);
@@ -305,8 +315,8 @@ impl Log {
         let Some(volume) = self.volumes.get(chunk.drive) else { return };
         match why {
             Bad::Corrupt => {}
-            Bad::Io => volume.health.note_error(ErrorKind::Io),
-            Bad::TimedOut => return volume.health.note_error(ErrorKind::TimedOut),
+            Bad::Io => volume.note_bad_read(ErrorKind::Io),
+            Bad::TimedOut => return volume.note_bad_read(ErrorKind::TimedOut),
         }
         // Reclaim may have moved it away from under a load without a lease: then the copy is good.
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);

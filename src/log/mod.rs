@@ -14,6 +14,7 @@
 //!
 //! This room knows no devices, no paged memory and no tokens beyond their number.
 
+mod admit;
 mod begin;
 mod budget;
 mod chain;
@@ -33,6 +34,7 @@ mod lane;
 mod lane_open;
 mod locate;
 mod moves;
+mod near;
 mod opening;
 mod options;
 mod orphans;
@@ -58,6 +60,7 @@ mod tables;
 mod thin;
 mod turn;
 mod volume;
+mod wear;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -67,17 +70,19 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+pub use admit::Candidate;
 pub use budget::allocated_below;
 pub use chunk::{Bad, Chunk};
 pub use clock::{Clock, SystemClock};
 pub use lane::Lane;
 pub use opening::{OpenLog, Opening};
 pub use options::{DriveFactory, DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
-pub use put::{Hold, Put, PutDone, PutOutcome};
+pub use put::{Hold, Put, PutDone, PutOutcome, Refusal};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};
 #[doc(hidden)]
 pub use turn::Turn;
+pub use wear::WearStats;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
@@ -253,6 +258,7 @@ impl Log {
     pub fn stats(&self) -> LogStats {
         let mut stats = LogStats { sheds: self.ctx.sheds.get(), ..LogStats::default() };
         self.ctx.counters.fill(&mut stats);
+        stats.admission_names = self.ctx.admit.names();
         for volume in &self.volumes {
             let mut drive = DriveStats {
                 id: paths::hex(&volume.id),
@@ -260,6 +266,7 @@ impl Log {
                 disk_bytes: budget::allocated_below(&volume.root).unwrap_or(0),
                 healthy: volume.health.is_good(),
                 draining: volume.is_draining(),
+                wear: volume.wear_stats(),
                 ..DriveStats::default()
             };
             for lane in &volume.lanes().all {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::clock::{Clock, SystemClock};
 use crate::error::Result;
 use crate::geometry::Geometry;
+use crate::index::AdmissionPolicy;
 use crate::io::{self, IoOptions};
 
 /// Whether the log may write.
@@ -33,7 +34,8 @@ pub enum OnIncompatible {
 /// How chunks are spread over several drives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Placement {
-    /// By the root of the chain: a prompt's chunks lie on one drive, and a dead drive costs whole prefixes.
+    /// Chunks that are stored together lie on one drive, and what goes on where one prompt had got to beside it: a dead drive
+    /// costs its share of the prefixes.
     #[default]
     Chain,
     /// By key: a prompt's chunks are read from all drives at once, and a dead drive costs holes.
@@ -50,6 +52,8 @@ pub struct DriveOptions {
     pub capacity_bytes: Option<u64>,
     /// Least bytes to leave free on its file system; `None` for [`LogOptions::min_free_bytes`].
     pub min_free_bytes: Option<u64>,
+    /// Its size in bytes, for drive writes per day; `None` for that of its file system.
+    pub drive_bytes: Option<u64>,
     /// It takes no new chunks, and reclaim writes none again; what it holds is served.
     pub drain: bool,
 }
@@ -74,6 +78,10 @@ pub struct LogOptions {
     pub segment_bytes: Option<u64>,
     /// Name of the reclaim policy: `prefix`, `lru`, `fifo`, `default`.
     pub policy: String,
+    /// Which chunks of prompts are stored ([`super::Log::admit`]).
+    pub admission: AdmissionPolicy,
+    /// Times its own size that this process may write each drive in a day; `None` for no limit.
+    pub write_budget_dwpd: Option<f64>,
     /// How long a chunk is served unless its put says otherwise; `None` for ever.
     pub ttl: Option<Duration>,
     /// What to do with lanes that cannot be used.
@@ -125,6 +133,8 @@ impl LogOptions {
             min_free_bytes: 0,
             segment_bytes: None,
             policy: "default".to_owned(),
+            admission: AdmissionPolicy::All,
+            write_budget_dwpd: None,
             ttl: None,
             on_incompatible: OnIncompatible::default(),
             dir_mode: 0o700,

@@ -29,6 +29,15 @@ pub enum PutOutcome {
     Started(Put),
     /// The key is stored, or is being stored by another put of this process: nothing to do.
     AlreadyThere,
+    /// It is not to be stored now; trying again soon would be in vain.
+    NotAdmitted(Refusal),
+}
+
+/// Why a put is not admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The drive has been written as much as its write budget allows.
+    Budget,
 }
 
 /// Keys that puts of this process are storing.

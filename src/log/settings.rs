@@ -9,6 +9,7 @@ use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Settings};
 use crate::error::Result;
 use crate::geometry::Geometry;
+use crate::index::AdmissionPolicy;
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
 
 impl LogOptions {
@@ -29,6 +30,7 @@ impl LogOptions {
             each.push(DriveOptions {
                 capacity_bytes: Some(settings.drive_capacity_bytes(size)),
                 min_free_bytes: Some(settings.min_free_bytes(size)),
+                drive_bytes: settings.drive_bytes,
                 drain: drive.drain,
             });
         }
@@ -45,6 +47,12 @@ impl LogOptions {
             },
             drives: each,
             policy: policy.to_owned(),
+            admission: match settings.admission {
+                config::Admission::All => AdmissionPolicy::All,
+                config::Admission::SecondTouch => AdmissionPolicy::SecondTouch,
+                config::Admission::Adaptive => AdmissionPolicy::Adaptive { loss: settings.admission_loss },
+            },
+            write_budget_dwpd: settings.write_budget_dwpd,
             ttl: settings.ttl,
             on_incompatible: match settings.on_incompatible {
                 config::OnIncompatible::Refuse => OnIncompatible::Refuse,

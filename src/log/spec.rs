@@ -28,8 +28,10 @@ pub struct PutSpec {
     pub key: ChunkKey,
     /// The key it is chained to; zero where there is none.
     pub parent: ChunkKey,
-    /// The first chunk of its chain, which chooses the drive; `None` for the parent's drive, or by the key.
+    /// The first chunk of the run that is stored at once, which chooses the drive; `None` for the parent's drive, or by the key.
     pub root: Option<ChunkKey>,
+    /// Number of the drive to prefer to what `root` chooses, while it takes puts: [`crate::log::Log::near`].
+    pub near: Option<usize>,
     /// Tokens of the chunk; 0 for objects.
     pub tokens: u32,
     /// Chunks before it in its chain.
@@ -70,6 +72,7 @@ impl PutSpec {
             key,
             parent,
             root: None,
+            near: None,
             tokens,
             depth,
             start_position: 0,

@@ -2,12 +2,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::wear::WearStats;
 use crate::format::PAGE_BYTES;
 use crate::index::{Entry, EntryKind};
 use crate::key::ChunkKey;
 
 /// A snapshot of the log's counters; those of one process unless said otherwise.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct LogStats {
     /// Bytes that all files below the cache directories take, of all processes and namespaces.
     pub disk_bytes: u64,
@@ -33,6 +34,12 @@ pub struct LogStats {
     pub already_there: u64,
     /// Puts refused, by cause.
     pub sheds: Sheds,
+    /// Payload bytes of chunks that the admission policy did not want; their number is [`Sheds::policy`].
+    pub policy_refused_bytes: u64,
+    /// Slot bytes of puts beyond the write budget; their number is [`Sheds::budget`].
+    pub budget_refused_bytes: u64,
+    /// Names that the admission policy remembers.
+    pub admission_names: u64,
     /// Payload and header bytes of published slots.
     pub data_bytes_written: u64,
     /// Bytes written to index.kv.
@@ -80,12 +87,14 @@ pub struct Sheds {
     pub drive: u64,
     /// The log is read-only.
     pub read_only: u64,
-    /// The policy did not want it.
+    /// The admission policy did not want the chunk.
     pub policy: u64,
+    /// The drive's write budget is used up.
+    pub budget: u64,
 }
 
 /// One drive.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct DriveStats {
     /// Identity, in hexadecimal.
     pub id: String,
@@ -101,6 +110,8 @@ pub struct DriveStats {
     pub healthy: bool,
     /// Whether it is being drained.
     pub draining: bool,
+    /// What this process has written to it.
+    pub wear: WearStats,
 }
 
 /// One chunk or object, as a listing shows it.
@@ -170,6 +181,8 @@ counters!(
     puts_published,
     puts_aborted,
     already_there,
+    policy_refused_bytes,
+    budget_refused_bytes,
     data_bytes_written,
     journal_bytes_written,
     journal_pages,
@@ -210,6 +223,7 @@ pub(super) struct ShedCounters {
     pub(super) drive: Count,
     pub(super) read_only: Count,
     pub(super) policy: Count,
+    pub(super) budget: Count,
 }
 
 impl ShedCounters {
@@ -219,6 +233,7 @@ impl ShedCounters {
             drive: self.drive.get(),
             read_only: self.read_only.get(),
             policy: self.policy.get(),
+            budget: self.budget.get(),
         }
     }
 }

@@ -19,6 +19,7 @@ use super::lane::{Lane, Role};
 use super::lane_open::{self, Candidate, LaneFiles, Summary, Surroundings};
 use super::options::Mode;
 use super::paths;
+use super::wear::{Wear, WearStats};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{Access, Shard};
 use crate::io;
@@ -49,6 +50,9 @@ pub(super) struct Volume {
     pub(super) io: io::Drive,
     pub(super) budget: Option<Arc<Budget>>,
     pub(super) health: Arc<Health>,
+    pub(super) wear: Wear,
+    /// Of reads: whether they come back at all.
+    pub(super) answers: Health,
     pub(super) shard: Shard,
     lanes: RwLock<Arc<Lanes>>,
     seen_lanes: AtomicU64,
@@ -133,6 +137,10 @@ impl Volume {
         io: io::Drive,
         (budget, shard): (Option<Arc<Budget>>, Shard),
     ) -> Self {
+        let drive_bytes = ctx.options.drive(number).drive_bytes;
+        let drive_bytes = drive_bytes.unwrap_or_else(|| io::file_system_bytes(&root).map_or(0, |(all, _)| all));
+        let written = (ctx.options.clock.boot_ns(), io.write.stats().counts().bytes);
+        let wear = Wear::new(drive_bytes, ctx.options.write_budget_dwpd, written);
         let draining = ctx.options.drive(number).drain || budget.as_ref().is_some_and(|b| b.page.draining);
         Self {
             ctx: Arc::clone(ctx),
@@ -143,6 +151,8 @@ impl Volume {
             io,
             budget,
             health: Arc::new(Health::new(ctx.options.io_timeout)),
+            wear,
+            answers: Health::new(ctx.options.io_timeout),
             shard,
             lanes: RwLock::default(),
             seen_lanes: AtomicU64::new(0),
@@ -151,6 +161,16 @@ impl Volume {
             scanning: Mutex::new(()),
             wake: crossbeam_channel::bounded(1),
         }
+    }
+
+    /// The time, and the bytes that this process has written to the drive since its queues were made.
+    pub(super) fn written(&self) -> (u64, u64) {
+        (self.ctx.options.clock.boot_ns(), self.io.write.stats().counts().bytes)
+    }
+
+    /// Its writes, as drive writes per day.
+    pub(super) fn wear_stats(&self) -> WearStats {
+        self.wear.stats(self.written())
     }
 
     fn surroundings(&self) -> Surroundings {
@@ -317,6 +337,12 @@ impl Volume {
     /// Whether a put of this process is storing the key.
     pub(super) fn is_being_stored(&self, key: &ChunkKey) -> bool {
         self.ctx.in_flight.contains(key)
+    }
+
+    /// A read has failed, or has not come back.
+    pub(super) fn note_bad_read(&self, kind: ErrorKind) {
+        self.answers.note_error(kind);
+        self.health.note_error(kind);
     }
 
     /// Whether it takes puts.

@@ -46,6 +46,8 @@ causes! {
     TooShort = "too_short",
     /// Capacity, free-space floor or drive leave no room.
     NoSpace = "no_space",
+    /// The drive's write budget is used up.
+    Budget = "budget",
     /// Too many keys wait already.
     QueueFull = "queue_full",
     /// The key is empty or longer than 1 KiB.

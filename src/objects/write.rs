@@ -18,7 +18,7 @@ use super::work::{Staged, Way, WithoutRoom};
 use crate::error::{Error, ErrorKind};
 use crate::io::{Buf, DirectFile, Op};
 use crate::key::ChunkKey;
-use crate::log::{Hold, Log, Member, Put, PutOutcome, PutSpec};
+use crate::log::{Hold, Log, Member, Put, PutOutcome, PutSpec, Refusal};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
@@ -43,6 +43,7 @@ fn begin_until(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, wait: (Instant, O
             then(core, Ok(put));
         }
         Ok(PutOutcome::AlreadyThere) => then(core, Err(ObjectCause::Internal)),
+        Ok(PutOutcome::NotAdmitted(Refusal::Budget)) => then(core, Err(ObjectCause::Budget)),
         Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::Busy) => {
             if Instant::now() >= deadline {
                 core.starved.store(true, Ordering::Relaxed);

@@ -59,6 +59,10 @@ causes! {
         QueueFull = "queue_full",
         /// No staging buffer became free in time.
         StagingFull = "staging_full",
+        /// The admission policy did not want it.
+        Policy = "policy",
+        /// The drive's write budget is used up.
+        Budget = "budget",
         /// Capacity, free-space floor or drive leave no room.
         NoSpace = "no_space",
         /// The operating system reported an I/O error.

@@ -32,7 +32,21 @@ fn the_result_is_a_list_over_policies_and_capacities() {
     assert_eq!(list.len(), 6);
     for line in list {
         let keys: Vec<_> = line.as_object().unwrap().keys().cloned().collect();
-        assert_eq!(keys, ["policy", "ranks", "capacity_tokens", "hit_ratio", "bytes_admitted", "write_amplification"]);
+        assert_eq!(
+            keys,
+            [
+                "policy",
+                "ranks",
+                "admission",
+                "memory_tokens",
+                "offer",
+                "capacity_tokens",
+                "hit_ratio",
+                "drive_hit_ratio",
+                "bytes_admitted",
+                "write_amplification",
+            ]
+        );
         assert_eq!(line["write_amplification"], 1.0);
     }
     assert_eq!(list[0]["capacity_tokens"], 300_000);
@@ -153,5 +167,32 @@ fn every_policy_is_simulated_and_the_chart_shows_them() {
     for other in [&["--segment-tokens", "64k"][..], &["--engine", "real"]] {
         let run = forebay(dir.path(), &[&["replay", &trace, "--policy", "prefix"][..], other].concat()).expect(2);
         assert!(run.stderr.contains("lru"), "{}", run.stderr);
+    }
+}
+
+#[test]
+fn admission_and_a_memory_above_are_lines_of_their_own_and_refused_where_they_mean_nothing() {
+    let trace = excerpt();
+    let arguments = ["--capacity-tokens", "300k", "--memory-tokens", "100k", "--policy", "prefix", "--json"];
+    let more = ["--admission", "all,second_touch,adaptive", "--offer", "stored,evicted", "--chart", "chart.svg"];
+    let run = forebay(folder().path(), &[&["replay", &trace][..], &arguments, &more].concat());
+    let json = run.expect(0).json();
+    let lines = json.as_array().unwrap();
+    assert_eq!(lines.len(), 6);
+    for (at, line) in lines.iter().enumerate() {
+        assert_eq!(line["admission"], ["all", "second_touch", "adaptive"][at % 3]);
+        assert_eq!(line["offer"], ["stored", "evicted"][at / 3]);
+        let hits = |name: &str| line[name].as_f64().unwrap();
+        assert!(hits("drive_hit_ratio") > 0.0 && hits("drive_hit_ratio") < hits("hit_ratio"), "{line}");
+    }
+    let admitted = |at: usize| lines[at]["bytes_admitted"].as_u64().unwrap();
+    assert!(admitted(1) * 2 < admitted(0) && admitted(4) * 2 < admitted(3), "{json}");
+    for wrong in [
+        &["--engine", "real", "--memory-tokens", "1m"][..],
+        &["--segment-tokens", "100k", "--offer", "evicted"],
+        &["--segment-tokens", "100k", "--admission", "adaptive"],
+        &["--admission", "some"],
+    ] {
+        forebay(folder().path(), &[&["replay", &trace][..], wrong].concat()).expect(2);
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::super::meta::{SaveOrder, StoredChunk};
 use super::Worker;
 use crate::device::Stream;
-use crate::engine::{Backpressure, Computed, Prompt, Store, StoreRequest};
+use crate::engine::{Backpressure, Computed, Prompt, ShedCause, Store, StoreRequest};
 use crate::error::{Error, Result};
 
 /// A store under way.
@@ -178,10 +178,9 @@ impl Worker {
 
     /// Looks which stores are gathered, and which are over.
     pub(super) fn poll_saves(&mut self) {
-        let last = self.last_layer();
         for mut saving in std::mem::take(&mut self.saves) {
             if !saving.announced || !saving.store.is_finished() {
-                saving.gathered |= saving.announced && saving.store.gathered(last);
+                saving.gathered |= saving.announced && saving.store.is_gathered();
                 self.saves.push(saving);
                 continue;
             }
@@ -197,8 +196,12 @@ impl Worker {
         let before = saving.range.0 / saving.prompt.chunk_tokens().max(1);
         self.stats.already_there += result.already_there.saturating_sub(before) as u64;
         self.stats.shed_chunks += shed as u64;
-        if shed == 0 && result.stored > 0 {
-            self.stored(saving.chunks().collect::<Vec<_>>());
+        // What the policy does not want is the end of what was to be stored.
+        let unwanted = result.shed(ShedCause::Policy);
+        if shed == unwanted && result.stored > 0 {
+            let mut chunks: Vec<_> = saving.chunks().collect();
+            chunks.truncate(chunks.len().saturating_sub(unwanted));
+            self.stored(chunks);
         }
     }
 

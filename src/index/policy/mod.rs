@@ -5,11 +5,13 @@
 //! before heads. [`Prefix`] ranks single chunks. Policies know no clock and no disk: ticks
 //! are passed in, and the same sequence of calls gives the same answers on every rank.
 
+mod admission;
 mod prefix;
 mod reuse;
 
 use std::cmp::Reverse;
 
+pub use admission::{Admission, AdmissionPolicy, NAME_BYTES, Offered};
 pub use prefix::{ChainChunk, Prefix};
 
 /// What a policy sees of a segment.

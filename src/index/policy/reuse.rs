@@ -32,7 +32,7 @@ pub(super) fn span(age: u64) -> usize {
 }
 
 /// The least age in a span.
-fn start(span: usize) -> u64 {
+pub(super) fn start(span: usize) -> u64 {
     if span < 2 { 0 } else { (2 + (span as u64 & 1)) << (span / 2 - 1) }
 }
 

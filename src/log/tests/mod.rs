@@ -3,6 +3,7 @@
 mod fsck;
 mod support;
 
+mod admit;
 mod basics;
 mod damage;
 mod evicted;

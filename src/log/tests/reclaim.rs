@@ -138,10 +138,8 @@ fn clear_frees_every_segment() {
     let log = open_small(dir.path());
     fill(&log, 0..300);
     log.clear().unwrap();
-    let before = log.stats();
     fill(&log, 1000..1150);
-    let after = log.stats();
-    assert_eq!(after.evicted - before.evicted, 0, "nothing live had to go while cleared segments were there");
+    assert!((1000..1150).all(|n| has(&log, n)), "something live had to go while cleared segments were there");
     let log = crash(log);
     assert!((0..300).all(|n| !has(&log, n)));
 }

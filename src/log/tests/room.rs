@@ -79,8 +79,12 @@ fn a_draining_drive_serves_and_takes_nothing() {
     log.close(soon()).unwrap();
     drop(log);
     // Half of what it holds has to go as well, and nothing of that is written again.
-    let drained =
-        DriveOptions { drain: true, capacity_bytes: Some(before.drives[0].disk_bytes / 2), min_free_bytes: None };
+    let drained = DriveOptions {
+        drain: true,
+        capacity_bytes: Some(before.drives[0].disk_bytes / 2),
+        min_free_bytes: None,
+        ..DriveOptions::default()
+    };
     let log = Log::open(LogOptions { drives: vec![drained], ..both.clone() }).unwrap();
     (100..160).for_each(|n| assert!(store(&log, n)));
     let after = log.stats();

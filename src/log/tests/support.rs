@@ -61,7 +61,7 @@ pub(super) fn spec(n: u64) -> PutSpec {
 pub(super) fn begin(log: &Log, spec: PutSpec) -> Result<Option<Put>> {
     Ok(match log.begin_put_within(spec, Duration::from_secs(10))? {
         PutOutcome::Started(put) => Some(put),
-        PutOutcome::AlreadyThere => None,
+        PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(_) => None,
     })
 }
 

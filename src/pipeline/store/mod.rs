@@ -7,6 +7,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -125,6 +126,32 @@ impl StoreResult {
     }
 }
 
+/// What others than the store's threads look at again and again, for which they must not wait: the state that was left last.
+struct Glance {
+    finished: AtomicBool,
+    /// Nothing of the caller's memory is read any more.
+    gathered: AtomicBool,
+    ungathered_bytes: AtomicU64,
+}
+
+impl Glance {
+    fn of(state: &StoreState) -> Self {
+        let glance = Self {
+            finished: AtomicBool::new(false),
+            gathered: AtomicBool::new(false),
+            ungathered_bytes: AtomicU64::new(0),
+        };
+        glance.show(state);
+        glance
+    }
+
+    fn show(&self, state: &StoreState) {
+        self.ungathered_bytes.store(state.ungathered_bytes(), Ordering::Relaxed);
+        self.gathered.store(state.is_gathered_all(), Ordering::Release);
+        self.finished.store(state.finished, Ordering::Release);
+    }
+}
+
 /// The part of a store that its threads share.
 pub(super) struct StoreInner {
     kv: Arc<PagedKv>,
@@ -136,6 +163,7 @@ pub(super) struct StoreInner {
     /// Since when it waits for a slot to write to.
     no_room_since: Mutex<Option<Instant>>,
     state: Mutex<StoreState>,
+    glance: Glance,
     changed: Condvar,
     pump: Arc<StorePump>,
 }
@@ -204,6 +232,12 @@ impl Store {
             self.inner.pump.notify();
         }
         done
+    }
+
+    /// Whether the caller may change its blocks of all layers. Waits for nobody, and asks for nothing.
+    #[must_use]
+    pub fn is_gathered(&self) -> bool {
+        self.inner.glance.gathered.load(Ordering::Acquire)
     }
 
     /// Waits until the caller may change its blocks of all layers up to `layer`: for staging, as the store's
@@ -298,10 +332,10 @@ impl Store {
         Poll::Pending
     }
 
-    /// Whether the store is over.
+    /// Whether the store is over. Waits for nobody.
     #[must_use]
     pub fn is_finished(&self) -> bool {
-        self.inner.state.lock().finished
+        self.inner.glance.finished.load(Ordering::Acquire)
     }
 }
 

@@ -6,13 +6,14 @@
 //! - Every event that could let it go on notifies it.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 use super::run::{Pause, Retry};
-use super::{Backpressure, Computed, Store, StoreInner, StoreResult, StoreSpec, StoreState};
+use super::{Backpressure, Computed, Glance, Store, StoreInner, StoreResult, StoreSpec, StoreState};
 use crate::device::{Device, Fence, Gate, StagingPool, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::Place;
@@ -121,7 +122,7 @@ impl StorePump {
     }
 
     pub(in crate::pipeline) fn active(&self) -> usize {
-        self.shared.lock().stores.iter().filter(|s| !s.state.lock().finished).count()
+        self.shared.lock().stores.iter().filter(|s| !s.glance.finished.load(Ordering::Acquire)).count()
     }
 
     /// Starts a store, or sheds it where too much waits already.
@@ -173,6 +174,7 @@ impl StorePump {
             deadline: spec.deadline,
             started: Instant::now(),
             no_room_since: Mutex::new(None),
+            glance: Glance::of(&state),
             state: Mutex::new(state),
             changed: Condvar::new(),
             pump: Arc::clone(self),
@@ -191,12 +193,10 @@ impl StorePump {
     }
 
     fn enlist(&self, store: &Arc<StoreInner>) -> Result<(), ShedCause> {
-        let waiting: u64 = {
-            let stores = self.shared.lock().stores.clone();
-            stores.iter().map(|s| s.state.lock().ungathered_bytes()).sum()
-        };
-        let own = store.state.lock().ungathered_bytes();
+        let ungathered = |store: &StoreInner| store.glance.ungathered_bytes.load(Ordering::Relaxed);
+        let own = ungathered(store);
         let mut shared = self.shared.lock();
+        let waiting: u64 = shared.stores.iter().map(|store| ungathered(store)).sum();
         if shared.closed {
             return Err(ShedCause::Closed);
         }

@@ -1,6 +1,7 @@
 //! What happens to one step of a store: gather on a worker, write, commit.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::StoreInner;
 use super::state::{Next, Step};
@@ -153,7 +154,7 @@ impl StoreInner {
 
     /// Takes the caller's memory back; what was gathered completely goes on.
     pub(super) fn release(&self, cause: ShedCause) {
-        if self.state.lock().finished {
+        if self.glance.finished.load(Ordering::Acquire) {
             return self.gate.close();
         }
         self.gate.begin_close();
@@ -184,6 +185,7 @@ impl StoreInner {
             if finished {
                 self.pump.count(state.result(), self.started.elapsed());
             }
+            self.glance.show(&state);
             (if finished { state.waker.take() } else { None }, finished)
         };
         self.changed.notify_all();

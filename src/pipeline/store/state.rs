@@ -160,6 +160,11 @@ impl StoreState {
         self.busy_over == 0 && self.left.iter().take(layer + 1).all(|&n| n == 0)
     }
 
+    /// As [`StoreState::is_gathered`], for all layers.
+    pub(super) fn is_gathered_all(&self) -> bool {
+        self.busy_over == 0 && self.left.iter().all(|&n| n == 0)
+    }
+
     /// Whether every gather of the layers up to `layer` is among the device's work, over, or given up.
     pub(super) fn is_submitted(&self, layer: usize) -> bool {
         self.queued == 0 && self.order.is_complete(layer)

@@ -99,6 +99,11 @@ class Shape:
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
 
+    def __post_init__(self) -> None:
+        """Refuses what vLLM refuses: its first runner loses tokens of requests that a step leaves out while they are under way in an
+        earlier stage."""
+        assert not (self.asynchronous and self.stages > 1) or self.second_runner, "stages ahead need vLLM's second runner"
+
     @property
     def workers(self) -> int:
         """Ranks of all stages."""
@@ -112,9 +117,7 @@ class Shape:
     @property
     def steps_ahead(self) -> int:
         """Steps that are under way at once."""
-        if self.asynchronous and (self.second_runner or self.stages == 1):
-            return self.stages + 1
-        return self.stages
+        return self.stages + self.asynchronous
 
     def cache(self, folder: Path, rank: int) -> Path:
         """Where a worker's cache lies."""

@@ -1,4 +1,5 @@
-//! Hit ratio and write amplification over the capacity, as an SVG file: one line per policy and number of ranks.
+//! Hit ratio, bytes admitted and write amplification over the capacity, as an SVG file: one line per policy, admission and number
+//! of ranks.
 
 use std::path::Path;
 
@@ -26,10 +27,12 @@ pub(super) fn draw(path: &Path, results: &[ReplayResult]) -> Result<()> {
 fn render(results: &[ReplayResult]) -> DrawResult<String> {
     let mut svg = String::new();
     {
-        let root = SVGBackend::with_string(&mut svg, (940, 760)).into_drawing_area();
+        let root = SVGBackend::with_string(&mut svg, (940, 1080)).into_drawing_area();
         root.fill(&WHITE)?;
-        let (hits, writes) = root.split_vertically(440);
+        let (hits, rest) = root.split_vertically(440);
+        let (admitted, writes) = rest.split_vertically(320);
         panel(&hits, "Hit ratio", results, |r| r.hit_ratio)?;
+        panel(&admitted, "Admitted, GiB", results, |r| r.bytes_admitted as f64 / f64::from(1 << 30))?;
         panel(&writes, "Write amplification", results, |r| r.write_amplification)?;
         root.present()?;
     }
@@ -37,7 +40,13 @@ fn render(results: &[ReplayResult]) -> DrawResult<String> {
 }
 
 fn name(result: &ReplayResult) -> String {
-    if result.ranks == 1 { result.policy.to_owned() } else { format!("{}, {} ranks", result.policy, result.ranks) }
+    let mut name = result.policy.to_owned();
+    for (part, usual) in [(result.admission, "all"), (result.offer, "stored")] {
+        if part != usual {
+            name = format!("{name}, {part}");
+        }
+    }
+    if result.ranks == 1 { name } else { format!("{name}, {} ranks", result.ranks) }
 }
 
 fn panel(area: &Area<'_>, caption: &str, results: &[ReplayResult], value: Value) -> DrawResult<()> {

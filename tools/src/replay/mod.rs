@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
 use forebay::geometry::Geometry;
+use forebay::index::AdmissionPolicy;
 use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
 
@@ -44,6 +45,18 @@ pub(crate) struct ReplayArgs {
     /// `sim` counts without payload; `real` runs the log with its files, without payload.
     #[arg(long, value_enum, default_value_t = ReplayEngine::Sim)]
     pub(crate) engine: ReplayEngine,
+    /// What is stored at all, comma-separated.
+    #[arg(long, value_delimiter = ',', value_enum, default_value = "all", value_name = "NAME,…")]
+    pub(crate) admission: Vec<AdmissionKind>,
+    /// With --admission adaptive: share of the hits that it may cost by its own estimate.
+    #[arg(long, default_value = "0.06", value_name = "SHARE")]
+    pub(crate) admission_loss: f64,
+    /// Tokens of a tier in memory above the drive, which keeps what was used last; for simulated caches of single chunks.
+    #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
+    pub(crate) memory_tokens: u64,
+    /// With --memory-tokens: when a block is offered to the drive, comma-separated.
+    #[arg(long, value_delimiter = ',', value_enum, default_value = "stored", value_name = "WHEN,…")]
+    pub(crate) offer: Vec<chunks::Offer>,
     /// Simulate reclaim in whole segments of this many tokens (0: every block by itself).
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
     pub(crate) segment_tokens: u64,
@@ -73,16 +86,49 @@ pub(crate) struct ReplayArgs {
 
 const AFTER_HELP: &str = "\
 A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked. \
-Missing blocks are stored after the lookup. bytes_admitted are the bytes stored, write_amplification the bytes written \
+\
+With --memory-tokens it counts what either tier has; drive_hit_ratio leaves out what the memory had. Missing blocks are stored after the lookup, \
+as far as --admission wants them. bytes_admitted are the bytes stored, write_amplification the bytes written \
 for each of them (above 1 where a policy moves chunks to keep them).
 
 Examples:
   forebay replay trace.jsonl
   forebay replay trace.jsonl --policy fifo,lru,s3fifo,2q,arc,gdsf,lirs,sieve,prefix,optimum --chart replay.svg
   forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,default --json
+  forebay replay trace.jsonl --policy prefix --admission all,second_touch,adaptive --memory-tokens 3m --capacity-tokens 5m
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8
   forebay replay trace.jsonl --policy lru --segment-tokens 131072 --model qwen3-32b";
+
+/// Which blocks are stored, by the names that settings give.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(crate) enum AdmissionKind {
+    /// All.
+    All,
+    /// Those that come for the second time.
+    SecondTouch,
+    /// All but those of kinds that seldom come back.
+    Adaptive,
+}
+
+impl AdmissionKind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::All => "all",
+            Self::SecondTouch => "second_touch",
+            Self::Adaptive => "adaptive",
+        }
+    }
+
+    fn policy(self, loss: f64) -> AdmissionPolicy {
+        match self {
+            Self::All => AdmissionPolicy::All,
+            Self::SecondTouch => AdmissionPolicy::SecondTouch,
+            Self::Adaptive => AdmissionPolicy::Adaptive { loss },
+        }
+    }
+}
 
 /// What a trace is replayed against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -108,6 +154,8 @@ pub(crate) struct Totals {
     pub(crate) admitted_tokens: u64,
     /// Tokens written, those included that were moved to stay.
     pub(crate) written_tokens: u64,
+    /// Tokens found in the memory above the drive.
+    pub(crate) memory_tokens: u64,
 }
 
 /// One line of the result.
@@ -117,10 +165,18 @@ pub(crate) struct ReplayResult {
     pub(crate) policy: &'static str,
     /// Ranks, each with a cache of its own.
     pub(crate) ranks: u32,
+    /// What is stored at all.
+    pub(crate) admission: &'static str,
+    /// Tokens of the memory above the drive.
+    pub(crate) memory_tokens: u64,
+    /// When blocks are offered to the drive.
+    pub(crate) offer: &'static str,
     /// Capacity in tokens, of each rank; null for an unlimited cache.
     pub(crate) capacity_tokens: Option<u64>,
     /// Tokens found as a usable prefix over tokens asked.
     pub(crate) hit_ratio: f64,
+    /// The part of it that the memory above the drive had not.
+    pub(crate) drive_hit_ratio: f64,
     /// Bytes stored after misses.
     pub(crate) bytes_admitted: u64,
     /// Bytes written over bytes admitted; 1 where nothing was admitted.
@@ -136,12 +192,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     requests.truncate(args.limit.unwrap_or(usize::MAX));
     let asked: u64 = requests.iter().map(|r| r.input_length).sum();
     let next = chunks::next_uses(&requests);
-    let mut runs = Vec::new();
-    for &policy in &args.policy {
-        for &capacity in &args.capacity_tokens {
-            runs.extend(args.ranks.iter().map(|&ranks| Run { policy, capacity, ranks }));
-        }
-    }
+    let runs = runs(args);
     let bar = progress::bar(context, "replay", (requests.len() * runs.len()) as u64, Unit::Count);
     let mut results = Vec::with_capacity(runs.len());
     for run in runs {
@@ -151,7 +202,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
             found += cache.request(request)?;
             bar.inc(1);
         }
-        results.push(summarise(run, (found, asked), cache.totals(), bytes_per_token));
+        results.push(summarise(args, run, (found, asked), (cache.totals(), bytes_per_token)));
     }
     bar.finish_and_clear();
     if let Some(path) = &args.chart {
@@ -171,6 +222,29 @@ struct Run {
     policy: PolicyKind,
     capacity: u64,
     ranks: u32,
+    admission: AdmissionKind,
+    offer: chunks::Offer,
+}
+
+/// All replays that were asked for.
+fn runs(args: &ReplayArgs) -> Vec<Run> {
+    let mut runs = Vec::new();
+    for &policy in &args.policy {
+        for &capacity in &args.capacity_tokens {
+            for &ranks in &args.ranks {
+                for &offer in &args.offer {
+                    runs.extend(args.admission.iter().map(|&admission| Run {
+                        policy,
+                        capacity,
+                        ranks,
+                        admission,
+                        offer,
+                    }));
+                }
+            }
+        }
+    }
+    runs
 }
 
 /// The cache to replay against.
@@ -179,37 +253,56 @@ fn open_cache(
     run: Run,
     (bytes_per_token, next): (u64, &chunks::NextUses),
 ) -> Result<Box<dyn ReplayCache>> {
-    let Run { policy, capacity, ranks } = run;
+    let Run { policy, capacity, ranks, offer, .. } = run;
+    let admission = run.admission.policy(args.admission_loss);
+    let single = args.engine == ReplayEngine::Sim && args.segment_tokens == 0;
+    if !single && (args.memory_tokens > 0 || offer == chunks::Offer::Evicted) {
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            "only simulated caches of single chunks have a memory above them",
+        )
+        .advice("leave --memory-tokens and --offer out, or --engine and --segment-tokens"));
+    }
+    if args.segment_tokens > 0 && run.admission != AdmissionKind::All {
+        return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything")
+            .advice("leave --segment-tokens or --admission out"));
+    }
     match (args.engine, ranks == 1 && args.behind == 0) {
         (ReplayEngine::Sim, true) if args.segment_tokens == 0 => {
-            Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next)?))
+            let above = chunks::Above { memory_tokens: args.memory_tokens, offer, admission };
+            Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next, above)?))
         }
         (ReplayEngine::Sim, true) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens)?)),
         (ReplayEngine::Sim, _) => Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
             .advice("use --engine real with --ranks and --behind")),
         (ReplayEngine::Real, true) => {
-            Ok(Box::new(real::RealCache::open(&args.directory, policy, capacity, (bytes_per_token, 1))?))
+            let sizes = (capacity, bytes_per_token);
+            Ok(Box::new(real::RealCache::open(&args.directory, (policy, admission), sizes, 1)?))
         }
         (ReplayEngine::Real, _) => {
             let disorder = ranks::Disorder { seed: args.seed, window: args.window, behind: args.behind };
             let sizes = (capacity, bytes_per_token);
-            Ok(Box::new(ranks::Ranks::open(&args.directory, policy, sizes, (ranks, disorder))?))
+            Ok(Box::new(ranks::Ranks::open(&args.directory, (policy, admission), sizes, (ranks, disorder))?))
         }
     }
 }
 
 fn summarise(
-    Run { policy, capacity, ranks }: Run,
+    args: &ReplayArgs,
+    Run { policy, capacity, ranks, admission, offer }: Run,
     (found, asked): (u64, u64),
-    totals: Totals,
-    bytes_per_token: u64,
+    (totals, bytes_per_token): (Totals, u64),
 ) -> ReplayResult {
     let ratio = |a: u64, b: u64, empty: f64| if b == 0 { empty } else { a as f64 / b as f64 };
     ReplayResult {
         policy: policy.name(),
         ranks,
+        admission: admission.name(),
+        memory_tokens: args.memory_tokens,
+        offer: offer.name(),
         capacity_tokens: (capacity != u64::MAX).then_some(capacity),
         hit_ratio: ratio(found, asked, 0.0),
+        drive_hit_ratio: ratio(found - totals.memory_tokens.min(found), asked, 0.0),
         bytes_admitted: totals.admitted_tokens.saturating_mul(bytes_per_token),
         write_amplification: ratio(totals.written_tokens, totals.admitted_tokens, 1.0),
     }
@@ -218,15 +311,28 @@ fn summarise(
 fn table(results: &[ReplayResult]) -> String {
     let mut table = Table::new();
     table.load_preset(presets::ASCII_MARKDOWN);
-    table.set_header(["policy", "ranks", "capacity", "hit ratio", "admitted", "write amplification"]);
+    table.set_header([
+        "policy",
+        "ranks",
+        "admission",
+        "offer",
+        "capacity",
+        "hit ratio",
+        "of the drive",
+        "admitted",
+        "write amplification",
+    ]);
     for r in results {
         let capacity =
             r.capacity_tokens.map_or("unlimited".to_owned(), |c| format!("{} tokens", size::show_count(c as f64)));
         table.add_row([
             r.policy.to_owned(),
             r.ranks.to_string(),
+            r.admission.to_owned(),
+            r.offer.to_owned(),
             capacity,
             format!("{:.4}", r.hit_ratio),
+            format!("{:.4}", r.drive_hit_ratio),
             size::show_bytes(r.bytes_admitted as f64),
             format!("{:.3}", r.write_amplification),
         ]);

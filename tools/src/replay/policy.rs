@@ -73,6 +73,8 @@ pub(crate) struct Block {
     pub(crate) tokens: u64,
     /// Blocks before it in its prompt.
     pub(crate) depth: u32,
+    /// Prefix hash of the block before it; anything for the first.
+    pub(crate) parent: u64,
     /// Times it was found since it was stored.
     pub(crate) hits: u32,
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use crossbeam_channel::unbounded;
 use forebay::Result;
+use forebay::index::AdmissionPolicy;
 use forebay::key::ChunkKey;
 use forebay::log::Put;
 
@@ -41,12 +42,12 @@ impl Ranks {
     /// `count` empty logs below `directory`, each for `capacity_tokens` tokens of its part of the KV.
     pub(super) fn open(
         directory: &Path,
-        policy: PolicyKind,
+        policies: (PolicyKind, AdmissionPolicy),
         (capacity_tokens, bytes_per_token): (u64, u64),
         (count, disorder): (u32, Disorder),
     ) -> Result<Self> {
         let rank = |number: u32| {
-            let cache = RealCache::open(directory, policy, capacity_tokens, (bytes_per_token, count))?;
+            let cache = RealCache::open(directory, policies, (capacity_tokens, bytes_per_token), count)?;
             let rng = Rng::new(disorder.seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
             Ok(Rank { cache, rng, disorder, behind: Vec::new() })
         };
@@ -73,7 +74,7 @@ impl Rank {
     }
 
     fn store(&mut self, blocks: &Blocks, from: usize) -> Result<()> {
-        let mut missing: Vec<usize> = (from..blocks.len()).collect();
+        let mut missing: Vec<usize> = (from..self.cache.wanted(blocks, from)).collect();
         for neighbours in missing.chunks_mut(self.disorder.window.max(1)) {
             shuffle(&mut self.rng, neighbours);
         }
@@ -103,6 +104,10 @@ impl ReplayCache for Ranks {
     fn totals(&self) -> Totals {
         let ranks = self.0.len().max(1) as u64;
         let sum = |of: fn(Totals) -> u64| self.0.iter().map(|rank| of(rank.cache.totals())).sum::<u64>() / ranks;
-        Totals { admitted_tokens: sum(|t| t.admitted_tokens), written_tokens: sum(|t| t.written_tokens) }
+        Totals {
+            admitted_tokens: sum(|t| t.admitted_tokens),
+            written_tokens: sum(|t| t.written_tokens),
+            memory_tokens: 0,
+        }
     }
 }

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use forebay::format::crc;
 use forebay::format::layout::{Extent, SlotLayout};
 use forebay::geometry::{DType, Geometry, LayerSpec};
+use forebay::index::AdmissionPolicy;
 use forebay::key::ChunkKey;
-use forebay::log::{Log, LogOptions, Put, PutOutcome, PutSpec};
+use forebay::log::{Candidate, Log, LogOptions, Put, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -46,9 +47,9 @@ impl RealCache {
     /// token.
     pub(super) fn open(
         directory: &Path,
-        policy: PolicyKind,
-        capacity_tokens: u64,
-        (model_bytes_per_token, ranks): (u64, u32),
+        (policy, admission): (PolicyKind, AdmissionPolicy),
+        (capacity_tokens, model_bytes_per_token): (u64, u64),
+        ranks: u32,
     ) -> Result<Self> {
         let pages = MOST_BYTES / capacity_tokens.saturating_mul(u64::from(ranks) * TOKEN_BYTES).max(1);
         let token_bytes = (pages.clamp(1, MOST_PAGES) * TOKEN_BYTES) as u32;
@@ -65,6 +66,7 @@ impl RealCache {
         let mut options = LogOptions::new(dir.path(), Arc::new(geometry));
         options.capacity_bytes = capacity_bytes;
         options.policy = policy.name().to_owned();
+        options.admission = admission;
         options.segment_bytes = Some(segment_bytes(slot_bytes, (capacity_tokens, model_bytes_per_token)));
         options.reclaim_write_budget = 0.1;
         let log = Log::open(options)?;
@@ -135,6 +137,20 @@ impl RealCache {
         self.log.lookup(keys)
     }
 
+    /// The prompt's blocks before `found` were used; up to where the others are to be stored.
+    pub(super) fn wanted(&self, blocks: &Blocks, found: usize) -> usize {
+        self.log.note_used(blocks.keys.get(..found).unwrap_or_default());
+        let parent = |at: usize| at.checked_sub(1).and_then(|p| blocks.keys.get(p)).copied();
+        let candidate = |(at, (key, tokens)): (usize, (&ChunkKey, &u64))| Candidate {
+            key: *key,
+            parent: parent(at).unwrap_or(ChunkKey([0; 32])),
+            tokens: (*tokens).clamp(1, BLOCK_TOKENS) as u32,
+        };
+        let all = blocks.keys.iter().zip(&blocks.tokens).enumerate();
+        let rest: Vec<Candidate> = all.skip(found).map(candidate).collect();
+        found + self.log.admit(&rest)
+    }
+
     /// A slot for block `at`, with its tokens; `None` where it is stored.
     pub(super) fn begin(&self, blocks: &Blocks, at: usize) -> Result<Option<(Put, u64)>> {
         let Some(&key) = blocks.keys.get(at) else { return Ok(None) };
@@ -144,7 +160,7 @@ impl RealCache {
         spec.root = blocks.keys.first().copied();
         Ok(match self.log.begin_put_within(spec, ROOM_PATIENCE)? {
             PutOutcome::Started(put) => Some((put, tokens)),
-            PutOutcome::AlreadyThere => None,
+            PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(_) => None,
         })
     }
 
@@ -170,7 +186,7 @@ impl ReplayCache for RealCache {
         let blocks = Blocks::of(request);
         let found = self.find(blocks.keys());
         let (tx, rx) = crossbeam_channel::unbounded();
-        for at in found..blocks.len() {
+        for at in found..self.wanted(&blocks, found) {
             if let Some((put, tokens)) = self.begin(&blocks, at)? {
                 Self::commit(put, tokens, &tx);
             }
@@ -185,7 +201,7 @@ impl ReplayCache for RealCache {
         // What is moved are this log's small slots, each of which stands for a block; records are as large as they would be.
         let moved_tokens = stats.moved_bytes.saturating_mul(BLOCK_TOKENS) / self.slot_bytes;
         let extra = moved_tokens + stats.journal_bytes_written / self.model_bytes_per_token;
-        Totals { admitted_tokens: self.admitted_tokens, written_tokens: self.admitted_tokens + extra }
+        Totals { admitted_tokens: self.admitted_tokens, written_tokens: self.admitted_tokens + extra, memory_tokens: 0 }
     }
 }
 

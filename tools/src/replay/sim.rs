@@ -115,12 +115,7 @@ impl ReplayCache for SimCache {
         for (segment, block) in found.iter().rev() {
             self.policy.touch(*segment, block);
         }
-        let missing: Vec<_> = request
-            .blocks()
-            .enumerate()
-            .skip(found.len())
-            .map(|(depth, (id, tokens))| Block { id, tokens, depth: depth as u32, hits: 0 })
-            .collect();
+        let missing = request.chain().split_off(found.len());
         for block in missing.into_iter().rev() {
             if let Some((segment, held)) = self.blocks.get(&block.id) {
                 self.policy.touch(*segment, held);
@@ -151,7 +146,7 @@ mod tests {
         assert_eq!(ask(&mut cache, &[1, 2, 3]), 0);
         assert_eq!(ask(&mut cache, &[1, 2, 9]), 1024);
         assert_eq!(ask(&mut cache, &[8, 2, 3]), 0);
-        assert_eq!(cache.totals(), Totals { admitted_tokens: 5 * 512, written_tokens: 5 * 512 });
+        assert_eq!(cache.totals(), Totals { admitted_tokens: 5 * 512, written_tokens: 5 * 512, memory_tokens: 0 });
     }
 
     #[test]

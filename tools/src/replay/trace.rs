@@ -10,6 +10,8 @@ use std::path::Path;
 use forebay::{Error, ErrorKind, Result};
 use serde::Deserialize;
 
+use super::policy::Block;
+
 /// Tokens of one hashed block.
 pub(crate) const BLOCK_TOKENS: u64 = 512;
 /// Longest line that is read, in bytes: a prompt of some fifty million tokens.
@@ -35,6 +37,19 @@ impl Request {
             let start = i as u64 * BLOCK_TOKENS;
             (id, self.input_length.saturating_sub(start).min(BLOCK_TOKENS))
         })
+    }
+
+    /// The same as policies see them.
+    pub(super) fn chain(&self) -> Vec<Block> {
+        let mut parent = 0;
+        let block = |(depth, (id, tokens))| Block {
+            id,
+            tokens,
+            depth: depth as u32,
+            parent: std::mem::replace(&mut parent, id),
+            hits: 0,
+        };
+        self.blocks().enumerate().map(block).collect()
     }
 
     fn validate(&self) -> std::result::Result<(), String> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use forebay::config::{OnOpenFailure, Settings};
+use forebay::config::{Admission, OnOpenFailure, Settings};
 use forebay::device::{HostDevice, HostMemory, HostOptions, PagedKv};
 use forebay::engine::{Backpressure, Engine, LoadRequest, Prompt, Store, StoreRequest};
 use forebay::geometry::{DType, Geometry};
@@ -70,6 +70,8 @@ impl CacheSink {
     /// A cache as `settings` say; it is opened when the first dump is known.
     pub(super) fn new(mut settings: Settings, model: Model, verify: bool) -> Self {
         settings.on_open_failure = OnOpenFailure::Fail;
+        // Who fills a cache by hand wants it filled.
+        (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);
         let (engine, opening, state) = (OnceLock::new(), Mutex::default(), Mutex::default());
         Self { settings, model, verify, engine, opening, state }
     }

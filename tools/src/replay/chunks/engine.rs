@@ -8,12 +8,11 @@ use crate::replay::BLOCK_TOKENS;
 /// The policy, told of chunks in the order of the prompt, as the log tells it.
 pub(super) struct Engine {
     policy: Prefix,
-    before: u64,
 }
 
 impl Engine {
     pub(super) fn new(slots: usize) -> Self {
-        Self { policy: Prefix::new(slots as u64), before: 0 }
+        Self { policy: Prefix::new(slots as u64) }
     }
 }
 
@@ -28,15 +27,13 @@ impl ChunkCache for Engine {
 
     fn touch(&mut self, block: &Block) {
         self.policy.touched(block.id);
-        self.before = block.id;
     }
 
     fn store(&mut self, block: &Block) -> bool {
         let partial = block.tokens < BLOCK_TOKENS;
-        let chunk = ChainChunk { tag: block.id, parent: self.before, depth: block.depth, bytes: 1, partial };
+        let chunk = ChainChunk { tag: block.id, parent: block.parent, depth: block.depth, bytes: 1, partial };
         self.policy.stored(&chunk);
         self.policy.take_doomed(self.policy.doomed_bytes());
-        self.before = block.id;
         true
     }
 }

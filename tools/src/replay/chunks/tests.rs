@@ -1,5 +1,7 @@
 //! Every policy against the rules that hold for all, and each against an example of its own.
 
+use forebay::index::AdmissionPolicy;
+
 use super::*;
 
 const ALL: [PolicyKind; 10] = [
@@ -36,8 +38,17 @@ fn workload() -> Vec<Request> {
 }
 
 fn replay(policy: PolicyKind, slots: usize, requests: &[Request]) -> (u64, Totals, usize) {
+    replay_below(policy, slots, (requests, 0, Offer::Stored, AdmissionPolicy::All))
+}
+
+fn replay_below(
+    policy: PolicyKind,
+    slots: usize,
+    (requests, memory_slots, offer, admission): (&[Request], u64, Offer, AdmissionPolicy),
+) -> (u64, Totals, usize) {
     let next = next_uses(requests);
-    let mut sim = ChunkSim::new(policy, slots as u64 * 512, &next).unwrap();
+    let above = Above { memory_tokens: memory_slots * 512, offer, admission };
+    let mut sim = ChunkSim::new(policy, slots as u64 * 512, &next, above).unwrap();
     let found = requests.iter().map(|r| sim.request(r).unwrap()).sum();
     let held = next.keys().filter(|id| sim.cache.holds(**id)).count();
     (found, sim.totals, held)
@@ -99,4 +110,38 @@ fn a_ghost_brings_a_chunk_of_2q_to_stay() {
     let requests: Vec<Request> = ids.iter().map(|id| request(&[*id])).collect();
     assert_eq!(replay(PolicyKind::TwoQ, 4, &requests).0, 512, "the second time 1 is stored it stays");
     assert_eq!(replay(PolicyKind::Lru, 4, &requests).0, 0);
+}
+
+#[test]
+fn what_the_memory_has_is_not_the_drives_and_is_written_once() {
+    let requests: Vec<Request> = [&[1, 2][..], &[1, 2], &[7, 8], &[1, 2], &[9, 5], &[1, 2]].map(request).to_vec();
+    for offer in [Offer::Stored, Offer::Evicted] {
+        let all = (&requests[..], 2, offer, AdmissionPolicy::All);
+        let (found, totals, _) = replay_below(PolicyKind::Lru, 100, all);
+        assert_eq!((found, totals.memory_tokens), (6 * 512, 2 * 512), "{offer:?}");
+        assert_eq!(totals.admitted_tokens, 6 * 512, "{offer:?}: once each");
+    }
+}
+
+#[test]
+fn second_touch_writes_less_and_finds_what_comes_a_third_time() {
+    let requests: Vec<Request> = [&[1, 2][..], &[3, 4], &[1, 2], &[5, 6], &[1, 2, 7], &[8]].map(request).to_vec();
+    for policy in [PolicyKind::Lru, PolicyKind::Prefix, PolicyKind::Gdsf] {
+        let second = (&requests[..], 0, Offer::Stored, AdmissionPolicy::SecondTouch);
+        let (found, totals, held) = replay_below(policy, 100, second);
+        assert_eq!((found, totals.admitted_tokens, held), (2 * 512, 2 * 512, 2), "{policy:?}");
+    }
+}
+
+#[test]
+fn all_with_a_memory_never_finds_less_than_the_memory_alone() {
+    let requests = workload();
+    for admission in [AdmissionPolicy::All, AdmissionPolicy::SecondTouch, AdmissionPolicy::Adaptive { loss: 0.1 }] {
+        for offer in [Offer::Stored, Offer::Evicted] {
+            let (found, totals, held) = replay_below(PolicyKind::Prefix, 64, (&requests, 50, offer, admission));
+            assert!(held <= 64 && found > totals.memory_tokens, "{admission:?} {offer:?}");
+            let alone = replay(PolicyKind::Lru, 50, &requests).0;
+            assert!(found >= alone, "{admission:?} {offer:?}: {found} of {alone}");
+        }
+    }
 }

@@ -1,0 +1,345 @@
+//! What is stored at all: a decision for each chunk that is offered, from the chunks offered and used before.
+//!
+//! *Second touch* stores a chunk when it is offered again: names of chunks that were refused are remembered. *Adaptive* stores
+//! chunks of kinds that come back, and others when they do: for every kind it learns how many chunks return within the drive's
+//! reach, and refuses the kinds that return least, as many as cost no more than a given share of the hits by its own estimate. The
+//! kind is how many new ends the chain had before, how long its new end is as far as that is known, and whether it fills a chunk.
+//!
+//! Invariants: the state is a function of the calls, in their order: no clock, no I/O, no randomness, no order of a hash table, so
+//! that ranks that are told the same decide the same. What follows a refused chunk is refused: nothing could find it. Memory is
+//! bounded by two generations of names. Names are lost with the process.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+
+use super::reuse::{SPANS, span, start};
+
+/// Names remembered for each chunk that the drive has room for, in each of the two generations.
+const NAMES: u64 = 4;
+/// Fewest and most names of a generation.
+const NAME_BOUNDS: (u64, u64) = (4096, 1 << 19);
+/// Bytes that a name takes, about: the entry and its share of a hash table that is half full.
+pub const NAME_BYTES: u64 = 80;
+/// New ends of a chain that are told apart; more count as so many.
+const ENDS: usize = 3;
+/// Lengths of a new end that are told apart, one for each doubling; longer ones count as the last.
+const LENGTHS: usize = 10;
+const PARTIAL: usize = 0;
+const KINDS: usize = 1 + ENDS * LENGTHS;
+/// Chunks of a kind that what is known of all kinds counts for.
+const PRIOR_CHUNKS: f64 = 50.0;
+/// Share of the chunks that return within the drive's reach before anything has been seen.
+const FIRST_GUESS: f64 = 0.25;
+/// Most new chunks that are told as one group.
+const GROUP: u64 = 256;
+
+/// Which chunks are stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum AdmissionPolicy {
+    /// All.
+    #[default]
+    All,
+    /// Those that are offered for the second time.
+    SecondTouch,
+    /// All but those of kinds that seldom come back.
+    Adaptive {
+        /// Share of the hits that refusing may cost by the policy's estimate (0 to 1).
+        loss: f64,
+    },
+}
+
+/// A chunk that could be stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offered {
+    /// First eight bytes of its key, little endian.
+    pub tag: u64,
+    /// Those of the chunk before it; 0 for the first.
+    pub parent: u64,
+    /// Whether it is the end of a prompt that does not fill a chunk.
+    pub partial: bool,
+    /// Chunks that are offered behind it in the same call: what is known of how long the new end is.
+    pub behind: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Name {
+    /// The group it was told with.
+    group: u64,
+    /// New ends of its chain up to its own.
+    ends: u8,
+    /// Chunks before it in its new end.
+    place: u16,
+    /// It has come back.
+    back: bool,
+    /// It was refused when it was offered last.
+    refused: bool,
+}
+
+/// New chunks of one kind that came together.
+#[derive(Debug)]
+struct Group {
+    kind: usize,
+    born: u64,
+    /// How far its waiting has been counted.
+    told: u64,
+    /// Chunks that have not come back.
+    waiting: u64,
+}
+
+/// What is known of chunks of a kind.
+#[derive(Clone, Debug)]
+struct Seen {
+    /// Chunks that came back for the first time, by age, and the chunk-time that passed without.
+    returns: [f64; SPANS],
+    waited: [f64; SPANS],
+    offered: f64,
+    refused: bool,
+}
+
+/// The state of an admission policy, of one cache.
+#[derive(Debug)]
+pub struct Admission {
+    policy: AdmissionPolicy,
+    /// Chunks that the cache has room for.
+    room: u64,
+    /// New chunks so far.
+    clock: u64,
+    learned: u64,
+    /// The younger generation first.
+    names: [HashMap<u64, Name>; 2],
+    groups: VecDeque<Group>,
+    first_group: u64,
+    kinds: Vec<Seen>,
+    /// Chunks that came back, any time.
+    hits: f64,
+    last: u64,
+}
+
+impl Admission {
+    /// For a cache with room for `room` chunks.
+    #[must_use]
+    pub fn new(policy: AdmissionPolicy, room: u64) -> Self {
+        let nothing = Seen { returns: [0.0; SPANS], waited: [0.0; SPANS], offered: 0.0, refused: false };
+        Self {
+            policy,
+            room: room.max(1),
+            clock: 0,
+            learned: 0,
+            names: [HashMap::new(), HashMap::new()],
+            groups: VecDeque::new(),
+            first_group: 0,
+            kinds: vec![nothing; KINDS],
+            hits: 0.0,
+            last: 0,
+        }
+    }
+
+    /// Names that are remembered; each takes about [`NAME_BYTES`].
+    #[must_use]
+    pub fn names(&self) -> u64 {
+        self.names.iter().map(|n| n.len() as u64).sum()
+    }
+
+    /// A chunk that is stored was of use.
+    pub fn used(&mut self, tag: u64) {
+        if self.policy != AdmissionPolicy::All
+            && let Some(name) = self.name(tag)
+        {
+            self.returned(tag, name);
+        }
+    }
+
+    /// Whether to store a chunk that is not there. Those of a prompt are offered in its order, each once for a prompt.
+    pub fn offer(&mut self, chunk: &Offered) -> bool {
+        if self.policy == AdmissionPolicy::All {
+            return true;
+        }
+        let parent = self.name(chunk.parent).filter(|_| chunk.parent != 0);
+        let orphan = parent.is_some_and(|p| p.refused);
+        if let Some(mut name) = self.name(chunk.tag) {
+            name.refused = orphan;
+            self.returned(chunk.tag, name);
+            return !orphan;
+        }
+        self.clock += 1;
+        let (ends, place) = match parent {
+            None => (0, 0),
+            Some(p) if self.last == chunk.parent && !p.back => (p.ends, p.place.saturating_add(1)),
+            Some(p) => (p.ends.saturating_add(1), 0),
+        };
+        self.last = chunk.tag;
+        let length = u32::from(place).saturating_add(chunk.behind).saturating_add(1);
+        let kind = kind(ends, length, chunk.partial);
+        let refused = orphan
+            || match self.policy {
+                AdmissionPolicy::SecondTouch => true,
+                _ => self.kinds.get(kind).is_some_and(|k| k.refused),
+            };
+        let group = self.join(kind, place);
+        self.remember(chunk.tag, Name { group, ends, place, back: false, refused });
+        if self.clock - self.learned >= (self.room / 16).max(64) {
+            self.learn();
+        }
+        !refused
+    }
+
+    fn name(&self, tag: u64) -> Option<Name> {
+        self.names.iter().find_map(|generation| generation.get(&tag)).copied()
+    }
+
+    fn remember(&mut self, tag: u64, name: Name) {
+        let [young, old] = &mut self.names;
+        old.remove(&tag);
+        young.insert(tag, name);
+        if young.len() as u64 >= (self.room * NAMES).clamp(NAME_BOUNDS.0, NAME_BOUNDS.1) {
+            std::mem::swap(young, old);
+            young.clear();
+        }
+    }
+
+    /// The group of a new chunk.
+    fn join(&mut self, kind: usize, place: u16) -> u64 {
+        let adaptive = matches!(self.policy, AdmissionPolicy::Adaptive { .. });
+        if adaptive && let Some(seen) = self.kinds.get_mut(kind) {
+            seen.offered += 1.0;
+            let now = self.clock;
+            let near = |g: &&mut Group| g.kind == kind && place > 0 && now - g.born < GROUP;
+            match self.groups.back_mut().filter(near) {
+                Some(group) => group.waiting += 1,
+                None => self.groups.push_back(Group { kind, born: now, told: now, waiting: 1 }),
+            }
+        }
+        (self.first_group + self.groups.len() as u64).saturating_sub(1)
+    }
+
+    fn returned(&mut self, tag: u64, mut name: Name) {
+        self.hits += 1.0;
+        if !name.back {
+            name.back = true;
+            let at = name.group.checked_sub(self.first_group).and_then(|at| usize::try_from(at).ok());
+            if let Some(group) = at.and_then(|at| self.groups.get_mut(at))
+                && let Some(seen) = self.kinds.get_mut(group.kind)
+            {
+                let (from, age) = (group.told - group.born, self.clock - group.born);
+                group.waiting = group.waiting.saturating_sub(1);
+                if let Some(returns) = seen.returns.get_mut(span(age)) {
+                    *returns += 1.0;
+                }
+                seen.waited(from, age, 1);
+            }
+        }
+        self.remember(tag, name);
+    }
+
+    fn learn(&mut self) {
+        let fading = (-((self.clock - self.learned) as f64) / (8.0 * self.room as f64)).exp();
+        self.learned = self.clock;
+        let AdmissionPolicy::Adaptive { loss } = self.policy else { return };
+        for group in self.groups.iter_mut().filter(|g| g.waiting > 0) {
+            if let Some(seen) = self.kinds.get_mut(group.kind) {
+                seen.waited(group.told - group.born, self.clock - group.born, group.waiting);
+            }
+            group.told = self.clock;
+        }
+        let horizon = (2 * self.room).min(NAME_BOUNDS.1);
+        while self.groups.front().is_some_and(|g| self.clock - g.born > horizon) {
+            self.groups.pop_front();
+            self.first_group += 1;
+        }
+        self.refuse(loss * self.hits);
+        for seen in &mut self.kinds {
+            seen.returns.iter_mut().chain(&mut seen.waited).for_each(|sum| *sum *= fading);
+            seen.offered *= fading;
+        }
+        self.hits *= fading;
+    }
+
+    /// Refuses the kinds that return least, while what they are expected to return fits `most`: a length only together with the
+    /// longer ones, because a new end that is offered in pieces grows while it is offered, and what is behind could not be found.
+    fn refuse(&mut self, mut most: f64) {
+        let rates = self.rates_of_all();
+        let expect = |seen: &Seen| (seen.share_returning(&rates, self.room) * seen.offered, seen.offered);
+        let expected: Vec<(f64, f64)> = self.kinds.iter().map(expect).collect();
+        self.kinds.iter_mut().for_each(|seen| seen.refused = false);
+        // Of each row the lengths that are not refused yet: a partial end is a row of its own.
+        let mut rows: [Range<usize>; ENDS + 1] = std::array::from_fn(|row| match row {
+            0 => PARTIAL..PARTIAL + 1,
+            ends => 1 + (ends - 1) * LENGTHS..1 + ends * LENGTHS,
+        });
+        loop {
+            let worst = rows.iter().enumerate().filter_map(|(row, kinds)| {
+                let (share, from, returns) = least_returning(&expected, kinds)?;
+                Some((share, row, from, returns))
+            });
+            let Some((_, row, from, returns)) = worst.min_by(|a, b| a.0.total_cmp(&b.0)) else { return };
+            most -= returns;
+            let Some(kinds) = rows.get_mut(row).filter(|_| most >= 0.0) else { return };
+            self.kinds.iter_mut().take(kinds.end).skip(from).for_each(|seen| seen.refused = true);
+            kinds.end = from;
+        }
+    }
+
+    /// First returns for each chunk and time, of all kinds together, by age.
+    fn rates_of_all(&self) -> [f64; SPANS] {
+        let guess = FIRST_GUESS / self.room as f64;
+        let mut rates = [0.0; SPANS];
+        for (at, rate) in rates.iter_mut().enumerate() {
+            let sum =
+                |of: fn(&Seen) -> &[f64; SPANS]| -> f64 { self.kinds.iter().filter_map(|seen| of(seen).get(at)).sum() };
+            let prior = PRIOR_CHUNKS * (start(at + 1) - start(at)).max(1) as f64;
+            *rate = (sum(|s| &s.returns) + guess * prior) / (sum(|s| &s.waited) + prior);
+        }
+        rates
+    }
+}
+
+impl Seen {
+    /// So many chunks grew older without a return.
+    fn waited(&mut self, from_age: u64, to_age: u64, chunks: u64) {
+        if from_age >= to_age {
+            return;
+        }
+        for (at, sum) in self.waited.iter_mut().enumerate().take(span(to_age) + 1).skip(span(from_age)) {
+            let end = if at + 1 == SPANS { u64::MAX } else { start(at + 1) };
+            *sum += end.min(to_age).saturating_sub(start(at).max(from_age)) as f64 * chunks as f64;
+        }
+    }
+
+    /// The share of new chunks that return by the age of `reach`; `rates` are those of all kinds.
+    fn share_returning(&self, rates: &[f64; SPANS], reach: u64) -> f64 {
+        let mut hazard = 0.0;
+        for (at, ((returns, waited), rate)) in self.returns.iter().zip(&self.waited).zip(rates).enumerate() {
+            let end = if at + 1 == SPANS { reach } else { start(at + 1).min(reach) };
+            let width = end.saturating_sub(start(at)) as f64;
+            let prior = PRIOR_CHUNKS * width.max(1.0);
+            hazard += (returns + rate * prior) / (waited + prior) * width;
+        }
+        -(-hazard).exp_m1()
+    }
+}
+
+/// Of a row's kinds those from where on the share that returns is least: the share, the first of them, and their returns.
+fn least_returning(expected: &[(f64, f64)], kinds: &Range<usize>) -> Option<(f64, usize, f64)> {
+    let (mut returns, mut offered) = (0.0, 0.0);
+    let mut best: Option<(f64, usize, f64)> = None;
+    for (from, of) in expected.iter().enumerate().take(kinds.end).skip(kinds.start).rev() {
+        (returns, offered) = (returns + of.0, offered + of.1);
+        let share = if offered > 0.0 { returns / offered } else { continue };
+        if best.is_none_or(|b| share < b.0) {
+            best = Some((share, from, returns));
+        }
+    }
+    best
+}
+
+fn kind(ends: u8, length: u32, partial: bool) -> usize {
+    if partial {
+        return PARTIAL;
+    }
+    let doublings = length.max(1).ilog2() as usize;
+    1 + usize::from(ends.saturating_sub(1)).min(ENDS - 1) * LENGTHS + doublings.min(LENGTHS - 1)
+}
+
+#[cfg(test)]
+#[path = "admission_tests.rs"]
+mod tests;

@@ -1,0 +1,133 @@
+//! Admission, told by hand.
+
+use super::*;
+
+const ADAPTIVE: AdmissionPolicy = AdmissionPolicy::Adaptive { loss: 0.05 };
+
+fn chunk(chain: u64, depth: u64) -> Offered {
+    let tag = |depth| (chain << 16) + depth + 1;
+    Offered { tag: tag(depth), parent: if depth == 0 { 0 } else { tag(depth - 1) }, partial: false, behind: 0 }
+}
+
+/// Offers chunks of one prompt; how many are stored.
+fn offer(admission: &mut Admission, chain: u64, depths: std::ops::Range<u64>) -> usize {
+    let end = depths.end;
+    depths.filter(|&at| admission.offer(&Offered { behind: (end - at - 1) as u32, ..chunk(chain, at) })).count()
+}
+
+#[test]
+fn all_stores_everything_and_remembers_nothing() {
+    let mut all = Admission::new(AdmissionPolicy::All, 100);
+    assert_eq!((offer(&mut all, 1, 0..10), all.names()), (10, 0));
+    all.used(chunk(1, 0).tag);
+    assert_eq!(all.names(), 0);
+}
+
+#[test]
+fn second_touch_stores_what_is_offered_again() {
+    let mut second = Admission::new(AdmissionPolicy::SecondTouch, 100);
+    assert_eq!(offer(&mut second, 1, 0..4), 0);
+    assert_eq!(offer(&mut second, 1, 0..6), 4, "what is new behind it waits for its own second time");
+    assert_eq!(offer(&mut second, 1, 4..6), 2);
+    assert_eq!(second.names(), 6);
+}
+
+#[test]
+fn what_follows_a_refused_chunk_is_refused_though_its_name_is_known() {
+    let mut second = Admission::new(AdmissionPolicy::SecondTouch, 100);
+    assert!(!second.offer(&chunk(1, 1)), "its own parent is not known");
+    assert!(!second.offer(&chunk(1, 0)));
+    assert!(!second.offer(&chunk(1, 1)), "the first time that its parent is refused before it");
+    assert!(second.offer(&chunk(1, 0)) && second.offer(&chunk(1, 1)));
+}
+
+#[test]
+fn names_are_forgotten_by_generations_and_bounded() {
+    let mut second = Admission::new(AdmissionPolicy::SecondTouch, 1);
+    for chain in 0..50_000 {
+        offer(&mut second, chain, 0..1);
+        assert!(second.names() <= 2 * NAME_BOUNDS.0);
+    }
+    assert_eq!(offer(&mut second, 0, 0..1), 0, "forgotten");
+    assert_eq!(offer(&mut second, 49_999, 0..1), 1);
+    let mut adaptive = Admission::new(ADAPTIVE, 100);
+    for chain in 0..50_000 {
+        offer(&mut adaptive, chain, 0..1);
+        assert!(adaptive.groups.len() as u64 <= 2 * 100 + 64 + 1, "{}", adaptive.groups.len());
+    }
+}
+
+/// Prompts of 40 chunks that never come back, and of 3 that all do.
+fn mixed(admission: &mut Admission, rounds: u64) -> [usize; 3] {
+    let mut stored = [0; 3];
+    for round in 0..rounds {
+        stored[0] += offer(admission, 1_000_000 + round, 0..40);
+        stored[1] += offer(admission, round, 0..3);
+        if round >= 4 {
+            (0..3).for_each(|depth| admission.used(chunk(round - 4, depth).tag));
+        }
+        let partial = Offered { partial: true, ..chunk(2_000_000 + round, 3) };
+        stored[2] += usize::from(admission.offer(&partial));
+    }
+    stored
+}
+
+#[test]
+fn adaptive_learns_which_kinds_come_back() {
+    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    let [_, short, _] = mixed(&mut adaptive, 500);
+    assert_eq!(short, 1500, "what comes back is stored from the first time on");
+    let [long, short, partial] = mixed(&mut Admission { names: Default::default(), ..adaptive }, 500);
+    assert_eq!(short, 1500);
+    assert_eq!(long, 0);
+    assert_eq!(partial, 0);
+}
+
+#[test]
+fn adaptive_stores_everything_until_it_has_seen_something() {
+    let mut adaptive = Admission::new(ADAPTIVE, 100_000);
+    assert_eq!(offer(&mut adaptive, 1, 0..500), 500);
+    let mut careful = Admission::new(AdmissionPolicy::Adaptive { loss: 0.0 }, 1000);
+    let [long, short, partial] = mixed(&mut careful, 500);
+    assert_eq!((long, short, partial), (20_000, 1500, 500), "no loss allowed, nothing is certain");
+}
+
+#[test]
+fn an_end_that_is_offered_in_pieces_is_refused_from_where_it_is_too_long() {
+    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    mixed(&mut adaptive, 500);
+    let pieces = [0..4, 4..8, 8..40].map(|piece| offer(&mut adaptive, 50_000_000, piece));
+    assert_eq!(pieces, [4, 4, 0], "nothing of a middling length has been seen");
+    assert_eq!(offer(&mut adaptive, 60_000_000, 0..3), 3);
+}
+
+#[test]
+fn a_kind_that_returns_again_is_stored_again() {
+    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    mixed(&mut adaptive, 500);
+    let base = 10_000_000;
+    let mut stored = 0;
+    for round in 0..4000 {
+        stored = offer(&mut adaptive, base + round, 0..40);
+        if round >= 2 {
+            offer(&mut adaptive, base + round - 2, 0..40);
+        }
+    }
+    assert_eq!(stored, 40);
+}
+
+#[test]
+fn the_same_calls_decide_the_same() {
+    let (mut a, mut b) = (Admission::new(ADAPTIVE, 300), Admission::new(ADAPTIVE, 300));
+    assert_eq!(mixed(&mut a, 700), mixed(&mut b, 700));
+    assert_eq!(format!("{:?}", a.kinds), format!("{:?}", b.kinds));
+}
+
+#[test]
+fn lengths_and_ends_have_kinds_of_their_own() {
+    assert_eq!(kind(5, 7, true), PARTIAL);
+    let all = (0..5).flat_map(|ends| (1..2000).map(move |length| kind(ends, length, false)));
+    assert!(all.clone().all(|k| (1..KINDS).contains(&k)));
+    assert_eq!(all.collect::<std::collections::HashSet<_>>().len(), KINDS - 1);
+    assert_eq!(kind(0, 1, false), kind(1, 1, false), "a first chunk that all share, and what first comes behind it");
+}

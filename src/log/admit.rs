@@ -1,0 +1,85 @@
+//! Which of the chunks that a prompt brings are stored at all: the policy's state, and who tells it what.
+//!
+//! One state for all drives of the log. It is told by callers, in the order of their calls, never by what I/O does, so that
+//! tensor-parallel ranks decide alike. With the policy that stores everything nothing is locked and nothing remembered.
+
+use parking_lot::Mutex;
+
+use super::Log;
+use super::options::LogOptions;
+use crate::format::layout::SlotLayout;
+use crate::index::{Admission, AdmissionPolicy, Offered};
+use crate::key::ChunkKey;
+
+/// A chunk that could be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// Its key.
+    pub key: ChunkKey,
+    /// The key of the chunk before it; zero for the first.
+    pub parent: ChunkKey,
+    /// Tokens of it.
+    pub tokens: u32,
+}
+
+/// The policy's state; `None` where everything is stored.
+#[derive(Debug, Default)]
+pub(super) struct Admit(Option<Mutex<Admission>>);
+
+impl Admit {
+    pub(super) fn new(options: &LogOptions) -> Self {
+        if options.admission == AdmissionPolicy::All {
+            return Self(None);
+        }
+        let capacity: u64 = (0..options.dirs.len())
+            .map(|drive| options.drive(drive).capacity_bytes.unwrap_or(options.capacity_bytes))
+            .fold(0, u64::saturating_add);
+        let slot = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens).slot_bytes.max(1);
+        Self(Some(Mutex::new(Admission::new(options.admission, capacity / slot))))
+    }
+
+    pub(super) fn names(&self) -> u64 {
+        self.0.as_ref().map_or(0, |state| state.lock().names())
+    }
+}
+
+impl Log {
+    /// How many of the chunks that a prompt could store, from the first on, are to be stored: the others are of no use behind one
+    /// that is not. They are in the prompt's order, and each is offered once for a prompt. Those that are not to be stored are
+    /// counted. [`begin_put`](Self::begin_put) does not ask: what must be stored is stored.
+    pub fn admit(&self, run: &[Candidate]) -> usize {
+        let Some(state) = &self.ctx.admit.0 else { return run.len() };
+        let full = self.ctx.options.geometry.chunk_tokens;
+        let mut state = state.lock();
+        let mut admitted = None;
+        for (at, chunk) in run.iter().enumerate() {
+            let (tag, parent) = (tag(&chunk.key), tag(&chunk.parent));
+            let behind = u32::try_from(run.len() - at - 1).unwrap_or(u32::MAX);
+            let offered = Offered { tag, parent, partial: chunk.tokens < full, behind };
+            if !state.offer(&offered) && admitted.is_none() {
+                admitted = Some(at);
+            }
+        }
+        drop(state);
+        let admitted = admitted.unwrap_or(run.len());
+        let refused = run.get(admitted..).unwrap_or_default();
+        let geometry = &self.ctx.options.geometry;
+        let bytes: u64 = refused.iter().map(|c| geometry.chunk_bytes(c.tokens as usize) as u64).sum();
+        self.ctx.counters.policy_refused_bytes.add(bytes);
+        self.ctx.sheds.policy.add(refused.len() as u64);
+        admitted
+    }
+
+    /// Chunks that are stored were of use to a prompt.
+    pub fn note_used(&self, keys: &[ChunkKey]) {
+        if let Some(state) = &self.ctx.admit.0 {
+            let mut state = state.lock();
+            keys.iter().for_each(|key| state.used(tag(key)));
+        }
+    }
+}
+
+fn tag(key: &ChunkKey) -> u64 {
+    let [a, b, c, d, e, f, g, h, ..] = key.0;
+    u64::from_le_bytes([a, b, c, d, e, f, g, h])
+}

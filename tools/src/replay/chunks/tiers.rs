@@ -1,0 +1,135 @@
+//! What lies above a simulated drive and before it: a tier in memory, and the policy that says what the drive stores at all.
+//!
+//! The memory holds what prompts used last. What it has is not asked of the drive. The policy is the engine's own, told in the order of the
+//! prompt: chunks that are loaded from the drive are used, those behind what the drive has are offered, in memory or not, as the
+//! connector does. With [`Offer::Evicted`] what was wanted then is written when the memory gives it up.
+
+use std::collections::HashMap;
+
+use clap::ValueEnum;
+use forebay::index::{Admission, AdmissionPolicy, Offered};
+
+use super::Block;
+use super::queue::Queue;
+use crate::replay::BLOCK_TOKENS;
+
+/// When a chunk is offered to the drive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Offer {
+    /// When it has been computed.
+    Stored,
+    /// When the memory above gives it up.
+    Evicted,
+}
+
+impl Offer {
+    pub(in crate::replay) fn name(self) -> &'static str {
+        match self {
+            Self::Stored => "stored",
+            Self::Evicted => "evicted",
+        }
+    }
+}
+
+/// What is between prompts and drive.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::replay) struct Above {
+    /// Tokens of the memory; 0 for none.
+    pub(in crate::replay) memory_tokens: u64,
+    pub(in crate::replay) offer: Offer,
+    pub(in crate::replay) admission: AdmissionPolicy,
+}
+
+/// Least recently used chunks.
+#[derive(Debug, Default)]
+pub(super) struct Memory {
+    slots: usize,
+    order: Queue,
+    blocks: HashMap<u64, Block>,
+}
+
+impl Memory {
+    pub(super) fn new(tokens: u64) -> Self {
+        Self { slots: usize::try_from(tokens / BLOCK_TOKENS).unwrap_or(usize::MAX), ..Self::default() }
+    }
+
+    pub(super) fn holds(&self, id: u64) -> bool {
+        self.order.contains(id)
+    }
+
+    /// A prompt used its chunks, the head last; what had to go, heads first.
+    pub(super) fn used(&mut self, prompt: &[Block]) -> Vec<Block> {
+        for block in prompt.iter().rev() {
+            self.order.push(block.id);
+            self.blocks.insert(block.id, *block);
+        }
+        let mut gone = Vec::new();
+        while self.order.len() > self.slots {
+            let id = self.order.pop();
+            gone.extend(id.and_then(|id| self.blocks.remove(&id)));
+        }
+        gone.sort_by_key(|b| (b.depth, b.id));
+        gone
+    }
+}
+
+/// The policy before the drive.
+#[derive(Debug)]
+pub(super) struct Gate(Admission);
+
+impl Gate {
+    pub(super) fn new(admission: AdmissionPolicy, slots: usize) -> Self {
+        Self(Admission::new(admission, slots as u64))
+    }
+
+    /// Which chunks of a prompt the drive may have, where its first `there` are on it, and those of them that `loaded` says are
+    /// loaded.
+    pub(super) fn decide(&mut self, prompt: &[Block], there: usize, loaded: impl Fn(usize) -> bool) -> Vec<bool> {
+        let mut goes_on = true;
+        let mut decide = |(at, block): (usize, &Block)| {
+            // Zero is no chunk for the policy, but one of the trace.
+            let tag = block.id.wrapping_add(1);
+            if at < there {
+                if loaded(at) {
+                    self.0.used(tag);
+                }
+                return true;
+            }
+            let parent = if block.depth == 0 { 0 } else { block.parent.wrapping_add(1) };
+            let behind = (prompt.len() - at - 1) as u32;
+            goes_on &= self.0.offer(&Offered { tag, parent, partial: block.tokens < BLOCK_TOKENS, behind });
+            goes_on
+        };
+        prompt.iter().enumerate().map(&mut decide).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prompt(ids: &[u64]) -> Vec<Block> {
+        let parent = |at: usize| at.checked_sub(1).and_then(|p| ids.get(p)).copied().unwrap_or(0);
+        let block = |(at, &id)| Block { id, tokens: BLOCK_TOKENS, depth: at as u32, parent: parent(at), hits: 0 };
+        ids.iter().enumerate().map(block).collect()
+    }
+
+    #[test]
+    fn the_memory_keeps_what_was_used_last_and_heads_longest() {
+        let mut memory = Memory::new(4 * BLOCK_TOKENS);
+        assert!(memory.used(&prompt(&[1, 2, 3])).is_empty());
+        let gone: Vec<u64> = memory.used(&prompt(&[1, 7, 8])).iter().map(|b| b.id).collect();
+        assert_eq!(gone, [3]);
+        assert!([1, 2, 7, 8].into_iter().all(|id| memory.holds(id)));
+        let none = Memory::new(0).used(&prompt(&[1, 2]));
+        assert_eq!(none.iter().map(|b| b.id).collect::<Vec<_>>(), [1, 2], "no memory gives up at once");
+    }
+
+    #[test]
+    fn what_follows_a_refused_chunk_is_refused_though_it_comes_again() {
+        let mut gate = Gate::new(AdmissionPolicy::SecondTouch, 100);
+        assert_eq!(gate.decide(&prompt(&[0, 1]), 0, |_| false), [false, false]);
+        assert_eq!(gate.decide(&prompt(&[0, 9, 1]), 0, |_| false), [true, false, false]);
+        assert_eq!(gate.decide(&prompt(&[0, 1, 2]), 1, |_| true), [true, true, false]);
+    }
+}
