@@ -35,6 +35,8 @@ const BATCH_SHARE: u64 = 32;
 const PASSED_OVER: u64 = 4;
 /// Segments above the wished number at which no chunks are given up before some have been emptied.
 const TOO_MANY: u64 = 6;
+/// Of the capacity, the part that overwritten and removed versions may take: one of so many.
+const GARBAGE_SHARE: u64 = 8;
 /// Older versions count wherever they lie: the segment stays.
 const NO_SEGMENT: u32 = u32::MAX;
 
@@ -54,7 +56,7 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     }
     let doomed = own.state().map_or(0, |s| s.chain.as_ref().map_or(0, |c| c.doomed_bytes()));
     // Overwritten and removed versions go before chunks that the policy would keep.
-    if doomed == 0 && has_garbage(&own) && reclaim::reclaim_one(volume) {
+    if doomed == 0 && has_garbage(&own, capacity) && reclaim::reclaim_one(volume) {
         return true;
     }
     // All that has been given up already at once, within bounds, because each time costs flushes.
@@ -91,17 +93,21 @@ fn tidy(volume: &Volume, own: &Lane, most: u64) {
     }
 }
 
-/// Whether a segment's worth of space is taken by what nobody can find any more.
-fn has_garbage(own: &Lane) -> bool {
+/// Whether much space is taken by what nobody can find any more. The ends of segments, which `trim` gives back, do not count; those
+/// of segments that were there at the start are not known, and are part of what is not yet much.
+fn has_garbage(own: &Lane, capacity: u64) -> bool {
     let (Some(shared), Ok(allocated), Ok(state)) = (own.shared(), own.data.allocated_bytes(), own.state()) else {
         return false;
     };
     let taken = (0u32..).zip(&state.segments).filter(|(_, s)| s.phase != Phase::Absent);
     let wanted = taken.map(|(number, s)| match s.phase {
-        Phase::Sealed => shared.segment(number).map_or(0, |view| view.live_bytes),
+        Phase::Sealed => {
+            let end = if s.next_page == 0 { 0 } else { u64::from(state.segment_pages - s.next_page) };
+            shared.segment(number).map_or(0, |view| view.live_bytes) + end * PAGE_BYTES as u64
+        }
         _ => own.segment_bytes(),
     });
-    allocated.saturating_sub(wanted.sum()) >= own.segment_bytes()
+    allocated.saturating_sub(wanted.sum()) >= own.segment_bytes().max(capacity / GARBAGE_SHARE)
 }
 
 /// Whether a sealed segment holds nothing any more.
