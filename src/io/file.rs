@@ -359,11 +359,9 @@ impl DirectFile {
         };
         // SAFETY: a system call without pointers on a descriptor that we own; nobody uses the position that it moves.
         let found = unsafe { libc::lseek(self.as_raw_fd(), at, whence) };
-        if let Ok(found) = u64::try_from(found) {
-            return Ok(Some(found));
-        }
         let error = std::io::Error::last_os_error();
         match error.raw_os_error() {
+            _ if found >= 0 => Ok(Some(found as u64)),
             Some(libc::ENXIO) => Ok(None),
             Some(libc::EINVAL | libc::EOPNOTSUPP) if whence == libc::SEEK_DATA => Ok(Some(offset)),
             Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(Some(u64::MAX)),
