@@ -2,7 +2,7 @@
 //!
 //! Of every file it keeps the durable content and, in order, what was done since the last flush of that file. An image takes
 //! the durable content and any part of the rest: whole operations may be missing, writes may be torn at 512 bytes. Names are
-//! durable when made; of the removed ones the last may come back until something is flushed.
+//! durable when made; of the removed ones the last may come back until something is flushed or made.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -356,6 +356,8 @@ impl Disk for Mounted {
                 files.inodes.push(Arc::default());
                 let inode = files.inodes.len() - 1;
                 files.names.insert(name.clone(), inode);
+                // Names that were removed before it stay removed: file systems keep the order.
+                files.removed.clear();
                 (inode, true)
             }
             None => return Err(not_found(path)),
