@@ -294,6 +294,9 @@ impl Inner {
         spec.already_there = log.lookup(&keys);
         let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
         let mut candidates = Vec::new();
+        let is_mapped = |c: &&Wanted| request.slots.maps(c.tokens.start);
+        let mut brought: Vec<Candidate> =
+            chunks.iter().take(spec.already_there).filter(is_mapped).map(|c| candidate(request, c)).collect();
         let first = chunks.get(spec.already_there);
         let run = (first.map(|c| c.key), first.and_then(|c| log.near(&request.prompt.parent_of(c.index))));
         for chunk in chunks.iter().skip(spec.already_there) {
@@ -312,7 +315,7 @@ impl Inner {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
             let put = PutSpec { root: run.0, near: run.1, ..self.put_spec(log, request, chunk) };
-            candidates.push(Candidate { key: put.key, parent: put.parent, tokens });
+            candidates.push(candidate(request, chunk));
             let log = Arc::clone(log);
             spec.chunks.push(StoreChunk {
                 layout,
@@ -323,6 +326,8 @@ impl Inner {
             });
         }
         let admitted = log.admit(&candidates);
+        brought.extend_from_slice(candidates.get(..admitted).unwrap_or_default());
+        log.note_brought(&brought);
         spec.chunks.truncate(admitted);
         if admitted < candidates.len() {
             spec.shed.push((ShedCause::Policy, candidates.len() - admitted));
@@ -343,6 +348,15 @@ impl Inner {
             token_ids: prompt.tokens().get(chunk.tokens.clone()).map(<[u32]>::to_vec),
             ..PutSpec::chunk(chunk.key, prompt.parent_of(chunk.index), chunk.tokens.len() as u32, chunk.index as u32)
         }
+    }
+}
+
+fn candidate(request: &StoreRequest, chunk: &Wanted) -> Candidate {
+    Candidate {
+        key: chunk.key,
+        parent: request.prompt.parent_of(chunk.index),
+        tokens: chunk.tokens.len() as u32,
+        depth: chunk.index as u32,
     }
 }
 

@@ -16,6 +16,11 @@ pub struct SlotMapping {
 }
 
 impl SlotMapping {
+    /// Whether token `at` lies somewhere.
+    pub(super) fn maps(&self, at: usize) -> bool {
+        self.groups.iter().any(|group| group.get(at).is_some_and(|slot| *slot >= 0))
+    }
+
     /// One mapping for all layers: the slot of each token from the start of the prompt, -1 to skip it.
     #[must_use]
     pub fn new(slots: impl Into<Arc<[i64]>>) -> Self {

@@ -3,12 +3,15 @@
 //! One state for all drives of the log. It is told by callers, in the order of their calls, never by what I/O does, so that
 //! tensor-parallel ranks decide alike. With the policy that stores everything nothing is locked and nothing remembered.
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 
-use super::Log;
+use super::lane::Lane;
 use super::options::LogOptions;
+use super::{Log, chain};
 use crate::format::layout::SlotLayout;
-use crate::index::{Admission, AdmissionPolicy, Offered};
+use crate::index::{Admission, AdmissionPolicy, ChainChunk, Offered};
 use crate::key::ChunkKey;
 
 /// A chunk that could be stored.
@@ -20,6 +23,8 @@ pub struct Candidate {
     pub parent: ChunkKey,
     /// Tokens of it.
     pub tokens: u32,
+    /// Chunks before it in its prompt.
+    pub depth: u32,
 }
 
 /// The policy's state; `None` where everything is stored.
@@ -70,11 +75,45 @@ impl Log {
         admitted
     }
 
+    /// What a prompt stores, in its order: chunks that are there already among them, those that are not to be stored not. The policy for
+    /// chains hears of them here, in the order of the calls, and not when their slots are opened, which is up to I/O. With several
+    /// drives it hears of them then.
+    pub fn note_brought(&self, run: &[Candidate]) {
+        if let Some(lane) = self.only_lane() {
+            let slot_bytes = |c: &Candidate| match c.tokens == self.ctx.options.geometry.chunk_tokens {
+                true => self.full_layout.slot_bytes,
+                false => self.chunk_layout(c.tokens).slot_bytes,
+            };
+            let full = self.ctx.options.geometry.chunk_tokens;
+            let chunks = run.iter().map(|c| ChainChunk {
+                tag: tag(&c.key),
+                parent: tag(&c.parent),
+                depth: c.depth,
+                bytes: slot_bytes(c),
+                partial: c.tokens < full,
+            });
+            chain::note_brought(&lane, chunks);
+        }
+    }
+
     /// Chunks that are stored were of use to a prompt.
     pub fn note_used(&self, keys: &[ChunkKey]) {
+        if let Some(lane) = self.only_lane() {
+            chain::note_used(&lane, keys.iter().map(tag));
+        }
         if let Some(state) = &self.ctx.admit.0 {
             let mut state = state.lock();
             keys.iter().for_each(|key| state.used(tag(key)));
+        }
+    }
+}
+
+impl Log {
+    /// The own lane of the only drive.
+    fn only_lane(&self) -> Option<Arc<Lane>> {
+        match self.volumes.as_slice() {
+            [only] => only.own(),
+            _ => None,
         }
     }
 }

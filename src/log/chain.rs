@@ -1,8 +1,10 @@
 //! What the policy for chains is told, and when: every use and every put, in the order in which they are asked for.
 //!
-//! Lookups, of whatever process, are read from the touch ring before each put is told, on the thread that begins the put: so the
-//! policy's state depends on the order of lookups and puts, and not on when I/O ends or a thread wakes. Ranks that look up and
-//! store the same give up the same. Objects are not told: they go with their segments.
+//! An engine with one drive says what prompts use and bring, in the order of its calls ([`note_used`], [`note_brought`]): so
+//! the policy's state depends on nothing else, neither on when I/O ends or a thread wakes nor on what else a rank happens to hold.
+//! Ranks that are told the same give up the same. Where nobody says it, lookups are taken for uses, of whatever process: they are
+//! read from the touch ring before each put is told, on the thread that begins the put. Objects are not told: they go with their
+//! segments.
 
 use super::lane::Lane;
 use super::sizes;
@@ -96,6 +98,9 @@ pub(super) fn note_put(lane: &Lane, spec: &PutSpec, bytes: u64) {
         return;
     }
     drain_touches(lane, &mut state);
+    if state.told && state.chain.as_ref().is_some_and(|chain| chain.holds(tag_of(&spec.key))) {
+        return;
+    }
     let chunk = ChainChunk {
         tag: tag_of(&spec.key),
         parent: tag_of(&spec.parent),
@@ -105,6 +110,26 @@ pub(super) fn note_put(lane: &Lane, spec: &PutSpec, bytes: u64) {
     };
     if let Some(chain) = &mut state.chain {
         chain.stored(&chunk);
+    }
+}
+
+/// A prompt brings these chunks, in its order.
+pub(super) fn note_brought(lane: &Lane, chunks: impl Iterator<Item = ChainChunk>) {
+    let Ok(mut state) = lane.state() else { return };
+    state.told = true;
+    if let Some(chain) = &mut state.chain {
+        chunks.for_each(|chunk| {
+            chain.stored(&chunk);
+        });
+    }
+}
+
+/// A prompt uses these chunks, in its order.
+pub(super) fn note_used(lane: &Lane, tags: impl Iterator<Item = u64>) {
+    let Ok(mut state) = lane.state() else { return };
+    state.told = true;
+    if let Some(chain) = &mut state.chain {
+        tags.for_each(|tag| chain.touched(tag));
     }
 }
 
@@ -145,7 +170,7 @@ pub(super) fn drain_touches(lane: &Lane, state: &mut State) {
             let tick = state.next_tick(&table);
             state.recency.touch(slot, tick);
         }
-        if let Some(chain) = &mut state.chain {
+        if let Some(chain) = state.chain.as_mut().filter(|_| !state.told) {
             chain.touched(tag);
         }
     });

@@ -190,6 +190,8 @@ pub(super) struct State {
     pub(super) chain: Option<Box<Prefix>>,
     /// Segments that may be kept ready where there is such a policy: those in use may hold little each.
     pub(super) reserve: u64,
+    /// Somebody says what prompts use and bring: lookups are not taken for uses.
+    pub(super) told: bool,
     /// How far the touch ring has been read.
     pub(super) cursor: Option<TouchCursor>,
     /// Slots that are hidden and whose space has not been given back yet.

@@ -164,8 +164,8 @@ fn every_policy_is_simulated_and_the_chart_shows_them() {
     for name in names.split(',') {
         assert!(chart.contains(&format!("\n{name}\n")), "{name} is not in the chart");
     }
-    for other in [&["--segment-tokens", "64k"][..], &["--engine", "real"]] {
-        let run = forebay(dir.path(), &[&["replay", &trace, "--policy", "prefix"][..], other].concat()).expect(2);
+    for (policy, other) in [("prefix", ["--segment-tokens", "64k"]), ("arc", ["--engine", "real"])] {
+        let run = forebay(dir.path(), &[&["replay", &trace, "--policy", policy][..], &other].concat()).expect(2);
         assert!(run.stderr.contains("lru"), "{}", run.stderr);
     }
 }

@@ -39,8 +39,9 @@ fn within_the_budget_hot_heads_stay_and_tails_go() {
 
 #[test]
 fn policies_are_found_by_name() {
-    let names: Vec<_> = ["lru", "fifo", "default", "x"].iter().map(|n| by_name(n).map(|p| p.name())).collect();
-    assert_eq!(names, [Some("lru"), Some("fifo"), Some("lru"), None]);
+    let names: Vec<_> =
+        ["lru", "fifo", "prefix", "default", "x"].iter().map(|n| by_name(n).map(|p| p.name())).collect();
+    assert_eq!(names, [Some("lru"), Some("fifo"), Some("prefix"), Some("prefix"), None]);
 }
 
 #[test]

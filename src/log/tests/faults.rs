@@ -197,7 +197,7 @@ fn a_busy_queue_costs_no_put() {
 #[test]
 fn a_put_that_never_ends_does_not_keep_its_segment_from_being_sealed() {
     let dir = temp();
-    let options = LogOptions { io_timeout: Duration::from_millis(50), ..options(dir.path()) };
+    let options = LogOptions { io_timeout: Duration::from_millis(400), ..options(dir.path()) };
     let log = Log::open(options).unwrap();
     assert!(store(&log, 0));
     let PutOutcome::Started(put) = log.begin_put(spec(1)).unwrap() else { panic!("it is new") };

@@ -145,10 +145,13 @@ impl RealCache {
             key: *key,
             parent: parent(at).unwrap_or(ChunkKey([0; 32])),
             tokens: (*tokens).clamp(1, BLOCK_TOKENS) as u32,
+            depth: at as u32,
         };
         let all = blocks.keys.iter().zip(&blocks.tokens).enumerate();
         let rest: Vec<Candidate> = all.skip(found).map(candidate).collect();
-        found + self.log.admit(&rest)
+        let admitted = self.log.admit(&rest);
+        self.log.note_brought(rest.get(..admitted).unwrap_or_default());
+        found + admitted
     }
 
     /// A slot for block `at`, with its tokens; `None` where it is stored.
