@@ -144,6 +144,10 @@ fn recovers(w: &World, (flushed, was_write): (&[usize], bool), what: &str) {
     assert!(deep.bad.is_empty() && deep.slots >= 7, "{what}: {deep:?}");
 }
 
+fn on_both_backends(fault: Fault) {
+    [IoEngine::Uring, IoEngine::Threads].into_iter().for_each(|backend| sweep(backend, fault));
+}
+
 fn sweep(backend: IoEngine, fault: Fault) {
     let sweep = Arc::new(Sweep::default());
     let make = || {
@@ -172,30 +176,22 @@ fn sweep(backend: IoEngine, fault: Fault) {
 
 #[test]
 fn every_operation_fails_once() {
-    for backend in [IoEngine::Uring, IoEngine::Threads] {
-        sweep(backend, Fault::Fail);
-    }
+    on_both_backends(Fault::Fail);
 }
 
 #[test]
 fn every_operation_is_cut_short_once() {
-    for backend in [IoEngine::Uring, IoEngine::Threads] {
-        sweep(backend, Fault::Short);
-    }
+    on_both_backends(Fault::Short);
 }
 
 #[test]
 fn the_drive_is_full_once() {
-    for backend in [IoEngine::Uring, IoEngine::Threads] {
-        sweep(backend, Fault::NoSpace);
-    }
+    on_both_backends(Fault::NoSpace);
 }
 
 #[test]
 fn every_operation_hangs_once() {
-    for backend in [IoEngine::Uring, IoEngine::Threads] {
-        sweep(backend, Fault::Hang);
-    }
+    on_both_backends(Fault::Hang);
 }
 
 const DRIVES: usize = 4;

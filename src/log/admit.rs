@@ -1,7 +1,7 @@
-//! Which of the chunks that a prompt brings are stored at all: the policy's state, and who tells it what.
+//! Which of the chunks that a prompt brings are stored at all; and what callers say of prompts, for this and for the policy for chains.
 //!
-//! One state for all drives of the log. It is told by callers, in the order of their calls, never by what I/O does, so that
-//! tensor-parallel ranks decide alike. With the policy that stores everything nothing is locked and nothing remembered.
+//! One state of admission for all drives of the log. All is told by callers, in the order of their calls, never by what I/O does, so
+//! that tensor-parallel ranks decide alike. Where everything is stored, admission locks and remembers nothing.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::lane::Lane;
 use super::options::LogOptions;
 use super::{Log, chain};
 use crate::format::layout::SlotLayout;
-use crate::index::{Admission, AdmissionPolicy, ChainChunk, Offered};
+use crate::index::{Admission, AdmissionPolicy, ChainChunk, Offered, tag_of};
 use crate::key::ChunkKey;
 
 /// A chunk that could be stored.
@@ -58,7 +58,7 @@ impl Log {
         let mut state = state.lock();
         let mut admitted = None;
         for (at, chunk) in run.iter().enumerate() {
-            let (tag, parent) = (tag(&chunk.key), tag(&chunk.parent));
+            let (tag, parent) = (tag_of(&chunk.key), tag_of(&chunk.parent));
             let behind = u32::try_from(run.len() - at - 1).unwrap_or(u32::MAX);
             let offered = Offered { tag, parent, partial: chunk.tokens < full, behind };
             if !state.offer(&offered) && admitted.is_none() {
@@ -86,8 +86,8 @@ impl Log {
             };
             let full = self.ctx.options.geometry.chunk_tokens;
             let chunks = run.iter().map(|c| ChainChunk {
-                tag: tag(&c.key),
-                parent: tag(&c.parent),
+                tag: tag_of(&c.key),
+                parent: tag_of(&c.parent),
                 depth: c.depth,
                 bytes: slot_bytes(c),
                 partial: c.tokens < full,
@@ -99,11 +99,11 @@ impl Log {
     /// Chunks that are stored were of use to a prompt.
     pub fn note_used(&self, keys: &[ChunkKey]) {
         if let Some(lane) = self.only_lane() {
-            chain::note_used(&lane, keys.iter().map(tag));
+            chain::note_used(&lane, keys.iter().map(tag_of));
         }
         if let Some(state) = &self.ctx.admit.0 {
             let mut state = state.lock();
-            keys.iter().for_each(|key| state.used(tag(key)));
+            keys.iter().for_each(|key| state.used(tag_of(key)));
         }
     }
 }
@@ -116,9 +116,4 @@ impl Log {
             _ => None,
         }
     }
-}
-
-fn tag(key: &ChunkKey) -> u64 {
-    let [a, b, c, d, e, f, g, h, ..] = key.0;
-    u64::from_le_bytes([a, b, c, d, e, f, g, h])
 }

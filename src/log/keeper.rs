@@ -74,7 +74,7 @@ impl Keeper {
             tracing::warn!(drive = %volume.root.display(), error = %e, "what was cleared still takes room");
         }
         reclaim::reclaim_expired(volume);
-        reclaim::reclaim_dead(volume, Role::Adopted, &|| true);
+        reclaim::reclaim_dead(volume, Role::Adopted);
         orphans::remove_empty_lanes(volume);
         hunger::feed(volume);
         grant::shrink(volume);

@@ -84,17 +84,14 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in the held lanes of a role, as long as `tidies` says so: adopted ones can be removed
-/// then. How many segments were tried.
-pub(super) fn reclaim_dead(volume: &Volume, role: Role, tidies: &dyn Fn() -> bool) -> usize {
+/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed then. How many segments were
+/// tried.
+pub(super) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
     let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
         let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
         for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
             let Ok(epoch) = lane.state().map(|mut s| s.segment(dead.segment).map_or(0, |s| s.epoch)) else { continue };
-            if !tidies() {
-                return count;
-            }
             let victim =
                 Victim { lane: Arc::clone(lane), segment: dead.segment, epoch, context, tidy: role == Role::Own };
             if let Err(e) = reclaim(volume, &victim) {

@@ -133,7 +133,7 @@ pub(super) fn forget_cleared(volume: &Volume) -> Result<()> {
     for held in volume.lanes().held() {
         forget_up_to(held, cleared)?;
     }
-    reclaim::reclaim_dead(volume, Role::Own, &|| true);
+    reclaim::reclaim_dead(volume, Role::Own);
     while volume.own().is_some_and(|own| own.state().is_ok_and(|state| state.ready.len() > 1)) {
         grant::give_back_ready(volume);
     }

@@ -51,7 +51,7 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     if !can || others || in_use(&own) > most + TOO_MANY {
         return false;
     }
-    if has_dead(&own) && reclaim::reclaim_dead(volume, Role::Own, &|| true) > 0 && !has_dead(&own) {
+    if has_dead(&own) && reclaim::reclaim_dead(volume, Role::Own) > 0 && !has_dead(&own) {
         return true;
     }
     let doomed = own.state().map_or(0, |s| s.chain.as_ref().map_or(0, |c| c.doomed_bytes()));
