@@ -79,6 +79,7 @@ impl CacheDir {
         judge_file_system(path, kind, mount.as_ref(), options, &mut warnings)?;
         if writable {
             root.probe_write()?;
+            warnings.extend(mount.as_ref().filter(|mount| mount.discards).map(|mount| discards(path, kind, mount)));
         }
         let mode = root.handle.metadata().map_err(|e| unusable(path, e))?.mode();
         if mode & 0o002 != 0 {
@@ -144,6 +145,20 @@ fn make_cache_dir(path: &Path, options: &DirOptions) -> Result<()> {
 fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
     DirBuilder::new().mode(mode).create(path)?;
     std::fs::set_permissions(path, Permissions::from_mode(mode))
+}
+
+fn discards(path: &Path, kind: FsKind, mount: &Mount) -> Warning {
+    let point = mount.mount_point.display();
+    Warning {
+        kind: WarningKind::FileSystem(kind),
+        key: "cache_dir".into(),
+        origin: None,
+        message: format!(
+            "{} lies on a file system mounted with discard: loads wait while what was evicted is trimmed",
+            path.display()
+        ),
+        advice: format!("mount -o remount,nodiscard {point} and enable fstrim.timer, or set eviction_policy: lru"),
+    }
 }
 
 fn judge_file_system(

@@ -163,7 +163,7 @@ impl Engine {
         let geometry = open::geometry_of(&options.settings, options.geometry.clone())?;
         let pipeline_options = open::pipeline_options(&options.settings, &geometry, &*options.device)?;
         let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
-        let opening = open::opening(&options, &geometry, &pipeline_options)?;
+        let opening = open::opening(&options, &geometry, (&pipeline_options, pipeline.is_loading()))?;
         let (counters, pid) = (stats::Counters::default(), std::process::id());
         let inner = Arc::new(Inner { options, geometry, pipeline, opening, counters, pid });
         Ok(Self { inner })

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, Place};
-use crate::log::{Log, LogOptions, Opening};
+use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
@@ -97,11 +97,11 @@ pub(super) fn pipeline_options(
 pub(super) fn opening(
     options: &EngineOptions,
     geometry: &Geometry,
-    pipeline: &PipelineOptions,
+    (pipeline, is_loading): (&PipelineOptions, IsLoading),
 ) -> Result<Arc<Opening>> {
     let (on_failure, every) = (options.settings.on_open_failure, options.reopen_every);
     let (options, geometry, pipeline) = (options.clone(), geometry.clone(), pipeline.clone());
-    Opening::start(Box::new(move || open_log(&options, &geometry, &pipeline)), on_failure, every)
+    Opening::start(Box::new(move || open_log(&options, &geometry, (&pipeline, &is_loading))), on_failure, every)
 }
 
 /// Has the drives' queues register the staging memory: with the kernel, or with what reaches an accelerator's memory.
@@ -121,12 +121,17 @@ fn register_staging(io: &mut IoOptions, options: &EngineOptions, pipeline: &Pipe
 }
 
 /// Checks the cache directories and opens the log in them.
-fn open_log(options: &EngineOptions, geometry: &Geometry, pipeline: &PipelineOptions) -> Result<Arc<Log>> {
+fn open_log(
+    options: &EngineOptions,
+    geometry: &Geometry,
+    (pipeline, is_loading): (&PipelineOptions, &IsLoading),
+) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
     // Staging bounds what loads and stores submit; the rest is for the log's own.
     log.io.queue_limit = pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256;
     register_staging(&mut log.io, options, pipeline);
     log.drive_factory = options.drive_factory.clone();
+    log.is_loading = Some(Arc::clone(is_loading));
     log.segment_bytes = options.segment_bytes;
     if let Some(clock) = &options.clock {
         log.clock = Arc::clone(clock);

@@ -76,7 +76,7 @@ pub use chunk::{Bad, Chunk};
 pub use clock::{Clock, SystemClock};
 pub use lane::Lane;
 pub use opening::{OpenLog, Opening};
-pub use options::{DriveFactory, DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
+pub use options::{DriveFactory, DriveOptions, IsLoading, LogOptions, Mode, OnIncompatible, Placement};
 pub use put::{Hold, Put, PutDone, PutOutcome, Refusal};
 pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
 pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};

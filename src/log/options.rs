@@ -58,6 +58,9 @@ pub struct DriveOptions {
     pub drain: bool,
 }
 
+/// Says whether loads are under way.
+pub type IsLoading = Arc<dyn Fn() -> bool + Send + Sync>;
+
 /// Settings of a log.
 #[derive(Clone)]
 pub struct LogOptions {
@@ -104,6 +107,8 @@ pub struct LogOptions {
     pub io_timeout: Duration,
     /// Makes the drives' queues; `None` for [`io::open_drive`].
     pub drive_factory: Option<DriveFactory>,
+    /// Whether somebody waits for what is being read, for work that can wait; `None` to judge by the reads in flight.
+    pub is_loading: Option<IsLoading>,
     /// Time.
     pub clock: Arc<dyn Clock>,
     /// Pages of a new lane's journal ring; `None` for what suits capacity and segment. For tests, which fill it.
@@ -146,6 +151,7 @@ impl LogOptions {
             io: IoOptions::default(),
             io_timeout: Duration::from_secs(30),
             drive_factory: None,
+            is_loading: None,
             clock: Arc::new(SystemClock),
             ring_pages: None,
             foreground: false,

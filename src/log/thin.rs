@@ -17,7 +17,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::lane::{Lane, Role};
 use super::remove::{self, CONTROL_RECORDS};
@@ -37,6 +37,12 @@ const PASSED_OVER: u64 = 4;
 const TOO_MANY: u64 = 6;
 /// Of the capacity, the part that overwritten and removed versions may take: one of so many.
 const GARBAGE_SHARE: u64 = 8;
+/// For so long, each time room is made, holes wait for loads to pause: the file cannot be read while one is punched.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// The same while nothing is ready to be written to.
+const PATIENCE_IN_NEED: Duration = Duration::from_millis(50);
+/// How often a pause is looked for.
+const LOOK_AGAIN: Duration = Duration::from_micros(200);
 /// Older versions count wherever they lie: the segment stays.
 const NO_SEGMENT: u32 = u32::MAX;
 
@@ -302,6 +308,7 @@ pub(super) fn punch(volume: &Volume, own: &Lane) -> Result<u64> {
     fence(Ordering::SeqCst);
     let mut freed = 0;
     let (mut later, mut done) = (Vec::new(), Vec::new());
+    let deadline = Instant::now() + if own.state()?.ready.is_empty() { PATIENCE_IN_NEED } else { PATIENCE };
     let mut rest = holes.as_slice();
     while let Some(first) = rest.first() {
         let follows = |pair: &[Hole]| match pair {
@@ -312,6 +319,7 @@ pub(super) fn punch(volume: &Volume, own: &Lane) -> Result<u64> {
         let (run, after) = rest.split_at(count);
         rest = after;
         let pages: u32 = run.iter().map(|h| h.pages).sum();
+        wait_for_pause(volume, deadline);
         match punch_run(volume, own, first, pages) {
             Ok(Some(bytes)) => {
                 freed += bytes;
@@ -329,6 +337,17 @@ pub(super) fn punch(volume: &Volume, own: &Lane) -> Result<u64> {
     state.to_punch.extend(later);
     state.to_settle.extend(done.into_iter().filter(|h| h.of.is_some()));
     Ok(freed)
+}
+
+/// Returns when nothing is being loaded, or at the deadline.
+fn wait_for_pause(volume: &Volume, deadline: Instant) {
+    let is_loading = || match &volume.ctx.options.is_loading {
+        Some(is_loading) => is_loading(),
+        None => volume.io.read.in_flight() > 0,
+    };
+    while is_loading() && Instant::now() < deadline {
+        std::thread::sleep(LOOK_AGAIN);
+    }
 }
 
 /// Punches one hole; `None` where somebody leases the segment.

@@ -114,6 +114,13 @@ impl Pipeline {
         self.loads.active()
     }
 
+    /// Says whether any load has not finished, as long as the pipeline is there.
+    #[must_use]
+    pub fn is_loading(&self) -> Arc<dyn Fn() -> bool + Send + Sync> {
+        let loads = Arc::downgrade(&self.loads);
+        Arc::new(move || loads.upgrade().is_some_and(|loads| loads.active() > 0))
+    }
+
     /// Stores that have not finished.
     #[must_use]
     pub fn active_stores(&self) -> usize {

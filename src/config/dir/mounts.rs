@@ -82,6 +82,8 @@ pub struct Mount {
     pub device: String,
     /// The mount or its file system is read-only.
     pub read_only: bool,
+    /// Space that files give back is told to the drive at once, before the file system goes on.
+    pub discards: bool,
 }
 
 /// The mounts that this process sees, in the order in which they were made.
@@ -115,13 +117,14 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').filter(|field| !field.is_empty()).collect();
     let dash = fields.iter().position(|field| *field == b"-")?;
     let text = |i: usize| Some(String::from_utf8_lossy(&unescape(fields.get(i)?)).into_owned());
-    let says_ro = |i: usize| fields.get(i).is_some_and(|options| options.split(|b| *b == b',').any(|o| o == b"ro"));
+    let says = |i: usize, what: &[u8]| fields.get(i).is_some_and(|o| o.split(|b| *b == b',').any(|o| o == what));
     Some(Mount {
         mount_point: PathBuf::from(OsString::from_vec(unescape(fields.get(4)?))),
         fs_type: text(dash + 1)?,
         source: text(dash + 2)?,
         device: text(2)?,
-        read_only: says_ro(5) || says_ro(dash + 3),
+        read_only: says(5, b"ro") || says(dash + 3, b"ro"),
+        discards: says(dash + 3, b"discard") || says(dash + 3, b"discard=sync"),
     })
 }
 
@@ -152,9 +155,9 @@ mod tests {
     const TEXT: &str = "\
 22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,errors=remount-ro
-40 27 259:1 / /mnt/nvme rw,noatime shared:9 master:2 - xfs /dev/nvme0n1 rw
+40 27 259:1 / /mnt/nvme rw,noatime shared:9 master:2 - xfs /dev/nvme0n1 rw,nodiscard,discard=async
 41 40 0:50 / /mnt/nvme/ram rw - tmpfs tmpfs rw,size=1024k
-42 27 0:51 / /mnt/my\\040drive\\134x ro,relatime - btrfs /dev/sdb rw
+42 27 0:51 / /mnt/my\\040drive\\134x ro,relatime - btrfs /dev/sdb rw,discard=sync
 43 27 0:52 / /mnt/share rw - nfs4 server:/export rw,vers=4.2
 44 43 0:53 / /mnt/share rw - ext4 /dev/sdc ro
 broken line
@@ -181,6 +184,12 @@ broken line
         assert!(mount("/mnt/my drive\\x/c").read_only);
         assert!(mount("/mnt/share").read_only);
         assert!(!mount("/").read_only, "errors=remount-ro is not ro");
+    }
+
+    #[test]
+    fn a_file_system_that_trims_at_once_is_seen() {
+        assert!(mount("/mnt/my drive\\x/c").discards);
+        assert!(!mount("/mnt/nvme/cache").discards && !mount("/").discards);
     }
 
     #[test]

@@ -8,8 +8,13 @@ fn options(mode: Mode) -> DirOptions {
 
 /// A table that puts everything below `dir` on one file system.
 fn on(fs_type: &str, flags: &str, dir: &Path) -> MountTable {
+    with(fs_type, (flags, "rw"), dir)
+}
+
+/// The same, with the file system's own options.
+fn with(fs_type: &str, (flags, super_options): (&str, &str), dir: &Path) -> MountTable {
     let dir = dir.canonicalize().unwrap();
-    MountTable::parse(format!("9 1 8:1 / {} {flags} - {fs_type} source rw\n", dir.display()).as_bytes())
+    MountTable::parse(format!("9 1 8:1 / {} {flags} - {fs_type} source {super_options}\n", dir.display()).as_bytes())
 }
 
 fn temp() -> tempfile::TempDir {
@@ -106,6 +111,20 @@ fn each_kind_of_file_system_has_its_own_answer() {
     let unknown = CacheDir::open(top.path(), &options(Mode::Rw), &MountTable::default()).unwrap();
     assert_eq!(unknown.kind, FsKind::Unknown);
     assert_eq!(unknown.warnings.len(), 1);
+}
+
+#[test]
+fn a_file_system_that_trims_at_once_is_warned_of_where_the_cache_is_written() {
+    let top = temp();
+    let mounts = with("ext4", ("rw", "rw,discard"), top.path());
+    let warned = CacheDir::open(top.path(), &options(Mode::Rw), &mounts).unwrap().warnings;
+    let [warning] = &warned[..] else { panic!("{warned:?}") };
+    let text = warning.to_string();
+    assert!(
+        text.contains("discard") && text.contains("fstrim.timer") && text.contains("eviction_policy: lru"),
+        "{text}"
+    );
+    assert!(CacheDir::open(top.path(), &options(Mode::Ro), &mounts).unwrap().warnings.is_empty());
 }
 
 #[test]

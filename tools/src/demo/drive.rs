@@ -1,8 +1,9 @@
-//! The drive's own speed: large sequential `O_DIRECT` transfers of a file that has no name, through the raw queues.
+//! The drive's own speed: large sequential `O_DIRECT` transfers of a file that has no name, through the raw queues, again and again
+//! between the requests served.
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forebay::io::{self, AlignedBuf, Buf, Completion, DirectFile, IoOptions, Op, Queue, Request};
 use forebay::{Error, ErrorKind, Result};
@@ -14,8 +15,12 @@ use super::world::mix;
 const STEP_BYTES: u64 = 1 << 20;
 /// Transfers in flight.
 const DEPTH: usize = 32;
-/// The file is read so many times; the best counts.
-const PASSES: usize = 3;
+/// Bytes of the file.
+pub(super) const GAUGE_BYTES: u64 = 128 << 20;
+/// The file is read again so often while the demo serves: a shared drive's speed swings.
+const INTERVAL: Duration = Duration::from_secs(2);
+/// Reads before the first request.
+const FIRST_READS: usize = 3;
 
 /// What a drive does without Forebay's engine.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -24,36 +29,73 @@ pub(super) struct DriveSpeed {
     pub(super) path: String,
     /// Whether the page cache was out of the way.
     pub(super) direct: bool,
-    /// Bytes per second, reading.
+    /// Bytes per second, reading: the median.
     pub(super) read_bps: f64,
-    /// Bytes per second, writing.
+    /// The slowest and the fastest reading.
+    pub(super) read_range_bps: (f64, f64),
+    /// Times that it was read.
+    pub(super) reads: usize,
+    /// Bytes per second, writing, once at the start.
     pub(super) write_bps: f64,
 }
 
-/// Writes `bytes` to a nameless file in `dir` and reads them.
-pub(super) fn measure(dir: &Path, bytes: u64) -> Result<DriveSpeed> {
-    let options = IoOptions {
-        iodepth: DEPTH,
-        queue_limit: 2 * DEPTH,
-        trial_dir: Some(dir.to_path_buf()),
-        ..IoOptions::default()
-    };
-    let drive = io::open_drive(&options)?;
-    let file = Arc::new(DirectFile::temporary_in(dir)?);
-    let bytes = bytes.next_multiple_of(STEP_BYTES);
-    if let Err(e) = file.allocate(0, bytes)
-        && e.kind() != ErrorKind::Unsupported
-    {
-        return Err(e);
+/// Measures a drive between other work.
+pub(super) struct Gauge {
+    drive: io::Drive,
+    file: Arc<DirectFile>,
+    write_bps: f64,
+    reads_bps: Vec<f64>,
+    last: Instant,
+}
+
+impl Gauge {
+    /// Writes a nameless file in `dir` and reads it.
+    pub(super) fn new(dir: &Path) -> Result<Self> {
+        let options = IoOptions {
+            iodepth: DEPTH,
+            queue_limit: 2 * DEPTH,
+            trial_dir: Some(dir.to_path_buf()),
+            ..IoOptions::default()
+        };
+        let drive = io::open_drive(&options)?;
+        let file = Arc::new(DirectFile::temporary_in(dir)?);
+        if let Err(e) = file.allocate(0, GAUGE_BYTES)
+            && e.kind() != ErrorKind::Unsupported
+        {
+            return Err(e);
+        }
+        let write_bps = pass(&*drive.write, Op::Write, &file, GAUGE_BYTES)?;
+        file.sync_data()?;
+        let mut gauge = Self { drive, file, write_bps, reads_bps: Vec::new(), last: Instant::now() };
+        (0..FIRST_READS).try_for_each(|_| gauge.read())?;
+        Ok(gauge)
     }
-    let write_bps = pass(&*drive.write, Op::Write, &file, bytes)?;
-    file.sync_data()?;
-    let mut read_bps: f64 = 0.0;
-    for _ in 0..PASSES {
-        read_bps = read_bps.max(pass(&*drive.read, Op::Read, &file, bytes)?);
+
+    fn read(&mut self) -> Result<()> {
+        self.reads_bps.push(pass(&*self.drive.read, Op::Read, &self.file, GAUGE_BYTES)?);
+        self.last = Instant::now();
+        Ok(())
     }
-    let path = drive.report.active.as_str().to_owned();
-    Ok(DriveSpeed { path, direct: file.is_direct(), read_bps, write_bps })
+
+    /// Reads the file again if that was some time ago.
+    pub(super) fn read_now_and_then(&mut self) -> Result<()> {
+        if self.last.elapsed() >= INTERVAL { self.read() } else { Ok(()) }
+    }
+
+    /// What was found.
+    pub(super) fn speed(mut self) -> DriveSpeed {
+        self.reads_bps.sort_by(f64::total_cmp);
+        let at = |i: usize| self.reads_bps.get(i).copied().unwrap_or_default();
+        let reads = self.reads_bps.len();
+        DriveSpeed {
+            path: self.drive.report.active.as_str().to_owned(),
+            direct: self.file.is_direct(),
+            read_bps: at(reads / 2),
+            read_range_bps: (at(0), at(reads.saturating_sub(1))),
+            reads,
+            write_bps: self.write_bps,
+        }
+    }
 }
 
 /// Moves the whole file once; bytes per second.

@@ -12,10 +12,11 @@ mod world;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
+use forebay::config::EvictionPolicy;
 use forebay::io::{Program, file_system_bytes};
 use forebay::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -25,7 +26,7 @@ use crate::progress::{self, Unit};
 use crate::replay::{Request, parse_trace, read_trace};
 use crate::scratch::Scratch;
 use crate::size::{parse_bytes, parse_time, show_bytes};
-use drive::DriveSpeed;
+use drive::{DriveSpeed, Gauge};
 use work::{Served, Survived, Work};
 
 /// The trace of the project's machines, beside the checkout.
@@ -35,9 +36,7 @@ const EXCERPT: &str = include_str!("../../data/mooncake_conversation_excerpt.jso
 /// Prompts are cut to so many tokens.
 const MAX_PROMPT_TOKENS: u64 = 128 << 10;
 /// Disk that must be free besides the capacity.
-const HEADROOM_BYTES: u64 = 256 << 20;
-/// Bytes that the drive's own speed is measured with, at most.
-const MEASURED_BYTES: u64 = 512 << 20;
+const HEADROOM_BYTES: u64 = (128 << 20) + drive::GAUGE_BYTES;
 
 /// Options of `forebay demo`.
 #[derive(Debug, Args)]
@@ -59,12 +58,23 @@ pub(crate) struct DemoArgs {
     /// Serve at most N requests.
     #[arg(long, value_name = "N")]
     requests: Option<usize>,
+    /// What goes first when room is needed.
+    #[arg(long, value_enum, default_value = "prefix")]
+    eviction_policy: Policy,
     /// The demo's own: the part that a child does, in the directory itself.
     #[arg(long, value_enum, hide = true)]
     part: Option<Part>,
     /// The demo's own: requests that the part before served.
     #[arg(long, default_value_t = 0, hide = true)]
     served: usize,
+}
+
+/// The policies of the settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Policy {
+    Prefix,
+    Lru,
+    Fifo,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -176,13 +186,13 @@ impl Part {
         }
     }
 
-    /// Runs this part in a child, which is killed as soon as it has reported.
-    fn run<T: DeserializeOwned>(self, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Result<T> {
-        let failed = |what: &str, e: std::io::Error| Error::io(format!("the demo's {} part: {what}", self.name()), e);
-        let program = Program::this().map_err(|e| failed("cannot find this program", e))?;
+    fn command(self, program: &Program, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Command {
         let mut command = program.command();
         command.args(["demo", "--part", self.name(), "--directory"]).arg(dir);
         command.args(["--capacity", &args.capacity.to_string(), "--served", &served.to_string()]);
+        if let Some(policy) = args.eviction_policy.to_possible_value() {
+            command.args(["--eviction-policy", policy.get_name()]);
+        }
         command.args(["--runtime", &format!("{}us", args.runtime.as_micros())]);
         if let Some(trace) = &args.trace {
             command.arg("--trace").arg(trace);
@@ -193,6 +203,14 @@ impl Part {
         if context.json || context.quiet {
             command.arg("--quiet");
         }
+        command
+    }
+
+    /// Runs this part in a child, which is killed as soon as it has reported.
+    fn run<T: DeserializeOwned>(self, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Result<T> {
+        let failed = |what: &str, e: std::io::Error| Error::io(format!("the demo's {} part: {what}", self.name()), e);
+        let program = Program::this().map_err(|e| failed("cannot find this program", e))?;
+        let mut command = self.command(&program, args, dir, (served, context));
         // A group of its own: an interrupt from the terminal ends this process, and the child cleans up.
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
         let mut child = Killed(command.spawn().map_err(|e| failed("cannot be started", e))?);
@@ -227,17 +245,22 @@ fn child(args: &DemoArgs, part: Part, context: &Context) -> Result<Outcome> {
     let work = Work {
         dir: &args.directory.join("cache"),
         capacity_bytes: args.capacity,
+        policy: match args.eviction_policy {
+            Policy::Prefix => EvictionPolicy::Prefix,
+            Policy::Lru => EvictionPolicy::Lru,
+            Policy::Fifo => EvictionPolicy::Fifo,
+        },
         requests: &requests,
         time_limit: args.runtime,
     };
     std::fs::create_dir_all(work.dir).map_err(|e| Error::io("cannot make the cache directory", e).at(work.dir))?;
     match part {
         Part::Serve => {
-            let drive = drive::measure(&args.directory, MEASURED_BYTES.min(args.capacity / 4))?;
+            let mut gauge = Gauge::new(&args.directory)?;
             let bar = progress::bar(context, "serve", requests.len() as u64, Unit::Count);
-            let (served, engine) = work.serve(&bar)?;
+            let (served, engine) = work.serve(&mut gauge, &bar)?;
             bar.finish_and_clear();
-            report_and_wait(&ServeReport { trace, drive, served })?;
+            report_and_wait(&ServeReport { trace, drive: gauge.speed(), served })?;
             drop(engine);
         }
         Part::Check => {

@@ -1,15 +1,14 @@
 //! The demo's result for people.
 
 use super::Summary;
+use super::drive::DriveSpeed;
 use crate::size::{show_bytes, show_bytes_decimal, show_count};
 
 /// Lines that a reader understands without a manual.
 pub(super) fn render(s: &Summary) -> String {
-    let (served, after, drive) = (&s.served, &s.after_kill, &s.drive);
+    let (served, after) = (&s.served, &s.after_kill);
     let bytes = |n: u64| show_bytes(n as f64);
     let tokens = |n: u64| show_count(n as f64);
-    let rate = |bps: f64| format!("{}/s", show_bytes_decimal(bps));
-    let direct = if drive.direct { "O_DIRECT" } else { "buffered" };
     let rows = [
         ("trace", s.trace.clone()),
         ("requests", format!("{} with {} tokens", served.requests, tokens(served.asked_tokens))),
@@ -24,10 +23,7 @@ pub(super) fn render(s: &Summary) -> String {
                 served.shed_chunks
             ),
         ),
-        (
-            "drive alone",
-            format!("read {}, write {} ({}, {direct})", rate(drive.read_bps), rate(drive.write_bps), drive.path),
-        ),
+        ("drive alone", drive_alone(&s.drive)),
         (
             "loads",
             format!(
@@ -74,4 +70,21 @@ pub(super) fn render(s: &Summary) -> String {
         text.push_str(&format!("{name:>14}  {value}\n"));
     }
     text
+}
+
+fn rate(bps: f64) -> String {
+    format!("{}/s", show_bytes_decimal(bps))
+}
+
+fn drive_alone(drive: &DriveSpeed) -> String {
+    format!(
+        "read {} (median of {} between the requests, {} to {}), write {} ({}, {})",
+        rate(drive.read_bps),
+        drive.reads,
+        rate(drive.read_range_bps.0),
+        rate(drive.read_range_bps.1),
+        rate(drive.write_bps),
+        drive.path,
+        if drive.direct { "O_DIRECT" } else { "buffered" }
+    )
 }

@@ -4,12 +4,14 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use forebay::config::EvictionPolicy;
 use forebay::engine::{Backpressure, Engine, LoadRequest, LoadTicket, Prompt, StoreRequest};
 use forebay::key::Extra;
 use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 
+use super::drive::Gauge;
 use super::world::{CHUNK_TOKENS, LAYERS, Paged, open_engine, token_ids};
 use crate::replay::Request;
 
@@ -88,6 +90,7 @@ pub(super) struct Survived {
 pub(super) struct Work<'a> {
     pub(super) dir: &'a Path,
     pub(super) capacity_bytes: u64,
+    pub(super) policy: EvictionPolicy,
     pub(super) requests: &'a [Request],
     pub(super) time_limit: Duration,
 }
@@ -111,19 +114,20 @@ struct Server {
 impl Work<'_> {
     fn server(&self, overlap: bool) -> Result<Server> {
         let longest = self.requests.iter().map(|r| r.input_length as usize).max().unwrap_or(0);
-        let engine = open_engine(self.dir, self.capacity_bytes)?;
+        let engine = open_engine(self.dir, (self.capacity_bytes, self.policy))?;
         let paged = Paged::new(longest)?;
         Ok(Server { engine, paged, overlap, served: Served::default() })
     }
 
     /// Serves the trace and flushes. The engine is returned open, so that a kill finds it at work.
-    pub(super) fn serve(&self, bar: &ProgressBar) -> Result<(Served, Engine)> {
+    pub(super) fn serve(&self, gauge: &mut Gauge, bar: &ProgressBar) -> Result<(Served, Engine)> {
         let mut server = self.server(true)?;
         let started = Instant::now();
         for request in self.requests {
             if started.elapsed() >= self.time_limit {
                 break;
             }
+            gauge.read_now_and_then()?;
             server.serve(request)?;
             bar.inc(1);
         }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
+use forebay::config::{Capacity, EvictionPolicy, MinFree, OnOpenFailure, Settings};
 use forebay::device::{HostDevice, HostMemory, HostOptions, PagedKv};
 use forebay::engine::{Engine, Prompt};
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
@@ -37,11 +37,12 @@ pub(super) fn geometry() -> Result<Geometry> {
 }
 
 /// Opens the cache in `dir`.
-pub(super) fn open_engine(dir: &Path, capacity_bytes: u64) -> Result<Engine> {
+pub(super) fn open_engine(dir: &Path, (capacity_bytes, policy): (u64, EvictionPolicy)) -> Result<Engine> {
     let mut settings = Settings::at(dir);
     settings.chunk_size = CHUNK_TOKENS as u32;
     settings.capacity = Capacity::Bytes(capacity_bytes);
     settings.min_free = MinFree::Bytes(64 << 20);
+    settings.eviction_policy = policy;
     settings.use_layerwise = true;
     settings.staging = STAGING_BYTES;
     settings.store_staging = 64 << 20;
