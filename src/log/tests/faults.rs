@@ -24,6 +24,9 @@ const INDEX_EIO: u8 = 3;
 const HANG: u8 = 4;
 const BUSY: u8 = 5;
 const FLUSH_EIO: u8 = 6;
+const DATA_FLUSH_EIO: u8 = 7;
+/// As Linux does it: the flush fails, and the pages that it could not write are taken for written.
+const INDEX_LOST: u8 = 8;
 
 impl Switch {
     fn set(&self, fault: u8) {
@@ -40,6 +43,9 @@ impl Switch {
             // Every second one gets through.
             BUSY if self.hits.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) => Fault::Busy,
             FLUSH_EIO if request.op == Op::Flush => Fault::Fail,
+            DATA_FLUSH_EIO if is("data.kv") && request.op == Op::Flush => Fault::Fail,
+            INDEX_LOST if is("index.kv") && request.op == Op::Write => Fault::Ignore,
+            INDEX_LOST if is("index.kv") && request.op == Op::Flush => Fault::Fail,
             _ => return None,
         };
         Some(fault)
@@ -148,6 +154,28 @@ fn a_failing_journal_is_retried_and_loses_nothing() {
         assert!(!has(&log, n));
         assert!((n + 1..n + 5).all(|n| has(&log, n)));
     }
+}
+
+/// As [`faulty`], without threads: what is not asked for is not written.
+fn faulty_in_turns(dir: &Path) -> (Arc<Log>, Arc<Switch>) {
+    faulty(LogOptions { foreground: true, ring_pages: Some(RING_PAGES), ..options(dir) })
+}
+
+const RING_PAGES: u32 = 24;
+
+#[test]
+fn what_a_failed_flush_has_lost_is_written_again() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    assert!(store(&log, 0));
+    log.flush().unwrap();
+    switch.set(INDEX_LOST);
+    (1..5).for_each(|n| assert!(store(&log, n)));
+    assert_eq!(log.flush().unwrap_err().kind(), ErrorKind::Io);
+    switch.set(NONE);
+    log.flush().unwrap();
+    let log = crash(log);
+    assert!((0..5).all(|n| has(&log, n)), "the second flush spoke of pages that the first one had lost");
 }
 
 #[test]
