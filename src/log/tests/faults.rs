@@ -179,6 +179,21 @@ fn what_a_failed_flush_has_lost_is_written_again() {
 }
 
 #[test]
+fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    switch.set(INDEX_EIO);
+    assert!(log.remove(&[key(1)]).is_err());
+    switch.set(NONE);
+    assert!(!has(&log, 1), "hidden, and not removed yet");
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
+    let log = crash(log);
+    assert!(has(&log, 0) && !has(&log, 1) && has(&log, 2));
+}
+
+#[test]
 fn a_segment_whose_seal_fails_is_sealed_later() {
     let dir = temp();
     let (log, switch) = faulty(options(dir.path()));
