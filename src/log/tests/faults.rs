@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::io::{self, Fault, Faulty, Op, Request};
-use crate::log::{Log, LogOptions, PutOutcome};
+use crate::log::{Log, LogOptions, PutOutcome, Turn};
 
 /// Which requests of the write queue are faulty, and how; changed while the log runs.
 #[derive(Default)]
@@ -191,6 +191,30 @@ fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again() {
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
     let log = crash(log);
     assert!(has(&log, 0) && !has(&log, 1) && has(&log, 2));
+}
+
+#[test]
+fn what_a_crash_left_unsealed_outlives_its_journal_pages() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    // A page each, half of the ring.
+    let unsealed = 0..u64::from(RING_PAGES / 2);
+    for n in unsealed.clone() {
+        assert!(store(&log, n));
+        log.flush().unwrap();
+    }
+    assert_eq!(log.stats().sealed, 0);
+    let log = crash(log);
+    // From here on no segment can be sealed, and the ring goes round.
+    switch.set(DATA_FLUSH_EIO);
+    for n in 100..100 + u64::from(RING_PAGES / 2 + 2) {
+        assert!(store(&log, n));
+        log.turn(Turn::Commit);
+    }
+    assert!(log.stats().journal_pages > u64::from(RING_PAGES / 2), "the first page has been written over");
+    switch.set(NONE);
+    let log = crash(log);
+    assert!(unsealed.into_iter().all(|n| has(&log, n)));
 }
 
 #[test]
