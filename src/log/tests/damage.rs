@@ -10,7 +10,8 @@ use std::sync::Arc;
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::io::{DirectFile, FileOptions};
-use crate::log::{Log, LogOptions, Mode, OnIncompatible, PutSpec, recover};
+use crate::log::lane::Role;
+use crate::log::{Log, LogOptions, Mode, OnIncompatible, PutSpec, reclaim, recover};
 
 const KEYS: u64 = 60;
 
@@ -131,6 +132,33 @@ fn flipped_bits_of_records_and_pages_bring_nothing_old_back() {
         flip(&file, bit);
     }
     assert!(misses < 150 * KEYS / 4, "{misses} misses: damage of a record costs more than it must");
+}
+
+/// The journal's old pages still speak of the segment, and what had hidden its chunks went when it had been given up.
+#[test]
+fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_back() {
+    let dir = temp();
+    let log =
+        Log::open(LogOptions { foreground: true, segment_bytes: Some(128 << 10), ..options(dir.path()) }).unwrap();
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let given_up = log.locate(&key(0), PIN).unwrap().segment;
+    log.remove(&(0..5).map(key).collect::<Vec<_>>()).unwrap();
+    log.seal(soon()).unwrap();
+    assert!(store(&log, 50));
+    log.flush().unwrap();
+    assert_eq!(reclaim::reclaim_dead(&log.volumes[0], Role::Own), 2, "the chunks' segment, and that of the tombstones");
+    log.abandon();
+    drop(log);
+    let path = lane_file(dir.path(), "index.kv");
+    let index = DirectFile::open(&path, FileOptions::read_only().buffered()).unwrap();
+    let superblock = recover::superblock(&index).unwrap();
+    let region = superblock.regions_offset + u64::from(given_up) * superblock.region_bytes;
+    flip(&File::options().read(true).write(true).open(&path).unwrap(), (region + 20) * 8);
+    let log = open(dir.path());
+    assert!(log.stats().damaged_records > 0, "the region");
+    assert!((0..5).all(|n| !has(&log, n)), "removed, and back");
+    assert!(has(&log, 50));
 }
 
 #[test]
