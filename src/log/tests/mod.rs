@@ -11,6 +11,7 @@ mod faults;
 mod lanes;
 mod late;
 mod leases;
+mod moves;
 mod processes;
 mod purge;
 mod rebuild;

@@ -1,0 +1,112 @@
+//! Chunks that are moved while something else happens to them.
+
+use std::path::Path;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::support::*;
+use crate::format::slot::SlotHeader;
+use crate::io::{self, Faulty, Op, Request};
+use crate::key::ChunkKey;
+use crate::log::{Log, LogOptions, PutSpec, Turn};
+
+/// What is done to a chunk, once each, while its copy is being written.
+type Deed = Box<dyn FnOnce(&Log, &ChunkKey) + Send>;
+
+/// Does something to chunks between their being read for a move and the move's being published.
+#[derive(Default)]
+struct Meddler {
+    log: Mutex<Weak<Log>>,
+    deeds: Mutex<Vec<Deed>>,
+    met: Mutex<Vec<ChunkKey>>,
+}
+
+impl Meddler {
+    fn meet(&self, request: &Request) {
+        // Stores write a slot in parts; whole, it is written by a move only.
+        let is_copy =
+            request.op == Op::Write && request.len as u64 == SLOT_BYTES && request.file.path().ends_with("data.kv");
+        if !is_copy {
+            return;
+        }
+        let Some(deed) = self.deeds.lock().pop() else { return };
+        let (header, _) = SlotHeader::decode(request.buf.as_ref().unwrap().as_slice()).unwrap();
+        self.met.lock().push(header.key);
+        deed(&self.log.lock().upgrade().unwrap(), &header.key);
+    }
+}
+
+fn meddled(dir: &Path) -> (Arc<Log>, Arc<Meddler>) {
+    let meddler = Arc::new(Meddler::default());
+    let for_factory = Arc::clone(&meddler);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let meddler = Arc::clone(&for_factory);
+        drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
+            meddler.meet(request);
+            None
+        }));
+        Ok(drive)
+    };
+    let options = LogOptions {
+        capacity_bytes: 4 << 20,
+        segment_bytes: Some(128 << 10),
+        policy: "lru".to_owned(),
+        reclaim_write_budget: 0.5,
+        foreground: true,
+        drive_factory: Some(Arc::new(factory)),
+        ..options(dir)
+    };
+    let log = Log::open(options).unwrap();
+    *meddler.log.lock() = Arc::downgrade(&log);
+    (log, meddler)
+}
+
+/// Stores until so many chunks were copied; the keys that are used all the time lie in every segment.
+fn store_until_met(log: &Log, meddler: &Meddler, wanted: usize) {
+    let hot = |n: u64| n.is_multiple_of(5);
+    for n in 0..2000 {
+        if meddler.met.lock().len() >= wanted {
+            return;
+        }
+        assert!(store(log, n));
+        let used: Vec<ChunkKey> = (0..n).filter(|n| hot(*n)).map(key).collect();
+        for key in &used {
+            let _ = log.lookup(std::slice::from_ref(key));
+        }
+        log.turn(Turn::Keeper);
+        log.turn(Turn::Journal);
+    }
+    panic!("hardly a chunk was moved: {:?}", log.stats());
+}
+
+#[test]
+fn what_is_removed_or_overwritten_while_it_is_moved_stays_so() {
+    let dir = temp();
+    let (log, meddler) = meddled(dir.path());
+    let remove: fn() -> Deed = || Box::new(|log, key| assert_eq!(log.remove(&[*key]).unwrap(), [true]));
+    let overwrite: fn() -> Deed = || {
+        Box::new(|log, key| {
+            let spec = PutSpec { overwrite: true, ..PutSpec::chunk(*key, *key, CHUNK_TOKENS, 0) };
+            assert!(store_spec(log, spec, 7, 7).unwrap());
+        })
+    };
+    *meddler.deeds.lock() = vec![overwrite(), remove(), overwrite(), remove()];
+    store_until_met(&log, &meddler, 4);
+    let met = meddler.met.lock().clone();
+    let check = |log: &Log, when: &str| {
+        for (i, key) in met.iter().enumerate() {
+            let is_removed = i % 2 == 0;
+            let found = load_key(log, key).ok();
+            assert!(is_removed || found.is_some(), "chunk {i}, overwritten, is lost {when}");
+            let layers = found.unwrap_or_default();
+            let is_new = layers.iter().enumerate().all(|(i, bytes)| *bytes == payload(7, 7, i, bytes.len()));
+            assert!(is_new && layers.is_empty() == is_removed, "chunk {i} came back {when}");
+        }
+    };
+    check(&log, "at once");
+    log.flush().unwrap();
+    let log = crash(log);
+    check(&log, "after a crash");
+}
