@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use crash_world::Config;
 use crash_world::images::{Effort, Judge, Watcher};
+use crash_world::queue::Faults;
 use crash_world::rng::Rng;
 use crash_world::world::{FAILED, Process, Start, World};
 use forebay::log::Turn;
@@ -141,6 +142,68 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     assert!(get(&all.served) > images, "the images hold next to nothing");
     assert!(get(&all.thinned) > 0, "no chunk was given up as a hole");
     assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
+}
+
+/// A workload of which reclaim writes again a part of every segment: a few keys in each are used until long after.
+fn move_chunks(world: &World, process: &Process, rng: &mut Rng) -> u64 {
+    const LONG: u64 = 48;
+    let is_hot = |k: &u64| k.is_multiple_of(4);
+    for k in (0..3 * world.config.keys).map(|n| n % world.config.keys) {
+        let is_there = world.run(process, |log| log.contains(&crash_world::key(k)));
+        if !(is_hot(&k) && is_there) {
+            world.store(process, k, rng);
+        }
+        if k % 3 == 0 {
+            world.flush(process);
+        }
+        let recent = (0..LONG).map(|n| (k + world.config.keys - n) % world.config.keys);
+        for hot in recent.filter(is_hot) {
+            world.run(process, |log| log.lookup(&[crash_world::key(hot)]));
+        }
+        world.turn(process, Turn::Keeper);
+        world.turn(process, Turn::Journal);
+    }
+    process.log.stats().moved
+}
+
+/// At every write either file has all that was not flushed, and the other has none of it.
+#[test]
+fn crashes_while_chunks_are_moved_lose_nothing_flushed() {
+    let dir = temp();
+    let effort =
+        Effort { images: 0, depth: 1, fsck_one_in: u64::MAX, rot_one_in: u64::MAX, apart: true, ..Effort::default() };
+    let judge = Judge::new(effort, dir.path());
+    let config = Config {
+        layers: 1,
+        segment_bytes: 64 << 10,
+        segments: 6,
+        ring_pages: 24,
+        keys: 64,
+        policy: "lru",
+        reclaim_write_budget: 0.5,
+        writers: 1,
+        faults: Faults::default(),
+        space: u64::MAX,
+        ..Config::of(1)
+    };
+    let root = dir.path().join("live");
+    std::fs::create_dir_all(&root).unwrap();
+    let world = World::new(
+        &config,
+        &root,
+        &judge,
+        Start::new("crashes_while_chunks_are_moved, replayed by this name and by no seed".to_owned()),
+    );
+    let process = open(&world).unwrap();
+    let _watcher = Watcher::on(&world, 1);
+    let moved = move_chunks(&world, &process, &mut Rng::of(1, 2));
+    assert!(moved >= 10, "{moved} chunks were moved: {:?}", process.log.stats());
+    assert!(
+        judge.served.load(Ordering::Relaxed) > judge.images.load(Ordering::Relaxed),
+        "the images hold next to nothing"
+    );
+    world.end();
+    println!("{} images, {moved} chunks moved", judge.images.load(Ordering::Relaxed));
 }
 
 /// Replays one seed.

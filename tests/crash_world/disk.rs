@@ -189,6 +189,8 @@ pub enum Loss {
     Some,
     /// Any operations are missing, others are torn at 512 bytes.
     Torn,
+    /// None of it but what was done to files of this name.
+    AllBut(&'static str),
 }
 
 impl Files {
@@ -228,9 +230,12 @@ impl Files {
         let total: u64 = self.inodes.iter().map(|i| i.since.len() as u64).sum();
         let (keep_of_8, tail) = (rng.below(8), rng.below(total.max(1)) + 1);
         let mut number = 0;
-        for inode in &self.inodes {
+        let is_called =
+            |at: usize, name: &str| self.names.iter().any(|(path, inode)| *inode == at && path.ends_with(name));
+        for (at, inode) in self.inodes.iter().enumerate() {
             let content = match loss {
                 Loss::Nothing => inode.now.clone(),
+                Loss::AllBut(name) if is_called(at, name) => inode.now.clone(),
                 _ if inode.since.is_empty() => inode.durable.clone(),
                 _ => {
                     let mut content = inode.durable.clone();

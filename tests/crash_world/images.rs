@@ -29,11 +29,13 @@ pub struct Effort {
     pub fsck_one_in: u64,
     /// One in so many images has a bit turned.
     pub rot_one_in: u64,
+    /// Two more images of each state, in which one file is ahead of the other by all that was not flushed.
+    pub apart: bool,
 }
 
 impl Default for Effort {
     fn default() -> Self {
-        Self { images: 2, chain_one_in: 20, nested_one_in: 6, depth: 6, fsck_one_in: 40, rot_one_in: 25 }
+        Self { images: 2, chain_one_in: 20, nested_one_in: 6, depth: 6, fsck_one_in: 40, rot_one_in: 25, apart: false }
     }
 }
 
@@ -235,14 +237,16 @@ impl World {
         let must = self.must();
         let files = self.disk.files();
         let images = if self.depth == 0 { self.judge.effort.images } else { 1 };
-        for n in 0..images {
-            let loss = match (n, rng.below(4)) {
+        let apart: &[&str] = if self.judge.effort.apart { &["index.kv", "data.kv"] } else { &[] };
+        let losses = (0..images).map(|n| (n, None)).chain(apart.iter().map(|name| (0, Some(Loss::AllBut(name)))));
+        for (n, loss) in losses {
+            let loss = loss.unwrap_or_else(|| match (n, rng.below(4)) {
                 (0, 0) => Loss::All,
                 (1, 0) => Loss::Nothing,
                 (_, 0) => Loss::Tail,
                 (_, 1) => Loss::Some,
                 _ => Loss::Torn,
-            };
+            });
             let mut image = Rng(rng.next());
             let story = format!("{} > state {boundary}, {loss:?}", self.story);
             let mut model = self.model.lock().clone();

@@ -168,7 +168,7 @@ impl World {
         });
     }
 
-    fn store(&self, process: &Process, k: u64, rng: &mut Rng) {
+    pub fn store(&self, process: &Process, k: u64, rng: &mut Rng) {
         let Some(begun) = self.start(process, k, rng) else { return };
         if self.write_extents(process, &begun, usize::MAX) {
             self.commit(process, begun);
