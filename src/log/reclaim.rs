@@ -448,6 +448,19 @@ fn logged_clear(volume: &Volume) -> u64 {
 fn tombstone_is_needed(volume: &Volume, victim: &Victim, record: &Record) -> bool {
     let newest = victim.lane.get(&record.key);
     let superseded = newest.is_some_and(|e| e.seq > record.sequence && !remove::is_unwritten(&e));
+    if std::env::var_os("FBDBG").is_some() {
+        println!(
+            "DBG tombstone key {:02x}{:02x} seq {:x} in lane {} segment {} newest {:?} superseded {superseded} older {} stored {}",
+            record.key.0[0],
+            record.key.0[1],
+            record.sequence,
+            victim.lane.number,
+            victim.segment,
+            newest.map(|e| (e.seq, e.kind, e.segment, e.epoch)),
+            victim.has_older(volume, record),
+            volume.is_being_stored(&record.key)
+        );
+    }
     !superseded && (victim.has_older(volume, record) || volume.is_being_stored(&record.key))
 }
 
@@ -459,7 +472,8 @@ impl Victim {
 }
 
 /// Whether a version of the key up to the entry's, which is of the lane `of`, could be recovered from somewhere else; of its own
-/// lane the segment `except` does not count.
+/// lane the segment `except` does not count. What the versions in another process's table hide is known to that process alone,
+/// and a newer one there may not be durable yet: any entry stands for an older version.
 pub(super) fn has_older(volume: &Volume, of: &Lane, entry: &Entry, except: u32) -> bool {
     volume.lanes().all.iter().any(|lane| {
         let is_its = lane.number == of.number;
@@ -468,7 +482,7 @@ pub(super) fn has_older(volume: &Volume, of: &Lane, entry: &Entry, except: u32) 
         let in_table = || {
             lane.get(&entry.key).is_some_and(|e| {
                 let is_here = is_its && (e.segment, e.epoch) == (entry.segment, entry.epoch);
-                e.kind != EntryKind::Tombstone && e.seq <= entry.seq && !is_here
+                !lane.is_held() || e.kind != EntryKind::Tombstone && e.seq <= entry.seq && !is_here
             })
         };
         shadowed || in_table()

@@ -415,14 +415,3 @@ impl World {
         served
     }
 }
-
-impl World {
-    /// A process died and others may live: what it had not flushed may be found by whoever adopts its lane, or not.
-    pub fn after_kill(&self, killed: &Killed) {
-        for v in self.model.lock().keys.values_mut().flat_map(|k| &mut k.versions) {
-            if v.owner == killed.process {
-                v.stored &= v.flushed;
-            }
-        }
-    }
-}

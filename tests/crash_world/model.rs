@@ -85,6 +85,13 @@ impl Model {
         self.prune();
     }
 
+    /// `owner` is gone without having flushed, by a kill or because closing failed: what it had not may be found again, or not.
+    pub fn unflushed_is_lost(&mut self, owner: u64) {
+        for v in self.keys.values_mut().flat_map(|k| &mut k.versions) {
+            v.stored &= v.flushed || v.owner != owner;
+        }
+    }
+
     /// A log that has just recovered serves this version: it is durable.
     pub fn recovered(&mut self, key: u64, id: u64) {
         if let Some(v) = self.keys.entry(key).or_default().find(id) {

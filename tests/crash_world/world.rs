@@ -164,8 +164,9 @@ impl World {
         process.begun.lock().clear();
         process.held.lock().clear();
         let closed = process.log.close(Instant::now() + Duration::from_secs(5));
-        if closed.is_ok() {
-            self.model.lock().flushed(process.number);
+        match closed {
+            Ok(()) => self.model.lock().flushed(process.number),
+            Err(_) => self.model.lock().unflushed_is_lost(process.number),
         }
         self.forget(process);
     }
