@@ -1,5 +1,7 @@
 //! From a lane's records to its table and its holder's state.
 
+use std::collections::HashSet;
+
 use super::ctx::Ctx;
 use super::lane_open::Summary;
 use super::recover::{self, FoundState};
@@ -31,6 +33,8 @@ pub(super) struct Recovery<'a> {
     batch: Vec<(Record, Entry)>,
     /// Versions that were given up: key, segment, sequence.
     given_up: Vec<(ChunkKey, u32, u64)>,
+    /// All tombstones: one that a put hides which never reached the drive counts after all.
+    tombstones: Vec<(Record, Entry)>,
 }
 
 impl<'a> Recovery<'a> {
@@ -59,6 +63,7 @@ impl<'a> Recovery<'a> {
             expiries: Vec::new(),
             batch,
             given_up: Vec::new(),
+            tombstones: Vec::new(),
         }
     }
 
@@ -72,6 +77,9 @@ impl<'a> Recovery<'a> {
         self.note_expiry(record);
         if entry.kind == EntryKind::Going {
             self.given_up.push((record.key, record.segment, record.sequence));
+        }
+        if entry.kind == EntryKind::Tombstone {
+            self.tombstones.push((*record, entry));
         }
         self.batch.push((*record, entry));
         if self.batch.len() >= BATCH { self.enter() } else { Ok(()) }
@@ -119,13 +127,20 @@ impl<'a> Recovery<'a> {
     }
 
     /// What was given up hides what is older, and nothing else once the holes are durable: then it need not be known any more.
+    /// The same holds of a put whose record has reached the drive before a crash, and none of its bytes: what it would have
+    /// replaced may be a tombstone, which other lanes' versions need.
     fn settle(&mut self) -> Result<()> {
-        for (key, segment, sequence) in std::mem::take(&mut self.given_up) {
-            self.state.unshadow(&key, segment, sequence);
+        let given_up = std::mem::take(&mut self.given_up);
+        for (key, segment, sequence) in &given_up {
+            self.state.unshadow(key, *segment, *sequence);
         }
         let shadows = &self.state.shadows;
         self.table.remove_where(|_, e| e.kind == EntryKind::Going && !shadows.contains_key(&half(&e.key)))?;
-        Ok(())
+        let keys: HashSet<ChunkKey> = given_up.into_iter().map(|(key, ..)| key).collect();
+        let mut tombstones = std::mem::take(&mut self.tombstones);
+        tombstones.retain(|(record, _)| keys.contains(&record.key));
+        self.batch = tombstones;
+        self.enter()
     }
 
     /// The holes that the recovery has found must be durable.

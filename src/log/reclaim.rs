@@ -206,24 +206,20 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     if is_leased(volume, victim) || !condemn(volume, victim)? {
         return Ok(false);
     }
-    let outcome = empty(volume, victim, (plan, moved)).and_then(|()| write_free(&victim.lane, victim));
-    if outcome.is_ok()
-        && let Err(e) = mark_free(&victim.lane, victim)
-    {
+    if let Err(e) = empty(volume, victim, (plan, moved)) {
+        pardon(victim)?;
+        return Err(e);
+    }
+    // A write that failed may have reached the drive: a crash could free the segment. It stays condemned, because nothing in it is
+    // durable any more, until the next opening finds out.
+    write_free(&victim.lane, victim).or_else(|_| write_free(&victim.lane, victim))?;
+    if let Err(e) = mark_free(&victim.lane, victim) {
         // Only a rebuild that has lost the index would have needed it.
         tracing::debug!(lane = %victim.lane.dir.display(), error = %e, "a free segment was not marked");
     }
-    match outcome {
-        Ok(()) => {
-            forget(&victim.lane, victim, &records)?;
-            hand_over(volume, victim)?;
-            Ok(true)
-        }
-        Err(e) => {
-            pardon(victim)?;
-            Err(e)
-        }
-    }
+    forget(&victim.lane, victim, &records)?;
+    hand_over(volume, victim)?;
+    Ok(true)
 }
 
 /// Whether it would be condemned in vain.

@@ -9,7 +9,7 @@
 //! hides an older version. A segment whose region lost its first page may have been given up; its chunks are therefore not served,
 //! but still hide what is older.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use super::holes::Holes;
@@ -257,6 +257,8 @@ impl<'a> Reader<'a> {
         found.retain(|r| r.epoch == epoch && !segment.records.contains(r));
         if !epoch_is_known || segment.damaged {
             hide_puts(&mut found);
+        } else if segment.state == FoundState::Sealed {
+            self.hide_unrecorded(number, &segment, &mut found)?;
         }
         for record in &found {
             self.give(record, sink)?;
@@ -273,6 +275,24 @@ impl<'a> Reader<'a> {
             segment.records.truncate(capacity);
             segment.min_sequence = segment.records.iter().map(|r| r.sequence).min().unwrap_or(0);
             segment.max_sequence = segment.records.iter().map(|r| r.sequence).max().unwrap_or(0);
+        }
+        Ok(())
+    }
+
+    /// Of what slot headers say of a sealed segment, the puts that its region does not name are not served if they are more than
+    /// the region has lost: one of them was never stored, or was removed while it was.
+    fn hide_unrecorded(&self, number: u32, segment: &FoundSegment, found: &mut [Record]) -> Result<()> {
+        let regions = Regions { index: self.index, superblock: self.superblock, index_bytes: self.index.len()? };
+        let (mut named, mut lost) = (HashSet::new(), 0);
+        regions.for_each_piece(&[(number, segment.clone())], &mut |piece| {
+            lost += piece.damaged;
+            named.extend(piece.records.iter().map(|r| (r.key, r.sequence)));
+            Ok(())
+        })?;
+        let (_, unrecorded): (Vec<_>, Vec<_>) = found.iter_mut().partition(|r| named.contains(&(r.key, r.sequence)));
+        if unrecorded.len() as u64 > lost {
+            let puts = unrecorded.into_iter().filter(|r| r.kind == RecordKind::Put);
+            puts.for_each(|r| r.kind = RecordKind::Tombstone);
         }
         Ok(())
     }
