@@ -279,8 +279,9 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Of what slot headers say of a sealed segment, the puts that its region does not name are not served if they are more than
-    /// the region has lost: one of them was never stored, or was removed while it was.
+    /// Of what slot headers say of a sealed segment, the puts that neither its region nor the ring names are not served if they are
+    /// more than both have lost: one of them was never stored, or was removed while it was. A region that a crash has torn is still
+    /// whole in the ring.
     fn hide_unrecorded(&self, number: u32, segment: &FoundSegment, found: &mut [Record]) -> Result<()> {
         let regions = Regions { index: self.index, superblock: self.superblock, index_bytes: self.index.len()? };
         let (mut named, mut lost) = (HashSet::new(), 0);
@@ -288,6 +289,12 @@ impl<'a> Reader<'a> {
             lost += piece.damaged;
             named.extend(piece.records.iter().map(|r| (r.key, r.sequence)));
             Ok(())
+        })?;
+        self.for_each_page(|page| {
+            let records = page.into_iter().flat_map(|p| p.records);
+            for r in records.filter(|r| (r.segment, r.epoch) == (number, segment.epoch)) {
+                lost = lost.saturating_sub(u64::from(named.insert((r.key, r.sequence))));
+            }
         })?;
         let (_, unrecorded): (Vec<_>, Vec<_>) = found.iter_mut().partition(|r| named.contains(&(r.key, r.sequence)));
         if unrecorded.len() as u64 > lost {
