@@ -63,6 +63,10 @@ pub(crate) struct ReplayArgs {
     /// With --engine real: where its files go, in a temporary directory that is removed.
     #[arg(long, default_value = ".", value_name = "DIR")]
     pub(crate) directory: PathBuf,
+    /// With --engine real: bytes that its files take at most, all ranks together. What a log needs besides its slots is a part of
+    /// the capacity that a replay with few bytes makes larger than it is in service.
+    #[arg(long, default_value = "3g", value_parser = size::parse_bytes, value_name = "SIZE")]
+    pub(crate) log_bytes: u64,
     /// With --engine real: tensor-parallel ranks with a log of their own each, comma-separated. A prompt is found as far as all
     /// ranks have it.
     #[arg(long, value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64), value_name = "N,…")]
@@ -277,12 +281,17 @@ fn open_cache(
             .advice("use --engine real with --ranks and --behind")),
         (ReplayEngine::Real, true) => {
             let sizes = (capacity, bytes_per_token);
-            Ok(Box::new(real::RealCache::open(&args.directory, (policy, admission), sizes, 1)?))
+            Ok(Box::new(real::RealCache::open((&args.directory, args.log_bytes), (policy, admission), sizes)?))
         }
         (ReplayEngine::Real, _) => {
             let disorder = ranks::Disorder { seed: args.seed, window: args.window, behind: args.behind };
             let sizes = (capacity, bytes_per_token);
-            Ok(Box::new(ranks::Ranks::open(&args.directory, (policy, admission), sizes, (ranks, disorder))?))
+            Ok(Box::new(ranks::Ranks::open(
+                (&args.directory, args.log_bytes),
+                (policy, admission),
+                sizes,
+                (ranks, disorder),
+            )?))
         }
     }
 }

@@ -41,13 +41,17 @@ struct Rank {
 impl Ranks {
     /// `count` empty logs below `directory`, each for `capacity_tokens` tokens of its part of the KV.
     pub(super) fn open(
-        directory: &Path,
+        (directory, most_bytes): (&Path, u64),
         policies: (PolicyKind, AdmissionPolicy),
         (capacity_tokens, bytes_per_token): (u64, u64),
         (count, disorder): (u32, Disorder),
     ) -> Result<Self> {
         let rank = |number: u32| {
-            let cache = RealCache::open(directory, policies, (capacity_tokens, bytes_per_token), count)?;
+            let cache = RealCache::open(
+                (directory, most_bytes / u64::from(count)),
+                policies,
+                (capacity_tokens, bytes_per_token),
+            )?;
             let rng = Rng::new(disorder.seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
             Ok(Rank { cache, rng, disorder, behind: Vec::new() })
         };

@@ -24,8 +24,6 @@ use crate::scratch::Scratch;
 
 /// Bytes that stand for one token: a multiple of this, which makes a block a page.
 const TOKEN_BYTES: u64 = 8;
-/// Bytes of all caches together: as many as a disk has to spare, so that what a log needs beside its slots is a small part.
-const MOST_BYTES: u64 = 3 << 30;
 /// Most pages of a block.
 const MOST_PAGES: u64 = 127;
 /// Largest segment that the log makes by itself, in bytes of the model.
@@ -43,15 +41,14 @@ pub(super) struct RealCache {
 }
 
 impl RealCache {
-    /// An empty log below `directory` for `capacity_tokens` tokens, one of `ranks`; writes are weighed by the model's bytes per
-    /// token.
+    /// An empty log of about `most_bytes` below `directory` for `capacity_tokens` tokens; writes are weighed by the model's bytes
+    /// per token.
     pub(super) fn open(
-        directory: &Path,
+        (directory, most_bytes): (&Path, u64),
         (policy, admission): (PolicyKind, AdmissionPolicy),
         (capacity_tokens, model_bytes_per_token): (u64, u64),
-        ranks: u32,
     ) -> Result<Self> {
-        let pages = MOST_BYTES / capacity_tokens.saturating_mul(u64::from(ranks) * TOKEN_BYTES).max(1);
+        let pages = most_bytes / capacity_tokens.saturating_mul(TOKEN_BYTES).max(1);
         let token_bytes = (pages.clamp(1, MOST_PAGES) * TOKEN_BYTES) as u32;
         let layers = vec![LayerSpec::mla(&[token_bytes])];
         let geometry = Geometry::new("forebay-replay", DType::named("uint8")?, layers, BLOCK_TOKENS as u32)?;
