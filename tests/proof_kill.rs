@@ -10,10 +10,16 @@ use std::process::Stdio;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use forebay::log::Log;
-use proof_world::{CHILD, Rng, child, get, key, options, put};
+use forebay::log::{Log, LogOptions};
+use proof_world::{CHILD, Rng, child, get, key, put};
 
 const KEYS: u64 = 40;
+
+/// A cache that has to reclaim what was overwritten all the time, and never has to give up a chunk that counts: what it
+/// loses is lost.
+fn options(dir: &Path) -> LogOptions {
+    LogOptions { capacity_bytes: 64 << 20, reclaim_write_budget: 1.0, ..proof_world::options(dir) }
+}
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
