@@ -39,6 +39,8 @@ use crate::key::ChunkKey;
 
 /// Share of the live bytes that counts as hot, in percent.
 const HOT_PERCENT: u8 = 30;
+/// Segments that could not be freed, at which a lane tries no others: a drive that refuses writes must not cost what it can still read.
+const MOST_STUCK: usize = 4;
 /// Entries looked at for a survey; larger tables are sampled.
 const SURVEY_ENTRIES: u64 = 50_000;
 
@@ -197,6 +199,10 @@ fn survey(
 /// Reclaims one segment; false if somebody leases it.
 fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     if is_leased(volume, victim) {
+        return Ok(false);
+    }
+    let stuck = victim.lane.state()?.segments.iter().filter(|s| s.phase == Phase::Condemned).count();
+    if stuck >= MOST_STUCK {
         return Ok(false);
     }
     let records = records_of(victim)?;

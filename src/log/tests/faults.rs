@@ -1,5 +1,6 @@
 //! Drives that fail: full, broken, hanging, busy.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -8,7 +9,7 @@ use std::time::Duration;
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::io::{self, Fault, Faulty, Op, Request};
-use crate::log::{Log, LogOptions, PutOutcome, Turn};
+use crate::log::{Log, LogOptions, PutOutcome, Turn, reclaim};
 
 /// Which requests of the write queue are faulty, and how; changed while the log runs.
 #[derive(Default)]
@@ -232,6 +233,23 @@ fn the_ring_overwrites_no_page_of_a_segment_that_cannot_be_sealed() {
     switch.set(NONE);
     let log = crash(log);
     assert!((0..5).all(|n| has(&log, n)), "flushed, and lost");
+}
+
+#[test]
+fn a_drive_that_lets_no_segment_be_freed_goes_on_being_read() {
+    let dir = temp();
+    let policy = "fifo".to_owned();
+    let (log, switch) =
+        faulty(LogOptions { foreground: true, segment_bytes: Some(128 << 10), policy, ..options(dir.path()) });
+    (0..60).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    log.flush().unwrap();
+    let segments: Vec<u32> = (0..60).map(|n| log.locate(&key(n), PIN).unwrap().segment).collect();
+    switch.set(INDEX_EIO);
+    (0..20).for_each(|_| assert!(!reclaim::reclaim_one(&log.volumes[0])));
+    let gone: BTreeSet<u32> = (0..60).filter(|n| !has(&log, *n)).map(|n| segments[n as usize]).collect();
+    let all: BTreeSet<u32> = segments.into_iter().collect();
+    assert!(!gone.is_empty() && gone.len() <= 4 && all.len() > 4, "{gone:?} of {all:?}");
 }
 
 #[test]
