@@ -198,11 +198,8 @@ fn survey(
 
 /// Reclaims one segment; false if somebody leases it.
 fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
-    if is_leased(volume, victim) {
-        return Ok(false);
-    }
     let stuck = victim.lane.state()?.segments.iter().filter(|s| s.phase == Phase::Condemned).count();
-    if stuck >= MOST_STUCK {
+    if stuck >= MOST_STUCK || is_leased(volume, victim) {
         return Ok(false);
     }
     let records = records_of(victim)?;
