@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crash_world::Config;
-use crash_world::images::{Effort, Judge, Watcher};
+use crash_world::disk::Loss;
+use crash_world::images::{self, Effort, Judge, Watcher};
 use crash_world::queue::Faults;
 use crash_world::rng::Rng;
 use crash_world::world::{FAILED, Process, Start, World};
@@ -204,6 +205,47 @@ fn crashes_while_chunks_are_moved_lose_nothing_flushed() {
     );
     world.end();
     println!("{} images, {moved} chunks moved", judge.images.load(Ordering::Relaxed));
+}
+
+/// The journal may write the record of an overwrite long before anybody asks for a flush, and the drive may keep that and lose the
+/// bytes: what was flushed before must then still be there.
+#[test]
+fn an_overwrite_of_which_a_crash_leaves_only_the_record_loses_nothing_flushed() {
+    let dir = temp();
+    let effort = Effort { rot_one_in: u64::MAX, fsck_one_in: u64::MAX, ..Effort::default() };
+    let judge = Judge::new(Effort { depth: 0, ..effort }, &dir.path().join("images"));
+    let config = Config { faults: Faults::default(), space: u64::MAX, writers: 1, segments: 8, ..Config::of(1) };
+    let root = dir.path().join("live");
+    std::fs::create_dir_all(&root).unwrap();
+    let name = "an_overwrite_of_which_a_crash_leaves_only_the_record, replayed by this name and by no seed";
+    let world = World::new(&config, &root, &judge, Start::new(name.to_owned()));
+    let process = open(&world).unwrap();
+    let mut rng = Rng::of(1, 2);
+    let (mut overwritten, mut demanded) = (0, 0);
+    for k in (0..4).cycle().take(40) {
+        world.store(&process, k, &mut rng);
+        world.flush(&process);
+        let sequence = || process.log.peek(&crash_world::key(k)).map(|chunk| chunk.sequence);
+        let flushed = sequence();
+        world.store(&process, k, &mut rng);
+        overwritten += u32::from(flushed.is_some() && sequence() > flushed);
+        world.turn(&process, Turn::Commit);
+        for loss in [Loss::All, Loss::AllBut("index.kv"), Loss::AllBut("data.kv"), Loss::Nothing] {
+            let mut model = world.model.lock().clone();
+            let versions = |k: u64| model.keys.get(&k).map(|key| key.versions.as_slice()).unwrap_or_default();
+            let lasts = |k: u64| versions(k).iter().all(|v| v.expiry_s == 0) && versions(k).iter().any(|v| v.flushed);
+            let is_there = |k: u64| process.log.peek(&crash_world::key(k)).is_some();
+            model.must = (0..4).filter(|k| lasts(*k) && is_there(*k)).collect();
+            demanded += model.must.len();
+            let files = world.disk.files().after_crash(loss, &mut rng);
+            let start = Start { files, model, now_ms: world.clock.ms(), story: format!("{name}: {loss:?}"), depth: 1 };
+            images::judge(&config, &judge, start, &mut rng);
+        }
+        world.disk.enter(process.number);
+    }
+    assert!(overwritten >= 10 && demanded > 100, "{overwritten} were overwritten, {demanded} demanded");
+    assert_eq!(judge.images.load(Ordering::Relaxed), 160);
+    world.end();
 }
 
 /// Seeds that have failed once: in the simulated disk, in reclaim beside another process, after a close that failed, after a crash that

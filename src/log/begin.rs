@@ -180,7 +180,8 @@ impl Log {
         let sequence = volume.shard.next_seq();
         let in_flight = Arc::clone(&self.in_flight);
         let held = Held::new(&lane, place, records);
-        let reservation = Reservation { lane, place, held, key: spec.key, in_flight, ended: false };
+        let lanes = volume.lanes();
+        let reservation = Reservation { lane, place, held, key: spec.key, in_flight, lanes, ended: false };
         match sequence {
             Ok(sequence) => Ok((volume, reservation, sequence)),
             Err(e) => {

@@ -173,7 +173,7 @@ fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
 pub(super) fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
     loop {
         let Some((first, records)) = take_batch(lane, partial)? else { return Ok(()) };
-        match write_batch(lane, first, &records) {
+        match secure(lane, &records).and_then(|()| write_batch(lane, first, &records)) {
             Ok(()) => hold_batch(lane, first, &records)?,
             Err(e) => {
                 put_back(lane, records)?;
@@ -235,6 +235,22 @@ fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, State>) -> Result<Mut
     drop(state);
     seal::seal_full(lane)?;
     lane.state()
+}
+
+/// Makes the bytes of puts that replace something durable before their records are: a crash could otherwise leave the record of the
+/// new version without its bytes, and with it lose the flushed version that it stands for.
+fn secure(lane: &Lane, records: &[Record]) -> Result<()> {
+    let replaces = {
+        let state = lane.state()?;
+        !state.replacing.is_empty() && records.iter().any(|r| state.replacing.contains(&r.sequence))
+    };
+    if !replaces {
+        return Ok(());
+    }
+    flush_file(lane, &lane.data)?;
+    let mut state = lane.state()?;
+    records.iter().for_each(|r| _ = state.replacing.remove(&r.sequence));
+    Ok(())
 }
 
 fn write_batch(lane: &Lane, first: u64, records: &[Record]) -> Result<()> {

@@ -114,11 +114,15 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
         return Err(Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it"));
     }
     let (table, shared) = (lane.table(), lane.shared());
+    let replacing: Vec<bool> = commit.records.iter().map(|r| commit.reservation.replaces(&r.key)).collect();
     for record in &commit.records {
         state.apply(&table, shared.as_ref(), record)?;
     }
-    for record in &commit.records {
+    for (record, replaces) in commit.records.iter().zip(replacing) {
         state.log_record(*record);
+        if replaces {
+            state.replacing.insert(record.sequence);
+        }
         chain::note_published(state, record);
     }
     commit.reservation.held.end(state);

@@ -12,6 +12,7 @@ use super::pack;
 use super::publish::{self, Commit};
 use super::spec::PutSpec;
 use super::state::{HalfKey, Place, State, half};
+use super::volume::Lanes;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::format::record::{Record, RecordKind};
@@ -129,8 +130,17 @@ pub(super) struct Reservation {
     pub(super) held: Arc<Held>,
     pub(super) key: ChunkKey,
     pub(super) in_flight: Arc<InFlight>,
+    /// The drive's lanes when it began: what it replaces may lie in any of them.
+    pub(super) lanes: Arc<Lanes>,
     /// It was published, or counted as aborted.
     pub(super) ended: bool,
+}
+
+impl Reservation {
+    /// Whether some lane serves a version of `key`, which the drive must not lose before it has the new one.
+    pub(super) fn replaces(&self, key: &ChunkKey) -> bool {
+        self.lanes.all.iter().any(|lane| lane.get(key).is_some_and(|e| e.kind.is_served()))
+    }
 }
 
 impl Drop for Reservation {

@@ -142,6 +142,7 @@ fn recycle(state: &mut State, segment_use: (u32, u32)) {
     state.pending.retain(|r| (r.segment, r.epoch) != segment_use);
     if state.pending.is_empty() {
         state.pending_since = None;
+        state.replacing.clear();
     }
 }
 

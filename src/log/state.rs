@@ -3,7 +3,7 @@
 //! All of it lies under one lock per lane, under which also all writes to the lane's table happen. The lock is held for moments:
 //! no I/O is done and nothing is waited for while it is held (growing the table copies memory, the longest of all).
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Instant;
 
 use super::ring::Ring;
@@ -171,6 +171,8 @@ pub(super) struct State {
     /// Records that wait for a journal page, oldest first.
     pub(super) pending: VecDeque<Record>,
     pub(super) pending_since: Option<Instant>,
+    /// Of those, by sequence, the puts that replace what was served: their bytes must be durable before their records are written.
+    pub(super) replacing: HashSet<u64>,
     /// Records logged so far, and how many of them are known to be durable.
     pub(super) logged: u64,
     pub(super) durable: u64,

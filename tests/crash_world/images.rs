@@ -234,13 +234,9 @@ impl World {
         for k in keys {
             let Some(info) = process.log.peek(&key(k)) else { continue };
             let model = self.model.lock();
-            // The record of an overwrite may reach the drive without its bytes: then neither version is served.
-            let versions = model.keys.get(&k).map(|key| key.versions.as_slice()).unwrap_or_default();
-            let overwritten = versions.iter().any(|v| v.committed && v.sequence > info.sequence);
-            let needed = !overwritten
-                && model
-                    .of_sequence(k, info.sequence)
-                    .is_some_and(|v| v.flushed && !v.going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s));
+            let needed = model
+                .of_sequence(k, info.sequence)
+                .is_some_and(|v| v.flushed && !v.going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s));
             if needed {
                 must.push(k);
             }
