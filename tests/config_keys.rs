@@ -47,6 +47,7 @@ const CASES: &[Case] = &[
     ("admission_loss", "0.1", |s| s.admission_loss = 0.1),
     ("write_budget_dwpd", "1.5", |s| s.write_budget_dwpd = Some(1.5)),
     ("drive_bytes", "2TB", |s| s.drive_bytes = Some(2_000_000_000_000)),
+    ("tenant_quota", "25%", |s| s.tenant_quota = Some(Capacity::Percent(25.0))),
     ("ttl", "12h", |s| s.ttl = Some(Duration::from_secs(12 * 3600))),
     ("reclaim_write_budget", "0.5", |s| s.reclaim_write_budget = 0.5),
     ("workers", "7", |s| s.workers = 7),

@@ -3,9 +3,10 @@
 
 mod engine_world;
 
-use engine_world::{CHUNK, World, load, matched, prompt, slots, store};
-use forebay::config::Admission;
+use engine_world::{CHUNK, World, load, matched, prompt, slots, store, tokens};
+use forebay::config::{Admission, Capacity};
 use forebay::engine::ShedCause;
+use forebay::key::Extra;
 
 #[test]
 fn second_touch_skips_the_first_store_and_takes_the_second() {
@@ -64,4 +65,28 @@ fn beyond_the_write_budget_nothing_is_stored_and_everything_served() {
     w.settings.write_budget_dwpd = Some(0.001);
     let engine = w.open();
     assert_eq!(load(&engine, &p, &w.kv(), slots(CHUNK, 2)).tokens, CHUNK);
+}
+
+#[test]
+fn a_tenant_beyond_its_quota_gives_up_its_own_and_another_keeps_all() {
+    let mut w = World::plain();
+    w.settings.tenant_quota = Some(Capacity::Bytes(16 << 20));
+    w.settings.capacity = Capacity::Bytes(512 << 20);
+    let engine = w.open();
+    let n = 4 * CHUNK;
+    let of = |salt: &str, seed: u32| engine.prompt(&tokens(n, seed), &Extra::salted(salt));
+    let kv = w.kv().filled(1);
+    let keep = of("quiet", 1);
+    assert_eq!(store(&engine, &keep, &kv, slots(n, 1)).stored, 4);
+    let mut stored = 0;
+    for seed in 2..1000 {
+        stored += store(&engine, &of("loud", seed), &kv, slots(n, 1)).stored;
+        if engine.stats().unwrap().log.quota_evicted > 0 {
+            break;
+        }
+    }
+    let stats = engine.stats().unwrap();
+    assert!(stored > 0 && stats.log.quota_evicted > 0, "{stats:?}");
+    assert_eq!(load(&engine, &keep, &w.kv(), slots(n, 2)).tokens, n);
+    assert!(engine.metrics_text().unwrap().contains("forebay_quota_evicted_chunks_total"));
 }

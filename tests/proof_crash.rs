@@ -84,7 +84,7 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
     let images = get(&judge.images);
     println!(
         "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a turned bit, {} read by fsck; keys: {} served, {} missed, {} refused; \
-         workloads: {} process kills, {} segments sealed, {} reclaimed, {} chunks moved, {} given up as holes, {} lanes adopted",
+         workloads: {} process kills, {} segments sealed, {} reclaimed, {} chunks moved, {} given up as holes ({} for a quota), {} lanes adopted",
         images as f64 / since.elapsed().as_secs_f64(),
         get(&judge.deepest),
         get(&judge.rotten),
@@ -97,6 +97,7 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
         get(&judge.reclaimed),
         get(&judge.moved),
         get(&judge.thinned),
+        get(&judge.quota),
         get(&judge.adopted)
     );
 }
@@ -130,7 +131,14 @@ fn run_many(first: u64, images: u64, workers: u64) -> Arc<Judge> {
     all
 }
 
-/// A share for every run of the tests; `FOREBAY_CRASH_IMAGES` and `FOREBAY_CRASH_FIRST` for more and others.
+/// Seeds of the day, a thousand of them: what is run again and again finds nothing any more.
+fn of_today() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    1_000_000_000 + now.as_secs() / 86_400 * 1000
+}
+
+/// A share for every run of the tests, half of it other seeds every day; `FOREBAY_CRASH_IMAGES` and `FOREBAY_CRASH_FIRST` for more and
+/// others.
 #[test]
 fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     if env("FOREBAY_CRASH_SEED").is_some() {
@@ -138,7 +146,14 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     }
     let workers = env("FOREBAY_CRASH_WORKERS").unwrap_or(2);
     let images = env("FOREBAY_CRASH_IMAGES").unwrap_or(20_000);
-    let all = run_many(env("FOREBAY_CRASH_FIRST").unwrap_or(1), images, workers);
+    let all = match env("FOREBAY_CRASH_FIRST") {
+        Some(first) => run_many(first, images, workers),
+        None => {
+            let all = run_many(1, images / 2, workers);
+            all.add(&run_many(of_today(), images / 2, workers));
+            all
+        }
+    };
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     assert!(get(&all.served) > images, "the images hold next to nothing");
     assert!(get(&all.thinned) > 0, "no chunk was given up as a hole");
@@ -172,7 +187,7 @@ fn move_chunks(world: &World, process: &Process, rng: &mut Rng) -> u64 {
 fn crashes_while_chunks_are_moved_lose_nothing_flushed() {
     let dir = temp();
     let effort =
-        Effort { images: 0, depth: 1, fsck_one_in: u64::MAX, rot_one_in: u64::MAX, apart: true, ..Effort::default() };
+        Effort { images: 1, depth: 1, fsck_one_in: u64::MAX, rot_one_in: u64::MAX, apart: true, ..Effort::default() };
     let judge = Judge::new(effort, dir.path());
     let config = Config {
         layers: 1,
@@ -249,8 +264,10 @@ fn an_overwrite_of_which_a_crash_leaves_only_the_record_loses_nothing_flushed() 
 }
 
 /// Seeds that have failed once: in the simulated disk, in reclaim beside another process, after a close that failed, after a crash that
-/// left the record of a put without its bytes, after a segment was freed by a write that failed.
-const FOUND: [u64; 6] = [611, 5_009, 2_000_024, 3_000_005, 4_300_005, 4_000_102];
+/// left the record of a put without its bytes, after a segment was freed by a write that failed; for an overwrite's record without its
+/// bytes, for a region torn beside an unfinished overwrite (two), for the header of a copy without its bytes.
+const FOUND: [u64; 10] =
+    [611, 5_009, 2_000_024, 3_000_005, 4_300_005, 4_000_102, 10_000_134, 20_000_077, 30_000_382, 1_020_779_014];
 
 #[test]
 fn what_was_found_once_is_not_found_again() {

@@ -52,6 +52,7 @@ pub(crate) fn engine<'py>(py: Python<'py>, s: &EngineStats) -> PyResult<Bound<'p
         ("chunks", log.chunks),
         ("segments", log.segments),
         ("evicted", log.evicted),
+        ("quota_evicted", log.quota_evicted),
         ("removed", log.removed),
         ("bad_chunks", log.bad_chunks),
         ("write_errors", log.write_errors),

@@ -154,7 +154,7 @@ impl Loose for Numa {
     }
 }
 
-/// Bytes the cache may take.
+/// Bytes the cache, or a part of it, may take.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Capacity {
     /// In all, shared equally by the drives.

@@ -81,6 +81,9 @@ pub struct Settings {
     /// Bytes the cache may take on disk, over all lanes and namespaces.
     #[serde(deserialize_with = "value::loose")]
     pub capacity: Capacity,
+    /// Bytes that the chunks of one tenant, which is a cache salt, may take of the capacity; `None` for no limit.
+    #[serde(deserialize_with = "value::loose")]
+    pub tenant_quota: Option<Capacity>,
     /// Bytes that stay free on the file system, whatever else fills it.
     #[serde(deserialize_with = "value::loose")]
     pub min_free: MinFree,
@@ -222,6 +225,7 @@ impl Default for Settings {
             max_concurrent_ops: 32,
             block_size: MIB,
             capacity: Capacity::Percent(80.0),
+            tenant_quota: None,
             min_free: MinFree::Auto,
             staging: 256 * MIB,
             store_staging: 256 * MIB,
@@ -332,6 +336,16 @@ impl Settings {
             Capacity::Bytes(bytes) => bytes / self.drives.len().max(1) as u64,
             Capacity::Percent(percent) => share(fs_bytes, percent),
         }
+    }
+
+    /// Bytes that one tenant's chunks may take on one drive whose file system holds `fs_bytes` in all: a percentage is of the capacity
+    /// there, a number of bytes is shared equally by the drives.
+    #[must_use]
+    pub fn drive_tenant_bytes(&self, fs_bytes: u64) -> Option<u64> {
+        self.tenant_quota.map(|quota| match quota {
+            Capacity::Bytes(bytes) => bytes / self.drives.len().max(1) as u64,
+            Capacity::Percent(percent) => share(self.drive_capacity_bytes(fs_bytes), percent),
+        })
     }
 
     /// Bytes that must stay free on a file system of `fs_bytes` in all.

@@ -181,6 +181,16 @@ fn disk(s: &Settings) -> Checked {
         )?,
         Capacity::Percent(percent) => between("capacity", &percent, 1.0, 100.0, "%")?,
     }
+    match s.tenant_quota {
+        Some(Capacity::Bytes(bytes)) => ensure(
+            bytes / s.drives.len().max(1) as u64 >= MIN_CAPACITY_BYTES,
+            "tenant_quota",
+            format!("{bytes} bytes are too few"),
+            "use at least 16MiB for each drive, or leave it out for no limit; a size without a unit is in bytes",
+        )?,
+        Some(Capacity::Percent(percent)) => between("tenant_quota", &percent, 0.1, 100.0, "%")?,
+        None => {}
+    }
     if let MinFree::Percent(percent) = s.min_free {
         ensure(percent <= 90.0, "min_free", format!("{percent}% leaves no room"), "use at most 90%")?;
         if let Capacity::Percent(capacity) = s.capacity {

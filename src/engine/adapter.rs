@@ -135,6 +135,10 @@ pub(super) fn begin(log: Arc<Log>, spec: PutSpec) -> Begun {
     match log.begin_put(spec.clone()) {
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
         Ok(PutOutcome::NotAdmitted(Refusal::Budget)) => Begun::Shed(ShedCause::Budget),
+        // The tenant's oldest chunks are being given up.
+        Ok(PutOutcome::NotAdmitted(Refusal::Quota)) => {
+            Begun::NotYet(ShedCause::Quota, Box::new(move || begin(log, spec)))
+        }
         Ok(PutOutcome::Started(put)) => Begun::Open(Arc::new(LogSink {
             file: Arc::clone(put.file()),
             drive: put.drive(),
@@ -145,7 +149,7 @@ pub(super) fn begin(log: Arc<Log>, spec: PutSpec) -> Begun {
         })),
         // The segment that comes next may not be ready yet.
         Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::Busy) => {
-            Begun::NotYet(Box::new(move || begin(log, spec)))
+            Begun::NotYet(ShedCause::NoSpace, Box::new(move || begin(log, spec)))
         }
         Err(e) => {
             tracing::debug!(error = %e, "a put was shed");

@@ -53,6 +53,7 @@ metric_table! {
     DWPD = Gauge "forebay_drive_writes_per_day" ["drive", "over"] "Writes of this process, as drive writes per day, over the last hour, the last day, and since the cache was opened (life).";
     AMPLIFICATION = Gauge "forebay_write_amplification" [] "Bytes written for each byte of chunks published, since the start.";
     EVICTED = Counter "forebay_evicted_chunks_total" [] "Chunks dropped by reclaim.";
+    QUOTA_EVICTED = Counter "forebay_quota_evicted_chunks_total" [] "Of those, chunks that went because their tenant was at its quota.";
     RECLAIMED = Counter "forebay_reclaimed_segments_total" [] "Segments given up to be used again.";
     SEALED = Counter "forebay_sealed_segments_total" [] "Segments sealed.";
     RETIRED = Counter "forebay_retired_segments_total" [] "Segments taken out of use after a write error.";
@@ -176,6 +177,7 @@ fn expose_log(e: &mut Exposition, s: &EngineStats) {
         (&JOURNAL_BYTES, log.journal_bytes_written),
         (&MOVED_BYTES, log.moved_bytes),
         (&EVICTED, log.evicted),
+        (&QUOTA_EVICTED, log.quota_evicted),
         (&RECLAIMED, log.reclaimed),
         (&SEALED, log.sealed),
         (&RETIRED, log.retired_segments),

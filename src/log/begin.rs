@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::Log;
 use super::chain;
 use super::put::{Held, Put, PutOutcome, Refusal, Reservation};
+use super::quota;
 use super::spec::PutSpec;
 use super::state::{Need, NoPlace};
 use super::volume::Volume;
@@ -68,6 +69,11 @@ impl Log {
             return Ok(PutOutcome::AlreadyThere);
         }
         let volume = self.choose(&spec).inspect_err(|_| self.in_flight.end(&spec.key))?;
+        let Some(claim) = quota::claim(volume, &spec, layout.slot_bytes, deadline) else {
+            self.in_flight.end(&spec.key);
+            sheds.quota.add(1);
+            return Ok(PutOutcome::NotAdmitted(Refusal::Quota));
+        };
         if !volume.wear.admits(layout.slot_bytes, volume.written()) {
             self.in_flight.end(&spec.key);
             sheds.budget.add(1);
@@ -78,7 +84,8 @@ impl Log {
             volume.wear.refund(layout.slot_bytes);
             self.in_flight.end(&spec.key);
         });
-        let (volume, reservation, sequence) = outcome?;
+        let (volume, mut reservation, sequence) = outcome?;
+        reservation.claim = claim.of_tenant();
         self.ctx.counters.puts.add(1);
         let health = Arc::clone(&volume.health);
         let spec = Box::new(spec);
@@ -181,7 +188,7 @@ impl Log {
         let in_flight = Arc::clone(&self.in_flight);
         let held = Held::new(&lane, place, records);
         let lanes = volume.lanes();
-        let reservation = Reservation { lane, place, held, key: spec.key, in_flight, lanes, ended: false };
+        let reservation = Reservation { lane, place, held, key: spec.key, in_flight, lanes, claim: None, ended: false };
         match sequence {
             Ok(sequence) => Ok((volume, reservation, sequence)),
             Err(e) => {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::lane::Role;
 use super::volume::Volume;
-use super::{chain, grant, hunger, orphans, reclaim, remove};
+use super::{chain, grant, hunger, orphans, quota, reclaim, remove};
 
 /// How often the keeper looks by itself.
 const TICK: Duration = Duration::from_millis(50);
@@ -46,6 +46,7 @@ impl Keeper {
     /// What is done often: touches, and segments made ready.
     pub(super) fn look(&mut self, volume: &Volume, stop: &AtomicBool) {
         self.drain_touches(volume);
+        quota::enforce(volume);
         grant::keep_ready(volume, stop);
         grant::keep_reserve(volume, stop);
     }
@@ -62,6 +63,7 @@ impl Keeper {
     /// What is done now and then.
     pub(super) fn scan(&mut self, volume: &Volume) {
         volume.note_draining();
+        quota::count(volume);
         if let Err(e) = volume.adopt_orphans() {
             tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");
         }

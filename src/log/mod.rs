@@ -43,6 +43,7 @@ mod paths;
 mod publish;
 pub mod purge;
 mod put;
+mod quota;
 mod rebuild;
 mod reclaim;
 pub mod recover;

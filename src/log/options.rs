@@ -54,6 +54,8 @@ pub struct DriveOptions {
     pub min_free_bytes: Option<u64>,
     /// Its size in bytes, for drive writes per day; `None` for that of its file system.
     pub drive_bytes: Option<u64>,
+    /// Most bytes of one tenant's chunks on this drive; `None` for [`LogOptions::tenant_bytes`].
+    pub tenant_bytes: Option<u64>,
     /// It takes no new chunks, and reclaim writes none again; what it holds is served.
     pub drain: bool,
 }
@@ -76,6 +78,8 @@ pub struct LogOptions {
     pub capacity_bytes: u64,
     /// Least bytes to leave free on each drive's file system.
     pub min_free_bytes: u64,
+    /// Most bytes that the chunks of one tenant, which is a cache salt, may take on each drive; `None` for no limit.
+    pub tenant_bytes: Option<u64>,
     /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at least four chunks and at most 1 GiB.
     /// Counts when a lane is made.
     pub segment_bytes: Option<u64>,
@@ -136,6 +140,7 @@ impl LogOptions {
             mode: Mode::default(),
             capacity_bytes: 64 << 30,
             min_free_bytes: 0,
+            tenant_bytes: None,
             segment_bytes: None,
             policy: "default".to_owned(),
             admission: AdmissionPolicy::All,

@@ -10,6 +10,7 @@ use super::health::Health;
 use super::lane::Lane;
 use super::pack;
 use super::publish::{self, Commit};
+use super::quota::Claim;
 use super::spec::PutSpec;
 use super::state::{HalfKey, Place, State, half};
 use super::volume::Lanes;
@@ -30,15 +31,17 @@ pub enum PutOutcome {
     Started(Put),
     /// The key is stored, or is being stored by another put of this process: nothing to do.
     AlreadyThere,
-    /// It is not to be stored now; trying again soon would be in vain.
+    /// It is not to be stored now, for a limit that was set.
     NotAdmitted(Refusal),
 }
 
-/// Why a put is not admitted.
+/// Why a put is not admitted now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// The drive has been written as much as its write budget allows.
     Budget,
+    /// The tenant's chunks take all that one tenant may: its oldest are being given up, so that there will be room soon.
+    Quota,
 }
 
 /// Keys that puts of this process are storing.
@@ -132,6 +135,8 @@ pub(super) struct Reservation {
     pub(super) in_flight: Arc<InFlight>,
     /// The drive's lanes when it began: what it replaces may lie in any of them.
     pub(super) lanes: Arc<Lanes>,
+    /// Its part of its tenant's quota.
+    pub(super) claim: Option<Claim>,
     /// It was published, or counted as aborted.
     pub(super) ended: bool,
 }

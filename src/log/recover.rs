@@ -227,10 +227,9 @@ impl<'a> Reader<'a> {
 
     /// Gives all records that count to `sink`.
     pub(super) fn replay(mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Found> {
-        for number in self.replay_regions(sink)? {
-            self.replay_headers(number, sink)?;
-        }
-        self.replay_ring(sink)?;
+        let recorded = self.keep_ring()?;
+        // Slot headers before records: of one version in two places the one that has a record is whole. A crash may have left the
+        // header of a copy that reclaim was writing, and not its bytes.
         for number in 0..self.found.segments.len() as u32 {
             let Some(segment) = self.found.segments.get(number as usize) else { break };
             // All that the ring said of a segment may have stood on the page that is damaged: then it looks free.
@@ -238,6 +237,10 @@ impl<'a> Reader<'a> {
                 self.replay_headers(number, sink)?;
             }
         }
+        for number in self.replay_regions(sink)? {
+            self.replay_headers(number, sink)?;
+        }
+        self.replay_ring(&recorded, sink)?;
         Ok(self.found)
     }
 
@@ -281,8 +284,8 @@ impl<'a> Reader<'a> {
 
     /// Of what slot headers say of a sealed segment, the puts that neither its region nor the ring names are not served if they are
     /// more than both have lost: one of them was never stored, or was removed while it was. A region that a crash has torn is still
-    /// whole in the ring.
-    fn hide_unrecorded(&self, number: u32, segment: &FoundSegment, found: &mut [Record]) -> Result<()> {
+    /// whole in the ring: then nothing is lost, and what has no record is of no account.
+    fn hide_unrecorded(&self, number: u32, segment: &FoundSegment, found: &mut Vec<Record>) -> Result<()> {
         let regions = Regions { index: self.index, superblock: self.superblock, index_bytes: self.index.len()? };
         let (mut named, mut lost) = (HashSet::new(), 0);
         regions.for_each_piece(&[(number, segment.clone())], &mut |piece| {
@@ -296,10 +299,13 @@ impl<'a> Reader<'a> {
                 lost = lost.saturating_sub(u64::from(named.insert((r.key, r.sequence))));
             }
         })?;
-        let (_, unrecorded): (Vec<_>, Vec<_>) = found.iter_mut().partition(|r| named.contains(&(r.key, r.sequence)));
+        let is_named = |r: &Record| named.contains(&(r.key, r.sequence));
+        if lost == 0 {
+            found.retain(is_named);
+        }
+        let unrecorded: Vec<&mut Record> = found.iter_mut().filter(|r| !is_named(r)).collect();
         if unrecorded.len() as u64 > lost {
-            let puts = unrecorded.into_iter().filter(|r| r.kind == RecordKind::Put);
-            puts.for_each(|r| r.kind = RecordKind::Tombstone);
+            unrecorded.into_iter().filter(|r| r.kind == RecordKind::Put).for_each(|r| *r = hiding(r));
         }
         Ok(())
     }
@@ -337,9 +343,10 @@ impl<'a> Reader<'a> {
         Holes::of(self.data, u64::from(segment) * bytes, bytes)
     }
 
-    fn replay_ring(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+    /// Keeps what the ring has of each unsealed segment; how many records.
+    fn keep_ring(&mut self) -> Result<Vec<usize>> {
         if self.found.segments.iter().all(|s| s.state != FoundState::Unsealed) {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let segments = &mut self.found.segments;
         let mut keep = |page: Option<JournalPage>| {
@@ -354,20 +361,30 @@ impl<'a> Reader<'a> {
         };
         for_each_page(self.index, self.superblock, &mut keep)?;
         let capacity = sizes::region_records(self.superblock.region_bytes);
-        for number in 0..self.found.segments.len() {
-            let Some(segment) = self.found.segments.get_mut(number) else { continue };
-            let mut records = std::mem::take(&mut segment.records);
+        let mut recorded = Vec::with_capacity(self.found.segments.len());
+        for segment in &mut self.found.segments {
+            let records = &mut segment.records;
             records.sort_by_key(|r| (r.sequence, r.key.0));
             // A page whose write seemed to fail is written again elsewhere: both may have reached the drive.
             records.dedup();
             records.truncate(capacity);
             if segment.damaged {
                 // Its region may have said that it was given up.
-                hide_puts(&mut records);
+                hide_puts(records);
             }
-            segment.min_sequence = records.first().map_or(0, |r| r.sequence);
-            segment.max_sequence = records.last().map_or(0, |r| r.sequence);
-            for record in &records {
+            segment.min_sequence = records.iter().map(|r| r.sequence).min().unwrap_or(segment.min_sequence);
+            segment.max_sequence = records.iter().map(|r| r.sequence).max().unwrap_or(segment.max_sequence);
+            recorded.push(records.len());
+        }
+        Ok(recorded)
+    }
+
+    /// Gives what was kept of the ring: so many records of each segment.
+    fn replay_ring(&mut self, recorded: &[usize], sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+        for (number, count) in recorded.iter().enumerate() {
+            let Some(segment) = self.found.segments.get_mut(number) else { continue };
+            let records = std::mem::take(&mut segment.records);
+            for record in records.iter().take(*count) {
                 self.give(record, sink)?;
             }
             if let Some(segment) = self.found.segments.get_mut(number) {
@@ -383,7 +400,7 @@ impl<'a> Reader<'a> {
         if record.kind == RecordKind::Put && record.pages > 0 && !self.lies_in_data(record) {
             self.found.damaged += 1;
             // Cut off; what it had replaced must not come back for it.
-            return sink(&Record { kind: RecordKind::Tombstone, ..*record });
+            return sink(&hiding(record));
         }
         sink(record)
     }
@@ -403,9 +420,13 @@ impl<'a> Reader<'a> {
 
 /// Puts that may be over are not served, but still hide what is older.
 fn hide_puts(records: &mut [Record]) {
-    for record in records.iter_mut().filter(|r| r.kind == RecordKind::Put) {
-        record.kind = RecordKind::Tombstone;
-    }
+    records.iter_mut().filter(|r| r.kind == RecordKind::Put).for_each(|r| *r = hiding(r));
+}
+
+/// What hides all that a put would have hidden, and not the same version where it lies elsewhere too: one of the two is a copy that
+/// reclaim made.
+fn hiding(put: &Record) -> Record {
+    Record { kind: RecordKind::Tombstone, sequence: put.sequence.saturating_sub(1), ..*put }
 }
 
 /// Visits the pages of this lane in the ring, in place order; `None` for one that is damaged.

@@ -30,6 +30,7 @@ impl LogOptions {
             each.push(DriveOptions {
                 capacity_bytes: Some(settings.drive_capacity_bytes(size)),
                 min_free_bytes: Some(settings.min_free_bytes(size)),
+                tenant_bytes: settings.drive_tenant_bytes(size),
                 drive_bytes: settings.drive_bytes,
                 drain: drive.drain,
             });

@@ -54,6 +54,8 @@ pub struct LogStats {
     pub evicted: u64,
     /// Of these, chunks given up singly, as holes in their segments.
     pub thinned: u64,
+    /// Of those, the chunks that went because their tenant was at its quota.
+    pub quota_evicted: u64,
     /// Chunks that reclaim wrote again.
     pub moved: u64,
     /// Bytes of these.
@@ -91,6 +93,8 @@ pub struct Sheds {
     pub policy: u64,
     /// The drive's write budget is used up.
     pub budget: u64,
+    /// The tenant is at its quota.
+    pub quota: u64,
 }
 
 /// One drive.
@@ -190,6 +194,7 @@ counters!(
     reclaimed,
     evicted,
     thinned,
+    quota_evicted,
     moved,
     moved_bytes,
     removed,
@@ -224,6 +229,7 @@ pub(super) struct ShedCounters {
     pub(super) read_only: Count,
     pub(super) policy: Count,
     pub(super) budget: Count,
+    pub(super) quota: Count,
 }
 
 impl ShedCounters {
@@ -234,6 +240,7 @@ impl ShedCounters {
             read_only: self.read_only.get(),
             policy: self.policy.get(),
             budget: self.budget.get(),
+            quota: self.quota.get(),
         }
     }
 }

@@ -194,12 +194,12 @@ fn choose(volume: &Volume, own: &Lane, bytes: u64) -> Result<Vec<Entry>> {
     Ok(chosen)
 }
 
-fn is_sealed(state: &mut State, entry: &Entry) -> bool {
+pub(super) fn is_sealed(state: &mut State, entry: &Entry) -> bool {
     let segment = state.segment(entry.segment).map(|s| (s.epoch, s.phase, s.pending));
     segment == Some((entry.epoch, Phase::Sealed, 0))
 }
 
-fn is_leased(volume: &Volume, own: &Lane, entry: &Entry) -> bool {
+pub(super) fn is_leased(volume: &Volume, own: &Lane, entry: &Entry) -> bool {
     own.shared().is_some_and(|s| volume.ctx.with_lease_env(|env| s.is_leased(entry.segment, entry.epoch, env)))
 }
 

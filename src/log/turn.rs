@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use super::Log;
-use super::{chain, journal, keeper::Keeper};
+use super::{chain, journal, keeper::Keeper, quota};
 
 /// Whose work is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +46,7 @@ impl Log {
         for volume in &self.volumes {
             let Some(lane) = volume.own() else { continue };
             chain::begin(volume, &lane);
+            quota::count(volume);
             if self.ctx.options.foreground {
                 continue;
             }

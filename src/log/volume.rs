@@ -19,6 +19,7 @@ use super::lane::{Lane, Role};
 use super::lane_open::{self, Candidate, LaneFiles, Summary, Surroundings};
 use super::options::Mode;
 use super::paths;
+use super::quota::Quota;
 use super::wear::{Wear, WearStats};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{Access, Shard};
@@ -51,6 +52,8 @@ pub(super) struct Volume {
     pub(super) budget: Option<Arc<Budget>>,
     pub(super) health: Arc<Health>,
     pub(super) wear: Wear,
+    /// What each tenant may take; `None` without a limit.
+    pub(super) quota: Option<Arc<Quota>>,
     /// Of reads: whether they come back at all.
     pub(super) answers: Health,
     pub(super) shard: Shard,
@@ -152,6 +155,7 @@ impl Volume {
             budget,
             health: Arc::new(Health::new(ctx.options.io_timeout)),
             wear,
+            quota: Quota::new(ctx.options.drive(number).tenant_bytes.or(ctx.options.tenant_bytes)),
             answers: Health::new(ctx.options.io_timeout),
             shard,
             lanes: RwLock::default(),

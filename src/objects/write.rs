@@ -43,7 +43,8 @@ fn begin_until(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, wait: (Instant, O
             then(core, Ok(put));
         }
         Ok(PutOutcome::AlreadyThere) => then(core, Err(ObjectCause::Internal)),
-        Ok(PutOutcome::NotAdmitted(Refusal::Budget)) => then(core, Err(ObjectCause::Budget)),
+        // Objects have no quota.
+        Ok(PutOutcome::NotAdmitted(Refusal::Budget | Refusal::Quota)) => then(core, Err(ObjectCause::Budget)),
         Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::Busy) => {
             if Instant::now() >= deadline {
                 core.starved.store(true, Ordering::Relaxed);

@@ -63,6 +63,8 @@ causes! {
         Policy = "policy",
         /// The drive's write budget is used up.
         Budget = "budget",
+        /// The tenant's chunks take all that one tenant may.
+        Quota = "quota",
         /// Capacity, free-space floor or drive leave no room.
         NoSpace = "no_space",
         /// The operating system reported an I/O error.

@@ -87,8 +87,9 @@ pub enum Begun {
     AlreadyThere,
     /// There is no room or the drive does not take it.
     Shed(ShedCause),
-    /// There is no room now, but there may be soon: to be tried again, for as long as the store's patience lasts.
-    NotYet(BeginPut),
+    /// There is no room now, but there may be soon: to be tried again, for as long as the store's patience lasts. Then this is why
+    /// it was shed.
+    NotYet(ShedCause, BeginPut),
 }
 
 /// Opens the slot of a chunk; called on the store thread, when its first extent is about to be gathered. Never waits.

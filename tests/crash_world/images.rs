@@ -55,6 +55,7 @@ pub struct Judge {
     pub reclaimed: AtomicU64,
     pub moved: AtomicU64,
     pub thinned: AtomicU64,
+    pub quota: AtomicU64,
     pub adopted: AtomicU64,
     pub rotten: AtomicU64,
     pub deepest: AtomicU64,
@@ -65,9 +66,9 @@ impl Judge {
         Arc::new(Self { effort, base: base.to_path_buf(), ..Self::default() })
     }
 
-    fn counters(&self) -> [&AtomicU64; 12] {
-        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.thinned, &self.adopted];
-        let [sealed, reclaimed, moved, thinned, adopted] = log;
+    fn counters(&self) -> [&AtomicU64; 13] {
+        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.thinned, &self.quota, &self.adopted];
+        let [sealed, reclaimed, moved, thinned, quota, adopted] = log;
         let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
         [
             images,
@@ -81,6 +82,7 @@ impl Judge {
             reclaimed,
             moved,
             thinned,
+            quota,
             adopted,
         ]
     }
@@ -92,6 +94,7 @@ impl Judge {
             (&self.reclaimed, stats.reclaimed),
             (&self.moved, stats.moved),
             (&self.thinned, stats.thinned),
+            (&self.quota, stats.quota_evicted),
             (&self.adopted, stats.adopted_lanes),
         ];
         for (counter, n) in of {

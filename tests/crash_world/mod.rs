@@ -42,6 +42,8 @@ pub struct Config {
     pub faults: Faults,
     /// Bytes of the whole disk.
     pub space: u64,
+    /// Bytes that each of three tenants may take.
+    pub tenant_bytes: Option<u64>,
 }
 
 impl Config {
@@ -72,6 +74,7 @@ impl Config {
                 Faults::default()
             },
             space: if rng.one_in(6) { (500 << 10) + rng.below(1 << 20) } else { u64::MAX },
+            tenant_bytes: (seed % 8 == 7).then(|| (2 + seed / 8 % 10) * (12 << 10)),
         }
     }
 

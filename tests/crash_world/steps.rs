@@ -95,6 +95,9 @@ impl World {
     fn spec(&self, k: u64, rng: &mut Rng) -> PutSpec {
         let mut spec = PutSpec::chunk(key(k), key(k.wrapping_sub(1)), tokens(k), k as u32);
         spec.overwrite = rng.one_in(2);
+        if self.config.tenant_bytes.is_some() {
+            spec.tenant = k % 4;
+        }
         if rng.one_in(8) {
             spec.expiry_s = (self.now_s() + 1 + rng.below(40)) as u32;
         }

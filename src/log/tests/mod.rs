@@ -14,6 +14,7 @@ mod leases;
 mod moves;
 mod processes;
 mod purge;
+mod quota;
 mod rebuild;
 mod reclaim;
 mod room;

@@ -327,7 +327,7 @@ impl StorePump {
             Backpressure::Wait => ROOM_PATIENCE,
         };
         if since.elapsed() >= patience.min(ROOM_PATIENCE) {
-            store.update(|state| state.shed_unopened(ShedCause::NoSpace));
+            store.update(|state| state.shed_unopened());
         }
     }
 

@@ -73,6 +73,8 @@ pub(super) struct StoreState {
     queued: usize,
     /// Layers before it are all computed.
     ready: usize,
+    /// Why the chunks that wait found no room the last time.
+    refused: ShedCause,
     /// Somebody waits for the gather of the layers before it.
     forced: usize,
     /// Per layer: extents of living chunks that were not gathered.
@@ -99,6 +101,7 @@ impl StoreState {
             order: LayerOrder::new(vec![living; layers]),
             queued: 0,
             ready: 0,
+            refused: ShedCause::NoSpace,
             forced: 0,
             left: vec![living; layers],
             busy_over: 0,
@@ -220,9 +223,10 @@ impl StoreState {
     /// The answer for a chunk that is being opened; `false` where it must be tried again.
     pub(super) fn begun(&mut self, chunk: usize, begun: Begun) -> bool {
         match begun {
-            Begun::NotYet(begin) => {
+            Begun::NotYet(why, begin) => {
                 if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, Phase::Opening)) {
                     c.phase = Phase::Waiting(begin);
+                    self.refused = why;
                     return false;
                 }
             }
@@ -369,10 +373,10 @@ impl StoreState {
         }
     }
 
-    /// Gives up the first chunk that was not opened, and with it all others that were not.
-    pub(super) fn shed_unopened(&mut self, cause: ShedCause) {
+    /// Gives up the first chunk that was not opened, and with it all others that were not, for the reason for which it found no room.
+    pub(super) fn shed_unopened(&mut self) {
         if let Some(first) = self.chunks.iter().position(|c| matches!(c.phase, Phase::Waiting(_))) {
-            self.shed(first, cause);
+            self.shed(first, self.refused);
         }
     }
 

@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 use super::disk::Fate;
 use super::world::{LAYERS, TOKENS, World};
 use crate::error::ErrorKind;
-use crate::pipeline::{Backpressure, Begun, ShedCause, StoreResult};
+use crate::pipeline::{Backpressure, BeginPut, Begun, ShedCause, StoreResult};
 
 const T: usize = TOKENS as usize;
 
@@ -255,17 +255,18 @@ fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
     let (slots, kv) = (w.slots(2), w.kv(2).filled(12));
     let mut spec = w.store_spec(&kv, &slots);
     let sink = std::sync::Arc::clone(&slots[0]);
-    spec.chunks[0].begin = Box::new(|| Begun::NotYet(Box::new(|| Begun::NotYet(Box::new(|| Begun::Open(sink))))));
+    let later = |begin| -> BeginPut { Box::new(|| Begun::NotYet(ShedCause::NoSpace, begin)) };
+    spec.chunks[0].begin = later(later(Box::new(|| Begun::Open(sink))));
     let store = w.store(spec);
     store.all_layers();
     assert_eq!(store.wait().stored, 2);
     fn never() -> Begun {
-        Begun::NotYet(Box::new(never))
+        Begun::NotYet(ShedCause::Quota, Box::new(never))
     }
     let mut spec = w.store_spec(&kv, &w.slots(2));
     spec.chunks[0].begin = Box::new(never);
     spec.backpressure = Backpressure::Shed { patience: Duration::from_millis(20) };
     let store = w.store(spec);
     store.all_layers();
-    assert_eq!(store.wait().shed(ShedCause::NoSpace), 2);
+    assert_eq!(store.wait().shed(ShedCause::Quota), 2);
 }

@@ -1,0 +1,246 @@
+//! How much of a drive one tenant may take.
+//!
+//! A tenant is a cache salt. What is stored without one is nobody's and has no quota, and neither have objects.
+//!
+//! What each tenant takes is counted from the tables of all lanes, so that the stores of other processes count too, once in every
+//! scan; between two counts this process adds what it stores itself. A put that would go beyond the quota is refused, so that the
+//! bound is a hard one for one process, and nearly so for several: they see each other's stores with the next count. The keeper makes room
+//! for what a tenant brings next by giving up the tenant's own chunks, the least recently used first and of these the ends of
+//! chains first, as holes like those of [`thin`]. Chunks of other tenants never go for it. Where the file system takes no holes, a tenant
+//! at its quota stores again when whole segments have been reclaimed.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::lane::Lane;
+use super::spec::PutSpec;
+use super::volume::Volume;
+use super::{chain, thin};
+use crate::error::Result;
+use crate::format::PAGE_BYTES;
+use crate::format::record::KeyKind;
+use crate::index::{Entry, EntryKind};
+
+/// Of a quota, the part that is kept free for what comes next: one of so many.
+const KEPT_FREE: u64 = 16;
+/// How often who waits for room looks for it.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// What tenants take of one drive.
+#[derive(Debug)]
+pub(super) struct Quota {
+    /// Bytes of slots that each may take.
+    limit: u64,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    /// As of the last count.
+    counted: HashMap<u64, u64>,
+    /// Stored by this process since that count began.
+    fresh: HashMap<u64, u64>,
+    /// Being stored by this process.
+    claimed: HashMap<u64, u64>,
+    /// Bytes of the largest slot that was refused since room was last made.
+    refused: HashMap<u64, u64>,
+}
+
+impl Taken {
+    fn of(&self, tenant: u64) -> u64 {
+        [&self.counted, &self.fresh, &self.claimed].iter().filter_map(|map| map.get(&tenant)).sum()
+    }
+}
+
+impl Quota {
+    pub(super) fn new(limit: Option<u64>) -> Option<Arc<Self>> {
+        limit.map(|limit| Arc::new(Self { limit, taken: Mutex::default() }))
+    }
+
+    /// A claim on the room of one slot; `None` where the tenant has no room left.
+    pub(super) fn claim(self: &Arc<Self>, tenant: u64, bytes: u64) -> Option<Claim> {
+        let mut taken = self.taken.lock();
+        if taken.of(tenant).saturating_add(bytes) > self.limit {
+            let refused = taken.refused.entry(tenant).or_default();
+            *refused = bytes.max(*refused);
+            return None;
+        }
+        *taken.claimed.entry(tenant).or_default() += bytes;
+        Some(Claim { quota: Arc::clone(self), tenant, bytes })
+    }
+
+    /// Counts what the lanes hold.
+    pub(super) fn count(&self, volume: &Volume) {
+        // What is stored from here on may be counted twice until the next count, and is never overlooked.
+        let before = std::mem::take(&mut self.taken.lock().fresh);
+        let mut counted: HashMap<u64, u64> = HashMap::new();
+        for lane in &volume.lanes().all {
+            lane.table().for_each(|_, e| {
+                if let Some(tenant) = tenant_of(e) {
+                    *counted.entry(tenant).or_default() += slot_bytes(e);
+                }
+            });
+        }
+        drop(before);
+        self.taken.lock().counted = counted;
+    }
+
+    /// Tenants with too little room for what they bring next, and the bytes that they are to give up.
+    fn excess(&self) -> Vec<(u64, u64)> {
+        let mut taken = self.taken.lock();
+        let refused = std::mem::take(&mut taken.refused);
+        let tenants = taken.counted.keys().chain(taken.fresh.keys()).chain(refused.keys());
+        let mut excess: HashMap<u64, u64> = HashMap::new();
+        for tenant in tenants {
+            let free = (self.limit / KEPT_FREE).max(refused.get(tenant).copied().unwrap_or(0)).min(self.limit);
+            let over = taken.of(*tenant).saturating_sub(self.limit - free);
+            // Not for every chunk anew, unless one was refused.
+            if over > free / 2 || (over > 0 && refused.contains_key(tenant)) {
+                excess.insert(*tenant, over);
+            }
+        }
+        let mut excess: Vec<(u64, u64)> = excess.into_iter().collect();
+        excess.sort_unstable();
+        excess
+    }
+}
+
+/// Room of a tenant that a put has claimed, until the put is over.
+#[derive(Debug)]
+pub(super) struct Claim {
+    quota: Arc<Quota>,
+    tenant: u64,
+    bytes: u64,
+}
+
+impl Claim {
+    /// The slot can be found now.
+    pub(super) fn stored(self) {
+        *self.quota.taken.lock().fresh.entry(self.tenant).or_default() += self.bytes;
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut taken = self.quota.taken.lock();
+        if let Some(claimed) = taken.claimed.get_mut(&self.tenant) {
+            *claimed = claimed.saturating_sub(self.bytes);
+            if *claimed == 0 {
+                taken.claimed.remove(&self.tenant);
+            }
+        }
+    }
+}
+
+/// That a put may begin.
+pub(super) enum Admitted {
+    /// It counts for nobody.
+    Free,
+    /// It counts for its tenant.
+    Counted(Claim),
+}
+
+impl Admitted {
+    pub(super) fn of_tenant(self) -> Option<Claim> {
+        match self {
+            Self::Free => None,
+            Self::Counted(claim) => Some(claim),
+        }
+    }
+}
+
+/// Asks for the room of a put, until `deadline` where there is one; `None` where its tenant is at its quota.
+pub(super) fn claim(volume: &Volume, spec: &PutSpec, bytes: u64, deadline: Option<Instant>) -> Option<Admitted> {
+    let is_chunk = matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment);
+    let Some(quota) = volume.quota.as_ref().filter(|_| is_chunk && spec.tenant != 0) else {
+        return Some(Admitted::Free);
+    };
+    loop {
+        if let Some(claim) = quota.claim(spec.tenant, bytes) {
+            return Some(Admitted::Counted(claim));
+        }
+        volume.wake_keeper();
+        if deadline.is_none_or(|deadline| Instant::now() >= deadline) || bytes > quota.limit {
+            return None;
+        }
+        if volume.ctx.options.foreground {
+            enforce(volume);
+            return quota.claim(spec.tenant, bytes).map(Admitted::Counted);
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
+}
+
+fn tenant_of(e: &Entry) -> Option<u64> {
+    (e.kind == EntryKind::Chunk && e.tenant != 0).then_some(e.tenant)
+}
+
+fn slot_bytes(e: &Entry) -> u64 {
+    u64::from(e.pages) * PAGE_BYTES as u64
+}
+
+/// The keeper's part, now and then: counts.
+pub(super) fn count(volume: &Volume) {
+    if let Some(quota) = &volume.quota {
+        quota.count(volume);
+    }
+}
+
+/// The keeper's part, often: makes room for tenants that are at their quota.
+pub(super) fn enforce(volume: &Volume) {
+    let (Some(quota), Some(own)) = (&volume.quota, volume.own()) else { return };
+    let excess = quota.excess();
+    if excess.is_empty() || own.state().map_or(true, |state| state.no_holes) {
+        return;
+    }
+    for (tenant, bytes) in excess {
+        if let Err(e) = give_up(volume, &own, tenant, bytes) {
+            tracing::debug!(lane = %own.dir.display(), error = %e, "a tenant at its quota gave nothing up");
+        }
+    }
+    // Also of what another process gave up meanwhile.
+    quota.count(volume);
+}
+
+fn give_up(volume: &Volume, own: &Arc<Lane>, tenant: u64, bytes: u64) -> Result<()> {
+    let chosen = choose(volume, own, tenant, bytes)?;
+    {
+        let mut state = own.state()?;
+        chosen.iter().for_each(|e| chain::forget(&mut state, &e.key));
+    }
+    let hidden = thin::hide(volume, own, chosen)?;
+    volume.ctx.counters.quota_evicted.add(hidden as u64);
+    thin::punch(volume, own)?;
+    thin::settle(own)
+}
+
+/// Chunks of the tenant in sealed segments that nobody leases, the first to go first, of about so many bytes.
+fn choose(volume: &Volume, own: &Lane, tenant: u64, bytes: u64) -> Result<Vec<Entry>> {
+    let mut state = own.state()?;
+    let table = own.table();
+    let mut all: Vec<(u32, Reverse<u32>, Entry)> = Vec::new();
+    table.for_each(|slot, e| {
+        if tenant_of(e) == Some(tenant) {
+            all.push((state.recency.get(slot).0, Reverse(e.depth), *e));
+        }
+    });
+    all.sort_unstable_by_key(|(tick, depth, e)| (*tick, *depth, e.seq));
+    let mut leased: HashMap<u32, bool> = HashMap::new();
+    let mut sum = 0;
+    let mut chosen = Vec::new();
+    for (_, _, e) in all {
+        if sum >= bytes {
+            break;
+        }
+        let is_leased = *leased.entry(e.segment).or_insert_with(|| thin::is_leased(volume, own, &e));
+        if !is_leased && thin::is_sealed(&mut state, &e) {
+            sum += slot_bytes(&e);
+            chosen.push(e);
+        }
+    }
+    Ok(chosen)
+}

@@ -1,0 +1,162 @@
+//! What one tenant may take: the bound, whose chunks go for it, and that nobody else's do.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::support::*;
+use crate::format::record::KeyKind;
+use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Refusal};
+
+const QUOTA: u64 = 2 << 20;
+const OURS: u64 = 77;
+const THEIRS: u64 = 78;
+
+fn limited(dir: &Path, policy: &str) -> LogOptions {
+    LogOptions { tenant_bytes: Some(QUOTA), policy: policy.to_owned(), ..options(dir) }
+}
+
+fn of_tenant(n: u64, tenant: u64) -> PutSpec {
+    PutSpec { tenant, ..spec(n) }
+}
+
+/// Bytes that the chunks of each tenant take.
+fn taken(log: &Log) -> HashMap<u64, u64> {
+    let mut taken = HashMap::new();
+    log.for_each(|info| *taken.entry(info.tenant).or_default() += info.slot_bytes);
+    taken
+}
+
+fn fill(log: &Log, keys: std::ops::Range<u64>, tenant: u64) {
+    for n in keys.clone() {
+        assert!(store_spec(log, of_tenant(n, tenant), n, 0).unwrap(), "key {n}");
+        let is_looked_at = tenant != 0 && (n % 8 == 0 || n + 1 == keys.end);
+        let taken = if is_looked_at { taken(log).get(&tenant).copied().unwrap_or(0) } else { 0 };
+        assert!(taken <= QUOTA, "tenant {tenant} takes {taken} after key {n}");
+    }
+}
+
+fn held(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
+    keys.filter(|n| has(log, *n)).collect()
+}
+
+fn all_load(log: &Log, keys: &[u64]) {
+    for n in keys {
+        let layers = load_key(log, &key(*n)).unwrap_or_else(|e| panic!("key {n}: {e}"));
+        layers.iter().enumerate().for_each(|(i, bytes)| assert_eq!(*bytes, payload(*n, 0, i, bytes.len()), "key {n}"));
+    }
+}
+
+#[test]
+fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
+    for policy in ["prefix", "lru", "fifo"] {
+        let dir = temp();
+        let log = Log::open(limited(dir.path(), policy)).unwrap();
+        fill(&log, 5000..5100, THEIRS);
+        fill(&log, 6000..6400, 0);
+        for from in (0..1000).step_by(20) {
+            fill(&log, from..from + 20, OURS);
+            let used: Vec<_> = (0..4).map(key).collect();
+            assert_eq!(log.lookup(&used), 4, "{policy}: in use, after key {from}");
+        }
+        let stats = log.stats();
+        assert!(stats.quota_evicted >= 1000 - QUOTA / SLOT_BYTES, "{policy}: {stats:?}");
+        let ours = held(&log, 0..1000);
+        assert!(ours.len() as u64 * SLOT_BYTES > QUOTA * 8 / 10, "{policy}: only {} chunks are left", ours.len());
+        assert!((990..1000).all(|n| ours.contains(&n)), "{policy}: the newest went");
+        assert_eq!(held(&log, 5000..5100).len() + held(&log, 6000..6400).len(), 500, "{policy}: others paid for it");
+        log.flush().unwrap();
+        let log = crash(log);
+        let after = held(&log, 0..1000);
+        assert!(
+            ours.iter().all(|n| after.contains(n)),
+            "{policy}: a crash may bring back what was just given up, and loses nothing"
+        );
+        all_load(&log, &after);
+        all_load(&log, &held(&log, 5000..6400));
+        fill(&log, 1000..1100, OURS);
+    }
+}
+
+#[test]
+fn a_quota_that_is_lowered_is_kept_from_the_next_opening_on() {
+    let dir = temp();
+    let log = Log::open(limited(dir.path(), "prefix")).unwrap();
+    fill(&log, 0..170, OURS);
+    log.close(soon()).unwrap();
+    drop(log);
+    let log = Log::open(LogOptions { tenant_bytes: Some(QUOTA / 4), ..limited(dir.path(), "prefix") }).unwrap();
+    assert!(store_spec(&log, of_tenant(900, OURS), 900, 0).unwrap(), "room is made for it");
+    let taken = taken(&log)[&OURS];
+    assert!(taken <= QUOTA / 4, "{taken}");
+    all_load(&log, &held(&log, 0..1000));
+}
+
+#[test]
+fn what_cannot_go_is_not_made_room_for() {
+    let dir = temp();
+    let with = LogOptions { segment_bytes: Some(4 << 20), ..limited(dir.path(), "prefix") };
+    let log = Log::open(with).unwrap();
+    // All of it lies in the open segment, of which nothing can be given back.
+    let fits = QUOTA / SLOT_BYTES;
+    fill(&log, 0..fits, OURS);
+    assert!(matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota)));
+    assert!(
+        matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota)),
+        "the key is free"
+    );
+    assert_eq!(log.stats().sheds.quota, 2);
+    assert!(matches!(log.begin_put(of_tenant(3, OURS)).unwrap(), PutOutcome::AlreadyThere), "what is there is found");
+    fill(&log, 1000..1010, THEIRS);
+    let mut object = of_tenant(2000, OURS);
+    object.key_kind = KeyKind::Object;
+    assert!(matches!(log.begin_put(object).unwrap(), PutOutcome::Started(_)), "objects have no quota");
+    log.seal(soon()).unwrap();
+    assert!(store_spec(&log, of_tenant(fits, OURS), fits, 0).unwrap(), "sealed, it can be given up");
+    let chunks = taken(&log)[&OURS] / SLOT_BYTES;
+    assert_eq!(log.remove_tenant(OURS).unwrap(), chunks);
+    fill(&log, 3000..3000 + fits, OURS);
+}
+
+#[test]
+fn puts_that_are_under_way_count_and_those_that_end_badly_do_not() {
+    let dir = temp();
+    let log = Log::open(limited(dir.path(), "prefix")).unwrap();
+    let fits = QUOTA / SLOT_BYTES;
+    let mut begun = Vec::new();
+    for n in 0..fits {
+        begun.extend(begin(&log, of_tenant(n, OURS)).unwrap());
+    }
+    assert_eq!(begun.len() as u64, fits);
+    assert!(matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota)));
+    drop(begun);
+    fill(&log, 0..fits, OURS);
+}
+
+#[test]
+fn processes_on_one_cache_see_what_the_others_store() {
+    let dir = temp();
+    let logs = [Log::open(limited(dir.path(), "prefix")).unwrap(), Log::open(limited(dir.path(), "prefix")).unwrap()];
+    for n in 0..400 {
+        for (i, log) in logs.iter().enumerate() {
+            let n = n + 1000 * i as u64;
+            // Not stored at once where the other takes all of the quota: it gives up its own when it counts the next time.
+            let mut tries = 0;
+            while !store_spec(log, of_tenant(n, OURS), n, 0).unwrap() {
+                tries += 1;
+                assert!(tries < 20, "key {n} finds no room");
+            }
+        }
+    }
+    logs.iter().for_each(|log| log.flush().unwrap());
+    // Both have counted once more, and given up what was too much.
+    let deadline = soon();
+    while taken(&logs[0])[&OURS] > QUOTA {
+        assert!(std::time::Instant::now() < deadline, "{:?}", taken(&logs[0]));
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    // They may still be giving up some.
+    let loads = |n: &u64| load_key(&logs[1], &key(*n)).is_ok_and(|l| l[0] == payload(*n, 0, 0, l[0].len()));
+    let there: Vec<u64> = held(&logs[0], 0..1400).into_iter().filter(loads).collect();
+    assert!(there.iter().any(|n| *n < 400) && there.iter().any(|n| *n >= 1000), "{there:?}");
+    assert!(there.len() as u64 * SLOT_BYTES > QUOTA / 2, "{there:?}");
+}
