@@ -263,18 +263,28 @@ fn an_overwrite_of_which_a_crash_leaves_only_the_record_loses_nothing_flushed() 
     world.end();
 }
 
-/// Seeds that have failed once: in the simulated disk, in reclaim beside another process, after a close that failed, after a crash that
-/// left the record of a put without its bytes, after a segment was freed by a write that failed; for an overwrite's record without its
-/// bytes, for a region torn beside an unfinished overwrite (two), for the header of a copy without its bytes.
-const FOUND: [u64; 10] =
-    [611, 5_009, 2_000_024, 3_000_005, 4_300_005, 4_000_102, 10_000_134, 20_000_077, 30_000_382, 1_020_779_014];
+/// Seeds that have failed once.
+const FOUND: &[(u64, &str)] = &[
+    (611, "a put removed while it was stored was found again by its header"),
+    (5_009, "the same beside a damaged region"),
+    (2_000_024, "a tombstone went for a newer version of another process that was not durable"),
+    (3_000_005, "the test took a close that failed for a flush"),
+    (4_000_102, "a segment was used on after a failed write that freed it"),
+    (4_300_005, "the record of a put without its bytes took a tombstone with it"),
+    (10_000_134, "the record of an overwrite without its bytes hid what was flushed"),
+    (20_000_077, "beside a torn region an unfinished overwrite hid what was flushed"),
+    (30_000_382, "the same"),
+    (50_000_109, "fsck took the tombstone of a chunk found bad for its put"),
+    (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
+];
 
 #[test]
 fn what_was_found_once_is_not_found_again() {
     let dir = temp();
-    for seed in FOUND {
+    for (seed, what) in FOUND {
+        println!("{seed}: {what}");
         let judge = Judge::new(Effort::default(), dir.path());
-        run(seed, &judge, dir.path());
+        run(*seed, &judge, dir.path());
     }
 }
 

@@ -447,19 +447,6 @@ fn logged_clear(volume: &Volume) -> u64 {
 fn tombstone_is_needed(volume: &Volume, victim: &Victim, record: &Record) -> bool {
     let newest = victim.lane.get(&record.key);
     let superseded = newest.is_some_and(|e| e.seq > record.sequence && !remove::is_unwritten(&e));
-    if std::env::var_os("FBDBG").is_some() {
-        println!(
-            "DBG tombstone key {:02x}{:02x} seq {:x} in lane {} segment {} newest {:?} superseded {superseded} older {} stored {}",
-            record.key.0[0],
-            record.key.0[1],
-            record.sequence,
-            victim.lane.number,
-            victim.segment,
-            newest.map(|e| (e.seq, e.kind, e.segment, e.epoch)),
-            victim.has_older(volume, record),
-            volume.is_being_stored(&record.key)
-        );
-    }
     !superseded && (victim.has_older(volume, record) || volume.is_being_stored(&record.key))
 }
 

@@ -331,7 +331,9 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
     if let Some(by_fsck) = read_by_fsck {
         judge.fscks.fetch_add(1, Ordering::Relaxed);
         if by_fsck != served {
-            world.fail(&format!("fsck finds keys {by_fsck:?}, the log serves {served:?}"));
+            let differs = |k: &u64| by_fsck.contains(k) != served.contains(k);
+            let first = (0..config.keys).find(differs).unwrap_or(0);
+            world.fail_at(first, &format!("fsck finds keys {by_fsck:?}, the log serves {served:?}"));
         }
     }
     if watcher.is_some() {

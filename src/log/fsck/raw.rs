@@ -240,7 +240,7 @@ impl RawLane {
         self.counts.open = newest.len() as u64;
         let mut seen = std::collections::HashSet::new();
         for r in ring {
-            if newest.get(&r.segment) == Some(&r.epoch) && seen.insert((r.key, r.sequence, r.page)) {
+            if newest.get(&r.segment) == Some(&r.epoch) && seen.insert((r.key, r.sequence, r.page, r.kind)) {
                 self.records.push(r);
             }
         }
