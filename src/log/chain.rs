@@ -145,11 +145,29 @@ pub(super) fn note_published(state: &mut State, record: &Record) {
 /// A chunk came into the lane by another way.
 pub(super) fn note_moved(state: &mut State, entry: &Entry) {
     let chunk = chunk_of(entry, state.chunk_tokens);
+    let told = state.told;
     if let Some(chain) = &mut state.chain
         && entry.kind == EntryKind::Chunk
         && !chain.holds(chunk.tag)
     {
-        chain.stored(&chunk);
+        // What callers have told of, they decide on.
+        if told && chain.knows(chunk.tag) {
+            chain.put_back(chunk.tag, chunk.bytes);
+        } else {
+            chain.stored(&chunk);
+        }
+    }
+}
+
+/// A chunk went with its segment, at a moment that others who are told the same do not share.
+pub(super) fn note_dropped(state: &mut State, key: &ChunkKey) {
+    let told = state.told;
+    if let Some(chain) = &mut state.chain {
+        if told {
+            chain.dropped(tag_of(key));
+        } else {
+            chain.forget(tag_of(key));
+        }
     }
 }
 

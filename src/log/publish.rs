@@ -125,9 +125,6 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
         }
         chain::note_published(state, record);
     }
-    if let Some(claim) = commit.reservation.claim.take() {
-        claim.stored();
-    }
     commit.reservation.held.end(state);
     commit.reservation.ended = true;
     if state.pending.len() >= RECORDS_PER_PAGE || state.pending.len() <= commit.records.len() {

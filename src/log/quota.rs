@@ -2,15 +2,15 @@
 //!
 //! A tenant is a cache salt. What is stored without one is nobody's and has no quota, and neither have objects.
 //!
-//! What each tenant takes is counted from the tables of all lanes, so that the stores of other processes count too, once in every
-//! scan; between two counts this process adds what it stores itself. A put that would go beyond the quota is refused, so that the
-//! bound is a hard one for one process, and nearly so for several: they see each other's stores with the next count. The keeper makes room
-//! for what a tenant brings next by giving up the tenant's own chunks, the least recently used first and of these the ends of
-//! chains first, as holes like those of [`thin`]. Chunks of other tenants never go for it. Where the file system takes no holes, a tenant
-//! at its quota stores again when whole segments have been reclaimed.
+//! What each tenant takes of the lanes that this process holds is known exactly; those of other processes are counted in every scan.
+//! A put that would go beyond the quota is refused, so that the bound is a hard one for one process, and nearly so for several: they
+//! see each other's stores with the next count. The keeper makes room for what a tenant brings next by giving up the tenant's own
+//! chunks, the least recently used first and of these the ends of chains first, as holes like those of [`thin`]. Chunks of other
+//! tenants never go for it. Where the file system takes no holes, a tenant at its quota stores again when whole segments have been
+//! reclaimed.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,20 +40,12 @@ pub(super) struct Quota {
 
 #[derive(Debug, Default)]
 struct Taken {
-    /// As of the last count.
-    counted: HashMap<u64, u64>,
-    /// Stored by this process since that count began.
-    fresh: HashMap<u64, u64>,
+    /// Of lanes that others hold, as of the last count.
+    foreign: HashMap<u64, u64>,
     /// Being stored by this process.
     claimed: HashMap<u64, u64>,
     /// Bytes of the largest slot that was refused since room was last made.
     refused: HashMap<u64, u64>,
-}
-
-impl Taken {
-    fn of(&self, tenant: u64) -> u64 {
-        [&self.counted, &self.fresh, &self.claimed].iter().filter_map(|map| map.get(&tenant)).sum()
-    }
 }
 
 impl Quota {
@@ -62,9 +54,11 @@ impl Quota {
     }
 
     /// A claim on the room of one slot; `None` where the tenant has no room left.
-    pub(super) fn claim(self: &Arc<Self>, tenant: u64, bytes: u64) -> Option<Claim> {
+    fn claim(self: &Arc<Self>, volume: &Volume, tenant: u64, bytes: u64) -> Option<Claim> {
+        // Before the lanes' locks: a claim ends after its put is in the table, and without the lane's lock.
         let mut taken = self.taken.lock();
-        if taken.of(tenant).saturating_add(bytes) > self.limit {
+        let others: u64 = [&taken.claimed, &taken.foreign].iter().filter_map(|map| map.get(&tenant)).sum();
+        if others.saturating_add(held_by(volume, tenant)).saturating_add(bytes) > self.limit {
             let refused = taken.refused.entry(tenant).or_default();
             *refused = bytes.max(*refused);
             return None;
@@ -73,40 +67,46 @@ impl Quota {
         Some(Claim { quota: Arc::clone(self), tenant, bytes })
     }
 
-    /// Counts what the lanes hold.
-    pub(super) fn count(&self, volume: &Volume) {
-        // What is stored from here on may be counted twice until the next count, and is never overlooked.
-        let before = std::mem::take(&mut self.taken.lock().fresh);
-        let mut counted: HashMap<u64, u64> = HashMap::new();
-        for lane in &volume.lanes().all {
+    /// Counts what the lanes of other processes hold.
+    fn count(&self, volume: &Volume) {
+        let mut foreign: HashMap<u64, u64> = HashMap::new();
+        for lane in volume.lanes().all.iter().filter(|lane| !lane.is_held()) {
             lane.table().for_each(|_, e| {
                 if let Some(tenant) = tenant_of(e) {
-                    *counted.entry(tenant).or_default() += slot_bytes(e);
+                    *foreign.entry(tenant).or_default() += slot_bytes(e);
                 }
             });
         }
-        drop(before);
-        self.taken.lock().counted = counted;
+        self.taken.lock().foreign = foreign;
     }
 
     /// Tenants with too little room for what they bring next, and the bytes that they are to give up.
-    fn excess(&self) -> Vec<(u64, u64)> {
+    fn excess(&self, volume: &Volume) -> Vec<(u64, u64)> {
+        let mut all: BTreeMap<u64, u64> = BTreeMap::new();
+        for lane in volume.lanes().held() {
+            let Ok(state) = lane.state() else { continue };
+            state.tenants.iter().for_each(|(tenant, bytes)| *all.entry(*tenant).or_default() += bytes);
+        }
         let mut taken = self.taken.lock();
         let refused = std::mem::take(&mut taken.refused);
-        let tenants = taken.counted.keys().chain(taken.fresh.keys()).chain(refused.keys());
-        let mut excess: HashMap<u64, u64> = HashMap::new();
-        for tenant in tenants {
-            let free = (self.limit / KEPT_FREE).max(refused.get(tenant).copied().unwrap_or(0)).min(self.limit);
-            let over = taken.of(*tenant).saturating_sub(self.limit - free);
-            // Not for every chunk anew, unless one was refused.
-            if over > free / 2 || (over > 0 && refused.contains_key(tenant)) {
-                excess.insert(*tenant, over);
-            }
+        for (tenant, bytes) in taken.foreign.iter().chain(&taken.claimed) {
+            *all.entry(*tenant).or_default() += bytes;
         }
-        let mut excess: Vec<(u64, u64)> = excess.into_iter().collect();
-        excess.sort_unstable();
-        excess
+        let over = |(tenant, bytes): (u64, u64)| {
+            let asked = refused.get(&tenant).copied();
+            let free = (self.limit / KEPT_FREE).max(asked.unwrap_or(0)).min(self.limit);
+            let over = bytes.saturating_sub(self.limit - free);
+            // Not for every chunk anew, unless one was refused.
+            (over > free / 2 || (over > 0 && asked.is_some())).then_some((tenant, over))
+        };
+        all.into_iter().filter_map(over).collect()
     }
+}
+
+/// Bytes that a tenant's chunks take of the lanes that this process holds.
+fn held_by(volume: &Volume, tenant: u64) -> u64 {
+    let of = |lane: &Arc<Lane>| lane.state().ok().and_then(|state| state.tenants.get(&tenant).copied());
+    volume.lanes().held().filter_map(of).sum()
 }
 
 /// Room of a tenant that a put has claimed, until the put is over.
@@ -115,13 +115,6 @@ pub(super) struct Claim {
     quota: Arc<Quota>,
     tenant: u64,
     bytes: u64,
-}
-
-impl Claim {
-    /// The slot can be found now.
-    pub(super) fn stored(self) {
-        *self.quota.taken.lock().fresh.entry(self.tenant).or_default() += self.bytes;
-    }
 }
 
 impl Drop for Claim {
@@ -160,7 +153,7 @@ pub(super) fn claim(volume: &Volume, spec: &PutSpec, bytes: u64, deadline: Optio
         return Some(Admitted::Free);
     };
     loop {
-        if let Some(claim) = quota.claim(spec.tenant, bytes) {
+        if let Some(claim) = quota.claim(volume, spec.tenant, bytes) {
             return Some(Admitted::Counted(claim));
         }
         volume.wake_keeper();
@@ -169,13 +162,14 @@ pub(super) fn claim(volume: &Volume, spec: &PutSpec, bytes: u64, deadline: Optio
         }
         if volume.ctx.options.foreground {
             enforce(volume);
-            return quota.claim(spec.tenant, bytes).map(Admitted::Counted);
+            return quota.claim(volume, spec.tenant, bytes).map(Admitted::Counted);
         }
         std::thread::sleep(LOOK_AGAIN);
     }
 }
 
-fn tenant_of(e: &Entry) -> Option<u64> {
+/// The tenant for whose quota an entry counts.
+pub(super) fn tenant_of(e: &Entry) -> Option<u64> {
     (e.kind == EntryKind::Chunk && e.tenant != 0).then_some(e.tenant)
 }
 
@@ -193,7 +187,7 @@ pub(super) fn count(volume: &Volume) {
 /// The keeper's part, often: makes room for tenants that are at their quota.
 pub(super) fn enforce(volume: &Volume) {
     let (Some(quota), Some(own)) = (&volume.quota, volume.own()) else { return };
-    let excess = quota.excess();
+    let excess = quota.excess(volume);
     if excess.is_empty() || own.state().map_or(true, |state| state.no_holes) {
         return;
     }
@@ -202,8 +196,6 @@ pub(super) fn enforce(volume: &Volume) {
             tracing::debug!(lane = %own.dir.display(), error = %e, "a tenant at its quota gave nothing up");
         }
     }
-    // Also of what another process gave up meanwhile.
-    quota.count(volume);
 }
 
 fn give_up(volume: &Volume, own: &Arc<Lane>, tenant: u64, bytes: u64) -> Result<()> {

@@ -540,7 +540,7 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
             state.gone(shared.as_ref(), &old);
             state.recency.forget(slot);
             drop_partial(&state, &table, record)?;
-            chain::forget(&mut state, &record.key);
+            chain::note_dropped(&mut state, &record.key);
         }
     }
     if state.clear.is_some_and(|(_, segment)| segment == victim.segment) {

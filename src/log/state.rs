@@ -6,6 +6,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Instant;
 
+use super::quota;
 use super::ring::Ring;
 use crate::error::{ErrorKind, Result};
 use crate::format::PAGE_BYTES;
@@ -183,6 +184,8 @@ pub(super) struct State {
     pub(super) deferred: Vec<Request>,
     /// Records of puts that found the table full.
     pub(super) unpublished: Vec<super::publish::Unpublished>,
+    /// Bytes that the chunks of each tenant take.
+    pub(super) tenants: HashMap<u64, u64>,
     /// Old versions that a recovery could find, by key: segment and sequence.
     pub(super) shadows: HashMap<HalfKey, Vec<(u32, u64)>>,
     /// The highest clear and the segment its record lies in.
@@ -482,6 +485,9 @@ impl State {
         if let Some(shared) = shared {
             drop(shared.add_live(entry.segment, live_bytes(entry) as i64, 1));
         }
+        if let Some(tenant) = quota::tenant_of(entry) {
+            *self.tenants.entry(tenant).or_default() += live_bytes(entry);
+        }
         if let Some(length) = partial_length(record, self.chunk_tokens) {
             table.add_partial(&record.parent, length, record.sequence)?;
         }
@@ -494,6 +500,14 @@ impl State {
             && old.kind.is_served()
         {
             drop(shared.add_live(old.segment, -(live_bytes(old) as i64), -1));
+        }
+        if let Some(tenant) = quota::tenant_of(old)
+            && let Some(bytes) = self.tenants.get_mut(&tenant)
+        {
+            *bytes = bytes.saturating_sub(live_bytes(old));
+            if *bytes == 0 {
+                self.tenants.remove(&tenant);
+            }
         }
     }
 

@@ -14,7 +14,7 @@
 //! it has been given back as a whole and granted anew. All of this is the keeper's work: nobody else punches holes or
 //! reclaims, so a segment cannot change under it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
@@ -176,8 +176,14 @@ fn choose(volume: &Volume, own: &Lane, bytes: u64) -> Result<Vec<Entry>> {
     let Some(mut chain) = state.chain.take() else { return Ok(Vec::new()) };
     let mut leased: HashMap<u32, bool> = HashMap::new();
     let (mut chosen, mut later, mut sum, mut passed_over) = (Vec::new(), Vec::new(), 0, 0);
-    while sum < bytes && passed_over < PASSED_OVER * own.segment_bytes() {
-        let Some(tag) = chain.take_doomed(1).pop() else { break };
+    let most_passed_over = PASSED_OVER * own.segment_bytes();
+    let mut spilled: Option<VecDeque<u64>> = None;
+    while sum < bytes && passed_over < most_passed_over {
+        let doomed = chain.take_doomed(1).pop();
+        // Some cannot go yet.
+        let mut spill =
+            || spilled.get_or_insert_with(|| chain.spill(bytes - sum + most_passed_over).into()).pop_front();
+        let Some(tag) = doomed.or_else(&mut spill) else { break };
         let Some(entry) = table.get_tag(tag).filter(|e| e.kind == EntryKind::Chunk) else { continue };
         let size = u64::from(entry.pages) * PAGE_BYTES as u64;
         let is_sealed = is_sealed(&mut state, &entry);
@@ -190,6 +196,7 @@ fn choose(volume: &Volume, own: &Lane, bytes: u64) -> Result<Vec<Entry>> {
         }
     }
     later.into_iter().for_each(|(tag, bytes)| chain.put_back(tag, bytes));
+    spilled.into_iter().flatten().for_each(|tag| chain.put_back(tag, 0));
     state.chain = Some(chain);
     Ok(chosen)
 }

@@ -2,7 +2,8 @@
 //!
 //! Versions are numbered in the order in which their puts begin, which is that of their sequences. A version may be served
 //! unless it is removed, expired, or older than one that was flushed; it must be served if it was flushed and the running log
-//! still had it.
+//! still had it. A put that one process has begun before another process began a newer one, and ends after that was flushed, may
+//! come after it, as with removals: the two were under way at once.
 
 use std::collections::BTreeMap;
 
@@ -19,6 +20,10 @@ pub struct Version {
     /// Its put ended well.
     pub stored: bool,
     pub flushed: bool,
+    /// Its put ended badly.
+    pub over: bool,
+    /// It was under way when another process flushed a newer one: it may come after that.
+    pub late: bool,
     /// Unix seconds; 0 for never.
     pub expiry_s: u32,
     /// A removal of it has begun.
@@ -59,8 +64,8 @@ impl Model {
     pub fn begin(&mut self, key: u64, owner: u64, (sequence, expiry_s): (u64, u32)) -> u64 {
         self.last_id += 1;
         let id = self.last_id;
-        let (committed, stored, flushed, going, gone) = (false, false, false, false, false);
-        let version = Version { id, sequence, owner, committed, stored, flushed, expiry_s, going, gone };
+        let (committed, stored, flushed, over, late, going, gone) = (false, false, false, false, false, false, false);
+        let version = Version { id, sequence, owner, committed, stored, flushed, over, late, expiry_s, going, gone };
         self.keys.entry(key).or_default().versions.push(version);
         id
     }
@@ -77,10 +82,23 @@ impl Model {
         }
     }
 
+    /// A put ended badly.
+    pub fn over(&mut self, key: u64, id: u64) {
+        if let Some(v) = self.keys.entry(key).or_default().find(id) {
+            v.over = true;
+        }
+    }
+
     /// What `owner` has stored is durable.
     pub fn flushed(&mut self, owner: u64) {
-        for v in self.keys.values_mut().flat_map(|k| &mut k.versions) {
-            v.flushed |= v.owner == owner && v.stored;
+        for key in self.keys.values_mut() {
+            for v in &mut key.versions {
+                v.flushed |= v.owner == owner && v.stored;
+            }
+            let floor = key.floor();
+            for v in key.versions.iter_mut().filter(|v| v.id < floor && v.owner != owner) {
+                v.late |= !v.stored && !v.over;
+            }
         }
         self.prune();
     }
@@ -89,6 +107,7 @@ impl Model {
     pub fn unflushed_is_lost(&mut self, owner: u64) {
         for v in self.keys.values_mut().flat_map(|k| &mut k.versions) {
             v.stored &= v.flushed || v.owner != owner;
+            v.over |= !v.stored && v.owner == owner;
         }
     }
 
@@ -134,11 +153,11 @@ impl Model {
         if v.gone {
             return Some("it was removed".to_owned());
         }
-        if id < k.floor() {
+        if id < k.floor() && !v.late {
             return Some(format!("version {} was flushed", k.floor()));
         }
         let newest = k.versions.iter().rev().find(|v| v.stored).map_or(0, |v| v.id);
-        if live && id < newest {
+        if live && id < newest && !v.late {
             return Some(format!("version {newest} was stored"));
         }
         if v.expiry_s != 0 && now_s >= u64::from(v.expiry_s) {
@@ -151,7 +170,7 @@ impl Model {
     fn prune(&mut self) {
         for key in self.keys.values_mut() {
             let floor = key.floor();
-            key.versions.retain(|v| v.id >= floor);
+            key.versions.retain(|v| v.id >= floor || v.late);
         }
     }
 }

@@ -166,7 +166,10 @@ impl World {
                 model.stored(*key, *id);
                 false
             }
-            Ok(false) | Err(crossbeam_channel::TryRecvError::Disconnected) => false,
+            Ok(false) | Err(crossbeam_channel::TryRecvError::Disconnected) => {
+                model.over(*key, *id);
+                false
+            }
             Err(crossbeam_channel::TryRecvError::Empty) => true,
         });
     }

@@ -8,8 +8,11 @@
 //! Invariants: the state is a function of the calls, in their order: no clock, no randomness, no order of a hash table, so
 //! that ranks that are told the same give up the same. What is held is never more than the room. Memory is bounded by what is
 //! held and [`GHOSTS`] names for each chunk held.
+//!
+//! A drive may need room sooner than the policy gives chunks up, at moments that depend on I/O. What it drops then is *spilled*: the
+//! policy goes on as if it were held, or ranks that once differed by a chunk would differ ever more.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use super::reuse::{FRESH, KINDS, Reuse};
 
@@ -109,6 +112,8 @@ pub struct Prefix {
     doomed: VecDeque<u64>,
     doomed_now: HashMap<u64, u64>,
     doomed_bytes: u64,
+    /// Held, but no longer on the drive.
+    spilled: HashSet<u64>,
 }
 
 impl Prefix {
@@ -134,6 +139,7 @@ impl Prefix {
             doomed: VecDeque::new(),
             doomed_now: HashMap::new(),
             doomed_bytes: 0,
+            spilled: HashSet::new(),
         }
     }
 
@@ -202,20 +208,15 @@ impl Prefix {
             self.leave_group(tag, known);
         }
         self.spare(tag);
+        self.spilled.remove(&tag);
     }
 
-    /// Takes what was given up, up to so many bytes or a little more, giving up more than fits the room demands where that is
-    /// less: tags, the first to go first.
+    /// Takes what was given up, up to so many bytes or a little more: tags, the first to go first.
     pub fn take_doomed(&mut self, bytes: u64) -> Vec<u64> {
         let mut taken = Vec::new();
         let mut sum = 0;
         while sum < bytes {
-            let Some(tag) = self.doomed.pop_front() else {
-                if !self.give_up() {
-                    break;
-                }
-                continue;
-            };
+            let Some(tag) = self.doomed.pop_front() else { break };
             if let Some(size) = self.spare(tag) {
                 sum += size;
                 taken.push(tag);
@@ -224,8 +225,44 @@ impl Prefix {
         taken
     }
 
-    /// A chunk that was taken could not be dropped yet: it is offered again, last.
+    /// Of what is held, the chunks that are wanted least, up to so many bytes or a little more, where what was given up is not enough: to be
+    /// dropped from the drive, and held all the same until the policy gives them up.
+    pub fn spill(&mut self, bytes: u64) -> Vec<u64> {
+        let worth = |group: &Group| self.reuse.worth(group.kind(), self.clock - group.born);
+        let groups = self.groups.values().filter(|group| !group.held.is_empty());
+        let mut groups: Vec<(f64, &Group)> = groups.map(|group| (worth(group), group)).collect();
+        groups.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut sum = 0;
+        let mut taken = Vec::new();
+        for ((_, tag), size) in groups.into_iter().flat_map(|(_, group)| group.held.iter().rev()) {
+            if sum >= bytes {
+                break;
+            }
+            if self.spilled.insert(*tag) {
+                sum += size;
+                taken.push(*tag);
+            }
+        }
+        taken
+    }
+
+    /// A chunk is no longer on the drive.
+    pub fn dropped(&mut self, tag: u64) {
+        if self.holds(tag) {
+            self.spilled.insert(tag);
+        }
+        self.spare(tag);
+    }
+
+    /// Whether it has heard of a chunk and remembers it, held or not.
+    #[must_use]
+    pub fn knows(&self, tag: u64) -> bool {
+        self.chunks.contains_key(&tag)
+    }
+
+    /// A chunk that was taken could not be dropped yet, or is on the drive again: where it is not held it is offered again, last.
     pub fn put_back(&mut self, tag: u64, bytes: u64) {
+        self.spilled.remove(&tag);
         if !self.holds(tag) && !self.doomed_now.contains_key(&tag) {
             self.doom(tag, bytes);
         }
@@ -358,7 +395,9 @@ impl Prefix {
         self.held -= 1;
         self.held_bytes -= bytes;
         self.ghosts += 1;
-        self.doom(tag, bytes);
+        if !self.spilled.remove(&tag) {
+            self.doom(tag, bytes);
+        }
         true
     }
 
