@@ -45,6 +45,9 @@ impl Default for Keeper {
 impl Keeper {
     /// What is done often: touches, and segments made ready.
     pub(super) fn look(&mut self, volume: &Volume, stop: &AtomicBool) {
+        if volume.is_lost() {
+            return;
+        }
         self.drain_touches(volume);
         grant::keep_ready(volume, stop);
         grant::keep_reserve(volume, stop);
@@ -61,6 +64,9 @@ impl Keeper {
 
     /// What is done now and then.
     pub(super) fn scan(&mut self, volume: &Volume) {
+        if volume.is_lost() {
+            return;
+        }
         volume.note_draining();
         if let Err(e) = volume.adopt_orphans() {
             tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");
