@@ -118,16 +118,20 @@ fn install() {
 }
 
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands a handler a valid `siginfo_t`; for a fault it has an address.
-    let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
+    // SAFETY: the kernel hands a handler a valid `siginfo_t`; for a fault it has an address, for a signal that was sent a sender.
+    let (code, address, sender) = unsafe { ((*info).si_code, (*info).si_addr() as usize, (*info).si_pid()) };
     // SAFETY: the thread's own errno, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
     let ours = code == libc::BUS_ADRERR && exchange(address);
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
-    if !ours {
-        pass_on(signal, info, context);
+    // SAFETY: asks for a number.
+    if ours || code == libc::SI_TKILL && sender == unsafe { libc::getpid() } {
+        // A handler that was installed later, such as Python's faulthandler, has told of a fault, put this one back, and raised the
+        // signal for it. The fault itself comes again when we return.
+        return;
     }
+    pass_on(signal, info, context);
 }
 
 /// Puts memory of this process where the fault was; whether it was in a guarded mapping.
@@ -172,13 +176,7 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
     match before.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: as in the handler.
-            let (code, sender) = unsafe { ((*info).si_code, (*info).si_pid()) };
-            // SAFETY: asks for a number.
-            if code == libc::SI_TKILL && sender == unsafe { libc::getpid() } {
-                // A handler that was installed later, such as Python's faulthandler, has told of a fault and raises the signal
-                // again for us. The fault itself comes again when we return.
-                return;
-            }
+            let code = unsafe { (*info).si_code };
             // SAFETY: restores the system's own action, and asks for it again where no fault will.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
@@ -203,6 +201,7 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt;
     use std::sync::atomic::Ordering;
 
     use super::super::mapping::{Access, Mapping};
@@ -242,28 +241,61 @@ mod tests {
         assert_eq!((again.load(0), again.is_lost()), (7, false), "a new mapping begins anew");
     }
 
+    const CHILD: &str = "FOREBAY_GUARD_CHILD";
+
+    /// How a process ends that runs one of these tests as a child.
+    fn in_a_process(test: &str) -> std::process::ExitStatus {
+        let (_, module) = module_path!().split_once("::").unwrap();
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args([&format!("{module}::{test}"), "--exact", "--nocapture", "--test-threads=1"]);
+        command.env(CHILD, "1").output().unwrap().status
+    }
+
     #[test]
     fn a_fault_in_memory_of_somebody_else_ends_the_process_as_ever() {
-        const CHILD: &str = "FOREBAY_GUARD_CHILD";
-        let file = file();
-        if std::env::var_os(CHILD).is_some() {
-            let ours = Mapping::file(&file, Access::ReadWrite).unwrap();
-            let theirs = memmap2::MmapOptions::new().len(WORDS * 8).map_raw(&file).unwrap();
-            file.set_len(4096).unwrap();
-            assert_eq!(ours.load(WORDS - 1), 0);
-            // SAFETY: within the mapping; the page is gone, which is what the signal is for.
-            let byte = unsafe { theirs.as_ptr().add(8192).read_volatile() };
-            panic!("there was a byte: {byte}");
+        if std::env::var_os(CHILD).is_none() {
+            let status = in_a_process("a_fault_in_memory_of_somebody_else_ends_the_process_as_ever");
+            return assert_eq!(status.signal(), Some(libc::SIGBUS), "{status}");
         }
-        let name = concat!(module_path!(), "::a_fault_in_memory_of_somebody_else_ends_the_process_as_ever");
-        let (_, name) = name.split_once("::").unwrap();
-        let child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args([name, "--exact", "--nocapture", "--test-threads=1"])
-            .env(CHILD, "1")
-            .output()
-            .unwrap();
-        let signal = std::os::unix::process::ExitStatusExt::signal(&child.status);
-        assert_eq!(signal, Some(libc::SIGBUS), "{}", String::from_utf8_lossy(&child.stdout));
+        let file = file();
+        let ours = Mapping::file(&file, Access::ReadWrite).unwrap();
+        let theirs = memmap2::MmapOptions::new().len(WORDS * 8).map_raw(&file).unwrap();
+        file.set_len(4096).unwrap();
+        assert_eq!(ours.load(WORDS - 1), 0);
+        // SAFETY: within the mapping; the page is gone, which is what the signal is for.
+        let byte = unsafe { theirs.as_ptr().add(8192).read_volatile() };
+        panic!("there was a byte: {byte}");
+    }
+
+    /// What Python's faulthandler does: puts back the handler before it, and raises the signal again.
+    extern "C" fn like_faulthandler(signal: libc::c_int) {
+        // SAFETY: written before this handler was installed.
+        unsafe { libc::sigaction(signal, LATER.0.get().cast(), std::ptr::null_mut()) };
+        // SAFETY: raises a signal.
+        unsafe { libc::raise(signal) };
+    }
+
+    static LATER: super::Before = super::Before(std::cell::UnsafeCell::new(std::mem::MaybeUninit::zeroed()));
+
+    #[test]
+    fn a_handler_that_comes_later_and_raises_the_signal_again_does_no_harm() {
+        if std::env::var_os(CHILD).is_none() {
+            let status = in_a_process("a_handler_that_comes_later_and_raises_the_signal_again_does_no_harm");
+            return assert!(status.success(), "{status}");
+        }
+        for flags in [libc::SA_NODEFER, 0] {
+            let file = file();
+            let map = Mapping::file(&file, Access::ReadWrite).unwrap();
+            // SAFETY: all zeros is a valid `sigaction`.
+            let mut later: libc::sigaction = unsafe { std::mem::zeroed() };
+            later.sa_sigaction = like_faulthandler as *const () as usize;
+            later.sa_flags = flags | libc::SA_ONSTACK;
+            // SAFETY: both structures live through the call.
+            unsafe { libc::sigaction(libc::SIGBUS, &raw const later, LATER.0.get().cast()) };
+            file.set_len(4096).unwrap();
+            assert_eq!(map.load(WORDS - 1), 0);
+            assert!(map.is_lost());
+        }
     }
 
     #[test]
