@@ -189,6 +189,11 @@ pub struct Model {
     /// Of each key the versions of which a crash may have taken the records, and left the slots, whole or in part. The log does not
     /// know them any more; only making an index anew from the slots finds them.
     pub lost: BTreeMap<u64, Vec<u64>>,
+    /// Of each key the version that is served although a removal or clear had begun after it, whose slot the same may hold of.
+    pub outlived: BTreeMap<u64, u64>,
+    /// A clear was begun that did not end well, and none since did: what it hides is hidden as long as the shared memory lives, and in
+    /// the index all the same.
+    pub half_cleared: bool,
     /// Steps that ended with an error.
     pub erred: u64,
     storing: bool,
@@ -221,11 +226,25 @@ impl Model {
             "putting" => entry.push(version),
             "removing" => entry.push(0),
             "removed" => *entry = vec![0],
-            "clearing" => self.all(|e| e.push(0)),
-            "cleared" => self.all(|e| *e = vec![0]),
+            "clearing" => {
+                self.half_cleared = true;
+                self.all(|e| e.push(0));
+            }
+            "cleared" => {
+                self.half_cleared = false;
+                self.all(|e| *e = vec![0]);
+            }
             // Everything that had returned is durable: the last that was told of each key. A step that ended with an error may
             // have had its effect or not, so that nothing is known of what came before it.
-            "flushed" if self.erred == 0 => self.all(|e| drop(e.drain(..e.len() - 1))),
+            "flushed" if self.erred == 0 => {
+                // What only a half clear hides, no flush removes.
+                let half_cleared = self.half_cleared;
+                self.all(|e| {
+                    if !half_cleared || e.last() != Some(&0) {
+                        e.drain(..e.len() - 1);
+                    }
+                });
+            }
             "gone-flushed" => panic!("a flush ended well although the file system had been shut down before"),
             _ => {}
         }
@@ -240,11 +259,21 @@ impl Model {
     /// that were stored beside included.
     pub fn verify(&mut self, log: &Log, whence: &str) -> Vec<u64> {
         let mut found: Vec<u64> = (0..2 * KEYS).map(|k| get(log, &key(k as u32)).unwrap_or(0)).collect();
+        let half_cleared = self.half_cleared;
         for (k, version) in (0..KEYS).zip(&mut found) {
             let may = self.allowed(k);
             assert!(may.contains(version), "{whence}, key {k}: {version:#x} is served, allowed are {may:x?}");
             let unseen: Vec<u64> = may.iter().copied().filter(|v| *v != 0 && v != version).collect();
+            let outlives = *version != 0 && may.iter().skip(1).any(|v| *v == 0);
+            if *version == 0 && half_cleared {
+                // Hidden in memory only: after a boot it may be seen again.
+                may.push(0);
+                continue;
+            }
             *may = vec![*version];
+            if outlives {
+                self.outlived.insert(k, *version);
+            }
             self.lost.entry(k).or_default().extend(unseen);
         }
         self.erred = 0;

@@ -268,7 +268,17 @@ impl Worker<'_> {
         if self.rng.one_in(2) {
             return;
         }
-        self.marks.clearing.lock().unwrap();
+        // A lock that waited would be had when the other writers stop, and the clear be the last thing that is done.
+        let had = (0..200).any(|_| {
+            let had = self.marks.clearing.try_lock().is_ok();
+            if !had {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            had
+        });
+        if !had {
+            return;
+        }
         self.engine.clear().unwrap();
         self.marks.set(CONVERSATIONS);
         self.marks.clearing.unlock().unwrap();
@@ -339,6 +349,9 @@ pub(crate) fn run_child(role: &str) {
                 };
                 while !stop.load(Ordering::Relaxed) {
                     worker.step();
+                }
+                if let Some(conversation) = writer {
+                    worker.turn(conversation);
                 }
             });
         }
