@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz soak shutdown mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -57,6 +57,18 @@ fuzz:
 	for target in $(FUZZ_TARGETS); do \
 		CARGO_PROFILE_RELEASE_LTO=off $(CARGO) +nightly fuzz run --features libfuzzer $$target -- -runs=$(FUZZ_RUNS) -max_len=12288 -timeout=10 -print_final_stats=1 || exit 1; \
 	done
+
+# Two processes over one cache, one of them killed now and then, for half an hour; every byte that is loaded is checked. Memory, descriptors,
+# threads and bytes on the drive must stay where they are. `unit` runs the same for seconds. As root it runs on a loop device.
+SOAK_SECONDS ?= 1800
+soak:
+	FOREBAY_SOAK_SECONDS=$(SOAK_SECONDS) FOREBAY_SOAK_JSON="$$(pwd)/target/soak.json" CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true \
+		$(CARGO) test --release --locked -p forebay --test proof_soak -- --nocapture
+
+# ext4 and XFS on a loop device, shut down under a working log: needs root and mkfs.xfs. `unit` runs three of each where it can.
+SHUTDOWN_CYCLES ?= 300
+shutdown:
+	FOREBAY_SHUTDOWN_CYCLES=$(SHUTDOWN_CYCLES) $(CARGO) test --locked -p forebay --test proof_shutdown -- --nocapture --test-threads=1
 
 # Changes one place at a time and expects the tests to notice; takes two hours.
 mutants:

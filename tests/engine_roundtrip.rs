@@ -194,6 +194,23 @@ fn removing_a_prompt_removes_its_partial_chunks_too() {
 }
 
 #[test]
+fn removing_a_prompt_removes_partial_chunks_that_no_lookup_finds_now() {
+    let w = World::plain();
+    let engine = w.open();
+    let (a, map) = (w.kv().filled(1), slots(CHUNK, 1));
+    // Prompts of every length, all after the same root: the list of lengths there has no room for the short ones.
+    let short = prompt(&engine, 3, 3);
+    for len in (1..CHUNK).rev() {
+        let p = prompt(&engine, len, len as u32);
+        assert_eq!(store(&engine, &p, &a, map[..len].to_vec()).stored, 1);
+    }
+    assert_eq!(matched(&engine, &short), 0, "the list leaves it out");
+    assert_eq!(engine.remove(&short).unwrap(), 1, "it is removed all the same");
+    let key = short.partial_key(0, 3).unwrap();
+    assert!(!engine.log().unwrap().contains(&key), "it would be found again once the list has room");
+}
+
+#[test]
 fn what_has_expired_is_a_miss() {
     let mut w = World::plain();
     let clock = TestClock::new();

@@ -129,7 +129,7 @@ impl Engine {
         Ok(tail && prompt.keys().iter().all(|k| log.contains(k)))
     }
 
-    /// Removes the chunks of `prompt`, also where other prompts share them, with the partial chunks at its end; how many were
+    /// Removes the chunks of `prompt`, also where other prompts share them, with the partial chunks that it starts with; how many were
     /// there. After the return they are not served by any process, whatever crashes.
     ///
     /// # Errors
@@ -140,8 +140,9 @@ impl Engine {
         let log = inner.open_log()?;
         let mut keys = prompt.keys().to_vec();
         for at in 0..=prompt.keys().len() {
-            let lens = log.lookup_partials(&prompt.parent_of(at));
-            keys.extend(lens.iter().filter_map(|&len| prompt.partial_key(at, usize::from(len))));
+            // Of every length: the list of those that are stored has room for a few, and what it leaves out now is found again
+            // once another prompt's chunk of the same length stands after the same parent.
+            keys.extend((1..prompt.chunk_tokens()).map_while(|len| prompt.partial_key(at, len)));
         }
         Ok(log.remove(&keys)?.iter().filter(|there| **there).count())
     }

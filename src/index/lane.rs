@@ -201,6 +201,12 @@ impl Lane {
         })
     }
 
+    /// Whether the file's pages could not be had any more: this process sees no others' stores, and they none of its own.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.inner.map.is_lost()
+    }
+
     /// Whether a newer lane file has taken this one's place.
     #[must_use]
     pub fn moved(&self) -> bool {

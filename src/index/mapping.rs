@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
+use super::guard::Guard;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How a process may use a shared file.
@@ -24,6 +25,8 @@ pub enum Access {
 /// A shared file or anonymous memory, as words.
 #[derive(Debug)]
 pub(super) struct Mapping {
+    /// Dropped before the mapping that it guards.
+    guard: Option<Guard>,
     map: MmapRaw,
     words: usize,
     access: Access,
@@ -55,7 +58,9 @@ impl Mapping {
             Access::ReadWrite => options.map_raw(file),
             Access::ReadOnly => options.map_raw_read_only(file),
         };
-        Ok(Self { map: map.map_err(|e| Error::io("cannot map the shared file", e))?, words, access })
+        let map = map.map_err(|e| Error::io("cannot map the shared file", e))?;
+        let guard = Guard::of(file, map.as_ptr() as usize, words * 8, access == Access::ReadWrite);
+        Ok(Self { guard, map, words, access })
     }
 
     /// Maps zeroed memory of this process.
@@ -65,7 +70,12 @@ impl Mapping {
             return Err(Error::new(ErrorKind::InvalidInput, "the table is too large to map"));
         }
         let map = MmapOptions::new().len(words * 8).map_anon().map_err(|e| Error::io("cannot map memory", e))?;
-        Ok(Self { map: map.into(), words, access: Access::ReadWrite })
+        Ok(Self { guard: None, map: map.into(), words, access: Access::ReadWrite })
+    }
+
+    /// Whether the file's pages could not be had any more, so that this is memory of this process only.
+    pub(super) fn is_lost(&self) -> bool {
+        self.guard.as_ref().is_some_and(Guard::is_lost)
     }
 
     /// Number of words.

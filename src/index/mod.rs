@@ -24,12 +24,15 @@
 //!   would write them to the drive over and over. Readers report what they touch through a small ring ([`Lane::touch`]).
 //! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::Lane::lease) for the argument.
 //!
-//! This room does no I/O and has no clock: the log makes and opens the files (fallocated, so that no access can raise
-//! `SIGBUS`), and passes time, boot id, process identity and liveness. Whoever may write the cache directory is trusted not
-//! to truncate the files.
+//! * A file whose pages cannot be had any more (the file system has shut itself down, the drive died, the file was cut) becomes
+//!   memory of this process only, and says so ([`Table::is_lost`], [`Lane::is_lost`], [`Shard::is_lost`]): `guard.rs`.
+//!
+//! This room does no I/O and has no clock: the log makes and opens the files (fallocated, so that a full file system
+//! raises no `SIGBUS`), and passes time, boot id, process identity and liveness.
 
 mod bucket;
 mod entry;
+mod guard;
 mod header;
 mod lane;
 mod lease;
@@ -44,6 +47,7 @@ mod write;
 
 pub use bucket::{MAX_PROBE, SLOTS_PER_BUCKET};
 pub use entry::{Entry, EntryKind, tag_of};
+pub(crate) use guard::losses;
 pub use header::{BootId, Holder};
 pub use lane::{CondemnRefused, Lane, LaneSpec, SegmentState, SegmentView};
 pub use lease::{LeaseEnv, LeaseGuard, LeaseRefused};

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use super::header::{BootId, FileKind, HEADER_WORDS, Header, Holder, W_OWN, read_only};
 use super::mapping::{Access, Mapping};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
 const W_SEQ: usize = W_OWN;
 /// Apart from the sequence counter, which every store writes: readers poll these.
@@ -63,9 +63,19 @@ impl Shard {
     /// Takes a sequence that nobody else gets.
     ///
     /// # Errors
-    /// `Permission` on a read-only mapping.
+    /// `Permission` on a read-only mapping, `Io` on one that [is lost](Self::is_lost).
     pub fn next_seq(&self) -> Result<u64> {
-        self.map.word(W_SEQ).map(|w| w.fetch_add(1, Ordering::SeqCst) + 1).ok_or_else(read_only)
+        let seq = self.map.word(W_SEQ).map(|w| w.fetch_add(1, Ordering::SeqCst) + 1).ok_or_else(read_only)?;
+        if self.is_lost() {
+            return Err(Error::new(ErrorKind::Io, "the page of the shard's sequences is out of reach"));
+        }
+        Ok(seq)
+    }
+
+    /// Whether the file's pages could not be had any more: this process sees no others' stores, and they none of its own.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.map.is_lost()
     }
 
     /// The sequence taken last.

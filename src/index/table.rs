@@ -163,6 +163,12 @@ impl Table {
         if self.writer.is_some() { self.map.populate_write() } else { self.map.populate() }
     }
 
+    /// Whether the file's pages could not be had any more: this process sees no others' stores, and they none of its own.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.map.is_lost()
+    }
+
     /// Whether a newer table has taken this one's place: attach to it by opening the path again.
     #[must_use]
     pub fn moved(&self) -> bool {

@@ -45,6 +45,9 @@ impl Default for Keeper {
 impl Keeper {
     /// What is done often: touches, and segments made ready.
     pub(super) fn look(&mut self, volume: &Volume, stop: &AtomicBool) {
+        if volume.is_lost() {
+            return;
+        }
         self.drain_touches(volume);
         quota::enforce(volume);
         grant::keep_ready(volume, stop);
@@ -62,6 +65,9 @@ impl Keeper {
 
     /// What is done now and then.
     pub(super) fn scan(&mut self, volume: &Volume) {
+        if volume.is_lost() {
+            return;
+        }
         volume.note_draining();
         quota::count(volume);
         if let Err(e) = volume.adopt_orphans() {

@@ -80,7 +80,9 @@ impl Volume {
         let lanes = self.lanes();
         let newest = newest(&lanes, key)?;
         let lane = lanes.all.get(newest.lane)?;
-        Visibility::of(self).shows(&newest.entry).then(|| (Arc::clone(lane), newest.entry))
+        // Asked last: what was read before counts only if none of it was lost by then.
+        let shows = Visibility::of(self).shows(&newest.entry) && !self.is_lost();
+        shows.then(|| (Arc::clone(lane), newest.entry))
     }
 
     /// Whether this entry is what [`find`](Self::find) finds.
@@ -109,6 +111,9 @@ impl Volume {
                 }
                 true
             });
+        }
+        if self.is_lost() {
+            return;
         }
         let mut touched: Vec<Vec<ChunkKey>> = vec![Vec::new(); lanes.all.len()];
         let shared: Vec<_> = lanes.all.iter().map(|lane| lane.shared()).collect();

@@ -265,7 +265,7 @@ impl Log {
                 id: paths::hex(&volume.id),
                 dir: volume.root.display().to_string(),
                 disk_bytes: budget::allocated_below(&volume.root).unwrap_or(0),
-                healthy: volume.health.is_good(),
+                healthy: volume.health.is_good() && !volume.is_lost(),
                 draining: volume.is_draining(),
                 wear: volume.wear_stats(),
                 ..DriveStats::default()

@@ -114,6 +114,9 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
         return Err(Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it"));
     }
     let (table, shared) = (lane.table(), lane.shared());
+    if table.is_lost() || shared.as_ref().is_some_and(|shared| shared.is_lost()) {
+        return Err(Error::new(ErrorKind::Io, "the memory that processes share is out of reach").at(&lane.dir));
+    }
     let replacing: Vec<bool> = commit.records.iter().map(|r| commit.reservation.replaces(&r.key)).collect();
     for record in &commit.records {
         state.apply(&table, shared.as_ref(), record)?;

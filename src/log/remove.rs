@@ -82,6 +82,7 @@ fn own(volume: &Volume) -> Result<Arc<Lane>> {
 }
 
 fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
+    volume.check_shared()?;
     if keys.is_empty() {
         return Ok(());
     }
@@ -103,6 +104,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
 }
 
 fn clear_on(volume: &Volume) -> Result<()> {
+    volume.check_shared()?;
     let lane = own(volume)?;
     let sequence = volume.shard.next_seq()?;
     volume.shard.clear_up_to(sequence);

@@ -22,7 +22,7 @@ use super::paths;
 use super::quota::Quota;
 use super::wear::{Wear, WearStats};
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{Access, Shard};
+use crate::index::{self, Access, Shard};
 use crate::io;
 use crate::key::ChunkKey;
 
@@ -63,6 +63,7 @@ pub(super) struct Volume {
     /// Up to which sequence the held lanes have forgotten what was cleared.
     pub(super) forgotten: AtomicU64,
     scanning: Mutex<()>,
+    lost: AtomicBool,
     /// Wakes the keeper.
     pub(super) wake: (crossbeam_channel::Sender<()>, crossbeam_channel::Receiver<()>),
 }
@@ -163,6 +164,7 @@ impl Volume {
             draining: AtomicBool::new(draining),
             forgotten: AtomicU64::new(0),
             scanning: Mutex::new(()),
+            lost: AtomicBool::new(false),
             wake: crossbeam_channel::bounded(1),
         }
     }
@@ -351,7 +353,33 @@ impl Volume {
 
     /// Whether it takes puts.
     pub(super) fn takes_puts(&self) -> bool {
-        self.health.is_good() && !self.is_draining() && self.own().is_some()
+        self.health.is_good() && !self.is_draining() && !self.is_lost() && self.own().is_some()
+    }
+
+    /// Whether the memory that it shares with other processes is out of reach, as after its file system has shut itself down. What
+    /// they store, remove and lease is not known then: until the cache is opened anew nothing is served, stored or reclaimed.
+    pub(super) fn is_lost(&self) -> bool {
+        // Every lookup asks; in nearly all processes no mapping was ever lost.
+        index::losses() > 0 && (self.lost.load(Ordering::Relaxed) || self.look_for_losses())
+    }
+
+    fn look_for_losses(&self) -> bool {
+        let lane_lost = |l: &Arc<Lane>| l.table().is_lost() || l.shared().is_some_and(|shared| shared.is_lost());
+        let lost = self.shard.is_lost() || self.lanes.read().all.iter().any(lane_lost);
+        if lost && !self.lost.swap(true, Ordering::Relaxed) {
+            tracing::error!(drive = %self.root.display(), "the drive's file system is gone: the cache on it is left alone until it is opened anew");
+        }
+        lost
+    }
+
+    /// Refuses where the shared memory [is lost](Self::is_lost).
+    pub(super) fn check_shared(&self) -> Result<()> {
+        if !self.is_lost() {
+            return Ok(());
+        }
+        let e = Error::new(ErrorKind::Io, "the memory that processes share is out of reach: the file system is gone")
+            .at(&self.root);
+        Err(e.advice("mount the file system again, and restart the processes that use the cache"))
     }
 
     /// Whether it is being drained, as far as known; the keeper looks.

@@ -158,6 +158,27 @@ impl Kv {
         bytes
     }
 
+    /// Bytes of one slot of one layer; not for opaque layers.
+    pub(crate) fn slot_bytes(&self, layer: usize) -> usize {
+        let planes = &self.kv.spec(layer).unwrap().planes;
+        planes.iter().map(|dims| dims.heads as usize * dims.head_bytes as usize).sum()
+    }
+
+    /// Sets what [`slot`](Self::slot) gives; not for opaque layers.
+    pub(crate) fn set_slot(&self, layer: usize, slot: usize, mut bytes: &[u8]) {
+        let (spec, view) = (self.kv.spec(layer).unwrap(), self.kv.layout().layer(layer).unwrap());
+        let (block, token) = (slot / BLOCK, slot % BLOCK);
+        for (plane, dims) in view.planes.iter().zip(&spec.planes) {
+            for head in 0..dims.heads as usize {
+                let at =
+                    plane.offset + block * plane.block_stride + token * plane.token_stride + head * plane.head_stride;
+                let (row, rest) = bytes.split_at(dims.head_bytes as usize);
+                self.memories()[plane.memory].write_at(at, row).unwrap();
+                bytes = rest;
+            }
+        }
+    }
+
     pub(crate) fn layers(&self) -> usize {
         self.kv.layout().num_layers()
     }

@@ -11,7 +11,9 @@ use forebay::io::{self, AlignedBuf, Buf, Request};
 use forebay::key::ChunkKey;
 use forebay::log::{Bad, Log, LogOptions, PutOutcome, PutSpec};
 
+pub mod loop_disk;
 mod rng;
+pub mod told;
 
 pub use rng::Rng;
 
@@ -55,8 +57,11 @@ pub fn put(log: &Log, key: ChunkKey, version: u64) -> Result<()> {
         crcs.push(forebay::format::crc(&bytes));
         let mut buf = Buf::new(AlignedBuf::zeroed(e.padded_len as usize)?);
         buf.as_mut_slice()[..bytes.len()].copy_from_slice(&bytes);
-        io::wait(&*drive.write, Request::write(Arc::clone(put.file()), put.slot_offset() + e.offset, buf, |_| ()))
-            .result?;
+        let request = Request::write(Arc::clone(put.file()), put.slot_offset() + e.offset, buf, |_| ());
+        if let Err(e) = io::wait(&*drive.write, request).result {
+            put.fail(&e);
+            return Err(e);
+        }
     }
     let (tx, rx) = std::sync::mpsc::channel();
     put.commit(&crcs, Box::new(move |r| drop(tx.send(r))));
@@ -66,35 +71,35 @@ pub fn put(log: &Log, key: ChunkKey, version: u64) -> Result<()> {
 /// What a load gives: the version whose every byte was checked, or a miss. A wrong byte fails the test.
 pub fn get(log: &Log, key: &ChunkKey) -> Option<u64> {
     let chunk = log.locate(key, Duration::from_secs(1))?;
-    let found = read(log, key, &chunk);
-    if found.is_none() {
-        log.report_bad(&chunk, Bad::Corrupt);
-    }
-    found
+    read_or_why(log, key, &chunk).map_err(|bad| log.report_bad(&chunk, bad)).ok()
 }
 
 /// Reads a chunk that was located.
 pub fn read(log: &Log, key: &ChunkKey, chunk: &forebay::log::Chunk) -> Option<u64> {
+    read_or_why(log, key, chunk).ok()
+}
+
+fn read_or_why(log: &Log, key: &ChunkKey, chunk: &forebay::log::Chunk) -> std::result::Result<u64, Bad> {
     let drive = log.drive(chunk.drive).unwrap();
     let read = |offset: u64, len: usize| {
         let buf = Buf::new(AlignedBuf::zeroed(len).unwrap());
         let done = io::wait(&*drive.read, Request::read(Arc::clone(&chunk.file), offset, buf, |_| ()));
-        done.result.ok().and(done.buf)
+        done.result.ok().and(done.buf).ok_or(Bad::Io)
     };
     let header = read(chunk.header_offset(), chunk.layout.header_bytes as usize)?;
-    let header = log.check_header(chunk, header.as_slice()).ok()?;
+    let header = log.check_header(chunk, header.as_slice()).map_err(|_| Bad::Corrupt)?;
     let mut version = None;
     for (layer, e) in chunk.layout.extents.iter().enumerate() {
         let buf = read(chunk.slot_offset + e.offset, e.padded_len as usize)?;
         let bytes = &buf.as_slice()[..e.len as usize];
         if forebay::format::crc(bytes) != header.layers[layer].crc {
-            return None;
+            return Err(Bad::Corrupt);
         }
         let of = u64::from_le_bytes(*bytes.first_chunk::<8>().unwrap());
         assert_eq!(*version.get_or_insert(of), of, "layers of two versions");
         assert!(bytes == value(key, of, layer, bytes.len()), "a wrong byte passed every check");
     }
-    version
+    version.ok_or(Bad::Corrupt)
 }
 
 /// The command that runs one test of this binary again as a child that `role` tells what to do.

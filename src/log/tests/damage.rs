@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::support::*;
 use crate::error::ErrorKind;
@@ -317,4 +318,32 @@ fn damaged_shared_memory_is_made_anew() {
     assert!(has(&log, 1));
     overwrite(&log, 1, 1);
     assert_eq!(version(&log, 1, 2), Some(1), "sequences go on above what recovery found");
+}
+
+#[test]
+fn shared_memory_that_goes_away_under_a_log_puts_it_out_of_use_until_it_is_opened_anew() {
+    for name in ["table.shm", "lane.shm", "../shard.shm"] {
+        let dir = temp();
+        let log = open(dir.path());
+        (0..5).for_each(|n| assert!(store(&log, n)));
+        log.flush().unwrap();
+        assert!(has(&log, 1) && log.stats().drives[0].healthy);
+        // As when its pages can be neither read nor written any more.
+        let lane = lane_file(dir.path(), "table.shm").parent().unwrap().to_path_buf();
+        File::options().write(true).open(lane.join(name)).unwrap().set_len(0).unwrap();
+        // Whatever touches the memory next finds out.
+        let found = (0..5).filter(|n| log.locate(&key(*n), Duration::from_secs(1)).is_some()).count();
+        assert!(name == "../shard.shm" || found == 0, "{name}: nothing that others may have removed is served");
+        let put = log.begin_put(spec(9));
+        assert_eq!(put.unwrap_err().kind(), ErrorKind::Busy, "{name}");
+        assert_eq!(log.lookup(&[key(1)]), 0, "{name}");
+        assert_eq!(log.remove(&[key(2)]).unwrap_err().kind(), ErrorKind::Io, "{name}: others still serve it");
+        assert_eq!(log.clear().unwrap_err().kind(), ErrorKind::Io, "{name}");
+        assert!(!log.stats().drives[0].healthy);
+        log.close(soon()).unwrap();
+        drop(log);
+        let log = open(dir.path());
+        assert!((0..5).all(|n| has(&log, n)) && log.stats().drives[0].healthy, "{name}");
+        assert!(store(&log, 9));
+    }
 }

@@ -1,0 +1,282 @@
+//! A child process that works on a log and tells each step, and what its steps allow a load to give after whatever ended it.
+
+#![allow(clippy::panic, reason = "a wrong answer fails the test")]
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use forebay::log::{Log, LogOptions};
+
+use super::{Rng, get, key, put};
+
+/// Keys of which every step is told; as many more are stored beside them, of which only the bytes count.
+pub const KEYS: u64 = 40;
+
+/// Steps that a child does after it was told that its file system is gone.
+const STEPS_AFTER: u32 = 40;
+
+/// A cache that has to reclaim what was overwritten all the time, and never has to give up a chunk that counts: what it
+/// loses is lost.
+pub fn options(dir: &Path) -> LogOptions {
+    LogOptions { capacity_bytes: 64 << 20, reclaim_write_budget: 1.0, ..super::options(dir) }
+}
+
+pub fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\n@ {line}").unwrap();
+    out.flush().unwrap();
+}
+
+/// Stores, overwrites, removes, clears and flushes. Every step is told before it begins, and when it has returned.
+pub struct Work<'a> {
+    pub log: &'a Log,
+    pub seed: u64,
+    /// Set once the file system is gone, which ends the work some steps later. Without it every error fails the test.
+    pub gone: Option<&'a AtomicBool>,
+}
+
+impl Work<'_> {
+    /// Works until the end, or for ever.
+    pub fn run(&self) {
+        std::thread::scope(|s| {
+            s.spawn(|| self.store_beside());
+            self.steps();
+        });
+    }
+
+    fn is_gone(&self) -> bool {
+        self.gone.is_some_and(|gone| gone.load(Ordering::SeqCst))
+    }
+
+    fn tell(&self, outcome: forebay::Result<()>, done: &str) {
+        match outcome {
+            Ok(()) => say(done),
+            Err(e) if self.gone.is_some() => say(&format!("erred-{done} {}", e.kind())),
+            Err(e) => panic!("{done}: {e}"),
+        }
+    }
+
+    /// Stores keys of its own, so that hardly a moment is without a store; only their bytes are checked.
+    fn store_beside(&self) {
+        let mut after = 0;
+        for step in 1u64.. {
+            after += u32::from(self.is_gone());
+            if after > STEPS_AFTER {
+                return;
+            }
+            say("storing-beside");
+            self.tell(put(self.log, key((KEYS + step % KEYS) as u32), self.seed << 32 | step), "stored-beside");
+        }
+    }
+
+    fn steps(&self) {
+        let mut rng = Rng(self.seed);
+        let mut after = 0;
+        for step in 1u64.. {
+            let (version, gone) = (self.seed << 32 | step, self.is_gone());
+            after += u32::from(gone);
+            if after > STEPS_AFTER {
+                return;
+            }
+            let k = rng.below(KEYS);
+            match rng.below(100) {
+                0 => {
+                    say("clearing");
+                    self.tell(self.log.clear(), "cleared");
+                }
+                1..=10 => {
+                    say(&format!("removing {k}"));
+                    self.tell(self.log.remove(&[key(k as u32)]).map(drop), &format!("removed {k}"));
+                }
+                11..=20 => self.tell(self.log.flush(), if gone { "gone-flushed" } else { "flushed" }),
+                21..=40 if gone => _ = get(self.log, &key(k as u32)),
+                _ => {
+                    say(&format!("putting {k} {version}"));
+                    self.tell(put(self.log, key(k as u32), version), &format!("put {k} {version}"));
+                }
+            }
+        }
+    }
+}
+
+/// A child process that tells its steps.
+pub struct Teller {
+    process: Child,
+    lines: Receiver<String>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Teller {
+    /// Starts a test of this binary as a child, and waits until its log is open.
+    pub fn start(test: &str, role: &str) -> Self {
+        let mut process = super::child(test, role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let out = BufReader::new(process.stdout.take().unwrap());
+        let (tx, lines) = mpsc::channel();
+        let reader = std::thread::spawn(move || {
+            for line in out.lines().map_while(std::result::Result::ok) {
+                if let Some(line) = line.strip_prefix("@ ") {
+                    drop(tx.send(line.to_owned()));
+                }
+            }
+        });
+        assert_eq!(lines.recv_timeout(Duration::from_secs(60)).unwrap(), "open", "{role}");
+        Self { process, lines, reader: Some(reader) }
+    }
+
+    /// Tells the child something.
+    pub fn order(&mut self, order: &str) {
+        writeln!(self.process.stdin.as_ref().unwrap(), "{order}").unwrap();
+    }
+
+    /// Hears what is told until then; whether the child still lives.
+    pub fn listen(&self, until: Instant, model: &mut Model) -> bool {
+        loop {
+            match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(line) => model.told(&line),
+                Err(e) => return e == RecvTimeoutError::Timeout,
+            }
+        }
+    }
+
+    /// Hears what is told until `line` comes, which must come before the child ends, and within the time that calls may take.
+    pub fn await_line(&mut self, wanted: &str, model: &mut Model) -> Result<(), String> {
+        let until = Instant::now() + Duration::from_secs(120);
+        let mut last = String::new();
+        loop {
+            match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(line) if line == wanted => return Ok(()),
+                Ok(line) => {
+                    model.told(&line);
+                    last = line;
+                }
+                Err(RecvTimeoutError::Timeout) => return Err(format!("a call has not returned; told last: {last}")),
+                Err(RecvTimeoutError::Disconnected) => {
+                    let status = self.process.wait().unwrap();
+                    return Err(format!("the process ended by itself: {status}; told last: {last}"));
+                }
+            }
+        }
+    }
+
+    /// Kills the child, unless it has ended, and hears what it had told.
+    pub fn end(mut self, model: &mut Model) -> ExitStatus {
+        self.process.kill().unwrap();
+        let status = self.process.wait().unwrap();
+        self.reader.take().unwrap().join().unwrap();
+        self.lines.iter().for_each(|line| model.told(&line));
+        status
+    }
+}
+
+impl Drop for Teller {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What was told, turned into what a load may give.
+#[derive(Clone, Debug, Default)]
+pub struct Model {
+    /// Of each key the versions that are allowed now, oldest first; 0 is a miss.
+    pub may: BTreeMap<u64, Vec<u64>>,
+    /// Of each key the versions of which a crash may have taken the records, and left the slots, whole or in part. The log does not
+    /// know them any more; only making an index anew from the slots finds them.
+    pub lost: BTreeMap<u64, Vec<u64>>,
+    /// Of each key the version that is served although a removal or clear had begun after it, whose slot the same may hold of.
+    pub outlived: BTreeMap<u64, u64>,
+    /// A clear was begun that did not end well, and none since did: what it hides is hidden as long as the shared memory lives, and in
+    /// the index all the same.
+    pub half_cleared: bool,
+    /// Steps that ended with an error.
+    pub erred: u64,
+    storing: bool,
+    storing_beside: bool,
+}
+
+impl Model {
+    fn all(&mut self, f: impl Fn(&mut Vec<u64>)) {
+        (0..KEYS).for_each(|k| f(self.may.entry(k).or_insert_with(|| vec![0])));
+    }
+
+    /// Whether a store was under way.
+    pub fn is_amid_a_store(&self) -> bool {
+        self.storing || self.storing_beside
+    }
+
+    pub fn told(&mut self, line: &str) {
+        let mut words = line.split(' ');
+        let what = words.next().unwrap();
+        self.erred += u64::from(what.starts_with("erred-"));
+        if what.ends_with("-beside") {
+            self.storing_beside = what == "storing-beside";
+            return;
+        }
+        let mut number = || words.next().and_then(|w| w.parse().ok()).unwrap_or(0);
+        let (k, version) = (number(), number());
+        self.storing = what == "putting";
+        let entry = self.may.entry(k).or_insert_with(|| vec![0]);
+        match what {
+            "putting" => entry.push(version),
+            "removing" => entry.push(0),
+            "removed" => *entry = vec![0],
+            "clearing" => {
+                self.half_cleared = true;
+                self.all(|e| e.push(0));
+            }
+            "cleared" => {
+                self.half_cleared = false;
+                self.all(|e| *e = vec![0]);
+            }
+            // Everything that had returned is durable: the last that was told of each key. A step that ended with an error may
+            // have had its effect or not, so that nothing is known of what came before it.
+            "flushed" if self.erred == 0 => {
+                // What only a half clear hides, no flush removes.
+                let half_cleared = self.half_cleared;
+                self.all(|e| {
+                    if !half_cleared || e.last() != Some(&0) {
+                        e.drain(..e.len() - 1);
+                    }
+                });
+            }
+            "gone-flushed" => panic!("a flush ended well although the file system had been shut down before"),
+            _ => {}
+        }
+    }
+
+    /// The versions that a load of `k` may give.
+    pub fn allowed(&mut self, k: u64) -> &mut Vec<u64> {
+        self.may.entry(k).or_insert_with(|| vec![0])
+    }
+
+    /// Loads every key: each must give what it may, and nothing else from then on. What every key gave, 0 for a miss; those
+    /// that were stored beside included.
+    pub fn verify(&mut self, log: &Log, whence: &str) -> Vec<u64> {
+        let mut found: Vec<u64> = (0..2 * KEYS).map(|k| get(log, &key(k as u32)).unwrap_or(0)).collect();
+        let half_cleared = self.half_cleared;
+        for (k, version) in (0..KEYS).zip(&mut found) {
+            let may = self.allowed(k);
+            assert!(may.contains(version), "{whence}, key {k}: {version:#x} is served, allowed are {may:x?}");
+            let unseen: Vec<u64> = may.iter().copied().filter(|v| *v != 0 && v != version).collect();
+            let outlives = *version != 0 && may.iter().skip(1).any(|v| *v == 0);
+            if *version == 0 && half_cleared {
+                // Hidden in memory only: after a boot it may be seen again.
+                may.push(0);
+                continue;
+            }
+            *may = vec![*version];
+            if outlives {
+                self.outlived.insert(k, *version);
+            }
+            self.lost.entry(k).or_default().extend(unseen);
+        }
+        self.erred = 0;
+        found
+    }
+}
