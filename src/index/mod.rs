@@ -34,10 +34,14 @@ mod header;
 mod lane;
 mod lease;
 mod mapping;
+#[cfg_attr(forebay_loom, path = "../../tests/loom/src/memory.rs")]
+mod memory;
 mod partials;
 mod policy;
 mod recency;
 mod shard;
+#[cfg_attr(forebay_loom, path = "../../tests/loom/src/sync.rs")]
+mod sync;
 mod table;
 mod touch;
 mod write;
@@ -60,4 +64,9 @@ pub use touch::TouchCursor;
 pub use write::Inserted;
 
 #[cfg(test)]
+#[cfg(forebay_loom)]
+#[path = "../../tests/loom/src/models/mod.rs"]
+mod models;
+#[cfg(test)]
+#[cfg(not(forebay_loom))]
 mod tests;
