@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz soak shutdown mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz miri loom soak shutdown mutants gpu-pack test-gpu bench-gpu clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -69,6 +69,21 @@ soak:
 SHUTDOWN_CYCLES ?= 300
 shutdown:
 	FOREBAY_SHUTDOWN_CYCLES=$(SHUTDOWN_CYCLES) $(CARGO) test --locked -p forebay --test proof_shutdown -- --nocapture --test-threads=1
+
+# Undefined behaviour and data races in the rooms with `unsafe` and in the format, by Miri: needs a nightly toolchain with the components miri and
+# rust-src. Then the tests with threads once more, with other orders of the threads for each of MIRI_SEEDS.
+MIRI_SEEDS ?= 0..8
+MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance
+MIRI = PROPTEST_CASES=4 $(CARGO) +nightly miri test -p forebay --locked --lib --
+miri:
+	MIRIFLAGS="$(MIRI_FLAGS)" $(MIRI) format:: paged:: geometry:: io::buffer device::host device::memory device::staging device::region device::gate device::rope device::parts
+	MIRIFLAGS="$(MIRI_FLAGS)" $(MIRI) index:: --skip index::policy
+	MIRIFLAGS="$(MIRI_FLAGS) -Zmiri-many-seeds=$(MIRI_SEEDS)" $(MIRI) readers_never_see a_leased_segment_is_never threads_never_share
+
+# The models of the index room's interleavings with more preemptions than `unit` has time for.
+LOOM_MAX_PREEMPTIONS ?= 4
+loom:
+	LOOM_MAX_PREEMPTIONS=$(LOOM_MAX_PREEMPTIONS) $(CARGO) test -p forebay-loom --locked --lib -- models --nocapture
 
 # Changes one place at a time and expects the tests to notice; takes two hours.
 mutants:

@@ -261,7 +261,7 @@ mod tests {
             for mark in 1..=4u8 {
                 let pool = &pool;
                 s.spawn(move || {
-                    for _ in 0..200 {
+                    for _ in 0..if cfg!(miri) { 5 } else { 200 } {
                         if let Some(mut buf) = pool.try_take() {
                             buf.as_mut_slice().fill(mark);
                             std::thread::yield_now();

@@ -7,11 +7,12 @@
 //! readers spin, yield, and at last sleep, but no more than [`ATTEMPTS`] times, a few milliseconds in all: a writer that died
 //! in a bucket must not hang them.
 
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::entry::{ENTRY_WORDS, EntryKind};
 use super::mapping::Block;
+use super::sync::{self, ATTEMPTS, AtomicU64, HASTY_ATTEMPTS, fence};
 
 /// Entries of a bucket.
 pub const SLOTS_PER_BUCKET: usize = 7;
@@ -27,8 +28,6 @@ const KINDS: usize = 3;
 const FIRST_LINE: usize = 8;
 const OVERFLOW_SHIFT: u32 = 48;
 const OVERFLOW_MAX: u64 = 0xffff;
-const ATTEMPTS: u32 = 320;
-const HASTY_ATTEMPTS: u32 = 64;
 const YIELD_AFTER: u32 = 256;
 const SLEEP_AFTER: u32 = 288;
 const SLEEP: Duration = Duration::from_micros(100);
@@ -112,10 +111,10 @@ impl Bucket<'_> {
                 }
             }
             match attempt {
-                ..YIELD_AFTER => std::hint::spin_loop(),
-                YIELD_AFTER..SLEEP_AFTER => std::thread::yield_now(),
+                ..YIELD_AFTER => sync::spin_loop(),
+                YIELD_AFTER..SLEEP_AFTER => sync::yield_now(),
                 // Not to synchronise with anything: it gives the processor to a writer that lost it.
-                _ => std::thread::sleep(SLEEP),
+                _ => sync::sleep(SLEEP),
             }
         }
         None
@@ -256,6 +255,7 @@ impl BucketMut<'_> {
 }
 
 #[cfg(test)]
+#[cfg(not(forebay_loom))]
 impl BucketMut<'_> {
     /// Entries that passed the bucket.
     pub(super) fn passed(&self) -> u64 {

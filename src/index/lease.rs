@@ -14,10 +14,11 @@
 //! A process needs one record per segment however many chunks it leases: it counts its guards itself. A later expiry takes a
 //! new record, with half the asked time in addition, so that a stream of leases does not renew at every call.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::header::Holder;
 use super::lane::{Inner, Lane, W_RECORDS_HIGH};
+use super::sync::AtomicU64;
 
 const CLAIMING: u64 = 1 << 63;
 const PID_MASK: u64 = 0xffff_ffff;
@@ -317,6 +318,7 @@ fn claim_time(now_ns: u64) -> u64 {
 }
 
 #[cfg(test)]
+#[cfg(not(forebay_loom))]
 impl Inner {
     /// Claims a record as a process does that dies before it publishes.
     pub(super) fn die_claiming(&self, now_ns: u64) {

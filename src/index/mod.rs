@@ -32,21 +32,27 @@
 
 mod bucket;
 mod entry;
+#[cfg(not(forebay_loom))]
 mod guard;
 mod header;
 mod lane;
 mod lease;
 mod mapping;
+#[cfg_attr(forebay_loom, path = "../../tests/loom/src/memory.rs")]
+mod memory;
 mod partials;
 mod policy;
 mod recency;
 mod shard;
+#[cfg_attr(forebay_loom, path = "../../tests/loom/src/sync.rs")]
+mod sync;
 mod table;
 mod touch;
 mod write;
 
 pub use bucket::{MAX_PROBE, SLOTS_PER_BUCKET};
 pub use entry::{Entry, EntryKind, tag_of};
+#[cfg(not(forebay_loom))]
 pub(crate) use guard::losses;
 pub use header::{BootId, Holder};
 pub use lane::{CondemnRefused, Lane, LaneSpec, SegmentState, SegmentView};
@@ -64,4 +70,9 @@ pub use touch::TouchCursor;
 pub use write::Inserted;
 
 #[cfg(test)]
+#[cfg(forebay_loom)]
+#[path = "../../tests/loom/src/models/mod.rs"]
+mod models;
+#[cfg(test)]
+#[cfg(not(forebay_loom))]
 mod tests;

@@ -6,14 +6,13 @@
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
-
 use super::bucket::{
     BUCKET_WORDS, Bucket, BucketMut, Hint, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, place,
 };
 use super::entry::{Entry, EntryKind, key_words};
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
 use super::mapping::{Access, Mapping};
+use super::sync::Mutex;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;
 
@@ -120,15 +119,7 @@ impl Table {
             params: [buckets, spec.max_entries, 0, 0],
         };
         header.publish(&map, spec.writer)?;
-        Ok(Self {
-            map,
-            buckets: buckets as usize,
-            max_entries: spec.max_entries,
-            generation: spec.generation,
-            stuck: Stuck::default(),
-            gave_up: AtomicU64::new(0),
-            writer: Some(Mutex::default()),
-        })
+        Self::with(map, &header, true)
     }
 
     /// Attaches to a table that another process, or this one, made during this boot.
@@ -139,6 +130,10 @@ impl Table {
     pub fn attach(file: &File, boot: BootId, access: Access) -> Result<Self> {
         let map = Mapping::file(file, access)?;
         let header = Header::read(&map, FileKind::Table, boot)?;
+        Self::with(map, &header, false)
+    }
+
+    pub(super) fn with(map: Mapping, header: &Header, is_writer: bool) -> Result<Self> {
         let [buckets, max_entries, ..] = header.params;
         let fits = buckets
             .checked_mul(BUCKET_WORDS as u64)
@@ -154,7 +149,7 @@ impl Table {
             generation: header.generation,
             stuck: Stuck::default(),
             gave_up: AtomicU64::new(0),
-            writer: None,
+            writer: is_writer.then(Mutex::default),
         })
     }
 

@@ -6,11 +6,10 @@
 
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
-
 use super::bucket::{Line, SLOTS_PER_BUCKET, place};
 use super::entry::{ENTRY_WORDS, Entry, EntryKind, key_words};
 use super::header::read_only;
+use super::sync::MutexGuard;
 use super::table::{LOOKAHEAD, Table, W_LEN, WriterState};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;

@@ -6,8 +6,12 @@ use crate::geometry::{LayerKind, LayerSpec};
 use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
 
 const TOKENS: usize = 64;
+/// Miri takes a second for some ten thousand bytes.
+const HEAD_BYTES: u32 = if cfg!(miri) { 8 } else { 64 };
+const TOKEN_BYTES: usize = 4 * HEAD_BYTES as usize;
 
 struct Rig {
+    blocks: u32,
     device: Arc<HostDevice>,
     kv: Arc<PagedKv>,
     memories: Vec<Arc<HostMemory>>,
@@ -15,25 +19,39 @@ struct Rig {
 }
 
 fn rig(workers: usize) -> Rig {
-    let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Inner, block_tokens: 16, num_blocks: 4 };
-    let layout = PagedLayout::per_layer(&[LayerSpec::kv(LayerKind::Full, 2, 64)], shape).unwrap();
+    rig_for(workers, 1)
+}
+
+/// A rig with slots for so many jobs at once: no two may write the same.
+fn rig_for(workers: usize, jobs: usize) -> Rig {
+    let blocks = (4 * jobs) as u32;
+    let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Inner, block_tokens: 16, num_blocks: blocks };
+    let layout = PagedLayout::per_layer(&[LayerSpec::kv(LayerKind::Full, 2, HEAD_BYTES)], shape).unwrap();
     let (kv, memories) = PagedKv::alloc_zeroed(layout).unwrap();
     let options = StagingOptions { bytes: 1 << 20, slot_bytes: 32 << 10, hugepages: HugePages::Off, numa: None };
     let device = HostDevice::new(&HostOptions { workers, ..HostOptions::default() }).unwrap();
-    Rig { device, kv, memories, pool: StagingPool::new(&options).unwrap() }
+    Rig { blocks, device, kv, memories, pool: StagingPool::new(&options).unwrap() }
 }
 
 impl Rig {
     fn part(&self) -> Part {
-        let slots: Vec<i64> = (0..TOKENS as i64).collect();
-        let plan = Arc::new(ChunkPlan::new(&slots, None, 16, 4).unwrap());
+        self.nth_part(0)
+    }
+
+    fn nth_part(&self, n: usize) -> Part {
+        let slots: Vec<i64> = (n * TOKENS..(n + 1) * TOKENS).map(|slot| slot as i64).collect();
+        let plan = Arc::new(ChunkPlan::new(&slots, None, 16, self.blocks).unwrap());
         Part { layer: 0, staging_offset: 0, tokens: TOKENS, padded_len: 0, plan }
     }
 
     fn scatter_with(&self, gate: &Arc<Gate>, done: impl FnOnce(Scattered) + Send + 'static) {
+        self.scatter_nth(0, gate, done);
+    }
+
+    fn scatter_nth(&self, n: usize, gate: &Arc<Gate>, done: impl FnOnce(Scattered) + Send + 'static) {
         let mut staging = self.pool.try_take().unwrap();
         staging.as_mut_slice().fill(7);
-        let (kv, parts, gate) = (Arc::clone(&self.kv), vec![self.part()], Arc::clone(gate));
+        let (kv, parts, gate) = (Arc::clone(&self.kv), vec![self.nth_part(n)], Arc::clone(gate));
         self.device.scatter(ScatterJob {
             kv,
             staging,
@@ -60,7 +78,7 @@ impl Rig {
     }
 
     fn written(&self) -> bool {
-        let mut bytes = vec![0; 4 * 16 * 256];
+        let mut bytes = vec![0; self.blocks as usize * 16 * TOKEN_BYTES];
         self.memories[0].read(0, &mut bytes).unwrap();
         bytes.contains(&7)
     }
@@ -95,19 +113,19 @@ fn a_done_callback_may_close_its_own_gate() {
 
 #[test]
 fn after_close_of_the_gate_no_byte_is_written_whatever_is_queued() {
-    let rig = rig(2);
-    for round in 0..50 {
+    let rig = rig_for(2, 4);
+    for round in 0..if cfg!(miri) { 4 } else { 50 } {
         let gate = Arc::new(Gate::new());
         let (tx, rx) = mpsc::channel();
-        for _ in 0..4 {
+        for n in 0..4 {
             let tx = tx.clone();
-            rig.scatter_with(&gate, move |s| tx.send(s.skipped).unwrap());
+            rig.scatter_nth(n, &gate, move |s| tx.send(s.skipped).unwrap());
         }
         for _ in 0..round * 20 {
             std::hint::spin_loop();
         }
         gate.close();
-        rig.memories[0].write(0, &vec![1; 4 * 16 * 256]).unwrap();
+        rig.memories[0].write(0, &vec![1; 16 * 16 * TOKEN_BYTES]).unwrap();
         drop(tx);
         assert_eq!(rx.iter().count(), 4);
         assert!(!rig.written(), "round {round}");
@@ -133,7 +151,7 @@ fn a_job_that_does_not_fit_is_refused_with_its_layer() {
     let ok = rig.part();
     let bad = [
         Part { layer: 1, ..ok.clone() },
-        Part { staging_offset: (32 << 10) - TOKENS * 256 + 1, ..ok.clone() },
+        Part { staging_offset: (32 << 10) - TOKENS * TOKEN_BYTES + 1, ..ok.clone() },
         Part { staging_offset: usize::MAX, ..ok.clone() },
         Part { padded_len: (32 << 10) + 1, ..ok.clone() },
         Part { tokens: TOKENS - 1, ..ok.clone() },
@@ -176,12 +194,12 @@ fn loads_go_before_stores_but_stores_get_their_turn() {
 
 #[test]
 fn closing_finishes_what_is_queued_and_refuses_what_comes_later() {
-    let rig = rig(2);
+    let rig = rig_for(2, 20);
     let gate = Arc::new(Gate::new());
     let (tx, rx) = mpsc::channel();
-    for _ in 0..20 {
+    for n in 0..20 {
         let tx = tx.clone();
-        rig.scatter_with(&gate, move |s| tx.send(s.error.is_none()).unwrap());
+        rig.scatter_nth(n, &gate, move |s| tx.send(s.error.is_none()).unwrap());
     }
     rig.device.close();
     assert_eq!(rx.try_iter().filter(|ok| *ok).count(), 20);

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::*;
 use crate::error::ErrorKind;
+use crate::index::lane::{RECORDS, RING};
 
 fn alive(_: &Holder) -> bool {
     true
@@ -32,8 +33,9 @@ fn both(segments: u32, limit: Option<u32>) -> Both {
 #[test]
 fn a_lease_holds_a_segment_until_its_last_guard_goes() {
     let b = both(8, None);
-    let guards: Vec<_> = (0..1000).map(|_| b.reader.lease(3, 1, 100, &env(10)).unwrap()).collect();
-    assert_eq!(b.writer.leased_segments(10), 1, "a thousand guards share one record");
+    let guards: Vec<_> =
+        (0..if cfg!(miri) { 20 } else { 1000 }).map(|_| b.reader.lease(3, 1, 100, &env(10)).unwrap()).collect();
+    assert_eq!(b.writer.leased_segments(10), 1, "many guards share one record");
     let refused = b.writer.try_condemn(3, &env(20)).unwrap_err();
     assert_eq!(refused, CondemnRefused::Leased(holder(2)));
     assert_eq!(b.writer.segment(3).unwrap().state, SegmentState::Sealed);
@@ -109,11 +111,12 @@ fn at_most_the_share_is_leased() {
 
 #[test]
 fn a_full_lease_table_refuses_and_recovers() {
-    let b = both(5000, Some(5000));
-    let guards: Vec<_> = (0..4096).map(|s| b.reader.lease(s, 1, 100, &env(0)).unwrap()).collect();
-    assert_eq!(b.writer.lease(4999, 1, 100, &env(0)).unwrap_err(), LeaseRefused::Full);
+    let segments = RECORDS as u32 + 10;
+    let b = both(segments, Some(segments));
+    let guards: Vec<_> = (0..RECORDS as u32).map(|s| b.reader.lease(s, 1, 100, &env(0)).unwrap()).collect();
+    assert_eq!(b.writer.lease(segments - 1, 1, 100, &env(0)).unwrap_err(), LeaseRefused::Full);
     let later = guards[0].expiry_ns();
-    b.writer.lease(4999, 1, later + 100, &env(later)).unwrap();
+    b.writer.lease(segments - 1, 1, later + 100, &env(later)).unwrap();
     drop(guards);
     assert_eq!(b.writer.leased_segments(0), 0);
 }
@@ -178,6 +181,7 @@ fn a_leased_segment_is_never_overwritten() {
     let contents: [AtomicU64; 4] = std::array::from_fn(|_| AtomicU64::new(1));
     let stop = AtomicBool::new(false);
     let leases = AtomicU64::new(0);
+    let rounds = if cfg!(miri) { 20 } else { 400 };
     std::thread::scope(|s| {
         for r in 0..2 {
             let lane = Lane::attach(&b.file, BOOT, holder(10 + r), Access::ReadWrite).unwrap();
@@ -198,7 +202,7 @@ fn a_leased_segment_is_never_overwritten() {
         }
         let mut reused = 0;
         let mut tries = 0u64;
-        while (reused < 400 || leases.load(Ordering::Relaxed) < 400) && tries < 3_000_000 {
+        while (reused < rounds || leases.load(Ordering::Relaxed) < rounds) && tries < 3_000_000 {
             tries += 1;
             let n = (tries % 4) as u32;
             if b.writer.try_condemn(n, &env(0)).is_err() {
@@ -227,11 +231,11 @@ fn touches_reach_the_writer_in_order_and_old_ones_are_counted_as_lost() {
     let mut tags = Vec::new();
     assert_eq!(b.writer.drain_touches(&mut cursor, |tag| tags.push(tag)), 0);
     assert_eq!(tags.iter().map(|t| table.slot_of_tag(*t)).collect::<Vec<_>>(), [Some(slot), None, None]);
-    let many: Vec<ChunkKey> = (0..20_000).map(key).collect();
+    let many: Vec<ChunkKey> = (0..RING + 100).map(key).collect();
     b.reader.touch(many.iter());
     let mut seen = 0;
-    assert_eq!(b.writer.drain_touches(&mut cursor, |_| seen += 1), 20_000 - 16_384);
-    assert_eq!(seen, 16_384);
+    assert_eq!(b.writer.drain_touches(&mut cursor, |_| seen += 1), 100);
+    assert_eq!(seen, RING);
     assert_eq!(b.writer.drain_touches(&mut cursor, |_| seen += 1), 0);
-    assert_eq!(seen, 16_384);
+    assert_eq!(seen, RING);
 }

@@ -20,7 +20,7 @@ impl Rng {
 
 #[test]
 fn readers_never_see_a_torn_entry_nor_miss_one_that_stays() {
-    const KEYS: u64 = 256;
+    const KEYS: u64 = if cfg!(miri) { 16 } else { 256 };
     let file = file_of(Table::file_bytes(KEYS).unwrap());
     let writer = Table::create(&file, &table_spec(KEYS, 1)).unwrap();
     // Even keys stay (but are overwritten), odd ones come and go.
@@ -55,7 +55,7 @@ fn readers_never_see_a_torn_entry_nor_miss_one_that_stays() {
             });
         }
         let mut rng = Rng(0x5eed);
-        for seq in 1..40_000 {
+        for seq in 1..if cfg!(miri) { 150 } else { 40_000 } {
             let n = rng.next() % KEYS;
             if n % 2 == 1 && rng.next().is_multiple_of(2) {
                 writer.remove_if(&key(n), seq).unwrap();
@@ -78,7 +78,7 @@ fn readers_follow_a_table_that_grows() {
     // Stands for the path that the log renames new files to.
     let path = RwLock::new(file);
     let published = std::sync::atomic::AtomicU64::new(0);
-    let total = 6000;
+    let total = if cfg!(miri) { 150 } else { 6000 };
     std::thread::scope(|s| {
         s.spawn(|| {
             let mut reader = Table::attach(&path.read(), BOOT, Access::ReadOnly).unwrap();
