@@ -51,7 +51,10 @@ impl Memory {
 
     /// Maps zeroed memory of this process.
     pub(super) fn anonymous(words: usize) -> io::Result<Self> {
-        Ok(Self { map: MmapRaw::from(MmapOptions::new().len(words * 8).map_anon()?).into(), words })
+        let map = MmapRaw::from(MmapOptions::new().len(words * 8).map_anon()?);
+        #[cfg(miri)]
+        let map = files::Shared::from(map);
+        Ok(Self { map, words })
     }
 
     /// Number of words.
