@@ -76,7 +76,8 @@ MIRI_SEEDS ?= 0..8
 MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance
 MIRI = PROPTEST_CASES=4 $(CARGO) +nightly miri test -p forebay --locked --lib --
 miri:
-	MIRIFLAGS="$(MIRI_FLAGS)" $(MIRI) format:: paged:: geometry:: io::buffer device::host device::memory device::staging device::region device::gate device::rope device::parts
+	MIRIFLAGS="$(MIRI_FLAGS)" $(MIRI) format:: paged:: geometry:: io::buffer \
+		device::host device::memory device::staging device::region device::gate device::rope device::parts
 	MIRIFLAGS="$(MIRI_FLAGS)" $(MIRI) index:: --skip index::policy
 	MIRIFLAGS="$(MIRI_FLAGS) -Zmiri-many-seeds=$(MIRI_SEEDS)" $(MIRI) readers_never_see a_leased_segment_is_never threads_never_share
 

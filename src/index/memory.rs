@@ -57,7 +57,10 @@ impl Memory {
 
     /// Maps zeroed memory of this process.
     pub(super) fn anonymous(words: usize) -> io::Result<Self> {
-        Ok(Self { guard: None, map: MmapRaw::from(MmapOptions::new().len(words * 8).map_anon()?).into(), words })
+        let map = MmapRaw::from(MmapOptions::new().len(words * 8).map_anon()?);
+        #[cfg(miri)]
+        let map = files::Shared::from(map);
+        Ok(Self { guard: None, map, words })
     }
 
     /// Whether the file's pages could not be had any more, so that this is memory of this process only.

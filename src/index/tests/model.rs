@@ -133,7 +133,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 2 } else { 48 }, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_table_behaves_like_a_map(ops in proptest::collection::vec(op(), 1..if cfg!(miri) { 150 } else { 600 })) {
+    fn the_table_behaves_like_a_map(ops in proptest::collection::vec(op(), 1..if cfg!(miri) { 40 } else { 600 })) {
         let table = Table::anonymous(&table_spec(8, 1)).unwrap();
         let mut pair = Pair { table, model: HashMap::new(), partials: HashMap::new(), generation: 1 };
         for op in &ops {
