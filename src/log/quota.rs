@@ -87,13 +87,12 @@ impl Quota {
             let Ok(state) = lane.state() else { continue };
             state.tenants.iter().for_each(|(tenant, bytes)| *all.entry(*tenant).or_default() += bytes);
         }
-        let mut taken = self.taken.lock();
-        let refused = std::mem::take(&mut taken.refused);
+        let taken = self.taken.lock();
         for (tenant, bytes) in taken.foreign.iter().chain(&taken.claimed) {
             *all.entry(*tenant).or_default() += bytes;
         }
         let over = |(tenant, bytes): (u64, u64)| {
-            let asked = refused.get(&tenant).copied();
+            let asked = taken.refused.get(&tenant).copied();
             let free = (self.limit / KEPT_FREE).max(asked.unwrap_or(0)).min(self.limit);
             let over = bytes.saturating_sub(self.limit - free);
             // Not for every chunk anew, unless one was refused.
@@ -187,10 +186,13 @@ pub(super) fn count(volume: &Volume) {
 /// The keeper's part, often: makes room for tenants that are at their quota.
 pub(super) fn enforce(volume: &Volume) {
     let (Some(quota), Some(own)) = (&volume.quota, volume.own()) else { return };
-    let excess = quota.excess(volume);
-    if excess.is_empty() || own.state().map_or(true, |state| state.no_holes) {
+    if quota.excess(volume).is_empty() || own.state().map_or(true, |state| state.no_holes) {
         return;
     }
+    // Others may have given something up.
+    quota.count(volume);
+    let excess = quota.excess(volume);
+    quota.taken.lock().refused.clear();
     for (tenant, bytes) in excess {
         if let Err(e) = give_up(volume, &own, tenant, bytes) {
             tracing::debug!(lane = %own.dir.display(), error = %e, "a tenant at its quota gave nothing up");
