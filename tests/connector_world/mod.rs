@@ -292,7 +292,22 @@ impl Server {
             self.reqs.get_mut(&id).unwrap().state = State::Running;
             plan.push(Planned { id, new, from, to, was });
         }
+        if plan.is_empty() {
+            self.unlock();
+        }
         plan
+    }
+
+    /// Requests that hold blocks of loads and cannot grow wait for each other, where nothing else will free any: one gives way.
+    fn unlock(&mut self) {
+        let moves = |r: &Req| matches!(r.state, State::Loading { .. } | State::Running);
+        if !self.held.is_empty() || self.reqs.values().any(moves) {
+            return;
+        }
+        let loaded = self.reqs.iter().find(|(_, r)| r.state == State::Loaded).map(|(id, _)| id.clone());
+        if let Some(id) = loaded {
+            self.preempt(&id);
+        }
     }
 
     /// Asks for a request that does not run; the tokens that load in the step, or `None` where it is not scheduled.
@@ -428,17 +443,19 @@ impl Server {
             self.free.extend(self.held.remove(&id).unwrap_or_else(|| panic!("{id} is not held")));
         }
         for id in over.recving {
-            self.received(&id, &bad);
+            // A server that loads within its steps is told of requests, not of blocks, where a whole one failed before.
+            let is_lost = self.layerwise && failed.contains(&id);
+            self.received(&id, &bad, is_lost);
         }
     }
 
-    fn received(&mut self, id: &str, bad: &HashSet<u32>) {
+    fn received(&mut self, id: &str, bad: &HashSet<u32>, is_lost: bool) {
         let Some(req) = self.reqs.get_mut(id) else {
             self.free.extend(self.held.remove(id).unwrap_or_else(|| panic!("{id} is not held")));
             return;
         };
         let State::Loading { stop } = req.state else { panic!("{id} was not being loaded") };
-        let failed = req.blocks.iter().take(stop / BLOCK).position(|b| bad.contains(b));
+        let failed = req.blocks.iter().take(stop / BLOCK).position(|b| is_lost || bad.contains(b));
         let before = req.computed;
         req.computed = failed.map_or(stop, |i| i * BLOCK);
         self.tally.loaded_tokens += req.computed - before;
