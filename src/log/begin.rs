@@ -69,10 +69,13 @@ impl Log {
             return Ok(PutOutcome::AlreadyThere);
         }
         let volume = self.choose(&spec).inspect_err(|_| self.in_flight.end(&spec.key))?;
-        let Some(claim) = quota::claim(volume, &spec, layout.slot_bytes, deadline) else {
-            self.in_flight.end(&spec.key);
-            sheds.quota.add(1);
-            return Ok(PutOutcome::NotAdmitted(Refusal::Quota));
+        let claim = match quota::claim(volume, &spec, layout.slot_bytes, deadline) {
+            Ok(claim) => claim,
+            Err(refusal) => {
+                self.in_flight.end(&spec.key);
+                sheds.quota.add(1);
+                return Ok(PutOutcome::NotAdmitted(refusal));
+            }
         };
         if !volume.wear.admits(layout.slot_bytes, volume.written()) {
             self.in_flight.end(&spec.key);
@@ -85,7 +88,7 @@ impl Log {
             self.in_flight.end(&spec.key);
         });
         let (volume, mut reservation, sequence) = outcome?;
-        reservation.claim = claim.of_tenant();
+        reservation.claim = claim;
         self.ctx.counters.puts.add(1);
         let health = Arc::clone(&volume.health);
         let spec = Box::new(spec);

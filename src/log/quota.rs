@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::lane::Lane;
+use super::put::Refusal;
 use super::spec::PutSpec;
 use super::volume::Volume;
 use super::{chain, thin};
@@ -128,40 +129,27 @@ impl Drop for Claim {
     }
 }
 
-/// That a put may begin.
-pub(super) enum Admitted {
-    /// It counts for nobody.
-    Free,
-    /// It counts for its tenant.
-    Counted(Claim),
-}
-
-impl Admitted {
-    pub(super) fn of_tenant(self) -> Option<Claim> {
-        match self {
-            Self::Free => None,
-            Self::Counted(claim) => Some(claim),
-        }
-    }
-}
-
-/// Asks for the room of a put, until `deadline` where there is one; `None` where its tenant is at its quota.
-pub(super) fn claim(volume: &Volume, spec: &PutSpec, bytes: u64, deadline: Option<Instant>) -> Option<Admitted> {
+/// Asks for the room of a put, until `deadline` where there is one; no claim for what counts for nobody.
+pub(super) fn claim(
+    volume: &Volume,
+    spec: &PutSpec,
+    bytes: u64,
+    deadline: Option<Instant>,
+) -> std::result::Result<Option<Claim>, Refusal> {
     let is_chunk = matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment);
-    let Some(quota) = volume.quota.as_ref().filter(|_| is_chunk && spec.tenant != 0) else {
-        return Some(Admitted::Free);
-    };
+    let Some(quota) = volume.quota.as_ref().filter(|_| is_chunk && spec.tenant != 0) else { return Ok(None) };
     loop {
-        if let Some(claim) = quota.claim(volume, spec.tenant, bytes) {
-            return Some(Admitted::Counted(claim));
+        let claim = quota.claim(volume, spec.tenant, bytes);
+        if claim.is_some() {
+            return Ok(claim);
         }
         volume.wake_keeper();
         if deadline.is_none_or(|deadline| Instant::now() >= deadline) || bytes > quota.limit {
-            return None;
+            return Err(Refusal::Quota);
         }
         if volume.ctx.options.foreground {
             enforce(volume);
-            return quota.claim(volume, spec.tenant, bytes).map(Admitted::Counted);
+            return quota.claim(volume, spec.tenant, bytes).map(Some).ok_or(Refusal::Quota);
         }
         std::thread::sleep(LOOK_AGAIN);
     }
