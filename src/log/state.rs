@@ -449,7 +449,10 @@ impl State {
                 return Ok(false);
             }
             self.gone(shared, &old);
-            if old.kind != EntryKind::Tombstone && (old.seq, old.segment) != (entry.seq, entry.segment) {
+            let is_apart = (old.seq, old.segment) != (entry.seq, entry.segment);
+            // What hides a bad chunk has no slot: with its record it would be lost.
+            let is_only_record = record.kind == RecordKind::Tombstone && record.pages == 0;
+            if old.kind != EntryKind::Tombstone && (is_apart || is_only_record) {
                 self.shadow(&record.key, old.segment, old.seq);
             }
         }
