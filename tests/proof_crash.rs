@@ -275,6 +275,8 @@ const FOUND: &[(u64, &str)] = &[
     (20_000_077, "beside a torn region an unfinished overwrite hid what was flushed"),
     (30_000_382, "the same"),
     (50_000_109, "fsck took the tombstone of a chunk found bad for its put"),
+    (100_000_521, "what a killed writer had not flushed was believed of its lane, and lost with the power"),
+    (200_000_249, "a removal was forgotten before what had hidden the chunk as bad, which a turned bit took"),
     (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
 ];
 

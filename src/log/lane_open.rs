@@ -179,6 +179,11 @@ impl Surroundings {
         let LaneFiles { index, data, superblock } = files;
         let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
         let shared = tables::shared_state(ctx, &candidate.dir, segments)?;
+        if role == Role::Adopted {
+            // What the writer that died had not flushed is believed too, and so must not be lost with the next power cut: a segment
+            // that it was giving up, for one. Of the own lane the superblock has just been written, and flushed with all else.
+            index.sync_data()?;
+        }
         let reader = Reader::survey(&index, &data, &superblock)?;
         let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
