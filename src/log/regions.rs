@@ -38,15 +38,21 @@ impl Regions<'_> {
         segments: &[(u32, FoundSegment)],
         sink: &mut dyn FnMut(Piece) -> Result<()>,
     ) -> Result<()> {
-        if segments.is_empty() {
-            return Ok(());
+        let bytes = |segment: &FoundSegment| (segment.count as usize * RECORD_BYTES).next_multiple_of(PAGE_BYTES);
+        let sizes = segments.iter().map(|(_, segment)| bytes(segment));
+        let Some(largest) = sizes.clone().max() else { return Ok(()) };
+        let mut buf = AlignedBuf::zeroed(largest.clamp(PAGE_BYTES, READ_BYTES))?;
+        // Not worth a thread.
+        if sizes.sum::<usize>() <= READ_BYTES {
+            return segments.iter().try_for_each(|(number, segment)| self.read(*number, segment, &mut buf, sink));
         }
         std::thread::scope(|scope| {
             let (tx, rx) = crossbeam_channel::bounded(AHEAD);
             let regions = *self;
             let read = move || {
-                let mut buf = AlignedBuf::zeroed(READ_BYTES)?;
-                segments.iter().try_for_each(|(number, segment)| regions.read(*number, segment, &mut buf, &tx))
+                // Pieces are taken until one is refused, which is the error that counts.
+                let mut send = |piece| tx.send(piece).map_err(|_| Error::new(crate::ErrorKind::Internal, "not taken"));
+                segments.iter().try_for_each(|(number, segment)| regions.read(*number, segment, &mut buf, &mut send))
             };
             let reader = std::thread::Builder::new().name("fb-recover".to_owned()).spawn_scoped(scope, read);
             let reader = reader.map_err(|e| Error::io("cannot start the thread that reads the index", e))?;
@@ -65,7 +71,7 @@ impl Regions<'_> {
         number: u32,
         segment: &FoundSegment,
         buf: &mut AlignedBuf,
-        to: &crossbeam_channel::Sender<Piece>,
+        sink: &mut dyn FnMut(Piece) -> Result<()>,
     ) -> Result<()> {
         let sb = self.superblock;
         let region = sb.regions_offset + u64::from(number) * sb.region_bytes;
@@ -81,14 +87,12 @@ impl Regions<'_> {
             let intact = bytes.chunks_exact(RECORD_BYTES).take(take).filter_map(|b| Record::decode(b).ok());
             records.extend(intact.filter(|r| (r.segment, r.epoch) == (number, segment.epoch)));
             let damaged = (take - records.len()) as u64;
-            if to.send(Piece { segment: number, records, damaged }).is_err() {
-                return Ok(());
-            }
+            sink(Piece { segment: number, records, damaged })?;
             left -= take;
             at += len as u64;
         }
         if left > 0 {
-            drop(to.send(Piece { segment: number, records: Vec::new(), damaged: left as u64 }));
+            sink(Piece { segment: number, records: Vec::new(), damaged: left as u64 })?;
         }
         Ok(())
     }
