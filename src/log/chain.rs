@@ -98,7 +98,8 @@ pub(super) fn note_put(lane: &Lane, spec: &PutSpec, bytes: u64) {
         return;
     }
     drain_touches(lane, &mut state);
-    if state.told && state.chain.as_ref().is_some_and(|chain| chain.holds(tag_of(&spec.key))) {
+    // What callers have told of, they decide on; puts begin in any order.
+    if state.told && state.chain.as_ref().is_some_and(|chain| chain.knows(tag_of(&spec.key))) {
         return;
     }
     let chunk = ChainChunk {
@@ -129,7 +130,7 @@ pub(super) fn note_used(lane: &Lane, tags: impl Iterator<Item = u64>) {
     let Ok(mut state) = lane.state() else { return };
     state.told = true;
     if let Some(chain) = &mut state.chain {
-        tags.for_each(|tag| chain.touched(tag));
+        tags.for_each(|tag| chain.used(tag));
     }
 }
 

@@ -130,7 +130,8 @@ fn thin(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
     trim(own)?;
     let mut freed = punch(volume, own)?;
     while freed < bytes {
-        let chosen = choose(volume, own, bytes - freed)?;
+        let need = own.segment_bytes().saturating_sub(freed);
+        let chosen = choose(volume, own, bytes - freed, need)?;
         let hidden = hide(volume, own, chosen)?;
         if hidden == 0 {
             break;
@@ -169,8 +170,9 @@ fn trim(own: &Lane) -> Result<()> {
     Ok(())
 }
 
-/// The chunks to go next, of those in sealed segments without leases.
-fn choose(volume: &Volume, own: &Lane, bytes: u64) -> Result<Vec<Entry>> {
+/// The chunks to go next, of those in sealed segments without leases: given-up ones of about `bytes`, and where those make less than
+/// `need` because some cannot go yet, others that the policy would have kept.
+fn choose(volume: &Volume, own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
     let mut state = own.state()?;
     let table = own.table();
     let Some(mut chain) = state.chain.take() else { return Ok(Vec::new()) };
@@ -179,11 +181,13 @@ fn choose(volume: &Volume, own: &Lane, bytes: u64) -> Result<Vec<Entry>> {
     let most_passed_over = PASSED_OVER * own.segment_bytes();
     let mut spilled: Option<VecDeque<u64>> = None;
     while sum < bytes && passed_over < most_passed_over {
-        let doomed = chain.take_doomed(1).pop();
-        // Some cannot go yet.
-        let mut spill =
-            || spilled.get_or_insert_with(|| chain.spill(bytes - sum + most_passed_over).into()).pop_front();
-        let Some(tag) = doomed.or_else(&mut spill) else { break };
+        let next = match chain.take_doomed(1).pop() {
+            None if sum < need => {
+                spilled.get_or_insert_with(|| chain.spill(need - sum + most_passed_over).into()).pop_front()
+            }
+            doomed => doomed,
+        };
+        let Some(tag) = next else { break };
         let Some(entry) = table.get_tag(tag).filter(|e| e.kind == EntryKind::Chunk) else { continue };
         let size = u64::from(entry.pages) * PAGE_BYTES as u64;
         let is_sealed = is_sealed(&mut state, &entry);

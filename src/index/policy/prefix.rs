@@ -85,6 +85,7 @@ struct Known {
     depth: u32,
     uses: u8,
     held: bool,
+    bytes: u64,
 }
 
 /// The state of the policy for one drive.
@@ -163,24 +164,31 @@ impl Prefix {
 
     /// A chunk was found by a lookup. Unknown ones are ignored; one that was given up and is still there is held again.
     pub fn touched(&mut self, tag: u64) {
+        if self.holds(tag) || self.doomed_now.contains_key(&tag) {
+            self.used(tag);
+        }
+    }
+
+    /// A prompt uses a chunk, and it is held again if it was given up. Whether it is still on the drive does not count: ranks that are
+    /// told the same must decide the same.
+    pub fn used(&mut self, tag: u64) {
         let Some(known) = self.chunks.get(&tag).copied() else { return };
-        let held = self.groups.get(&known.group).and_then(|g| g.held.get(&(known.depth, tag)));
-        let Some(bytes) = held.or_else(|| self.doomed_now.get(&tag)).copied() else { return };
+        if !known.held && !self.doomed_now.contains_key(&tag) {
+            self.spilled.insert(tag);
+        }
         self.clock += 1;
         let uses = self.leave(tag, known);
         let group = self.used_group(known.depth, uses);
-        self.join(group, tag, (known.depth, uses, bytes));
+        self.join(group, tag, (known.depth, uses, known.bytes));
         self.make_room();
     }
 
     /// A chunk is known to have been used in an earlier life.
     pub fn used_before(&mut self, tag: u64) {
         let Some(known) = self.chunks.get(&tag).copied().filter(|c| c.held) else { return };
-        let held = self.groups.get(&known.group).and_then(|g| g.held.get(&(known.depth, tag)).copied());
-        let Some(bytes) = held else { return };
         self.leave_group(tag, known);
         let group = self.used_group(known.depth, 1);
-        self.join(group, tag, (known.depth, 1, bytes));
+        self.join(group, tag, (known.depth, 1, known.bytes));
     }
 
     /// A chunk is stored, or a prompt brought one that is there already. Whether it is held now: otherwise it is the first to go.
@@ -257,7 +265,7 @@ impl Prefix {
     /// Whether it has heard of a chunk and remembers it, held or not.
     #[must_use]
     pub fn knows(&self, tag: u64) -> bool {
-        self.chunks.contains_key(&tag)
+        self.chunks.contains_key(&tag) || self.doomed_now.contains_key(&tag)
     }
 
     /// A chunk that was taken could not be dropped yet, or is on the drive again: where it is not held it is offered again, last.
@@ -318,7 +326,7 @@ impl Prefix {
             group.held.insert((depth, tag), bytes);
             self.held += 1;
             self.held_bytes += bytes;
-            self.chunks.insert(tag, Known { group: number, depth, uses, held: true });
+            self.chunks.insert(tag, Known { group: number, depth, uses, held: true, bytes });
         }
     }
 

@@ -149,6 +149,36 @@ fn what_the_drive_drops_sooner_changes_nothing_that_the_policy_does_later() {
 }
 
 #[test]
+fn what_a_prompt_uses_is_held_whether_or_not_the_drive_has_dropped_it_yet() {
+    let (mut slow, mut quick) = (Prefix::new(700), Prefix::new(700));
+    let mut returned = 0;
+    for round in 0..400u64 {
+        let (new, old) = (1000 + round, 1000 + round.saturating_sub(1 + round * 7 % 20));
+        for policy in [&mut slow, &mut quick] {
+            store(policy, new, 0..5);
+        }
+        // One drive has dropped what was given up, the other has not.
+        quick.take_doomed(u64::MAX);
+        returned += u32::from(!slow.holds(tag(old, 2)) && slow.doomed_now.contains_key(&tag(old, 2)));
+        for policy in [&mut slow, &mut quick] {
+            (0..3).for_each(|depth| policy.used(tag(old, depth)));
+            check(policy);
+        }
+        assert_eq!(held(&slow, old), held(&quick, old), "round {round}");
+        assert_eq!(slow.held_bytes(), quick.held_bytes());
+    }
+    assert!(returned > 10, "{returned} chunks were used between being given up and being dropped");
+    let all =
+        |policy: &Prefix| policy.chunks.iter().filter(|(_, c)| c.held).map(|(tag, _)| *tag).collect::<HashSet<_>>();
+    assert_eq!(all(&slow), all(&quick));
+    // Found by lookups alone, what is no longer on the drive is not held.
+    let gone = *quick.chunks.iter().find(|(_, c)| !c.held).unwrap().0;
+    quick.take_doomed(u64::MAX);
+    quick.touched(gone);
+    assert!(!quick.holds(gone));
+}
+
+#[test]
 fn what_was_spilled_and_comes_back_can_be_spilled_again() {
     let mut policy = Prefix::new(1000);
     store(&mut policy, 1, 0..4);
