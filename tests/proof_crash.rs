@@ -276,8 +276,10 @@ const FOUND: &[(u64, &str)] = &[
     (30_000_382, "the same"),
     (50_000_109, "fsck took the tombstone of a chunk found bad for its put"),
     (100_000_521, "what a killed writer had not flushed was believed of its lane, and lost with the power"),
+    (120_000_197, "the header of a put that had ended badly brought back what was removed since"),
     (200_000_249, "a removal was forgotten before what had hidden the chunk as bad, which a turned bit took"),
     (210_000_255, "reclaim took the records of a segment's use before for those of this one"),
+    (220_000_360, "a clear was not written where nothing was there but the header of a put under way"),
     (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
 ];
 

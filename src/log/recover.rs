@@ -6,8 +6,9 @@
 //! sealed before their ring pages may be used again.
 //!
 //! Where something is damaged, the slot headers of the segments concerned are read too: a lost record could be the one that
-//! hides an older version. A segment whose region lost its first page may have been given up; its chunks are therefore not served,
-//! but still hide what is older.
+//! hides an older version. They only hide: a put that ended badly has a header too, and what has no record may have been removed
+//! since. A crash alone loses no record that was flushed, so this costs what a turned bit has hit. A segment whose region lost its first
+//! page may have been given up; its chunks are not served either.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -258,10 +259,10 @@ impl<'a> Reader<'a> {
         let newest = found.iter().map(|r| r.epoch).max().unwrap_or(segment.epoch);
         let epoch = if epoch_is_known { segment.epoch } else { newest.max(segment.epoch) };
         found.retain(|r| r.epoch == epoch && !segment.records.contains(r));
-        if !epoch_is_known || segment.damaged {
-            hide_puts(&mut found);
-        } else if segment.state == FoundState::Sealed {
+        if segment.state == FoundState::Sealed && !segment.damaged {
             self.hide_unrecorded(number, &segment, &mut found)?;
+        } else {
+            hide_puts(&mut found);
         }
         for record in &found {
             self.give(record, sink)?;
@@ -282,9 +283,8 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Of what slot headers say of a sealed segment, the puts that neither its region nor the ring names are not served if they are
-    /// more than both have lost: one of them was never stored, or was removed while it was. A region that a crash has torn is still
-    /// whole in the ring: then nothing is lost, and what has no record is of no account.
+    /// Of what slot headers say of a sealed segment, hides the puts that neither its region nor the ring names. A region that a crash has
+    /// torn is still whole in the ring: then nothing is lost, and what has no record is of no account.
     fn hide_unrecorded(&self, number: u32, segment: &FoundSegment, found: &mut Vec<Record>) -> Result<()> {
         let regions = Regions { index: self.index, superblock: self.superblock, index_bytes: self.index.len()? };
         let (mut named, mut lost) = (HashSet::new(), 0);
@@ -303,10 +303,8 @@ impl<'a> Reader<'a> {
         if lost == 0 {
             found.retain(is_named);
         }
-        let unrecorded: Vec<&mut Record> = found.iter_mut().filter(|r| !is_named(r)).collect();
-        if unrecorded.len() as u64 > lost {
-            unrecorded.into_iter().filter(|r| r.kind == RecordKind::Put).for_each(|r| *r = hiding(r));
-        }
+        let unrecorded = found.iter_mut().filter(|r| !is_named(r) && r.kind == RecordKind::Put);
+        unrecorded.for_each(|r| *r = hiding(r));
         Ok(())
     }
 

@@ -109,7 +109,8 @@ fn clear_on(volume: &Volume) -> Result<()> {
     let sequence = volume.shard.next_seq()?;
     volume.shard.clear_up_to(sequence);
     let is_empty = volume.lanes().all.iter().all(|l| l.table().is_empty());
-    let has_segments = lane.state()?.segments.iter().any(|s| s.max_seq > 0 || !s.records.is_empty());
+    // A put that is under way, or ended badly, may have left its header where nothing else is yet.
+    let has_segments = lane.state()?.segments.iter().any(|s| s.max_seq > 0 || s.next_page > 0 || !s.records.is_empty());
     if !(is_empty && !has_segments && volume.lanes().all.len() == 1) {
         let clear = Record { sequence, ..Record::new(RecordKind::Clear, KeyKind::Control, ChunkKey([0; 32])) };
         let deadline = deadline(volume);
