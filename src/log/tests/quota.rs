@@ -28,7 +28,9 @@ fn taken(log: &Log) -> HashMap<u64, u64> {
 
 fn fill(log: &Log, keys: std::ops::Range<u64>, tenant: u64) {
     for n in keys.clone() {
-        assert!(store_spec(log, of_tenant(n, tenant), n, 0).unwrap(), "key {n}");
+        let begun = std::time::Instant::now();
+        let stored = store_spec(log, of_tenant(n, tenant), n, 0).unwrap();
+        assert!(stored, "key {n} after {:?}: {:?}", begun.elapsed(), log.stats());
         let is_looked_at = tenant != 0 && (n % 8 == 0 || n + 1 == keys.end);
         let taken = if is_looked_at { taken(log).get(&tenant).copied().unwrap_or(0) } else { 0 };
         assert!(taken <= QUOTA, "tenant {tenant} takes {taken} after key {n}");
@@ -76,17 +78,17 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
         assert!(again < 20, "{policy}: {again} chunks went that were in use in each of 50 rounds");
         let stats = log.stats();
         assert!(stats.quota_evicted >= 1000 - QUOTA / SLOT_BYTES, "{policy}: {stats:?}");
+        log.flush().unwrap();
         let ours = settled(&log, 0..1000);
         assert!(ours.len() as u64 * SLOT_BYTES > QUOTA * 8 / 10, "{policy}: only {} chunks are left", ours.len());
         assert!((990..1000).all(|n| ours.contains(&n)), "{policy}: the newest went");
         assert_eq!(held(&log, 5000..5100).len() + held(&log, 6000..6400).len(), 500, "{policy}: others paid for it");
-        log.flush().unwrap();
+        // The keeper may just have given up more; a crash may bring that back, and loses nothing else.
+        let ours: Vec<u64> = ours.into_iter().filter(|n| has(&log, *n)).collect();
         let log = crash(log);
         let after = held(&log, 0..1000);
-        assert!(
-            ours.iter().all(|n| after.contains(n)),
-            "{policy}: a crash may bring back what was just given up, and loses nothing"
-        );
+        let lost: Vec<&u64> = ours.iter().filter(|n| !after.contains(n)).collect();
+        assert!(lost.is_empty(), "{policy}: {lost:?}");
         all_load(&log, &after);
         all_load(&log, &held(&log, 5000..6400));
         fill(&log, 1000..1100, OURS);
