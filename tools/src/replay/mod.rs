@@ -93,7 +93,7 @@ A request's prompt is found up to the first block that is missing; hit_ratio is 
 \
 With --memory-tokens it counts what either tier has; drive_hit_ratio leaves out what the memory had. Missing blocks are stored after the lookup, \
 as far as --admission wants them. bytes_admitted are the bytes stored, write_amplification the bytes written \
-for each of them (above 1 where a policy moves chunks to keep them).
+for each of them (above 1 where a policy moves chunks to keep them): of all, of those before the cache was nine tenths full, and of those after.
 
 Examples:
   forebay replay trace.jsonl
@@ -185,7 +185,14 @@ pub(crate) struct ReplayResult {
     pub(crate) bytes_admitted: u64,
     /// Bytes written over bytes admitted; 1 where nothing was admitted.
     pub(crate) write_amplification: f64,
+    /// The same until as much was admitted as makes the cache nine tenths full.
+    pub(crate) write_amplification_filling: f64,
+    /// The same from then on; null for a cache that never was.
+    pub(crate) write_amplification_full: Option<f64>,
 }
+
+/// Of the capacity, what makes a cache full: this many of ten.
+const FULL_TENTHS: u64 = 9;
 
 /// Runs `forebay replay`.
 pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
@@ -202,11 +209,14 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     for run in runs {
         let mut cache = open_cache(args, run, (bytes_per_token, &next))?;
         let mut found = 0;
+        let mut filling = None;
         for request in &requests {
             found += cache.request(request)?;
+            let is_full = |t: &Totals| t.admitted_tokens >= run.capacity / 10 * FULL_TENTHS;
+            filling = filling.or_else(|| Some(cache.totals()).filter(is_full));
             bar.inc(1);
         }
-        results.push(summarise(args, run, (found, asked), (cache.totals(), bytes_per_token)));
+        results.push(summarise(args, run, (found, asked), (cache.totals(), filling, bytes_per_token)));
     }
     bar.finish_and_clear();
     if let Some(path) = &args.chart {
@@ -300,9 +310,12 @@ fn summarise(
     args: &ReplayArgs,
     Run { policy, capacity, ranks, admission, offer }: Run,
     (found, asked): (u64, u64),
-    (totals, bytes_per_token): (Totals, u64),
+    (totals, filling, bytes_per_token): (Totals, Option<Totals>, u64),
 ) -> ReplayResult {
     let ratio = |a: u64, b: u64, empty: f64| if b == 0 { empty } else { a as f64 / b as f64 };
+    let amplification = |from: Totals, to: Totals| {
+        ratio(to.written_tokens - from.written_tokens, to.admitted_tokens - from.admitted_tokens, 1.0)
+    };
     ReplayResult {
         policy: policy.name(),
         ranks,
@@ -313,7 +326,9 @@ fn summarise(
         hit_ratio: ratio(found, asked, 0.0),
         drive_hit_ratio: ratio(found - totals.memory_tokens.min(found), asked, 0.0),
         bytes_admitted: totals.admitted_tokens.saturating_mul(bytes_per_token),
-        write_amplification: ratio(totals.written_tokens, totals.admitted_tokens, 1.0),
+        write_amplification: amplification(Totals::default(), totals),
+        write_amplification_filling: amplification(Totals::default(), filling.unwrap_or(totals)),
+        write_amplification_full: filling.map(|filling| amplification(filling, totals)),
     }
 }
 
@@ -330,6 +345,8 @@ fn table(results: &[ReplayResult]) -> String {
         "of the drive",
         "admitted",
         "write amplification",
+        "filling",
+        "full",
     ]);
     for r in results {
         let capacity =
@@ -344,6 +361,8 @@ fn table(results: &[ReplayResult]) -> String {
             format!("{:.4}", r.drive_hit_ratio),
             size::show_bytes(r.bytes_admitted as f64),
             format!("{:.3}", r.write_amplification),
+            format!("{:.3}", r.write_amplification_filling),
+            r.write_amplification_full.map_or("-".to_owned(), |full| format!("{full:.3}")),
         ]);
     }
     for column in table.column_iter_mut().skip(1) {
