@@ -277,9 +277,14 @@ const FOUND: &[(u64, &str)] = &[
     (50_000_109, "fsck took the tombstone of a chunk found bad for its put"),
     (100_000_521, "what a killed writer had not flushed was believed of its lane, and lost with the power"),
     (120_000_197, "the header of a put that had ended badly brought back what was removed since"),
+    (
+        130_000_880,
+        "beside a region without its first page, the ring's records of the use before were taken for those of this one",
+    ),
     (200_000_249, "a removal was forgotten before what had hidden the chunk as bad, which a turned bit took"),
     (210_000_255, "reclaim took the records of a segment's use before for those of this one"),
     (220_000_360, "a clear was not written where nothing was there but the header of a put under way"),
+    (230_000_838, "the test took a lease on what a killed writer had not flushed for one that holds"),
     (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
 ];
 

@@ -124,6 +124,8 @@ pub(super) struct Reader<'a> {
     data_bytes: u64,
     /// Something in the ring is damaged: records of unsealed segments may be missing.
     ring_is_damaged: bool,
+    /// Of each segment's records, those that the ring has: the first ones.
+    recorded: Vec<usize>,
     found: Found,
 }
 
@@ -131,8 +133,8 @@ impl<'a> Reader<'a> {
     /// Reads the regions' first pages and, once, the ring.
     pub(super) fn survey(index: &'a DirectFile, data: &'a DirectFile, superblock: &'a Superblock) -> Result<Self> {
         let data_bytes = data.len()?;
-        let ring_is_damaged = false;
-        let mut reader = Self { index, data, superblock, data_bytes, ring_is_damaged, found: Found::default() };
+        let (ring_is_damaged, recorded, found) = (false, Vec::new(), Found::default());
+        let mut reader = Self { index, data, superblock, data_bytes, ring_is_damaged, recorded, found };
         let epochs = reader.survey_ring()?;
         reader.survey_regions(&epochs)?;
         Ok(reader)
@@ -228,7 +230,7 @@ impl<'a> Reader<'a> {
 
     /// Gives all records that count to `sink`.
     pub(super) fn replay(mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Found> {
-        let recorded = self.keep_ring()?;
+        self.keep_ring()?;
         // Slot headers before records: of one version in two places the one that has a record is whole. A crash may have left the
         // header of a copy that reclaim was writing, and not its bytes.
         for number in 0..self.found.segments.len() as u32 {
@@ -241,7 +243,7 @@ impl<'a> Reader<'a> {
         for number in self.replay_regions(sink)? {
             self.replay_headers(number, sink)?;
         }
-        self.replay_ring(&recorded, sink)?;
+        self.replay_ring(sink)?;
         Ok(self.found)
     }
 
@@ -250,7 +252,8 @@ impl<'a> Reader<'a> {
         let Some(segment) = self.found.segments.get(number as usize).cloned() else { return Ok(()) };
         let sb = self.superblock;
         let what = ScanSegment { lane: sb.lane, segment: number, segment_bytes: sb.segment_bytes };
-        let epoch_is_known = segment.state != FoundState::Free;
+        // The ring may have records of a use before the one of which the region's first page spoke.
+        let epoch_is_known = segment.state != FoundState::Free && !segment.damaged;
         let mut found: Vec<Record> = Vec::new();
         scan::scan_segment(self.data, &what, &mut |header, crc| {
             found.extend(scan::records_of_header(header, crc));
@@ -274,7 +277,11 @@ impl<'a> Reader<'a> {
         {
             // To be sealed again, which repairs the region.
             segment.state = FoundState::Unsealed;
-            segment.epoch = epoch;
+            if segment.epoch != epoch {
+                segment.epoch = epoch;
+                segment.records.clear();
+                self.recorded.get_mut(number as usize).into_iter().for_each(|count| *count = 0);
+            }
             segment.records.extend(found);
             segment.records.truncate(capacity);
             segment.min_sequence = segment.records.iter().map(|r| r.sequence).min().unwrap_or(0);
@@ -341,10 +348,10 @@ impl<'a> Reader<'a> {
         Holes::of(self.data, u64::from(segment) * bytes, bytes)
     }
 
-    /// Keeps what the ring has of each unsealed segment; how many records.
-    fn keep_ring(&mut self) -> Result<Vec<usize>> {
+    /// Keeps what the ring has of each unsealed segment.
+    fn keep_ring(&mut self) -> Result<()> {
         if self.found.segments.iter().all(|s| s.state != FoundState::Unsealed) {
-            return Ok(Vec::new());
+            return Ok(());
         }
         let segments = &mut self.found.segments;
         let mut keep = |page: Option<JournalPage>| {
@@ -359,7 +366,6 @@ impl<'a> Reader<'a> {
         };
         for_each_page(self.index, self.superblock, &mut keep)?;
         let capacity = sizes::region_records(self.superblock.region_bytes);
-        let mut recorded = Vec::with_capacity(self.found.segments.len());
         for segment in &mut self.found.segments {
             let records = &mut segment.records;
             records.sort_by_key(|r| (r.sequence, r.key.0));
@@ -372,17 +378,17 @@ impl<'a> Reader<'a> {
             }
             segment.min_sequence = records.iter().map(|r| r.sequence).min().unwrap_or(segment.min_sequence);
             segment.max_sequence = records.iter().map(|r| r.sequence).max().unwrap_or(segment.max_sequence);
-            recorded.push(records.len());
+            self.recorded.push(records.len());
         }
-        Ok(recorded)
+        Ok(())
     }
 
-    /// Gives what was kept of the ring: so many records of each segment.
-    fn replay_ring(&mut self, recorded: &[usize], sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
-        for (number, count) in recorded.iter().enumerate() {
+    /// Gives what was kept of the ring.
+    fn replay_ring(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
+        for (number, count) in std::mem::take(&mut self.recorded).into_iter().enumerate() {
             let Some(segment) = self.found.segments.get_mut(number) else { continue };
             let records = std::mem::take(&mut segment.records);
-            for record in records.iter().take(*count) {
+            for record in records.iter().take(count) {
                 self.give(record, sink)?;
             }
             if let Some(segment) = self.found.segments.get_mut(number) {

@@ -5,7 +5,7 @@
 //! still had it. A put that one process has begun before another process began a newer one, and ends after that was flushed, may
 //! come after it, as with removals: the two were under way at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// One stored version of a key.
 #[derive(Clone, Copy, Debug)]
@@ -58,6 +58,9 @@ pub struct Model {
     pub must: Vec<u64>,
     /// Bits were turned: what is there may be lost.
     pub rotten: bool,
+    /// Sequences of versions that were stored, and not flushed, by processes that were killed. Who comes next may not know of them,
+    /// and writes to their place although somebody leases it (docs/format.md, *A writer that is killed*).
+    pub lost: BTreeSet<u64>,
 }
 
 impl Model {
@@ -106,6 +109,9 @@ impl Model {
     /// `owner` is gone without having flushed, by a kill or because closing failed: what it had not may be found again, or not.
     pub fn unflushed_is_lost(&mut self, owner: u64) {
         for v in self.keys.values_mut().flat_map(|k| &mut k.versions) {
+            if v.owner == owner && v.stored && !v.flushed {
+                self.lost.insert(v.sequence);
+            }
             v.stored &= v.flushed || v.owner != owner;
             v.over |= !v.stored && v.owner == owner;
         }
@@ -115,6 +121,7 @@ impl Model {
     pub fn recovered(&mut self, key: u64, id: u64) {
         if let Some(v) = self.keys.entry(key).or_default().find(id) {
             (v.stored, v.flushed) = (true, true);
+            self.lost.remove(&v.sequence);
         }
     }
 
