@@ -51,7 +51,7 @@ def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy
     assert removed > 200, f"{removed} blocks were taken back"
     # What is said to be served is, and what was taken back is not: prompts are looked at from the newest on.
     size = server.scheduler.kv_cache_manager.block_pool.hash_block_size
-    for number in (0, PROMPTS - 1):
+    for number in (PROMPTS - 1, 0):
         before = server.loaded_tokens
         server.reset()
         server.ask(f"again{number}", asked[number], 2)
