@@ -285,6 +285,10 @@ const FOUND: &[(u64, &str)] = &[
     (210_000_255, "reclaim took the records of a segment's use before for those of this one"),
     (220_000_360, "a clear was not written where nothing was there but the header of a put under way"),
     (230_000_838, "the test took a lease on what a killed writer had not flushed for one that holds"),
+    (
+        240_001_412,
+        "beside a torn region a chunk with a bad header did not hide the one that it had overwritten, which was served",
+    ),
     (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
 ];
 

@@ -263,7 +263,7 @@ impl<'a> Reader<'a> {
         let epoch = if epoch_is_known { segment.epoch } else { newest.max(segment.epoch) };
         found.retain(|r| r.epoch == epoch && !segment.records.contains(r));
         if segment.state == FoundState::Sealed && !segment.damaged {
-            self.hide_unrecorded(number, &segment, &mut found)?;
+            found = self.lost_records(number, &segment, found)?;
         } else {
             hide_puts(&mut found);
         }
@@ -290,29 +290,37 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Of what slot headers say of a sealed segment, hides the puts that neither its region nor the ring names. A region that a crash has
-    /// torn is still whole in the ring: then nothing is lost, and what has no record is of no account.
-    fn hide_unrecorded(&self, number: u32, segment: &FoundSegment, found: &mut Vec<Record>) -> Result<()> {
+    /// Of a sealed segment, the records that its region has lost: as the ring has them, or, of what it has not, what slot headers say, which
+    /// only hides. A region that a crash has torn is still whole in the ring: then nothing is lost, and what has no record is of no account.
+    fn lost_records(&self, number: u32, segment: &FoundSegment, mut headers: Vec<Record>) -> Result<Vec<Record>> {
         let regions = Regions { index: self.index, superblock: self.superblock, index_bytes: self.index.len()? };
+        let name = |r: &Record| (r.key, r.sequence, r.kind);
         let (mut named, mut lost) = (HashSet::new(), 0);
         regions.for_each_piece(&[(number, segment.clone())], &mut |piece| {
             lost += piece.damaged;
-            named.extend(piece.records.iter().map(|r| (r.key, r.sequence)));
+            named.extend(piece.records.iter().map(name));
             Ok(())
         })?;
+        let holes = self.holes_of(number)?;
+        let mut records = Vec::new();
         self.for_each_page(|page| {
-            let records = page.into_iter().flat_map(|p| p.records);
-            for r in records.filter(|r| (r.segment, r.epoch) == (number, segment.epoch)) {
-                lost = lost.saturating_sub(u64::from(named.insert((r.key, r.sequence))));
+            let of_ring = page.into_iter().flat_map(|p| p.records);
+            for mut r in of_ring.filter(|r| (r.segment, r.epoch) == (number, segment.epoch)) {
+                if named.insert(name(&r)) {
+                    lost = lost.saturating_sub(1);
+                    if holes.has_slot(&r) && self.lies_in_data(&r) {
+                        r.pages = 0;
+                    }
+                    records.push(r);
+                }
             }
         })?;
-        let is_named = |r: &Record| named.contains(&(r.key, r.sequence));
-        if lost == 0 {
-            found.retain(is_named);
+        if lost > 0 {
+            headers.retain(|r| !named.contains(&name(r)));
+            hide_puts(&mut headers);
+            records.append(&mut headers);
         }
-        let unrecorded = found.iter_mut().filter(|r| !is_named(r) && r.kind == RecordKind::Put);
-        unrecorded.for_each(|r| *r = hiding(r));
-        Ok(())
+        Ok(records)
     }
 
     /// Gives the records of the sealed table; which segments have damaged ones.
