@@ -281,6 +281,10 @@ const FOUND: &[(u64, &str)] = &[
         130_000_880,
         "beside a region without its first page, the ring's records of the use before were taken for those of this one",
     ),
+    (
+        140_001_685,
+        "a store that had begun before a newer version was flushed and evicted ended after that, and was served",
+    ),
     (200_000_249, "a removal was forgotten before what had hidden the chunk as bad, which a turned bit took"),
     (210_000_255, "reclaim took the records of a segment's use before for those of this one"),
     (220_000_360, "a clear was not written where nothing was there but the header of a put under way"),

@@ -426,7 +426,9 @@ fn carry_on(volume: &Volume, victim: &Victim, plan: Plan) -> Vec<Record> {
         }
     }
     for record in plan.drop.into_iter().chain(plan.hidden) {
-        let orphaned = record.sequence > cleared && victim.has_older(volume, &record);
+        // A store of an older version that has begun may end after this one has gone.
+        let hides = victim.has_older(volume, &record) || volume.is_being_stored(&record.key);
+        let orphaned = record.sequence > cleared && hides;
         if orphaned && seen.insert((record.key, record.sequence)) {
             // With the sequence of the version that goes: it hides all older ones and no newer one.
             let hide = Record::new(RecordKind::Tombstone, KeyKind::Chain, record.key);

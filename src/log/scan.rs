@@ -37,7 +37,8 @@ pub fn scan_segment(
 ) -> Result<()> {
     let base = u64::from(what.segment) * what.segment_bytes;
     let end = (base + what.segment_bytes).min(data.len()? / PAGE_BYTES as u64 * PAGE_BYTES as u64);
-    let mut buf = AlignedBuf::zeroed(WINDOW_BYTES + MAX_HEADER_BYTES)?;
+    let window = WINDOW_BYTES.min(end.saturating_sub(base) as usize);
+    let mut buf = AlignedBuf::zeroed(window + MAX_HEADER_BYTES)?;
     let (mut at, mut from, mut filled) = (base, base, 0usize);
     while at < end {
         // A header that begins in the window lies wholly in the buffer.
