@@ -285,6 +285,7 @@ const FOUND: &[(u64, &str)] = &[
         140_001_685,
         "a store that had begun before a newer version was flushed and evicted ended after that, and was served",
     ),
+    (150_000_367, "the same as 250001379, with what had been overwritten"),
     (200_000_249, "a removal was forgotten before what had hidden the chunk as bad, which a turned bit took"),
     (210_000_255, "reclaim took the records of a segment's use before for those of this one"),
     (220_000_360, "a clear was not written where nothing was there but the header of a put under way"),
@@ -292,6 +293,10 @@ const FOUND: &[(u64, &str)] = &[
     (
         240_001_412,
         "beside a torn region a chunk with a bad header did not hide the one that it had overwritten, which was served",
+    ),
+    (
+        250_001_379,
+        "the write of a region that had timed out was done after the segment had been freed, and brought it back",
     ),
     (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
 ];

@@ -289,11 +289,12 @@ fn put_back(lane: &Lane, records: Vec<Record>) -> Result<()> {
 
 /// Writes a buffer through the drive's queue and waits for it.
 pub(super) fn write(lane: &Lane, file: &Arc<DirectFile>, offset: u64, buf: impl Into<io::Buf>) -> Result<()> {
-    let buf = buf.into();
+    let buf: io::Buf = buf.into();
     let bytes = buf.len() as u64;
-    let request = Request::write(Arc::clone(file), offset, buf, drop);
-    wait(lane, request)?;
-    if file.id() == lane.index.id() {
+    let of_index = file.id() == lane.index.id();
+    let buf = if of_index { buf.with(lane.afloat.claim(offset..offset + bytes)? as _) } else { buf };
+    wait(lane, Request::write(Arc::clone(file), offset, buf, drop))?;
+    if of_index {
         lane.ctx.counters.journal_bytes_written.add(bytes);
     }
     Ok(())

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
+use super::afloat::Afloat;
 use super::budget::Budget;
 use super::ctx::Ctx;
 use super::paths;
@@ -55,6 +56,8 @@ pub struct Lane {
     /// Wakes those who wait for the journal thread.
     pub(super) progress: Condvar,
     lock: Mutex<Option<File>>,
+    /// Writes to the index that have not ended.
+    pub(super) afloat: Arc<Afloat>,
 }
 
 /// What a lane value is made of.
@@ -92,6 +95,7 @@ impl Lane {
             work: Condvar::new(),
             progress: Condvar::new(),
             lock: Mutex::new(p.lock),
+            afloat: Arc::default(),
         })
     }
 

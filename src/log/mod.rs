@@ -15,6 +15,7 @@
 //! This room knows no devices, no paged memory and no tokens beyond their number.
 
 mod admit;
+mod afloat;
 mod begin;
 mod budget;
 mod chain;

@@ -199,7 +199,7 @@ fn survey(
 /// Reclaims one segment; false if somebody leases it.
 fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let stuck = victim.lane.state()?.segments.iter().filter(|s| s.phase == Phase::Condemned).count();
-    if stuck >= MOST_STUCK || is_leased(volume, victim) {
+    if stuck >= MOST_STUCK || is_leased(volume, victim) || is_afloat(victim) {
         return Ok(false);
     }
     let records = records_of(victim)?;
@@ -217,12 +217,23 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     // durable any more, until the next opening finds out.
     write_free(&victim.lane, victim).or_else(|_| write_free(&victim.lane, victim))?;
     if let Err(e) = mark_free(&victim.lane, victim) {
-        // Only a rebuild that has lost the index would have needed it.
+        // Only a rebuild that has lost the index would have needed it. Late, it must not land in a later use of the segment.
+        if e.kind() == ErrorKind::TimedOut
+            && let Some(segment) = victim.lane.state()?.segment(victim.segment)
+        {
+            segment.retired = true;
+        }
         tracing::debug!(lane = %victim.lane.dir.display(), error = %e, "a free segment was not marked");
     }
     forget(&victim.lane, victim, &records)?;
     hand_over(volume, victim)?;
     Ok(true)
+}
+
+/// Whether a write of its region timed out and may still be done, over what says that the segment is free.
+fn is_afloat(victim: &Victim) -> bool {
+    let region = victim.lane.region_offset(victim.segment);
+    victim.lane.afloat.is_claimed(&(region..region + victim.lane.superblock.region_bytes))
 }
 
 /// Whether it would be condemned in vain.
