@@ -2,6 +2,9 @@
 //! which hand over at once; scatters end on workers.
 //!
 //! Staging goes back before anything else is done with a step's outcome, so that the next read never waits for bookkeeping.
+//!
+//! What does not verify lies in the server's memory by then. On the host it is overwritten with zeros before the load is over: turned bits can
+//! be NaN, and attention multiplies tokens that it masks with zero, which a NaN survives.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,7 +13,7 @@ use super::LoadInner;
 use super::state::{LoadState, Step};
 use crate::device::{Part, ScatterJob, Scattered};
 use crate::error::Result;
-use crate::io::Buf;
+use crate::io::{AlignedBuf, Buf, Place};
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::seam::{ChunkSource, Transfer};
 
@@ -56,8 +59,8 @@ impl LoadInner {
         let parts = self.parts(&step, &wanted);
         if parts.is_empty() {
             return self.scatter_done(
-                &step,
-                &[],
+                step,
+                Vec::new(),
                 Scattered { staging, crcs: vec![], skipped: false, skipped_blocks: vec![], error: None },
             );
         }
@@ -73,7 +76,7 @@ impl LoadInner {
             gate: Arc::clone(&self.gate),
             after: self.after.clone(),
             launched: Some(Box::new(launched)),
-            done: Box::new(move |out| load.scatter_done(&step, &wanted, out)),
+            done: Box::new(move |out| load.scatter_done(step, wanted, out)),
         });
     }
 
@@ -93,7 +96,7 @@ impl LoadInner {
         wanted.iter().filter_map(part).collect()
     }
 
-    fn scatter_done(&self, step: &Step, wanted: &[usize], out: Scattered) {
+    fn scatter_done(self: &Arc<Self>, step: Step, wanted: Vec<usize>, out: Scattered) {
         let source = self.chunks.lock().get(step.chunk).map(|c| Arc::clone(&c.source));
         let header = match (&source, step.header) {
             (Some(source), true) => {
@@ -104,6 +107,7 @@ impl LoadInner {
         };
         drop(out.staging);
         let moved = !out.skipped && out.error.is_none();
+        let mut wrong = Vec::new();
         let bad = match &out.error {
             Some(e) => {
                 tracing::warn!(error = %e, "a scatter failed");
@@ -120,11 +124,47 @@ impl LoadInner {
                 let mut state = self.state.lock();
                 // Before it is judged: once it has verified, another scatter's end may be the end of the load.
                 state.add_bytes(wanted.iter().filter_map(len).sum());
-                let bad = judge(&mut state, step.chunk, header, extents);
+                let bad = judge(&mut state, step.chunk, header, extents, &mut wrong);
                 drop(state);
                 bad.or((!whole).then_some(MissCause::Unmapped))
             }
         };
+        match self.zeros(&step, &wrong) {
+            Some((staging, parts)) => self.wipe((staging, parts), (step, wanted, bad)),
+            None => self.scattered(&step, &wanted, (moved, bad)),
+        }
+    }
+
+    /// Zeros for layers of a chunk that did not verify, on the host.
+    fn zeros(&self, step: &Step, wrong: &[usize]) -> Option<(Buf, Vec<Part>)> {
+        if wrong.is_empty() || self.pump.device().place() != Place::Host {
+            return None;
+        }
+        let mut parts = self.parts(step, wrong);
+        parts.iter_mut().for_each(|part| part.staging_offset = 0);
+        let len = parts.iter().map(|part| part.padded_len).max()?;
+        AlignedBuf::zeroed(len).ok().map(|zeros| (zeros.into(), parts))
+    }
+
+    fn wipe(
+        self: &Arc<Self>,
+        (staging, parts): (Buf, Vec<Part>),
+        (step, wanted, bad): (Step, Vec<usize>, Option<MissCause>),
+    ) {
+        let load = Arc::clone(self);
+        self.pump.device().scatter(ScatterJob {
+            kv: Arc::clone(&self.kv),
+            staging,
+            parts,
+            gate: Arc::clone(&self.gate),
+            after: Vec::new(),
+            launched: None,
+            done: Box::new(move |_| load.scattered(&step, &wanted, (true, bad))),
+        });
+    }
+
+    /// A step is over.
+    fn scattered(&self, step: &Step, wanted: &[usize], (moved, bad): (bool, Option<MissCause>)) {
         let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
         self.update(|state| {
             state.end_report(reported);
@@ -207,20 +247,32 @@ impl LoadInner {
     }
 }
 
-/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header says.
+/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header says. Layers that hold what did not, or
+/// cannot any more, verify are added to `wrong`.
 fn judge(
     state: &mut LoadState,
     chunk: usize,
     header: Result<Option<Vec<u32>>>,
     extents: impl Iterator<Item = (usize, u32)>,
+    wrong: &mut Vec<usize>,
 ) -> Option<MissCause> {
-    let mut sound = match header {
-        Ok(None) => true,
-        Ok(Some(crcs)) => state.header_came(chunk, crcs),
-        Err(e) => return Some(MissCause::of(&e)),
-    };
-    for (layer, crc) in extents {
-        sound &= state.extent_came(chunk, layer, crc);
+    match header {
+        Ok(None) => {}
+        Ok(Some(crcs)) => wrong.extend(state.header_came(chunk, crcs)),
+        Err(e) => {
+            wrong.extend(state.unjudged(chunk));
+            wrong.extend(extents.map(|(layer, _)| layer));
+            return Some(MissCause::of(&e));
+        }
     }
-    (!sound).then_some(MissCause::Corrupt)
+    let is_over = state.is_over(chunk);
+    for (layer, crc) in extents {
+        if !state.extent_came(chunk, layer, crc) {
+            wrong.push(layer);
+        } else if is_over {
+            // Its chunk has failed already, perhaps without a header: nobody will say whether it is right.
+            wrong.extend(state.unjudged(chunk));
+        }
+    }
+    (!wrong.is_empty() && !is_over).then_some(MissCause::Corrupt)
 }

@@ -249,12 +249,27 @@ impl LoadState {
         step.layers.clone().filter(|&l| chunk.wanted.get(l).copied().unwrap_or(false)).collect()
     }
 
-    /// The CRCs in the header of `chunk`; `false` where an extent that came earlier does not have its CRC.
-    pub(super) fn header_came(&mut self, chunk: usize, crcs: Vec<u32>) -> bool {
-        let Some(state) = self.chunks.get_mut(chunk) else { return true };
+    /// The CRCs in the header of `chunk`; the layers of which extents came earlier and do not have their CRC.
+    pub(super) fn header_came(&mut self, chunk: usize, crcs: Vec<u32>) -> Vec<usize> {
+        let Some(state) = self.chunks.get_mut(chunk) else { return Vec::new() };
         state.expected = Some(crcs);
         let early = std::mem::take(&mut state.early);
-        early.into_iter().all(|(layer, crc)| self.extent_came(chunk, layer, crc))
+        early
+            .into_iter()
+            .filter(|(layer, crc)| !self.extent_came(chunk, *layer, *crc))
+            .map(|(layer, _)| layer)
+            .collect()
+    }
+
+    /// Takes the layers of `chunk` that were scattered before there was a header to judge them by.
+    pub(super) fn unjudged(&mut self, chunk: usize) -> Vec<usize> {
+        let early = self.chunks.get_mut(chunk).map(|state| std::mem::take(&mut state.early)).unwrap_or_default();
+        early.into_iter().map(|(layer, _)| layer).collect()
+    }
+
+    /// Whether nothing of `chunk` is waited for any more, because it failed.
+    pub(super) fn is_over(&self, chunk: usize) -> bool {
+        !self.is_alive(chunk)
     }
 
     /// An extent was scattered and has this CRC; `false` where it should have another.

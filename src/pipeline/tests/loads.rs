@@ -117,6 +117,12 @@ fn eight_equal_loads_take_turns() {
     }
 }
 
+/// Whether all that was written is right, or was wiped.
+fn is_partly_zero(to: &[Vec<u8>], from: &[Vec<u8>]) -> bool {
+    let all = || to.iter().flatten().zip(from.iter().flatten());
+    all().all(|(to, from)| to == from || *to == 0) && all().any(|(to, from)| to != from)
+}
+
 #[test]
 fn a_damaged_extent_ends_the_prefix_before_its_chunk() {
     let w = World::new(4, 4);
@@ -129,6 +135,7 @@ fn a_damaged_extent_ends_the_prefix_before_its_chunk() {
     assert_eq!(result.failed_blocks, (8..16).collect::<Vec<_>>());
     assert_eq!(load.wait_layer(LAYERS - 1).unwrap().tokens, 2 * T);
     assert!((0..2).all(|c| to.chunk_bytes(c) == from.chunk_bytes(c)));
+    assert!(is_partly_zero(&to.chunk_bytes(2), &from.chunk_bytes(2)), "no wrong byte is left in the server's memory");
     assert_eq!(w.disk.bad(), [(slots[2].slot, MissCause::Corrupt)]);
     assert_eq!(load.ticket().verified(), Some(false));
 }
