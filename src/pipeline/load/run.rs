@@ -56,7 +56,7 @@ impl LoadInner {
             }
             state.wanted(&step)
         };
-        let parts = self.parts(&step, &wanted);
+        let parts = self.parts(step.chunk, &wanted, |at| step.span.staging_offset(at));
         if parts.is_empty() {
             return self.scatter_done(
                 step,
@@ -80,20 +80,21 @@ impl LoadInner {
         });
     }
 
-    fn parts(&self, step: &Step, wanted: &[usize]) -> Vec<Part> {
+    /// Layers of a chunk, the extents of which lie in staging where `place` says of their place in the slot.
+    fn parts(&self, chunk: usize, layers: &[usize], place: impl Fn(u64) -> usize) -> Vec<Part> {
         let chunks = self.chunks.lock();
-        let Some(chunk) = chunks.get(step.chunk) else { return Vec::new() };
+        let Some(chunk) = chunks.get(chunk) else { return Vec::new() };
         let part = |&layer: &usize| {
             let extent = chunk.source.layout().extents.get(layer)?;
             Some(Part {
                 layer,
-                staging_offset: step.span.staging_offset(extent.offset),
+                staging_offset: place(extent.offset),
                 tokens: chunk.tokens as usize,
                 padded_len: extent.padded_len as usize,
                 plan: Arc::clone(chunk.plan_of(layer)?),
             })
         };
-        wanted.iter().filter_map(part).collect()
+        layers.iter().filter_map(part).collect()
     }
 
     fn scatter_done(self: &Arc<Self>, step: Step, wanted: Vec<usize>, out: Scattered) {
@@ -140,8 +141,8 @@ impl LoadInner {
         if wrong.is_empty() || self.pump.device().place() != Place::Host {
             return None;
         }
-        let mut parts = self.parts(step, wrong);
-        parts.iter_mut().for_each(|part| part.staging_offset = 0);
+        // The same zeros for all of them, some of which other steps may have read.
+        let parts = self.parts(step.chunk, wrong, |_| 0);
         let len = parts.iter().map(|part| part.padded_len).max()?;
         AlignedBuf::zeroed(len).ok().map(|zeros| (zeros.into(), parts))
     }
