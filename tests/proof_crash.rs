@@ -298,6 +298,7 @@ const FOUND: &[(u64, &str)] = &[
         250_001_379,
         "the write of a region that had timed out was done after the segment had been freed, and brought it back",
     ),
+    (260_001_084, "reclaim of a segment whose region could not be read forgot the clear in it"),
     (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
 ];
 

@@ -202,7 +202,7 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     if stuck >= MOST_STUCK || is_leased(volume, victim) || is_afloat(victim) {
         return Ok(false);
     }
-    let records = records_of(victim)?;
+    let records = seal::known_records(&victim.lane, (victim.segment, victim.epoch))?;
     let mut plan = plan(volume, victim, &records)?;
     let moved = keep(volume, victim, &mut plan)?;
     // Looked at once more, because lookups miss what is condemned even if that is taken back at once for a lease.
@@ -325,39 +325,6 @@ fn empty(volume: &Volume, victim: &Victim, (plan, mut written): (Plan, bool)) ->
     }
     volume.ctx.counters.evicted.add(evicted);
     Ok(())
-}
-
-/// The segment's records: from its region, or, where that is damaged, as far as the table knows them.
-fn records_of(victim: &Victim) -> Result<Vec<Record>> {
-    let lane = &victim.lane;
-    match seal::records_in(lane, (victim.segment, victim.epoch)) {
-        Ok(records) => return Ok(records),
-        Err(e) if e.kind() == ErrorKind::Corrupt => tracing::warn!(error = %e, "a damaged region is reclaimed"),
-        Err(e) => return Err(e),
-    }
-    let mut records = Vec::new();
-    lane.table().for_each(|_, e| {
-        if (e.segment, e.epoch) != (victim.segment, victim.epoch) {
-            return;
-        }
-        let (kind, key_kind) = match e.kind {
-            EntryKind::Tombstone => (RecordKind::Tombstone, KeyKind::Chain),
-            EntryKind::Object => (RecordKind::Put, KeyKind::Object),
-            _ => (RecordKind::Put, KeyKind::Chain),
-        };
-        records.push(Record {
-            sequence: e.seq,
-            segment: e.segment,
-            epoch: e.epoch,
-            page: e.page,
-            pages: e.pages,
-            header_crc: e.header_crc,
-            // Moving it needs what only the region knows.
-            tokens: 0,
-            ..Record::new(kind, key_kind, e.key)
-        });
-    });
-    Ok(records)
 }
 
 fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {

@@ -12,9 +12,10 @@ use super::put::aligned;
 use super::state::{Phase, State};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
-use crate::format::record::{Record, RecordKind};
+use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::format::sealed::{self, RegionHeader};
-use crate::index::SegmentState;
+use crate::index::{EntryKind, SegmentState};
+use crate::key::ChunkKey;
 
 /// Records whose uses are read under one hold of the lane's lock.
 const USES_AT_ONCE: usize = 256;
@@ -171,6 +172,41 @@ pub(super) fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Ve
         return Err(Error::new(ErrorKind::Corrupt, "a region has damaged records")
             .at(lane.index.path())
             .offset(offset));
+    }
+    Ok(records)
+}
+
+/// A sealed segment's records: from its region, or, where that is damaged, as far as table and state know them.
+pub(super) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
+    match records_in(lane, (segment, epoch)) {
+        Ok(records) => return Ok(records),
+        Err(e) if e.kind() == ErrorKind::Corrupt => tracing::warn!(error = %e, "a damaged region is reclaimed"),
+        Err(e) => return Err(e),
+    }
+    let mut records = Vec::new();
+    lane.table().for_each(|_, e| {
+        if (e.segment, e.epoch) != (segment, epoch) {
+            return;
+        }
+        let (kind, key_kind) = match e.kind {
+            EntryKind::Tombstone => (RecordKind::Tombstone, KeyKind::Chain),
+            EntryKind::Object => (RecordKind::Put, KeyKind::Object),
+            _ => (RecordKind::Put, KeyKind::Chain),
+        };
+        records.push(Record {
+            sequence: e.seq,
+            segment: e.segment,
+            epoch: e.epoch,
+            page: e.page,
+            pages: e.pages,
+            header_crc: e.header_crc,
+            // Moving it needs what only the region knows.
+            tokens: 0,
+            ..Record::new(kind, key_kind, e.key)
+        });
+    });
+    if let Some((sequence, _)) = lane.state()?.clear.filter(|(_, its)| *its == segment) {
+        records.push(Record { sequence, ..Record::new(RecordKind::Clear, KeyKind::Control, ChunkKey([0; 32])) });
     }
     Ok(records)
 }
