@@ -98,6 +98,7 @@ impl Rig {
                 kv,
                 staging,
                 parts: self.parts(job),
+                zeros: false,
                 gate,
                 after: Vec::new(),
                 launched: None,

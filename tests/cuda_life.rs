@@ -66,6 +66,7 @@ fn a_callback_may_close_the_device_and_drop_its_last_handle() {
         kv: Arc::clone(&rig.kv),
         staging,
         parts: c.parts,
+        zeros: false,
         gate: Arc::default(),
         after: Vec::new(),
         launched: None,

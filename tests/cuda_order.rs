@@ -284,7 +284,7 @@ fn a_gate_that_has_closed_lets_no_byte_through_any_more() {
     let gate = Arc::new(Gate::new());
     world.lib.hold_side_streams(true);
     let c = chunk(&rig, 0, 9);
-    let with = With { gate: Arc::clone(&gate), after: Vec::new() };
+    let with = With { gate: Arc::clone(&gate), ..With::default() };
     let job = world.scatter(&rig, world.staged(&c.bytes), c.parts.clone(), with);
     job.fence();
     let closing = Arc::clone(&gate);
@@ -294,7 +294,7 @@ fn a_gate_that_has_closed_lets_no_byte_through_any_more() {
     }
     // Queued behind a closed gate: nothing of it starts.
     let launches = world.lib.get("launches");
-    let with = With { gate: Arc::clone(&gate), after: Vec::new() };
+    let with = With { gate: Arc::clone(&gate), ..With::default() };
     let skipped = world.scatter(&rig, world.staged(&c.bytes), c.parts, with).end();
     assert!(skipped.skipped && skipped.crcs.is_empty() && skipped.error.is_none());
     assert_eq!(world.lib.get("launches"), launches);
@@ -321,6 +321,7 @@ fn a_done_callback_may_close_its_own_gate_and_panic() {
         kv,
         staging: world.staged(&c.bytes),
         parts: c.parts,
+        zeros: false,
         gate,
         after: Vec::new(),
         launched: None,

@@ -41,6 +41,22 @@ proptest! {
     }
 
     #[test]
+    fn a_scatter_of_zeros_writes_zeros_whatever_staging_held((cache, mapping, seed) in case()) {
+        let world = world();
+        world.lib.set_delays(seed, 30);
+        let rig = world.rig(cache, seed);
+        let plan = mapping.plan(rig.cache.shape);
+        let (parts, bytes) = rig.parts(&plan, mapping.tokens);
+        let staging = world.staged(&noise(seed ^ 0xabcd, bytes));
+        let expected = rig.scattered(rig.dump(), &parts, &mapping.effective(), &vec![0; bytes]);
+        let done = world.scatter(&rig, staging, parts, With { zeros: true, ..With::default() }).end();
+        prop_assert!(done.error.is_none() && !done.skipped, "{:?}", done.error);
+        prop_assert!(rig.dump() == expected, "paged memory differs");
+        drop((done, rig));
+        world.end();
+    }
+
+    #[test]
     fn gather_does_what_the_host_device_does((cache, mapping, seed) in case()) {
         let world = world();
         world.lib.set_delays(seed, 30);

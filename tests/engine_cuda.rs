@@ -250,6 +250,8 @@ fn damage_on_disk_is_told_before_the_load_is_over_and_nothing_computed_from_it_i
     // Somewhere in the third quarter of what is written: the payload of a later chunk.
     let used = bytes.iter().rposition(|b| *b != 0).unwrap();
     bytes[used * 5 / 8] ^= 4;
+    let intact = w.kv();
+    assert_eq!(load(&engine, &p, &intact, slots(n, 2)).tokens, n);
     std::fs::write(&data, bytes).unwrap();
     let b = w.kv();
     let loading = engine.load(LoadRequest::new(&p, &b.kv, slots(n, 2))).unwrap();
@@ -262,6 +264,11 @@ fn damage_on_disk_is_told_before_the_load_is_over_and_nothing_computed_from_it_i
     assert!(result.tokens < n && !result.failed_blocks.is_empty(), "{result:?}");
     assert_eq!(result.missed(MissCause::Corrupt), 1);
     assert_eq!(storing.wait().stored, 0);
+    let (is, was) = (b.everything(), intact.everything());
+    assert!(
+        is != was && is.iter().zip(&was).all(|(is, was)| is == was || *is == 0),
+        "the damaged byte is in GPU memory"
+    );
     assert!(matched(&engine, &p) < n, "the bad chunk is served no more");
 }
 

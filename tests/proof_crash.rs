@@ -299,6 +299,8 @@ const FOUND: &[(u64, &str)] = &[
         "the write of a region that had timed out was done after the segment had been freed, and brought it back",
     ),
     (260_001_084, "reclaim of a segment whose region could not be read forgot the clear in it"),
+    (300_000_722, "the test did not see that the header of an unfinished overwrite may hide beside a torn region"),
+    (310_000_769, "the same as 260001084, with the overwrite before a removal that had failed"),
     (1_020_779_014, "the header of a copy without its bytes was believed over the original's record"),
 ];
 

@@ -65,6 +65,8 @@ pub struct ScatterJob {
     pub staging: Buf,
     /// What to move.
     pub parts: Vec<Part>,
+    /// Staging is set to zero first, whatever it held: the slots get zeros.
+    pub zeros: bool,
     /// Entered before the first byte is written and left before `done`; a closed gate skips the job.
     pub gate: Arc<Gate>,
     /// On an accelerator: no byte of the paged KV is written before these points have passed.

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::journal;
 use super::lane::Lane;
 use super::put::aligned;
+use super::remove;
 use super::state::{Phase, State};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
@@ -185,7 +186,9 @@ pub(super) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -> Result
     }
     let mut records = Vec::new();
     lane.table().for_each(|_, e| {
-        if (e.segment, e.epoch) != (segment, epoch) {
+        // A removal without a record stands where the put was that hid what is older, or the tombstone did.
+        let is_unwritten = remove::is_unwritten(e);
+        if !is_unwritten && (e.segment, e.epoch) != (segment, epoch) {
             return;
         }
         let (kind, key_kind) = match e.kind {
@@ -195,8 +198,8 @@ pub(super) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -> Result
         };
         records.push(Record {
             sequence: e.seq,
-            segment: e.segment,
-            epoch: e.epoch,
+            segment,
+            epoch,
             page: e.page,
             pages: e.pages,
             header_crc: e.header_crc,
@@ -205,7 +208,16 @@ pub(super) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -> Result
             ..Record::new(kind, key_kind, e.key)
         });
     });
-    if let Some((sequence, _)) = lane.state()?.clear.filter(|(_, its)| *its == segment) {
+    let state = lane.state()?;
+    for (half, versions) in &state.shadows {
+        let mut key = ChunkKey([0; 32]);
+        key.0[..half.len()].copy_from_slice(half);
+        for (_, sequence) in versions.iter().filter(|(its, _)| *its == segment) {
+            let put = Record::new(RecordKind::Put, KeyKind::Chain, key);
+            records.push(Record { sequence: *sequence, segment, epoch, ..put });
+        }
+    }
+    if let Some((sequence, _)) = state.clear.filter(|(_, its)| *its == segment) {
         records.push(Record { sequence, ..Record::new(RecordKind::Clear, KeyKind::Control, ChunkKey([0; 32])) });
     }
     Ok(records)

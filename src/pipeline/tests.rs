@@ -4,4 +4,5 @@ mod disk;
 mod loads;
 mod ordered;
 mod stores;
+mod wipes;
 mod world;

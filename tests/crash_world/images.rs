@@ -210,8 +210,8 @@ impl World {
         self.model.lock().rotten
     }
 
-    /// Whether the crash has torn a page of a journal, and a newer record of the key was on its way. Its slot is found, and nobody
-    /// can know that the page was not one that had been flushed: what is older is not served any more.
+    /// Whether the crash has torn a page of a journal or a region, and a newer version of the key was on its way. Its slot is found,
+    /// and nobody can know that what was torn had not been flushed: what is older is not served any more.
     fn is_hidden_by_what_was_torn(&self, k: u64) -> bool {
         let torn = raw_lanes(&self.dir, &self.began).iter().any(|(_, lane)| !lane.damage.is_empty());
         let versions = self.model.lock().keys.get(&k).cloned().unwrap_or_default().versions;
@@ -219,7 +219,10 @@ impl World {
         let is_newer = |r: &Record| {
             is_of(r, k) && (r.sequence > flushed || r.sequence == flushed && r.kind == RecordKind::Tombstone)
         };
-        torn && raw_lanes(&self.dir, &self.disk.files()).iter().any(|(_, lane)| lane.records.iter().any(is_newer))
+        let has_record =
+            || raw_lanes(&self.dir, &self.disk.files()).iter().any(|(_, lane)| lane.records.iter().any(is_newer));
+        let has_header = || versions.iter().any(|v| v.sequence > flushed && has_header(&self.began, k, v.sequence));
+        torn && (has_record() || has_header())
     }
 
     /// Keys that an image of now must serve.
@@ -348,6 +351,14 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
 /// Whether a record is of a key: those of what was given up know only the half of it that tables keep.
 fn is_of(record: &Record, k: u64) -> bool {
     record.key.0[..16] == key(k).0[..16]
+}
+
+/// Whether some page of the data has the name and the number of a version in it, as its slot header does.
+fn has_header(files: &Files, k: u64, sequence: u64) -> bool {
+    let (name, number) = (key(k).0, sequence.to_le_bytes());
+    let has = |page: &[u8], what: &[u8]| page.windows(what.len()).any(|w| w == what);
+    let data = files.paths().filter(|path| path.ends_with("data.kv")).filter_map(|path| files.content(path));
+    data.flat_map(Content::data).any(|(_, page)| has(page, &name) && has(page, &number))
 }
 
 /// What the indexes of some files say.

@@ -97,15 +97,16 @@ impl World {
     /// Hands a scatter over; its end comes through the channel, its launch through the other.
     pub fn scatter(&self, rig: &Rig, staging: Buf, parts: Vec<Part>, with: With) -> Pending<Scattered> {
         let (done, launched, pending) = pending();
-        let With { gate, after } = with;
-        self.device.scatter(ScatterJob { kv: Arc::clone(&rig.kv), staging, parts, gate, after, launched, done });
+        let With { gate, after, zeros } = with;
+        let kv = Arc::clone(&rig.kv);
+        self.device.scatter(ScatterJob { kv, staging, parts, zeros, gate, after, launched, done });
         pending
     }
 
     /// As [`World::scatter`].
     pub fn gather(&self, rig: &Rig, staging: Buf, parts: Vec<Part>, with: With) -> Pending<Gathered> {
         let (done, launched, pending) = pending();
-        let With { gate, after } = with;
+        let With { gate, after, .. } = with;
         self.device.gather(GatherJob { kv: Arc::clone(&rig.kv), staging, parts, gate, after, launched, done });
         pending
     }
@@ -130,6 +131,8 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 pub struct With {
     pub gate: Arc<Gate>,
     pub after: Vec<Fence>,
+    /// Of a scatter: of zeros, whatever staging holds.
+    pub zeros: bool,
 }
 
 pub struct Pending<T> {

@@ -15,6 +15,8 @@ pub(super) struct Job {
     pub(super) kv: Arc<PagedKv>,
     pub(super) staging: Buf,
     pub(super) parts: Vec<Part>,
+    /// Staging is set to zero before the launch.
+    pub(super) zeros: bool,
     pub(super) gate: Arc<Gate>,
     pub(super) after: Vec<Fence>,
     pub(super) launched: Option<Launched>,
@@ -49,9 +51,9 @@ impl Outcome {
 
 impl From<ScatterJob> for Job {
     fn from(job: ScatterJob) -> Self {
-        let ScatterJob { kv, staging, parts, gate, after, launched, done } = job;
+        let ScatterJob { kv, staging, parts, zeros, gate, after, launched, done } = job;
         let (bytes, blob_bytes) = sizes(&kv, &parts);
-        Self { kv, staging, parts, gate, after, launched, bytes, blob_bytes, done: Done::Scatter(done) }
+        Self { kv, staging, parts, zeros, gate, after, launched, bytes, blob_bytes, done: Done::Scatter(done) }
     }
 }
 
@@ -59,7 +61,7 @@ impl From<GatherJob> for Job {
     fn from(job: GatherJob) -> Self {
         let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
         let (bytes, blob_bytes) = sizes(&kv, &parts);
-        Self { kv, staging, parts, gate, after, launched, bytes, blob_bytes, done: Done::Gather(done) }
+        Self { kv, staging, parts, zeros: false, gate, after, launched, bytes, blob_bytes, done: Done::Gather(done) }
     }
 }
 

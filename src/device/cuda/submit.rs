@@ -1,6 +1,6 @@
 //! From jobs to a launch: gates are entered, what is wrong with a job is its own error, and the rest is one batch.
 //!
-//! The order in the stream is: wait for the fences, upload the descriptors, launch, record the event. A fence is given out only
+//! The order in the stream is: wait for the fences, set staging to zero where a job wants that, upload the descriptors, launch, record the event. A fence is given out only
 //! after its event was recorded, since waiting for an event that never was is no wait at all.
 #![expect(unsafe_code, reason = "enqueues uploads and launches whose memory the flight holds")]
 
@@ -100,6 +100,11 @@ impl Crew {
         if batch.num_tiles() == 0 {
             return Ok(());
         }
+        for rider in riders.iter().filter(|r| r.job.zeros) {
+            let (address, len) = staging_of(&rider.job);
+            // SAFETY: staging in device memory, which the job owns and the flight holds until the stream has passed all of this.
+            unsafe { stream.fill(address, 0, len)? };
+        }
         let size = (batch.blob_bytes(), batch.num_tiles() as usize);
         // SAFETY: the slot was free, and the flight keeps it until the reaper has seen the stream pass what is submitted here.
         unsafe { slot.upload(stream, size, |address| batch.encode(address))? };
@@ -123,6 +128,10 @@ impl Crew {
 
 fn describe(batch: &mut Batch, way: Way, job: &Job, ordinal: u32) -> Result<usize> {
     job.check(ordinal)?;
-    let staging = (job.staging.as_mut_ptr().expose_provenance() as u64, job.staging.len());
-    batch.push(way, &job.kv, &job.parts, staging)
+    batch.push(way, &job.kv, &job.parts, staging_of(job))
+}
+
+/// Address and length of a job's staging.
+fn staging_of(job: &Job) -> (u64, usize) {
+    (job.staging.as_mut_ptr().expose_provenance() as u64, job.staging.len())
 }

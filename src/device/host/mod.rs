@@ -227,7 +227,10 @@ fn guarded(run: impl FnOnce() -> Result<Outcome>) -> (Outcome, Option<Error>) {
     }
 }
 
-fn finish_scatter(job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<Outcome>) {
+fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<Outcome>) {
+    if job.zeros && job.staging.place() == Place::Host {
+        job.staging.as_mut_slice().fill(0);
+    }
     let (Outcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&job));
     let ScatterJob { kv, staging, parts, gate, done, .. } = job;
     // Whoever hears of the end may expect that nothing of it is still held.

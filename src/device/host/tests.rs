@@ -56,6 +56,7 @@ impl Rig {
             kv,
             staging,
             parts,
+            zeros: false,
             gate,
             after: Vec::new(),
             launched: None,

@@ -5,7 +5,7 @@
 //! retries when an I/O queue was full, and ends loads when nothing has moved for long.
 //!
 //! Invariants:
-//! - A slot is taken only for a read that is then submitted.
+//! - A slot is taken only for a read that is then submitted, or to wipe what did not verify, which goes before reads.
 //! - Every event that could let a read go on kicks: a slot came back, a read ended, a load was added.
 //! - No lock is held while a read is submitted or a callback runs.
 
@@ -51,8 +51,12 @@ pub(in crate::pipeline) struct LoadPump {
     watcher: Mutex<Option<JoinHandle<()>>>,
 }
 
+/// Layers of a chunk of a load that are to be wiped.
+type Wipe = (Arc<LoadInner>, (usize, Vec<usize>));
+
 #[derive(Default)]
 struct Turns {
+    wipes: VecDeque<Wipe>,
     queue: VecDeque<Arc<LoadInner>>,
     /// A slot whose read was refused by a full queue.
     spare: Option<Buf>,
@@ -197,6 +201,10 @@ impl LoadPump {
 
     /// Submits the next read of the load whose turn it is; `false` where none can be submitted now.
     fn submit_one(&self) -> bool {
+        if let Some(((load, wipe), buf)) = self.next_wipe() {
+            load.wipe(wipe, buf);
+            return true;
+        }
         let Some((load, step, buf)) = self.next() else { return false };
         let Some((source, transfer)) = load.transfer(&step, buf) else { return true };
         self.reading.fetch_add(step.span.len, Ordering::AcqRel);
@@ -223,6 +231,23 @@ impl LoadPump {
     fn retry_soon(&self) {
         self.watch.lock().retry = true;
         self.watch_changed.notify_all();
+    }
+
+    /// Wipes layers of chunks as soon as there is a slot of staging to do it with.
+    pub(super) fn wipe(&self, load: &Arc<LoadInner>, wipes: Vec<(usize, Vec<usize>)>) {
+        if !wipes.is_empty() {
+            self.turns.lock().wipes.extend(wipes.into_iter().map(|wipe| (Arc::clone(load), wipe)));
+            self.kick();
+        }
+    }
+
+    fn next_wipe(&self) -> Option<(Wipe, Buf)> {
+        let mut turns = self.turns.lock();
+        if turns.wipes.is_empty() {
+            return None;
+        }
+        let buf = turns.spare.take().or_else(|| self.pool.try_take())?;
+        turns.wipes.pop_front().map(|wipe| (wipe, buf))
     }
 
     fn next(&self) -> Option<(Arc<LoadInner>, Step, Buf)> {

@@ -3,8 +3,9 @@
 //!
 //! Staging goes back before anything else is done with a step's outcome, so that the next read never waits for bookkeeping.
 //!
-//! What does not verify lies in the server's memory by then. On the host it is overwritten with zeros before the load is over: turned bits can
-//! be NaN, and attention multiplies tokens that it masks with zero, which a NaN survives.
+//! What does not verify lies in the server's memory by then, and is overwritten with zeros before the load is over: turned bits can
+//! be NaN, and attention multiplies tokens that it masks with zero, which a NaN survives. A load that is ended before it is over
+//! wipes nothing more: its memory is the caller's again.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,7 +14,7 @@ use super::LoadInner;
 use super::state::{LoadState, Step};
 use crate::device::{Part, ScatterJob, Scattered};
 use crate::error::Result;
-use crate::io::{AlignedBuf, Buf, Place};
+use crate::io::Buf;
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::seam::{ChunkSource, Transfer};
 
@@ -73,6 +74,7 @@ impl LoadInner {
             kv: Arc::clone(&self.kv),
             staging,
             parts,
+            zeros: false,
             gate: Arc::clone(&self.gate),
             after: self.after.clone(),
             launched: Some(Box::new(launched)),
@@ -106,72 +108,21 @@ impl LoadInner {
             }
             _ => Ok(None),
         };
-        drop(out.staging);
-        let moved = !out.skipped && out.error.is_none();
-        let mut wrong = Vec::new();
-        let bad = match &out.error {
-            Some(e) => {
-                tracing::warn!(error = %e, "a scatter failed");
-                Some(MissCause::Internal)
-            }
-            None if out.skipped => None,
-            None if out.crcs.len() != wanted.len() => Some(MissCause::Internal),
-            None => {
-                // What was left out of the caller's memory does not verify, whatever was read: the load cannot end on it.
-                let whole = out.skipped_blocks.is_empty();
-                let extents = wanted.iter().copied().zip(out.crcs).filter(|_| whole);
-                let len =
-                    |l: &usize| source.as_ref().and_then(|s| s.layout().extents.get(*l)).map(|e| u64::from(e.len));
-                let mut state = self.state.lock();
-                // Before it is judged: once it has verified, another scatter's end may be the end of the load.
-                state.add_bytes(wanted.iter().filter_map(len).sum());
-                let bad = judge(&mut state, step.chunk, header, extents, &mut wrong);
-                drop(state);
-                bad.or((!whole).then_some(MissCause::Unmapped))
-            }
+        let Scattered { staging, crcs, skipped, skipped_blocks, error } = out;
+        drop(staging);
+        let moved = !skipped && error.is_none();
+        let scattered = match error {
+            None if skipped => None,
+            None => Some(Ok((crcs, skipped_blocks.is_empty()))),
+            Some(e) => Some(Err(e)),
         };
-        match self.zeros(&step, &wrong) {
-            Some((staging, parts)) => self.wipe((staging, parts), (step, wanted, bad)),
-            None => self.scattered(&step, &wanted, (moved, bad)),
-        }
-    }
-
-    /// Zeros for layers of a chunk that did not verify, on the host.
-    fn zeros(&self, step: &Step, wrong: &[usize]) -> Option<(Buf, Vec<Part>)> {
-        if wrong.is_empty() || self.pump.device().place() != Place::Host {
-            return None;
-        }
-        // The same zeros for all of them, some of which other steps may have read.
-        let parts = self.parts(step.chunk, wrong, |_| 0);
-        let len = parts.iter().map(|part| part.padded_len).max()?;
-        AlignedBuf::zeroed(len).ok().map(|zeros| (zeros.into(), parts))
-    }
-
-    fn wipe(
-        self: &Arc<Self>,
-        (staging, parts): (Buf, Vec<Part>),
-        (step, wanted, bad): (Step, Vec<usize>, Option<MissCause>),
-    ) {
-        let load = Arc::clone(self);
-        self.pump.device().scatter(ScatterJob {
-            kv: Arc::clone(&self.kv),
-            staging,
-            parts,
-            gate: Arc::clone(&self.gate),
-            after: Vec::new(),
-            launched: None,
-            done: Box::new(move |_| load.scattered(&step, &wanted, (true, bad))),
-        });
-    }
-
-    /// A step is over.
-    fn scattered(&self, step: &Step, wanted: &[usize], (moved, bad): (bool, Option<MissCause>)) {
+        let bad = scattered.and_then(|outcome| self.judge(&step, &wanted, outcome, header));
         let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
         self.update(|state| {
             state.end_report(reported);
-            state.end_scatter(step);
+            state.end_scatter(&step);
             if moved {
-                state.submitted(step.chunk, wanted, None);
+                state.submitted(step.chunk, &wanted, None);
             }
             if let Some(cause) = bad {
                 state.fail(step.chunk, cause);
@@ -179,8 +130,68 @@ impl LoadInner {
         });
     }
 
+    /// Why the chunk of a step is bad, if it is, by its header, the CRCs of what was scattered, and whether that was all of it.
+    /// What is wrong in the caller's memory is to be wiped.
+    fn judge(
+        &self,
+        step: &Step,
+        wanted: &[usize],
+        scattered: Result<(Vec<u32>, bool)>,
+        header: Result<Option<Vec<u32>>>,
+    ) -> Option<MissCause> {
+        let bytes = self.bytes_of(step.chunk, wanted);
+        let mut state = self.state.lock();
+        let (crcs, is_whole) = match scattered {
+            Ok(scattered) if scattered.0.len() == wanted.len() => scattered,
+            outcome => {
+                tracing::warn!(error = ?outcome.err(), "a scatter failed");
+                state.wipe(step.chunk, wanted.to_vec());
+                return Some(MissCause::Internal);
+            }
+        };
+        // Before it is judged: once it has verified, another scatter's end may be the end of the load.
+        state.add_bytes(bytes);
+        if is_whole {
+            return judge(&mut state, step.chunk, header, wanted.iter().copied().zip(crcs));
+        }
+        // What was left out of the caller's memory does not verify, whatever was read: the load cannot end on it.
+        state.wipe(step.chunk, wanted.to_vec());
+        judge(&mut state, step.chunk, header, std::iter::empty()).or(Some(MissCause::Unmapped))
+    }
+
+    /// Bytes of some layers of a chunk, without padding.
+    fn bytes_of(&self, chunk: usize, layers: &[usize]) -> u64 {
+        let chunks = self.chunks.lock();
+        let Some(chunk) = chunks.get(chunk) else { return 0 };
+        let extents = &chunk.source.layout().extents;
+        layers.iter().filter_map(|l| extents.get(*l)).map(|e| u64::from(e.len)).sum()
+    }
+
+    /// Overwrites layers of a chunk in the caller's memory with zeros, by way of `staging`.
+    pub(super) fn wipe(self: &Arc<Self>, (chunk, layers): (usize, Vec<usize>), staging: Buf) {
+        // The same zeros for all of them.
+        let parts = self.parts(chunk, &layers, |_| 0);
+        let load = Arc::clone(self);
+        self.pump.device().scatter(ScatterJob {
+            kv: Arc::clone(&self.kv),
+            staging,
+            parts,
+            zeros: true,
+            gate: Arc::clone(&self.gate),
+            after: Vec::new(),
+            launched: None,
+            done: Box::new(move |out| {
+                drop(out.staging);
+                if let Some(e) = out.error {
+                    tracing::warn!(error = %e, chunk, "what did not verify stays in the server's memory");
+                }
+                load.update(LoadState::wiped);
+            }),
+        });
+    }
+
     /// Fails one chunk and what follows it.
-    pub(super) fn fail(&self, chunk: usize, cause: MissCause) {
+    pub(super) fn fail(self: &Arc<Self>, chunk: usize, cause: MissCause) {
         let reported = self.report(chunk, cause);
         self.update(|state| {
             state.end_report(reported);
@@ -199,7 +210,7 @@ impl LoadInner {
 
     /// Ends the whole load. Memory may be written until [`LoadInner::seal`] has returned, and the load is over when the device has
     /// left it.
-    pub(super) fn end(&self, cause: MissCause) {
+    pub(super) fn end(self: &Arc<Self>, cause: MissCause) {
         self.given_up.store(true, Ordering::Release);
         self.gate.begin_close();
         self.update(|state| {
@@ -216,26 +227,32 @@ impl LoadInner {
     }
 
     /// Closes the gate for good; afterwards nobody writes to the caller's memory.
-    pub(super) fn seal(&self) {
+    pub(super) fn seal(self: &Arc<Self>) {
         self.gate.close();
         self.update(|state| state.sealed = true);
     }
 
     /// Changes the state and wakes who waits for that; a finished load leaves the pump and lets its chunks' leases go.
-    fn update(&self, change: impl FnOnce(&mut LoadState)) {
-        let (waker, finished) = {
-            let mut state = self.state.lock();
-            let before = state.finished;
-            change(&mut state);
-            if !state.publish() {
-                return;
-            }
-            let finished = state.finished && !before;
-            if finished {
-                self.pump.count(state.result(), self.started.elapsed());
-            }
-            (state.waker.take(), finished)
-        };
+    fn update(self: &Arc<Self>, change: impl FnOnce(&mut LoadState)) {
+        let mut state = self.state.lock();
+        let before = state.finished;
+        change(&mut state);
+        let mut moved = state.publish();
+        let mut wipes = state.take_wipes();
+        if self.is_given_up() && !wipes.is_empty() {
+            wipes.drain(..).for_each(|_| state.wiped());
+            moved |= state.publish();
+        }
+        let finished = state.finished && !before;
+        if finished {
+            self.pump.count(state.result(), self.started.elapsed());
+        }
+        let waker = if moved { state.waker.take() } else { None };
+        drop(state);
+        self.pump.wipe(self, wipes);
+        if !moved {
+            return;
+        }
         self.changed.notify_all();
         if let Some(waker) = waker {
             waker.wake();
@@ -248,32 +265,24 @@ impl LoadInner {
     }
 }
 
-/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header says. Layers that hold what did not, or
-/// cannot any more, verify are added to `wrong`.
+/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header says.
 fn judge(
     state: &mut LoadState,
     chunk: usize,
     header: Result<Option<Vec<u32>>>,
     extents: impl Iterator<Item = (usize, u32)>,
-    wrong: &mut Vec<usize>,
 ) -> Option<MissCause> {
+    let mut good = true;
     match header {
         Ok(None) => {}
-        Ok(Some(crcs)) => wrong.extend(state.header_came(chunk, crcs)),
+        Ok(Some(crcs)) => good = state.header_came(chunk, crcs),
         Err(e) => {
-            wrong.extend(state.unjudged(chunk));
-            wrong.extend(extents.map(|(layer, _)| layer));
+            state.wipe(chunk, extents.map(|(layer, _)| layer).collect());
             return Some(MissCause::of(&e));
         }
     }
-    let is_over = state.is_over(chunk);
     for (layer, crc) in extents {
-        if !state.extent_came(chunk, layer, crc) {
-            wrong.push(layer);
-        } else if is_over {
-            // Its chunk has failed already, perhaps without a header: nobody will say whether it is right.
-            wrong.extend(state.unjudged(chunk));
-        }
+        good &= state.extent_came(chunk, layer, crc);
     }
-    (!wrong.is_empty() && !is_over).then_some(MissCause::Corrupt)
+    (!good).then_some(MissCause::Corrupt)
 }

@@ -3,8 +3,9 @@
 //!
 //! Invariants:
 //! - A layer is ready when every extent of it has verified or belongs to a failed chunk, all layers before it are ready, and
-//!   no worker is inside a failed chunk's blocks any more (the server may use failed blocks as soon as it is told). On an
-//!   accelerator it is ready when its scatters are among the device's work; verification follows before the load finishes.
+//!   no worker is inside a failed chunk's blocks any more, and what did not verify in them is wiped (the server may use failed
+//!   blocks as soon as it is told). On an accelerator it is ready when its scatters are among the device's work; verification
+//!   follows before the load finishes.
 //! - Chunks fail from some chunk to the end of the prefix, never in the middle.
 //! - Where layers do not matter, a damaged chunk is set aside and the others are read on: all that is damaged is found by one
 //!   load, so that what is computed instead can be stored again. The prefix ends before the first of them once all are judged;
@@ -76,6 +77,10 @@ pub(super) struct LoadState {
     busy_failed: usize,
     /// Chunks that are being reported as bad.
     reporting: usize,
+    /// What lies in the caller's memory and does not verify, or cannot any more, and nobody wipes yet: chunks and layers.
+    wipes: Vec<(usize, Vec<usize>)>,
+    /// Of these, and of those that are being wiped, how many.
+    wiping: usize,
     /// No worker can be inside the caller's memory any more.
     pub(super) sealed: bool,
     pub(super) cancelled: bool,
@@ -117,6 +122,8 @@ impl LoadState {
             first_damaged: None,
             busy_failed: 0,
             reporting: 0,
+            wipes: Vec::new(),
+            wiping: 0,
             sealed: false,
             cancelled: false,
             groups,
@@ -249,27 +256,13 @@ impl LoadState {
         step.layers.clone().filter(|&l| chunk.wanted.get(l).copied().unwrap_or(false)).collect()
     }
 
-    /// The CRCs in the header of `chunk`; the layers of which extents came earlier and do not have their CRC.
-    pub(super) fn header_came(&mut self, chunk: usize, crcs: Vec<u32>) -> Vec<usize> {
-        let Some(state) = self.chunks.get_mut(chunk) else { return Vec::new() };
+    /// The CRCs in the header of `chunk`; `false` where an extent that came earlier should have another.
+    pub(super) fn header_came(&mut self, chunk: usize, crcs: Vec<u32>) -> bool {
+        let Some(state) = self.chunks.get_mut(chunk) else { return true };
         state.expected = Some(crcs);
         let early = std::mem::take(&mut state.early);
-        early
-            .into_iter()
-            .filter(|(layer, crc)| !self.extent_came(chunk, *layer, *crc))
-            .map(|(layer, _)| layer)
-            .collect()
-    }
-
-    /// Takes the layers of `chunk` that were scattered before there was a header to judge them by.
-    pub(super) fn unjudged(&mut self, chunk: usize) -> Vec<usize> {
-        let early = self.chunks.get_mut(chunk).map(|state| std::mem::take(&mut state.early)).unwrap_or_default();
-        early.into_iter().map(|(layer, _)| layer).collect()
-    }
-
-    /// Whether nothing of `chunk` is waited for any more, because it failed.
-    pub(super) fn is_over(&self, chunk: usize) -> bool {
-        !self.is_alive(chunk)
+        // Each of them: all that are wrong are wiped.
+        early.into_iter().filter(|(layer, crc)| !self.extent_came(chunk, *layer, *crc)).count() == 0
     }
 
     /// An extent was scattered and has this CRC; `false` where it should have another.
@@ -277,10 +270,16 @@ impl LoadState {
         let alive = self.is_alive(chunk);
         let Some(state) = self.chunks.get_mut(chunk) else { return true };
         let Some(expected) = &state.expected else {
-            state.early.push((layer, crc));
+            if alive {
+                state.early.push((layer, crc));
+            } else {
+                // No header will come any more.
+                self.wipe(chunk, vec![layer]);
+            }
             return true;
         };
         if expected.get(layer) != Some(&crc) {
+            self.wipe(chunk, vec![layer]);
             return false;
         }
         if let Some(missing) = state.missing.get_mut(layer).filter(|m| **m) {
@@ -302,6 +301,24 @@ impl LoadState {
 
     pub(super) fn end_report(&mut self, begun: bool) {
         self.reporting -= usize::from(begun);
+    }
+
+    /// These layers of a chunk must not stay in the caller's memory as they are. Nothing is published until they are wiped.
+    pub(super) fn wipe(&mut self, chunk: usize, layers: Vec<usize>) {
+        if !layers.is_empty() {
+            self.wiping += 1;
+            self.wipes.push((chunk, layers));
+        }
+    }
+
+    /// What nobody wipes yet; of each, the caller says when it [is wiped](LoadState::wiped).
+    pub(super) fn take_wipes(&mut self) -> Vec<(usize, Vec<usize>)> {
+        std::mem::take(&mut self.wipes)
+    }
+
+    /// Something was wiped, or cannot be.
+    pub(super) fn wiped(&mut self) {
+        self.wiping -= 1;
     }
 
     pub(super) fn add_bytes(&mut self, bytes: u64) {
@@ -328,8 +345,11 @@ impl LoadState {
         self.forget(chunk);
     }
 
-    /// Layers do not wait for `chunk` any more.
+    /// Layers do not wait for `chunk` any more, and nobody for its header.
     fn forget(&mut self, chunk: usize) {
+        let Some(state) = self.chunks.get_mut(chunk) else { return };
+        let unjudged = std::mem::take(&mut state.early).into_iter().map(|(layer, _)| layer).collect();
+        self.wipe(chunk, unjudged);
         let Some(state) = self.chunks.get(chunk) else { return };
         for (left, &missing) in self.remaining.iter_mut().zip(&state.missing) {
             *left -= usize::from(missing);
@@ -375,7 +395,7 @@ impl LoadState {
             }
             self.fail_from(first, MissCause::Corrupt);
         }
-        if self.busy_failed + self.reporting > 0 && !self.sealed {
+        if self.busy_failed + self.reporting + self.wiping > 0 && !self.sealed {
             return false;
         }
         let before = self.ready;

@@ -116,6 +116,7 @@ fn by_host(way: Way, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outco
             kv,
             staging,
             parts,
+            zeros: false,
             gate,
             after: Vec::new(),
             launched: None,

@@ -1,0 +1,110 @@
+//! What does not verify does not stay in the server's memory, however its load ends and in whatever order things came.
+
+use std::time::Duration;
+
+use super::disk::Fate;
+use super::world::{Kv, LAYERS, TOKENS, World};
+use crate::error::ErrorKind;
+use crate::pipeline::Load;
+
+const T: usize = TOKENS as usize;
+/// Of each layer the keys and the values.
+const MEMORIES: usize = 2;
+
+/// Waits until these layers of a chunk are in memory.
+fn wait_scattered(to: &Kv, from: &Kv, chunk: usize, layers: std::ops::Range<usize>) {
+    let at = layers.start * MEMORIES..layers.end * MEMORIES;
+    while to.chunk_bytes(chunk)[at.clone()] != from.chunk_bytes(chunk)[at.clone()] {
+        std::thread::yield_now();
+    }
+}
+
+fn is_zero(to: &Kv, chunk: usize, layers: std::ops::Range<usize>) -> bool {
+    let at = layers.start * MEMORIES..layers.end * MEMORIES;
+    to.chunk_bytes(chunk)[at].iter().flatten().all(|b| *b == 0)
+}
+
+fn begin(w: &World, layerwise: bool, to: &Kv, slots: &[std::sync::Arc<super::disk::Slot>]) -> Load {
+    if layerwise { w.load(to, slots) } else { w.whole_load(to, slots) }
+}
+
+#[test]
+fn layers_whose_header_cannot_be_read_or_is_damaged() {
+    for (layerwise, unreadable) in [(true, true), (true, false), (false, true), (false, false)] {
+        let w = World::new(8, 4);
+        let (slots, from) = w.stored(1);
+        w.disk.pause();
+        let to = w.kv(1).filled(9);
+        let load = begin(&w, layerwise, &to, &slots);
+        w.disk.wait_held(LAYERS);
+        (1..LAYERS).rev().for_each(|at| w.disk.end_one(at));
+        wait_scattered(&to, &from, 0, 1..LAYERS);
+        if unreadable {
+            w.disk.fate(slots[0].slot, Fate::Fail(ErrorKind::Io));
+        } else {
+            w.disk.flip(slots[0].slot, u64::from(slots[0].layout.header_offset) + 100);
+        }
+        w.disk.end_one(0);
+        assert_eq!(load.wait().tokens, 0);
+        assert!(is_zero(&to, 0, 1..LAYERS), "layerwise {layerwise}, unreadable {unreadable}");
+        w.assert_staging_free();
+    }
+}
+
+#[test]
+fn layers_of_a_chunk_that_lost_its_prefix_before_its_header_came() {
+    let w = World::new(16, 4);
+    let (slots, from) = w.stored(2);
+    w.disk.flip(slots[0].slot, slots[0].layout.extents[0].offset);
+    w.disk.pause();
+    let to = w.kv(2).filled(9);
+    let load = w.load(&to, &slots);
+    w.disk.wait_held(2 * LAYERS);
+    // Layer after layer, of both chunks each.
+    (1..LAYERS).rev().for_each(|layer| w.disk.end_one(2 * layer + 1));
+    wait_scattered(&to, &from, 1, 1..LAYERS);
+    w.disk.end_one(0);
+    assert_eq!(load.wait().tokens, 0);
+    assert!(is_zero(&to, 0, 0..1) && is_zero(&to, 1, 1..LAYERS));
+    w.disk.run();
+    w.assert_staging_free();
+}
+
+#[test]
+fn a_layer_that_comes_when_its_chunk_has_failed_without_a_header() {
+    let w = World::new(8, 4);
+    let (slots, from) = w.stored(1);
+    w.disk.pause();
+    let to = w.kv(1).filled(9);
+    let load = w.load(&to, &slots);
+    w.disk.wait_held(LAYERS);
+    w.disk.end_one(2);
+    wait_scattered(&to, &from, 0, 2..3);
+    w.disk.fate(slots[0].slot, Fate::Fail(ErrorKind::Io));
+    w.disk.end_one(1);
+    assert_eq!(load.wait().tokens, 0);
+    assert!(is_zero(&to, 0, 2..3));
+    w.disk.run();
+    w.assert_staging_free();
+}
+
+#[test]
+fn wiping_waits_for_a_slot_of_staging_and_the_load_for_that() {
+    let w = World::new(1, 4);
+    let (slots, from) = w.stored(2);
+    w.disk.flip(slots[0].slot, slots[0].layout.extents[0].offset);
+    w.disk.pause();
+    let (to, other) = (w.kv(1).filled(9), w.kv(1));
+    let (load, holder) = (w.load(&to, &slots[..1]), w.load(&other, &slots[1..]));
+    w.disk.wait_held(1);
+    w.disk.end_one(0);
+    // The slot that this read gives back is the next read's before anybody knows what was wrong.
+    w.disk.wait_held(1);
+    assert_eq!(load.wait_for(Duration::from_millis(5)), None);
+    w.disk.run();
+    assert_eq!(load.wait().tokens, 0);
+    assert!(is_zero(&to, 0, 0..1));
+    assert_eq!(holder.wait().tokens, T);
+    assert!(other.chunk_bytes(0) == from.chunk_bytes(1));
+    w.assert_staging_free();
+}
