@@ -233,12 +233,24 @@ impl LoadPump {
         self.watch_changed.notify_all();
     }
 
-    /// Wipes layers of chunks as soon as there is a slot of staging to do it with.
-    pub(super) fn wipe(&self, load: &Arc<LoadInner>, wipes: Vec<(usize, Vec<usize>)>) {
-        if !wipes.is_empty() {
-            self.turns.lock().wipes.extend(wipes.into_iter().map(|wipe| (Arc::clone(load), wipe)));
-            self.kick();
+    /// Wipes layers of chunks as soon as there is a slot of staging to do it with; `false` where the load was given up.
+    pub(super) fn wipe(&self, load: &Arc<LoadInner>, wipes: Vec<(usize, Vec<usize>)>) -> bool {
+        let mut turns = self.turns.lock();
+        if load.is_given_up() {
+            return false;
         }
+        turns.wipes.extend(wipes.into_iter().map(|wipe| (Arc::clone(load), wipe)));
+        drop(turns);
+        self.kick();
+        true
+    }
+
+    /// Forgets what waits to be wiped of a load that was given up; how many that were. Staging may be gone for long.
+    pub(super) fn forget_wipes(&self, load: &Arc<LoadInner>) -> usize {
+        let mut turns = self.turns.lock();
+        let before = turns.wipes.len();
+        turns.wipes.retain(|(its, _)| !Arc::ptr_eq(its, load));
+        before - turns.wipes.len()
     }
 
     fn next_wipe(&self) -> Option<(Wipe, Buf)> {

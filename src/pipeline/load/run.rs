@@ -185,7 +185,7 @@ impl LoadInner {
                 if let Some(e) = out.error {
                     tracing::warn!(error = %e, chunk, "what did not verify stays in the server's memory");
                 }
-                load.update(LoadState::wiped);
+                load.update(|state| state.wiped(1));
             }),
         });
     }
@@ -213,7 +213,9 @@ impl LoadInner {
     pub(super) fn end(self: &Arc<Self>, cause: MissCause) {
         self.given_up.store(true, Ordering::Release);
         self.gate.begin_close();
+        let unwiped = self.pump.forget_wipes(self);
         self.update(|state| {
+            state.wiped(unwiped);
             if !state.finished {
                 state.cancelled |= cause == MissCause::Cancelled;
                 state.fail_unfinished(cause);
@@ -234,22 +236,26 @@ impl LoadInner {
 
     /// Changes the state and wakes who waits for that; a finished load leaves the pump and lets its chunks' leases go.
     fn update(self: &Arc<Self>, change: impl FnOnce(&mut LoadState)) {
-        let mut state = self.state.lock();
-        let before = state.finished;
-        change(&mut state);
-        let mut moved = state.publish();
-        let mut wipes = state.take_wipes();
-        if self.is_given_up() && !wipes.is_empty() {
-            wipes.drain(..).for_each(|_| state.wiped());
-            moved |= state.publish();
+        let mut change = Some(change);
+        self.update_by(&mut |state| change.take().into_iter().for_each(|change| change(state)));
+    }
+
+    fn update_by(self: &Arc<Self>, change: &mut dyn FnMut(&mut LoadState)) {
+        let (waker, moved, finished, wipes) = {
+            let mut state = self.state.lock();
+            let before = state.finished;
+            change(&mut state);
+            let moved = state.publish();
+            let finished = state.finished && !before;
+            if finished {
+                self.pump.count(state.result(), self.started.elapsed());
+            }
+            (if moved { state.waker.take() } else { None }, moved, finished, state.take_wipes())
+        };
+        let to_wipe = wipes.len();
+        if to_wipe > 0 && !self.pump.wipe(self, wipes) {
+            self.update_by(&mut |state| state.wiped(to_wipe));
         }
-        let finished = state.finished && !before;
-        if finished {
-            self.pump.count(state.result(), self.started.elapsed());
-        }
-        let waker = if moved { state.waker.take() } else { None };
-        drop(state);
-        self.pump.wipe(self, wipes);
         if !moved {
             return;
         }

@@ -316,9 +316,9 @@ impl LoadState {
         std::mem::take(&mut self.wipes)
     }
 
-    /// Something was wiped, or cannot be.
-    pub(super) fn wiped(&mut self) {
-        self.wiping -= 1;
+    /// So many were wiped, or cannot be.
+    pub(super) fn wiped(&mut self, count: usize) {
+        self.wiping -= count;
     }
 
     pub(super) fn add_bytes(&mut self, bytes: u64) {

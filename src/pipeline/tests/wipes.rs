@@ -1,6 +1,6 @@
 //! What does not verify does not stay in the server's memory, however its load ends and in whatever order things came.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::disk::Fate;
 use super::world::{Kv, LAYERS, TOKENS, World};
@@ -106,5 +106,24 @@ fn wiping_waits_for_a_slot_of_staging_and_the_load_for_that() {
     assert!(is_zero(&to, 0, 0..1));
     assert_eq!(holder.wait().tokens, T);
     assert!(other.chunk_bytes(0) == from.chunk_bytes(1));
+    w.assert_staging_free();
+}
+
+#[test]
+fn a_load_whose_wiping_finds_no_staging_is_over_at_its_deadline() {
+    let w = World::new(1, 4);
+    let (slots, _) = w.stored(2);
+    w.disk.flip(slots[0].slot, slots[0].layout.extents[0].offset);
+    w.disk.pause();
+    let (to, other) = (w.kv(1).filled(9), w.kv(1));
+    let mut spec = w.load_spec(&to, &slots[..1]);
+    spec.deadline = Some(Instant::now() + Duration::from_millis(200));
+    let (load, _holder) = (w.pipeline().load(spec).unwrap(), w.load(&other, &slots[1..]));
+    w.disk.wait_held(1);
+    w.disk.end_one(0);
+    w.disk.wait_held(1);
+    let result = load.wait();
+    assert_eq!((result.tokens, w.pipeline().load_pool().taken()), (0, 1), "{result:?}");
+    w.disk.run();
     w.assert_staging_free();
 }
