@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,29 @@ class ZeroStored:
         WorkerHalf.register, WorkerHalf.end_step = registered, ended  # type: ignore[method-assign]
 
 
+TOLD = ("forebay_stored", "forebay_saves", "forebay_already_there", "kv_offload")
+"""Parts of the names of counters that tell of stores."""
+STILL = 3
+"""So often in a row they must not have changed."""
+
+
+def settle(llm: Any) -> None:
+    """Waits until what is stored behind the answers' backs is: a server's steps go on, and with them the counters."""
+    from vllm import SamplingParams
+
+    one = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
+    last, still = None, 0
+    for _ in range(100):
+        time.sleep(0.1)
+        # Shorter than a block: nothing to look up or to store.
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}], one, use_tqdm=False)
+        told = [(m.name, m.value) for m in llm.get_metrics() if hasattr(m, "value") and any(t in m.name for t in TOLD)]
+        still = still + 1 if told == last else 0
+        if still == STILL:
+            return
+        last = told
+
+
 def generate(llm: Any, asked: Round) -> dict[str, Any]:
     """One round."""
     from vllm import SamplingParams
@@ -105,6 +129,7 @@ def generate(llm: Any, asked: Round) -> dict[str, Any]:
         {"tokens": list(m.outputs[0].token_ids), "reason": m.outputs[0].finish_reason, "cached": m.num_cached_tokens}
         for m in made
     ]
+    settle(llm)
     return {"outputs": outputs, "metrics": {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}}
 
 

@@ -130,8 +130,11 @@ fn what_cannot_go_is_not_made_room_for() {
     assert!(matches!(log.begin_put(object).unwrap(), PutOutcome::Started(_)), "objects have no quota");
     log.seal(soon()).unwrap();
     assert!(store_spec(&log, of_tenant(fits, OURS), fits, 0).unwrap(), "sealed, it can be given up");
+    // The keeper may still be making room.
     let chunks = taken(&log)[&OURS] / SLOT_BYTES;
-    assert_eq!(log.remove_tenant(OURS).unwrap(), chunks);
+    let removed = log.remove_tenant(OURS).unwrap();
+    assert!(removed <= chunks && removed + 8 > chunks, "{removed} of {chunks}");
+    assert!(!taken(&log).contains_key(&OURS));
     fill(&log, 3000..3000 + fits, OURS);
 }
 

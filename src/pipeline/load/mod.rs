@@ -257,6 +257,12 @@ impl Load {
         self.inner.state.lock().finished
     }
 
+    /// Whether something that did not verify is still to be wiped.
+    #[cfg(test)]
+    pub(in crate::pipeline) fn is_wiping(&self) -> bool {
+        self.inner.state.lock().is_wiping()
+    }
+
     /// The server's blocks known by now to need computing, in no order; complete when the load has finished.
     #[must_use]
     pub fn failed_blocks(&self) -> Vec<u32> {

@@ -321,6 +321,11 @@ impl LoadState {
         self.wiping -= count;
     }
 
+    #[cfg(test)]
+    pub(super) fn is_wiping(&self) -> bool {
+        self.wiping > 0
+    }
+
     pub(super) fn add_bytes(&mut self, bytes: u64) {
         self.result.bytes += bytes;
     }
