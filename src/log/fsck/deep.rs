@@ -161,6 +161,10 @@ impl Slot<'_> {
     fn header(&self) -> Result<(SlotHeader, u32)> {
         let slot_bytes = self.record.pages as usize * PAGE_BYTES;
         let start = self.raw.slot_offset(self.record);
+        if start + slot_bytes as u64 > self.file.len()? {
+            // As the recovery sees it, also where only padding is missing.
+            return bad("data.kv ends before the slot does");
+        }
         let first = self.disk.read(self.file, start, slot_bytes.min(COARSE_BYTES))?;
         let headed = |page: &[u8]| page.starts_with(SlotHeader::MAGIC);
         let Some(gap) = first.as_slice().chunks(PAGE_BYTES).position(headed).map(|n| n * PAGE_BYTES) else {

@@ -180,7 +180,8 @@ impl RawLane {
         let sb = &self.superblock;
         let (start, region_bytes, lane) = (sb.regions_offset, sb.region_bytes, sb.lane);
         let segment_bytes = sb.segment_bytes;
-        let len = self.counts.file_bytes[0].saturating_sub(start);
+        let index_bytes = self.counts.file_bytes[0];
+        let len = index_bytes.saturating_sub(start);
         let mut body = Vec::new();
         for n in 0..u32::try_from(len.div_ceil(region_bytes)).unwrap_or(u32::MAX) {
             let offset = start + u64::from(n) * region_bytes;
@@ -208,6 +209,10 @@ impl RawLane {
             let wanted = (header.count as usize * RECORD_BYTES).min(region_bytes as usize - PAGE_BYTES);
             body.resize(wanted, 0);
             let got = read_up_to(index, &mut body, offset + PAGE_BYTES as u64)?;
+            // A page that the file's end cuts off is not read by the recovery either.
+            let whole =
+                (index_bytes / PAGE_BYTES as u64 * PAGE_BYTES as u64).saturating_sub(offset + PAGE_BYTES as u64);
+            let got = got.min(usize::try_from(whole).unwrap_or(usize::MAX));
             let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), header.count);
             let intact = records.len();
             records.retain(|r| r.segment == n && r.epoch == header.epoch);
