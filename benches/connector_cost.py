@@ -19,6 +19,7 @@ from typing import Any
 
 from harness import server as world
 from harness.runner import Rank
+from vllm.utils.gc_utils import freeze_gc_heap
 
 SCHEDULER = (
     "get_num_new_matched_tokens",
@@ -90,6 +91,8 @@ def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[
         settings={"capacity": "4GiB", "chunk_size": 256, "save_decode_cache": True},
     )
     server = world.Server(shape, folder)
+    # As vLLM's engine and workers do at the end of their start: the harness has neither.
+    freeze_gc_heap()
     # No model: what it would compute is not looked at.
     server.runner._forward = lambda rank, batch: []  # type: ignore[method-assign]
     Rank.poison = lambda self, group, blocks: None  # type: ignore[method-assign]
