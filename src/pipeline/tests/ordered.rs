@@ -270,6 +270,31 @@ fn damage_is_told_after_the_layer_was_ready_and_before_the_load_is_over() {
 }
 
 #[test]
+fn a_layer_that_lands_when_its_chunk_has_failed_without_a_header_is_wiped() {
+    let (device, w) = world();
+    let (slots, _) = stored(&device, &w, 1);
+    w.disk.pause();
+    let to = w.kv(1).filled(9);
+    let load = w.load(&to, &slots);
+    // The header is read by itself.
+    w.disk.wait_held(1 + LAYERS);
+    let held = |offset: u64| w.disk.held().iter().position(|seen| seen.offset == offset).unwrap();
+    w.disk.end_one(held(slots[0].layout.extents[1].offset));
+    device.submit(1);
+    w.disk.fate(slots[0].slot, Fate::Fail(ErrorKind::Io));
+    w.disk.end_one(held(u64::from(slots[0].layout.header_offset)));
+    assert!(load.wait_for(Duration::from_millis(1)).is_none(), "the device is still in its blocks");
+    device.run();
+    device.submit(1);
+    device.run();
+    assert_eq!(load.wait().tokens, 0);
+    // Keys and values of each layer.
+    let bytes = to.chunk_bytes(0);
+    assert!(bytes[2..4].iter().flatten().all(|b| *b == 0) && bytes[4..].iter().flatten().any(|b| *b != 0));
+    w.disk.run();
+}
+
+#[test]
 fn a_cancelled_load_gives_the_memory_back_only_when_the_device_has_left_it() {
     let (device, w) = world();
     let (slots, _) = stored(&device, &w, 1);
