@@ -1,7 +1,7 @@
 //! From jobs to a launch: gates are entered, what is wrong with a job is its own error, and the rest is one batch.
 //!
-//! The order in the stream is: wait for the fences, set staging to zero where a job wants that, upload the descriptors, launch, record the event. A fence is given out only
-//! after its event was recorded, since waiting for an event that never was is no wait at all.
+//! The order in the stream is: wait for the fences, set staging to zero where a job wants that, upload the descriptors, launch, record
+//! the event. A fence is given out only after its event was recorded, since waiting for an event that never was is no wait at all.
 #![expect(unsafe_code, reason = "enqueues uploads and launches whose memory the flight holds")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -70,7 +70,7 @@ fn layers_of_a_chunk_that_lost_its_prefix_before_its_header_came() {
 }
 
 #[test]
-fn a_layer_that_comes_when_its_chunk_has_failed_without_a_header() {
+fn a_layer_of_a_chunk_of_which_another_layer_cannot_be_read_before_the_header_came() {
     let w = World::new(8, 4);
     let (slots, _) = w.stored(1);
     w.disk.pause();
