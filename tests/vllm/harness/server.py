@@ -61,6 +61,10 @@ class Hangs(AssertionError):
     """Nothing happens any more."""
 
 
+class NotStored(AssertionError):
+    """A worker has not committed what was waited for."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a server is started with."""
@@ -390,12 +394,13 @@ class Server:
         while self.step():
             pass
 
-    def until_stored(self, prompt: list[int], tokens: int) -> None:
-        """Waits until every worker has committed so many tokens of a prompt."""
+    def until_stored(self, prompt: list[int], tokens: int, patience_s: float = HANGS_S) -> None:
+        """Waits until every worker has committed so many tokens of a prompt; `NotStored` where one does not in time."""
         for rank in self.runner.ranks:
             engine, began = rank.connector._worker._engine, time.monotonic()
-            while engine.lookup(prompt) < tokens:
-                assert time.monotonic() - began < HANGS_S, f"rank {rank.rank} has {engine.lookup(prompt)} of {tokens} tokens"
+            while (there := engine.lookup(prompt)) < tokens:
+                if time.monotonic() - began > patience_s:
+                    raise NotStored(f"rank {rank.rank} has {there} of {tokens} tokens: {engine.stats()}")
                 time.sleep(0.001)
 
     def describe(self) -> str:
