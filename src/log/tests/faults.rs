@@ -1,6 +1,7 @@
 //! Drives that fail: full, broken, hanging, busy.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -8,8 +9,9 @@ use std::time::Duration;
 
 use super::support::*;
 use crate::error::ErrorKind;
+use crate::format::record::{Record, RecordKind};
 use crate::io::{self, Fault, Faulty, Op, Request};
-use crate::log::{Log, LogOptions, PutOutcome, Turn, reclaim};
+use crate::log::{Log, LogOptions, PutOutcome, Turn, reclaim, seal};
 
 /// Which requests of the write queue are faulty, and how; changed while the log runs.
 #[derive(Default)]
@@ -192,6 +194,54 @@ fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again() {
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
     let log = crash(log);
     assert!(has(&log, 0) && !has(&log, 1) && has(&log, 2));
+}
+
+/// The region says that all was cleared, and which versions an overwrite and a removal that failed have hidden. Where it cannot be
+/// read, whoever gives the segment up must know them all the same: older versions would come back.
+#[test]
+fn what_a_region_hid_is_known_where_it_cannot_be_read() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    assert!(store(&log, 0));
+    log.clear().unwrap();
+    (1..4).for_each(|n| assert!(store(&log, n)));
+    overwrite(&log, 1, 1);
+    log.seal(soon()).unwrap();
+    let lane = log.volumes[0].own().unwrap();
+    let chunk = log.locate(&key(1), PIN).unwrap();
+    let at = (chunk.segment, chunk.epoch);
+    drop(chunk);
+    // After so many write errors the lane takes nothing, nor the record of a removal.
+    assert!(store(&log, 9));
+    switch.set(INDEX_EIO);
+    while !lane.state().unwrap().is_broken() {
+        log.flush().unwrap_err();
+    }
+    assert!(log.remove(&[key(2)]).is_err());
+    switch.set(NONE);
+    let told = |records: &[Record], kind| -> BTreeSet<(Vec<u8>, u64)> {
+        let of_kind = records.iter().filter(|r| r.kind == kind);
+        // Memory knows half of each key.
+        of_kind.map(|r| (r.key.0[..16].to_vec(), r.sequence)).collect()
+    };
+    let right = seal::known_records(&lane, at).unwrap();
+    let clear = right.iter().find(|r| r.kind == RecordKind::Clear).unwrap().sequence;
+    let mut puts = told(&right, RecordKind::Put);
+    puts.retain(|(_, sequence)| *sequence > clear);
+    assert_eq!(puts.len(), 4, "of key 1 both versions");
+
+    let region = lane.region_offset(at.0);
+    let index = std::fs::File::options().read(true).write(true).open(lane_file(dir.path(), "index.kv")).unwrap();
+    let mut byte = [0];
+    index.read_exact_at(&mut byte, region + 20).unwrap();
+    index.write_all_at(&[byte[0] ^ 1], region + 20).unwrap();
+    index.sync_all().unwrap();
+    let guessed = seal::known_records(&lane, at).unwrap();
+    assert_eq!(told(&guessed, RecordKind::Clear), told(&right, RecordKind::Clear));
+    let removed = told(&guessed, RecordKind::Tombstone);
+    assert!(removed.iter().any(|(half, _)| half[..] == key(2).0[..16]), "the removal that no record says");
+    let known = told(&guessed, RecordKind::Put);
+    assert!(puts.is_subset(&known), "{:?} are not known", puts.difference(&known));
 }
 
 #[test]
