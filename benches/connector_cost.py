@@ -5,11 +5,15 @@
 needs vLLM and the release wheel (`make wheel`) in this Python. Every request's prompt is new (0 hits), everything is stored, generated
 tokens too. Shown are microseconds in all of the connector's calls of one step: wall clock, and this thread's CPU time, which leaves out
 what other programs take from a busy machine.
+
+Each round runs at another depth of Python's stack: CPython 3.11 keeps frames in chunks of 16 KiB, and maps a new chunk, and unmaps it again,
+with every call that happens to be the first beyond one. At such a depth a step costs three times as much, whatever is called.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import time
@@ -80,6 +84,15 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
+#: Frames of `at_depth` that fill a chunk of CPython's stack of frames.
+CHUNK_FRAMES = 128
+
+
+def at_depth(frames: int, call: Callable[[], Any]) -> Any:
+    """Calls with so many frames more on the stack."""
+    return call() if frames == 0 else at_depth(frames - 1, call)
+
+
 def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[tuple[float, float]]]:
     """One server from its first request to its last; times of the steps in which all requests run, each at another place of its chunk."""
     shape = world.Shape(
@@ -131,7 +144,8 @@ def main() -> None:
     for number in range(options.rounds):
         folder = options.folder / f"round{number}"
         folder.mkdir(parents=True)
-        for side, times in run(options, folder, number).items():
+        times_of = functools.partial(run, options, folder, number)
+        for side, times in at_depth(number * CHUNK_FRAMES // options.rounds, times_of).items():
             wall, cpu = [t[0] for t in times], [t[1] for t in times]
             row = (statistics.median(wall), percentile(wall, 99), statistics.median(cpu), percentile(cpu, 99))
             found[side].append(row)
