@@ -93,6 +93,16 @@ def at_depth(frames: int, call: Callable[[], Any]) -> Any:
     return call() if frames == 0 else at_depth(frames - 1, call)
 
 
+def fixed_work() -> float:
+    """Microseconds that this machine takes just now for a loop in Python, the median of some hundred times: its speed may swing."""
+    took = []
+    for _ in range(400):
+        began = time.perf_counter_ns()
+        sum(number & 7 for number in range(1200))
+        took.append((time.perf_counter_ns() - began) / 1e3)
+    return statistics.median(took)
+
+
 def run(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, list[tuple[float, float]]]:
     """One server from its first request to its last; times of the steps in which all requests run, each at another place of its chunk."""
     shape = world.Shape(
@@ -144,6 +154,7 @@ def main() -> None:
     for number in range(options.rounds):
         folder = options.folder / f"round{number}"
         folder.mkdir(parents=True)
+        print(f"round {number} the machine: {fixed_work():.0f} us for a fixed piece of Python", flush=True)
         times_of = functools.partial(run, options, folder, number)
         for side, times in at_depth(number * CHUNK_FRAMES // options.rounds, times_of).items():
             wall, cpu = [t[0] for t in times], [t[1] for t in times]
