@@ -309,10 +309,11 @@ fn run(soak: &mut Soak, seed: u64, place: &Place) {
     soak.add(steady.stop());
 }
 
-/// What is on the drive in the end: nothing damaged, and nothing but what belongs there.
-fn look_at_the_end(dir: &Path) {
+/// What is on the drive in the end: nothing damaged, and nothing but what belongs there. Of the lanes that one process leaves and the other
+/// adopts, those stay that hold something: on a machine that starts processes slowly that may be several in a short run.
+fn look_at_the_end(dir: &Path, adopted: u64) {
     let files = lanes(dir).unwrap();
-    assert!(files.len() <= 3, "{} lanes", files.len());
+    assert!(files.len() as u64 <= 2 + adopted, "{} lanes, {adopted} adopted", files.len());
     let raw: Vec<RawLane> = files.iter().map(|f| RawLane::read(f).unwrap()).collect();
     for lane in &raw {
         assert!(lane.damage.is_empty(), "{:?}", lane.damage);
@@ -343,7 +344,8 @@ fn soak() {
     let mut soak = Soak { begun, length, samples, totals, kills: 0, stops: 0 };
     run(&mut soak, seed, &place);
     soak.report(&place);
-    look_at_the_end(&place.path.join("cache"));
+    let adopted = soak.totals.get("adopted_lanes").copied().unwrap_or(0);
+    look_at_the_end(&place.path.join("cache"), adopted);
     let tokens = load_everything(&place.path, place.min_free);
     println!("{tokens} tokens found by the next process");
     assert!(tokens > 0);
