@@ -29,7 +29,6 @@ class Chunk:
     traits: dict[str, float]
     part: float
     """Of a full chunk."""
-    born: int
     ends: int
     touched: int
     lost: bool | None = None
@@ -66,8 +65,8 @@ def chunks_of(trace: Path, room: int, memory_room: int) -> tuple[list[Chunk], in
                 "new chunks since its prefix was used": clock - parent.touched if parent else 0,
                 "length": len(fresh),
             }
-            part = (length - 1) % BLOCK / BLOCK if end and length % BLOCK else 1.0
-            known[block] = Chunk(traits, part, clock, parent.ends + 1 if parent else 0, clock)
+            part = length % BLOCK / BLOCK if end and length % BLOCK else 1.0
+            known[block] = Chunk(traits, part, parent.ends + 1 if parent else 0, clock)
         for block in blocks:
             memory.pop(block, None)
             memory[block] = None

@@ -84,7 +84,7 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-#: Frames of `at_depth` that fill a chunk of CPython's stack of frames.
+#: About as many frames of `at_depth` as fill a chunk of CPython's stack of frames.
 CHUNK_FRAMES = 128
 
 

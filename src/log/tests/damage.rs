@@ -46,13 +46,6 @@ fn reader(dir: &Path) -> crate::Result<Arc<Log>> {
     Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir) })
 }
 
-fn flip(file: &File, bit: u64) {
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, bit / 8).unwrap();
-    byte[0] ^= 1 << (bit % 8);
-    file.write_all_at(&byte, bit / 8).unwrap();
-}
-
 /// Deterministic numbers.
 struct Dice(u64);
 

@@ -1,7 +1,6 @@
 //! Drives that fail: full, broken, hanging, busy.
 
 use std::collections::BTreeSet;
-use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -232,9 +231,7 @@ fn what_a_region_hid_is_known_where_it_cannot_be_read() {
 
     let region = lane.region_offset(at.0);
     let index = std::fs::File::options().read(true).write(true).open(lane_file(dir.path(), "index.kv")).unwrap();
-    let mut byte = [0];
-    index.read_exact_at(&mut byte, region + 20).unwrap();
-    index.write_all_at(&[byte[0] ^ 1], region + 20).unwrap();
+    flip(&index, (region + 20) * 8);
     index.sync_all().unwrap();
     let guessed = seal::known_records(&lane, at).unwrap();
     assert_eq!(told(&guessed, RecordKind::Clear), told(&right, RecordKind::Clear));

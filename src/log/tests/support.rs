@@ -194,3 +194,12 @@ pub(super) fn lane_file(dir: &Path, name: &str) -> std::path::PathBuf {
     let g = geometry();
     dir.join(g.fingerprint().dir_name()).join(g.shard_dir_name()).join("lane0").join(name)
 }
+
+/// Turns one bit.
+pub(super) fn flip(file: &std::fs::File, bit: u64) {
+    use std::os::unix::fs::FileExt as _;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, bit / 8).unwrap();
+    byte[0] ^= 1 << (bit % 8);
+    file.write_all_at(&byte, bit / 8).unwrap();
+}
