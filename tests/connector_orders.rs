@@ -114,6 +114,40 @@ fn window_blocks_are_gathered_before_the_step_ends_and_null_blocks_are_left_alon
 }
 
 #[test]
+fn stores_that_ended_at_once_are_looked_at_in_turns_and_none_holds_a_block_meanwhile() {
+    let world = World::plain();
+    let engine = Arc::new(world.open());
+    let mut a = pair(&world, &engine, 5, 1);
+    let names: Vec<String> = (0..12).map(|i| format!("r{i}")).collect();
+    let mut new = Vec::new();
+    for (name, i) in names.iter().zip(0..) {
+        a.s.add(AddRequest::new(name, &engine_world::tokens(16, i), &Extra::default()));
+        let blocks = vec![(1 + 4 * i..5 + 4 * i).collect()];
+        assert_eq!(a.s.matched(name, 0).tokens, Some(0));
+        a.s.allocated(name, &blocks, 0).unwrap();
+        new.push(NewRequest { req_id: name, blocks, num_computed: 0, num_scheduled: 16 });
+    }
+    let meta = a.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    let step = meta.step;
+    a.w.begin(meta, None);
+    a.w.end_step(None);
+    let begun = Instant::now();
+    while engine.stats().unwrap().active_stores > 0 {
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", engine.stats());
+        std::thread::yield_now();
+    }
+    let left = |a: &Pair| a.w.stats().storing;
+    assert_eq!(left(&a), 12);
+    assert!(a.w.finished(&[]).sending.is_empty());
+    assert_eq!(left(&a), 8);
+    let told = a.w.meta().unwrap();
+    assert_eq!((left(&a), told.stored.len(), told.gathered_step), (4, 8, step), "the blocks of all are free");
+    let _ = a.w.finished(&[]);
+    assert_eq!((left(&a), a.w.meta().unwrap().stored.len()), (0, 4));
+    assert_eq!(a.w.stats().stored_chunks, 12);
+}
+
+#[test]
 fn orders_that_do_not_fit_fail_and_are_reported() {
     let world = World::plain();
     let engine = Arc::new(world.open());

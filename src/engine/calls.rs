@@ -4,16 +4,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::adapter::{self, LogSource};
+use super::adapter::LogSource;
 use super::plan::Planner;
-use super::{Engine, Inner, LoadRequest, Lookup, Prompt, StoreRequest};
+use super::{Engine, Inner, LoadRequest, Lookup, Prompt, StoreRequest, storing};
 use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::SlotLayout;
 use crate::io::Place;
 use crate::key::{self, ChunkKey, Extra};
-use crate::log::{Candidate, Chunk, Log, PutSpec};
-use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, ShedCause, Store, StoreChunk, StoreSpec};
+use crate::log::{Chunk, Log};
+use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
 const LOAD_LEASE: Duration = Duration::from_secs(60);
@@ -98,18 +97,19 @@ impl Engine {
         inner.pipeline.store(inner.store_spec(&request)?)
     }
 
-    /// As [`Engine::store`] for each of `requests`, one answer each; cheaper than as many calls.
+    /// As [`Engine::store`] for each of `requests`, one answer each, for callers in a hurry: which chunks are stored already, and where
+    /// the others' tokens lie, is found out on a thread of the engine's. Slots that do not fit the memory shed the store then.
     ///
     /// # Errors
-    /// Where no request could be answered: the engine is closed or forked.
-    pub fn stores(&self, requests: &[StoreRequest]) -> Result<Vec<Result<Store>>> {
+    /// [`ErrorKind::Forked`]; each answer's as [`Engine::store`].
+    pub fn stores(&self, requests: Vec<StoreRequest>) -> Result<Vec<Result<Store>>> {
         let inner = self.check()?;
         let mut refused = Vec::new();
-        let planned = requests
-            .iter()
+        let specs = requests
+            .into_iter()
             .enumerate()
-            .filter_map(|(at, request)| inner.store_spec(request).map_err(|e| refused.push((at, e))).ok());
-        let specs: Vec<StoreSpec> = planned.collect();
+            .filter_map(|(at, request)| storing::later(&self.inner, request).map_err(|e| refused.push((at, e))).ok());
+        let specs: Vec<StoreSpec> = specs.collect();
         let mut stores = inner.pipeline.stores(specs);
         refused.into_iter().for_each(|(at, e)| stores.insert(at, Err(e)));
         Ok(stores)
@@ -193,15 +193,8 @@ fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, Chun
     fitting.find_map(|len| prompt.partial_key(at, len).filter(|k| log.contains(k)).map(|k| (len, k)))
 }
 
-/// A chunk that a store is asked for: its place in the chain, its key and its tokens.
-struct Wanted {
-    index: usize,
-    key: ChunkKey,
-    tokens: Range<usize>,
-}
-
 impl Inner {
-    fn check_prompt(&self, prompt: &Prompt) -> Result<()> {
+    pub(super) fn check_prompt(&self, prompt: &Prompt) -> Result<()> {
         if prompt.chunk_tokens() == self.geometry.chunk_tokens as usize {
             return Ok(());
         }
@@ -216,7 +209,7 @@ impl Inner {
         .advice("make prompts with Engine::prompt"))
     }
 
-    fn check_place(&self, kv: &PagedKv) -> Result<()> {
+    pub(super) fn check_place(&self, kv: &PagedKv) -> Result<()> {
         if kv.place() == self.options.device.place() {
             return Ok(());
         }
@@ -237,127 +230,6 @@ impl Inner {
 
     fn open_log(&self) -> Result<&Arc<Log>> {
         self.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is disabled or closed"))
-    }
-
-    fn store_spec(&self, request: &StoreRequest) -> Result<StoreSpec> {
-        self.check_prompt(&request.prompt)?;
-        self.check_place(&request.kv)?;
-        let settings = &self.options.settings;
-        let mut wanted = request.slots.len().min(request.prompt.len());
-        if let Some(prompt_tokens) = request.prompt_tokens.filter(|_| !settings.save_decode_cache) {
-            wanted = wanted.min(prompt_tokens);
-        }
-        let planner = Planner::new(&self.geometry, &request.kv, &request.slots, wanted)?;
-        let deadline = request.timeout_ms.and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms)));
-        let mut spec = StoreSpec {
-            kv: Arc::clone(&request.kv),
-            chunks: Vec::new(),
-            depends_on: request.depends_on.clone(),
-            backpressure: request.backpressure,
-            deadline,
-            layerwise: request.layerwise.unwrap_or(settings.use_layerwise),
-            computed: request.computed,
-            already_there: 0,
-            shed: Vec::new(),
-        };
-        let chunks = self.chunks_to_store(request, wanted);
-        match self.log() {
-            Some(log) => self.plan_store(log, (request, &planner), &chunks, &mut spec)?,
-            None => spec.shed.push((ShedCause::Closed, chunks.len())),
-        }
-        Ok(spec)
-    }
-
-    /// The chunks of the first `wanted` tokens.
-    fn chunks_to_store(&self, request: &StoreRequest, wanted: usize) -> Vec<Wanted> {
-        let (prompt, step) = (&request.prompt, request.prompt.chunk_tokens());
-        let full = wanted / step.max(1);
-        let keys = prompt.keys().iter().take(full).enumerate();
-        let mut chunks: Vec<Wanted> =
-            keys.map(|(index, &key)| Wanted { index, key, tokens: index * step..(index + 1) * step }).collect();
-        let tail = full * step..wanted;
-        if request.save_unfull.unwrap_or(self.options.settings.save_unfull_chunk)
-            && let Some(key) = prompt.partial_key(full, tail.len())
-        {
-            chunks.push(Wanted { index: full, key, tokens: tail });
-        }
-        chunks
-    }
-
-    fn plan_store(
-        &self,
-        log: &Arc<Log>,
-        (request, planner): (&StoreRequest, &Planner<'_>),
-        chunks: &[Wanted],
-        spec: &mut StoreSpec,
-    ) -> Result<()> {
-        let keys: Vec<ChunkKey> = chunks.iter().map(|c| c.key).collect();
-        spec.already_there = log.lookup(&keys);
-        let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
-        let mut candidates = Vec::new();
-        let is_mapped = |c: &&Wanted| request.slots.maps(c.tokens.start);
-        let mut brought: Vec<Candidate> =
-            chunks.iter().take(spec.already_there).filter(is_mapped).map(|c| candidate(request, c)).collect();
-        let first = chunks.get(spec.already_there);
-        let run = (first.map(|c| c.key), first.and_then(|c| log.near(&request.prompt.parent_of(c.index))));
-        for chunk in chunks.iter().skip(spec.already_there) {
-            let plans = planner.plans(chunk.tokens.clone())?;
-            if plans.iter().all(|p| p.is_empty()) {
-                continue;
-            }
-            if plans.iter().any(|p| p.tokens() < chunk.tokens.len()) {
-                spec.shed.push((ShedCause::Unmapped, 1));
-                continue;
-            }
-            let tokens = chunk.tokens.len() as u32;
-            let layout = if tokens == self.geometry.chunk_tokens {
-                full.clone()
-            } else {
-                SlotLayout::of_chunk(&self.geometry, tokens)
-            };
-            let put = PutSpec { root: run.0, near: run.1, ..self.put_spec(log, request, chunk) };
-            candidates.push(candidate(request, chunk));
-            let log = Arc::clone(log);
-            spec.chunks.push(StoreChunk {
-                layout,
-                tokens,
-                plans,
-                layer_groups: Arc::clone(&planner.layer_classes),
-                begin: Box::new(move || adapter::begin(log, put)),
-            });
-        }
-        let admitted = log.admit(&candidates);
-        brought.extend_from_slice(candidates.get(..admitted).unwrap_or_default());
-        log.note_brought(&brought);
-        spec.chunks.truncate(admitted);
-        if admitted < candidates.len() {
-            spec.shed.push((ShedCause::Policy, candidates.len() - admitted));
-        }
-        Ok(())
-    }
-
-    fn put_spec(&self, log: &Log, request: &StoreRequest, chunk: &Wanted) -> PutSpec {
-        let prompt = &request.prompt;
-        let expiry_s = request.ttl.map_or(0, |ttl| {
-            let at = log.options().clock.unix_s().saturating_add(ttl.as_secs().max(1));
-            u32::try_from(at).unwrap_or(u32::MAX)
-        });
-        PutSpec {
-            start_position: chunk.tokens.start as u64,
-            tenant: prompt.tenant(),
-            expiry_s,
-            token_ids: prompt.tokens().get(chunk.tokens.clone()).map(<[u32]>::to_vec),
-            ..PutSpec::chunk(chunk.key, prompt.parent_of(chunk.index), chunk.tokens.len() as u32, chunk.index as u32)
-        }
-    }
-}
-
-fn candidate(request: &StoreRequest, chunk: &Wanted) -> Candidate {
-    Candidate {
-        key: chunk.key,
-        parent: request.prompt.parent_of(chunk.index),
-        tokens: chunk.tokens.len() as u32,
-        depth: chunk.index as u32,
     }
 }
 

@@ -61,6 +61,7 @@ mod plan;
 mod prompt;
 mod request;
 mod stats;
+mod storing;
 
 pub use crate::pipeline::{
     Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, ShedCause, Store,

@@ -32,7 +32,9 @@ pub use groups::min_slot_bytes;
 pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
 pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource, Refused, Transfer, TransferDone};
 pub use stats::PipelineStats;
-pub use store::{Backpressure, Computed, Store, StoreChunk, StoreResult, StoreSpec};
+pub use store::{
+    Backpressure, Computed, FindChunks, Store, StoreChunk, StoreChunks, StorePlan, StoreResult, StoreSpec,
+};
 
 /// Limits of a pipeline.
 #[derive(Clone, Debug)]

@@ -8,6 +8,9 @@ use crate::device::Stream;
 use crate::engine::{Backpressure, Computed, Prompt, ShedCause, Store, StoreRequest};
 use crate::error::{Error, Result};
 
+/// Ended stores that one call looks at, at least.
+const ENDED_AT_ONCE: usize = 4;
+
 /// A store under way.
 pub(super) struct Saving {
     req_id: String,
@@ -67,18 +70,18 @@ impl Worker {
         let (mut orders, mut requests) = (Vec::new(), Vec::new());
         for order in std::mem::take(&mut self.orders) {
             if let Some(request) = self.save_request(&order, computed) {
-                orders.push(order);
+                orders.push((order, request.prompt.clone()));
                 requests.push(request);
             }
         }
         if requests.is_empty() {
             return;
         }
-        let stores = match self.engine.stores(&requests) {
+        let stores = match self.engine.stores(requests) {
             Ok(stores) => stores,
-            Err(e) => return orders.iter().for_each(|order| self.refused(order, &e)),
+            Err(e) => return orders.iter().for_each(|(order, _)| self.refused(order, &e)),
         };
-        for ((order, request), store) in orders.into_iter().zip(requests).zip(stores) {
+        for ((order, prompt), store) in orders.into_iter().zip(stores) {
             match store {
                 Ok(store) => {
                     self.stats.saves += 1;
@@ -86,7 +89,7 @@ impl Worker {
                         req_id: order.req_id,
                         step: self.step,
                         store,
-                        prompt: request.prompt,
+                        prompt,
                         range: (order.start, order.stop),
                         announced: computed.is_some(),
                         ended: false,
@@ -176,14 +179,17 @@ impl Worker {
         }
     }
 
-    /// Looks which stores are gathered, and which are over.
+    /// Looks which stores are gathered, and which are over. Where many ended at once, as they do when a drive has made room, some wait
+    /// for the next call: a step is not to pay for all of them.
     pub(super) fn poll_saves(&mut self) {
+        let mut turns = ENDED_AT_ONCE.max(self.saves.len() / 4);
         for mut saving in std::mem::take(&mut self.saves) {
-            if !saving.announced || !saving.store.is_finished() {
+            if turns == 0 || !saving.announced || !saving.store.is_finished() {
                 saving.gathered |= saving.announced && saving.store.is_gathered();
                 self.saves.push(saving);
                 continue;
             }
+            turns -= 1;
             self.ended(&saving);
         }
     }

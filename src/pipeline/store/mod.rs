@@ -71,12 +71,39 @@ pub enum Computed {
     On(Stream),
 }
 
+/// The chunks of a store.
+#[derive(Default)]
+pub struct StorePlan {
+    /// In the order of the prefix.
+    pub chunks: Vec<StoreChunk>,
+    /// Chunks known to be stored already, besides `chunks`.
+    pub already_there: usize,
+    /// Chunks that were shed before the store began, by cause.
+    pub shed: Vec<(ShedCause, usize)>,
+}
+
+/// Finds the chunks of a store, on the store thread.
+pub type FindChunks = Box<dyn FnOnce() -> Result<StorePlan> + Send>;
+
+/// Where the chunks of a store come from.
+pub enum StoreChunks {
+    /// They are known.
+    Known(StorePlan),
+    /// The store thread finds them, for callers that are in a hurry.
+    Later {
+        /// What is counted as shed where the store is given up before they are found.
+        at_most: usize,
+        /// Finds them; an error sheds them all.
+        find: FindChunks,
+    },
+}
+
 /// What to store.
 pub struct StoreSpec {
     /// The caller's memory.
     pub kv: Arc<PagedKv>,
-    /// The chunks, in the order of the prefix.
-    pub chunks: Vec<StoreChunk>,
+    /// The chunks, or how they are found.
+    pub chunks: StoreChunks,
     /// Loads that the KV was computed from: nothing is published before all have verified, or at all if one does not.
     pub depends_on: Vec<LoadTicket>,
     /// What happens when staging is taken.
@@ -87,10 +114,6 @@ pub struct StoreSpec {
     pub layerwise: bool,
     /// Whether all layers are computed; otherwise the caller says so, layer by layer or of all at once.
     pub computed: Option<Computed>,
-    /// Chunks known to be stored already, besides `chunks`.
-    pub already_there: usize,
-    /// Chunks that were shed before the store began, by cause.
-    pub shed: Vec<(ShedCause, usize)>,
 }
 
 /// What a store achieved.
@@ -160,6 +183,8 @@ pub(super) struct StoreInner {
     backpressure: Backpressure,
     deadline: Option<Instant>,
     started: Instant,
+    /// How its chunks are found, until they are.
+    unplanned: Mutex<Option<FindChunks>>,
     /// Since when it waits for a slot to write to.
     no_room_since: Mutex<Option<Instant>>,
     state: Mutex<StoreState>,

@@ -4,6 +4,7 @@
 //! Invariants:
 //! - The thread never waits for the caller, and waits for the drive only in what the log does to open a slot.
 //! - Every event that could let it go on notifies it.
+//! - What can be found out here is not found out on the caller's thread: between its steps a server waits for every microsecond.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,8 +14,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::run::{Pause, Retry};
-use super::{Backpressure, Computed, Glance, Store, StoreInner, StoreResult, StoreSpec, StoreState};
-use crate::device::{Device, Fence, Gate, StagingPool, Stream};
+use super::{
+    Backpressure, Computed, Glance, Store, StoreChunks, StoreInner, StorePlan, StoreResult, StoreSpec, StoreState,
+};
+use crate::device::{Device, Fence, Gate, PagedKv, StagingPool, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::Place;
 use crate::pipeline::cause::ShedCause;
@@ -47,6 +50,14 @@ struct Shared {
     dirty: bool,
     moved: Instant,
     closed: bool,
+}
+
+impl Shared {
+    /// Whether a store that is `listed` with so many bytes, or is to be with `new` ones, makes too many wait; alone it does not.
+    fn is_too_much(&self, listed: u64, new: u64, options: &PipelineOptions) -> bool {
+        let bytes = self.stores.iter().map(|store| store.glance.ungathered_bytes.load(Ordering::Relaxed)).sum::<u64>();
+        bytes > listed && bytes + new > options.max_store_bytes
+    }
 }
 
 /// What some store waits for that no event may tell of.
@@ -141,22 +152,17 @@ impl StorePump {
 
     fn prepare(self: &Arc<Self>, spec: StoreSpec) -> Result<Store> {
         let layers = spec.kv.layout().num_layers();
-        let slot_bytes = self.pool.slot_bytes();
-        for chunk in &spec.chunks {
-            let needed = min_slot_bytes(&chunk.layout);
-            if chunk.layout.extents.len() != layers || needed > slot_bytes {
-                return Err(Error::new(
-                    ErrorKind::InvalidInput,
-                    format!(
-                        "a chunk of {} layers in extents of up to {needed} bytes for a KV cache of {layers} layers and staging slots of {slot_bytes} bytes",
-                        chunk.layout.extents.len()
-                    ),
-                ));
-            }
-        }
         let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
-        let mut state = StoreState::new(spec.chunks, layers, group_bytes.min(slot_bytes));
-        state.count_before(spec.already_there, &spec.shed);
+        let at_most = if let StoreChunks::Later { at_most, .. } = &spec.chunks { *at_most } else { 0 };
+        let mut state = StoreState::new(at_most, layers, group_bytes.min(self.pool.slot_bytes()));
+        let unplanned = match spec.chunks {
+            StoreChunks::Known(plan) => {
+                self.check(&spec.kv, &plan)?;
+                state.plan(plan);
+                None
+            }
+            StoreChunks::Later { find, .. } => Some(find),
+        };
         match spec.computed {
             Some(Computed::Now) => state.announce_all(None),
             Some(Computed::On(stream)) => {
@@ -173,6 +179,7 @@ impl StorePump {
             backpressure: spec.backpressure,
             deadline: spec.deadline,
             started: Instant::now(),
+            unplanned: Mutex::new(unplanned),
             no_room_since: Mutex::new(None),
             glance: Glance::of(&state),
             state: Mutex::new(state),
@@ -192,16 +199,51 @@ impl StorePump {
         Ok(Store { inner })
     }
 
+    /// Refuses chunks that the caller's memory or staging does not fit.
+    fn check(&self, kv: &PagedKv, plan: &StorePlan) -> Result<()> {
+        let (layers, slot_bytes) = (kv.layout().num_layers(), self.pool.slot_bytes());
+        for chunk in &plan.chunks {
+            let needed = min_slot_bytes(&chunk.layout);
+            if chunk.layout.extents.len() != layers || needed > slot_bytes {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    format!(
+                        "a chunk of {} layers in extents of up to {needed} bytes for a KV cache of {layers} layers and staging slots of {slot_bytes} bytes",
+                        chunk.layout.extents.len()
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the chunks of a store where its caller left that to this thread, and sheds them where too much waits already.
+    fn plan(&self, store: &StoreInner) {
+        let Some(find) = store.unplanned.lock().take() else { return };
+        if store.glance.finished.load(Ordering::Acquire) {
+            return;
+        }
+        let plan = find().and_then(|plan| self.check(&store.kv, &plan).map(|()| plan));
+        if let Err(e) = &plan {
+            tracing::warn!(error = %e, "a store is shed");
+        }
+        store.update(|state| match plan {
+            Ok(plan) => state.plan(plan),
+            Err(e) => state.shed_uncommitted(ShedCause::of(&e)),
+        });
+        let own = store.glance.ungathered_bytes.load(Ordering::Relaxed);
+        if own > 0 && self.shared.lock().is_too_much(own, 0, &self.options) {
+            store.update(|state| state.shed_uncommitted(ShedCause::QueueFull));
+        }
+    }
+
     fn enlist(&self, store: &Arc<StoreInner>) -> Result<(), ShedCause> {
-        let ungathered = |store: &StoreInner| store.glance.ungathered_bytes.load(Ordering::Relaxed);
-        let own = ungathered(store);
+        let own = store.glance.ungathered_bytes.load(Ordering::Relaxed);
         let mut shared = self.shared.lock();
-        let waiting: u64 = shared.stores.iter().map(|store| ungathered(store)).sum();
         if shared.closed {
             return Err(ShedCause::Closed);
         }
-        let full = shared.stores.len() >= self.options.max_stores;
-        if full || (waiting > 0 && waiting + own > self.options.max_store_bytes) {
+        if shared.stores.len() >= self.options.max_stores || shared.is_too_much(0, own, &self.options) {
             return Err(ShedCause::QueueFull);
         }
         if shared.stores.is_empty() {
@@ -299,6 +341,7 @@ impl StorePump {
     fn pass(&self, stores: &[Arc<StoreInner>]) -> Waits {
         let mut waits = Waits::default();
         for store in stores {
+            self.plan(store);
             if store.deadline.is_some_and(|d| d <= Instant::now()) {
                 store.end(ShedCause::TimedOut);
             }

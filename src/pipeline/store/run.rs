@@ -177,7 +177,7 @@ impl StoreInner {
 
     /// Changes the state and wakes who waits for that.
     pub(super) fn update(&self, change: impl FnOnce(&mut super::StoreState)) {
-        let (waker, finished) = {
+        let (waker, finished, leftovers) = {
             let mut state = self.state.lock();
             let before = state.finished;
             change(&mut state);
@@ -186,8 +186,9 @@ impl StoreInner {
                 self.pump.count(state.result(), self.started.elapsed());
             }
             self.glance.show(&state);
-            (if finished { state.waker.take() } else { None }, finished)
+            (if finished { state.waker.take() } else { None }, finished, state.take_leftovers())
         };
+        drop(leftovers);
         self.changed.notify_all();
         if let Some(waker) = waker {
             waker.wake();

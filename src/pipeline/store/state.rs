@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
 
-use super::{StoreChunk, StoreResult};
+use super::{StoreChunk, StorePlan, StoreResult};
 use crate::device::{Fence, Part, add_fence};
 use crate::format::layout::SlotLayout;
 use crate::paged::ChunkPlan;
@@ -63,6 +63,8 @@ struct ChunkState {
 }
 
 pub(super) struct StoreState {
+    /// Chunks that it may have, as long as nobody knows which.
+    unplanned: Option<usize>,
     chunks: Vec<ChunkState>,
     announced: Vec<bool>,
     /// Per layer: points of the caller's streams at which it is computed.
@@ -92,30 +94,44 @@ pub(super) struct StoreState {
 }
 
 impl StoreState {
-    pub(super) fn new(chunks: Vec<StoreChunk>, layers: usize, group_bytes: usize) -> Self {
-        let living = chunks.len();
-        let mut state = Self {
-            chunks: chunks.into_iter().map(|c| ChunkState::new(c, layers)).collect(),
+    /// A store of at most so many chunks, until [`StoreState::plan`] says which.
+    pub(super) fn new(at_most: usize, layers: usize, group_bytes: usize) -> Self {
+        Self {
+            unplanned: Some(at_most),
+            chunks: Vec::new(),
             announced: vec![false; layers],
             computed: vec![Vec::new(); layers],
-            order: LayerOrder::new(vec![living; layers]),
+            order: LayerOrder::new(vec![0; layers]),
             queued: 0,
             ready: 0,
             refused: ShedCause::NoSpace,
             forced: 0,
-            left: vec![living; layers],
+            left: vec![0; layers],
             busy_over: 0,
-            living,
+            living: 0,
             cursor: 0,
             group_bytes,
             ungathered: 0,
             result: StoreResult::default(),
             finished: false,
             waker: None,
-        };
-        state.ungathered = state.chunks.iter().map(ChunkState::ungathered_bytes).sum();
-        state.settle();
-        state
+        }
+    }
+
+    /// The chunks are found. Nothing where the store was given up before.
+    pub(super) fn plan(&mut self, plan: StorePlan) {
+        if self.unplanned.take().is_none() {
+            return;
+        }
+        let layers = self.announced.len();
+        self.result.already_there += plan.already_there;
+        plan.shed.iter().for_each(|&(cause, chunks)| self.result.count_shed(cause, chunks));
+        self.living = plan.chunks.len();
+        self.chunks = plan.chunks.into_iter().map(|c| ChunkState::new(c, layers)).collect();
+        self.order = LayerOrder::new(vec![self.living; layers]);
+        self.left = vec![self.living; layers];
+        self.ungathered = self.chunks.iter().map(ChunkState::ungathered_bytes).sum();
+        self.settle();
     }
 
     /// Layer `layer` is computed, on an accelerator at `fence`; `false` where there is no such layer.
@@ -160,17 +176,17 @@ impl StoreState {
 
     /// Whether the caller's blocks of all layers up to `layer` are no longer read.
     pub(super) fn is_gathered(&self, layer: usize) -> bool {
-        self.busy_over == 0 && self.left.iter().take(layer + 1).all(|&n| n == 0)
+        self.unplanned.is_none() && self.busy_over == 0 && self.left.iter().take(layer + 1).all(|&n| n == 0)
     }
 
     /// As [`StoreState::is_gathered`], for all layers.
     pub(super) fn is_gathered_all(&self) -> bool {
-        self.busy_over == 0 && self.left.iter().all(|&n| n == 0)
+        self.unplanned.is_none() && self.busy_over == 0 && self.left.iter().all(|&n| n == 0)
     }
 
     /// Whether every gather of the layers up to `layer` is among the device's work, over, or given up.
     pub(super) fn is_submitted(&self, layer: usize) -> bool {
-        self.queued == 0 && self.order.is_complete(layer)
+        self.unplanned.is_none() && self.queued == 0 && self.order.is_complete(layer)
     }
 
     /// Where the gathers of the layers up to `layer` end on the device.
@@ -380,8 +396,17 @@ impl StoreState {
         }
     }
 
+    /// Gives up the chunks that are still to be found.
+    fn shed_unplanned(&mut self, cause: ShedCause) {
+        if let Some(at_most) = self.unplanned.take() {
+            self.result.count_shed(cause, at_most);
+            self.settle();
+        }
+    }
+
     /// Gives up every chunk that still needs the caller's memory.
     pub(super) fn shed_ungathered(&mut self, cause: ShedCause) {
+        self.shed_unplanned(cause);
         for at in 0..self.chunks.len() {
             if self.chunks.get(at).is_some_and(|c| c.gathered.iter().any(|g| !g)) {
                 self.shed(at, cause);
@@ -391,6 +416,7 @@ impl StoreState {
 
     /// Gives up every chunk whose commit was not begun.
     pub(super) fn shed_uncommitted(&mut self, cause: ShedCause) {
+        self.shed_unplanned(cause);
         for at in 0..self.chunks.len() {
             if self.chunks.get(at).is_some_and(|c| !matches!(c.phase, Phase::Committing)) {
                 self.shed(at, cause);
@@ -422,15 +448,15 @@ impl StoreState {
         self.finished = self.living == 0;
     }
 
-    /// Adds chunks whose fate was known before the store began.
-    pub(super) fn count_before(&mut self, already_there: usize, shed: &[(ShedCause, usize)]) {
-        self.result.already_there += already_there;
-        shed.iter().for_each(|&(cause, chunks)| self.result.count_shed(cause, chunks));
+    /// What no one needs of a store that is over, to be dropped where nobody waits: plans, checksums, sinks.
+    pub(super) fn take_leftovers(&mut self) -> impl Sized + use<> {
+        let is_idle = self.finished && self.busy_over == 0 && self.queued == 0;
+        is_idle.then(|| (std::mem::take(&mut self.chunks), std::mem::take(&mut self.computed)))
     }
 
     /// Whether nothing is left to do but to wait for commits.
     pub(super) fn only_commits(&self) -> bool {
-        self.chunks.iter().all(|c| matches!(c.phase, Phase::Committing | Phase::Over))
+        self.unplanned.is_none() && self.chunks.iter().all(|c| matches!(c.phase, Phase::Committing | Phase::Over))
     }
 
     pub(super) fn result(&self) -> &StoreResult {

@@ -1,11 +1,42 @@
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::disk::Fate;
 use super::world::{LAYERS, TOKENS, World};
-use crate::error::ErrorKind;
-use crate::pipeline::{Backpressure, BeginPut, Begun, ShedCause, StoreResult};
+use crate::error::{Error, ErrorKind};
+use crate::pipeline::{
+    Backpressure, BeginPut, Begun, Computed, ShedCause, StoreChunk, StoreChunks, StoreResult, StoreSpec,
+};
 
 const T: usize = TOKENS as usize;
+
+fn chunks_of(spec: &mut StoreSpec) -> &mut Vec<StoreChunk> {
+    match &mut spec.chunks {
+        StoreChunks::Known(plan) => &mut plan.chunks,
+        StoreChunks::Later { .. } => panic!("its chunks are to be found"),
+    }
+}
+
+/// Tells the store thread what came of finding chunks; dropped, that it went well.
+struct Finding {
+    asked: mpsc::Receiver<()>,
+    tell: mpsc::Sender<Error>,
+}
+
+/// The same store, its chunks to be found by the store thread.
+fn found_later(spec: StoreSpec) -> (StoreSpec, Finding) {
+    let StoreChunks::Known(plan) = spec.chunks else { panic!("its chunks are to be found") };
+    let (ask, asked) = mpsc::channel();
+    let (tell, told) = mpsc::channel();
+    let at_most = plan.chunks.len() + plan.already_there;
+    let find = move || {
+        // Nobody may wait for it.
+        let _ = ask.send(());
+        told.recv().map_or(Ok(plan), Err)
+    };
+    let chunks = StoreChunks::Later { at_most, find: Box::new(find) };
+    (StoreSpec { chunks, ..spec }, Finding { asked, tell })
+}
 
 #[test]
 fn layers_are_gathered_as_they_are_given_and_their_blocks_come_free() {
@@ -192,8 +223,8 @@ fn chunks_that_are_there_or_find_no_room_cost_nothing() {
     let w = World::new(4, 4);
     let (slots, kv) = (w.slots(4), w.kv(4).filled(9));
     let mut spec = w.store_spec(&kv, &slots);
-    spec.chunks[0].begin = Box::new(|| Begun::AlreadyThere);
-    spec.chunks[2].begin = Box::new(|| Begun::Shed(ShedCause::NoSpace));
+    chunks_of(&mut spec)[0].begin = Box::new(|| Begun::AlreadyThere);
+    chunks_of(&mut spec)[2].begin = Box::new(|| Begun::Shed(ShedCause::NoSpace));
     let store = w.store(spec);
     store.all_layers();
     let result = store.wait();
@@ -256,7 +287,7 @@ fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
     let mut spec = w.store_spec(&kv, &slots);
     let sink = std::sync::Arc::clone(&slots[0]);
     let later = |begin| -> BeginPut { Box::new(|| Begun::NotYet(ShedCause::NoSpace, begin)) };
-    spec.chunks[0].begin = later(later(Box::new(|| Begun::Open(sink))));
+    chunks_of(&mut spec)[0].begin = later(later(Box::new(|| Begun::Open(sink))));
     let store = w.store(spec);
     store.all_layers();
     assert_eq!(store.wait().stored, 2);
@@ -264,9 +295,82 @@ fn a_slot_that_is_not_there_yet_is_asked_for_again_as_long_as_patience_lasts() {
         Begun::NotYet(ShedCause::Quota, Box::new(never))
     }
     let mut spec = w.store_spec(&kv, &w.slots(2));
-    spec.chunks[0].begin = Box::new(never);
+    chunks_of(&mut spec)[0].begin = Box::new(never);
     spec.backpressure = Backpressure::Shed { patience: Duration::from_millis(20) };
     let store = w.store(spec);
     store.all_layers();
     assert_eq!(store.wait().shed(ShedCause::Quota), 2);
+}
+
+#[test]
+fn chunks_that_are_found_later_are_stored_and_keep_their_blocks_until_then() {
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(3), w.kv(3).filled(13));
+    let (mut spec, finding) = found_later(w.store_spec(&kv, &slots));
+    spec.computed = Some(Computed::Now);
+    let store = w.store(spec);
+    assert!(!store.is_gathered() && !store.gathered(0) && !store.is_finished(), "nobody knows what it will read");
+    drop(finding);
+    store.wait_gathered_all().unwrap();
+    assert_eq!(store.wait(), StoreResult { stored: 3, tokens: 3 * T, bytes: 3 * 4 * 8192, ..StoreResult::default() });
+    assert!(store.is_gathered() && store.gathered(LAYERS - 1));
+    let to = w.kv(3);
+    assert_eq!(w.load(&to, &slots).wait().tokens, 3 * T);
+    assert!(to.bytes() == kv.bytes());
+}
+
+#[test]
+fn a_store_that_ends_before_its_chunks_are_found_sheds_them_all_and_reads_nothing() {
+    let w = World::new(4, 4);
+    let (slots, kv) = (w.slots(3), w.kv(3).filled(14));
+    let (mut spec, finding) = found_later(w.store_spec(&kv, &slots));
+    spec.computed = Some(Computed::Now);
+    let store = w.store(spec);
+    finding.asked.recv().unwrap();
+    store.release();
+    assert!(store.is_gathered() && store.is_finished(), "the blocks are the caller's at once");
+    assert_eq!(store.wait().shed(ShedCause::Cancelled), 3);
+    // Found all the same, they are not begun.
+    drop(finding);
+    let after = w.store(w.store_spec(&w.kv(1).filled(1), &w.slots(1)));
+    after.all_layers();
+    assert_eq!(after.wait().stored, 1);
+    assert_eq!(store.wait(), StoreResult { sheds: vec![(ShedCause::Cancelled, 3)], ..StoreResult::default() });
+    assert!(w.disk.log().iter().all(|s| slots.iter().all(|slot| slot.slot != s.slot)));
+
+    let (spec, finding) = found_later(w.store_spec(&kv, &slots));
+    let store = w.store(spec);
+    finding.tell.send(Error::new(ErrorKind::InvalidInput, "slots beyond the memory")).unwrap();
+    assert_eq!(store.wait().shed(ShedCause::Internal), 3);
+    assert!(store.is_gathered());
+    w.assert_staging_free();
+}
+
+#[test]
+fn chunks_that_are_found_later_do_not_pass_the_door_unseen() {
+    let w = World::with(4, 1, |o| o.max_store_bytes = 100_000);
+    let kv = w.kv(3).filled(15);
+    w.disk.pause();
+    let first = w.store(w.store_spec(&kv, &w.slots(1)));
+    let (spec, finding) = found_later(w.store_spec(&kv, &w.slots(3)));
+    let large = w.store(spec);
+    drop(finding);
+    assert_eq!(large.wait().shed(ShedCause::QueueFull), 3, "more bytes than may wait");
+    let (spec, finding) = found_later(w.store_spec(&kv, &w.slots(1)));
+    let small = w.store(spec);
+    drop(finding);
+    w.disk.run();
+    for store in [&first, &small] {
+        store.all_layers();
+        assert_eq!(store.wait().stored, 1);
+    }
+    // Nobody says so: what is closed meanwhile ends.
+    let (spec, finding) = found_later(w.store_spec(&kv, &w.slots(2)));
+    let store = w.store(spec);
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| w.pipeline().close(Instant::now()));
+        assert_eq!(store.wait().shed(ShedCause::Closed), 2);
+        drop(finding);
+        closing.join().unwrap();
+    });
 }

@@ -10,7 +10,8 @@ use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::key::ChunkKey;
 use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
 use crate::pipeline::{
-    Backpressure, Begun, Load, LoadChunk, LoadSpec, Pipeline, PipelineOptions, Store, StoreChunk, StoreSpec,
+    Backpressure, Begun, Load, LoadChunk, LoadSpec, Pipeline, PipelineOptions, Store, StoreChunk, StoreChunks,
+    StorePlan, StoreSpec,
 };
 
 pub(super) const TOKENS: u32 = 16;
@@ -152,14 +153,15 @@ impl World {
         };
         StoreSpec {
             kv: Arc::clone(&kv.kv),
-            chunks: slots.iter().enumerate().map(chunk).collect(),
+            chunks: StoreChunks::Known(StorePlan {
+                chunks: slots.iter().enumerate().map(chunk).collect(),
+                ..StorePlan::default()
+            }),
             depends_on: Vec::new(),
             backpressure: Backpressure::Wait,
             deadline: None,
             layerwise: true,
             computed: None,
-            already_there: 0,
-            shed: Vec::new(),
         }
     }
 
@@ -207,11 +209,11 @@ impl World {
     /// Staging is back in full.
     pub(super) fn assert_staging_free(&self) {
         for pool in [self.pipeline().load_pool(), self.pipeline().store_pool()] {
-            for _ in 0..2_000_000 {
+            for _ in 0..20_000 {
                 if pool.taken() == 0 {
                     break;
                 }
-                std::thread::yield_now();
+                std::thread::sleep(Duration::from_millis(1));
             }
             assert_eq!(pool.taken(), 0);
         }
