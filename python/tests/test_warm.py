@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 SERVER = """
-import signal, sys
+import os, signal, sys
 
 def told(number, frame):
-    print(signal.Signals(number).name, file=sys.stderr, flush=True)
+    # At once: the other signal may come between a line and its end.
+    os.write(2, f"{signal.Signals(number).name}\\n".encode())
     if number == signal.SIGTERM:
         sys.exit(0)
 
