@@ -216,7 +216,8 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     // A write that failed may have reached the drive: a crash could free the segment. It stays condemned, because nothing in it is
     // durable any more, until the next opening finds out.
     write_free(&victim.lane, victim).or_else(|_| write_free(&victim.lane, victim))?;
-    if let Err(e) = mark_free(&victim.lane, victim) {
+    let again = |e: Error| if e.kind() == ErrorKind::TimedOut { Err(e) } else { mark_free(&victim.lane, victim) };
+    if let Err(e) = mark_free(&victim.lane, victim).or_else(again) {
         // Only a rebuild that has lost the index would have needed it. Late, it must not land in a later use of the segment.
         if e.kind() == ErrorKind::TimedOut
             && let Some(segment) = victim.lane.state()?.segment(victim.segment)

@@ -219,7 +219,9 @@ pub(super) fn write_control(
         (r.segment, r.epoch, r.page, r.pages) = (place.segment, place.epoch, place.page, layout.pages());
     }
     let hold = Hold(Held::new(lane, place, records.len()));
-    let written = write_slot(lane, (place, &hold), &layout, &records);
+    // What is not in the data is not in the index either: with a record, reclaim would take what it repeats for superseded, and a rebuild
+    // from the data alone would bring back what that had hidden. What it was to hide stays hidden until the next opening.
+    write_slot(lane, (place, &hold), &layout, &records)?;
     let mut state = lane.state()?;
     if state.takes_records(place.segment, place.epoch) {
         for r in &records {
@@ -230,7 +232,7 @@ pub(super) fn write_control(
     }
     drop(state);
     drop(hold);
-    written.map(|()| records)
+    Ok(records)
 }
 
 fn write_slot(lane: &Lane, (place, hold): (Place, &Hold), layout: &SlotLayout, records: &[Record]) -> Result<()> {

@@ -386,7 +386,7 @@ fn has_header(files: &Files, k: u64, sequence: u64) -> bool {
 }
 
 /// What the indexes of some files say.
-fn raw_lanes(dir: &Path, files: &Files) -> Vec<(String, fsck::RawLane)> {
+pub fn raw_lanes(dir: &Path, files: &Files) -> Vec<(String, fsck::RawLane)> {
     for path in files.paths() {
         write_sparse(&dir.join(path), files.content(path).unwrap_or(&Content::default()));
     }

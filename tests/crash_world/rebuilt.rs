@@ -11,15 +11,15 @@ use forebay::format::record::{Record, RecordKind};
 use forebay::log::fsck::{self, RebuildOptions};
 
 use super::disk::Files;
-use super::images::{is_of, write_sparse};
+use super::images::{is_of, raw_lanes, write_sparse};
 use super::key;
 use super::model::Version;
 use super::world::{Process, World};
 
 /// What a rebuild gave.
 struct Rebuilt {
-    /// Puts that are intact.
-    puts: Vec<Record>,
+    /// Puts that are intact, by lane.
+    puts: Vec<(String, Record)>,
     /// All records.
     records: Vec<Record>,
     /// What was done.
@@ -51,8 +51,8 @@ fn rebuild(dir: &Path, files: &Files, now_s: u64) -> Rebuilt {
     let raw: Vec<fsck::RawLane> = lanes.iter().map(|lane| fsck::RawLane::read(lane).unwrap()).collect();
     assert!(raw.iter().all(|lane| lane.damage.is_empty()), "an index that was just made is damaged");
     let bad = fsck::deep(&lanes, &raw, now_s, &|_| ()).unwrap().bad;
-    let live = fsck::live(&raw, now_s).into_iter().map(|(_, record)| record);
-    let puts = live.filter(|record| !bad.iter().any(|b| b.key == record.key)).collect();
+    let live = fsck::live(&raw, now_s).into_iter().map(|(lane, record)| (lanes[lane].name.clone(), record));
+    let puts = live.filter(|(_, record)| !bad.iter().any(|b| b.key == record.key)).collect();
     Rebuilt { puts, records: raw.into_iter().flat_map(|lane| lane.records).collect(), told }
 }
 
@@ -62,12 +62,14 @@ impl World {
         let rebuilt = rebuild(dir, &self.began, self.now_s());
         for k in 0..self.config.keys {
             let served = self.run(process, |log| log.peek(&key(k))).map(|chunk| chunk.sequence);
-            let found = rebuilt.puts.iter().find(|record| record.key == key(k)).map(|record| record.sequence);
+            let put = rebuilt.puts.iter().find(|(_, record)| record.key == key(k));
+            let found = put.map(|(_, record)| record.sequence);
             if found == served {
                 self.judge.rebuilt.fetch_add(u64::from(found.is_some()), Ordering::Relaxed);
                 continue;
             }
-            if let Some(why) = self.objection_to(k, served, found, &rebuilt.records) {
+            let is_unmarked = put.is_some_and(|(lane, record)| self.is_given_up_unmarked(lane, record));
+            if !is_unmarked && let Some(why) = self.objection_to(k, served, found, &rebuilt.records) {
                 let of_key: Vec<_> = rebuilt.records.iter().filter(|r| is_of(r, k)).collect();
                 let told = &rebuilt.told;
                 self.fail_at(
@@ -80,6 +82,14 @@ impl World {
             self.tell(|| format!("rebuilt otherwise: key {k} {found:x?}, served {served:x?}"));
             self.judge.rebuilt_otherwise.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Whether a record lies in a segment that the index says was given up: a write error has kept the mark from the data.
+    fn is_given_up_unmarked(&self, lane: &str, record: &Record) -> bool {
+        let later =
+            |raw: &fsck::RawLane| raw.segments.get(&record.segment).is_some_and(|kept| kept.epoch > record.epoch);
+        let is_writing_hard = self.config.faults.eio > 0;
+        is_writing_hard && raw_lanes(&self.dir, &self.began).iter().any(|(name, raw)| name == lane && later(raw))
     }
 
     /// Why a rebuild may not find `found` of a key of which the log serves another version, if it may not.

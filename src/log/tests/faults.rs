@@ -10,6 +10,8 @@ use super::support::*;
 use crate::error::ErrorKind;
 use crate::format::record::{Record, RecordKind};
 use crate::io::{self, Fault, Faulty, Op, Request};
+use crate::log::fsck::{self, RebuildOptions};
+use crate::log::lane::Role;
 use crate::log::{Log, LogOptions, PutOutcome, Turn, reclaim, seal};
 
 /// Which requests of the write queue are faulty, and how; changed while the log runs.
@@ -116,7 +118,9 @@ fn the_free_floor_sheds_puts_but_not_loads() {
     assert!(store(&log, 1));
     drop(log);
     let (_, free) = io::file_system_bytes(dir.path()).unwrap();
-    let log = Log::open(LogOptions { min_free_bytes: free * 2, ..options(dir.path()) }).unwrap();
+    // Without a keeper, which would give up what there is to get back above the floor.
+    let floor = LogOptions { min_free_bytes: free * 2, foreground: true, ..options(dir.path()) };
+    let log = Log::open(floor).unwrap();
     assert_eq!(log.begin_put(spec(2)).unwrap_err().kind(), ErrorKind::NoSpace);
     assert!(has(&log, 1));
     assert_eq!(log.stats().sheds.no_space, 1);
@@ -193,6 +197,30 @@ fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again() {
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
     let log = crash(log);
     assert!(has(&log, 0) && !has(&log, 1) && has(&log, 2));
+}
+
+/// Its records are not in the data. Were they in the index, whoever gives up the segment of an earlier removal would drop that, and
+/// an index made anew from the data would know of none.
+#[test]
+fn a_removal_that_failed_supersedes_none_before_it() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..2).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    log.remove(&[key(0)]).unwrap();
+    log.seal(soon()).unwrap();
+    switch.set(DATA_EIO);
+    assert_eq!(log.remove(&[key(0)]).unwrap_err().kind(), ErrorKind::Io);
+    switch.set(NONE);
+    assert_eq!(reclaim::reclaim_dead(&log.volumes[0], Role::Own), 1, "the segment of the removal alone");
+    log.flush().unwrap();
+    assert!(!has(&log, 0) && has(&log, 1));
+    log.abandon();
+    std::fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
+    let lane = fsck::lanes(dir.path()).unwrap().pop().unwrap();
+    fsck::rebuild(&lane, None, RebuildOptions { dry_run: false, backup: false }, &|_| ()).unwrap();
+    let log = Log::open(options(dir.path())).unwrap();
+    assert!(!has(&log, 0) && has(&log, 1));
 }
 
 /// The region says that all was cleared, and which versions an overwrite and a removal that failed have hidden. Where it cannot be
