@@ -216,6 +216,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri maps no files and raises no signals")]
     fn a_mapping_whose_file_was_cut_is_lost_and_the_process_lives() {
         let file = file();
         let (map, other) =
@@ -252,6 +253,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri maps no files and raises no signals")]
     fn a_fault_in_memory_of_somebody_else_ends_the_process_as_ever() {
         if std::env::var_os(CHILD).is_none() {
             let status = in_a_process("a_fault_in_memory_of_somebody_else_ends_the_process_as_ever");
@@ -278,6 +280,7 @@ mod tests {
     static LATER: super::Before = super::Before(std::cell::UnsafeCell::new(std::mem::MaybeUninit::zeroed()));
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri maps no files and raises no signals")]
     fn a_handler_that_comes_later_and_raises_the_signal_again_does_no_harm() {
         if std::env::var_os(CHILD).is_none() {
             let status = in_a_process("a_handler_that_comes_later_and_raises_the_signal_again_does_no_harm");
@@ -299,6 +302,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri maps no files and raises no signals")]
     fn many_threads_may_lose_a_mapping_at_once() {
         for _ in 0..50 {
             let file = file();

@@ -61,6 +61,9 @@ pub struct Model {
     /// Sequences of versions that were stored, and not flushed, by processes that were killed. Who comes next may not know of them,
     /// and writes to their place although somebody leases it (docs/format.md, *A writer that is killed*).
     pub lost: BTreeSet<u64>,
+    /// Sequences of forgotten versions that were never flushed. Their records may be lost and their slots whole: a rebuild finds those once
+    /// nothing newer is left (docs/format.md, *What it cannot know*).
+    pub unrecorded: BTreeSet<u64>,
 }
 
 impl Model {
@@ -177,7 +180,10 @@ impl Model {
     fn prune(&mut self) {
         for key in self.keys.values_mut() {
             let floor = key.floor();
-            key.versions.retain(|v| v.id >= floor || v.late);
+            let is_kept = |v: &Version| v.id >= floor || v.late;
+            self.unrecorded
+                .extend(key.versions.iter().filter(|v| !is_kept(v) && v.committed && !v.flushed).map(|v| v.sequence));
+            key.versions.retain(is_kept);
         }
     }
 }

@@ -108,7 +108,8 @@ impl World {
             return (!is_hidden).then(|| "it is lost, and nothing hides it".to_owned());
         };
         let Some(version) = versions.iter().find(|v| v.sequence == found) else {
-            return Some("a newer version was flushed, and this one forgotten".to_owned());
+            let was_flushed = !model.unrecorded.contains(&found);
+            return was_flushed.then(|| "a newer version was flushed, and this one, flushed too, forgotten".to_owned());
         };
         if !version.committed {
             return Some("its put was not committed".to_owned());

@@ -1,7 +1,7 @@
 //! Readers of other threads and mappings while the writer works: whole values or misses, never a mix.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 
@@ -77,11 +77,12 @@ fn readers_follow_a_table_that_grows() {
     let (file, mut table) = make(64, 1);
     // Stands for the path that the log renames new files to.
     let path = RwLock::new(file);
-    let published = std::sync::atomic::AtomicU64::new(0);
+    let (is_there, published) = (AtomicBool::new(false), AtomicU64::new(0));
     let total = if cfg!(miri) { 150 } else { 6000 };
     std::thread::scope(|s| {
         s.spawn(|| {
             let mut reader = Table::attach(&path.read(), BOOT, Access::ReadOnly).unwrap();
+            is_there.store(true, Ordering::SeqCst);
             let mut attached = 1;
             loop {
                 let up_to = published.load(Ordering::SeqCst);
@@ -100,6 +101,9 @@ fn readers_follow_a_table_that_grows() {
             }
             assert!(attached > 1);
         });
+        while !is_there.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
         for n in 0..total {
             while table.wants_growth() {
                 let (file, larger) = make(table.next_max_entries(), table.generation() + 1);
