@@ -97,8 +97,8 @@ impl Engine {
         inner.pipeline.store(inner.store_spec(&request)?)
     }
 
-    /// As [`Engine::store`] for each of `requests`, one answer each, for callers in a hurry: which chunks are stored already, and where
-    /// the others' tokens lie, is found out on a thread of the engine's. Slots that do not fit the memory shed the store then.
+    /// As [`Engine::store`] for each of `requests`, one answer each, for callers in a hurry: where the tokens lie is found out on a thread of
+    /// the engine's. Slots and mappings that do not fit the memory shed the store then.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`]; each answer's as [`Engine::store`].

@@ -1,5 +1,6 @@
 //! What is asked of the engine, and what a lookup answers.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,10 +16,34 @@ pub struct SlotMapping {
     pub(super) mask: Option<Arc<[bool]>>,
 }
 
+/// How many tokens of a range lie somewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mapped {
+    Nowhere,
+    InPart,
+    Whole,
+}
+
 impl SlotMapping {
     /// Whether token `at` lies somewhere.
     pub(super) fn maps(&self, at: usize) -> bool {
         self.groups.iter().any(|group| group.get(at).is_some_and(|slot| *slot >= 0))
+    }
+
+    /// Whether the tokens in `range` lie somewhere, in every group.
+    pub(super) fn mapped(&self, range: &Range<usize>) -> Mapped {
+        let bits = self.mask.as_ref().map(|mask| mask.get(range.clone()).unwrap_or_default());
+        let is_kept = |at: usize| bits.is_none_or(|bits| bits.get(at) == Some(&true));
+        let of = |group: &Arc<[i64]>| {
+            let slots = group.get(range.clone()).unwrap_or_default();
+            slots.iter().enumerate().filter(|(at, slot)| **slot >= 0 && is_kept(*at)).count()
+        };
+        let (least, most) = self.groups.iter().map(of).fold((range.len(), 0), |(a, b), n| (a.min(n), b.max(n)));
+        match (least, most) {
+            (_, 0) => Mapped::Nowhere,
+            (least, _) if least < range.len() => Mapped::InPart,
+            _ => Mapped::Whole,
+        }
     }
 
     /// One mapping for all layers: the slot of each token from the start of the prompt, -1 to skip it.
@@ -159,5 +184,24 @@ impl StoreRequest {
             layerwise: None,
             computed: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_mapped_where_every_group_has_a_slot_for_each_and_the_mask_lets_it() {
+        let whole: Arc<[i64]> = Arc::from([4, 5, 6, 7]);
+        let mapped = |mapping: &SlotMapping| [mapping.mapped(&(0..2)), mapping.mapped(&(2..4))];
+        assert_eq!(mapped(&SlotMapping::new(Arc::clone(&whole))), [Mapped::Whole, Mapped::Whole]);
+        assert_eq!(mapped(&SlotMapping::new(vec![-1, -1, 6, -1])), [Mapped::Nowhere, Mapped::InPart]);
+        let window: Arc<[i64]> = Arc::from([-1, -1, 6, 7]);
+        let both = SlotMapping::per_group(vec![Arc::clone(&whole), window]);
+        assert_eq!(mapped(&both), [Mapped::InPart, Mapped::Whole]);
+        let masked = both.masked([false, false, true, false]);
+        assert_eq!(mapped(&masked), [Mapped::Nowhere, Mapped::InPart]);
+        assert_eq!(SlotMapping::new(whole).mapped(&(2..6)), Mapped::Nowhere, "beyond its end nothing is known");
     }
 }

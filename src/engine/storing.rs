@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::plan::Planner;
+use super::request::Mapped;
 use super::{Inner, StoreRequest, adapter};
 use crate::error::Result;
 use crate::format::layout::SlotLayout;
@@ -19,11 +20,20 @@ struct Wanted {
     tokens: Range<usize>,
 }
 
+/// The chunks of a request that are to be written, and what has become of the others.
+struct Chosen {
+    chunks: Vec<Wanted>,
+    already_there: usize,
+    shed: Vec<(ShedCause, usize)>,
+}
+
 impl Inner {
     /// What `request` asks for, its chunks found at once.
     pub(super) fn store_spec(&self, request: &StoreRequest) -> Result<StoreSpec> {
         let spec = self.empty_spec(request)?;
-        Ok(StoreSpec { chunks: StoreChunks::Known(self.store_plan(request)?), ..spec })
+        let planner = self.planner(request)?;
+        let chosen = self.choose(request);
+        Ok(StoreSpec { chunks: StoreChunks::Known(self.plan(request, &planner, chosen)?), ..spec })
     }
 
     /// What `request` asks for but its chunks.
@@ -49,14 +59,8 @@ impl Inner {
         prompt_tokens.map_or(all, |tokens| tokens.min(all))
     }
 
-    fn store_plan(&self, request: &StoreRequest) -> Result<StorePlan> {
-        let wanted = self.wanted(request);
-        let planner = Planner::new(&self.geometry, &request.kv, &request.slots, wanted)?;
-        let chunks = self.chunks_to_store(request, wanted);
-        let Some(log) = self.log() else {
-            return Ok(StorePlan { shed: vec![(ShedCause::Closed, chunks.len())], ..StorePlan::default() });
-        };
-        self.plan_store(log, (request, &planner), &chunks)
+    fn planner<'a>(&self, request: &'a StoreRequest) -> Result<Planner<'a>> {
+        Planner::new(&self.geometry, &request.kv, &request.slots, self.wanted(request))
     }
 
     /// The chunks of the first `wanted` tokens.
@@ -75,54 +79,56 @@ impl Inner {
         chunks
     }
 
-    fn plan_store(
-        &self,
-        log: &Arc<Log>,
-        (request, planner): (&StoreRequest, &Planner<'_>),
-        chunks: &[Wanted],
-    ) -> Result<StorePlan> {
-        let mut plan = StorePlan::default();
-        let keys: Vec<ChunkKey> = chunks.iter().map(|c| c.key).collect();
-        plan.already_there = log.lookup(&keys);
-        let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
-        let mut candidates = Vec::new();
+    /// Decides what is written, and tells the policy what the prompt brings: in the order of the calls, so that ranks that are told the same
+    /// decide the same.
+    fn choose(&self, request: &StoreRequest) -> Chosen {
+        let mut wanted = self.chunks_to_store(request, self.wanted(request));
+        let Some(log) = self.log() else {
+            return Chosen { shed: vec![(ShedCause::Closed, wanted.len())], chunks: Vec::new(), already_there: 0 };
+        };
+        let keys: Vec<ChunkKey> = wanted.iter().map(|c| c.key).collect();
+        let already_there = log.lookup(&keys);
+        let mut chunks = wanted.split_off(already_there);
         let is_mapped = |c: &&Wanted| request.slots.maps(c.tokens.start);
-        let mut brought: Vec<Candidate> =
-            chunks.iter().take(plan.already_there).filter(is_mapped).map(|c| candidate(request, c)).collect();
-        let first = chunks.get(plan.already_there);
-        let run = (first.map(|c| c.key), first.and_then(|c| log.near(&request.prompt.parent_of(c.index))));
-        for chunk in chunks.iter().skip(plan.already_there) {
-            let plans = planner.plans(chunk.tokens.clone())?;
-            if plans.iter().all(|p| p.is_empty()) {
-                continue;
-            }
-            if plans.iter().any(|p| p.tokens() < chunk.tokens.len()) {
-                plan.shed.push((ShedCause::Unmapped, 1));
-                continue;
-            }
+        let mut brought: Vec<Candidate> = wanted.iter().filter(is_mapped).map(|c| candidate(request, c)).collect();
+        let mut unmapped = 0;
+        chunks.retain(|chunk| {
+            let mapped = request.slots.mapped(&chunk.tokens);
+            unmapped += usize::from(mapped == Mapped::InPart);
+            mapped == Mapped::Whole
+        });
+        let candidates: Vec<Candidate> = chunks.iter().map(|c| candidate(request, c)).collect();
+        let admitted = log.admit(&candidates);
+        brought.extend_from_slice(candidates.get(..admitted).unwrap_or_default());
+        log.note_brought(&brought);
+        chunks.truncate(admitted);
+        let shed = vec![(ShedCause::Unmapped, unmapped), (ShedCause::Policy, candidates.len() - admitted)];
+        Chosen { chunks, already_there, shed }
+    }
+
+    /// Where the tokens of what was chosen lie.
+    fn plan(&self, request: &StoreRequest, planner: &Planner<'_>, chosen: Chosen) -> Result<StorePlan> {
+        let Chosen { chunks, already_there, shed } = chosen;
+        let mut plan = StorePlan { chunks: Vec::with_capacity(chunks.len()), already_there, shed };
+        let Some((log, first)) = self.log().zip(chunks.first()) else { return Ok(plan) };
+        let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
+        let (root, near) = (Some(first.key), log.near(&request.prompt.parent_of(first.index)));
+        for chunk in &chunks {
             let tokens = chunk.tokens.len() as u32;
             let layout = if tokens == self.geometry.chunk_tokens {
                 full.clone()
             } else {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
-            let put = PutSpec { root: run.0, near: run.1, ..self.put_spec(log, request, chunk) };
-            candidates.push(candidate(request, chunk));
+            let put = PutSpec { root, near, ..self.put_spec(log, request, chunk) };
             let log = Arc::clone(log);
             plan.chunks.push(StoreChunk {
                 layout,
                 tokens,
-                plans,
+                plans: planner.plans(chunk.tokens.clone())?,
                 layer_groups: Arc::clone(&planner.layer_classes),
                 begin: Box::new(move || adapter::begin(log, put)),
             });
-        }
-        let admitted = log.admit(&candidates);
-        brought.extend_from_slice(candidates.get(..admitted).unwrap_or_default());
-        log.note_brought(&brought);
-        plan.chunks.truncate(admitted);
-        if admitted < candidates.len() {
-            plan.shed.push((ShedCause::Policy, candidates.len() - admitted));
         }
         Ok(plan)
     }
@@ -143,14 +149,21 @@ impl Inner {
     }
 }
 
-/// What `request` asks for, its chunks to be found by the store thread.
+/// What `request` asks for; where the tokens of its chunks lie is to be found by the store thread.
 pub(super) fn later(inner: &Arc<Inner>, request: StoreRequest) -> Result<StoreSpec> {
     let spec = inner.empty_spec(&request)?;
-    let (wanted, step) = (inner.wanted(&request), request.prompt.chunk_tokens().max(1));
-    let at_most = (0..wanted).step_by(step).filter(|&start| request.slots.maps(start)).count();
+    let chosen = inner.choose(&request);
+    if chosen.chunks.is_empty() {
+        let plan = StorePlan { chunks: Vec::new(), already_there: chosen.already_there, shed: chosen.shed };
+        return Ok(StoreSpec { chunks: StoreChunks::Known(plan), ..spec });
+    }
+    let at_most = chosen.chunks.len();
     // The engine owns the thread that calls it.
     let inner = Arc::downgrade(inner);
-    let find = move || inner.upgrade().map_or_else(|| Ok(StorePlan::default()), |inner| inner.store_plan(&request));
+    let find = move || match inner.upgrade() {
+        Some(inner) => inner.plan(&request, &inner.planner(&request)?, chosen),
+        None => Ok(StorePlan::default()),
+    };
     Ok(StoreSpec { chunks: StoreChunks::Later { at_most, find: Box::new(find) }, ..spec })
 }
 
