@@ -114,7 +114,8 @@ fn a_quota_that_is_lowered_is_kept_from_the_next_opening_on() {
     assert!(store_spec(&log, of_tenant(900, OURS), 900, 0).unwrap(), "room is made for it");
     let taken = taken(&log)[&OURS];
     assert!(taken <= QUOTA / 4, "{taken}");
-    let _ = all_load(&log, &held(&log, 0..1000));
+    let gone = all_load(&log, &held(&log, 0..1000));
+    assert!(gone as u64 <= log.stats().quota_evicted, "{gone}, {:?}", log.stats());
 }
 
 #[test]

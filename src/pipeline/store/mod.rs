@@ -89,7 +89,7 @@ pub type FindChunks = Box<dyn FnOnce() -> Result<StorePlan> + Send>;
 pub enum StoreChunks {
     /// They are known.
     Known(StorePlan),
-    /// The store thread finds them, for callers that are in a hurry.
+    /// The store thread finds them, for callers that are in a hurry: nothing may depend on when that is.
     Later {
         /// What is counted as shed where the store is given up before they are found.
         at_most: usize,

@@ -4,7 +4,8 @@
 //! Invariants:
 //! - The thread never waits for the caller, and waits for the drive only in what the log does to open a slot.
 //! - Every event that could let it go on notifies it.
-//! - What can be found out here is not found out on the caller's thread: between its steps a server waits for every microsecond.
+//! - What can be found out here, whenever that is, is not found out on the caller's thread: between its steps a server waits for every
+//!   microsecond. What must be decided in the order of the calls is not.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
