@@ -151,6 +151,8 @@ pub struct StoreRequest {
     /// Tokens of the prompt proper where generated ones follow; these are stored only if the settings say so
     /// (`save_decode_cache`). `None` where all are of the prompt.
     pub prompt_tokens: Option<usize>,
+    /// Tokens that were generated for the prompt in all, where that is known: `admission: adaptive` tells chunks apart by it.
+    pub generated: Option<u32>,
     /// Loads that the KV was computed from.
     pub depends_on: Vec<LoadTicket>,
     /// What happens while staging is taken.
@@ -176,6 +178,7 @@ impl StoreRequest {
             kv: Arc::clone(kv),
             slots: slots.into(),
             prompt_tokens: None,
+            generated: None,
             depends_on: Vec::new(),
             backpressure: Backpressure::default(),
             timeout_ms: None,

@@ -173,5 +173,6 @@ fn candidate(request: &StoreRequest, chunk: &Wanted) -> Candidate {
         parent: request.prompt.parent_of(chunk.index),
         tokens: chunk.tokens.len() as u32,
         depth: chunk.index as u32,
+        generated: request.generated,
     }
 }

@@ -25,6 +25,8 @@ pub struct Candidate {
     pub tokens: u32,
     /// Chunks before it in its prompt.
     pub depth: u32,
+    /// Tokens that were generated for the prompt; `None` while that is not known.
+    pub generated: Option<u32>,
 }
 
 /// The policy's state; `None` where everything is stored.
@@ -60,7 +62,8 @@ impl Log {
         for (at, chunk) in run.iter().enumerate() {
             let (tag, parent) = (tag_of(&chunk.key), tag_of(&chunk.parent));
             let behind = u32::try_from(run.len() - at - 1).unwrap_or(u32::MAX);
-            let offered = Offered { tag, parent, partial: chunk.tokens < full, behind };
+            let generated = chunk.generated;
+            let offered = Offered { tag, parent, partial: chunk.tokens < full, behind, generated };
             if !state.offer(&offered) && admitted.is_none() {
                 admitted = Some(at);
             }

@@ -180,21 +180,28 @@ fn every_policy_is_simulated_and_the_chart_shows_them() {
 fn admission_and_a_memory_above_are_lines_of_their_own_and_refused_where_they_mean_nothing() {
     let trace = excerpt();
     let arguments = ["--capacity-tokens", "300k", "--memory-tokens", "100k", "--policy", "prefix", "--json"];
-    let more = ["--admission", "all,second_touch,adaptive", "--offer", "stored,evicted", "--chart", "chart.svg"];
+    let more =
+        ["--admission", "all,second_touch,adaptive", "--offer", "stored,evicted,finished", "--chart", "chart.svg"];
     let run = forebay(folder().path(), &[&["replay", &trace][..], &arguments, &more].concat());
     let json = run.expect(0).json();
     let lines = json.as_array().unwrap();
-    assert_eq!(lines.len(), 6);
+    assert_eq!(lines.len(), 9);
     for (at, line) in lines.iter().enumerate() {
         assert_eq!(line["admission"], ["all", "second_touch", "adaptive"][at % 3]);
-        assert_eq!(line["offer"], ["stored", "evicted"][at / 3]);
+        assert_eq!(line["offer"], ["stored", "evicted", "finished"][at / 3]);
         let hits = |name: &str| line[name].as_f64().unwrap();
         assert!(hits("drive_hit_ratio") > 0.0 && hits("drive_hit_ratio") < hits("hit_ratio"), "{line}");
     }
     let admitted = |at: usize| lines[at]["bytes_admitted"].as_u64().unwrap();
     assert!(admitted(1) * 2 < admitted(0) && admitted(4) * 2 < admitted(3), "{json}");
+    assert_eq!(
+        lines[6]["hit_ratio"], lines[0]["hit_ratio"],
+        "what is all stored does not depend on what was generated"
+    );
+    assert_ne!(lines[8]["bytes_admitted"], lines[2]["bytes_admitted"]);
     for wrong in [
         &["--engine", "real", "--memory-tokens", "1m"][..],
+        &["--engine", "real", "--offer", "evicted"],
         &["--segment-tokens", "100k", "--offer", "evicted"],
         &["--segment-tokens", "100k", "--admission", "adaptive"],
         &["--admission", "some"],

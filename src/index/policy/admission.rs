@@ -2,8 +2,9 @@
 //!
 //! *Second touch* stores a chunk when it is offered again: names of chunks that were refused are remembered. *Adaptive* stores
 //! chunks of kinds that come back, and others when they do: for every kind it learns how many chunks return within the drive's
-//! reach, and refuses the kinds that return least, as many as cost no more than a given share of the hits by its own estimate. The
-//! kind is how many new ends the chain had before, how long its new end is as far as that is known, and whether it fills a chunk.
+//! reach, and refuses the kinds that return least, as many as cost no more than a given share of the hits by its own estimate, of the
+//! last kind a part. The kind is how many new ends the chain had before, how long its new end is as far as that is known, how much was
+//! generated where that is known, and whether it fills a chunk.
 //!
 //! Invariants: the state is a function of the calls, in their order: no clock, no I/O, no randomness, no order of a hash table, so
 //! that ranks that are told the same decide the same. What follows a refused chunk is refused: nothing could find it. Memory is
@@ -24,10 +25,16 @@ pub const NAME_BYTES: u64 = 80;
 const ENDS: usize = 3;
 /// Lengths of a new end that are told apart, one for each doubling; longer ones count as the last.
 const LENGTHS: usize = 10;
+/// From so many generated tokens on answers are told apart.
+const ANSWERS: [u32; 3] = [10, 60, 300];
+/// Rows of kinds for each number of new ends: the answer is not known, or one of those.
+const ROWS: usize = ANSWERS.len() + 2;
 const PARTIAL: usize = 0;
-const KINDS: usize = 1 + ENDS * LENGTHS;
-/// Chunks of a kind that what is known of all kinds counts for.
+const KINDS: usize = 1 + ENDS * ROWS * LENGTHS;
+/// Chunks of a kind that what is known of chunks like it, whatever their answer, counts for; and of these, what is known of all kinds.
 const PRIOR_CHUNKS: f64 = 50.0;
+/// Kinds of which a larger share returns are stored, whatever may be lost: refusing them loses hits and saves little.
+const MOST_RETURNING: f64 = 0.5;
 /// Share of the chunks that return within the drive's reach before anything has been seen.
 const FIRST_GUESS: f64 = 0.25;
 /// Most new chunks that are told as one group.
@@ -59,6 +66,8 @@ pub struct Offered {
     pub partial: bool,
     /// Chunks that are offered behind it in the same call: what is known of how long the new end is.
     pub behind: u32,
+    /// Tokens that were generated for the prompt; `None` while that is not known.
+    pub generated: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -84,16 +93,30 @@ struct Group {
     told: u64,
     /// Chunks that have not come back.
     waiting: u64,
+    refused: bool,
 }
 
 /// What is known of chunks of a kind.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Seen {
     /// Chunks that came back for the first time, by age, and the chunk-time that passed without.
-    returns: [f64; SPANS],
-    waited: [f64; SPANS],
+    returns: Spans,
+    waited: Spans,
     offered: f64,
-    refused: bool,
+    /// The part of its groups that is refused.
+    refused: f64,
+    /// How much of a group has been left over to be refused.
+    turn: f64,
+}
+
+/// A sum for each span of age.
+#[derive(Clone, Debug)]
+struct Spans([f64; SPANS]);
+
+impl Default for Spans {
+    fn default() -> Self {
+        Self([0.0; SPANS])
+    }
 }
 
 /// The state of an admission policy, of one cache.
@@ -119,7 +142,6 @@ impl Admission {
     /// For a cache with room for `room` chunks.
     #[must_use]
     pub fn new(policy: AdmissionPolicy, room: u64) -> Self {
-        let nothing = Seen { returns: [0.0; SPANS], waited: [0.0; SPANS], offered: 0.0, refused: false };
         Self {
             policy,
             room: room.max(1),
@@ -128,7 +150,7 @@ impl Admission {
             names: [HashMap::new(), HashMap::new()],
             groups: VecDeque::new(),
             first_group: 0,
-            kinds: vec![nothing; KINDS],
+            kinds: vec![Seen::default(); KINDS],
             hits: 0.0,
             last: 0,
         }
@@ -169,13 +191,13 @@ impl Admission {
         };
         self.last = chunk.tag;
         let length = u32::from(place).saturating_add(chunk.behind).saturating_add(1);
-        let kind = kind(ends, length, chunk.partial);
+        let kind = kind(ends, chunk.generated, length, chunk.partial);
+        let group = self.join(kind, place);
         let refused = orphan
             || match self.policy {
                 AdmissionPolicy::SecondTouch => true,
-                _ => self.kinds.get(kind).is_some_and(|k| k.refused),
+                _ => self.groups.back().is_some_and(|g| g.refused),
             };
-        let group = self.join(kind, place);
         self.remember(chunk.tag, Name { group, ends, place, back: false, refused });
         if self.clock - self.learned >= (self.room / 16).max(64) {
             self.learn();
@@ -206,7 +228,10 @@ impl Admission {
             let near = |g: &&mut Group| g.kind == kind && place > 0 && now - g.born < GROUP;
             match self.groups.back_mut().filter(near) {
                 Some(group) => group.waiting += 1,
-                None => self.groups.push_back(Group { kind, born: now, told: now, waiting: 1 }),
+                None => {
+                    let refused = seen.refuses();
+                    self.groups.push_back(Group { kind, born: now, told: now, waiting: 1, refused });
+                }
             }
         }
         (self.first_group + self.groups.len() as u64).saturating_sub(1)
@@ -222,7 +247,7 @@ impl Admission {
             {
                 let (from, age) = (group.told - group.born, self.clock - group.born);
                 group.waiting = group.waiting.saturating_sub(1);
-                if let Some(returns) = seen.returns.get_mut(span(age)) {
+                if let Some(returns) = seen.returns.0.get_mut(span(age)) {
                     *returns += 1.0;
                 }
                 seen.waited(from, age, 1);
@@ -248,35 +273,49 @@ impl Admission {
         }
         self.refuse(loss * self.hits);
         for seen in &mut self.kinds {
-            seen.returns.iter_mut().chain(&mut seen.waited).for_each(|sum| *sum *= fading);
+            seen.returns.0.iter_mut().chain(&mut seen.waited.0).for_each(|sum| *sum *= fading);
             seen.offered *= fading;
         }
         self.hits *= fading;
     }
 
-    /// Refuses the kinds that return least, while what they are expected to return fits `most`: a length only together with the
-    /// longer ones, because a new end that is offered in pieces grows while it is offered, and what is behind could not be found.
+    /// Refuses the kinds that return least, while what they are expected to return fits `most`, and of the next a part: a length only
+    /// together with the longer ones, because a new end that is offered in pieces grows while it is offered, and what is behind could
+    /// not be found.
     fn refuse(&mut self, mut most: f64) {
-        let rates = self.rates_of_all();
-        let expect = |seen: &Seen| (seen.share_returning(&rates, self.room) * seen.offered, seen.offered);
-        let expected: Vec<(f64, f64)> = self.kinds.iter().map(expect).collect();
-        self.kinds.iter_mut().for_each(|seen| seen.refused = false);
+        let expected = self.expected();
+        self.kinds.iter_mut().for_each(|seen| seen.refused = 0.0);
         // Of each row the lengths that are not refused yet: a partial end is a row of its own.
-        let mut rows: [Range<usize>; ENDS + 1] = std::array::from_fn(|row| match row {
-            0 => PARTIAL..PARTIAL + 1,
-            ends => 1 + (ends - 1) * LENGTHS..1 + ends * LENGTHS,
-        });
-        loop {
-            let worst = rows.iter().enumerate().filter_map(|(row, kinds)| {
-                let (share, from, returns) = least_returning(&expected, kinds)?;
-                Some((share, row, from, returns))
-            });
-            let Some((_, row, from, returns)) = worst.min_by(|a, b| a.0.total_cmp(&b.0)) else { return };
-            most -= returns;
-            let Some(kinds) = rows.get_mut(row).filter(|_| most >= 0.0) else { return };
-            self.kinds.iter_mut().take(kinds.end).skip(from).for_each(|seen| seen.refused = true);
+        let row = |at: usize| 1 + at * LENGTHS..1 + (at + 1) * LENGTHS;
+        let mut rows: Vec<Range<usize>> =
+            std::iter::once(PARTIAL..PARTIAL + 1).chain((0..ENDS * ROWS).map(row)).collect();
+        while most > 0.0 {
+            let worst = rows.iter_mut().filter_map(|kinds| Some((least_returning(&expected, kinds)?, kinds)));
+            let Some(((share, from, returns), kinds)) = worst.min_by(|a, b| a.0.0.total_cmp(&b.0.0)) else { return };
+            if share > MOST_RETURNING {
+                return;
+            }
+            let part = if returns > most { most / returns } else { 1.0 };
+            self.kinds.iter_mut().take(kinds.end).skip(from).for_each(|seen| seen.refused = part);
             kinds.end = from;
+            most -= returns;
         }
+    }
+
+    /// For each kind the chunks that are expected to return, and those that were offered.
+    fn expected(&self) -> Vec<(f64, f64)> {
+        let rates = self.rates_of_all();
+        let mut alike = vec![Seen::default(); KINDS];
+        for (at, seen) in self.kinds.iter().enumerate() {
+            if let Some(sum) = alike.get_mut(whatever_the_answer(at)) {
+                sum.add(seen);
+            }
+        }
+        let expect = |(at, seen): (usize, &Seen)| {
+            let share = alike.get(whatever_the_answer(at)).map(|like| seen.share_returning(like, &rates, self.room));
+            (share.unwrap_or_default() * seen.offered, seen.offered)
+        };
+        self.kinds.iter().enumerate().map(expect).collect()
     }
 
     /// First returns for each chunk and time, of all kinds together, by age.
@@ -285,7 +324,7 @@ impl Admission {
         let mut rates = [0.0; SPANS];
         for (at, rate) in rates.iter_mut().enumerate() {
             let sum =
-                |of: fn(&Seen) -> &[f64; SPANS]| -> f64 { self.kinds.iter().filter_map(|seen| of(seen).get(at)).sum() };
+                |of: fn(&Seen) -> &Spans| -> f64 { self.kinds.iter().filter_map(|seen| of(seen).0.get(at)).sum() };
             let prior = PRIOR_CHUNKS * (start(at + 1) - start(at)).max(1) as f64;
             *rate = (sum(|s| &s.returns) + guess * prior) / (sum(|s| &s.waited) + prior);
         }
@@ -294,25 +333,43 @@ impl Admission {
 }
 
 impl Seen {
+    /// Whether the next group is refused.
+    fn refuses(&mut self) -> bool {
+        self.turn += self.refused;
+        let is_its_turn = self.turn >= 1.0;
+        self.turn -= f64::from(u8::from(is_its_turn));
+        is_its_turn
+    }
+
+    fn add(&mut self, other: &Self) {
+        let sums = self.returns.0.iter_mut().chain(&mut self.waited.0);
+        sums.zip(other.returns.0.iter().chain(&other.waited.0)).for_each(|(sum, more)| *sum += more);
+    }
+
     /// So many chunks grew older without a return.
     fn waited(&mut self, from_age: u64, to_age: u64, chunks: u64) {
         if from_age >= to_age {
             return;
         }
-        for (at, sum) in self.waited.iter_mut().enumerate().take(span(to_age) + 1).skip(span(from_age)) {
+        for (at, sum) in self.waited.0.iter_mut().enumerate().take(span(to_age) + 1).skip(span(from_age)) {
             let end = if at + 1 == SPANS { u64::MAX } else { start(at + 1) };
             *sum += end.min(to_age).saturating_sub(start(at).max(from_age)) as f64 * chunks as f64;
         }
     }
 
-    /// The share of new chunks that return by the age of `reach`; `rates` are those of all kinds.
-    fn share_returning(&self, rates: &[f64; SPANS], reach: u64) -> f64 {
+    /// The share of new chunks that return by the age of `reach`; `alike` is what is known of chunks like them, `rates` are those of all
+    /// kinds.
+    fn share_returning(&self, alike: &Self, rates: &[f64; SPANS], reach: u64) -> f64 {
         let mut hazard = 0.0;
-        for (at, ((returns, waited), rate)) in self.returns.iter().zip(&self.waited).zip(rates).enumerate() {
+        for (at, rate) in rates.iter().enumerate() {
             let end = if at + 1 == SPANS { reach } else { start(at + 1).min(reach) };
             let width = end.saturating_sub(start(at)) as f64;
             let prior = PRIOR_CHUNKS * width.max(1.0);
-            hazard += (returns + rate * prior) / (waited + prior) * width;
+            let better = |seen: &Self, guess: f64| {
+                let sums = seen.returns.0.get(at).zip(seen.waited.0.get(at));
+                sums.map_or(guess, |(returns, waited)| (returns + guess * prior) / (waited + prior))
+            };
+            hazard += better(self, better(alike, *rate)) * width;
         }
         -(-hazard).exp_m1()
     }
@@ -332,12 +389,22 @@ fn least_returning(expected: &[(f64, f64)], kinds: &Range<usize>) -> Option<(f64
     best
 }
 
-fn kind(ends: u8, length: u32, partial: bool) -> usize {
+fn kind(ends: u8, generated: Option<u32>, length: u32, partial: bool) -> usize {
     if partial {
         return PARTIAL;
     }
     let doublings = length.max(1).ilog2() as usize;
-    1 + usize::from(ends.saturating_sub(1)).min(ENDS - 1) * LENGTHS + doublings.min(LENGTHS - 1)
+    let answer = generated.map_or(0, |tokens| 1 + ANSWERS.iter().take_while(|from| tokens >= **from).count());
+    let row = usize::from(ends.saturating_sub(1)).min(ENDS - 1) * ROWS + answer;
+    1 + row * LENGTHS + doublings.min(LENGTHS - 1)
+}
+
+/// The kind of chunks like those of `kind` whose answer is not known.
+fn whatever_the_answer(kind: usize) -> usize {
+    match kind.checked_sub(1) {
+        None => PARTIAL,
+        Some(at) => 1 + at / (ROWS * LENGTHS) * (ROWS * LENGTHS) + at % LENGTHS,
+    }
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ const ADAPTIVE: AdmissionPolicy = AdmissionPolicy::Adaptive { loss: 0.05 };
 
 fn chunk(chain: u64, depth: u64) -> Offered {
     let tag = |depth| (chain << 16) + depth + 1;
-    Offered { tag: tag(depth), parent: if depth == 0 { 0 } else { tag(depth - 1) }, partial: false, behind: 0 }
+    Offered { tag: tag(depth), parent: if depth == 0 { 0 } else { tag(depth - 1) }, ..Offered::default() }
 }
 
 /// Offers chunks of one prompt; how many are stored.
@@ -124,10 +124,71 @@ fn the_same_calls_decide_the_same() {
 }
 
 #[test]
-fn lengths_and_ends_have_kinds_of_their_own() {
-    assert_eq!(kind(5, 7, true), PARTIAL);
-    let all = (0..5).flat_map(|ends| (1..2000).map(move |length| kind(ends, length, false)));
+fn lengths_ends_and_answers_have_kinds_of_their_own() {
+    assert_eq!(kind(5, Some(1), 7, true), PARTIAL);
+    let answers = [None, Some(0), Some(10), Some(60), Some(300)];
+    let of = |ends| answers.into_iter().flat_map(move |a| (1..2000).map(move |length| kind(ends, a, length, false)));
+    let all = (0..5).flat_map(of);
     assert!(all.clone().all(|k| (1..KINDS).contains(&k)));
     assert_eq!(all.collect::<std::collections::HashSet<_>>().len(), KINDS - 1);
-    assert_eq!(kind(0, 1, false), kind(1, 1, false), "a first chunk that all share, and what first comes behind it");
+    assert_eq!(
+        kind(0, None, 1, false),
+        kind(1, None, 1, false),
+        "all share a first chunk, and this first comes behind it"
+    );
+    assert_eq!(
+        (kind(2, Some(59), 9, false), kind(2, Some(299), 9, false)),
+        (kind(2, Some(10), 9, false), kind(2, Some(60), 9, false))
+    );
+    for answer in answers {
+        assert_eq!(whatever_the_answer(kind(2, answer, 9, false)), kind(2, None, 9, false));
+    }
+    assert_eq!(whatever_the_answer(PARTIAL), PARTIAL);
+}
+
+#[test]
+fn what_was_generated_tells_chunks_apart_that_are_alike_otherwise() {
+    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    let mut stored = [0; 2];
+    for round in 0..600 {
+        for (at, generated) in [(0, 1), (1, 500)] {
+            let chain = at as u64 * 1_000_000 + round;
+            let new = |depth| Offered { behind: (3 - depth) as u32, generated: Some(generated), ..chunk(chain, depth) };
+            let admitted = (0..4).filter(|depth| adaptive.offer(&new(*depth))).count();
+            stored[at] += if round < 300 { 0 } else { admitted };
+        }
+        if round >= 4 {
+            (0..4).for_each(|depth| adaptive.used(chunk(1_000_000 + round - 4, depth).tag));
+        }
+    }
+    assert_eq!(stored, [0, 1200], "what was answered in one token never came back");
+}
+
+#[test]
+fn of_the_last_kind_a_part_is_refused() {
+    let mut adaptive = Admission::new(AdmissionPolicy::Adaptive { loss: 0.1 }, 4000);
+    let mut stored = 0;
+    for round in 0..2000 {
+        let admitted = offer(&mut adaptive, round, 0..4);
+        assert!([0, 4].contains(&admitted), "whole ends");
+        stored += if round < 1000 { 0 } else { admitted };
+        if round >= 4 && round % 4 == 0 {
+            offer(&mut adaptive, round - 4, 0..4);
+        }
+    }
+    assert!(
+        (3000..3900).contains(&stored),
+        "one kind, a quarter returns: a tenth of that may be lost, not all: {stored}"
+    );
+}
+
+#[test]
+fn what_mostly_returns_is_never_refused() {
+    let mut adaptive = Admission::new(AdmissionPolicy::Adaptive { loss: 0.5 }, 2000);
+    for round in 0..1000 {
+        assert_eq!(offer(&mut adaptive, round, 0..3), 3);
+        if round >= 4 {
+            (0..3).for_each(|depth| adaptive.used(chunk(round - 4, depth).tag));
+        }
+    }
 }

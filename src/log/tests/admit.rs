@@ -25,7 +25,14 @@ impl Clock for Boot {
 }
 
 fn run(keys: std::ops::Range<u64>) -> Vec<Candidate> {
-    keys.map(|n| Candidate { key: key(n), parent: key(n.wrapping_sub(1)), tokens: CHUNK_TOKENS, depth: 0 }).collect()
+    let candidate = |n: u64| Candidate {
+        key: key(n),
+        parent: key(n.wrapping_sub(1)),
+        tokens: CHUNK_TOKENS,
+        depth: 0,
+        generated: None,
+    };
+    keys.map(candidate).collect()
 }
 
 #[test]
@@ -60,7 +67,7 @@ fn what_loads_use_counts_for_the_policy() {
         let log = Log::open(LogOptions { admission, ..options(dir.path()) }).unwrap();
         let mut refused = 0;
         for n in 0..2000 {
-            let one = [Candidate { key: key(n), parent: ChunkKey([0; 32]), tokens: CHUNK_TOKENS, depth: 0 }];
+            let one = [Candidate { parent: ChunkKey([0; 32]), ..run(n..n + 1)[0] }];
             refused += 1 - log.admit(&one);
             (0..uses).for_each(|_| log.note_used(&[key(n)]));
         }

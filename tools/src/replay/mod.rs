@@ -291,14 +291,14 @@ fn open_cache(
             .advice("use --engine real with --ranks and --behind")),
         (ReplayEngine::Real, true) => {
             let sizes = (capacity, bytes_per_token);
-            Ok(Box::new(real::RealCache::open((&args.directory, args.log_bytes), (policy, admission), sizes)?))
+            Ok(Box::new(real::RealCache::open((&args.directory, args.log_bytes), (policy, admission, offer), sizes)?))
         }
         (ReplayEngine::Real, _) => {
             let disorder = ranks::Disorder { seed: args.seed, window: args.window, behind: args.behind };
             let sizes = (capacity, bytes_per_token);
             Ok(Box::new(ranks::Ranks::open(
                 (&args.directory, args.log_bytes),
-                (policy, admission),
+                (policy, admission, offer),
                 sizes,
                 (ranks, disorder),
             )?))

@@ -12,6 +12,7 @@ use forebay::index::AdmissionPolicy;
 use forebay::key::ChunkKey;
 use forebay::log::Put;
 
+use super::chunks::Offer;
 use super::real::{Answers, Blocks, RealCache};
 use super::{PolicyKind, ReplayCache, Request, Totals};
 use crate::bench::raw::pattern::Rng;
@@ -28,7 +29,10 @@ pub(super) struct Disorder {
 }
 
 /// All ranks of a server.
-pub(super) struct Ranks(Vec<Rank>);
+pub(super) struct Ranks {
+    ranks: Vec<Rank>,
+    offer: Offer,
+}
 
 struct Rank {
     cache: RealCache,
@@ -42,7 +46,7 @@ impl Ranks {
     /// `count` empty logs below `directory`, each for `capacity_tokens` tokens of its part of the KV.
     pub(super) fn open(
         (directory, most_bytes): (&Path, u64),
-        policies: (PolicyKind, AdmissionPolicy),
+        policies: (PolicyKind, AdmissionPolicy, Offer),
         (capacity_tokens, bytes_per_token): (u64, u64),
         (count, disorder): (u32, Disorder),
     ) -> Result<Self> {
@@ -55,7 +59,8 @@ impl Ranks {
             let rng = Rng::new(disorder.seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
             Ok(Rank { cache, rng, disorder, behind: Vec::new() })
         };
-        (0..count).map(rank).collect::<Result<_>>().map(Self)
+        let ranks = (0..count).map(rank).collect::<Result<_>>()?;
+        Ok(Self { ranks, offer: policies.2 })
     }
 }
 
@@ -91,23 +96,23 @@ impl Rank {
 
 impl ReplayCache for Ranks {
     fn request(&mut self, request: &Request) -> Result<u64> {
-        let blocks = Blocks::of(request);
+        let blocks = Blocks::of(request, self.offer);
         let keys: &[ChunkKey] = blocks.keys();
         let mut usable = blocks.len();
-        let answers: Vec<Answers> = self.0.iter_mut().map(Rank::catch_up).collect();
-        for (rank, answers) in self.0.iter_mut().zip(&answers) {
+        let answers: Vec<Answers> = self.ranks.iter_mut().map(Rank::catch_up).collect();
+        for (rank, answers) in self.ranks.iter_mut().zip(&answers) {
             rank.cache.admit(answers)?;
             usable = usable.min(rank.cache.find(keys));
         }
-        for rank in &mut self.0 {
+        for rank in &mut self.ranks {
             rank.store(&blocks, usable)?;
         }
         Ok(blocks.tokens(usable))
     }
 
     fn totals(&self) -> Totals {
-        let ranks = self.0.len().max(1) as u64;
-        let sum = |of: fn(Totals) -> u64| self.0.iter().map(|rank| of(rank.cache.totals())).sum::<u64>() / ranks;
+        let ranks = self.ranks.len().max(1) as u64;
+        let sum = |of: fn(Totals) -> u64| self.ranks.iter().map(|rank| of(rank.cache.totals())).sum::<u64>() / ranks;
         Totals {
             admitted_tokens: sum(|t| t.admitted_tokens),
             written_tokens: sum(|t| t.written_tokens),

@@ -19,6 +19,7 @@ use forebay::log::{Candidate, Log, LogOptions, Put, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
+use super::chunks::Offer;
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
 use crate::scratch::Scratch;
 
@@ -34,6 +35,7 @@ const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 /// A log in a temporary directory.
 pub(super) struct RealCache {
     log: Arc<Log>,
+    offer: Offer,
     admitted_tokens: u64,
     model_bytes_per_token: u64,
     slot_bytes: u64,
@@ -45,7 +47,7 @@ impl RealCache {
     /// per token.
     pub(super) fn open(
         (directory, most_bytes): (&Path, u64),
-        (policy, admission): (PolicyKind, AdmissionPolicy),
+        (policy, admission, offer): (PolicyKind, AdmissionPolicy, Offer),
         (capacity_tokens, model_bytes_per_token): (u64, u64),
     ) -> Result<Self> {
         let pages = most_bytes / capacity_tokens.saturating_mul(TOKEN_BYTES).max(1);
@@ -68,7 +70,7 @@ impl RealCache {
         options.reclaim_write_budget = 0.1;
         let log = Log::open(options)?;
         let model_bytes_per_token = model_bytes_per_token.max(1);
-        Ok(Self { log, admitted_tokens: 0, model_bytes_per_token, slot_bytes, _dir: dir })
+        Ok(Self { log, offer, admitted_tokens: 0, model_bytes_per_token, slot_bytes, _dir: dir })
     }
 }
 
@@ -102,13 +104,15 @@ fn key(id: u64) -> ChunkKey {
 pub(super) struct Blocks {
     keys: Vec<ChunkKey>,
     tokens: Vec<u64>,
+    /// Tokens that were generated for the prompt, where that is known when they are offered.
+    generated: Option<u32>,
 }
 
 impl Blocks {
     /// Those of a request's prompt.
-    pub(super) fn of(request: &Request) -> Self {
+    pub(super) fn of(request: &Request, offer: Offer) -> Self {
         let (keys, tokens) = request.blocks().map(|(id, tokens)| (key(id), tokens)).unzip();
-        Self { keys, tokens }
+        Self { keys, tokens, generated: offer.generated(request) }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -143,6 +147,7 @@ impl RealCache {
             parent: parent(at).unwrap_or(ChunkKey([0; 32])),
             tokens: (*tokens).clamp(1, BLOCK_TOKENS) as u32,
             depth: at as u32,
+            generated: blocks.generated,
         };
         let all = blocks.keys.iter().zip(&blocks.tokens).enumerate();
         let rest: Vec<Candidate> = all.skip(found).map(candidate).collect();
@@ -183,7 +188,7 @@ impl RealCache {
 
 impl ReplayCache for RealCache {
     fn request(&mut self, request: &Request) -> Result<u64> {
-        let blocks = Blocks::of(request);
+        let blocks = Blocks::of(request, self.offer);
         let found = self.find(blocks.keys());
         let (tx, rx) = crossbeam_channel::unbounded();
         for at in found..self.wanted(&blocks, found) {

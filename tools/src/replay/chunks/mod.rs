@@ -124,11 +124,12 @@ impl ReplayCache for ChunkSim {
         self.request += 1;
         let found = found.len();
         let is_in_memory = |at: usize| in_memory.get(at).copied().unwrap_or(false);
-        let wanted = self.gate.decide(&blocks, there, |at| at < found && !is_in_memory(at));
+        let generated = self.offer.generated(request);
+        let wanted = self.gate.decide((&blocks, generated), there, |at| at < found && !is_in_memory(at));
         let is_wanted = |at: usize| wanted.get(at).copied().unwrap_or(false);
         let gone = self.memory.used(&blocks);
         match self.offer {
-            Offer::Stored => self.tell(&blocks, |at| Some(is_wanted(at))),
+            Offer::Stored | Offer::Finished => self.tell(&blocks, |at| Some(is_wanted(at))),
             Offer::Evicted => {
                 self.tell(&blocks, |at| (at < found && !is_in_memory(at)).then_some(false));
                 for (block, wanted) in blocks.iter().zip(wanted) {

@@ -11,13 +11,15 @@ use forebay::index::{Admission, AdmissionPolicy, Offered};
 
 use super::Block;
 use super::queue::Queue;
-use crate::replay::BLOCK_TOKENS;
+use crate::replay::{BLOCK_TOKENS, Request};
 
 /// When a chunk is offered to the drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Offer {
     /// When it has been computed.
     Stored,
+    /// When its request has ended, so that admission knows how much was generated.
+    Finished,
     /// When the memory above gives it up.
     Evicted,
 }
@@ -26,8 +28,14 @@ impl Offer {
     pub(in crate::replay) fn name(self) -> &'static str {
         match self {
             Self::Stored => "stored",
+            Self::Finished => "finished",
             Self::Evicted => "evicted",
         }
+    }
+
+    /// What is known then of the tokens generated for a request.
+    pub(in crate::replay) fn generated(self, request: &Request) -> Option<u32> {
+        (self == Self::Finished).then(|| u32::try_from(request.output_length).unwrap_or(u32::MAX))
     }
 }
 
@@ -82,9 +90,14 @@ impl Gate {
         Self(Admission::new(admission, slots as u64))
     }
 
-    /// Which chunks of a prompt the drive may have, where its first `there` are on it, and those of them that `loaded` says are
-    /// loaded.
-    pub(super) fn decide(&mut self, prompt: &[Block], there: usize, loaded: impl Fn(usize) -> bool) -> Vec<bool> {
+    /// Which chunks of a prompt, for which so many tokens were `generated`, the drive may have, where its first `there` are on it, and
+    /// those of them that `loaded` says are loaded.
+    pub(super) fn decide(
+        &mut self,
+        (prompt, generated): (&[Block], Option<u32>),
+        there: usize,
+        loaded: impl Fn(usize) -> bool,
+    ) -> Vec<bool> {
         let mut goes_on = true;
         let mut decide = |(at, block): (usize, &Block)| {
             // Zero is no chunk for the policy, but one of the trace.
@@ -97,7 +110,8 @@ impl Gate {
             }
             let parent = if block.depth == 0 { 0 } else { block.parent.wrapping_add(1) };
             let behind = (prompt.len() - at - 1) as u32;
-            goes_on &= self.0.offer(&Offered { tag, parent, partial: block.tokens < BLOCK_TOKENS, behind });
+            let partial = block.tokens < BLOCK_TOKENS;
+            goes_on &= self.0.offer(&Offered { tag, parent, partial, behind, generated });
             goes_on
         };
         prompt.iter().enumerate().map(&mut decide).collect()
@@ -128,8 +142,8 @@ mod tests {
     #[test]
     fn what_follows_a_refused_chunk_is_refused_though_it_comes_again() {
         let mut gate = Gate::new(AdmissionPolicy::SecondTouch, 100);
-        assert_eq!(gate.decide(&prompt(&[0, 1]), 0, |_| false), [false, false]);
-        assert_eq!(gate.decide(&prompt(&[0, 9, 1]), 0, |_| false), [true, false, false]);
-        assert_eq!(gate.decide(&prompt(&[0, 1, 2]), 1, |_| true), [true, true, false]);
+        assert_eq!(gate.decide((&prompt(&[0, 1]), None), 0, |_| false), [false, false]);
+        assert_eq!(gate.decide((&prompt(&[0, 9, 1]), None), 0, |_| false), [true, false, false]);
+        assert_eq!(gate.decide((&prompt(&[0, 1, 2]), None), 1, |_| true), [true, true, false]);
     }
 }
