@@ -74,7 +74,7 @@ fn connector(c: &mut Criterion) {
             |name| {
                 add(&mut s, &name, &long);
                 let answer = s.matched(&name, 0);
-                s.request_finished(&name);
+                s.request_finished(&name, None);
                 answer
             },
             BatchSize::SmallInput,

@@ -56,6 +56,7 @@ const CASES: &[(&str, &str, &str)] = &[
     ("gpu_staging", r#""64KiB""#, "at least 1MiB"),
     ("pinned_staging", r#""64KiB""#, "twice block_size"),
     ("kernel_ctas", r#""few""#, "is not a whole number"),
+    ("store_when", r#""sometimes""#, "use `computed` or `finished`"),
     ("placement", r#""raid0""#, "use `chain` or `stripe`"),
     ("io_timeout_ms", r#"1"#, "use 10 to 3600000 ms"),
     ("io_timeout_ms", r#""10s""#, "is not a whole number"),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use forebay::config::{
     Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa,
-    OnIncompatible, OnOpenFailure, Placement, Settings,
+    OnIncompatible, OnOpenFailure, Placement, Settings, StoreWhen,
 };
 use serde_json::Value;
 
@@ -23,6 +23,7 @@ const CASES: &[Case] = &[
     ("use_layerwise", "yes", |s| s.use_layerwise = true),
     ("save_decode_cache", "1", |s| s.save_decode_cache = true),
     ("save_unfull_chunk", "on", |s| s.save_unfull_chunk = true),
+    ("store_when", "finished", |s| s.store_when = StoreWhen::Finished),
     ("max_concurrent_ops", "4", |s| s.max_concurrent_ops = 4),
     ("block_size", "4MiB", |s| s.block_size = 4 << 20),
     ("capacity", "64GiB", |s| s.capacity = Capacity::Bytes(64 << 30)),

@@ -198,7 +198,7 @@ fn a_load_fails_from_its_first_bad_block_on_and_an_aborted_one_ends() {
     let mut c = pair(&world, &engine, 9, 1);
     let meta = c.order_load("c", 64, &[(20..36).collect()]);
     c.w.begin(meta, None);
-    assert!(c.s.request_finished("c"));
+    assert!(c.s.request_finished("c", None));
     assert_eq!(c.w.finished(&["c"]), Finished { sending: vec![], recving: vec!["c".to_owned()] });
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use forebay::config::StoreWhen;
 use forebay::connector::ConnectorOptions;
 use forebay::engine::Engine;
 use forebay::io::{Fault, Op};
@@ -126,6 +127,22 @@ fn damaged_and_truncated_files_never_reach_the_server() {
         let (tally, _) = run(&world, seed, 60, usual);
         assert!(tally.done > 3, "{tally:?}");
     }
+}
+
+#[test]
+fn what_is_stored_when_requests_have_ended_is_right_too() {
+    let mut loaded = 0;
+    for seed in SEEDS {
+        // Odd seeds have steps that end before the next one begins, and faults.
+        let world = if seed % 2 == 0 { world() } else { with_faults(Fault::FlipBit { byte: 4100 }, 9).0 };
+        let (tally, _) = run(&world, 50 + seed, 150, |o| {
+            usual(o);
+            (o.store_when, o.max_held_blocks) = (StoreWhen::Finished, 1000);
+        });
+        assert!(tally.done > 5 && tally.preempted > 3 && tally.aborted > 3 && tally.held > 5, "{tally:?}");
+        loaded += tally.loaded_tokens;
+    }
+    assert!(loaded > 200, "{loaded} tokens loaded");
 }
 
 #[test]

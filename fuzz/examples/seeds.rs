@@ -89,7 +89,7 @@ fn messages() -> Result<()> {
         epoch: 0,
         asynchronous: true,
     };
-    let store = SaveOrder { req_id: "b".to_owned(), prompt, start: 0, stop: 32, spans, epoch: 0 };
+    let store = SaveOrder { req_id: "b".to_owned(), prompt, start: 0, stop: 32, spans, epoch: 0, generated: Some(9) };
     let step =
         StepMeta { step: 3, loads: vec![load], saves: vec![store], held: vec!["c".to_owned()], ..StepMeta::default() };
     save("connector_meta", "step", &step.to_bytes()?)?;

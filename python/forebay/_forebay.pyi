@@ -251,6 +251,7 @@ class Engine:
         timeout_ms: int | None = None,
         depends_on: Sequence[Load] | None = None,
         prompt_tokens: int | None = None,
+        generated: int | None = None,
         save_unfull: bool | None = None,
         ttl_s: float | None = None,
         wait_for_staging: bool = False,
@@ -358,7 +359,7 @@ class SchedulerSide:
         tokens_of: Callable[[str, int, int], _Tokens | None] | None = None,
     ) -> bytes: ...
     def transferred(self, req_id: str) -> int: ...
-    def request_finished(self, req_id: str) -> bool: ...
+    def request_finished(self, req_id: str, generated: int | None = None) -> bool: ...
     def output(
         self,
         finished_sending: Iterable[str] | None = None,

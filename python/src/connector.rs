@@ -260,14 +260,15 @@ impl SchedulerSide {
         }
     }
 
-    /// Tokens from a request's start that are stored or were ordered to be.
+    /// Tokens from a request's start that are stored or were ordered to be, or will be at its end.
     fn transferred(&self, req_id: &str) -> PyResult<usize> {
         self.with(|s| Ok(s.transferred(req_id)))
     }
 
-    /// The request ended; True where its blocks must be kept until a worker reports it as sent.
-    fn request_finished(&self, req_id: &str) -> PyResult<bool> {
-        self.with(|s| Ok(s.request_finished(req_id)))
+    /// The request ended, so many tokens were generated for it; True where its blocks must be kept until a worker reports it as sent.
+    #[pyo3(signature = (req_id, generated=None))]
+    fn request_finished(&self, req_id: &str, generated: Option<u32>) -> PyResult<bool> {
+        self.with(|s| Ok(s.request_finished(req_id, generated)))
     }
 
     /// What the workers reported after a step.

@@ -203,7 +203,7 @@ impl PyEngine {
 
     /// Stores the KV of a prompt. Returns at once; with `by_layer` the layers are given by `Store.layer`.
     #[pyo3(signature = (tokens, kv_layers, slot_mapping, extra=None, stream=None, mask=None, *, layout=None, by_layer=false,
-        timeout_ms=None, depends_on=None, prompt_tokens=None, save_unfull=None, ttl_s=None, wait_for_staging=false))]
+        timeout_ms=None, depends_on=None, prompt_tokens=None, generated=None, save_unfull=None, ttl_s=None, wait_for_staging=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn store(
         &self,
@@ -219,6 +219,7 @@ impl PyEngine {
         timeout_ms: Option<u64>,
         depends_on: Option<Vec<Bound<'_, PyLoad>>>,
         prompt_tokens: Option<usize>,
+        generated: Option<u32>,
         save_unfull: Option<bool>,
         ttl_s: Option<f64>,
         wait_for_staging: bool,
@@ -235,7 +236,7 @@ impl PyEngine {
         let ttl = ttl_s.map(|s| Duration::try_from_secs_f64(s).map_err(|e| to_py(&invalid(format!("ttl_s: {e}")))));
         request.ttl = ttl.transpose()?;
         (request.timeout_ms, request.prompt_tokens, request.save_unfull) = (timeout_ms, prompt_tokens, save_unfull);
-        request.layerwise = by_layer.then_some(true);
+        (request.generated, request.layerwise) = (generated, by_layer.then_some(true));
         let stream = convert::stream(stream)?;
         if !by_layer {
             request.computed = Some(stream.map_or(Computed::Now, Computed::On));

@@ -59,6 +59,17 @@ pub enum Placement {
     Stripe,
 }
 
+/// When a server's connector hands over what a request computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StoreWhen {
+    /// In the step that computes it.
+    #[default]
+    Computed,
+    /// When the request has ended: admission then knows the whole of what is new, and how much was generated.
+    Finished,
+}
+
 /// What the server gets when the cache cannot be opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -25,7 +25,7 @@ mod warning;
 
 pub use choices::{
     Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, MinFree, Mode, Numa, OnIncompatible,
-    OnOpenFailure, Placement,
+    OnOpenFailure, Placement, StoreWhen,
 };
 pub use load::Loader;
 pub use place::Place;
@@ -72,6 +72,9 @@ pub struct Settings {
     /// A last chunk with fewer than `chunk_size` tokens is stored.
     #[serde(deserialize_with = "value::loose")]
     pub save_unfull_chunk: bool,
+    /// When a server's connector hands over what a request computed.
+    #[serde(deserialize_with = "value::choice")]
+    pub store_when: StoreWhen,
     /// I/O requests in flight per drive and direction (fio's iodepth).
     #[serde(deserialize_with = "value::loose")]
     pub max_concurrent_ops: usize,
@@ -222,6 +225,7 @@ impl Default for Settings {
             use_layerwise: false,
             save_decode_cache: false,
             save_unfull_chunk: false,
+            store_when: StoreWhen::Computed,
             max_concurrent_ops: 32,
             block_size: MIB,
             capacity: Capacity::Percent(80.0),

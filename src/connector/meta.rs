@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,6 +64,8 @@ pub struct SaveOrder {
     pub spans: Vec<BlockSpan>,
     /// As in [`LoadOrder`]: a store that was ordered before a load failed is dropped.
     pub epoch: u32,
+    /// Tokens that were generated for the request in all, where it has ended.
+    pub generated: Option<u32>,
 }
 
 /// A question to the workers whose caches the scheduler cannot see: how much of a request is stored there?

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::config::Settings;
+use crate::config::{Settings, StoreWhen};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{Geometry, LayerKind};
 
@@ -85,6 +85,8 @@ pub struct ConnectorOptions {
     pub save_decode_cache: bool,
     /// The end of a prompt that fills no chunk is stored too, in whole blocks.
     pub save_unfull_chunk: bool,
+    /// When what a request computed is stored.
+    pub store_when: StoreWhen,
     /// A request whose chunks are being loaded for another one waits for that load instead of loading them again; of use where
     /// the server shares blocks of equal prefixes.
     pub join_loads: bool,
@@ -161,6 +163,7 @@ impl ConnectorOptions {
             max_sync_stall_ms: settings.max_sync_stall_ms,
             save_decode_cache: settings.save_decode_cache,
             save_unfull_chunk: settings.save_unfull_chunk,
+            store_when: settings.store_when,
             join_loads: true,
             min_load_tokens: settings.min_load_tokens,
             recompute_tokens_per_s: settings.recompute_tokens_per_s,
@@ -179,7 +182,7 @@ impl ConnectorOptions {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for no groups, blocks or chunks of no tokens, chunks that are no multiple of every group's block,
-    /// and a server without workers.
+    /// a server without workers, and stores of finished requests where a sliding window has taken their blocks away.
     pub fn validate(&self) -> Result<()> {
         let wrong = |what: String| Err(Error::new(ErrorKind::Config, what));
         if self.block_tokens.is_empty() || self.block_tokens.contains(&0) {
@@ -190,6 +193,10 @@ impl ConnectorOptions {
         }
         if self.writers == 0 {
             return wrong("a scheduler none of whose workers stores".to_owned());
+        }
+        if self.store_when == StoreWhen::Finished && self.has_windows() {
+            let what = "store_when: finished, and layers with a sliding window, whose blocks are gone when a request has ended";
+            return Err(Error::new(ErrorKind::Config, what).advice("use store_when: computed"));
         }
         let rounded = effective_chunk_tokens(self.chunk_tokens, &self.block_tokens);
         if self.chunk_tokens == 0 || rounded != self.chunk_tokens {

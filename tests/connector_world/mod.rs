@@ -208,8 +208,8 @@ impl Server {
 
     /// The request's end: its blocks are free, or kept until they are reported.
     pub(crate) fn end(&mut self, id: &str) {
-        let keep = self.s.request_finished(id);
         let req = self.reqs.remove(id).unwrap();
+        let keep = self.s.request_finished(id, Some(req.computed.saturating_sub(req.prompt) as u32));
         self.finished.push(id.to_owned());
         if keep {
             self.tally.held += 1;

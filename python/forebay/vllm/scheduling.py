@@ -126,12 +126,16 @@ class SchedulerHalf:
         handover = None
         if self._is_producer and request.request_id in self._requests:
             handover = {extra.TRANSFERRED: self._side.transferred(request.request_id)}
-        return self._keep(request.request_id), handover
+        return self._keep(request), handover
 
-    def _keep(self, req_id: str) -> bool:
-        if self._requests.pop(req_id, None) is None:
+    def _keep(self, request: Request) -> bool:
+        req_id = request.request_id
+        if req_id not in self._requests:
             return False
-        keep = self._side.request_finished(req_id)
+        keep = self._side.request_finished(req_id, request.num_output_tokens)
+        # What is stored from now on is told of by the request's hashes.
+        self._tell()
+        del self._requests[req_id]
         if req_id in self._loading:
             # An aborted load: vLLM itself keeps these blocks until the load is reported over, and would free them twice.
             self._loading.discard(req_id)

@@ -38,6 +38,11 @@ impl Held {
         (std::mem::take(&mut self.news), std::mem::take(&mut self.give_up))
     }
 
+    /// Whether so many blocks more are no more than `most`.
+    pub(super) fn has_room(&self, blocks: usize, most: usize) -> bool {
+        self.blocks + blocks <= most
+    }
+
     /// Whether the gathers of a step may still read blocks on some worker.
     fn is_pending(&self, step: u64) -> bool {
         self.gathered.iter().any(|gathered| *gathered < step)
@@ -64,10 +69,13 @@ impl Held {
 impl Scheduler {
     /// A request ended, or was aborted. `true`: the server keeps its blocks until the workers report it, as sent where stores of it
     /// were handed to them, or as received where its load is under way. A request over the bound on such blocks is given up by the
-    /// workers in the next step, and reported then.
-    pub fn request_finished(&mut self, req_id: &str) -> bool {
+    /// workers in the next step, and reported then. `generated` tokens were generated for it, where the caller knows.
+    pub fn request_finished(&mut self, req_id: &str, generated: Option<u32>) -> bool {
         let is_loading = self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::InFlight { .. }));
         self.load_over(req_id);
+        if !is_loading {
+            self.save_at_end(req_id, generated);
+        }
         let Some(tracker) = self.requests.remove(req_id) else { return false };
         self.lookup.forget(req_id);
         let is_saving = self.held.is_pending(tracker.last_save);

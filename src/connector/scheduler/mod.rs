@@ -10,7 +10,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::lookup::Lookup;
-use super::meta::{Question, StepMeta, WorkerMeta};
+use super::meta::{Question, SaveOrder, StepMeta, WorkerMeta};
 use super::options::{ConnectorOptions, Role};
 use crate::engine::Prompt;
 use crate::error::Result;
@@ -223,6 +223,8 @@ pub struct Scheduler {
     requests: HashMap<String, Tracker>,
     /// Requests whose load goes out with the next step.
     ordered: Vec<String>,
+    /// Stores of requests that have ended, which go out with the next step.
+    due: Vec<SaveOrder>,
     /// Workers that have said who they are since the last step.
     heard: Vec<u32>,
     /// Chunks being loaded, and when nobody waits for them any more.
@@ -250,6 +252,7 @@ impl Scheduler {
             lookup,
             requests: HashMap::new(),
             ordered: Vec::new(),
+            due: Vec::new(),
             heard: Vec::new(),
             loading: HashMap::new(),
             rate: loads::LoadRate::default(),
@@ -280,11 +283,11 @@ impl Scheduler {
         self.requests.insert(request.req_id.to_owned(), tracker);
     }
 
-    /// Tokens from a request's start that are stored or were ordered to be; what another server is told in
+    /// Tokens from a request's start that are stored or were ordered to be, or will be at its end; what another server is told in
     /// [`AddRequest::transferred`].
     #[must_use]
     pub fn transferred(&self, req_id: &str) -> usize {
-        self.requests.get(req_id).and_then(|t| t.saved).unwrap_or(0)
+        self.requests.get(req_id).and_then(Tracker::reached).unwrap_or(0)
     }
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that resets its caches.
@@ -294,6 +297,7 @@ impl Scheduler {
             self.lookup.forget(req_id);
         }
         self.loading.clear();
+        self.due.clear();
         true
     }
 
@@ -319,6 +323,7 @@ impl Scheduler {
     pub fn close(&mut self) {
         self.requests.clear();
         self.ordered.clear();
+        self.due.clear();
         self.loading.clear();
         self.held = finish::Held::new(self.options.workers);
     }
@@ -337,7 +342,7 @@ impl Scheduler {
     /// settings want them stored and a chunk of them is full.
     pub fn step(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
         self.step += 1;
-        let mut meta = StepMeta { step: self.step, ..StepMeta::default() };
+        let mut meta = StepMeta { step: self.step, saves: std::mem::take(&mut self.due), ..StepMeta::default() };
         for req_id in &input.preempted {
             self.preempt(req_id, &mut meta);
         }
@@ -397,7 +402,7 @@ impl Scheduler {
         }
         let chunk = tracker.prompt.chunk_tokens().max(1);
         let part_is_open = self.options.save_unfull_chunk && !tracker.unfull_saved;
-        let is_open = part_is_open || tracker.saved.is_none_or(|saved| end / chunk * chunk > saved);
+        let is_open = part_is_open || tracker.reached().is_none_or(|reached| end / chunk * chunk > reached);
         is_open && !tracker.skip_save
     }
 }

@@ -1,9 +1,13 @@
-//! What of a request is stored in a step: whole chunks that are computed at its end and whose token ids are final.
+//! What of a request is stored in a step, or when it ends: whole chunks that are computed then and whose token ids are final.
 
 use super::super::meta::{SaveOrder, StepMeta};
 use super::super::options::ConnectorOptions;
 use super::tracker::Tracker;
 use super::{Scheduler, TokensOf};
+use crate::config::StoreWhen;
+
+/// A request waits for its end only while it has at most one in so many of the blocks that finished requests may hold.
+const HELD_AT_MOST: usize = 2;
 
 impl Scheduler {
     /// Orders what a request has to store after a step that computes its tokens `computed.0..computed.1`.
@@ -18,7 +22,7 @@ impl Scheduler {
         }
         let options = &self.options;
         let Some(tracker) = self.requests.get_mut(req_id).filter(|t| !t.skip_save) else { return };
-        let (chunk, saved) = (tracker.prompt.chunk_tokens().max(1), tracker.saved.unwrap_or(0));
+        let (chunk, saved) = (tracker.prompt.chunk_tokens().max(1), tracker.reached().unwrap_or(0));
         let full = computed.1 / chunk * chunk;
         if options.save_decode_cache
             && full > saved.max(tracker.prompt.len())
@@ -31,14 +35,29 @@ impl Scheduler {
         if stop <= saved || stop <= saved / chunk * chunk {
             return;
         }
-        let start = match tracker.saved {
-            Some(saved) => saved,
-            None => {
-                let found = self.stored(req_id).unwrap_or(0);
-                if found >= stop { stop } else { found / chunk * chunk }
-            }
+        let waits = options.store_when == StoreWhen::Finished
+            && tracker.num_blocks().saturating_mul(HELD_AT_MOST) <= options.max_held_blocks;
+        if waits {
+            tracker.ripe = Some(stop);
+            tracker.unfull_saved |= !stop.is_multiple_of(chunk);
+            return;
+        }
+        tracker.ripe = None;
+        meta.saves.extend(self.order_save(req_id, (stop, computed.0), (self.step, None)));
+    }
+
+    /// Orders what waited for the request's end, with the next step: so many tokens were generated for it. Nothing where more blocks
+    /// would be held for it than may be.
+    pub(super) fn save_at_end(&mut self, req_id: &str, generated: Option<u32>) {
+        let Some((stop, blocks)) = self.requests.get(req_id).and_then(|t| Some((t.ripe?, t.num_blocks()))) else {
+            return;
         };
-        self.order_save(req_id, (start, stop, computed.0), meta);
+        if self.held.has_room(blocks, self.options.max_held_blocks) {
+            let order = self.order_save(req_id, (stop, stop), (self.step + 1, generated));
+            self.due.extend(order);
+        } else {
+            self.stats.given_up += 1;
+        }
     }
 
     /// Whether stores wait for the next step: other workers' loads within this one may fail, and this worker would not know.
@@ -46,22 +65,29 @@ impl Scheduler {
         self.options.workers > 1 && meta.loads.iter().any(|l| !l.asynchronous)
     }
 
-    fn order_save(&mut self, req_id: &str, (start, stop, computed): (usize, usize, usize), meta: &mut StepMeta) {
-        let Some(tracker) = self.requests.get_mut(req_id) else { return };
+    /// The order to store a request's tokens up to `stop` in step `step`, that are not stored yet; `computed` are computed before.
+    fn order_save(
+        &mut self,
+        req_id: &str,
+        (stop, computed): (usize, usize),
+        (step, generated): (u64, Option<u32>),
+    ) -> Option<SaveOrder> {
+        let saved = self.requests.get(req_id)?.saved;
+        let found = saved.or_else(|| self.stored(req_id)).unwrap_or(0);
+        let tracker = self.requests.get_mut(req_id)?;
         let chunk = tracker.prompt.chunk_tokens().max(1);
+        let start = if found >= stop { stop } else { found / chunk * chunk };
         tracker.saved = Some(stop / chunk * chunk);
         tracker.unfull_saved |= !stop.is_multiple_of(chunk);
         let there = first_present(tracker, (start, stop, computed), &self.options);
         self.stats.skipped_window_tokens += (there - start) as u64;
-        let Some(spans) = tracker.spans((there, stop), &self.options.block_tokens).filter(|_| there < stop) else {
-            return;
-        };
-        tracker.last_save = self.step;
+        let spans = tracker.spans((there, stop), &self.options.block_tokens).filter(|_| there < stop)?;
+        tracker.last_save = step;
         self.stats.saves += 1;
         self.stats.save_tokens += (stop - there) as u64;
         self.chronicle.ordered(req_id, &tracker.prompt, (there, stop));
         let (prompt, epoch) = (tracker.part(stop), tracker.epoch);
-        meta.saves.push(SaveOrder { req_id: req_id.to_owned(), prompt, start: there, stop, spans, epoch });
+        Some(SaveOrder { req_id: req_id.to_owned(), prompt, start: there, stop, spans, epoch, generated })
     }
 }
 

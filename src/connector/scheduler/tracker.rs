@@ -36,7 +36,9 @@ pub(super) struct Tracker {
     pub(super) blocks: Vec<Vec<u32>>,
     /// Tokens from the start that are stored or on their way; `None` until it is looked up.
     pub(super) saved: Option<usize>,
-    /// The partial chunk at the prompt's end was ordered to be stored.
+    /// Tokens from the start that are computed, and stored when the request ends; `None` where nothing waits for that.
+    pub(super) ripe: Option<usize>,
+    /// The partial chunk at the prompt's end was ordered to be stored, or waits for the request's end.
     pub(super) unfull_saved: bool,
     /// The last step that carried a store of it; 0 for none.
     pub(super) last_save: u64,
@@ -66,6 +68,7 @@ impl Tracker {
             sent: 0,
             blocks: Vec::new(),
             saved: None,
+            ripe: None,
             unfull_saved: false,
             last_save: 0,
             found: None,
@@ -126,7 +129,7 @@ impl Tracker {
 
     /// What is stored is looked up anew.
     pub(super) fn forget_stored(&mut self) {
-        (self.saved, self.found, self.unfull_saved) = (None, None, false);
+        (self.saved, self.ripe, self.found, self.unfull_saved) = (None, None, None, false);
     }
 
     /// A load failed: there is never another one, and what was computed from it does not count as stored.
@@ -134,6 +137,11 @@ impl Tracker {
         self.skip_load = true;
         self.epoch = self.epoch.saturating_add(1);
         self.forget_stored();
+    }
+
+    /// Tokens from the start that need not be looked at again: stored, on their way, or to be stored at the end.
+    pub(super) fn reached(&self) -> Option<usize> {
+        self.saved.max(self.ripe)
     }
 
     /// Number of blocks that it keeps.

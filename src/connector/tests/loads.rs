@@ -28,7 +28,7 @@ fn an_answer_is_repeatable_and_holds_nothing() {
     }
     assert!(s.told.asked() < 100, "{} lookups", s.told.asked());
     assert!(s.idle().is_empty(), "an answer alone loads nothing");
-    assert!(!s.s.request_finished("a"));
+    assert!(!s.s.request_finished("a", None));
     assert_eq!((s.stats().requests, s.stats().loads), (0, 0));
     assert_eq!(s.matched("a", 0), Some(0), "it is gone");
 }
@@ -105,7 +105,7 @@ fn an_aborted_load_frees_those_that_wait_for_it() {
     s.allocated("a", 12, 48);
     s.idle();
     assert_eq!(s.matched("b", 0), None);
-    assert!(s.s.request_finished("a"), "blocks stay until the load is reported as over");
+    assert!(s.s.request_finished("a", None), "blocks stay until the load is reported as over");
     assert_eq!(s.matched("b", 0), Some(48));
     assert!(s.idle().held.is_empty(), "it is reported as received, not as sent");
     s.s.step(&StepInput { finished: vec!["a"], ..StepInput::default() }, &mut |_, _, _| None);

@@ -57,6 +57,8 @@ fn chunks_are_rounded_up_to_whole_blocks_of_every_group() {
     assert!(wrong(|o| o.chunk_tokens = 18).contains("set chunk_size to 20"));
     assert!(wrong(|o| o.block_tokens = vec![]).contains("blocks of []"));
     assert!(wrong(|o| o.workers = 0).contains("0 workers"));
+    let finished = wrong(|o| (o.store_when, o.windows) = (StoreWhen::Finished, vec![Some(64)]));
+    assert!(finished.contains("sliding window") && finished.contains("use store_when: computed"), "{finished}");
     assert!(wrong(|o| o.writers = 0).contains("none of whose workers stores"));
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::*;
+use crate::config::StoreWhen;
 use crate::engine::Prompt;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Extra;
@@ -54,6 +55,7 @@ fn options() -> ConnectorOptions {
         max_sync_stall_ms: 20,
         save_decode_cache: false,
         save_unfull_chunk: false,
+        store_when: StoreWhen::Computed,
         join_loads: true,
         min_load_tokens: 0,
         recompute_tokens_per_s: None,

@@ -28,7 +28,7 @@ fn a_chunk_counts_as_stored_when_every_worker_has_committed_it() {
     commit(&mut s, 0, &news.ordered);
     commit(&mut s, 0, &news.ordered);
     assert_eq!(s.s.take_news(), News::default(), "one worker twice is not two");
-    s.s.request_finished("a");
+    s.s.request_finished("a", None);
     commit(&mut s, 1, &news.ordered[1..]);
     assert_eq!(s.s.take_news().stored, keys(&news.ordered[1..]));
     commit(&mut s, 1, &news.ordered);

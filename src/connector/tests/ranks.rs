@@ -127,7 +127,7 @@ fn a_step_asks_for_so_many_tokens_and_ended_requests_for_none() {
         far.side.add(req_id, long);
         assert_eq!(far.side.matched(req_id, 0), None);
     }
-    far.side.s.request_finished("a");
+    far.side.s.request_finished("a", None);
     let steps: Vec<Vec<String>> =
         (0..3).map(|_| far.side.idle().questions.into_iter().map(|q| q.req_id).collect()).collect();
     assert_eq!(steps, [vec!["b", "c"], vec!["d"], Vec::<&str>::new()]);

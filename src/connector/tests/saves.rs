@@ -90,10 +90,10 @@ fn blocks_are_held_exactly_while_gathers_may_read_them() {
     s.add("b", 100);
     s.first("a", (0, 40));
     s.gathered(1);
-    assert!(!s.s.request_finished("a"), "gathered");
+    assert!(!s.s.request_finished("a", None), "gathered");
     s.first("b", (0, 40));
-    assert!(s.s.request_finished("b"));
-    assert!(!s.s.request_finished("b"), "it is known no more");
+    assert!(s.s.request_finished("b", None));
+    assert!(!s.s.request_finished("b", None), "it is known no more");
     assert_eq!((s.stats().held_requests, s.stats().held_blocks), (1, 10));
     let meta = s.idle();
     assert_eq!((meta.held.as_slice(), meta.give_up.len()), (["b".to_owned()].as_slice(), 0));
@@ -102,7 +102,7 @@ fn blocks_are_held_exactly_while_gathers_may_read_them() {
     assert_eq!(s.stats().held_blocks, 0);
     s.add("c", 10);
     s.first("c", (0, 10));
-    assert!(!s.s.request_finished("c"), "nothing of it was stored");
+    assert!(!s.s.request_finished("c", None), "nothing of it was stored");
 }
 
 #[test]
@@ -112,10 +112,101 @@ fn beyond_the_bound_held_requests_are_given_up_but_still_held_until_that_is_done
         s.add(name, 40);
         s.first(name, (0, 40));
     }
-    assert!(["a", "b", "c"].map(|name| s.s.request_finished(name)) == [true; 3]);
+    assert!(["a", "b", "c"].map(|name| s.s.request_finished(name, None)) == [true; 3]);
     let meta = s.idle();
     assert_eq!((meta.held.len(), meta.give_up), (3, vec!["c".to_owned()]));
     assert_eq!(s.stats().given_up, 1);
+}
+
+fn at_the_end() -> Side {
+    side_with(0, |o| o.store_when = StoreWhen::Finished)
+}
+
+#[test]
+fn what_waits_for_the_end_is_stored_in_the_step_after_it_with_what_was_generated() {
+    let mut s = side_with(0, |o| (o.store_when, o.save_unfull_chunk) = (StoreWhen::Finished, true));
+    s.add("a", 43);
+    assert_eq!(saved(&s.first("a", (0, 20))), []);
+    assert_eq!(saved(&s.next("a", (20, 43), (&blocks(6), 0))), []);
+    assert_eq!(saved(&s.next("a", (43, 44), (&[], 0))), []);
+    assert_eq!(s.s.transferred("a"), 40);
+    assert!(s.s.request_finished("a", Some(7)), "its blocks are kept");
+    assert_eq!((s.stats().held_requests, s.stats().held_blocks), (1, 11));
+    let meta = s.idle();
+    assert_eq!(
+        (saved(&meta), meta.saves[0].generated, meta.held.as_slice()),
+        (vec![(0, 40)], Some(7), ["a".to_owned()].as_slice())
+    );
+    assert_eq!(meta.saves[0].spans, [BlockSpan { first: 0, ids: [blocks(5), blocks(5)].concat() }]);
+    assert!(s.idle().is_empty(), "once");
+    s.told.say(Some(40));
+    s.add("b", 43);
+    s.first("b", (0, 43));
+    assert!(!s.s.request_finished("b", Some(7)), "it is there");
+    assert!(s.idle().is_empty());
+}
+
+#[test]
+fn generated_tokens_that_wait_for_the_end_are_stored_too() {
+    let mut s = side_with(0, |o| (o.store_when, o.save_decode_cache) = (StoreWhen::Finished, true));
+    s.add("a", 20);
+    assert_eq!(saved(&s.first_in("a", (0, 20), vec![blocks(12)])), []);
+    assert_eq!(saved(&s.next("a", (20, 33), (&[], 33))), []);
+    s.s.request_finished("a", Some(13));
+    let meta = s.idle();
+    assert_eq!((saved(&meta), meta.saves[0].prompt.tokens.len()), (vec![(0, 32)], 32));
+}
+
+#[test]
+fn what_a_preemption_takes_waits_no_more_and_a_load_that_failed_begins_anew() {
+    let mut s = at_the_end();
+    s.add("a", 40);
+    s.first("a", (0, 40));
+    assert!(s.preempt("a").preempted.is_empty(), "nothing reads its blocks");
+    assert!(!s.s.request_finished("a", None));
+    assert!(s.idle().is_empty());
+    s.told.say(Some(16));
+    s.add("b", 40);
+    s.matched("b", 0);
+    s.allocated("b", 10, 16);
+    s.first("b", (16, 32));
+    s.told.say(Some(0));
+    s.failed("b");
+    assert!(!s.s.request_finished("b", None), "computed from what was not loaded");
+    assert!(s.idle().is_empty());
+}
+
+#[test]
+fn what_would_hold_too_much_at_the_end_is_stored_as_it_is_computed_or_not_at_all() {
+    let mut s = side_with(0, |o| (o.store_when, o.max_held_blocks) = (StoreWhen::Finished, 25));
+    s.add("long", 100);
+    assert_eq!(saved(&s.first("long", (0, 48))), [], "12 blocks");
+    let meta = s.next("long", (48, 64), (&blocks(4), 0));
+    assert_eq!((saved(&meta), meta.saves[0].generated), (vec![(0, 64)], None));
+    assert_eq!(saved(&s.next("long", (64, 80), (&blocks(4), 0))), [(64, 80)]);
+    s.gathered(3);
+    assert!(!s.s.request_finished("long", Some(3)));
+    for name in ["a", "b", "c"] {
+        s.add(name, 48);
+        s.first(name, (0, 48));
+    }
+    assert_eq!(["a", "b", "c"].map(|name| s.s.request_finished(name, Some(1))), [true, true, false]);
+    assert_eq!((s.idle().saves.len(), s.stats().given_up), (2, 1));
+}
+
+#[test]
+fn stores_that_are_due_do_not_outlive_a_reset() {
+    let mut s = at_the_end();
+    s.add("a", 40);
+    s.first("a", (0, 40));
+    assert!(s.s.request_finished("a", None));
+    s.s.reset();
+    let meta = s.idle();
+    assert_eq!(
+        (meta.saves.len(), meta.held.as_slice()),
+        (0, ["a".to_owned()].as_slice()),
+        "its blocks come free all the same"
+    );
 }
 
 #[test]
@@ -124,7 +215,7 @@ fn every_worker_must_have_gathered() {
     s.add("a", 40);
     s.first("a", (0, 40));
     s.gathered(1);
-    assert!(s.s.request_finished("a"));
+    assert!(s.s.request_finished("a", None));
 }
 
 #[test]

@@ -127,6 +127,7 @@ impl Worker {
         let backpressure =
             if self.options.has_windows() { Backpressure::Shed { patience } } else { Backpressure::default() };
         Some(StoreRequest {
+            generated: order.generated,
             depends_on: self.tickets(&order.req_id),
             backpressure,
             save_unfull: Some(!order.stop.is_multiple_of(prompt.chunk_tokens().max(1))),

@@ -68,6 +68,8 @@ def shape(source: random.Random, device: str) -> Shape:
     layerwise = not asynchronous and source.random() < 0.35
     if layerwise:
         settings["use_layerwise"] = True
+    if source.random() < 0.2:
+        settings["store_when"] = "finished"
     return Shape(
         asynchronous=asynchronous,
         second_runner=source.random() < 0.5,
@@ -87,7 +89,8 @@ def shape(source: random.Random, device: str) -> Shape:
 def with_windows(made: Shape, windows: tuple[int | None, ...]) -> Shape:
     """The same server with these KV cache groups; with windows loads within a step are refused, and with groups a request takes more."""
     plain = windows == (None,)
-    settings = {name: value for name, value in made.settings.items() if name != "use_layerwise" or plain}
+    # A request's end is too late for what has left a window.
+    settings = {name: value for name, value in made.settings.items() if plain or name not in ("use_layerwise", "store_when")}
     return dataclasses.replace(made, windows=windows, settings=settings, blocks=made.blocks * len(windows))
 
 

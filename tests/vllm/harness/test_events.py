@@ -23,9 +23,10 @@ def prompts(seed: int) -> list[list[int]]:
     return [[source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(TOKENS)] for _ in range(PROMPTS)]
 
 
-@pytest.mark.parametrize("policy", ["prefix", "lru"])
-def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy: str) -> None:
-    patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000, "eviction_policy": policy}
+@pytest.mark.parametrize(("policy", "when"), [("prefix", "computed"), ("lru", "finished")])
+def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy: str, when: str) -> None:
+    patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000}
+    patient |= {"eviction_policy": policy, "store_when": when}
     server = Server(Shape(ranks=1, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
     asked = prompts(5)
     for number, prompt in enumerate(asked):
