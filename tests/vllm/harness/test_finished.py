@@ -65,6 +65,7 @@ def test_what_an_aborted_request_computed_is_stored_and_what_a_preempted_one_com
     assert 64 <= again.loaded_tokens <= WHOLE
     again.close()
     # Two requests that do not fit together.
+    (tmp_path / "crowded").mkdir()
     crowded = Server(Shape(ranks=1, blocks=32, batch_tokens=512, device=device, settings=SETTINGS), tmp_path / "crowded")
     first, second = PROMPT[:200], PROMPT[50:250]
     crowded.ask("a", first, 100)
