@@ -269,6 +269,39 @@ fn what_a_region_hid_is_known_where_it_cannot_be_read() {
     assert!(puts.is_subset(&known), "{:?} are not known", puts.difference(&known));
 }
 
+/// The slot of an overwrite that a crash cut off has a header and no record. Where a record of its segment is damaged that the ring still
+/// has, nothing is lost, and the header is of no account.
+#[test]
+fn an_unfinished_overwrite_hides_nothing_beside_a_region_that_the_ring_still_has() {
+    let dir = temp();
+    let (log, _) = faulty_in_turns(dir.path());
+    assert!(store(&log, 1));
+    log.seal(soon()).unwrap();
+    assert!(store(&log, 2));
+    log.flush().unwrap();
+    let torn = log.locate(&key(2), PIN).unwrap().segment;
+    overwrite(&log, 1, 1);
+    assert_eq!(log.locate(&key(1), PIN).unwrap().segment, torn);
+    let crashed = |log: Arc<Log>| {
+        log.abandon();
+        drop(log);
+        for file in ["table.shm", "lane.shm"] {
+            std::fs::remove_file(lane_file(dir.path(), file)).unwrap();
+        }
+    };
+    crashed(log);
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    assert_eq!(version(&log, 1, 2), Some(0), "nothing was flushed of the overwrite");
+    log.seal(soon()).unwrap();
+    let region = log.volumes[0].own().unwrap().region_offset(torn);
+    crashed(log);
+    let index = std::fs::File::options().read(true).write(true).open(lane_file(dir.path(), "index.kv")).unwrap();
+    flip(&index, (region + 4096 + 20) * 8);
+    let log = open(dir.path());
+    assert_eq!(log.stats().damaged_records, 1, "of the region");
+    assert_eq!((version(&log, 1, 2), version(&log, 2, 1)), (Some(0), Some(0)));
+}
+
 #[test]
 fn what_a_crash_left_unsealed_outlives_its_journal_pages() {
     let dir = temp();
