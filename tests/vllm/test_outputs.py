@@ -39,6 +39,18 @@ def test_a_cache_salt_shares_with_nobody_else(plain: list[list[int]], filled: Fi
     assert all(cached >= WHOLE for cached in filled.run.cached(5))
 
 
+@pytest.mark.ci
+def test_stored_when_requests_have_ended(model: str, plain: list[list[int]], tmp_path: Path) -> None:
+    cache = settings(tmp_path / "cache", store_when="finished", max_held_blocks=1000)
+    # In pieces; the engine in a process of its own takes a last step for requests that have ended, which stores the last one.
+    engine = {"max_num_batched_tokens": 128, "enable_chunked_prefill": True}
+    for loaded in (False, True):
+        run = generate(tmp_path, SHORT, model=model, cache=cache, engine=engine, separate=True)
+        assert run.tokens() == plain
+        assert [cached >= WHOLE for cached in run.cached()] == [loaded] * len(plain), run.cached()
+        assert (run.loaded > 0) == loaded
+
+
 def test_after_a_restart_and_with_the_engine_in_a_process_of_its_own(
     model: str, plain: list[list[int]], filled: Filled, tmp_path: Path
 ) -> None:
