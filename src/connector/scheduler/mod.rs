@@ -403,6 +403,8 @@ impl Scheduler {
         let chunk = tracker.prompt.chunk_tokens().max(1);
         let part_is_open = self.options.save_unfull_chunk && !tracker.unfull_saved;
         let is_open = part_is_open || tracker.reached().is_none_or(|reached| end / chunk * chunk > reached);
-        is_open && !tracker.skip_save
+        // It may have grown too large to wait any longer.
+        let is_due = tracker.ripe.is_some() && !saves::may_wait(tracker, &self.options);
+        (is_open || is_due) && !tracker.skip_save
     }
 }

@@ -31,13 +31,13 @@ impl Scheduler {
             ids.truncate(full - tracker.prompt.len());
             tracker.prompt = tracker.prompt.extended(&ids);
         }
-        let stop = end_of_save(tracker, computed.1, options);
+        let may_wait = may_wait(tracker, options);
+        let saved = if may_wait { saved } else { tracker.saved.unwrap_or(0) };
+        let stop = end_of_save(tracker, computed.1, options).max(tracker.ripe.unwrap_or(0));
         if stop <= saved || stop <= saved / chunk * chunk {
             return;
         }
-        let waits = options.store_when == StoreWhen::Finished
-            && tracker.num_blocks().saturating_mul(HELD_AT_MOST) <= options.max_held_blocks;
-        if waits {
+        if may_wait {
             tracker.ripe = Some(stop);
             tracker.unfull_saved |= !stop.is_multiple_of(chunk);
             return;
@@ -89,6 +89,12 @@ impl Scheduler {
         let (prompt, epoch) = (tracker.part(stop), tracker.epoch);
         Some(SaveOrder { req_id: req_id.to_owned(), prompt, start: there, stop, spans, epoch, generated })
     }
+}
+
+/// Whether what is computed of a request may wait for its end.
+pub(super) fn may_wait(tracker: &Tracker, options: &ConnectorOptions) -> bool {
+    options.store_when == StoreWhen::Finished
+        && tracker.num_blocks().saturating_mul(HELD_AT_MOST) <= options.max_held_blocks
 }
 
 /// Where a store may end after a step that has computed `end` tokens.

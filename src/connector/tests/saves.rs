@@ -186,6 +186,13 @@ fn what_would_hold_too_much_at_the_end_is_stored_as_it_is_computed_or_not_at_all
     assert_eq!(saved(&s.next("long", (64, 80), (&blocks(4), 0))), [(64, 80)]);
     s.gathered(3);
     assert!(!s.s.request_finished("long", Some(3)));
+    s.add("chatty", 40);
+    assert_eq!(saved(&s.first("chatty", (0, 40))), [], "10 blocks");
+    let meta = s.next("chatty", (40, 52), (&blocks(3), 0));
+    assert_eq!((saved(&meta), meta.saves[0].generated), (vec![(0, 32)], None), "it has grown by what was generated");
+    assert_eq!(saved(&s.next("chatty", (52, 64), (&blocks(3), 0))), []);
+    s.gathered(6);
+    assert!(!s.s.request_finished("chatty", Some(24)));
     for name in ["a", "b", "c"] {
         s.add(name, 48);
         s.first(name, (0, 48));
