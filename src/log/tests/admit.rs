@@ -69,7 +69,8 @@ fn what_loads_use_counts_for_the_policy() {
         for n in 0..2000 {
             let one = [Candidate { parent: ChunkKey([0; 32]), ..run(n..n + 1)[0] }];
             refused += 1 - log.admit(&one);
-            (0..uses).for_each(|_| log.note_used(&[key(n)]));
+            // Of a kind that mostly comes back nothing is refused.
+            (0..uses).filter(|_| n.is_multiple_of(4)).for_each(|_| log.note_used(&[key(n)]));
         }
         assert_eq!(refused > 1000, uses > 0, "without hits there is nothing to lose a share of: {refused}");
     }
