@@ -31,6 +31,7 @@ const FLUSH_EIO: u8 = 6;
 const DATA_FLUSH_EIO: u8 = 7;
 /// As Linux does it: the flush fails, and the pages that it could not write are taken for written.
 const INDEX_LOST: u8 = 8;
+const DATA_EIO_ONCE: u8 = 9;
 
 impl Switch {
     fn set(&self, fault: u8) {
@@ -43,6 +44,10 @@ impl Switch {
             DATA_EIO if is("data.kv") && request.op == Op::Write => Fault::Fail,
             DATA_FULL if is("data.kv") && request.op == Op::Write => Fault::NoSpace,
             INDEX_EIO if is("index.kv") => Fault::Fail,
+            DATA_EIO_ONCE if is("data.kv") && request.op == Op::Write => {
+                self.set(NONE);
+                Fault::Fail
+            }
             HANG if is("data.kv") && request.op == Op::Write => Fault::Hang,
             // Every second one gets through.
             BUSY if self.hits.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) => Fault::Busy,
@@ -267,6 +272,30 @@ fn what_a_region_hid_is_known_where_it_cannot_be_read() {
     assert!(removed.iter().any(|(half, _)| half[..] == key(2).0[..16]), "the removal that no record says");
     let known = told(&guessed, RecordKind::Put);
     assert!(puts.is_subset(&known), "{:?} are not known", puts.difference(&known));
+}
+
+/// Without its mark, an index made anew from the data finds the slots of a segment that was given up, and what had removed them may be gone.
+#[test]
+fn the_mark_of_a_segment_that_is_given_up_is_written_although_a_write_fails() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    log.remove(&(0..5).map(key).collect::<Vec<_>>()).unwrap();
+    log.seal(soon()).unwrap();
+    assert!(store(&log, 50));
+    log.flush().unwrap();
+    switch.set(DATA_EIO_ONCE);
+    assert_eq!(reclaim::reclaim_dead(&log.volumes[0], Role::Own), 2, "the chunks' segment, and that of the tombstones");
+    assert_eq!(switch.fault.load(Ordering::SeqCst), NONE, "a write has failed");
+    log.flush().unwrap();
+    log.abandon();
+    std::fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
+    let lane = fsck::lanes(dir.path()).unwrap().pop().unwrap();
+    fsck::rebuild(&lane, None, RebuildOptions { dry_run: false, backup: false }, &|_| ()).unwrap();
+    let log = Log::open(options(dir.path())).unwrap();
+    assert!((0..5).all(|n| !has(&log, n)), "removed, and back");
+    assert!(has(&log, 50));
 }
 
 /// The slot of an overwrite that a crash cut off has a header and no record. Where a record of its segment is damaged that the ring still
