@@ -43,16 +43,25 @@ fn usual(o: &mut ConnectorOptions) {
     (o.save_decode_cache, o.load_timeout_ms) = (true, 500);
 }
 
+/// Runs all seeds; what they met together. How often one of them preempts depends on how soon loads are over.
+fn all_seeds(one: impl Fn(u64) -> Tally) -> Tally {
+    let mut all = Tally::default();
+    for tally in SEEDS.map(one) {
+        all.done += tally.done;
+        all.aborted += tally.aborted;
+        all.preempted += tally.preempted;
+        all.held += tally.held;
+        all.loaded_tokens += tally.loaded_tokens;
+        all.failed += tally.failed;
+    }
+    assert!(all.done > 20 && all.preempted > 10 && all.aborted > 12 && all.loaded_tokens > 200, "{all:?}");
+    all
+}
+
 #[test]
 fn every_loaded_byte_is_what_would_have_been_computed() {
-    let mut loaded = 0;
-    for seed in SEEDS {
-        let (tally, _) = run(&world(), seed, 150, usual);
-        assert_eq!(tally.failed, 0);
-        assert!(tally.done > 5 && tally.preempted > 3 && tally.aborted > 3, "{tally:?}");
-        loaded += tally.loaded_tokens;
-    }
-    assert!(loaded > 200, "{loaded} tokens loaded");
+    let all = all_seeds(|seed| run(&world(), seed, 150, usual).0);
+    assert_eq!(all.failed, 0);
 }
 
 /// Every so many reads meet this fate.
@@ -131,18 +140,16 @@ fn damaged_and_truncated_files_never_reach_the_server() {
 
 #[test]
 fn what_is_stored_when_requests_have_ended_is_right_too() {
-    let mut loaded = 0;
-    for seed in SEEDS {
+    let all = all_seeds(|seed| {
         // Odd seeds have steps that end before the next one begins, and faults.
         let world = if seed % 2 == 0 { world() } else { with_faults(Fault::FlipBit { byte: 4100 }, 9).0 };
-        let (tally, _) = run(&world, 50 + seed, 150, |o| {
+        let at_the_end = |o: &mut ConnectorOptions| {
             usual(o);
             (o.store_when, o.max_held_blocks) = (StoreWhen::Finished, 1000);
-        });
-        assert!(tally.done > 5 && tally.preempted > 3 && tally.aborted > 3 && tally.held > 5, "{tally:?}");
-        loaded += tally.loaded_tokens;
-    }
-    assert!(loaded > 200, "{loaded} tokens loaded");
+        };
+        run(&world, 50 + seed, 150, at_the_end).0
+    });
+    assert!(all.held > 20, "{all:?}");
 }
 
 #[test]

@@ -304,7 +304,8 @@ impl Server {
         if !self.held.is_empty() || self.reqs.values().any(moves) {
             return;
         }
-        let loaded = self.reqs.iter().find(|(_, r)| r.state == State::Loaded).map(|(id, _)| id.clone());
+        // The last in line: the first one would take its blocks again for the same load, and the others would wait for ever.
+        let loaded = self.reqs.iter().rfind(|(_, r)| r.state == State::Loaded).map(|(id, _)| id.clone());
         if let Some(id) = loaded {
             self.preempt(&id);
         }
