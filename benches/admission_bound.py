@@ -76,7 +76,7 @@ def chunks_of(trace: Path, room: int, memory_room: int) -> tuple[list[Chunk], in
 
 
 def kind(chunk: Chunk) -> tuple[int, ...]:
-    """As `src/index/policy/admission.rs` tells them apart."""
+    """As `src/index/policy/admission.rs` tells them apart where it does not know what was generated."""
     if chunk.part < 1.0:
         return (0,)
     return (min(max(chunk.ends, 1), 3), int(chunk.traits["length"]).bit_length())

@@ -23,6 +23,17 @@ def saves(server: Server) -> list[int]:
     return [ordered, *(rank.connector._worker.stats()["saves"] for rank in server.runner.ranks)]
 
 
+def loaded_again(shape: Shape, folder: Path) -> int:
+    """Tokens of the prompt that a server started anew loads."""
+    server = Server(shape, folder)
+    server.ask("a", PROMPT, 8)
+    server.drain()
+    server.check_outputs()
+    server.check_empty()
+    server.close()
+    return server.loaded_tokens
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "ahead"])
 def test_one_store_at_the_end_of_which_another_server_loads_everything(
     tmp_path: Path, device: str, asynchronous: bool
@@ -38,13 +49,7 @@ def test_one_store_at_the_end_of_which_another_server_loads_everything(
     server.check_outputs()
     server.check_empty()
     server.close()
-    again = Server(shape, tmp_path)
-    again.ask("a", PROMPT, 8)
-    again.drain()
-    again.check_outputs()
-    again.check_empty()
-    assert again.loaded_tokens == WHOLE
-    again.close()
+    assert loaded_again(shape, tmp_path) == WHOLE
 
 
 def test_what_an_aborted_request_computed_is_stored_and_what_a_preempted_one_computes_again(tmp_path: Path, device: str) -> None:
@@ -58,12 +63,7 @@ def test_what_an_aborted_request_computed_is_stored_and_what_a_preempted_one_com
     server.check_outputs()
     server.check_empty()
     server.close()
-    again = Server(shape, tmp_path)
-    again.ask("a", PROMPT, 8)
-    again.drain()
-    again.check_outputs()
-    assert 64 <= again.loaded_tokens <= WHOLE
-    again.close()
+    assert 64 <= loaded_again(shape, tmp_path) <= WHOLE
     # Two requests that do not fit together.
     (tmp_path / "crowded").mkdir()
     crowded = Server(Shape(ranks=1, blocks=32, batch_tokens=512, device=device, settings=SETTINGS), tmp_path / "crowded")
