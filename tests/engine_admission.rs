@@ -5,7 +5,7 @@ mod engine_world;
 
 use engine_world::{CHUNK, World, load, matched, prompt, slots, store, tokens};
 use forebay::config::{Admission, Capacity};
-use forebay::engine::ShedCause;
+use forebay::engine::{Computed, ShedCause, StoreRequest};
 use forebay::key::Extra;
 
 #[test]
@@ -28,6 +28,29 @@ fn second_touch_skips_the_first_store_and_takes_the_second() {
     assert!(text.contains("forebay_admission_names 3"), "{text}");
     let stats = engine.stats().unwrap();
     assert_eq!((stats.shed(ShedCause::Policy), stats.log.sheds.policy), (3, 3));
+}
+
+#[test]
+fn what_was_generated_reaches_the_policy() {
+    let mut w = World::plain();
+    (w.settings.admission, w.settings.admission_loss) = (Admission::Adaptive, 0.3);
+    let engine = w.open();
+    let (kv, target) = (w.kv().filled(1), w.kv());
+    let mut stored = [0; 2];
+    for round in 0..600u32 {
+        for (at, generated) in [1, 500].into_iter().enumerate() {
+            let p = prompt(&engine, CHUNK, 10 + 2 * round + at as u32);
+            let computed = Some(Computed::Now);
+            let request = StoreRequest::new(&p, &kv.kv, slots(CHUNK, 1));
+            let result = engine.store(StoreRequest { generated: Some(generated), computed, ..request }).unwrap().wait();
+            stored[at] += if round < 400 { 0 } else { result.stored };
+            // Of one kind all come back, of the other none.
+            if generated == 500 {
+                assert_eq!(load(&engine, &p, &target, slots(CHUNK, 2)).tokens, result.stored * CHUNK);
+            }
+        }
+    }
+    assert_eq!(stored, [0, 200]);
 }
 
 #[test]

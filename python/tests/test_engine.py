@@ -49,7 +49,7 @@ def test_a_load_is_iterated_layer_by_layer(eng: forebay.Engine) -> None:
 def test_the_common_prefix_is_found_and_a_partial_chunk_too(cache: Path) -> None:
     with forebay.Engine(config(cache, save_unfull_chunk=True), geometry()) as eng:
         tokens = list(range(50))
-        assert eng.store(tokens, kv(), slots(50)).wait().stored == 2
+        assert eng.store(tokens, kv(), slots(50), generated=7).wait().stored == 2
         assert eng.lookup(tokens) == 50
         assert eng.lookup([*range(40), 7]) == CHUNK
         assert eng.lookup([9, *tokens]) == 0

@@ -203,6 +203,7 @@ fn admission_and_a_memory_above_are_lines_of_their_own_and_refused_where_they_me
         &["--engine", "real", "--memory-tokens", "1m"][..],
         &["--engine", "real", "--offer", "evicted"],
         &["--segment-tokens", "100k", "--offer", "evicted"],
+        &["--segment-tokens", "100k", "--offer", "finished"],
         &["--segment-tokens", "100k", "--admission", "adaptive"],
         &["--admission", "some"],
     ] {

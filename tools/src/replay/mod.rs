@@ -54,7 +54,7 @@ pub(crate) struct ReplayArgs {
     /// Tokens of a tier in memory above the drive, which keeps what was used last; for simulated caches of single chunks.
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
     pub(crate) memory_tokens: u64,
-    /// With --memory-tokens: when a block is offered to the drive, comma-separated.
+    /// When a block is offered to the drive, comma-separated; `evicted` with --memory-tokens.
     #[arg(long, value_delimiter = ',', value_enum, default_value = "stored", value_name = "WHEN,…")]
     pub(crate) offer: Vec<chunks::Offer>,
     /// Simulate reclaim in whole segments of this many tokens (0: every block by itself).
@@ -275,11 +275,11 @@ fn open_cache(
             ErrorKind::InvalidInput,
             "only simulated caches of single chunks have a memory above them",
         )
-        .advice("leave --memory-tokens and --offer out, or --engine and --segment-tokens"));
+        .advice("leave --memory-tokens and --offer evicted out, or --engine and --segment-tokens"));
     }
-    if args.segment_tokens > 0 && run.admission != AdmissionKind::All {
-        return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything")
-            .advice("leave --segment-tokens or --admission out"));
+    if args.segment_tokens > 0 && (run.admission != AdmissionKind::All || offer != chunks::Offer::Stored) {
+        return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything at once")
+            .advice("leave --segment-tokens out, or --admission and --offer"));
     }
     match (args.engine, ranks == 1 && args.behind == 0) {
         (ReplayEngine::Sim, true) if args.segment_tokens == 0 => {
