@@ -26,6 +26,7 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
             last_scan = Instant::now();
             keeper.scan(volume);
         }
+        volume.ctx.counters.keeper_rounds.add(1);
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use forebay::config::EvictionPolicy;
-use forebay::engine::{Backpressure, Engine, LoadRequest, LoadTicket, Prompt, StoreRequest};
+use forebay::engine::{Backpressure, Engine, EngineStats, LoadRequest, LoadTicket, Prompt, StoreRequest};
 use forebay::key::Extra;
 use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
@@ -21,6 +21,10 @@ const PIN_MS: u64 = 30_000;
 const OVERLAP_CHUNKS: usize = 4;
 /// What the reopened cache loads of what survived, in bytes at most.
 const CHECK_BYTES: u64 = 512 << 20;
+/// Reclaim comes to rest in this time.
+const REST: Duration = Duration::from_secs(10);
+/// How often it is asked whether it has.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// What the trace met, and what was moved and compared.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -132,12 +136,12 @@ impl Work<'_> {
             bar.inc(1);
         }
         server.engine.flush()?;
+        let stats = at_rest(&server.engine)?;
         let mut served = server.served;
         for request in self.requests.iter().take(served.requests) {
             let prompt = server.engine.prompt(&token_ids(request), &Extra::default());
             served.held_tokens += server.engine.lookup(&prompt, 0)?.matched_tokens as u64;
         }
-        let stats = server.engine.stats()?;
         served.write_amplification = stats.write_amplification();
         served.stored_chunks = stats.stored_chunks;
         served.evicted_chunks = stats.log.evicted;
@@ -170,6 +174,22 @@ impl Work<'_> {
         survived.lost_tokens = server.served.lost_tokens;
         server.engine.close(Instant::now() + Duration::from_secs(10))?;
         Ok(survived)
+    }
+}
+
+/// The counters once reclaim has done what the last stores call for: what it gives up after they were read would look lost.
+fn at_rest(engine: &Engine) -> Result<EngineStats> {
+    let deadline = Instant::now() + REST;
+    let mut before = engine.stats()?;
+    loop {
+        let stats = engine.stats()?;
+        // The round that ended first may have begun earlier.
+        let is_done = stats.log.keeper_rounds >= before.log.keeper_rounds + 2;
+        if is_done && stats.log.evicted == before.log.evicted || Instant::now() >= deadline {
+            return Ok(stats);
+        }
+        before = if is_done { stats } else { before };
+        std::thread::sleep(LOOK_AGAIN);
     }
 }
 
