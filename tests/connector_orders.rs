@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forebay::config::Admission;
 use forebay::connector::{
     AddRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta, StepOutput,
     Worker,
@@ -11,7 +12,7 @@ use forebay::connector::{
 use forebay::engine::Engine;
 use forebay::key::Extra;
 
-use engine_world::{BLOCK, BLOCKS, Kv, Shape, World};
+use engine_world::{BLOCK, BLOCKS, CHUNK, Kv, Shape, World};
 
 mod engine_world;
 
@@ -59,6 +60,16 @@ impl Pair {
         let tokens = self.s.matched(req_id, 0).tokens.unwrap();
         self.s.allocated(req_id, blocks, tokens).unwrap();
         self.s.step(&StepInput::default(), &mut |_, _, _| None)
+    }
+
+    /// Waits until nothing is being stored and the worker has told of it.
+    fn stores_end(&mut self) {
+        let begun = Instant::now();
+        while self.w.stats().storing > 0 {
+            assert!(begun.elapsed() < Duration::from_secs(10), "the store does not end");
+            let _ = self.w.finished(&[]);
+            std::thread::yield_now();
+        }
     }
 
     fn received(&mut self) -> Finished {
@@ -145,6 +156,38 @@ fn stores_that_ended_at_once_are_looked_at_in_turns_and_none_holds_a_block_meanw
     let _ = a.w.finished(&[]);
     assert_eq!((left(&a), a.w.meta().unwrap().stored.len()), (0, 4));
     assert_eq!(a.w.stats().stored_chunks, 12);
+}
+
+#[test]
+fn what_was_generated_reaches_the_policy_through_the_worker() {
+    let mut world = World::plain();
+    (world.settings.admission, world.settings.admission_loss) = (Admission::Adaptive, 0.3);
+    let engine = Arc::new(world.open());
+    let (mut a, target) = (pair(&world, &engine, 5, 1), world.kv());
+    let mut stored = [0; 2];
+    for round in 0..600u32 {
+        for (at, generated) in [1, 500].into_iter().enumerate() {
+            let (name, seed) = (format!("r{round}-{at}"), 10 + 2 * round + at as u32);
+            let blocks = vec![(1..1 + (CHUNK / BLOCK) as u32).collect::<Vec<u32>>()];
+            a.s.add(AddRequest::new(&name, &engine_world::tokens(CHUNK, seed), &Extra::default()));
+            assert_eq!(a.s.matched(&name, 0).tokens, Some(0));
+            a.s.allocated(&name, &blocks, 0).unwrap();
+            let new = vec![NewRequest { req_id: &name, blocks, num_computed: 0, num_scheduled: CHUNK }];
+            let mut meta = a.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+            meta.saves.iter_mut().for_each(|order| order.generated = Some(generated));
+            a.w.begin(meta, None);
+            a.w.end_step(None);
+            a.stores_end();
+            // Of one kind all come back, of the other none.
+            let p = engine_world::prompt(&engine, CHUNK, seed);
+            let there = engine_world::matched(&engine, &p);
+            stored[at] += if round < 400 { 0 } else { there / CHUNK };
+            if generated == 500 {
+                assert_eq!(engine_world::load(&engine, &p, &target, engine_world::slots(CHUNK, 2)).tokens, there);
+            }
+        }
+    }
+    assert_eq!(stored, [0, 200]);
 }
 
 #[test]
