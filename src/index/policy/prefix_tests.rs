@@ -255,6 +255,10 @@ fn what_goes_on_while_it_is_saved_makes_no_chunk_count_twice() {
         let saved = saved(&mut policy, chunks, |policy| {
             round += 1;
             if round <= 200 {
+                // What has been saved already is used again, and belongs to a later group from then on.
+                let oldest = policy.groups.values().find_map(|g| g.held.first_key_value());
+                let oldest = oldest.map(|((_, tag), _)| *tag).unwrap();
+                policy.used(oldest);
                 run(policy, 1 + round % 3);
             }
         });

@@ -51,6 +51,7 @@ fn single_chunks_go_their_space_is_used_again_and_none_comes_back() {
         fill(&log, chain * CHAIN..(chain + 1) * CHAIN);
         assert_eq!(log.lookup(&used), 4, "in use after chain {chain}");
     }
+    at_rest(&log);
     let stats = log.stats();
     assert!(stats.evicted > 500 && stats.moved == 0, "{stats:?}");
     let there = held(&log, 0..400 * CHAIN);
