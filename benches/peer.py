@@ -23,33 +23,6 @@ def rate(file: Path, point: tuple[str, int]) -> float:
     return float(json.loads(out[out.index("{") :])["jobs"][0]["read"]["bw_bytes"])
 
 
-def fill(file: Path, size: int) -> None:
-    """Writes `size` bytes of `file`, which no read finds holes in then."""
-    command = ["fio", "--name=fill", f"--filename={file}", "--rw=write", "--bs=4m", "--iodepth=8", f"--size={size}"]
-    subprocess.run([*command, "--ioengine=io_uring", "--direct=1", "--end_fsync=1"], check=True, capture_output=True)
-
-
-def timed(file: Path, point: tuple[str, int], seconds: float, writes: tuple[Path, float] | None = None) -> float:
-    """Bytes per second that fio reads of `file` at random in `seconds`, two jobs; beside them another fio may write so many bytes per
-    second over a file, again and again."""
-    bs, depth = point
-    common = ["--ioengine=io_uring", "--direct=1", "--thread", "--time_based", "--output-format=json"]
-    command = ["fio", "--name=peer", f"--filename={file}", "--readonly", "--rw=randread", f"--bs={bs}", f"--iodepth={depth}"]
-    command += [*common, "--numjobs=2", "--group_reporting", f"--runtime={seconds}"]
-    writer = None
-    if writes is not None:
-        target, rate = writes
-        write = ["fio", "--name=writer", f"--filename={target}", "--rw=write", "--bs=1m", "--iodepth=8", f"--rate={int(rate)}"]
-        writer = subprocess.Popen([*write, *common, f"--runtime={seconds + 5}"], stdout=subprocess.DEVNULL)
-    try:
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    finally:
-        if writer is not None:
-            writer.terminate()
-            writer.wait()
-    return float(json.loads(out[out.index("{") :])["jobs"][0]["read"]["bw_bytes"])
-
-
 def best(file: Path) -> tuple[str, int]:
     """What fio reads `file` fastest with."""
     point = max(POINTS, key=lambda point: statistics.median(rate(file, point) for _ in range(3)))

@@ -1,12 +1,11 @@
 """What stores that keep evicting cost the loads of a full cache: loads alone, and beside them, in turns.
 
-    python benches/reclaim.py --folder DIR [--rounds 7] [--seconds 4] [--store-mb 50] [--capacity-gb 4] [--peer]
+    python benches/reclaim.py --folder DIR [--rounds 7] [--seconds 4] [--store-mb 50] [--capacity-gb 4]
 
 needs the release wheel (`make wheel`) in this Python, numpy, and one and a half times the capacity free on DIR's drive. The cache
 is filled to its capacity, and stores go on until it has evicted as much as it holds. Loads ask for chunks that are
 there, one prompt of eight chunks after the other, two at once; every byte is verified. Stores come at the given rate. Shown is the loads' rate with stores over the
-rate without, the median of all rounds. --peer measures fio in the same rounds: its reads alone, and beside another fio that writes at the same rate (needs fio, and
-3 GiB more).
+rate without, the median of all rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 
 import forebay
 import numpy
-import peer
 
 #: 128 KiB of KV per token, as Llama 3.1 8B in bf16.
 LAYERS, KV_HEADS, HEAD_SIZE, CHUNK, BLOCK = 32, 8, 128, 256, 16
@@ -96,23 +94,6 @@ class Cache:
             stop.wait(max(0.0, began + stored / rate - time.monotonic()))
 
 
-class Fio:
-    """The peer: two files beside the cache, one to be read and one to be written over."""
-
-    def __init__(self, folder: Path) -> None:
-        self.read, self.written = folder / "peer-read", folder / "peer-written"
-        peer.fill(self.read, 2 << 30)
-        peer.fill(self.written, 1 << 30)
-        self.ratios: list[float] = []
-
-    def round(self, number: int, seconds: float, rate: float) -> None:
-        """Reads alone, then beside writes."""
-        alone = peer.timed(self.read, ("1m", 16), seconds)
-        beside = peer.timed(self.read, ("1m", 16), seconds, (self.written, rate))
-        self.ratios.append(beside / alone)
-        print(f"round {number}, fio: alone {alone / 1e9:.2f} GB/s, beside writes {beside / 1e9:.2f} GB/s", flush=True)
-
-
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -122,12 +103,9 @@ def main() -> None:
     parser.add_argument("--store-mb", type=float, default=50.0, help="bytes stored beside the loads, in 10^6 per second")
     parser.add_argument("--capacity-gb", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--peer", action="store_true", help="measure fio in the same rounds")
     options = parser.parse_args()
     options.folder.mkdir(parents=True)
-    (options.folder / "cache").mkdir()
-    fio = Fio(options.folder) if options.peer else None
-    cache = Cache(options.folder / "cache", options.capacity_gb, options.seed)
+    cache = Cache(options.folder, options.capacity_gb, options.seed)
     try:
         cache.fill()
         ratios = []
@@ -139,15 +117,11 @@ def main() -> None:
             beside = cache.loaded(options.seconds, 2 * number + 1)
             stop.set()
             storer.join()
-            if fio:
-                fio.round(number, options.seconds, options.store_mb * 1e6)
             gone = cache.engine.stats()["log"]["evicted"] - before
             ratios.append(beside / alone)
             print(f"round {number}: alone {alone / 1e9:.2f} GB/s, beside stores {beside / 1e9:.2f} GB/s, {gone} chunks evicted", flush=True)
         log = cache.engine.stats()["log"]
         print(f"loads beside stores / alone: median {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        if fio:
-            peer.show("fio's reads beside writes / alone", fio.ratios)
         print(f"evicted {log['evicted']}, bad {log['bad_chunks']}")
     finally:
         cache.engine.close()
