@@ -43,7 +43,7 @@ pub(super) fn begin(volume: &Volume, lane: &Lane) {
         return;
     }
     let capacity = volume.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes());
-    let mut chain = policy_file::restore(lane, room_bytes(lane, capacity));
+    let mut chain = policy_file::restore(volume, lane, room_bytes(lane, capacity));
     let mut entries: Vec<(Entry, u8)> = Vec::new();
     lane.table().for_each(|slot, entry| {
         if entry.kind == EntryKind::Chunk {

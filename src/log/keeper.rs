@@ -16,7 +16,7 @@ const TICK: Duration = Duration::from_millis(50);
 pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     let mut keeper = Keeper::default();
     let mut last_scan = Instant::now();
-    let mut written = policy_file::Written::default();
+    let mut kept = Instant::now();
     while !stop.load(Ordering::Acquire) {
         // Woken or not, it looks.
         let _ = volume.wake.1.recv_timeout(TICK);
@@ -28,7 +28,7 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
             last_scan = Instant::now();
             keeper.scan(volume);
         }
-        policy_file::keep(volume, &mut written);
+        policy_file::keep(volume, &mut kept);
         volume.ctx.counters.keeper_rounds.add(1);
     }
 }

@@ -29,30 +29,22 @@ const FRAME_BYTES: u64 = 4096;
 /// Chunks that are saved while the policy is locked.
 const AT_ONCE: usize = 4096;
 
-/// When the file was written last.
-#[derive(Debug, Default)]
-pub(super) struct Written {
-    /// The policy's time then.
-    clock: u64,
-    at: Option<Instant>,
-}
-
-/// Writes the file if it is time to.
-pub(super) fn keep(volume: &Volume, written: &mut Written) {
+/// Writes the file if it is time to; `tried` is when that was last.
+pub(super) fn keep(volume: &Volume, tried: &mut Instant) {
     let Some(lane) = volume.own() else { return };
     let Some((clock, held)) = now(&lane) else { return };
-    let begun = written.at.get_or_insert_with(Instant::now);
-    if begun.elapsed() < PAUSE || clock.saturating_sub(written.clock) < (held / TURNOVER).max(FEWEST) {
-        return;
+    let news = clock.saturating_sub(volume.policy_clock.load(Ordering::Relaxed));
+    if tried.elapsed() >= PAUSE && news >= (held / TURNOVER).max(FEWEST) {
+        *tried = Instant::now();
+        write(volume, &lane, clock);
     }
-    *written = Written { clock, at: Some(Instant::now()) };
-    write(volume, &lane);
 }
 
-/// Writes the file as the cache is closed.
+/// Writes the file as the cache is closed, if there is news.
 pub(super) fn close(volume: &Volume) {
-    if let Some(lane) = volume.own().filter(|lane| now(lane).is_some()) {
-        write(volume, &lane);
+    let Some(lane) = volume.own() else { return };
+    if let Some((clock, _)) = now(&lane).filter(|(clock, _)| *clock != volume.policy_clock.load(Ordering::Relaxed)) {
+        write(volume, &lane, clock);
     }
 }
 
@@ -65,10 +57,12 @@ fn most_bytes(capacity: u64) -> u64 {
     (capacity / SHARE).max(LEAST_BYTES)
 }
 
-fn write(volume: &Volume, lane: &Arc<Lane>) {
+fn write(volume: &Volume, lane: &Arc<Lane>, clock: u64) {
     if volume.is_lost() {
         return;
     }
+    // Where it fails, it is tried again when there is as much news once more.
+    volume.policy_clock.store(clock, Ordering::Relaxed);
     match try_write(volume, lane) {
         Ok(()) => {}
         Err(e) if e.kind() == ErrorKind::NoSpace => {
@@ -107,17 +101,19 @@ fn saved(lane: &Lane, most_bytes: u64) -> Result<Option<Vec<u8>>> {
 }
 
 /// The policy as it was kept, for a drive with room for `room_bytes`; a new one where nothing usable was.
-pub(super) fn restore(lane: &Lane, room_bytes: u64) -> Prefix {
+pub(super) fn restore(volume: &Volume, lane: &Lane, room_bytes: u64) -> Prefix {
     // Of one who was killed while writing it; mostly there is none.
     drop(std::fs::remove_file(lane.dir.join(paths::POLICY_NEW)));
-    match read(lane) {
+    let restored = match read(lane) {
         Ok(saved) => saved.and_then(|saved| Prefix::restored(&saved, room_bytes)),
         Err(e) => {
             tracing::warn!(lane = %lane.dir.display(), error = %e, "what the policy had learned is lost: it begins anew");
             None
         }
-    }
-    .unwrap_or_else(|| Prefix::new(room_bytes))
+    };
+    let policy = restored.unwrap_or_else(|| Prefix::new(room_bytes));
+    volume.policy_clock.store(policy.clock(), Ordering::Relaxed);
+    policy
 }
 
 fn read(lane: &Lane) -> Result<Option<SavedPrefix>> {

@@ -63,8 +63,9 @@ pub(super) struct Volume {
     /// Up to which sequence the held lanes have forgotten what was cleared.
     pub(super) forgotten: AtomicU64,
     scanning: Mutex<()>,
-    /// Bytes written of what the policy has learned.
+    /// Bytes written of what the policy has learned, and the policy's time of which that is.
     pub(super) policy_bytes: AtomicU64,
+    pub(super) policy_clock: AtomicU64,
     lost: AtomicBool,
     /// Wakes the keeper.
     pub(super) wake: (crossbeam_channel::Sender<()>, crossbeam_channel::Receiver<()>),
@@ -167,6 +168,7 @@ impl Volume {
             forgotten: AtomicU64::new(0),
             scanning: Mutex::new(()),
             policy_bytes: AtomicU64::new(0),
+            policy_clock: AtomicU64::new(0),
             lost: AtomicBool::new(false),
             wake: crossbeam_channel::bounded(1),
         }

@@ -79,6 +79,12 @@ fn a_restart_forgets_nothing() {
     let before = known(&log);
     let log = reopen(log);
     assert!(known(&log) == before);
+    // Where there is no news, nothing is written.
+    let again = log.options().clone();
+    log.close(soon()).unwrap();
+    assert_eq!(log.stats().policy_bytes_written, 0);
+    drop(log);
+    let log = Log::open(again).unwrap();
     all_can_go(&log, 0..205 * 8);
     assert!(log.stats().disk_bytes <= CAPACITY && file(&log).metadata().unwrap().len() > 1000);
 }

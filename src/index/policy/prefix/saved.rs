@@ -52,6 +52,8 @@ const MOST_SEEN: f64 = 1e30;
 /// Bytes of a number with its place, and of a group, at most.
 const NUMBER_BYTES: u64 = 3 + 8;
 const GROUP_BYTES: u64 = 1 + 1 + 10 + 10 + 5 + 2 * 5;
+/// Names of what went that are saved at most: reading them is a part of what a restart takes.
+const MOST_GHOSTS: u64 = 1 << 19;
 /// Bytes of a chunk at most: its name, and three numbers.
 const CHUNK_BYTES: u64 = 8 + 5 + 2 + 10;
 
@@ -117,7 +119,7 @@ impl Prefix {
         let (uses, waited) = self.reuse.seen();
         let other = NUMBER_BYTES * (2 + uses.len() + waited.len()) as u64 + GROUP_BYTES * self.groups.len() as u64;
         let room = most_bytes.checked_sub(other)? / CHUNK_BYTES;
-        let leave_out = self.ghosts.saturating_sub(room.checked_sub(self.held)?);
+        let leave_out = self.ghosts.saturating_sub(room.checked_sub(self.held)?.min(MOST_GHOSTS));
         Some(SavingPrefix { groups: Vec::new(), next: 0, leave_out })
     }
 
