@@ -1,5 +1,4 @@
-//! The keeper of a drive: a thread that keeps a free segment ready, reclaims, drains touches, adopts orphaned lanes, and writes down
-//! what the policy has learned.
+//! The keeper of a drive: a thread that keeps a free segment ready, reclaims, drains touches, adopts orphaned lanes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::lane::Role;
 use super::volume::Volume;
-use super::{chain, grant, hunger, orphans, policy_file, quota, reclaim, remove};
+use super::{chain, grant, hunger, orphans, quota, reclaim, remove};
 
 /// How often the keeper looks by itself.
 const TICK: Duration = Duration::from_millis(50);
@@ -16,7 +15,6 @@ const TICK: Duration = Duration::from_millis(50);
 pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     let mut keeper = Keeper::default();
     let mut last_scan = Instant::now();
-    let mut kept = Instant::now();
     while !stop.load(Ordering::Acquire) {
         // Woken or not, it looks.
         let _ = volume.wake.1.recv_timeout(TICK);
@@ -28,7 +26,6 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
             last_scan = Instant::now();
             keeper.scan(volume);
         }
-        policy_file::keep(volume, &mut kept);
         volume.ctx.counters.keeper_rounds.add(1);
     }
 }

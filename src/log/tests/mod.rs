@@ -10,7 +10,6 @@ mod evicted;
 mod faults;
 mod lanes;
 mod late;
-mod learned;
 mod leases;
 mod moves;
 mod processes;
