@@ -50,7 +50,8 @@ pub struct LogStats {
     pub sealed: u64,
     /// Segments given up to be used again.
     pub reclaimed: u64,
-    /// Rounds that the drives' keepers have ended: two more, and whatever was to be given up has been, unless it is leased.
+    /// Rounds that the keepers of all drives have ended. With one drive: two more, and whatever was to be given up has been, unless
+    /// it is leased.
     pub keeper_rounds: u64,
     /// Chunks dropped by reclaim.
     pub evicted: u64,
