@@ -265,6 +265,11 @@ impl SchedulerSide {
         self.with(|s| Ok(s.transferred(req_id)))
     }
 
+    /// Whether a load of the request runs between steps and no worker has reported its end.
+    fn is_loading(&self, req_id: &str) -> PyResult<bool> {
+        self.with(|s| Ok(s.is_loading(req_id)))
+    }
+
     /// The request ended, so many tokens were generated for it; True where its blocks must be kept until a worker reports it as sent.
     #[pyo3(signature = (req_id, generated=None))]
     fn request_finished(&self, req_id: &str, generated: Option<u32>) -> PyResult<bool> {

@@ -36,7 +36,6 @@ class SchedulerHalf:
         self._side = SchedulerSide.of_workers(settings.engine, **geometry.options(vllm_config, kv, settings))
         self._is_producer = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._requests: dict[str, Request] = {}
-        self._loading: set[str] = set()
         self._held: set[str] = set()
         self._resting = False
         self._announcer = announcer
@@ -67,8 +66,6 @@ class SchedulerHalf:
         """vLLM gave the request these blocks, the last of them for `num_external_tokens` to load."""
         if request.request_id not in self._requests:
             return
-        if num_external_tokens > 0:
-            self._loading.add(request.request_id)
         self._side.allocated(request.request_id, [list(group) for group in block_ids], num_external_tokens)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
@@ -99,12 +96,9 @@ class SchedulerHalf:
 
     def output(self, output: KVConnectorOutput) -> None:
         """What the workers reported at the end of a step."""
-        meta, recving = output.kv_connector_worker_meta, output.finished_recving
-        if recving:
-            self._loading -= recving
-        self._side.output(
-            output.finished_sending, recving, output.failed_recving, meta.parts if type(meta) is WorkerMetadata else None
-        )
+        meta = output.kv_connector_worker_meta
+        parts = meta.parts if type(meta) is WorkerMetadata else None
+        self._side.output(output.finished_sending, output.finished_recving, output.failed_recving, parts)
         self._tell()
 
     def _tell(self) -> None:
@@ -132,14 +126,12 @@ class SchedulerHalf:
         req_id = request.request_id
         if req_id not in self._requests:
             return False
-        keep = self._side.request_finished(req_id, request.num_output_tokens)
+        # An aborted load: vLLM itself keeps these blocks until it is reported over, and would free them twice.
+        of_vllm = self._side.is_loading(req_id)
+        keep = self._side.request_finished(req_id, request.num_output_tokens) and not of_vllm
         # What is stored from now on is told of by the request's hashes.
         self._tell()
         del self._requests[req_id]
-        if req_id in self._loading:
-            # An aborted load: vLLM itself keeps these blocks until the load is reported over, and would free them twice.
-            self._loading.discard(req_id)
-            return False
         if keep:
             self._held.add(req_id)
         return keep

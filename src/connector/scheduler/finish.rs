@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::super::meta::StepMeta;
-use super::tracker::LoadState;
+use super::tracker::{LoadState, Tracker};
 use super::{Scheduler, StepOutput};
 
 /// Finished requests whose blocks the server keeps until the workers report them as sent.
@@ -67,6 +67,15 @@ impl Held {
 }
 
 impl Scheduler {
+    /// Whether a load of the request was ordered that runs between steps and whose end no worker has reported. One within a step ends with
+    /// it and is never reported.
+    #[must_use]
+    pub fn is_loading(&self, req_id: &str) -> bool {
+        let is_under_way =
+            |t: &Tracker| t.asynchronous && matches!(t.load, LoadState::Ordered { .. } | LoadState::InFlight { .. });
+        self.requests.get(req_id).is_some_and(is_under_way)
+    }
+
     /// A request ended, or was aborted. `true`: the server keeps its blocks until the workers report it, as sent where stores of it
     /// were handed to them, or as received where its load is under way. A request over the bound on such blocks is given up by the
     /// workers in the next step, and reported then. `generated` tokens were generated for it, where the caller knows.

@@ -197,6 +197,28 @@ fn layerwise_loads_run_within_their_step() {
 }
 
 #[test]
+fn a_request_that_was_loaded_within_a_step_keeps_its_blocks_for_its_stores() {
+    // Nobody reports the end of such a load: a server that waited for it would not keep the blocks for what is stored.
+    let mut s = side_with(48, |o| o.layerwise = true);
+    s.add("a", 100);
+    s.matched("a", 0);
+    s.allocated("a", 25, 48);
+    assert!(!s.s.is_loading("a"));
+    assert_eq!(saved(&s.first("a", (48, 100))), [(48, 96)]);
+    assert!(!s.s.is_loading("a"));
+    assert!(s.s.request_finished("a", None), "its store may not be gathered");
+    let mut s = side(48);
+    s.add("a", 100);
+    assert_eq!((s.matched("a", 0), s.s.is_loading("a")), (Some(48), false), "only asked");
+    s.allocated("a", 25, 48);
+    assert!(s.s.is_loading("a"));
+    s.idle();
+    assert!(s.s.is_loading("a"), "under way");
+    s.received("a");
+    assert!(!s.s.is_loading("a") && !s.s.is_loading("unknown"));
+}
+
+#[test]
 fn loads_that_would_hold_a_step_up_for_too_long_run_before_it() {
     let mut s = side_with(64, |o| (o.layerwise, o.join_loads) = (true, false));
     let ask = |s: &mut Side, name: &str| {

@@ -84,6 +84,28 @@ def test_what_an_aborted_request_computed_is_stored_and_what_a_preempted_one_com
     crowded.close()
 
 
+def test_a_request_that_was_loaded_within_a_step_keeps_its_blocks_until_they_are_stored(tmp_path: Path, device: str) -> None:
+    settings = SETTINGS | {"use_layerwise": True, "max_sync_stall_ms": 20_000}
+    server = Server(Shape(prefix_caching=False, device=device, settings=settings), tmp_path)
+    server.ask("a", PROMPT[:200], 4)
+    server.drain()
+    server.until_stored(PROMPT, 192)
+    server.ask("b", PROMPT, 8)
+    while server.asked["b"].finished is None:
+        assert server.step()
+    assert server.loaded_tokens == 192
+    assert "b" in server.scheduler.requests, "vLLM has given its blocks away while a store may still read them"
+    server.drain()
+    server.check_outputs()
+    server.check_empty()
+    server.until_stored(PROMPT, WHOLE)
+    server.ask("c", PROMPT, 4)
+    server.drain()
+    assert server.loaded_tokens == 192 + WHOLE
+    server.check_outputs()
+    server.close()
+
+
 def test_beside_a_sliding_window_it_is_refused_at_the_start(tmp_path: Path) -> None:
     windowed: dict[str, Any] = {"windows": (None, 64), "settings": SETTINGS}
     with pytest.raises(forebay.ForebayError, match="use store_when: computed"):
