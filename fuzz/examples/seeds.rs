@@ -9,8 +9,9 @@ use forebay::format::record::{KeyKind, Record, RecordKind};
 use forebay::format::sealed::{self, RegionHeader, SegmentState};
 use forebay::format::slot::SlotHeader;
 use forebay::format::superblock::Superblock;
-use forebay::format::{PAGE_BYTES, journal};
+use forebay::format::{PAGE_BYTES, journal, policy};
 use forebay::geometry::Geometry;
+use forebay::index::{ChainChunk, Prefix};
 use forebay::key::ChunkKey;
 
 fn save(target: &str, name: &str, bytes: &[u8]) -> Result<()> {
@@ -28,6 +29,26 @@ fn records() -> Vec<Record> {
         ..Record::new(kind, KeyKind::Chain, ChunkKey([i as u8; 32]))
     };
     kinds.into_iter().enumerate().map(record).collect()
+}
+
+/// What a policy has learned: of nothing, and of some chains.
+fn policies() -> Result<()> {
+    let mut prefix = Prefix::new(900);
+    let mut save_now = |name: &str, chains: std::ops::Range<u64>| {
+        for (chain, depth) in chains.flat_map(|chain| (0..6).map(move |depth| (chain, depth))) {
+            let tag = chain * 8 + u64::from(depth);
+            let parent = if depth == 0 { 0 } else { tag - 1 };
+            prefix.stored(&ChainChunk { tag, parent, depth, bytes: 10, partial: depth == 5 });
+            prefix.used(tag / 2);
+        }
+        let mut saving = prefix.save(u64::MAX).unwrap_or_else(|| unreachable!("there is room for all of it"));
+        while !prefix.save_more(&mut saving, 1000) {}
+        let payload = prefix.saved(saving).encode().unwrap_or_default();
+        save("policy_state", name, &policy::encode(&[1; 16], &payload))
+    };
+    save_now("empty", 0..0)?;
+    save_now("some", 0..3)?;
+    save_now("more", 3..200)
 }
 
 fn pages() -> Result<()> {
@@ -126,6 +147,7 @@ fn texts() -> Result<()> {
 
 fn main() -> Result<()> {
     pages()?;
+    policies()?;
     messages()?;
     texts()
 }

@@ -4,6 +4,7 @@
 //! by a seed. Invariants: a target is a function of its input alone, and panics only where Forebay is wrong.
 
 mod format;
+mod policy;
 mod shared;
 mod text;
 
@@ -16,6 +17,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("journal", format::journal),
     ("sealed_table", format::sealed_table),
     ("slot_header", format::slot_header),
+    ("policy_state", policy::policy_state),
     ("shared_table", shared::shared_table),
     ("shared_lane", shared::shared_lane),
     ("config", text::config),

@@ -46,6 +46,7 @@ metric_table! {
     LANES = Gauge "forebay_lanes" [] "Lanes that this process sees.";
     DATA_BYTES = Counter "forebay_log_data_bytes_total" [] "Bytes of slots written for chunks published.";
     JOURNAL_BYTES = Counter "forebay_log_journal_bytes_total" [] "Bytes written to the journal and to sealed tables.";
+    POLICY_BYTES = Counter "forebay_log_policy_bytes_total" [] "Bytes written of what the eviction policy has learned, for the next start.";
     MOVED_BYTES = Counter "forebay_log_moved_bytes_total" [] "Bytes that reclaim wrote again to keep hot chunks.";
     REFUSED_BYTES = Counter "forebay_refused_bytes_total" ["cause"] "Bytes of chunks and objects that were not stored: the admission policy (policy), the write budget (budget).";
     NAMES = Gauge "forebay_admission_names" [] "Names that the admission policy remembers; about 80 bytes each.";
@@ -175,6 +176,7 @@ fn expose_log(e: &mut Exposition, s: &EngineStats) {
         (&LANES, log.lanes),
         (&DATA_BYTES, log.data_bytes_written),
         (&JOURNAL_BYTES, log.journal_bytes_written),
+        (&POLICY_BYTES, log.policy_bytes_written),
         (&MOVED_BYTES, log.moved_bytes),
         (&EVICTED, log.evicted),
         (&QUOTA_EVICTED, log.quota_evicted),

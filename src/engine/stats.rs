@@ -118,7 +118,8 @@ impl EngineStats {
         if log.data_bytes_written == 0 {
             return 0.0;
         }
-        (log.data_bytes_written + log.moved_bytes + log.journal_bytes_written) as f64 / log.data_bytes_written as f64
+        let beside = log.moved_bytes + log.journal_bytes_written + log.policy_bytes_written;
+        (log.data_bytes_written + beside) as f64 / log.data_bytes_written as f64
     }
 }
 

@@ -8,6 +8,7 @@ pub mod budget;
 pub mod journal;
 pub mod layout;
 pub(crate) mod le;
+pub mod policy;
 pub mod record;
 pub mod sealed;
 pub mod slot;

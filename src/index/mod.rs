@@ -61,7 +61,7 @@ pub use mapping::Access;
 pub use partials::{AddedPartial, PartialLengths};
 pub use policy::{
     Admission, AdmissionPolicy, ChainChunk, ChunkSummary, Emptiest, Fifo, Lru, NAME_BYTES, Offered, Policy, Prefix,
-    Rank, ReclaimContext, SegmentSummary, by_name, plan_keep, victim,
+    Rank, ReclaimContext, SavedPrefix, SavingPrefix, SegmentSummary, by_name, plan_keep, victim,
 };
 pub use recency::{Recency, Survey, SurveyOptions};
 pub use shard::Shard;

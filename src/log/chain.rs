@@ -6,14 +6,17 @@
 //! read from the touch ring before each put is told, on the thread that begins the put. Objects are not told: they go with their
 //! segments.
 
+use std::collections::HashSet;
+
 use super::lane::Lane;
+use super::policy_file;
 use super::sizes;
 use super::spec::PutSpec;
 use super::state::{Phase, RESERVE_BYTES, State};
 use super::volume::Volume;
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record};
-use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, Prefix, tag_of};
+use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, tag_of};
 use crate::key::ChunkKey;
 
 /// Of the capacity, the part that the files beside the slots may take, besides the regions: one of so many.
@@ -40,7 +43,7 @@ pub(super) fn begin(volume: &Volume, lane: &Lane) {
         return;
     }
     let capacity = volume.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes());
-    let mut chain = Prefix::new(room_bytes(lane, capacity));
+    let mut chain = policy_file::restore(volume, lane, room_bytes(lane, capacity));
     let mut entries: Vec<(Entry, u8)> = Vec::new();
     lane.table().for_each(|slot, entry| {
         if entry.kind == EntryKind::Chunk {
@@ -48,10 +51,18 @@ pub(super) fn begin(volume: &Volume, lane: &Lane) {
         }
     });
     entries.sort_unstable_by_key(|(entry, _)| entry.seq);
-    for (entry, _) in &entries {
+    let there: HashSet<u64> = entries.iter().map(|(entry, _)| tag_of(&entry.key)).collect();
+    chain.compare(|tag| there.contains(&tag));
+    // What it was given up for is still there.
+    let is_known = |(entry, _): &(Entry, u8)| chain.knows(tag_of(&entry.key));
+    let (known, new): (Vec<_>, Vec<_>) = entries.into_iter().partition(is_known);
+    for (entry, _) in &known {
+        chain.put_back(tag_of(&entry.key), u64::from(entry.pages) * PAGE_BYTES as u64);
+    }
+    for (entry, _) in &new {
         chain.stored(&chunk_of(entry, lane.superblock.chunk_tokens));
     }
-    for (entry, _) in entries.iter().filter(|(_, uses)| *uses > 0) {
+    for (entry, _) in new.iter().filter(|(_, uses)| *uses > 0) {
         chain.used_before(tag_of(&entry.key));
     }
     state.chain = Some(Box::new(chain));

@@ -1,4 +1,5 @@
-//! The keeper of a drive: a thread that keeps a free segment ready, reclaims, drains touches, adopts orphaned lanes.
+//! The keeper of a drive: a thread that keeps a free segment ready, reclaims, drains touches, adopts orphaned lanes, and writes down
+//! what the policy has learned.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::lane::Role;
 use super::volume::Volume;
-use super::{chain, grant, hunger, orphans, quota, reclaim, remove};
+use super::{chain, grant, hunger, orphans, policy_file, quota, reclaim, remove};
 
 /// How often the keeper looks by itself.
 const TICK: Duration = Duration::from_millis(50);
@@ -15,6 +16,7 @@ const TICK: Duration = Duration::from_millis(50);
 pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
     let mut keeper = Keeper::default();
     let mut last_scan = Instant::now();
+    let mut kept = Instant::now();
     while !stop.load(Ordering::Acquire) {
         // Woken or not, it looks.
         let _ = volume.wake.1.recv_timeout(TICK);
@@ -26,6 +28,7 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
             last_scan = Instant::now();
             keeper.scan(volume);
         }
+        policy_file::keep(volume, &mut kept);
         volume.ctx.counters.keeper_rounds.add(1);
     }
 }

@@ -41,6 +41,7 @@ mod options;
 mod orphans;
 pub mod pack;
 mod paths;
+mod policy_file;
 mod publish;
 pub mod purge;
 mod put;
@@ -176,6 +177,9 @@ impl Log {
         }
         let flushed = self.flush_until(deadline);
         self.stop_threads(false);
+        if flushed.is_ok() && !self.ctx.options.foreground {
+            self.volumes.iter().for_each(|v| policy_file::close(v));
+        }
         let closed = self.volumes.iter().try_for_each(|v| v.io.write.close(deadline).and(v.io.read.close(deadline)));
         for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
             lane.release();
@@ -262,6 +266,7 @@ impl Log {
         self.ctx.counters.fill(&mut stats);
         stats.admission_names = self.ctx.admit.names();
         for volume in &self.volumes {
+            stats.policy_bytes_written += volume.policy_bytes.load(Ordering::Relaxed);
             let mut drive = DriveStats {
                 id: paths::hex(&volume.id),
                 dir: volume.root.display().to_string(),

@@ -19,12 +19,16 @@ pub(super) const LANE_SHM: &str = "lane.shm";
 pub(super) const TABLE_SHM: &str = "table.shm";
 pub(super) const INDEX: &str = "index.kv";
 pub(super) const DATA: &str = "data.kv";
+/// What the policy has learned, and the next one before it has its name.
+pub(super) const POLICY: &str = "policy.state";
+pub(super) const POLICY_NEW: &str = "policy.state.new";
 /// What `fsck rebuild` keeps of a damaged index, and the new one before it has its name.
 pub(super) const INDEX_BACKUP: &str = "index.kv.bak";
 pub(super) const INDEX_NEW: &str = "index.kv.new";
 
 /// Everything that a lane directory may hold.
-pub(super) const LANE_FILES: [&str; 7] = [TABLE_SHM, LANE_SHM, DATA, INDEX, INDEX_BACKUP, INDEX_NEW, LANE_LOCK];
+pub(super) const LANE_FILES: [&str; 9] =
+    [TABLE_SHM, LANE_SHM, DATA, INDEX, INDEX_BACKUP, INDEX_NEW, POLICY, POLICY_NEW, LANE_LOCK];
 
 const LANE_PREFIX: &str = "lane";
 

@@ -44,6 +44,8 @@ pub struct LogStats {
     pub data_bytes_written: u64,
     /// Bytes written to index.kv.
     pub journal_bytes_written: u64,
+    /// Bytes written of what the policy has learned, for the next start.
+    pub policy_bytes_written: u64,
     /// Journal pages written.
     pub journal_pages: u64,
     /// Segments sealed.

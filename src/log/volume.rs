@@ -63,6 +63,9 @@ pub(super) struct Volume {
     /// Up to which sequence the held lanes have forgotten what was cleared.
     pub(super) forgotten: AtomicU64,
     scanning: Mutex<()>,
+    /// Bytes written of what the policy has learned, and the policy's time of which that is.
+    pub(super) policy_bytes: AtomicU64,
+    pub(super) policy_clock: AtomicU64,
     lost: AtomicBool,
     /// Wakes the keeper.
     pub(super) wake: (crossbeam_channel::Sender<()>, crossbeam_channel::Receiver<()>),
@@ -164,6 +167,8 @@ impl Volume {
             draining: AtomicBool::new(draining),
             forgotten: AtomicU64::new(0),
             scanning: Mutex::new(()),
+            policy_bytes: AtomicU64::new(0),
+            policy_clock: AtomicU64::new(0),
             lost: AtomicBool::new(false),
             wake: crossbeam_channel::bounded(1),
         }
@@ -171,7 +176,8 @@ impl Volume {
 
     /// The time, and the bytes that this process has written to the drive since its queues were made.
     pub(super) fn written(&self) -> (u64, u64) {
-        (self.ctx.options.clock.boot_ns(), self.io.write.stats().counts().bytes)
+        let policy = self.policy_bytes.load(Ordering::Relaxed);
+        (self.ctx.options.clock.boot_ns(), self.io.write.stats().counts().bytes + policy)
     }
 
     /// Its writes, as drive writes per day.

@@ -124,6 +124,36 @@ fn the_real_log_finds_about_what_the_simulation_finds() {
 }
 
 #[test]
+fn a_log_that_is_closed_and_opened_anew_finds_nearly_as_much() {
+    let (dir, trace) = (folder(), excerpt());
+    let all = [
+        "replay",
+        &trace,
+        "--capacity-tokens",
+        "300k",
+        "--limit",
+        "300",
+        "--engine",
+        "real",
+        "--log-bytes",
+        "200m",
+        "--json",
+    ];
+    let list = |more: &[&str]| forebay(dir.path(), &[&all[..], more].concat()).expect(0).json();
+    let (once, often) = (list(&[]), list(&["--restart-every", "60"]));
+    let of = |of: &serde_json::Value, key: &str| of[0][key].as_f64().unwrap();
+    assert!(of(&once, "hit_ratio") > 0.0, "{once}");
+    assert!((of(&once, "hit_ratio") - of(&often, "hit_ratio")).abs() < 0.02, "{once}\n{often}");
+    // What is written counts over all of its lives.
+    assert!(of(&often, "write_amplification") >= 1.0 && of(&often, "bytes_admitted") > 0.0, "{often}");
+    for wrong in [&["--restart-every", "0"][..], &["--restart-every", "9", "--ranks", "2"]] {
+        forebay(dir.path(), &[&all[..], wrong].concat()).expect(2);
+    }
+    let sim = forebay(dir.path(), &["replay", &trace, "--restart-every", "9"]).expect(2).stderr;
+    assert!(sim.contains("--engine real"), "{sim}");
+}
+
+#[test]
 fn ranks_with_logs_of_their_own_have_nearly_the_same_blocks() {
     let (dir, trace) = (folder(), excerpt());
     let all = [

@@ -12,7 +12,7 @@ mod reuse;
 use std::cmp::Reverse;
 
 pub use admission::{Admission, AdmissionPolicy, NAME_BYTES, Offered};
-pub use prefix::{ChainChunk, Prefix};
+pub use prefix::{ChainChunk, Prefix, SavedPrefix, SavingPrefix};
 
 /// What a policy sees of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

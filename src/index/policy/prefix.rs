@@ -12,7 +12,11 @@
 //! A drive may need room sooner than the policy gives chunks up, at moments that depend on I/O. What it drops then is *spilled*: the
 //! policy goes on as if it were held, or ranks that once differed by a chunk would differ ever more.
 
+mod saved;
+
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+
+pub use saved::{SavedPrefix, SavingPrefix};
 
 use super::reuse::{FRESH, KINDS, Reuse};
 

@@ -202,3 +202,162 @@ fn forgetting_takes_a_chunk_out() {
     assert_eq!(held(&policy, 1), [0]);
     check(&policy);
 }
+
+/// Saves in parts of about `chunks` chunks, and tells the policy of something else between any two.
+fn saved(policy: &mut Prefix, chunks: usize, mut between: impl FnMut(&mut Prefix)) -> SavedPrefix {
+    let mut saving = policy.save(u64::MAX).unwrap();
+    while !policy.save_more(&mut saving, chunks) {
+        between(policy);
+    }
+    policy.saved(saving)
+}
+
+fn saved_again(policy: &mut Prefix) -> SavedPrefix {
+    saved(policy, usize::MAX, |_| ())
+}
+
+fn read_again(saved: &SavedPrefix) -> SavedPrefix {
+    let read = SavedPrefix::decode(&saved.encode().unwrap()).unwrap();
+    assert!(read == *saved);
+    read
+}
+
+#[test]
+fn what_was_learned_is_known_after_a_restart() {
+    let mut before = Prefix::new(2000);
+    run(&mut before, 20_000);
+    let saved = saved(&mut before, usize::MAX, |_| ());
+    let mut after = Prefix::restored(&read_again(&saved), 2000).unwrap();
+    check(&after);
+    let held =
+        |p: &Prefix| p.chunks.iter().map(|(tag, k)| (*tag, k.depth, k.uses, k.held, k.bytes)).collect::<HashSet<_>>();
+    assert_eq!(held(&after), held(&before));
+    assert_eq!((after.clock, after.learned, after.held_bytes), (before.clock, before.learned, before.held_bytes));
+    assert!(saved_again(&mut after) == saved, "it would be saved the same");
+    // It finds as much as one that went on, and more than one that begins anew with the same chunks.
+    let mut anew = Prefix::new(2000);
+    let mut held: Vec<(u64, Known)> = before.chunks.iter().filter(|(_, k)| k.held).map(|(t, k)| (*t, *k)).collect();
+    held.sort_unstable_by_key(|(tag, _)| *tag);
+    for (tag, k) in held {
+        anew.stored(&ChainChunk { tag, parent: 0, depth: k.depth, bytes: k.bytes, partial: false });
+    }
+    let found = [&mut before, &mut after, &mut anew].map(|policy| run(policy, 300));
+    assert!(found[1].abs_diff(found[0]) * 20 < found[0] && found[2] < found[1], "{found:?}");
+    check(&after);
+}
+
+#[test]
+fn what_goes_on_while_it_is_saved_makes_no_chunk_count_twice() {
+    for chunks in [1, 7, 50] {
+        let mut policy = Prefix::new(2000);
+        run(&mut policy, 3000);
+        let mut round = 0;
+        let saved = saved(&mut policy, chunks, |policy| {
+            round += 1;
+            if round <= 200 {
+                // What has been saved already is used again, and belongs to a later group from then on.
+                let oldest = policy.groups.values().find_map(|g| g.held.first_key_value());
+                let oldest = oldest.map(|((_, tag), _)| *tag).unwrap();
+                policy.used(oldest);
+                run(policy, 1 + round % 3);
+            }
+        });
+        assert!(round > 3, "in {round} parts");
+        let after = Prefix::restored(&read_again(&saved), 2000).unwrap();
+        check(&after);
+        let lost = policy.chunks.iter().filter(|(tag, k)| k.held && !after.holds(**tag)).count() as u64;
+        assert!(lost * 10 < policy.held, "{lost} of {} are not held", policy.held);
+    }
+}
+
+#[test]
+fn where_there_is_little_room_the_oldest_names_are_left_out() {
+    let mut policy = Prefix::new(2000);
+    run(&mut policy, 5000);
+    let all = saved(&mut policy, usize::MAX, |_| ()).encode().unwrap().len() as u64;
+    let mut less = Vec::new();
+    for most in [all, all * 3 / 4, all * 2 / 3] {
+        let mut saving = policy.save(most * 3 / 2).unwrap();
+        assert!(policy.save_more(&mut saving, usize::MAX));
+        let saved = policy.saved(saving);
+        let bytes = saved.encode().unwrap().len() as u64;
+        assert!(bytes <= most * 3 / 2, "{bytes} of {most}");
+        let after = Prefix::restored(&read_again(&saved), 2000).unwrap();
+        assert_eq!((after.held, after.held_bytes), (policy.held, policy.held_bytes));
+        let youngest = policy.groups.values().rev().find(|g| !g.ghosts.is_empty()).unwrap();
+        assert!(youngest.ghosts.iter().all(|tag| policy.holds(*tag) || after.knows(*tag)));
+        less.push(after.ghosts);
+    }
+    assert!(less.is_sorted_by(|a, b| a > b), "{less:?}");
+    assert!(policy.save(100).is_none(), "not even what is held");
+}
+
+#[test]
+fn what_is_held_and_not_there_is_dropped_or_forgotten_where_it_is_much() {
+    let mut policy = Prefix::new(1600);
+    store(&mut policy, 1, 0..80);
+    store(&mut policy, 2, 0..80);
+    let saved = saved(&mut policy, usize::MAX, |_| ());
+    let mut little = Prefix::restored(&saved, 1600).unwrap();
+    little.compare(|t| t != tag(1, 79));
+    assert!(little.holds(tag(1, 79)) && little.spilled.contains(&tag(1, 79)) && little.spilled.len() == 1);
+    let mut much = Prefix::restored(&saved, 1600).unwrap();
+    much.compare(|t| t <= tag(1, 50));
+    assert_eq!((held(&much, 1), held(&much, 2), much.spilled.len()), ((0..51).collect(), vec![], 0));
+    check(&much);
+    // With less room than before, the least wanted goes at once and is offered to be dropped.
+    let mut small = Prefix::restored(&saved, 100).unwrap();
+    assert_eq!((small.held_bytes(), small.take_doomed(u64::MAX).len()), (100, 150));
+    check(&small);
+}
+
+/// A name, and a change after which a state must be refused.
+type WrongChange = (&'static str, fn(&mut SavedPrefix));
+
+/// What no policy can have saved.
+fn wrong_changes() -> Vec<WrongChange> {
+    fn first(saved: &mut SavedPrefix) -> &mut saved::SavedGroup {
+        &mut saved.groups[0]
+    }
+    vec![
+        ("another version's kinds", |s| s.shape.0 += 1),
+        ("another version's spans", |s| s.shape.1 += 1),
+        ("a use less than none", |s| s.uses.push((0, -1.0))),
+        ("no number", |s| s.waited.push((0, f64::NAN))),
+        ("without end", |s| s.waited.push((0, f64::INFINITY))),
+        ("learned later", |s| s.learned = s.clock + 1),
+        ("a time that never comes", |s| s.clock = 1 << 60),
+        ("born and told later", |s| {
+            s.groups[0] = saved::SavedGroup { born: s.clock + 1, told: s.clock + 1, ..s.groups[0].clone() }
+        }),
+        ("told before it was born", |s| (first(s).born, first(s).told) = (2, 1)),
+        ("told later", |s| s.groups[0].told = s.clock + 1),
+        ("no sort", |s| first(s).sort = 3),
+        ("of no length", |s| first(s).length = 0),
+        ("too long", |s| first(s).length = 1 << 30),
+        ("without chunks", |s| (first(s).held, first(s).ghosts) = (Vec::new(), Vec::new())),
+        ("a chunk of a tebibyte", |s| s.groups.last_mut().map_or((), |g| g.held[0].bytes = 1 << 40)),
+        ("used too often", |s| s.groups.last_mut().map_or((), |g| g.held[0].uses = MOST_USES + 1)),
+    ]
+}
+
+#[test]
+fn what_does_not_hold_together_is_refused() {
+    let mut policy = Prefix::new(300);
+    run(&mut policy, 200);
+    let good = saved(&mut policy, usize::MAX, |_| ());
+    let changed = |change: &dyn Fn(&mut SavedPrefix)| {
+        let mut saved = good.clone();
+        change(&mut saved);
+        SavedPrefix::decode(&saved.encode().unwrap())
+    };
+    assert!(changed(&|_| ()).is_some());
+    let changes = wrong_changes();
+    assert!(changes.len() > 8);
+    for (what, change) in changes {
+        assert!(changed(&change).is_none(), "{what}");
+    }
+    let bytes = good.encode().unwrap();
+    assert!((0..bytes.len()).all(|len| SavedPrefix::decode(&bytes[..len]).is_none()));
+    assert!(SavedPrefix::decode(&[bytes, vec![0]].concat()).is_none(), "something follows");
+}

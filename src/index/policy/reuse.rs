@@ -16,6 +16,9 @@ pub(super) const KINDS: usize = 11;
 /// The first of the kinds of new chunks.
 pub(super) const FRESH: usize = 6;
 
+/// Sums with their places: those that are not nothing.
+pub(super) type Seen = Vec<(u16, f64)>;
+
 /// What is known of all kinds.
 #[derive(Clone, Debug)]
 pub(super) struct Reuse {
@@ -43,6 +46,29 @@ impl Reuse {
         let mut new = Self { uses: none(), waited: none(), worth: none() };
         new.learn(chunks, 1.0);
         new
+    }
+
+    /// What was seen: uses, and time that passed without one.
+    pub(super) fn seen(&self) -> (Seen, Seen) {
+        let some = |rows: &[[f64; SPANS]]| {
+            let all = (0u16..).zip(rows.iter().flatten().copied());
+            all.filter(|(_, x)| *x > 0.0).collect()
+        };
+        (some(&self.uses), some(&self.waited))
+    }
+
+    /// What that says of a cache of `chunks` chunks; `None` where a place is none.
+    pub(super) fn of_seen(uses: &[(u16, f64)], waited: &[(u16, f64)], chunks: u64) -> Option<Self> {
+        let rows = |some: &[(u16, f64)]| {
+            let mut rows = vec![[0.0; SPANS]; KINDS];
+            for (at, x) in some {
+                *rows.as_flattened_mut().get_mut(usize::from(*at))? = *x;
+            }
+            Some(rows)
+        };
+        let mut new = Self { uses: rows(uses)?, waited: rows(waited)?, worth: vec![[0.0; SPANS]; KINDS] };
+        new.learn(chunks, 1.0);
+        Some(new)
     }
 
     /// Worth of the place of a chunk.

@@ -10,6 +10,7 @@ mod evicted;
 mod faults;
 mod lanes;
 mod late;
+mod learned;
 mod leases;
 mod moves;
 mod processes;

@@ -77,6 +77,9 @@ pub(crate) struct ReplayArgs {
     /// With several ranks: blocks are stored in the prompt's order, but among N neighbours in any, of each rank's own.
     #[arg(long, default_value = "4", value_name = "N")]
     pub(crate) window: usize,
+    /// With --engine real and one rank: the cache is closed and opened anew after every N requests, as servers are that get a new version.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    pub(crate) restart_every: Option<u64>,
     /// Seed of the ranks' orders.
     #[arg(long, default_value = "1", value_name = "N")]
     pub(crate) seed: u64,
@@ -281,7 +284,12 @@ fn open_cache(
         return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything at once")
             .advice("leave --segment-tokens out, or --admission and --offer"));
     }
-    match (args.engine, ranks == 1 && args.behind == 0) {
+    let one = ranks == 1 && args.behind == 0;
+    if args.restart_every.is_some() && !(one && args.engine == ReplayEngine::Real) {
+        return Err(Error::new(ErrorKind::InvalidInput, "only one real log by itself is closed and opened anew")
+            .advice("use --engine real with --restart-every, without --ranks and --behind"));
+    }
+    match (args.engine, one) {
         (ReplayEngine::Sim, true) if args.segment_tokens == 0 => {
             let above = chunks::Above { memory_tokens: args.memory_tokens, offer, admission };
             Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next, above)?))
@@ -291,7 +299,8 @@ fn open_cache(
             .advice("use --engine real with --ranks and --behind")),
         (ReplayEngine::Real, true) => {
             let sizes = (capacity, bytes_per_token);
-            Ok(Box::new(real::RealCache::open((&args.directory, args.log_bytes), (policy, admission, offer), sizes)?))
+            let cache = real::RealCache::open((&args.directory, args.log_bytes), (policy, admission, offer), sizes)?;
+            Ok(Box::new(cache.with_restarts(args.restart_every.map(|n| usize::try_from(n).unwrap_or(usize::MAX)))))
         }
         (ReplayEngine::Real, _) => {
             let disorder = ranks::Disorder { seed: args.seed, window: args.window, behind: args.behind };

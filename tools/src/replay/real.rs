@@ -35,6 +35,11 @@ const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 /// A log in a temporary directory.
 pub(super) struct RealCache {
     log: Arc<Log>,
+    options: LogOptions,
+    /// Requests between two restarts, and those since the last.
+    restarts: (Option<usize>, usize),
+    /// Bytes that were moved, and written to the journal or of what the policy has learned, before the last.
+    earlier: (u64, u64),
     offer: Offer,
     admitted_tokens: u64,
     model_bytes_per_token: u64,
@@ -68,9 +73,36 @@ impl RealCache {
         options.admission = admission;
         options.segment_bytes = Some(segment_bytes(slot_bytes, (capacity_tokens, model_bytes_per_token)));
         options.reclaim_write_budget = 0.1;
-        let log = Log::open(options)?;
+        let log = Log::open(options.clone())?;
         let model_bytes_per_token = model_bytes_per_token.max(1);
-        Ok(Self { log, offer, admitted_tokens: 0, model_bytes_per_token, slot_bytes, _dir: dir })
+        let (restarts, earlier) = ((None, 0), (0, 0));
+        Ok(Self {
+            log,
+            options,
+            restarts,
+            earlier,
+            offer,
+            admitted_tokens: 0,
+            model_bytes_per_token,
+            slot_bytes,
+            _dir: dir,
+        })
+    }
+
+    /// The same, closed and opened anew after every so many requests.
+    pub(super) fn with_restarts(mut self, every: Option<usize>) -> Self {
+        self.restarts.0 = every;
+        self
+    }
+
+    fn restart(&mut self) -> Result<()> {
+        self.log.close(Instant::now() + Duration::from_secs(30))?;
+        let stats = self.log.stats();
+        self.earlier.0 += stats.moved_bytes;
+        self.earlier.1 += stats.journal_bytes_written + stats.policy_bytes_written;
+        self.log = Log::open(self.options.clone())?;
+        self.restarts.1 = 0;
+        Ok(())
     }
 }
 
@@ -188,6 +220,10 @@ impl RealCache {
 
 impl ReplayCache for RealCache {
     fn request(&mut self, request: &Request) -> Result<u64> {
+        if self.restarts.0.is_some_and(|every| self.restarts.1 >= every) {
+            self.restart()?;
+        }
+        self.restarts.1 += 1;
         let blocks = Blocks::of(request, self.offer);
         let found = self.find(blocks.keys());
         let (tx, rx) = crossbeam_channel::unbounded();
@@ -204,8 +240,12 @@ impl ReplayCache for RealCache {
     fn totals(&self) -> Totals {
         let stats = self.log.stats();
         // What is moved are this log's small slots, each of which stands for a block; records are as large as they would be.
-        let moved_tokens = stats.moved_bytes.saturating_mul(BLOCK_TOKENS) / self.slot_bytes;
-        let extra = moved_tokens + stats.journal_bytes_written / self.model_bytes_per_token;
+        let (moved, journal) = (
+            self.earlier.0 + stats.moved_bytes,
+            self.earlier.1 + stats.journal_bytes_written + stats.policy_bytes_written,
+        );
+        let moved_tokens = moved.saturating_mul(BLOCK_TOKENS) / self.slot_bytes;
+        let extra = moved_tokens + journal / self.model_bytes_per_token;
         Totals { admitted_tokens: self.admitted_tokens, written_tokens: self.admitted_tokens + extra, memory_tokens: 0 }
     }
 }
