@@ -6,8 +6,9 @@ mod proof_world;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use forebay::log::{Chunk, Log, LogOptions, Mode};
@@ -162,4 +163,26 @@ fn processes_share_a_cache_and_do_not_take_each_other_down() {
     assert_eq!(looker.hits(220..230, 1), 10);
     c.kill();
     looker.kill();
+}
+
+#[test]
+fn a_cache_is_found_again_by_a_process_that_starts_others_meanwhile() {
+    // Until a child executes its program it has all files open that its parent had, the locks of a cache among them.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let cache = dir.path().join("cache");
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                assert!(Command::new("true").status().unwrap().success());
+            }
+        });
+        let log = Log::open(options(&cache)).unwrap();
+        (0..20).for_each(|n| put(&log, key(n), 1).unwrap());
+        log.flush().unwrap();
+        drop(log);
+        let empty = (0..100).filter(|_| Log::open(options(&cache)).unwrap().stats().recovered_records == 0).count();
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(empty, 0, "times that its lane was taken for another process's");
+    });
 }

@@ -3,13 +3,14 @@
 //! Invariant: what is granted is counted anew from the files each time, over all namespaces and lanes of all processes, while
 //! the lock is held; nothing can drift. The free floor is asked of the file system in the same moment.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::lock::FileLock;
 use super::paths;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
@@ -32,18 +33,11 @@ impl Budget {
     pub(super) fn open(root: &Path, limits: (u64, u64), now_ms: u64, timeout: Duration) -> Result<Self> {
         let path = root.join(paths::BUDGET);
         let file = paths::open_small(&path, true)?;
-        lock(&file, &path, timeout)?;
-        let page = read_or_make(&file, &path, now_ms);
-        unlock(&file, &path)?;
+        let lock = FileLock::wait(&file, &path, timeout)?;
+        let page = read_or_make(&file, &path, now_ms)?;
+        drop(lock);
         let (capacity_bytes, min_free_bytes) = limits;
-        Ok(Self {
-            root: root.to_path_buf(),
-            file: Mutex::new(file),
-            page: page?,
-            capacity_bytes,
-            min_free_bytes,
-            timeout,
-        })
+        Ok(Self { root: root.to_path_buf(), file: Mutex::new(file), page, capacity_bytes, min_free_bytes, timeout })
     }
 
     /// Only reads who the drive is.
@@ -76,10 +70,9 @@ impl Budget {
     pub(super) fn grant<T>(&self, bytes: u64, spare: u64, take: impl FnOnce() -> Result<T>) -> Result<T> {
         let path = self.root.join(paths::BUDGET);
         let file = self.file.lock();
-        lock(&file, &path, self.timeout)?;
-        let outcome = self.check(bytes, spare).and_then(|()| take());
-        unlock(&file, &path)?;
-        outcome
+        let _lock = FileLock::wait(&*file, &path, self.timeout)?;
+        self.check(bytes, spare)?;
+        take()
     }
 
     fn check(&self, bytes: u64, spare: u64) -> Result<()> {
@@ -116,26 +109,6 @@ fn read_or_make(file: &File, path: &Path, now_ms: u64) -> Result<BudgetPage> {
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
     BudgetPage::decode(&bytes)
         .map_err(|e| e.at(path).advice("if this is a cache directory, remove the BUDGET file: it only names the drive"))
-}
-
-/// Takes the exclusive lock of `file`, waiting for at most `timeout`.
-pub(super) fn lock(file: &File, path: &Path, timeout: Duration) -> Result<()> {
-    let start = Instant::now();
-    loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if start.elapsed() < timeout => std::thread::sleep(Duration::from_millis(1)),
-            Err(TryLockError::WouldBlock) => {
-                return Err(Error::new(ErrorKind::TimedOut, "another process keeps the lock").at(path));
-            }
-            Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock", e).at(path)),
-        }
-    }
-}
-
-/// Gives the lock back.
-pub(super) fn unlock(file: &File, path: &Path) -> Result<()> {
-    file.unlock().map_err(|e| Error::io("cannot unlock", e).at(path))
 }
 
 /// Bytes that the files below `dir` take on the drive; holes are not counted, symlinks not followed.

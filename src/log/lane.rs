@@ -14,6 +14,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use super::afloat::Afloat;
 use super::budget::Budget;
 use super::ctx::Ctx;
+use super::lock::FileLock;
 use super::paths;
 use super::state::State;
 use crate::error::{Error, ErrorKind, Result};
@@ -55,7 +56,7 @@ pub struct Lane {
     pub(super) work: Condvar,
     /// Wakes those who wait for the journal thread.
     pub(super) progress: Condvar,
-    lock: Mutex<Option<File>>,
+    lock: Mutex<Option<FileLock>>,
     /// Writes to the index that have not ended.
     pub(super) afloat: Arc<Afloat>,
 }
@@ -74,7 +75,7 @@ pub(super) struct LaneParts {
     pub(super) table: Table,
     pub(super) shared: Option<index::Lane>,
     pub(super) state: Option<State>,
-    pub(super) lock: Option<File>,
+    pub(super) lock: Option<FileLock>,
 }
 
 impl Lane {

@@ -1,12 +1,13 @@
 //! Opening lanes: making a new one, recovering one whose lock this process got, attaching to one that another process writes.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::ctx::Ctx;
 use super::lane::{self, Lane, LaneParts, Role};
+use super::lock::FileLock;
 use super::options::{Mode, OnIncompatible};
 use super::rebuild::Recovery;
 use super::recover::{self, Reader};
@@ -24,7 +25,7 @@ pub(super) struct Candidate {
     pub(super) number: u32,
     pub(super) dir: PathBuf,
     /// The lock file, locked; `None` for a lane of another process, or in read-only mode.
-    pub(super) lock: Option<File>,
+    pub(super) lock: Option<FileLock>,
 }
 
 /// What a lane needs of its drive.
@@ -44,14 +45,10 @@ pub(super) struct LaneFiles {
 }
 
 /// Takes the lock of a lane directory if nobody has it.
-pub(super) fn try_lock(dir: &Path) -> Result<Option<File>> {
+pub(super) fn try_lock(dir: &Path) -> Result<Option<FileLock>> {
     let path = dir.join(paths::LANE_LOCK);
-    let mut file = paths::open_small(&path, true)?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(fs::TryLockError::WouldBlock) => return Ok(None),
-        Err(fs::TryLockError::Error(e)) => return Err(Error::io("cannot lock the lane", e).at(&path)),
-    }
+    let Some(lock) = FileLock::take(paths::open_small(&path, true)?, &path)? else { return Ok(None) };
+    let mut file = lock.file();
     // Somebody who removed the lane may have unlinked the file between our opening and locking it.
     use std::os::unix::fs::MetadataExt;
     let same = file.metadata().ok().zip(fs::metadata(&path).ok()).is_some_and(|(a, b)| a.ino() == b.ino());
@@ -60,7 +57,7 @@ pub(super) fn try_lock(dir: &Path) -> Result<Option<File>> {
     }
     // For people only.
     drop(file.set_len(0).and_then(|()| writeln!(file, "pid {}", std::process::id())));
-    Ok(Some(file))
+    Ok(Some(lock))
 }
 
 impl Surroundings {

@@ -34,6 +34,7 @@ mod keeper;
 mod lane;
 mod lane_open;
 mod locate;
+pub mod lock;
 mod moves;
 mod near;
 mod opening;

@@ -7,13 +7,13 @@
 //!
 //! Lanes that nobody writes are then deleted (a clear), or have holes punched where the removed slots lay.
 
-use std::fs::File;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::clock::{Clock as _, SystemClock};
 use super::fsck::{LaneFiles, RawLane, lanes};
+use super::lock::FileLock;
 use super::{budget, ctx, image, lane_open, orphans, paths};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
@@ -60,7 +60,7 @@ struct Found {
     name: String,
     dir: PathBuf,
     /// Held where no other process writes it.
-    lock: Option<File>,
+    lock: Option<FileLock>,
     raw: Result<RawLane>,
 }
 
@@ -72,7 +72,7 @@ struct Place {
     boot: BootId,
     me: Holder,
     now_ms: u64,
-    _lock: File,
+    _lock: FileLock,
 }
 
 /// Removes `what` from one shard. After the return no process that has a lane of it, or may open one, serves anything of it,
@@ -130,8 +130,7 @@ impl Place {
             return Err(Error::new(ErrorKind::NotFound, "there is no lane in this shard").at(dir));
         }
         let path = dir.join(paths::SHARD_LOCK);
-        let lock = paths::open_small(&path, true)?;
-        budget::lock(&lock, &path, PATIENCE)?;
+        let lock = FileLock::wait(paths::open_small(&path, true)?, &path, PATIENCE)?;
         let boot = ctx::boot_id()?;
         let page = paths::open_small(&dir.join(paths::SHARD_SHM), false);
         let page = page.and_then(|file| Shard::attach(&file, boot, Access::ReadWrite)).ok();
@@ -236,7 +235,7 @@ impl Place {
         Ok(Found { name, dir, lock: Some(lock), raw })
     }
 
-    fn fill(&self, template: &Superblock, dir: &Path, records: &[Record]) -> Result<File> {
+    fn fill(&self, template: &Superblock, dir: &Path, records: &[Record]) -> Result<FileLock> {
         let lock = lane_open::try_lock(dir)?
             .ok_or_else(|| Error::new(ErrorKind::Locked, "another process took the lane that was just made").at(dir))?;
         let sequence = records.first().map_or(0, |r| r.sequence);

@@ -12,11 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
-use super::budget::{self, Budget};
+use super::budget::Budget;
 use super::ctx::Ctx;
 use super::health::Health;
 use super::lane::{Lane, Role};
 use super::lane_open::{self, Candidate, LaneFiles, Summary, Surroundings};
+use super::lock::FileLock;
 use super::options::Mode;
 use super::paths;
 use super::quota::Quota;
@@ -415,16 +416,14 @@ impl std::fmt::Debug for Volume {
 
 /// The lock under which lanes are made, taken, adopted and removed.
 pub(super) struct ShardLock {
-    _file: File,
+    _lock: FileLock,
 }
 
 impl ShardLock {
     pub(super) fn take(ctx: &Ctx, shard_dir: &Path) -> Result<Self> {
         let path = shard_dir.join(paths::SHARD_LOCK);
         let file = paths::open_small(&path, true)?;
-        // Closing the file gives the lock back.
-        budget::lock(&file, &path, ctx.options.io_timeout)?;
-        Ok(Self { _file: file })
+        Ok(Self { _lock: FileLock::wait(file, &path, ctx.options.io_timeout)? })
     }
 }
 

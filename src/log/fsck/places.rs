@@ -1,10 +1,10 @@
 //! Finding the lanes below a cache directory.
 
-use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use crate::config::dir::{Dir, FileOptions};
 use crate::error::{Error, ErrorKind, Result};
+use crate::log::lock::{FileLock, is_taken};
 use crate::log::paths::LANE_LOCK as LOCK;
 
 /// The directory of one lane.
@@ -29,23 +29,17 @@ impl LaneFiles {
     /// Whether a process writes this lane now; `false` also where that cannot be found out.
     #[must_use]
     pub fn in_use(&self) -> bool {
-        // A shared lock, and only for a moment: a server that opens just now finds the lane taken and takes another.
-        let lock = self.dir.open_file_in(LOCK, &FileOptions::default());
-        lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
+        // A server that opens just now may find the lane taken, and take another.
+        self.dir.open_file_in(LOCK, &FileOptions::default()).is_ok_and(|file| is_taken(&file))
     }
 
-    /// Takes the lane's lock, for as long as the file is held; `None` where a process writes the lane.
+    /// Takes the lane's lock; `None` where a process writes the lane.
     ///
     /// # Errors
     /// What opening and locking the file gives.
-    pub fn lock(&self) -> Result<Option<File>> {
+    pub fn lock(&self) -> Result<Option<FileLock>> {
         let create = FileOptions { write: true, create: Some(0o600), ..FileOptions::default() };
-        let lock = self.dir.open_file_in(LOCK, &create)?;
-        match lock.try_lock() {
-            Ok(()) => Ok(Some(lock)),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(e)) => Err(Error::io("cannot lock a lane", e).at(self.path())),
-        }
+        FileLock::take(self.dir.open_file_in(LOCK, &create)?, self.path())
     }
 
     /// Deletes the lane with all its bytes. For one whose lock is held by the caller.
