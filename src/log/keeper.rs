@@ -7,10 +7,13 @@ use std::time::{Duration, Instant};
 
 use super::lane::Role;
 use super::volume::Volume;
-use super::{chain, grant, hunger, orphans, policy_file, quota, reclaim, remove};
+use super::{Log, chain, grant, hunger, orphans, policy_file, quota, reclaim, remove};
+use crate::error::{Error, ErrorKind, Result};
 
 /// How often the keeper looks by itself.
 const TICK: Duration = Duration::from_millis(50);
+/// How soon one who waits for the keeper looks again.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Runs until `stop`.
 pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
@@ -29,7 +32,30 @@ pub(super) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
             keeper.scan(volume);
         }
         policy_file::keep(volume, &mut kept);
-        volume.ctx.counters.keeper_rounds.add(1);
+        volume.rounds.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Waits until the keepers find nothing to give up any more.
+pub(super) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
+    let counters = &log.ctx.counters;
+    let given_up = || (counters.evicted.get(), counters.reclaimed.get());
+    loop {
+        let before = given_up();
+        for volume in &log.volumes {
+            // The round that ends first may have begun earlier.
+            let wanted = volume.rounds.load(Ordering::Acquire) + 2;
+            while volume.rounds.load(Ordering::Acquire) < wanted {
+                if Instant::now() >= deadline {
+                    return Err(Error::new(ErrorKind::TimedOut, "reclaim does not come to rest").at(&volume.root));
+                }
+                volume.wake_keeper();
+                std::thread::sleep(LOOK_AGAIN);
+            }
+        }
+        if given_up() == before {
+            return Ok(());
+        }
     }
 }
 

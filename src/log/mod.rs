@@ -188,6 +188,19 @@ impl Log {
         flushed.and(closed)
     }
 
+    /// Waits until reclaim has done what the stores so far call for: until more is stored, or what is leased now is not any more, it gives nothing up but what
+    /// expires. For whoever counts what is held; nothing is given up by a log that only reads.
+    ///
+    /// # Errors
+    /// `TimedOut` at `deadline`; `Closed`, `Forked`.
+    pub fn at_rest(&self, deadline: Instant) -> Result<()> {
+        self.ctx.check()?;
+        if self.ctx.options.mode == Mode::ReadOnly || self.ctx.options.foreground {
+            return Ok(());
+        }
+        keeper::at_rest(self, deadline)
+    }
+
     /// Gives everything up as a crash would, but for what the kernel has already been told to write: for tests.
     #[doc(hidden)]
     pub fn abandon(&self) {

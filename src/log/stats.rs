@@ -52,9 +52,6 @@ pub struct LogStats {
     pub sealed: u64,
     /// Segments given up to be used again.
     pub reclaimed: u64,
-    /// Rounds that the keepers of all drives have ended. With one drive: two more, and whatever was to be given up has been, unless
-    /// it is leased.
-    pub keeper_rounds: u64,
     /// Chunks dropped by reclaim.
     pub evicted: u64,
     /// Of these, chunks given up singly, as holes in their segments.
@@ -197,7 +194,6 @@ counters!(
     journal_pages,
     sealed,
     reclaimed,
-    keeper_rounds,
     evicted,
     thinned,
     quota_evicted,

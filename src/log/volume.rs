@@ -68,6 +68,8 @@ pub(super) struct Volume {
     pub(super) policy_bytes: AtomicU64,
     pub(super) policy_clock: AtomicU64,
     lost: AtomicBool,
+    /// Rounds that the keeper has ended.
+    pub(super) rounds: AtomicU64,
     /// Wakes the keeper.
     pub(super) wake: (crossbeam_channel::Sender<()>, crossbeam_channel::Receiver<()>),
 }
@@ -168,6 +170,7 @@ impl Volume {
             draining: AtomicBool::new(draining),
             forgotten: AtomicU64::new(0),
             scanning: Mutex::new(()),
+            rounds: AtomicU64::new(0),
             policy_bytes: AtomicU64::new(0),
             policy_clock: AtomicU64::new(0),
             lost: AtomicBool::new(false),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::support::*;
+use crate::error::ErrorKind;
 use crate::log::{Log, LogOptions, Mode, Placement, PutSpec};
 
 fn scanning(dir: &std::path::Path) -> LogOptions {
@@ -247,4 +248,24 @@ fn a_full_cache_makes_room_for_a_process_that_comes_later() {
     assert!(store(&b, 1000), "within the patience of a put");
     assert!(has(&a, 1000));
     assert!(a.stats().disk_bytes <= 6 << 20);
+}
+
+#[test]
+fn rest_is_waited_for_on_every_drive_until_the_deadline_and_a_reader_is_always_at_rest() {
+    let (dir, other) = (temp(), temp());
+    let drives = [dir.path(), other.path()].map(std::path::Path::to_path_buf).to_vec();
+    let log = Log::open(LogOptions { dirs: drives, capacity_bytes: 8 << 20, ..options(dir.path()) }).unwrap();
+    for n in 0..2000 {
+        store(&log, n);
+    }
+    log.at_rest(soon()).unwrap();
+    let held = log.stats().chunks;
+    assert!(log.stats().evicted > 0 && held > 0);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(log.stats().chunks, held, "nothing goes where nothing comes");
+    assert_eq!(log.at_rest(Instant::now()).unwrap_err().kind(), ErrorKind::TimedOut);
+    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    reader.at_rest(Instant::now()).unwrap();
+    log.close(soon()).unwrap();
+    assert_eq!(log.at_rest(soon()).unwrap_err().kind(), ErrorKind::Closed);
 }

@@ -44,13 +44,8 @@ fn held(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
 
 /// What is held when the keeper has nothing more to give up.
 fn settled(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
-    loop {
-        let before = held(log, keys.clone());
-        std::thread::sleep(std::time::Duration::from_millis(300));
-        if held(log, keys.clone()) == before {
-            return before;
-        }
-    }
+    at_rest(log);
+    held(log, keys)
 }
 
 /// Loads chunks that were held a moment ago; how many have been given up since.

@@ -173,26 +173,12 @@ pub(super) fn open(dir: &Path) -> Arc<Log> {
     Log::open(options(dir)).unwrap()
 }
 
-/// Opens the cache again after a clean stop.
 /// Waits until reclaim has done what the stores so far call for: what is there then stays.
 pub(super) fn at_rest(log: &Log) {
-    let until = soon();
-    let mut before = log.stats();
-    loop {
-        log.volumes.iter().for_each(|v| v.wake_keeper());
-        std::thread::sleep(Duration::from_millis(1));
-        let now = log.stats();
-        // The round that ends first may have begun earlier.
-        if now.keeper_rounds >= before.keeper_rounds + 2 {
-            if (now.evicted, now.reclaimed) == (before.evicted, before.reclaimed) {
-                return;
-            }
-            before = now;
-        }
-        assert!(Instant::now() < until, "reclaim does not come to rest");
-    }
+    log.at_rest(soon()).unwrap();
 }
 
+/// Opens the cache again after a clean stop.
 pub(super) fn reopen(log: Arc<Log>) -> Arc<Log> {
     let options = log.options().clone();
     log.close(soon()).unwrap();

@@ -22,9 +22,7 @@ const OVERLAP_CHUNKS: usize = 4;
 /// What the reopened cache loads of what survived, in bytes at most.
 const CHECK_BYTES: u64 = 512 << 20;
 /// Reclaim comes to rest in this time.
-const REST: Duration = Duration::from_secs(10);
-/// How often it is asked whether it has.
-const LOOK_AGAIN: Duration = Duration::from_millis(5);
+const REST: Duration = Duration::from_secs(30);
 
 /// What the trace met, and what was moved and compared.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -179,18 +177,9 @@ impl Work<'_> {
 
 /// The counters once reclaim has done what the last stores call for: what it gives up after they were read would look lost.
 fn at_rest(engine: &Engine) -> Result<EngineStats> {
-    let deadline = Instant::now() + REST;
-    let mut before = engine.stats()?;
-    loop {
-        let stats = engine.stats()?;
-        // The round that ended first may have begun earlier.
-        let is_done = stats.log.keeper_rounds >= before.log.keeper_rounds + 2;
-        if is_done && stats.log.evicted == before.log.evicted || Instant::now() >= deadline {
-            return Ok(stats);
-        }
-        before = if is_done { stats } else { before };
-        std::thread::sleep(LOOK_AGAIN);
-    }
+    let log = engine.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is not open"))?;
+    log.at_rest(Instant::now() + REST)?;
+    engine.stats()
 }
 
 impl Server {
