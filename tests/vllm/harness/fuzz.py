@@ -105,6 +105,14 @@ def with_ranks(made: Shape, ranks: dict[str, Any]) -> Shape:
     return dataclasses.replace(made, settings=settings)
 
 
+def within_steps(made: Shape) -> Shape:
+    """The same server that loads layer by layer within its steps, one step after the other; half of them store when a request ends."""
+    settings = made.settings | {"use_layerwise": True}
+    if random.Random(repr(made)).random() < 0.5:
+        settings |= {"store_when": "finished", "max_held_blocks": 1000}
+    return dataclasses.replace(made, asynchronous=False, prefix_caching=False, settings=settings)
+
+
 class Fuzz:
     """One run."""
 
@@ -116,14 +124,19 @@ class Fuzz:
         device: str = "cpu",
         windows: tuple[int | None, ...] = (None,),
         ranks: dict[str, Any] | None = None,
+        layerwise: bool = False,
     ) -> None:
-        """Of a seed, over caches in `folder`; `ranks`: fields of `Shape`."""
+        """Of a seed, over caches in `folder`; `ranks`: fields of `Shape`; `layerwise`: all loads within steps."""
         self.source, self.folder, self.tally = random.Random(seed), folder, tally
-        self.windows, self.ranks = windows, ranks or {}
-        self.shape = with_ranks(with_windows(shape(self.source, device), windows), self.ranks)
+        self.device, self.windows, self.ranks, self.layerwise = device, windows, ranks or {}, layerwise
+        self.shape = with_ranks(self._drawn(), self.ranks)
         self.beginnings = [self._tokens(self.source.randrange(60, 230)) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.sent = 0
+
+    def _drawn(self) -> Shape:
+        made = with_windows(shape(self.source, self.device), self.windows)
+        return within_steps(made) if self.layerwise else made
 
     def _tokens(self, count: int) -> list[int]:
         return [self.source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(count)]
@@ -208,8 +221,7 @@ class Fuzz:
                 self._damage(damage.STOPPED)
             if self.source.random() < 0.3:
                 # The next server runs the model in another way; what it finds stored is the same.
-                other = with_windows(shape(self.source, self.shape.device), self.windows)
-                self.shape = with_ranks(dataclasses.replace(other, ranks=self.shape.ranks), self.ranks)
+                self.shape = with_ranks(dataclasses.replace(self._drawn(), ranks=self.shape.ranks), self.ranks)
         self.tally.seeds += 1
         self.tally.seeds_that_loaded += self.tally.loaded_tokens > before[0]
         self.tally.seeds_that_failed += self.tally.failed_loads > before[1]
