@@ -149,6 +149,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", action="store_true", help="also each call's times, over all steps of a round")
     options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} is there already: give a folder that is not, or remove it")
     world.HANGS_S = 600.0
     found: dict[str, list[tuple[float, float, float, float]]] = {"scheduler": [], "worker": []}
     for number in range(options.rounds):

@@ -50,6 +50,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} is there already: give a folder that is not, or remove it")
     options.folder.mkdir(parents=True)
     world.KV_HEADS, world.HEAD_SIZE, world.MAX_TOKENS, world.HANGS_S = KV_HEADS, HEAD_SIZE, options.tokens + 64, 600.0
     world.MODEL |= {"max_position_embeddings": options.tokens + 64, "num_hidden_layers": LAYERS}

@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--capacity-gb", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} is there already: give a folder that is not, or remove it")
     options.folder.mkdir(parents=True)
     cache = Cache(options.folder, options.capacity_gb, options.seed)
     try:
