@@ -161,7 +161,8 @@ fn verify(disk: &LoopDisk, copy: &Path, model: &mut Model, found: &mut Found) {
         let by_slot = newer.contains(&version) || version == 0 && (outlived || !newer.is_empty());
         assert!(
             version == served || open || by_slot,
-            "rebuilt, key {k}: {version:#x}, served was {served:#x}, allowed were {may:x?}, lost were {newer:x?}{told}"
+            "rebuilt, key {k}: {version:#x}, served was {served:#x}, allowed were {may:x?}, lost were {newer:x?}{told}\ntold of it:{}",
+            model.since(k, version)
         );
         found.rebuilt += u64::from(version != 0);
         found.newer_rebuilt += u64::from(version > served);

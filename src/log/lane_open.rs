@@ -303,12 +303,17 @@ fn settle(lane: &Lane) -> Result<()> {
     seal::seal_full(lane)?;
     let state = lane.state()?;
     let data_bytes = lane.data.len()?;
+    let mut is_punched = false;
     for (number, segment) in state.segments.iter().enumerate() {
         let offset = number as u64 * lane.segment_bytes();
         if segment.phase == Phase::Absent && offset < data_bytes {
             // A file system without holes keeps the space; it is granted again when the segment is.
-            drop(lane.data.punch_hole(offset, lane.segment_bytes().min(data_bytes - offset)));
+            is_punched |= lane.data.punch_hole(offset, lane.segment_bytes().min(data_bytes - offset)).is_ok();
         }
+    }
+    if is_punched && let Err(e) = lane.data.sync_data() {
+        // Only a rebuild without the index would find the slots again, where a crash took the hole and the segment has no mark.
+        tracing::debug!(lane = %lane.dir.display(), error = %e, "the space of free segments may be back after a crash");
     }
     Ok(())
 }

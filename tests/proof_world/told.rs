@@ -196,6 +196,8 @@ pub struct Model {
     pub half_cleared: bool,
     /// Steps that ended with an error.
     pub erred: u64,
+    /// Everything that was told, but for stores beside, for whoever looks into a failure.
+    heard: Vec<String>,
     storing: bool,
     storing_beside: bool,
 }
@@ -218,6 +220,7 @@ impl Model {
             self.storing_beside = what == "storing-beside";
             return;
         }
+        self.heard.push(line.to_owned());
         let mut number = || words.next().and_then(|w| w.parse().ok()).unwrap_or(0);
         let (k, version) = (number(), number());
         self.storing = what == "putting";
@@ -248,6 +251,15 @@ impl Model {
             "gone-flushed" => panic!("a flush ended well although the file system had been shut down before"),
             _ => {}
         }
+    }
+
+    /// What was told of `k`, and of all keys, since the store of `version` began.
+    pub fn since(&self, k: u64, version: u64) -> String {
+        let begin = format!("putting {k} {version}");
+        let heard = self.heard.iter().skip_while(|line| **line != begin);
+        let of_all = |line: &str| line.contains("clear") || line.contains("flushed") || line == "open";
+        let concerns = |line: &&String| of_all(line) || line.split(' ').nth(1) == Some(&k.to_string());
+        heard.filter(concerns).fold(String::new(), |all, line| all + "\n" + line)
     }
 
     /// The versions that a load of `k` may give.
