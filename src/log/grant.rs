@@ -36,11 +36,23 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
                     return;
                 }
             }
-            Err(e) => {
-                tracing::warn!(drive = %volume.root.display(), error = %e, "no segment can be had");
-                return;
-            }
+            Err(e) => return refused(&lane, &e),
         }
+    }
+}
+
+/// Tells those who wait for a segment that the drive does not give one, and the operator once.
+fn refused(lane: &Lane, why: &Error) {
+    let Ok(mut state) = lane.state() else { return };
+    state.refusals = state.refusals.saturating_add(1);
+    state.refusal = Some((why.kind(), why.to_string()));
+    let is_news = state.refusals == 1;
+    drop(state);
+    lane.progress.notify_all();
+    if is_news {
+        tracing::warn!(lane = %lane.dir.display(), error = %why, "no segment can be had: nothing more is stored on this drive");
+    } else {
+        tracing::debug!(lane = %lane.dir.display(), error = %why, "no segment can be had");
     }
 }
 
@@ -143,4 +155,5 @@ pub(super) fn make_ready(state: &mut super::state::State, number: u32) {
     }
     state.ready.push_back(number);
     state.wanted = false;
+    (state.refusals, state.refusal) = (0, None);
 }

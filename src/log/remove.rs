@@ -252,11 +252,12 @@ fn write_slot(lane: &Lane, (place, hold): (Place, &Hold), layout: &SlotLayout, r
     journal::write(lane, &Arc::clone(&lane.data), offset, hold.on(aligned(&bytes)?.into()))
 }
 
-/// A place in the open segment; where none is ready, waits for the keeper to make one so.
+/// A place in the open segment; where none is ready, waits for the keeper to make one so, while the drive does not refuse it.
 pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline: Instant) -> Result<Place> {
     let shared = lane.shared();
     let mut state = lane.state()?;
     let mut helped = false;
+    let mut refusals = state.refusals;
     loop {
         match state.place(need, shared.as_ref()) {
             Ok(place) => {
@@ -269,6 +270,11 @@ pub(super) fn wait_for_place(volume: &Volume, lane: &Lane, need: Need, deadline:
                 return Err(Error::new(ErrorKind::Io, "the lane takes nothing after write errors").at(&lane.dir));
             }
             Err(NoPlace::NotReady) => {}
+        }
+        // The attempt that fails first may have begun earlier.
+        refusals = refusals.min(state.refusals);
+        if let Some((kind, why)) = state.refusal.as_ref().filter(|_| state.refusals > refusals + 1) {
+            return Err(Error::new(*kind, format!("no segment can be had: {why}")).at(&lane.dir));
         }
         lane.work.notify_one();
         volume.wake_keeper();

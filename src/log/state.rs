@@ -210,6 +210,9 @@ pub(super) struct State {
     pub(super) uses_in_tick: u64,
     /// Somebody asked for a segment and found none.
     pub(super) wanted: bool,
+    /// How often in a row none could be made although there is room, and why not.
+    pub(super) refusals: u32,
+    pub(super) refusal: Option<(ErrorKind, String)>,
     /// Flushes asked for, and done.
     pub(super) flush_asked: u64,
     /// Reclaim waits for the journal: it may use the ring's last pages.

@@ -118,3 +118,29 @@ fn every_drive_has_a_capacity_of_its_own() {
     assert!(stats.drives[0].disk_bytes <= 2 << 20, "{stats:?}");
     assert!(stats.drives[1].disk_bytes > 2 << 20 && stats.evicted > 0, "{stats:?}");
 }
+
+#[test]
+fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
+    let dir = temp();
+    let cache = dir.path().join("cache");
+    let log = open(&cache);
+    assert!(store(&log, 0));
+    // Nothing more can be counted or made below a directory that is not there, however much room the drive has.
+    std::fs::rename(&cache, dir.path().join("elsewhere")).unwrap();
+    let mut held = Vec::new();
+    let refused = loop {
+        // It would be waited for until the test is stopped.
+        match log.begin_put_within(spec(held.len() as u64 + 1), Duration::from_secs(3600)) {
+            Ok(PutOutcome::Started(put)) => held.push(put),
+            Ok(other) => panic!("{other:?}"),
+            Err(e) => break e,
+        }
+    };
+    assert_ne!(refused.kind(), ErrorKind::NoSpace);
+    assert!(refused.to_string().contains("no segment can be had"), "{refused}");
+    assert!(has(&log, 0));
+    // Who asks again is told again, and not by what was told before.
+    std::fs::rename(dir.path().join("elsewhere"), &cache).unwrap();
+    let again = log.begin_put_within(spec(1_000_000), Duration::from_secs(3600)).unwrap();
+    assert!(matches!(again, PutOutcome::Started(_)));
+}
