@@ -278,11 +278,11 @@ impl Model {
             let unseen: Vec<u64> = may.iter().copied().filter(|v| *v != 0 && v != version).collect();
             let outlives = *version != 0 && may.iter().skip(1).any(|v| *v == 0);
             if *version == 0 && half_cleared {
-                // Hidden in memory only: after a boot it may be seen again.
+                // Hidden in memory only, so that after a boot it may be seen again; or lost, and a removal writes nothing then.
                 may.push(0);
-                continue;
+            } else {
+                *may = vec![*version];
             }
-            *may = vec![*version];
             if outlives {
                 self.outlived.insert(k, *version);
             }
