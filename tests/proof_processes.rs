@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use forebay::log::{Chunk, Log, LogOptions, Mode};
 use proof_world::{CHILD, child, get, key, options, put, read};
@@ -173,7 +173,9 @@ fn a_cache_is_found_again_by_a_process_that_starts_others_meanwhile() {
     let stop = AtomicBool::new(false);
     std::thread::scope(|s| {
         s.spawn(|| {
-            while !stop.load(Ordering::Relaxed) {
+            // Not for ever, where opening fails.
+            let until = Instant::now() + Duration::from_secs(60);
+            while !stop.load(Ordering::Relaxed) && Instant::now() < until {
                 assert!(Command::new("true").status().unwrap().success());
             }
         });
@@ -185,4 +187,32 @@ fn a_cache_is_found_again_by_a_process_that_starts_others_meanwhile() {
         stop.store(true, Ordering::Relaxed);
         assert_eq!(empty, 0, "times that its lane was taken for another process's");
     });
+}
+
+#[test]
+fn a_lane_that_a_dead_servers_child_keeps_is_served_and_adopted_when_the_child_has_ended() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let cache = dir.path().join("cache");
+    let log = Log::open(options(&cache)).unwrap();
+    (0..20).for_each(|n| put(&log, key(n), 1).unwrap());
+    log.flush().unwrap();
+    log.abandon();
+    drop(log);
+    // What a child has that was forked and goes on after its parent was killed: the lane's locked file.
+    let lane = forebay::log::fsck::lanes(&cache).unwrap().remove(0);
+    let lock = std::fs::File::open(lane.path().join("LOCK")).unwrap();
+    lock.try_lock().unwrap();
+    let mut child = Command::new("sleep").arg("60").stdin(Stdio::from(lock)).spawn().unwrap();
+    let log = Log::open(options(&cache)).unwrap();
+    assert_eq!((log.stats().lanes, log.stats().adopted_lanes), (2, 0));
+    assert!((0..20).all(|n| get(&log, &key(n)) == Some(1)), "it is served");
+    put(&log, key(20), 1).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let until = Instant::now() + Duration::from_secs(30);
+    while log.stats().adopted_lanes == 0 {
+        assert!(Instant::now() < until, "it is not adopted");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!((0..21).all(|n| get(&log, &key(n)) == Some(1)));
 }
