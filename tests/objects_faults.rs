@@ -1,11 +1,11 @@
-//! Damaged bytes, failing and hanging drives, crashes and races: an object is old, new or not there, never anything else.
+//! Damaged bytes, failing and hanging drives, crashes and races: an object is what was put or not there, never anything else.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod objects_world;
 
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use forebay::config::Capacity;
@@ -128,65 +128,114 @@ fn when_nothing_moves_any_more_everything_ends_at_the_time_out() {
 }
 
 #[test]
-fn a_crash_between_the_parts_and_the_head_leaves_the_old_version() {
+fn a_crash_between_the_parts_and_the_head_leaves_nothing() {
     let dir = dir();
     let hold = Hold::new(is_head);
     let mut options = options(&settings(dir.path()));
     options.drive_factory = Some(hold.drives());
     let store = ObjectStore::open_with(options).unwrap();
-    assert!(put_one(&store, "k", 1, 20 * MIB).ok);
+    assert!(put(&store, vec![object("k", 1, 20 * MIB), object("kept", 1, 20 * MIB)]).all_ok());
+    assert_eq!(delete(&store, &["k"]), [true]);
     hold.begin();
-    let overwrite = store.submit_put(vec![object("k", 2, 33 * MIB), object("new", 1, 17 * MIB)], Default::default());
+    let items = vec![object("k", 2, 33 * MIB), object("kept", 2, 33 * MIB), object("new", 1, 17 * MIB)];
+    let under_way = store.submit_put(items, Default::default());
     until(|| hold.kept() == 2);
-    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 1, 20 * MIB)), "the parts alone are nothing");
-    assert_eq!(exists(&store, &["k", "new"]), [true, false]);
+    assert_eq!(exists(&store, &["k", "kept", "new"]), [false, true, false], "the parts alone are nothing");
     store.log().unwrap().abandon();
     drop(store);
     let store = open(dir.path());
-    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 1, 20 * MIB)));
-    assert_eq!(exists(&store, &["k", "new"]), [true, false]);
+    assert!(get_one(&store, "kept", 40 * MIB) == Ok(value("kept", 1, 20 * MIB)));
+    assert_eq!(exists(&store, &["k", "kept", "new"]), [false, true, false]);
     assert!(put_one(&store, "k", 3, 18 * MIB).ok);
     assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 3, 18 * MIB)));
-    drop(overwrite);
+    drop(under_way);
 }
 
 #[test]
-fn a_head_that_cannot_be_written_leaves_the_old_version_and_no_parts() {
+fn a_head_that_cannot_be_written_leaves_no_parts() {
     let dir = dir();
-    let failing = Arc::new(AtomicBool::new(false));
+    let failing = Arc::new(AtomicBool::new(true));
     let on = Arc::clone(&failing);
     let rule = move |_: u64, r: &Request| (on.load(Ordering::SeqCst) && is_head(r)).then_some(Fault::NoSpace);
     let mut options = options(&settings(dir.path()));
     options.drive_factory = Some(faulty(|_, _| None, rule));
     let store = ObjectStore::open_with(options).unwrap();
-    assert!(put_one(&store, "k", 1, 17 * MIB).ok);
-    failing.store(true, Ordering::SeqCst);
-    assert_eq!(put_one(&store, "k", 2, 40 * MIB).cause, Some(ObjectCause::NoSpace));
-    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 1, 17 * MIB)));
-    until(|| store.stats().log.unwrap().chunks == 3);
+    assert_eq!(put_one(&store, "k", 1, 40 * MIB).cause, Some(ObjectCause::NoSpace));
+    assert_eq!(store.stats().parts, 3);
+    assert_eq!(exists(&store, &["k"]), [false]);
+    until(|| store.stats().log.unwrap().chunks == 0);
+    failing.store(false, Ordering::SeqCst);
+    assert_eq!(put_one(&store, "k", 2, 17 * MIB).len, 17 * MIB as u64, "nothing of the first put is in the way");
+    assert!(get_one(&store, "k", 40 * MIB) == Ok(value("k", 2, 17 * MIB)));
 }
 
 #[test]
-fn while_a_key_is_overwritten_gets_see_old_or_new() {
+fn what_is_being_stored_is_not_written_twice() {
+    let dir = dir();
+    let hold = Hold::new(|r| r.op == Op::Write && r.file.path().ends_with("data.kv"));
+    let mut settings = settings(dir.path());
+    settings.store_staging = 64 << 20;
+    let mut options = options(&settings);
+    options.drive_factory = Some(hold.drives());
+    let store = ObjectStore::open_with(options).unwrap();
+    // A segment is made ready before writes are held.
+    assert!(put_one(&store, "first", 1, 100).ok);
+    hold.begin();
+    let submit = |items| store.submit_put(items, Default::default()).unwrap();
+    let pack = submit(vec![object("a", 1, 100), object("b", 1, 200)]);
+    until(|| hold.kept() == 1);
+    let alone = submit(vec![object("c", 1, 100_000)]);
+    let parts = submit(vec![object("d", 1, 17 * MIB)]);
+    until(|| hold.kept() > 2);
+    // In the shared slot only what nobody else is storing is named.
+    let mixed = submit(vec![object("b", 2, 300), object("new", 1, 400), object("a", 2, 500)]);
+    let there = submit(vec![object("c", 2, 100_001), object("d", 2, 18 * MIB)]);
+    let lens = |id| store.wait(id, LONG).unwrap().results.iter().map(|r| r.len).collect::<Vec<_>>();
+    assert_eq!(lens(there), [0, 0], "answered while the first puts are under way");
+    until(|| store.stats().packs == 2);
+    hold.release();
+    assert_eq!(lens(mixed), [0, 400, 0]);
+    assert_eq!((lens(pack), lens(alone), lens(parts)), (vec![100, 200], vec![100_000], vec![17 * MIB as u64]));
+    assert_eq!(store.stats().already_there, 4);
+    for (key, len) in [("a", 100), ("b", 200), ("c", 100_000), ("d", 17 * MIB), ("new", 400)] {
+        assert!(get_one(&store, key, len) == Ok(value(key, 1, len)), "{key}");
+        // The claims have ended with the puts.
+        assert_eq!(delete(&store, &[key]), [true]);
+        assert_eq!(put_one(&store, key, 2, len).len, len as u64, "{key}");
+    }
+}
+
+#[test]
+fn while_a_key_is_deleted_and_put_anew_gets_see_one_of_its_values_or_none() {
     let dir = dir();
     let (store, other) = (open(dir.path()), open(dir.path()));
     let sizes = [17 * MIB, 100, 33 * MIB, 200_000, 16 * MIB + 1];
     let len = |version: u64| sizes[version as usize % sizes.len()];
     assert!(put_one(&store, "k", 0, len(0)).ok);
-    let stop = AtomicBool::new(false);
+    let (stop, hits) = (AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|s| {
         for store in [&store, &other] {
             s.spawn(|| {
                 let mut newest = 0;
                 while !stop.load(Ordering::SeqCst) {
-                    let bytes = get_one(store, "k", 33 * MIB).unwrap();
+                    let bytes = match get_one(store, "k", 33 * MIB) {
+                        Ok(bytes) => bytes,
+                        Err(cause) => {
+                            assert_eq!(cause, ObjectCause::NotFound);
+                            continue;
+                        }
+                    };
                     let found = (newest..25).find(|v| len(*v) == bytes.len() && value("k", *v, bytes.len()) == bytes);
                     newest = found.unwrap_or_else(|| panic!("{} bytes of no version from {newest} on", bytes.len()));
+                    hits.fetch_add(1, Ordering::SeqCst);
                 }
             });
         }
         for version in 1..25 {
-            assert!(put_one(&store, "k", version, len(version)).ok, "{version}");
+            assert_eq!(delete(&store, &["k"]), [true], "{version}");
+            assert_eq!(put_one(&store, "k", version, len(version)).len, len(version) as u64, "{version}");
+            let before = hits.load(Ordering::SeqCst);
+            until(|| hits.load(Ordering::SeqCst) > before);
         }
         stop.store(true, Ordering::SeqCst);
     });
@@ -202,17 +251,18 @@ fn under_pressure_objects_are_shed_or_dropped_but_never_wrong() {
     let sizes = [3000, 90_000, 2 * MIB, 5 * MIB + 1, 17 * MIB];
     let (mut stored, mut hits) = (0, 0);
     for round in 0..8u64 {
-        let items = (0..10).map(|n| object(&format!("{n}"), round, sizes[(n + round as usize) % 5]));
+        let keys: Vec<String> = (0..10).map(|n| n.to_string()).collect();
+        delete(&store, &keys.iter().map(String::as_str).collect::<Vec<_>>());
+        let items = (0..10).map(|n| object(&keys[n], round, sizes[(n + round as usize) % 5]));
         let done = put(&store, items.collect());
         stored += done.results.iter().filter(|r| r.ok).count();
         assert!(done.results.iter().all(|r| r.ok || r.cause == Some(ObjectCause::NoSpace)), "{:?}", done.error);
         for n in 0..10 {
-            let key = n.to_string();
-            let room = if done.results[n].ok { sizes[(n + round as usize) % 5] } else { 17 * MIB };
-            match get_one(&store, &key, room) {
+            let key = &keys[n];
+            match get_one(&store, key, 17 * MIB) {
                 Ok(bytes) => {
-                    let found = (0..=round).rev().find(|v| value(&key, *v, bytes.len()) == bytes);
-                    assert!(found == Some(round) || !done.results[n].ok, "round {round}: {found:?} of {key}");
+                    assert!(done.results[n].ok && bytes == value(key, round, bytes.len()), "round {round}: {key}");
+                    assert_eq!(bytes.len(), sizes[(n + round as usize) % 5], "round {round}: {key}");
                     hits += 1;
                 }
                 Err(cause) => assert_eq!(cause, ObjectCause::NotFound, "round {round}, {key}"),

@@ -1,4 +1,4 @@
-//! Objects come back as they were put: all sizes, overwritten, deleted, after a restart, packed and in parts.
+//! Objects come back as they were put: all sizes, put again, deleted, after a restart, packed and in parts.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod objects_world;
@@ -110,24 +110,29 @@ fn a_batch_of_small_objects_shares_slots_and_each_is_found() {
 }
 
 #[test]
-fn the_newest_value_and_the_newest_removal_win_also_after_a_kill() {
+fn a_value_changes_by_a_deletion_and_a_put_and_by_nothing_else_also_after_a_kill() {
     let dir = dir();
     let sizes = [10, 90_000, 17 * MIB];
-    // Every size is overwritten with every size: alone, packed and in parts replace each other.
+    // Every size in place of every size: alone, packed and in parts.
     let pairs: Vec<(usize, usize)> = sizes.iter().flat_map(|a| sizes.map(|b| (*a, b))).collect();
     let store = open(dir.path());
     for (old, new) in &pairs {
-        let (changed, gone) = (format!("changed {old} {new}"), format!("gone {old} {new}"));
-        assert!(put(&store, vec![object(&changed, 1, *old), object(&gone, 1, *old)]).all_ok());
-        assert!(put(&store, vec![object(&changed, 2, *new), object(&format!("other {old} {new}"), 1, 5)]).all_ok());
-        assert_eq!(delete(&store, &[&gone]), [true]);
+        let [kept, changed, gone] = ["kept", "changed", "gone"].map(|name| format!("{name} {old} {new}"));
+        let first = [&kept, &changed, &gone].map(|key| object(key, 1, *old));
+        assert!(put(&store, first.into()).all_ok());
+        assert_eq!(delete(&store, &[&changed, &gone]), [true; 2]);
+        let second = put(&store, vec![object(&kept, 2, *new), object(&changed, 2, *new)]);
+        assert!(second.all_ok());
+        assert_eq!([second.results[0].len, second.results[1].len], [0, *new as u64], "written is what was not there");
     }
+    assert_eq!(store.stats().already_there, pairs.len() as u64);
     let check = |store: &ObjectStore| {
         for (old, new) in &pairs {
-            let (changed, gone) = (format!("changed {old} {new}"), format!("gone {old} {new}"));
+            let [kept, changed, gone] = ["kept", "changed", "gone"].map(|name| format!("{name} {old} {new}"));
+            assert!(get_one(store, &kept, *old) == Ok(value(&kept, 1, *old)), "{kept}");
             assert!(get_one(store, &changed, *new) == Ok(value(&changed, 2, *new)), "{changed}");
             assert_eq!(get_one(store, &gone, *old), Err(ObjectCause::NotFound), "{gone}");
-            assert_eq!(exists(store, &[&gone, &changed]), [false, true]);
+            assert_eq!(exists(store, &[&gone, &changed, &kept]), [false, true, true]);
         }
     };
     check(&store);
@@ -137,16 +142,22 @@ fn the_newest_value_and_the_newest_removal_win_also_after_a_kill() {
 }
 
 #[test]
-fn parts_of_replaced_and_deleted_objects_are_removed() {
+fn a_put_of_what_is_there_writes_nothing_and_a_deletion_takes_the_parts_too() {
     let dir = dir();
     let store = open(dir.path());
     assert!(put_one(&store, "a", 1, 40 * MIB).ok);
-    assert!(put_one(&store, "a", 2, 20 * MIB).ok);
-    assert!(put_one(&store, "a", 3, 20 * MIB).ok);
-    let chunks = || store.stats().log.unwrap().chunks;
-    until(|| chunks() == 3);
+    let log = || store.stats().log.unwrap();
+    let puts = log().puts;
+    for len in [40 * MIB, 20 * MIB, 100] {
+        let again = put_one(&store, "a", 2, len);
+        assert_eq!((again.ok, again.len), (true, 0));
+    }
+    assert_eq!((log().puts, log().chunks, store.stats().already_there), (puts, 4, 3));
     assert_eq!(delete(&store, &["a"]), [true]);
-    assert_eq!(chunks(), 0);
+    assert_eq!(log().chunks, 0);
+    assert_eq!(put_one(&store, "a", 3, 20 * MIB).len, 20 * MIB as u64);
+    assert_eq!(log().chunks, 3);
+    assert!(get_one(&store, "a", 40 * MIB) == Ok(value("a", 3, 20 * MIB)));
 }
 
 #[test]
@@ -182,13 +193,13 @@ fn wrong_keys_and_lengths_are_told_by_key() {
 }
 
 #[test]
-fn the_last_value_of_a_key_in_a_batch_counts() {
+fn the_first_value_of_a_key_in_a_batch_counts() {
     let dir = dir();
     let store = open(dir.path());
     let done = put(&store, vec![object("k", 1, 100), object("l", 1, 9), object("k", 2, 200_000), object("k", 3, 300)]);
     assert!(done.all_ok());
-    assert_eq!(get_one(&store, "k", 1000), Ok(value("k", 3, 300)));
-    assert_eq!(done.results[0].len, 300, "answered with what became of the key");
+    assert_eq!(get_one(&store, "k", 1000), Ok(value("k", 1, 100)));
+    assert_eq!(done.results[3].len, 100, "answered with what became of the key");
 }
 
 #[test]
@@ -221,7 +232,9 @@ fn namespaces_do_not_meet_and_readers_see_the_writer() {
     assert_eq!(get_one(&other, "k", 100_000), Err(ObjectCause::NotFound));
     let second = open(dir.path());
     assert_eq!(get_one(&second, "k", 100_000), Ok(value("k", 1, 100_000)));
-    assert!(put_one(&second, "k", 2, 20 * MIB).ok);
+    assert_eq!(put_one(&second, "k", 2, 20 * MIB).len, 0, "another process has stored it");
+    assert_eq!(delete(&second, &["k"]), [true]);
+    assert_eq!(put_one(&second, "k", 2, 20 * MIB).len, 20 * MIB as u64);
     assert!(get_one(&store, "k", 20 * MIB) == Ok(value("k", 2, 20 * MIB)));
     let mut ro = settings;
     ro.mode = Mode::Ro;

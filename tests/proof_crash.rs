@@ -179,7 +179,7 @@ fn move_chunks(world: &World, process: &Process, rng: &mut Rng) -> u64 {
         for hot in recent.filter(is_hot) {
             world.run(process, |log| log.lookup(&[crash_world::key(hot)]));
         }
-        world.turn(process, Turn::Keeper);
+        world.turn(process, Turn::Maintain);
         world.turn(process, Turn::Journal);
     }
     process.log.stats().moved

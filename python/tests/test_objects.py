@@ -1,4 +1,4 @@
-"""Objects: round trips, misses, overwrites, buffers that are refused, batches by descriptor."""
+"""Objects: round trips, misses, values that change, buffers that are refused, batches by descriptor."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def test_objects_come_back(objs: forebay.ObjectStore) -> None:
     assert (a, b.tolist()) == (b"hello", [1, 2, 3]) and np.array_equal(big, out)
     assert objs.exists(["a", "x"]) == [True, False]
     assert objs.put({"a": b"other"}) == [True]
+    assert objs.get({"a": a}) == [True] and a == b"hello"
+    assert objs.delete(["a"]) == [True] and objs.put({"a": b"other"}) == [True]
     assert objs.get({"a": a}) == [True] and a == b"other"
     assert objs.delete(["a", "x"]) == [True, False]
     assert objs.exists(["a"]) == [False]
     objs.flush()
     stats = objs.stats()
-    assert stats["put"]["ok"] == 4 and stats["get"]["no"] == {"not_found": 1}
+    assert (stats["put"]["ok"], stats["already_there"]) == (5, 1) and stats["get"]["no"] == {"not_found": 1}
     assert "forebay_objects_up 1" in objs.metrics()
 
 

@@ -120,7 +120,7 @@ impl Inner {
             } else {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
-            let put = PutSpec { root, near, ..self.put_spec(log, request, chunk) };
+            let put = Box::new(PutSpec { root, near, ..self.put_spec(log, request, chunk) });
             let log = Arc::clone(log);
             plan.chunks.push(StoreChunk {
                 layout,

@@ -59,12 +59,6 @@ impl SlotLayout {
         Self::new(&[len], tlv_bytes)
     }
 
-    /// A header without extents: tombstones and clears.
-    #[must_use]
-    pub fn header_only(tlv_bytes: usize) -> Self {
-        Self::new(&[], tlv_bytes)
-    }
-
     fn new(lens: &[usize], tlv_bytes: usize) -> Self {
         let header = HEADER_FIXED_BYTES + lens.len() * LAYER_ENTRY_BYTES + TLV_RESERVE_BYTES + tlv_bytes;
         let header_bytes = header.next_multiple_of(PAGE_BYTES);

@@ -1,10 +1,11 @@
-//! The bytes on disk, version 1: pure encoders and decoders, no I/O and no clock.
+//! The bytes on disk, version 2: pure encoders and decoders, no I/O and no clock.
 //!
 //! Integers are little-endian and of fixed width, at explicit offsets; `docs/format.md` lists them byte by byte. Decoders are
 //! total: any bytes give a `Result`, never a panic. Every structure carries a CRC-32 (the IEEE polynomial, as in zlib) of
 //! its own. Whether what a structure *says* is still true (reused segment, newer version elsewhere) is for the log to judge.
 
 pub mod budget;
+pub mod floors;
 pub mod journal;
 pub mod layout;
 pub(crate) mod le;
@@ -20,7 +21,7 @@ use crate::error::{Error, ErrorKind};
 pub const PAGE_BYTES: usize = 4096;
 
 /// Major version of the format; another one is refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Feature bits a reader does not need to know.
 pub const COMPAT_KNOWN: u32 = 0;

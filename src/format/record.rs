@@ -1,21 +1,22 @@
-//! The 192-byte record of one change: in journal pages first, in a segment's sealed table later.
+//! The 128-byte record of one slot: in journal pages first, in its segment's sealed table later.
 
 use super::{corrupt, crc, le};
 use crate::error::Result;
 use crate::key::ChunkKey;
 
 /// Bytes of a record.
-pub const RECORD_BYTES: usize = 192;
+pub const RECORD_BYTES: usize = 128;
+
+const MASK_24: u32 = (1 << 24) - 1;
+const MASK_40: u64 = (1 << 40) - 1;
 
 /// What a record says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RecordKind {
     /// The key's bytes lie at the location.
     Put,
-    /// The key is gone; nothing with a lower sequence may be served.
-    Tombstone,
-    /// All keys are gone; nothing with a lower or equal sequence may be served.
-    Clear,
+    /// The slot at the location was given up before its segment was sealed. A hint: its header says so itself.
+    Gone,
 }
 
 /// What kind of thing a key names.
@@ -31,27 +32,23 @@ pub enum KeyKind {
     ObjectPart,
     /// A slot that packs several small objects.
     ObjectPack,
-    /// A slot that only repeats tombstones and clears, so that a rebuild from the data alone honours them.
-    Control,
 }
 
 impl RecordKind {
     pub(crate) fn from_u8(v: u8) -> Option<Self> {
-        [Self::Put, Self::Tombstone, Self::Clear].into_iter().find(|k| k.to_u8() == v)
+        [Self::Put, Self::Gone].into_iter().find(|k| k.to_u8() == v)
     }
 
     pub(crate) const fn to_u8(self) -> u8 {
         match self {
             Self::Put => 1,
-            Self::Tombstone => 2,
-            Self::Clear => 3,
+            Self::Gone => 2,
         }
     }
 }
 
 impl KeyKind {
-    const ALL: [Self; 6] =
-        [Self::Chain, Self::Segment, Self::Object, Self::ObjectPart, Self::ObjectPack, Self::Control];
+    const ALL: [Self; 5] = [Self::Chain, Self::Segment, Self::Object, Self::ObjectPart, Self::ObjectPack];
 
     pub(crate) fn from_u8(v: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|k| k.to_u8() == v)
@@ -64,12 +61,11 @@ impl KeyKind {
             Self::Object => 3,
             Self::ObjectPart => 4,
             Self::ObjectPack => 5,
-            Self::Control => 6,
         }
     }
 }
 
-/// One change of the log.
+/// One slot of the log, or one member of a pack. Fields wider on disk are cut to their widths there (docs/format.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// What happened.
@@ -78,7 +74,7 @@ pub struct Record {
     pub key_kind: KeyKind,
     /// KV cache group of the server.
     pub group: u16,
-    /// The key; zero for a clear.
+    /// The key.
     pub key: ChunkKey,
     /// The key it is chained to; zero where there is none.
     pub parent: ChunkKey,
@@ -100,10 +96,10 @@ pub struct Record {
     pub tenant: u64,
     /// Chunks before it in its chain.
     pub depth: u32,
-    /// How often and how recently it was used, on the policy's own scale.
-    pub hotness: u32,
+    /// Uses between its store and the seal of its segment, at most 255; at least 1 where reclaim moved it.
+    pub hotness: u8,
     /// Unix seconds after which it is not served; 0 for never.
-    pub expiry_s: u64,
+    pub expiry_s: u32,
     /// Payload bytes: of all layers, or of the object.
     pub length: u64,
     /// Offset of a packed object within the payload of its slot, in bytes.
@@ -146,18 +142,16 @@ impl Record {
         le::put_bytes(&mut b, 8, &self.key.0);
         le::put_bytes(&mut b, 40, &self.parent.0);
         le::put_u64(&mut b, 72, self.sequence);
-        le::put_u32(&mut b, 80, self.segment);
-        le::put_u32(&mut b, 84, self.epoch);
-        le::put_u32(&mut b, 88, self.page);
-        le::put_u32(&mut b, 92, self.pages);
-        le::put_u32(&mut b, 96, self.header_crc);
-        le::put_u32(&mut b, 100, self.tokens);
-        le::put_u64(&mut b, 104, self.tenant);
-        le::put_u32(&mut b, 112, self.depth);
-        le::put_u32(&mut b, 116, self.hotness);
-        le::put_u64(&mut b, 120, self.expiry_s);
-        le::put_u64(&mut b, 128, self.length);
-        le::put_u32(&mut b, 136, self.sub_offset);
+        le::put_u64(&mut b, 80, self.tenant);
+        le::put_u32(&mut b, 88, self.segment);
+        le::put_u32(&mut b, 92, self.epoch);
+        le::put_u32(&mut b, 96, self.page);
+        le::put_u32(&mut b, 100, self.pages);
+        le::put_u32(&mut b, 104, self.header_crc);
+        le::put_u32(&mut b, 108, self.tokens & MASK_24 | u32::from(self.hotness) << 24);
+        le::put_u32(&mut b, 112, self.expiry_s);
+        le::put_u64(&mut b, 116, self.length & MASK_40 | u64::from(self.depth & MASK_24) << 40);
+        le::put_u32(&mut b, 124, self.sub_offset);
         let sum = crc(b.get(4..).unwrap_or_default());
         le::put_u32(&mut b, 0, sum);
         b
@@ -168,10 +162,11 @@ impl Record {
     /// # Errors
     /// [`crate::ErrorKind::Corrupt`] where the length, CRC or a kind is wrong.
     pub fn decode(b: &[u8]) -> Result<Self> {
-        let b: &[u8; RECORD_BYTES] = b.try_into().map_err(|_| corrupt("a record is not 192 bytes long"))?;
+        let b: &[u8; RECORD_BYTES] = b.try_into().map_err(|_| corrupt("a record is not 128 bytes long"))?;
         if le::get_u32(b, 0) != crc(b.get(4..).unwrap_or_default()) {
             return Err(corrupt("a record fails its CRC"));
         }
+        let (tokens, length) = (le::get_u32(b, 108), le::get_u64(b, 116));
         Ok(Self {
             kind: RecordKind::from_u8(b[4]).ok_or_else(|| corrupt("a record is of an unknown kind"))?,
             key_kind: KeyKind::from_u8(b[5]).ok_or_else(|| corrupt("a record's key is of an unknown kind"))?,
@@ -179,18 +174,18 @@ impl Record {
             key: ChunkKey(le::get_bytes(b, 8)),
             parent: ChunkKey(le::get_bytes(b, 40)),
             sequence: le::get_u64(b, 72),
-            segment: le::get_u32(b, 80),
-            epoch: le::get_u32(b, 84),
-            page: le::get_u32(b, 88),
-            pages: le::get_u32(b, 92),
-            header_crc: le::get_u32(b, 96),
-            tokens: le::get_u32(b, 100),
-            tenant: le::get_u64(b, 104),
-            depth: le::get_u32(b, 112),
-            hotness: le::get_u32(b, 116),
-            expiry_s: le::get_u64(b, 120),
-            length: le::get_u64(b, 128),
-            sub_offset: le::get_u32(b, 136),
+            tenant: le::get_u64(b, 80),
+            segment: le::get_u32(b, 88),
+            epoch: le::get_u32(b, 92),
+            page: le::get_u32(b, 96),
+            pages: le::get_u32(b, 100),
+            header_crc: le::get_u32(b, 104),
+            tokens: tokens & MASK_24,
+            hotness: (tokens >> 24) as u8,
+            expiry_s: le::get_u32(b, 112),
+            length: length & MASK_40,
+            depth: (length >> 40) as u32,
+            sub_offset: le::get_u32(b, 124),
         })
     }
 }

@@ -1,8 +1,9 @@
-//! A segment's region of the sealed table: one page that says what the segment is, then its records.
+//! A segment's region of the sealed table: one page that says what the segment is, the list of its slots that are gone, then
+//! its records.
 //!
-//! The region is written when the segment is sealed, and its first page again when the segment is given up: until a page with
-//! `Free` and the next epoch is durable, a crash may bring the old records back, so nothing that relies on their absence
-//! (dropping a tombstone, overwriting the data) may happen before.
+//! Page and records are written when the segment is sealed; the first page again when the segment is free. The list grows
+//! as slots are given up. It is a hint, so that lookups after a restart promise little that is not there: whether a slot is
+//! there its header says.
 
 use super::record::{RECORD_BYTES, Record};
 use super::{PAGE_BYTES, corrupt, crc_with_hole, le};
@@ -90,10 +91,11 @@ impl RegionHeader {
     }
 }
 
-/// The bytes of a whole region: its first page and `records`, padded to pages.
+/// The bytes of a whole region: its first page, an empty list of `gone_pages` pages, and `records`, padded to pages.
 #[must_use]
-pub fn encode_region(header: &RegionHeader, records: &[Record]) -> Vec<u8> {
+pub fn encode_region(header: &RegionHeader, gone_pages: usize, records: &[Record]) -> Vec<u8> {
     let mut bytes = header.encode();
+    bytes.resize(PAGE_BYTES * (1 + gone_pages), 0);
     bytes.reserve(records.len() * RECORD_BYTES);
     for record in records {
         bytes.extend_from_slice(&record.encode());
@@ -105,7 +107,95 @@ pub fn encode_region(header: &RegionHeader, records: &[Record]) -> Vec<u8> {
 /// Bytes of a region that holds up to `records` records.
 #[must_use]
 pub const fn region_bytes(records: usize) -> usize {
-    PAGE_BYTES + (records * RECORD_BYTES).next_multiple_of(PAGE_BYTES)
+    PAGE_BYTES * (1 + records.div_ceil(GONE_PER_PAGE)) + (records * RECORD_BYTES).next_multiple_of(PAGE_BYTES)
+}
+
+/// How a region of `region_bytes` bytes is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionLayout {
+    /// Records that it holds.
+    pub records: usize,
+    /// Pages of its list of gone slots, which follow its first page.
+    pub gone_pages: usize,
+}
+
+impl RegionLayout {
+    /// Of a region of so many bytes.
+    #[must_use]
+    pub const fn of(region_bytes: u64) -> Self {
+        let body = (region_bytes as usize).saturating_sub(PAGE_BYTES);
+        let mut records = body / (GONE_PER_PAGE * RECORD_BYTES + PAGE_BYTES) * GONE_PER_PAGE;
+        let rest = body.saturating_sub(self::region_bytes(records) - PAGE_BYTES);
+        if rest > PAGE_BYTES {
+            let more = (rest - PAGE_BYTES) / RECORD_BYTES;
+            records += if more < GONE_PER_PAGE { more } else { GONE_PER_PAGE };
+        }
+        Self { records, gone_pages: records.div_ceil(GONE_PER_PAGE) }
+    }
+
+    /// Where the records begin within the region, in bytes.
+    #[must_use]
+    pub const fn records_at(self) -> usize {
+        PAGE_BYTES * (1 + self.gone_pages)
+    }
+}
+
+const GONE_MAGIC: &[u8; 8] = b"FBGONE01";
+const GONE_HEADER_BYTES: usize = 64;
+/// Slots that a page of the list names.
+pub const GONE_PER_PAGE: usize = (PAGE_BYTES - GONE_HEADER_BYTES) / 4;
+
+/// A page of the list of slots that are gone from a sealed segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GonePage {
+    /// The lane that wrote it.
+    pub lane: [u8; 16],
+    /// Number of the segment.
+    pub segment: u32,
+    /// Epoch of the segment.
+    pub epoch: u32,
+    /// Whether all of these slots were unreadable on the drive when the page was written: otherwise a power cut
+    /// may have brought some of them back.
+    pub settled: bool,
+    /// First pages of the slots within the segment, in 4 KiB pages.
+    pub slots: Vec<u32>,
+}
+
+impl GonePage {
+    /// The page's bytes; slots beyond [`GONE_PER_PAGE`] are not taken.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut b = vec![0; PAGE_BYTES];
+        le::put_bytes(&mut b, 0, GONE_MAGIC);
+        le::put_u32(&mut b, 12, u32::from(self.settled));
+        le::put_bytes(&mut b, 16, &self.lane);
+        le::put_u32(&mut b, 32, self.segment);
+        le::put_u32(&mut b, 36, self.epoch);
+        le::put_u32(&mut b, 40, self.slots.len().min(GONE_PER_PAGE) as u32);
+        for (i, slot) in self.slots.iter().take(GONE_PER_PAGE).enumerate() {
+            le::put_u32(&mut b, GONE_HEADER_BYTES + i * 4, *slot);
+        }
+        let sum = crc_with_hole(&b, CRC_AT);
+        le::put_u32(&mut b, CRC_AT, sum);
+        b
+    }
+
+    /// Reads the page; `None` where it is not an intact page of the list, as where none was ever written.
+    #[must_use]
+    pub fn decode(b: &[u8]) -> Option<Self> {
+        let b = b.get(..PAGE_BYTES)?;
+        if !b.starts_with(GONE_MAGIC) || le::get_u32(b, CRC_AT) != crc_with_hole(b, CRC_AT) {
+            return None;
+        }
+        let count = (le::get_u32(b, 40) as usize).min(GONE_PER_PAGE);
+        Some(Self {
+            lane: le::get_bytes(b, 16),
+            segment: le::get_u32(b, 32),
+            epoch: le::get_u32(b, 36),
+            settled: le::get_u32(b, 12) & 1 == 1,
+            slots: (0..count).map(|i| le::get_u32(b, GONE_HEADER_BYTES + i * 4)).collect(),
+        })
+    }
 }
 
 /// Intact records of a region's bytes behind its first page, and how many of `count` were damaged or missing.

@@ -9,7 +9,7 @@ use crate::key::ChunkKey;
 const MAGIC: &[u8; 8] = SlotHeader::MAGIC;
 const CRC_AT: usize = 12;
 /// Version of the writer that is recorded in every header.
-pub const WRITER_VERSION: u32 = 1;
+pub const WRITER_VERSION: u32 = 2;
 /// Checksum id of CRC-32 (IEEE).
 pub const CHECKSUM_CRC32: u16 = 1;
 /// Largest header a decoder accepts, in bytes.
@@ -21,8 +21,6 @@ pub const TLV_TOKEN_IDS: u16 = 1;
 pub const TLV_OBJECT_NAME: u16 = 2;
 /// TLV with the directory of a pack of small objects.
 pub const TLV_PACK_DIRECTORY: u16 = 3;
-/// TLV with the records (tombstones, clears) that a control slot repeats.
-pub const TLV_CONTROL_RECORDS: u16 = 4;
 /// TLV with the server's block hashes.
 pub const TLV_BLOCK_HASHES: u16 = 5;
 /// TLV of a pack: per object its offset in the payload (4), CRC-32 over its bytes and name (4), length of its name (2), zero (2).

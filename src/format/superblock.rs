@@ -97,6 +97,13 @@ impl Superblock {
             )
             .advice("update forebay, choose another cache_dir, or set on_incompatible: recreate to lose this cache"));
         }
+        if version < VERSION && sum_is_right {
+            return Err(Error::new(
+                ErrorKind::Incompatible,
+                format!("format version {version} is older than this program's, which is {VERSION}"),
+            )
+            .advice("delete the old cache with `forebay purge CACHE_DIR --all`, or choose another cache_dir"));
+        }
         if !sum_is_right || version != VERSION {
             return Err(corrupt("a superblock fails its CRC"));
         }

@@ -83,6 +83,11 @@ pub(super) enum Patience {
     Little,
 }
 
+/// Word of a bucket that holds word `word` of the entry in `slot`.
+pub(super) const fn entry_word(slot: usize, word: usize) -> usize {
+    FIRST_LINE + slot * ENTRY_WORDS + word
+}
+
 /// Read access to a bucket.
 #[derive(Clone, Copy)]
 pub(super) struct Bucket<'a>(pub(super) Block<'a, BUCKET_WORDS>);

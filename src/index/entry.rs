@@ -9,6 +9,30 @@ use crate::key::ChunkKey;
 
 /// Words of an entry.
 pub(super) const ENTRY_WORDS: usize = 8;
+/// The word that holds the sequence, and above it the marks.
+pub(super) const SEQ_WORD: usize = 2;
+
+/// Why an entry is in the table and not served any more; it bears one at most. A mark never makes an entry another one: sequences are never used
+/// twice, so whoever marks one that has changed meanwhile marks nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Mark {
+    /// The lane's holder is about to make its slot unreadable, to find that somebody leases it, or to move it: soon it is gone,
+    /// as it was, or somewhere else.
+    Leaving = 1 << 62,
+    /// Somebody has made its slot unreadable, or found it so: the holder is to forget it.
+    Removed = 1 << 63,
+}
+
+impl Mark {
+    /// The mark of a sequence word.
+    pub(super) fn of(word: u64) -> Option<Self> {
+        [Self::Removed, Self::Leaving].into_iter().find(|mark| word & *mark as u64 != 0)
+    }
+}
+
+/// Marks of all kinds.
+pub(super) const MARKS: u64 = Mark::Leaving as u64 | Mark::Removed as u64;
 
 /// What an entry stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,45 +42,23 @@ pub enum EntryKind {
     Chunk = 1,
     /// An object, or a part of one.
     Object = 2,
-    /// The key was removed with this sequence; older versions elsewhere must not be served.
-    Tombstone = 3,
     /// The list of partial chunks stored below a parent; never seen by [`Table::get`](super::Table::get).
     Partials = 4,
-    /// A chunk that was given up: not served any more, but a crash could still bring it back.
-    Going = 5,
 }
 
 impl EntryKind {
-    /// Whether an entry of this kind may be served.
-    #[must_use]
-    pub fn is_served(self) -> bool {
-        matches!(self, Self::Chunk | Self::Object)
-    }
-
-    /// Of two entries of one version the stronger counts: a removal before what was given up before what is stored.
-    #[must_use]
-    pub fn strength(self) -> u8 {
-        match self {
-            Self::Tombstone => 2,
-            Self::Going => 1,
-            Self::Chunk | Self::Object | Self::Partials => 0,
-        }
-    }
-
     /// The kind of a stored byte.
     pub(super) fn from_byte(byte: u8) -> Option<Self> {
         Some(match byte {
             1 => Self::Chunk,
             2 => Self::Object,
-            3 => Self::Tombstone,
             4 => Self::Partials,
-            5 => Self::Going,
             _ => return None,
         })
     }
 }
 
-/// Where the newest version of a key lies, and what lookup and reclaim need to know about it.
+/// Where a key's slot lies, and what lookup and reclaim need to know about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The key. Only its first 16 bytes are stored and compared; the others are zero where an entry is listed rather than
@@ -64,7 +66,7 @@ pub struct Entry {
     pub key: ChunkKey,
     /// What the entry stands for.
     pub kind: EntryKind,
-    /// Sequence of this version, `mount_generation << 40 | n`.
+    /// Sequence of its put, `mount_generation << 40 | n`, below 2^62.
     pub seq: u64,
     /// Segment it lies in, below 2^24.
     pub segment: u32,
@@ -120,6 +122,9 @@ impl Entry {
         if narrow.into_iter().any(|v| u64::from(v) > MASK_24) || self.length >> 40 != 0 {
             return Err(Error::new(ErrorKind::InvalidInput, format!("entry beyond the index's ranges: {self:?}")));
         }
+        if self.seq & MARKS != 0 {
+            return Err(Error::new(ErrorKind::InvalidInput, "a sequence beyond the index's range"));
+        }
         if self.kind == EntryKind::Partials {
             return Err(Error::new(ErrorKind::InvalidInput, "lists of partial chunks are not inserted as entries"));
         }
@@ -143,7 +148,7 @@ impl Entry {
         Self {
             key: key_of(lo, hi),
             kind,
-            seq,
+            seq: seq & !MARKS,
             segment: (w6 >> 8 & MASK_24) as u32,
             epoch: (w5 >> 32) as u32,
             page: (w4 & MASK_24) as u32,

@@ -28,6 +28,14 @@ pub(super) const W_RECORDS_HIGH: usize = W_OWN;
 /// Position of the next touch; on a line of its own, since every reader writes it.
 pub(super) const W_RING_HEAD: usize = W_OWN + 8;
 
+/// How often the holder has made slots unreadable, and up to which of these times that is durable.
+const W_ERASED: usize = W_OWN + 16;
+const W_SETTLED: usize = W_ERASED + 1;
+/// How often others have marked entries as removed.
+const W_REMOVALS: usize = W_ERASED + 2;
+/// Generation of the floors below which the holder has made everything unreadable, durably.
+const W_FLOORS_DONE: usize = W_ERASED + 3;
+
 /// What a segment is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -313,6 +321,61 @@ impl Lane {
                 word.store(before, Ordering::SeqCst);
                 Err(CondemnRefused::Leased(holder))
             }
+        }
+    }
+
+    /// The holder makes slots unreadable whose entries leave the table before that is durable. To be called before they do.
+    pub fn note_erasure(&self) {
+        self.add_word(W_ERASED);
+    }
+
+    /// A number for [`settle`](Self::settle), to be read before the flush.
+    #[must_use]
+    pub fn erasures(&self) -> u64 {
+        self.inner.map.load_acquire(W_ERASED)
+    }
+
+    /// All that had been made unreadable by the time of [`erasures`](Self::erasures) is so durably.
+    pub fn settle(&self, erasures: u64) {
+        if let Some(word) = self.inner.map.word(W_SETTLED) {
+            word.fetch_max(erasures, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether slots that no entry names may be readable again after a power cut, until data.kv is flushed.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        let settled = self.inner.map.load_acquire(W_SETTLED);
+        self.erasures() <= settled
+    }
+
+    /// Somebody who does not hold the lane has marked entries as removed.
+    pub fn note_removal(&self) {
+        self.add_word(W_REMOVALS);
+    }
+
+    /// How often that was.
+    #[must_use]
+    pub fn removals(&self) -> u64 {
+        self.inner.map.load_acquire(W_REMOVALS)
+    }
+
+    /// What lies below the floors of this generation is unreadable, durably.
+    pub fn set_floors_done(&self, generation: u64) {
+        if let Some(word) = self.inner.map.word(W_FLOORS_DONE) {
+            word.store(generation, Ordering::SeqCst);
+        }
+    }
+
+    /// Generation of the floors for which that is so.
+    #[must_use]
+    pub fn floors_done(&self) -> u64 {
+        self.inner.map.load_acquire(W_FLOORS_DONE)
+    }
+
+    fn add_word(&self, at: usize) {
+        if let Some(word) = self.inner.map.word(at) {
+            word.fetch_add(1, Ordering::SeqCst);
         }
     }
 

@@ -119,6 +119,30 @@ impl Lane {
         expiry_ns: u64,
         env: &LeaseEnv<'_>,
     ) -> Result<LeaseGuard, LeaseRefused> {
+        self.lease_within(segment, epoch, expiry_ns, (env, true))
+    }
+
+    /// As [`lease`](Self::lease), however much is leased: for a removal, which ends soon.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn hold(
+        &self,
+        segment: u32,
+        epoch: u32,
+        expiry_ns: u64,
+        env: &LeaseEnv<'_>,
+    ) -> Result<LeaseGuard, LeaseRefused> {
+        self.lease_within(segment, epoch, expiry_ns, (env, false))
+    }
+
+    fn lease_within(
+        &self,
+        segment: u32,
+        epoch: u32,
+        expiry_ns: u64,
+        (env, in_share): (&LeaseEnv<'_>, bool),
+    ) -> Result<LeaseGuard, LeaseRefused> {
         let guard = |expiry_ns| LeaseGuard { lane: self.clone(), segment, epoch, expiry_ns };
         let inner = &self.inner;
         let mut held = inner.held.lock();
@@ -131,7 +155,7 @@ impl Lane {
             return Ok(guard(mine.expiry_ns));
         }
         let lasting = expiry_ns.saturating_add(expiry_ns.saturating_sub(env.now_ns) / 2);
-        let (record, owner) = inner.publish(segment, epoch, lasting, env)?;
+        let (record, owner) = inner.publish(segment, epoch, lasting, (env, in_share))?;
         let mine = Held { record, owner, expiry_ns: lasting, guards: 1 };
         if let Some(old) = held.insert((segment, epoch), mine) {
             inner.end(old.record, old.owner);
@@ -265,7 +289,7 @@ impl Inner {
         segment: u32,
         epoch: u32,
         expiry_ns: u64,
-        env: &LeaseEnv<'_>,
+        (env, in_share): (&LeaseEnv<'_>, bool),
     ) -> Result<(usize, u64), LeaseRefused> {
         if !self.map.is_writable() {
             return Err(LeaseRefused::ReadOnly);
@@ -293,7 +317,8 @@ impl Inner {
             self.end(record, owner);
             return Err(LeaseRefused::Gone);
         }
-        if self.over_share(segment, env.now_ns) && (self.sweep(env) == 0 || self.over_share(segment, env.now_ns)) {
+        let is_over = in_share && self.over_share(segment, env.now_ns);
+        if is_over && (self.sweep(env) == 0 || self.over_share(segment, env.now_ns)) {
             self.end(record, owner);
             return Err(LeaseRefused::Share);
         }

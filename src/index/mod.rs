@@ -6,14 +6,15 @@
 //!   Growing makes a new file that replaces the old one; the old one is marked `moved`, and readers attach anew.
 //! * **`lane.shm`**, one per lane ([`Lane`]): segment states, leases, touch ring. It is apart from the table because it must
 //!   outlive it: a lease taken before the table grew, or before the writer died and another adopted the lane, still holds.
-//! * **`shard.shm`**, one per shard ([`Shard`]): sequence counter, lane generation, cleared-up-to sequence.
+//! * **`shard.shm`**, one per shard ([`Shard`]): sequence counter, lane generation, floors.
 //!
 //! # A bucket
 //! 512 bytes, eight cache lines. The first line holds the sequence word (odd while the writer is in the bucket), seven tags of
 //! 16 bits, a count of the entries that found the bucket full and went on, and seven kinds. The other seven lines hold one
 //! entry of eight words each. A miss usually costs one cache line, a hit two; [`Table::lookup`] fetches both ahead of need.
 //! An entry that finds its bucket full goes to the next of [`MAX_PROBE`] places; entries never move afterwards, so that a
-//! reader needs no more than one consistent bucket at a time.
+//! reader needs no more than one consistent bucket at a time. The two top bits of an entry's sequence are marks ([`Mark`]),
+//! which any process may set: what bears one is not served.
 //!
 //! # Invariants
 //! * Every offset, length and index that comes from shared memory is checked against the mapping. Garbage gives
@@ -51,7 +52,7 @@ mod touch;
 mod write;
 
 pub use bucket::{MAX_PROBE, SLOTS_PER_BUCKET};
-pub use entry::{Entry, EntryKind, tag_of};
+pub use entry::{Entry, EntryKind, Mark, tag_of};
 #[cfg(not(forebay_loom))]
 pub(crate) use guard::losses;
 pub use header::{BootId, Holder};

@@ -1,4 +1,4 @@
-//! The one page that all lanes of a shard share: sequences, lane generation, and what has been cleared.
+//! The page that all lanes of a shard share: sequences, lane generation, and floors.
 //!
 //! A sequence is `mount_generation << 40 | n` and unique over the lanes of a shard. The page is volatile: after a boot it is
 //! made anew, and whoever opens a lane raises it, under a lock that the log holds, to what recovery found.
@@ -13,9 +13,16 @@ use crate::error::{Error, ErrorKind, Result};
 const W_SEQ: usize = W_OWN;
 /// Apart from the sequence counter, which every store writes: readers poll these.
 const W_LANES: usize = W_OWN + 8;
-const W_CLEARED: usize = W_LANES + 1;
-/// Up to which sequence a clear is on a drive.
-const W_CLEARED_DURABLY: usize = W_CLEARED + 1;
+/// Nothing with a sequence up to and with this one is served.
+const W_FLOOR: usize = W_LANES + 1;
+/// One more than the highest place of a tenant's floor ever used.
+const W_TENANTS_HIGH: usize = W_FLOOR + 1;
+/// Changes of the floors so far.
+const W_FLOORS_GENERATION: usize = W_FLOOR + 2;
+/// Places of tenants' floors: tenant and sequence; a place whose sequence is 0 is free.
+const TENANTS: usize = 1024;
+const W_TENANTS: usize = HEADER_WORDS;
+const TOTAL_WORDS: usize = W_TENANTS + 2 * TENANTS;
 
 /// A shard's shared counters.
 #[derive(Debug)]
@@ -25,7 +32,7 @@ pub struct Shard {
 
 impl Shard {
     /// Bytes of a shard file.
-    pub const FILE_BYTES: u64 = HEADER_WORDS as u64 * 8;
+    pub const FILE_BYTES: u64 = TOTAL_WORDS as u64 * 8;
 
     /// Makes the page in `file`, which is at least [`FILE_BYTES`](Self::FILE_BYTES) long. The log holds the shard's lock.
     ///
@@ -45,7 +52,7 @@ impl Shard {
 
     fn make(map: Mapping, boot: BootId, maker: Holder) -> Result<Self> {
         let header =
-            Header { kind: FileKind::Shard, boot, generation: 0, total_words: HEADER_WORDS as u64, params: [0; 4] };
+            Header { kind: FileKind::Shard, boot, generation: 0, total_words: TOTAL_WORDS as u64, params: [0; 4] };
         header.publish(&map, maker)?;
         Ok(Self { map })
     }
@@ -103,27 +110,90 @@ impl Shard {
         }
     }
 
-    /// Nothing with a sequence up to and with this one may be served.
+    /// The floor of everything: nothing with a sequence up to and with this one may be served.
     #[must_use]
-    pub fn cleared_up_to(&self) -> u64 {
-        self.map.load_acquire(W_CLEARED)
+    pub fn floor(&self) -> u64 {
+        self.map.load_acquire(W_FLOOR)
     }
 
-    /// Forbids serving anything with a sequence up to and with `seq`. Nothing happens on a read-only mapping.
-    pub fn clear_up_to(&self, seq: u64) {
-        self.raise(W_CLEARED, seq);
-    }
-
-    /// As [`cleared_up_to`](Self::cleared_up_to), of clears that no crash undoes.
+    /// The floor of a tenant; 0 without one.
     #[must_use]
-    pub fn cleared_durably(&self) -> u64 {
-        self.map.load_acquire(W_CLEARED_DURABLY)
+    pub fn tenant_floor(&self, tenant: u64) -> u64 {
+        let used = self.tenants_used();
+        (0..used)
+            .filter(|at| self.map.load_acquire(W_TENANTS + 2 * at) == tenant)
+            .map(|at| self.tenant_word(at))
+            .max()
+            .unwrap_or(0)
     }
 
-    /// A clear up to `seq` is durable, and hides what it is to hide.
-    pub fn clear_durably_up_to(&self, seq: u64) {
-        self.raise(W_CLEARED, seq);
-        self.raise(W_CLEARED_DURABLY, seq);
+    /// Whether any tenant has a floor, or had one.
+    #[must_use]
+    pub fn has_tenant_floors(&self) -> bool {
+        self.tenants_used() > 0
+    }
+
+    /// Tenants that have a floor.
+    #[must_use]
+    pub fn tenants(&self) -> usize {
+        (0..self.tenants_used()).filter(|at| self.tenant_word(*at) > 0).count()
+    }
+
+    /// The highest of their floors; 0 without one.
+    #[must_use]
+    pub fn highest_tenant_floor(&self) -> u64 {
+        (0..self.tenants_used()).map(|at| self.tenant_word(at)).max().unwrap_or(0)
+    }
+
+    /// Whether what was stored with this sequence, by this tenant if it has one, lies above all floors.
+    #[must_use]
+    pub fn is_above_floor(&self, tenant: Option<u64>, seq: u64) -> bool {
+        let is_below = |tenant| seq <= self.tenant_floor(tenant);
+        seq > self.floor() && !(self.has_tenant_floors() && tenant.is_some_and(is_below))
+    }
+
+    /// Makes the floors those given: of everything, and of tenants, at most as many as there are places for. The caller holds the
+    /// shard's lock. Floors that stay do not move, so that nobody misses one for a moment. Nothing happens on a read-only mapping.
+    pub fn set_floors(&self, generation: u64, everything: u64, floors: &[(u64, u64)]) {
+        self.raise(W_FLOOR, everything);
+        let mut new: Vec<(u64, u64)> = floors.to_vec();
+        let mut free = Vec::new();
+        for at in 0..TENANTS {
+            let tenant = self.map.load_acquire(W_TENANTS + 2 * at);
+            match new.iter().position(|(t, _)| *t == tenant).filter(|_| self.tenant_word(at) > 0) {
+                Some(i) => self.raise(W_TENANTS + 2 * at + 1, new.swap_remove(i).1),
+                None => free.push(at),
+            }
+        }
+        for (i, at) in free.into_iter().enumerate() {
+            let (tenant, seq) = new.get(i).copied().unwrap_or((0, 0));
+            let (Some(its), Some(floor)) = (self.map.word(W_TENANTS + 2 * at), self.map.word(W_TENANTS + 2 * at + 1))
+            else {
+                return;
+            };
+            // Without a floor while it changes hands.
+            floor.store(0, Ordering::SeqCst);
+            its.store(tenant, Ordering::SeqCst);
+            floor.store(seq, Ordering::SeqCst);
+            if seq > 0 {
+                self.raise(W_TENANTS_HIGH, at as u64 + 1);
+            }
+        }
+        self.raise(W_FLOORS_GENERATION, generation);
+    }
+
+    /// How often the floors have been changed.
+    #[must_use]
+    pub fn floors_generation(&self) -> u64 {
+        self.map.load_acquire(W_FLOORS_GENERATION)
+    }
+
+    fn tenants_used(&self) -> usize {
+        TENANTS.min(usize::try_from(self.map.load_acquire(W_TENANTS_HIGH)).unwrap_or(TENANTS))
+    }
+
+    fn tenant_word(&self, at: usize) -> u64 {
+        self.map.load_acquire(W_TENANTS + 2 * at + 1)
     }
 
     fn raise(&self, word: usize, value: u64) {

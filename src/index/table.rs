@@ -7,9 +7,9 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::bucket::{
-    BUCKET_WORDS, Bucket, BucketMut, Hint, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, place,
+    BUCKET_WORDS, Bucket, BucketMut, Hint, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, entry_word, place,
 };
-use super::entry::{Entry, EntryKind, key_words};
+use super::entry::{Entry, EntryKind, MARKS, Mark, SEQ_WORD, key_words};
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
 use super::mapping::{Access, Mapping};
 use super::sync::Mutex;
@@ -174,7 +174,8 @@ impl Table {
     /// calls it on the table it finds. Nothing happens on a read-only mapping.
     pub fn mark_moved(&self) {
         if let Some(word) = self.map.word(W_MOVED) {
-            word.store(1, Ordering::Release);
+            // Before the marks are carried over: who marks here and does not see this is seen there.
+            word.store(1, Ordering::SeqCst);
         }
     }
 
@@ -237,7 +238,7 @@ impl Table {
         self.max_entries.saturating_add(self.max_entries / 2).max(1024)
     }
 
-    /// The newest version of `key`, also if that is a tombstone.
+    /// The entry of `key`, if it is served.
     #[must_use]
     pub fn get(&self, key: &ChunkKey) -> Option<Entry> {
         self.get_slot(key).map(|(entry, _)| entry)
@@ -246,12 +247,52 @@ impl Table {
     /// Like [`get`](Self::get), with the number of its slot.
     #[must_use]
     pub fn get_slot(&self, key: &ChunkKey) -> Option<(Entry, u32)> {
+        self.get_marked(key).filter(|(.., mark)| mark.is_none()).map(|(entry, slot, _)| (entry, slot))
+    }
+
+    /// Like [`get_slot`](Self::get_slot), also where the entry is marked, and with which mark.
+    #[must_use]
+    pub fn get_marked(&self, key: &ChunkKey) -> Option<(Entry, u32, Option<Mark>)> {
         let (lo, hi) = key_words(key);
         let ((words, kind, _), slot) = self.find(lo, Some(hi))?;
         if kind == EntryKind::Partials {
             return None;
         }
-        Some((Entry { key: *key, ..Entry::unpack(&words, kind) }, slot))
+        Some((Entry { key: *key, ..Entry::unpack(&words, kind) }, slot, Mark::of(words[SEQ_WORD])))
+    }
+
+    /// Marks the entry of `key`, if it is the one of sequence `seq` and bears no mark yet: it is not served from then on, by any
+    /// process; whether it did. Not only the writer may: no more than the entry's word is changed, and only from what it was.
+    ///
+    /// # Errors
+    /// `Permission` on a read-only mapping; `Busy` where another table has taken this one's place: look there.
+    pub fn mark(&self, key: &ChunkKey, seq: u64, mark: Mark) -> Result<bool> {
+        let marked = self.change_marks(key, (seq, seq), seq | mark as u64)?;
+        if self.map.word(W_MOVED).is_some_and(|moved| moved.load(Ordering::SeqCst) != 0) {
+            return Err(Error::new(ErrorKind::Busy, "the table has just been replaced"));
+        }
+        Ok(marked)
+    }
+
+    /// Takes a mark back.
+    ///
+    /// # Errors
+    /// `Permission` on a read-only mapping.
+    pub fn unmark(&self, key: &ChunkKey, seq: u64, mark: Mark) -> Result<()> {
+        self.change_marks(key, (seq, seq | mark as u64), seq).map(drop)
+    }
+
+    /// Puts `to` in the place of the sequence word `from` of an entry.
+    fn change_marks(&self, key: &ChunkKey, (seq, from): (u64, u64), to: u64) -> Result<bool> {
+        let (lo, hi) = key_words(key);
+        let Some(((words, ..), slot)) = self.find(lo, Some(hi)) else { return Ok(false) };
+        if words[SEQ_WORD] & !MARKS != seq {
+            return Ok(false);
+        }
+        let slot = slot as usize;
+        let at = word_of(slot / SLOTS_PER_BUCKET) + entry_word(slot % SLOTS_PER_BUCKET, SEQ_WORD);
+        let word = self.map.word(at).ok_or_else(header::read_only)?;
+        Ok(word.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok())
     }
 
     /// The slot of a key of which only the first eight bytes (little endian) are known, as the touch ring reports it.
@@ -264,7 +305,8 @@ impl Table {
     #[must_use]
     pub fn get_tag(&self, tag: u64) -> Option<Entry> {
         let ((words, kind, _), _) = self.find(tag, None)?;
-        (kind != EntryKind::Partials).then(|| Entry::unpack(&words, kind))
+        let is_served = kind != EntryKind::Partials && words[SEQ_WORD] & MARKS == 0;
+        is_served.then(|| Entry::unpack(&words, kind))
     }
 
     /// Looks up many keys, fetching from memory ahead. `visit` gets every key's place in `keys` and its entry, in order, until
@@ -297,7 +339,7 @@ impl Table {
         entries
     }
 
-    /// Visits every entry with its slot; entries put in or removed meanwhile may or may not be seen. Keys have their first 16
+    /// Visits every entry that is served with its slot; entries put in or removed meanwhile may or may not be seen. Keys have their first 16
     /// bytes only.
     pub fn for_each(&self, visit: impl FnMut(u32, &Entry)) {
         self.for_each_sample(1, 0, visit);
@@ -307,8 +349,19 @@ impl Table {
     pub fn for_each_sample(&self, every: usize, offset: usize, mut visit: impl FnMut(u32, &Entry)) {
         for b in (offset..self.buckets).step_by(every.max(1)) {
             self.for_each_line_of(b, &mut |line, slot| {
-                if line.1 != EntryKind::Partials {
+                if line.1 != EntryKind::Partials && line.0[SEQ_WORD] & MARKS == 0 {
                     visit(slot, &Entry::unpack(&line.0, line.1));
+                }
+            });
+        }
+    }
+
+    /// Visits every entry that bears `mark`.
+    pub fn for_each_marked(&self, mark: Mark, mut visit: impl FnMut(&Entry)) {
+        for b in 0..self.buckets {
+            self.for_each_line_of(b, &mut |line, _| {
+                if line.1 != EntryKind::Partials && line.0[SEQ_WORD] & mark as u64 != 0 {
+                    visit(&Entry::unpack(&line.0, line.1));
                 }
             });
         }

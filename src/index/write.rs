@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 
 use super::bucket::{Line, SLOTS_PER_BUCKET, place};
-use super::entry::{ENTRY_WORDS, Entry, EntryKind, key_words};
+use super::entry::{ENTRY_WORDS, Entry, EntryKind, MARKS, Mark, SEQ_WORD, key_words};
 use super::header::read_only;
 use super::sync::MutexGuard;
 use super::table::{LOOKAHEAD, Table, W_LEN, WriterState};
@@ -22,9 +22,9 @@ const GROW_BATCH: usize = 32;
 pub struct Inserted {
     /// Slot of the key's entry; recency is kept under this number.
     pub slot: u32,
-    /// Whether the entry is in the table now. False if a version with a greater sequence was there, which is `other`.
+    /// Whether the entry is in the table now. False if an entry with a greater sequence was there, which is `other`.
     pub stored: bool,
-    /// The version that was there: replaced if `stored`, kept if not. Its key has its first 16 bytes only.
+    /// The entry that was there: replaced if `stored`, kept if not. Its key has its first 16 bytes only.
     pub other: Option<Entry>,
 }
 
@@ -52,7 +52,7 @@ impl Table {
         }
     }
 
-    /// Puts `entry` in, unless a version of its key with a greater sequence is there.
+    /// Puts `entry` in, unless an entry of its key with a greater sequence is there.
     ///
     /// # Errors
     /// `NoSpace` if no slot is free within reach: grow, then insert again. `InvalidInput` if a field is beyond its range,
@@ -88,7 +88,7 @@ impl Table {
         let [lo, hi, seq, ..] = *line;
         if let Some((old, slot)) = self.find(lo, Some(hi)) {
             let other = Some(Entry::unpack(&old.0, old.1));
-            if old.0[2] > seq {
+            if old.0[SEQ_WORD] & !MARKS > seq {
                 return Ok(Inserted { slot, stored: false, other });
             }
             self.overwrite(slot, line, kind);
@@ -106,7 +106,7 @@ impl Table {
         let mut state = self.state()?;
         let (lo, hi) = key_words(key);
         let Some((line, slot)) = self.find(lo, Some(hi)) else { return Ok(None) };
-        if line.0[2] > seq || line.1 == EntryKind::Partials {
+        if line.0[SEQ_WORD] & !MARKS > seq || line.1 == EntryKind::Partials {
             return Ok(None);
         }
         self.erase(&mut state, &line, slot);
@@ -126,7 +126,7 @@ impl Table {
     /// # Errors
     /// `Permission` if this is not the writer's table.
     pub fn clear_up_to(&self, seq: u64) -> Result<u64> {
-        self.remove_lines(|line, _| line.0[2] <= seq)
+        self.remove_lines(|line, _| line.0[SEQ_WORD] & !MARKS <= seq)
     }
 
     fn remove_lines(&self, mut which: impl FnMut(&Line, u32) -> bool) -> Result<u64> {
@@ -145,7 +145,7 @@ impl Table {
 
     /// Copies everything into `larger`, a table of the same lane made for
     /// [`next_max_entries`](Self::next_max_entries), and reports every entry's old and new slot. The log then renames the new
-    /// file over the old one and calls [`mark_moved`](Self::mark_moved) here.
+    /// file over the old one and calls [`mark_moved`](Self::mark_moved) and [`carry_marks`](Self::carry_marks) here.
     ///
     /// # Errors
     /// `NoSpace` if it does not fit, `Permission` if either is not the writer's.
@@ -168,6 +168,17 @@ impl Table {
             }
         }
         Ok(())
+    }
+
+    /// Marks in `larger` what was marked here after it had been copied. To be called after [`mark_moved`](Self::mark_moved):
+    /// who marks an entry here later than that finds that the table has moved.
+    ///
+    /// # Errors
+    /// As [`mark`](Self::mark).
+    pub fn carry_marks(&self, larger: &Self) -> Result<()> {
+        let mut marked = Vec::new();
+        self.for_each_marked(Mark::Removed, |entry| marked.push((entry.key, entry.seq)));
+        marked.into_iter().try_for_each(|(key, seq)| larger.mark(&key, seq, Mark::Removed).map(drop))
     }
 
     /// Writes a line over the one in `slot`, which has the same key.

@@ -83,6 +83,15 @@ pub struct Rejected {
     pub error: Error,
 }
 
+impl Rejected {
+    /// Tells the request's caller why it was not taken, as its end.
+    pub fn answer(self) {
+        let Self { request, error } = self;
+        let now = Instant::now();
+        (request.done)(Completion { result: Err(error), buf: request.buf, submitted: now, finished: now });
+    }
+}
+
 impl Request {
     /// The time-out of a request whose maker does not set one.
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);

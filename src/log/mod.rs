@@ -2,69 +2,37 @@
 //!
 //! A cache directory holds, per namespace and shard, lanes; each lane has one writer, and everybody reads all lanes. A put takes a
 //! slot in the open segment of this process's lane; when its extents and its header are written it is published in the lane's
-//! shared table, and its record goes to the journal. Full segments are sealed; when room is needed, whole segments are
-//! reclaimed. `docs/format.md` has the bytes and argues the protocol.
+//! shared table, and its record goes to the journal. Full segments are sealed; when room is needed, chunks or whole segments
+//! are given up. `docs/format.md` has the bytes and argues the protocol, which rests on four rules: a key is put once; it is there
+//! if its slot's header is intact; what must not come back as a whole is a floor; two lanes may hold the same key.
+//!
+//! The rooms, each of which knows only those before it: `base` (options, names, counters), `lane` (files and state of one
+//! lane), `journal`, `policy` (what the eviction policy is told), `recovery`, `drive` (lanes of one drive, floors, quotas),
+//! `write`, `read`, `reclaim` (and the maintenance thread); above them this file, `turn`, `opening`, `settings`, `fsck`, `purge`.
 //!
 //! Invariants:
 //! * Calls that a server's forward path makes (`lookup`, `locate`, `begin_put`, `commit`) never wait for a drive.
 //! * A record is published only after every byte of its slot was written with its full length.
-//! * After `remove` or `clear` has returned, nothing older is served, by any process, whatever crashes.
+//! * After `remove` or `clear` has returned, nothing of that is served, by any process, whatever crashes.
 //! * Bytes on each drive stay below the capacity, and its free space above the floor, over all processes.
 //! * Every failure is a miss, a shed put or an error of the call; never a wrong byte and never a panic.
 //!
 //! This room knows no devices, no paged memory and no tokens beyond their number.
 
-mod admit;
-mod afloat;
-mod begin;
-mod budget;
-mod chain;
-mod chunk;
-mod clock;
-mod ctx;
-mod evicted;
+mod base;
+mod drive;
 pub mod fsck;
-mod grant;
-mod health;
-mod holes;
-mod hunger;
-mod image;
 mod journal;
-mod keeper;
 mod lane;
-mod lane_open;
-mod locate;
-pub mod lock;
-mod moves;
-mod near;
 mod opening;
-mod options;
-mod orphans;
-pub mod pack;
-mod paths;
-mod policy_file;
-mod publish;
+mod policy;
 pub mod purge;
-mod put;
-mod quota;
-mod rebuild;
+mod read;
 mod reclaim;
-pub mod recover;
-mod regions;
-mod remove;
-mod ring;
-pub mod scan;
-mod seal;
+mod recovery;
 mod settings;
-mod sizes;
-mod spec;
-mod state;
-mod stats;
-mod tables;
-mod thin;
 mod turn;
-mod volume;
-mod wear;
+mod write;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -74,39 +42,40 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-pub use admit::Candidate;
-pub use budget::allocated_below;
-pub use chunk::{Bad, Chunk};
-pub use clock::{Clock, SystemClock};
-pub use lane::Lane;
+pub use base::budget::allocated_below;
+pub use base::clock::{Clock, SystemClock};
+pub use base::lock;
+pub use base::options::{DriveFactory, DriveOptions, IsLoading, LogOptions, Mode, OnIncompatible, Placement};
+pub use base::pack;
+pub use base::spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
+pub use base::stats::{ChunkInfo, DriveStats, LogStats, Sheds};
+pub use base::wear::WearStats;
+pub use lane::{Hold, Lane};
 pub use opening::{OpenLog, Opening};
-pub use options::{DriveFactory, DriveOptions, IsLoading, LogOptions, Mode, OnIncompatible, Placement};
-pub use put::{Hold, Put, PutDone, PutOutcome, Refusal};
-pub use spec::{MAX_PACK_BYTES, Member, OBJECT_TLV_BYTES, PutSpec};
-pub use stats::{ChunkInfo, DriveStats, LogStats, Sheds};
+pub use read::{Bad, Chunk};
+pub use recovery::reader as recover;
+pub use recovery::scan;
 #[doc(hidden)]
 pub use turn::Turn;
-pub use wear::WearStats;
+pub use write::{Candidate, Put, PutDone, PutOutcome, Refusal, SlotWriter};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::Geometry;
 use crate::io::{self, Drive, IoOptions};
-use ctx::Ctx;
-use put::InFlight;
-use volume::Volume;
+use base::ctx::Ctx;
+use base::{budget, paths};
+use drive::Volume;
 
 /// An open log over one or several drives. All methods may be called from any thread.
 #[derive(Debug)]
 pub struct Log {
     ctx: Arc<Ctx>,
     volumes: Vec<Arc<Volume>>,
-    in_flight: Arc<InFlight>,
-    full_layout: SlotLayout,
     stop: Arc<AtomicBool>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Of a log without threads.
-    keepers: Mutex<Vec<keeper::Keeper>>,
+    maintenance: Mutex<Vec<reclaim::Maintenance>>,
 }
 
 impl Log {
@@ -118,13 +87,11 @@ impl Log {
     /// `Incompatible` and `Corrupt` for a lane that cannot be used where `on_incompatible` is `Refuse`.
     pub fn open(options: LogOptions) -> Result<Arc<Self>> {
         check_options(&options)?;
-        let full_layout = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens);
         let ctx = Arc::new(Ctx::new(options)?);
-        let in_flight = Arc::clone(&ctx.in_flight);
         let mut volumes: Vec<Arc<Volume>> = Vec::new();
         for (number, dir) in ctx.options.dirs.iter().enumerate() {
             let io = open_queues(&ctx.options, number, dir)?;
-            let volume = Volume::open(&ctx, number, dir, io)?;
+            let volume = Volume::open(&ctx, (number, dir), io, reclaim::helpers())?;
             if let Some(twin) = volumes.iter().find(|v| v.id == volume.id) {
                 return Err(Error::new(ErrorKind::Config, "two cache directories have the same drive id")
                     .at(&twin.root)
@@ -132,8 +99,8 @@ impl Log {
             }
             volumes.push(Arc::new(volume));
         }
-        let (stop, threads, keepers) = (Arc::default(), Mutex::default(), Mutex::default());
-        let log = Self { ctx, volumes, in_flight, full_layout, stop, threads, keepers };
+        let (stop, threads, maintenance) = (Arc::default(), Mutex::default(), Mutex::default());
+        let log = Self { ctx, volumes, stop, threads, maintenance };
         log.start_threads()?;
         Ok(Arc::new(log))
     }
@@ -179,7 +146,8 @@ impl Log {
         let flushed = self.flush_until(deadline);
         self.stop_threads(false);
         if flushed.is_ok() && !self.ctx.options.foreground {
-            self.volumes.iter().for_each(|v| policy_file::close(v));
+            let close = |v: &Arc<Volume>| v.own().filter(|_| !v.is_lost()).iter().for_each(|l| v.policy.close(l));
+            self.volumes.iter().for_each(close);
         }
         let closed = self.volumes.iter().try_for_each(|v| v.io.write.close(deadline).and(v.io.read.close(deadline)));
         for lane in self.volumes.iter().flat_map(|v| v.lanes().all.clone()) {
@@ -198,7 +166,7 @@ impl Log {
         if self.ctx.options.mode == Mode::ReadOnly || self.ctx.options.foreground {
             return Ok(());
         }
-        keeper::at_rest(self, deadline)
+        reclaim::at_rest(self, deadline)
     }
 
     /// Gives everything up as a crash would, but for what the kernel has already been told to write: for tests.
@@ -216,17 +184,17 @@ impl Log {
     /// Segments that are ready for puts.
     #[cfg(test)]
     fn ready_segments(&self) -> usize {
-        self.volumes.iter().filter_map(|v| v.own()).filter_map(|l| Some(l.state().ok()?.ready.len())).sum()
+        self.volumes.iter().filter_map(|v| v.own()).filter_map(|l| Some(l.state().ok()?.segments.ready())).sum()
     }
 
     fn stop_threads(&self, abandon: bool) {
         self.stop.store(true, Ordering::Release);
         for volume in &self.volumes {
-            volume.wake_keeper();
+            volume.wake();
             let Some(lane) = volume.own() else { continue };
             if let Ok(mut state) = lane.state() {
-                state.stop = true;
-                state.abandoned = abandon;
+                state.life.stop = true;
+                state.life.abandoned = abandon;
             }
             lane.work.notify_all();
             lane.progress.notify_all();
@@ -235,7 +203,7 @@ impl Log {
             drop(thread.join());
         }
         for lane in self.volumes.iter().filter_map(|v| v.own()) {
-            let waiting = lane.state().map(|mut state| (state.take_waiting(), std::mem::take(&mut state.unpublished)));
+            let waiting = lane.state().map(|mut state| (state.puts.take_deferred(), state.puts.take_unpublished()));
             drop(waiting);
         }
     }
@@ -268,7 +236,7 @@ impl Log {
     #[must_use]
     pub fn chunk_layout(&self, tokens: u32) -> SlotLayout {
         if tokens == self.ctx.options.geometry.chunk_tokens {
-            return self.full_layout.clone();
+            return self.ctx.full_layout().clone();
         }
         SlotLayout::of_chunk(&self.ctx.options.geometry, tokens)
     }
@@ -280,7 +248,7 @@ impl Log {
         self.ctx.counters.fill(&mut stats);
         stats.admission_names = self.ctx.admit.names();
         for volume in &self.volumes {
-            stats.policy_bytes_written += volume.policy_bytes.load(Ordering::Relaxed);
+            stats.policy_bytes_written += volume.policy.written_bytes();
             let mut drive = DriveStats {
                 id: paths::hex(&volume.id),
                 dir: volume.root.display().to_string(),
@@ -293,8 +261,7 @@ impl Log {
             for lane in &volume.lanes().all {
                 stats.lanes += 1;
                 if let Ok(state) = lane.state() {
-                    let used = |s: &&state::Segment| !matches!(s.phase, state::Phase::Absent | state::Phase::Ready);
-                    stats.segments += state.segments.iter().filter(used).count() as u64;
+                    stats.segments += (state.segments.in_use() - state.segments.ready()) as u64;
                 }
                 let Some(shared) = lane.shared() else { continue };
                 for view in (0..shared.segments()).filter_map(|s| shared.segment(s)) {
@@ -310,15 +277,24 @@ impl Log {
         stats
     }
 
+    /// Up to `most` of the keys that this process has given up since the first call, each once, and not those that are there
+    /// again. Keys that nobody takes for long are forgotten.
+    #[must_use]
+    pub fn take_evicted(&self, most: usize) -> Vec<crate::key::ChunkKey> {
+        let mut keys = self.ctx.evicted.take(most);
+        keys.retain(|key| !self.contains(key));
+        keys
+    }
+
     /// Visits every chunk and object that can be found; those that come or go meanwhile may or may not be seen.
     pub fn for_each(&self, mut visit: impl FnMut(&ChunkInfo)) {
         for volume in &self.volumes {
             for lane in &volume.lanes().all {
                 lane.table().for_each(|_, e| {
-                    if !e.kind.is_served() || !volume.is_newest(&e.key, e) {
-                        return;
+                    // Of a key that lies in several lanes the first one counts, as for a lookup.
+                    if volume.find(&e.key).is_some_and(|(its, now)| its.number == lane.number && now.seq == e.seq) {
+                        visit(&ChunkInfo::new(volume.number, *lane.id(), e));
                     }
-                    visit(&ChunkInfo::new(volume.number, *lane.id(), e));
                 });
             }
         }

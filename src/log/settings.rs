@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::options::{DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
+use super::base::options::{DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Settings};
 use crate::error::Result;

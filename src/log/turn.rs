@@ -1,13 +1,12 @@
-//! A log without threads: what journal and keeper would do by themselves is done when it is asked for.
+//! A log without threads: what the journal and maintenance threads would do by themselves is done when it is asked for.
 //!
-//! For tests that decide the order of everything. Invariant: a turn does what the thread would do, by the same functions; it never
-//! waits for anything but a queue.
+//! For tests that decide the order of everything. Invariant: a turn does what the thread would do, by the same functions; it
+//! never waits for anything but a queue.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use super::Log;
-use super::{chain, journal, keeper::Keeper, quota};
+use super::{Log, journal, policy, reclaim};
 
 /// Whose work is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,9 +15,9 @@ pub enum Turn {
     Journal,
     /// The same, with the commit interval over: partial pages too.
     Commit,
-    /// The keeper's between its scans: touches, segments made ready.
-    Keeper,
-    /// The keeper's scan: lanes adopted, sweeps, what has expired.
+    /// The maintenance between its scans: touches, removals, segments made ready.
+    Maintain,
+    /// The scan of the maintenance: lanes adopted, sweeps, what has expired.
     Scan,
 }
 
@@ -29,14 +28,14 @@ impl Log {
         if self.ctx.check().is_err() {
             return;
         }
-        let mut keepers = self.keepers.lock();
-        keepers.resize_with(self.volumes.len(), Keeper::default);
-        for (volume, keeper) in self.volumes.iter().zip(keepers.iter_mut()) {
+        let mut all = self.maintenance.lock();
+        all.resize_with(self.volumes.len(), reclaim::Maintenance::default);
+        for (volume, maintenance) in self.volumes.iter().zip(all.iter_mut()) {
             let Some(lane) = volume.own() else { continue };
             match turn {
                 Turn::Journal | Turn::Commit => drop(journal::turn(&lane, turn == Turn::Commit)),
-                Turn::Keeper => keeper.look(volume, &AtomicBool::new(false)),
-                Turn::Scan => keeper.scan(volume),
+                Turn::Maintain => maintenance.look(volume, &AtomicBool::new(false)),
+                Turn::Scan => maintenance.scan(volume),
             }
         }
     }
@@ -45,14 +44,17 @@ impl Log {
     pub(super) fn start_threads(&self) -> crate::Result<()> {
         for volume in &self.volumes {
             let Some(lane) = volume.own() else { continue };
-            chain::begin(volume, &lane);
-            quota::count(volume);
+            policy::expect(&lane);
+            if let Some(quota) = &volume.quota {
+                quota.count(volume);
+            }
             if self.ctx.options.foreground {
+                policy::load(&lane, &volume.policy);
                 continue;
             }
             self.spawn("fb-journal", move || journal::run(&lane))?;
             let (volume, stop) = (Arc::clone(volume), Arc::clone(&self.stop));
-            self.spawn("fb-keeper", move || super::keeper::run(&volume, &stop))?;
+            self.spawn("fb-maintenance", move || reclaim::run(&volume, &stop))?;
         }
         Ok(())
     }

@@ -82,6 +82,15 @@ impl ObjectCause {
         }
     }
 
+    /// The cause behind a transfer that failed.
+    pub(super) fn of_transfer(error: &Error) -> Self {
+        match Self::of(error) {
+            // A queue that is full for as long as a transfer may take, or buffers lost to hung I/O.
+            Self::QueueFull => Self::TimedOut,
+            cause => cause,
+        }
+    }
+
     /// Whether it says that something went wrong, other than that the answer is no.
     #[must_use]
     pub const fn is_failure(self) -> bool {
@@ -118,9 +127,10 @@ impl BatchKind {
 /// The answer for one key: yes, or no and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyResult {
-    /// Put: stored. Get: the bytes are in the caller's memory and have been checked. Exists: there. Delete: it was there.
+    /// Put: stored, now or before. Get: the bytes are in the caller's memory and have been checked. Exists: there. Delete: it was there.
     pub ok: bool,
-    /// Put and get: bytes of the object, where known (also for [`ObjectCause::TooShort`]); otherwise 0.
+    /// Put: bytes written, 0 where the object was there already. Get: bytes of the object, where known (also for
+    /// [`ObjectCause::TooShort`]). Otherwise 0.
     pub len: u64,
     /// Why not; `None` exactly where `ok`.
     pub cause: Option<ObjectCause>,
@@ -129,6 +139,11 @@ pub struct KeyResult {
 impl KeyResult {
     pub(super) const fn yes(len: u64) -> Self {
         Self { ok: true, len, cause: None }
+    }
+
+    /// A put of what is stored already, or is being stored by another put of this process.
+    pub(super) const fn was_there() -> Self {
+        Self::yes(0)
     }
 
     pub(super) const fn no(cause: ObjectCause) -> Self {

@@ -1,15 +1,19 @@
 //! What planning, reading and writing share: the log, the workers, and how a transfer is handed to a drive.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::batch::ObjectCause;
 use super::removal::Removal;
 use super::stats::Counters;
 use super::work::Work;
-use crate::error::ErrorKind;
-use crate::io::{Buf, Completion, DirectFile, Op, Request};
+use crate::error::{Error, ErrorKind};
+use crate::io::{Queue, Rejected, Request};
+use crate::key::ChunkKey;
 use crate::log::{Log, Opening};
 
 /// How soon a transfer that a full queue refused is tried again.
@@ -23,20 +27,9 @@ pub(super) struct Core {
     pub(super) io_timeout: Duration,
     /// A put has waited for room in vain, and none has found any since: those after it do not wait.
     pub(super) starved: AtomicBool,
+    /// Objects in parts that are being stored. The log knows of them only when their heads are written.
+    pub(super) storing: Mutex<HashSet<ChunkKey>>,
 }
-
-/// One transfer between staging and a slot.
-pub(super) struct Transfer {
-    pub(super) op: Op,
-    pub(super) drive: usize,
-    pub(super) file: Arc<DirectFile>,
-    pub(super) offset: u64,
-    pub(super) len: usize,
-    /// Told its end, on an I/O thread or a worker; the buffer is missing where hung I/O keeps it.
-    pub(super) done: TransferDone,
-}
-
-pub(super) type TransferDone = Box<dyn FnOnce(crate::error::Result<()>, Option<Buf>) + Send>;
 
 impl Core {
     pub(super) fn log(&self) -> Option<Arc<Log>> {
@@ -48,47 +41,31 @@ impl Core {
         self.io_timeout * 2
     }
 
-    /// Hands a transfer over. A full queue is asked again for as long as one transfer may take.
-    pub(super) fn submit(self: &Arc<Self>, transfer: Transfer, buf: Buf) {
-        self.submit_until(transfer, buf, Instant::now() + self.io_timeout);
+    /// Hands a read over.
+    pub(super) fn submit_read(self: &Arc<Self>, log: &Log, drive: usize, request: Request) {
+        match log.drive(drive) {
+            Some(drive) => self.submit(&drive.read, request),
+            None => {
+                let error = Error::new(ErrorKind::Closed, "the drive is closed");
+                Rejected { request: Box::new(request), error }.answer();
+            }
+        }
     }
 
-    fn submit_until(self: &Arc<Self>, transfer: Transfer, buf: Buf, deadline: Instant) {
-        let Transfer { op, drive, file, offset, len, done } = transfer;
-        let log = self.log();
-        let queues = log.as_ref().and_then(|l| l.drive(drive));
-        let Some(queue) = queues.map(|d| if op == Op::Read { &d.read } else { &d.write }) else {
-            return done(Err(crate::error::Error::new(ErrorKind::Closed, "the drive is closed")), Some(buf));
-        };
-        let done = Arc::new(parking_lot::Mutex::new(Some(done)));
-        let told = Arc::clone(&done);
-        let ended = move |c: Completion| {
-            let done = told.lock().take();
-            if let Some(done) = done {
-                done(c.result, c.buf);
-            }
-        };
-        let timeout = self.io_timeout;
-        let request = Request {
-            op,
-            file: Arc::clone(&file),
-            offset,
-            buf: Some(buf),
-            buf_offset: 0,
-            len,
-            timeout,
-            done: Box::new(ended),
-        };
+    /// Hands a transfer to a queue. One that is full is asked again for as long as a transfer may take.
+    pub(super) fn submit(self: &Arc<Self>, queue: &Arc<dyn Queue>, request: Request) {
+        let deadline = Instant::now() + self.io_timeout;
+        self.submit_until(queue, request.timeout(self.io_timeout), deadline);
+    }
+
+    fn submit_until(self: &Arc<Self>, queue: &Arc<dyn Queue>, request: Request, deadline: Instant) {
         let Err(rejected) = queue.submit(request) else { return };
-        let (taken, error) = (rejected.request.buf, rejected.error);
-        let Some(done) = done.lock().take() else { return };
-        match taken {
-            Some(buf) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
-                let (core, transfer) = (Arc::clone(self), Transfer { op, drive, file, offset, len, done });
-                self.work.later(BUSY_PAUSE, Box::new(move || core.submit_until(transfer, buf, deadline)));
-            }
-            buf => done(Err(error), buf),
+        if rejected.error.kind() != ErrorKind::Busy || Instant::now() >= deadline {
+            return rejected.answer();
         }
+        let (core, queue) = (Arc::clone(self), Arc::clone(queue));
+        let again = move || core.submit_until(&queue, *rejected.request, deadline);
+        self.work.later(BUSY_PAUSE, Box::new(again));
     }
 
     /// Runs `job` on a worker.

@@ -11,10 +11,10 @@ use super::names::{PACK_BELOW, PART_BYTES, Version, is_name};
 use super::read::{SharedRead, SlotRead, Wanted};
 use super::request::{ObjectGet, Span};
 use crate::index::EntryKind;
-use crate::key::object_key;
+use crate::key::{ChunkKey, object_key};
 use crate::log::{Chunk, Log};
 
-/// How often an object is looked up again whose parts were replaced meanwhile.
+/// How often an object is looked up again that was removed and stored anew meanwhile.
 const TRIES: usize = 4;
 
 /// On a worker: starts the reads of a batch.
@@ -84,14 +84,34 @@ impl Found {
     }
 }
 
+/// What the index says of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Presence {
+    Missing,
+    Whole,
+    /// Its head is there, but not all of its parts: nobody can read it, and it stands in the way of a put.
+    Broken(Version),
+}
+
+/// Whether an object is stored. No I/O; does not count as a use.
+pub(super) fn presence(log: &Log, key: &ChunkKey) -> Presence {
+    match log.peek(key).filter(|info| info.kind == EntryKind::Object) {
+        None => Presence::Missing,
+        Some(info) => match Version::of_info(key, &info) {
+            Some(version) if !version.keys().iter().all(|part| log.contains(part)) => Presence::Broken(version),
+            _ => Presence::Whole,
+        },
+    }
+}
+
 struct Parts {
     version: Version,
     head: Chunk,
     chunks: Vec<Chunk>,
 }
 
-/// Finds an object, and leases all of it. The parts of a version that was replaced between the look at its head and the look
-/// at its parts are gone, and then there is a newer head.
+/// Finds an object, and leases all of it. Where it was removed and stored anew between the look at its head and the look at its
+/// parts, there is another head.
 fn find(core: &Core, log: &Log, name: &[u8]) -> Option<Found> {
     let key = object_key(name);
     for _ in 0..TRIES {

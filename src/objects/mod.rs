@@ -7,7 +7,7 @@
 //! Invariants:
 //! - No byte counts as read before its CRC, its slot's header and the object's full name have been checked.
 //! - The caller's memory is not touched after its batch has ended, however it ended.
-//! - A key answers with old or new bytes while it is overwritten, never with a mix.
+//! - What is stored is never written over: a key answers with the bytes of one put, or not at all.
 //! - What is full is refused with a cause; nothing waits for it.
 //!
 //! This room knows no tokens, layers or paged memory.
@@ -136,9 +136,11 @@ impl ObjectStore {
         }
     }
 
-    /// Stores objects; one that exists is overwritten. A key that comes several times gets its last value.
+    /// Stores objects that are not there. One that is stored, or is being stored by this process, is answered with yes and not
+    /// written, and [`KeyResult::len`] is 0: delete it first to change its value. Of a key that comes several times the first value
+    /// is stored.
     ///
-    /// Once a key is answered with yes, its new bytes are found by all processes; they survive a crash from the next
+    /// Once a key is answered with yes and its length, its bytes are found by all processes; they survive a crash from the next
     /// [`flush`](Self::flush) on, or a commit interval later.
     ///
     /// # Errors

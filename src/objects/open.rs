@@ -94,7 +94,7 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let removal = Removal::start(Arc::clone(&opening))?;
     let work = Work::new(load_pool, store_pool, (settings.worker_threads(), io_timeout + io_timeout / 2))?;
     let (counters, starved) = (Arc::default(), AtomicBool::new(false));
-    Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved }))
+    Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved, storing: Default::default() }))
 }
 
 fn open_log(options: &ObjectOptions, geometry: Arc<Geometry>, pools: &[Arc<StagingPool>]) -> Result<Arc<Log>> {

@@ -1,7 +1,8 @@
 //! Planning puts: which of a batch share a slot, which get one of their own, which are stored in parts.
 //!
-//! Invariant: the head of an object in parts is published after all of its parts, and names them by a number of this put alone.
-//! Parts that no head names any more are removed; those that a crash leaves are found by nobody and go with their segments.
+//! Invariants: an object that is there, or is being stored, is not written. The head of an object in parts is published after all
+//! of its parts, and names them by a number of this put alone. Parts that no head comes to name are removed; those that a crash
+//! leaves are found by nobody and go with their segments.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,9 +12,10 @@ use parking_lot::Mutex;
 
 use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::core::Core;
+use super::get::{Presence, presence};
 use super::names::{self, MAX_OBJECT_BYTES, PACK_BELOW, PACK_BYTES, PACK_MEMBERS, PART_BYTES, Version, is_name};
 use super::request::{ObjectPut, Span};
-use super::write::{PackWrite, Packed, SlotWrite, packed_bytes};
+use super::write::{PackWrite, Packed, SlotWrite, Stored, packed_bytes};
 use crate::format::record::KeyKind;
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Mode, PutSpec};
@@ -39,20 +41,34 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Optio
         return items.into_iter().for_each(|(_, ticket)| ticket.no(cause));
     };
     let expiry_s = expiry(&log, ttl);
-    let mut packs: HashMap<usize, Vec<Item>> = HashMap::new();
-    for item in last_of_each(items) {
-        match item.source.len() {
-            0..PACK_BELOW => match log.home(&item.key) {
-                Some(drive) => packs.entry(drive).or_default().push(item),
-                None => item.ticket.no(ObjectCause::NoSpace),
-            },
-            PACK_BELOW..=PART_BYTES => alone(core, &log, item, expiry_s),
-            _ => in_parts(core, &log, item, expiry_s),
+    let (mut missing, mut broken) = (Vec::new(), Vec::new());
+    for item in first_of_each(items) {
+        match presence(&log, &item.key) {
+            Presence::Missing => missing.push(item),
+            Presence::Whole => item.ticket.settle(KeyResult::was_there()),
+            Presence::Broken(_) => broken.push(item),
         }
     }
-    for (drive, items) in packs {
-        pack(core, &log, (drive, expiry_s), items);
+    for item in broken {
+        let (own, log) = (Arc::clone(core), Arc::clone(&log));
+        let key = item.key;
+        let store = move || own.work.clone().begin(Box::new(move || write(&own, &log, vec![item], expiry_s)));
+        core.removal.mend(key, Box::new(store));
     }
+    write(core, &log, missing, expiry_s);
+}
+
+/// On a worker: starts the writes of objects that were not there a moment ago.
+fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<Item>, expiry_s: u32) {
+    let mut small = Vec::new();
+    for item in items {
+        match item.source.len() {
+            0..PACK_BELOW => small.push(item),
+            PACK_BELOW..=PART_BYTES => alone(core, log, item, expiry_s),
+            _ => in_parts(core, log, item, expiry_s),
+        }
+    }
+    pack(core, log, small, expiry_s);
 }
 
 /// When objects stored now with this time to live stop being served; 0 for never. Parts and head agree on it.
@@ -64,8 +80,8 @@ fn expiry(log: &Log, ttl: Option<std::time::Duration>) -> u32 {
     })
 }
 
-/// Checks the items; of several puts of one key the last is made, and answers for all.
-fn last_of_each(items: Vec<(ObjectPut, Ticket)>) -> Vec<Item> {
+/// Checks the items; of several puts of one key the first is made, and answers for all.
+fn first_of_each(items: Vec<(ObjectPut, Ticket)>) -> Vec<Item> {
     let mut places: HashMap<ChunkKey, usize> = HashMap::new();
     let mut all: Vec<Item> = Vec::with_capacity(items.len());
     for (ObjectPut { key: name, value: source }, ticket) in items {
@@ -75,29 +91,22 @@ fn last_of_each(items: Vec<(ObjectPut, Ticket)>) -> Vec<Item> {
             ticket.no(ObjectCause::BadLength);
         } else {
             let key = object_key(&name);
-            let mut item = Item { key, name, source, ticket };
             let place = *places.entry(key).or_insert(all.len());
             match all.get_mut(place) {
-                Some(earlier) => {
-                    std::mem::swap(earlier, &mut item);
-                    earlier.ticket.absorb(item.ticket);
-                }
-                None => all.push(item),
+                Some(first) => first.ticket.absorb(ticket),
+                None => all.push(Item { key, name, source, ticket }),
             }
         }
     }
     all
 }
 
-/// The parts of the version that a put is about to replace.
-fn replaced(log: &Log, key: &ChunkKey) -> Option<Version> {
-    log.peek(key).and_then(|info| Version::of_info(key, &info))
-}
-
-/// Takes away what is left of a version that has been replaced, or has not come about.
-fn clean(core: &Core, version: Option<Version>) {
-    if let Some(version) = version {
-        core.removal.clean(version.keys());
+/// Answers for an object of `len` bytes.
+fn settle(ticket: Ticket, len: u64, end: Result<Stored, ObjectCause>) {
+    match end {
+        Ok(Stored::Written) => ticket.settle(KeyResult::yes(len)),
+        Ok(Stored::WasThere) => ticket.settle(KeyResult::was_there()),
+        Err(cause) => ticket.no(cause),
     }
 }
 
@@ -105,26 +114,16 @@ fn clean(core: &Core, version: Option<Version>) {
 fn alone(core: &Arc<Core>, log: &Arc<Log>, item: Item, expiry_s: u32) {
     let Item { key, name, source, ticket } = item;
     let len = source.len() as u64;
-    let old = replaced(log, &key);
     let mut spec = PutSpec::object(key, len, KeyKind::Object);
     spec.tlvs.push(names::name_tlv(&name));
     spec.expiry_s = expiry_s;
     let batch = Arc::clone(&ticket.batch);
-    let write = SlotWrite { log: Arc::clone(log), spec, source, batch };
-    write.start(
-        core,
-        Box::new(move |core, end| match end {
-            Ok(()) => {
-                clean(core, old);
-                ticket.settle(KeyResult::yes(len));
-            }
-            Err(cause) => ticket.no(cause),
-        }),
-    );
+    let write = SlotWrite { log: Arc::clone(log), spec: Box::new(spec), source, batch };
+    write.start(core, Box::new(move |_, end| settle(ticket, len, end)));
 }
 
-/// Small objects of one drive, in as few slots as they fit.
-fn pack(core: &Arc<Core>, log: &Arc<Log>, (drive, expiry_s): (usize, u32), items: Vec<Item>) {
+/// Small objects, in as few slots as they fit.
+fn pack(core: &Arc<Core>, log: &Arc<Log>, items: Vec<Item>, expiry_s: u32) {
     let (mut packs, mut bytes) = (vec![Vec::new()], 0);
     for item in items {
         let takes = packed_bytes(item.source.len(), item.name.len());
@@ -144,22 +143,32 @@ fn pack(core: &Arc<Core>, log: &Arc<Log>, (drive, expiry_s): (usize, u32), items
         {
             alone(core, log, item, expiry_s);
         } else if !items.is_empty() {
-            let old: Vec<Version> = items.iter().filter_map(|item| replaced(log, &item.key)).collect();
             let packed = |Item { key, name, source, ticket }: Item| Packed { key, name, source, ticket };
             let objects = items.into_iter().map(packed).collect();
-            let write = PackWrite { log: Arc::clone(log), drive, expiry_s, objects };
-            write.start(core, move |core, objects, end| {
-                if end.is_ok() {
-                    old.into_iter().for_each(|version| clean(core, Some(version)));
-                }
-                for Packed { source, ticket, .. } in objects {
-                    match end {
-                        Ok(()) => ticket.settle(KeyResult::yes(source.len() as u64)),
-                        Err(cause) => ticket.no(cause),
-                    }
+            let write = PackWrite { log: Arc::clone(log), expiry_s, objects };
+            write.start(core, |ends| {
+                for (Packed { source, ticket, .. }, end) in ends {
+                    settle(ticket, source.len() as u64, end);
                 }
             });
         }
+    }
+}
+
+/// This process's right to store an object in parts; it ends with the value.
+struct Storing(Arc<Core>, ChunkKey);
+
+impl Storing {
+    /// `None` where another put has it.
+    fn begin(core: &Arc<Core>, key: ChunkKey) -> Option<Self> {
+        let is_new = core.storing.lock().insert(key);
+        is_new.then(|| Self(Arc::clone(core), key))
+    }
+}
+
+impl Drop for Storing {
+    fn drop(&mut self) {
+        self.0.storing.lock().remove(&self.1);
     }
 }
 
@@ -167,11 +176,11 @@ fn pack(core: &Arc<Core>, log: &Arc<Log>, (drive, expiry_s): (usize, u32), items
 struct Large {
     log: Arc<Log>,
     version: Version,
-    old: Option<Version>,
     name: Vec<u8>,
     total: u64,
     expiry_s: u32,
     ticket: Ticket,
+    storing: Storing,
 }
 
 /// How many parts have not ended, the first failure, and what comes then.
@@ -183,12 +192,14 @@ struct Parts {
 
 fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: Item, expiry_s: u32) {
     let Item { key, name, source, ticket } = item;
+    let Some(storing) = Storing::begin(core, key) else {
+        return ticket.settle(KeyResult::was_there());
+    };
     let count = source.len().div_ceil(PART_BYTES);
     let version = Version { object: key, nonce: names::nonce(), parts: count as u32 };
     let batch = Arc::clone(&ticket.batch);
-    let old = replaced(log, &key);
     let total = source.len() as u64;
-    let large = Large { log: Arc::clone(log), version, old, name, total, expiry_s, ticket };
+    let large = Large { log: Arc::clone(log), version, name, total, expiry_s, ticket, storing };
     let parts = Arc::new(Mutex::new(Parts { left: count, failed: None, large: Some(large) }));
     for (n, part) in version.keys().into_iter().enumerate() {
         let source = source.part(n * PART_BYTES, PART_BYTES);
@@ -196,8 +207,8 @@ fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: Item, expiry_s: u32) {
         spec.root = Some(key);
         spec.expiry_s = expiry_s;
         let parts = Arc::clone(&parts);
-        let write = SlotWrite { log: Arc::clone(log), spec, source, batch: Arc::clone(&batch) };
-        write.start(core, Box::new(move |core, end| part_ended(core, &parts, end)));
+        let write = SlotWrite { log: Arc::clone(log), spec: Box::new(spec), source, batch: Arc::clone(&batch) };
+        write.start(core, Box::new(move |core, end| part_ended(core, &parts, end.map(drop))));
     }
 }
 
@@ -213,15 +224,23 @@ fn part_ended(core: &Arc<Core>, parts: &Mutex<Parts>, end: Result<(), ObjectCaus
     drop(parts);
     match (large, failed) {
         (Some(large), None) => large.publish(core),
-        (Some(large), Some(cause)) => large.failed(core, cause),
+        (Some(large), Some(cause)) => large.give_up(core, Err(cause)),
         (None, _) => {}
     }
 }
 
 impl Large {
-    fn failed(self, core: &Core, cause: ObjectCause) {
-        clean(core, Some(self.version));
-        self.ticket.no(cause);
+    /// Removes the parts, as no head names them.
+    fn give_up(self, core: &Core, end: Result<Stored, ObjectCause>) {
+        core.removal.clean(self.version.keys());
+        self.settle(end);
+    }
+
+    fn settle(self, end: Result<Stored, ObjectCause>) {
+        let Self { total, ticket, storing, .. } = self;
+        // First: what the caller does next must not find the put still under way.
+        drop(storing);
+        settle(ticket, total, end);
     }
 
     /// Writes the head.
@@ -232,22 +251,21 @@ impl Large {
         spec.tenant = self.version.nonce;
         spec.depth = self.version.parts;
         spec.expiry_s = self.expiry_s;
-        let (log, batch) = (Arc::clone(&self.log), Arc::clone(&self.ticket.batch));
+        let (log, spec, batch) = (Arc::clone(&self.log), Box::new(spec), Arc::clone(&self.ticket.batch));
         match Span::from_vec(head) {
             Ok(source) => {
-                SlotWrite { log, spec, source, batch }.start(core, Box::new(move |core, end| self.ended(core, end)))
+                let write = SlotWrite { log, spec, source, batch };
+                write.start(core, Box::new(move |core, end| self.published(core, end)));
             }
-            Err(e) => self.failed(core, ObjectCause::of(&e)),
+            Err(e) => self.give_up(core, Err(ObjectCause::of(&e))),
         }
     }
 
-    fn ended(self, core: &Arc<Core>, end: Result<(), ObjectCause>) {
-        if let Err(cause) = end {
-            return self.failed(core, cause);
+    fn published(self, core: &Core, end: Result<Stored, ObjectCause>) {
+        match end {
+            Ok(Stored::Written) => self.settle(end),
+            // Another put was quicker, or it failed.
+            Ok(Stored::WasThere) | Err(_) => self.give_up(core, end),
         }
-        // Of two puts at once the older one may be the last to end.
-        let is_newest = replaced(&self.log, &self.version.object) == Some(self.version);
-        clean(core, if is_newest { self.old } else { Some(self.version) });
-        self.ticket.settle(KeyResult::yes(self.total));
     }
 }

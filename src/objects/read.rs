@@ -8,34 +8,30 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::batch::{Batch, ObjectCause, Ticket};
-use super::core::{Core, Done, Pieces, Transfer};
+use super::core::{Core, Done, Pieces};
 use super::names::{self, has_name};
 use super::request::Span;
 use super::work::{Staged, Way};
-use crate::error::Error;
 use crate::format::slot::SlotHeader;
-use crate::io::{Buf, Op};
+use crate::io::{Buf, Completion, Request};
 use crate::log::{Bad, Chunk, Log, pack};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
-/// Tells the log of a slot that could not be read.
-fn report(log: &Log, chunk: &Chunk, cause: ObjectCause) {
+/// Why an object could not be read of its slot, for the caller; the log is told of a slot that is bad.
+fn judge(log: &Log, chunk: &Chunk, cause: ObjectCause) -> ObjectCause {
     let why = match cause {
         ObjectCause::Corrupt => Bad::Corrupt,
         ObjectCause::Io => Bad::Io,
         ObjectCause::TimedOut => Bad::TimedOut,
-        _ => return,
+        _ => return cause,
     };
-    log.report_bad(chunk, why);
-}
-
-fn cause_of(error: &Error) -> ObjectCause {
-    match ObjectCause::of(error) {
-        // A queue that is full for as long as a transfer may take, or buffers lost to hung I/O.
-        ObjectCause::QueueFull => ObjectCause::TimedOut,
-        cause => cause,
+    // A deletion takes the bytes from under the reads that are on their way.
+    if why == Bad::Corrupt && log.peek(&chunk.key).is_none_or(|now| now.sequence != chunk.sequence) {
+        return ObjectCause::NotFound;
     }
+    log.report_bad(chunk, why);
+    cause
 }
 
 /// One slot with one object, part or head.
@@ -88,22 +84,17 @@ impl Reading {
         let at = n * self.piece_bytes;
         let chunk = &self.read.chunk;
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
-        let transfer = Transfer {
-            op: Op::Read,
-            drive: chunk.drive,
-            file: Arc::clone(&chunk.file),
-            offset: chunk.header_offset() + at as u64,
-            len: self.piece_bytes.min(self.read.bytes() - at),
-            done: Box::new(move |result, buf| match (result, buf) {
-                (Ok(()), Some(buf)) => again.ready(move |core| own.check(core, n, buf)),
-                (Ok(()), None) => own.ended(&again, n, Err(ObjectCause::Internal)),
-                (Err(e), buf) => {
-                    drop(buf);
-                    own.ended(&again, n, Err(cause_of(&e)));
-                }
-            }),
+        let done = move |Completion { result, buf, .. }: Completion| match (result, buf) {
+            (Ok(()), Some(buf)) => again.ready(move |core| own.check(core, n, buf)),
+            (Ok(()), None) => own.ended(&again, n, Err(ObjectCause::Internal)),
+            (Err(e), buf) => {
+                drop(buf);
+                own.ended(&again, n, Err(ObjectCause::of_transfer(&e)));
+            }
         };
-        core.submit(transfer, buf);
+        let request = Request::read(Arc::clone(&chunk.file), chunk.header_offset() + at as u64, buf, done);
+        let request = Request { len: self.piece_bytes.min(self.read.bytes() - at), ..request };
+        core.submit_read(&self.read.log, chunk.drive, request);
     }
 
     /// On a worker: checks and copies a piece.
@@ -146,9 +137,7 @@ impl Reading {
             let header = header.ok_or(ObjectCause::Internal)?;
             if header.layers.first().is_some_and(|l| l.crc == crc) { Ok(header) } else { Err(ObjectCause::Corrupt) }
         });
-        if let Err(cause) = end {
-            report(&self.read.log, &self.read.chunk, cause);
-        }
+        let end = end.map_err(|cause| judge(&self.read.log, &self.read.chunk, cause));
         let done = self.done.lock().take();
         if let Some(done) = done {
             done(core, end);
@@ -178,8 +167,7 @@ impl SharedRead {
 
     fn end(self, cause: ObjectCause) {
         for wanted in self.wanted {
-            report(&self.log, &wanted.chunk, cause);
-            wanted.ticket.no(cause);
+            wanted.ticket.no(judge(&self.log, &wanted.chunk, cause));
         }
     }
 
@@ -195,16 +183,16 @@ impl SharedRead {
             return self.end(ObjectCause::Corrupt);
         }
         let (drive, file, offset) = (first.chunk.drive, Arc::clone(&first.chunk.file), first.chunk.slot_offset);
-        let again = Arc::clone(core);
-        let done = Box::new(move |result: crate::error::Result<()>, buf: Option<Buf>| match (result, buf) {
+        let (log, again) = (Arc::clone(&self.log), Arc::clone(core));
+        let done = move |Completion { result, buf, .. }: Completion| match (result, buf) {
             (Ok(()), Some(buf)) => again.ready(move |_| self.check(buf)),
             (Ok(()), None) => self.end(ObjectCause::Internal),
             (Err(e), buf) => {
                 drop(buf);
-                self.end(cause_of(&e));
+                self.end(ObjectCause::of_transfer(&e));
             }
-        });
-        core.submit(Transfer { op: Op::Read, drive, file, offset, len, done }, buf);
+        };
+        core.submit_read(&log, drive, Request { len, ..Request::read(file, offset, buf, done) });
     }
 
     /// On a worker.
@@ -218,12 +206,9 @@ impl SharedRead {
         let members = pack::members(&header);
         for wanted in self.wanted {
             let result = copy_small(&wanted, (&header, &members), bytes);
-            if let Err(cause) = result {
-                report(&self.log, &wanted.chunk, cause);
-            }
             match result {
                 Ok(()) => wanted.ticket.settle(super::batch::KeyResult::yes(wanted.chunk.length)),
-                Err(cause) => wanted.ticket.no(cause),
+                Err(cause) => wanted.ticket.no(judge(&self.log, &wanted.chunk, cause)),
             }
         }
     }

@@ -9,7 +9,9 @@ use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 
 use super::batch::{KeyResult, ObjectCause, Ticket};
+use super::get::{Presence, presence};
 use super::names::{Version, is_name};
+use super::work::Job;
 use crate::error::{Error, Result};
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Opening};
@@ -17,6 +19,7 @@ use crate::log::{Log, Opening};
 enum Message {
     Delete(Vec<(Vec<u8>, Ticket)>),
     Clean(Vec<ChunkKey>),
+    Mend(ChunkKey, Job),
 }
 
 /// The way to the thread.
@@ -54,6 +57,11 @@ impl Removal {
         self.send(Message::Clean(keys));
     }
 
+    /// Removes what is left of an object that has lost parts, then runs `then`.
+    pub(super) fn mend(&self, key: ChunkKey, then: Job) {
+        self.send(Message::Mend(key, then));
+    }
+
     /// Ends the thread after what has been sent.
     pub(super) fn stop(&self) {
         drop(self.send.lock().take());
@@ -69,12 +77,23 @@ fn run(opening: &Opening, receive: &Receiver<Message>) {
         let log = opening.log();
         match message {
             Message::Delete(names) => delete(log, names),
-            Message::Clean(keys) => {
-                if let Some(Err(e)) = log.map(|log| log.remove(&keys)) {
-                    tracing::debug!(error = %e, "parts of a replaced object are left until their segment is reclaimed");
+            Message::Clean(keys) => clean(log, &keys),
+            Message::Mend(key, then) => {
+                // Asked here, where one comes after the other: an earlier put of the key may have stored it anew.
+                if let Some(Presence::Broken(version)) = log.map(|log| presence(log, &key)) {
+                    let mut keys = version.keys();
+                    keys.insert(0, key);
+                    clean(log, &keys);
                 }
+                then();
             }
         }
+    }
+}
+
+fn clean(log: Option<&Arc<Log>>, keys: &[ChunkKey]) {
+    if let Some(Err(e)) = log.map(|log| log.remove(keys)) {
+        tracing::debug!(error = %e, "parts of no object are left until their segment is reclaimed");
     }
 }
 

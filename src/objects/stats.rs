@@ -35,6 +35,7 @@ pub(super) struct Counters {
     kinds: [PerKind; 4],
     pub(super) packs: AtomicU64,
     pub(super) parts: AtomicU64,
+    already_there: AtomicU64,
 }
 
 impl Counters {
@@ -55,6 +56,9 @@ impl Counters {
             None => {
                 of.ok.fetch_add(keys, Ordering::Relaxed);
                 of.bytes.fetch_add(keys * result.len, Ordering::Relaxed);
+                if kind == BatchKind::Put && *result == KeyResult::was_there() {
+                    self.already_there.fetch_add(keys, Ordering::Relaxed);
+                }
             }
             Some(cause) => {
                 if let Some(count) = of.no.get(cause as usize) {
@@ -105,6 +109,8 @@ pub struct ObjectStats {
     pub packs: u64,
     /// Parts written of large objects.
     pub parts: u64,
+    /// Keys put that were there already, or were being stored: answered with yes, nothing written.
+    pub already_there: u64,
     /// Keys of batches under way.
     pub pending_keys: usize,
     /// The log's figures; `None` while the store is disabled or closed.
@@ -121,6 +127,7 @@ metric_table! {
     SECONDS = Histogram "forebay_object_batch_seconds" ["op"] "Time of a batch, from its submit to its last key.";
     PACKS = Counter "forebay_object_packs_total" [] "Slots written that several small objects share.";
     PARTS = Counter "forebay_object_parts_total" [] "Parts written of objects larger than 16 MiB.";
+    THERE = Counter "forebay_object_already_there_total" [] "Keys put that were there already, or were being stored: answered with yes, nothing written.";
     PENDING = Gauge "forebay_object_pending_keys" [] "Keys of batches under way.";
     DISK = Gauge "forebay_object_disk_bytes" [] "Bytes that all files below the cache directories take, of all processes.";
     LIVE = Gauge "forebay_object_live_bytes" [] "Bytes of objects' slots that can be found.";
@@ -147,6 +154,7 @@ impl Counters {
             deletes: self.snapshot_of(BatchKind::Delete),
             packs: self.packs.load(Ordering::Relaxed),
             parts: self.parts.load(Ordering::Relaxed),
+            already_there: self.already_there.load(Ordering::Relaxed),
             pending_keys,
             log,
         }
@@ -169,6 +177,7 @@ impl Counters {
         }
         e.value(&PACKS, &[], stats.packs as f64);
         e.value(&PARTS, &[], stats.parts as f64);
+        e.value(&THERE, &[], stats.already_there as f64);
         e.value(&PENDING, &[], stats.pending_keys as f64);
         e.value(&DISK, &[], stats.log.as_ref().map_or(0.0, |l| l.disk_bytes as f64));
         e.value(&LIVE, &[], stats.log.as_ref().map_or(0.0, |l| l.live_bytes as f64));

@@ -41,6 +41,37 @@ fn a_panic_in_a_job_answers_its_keys_and_harms_nobody() {
 }
 
 #[test]
+fn an_object_that_has_lost_a_part_is_stored_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = Settings::at(dir.path());
+    settings.capacity = crate::config::Capacity::Bytes(256 << 20);
+    settings.min_free = crate::config::MinFree::Bytes(0);
+    settings.allow_any_filesystem = true;
+    let options = ObjectOptions { segment_bytes: Some(32 << 20), ..ObjectOptions::new(&settings, "n") };
+    let store = ObjectStore::open_with(options).unwrap();
+    let key = object_key(b"k");
+    let log = store.log().unwrap();
+    let put = |version: u8| {
+        let value = Span::from_vec(vec![version; names::PART_BYTES + 1]).unwrap();
+        let id = store.submit_put(vec![ObjectPut { key: b"k".to_vec(), value }], PutOptions::default()).unwrap();
+        store.wait(id, DROP_PATIENCE * 10).unwrap().results[0]
+    };
+    let yes = Answer::yes(names::PART_BYTES as u64 + 1);
+    assert_eq!(put(1), yes);
+    let lost = Version::of_info(&key, &log.peek(&key).unwrap()).unwrap();
+    assert_eq!(put(2), Answer::was_there());
+    log.remove(&lost.keys()[..1]).unwrap();
+    assert_eq!(get::presence(&log, &key), get::Presence::Broken(lost));
+    assert_eq!(put(3), yes, "the head that nobody can read is in nobody's way");
+    assert_eq!(get::presence(&log, &key), get::Presence::Whole);
+    assert!(lost.keys().iter().all(|part| !log.contains(part)), "what was left of it is gone");
+    let target = Span::from_vec(vec![0; names::PART_BYTES + 1]).unwrap();
+    let id = store.submit_get(vec![ObjectGet { key: b"k".to_vec(), target: target.clone() }]).unwrap();
+    assert!(store.wait(id, DROP_PATIENCE * 10).unwrap().all_ok());
+    assert!(target.to_vec().unwrap().iter().all(|b| *b == 3));
+}
+
+#[test]
 fn versions_have_parts_of_their_own_and_only_heads_have_versions() {
     let object = object_key(b"k");
     let version = |nonce| Version { object, nonce, parts: 3 };

@@ -11,14 +11,15 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::batch::{Batch, ObjectCause, Ticket};
-use super::core::{Core, Done, Pieces, Transfer};
+use super::core::{Core, Done, Pieces};
 use super::names::{self, Sum};
 use super::request::Span;
 use super::work::{Staged, Way, WithoutRoom};
-use crate::error::{Error, ErrorKind};
-use crate::io::{Buf, DirectFile, Op};
+use crate::error::ErrorKind;
+use crate::format::layout::Extent;
+use crate::io::{Buf, Completion, Request};
 use crate::key::ChunkKey;
-use crate::log::{Hold, Log, Member, Put, PutOutcome, PutSpec, Refusal};
+use crate::log::{Log, Member, Put, PutOutcome, PutSpec, SlotWriter};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
@@ -27,34 +28,48 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// How soon it looks again.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Takes a place in the log for `spec`; where there is none yet it is tried again for a while. `then` is called once, here or on
-/// a worker.
-pub(super) fn begin(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, then: Done<Put>) {
+/// What has become of a put that went well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stored {
+    Written,
+    /// It is stored, or being stored by another put: nothing was written.
+    WasThere,
+}
+
+/// Takes a place in the log for `spec`, `None` where what it stores is there; where there is no room yet it is tried again for
+/// a while. `then` is called once, here or on a worker.
+fn begin(core: &Arc<Core>, log: Arc<Log>, spec: Box<PutSpec>, then: Done<Option<Put>>) {
     let starved = core.starved.load(Ordering::Relaxed);
     let deadline = Instant::now() + if starved { Duration::ZERO } else { PATIENCE };
     begin_until(core, log, spec, (deadline, None, then));
 }
 
-fn begin_until(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, wait: (Instant, Option<WithoutRoom>, Done<Put>)) {
-    let (deadline, waiting, then) = wait;
-    match log.begin_put(spec.clone()) {
+fn begin_until(
+    core: &Arc<Core>,
+    log: Arc<Log>,
+    spec: Box<PutSpec>,
+    (deadline, waiting, then): (Instant, Option<WithoutRoom>, Done<Option<Put>>),
+) {
+    match log.begin_put(spec) {
         Ok(PutOutcome::Started(put)) => {
             core.starved.store(false, Ordering::Relaxed);
-            then(core, Ok(put));
+            then(core, Ok(Some(put)));
         }
-        Ok(PutOutcome::AlreadyThere) => then(core, Err(ObjectCause::Internal)),
-        // Objects have no quota.
-        Ok(PutOutcome::NotAdmitted(Refusal::Budget | Refusal::Quota)) => then(core, Err(ObjectCause::Budget)),
-        Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::Busy) => {
-            if Instant::now() >= deadline {
-                core.starved.store(true, Ordering::Relaxed);
-                return then(core, Err(ObjectCause::NoSpace));
-            }
+        Ok(PutOutcome::AlreadyThere) => then(core, Ok(None)),
+        Ok(PutOutcome::NoRoom(spec)) if Instant::now() < deadline => {
             let waiting = waiting.unwrap_or_else(|| core.work.without_room());
             let own = Arc::clone(core);
             let again = move || begin_until(&own, log, spec, (deadline, Some(waiting), then));
             core.work.later(PAUSE, Box::new(again));
         }
+        Ok(PutOutcome::NoRoom(_)) => {
+            core.starved.store(true, Ordering::Relaxed);
+            then(core, Err(ObjectCause::NoSpace));
+        }
+        // Objects have no quota.
+        Ok(PutOutcome::NotAdmitted(..)) => then(core, Err(ObjectCause::Budget)),
+        // No drive takes puts: those that have failed are left alone for longer than a put waits.
+        Err(e) if e.kind() == ErrorKind::Busy => then(core, Err(ObjectCause::NoSpace)),
         Err(e) => {
             tracing::debug!(error = %e, "an object was not stored");
             then(core, Err(ObjectCause::of(&e)));
@@ -62,33 +77,32 @@ fn begin_until(core: &Arc<Core>, log: Arc<Log>, spec: PutSpec, wait: (Instant, O
     }
 }
 
+/// Where the payload of an object's slot lies.
+fn payload(put: &Put) -> Extent {
+    put.layout().extents.first().copied().unwrap_or(Extent { offset: 0, len: 0, padded_len: 0 })
+}
+
 /// One slot with one object or part.
 pub(super) struct SlotWrite {
     pub(super) log: Arc<Log>,
-    pub(super) spec: PutSpec,
+    pub(super) spec: Box<PutSpec>,
     pub(super) source: Span,
     pub(super) batch: Arc<Batch>,
 }
 
 struct Writing {
-    put: Mutex<Option<Put>>,
-    drive: usize,
-    file: Arc<DirectFile>,
-    /// Where the payload begins in the file, and its length with padding, in bytes.
-    offset: u64,
-    padded: usize,
-    /// Keeps the slot until the last write to it has really ended.
-    hold: Hold,
+    slot: SlotWriter,
+    payload: Extent,
     piece_bytes: usize,
     source: Span,
     batch: Arc<Batch>,
     state: Mutex<Pieces>,
-    done: Mutex<Option<Done<()>>>,
+    done: Mutex<Option<Done<Stored>>>,
 }
 
 impl SlotWrite {
-    /// Queues it; `done` is told whether it was published.
-    pub(super) fn start(self, core: &Arc<Core>, done: Done<()>) {
+    /// Queues it; `done` is told what has become of it.
+    pub(super) fn start(self, core: &Arc<Core>, done: Done<Stored>) {
         let own = Arc::clone(core);
         let first: Staged = Box::new(move |buf| match buf {
             Ok(_) if self.batch.gate.is_closed() => done(&own, Err(ObjectCause::Cancelled)),
@@ -98,36 +112,31 @@ impl SlotWrite {
         core.work.stage(Way::Open, vec![first]);
     }
 
-    fn begin(self, core: &Arc<Core>, buf: Buf, done: Done<()>) {
+    fn begin(self, core: &Arc<Core>, buf: Buf, done: Done<Stored>) {
         let Self { log, spec, source, batch } = self;
-        let then: Done<Put> = Box::new(move |core, put| match put {
-            Err(cause) => {
+        let then: Done<Option<Put>> = Box::new(move |core, put| match put {
+            Ok(Some(put)) => Writing::start(core, put, (source, batch), (buf, done)),
+            not => {
                 drop(buf);
-                done(core, Err(cause));
+                done(core, not.map(|_| Stored::WasThere));
             }
-            Ok(put) => Writing::start(core, put, (source, batch), (buf, done)),
         });
         begin(core, log, spec, then);
     }
 }
 
 impl Writing {
-    fn start(core: &Arc<Core>, put: Put, (source, batch): (Span, Arc<Batch>), (buf, done): (Buf, Done<()>)) {
-        let extent = put.layout().extents.first().copied();
-        let (at, padded) = extent.map_or((0, 0), |e| (e.offset, e.padded_len as usize));
+    fn start(core: &Arc<Core>, put: Put, (source, batch): (Span, Arc<Batch>), (buf, done): (Buf, Done<Stored>)) {
+        let payload = payload(&put);
         let piece_bytes = core.work.pool(Way::Store).slot_bytes();
-        let pieces = padded.div_ceil(piece_bytes).max(1);
+        let pieces = (payload.padded_len as usize).div_ceil(piece_bytes).max(1);
         let writing = Arc::new(Self {
-            drive: put.drive(),
-            file: Arc::clone(put.file()),
-            offset: put.slot_offset() + at,
-            hold: put.hold(),
-            padded,
+            slot: SlotWriter::new(put),
+            payload,
             piece_bytes,
             source,
             batch,
             state: Mutex::new(Pieces::new(pieces)),
-            put: Mutex::new(Some(put)),
             done: Mutex::new(Some(done)),
         });
         let job = |n: usize| -> Staged {
@@ -135,7 +144,7 @@ impl Writing {
             Box::new(move |buf| writing.piece(&core, n, buf))
         };
         core.work.stage(Way::Store, (1..pieces).map(job).collect());
-        Arc::clone(&writing).piece(core, 0, Ok(buf));
+        writing.piece(core, 0, Ok(buf));
     }
 
     /// On a worker.
@@ -146,7 +155,7 @@ impl Writing {
             Err(cause) => return self.ended(core, n, Err(cause)),
         };
         let at = n * self.piece_bytes;
-        let len = self.padded.saturating_sub(at).min(self.piece_bytes);
+        let len = (self.payload.padded_len as usize).saturating_sub(at).min(self.piece_bytes);
         let sum = match self.fill(at, len, buf.as_mut_slice()) {
             Ok(sum) => sum,
             Err(cause) => {
@@ -155,13 +164,12 @@ impl Writing {
             }
         };
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
-        let done = Box::new(move |result: crate::error::Result<()>, buf: Option<Buf>| {
+        let done = move |Completion { result, buf, .. }: Completion| {
             drop(buf);
-            let result = result.map_err(|e| own.fail(&e)).map(|()| sum);
-            own.ended(&again, n, result);
-        });
-        let (drive, file, offset) = (self.drive, Arc::clone(&self.file), self.offset + at as u64);
-        core.submit(Transfer { op: Op::Write, drive, file, offset, len, done }, self.hold.on(buf));
+            own.ended(&again, n, result.map_err(|e| ObjectCause::of_transfer(&e)).map(|()| sum));
+        };
+        let request = self.slot.request(self.payload.offset + at as u64, buf, done);
+        core.submit(self.slot.queue(), Request { len, ..request });
     }
 
     fn fill(&self, at: usize, len: usize, to: &mut [u8]) -> Outcome<crc32fast::Hasher> {
@@ -171,27 +179,13 @@ impl Writing {
         payload.copy_out(to, &self.batch.gate)
     }
 
-    /// Gives the place up because a write failed.
-    fn fail(&self, error: &Error) -> ObjectCause {
-        let put = self.put.lock().take();
-        if let Some(put) = put {
-            put.fail(error);
-        }
-        match ObjectCause::of(error) {
-            ObjectCause::QueueFull => ObjectCause::TimedOut,
-            cause => cause,
-        }
-    }
-
     fn ended(&self, core: &Arc<Core>, n: usize, result: Outcome<crc32fast::Hasher>) {
         let Some(end) = self.state.lock().ended(n, result) else { return };
-        let (put, done) = (self.put.lock().take(), self.done.lock().take());
-        let Some(done) = done else { return };
-        match (end, put) {
-            (Ok(crc), Some(put)) => commit(core, put, crc, done),
-            (Ok(_), None) => done(core, Err(ObjectCause::Internal)),
-            (Err(cause), put) => {
-                drop(put);
+        let Some(done) = self.done.lock().take() else { return };
+        match end {
+            Ok(crc) => commit(core, &self.slot, crc, done),
+            Err(cause) => {
+                self.slot.give_up();
                 done(core, Err(cause));
             }
         }
@@ -199,9 +193,12 @@ impl Writing {
 }
 
 /// Writes the header and publishes; `done` is told on an I/O thread.
-pub(super) fn commit(core: &Arc<Core>, put: Put, crc: u32, done: Done<()>) {
+fn commit(core: &Arc<Core>, slot: &SlotWriter, crc: u32, done: Done<Stored>) {
     let core = Arc::clone(core);
-    put.commit(&[crc], Box::new(move |result| done(&core, result.map_err(|e| ObjectCause::of(&e)))));
+    let told = move |result: crate::error::Result<()>| {
+        done(&core, result.map(|()| Stored::Written).map_err(|e| ObjectCause::of(&e)));
+    };
+    slot.commit(&[crc], Box::new(told));
 }
 
 /// A small object on its way into a shared slot.
@@ -212,11 +209,12 @@ pub(super) struct Packed {
     pub(super) ticket: Ticket,
 }
 
+/// How the writing of a pack has ended: what has become of each of its objects, in order.
+pub(super) type Ends = Vec<(Packed, Outcome<Stored>)>;
+
 /// One slot that several small objects share.
 pub(super) struct PackWrite {
     pub(super) log: Arc<Log>,
-    /// The drive that its objects belong to.
-    pub(super) drive: usize,
     pub(super) expiry_s: u32,
     pub(super) objects: Vec<Packed>,
 }
@@ -226,62 +224,40 @@ pub(super) const fn packed_bytes(value: usize, name: usize) -> usize {
     (value + name).next_multiple_of(8)
 }
 
+/// Says the same of all objects of a pack.
+fn all(objects: Vec<Packed>, end: Outcome<Stored>) -> Ends {
+    objects.into_iter().map(|object| (object, end)).collect()
+}
+
 impl PackWrite {
-    /// Queues it; `done` gets the objects back with the outcome for all of them.
-    pub(super) fn start(
-        self,
-        core: &Arc<Core>,
-        done: impl FnOnce(&Arc<Core>, Vec<Packed>, Outcome<()>) + Send + 'static,
-    ) {
+    /// Queues it; `done` gets the objects back.
+    pub(super) fn start(self, core: &Arc<Core>, done: impl FnOnce(Ends) + Send + 'static) {
         let own = Arc::clone(core);
         let job: Staged = Box::new(move |buf| match buf {
             Ok(buf) => self.fill(&own, buf, done),
-            Err(cause) => done(&own, self.objects, Err(cause)),
+            Err(cause) => done(all(self.objects, Err(cause))),
         });
         core.work.stage(Way::Open, vec![job]);
     }
 
     /// On a worker.
-    fn fill(
-        mut self,
-        core: &Arc<Core>,
-        mut buf: Buf,
-        done: impl FnOnce(&Arc<Core>, Vec<Packed>, Outcome<()>) + Send + 'static,
-    ) {
+    fn fill(mut self, core: &Arc<Core>, mut buf: Buf, done: impl FnOnce(Ends) + Send + 'static) {
         let objects = std::mem::take(&mut self.objects);
         let (spec, crc) = match self.encode(&objects, buf.as_mut_slice()) {
             Ok(made) => made,
             Err(cause) => {
                 drop(buf);
-                return done(core, objects, Err(cause));
+                return done(all(objects, Err(cause)));
             }
         };
-        let then: Done<Put> = Box::new(move |core, put| {
-            let put = match put {
-                Ok(put) => put,
-                Err(cause) => {
-                    drop(buf);
-                    return done(core, objects, Err(cause));
-                }
-            };
-            core.counters.packs.fetch_add(1, Ordering::Relaxed);
-            let extent = put.layout().extents.first().copied();
-            let (at, len) = extent.map_or((0, 0), |e| (e.offset, e.padded_len as usize));
-            let (drive, file, offset) = (put.drive(), Arc::clone(put.file()), put.slot_offset() + at);
-            let (own, buf) = (Arc::clone(core), put.hold().on(buf));
-            let written = Box::new(move |result: crate::error::Result<()>, buf: Option<Buf>| {
+        let then: Done<Option<Put>> = Box::new(move |core, put| match put {
+            Ok(Some(put)) => write_pack(core, put, (buf, crc), objects, done),
+            not => {
                 drop(buf);
-                match result {
-                    Ok(()) => commit(&own, put, crc, Box::new(move |core, end| done(core, objects, end))),
-                    Err(e) => {
-                        put.fail(&e);
-                        done(&own, objects, Err(ObjectCause::of(&e)));
-                    }
-                }
-            });
-            core.submit(Transfer { op: Op::Write, drive, file, offset, len, done: written }, buf);
+                done(all(objects, not.map(|_| Stored::WasThere)));
+            }
         });
-        begin(core, self.log, spec, then);
+        begin(core, self.log, Box::new(spec), then);
     }
 
     /// Lays the objects out in `to`: each followed by its name.
@@ -306,11 +282,39 @@ impl PackWrite {
         let mut spec = PutSpec::pack(pack_key(&first.key), at, members);
         spec.tlvs.push(names::sums_tlv(&sums));
         spec.expiry_s = self.expiry_s;
-        spec.drive = Some(self.drive);
         let padded = spec.layout.as_ref().and_then(|l| l.extents.first()).map_or(at, |e| e.padded_len as usize);
         to.get_mut(at..padded).ok_or(ObjectCause::Internal)?.fill(0);
         Ok((spec, crc))
     }
+}
+
+/// Writes a pack that lies in `buf`, and publishes those of its objects that the put has taken.
+fn write_pack(
+    core: &Arc<Core>,
+    put: Put,
+    (buf, crc): (Buf, u32),
+    objects: Vec<Packed>,
+    done: impl FnOnce(Ends) + Send + 'static,
+) {
+    core.counters.packs.fetch_add(1, Ordering::Relaxed);
+    let mut taken = put.members().iter().map(|member| member.key).peekable();
+    let is_taken: Vec<bool> = objects.iter().map(|object| taken.next_if_eq(&object.key).is_some()).collect();
+    let tell = move |end: Outcome<Stored>| {
+        let ends = is_taken.into_iter().map(|is_taken| if is_taken { end } else { Ok(Stored::WasThere) });
+        done(objects.into_iter().zip(ends).collect());
+    };
+    let payload = payload(&put);
+    let slot = Arc::new(SlotWriter::new(put));
+    let (again, own) = (Arc::clone(core), Arc::clone(&slot));
+    let written = move |Completion { result, buf, .. }: Completion| {
+        drop(buf);
+        match result {
+            Ok(()) => commit(&again, &own, crc, Box::new(move |_, end| tell(end))),
+            Err(e) => tell(Err(ObjectCause::of_transfer(&e))),
+        }
+    };
+    let request = Request { len: payload.padded_len as usize, ..slot.request(payload.offset, buf, written) };
+    core.submit(slot.queue(), request);
 }
 
 /// A key for the slot itself, which nobody looks up.

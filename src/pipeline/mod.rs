@@ -30,7 +30,7 @@ mod store;
 pub use cause::{Cause, Counters, MAX_CAUSES, MissCause, ShedCause};
 pub use groups::min_slot_bytes;
 pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
-pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource, Refused, Transfer, TransferDone};
+pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource};
 pub use stats::PipelineStats;
 pub use store::{
     Backpressure, Computed, FindChunks, Store, StoreChunk, StoreChunks, StorePlan, StoreResult, StoreSpec,

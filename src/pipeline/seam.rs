@@ -1,60 +1,26 @@
 //! What the pipeline needs of the log: chunks to read and slots to write. The engine implements these over the chunk log;
 //! tests implement them over a faulty disk in memory.
 
-use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::cause::{MissCause, ShedCause};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::format::layout::SlotLayout;
-use crate::io::Buf;
-
-/// Told the end of a transfer, once, on an I/O thread: `Ok` only if exactly the asked length moved; the buffer is `None` where
-/// it stays with hung I/O until that has ended.
-pub type TransferDone = Box<dyn FnOnce(Result<()>, Option<Buf>) + Send>;
-
-/// One read from or write to a slot.
-pub struct Transfer {
-    /// Offset from the start of the slot, in bytes.
-    pub offset: u64,
-    /// Staging memory; belongs to the I/O until `done`.
-    pub buf: Buf,
-    /// Where in `buf` the bytes start.
-    pub buf_offset: usize,
-    /// Bytes to move.
-    pub len: usize,
-    /// After this long `done` is told a time-out.
-    pub timeout: Duration,
-    /// Told the end.
-    pub done: TransferDone,
-}
-
-impl fmt::Debug for Transfer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Transfer({} bytes at {} of the slot)", self.len, self.offset)
-    }
-}
-
-/// A transfer that was not taken; its `done` will not be called by anybody else.
-#[derive(Debug)]
-pub struct Refused {
-    /// The transfer, untouched.
-    pub transfer: Box<Transfer>,
-    /// `Busy` where trying again later makes sense.
-    pub error: Error,
-}
+use crate::io::{Buf, Done, Rejected, Request};
 
 /// A stored chunk: located, and leased for as long as the value lives.
 pub trait ChunkSource: Send + Sync {
     /// Where header and extents lie.
     fn layout(&self) -> &SlotLayout;
 
-    /// Submits a read; never blocks.
+    /// A read that fills `buf` from `offset` of the slot on; who wants less of `buf` says so in the request.
+    fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
+
+    /// Submits a request of this chunk; never blocks.
     ///
     /// # Errors
-    /// [`Refused`] where the queue is full or closed.
-    fn read(&self, transfer: Transfer) -> Result<(), Refused>;
+    /// [`Rejected`] where the queue is full or closed.
+    fn submit(&self, request: Request) -> Result<(), Rejected>;
 
     /// Checks the slot's header, which `bytes` starts with, against the index, and gives the CRC of each extent.
     ///
@@ -68,11 +34,14 @@ pub trait ChunkSource: Send + Sync {
 
 /// A slot that is being written. Dropping it without a commit aborts the put.
 pub trait ChunkSink: Send + Sync {
-    /// Submits a write; never blocks.
+    /// A write of `buf` to `offset` of the slot; who wants less of `buf` says so in the request.
+    fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
+
+    /// Submits a request of this slot, also one that was rejected before; never blocks.
     ///
     /// # Errors
-    /// [`Refused`] where the queue is full or closed.
-    fn write(&self, transfer: Transfer) -> Result<(), Refused>;
+    /// [`Rejected`] where the queue is full or closed.
+    fn submit(&self, request: Request) -> Result<(), Rejected>;
 
     /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after every write has ended well;
     /// `done` is called once.

@@ -64,7 +64,7 @@ impl World {
             69 => self.clear(process, rng),
             70..=76 => self.flush(process),
             77..=84 => self.turn(process, Turn::Commit),
-            85..=87 => self.turn(process, Turn::Keeper),
+            85..=87 => self.turn(process, Turn::Maintain),
             88 => self.turn(process, Turn::Scan),
             89..=90 => self.seal(process),
             91..=92 => drop(self.clock.0.fetch_add(rng.below(30_000), std::sync::atomic::Ordering::Relaxed)),
@@ -74,7 +74,7 @@ impl World {
                     let k = rng.below(self.config.keys);
                     self.run(process, |log| log.lookup(&[key(k)]));
                 }
-                self.turn(process, Turn::Keeper);
+                self.turn(process, Turn::Maintain);
             }
         }
         self.remove_evicted(process, rng);
@@ -94,7 +94,6 @@ impl World {
 
     fn spec(&self, k: u64, rng: &mut Rng) -> PutSpec {
         let mut spec = PutSpec::chunk(key(k), key(k.wrapping_sub(1)), tokens(k), k as u32);
-        spec.overwrite = rng.one_in(2);
         if self.config.tenant_bytes.is_some() {
             spec.tenant = k % 4;
         }
@@ -113,7 +112,7 @@ impl World {
             false => log.begin_put(spec),
         });
         let Ok(PutOutcome::Started(put)) = outcome else {
-            self.turn(process, Turn::Keeper);
+            self.turn(process, Turn::Maintain);
             return None;
         };
         let id = self.model.lock().begin(k, process.number, (put.sequence(), expiry_s));
@@ -181,7 +180,7 @@ impl World {
         }
         // Which a put wakes.
         if rng.one_in(2) {
-            self.turn(process, Turn::Keeper);
+            self.turn(process, Turn::Maintain);
         }
     }
 

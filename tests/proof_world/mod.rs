@@ -45,10 +45,10 @@ pub fn value(key: &ChunkKey, version: u64, layer: usize, len: usize) -> Vec<u8> 
     bytes
 }
 
-/// Stores a version of a key in place of any other.
+/// Stores a version of a key, after removing any other.
 pub fn put(log: &Log, key: ChunkKey, version: u64) -> Result<()> {
-    let mut spec = PutSpec::chunk(key, ChunkKey([0; 32]), 16, 0);
-    spec.overwrite = true;
+    log.remove(&[key])?;
+    let spec = PutSpec::chunk(key, ChunkKey([0; 32]), 16, 0);
     let PutOutcome::Started(put) = log.begin_put_within(spec, Duration::from_secs(5))? else { return Ok(()) };
     let drive = log.drive(put.drive()).unwrap();
     let mut crcs = Vec::new();

@@ -32,7 +32,7 @@ fn name(n: u32) -> ChunkKey {
 
 /// Stores chunk `n`, all its bytes `n`, for a tenant.
 fn store(log: &Log, n: u32, salt: Option<&str>) {
-    let spec = PutSpec { tenant: key::tenant(salt), overwrite: true, ..PutSpec::chunk(name(n), name(n + 1000), 16, 0) };
+    let spec = PutSpec { tenant: key::tenant(salt), ..PutSpec::chunk(name(n), name(n + 1000), 16, 0) };
     let PutOutcome::Started(put) = log.begin_put_within(spec, Duration::from_secs(10)).unwrap() else { panic!() };
     let mut crcs = Vec::new();
     for e in put.layout().extents.iter() {

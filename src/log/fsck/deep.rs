@@ -16,8 +16,8 @@ use crate::format::record::{KeyKind, Record};
 use crate::format::slot::{LayerEntry, MAX_HEADER_BYTES, SlotHeader};
 use crate::io::{self, AlignedBuf, Buf, DirectFile, Drive, IoOptions, Request};
 use crate::key::ChunkKey;
-use crate::log::pack;
-use crate::log::paths::DATA;
+use crate::log::base::pack;
+use crate::log::base::paths::DATA;
 
 /// Slots read at the same time.
 const READERS: usize = 8;

@@ -13,8 +13,8 @@ use crate::format::layout::COARSE_BYTES;
 use crate::format::record::Record;
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::index::{self, Access, SegmentState};
-use crate::log::paths::{DATA, LANE_LOCK, LANE_SHM};
-use crate::log::{budget, ctx};
+use crate::log::base::paths::{DATA, LANE_LOCK, LANE_SHM};
+use crate::log::base::{budget, ctx};
 
 /// A lane as its running processes share it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

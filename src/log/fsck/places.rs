@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use crate::config::dir::{Dir, FileOptions};
 use crate::error::{Error, ErrorKind, Result};
-use crate::log::lock::{FileLock, is_taken};
-use crate::log::paths::LANE_LOCK as LOCK;
+use crate::log::base::lock::{FileLock, is_taken};
+use crate::log::base::paths::LANE_LOCK as LOCK;
 
 /// The directory of one lane.
 #[derive(Debug)]

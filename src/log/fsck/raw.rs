@@ -1,21 +1,21 @@
 //! A lane's index as it lies in the file: what counts of it, and what is damaged. The rules are those of recovery
 //! (`docs/format.md`, *What counts*), but nothing is made and nothing is written.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
 use super::places::LaneFiles;
 use crate::config::dir::FileOptions;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::{RECORD_BYTES, Record, RecordKind};
-use crate::format::sealed::{RegionHeader, SegmentState, decode_records};
+use crate::format::floors::Floors;
+use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
+use crate::format::sealed::{GonePage, RegionHeader, RegionLayout, SegmentState, decode_records};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, journal};
-use crate::io::DirectFile;
-use crate::log::holes::Holes;
-use crate::log::paths::{DATA, INDEX};
-use crate::log::state::{HalfKey, half};
+use crate::log::base::paths::{DATA, INDEX};
+use crate::log::base::{HalfKey, half};
+use crate::log::drive::floors;
 
 /// Bytes of one read of the journal.
 const WINDOW_BYTES: usize = 1 << 20;
@@ -44,12 +44,8 @@ pub struct Counts {
     pub open: u64,
     /// Puts among the records that count.
     pub puts: u64,
-    /// Those whose slots were given up, and which are not counted there.
-    pub given_up: u64,
-    /// Removals among them.
-    pub tombstones: u64,
-    /// Clears among them.
-    pub clears: u64,
+    /// Those whose slots are gone, and which are not counted there.
+    pub gone: u64,
     /// Length of index.kv and of data.kv in bytes.
     pub file_bytes: [u64; 2],
     /// Bytes of both that the file system has allocated.
@@ -74,9 +70,10 @@ pub struct RawLane {
     pub superblock: Superblock,
     /// Whether a process was writing the lane.
     pub in_use: bool,
-    /// Records that count within this lane, in no order. A put without pages is one whose slot was given up: it still hides what
-    /// is older.
+    /// Puts that count within this lane, in no order: those of slots that are not known to be gone.
     pub records: Vec<Record>,
+    /// The floors of its shard.
+    pub floors: Floors,
     /// The segments by number.
     pub segments: HashMap<u32, Kept>,
     /// What was counted.
@@ -100,6 +97,7 @@ impl RawLane {
             superblock,
             in_use,
             records: Vec::new(),
+            floors: files.path().parent().map(floors::read).transpose()?.unwrap_or_default(),
             segments: HashMap::new(),
             counts: Counts::default(),
             damage,
@@ -107,18 +105,9 @@ impl RawLane {
         lane.measure(files, &index)?;
         // The ring first: what is sealed meanwhile is then found in its region.
         let ring = lane.read_ring(&index)?;
-        let data = files.dir.open_file_in(DATA, &FileOptions::default())?;
-        lane.read_regions(&index, &DirectFile::from_file(data, files.file(DATA)))?;
+        lane.read_regions(&index)?;
         lane.add_unsealed(ring);
-        for record in &lane.records {
-            let counter = match record.kind {
-                RecordKind::Put if record.pages == 0 => continue,
-                RecordKind::Put => &mut lane.counts.puts,
-                RecordKind::Tombstone => &mut lane.counts.tombstones,
-                RecordKind::Clear => &mut lane.counts.clears,
-            };
-            *counter += 1;
-        }
+        lane.counts.puts = lane.records.len() as u64;
         Ok(lane)
     }
 
@@ -176,10 +165,10 @@ impl RawLane {
         Ok(found.into_iter().flat_map(|(_, records)| records).collect())
     }
 
-    fn read_regions(&mut self, index: &File, data: &DirectFile) -> Result<()> {
+    fn read_regions(&mut self, index: &File) -> Result<()> {
         let sb = &self.superblock;
         let (start, region_bytes, lane) = (sb.regions_offset, sb.region_bytes, sb.lane);
-        let segment_bytes = sb.segment_bytes;
+        let layout = RegionLayout::of(region_bytes);
         let index_bytes = self.counts.file_bytes[0];
         let len = index_bytes.saturating_sub(start);
         let mut body = Vec::new();
@@ -206,28 +195,41 @@ impl RawLane {
                 continue;
             }
             self.counts.sealed += 1;
-            let wanted = (header.count as usize * RECORD_BYTES).min(region_bytes as usize - PAGE_BYTES);
+            let gone = self.read_gone(index, (offset, layout), &header)?;
+            let at = offset + layout.records_at() as u64;
+            let wanted = (header.count as usize * RECORD_BYTES).min(region_bytes as usize - layout.records_at());
             body.resize(wanted, 0);
-            let got = read_up_to(index, &mut body, offset + PAGE_BYTES as u64)?;
+            let got = read_up_to(index, &mut body, at)?;
             // A page that the file's end cuts off is not read by the recovery either.
-            let whole =
-                (index_bytes / PAGE_BYTES as u64 * PAGE_BYTES as u64).saturating_sub(offset + PAGE_BYTES as u64);
+            let whole = (index_bytes / PAGE_BYTES as u64 * PAGE_BYTES as u64).saturating_sub(at);
             let got = got.min(usize::try_from(whole).unwrap_or(usize::MAX));
             let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), header.count);
             let intact = records.len();
             records.retain(|r| r.segment == n && r.epoch == header.epoch);
-            let holes = Holes::of(data, u64::from(n) * segment_bytes, segment_bytes)?;
-            for record in records.iter_mut().filter(|r| holes.has_slot(r)) {
-                record.pages = 0;
-                self.counts.given_up += 1;
-            }
             let damaged = damaged as usize + intact - records.len();
             if damaged > 0 {
                 self.found(offset, format!("{damaged} of {} records of segment {n} are damaged", header.count));
             }
+            let there = records.len();
+            records.retain(|r| !gone.contains(&r.page));
+            self.counts.gone += (there - records.len()) as u64;
             self.records.append(&mut records);
         }
         Ok(())
+    }
+
+    /// First pages of the slots that are gone from a sealed segment.
+    fn read_gone(
+        &self,
+        index: &File,
+        (offset, layout): (u64, RegionLayout),
+        header: &RegionHeader,
+    ) -> Result<HashSet<u32>> {
+        let mut pages = vec![0; layout.gone_pages * PAGE_BYTES];
+        read_up_to(index, &mut pages, offset + PAGE_BYTES as u64)?;
+        let is_its = |p: &GonePage| (p.lane, p.segment, p.epoch) == (header.lane, header.segment, header.epoch);
+        let pages = pages.chunks_exact(PAGE_BYTES).filter_map(GonePage::decode).filter(is_its);
+        Ok(pages.flat_map(|page| page.slots).collect())
     }
 
     /// Adds the journal's records of segments that are not sealed in the epoch they name.
@@ -243,10 +245,15 @@ impl RawLane {
         });
         self.records.retain(|r| !newest.contains_key(&r.segment));
         self.counts.open = newest.len() as u64;
-        let mut seen = std::collections::HashSet::new();
-        for r in ring {
-            if newest.get(&r.segment) == Some(&r.epoch) && seen.insert((r.key, r.sequence, r.page, r.kind)) {
-                self.records.push(r);
+        let is_open = |r: &&Record| newest.get(&r.segment) == Some(&r.epoch);
+        let gone: HashSet<(u32, u32)> =
+            ring.iter().filter(is_open).filter(|r| r.kind == RecordKind::Gone).map(|r| (r.segment, r.page)).collect();
+        self.counts.gone += gone.len() as u64;
+        let mut seen = HashSet::new();
+        for r in ring.iter().filter(is_open) {
+            let is_there = r.kind == RecordKind::Put && !gone.contains(&(r.segment, r.page));
+            if is_there && seen.insert((r.key, r.sequence, r.page)) {
+                self.records.push(*r);
             }
         }
         for (n, epoch) in newest {
@@ -255,25 +262,30 @@ impl RawLane {
     }
 }
 
-/// What is served: of each key's records in all lanes of one shard, the one with the highest sequence, if it is a put that no
-/// clear covers and that has not expired at `now_s` (Unix seconds). Gives the lane's place in the list with each.
+impl RawLane {
+    /// Whether a record lies above its floor and has not expired at `now_s`, in Unix seconds.
+    fn shows(&self, r: &Record, now_s: u64) -> bool {
+        let is_chunk = matches!(r.key_kind, KeyKind::Chain | KeyKind::Segment);
+        let is_below = |(tenant, floor): &(u64, u64)| *tenant == r.tenant && r.sequence <= *floor;
+        let is_floored = r.sequence <= self.floors.everything || is_chunk && self.floors.tenants.iter().any(is_below);
+        !is_floored && (r.expiry_s == 0 || u64::from(r.expiry_s) > now_s)
+    }
+}
+
+/// What is served, as far as the lanes of one shard say: of each key the last put of the first lane that has one, if it lies above
+/// its floor and has not expired at `now_s` (Unix seconds). Gives the lane's place in the list with each.
 #[must_use]
 pub fn live(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
-    let all = || lanes.iter().enumerate().flat_map(|(i, lane)| lane.records.iter().map(move |r| (i, r)));
-    let cleared = all().filter(|(_, r)| r.kind == RecordKind::Clear).map(|(_, r)| r.sequence).max().unwrap_or(0);
-    // Some removals know only the half of a key that tables keep.
     let mut newest: HashMap<HalfKey, (usize, &Record)> = HashMap::new();
-    for (i, r) in all().filter(|(_, r)| r.kind != RecordKind::Clear && r.sequence > cleared) {
-        let wins = newest.get(&half(&r.key)).is_none_or(|(_, old)| {
-            r.sequence > old.sequence
-                || (r.sequence == old.sequence && (r.kind == RecordKind::Tombstone || r.pages == 0))
-        });
-        if wins {
-            newest.insert(half(&r.key), (i, r));
+    for (i, lane) in lanes.iter().enumerate() {
+        for r in lane.records.iter().filter(|r| lane.shows(r, now_s)) {
+            let wins = newest.get(&half(&r.key)).is_none_or(|(of, old)| *of == i && r.sequence > old.sequence);
+            if wins {
+                newest.insert(half(&r.key), (i, r));
+            }
         }
     }
-    let serves = |r: &Record| r.kind == RecordKind::Put && r.pages > 0 && (r.expiry_s == 0 || r.expiry_s > now_s);
-    let mut found: Vec<_> = newest.into_values().filter(|(_, r)| serves(r)).map(|(i, r)| (i, *r)).collect();
+    let mut found: Vec<_> = newest.into_values().map(|(i, r)| (i, *r)).collect();
     found.sort_unstable_by_key(|(i, r)| (*i, r.segment, r.page, r.sub_offset));
     found
 }

@@ -87,7 +87,7 @@ fn puts_beyond_the_write_budget_wait_for_the_clock_and_nothing_else_does() {
     let log = Log::open(with).unwrap();
     let stored = (0..1000).take_while(|n| store(&log, *n)).count() as u64;
     assert!((20..=100).contains(&stored), "the journal has its share: {stored}");
-    assert!(matches!(log.begin_put(spec(5000)).unwrap(), PutOutcome::NotAdmitted(Refusal::Budget)));
+    assert!(matches!(log.begin_put(spec(5000)).unwrap(), PutOutcome::NotAdmitted(Refusal::Budget, _)));
     let stats = log.stats();
     assert_eq!((stats.sheds.budget, stats.budget_refused_bytes), (2, 2 * SLOT_BYTES));
     let wear = stats.drives[0].wear;

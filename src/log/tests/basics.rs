@@ -115,8 +115,7 @@ fn what_was_removed_stays_removed_also_after_a_crash() {
 fn a_removal_wins_against_a_put_that_had_begun() {
     let dir = temp();
     let log = open(dir.path());
-    assert!(store(&log, 5));
-    let put = begin(&log, PutSpec { overwrite: true, ..spec(5) }).unwrap().unwrap();
+    let put = begin(&log, spec(5)).unwrap().unwrap();
     let crcs = write_extents(&log, &put, 5, 1).unwrap();
     log.remove(&[key(5)]).unwrap();
     commit(put, &crcs).unwrap();

@@ -13,6 +13,7 @@ mod late;
 mod learned;
 mod leases;
 mod moves;
+mod once;
 mod processes;
 mod purge;
 mod quota;

@@ -75,7 +75,7 @@ fn store_until_met(log: &Log, meddler: &Meddler, wanted: usize) {
         for key in &used {
             let _ = log.lookup(std::slice::from_ref(key));
         }
-        log.turn(Turn::Keeper);
+        log.turn(Turn::Maintain);
         log.turn(Turn::Journal);
     }
     panic!("hardly a chunk was moved: {:?}", log.stats());
@@ -88,7 +88,8 @@ fn what_is_removed_or_overwritten_while_it_is_moved_stays_so() {
     let remove: fn() -> Deed = || Box::new(|log, key| assert_eq!(log.remove(&[*key]).unwrap(), [true]));
     let overwrite: fn() -> Deed = || {
         Box::new(|log, key| {
-            let spec = PutSpec { overwrite: true, ..PutSpec::chunk(*key, *key, CHUNK_TOKENS, 0) };
+            log.remove(&[*key]).unwrap();
+            let spec = PutSpec::chunk(*key, *key, CHUNK_TOKENS, 0);
             assert!(store_spec(log, spec, 7, 7).unwrap());
         })
     };

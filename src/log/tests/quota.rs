@@ -121,9 +121,9 @@ fn what_cannot_go_is_not_made_room_for() {
     // All of it lies in the open segment, of which nothing can be given back.
     let fits = QUOTA / SLOT_BYTES;
     fill(&log, 0..fits, OURS);
-    assert!(matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota)));
+    assert!(matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota, _)));
     assert!(
-        matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota)),
+        matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota, _)),
         "the key is free"
     );
     assert_eq!(log.stats().sheds.quota, 2);
@@ -152,7 +152,7 @@ fn puts_that_are_under_way_count_and_those_that_end_badly_do_not() {
         begun.extend(begin(&log, of_tenant(n, OURS)).unwrap());
     }
     assert_eq!(begun.len() as u64, fits);
-    assert!(matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota)));
+    assert!(matches!(log.begin_put(of_tenant(fits, OURS)).unwrap(), PutOutcome::NotAdmitted(Refusal::Quota, _)));
     drop(begun);
     fill(&log, 0..fits, OURS);
 }

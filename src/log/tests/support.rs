@@ -61,7 +61,7 @@ pub(super) fn spec(n: u64) -> PutSpec {
 pub(super) fn begin(log: &Log, spec: PutSpec) -> Result<Option<Put>> {
     Ok(match log.begin_put_within(spec, Duration::from_secs(10))? {
         PutOutcome::Started(put) => Some(put),
-        PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(_) => None,
+        PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) => None,
     })
 }
 
@@ -111,7 +111,8 @@ impl Clock for Fake {
 }
 
 pub(super) fn overwrite(log: &Log, n: u64, version: u64) {
-    assert!(store_spec(log, PutSpec { overwrite: true, ..spec(n) }, n, version).unwrap());
+    log.remove(&[key(n)]).unwrap();
+    assert!(store_spec(log, spec(n), n, version).unwrap());
 }
 
 fn read(log: &Log, drive: usize, file: &Arc<io::DirectFile>, offset: u64, len: usize) -> Result<Vec<u8>> {

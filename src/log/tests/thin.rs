@@ -119,7 +119,7 @@ fn policy_holds(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
     keys.filter(|n| chain.holds(crate::index::tag_of(&key(*n)))).collect()
 }
 
-fn read_header(log: &Log, chunk: &crate::log::Chunk) -> Vec<u8> {
+pub(super) fn read_header(log: &Log, chunk: &crate::log::Chunk) -> Vec<u8> {
     assert!(log.drive(chunk.drive).is_some());
     let mut bytes = crate::io::AlignedBuf::zeroed(chunk.layout.header_bytes as usize).unwrap();
     chunk.file.read_at(&mut bytes, chunk.header_offset()).unwrap();
@@ -230,8 +230,8 @@ fn a_version_that_was_given_up_brings_no_older_one_back() {
     let dir = temp();
     let log = filled(dir.path(), 0..40);
     for n in 10..20 {
-        let spec = PutSpec { overwrite: true, ..chained(n) };
-        assert!(store_spec(&log, spec, n, 1).unwrap());
+        log.remove(&[key(n)]).unwrap();
+        assert!(store_spec(&log, chained(n), n, 1).unwrap());
     }
     log.seal(soon()).unwrap();
     // Where the tombstones go.
@@ -258,8 +258,8 @@ fn a_version_that_was_given_up_brings_no_older_one_of_another_lane_back() {
     let dir = temp();
     let older = filled(dir.path(), 0..20);
     let log = Log::open(thinned(dir.path())).unwrap();
-    let spec = PutSpec { overwrite: true, ..chained(7) };
-    assert!(store_spec(&log, spec, 7, 1).unwrap());
+    log.remove(&[key(7)]).unwrap();
+    assert!(store_spec(&log, chained(7), 7, 1).unwrap());
     log.seal(soon()).unwrap();
     fill(&log, 40..41);
     give_up(&log, &[7]);

@@ -21,7 +21,7 @@ use super::state::Step;
 use super::{Load, LoadInner, LoadResult, LoadSpec, LoadState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{AlignedBuf, Buf, Place};
+use crate::io::{AlignedBuf, Buf, Place, Rejected, Request};
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::{GroupLimits, layer_groups};
 use crate::pipeline::{PipelineOptions, PipelineStats};
@@ -206,17 +206,20 @@ impl LoadPump {
             return true;
         }
         let Some((load, step, buf)) = self.next() else { return false };
-        let Some((source, transfer)) = load.transfer(&step, buf) else { return true };
+        let Some((source, request)) = load.request(&step, buf) else { return true };
         self.reading.fetch_add(step.span.len, Ordering::AcqRel);
-        let Err(refused) = source.read(transfer) else { return true };
+        let Err(Rejected { request, error }) = source.submit(request) else { return true };
         self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
-        let buf = refused.transfer.buf;
-        if refused.error.kind() == ErrorKind::Busy {
+        let Request { buf, .. } = *request;
+        if error.kind() == ErrorKind::Busy {
             load.state.lock().unread(step);
             let mut turns = self.turns.lock();
             turns.queue.push_front(load);
             // A header's own memory is no slot that others could use.
-            let own = if buf.region().is_some() { turns.spare.replace(buf) } else { Some(buf) };
+            let own = match buf {
+                Some(buf) if buf.region().is_some() => turns.spare.replace(buf),
+                own => own,
+            };
             turns.blocked = true;
             drop(turns);
             drop(own);
@@ -224,7 +227,7 @@ impl LoadPump {
             return false;
         }
         drop(buf);
-        load.fail(step.chunk, MissCause::of(&refused.error));
+        load.fail(step.chunk, MissCause::of(&error));
         true
     }
 

@@ -14,27 +14,22 @@ use super::LoadInner;
 use super::state::{LoadState, Step};
 use crate::device::{Part, ScatterJob, Scattered};
 use crate::error::Result;
-use crate::io::Buf;
+use crate::io::{Buf, Completion, Request};
 use crate::pipeline::cause::MissCause;
-use crate::pipeline::seam::{ChunkSource, Transfer};
+use crate::pipeline::seam::ChunkSource;
 
 impl LoadInner {
-    /// The transfer of `step` into `buf`; `None` where the load has let its chunks go.
-    pub(super) fn transfer(self: &Arc<Self>, step: &Step, buf: Buf) -> Option<(Arc<dyn ChunkSource>, Transfer)> {
+    /// The read of `step` into `buf`; `None` where the load has let its chunks go.
+    pub(super) fn request(self: &Arc<Self>, step: &Step, buf: Buf) -> Option<(Arc<dyn ChunkSource>, Request)> {
         let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
         let (load, told) = (Arc::clone(self), step.clone());
-        let transfer = Transfer {
-            offset: step.span.offset,
-            buf,
-            buf_offset: step.span.buf_offset,
-            len: step.span.len,
-            timeout: self.pump.io_timeout(),
-            done: Box::new(move |result, buf| load.read_done(told, result, buf)),
-        };
-        Some((source, transfer))
+        let done = Box::new(move |completion: Completion| load.read_done(told, completion));
+        let request = source.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
+        let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
+        Some((source, request))
     }
 
-    fn read_done(self: &Arc<Self>, step: Step, result: Result<()>, buf: Option<Buf>) {
+    fn read_done(self: &Arc<Self>, step: Step, Completion { result, buf, .. }: Completion) {
         let pump = Arc::clone(&self.pump);
         pump.read_ended(&step, result.is_ok());
         match (result, buf) {

@@ -7,16 +7,16 @@ use super::StoreInner;
 use super::state::{Next, Step};
 use crate::device::{GatherJob, Gathered};
 use crate::error::{ErrorKind, Result};
-use crate::io::Buf;
+use crate::io::{Buf, Completion, Rejected, Request};
 use crate::pipeline::cause::ShedCause;
-use crate::pipeline::seam::{ChunkSink, Refused, Transfer};
+use crate::pipeline::seam::ChunkSink;
 
 /// A write that a full queue refused.
 pub(super) struct Retry {
     store: Arc<StoreInner>,
     step: Step,
     sink: Arc<dyn ChunkSink>,
-    transfer: Box<Transfer>,
+    request: Box<Request>,
 }
 
 /// Why a store does nothing more for now.
@@ -93,28 +93,23 @@ impl StoreInner {
             return self.pump.notify();
         };
         let (store, told) = (Arc::clone(self), step.clone());
-        let transfer = Transfer {
-            offset: step.span.offset,
-            buf_offset: step.span.buf_offset,
-            len: step.span.len,
-            buf: out.staging,
-            timeout: self.pump.io_timeout(),
-            done: Box::new(move |result, buf| store.write_done(&told, result, buf)),
-        };
-        self.write(step, sink, transfer);
+        let done = Box::new(move |completion: Completion| store.write_done(&told, completion));
+        let request = sink.request(step.span.offset, out.staging, done).timeout(self.pump.io_timeout());
+        let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
+        self.write(step, sink, request);
     }
 
-    fn write(self: &Arc<Self>, step: Step, sink: Arc<dyn ChunkSink>, transfer: Transfer) {
-        let Err(Refused { transfer, error }) = sink.write(transfer) else { return };
+    fn write(self: &Arc<Self>, step: Step, sink: Arc<dyn ChunkSink>, request: Request) {
+        let Err(Rejected { request, error }) = sink.submit(request) else { return };
         if error.kind() == ErrorKind::Busy {
-            return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, transfer });
+            return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, request });
         }
-        drop(transfer);
+        drop(request);
         self.update(|state| state.shed(step.chunk, ShedCause::of(&error)));
         self.pump.notify();
     }
 
-    fn write_done(&self, step: &Step, result: Result<()>, buf: Option<Buf>) {
+    fn write_done(&self, step: &Step, Completion { result, buf, .. }: Completion) {
         self.update(|state| match &result {
             Ok(()) => state.written(step),
             Err(e) => {
@@ -202,6 +197,6 @@ impl StoreInner {
 impl Retry {
     /// Tries again.
     pub(super) fn again(self) {
-        self.store.write(self.step, self.sink, *self.transfer);
+        self.store.write(self.step, self.sink, *self.request);
     }
 }

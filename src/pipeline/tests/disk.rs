@@ -1,7 +1,8 @@
 //! A disk in memory: slots of bytes, and transfers that end when and how the test says.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
@@ -9,9 +10,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::format::record::KeyKind;
 use crate::format::slot::SlotHeader;
-use crate::io::Buf;
+use crate::io::{Buf, Completion, DirectFile, Done, FileOptions, Op, Rejected, Request};
 use crate::key::ChunkKey;
-use crate::pipeline::{ChunkSink, ChunkSource, MissCause, Refused, Transfer};
+use crate::pipeline::{ChunkSink, ChunkSource, MissCause};
 
 /// How a transfer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +32,7 @@ pub(super) struct Seen {
 
 struct Pending {
     seen: Seen,
-    transfer: Transfer,
+    request: Request,
 }
 
 #[derive(Default)]
@@ -166,8 +167,11 @@ impl Disk {
     }
 
     fn end(&self, pending: Pending) {
-        let Pending { seen: Seen { slot, write, .. }, transfer } = pending;
-        let Transfer { offset, mut buf, buf_offset, len, done, .. } = transfer;
+        let Pending { seen: Seen { slot, offset, write }, request } = pending;
+        let Request { buf, buf_offset, len, done, .. } = request;
+        let mut buf = buf.unwrap();
+        let now = Instant::now();
+        let done = |result, buf| done(Completion { result, buf, submitted: now, finished: now });
         let mut inside = self.inside.lock();
         let fate = inside.fates.get(&slot).copied().unwrap_or(Fate::Good);
         if fate == Fate::Hang {
@@ -191,18 +195,28 @@ impl Disk {
         done(result, Some(buf));
     }
 
-    fn submit(&self, slot: usize, write: bool, transfer: Transfer) -> Result<(), Refused> {
+    fn submit(&self, slot: usize, request: Request) -> Result<(), Rejected> {
         let mut inside = self.inside.lock();
         if inside.busy > 0 {
             inside.busy -= 1;
-            return Err(Refused { transfer: Box::new(transfer), error: Error::new(ErrorKind::Busy, "injected") });
+            return Err(Rejected { request: Box::new(request), error: Error::new(ErrorKind::Busy, "injected") });
         }
-        let seen = Seen { slot, offset: transfer.offset, write };
+        let seen = Seen { slot, offset: request.offset, write: request.op == Op::Write };
         inside.log.push(seen);
-        inside.queue.push_back(Pending { seen, transfer });
+        inside.queue.push_back(Pending { seen, request });
         self.changed.notify_all();
         Ok(())
     }
+}
+
+/// What requests to the disk name as their file; nothing of it is touched.
+fn no_file() -> Arc<DirectFile> {
+    static FILE: OnceLock<Arc<DirectFile>> = OnceLock::new();
+    let open = || {
+        DirectFile::open(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"), FileOptions::read_only().buffered())
+            .unwrap()
+    };
+    Arc::clone(FILE.get_or_init(|| Arc::new(open())))
 }
 
 /// One slot of the disk, to read or to write.
@@ -218,8 +232,12 @@ impl ChunkSource for Slot {
         &self.layout
     }
 
-    fn read(&self, transfer: Transfer) -> Result<(), Refused> {
-        self.disk.submit(self.slot, false, transfer)
+    fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
+        Request::read(no_file(), offset, buf, done)
+    }
+
+    fn submit(&self, request: Request) -> Result<(), Rejected> {
+        self.disk.submit(self.slot, request)
     }
 
     fn check_header(&self, bytes: &[u8]) -> Result<Vec<u32>> {
@@ -236,8 +254,12 @@ impl ChunkSource for Slot {
 }
 
 impl ChunkSink for Slot {
-    fn write(&self, transfer: Transfer) -> Result<(), Refused> {
-        self.disk.submit(self.slot, true, transfer)
+    fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
+        Request::write(no_file(), offset, buf, done)
+    }
+
+    fn submit(&self, request: Request) -> Result<(), Rejected> {
+        self.disk.submit(self.slot, request)
     }
 
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {

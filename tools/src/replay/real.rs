@@ -197,7 +197,7 @@ impl RealCache {
         spec.root = blocks.keys.first().copied();
         Ok(match self.log.begin_put_within(spec, ROOM_PATIENCE)? {
             PutOutcome::Started(put) => Some((put, tokens)),
-            PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(_) => None,
+            PutOutcome::AlreadyThere | PutOutcome::NotAdmitted(..) | PutOutcome::NoRoom(_) => None,
         })
     }
 

@@ -1,9 +1,7 @@
 //! Making index.kv anew: from the slots in data.kv, and from whatever is left of the old index.
 //!
-//! Within a segment the highest epoch counts that anything speaks of: its region, a record of the ring, a slot, or the mark that
-//! reclaim leaves on its last page. A segment whose region is whole holds what that says; of the others every intact slot counts.
-//! A version that was lost (a damaged slot, a record without its slot) leaves a tombstone, so that what it had replaced
-//! stays replaced. What cannot be known: which key a slot held whose header and records are all damaged.
+//! Within a segment the highest epoch counts that anything speaks of: its region, a record of the ring, or a slot. Every intact slot
+//! of it counts, but where the index is whole only those that it names: the others were never published.
 
 mod merge;
 mod old;
@@ -23,11 +21,11 @@ use crate::config::dir::FileOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::budget::BudgetPage;
 use crate::format::layout::COARSE_BYTES;
-use crate::format::record::{KeyKind, RecordKind};
+use crate::format::record::KeyKind;
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, sealed};
-use crate::log::paths::{BUDGET, DATA, INDEX, INDEX_BACKUP, INDEX_NEW, TABLE_SHM};
-use crate::log::{image, sizes};
+use crate::log::base::paths::{BUDGET, DATA, INDEX, INDEX_BACKUP, INDEX_NEW, TABLE_SHM};
+use crate::log::base::{image, sizes};
 
 /// How to rebuild.
 #[derive(Clone, Copy, Debug)]
@@ -41,14 +39,10 @@ pub struct RebuildOptions {
 /// What was restored.
 #[derive(Clone, Debug, Default)]
 pub struct Rebuilt {
-    /// Chunks and objects whose every byte was checked; older versions count too.
+    /// Chunks and objects whose every byte was checked.
     pub chunks: u64,
     /// Their payload bytes.
     pub bytes: u64,
-    /// Removals, those included that stand for a version that was lost.
-    pub tombstones: u64,
-    /// Clears.
-    pub clears: u64,
     /// Segments that hold something.
     pub segments: u64,
     /// Records of the old index that still counted.
@@ -97,16 +91,8 @@ pub fn rebuild(
     let mut rebuilt = Rebuilt { derived, old_records: merged.old_records, ..Rebuilt::default() };
     for segment in merged.segments.iter().filter(|s| !s.records.is_empty()) {
         rebuilt.segments += 1;
-        for r in &segment.records {
-            match r.kind {
-                RecordKind::Put => {
-                    rebuilt.chunks += 1;
-                    rebuilt.bytes += r.length;
-                }
-                RecordKind::Tombstone => rebuilt.tombstones += 1,
-                RecordKind::Clear => rebuilt.clears += 1,
-            }
-        }
+        rebuilt.chunks += segment.records.len() as u64;
+        rebuilt.bytes += segment.records.iter().map(|r| r.length).sum::<u64>();
     }
     if !options.dry_run {
         put_in_place(files, (&data, &superblock), &merged, options.backup)?;

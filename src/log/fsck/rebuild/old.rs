@@ -1,6 +1,6 @@
 //! What is left of an index.kv: found page by page, so that it needs neither an intact superblock nor an intact length.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 
 use super::super::raw::read_up_to;
@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::journal;
 use crate::format::record::{RECORD_BYTES, Record};
-use crate::format::sealed::{RegionHeader, SegmentState, decode_records};
+use crate::format::sealed::{RegionHeader, RegionLayout, SegmentState, decode_records};
 use crate::format::superblock::Superblock;
 
 /// Bytes read at once.
@@ -32,8 +32,12 @@ pub(super) struct OldIndex {
     pub(super) superblock: Option<Superblock>,
     /// Lane ids and how many structures name each.
     pub(super) lanes: HashMap<[u8; 16], u64>,
-    /// Intact records of the ring, of any lane and epoch, and of regions that lost their first page.
+    /// Intact records of the ring, of any lane and epoch.
     pub(super) loose: Vec<([u8; 16], Record)>,
+    /// Some of the ring is not intact.
+    pub(super) ring_is_damaged: bool,
+    /// Segments whose region has lost its first page.
+    pub(super) damaged_regions: HashSet<u32>,
     pub(super) regions: Vec<OldRegion>,
 }
 
@@ -72,31 +76,41 @@ impl OldIndex {
     fn note(&mut self, file: &File, page: &[u8], offset: u64) -> Result<()> {
         if let Ok(page) = journal::decode(page) {
             *self.lanes.entry(page.lane).or_default() += 1;
+            self.ring_is_damaged |= page.damaged > 0;
             self.loose.extend(page.records.into_iter().map(|r| (page.lane, r)));
         } else if let Ok(Some(header)) = RegionHeader::decode(page) {
             *self.lanes.entry(header.lane).or_default() += 1;
-            let (mut records, mut whole) = (Vec::new(), true);
-            if header.state == SegmentState::Sealed {
-                let count = header.count.min(MAX_RECORDS);
-                let mut body = vec![0; count as usize * RECORD_BYTES];
-                let got = read_up_to(file, &mut body, offset + PAGE_BYTES as u64)?;
-                let (intact, damaged) = decode_records(body.get(..got).unwrap_or_default(), count);
-                whole = damaged == 0 && intact.iter().all(|r| (r.segment, r.epoch) == (header.segment, header.epoch));
-                records = intact;
-                records.retain(|r| (r.segment, r.epoch) == (header.segment, header.epoch));
+            let region = self.region(file, header, offset)?;
+            self.regions.push(region);
+        } else if let Some(sb) = &self.superblock {
+            let ring_end = sb.ring_offset + u64::from(sb.ring_pages) * PAGE_BYTES as u64;
+            if (sb.ring_offset..ring_end).contains(&offset) {
+                self.ring_is_damaged = true;
+            } else if let Some(at) =
+                offset.checked_sub(sb.regions_offset).filter(|at| at.is_multiple_of(sb.region_bytes))
+            {
+                self.damaged_regions.extend(u32::try_from(at / sb.region_bytes).ok());
             }
-            self.regions.push(OldRegion { header, records, whole });
-        } else if let Some(sb) = self.superblock.as_ref().filter(|sb| starts_region(sb, offset)) {
-            let lane = sb.lane;
-            let mut body = vec![0; (sb.region_bytes as usize).saturating_sub(PAGE_BYTES)];
-            let got = read_up_to(file, &mut body, offset + PAGE_BYTES as u64)?;
-            let (records, _) = decode_records(body.get(..got).unwrap_or_default(), u32::MAX);
-            self.loose.extend(records.into_iter().map(|r| (lane, r)));
         }
         Ok(())
     }
-}
 
-fn starts_region(sb: &Superblock, offset: u64) -> bool {
-    offset.checked_sub(sb.regions_offset).is_some_and(|at| at.is_multiple_of(sb.region_bytes))
+    fn region(&self, file: &File, header: RegionHeader, offset: u64) -> Result<OldRegion> {
+        // Where its records lie the superblock says.
+        let Some(sb) = self.superblock.as_ref() else {
+            return Ok(OldRegion { header, records: Vec::new(), whole: false });
+        };
+        if header.state == SegmentState::Free {
+            return Ok(OldRegion { header, records: Vec::new(), whole: true });
+        }
+        let count = header.count.min(MAX_RECORDS);
+        let mut body = vec![0; count as usize * RECORD_BYTES];
+        let at = RegionLayout::of(sb.region_bytes).records_at() as u64;
+        let got = read_up_to(file, &mut body, offset + at)?;
+        let (mut records, damaged) = decode_records(body.get(..got).unwrap_or_default(), count);
+        let is_its = |r: &Record| (r.segment, r.epoch) == (header.segment, header.epoch);
+        let whole = damaged == 0 && records.iter().all(is_its);
+        records.retain(is_its);
+        Ok(OldRegion { header, records, whole })
+    }
 }

@@ -1,0 +1,177 @@
+//! What a log is opened with.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::clock::{Clock, SystemClock};
+use crate::error::Result;
+use crate::geometry::Geometry;
+use crate::index::AdmissionPolicy;
+use crate::io::{self, IoOptions};
+
+/// Whether the log may write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// Looks up, loads and stores.
+    #[default]
+    ReadWrite,
+    /// Looks up and loads; writes nothing, also works on a read-only mount.
+    ReadOnly,
+}
+
+/// What to do with a lane that this version cannot use (newer format, other layers) or whose superblock is damaged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum OnIncompatible {
+    /// Fail to open.
+    #[default]
+    Refuse,
+    /// Delete the lane and begin anew.
+    Recreate,
+}
+
+/// How chunks are spread over several drives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Placement {
+    /// Chunks that are stored together lie on one drive, and what goes on where one prompt had got to beside it: a dead drive
+    /// costs its share of the prefixes.
+    #[default]
+    Chain,
+    /// By key: a prompt's chunks are read from all drives at once, and a dead drive costs holes.
+    Stripe,
+}
+
+/// Makes the queues of a drive: its number, its directory, the settings. Tests put faulty queues in here.
+pub type DriveFactory = Arc<dyn Fn(usize, &Path, &IoOptions) -> Result<io::Drive> + Send + Sync>;
+
+/// What holds for one drive only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct DriveOptions {
+    /// Most bytes on this drive; `None` for [`LogOptions::capacity_bytes`].
+    pub capacity_bytes: Option<u64>,
+    /// Least bytes to leave free on its file system; `None` for [`LogOptions::min_free_bytes`].
+    pub min_free_bytes: Option<u64>,
+    /// Its size in bytes, for drive writes per day; `None` for that of its file system.
+    pub drive_bytes: Option<u64>,
+    /// Most bytes of one tenant's chunks on this drive; `None` for [`LogOptions::tenant_bytes`].
+    pub tenant_bytes: Option<u64>,
+    /// It takes no new chunks, and reclaim writes none again; what it holds is served.
+    pub drain: bool,
+}
+
+/// Says whether loads are under way.
+pub type IsLoading = Arc<dyn Fn() -> bool + Send + Sync>;
+
+/// Settings of a log.
+#[derive(Clone)]
+pub struct LogOptions {
+    /// Cache directories, one per drive; their order does not matter.
+    pub dirs: Vec<PathBuf>,
+    /// What is different for some of the drives, in the order of `dirs`; may be shorter.
+    pub drives: Vec<DriveOptions>,
+    /// What a chunk is.
+    pub geometry: Arc<Geometry>,
+    /// Whether to write.
+    pub mode: Mode,
+    /// Most bytes on each drive, over all lanes and namespaces below its cache directory.
+    pub capacity_bytes: u64,
+    /// Least bytes to leave free on each drive's file system.
+    pub min_free_bytes: u64,
+    /// Most bytes that the chunks of one tenant, which is a cache salt, may take on each drive; `None` for no limit.
+    pub tenant_bytes: Option<u64>,
+    /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at least four chunks and at most 1 GiB.
+    /// Counts when a lane is made.
+    pub segment_bytes: Option<u64>,
+    /// Name of the reclaim policy: `prefix`, `lru`, `fifo`, `default`.
+    pub policy: String,
+    /// Which chunks of prompts are stored ([`super::Log::admit`]).
+    pub admission: AdmissionPolicy,
+    /// Times its own size that this process may write each drive in a day; `None` for no limit.
+    pub write_budget_dwpd: Option<f64>,
+    /// How long a chunk is served unless its put says otherwise; `None` for ever.
+    pub ttl: Option<Duration>,
+    /// What to do with lanes that cannot be used.
+    pub on_incompatible: OnIncompatible,
+    /// Permission bits of directories that are made.
+    pub dir_mode: u32,
+    /// How chunks are spread over drives.
+    pub placement: Placement,
+    /// Longest time until a stored chunk's record is written to the journal.
+    pub commit_interval: Duration,
+    /// Share of the segments that may be leased at once, 0 to 1.
+    pub lease_share: f64,
+    /// Bytes that reclaim may write again for each byte it frees, 0 to 1.
+    pub reclaim_write_budget: f64,
+    /// How often to look for lanes that lost their writer, and to sweep.
+    pub scan_interval: Duration,
+    /// Settings of the I/O queues.
+    pub io: IoOptions,
+    /// How long one transfer may take.
+    pub io_timeout: Duration,
+    /// Makes the drives' queues; `None` for [`io::open_drive`].
+    pub drive_factory: Option<DriveFactory>,
+    /// Whether somebody waits for what is being read, for work that can wait; `None` to judge by the reads in flight.
+    pub is_loading: Option<IsLoading>,
+    /// Time.
+    pub clock: Arc<dyn Clock>,
+    /// Pages of a new lane's journal ring; `None` for what suits capacity and segment. For tests, which fill it.
+    #[doc(hidden)]
+    pub ring_pages: Option<u32>,
+    /// Start no threads: journal and keeper do their work in [`super::Log::turn`] and where a call would wait for them. For tests
+    /// that decide the order of everything.
+    #[doc(hidden)]
+    pub foreground: bool,
+}
+
+impl LogOptions {
+    /// What holds for drive `number`.
+    pub(in crate::log) fn drive(&self, number: usize) -> DriveOptions {
+        self.drives.get(number).copied().unwrap_or_default()
+    }
+
+    /// Settings for one drive at `dir`: read and write, 64 GiB, everything else as documented defaults.
+    #[must_use]
+    pub fn new(dir: impl Into<PathBuf>, geometry: Arc<Geometry>) -> Self {
+        Self {
+            dirs: vec![dir.into()],
+            drives: Vec::new(),
+            geometry,
+            mode: Mode::default(),
+            capacity_bytes: 64 << 30,
+            min_free_bytes: 0,
+            tenant_bytes: None,
+            segment_bytes: None,
+            policy: "default".to_owned(),
+            admission: AdmissionPolicy::All,
+            write_budget_dwpd: None,
+            ttl: None,
+            on_incompatible: OnIncompatible::default(),
+            dir_mode: 0o700,
+            placement: Placement::default(),
+            commit_interval: Duration::from_millis(50),
+            lease_share: 0.25,
+            reclaim_write_budget: 0.25,
+            scan_interval: Duration::from_secs(1),
+            io: IoOptions::default(),
+            io_timeout: Duration::from_secs(30),
+            drive_factory: None,
+            is_loading: None,
+            clock: Arc::new(SystemClock),
+            ring_pages: None,
+            foreground: false,
+        }
+    }
+}
+
+impl fmt::Debug for LogOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LogOptions")
+            .field("dirs", &self.dirs)
+            .field("mode", &self.mode)
+            .field("capacity_bytes", &self.capacity_bytes)
+            .field("segment_bytes", &self.segment_bytes)
+            .field("policy", &self.policy)
+            .finish_non_exhaustive()
+    }
+}

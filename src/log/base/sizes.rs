@@ -1,0 +1,133 @@
+//! How large the parts of a new lane are: a function of capacity and chunk size, fixed in the lane's superblock.
+
+use super::options::LogOptions;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::layout::{COARSE_BYTES, SlotLayout};
+use crate::format::sealed::{self, RegionLayout};
+use crate::format::superblock::Superblock;
+
+const GIB: u64 = 1 << 30;
+/// Segments are counted in pages with 24 bits.
+const MAX_SEGMENT_BYTES: u64 = (1 << 24) * PAGE_BYTES as u64 / 2;
+/// Slots per segment are assumed to be no smaller on average than this: more records than that seal a segment early.
+const RECORD_PER_BYTES: u64 = 16 << 10;
+const MAX_RECORDS: u64 = 1 << 16;
+const MAX_RING_PAGES: u64 = 8192;
+const MIN_RING_PAGES: u64 = 128;
+
+/// Sizes of a lane's parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::log) struct Sizes {
+    pub(in crate::log) segment_bytes: u64,
+    pub(in crate::log) region_bytes: u64,
+    pub(in crate::log) ring_offset: u64,
+    pub(in crate::log) ring_pages: u32,
+    pub(in crate::log) regions_offset: u64,
+}
+
+impl Sizes {
+    pub(in crate::log) fn plan(options: &LogOptions, capacity_bytes: u64) -> Result<Self> {
+        let slot = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens).slot_bytes;
+        let wanted = match options.segment_bytes {
+            Some(bytes) => bytes.max(slot),
+            None => (capacity_bytes / 64).min(GIB).max(4 * slot),
+        };
+        let segment_bytes = wanted.max(COARSE_BYTES as u64).next_multiple_of(COARSE_BYTES as u64);
+        if segment_bytes > MAX_SEGMENT_BYTES {
+            return Err(Error::new(
+                ErrorKind::Config,
+                format!("a segment of {segment_bytes} bytes is beyond {MAX_SEGMENT_BYTES}"),
+            )
+            .advice("lower segment_bytes or chunk_size"));
+        }
+        let share = capacity_bytes / 64 / PAGE_BYTES as u64;
+        let sizes = Self::of(segment_bytes, segment_bytes / slot, share);
+        Ok(options.ring_pages.map_or(sizes, |pages| sizes.with_ring(pages)))
+    }
+
+    fn with_ring(self, ring_pages: u32) -> Self {
+        let regions_offset = self.ring_offset + u64::from(ring_pages) * PAGE_BYTES as u64;
+        Self { ring_pages, regions_offset, ..self }
+    }
+
+    /// Sizes for a lane whose segments hold up to `slots` slots, where capacity and geometry are not known.
+    pub(in crate::log) fn of_segments(segment_bytes: u64, slots: u64) -> Self {
+        Self::of(segment_bytes, slots, MAX_RING_PAGES)
+    }
+
+    fn of(segment_bytes: u64, slots: u64, ring_share: u64) -> Self {
+        let records = (segment_bytes / RECORD_PER_BYTES).max(slots + slots / 8 + 64).min(MAX_RECORDS.max(slots));
+        let ring_pages = (2 * slots + 64).min(ring_share).clamp(MIN_RING_PAGES, MAX_RING_PAGES);
+        let ring_offset = 2 * PAGE_BYTES as u64;
+        Self {
+            segment_bytes,
+            region_bytes: sealed::region_bytes(records as usize) as u64,
+            ring_offset,
+            ring_pages: ring_pages as u32,
+            regions_offset: ring_offset + ring_pages * PAGE_BYTES as u64,
+        }
+    }
+}
+
+/// Segments in use for each that the capacity has room for, where single chunks are given up: above, the emptiest are reclaimed.
+const MOST_SEGMENTS: u64 = 8;
+/// Of the capacity, the part that the regions of so many may take: one of so many.
+const REGIONS_SHARE: u64 = 64;
+
+/// Bytes that the region of a sealed segment with chunks of `slot_bytes` keeps: some of them are smaller.
+pub(in crate::log) fn region_kept(sb: &Superblock, slot_bytes: u64) -> u64 {
+    let records = sb.segment_bytes / slot_bytes.max(1) * 3 / 2 + 16;
+    (sealed::region_bytes(records as usize) as u64).next_multiple_of(PAGE_BYTES as u64).min(sb.region_bytes)
+}
+
+/// Length of data.kv that file systems take: holes count.
+const MOST_FILE_BYTES: u64 = 8 << 40;
+
+/// Segments that a lane should have at most while what is in them is given up chunk by chunk.
+pub(in crate::log) fn most_segments(capacity_bytes: u64, sb: &Superblock, slot_bytes: u64) -> u64 {
+    let full = (capacity_bytes / sb.segment_bytes.max(1)).max(4);
+    let regions = capacity_bytes / REGIONS_SHARE / region_kept(sb, slot_bytes).max(1);
+    let of_file = MOST_FILE_BYTES / sb.segment_bytes.max(1);
+    full.saturating_mul(MOST_SEGMENTS).min(regions.max(full + full / 2)).min(of_file).max(full)
+}
+
+/// Records that a region of `region_bytes` holds.
+pub(in crate::log) fn region_records(region_bytes: u64) -> usize {
+    RegionLayout::of(region_bytes).records
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
+    use std::sync::Arc;
+
+    fn options(layers: usize, heads: u32, tokens: u32, capacity: u64) -> LogOptions {
+        let layers = vec![LayerSpec::kv(LayerKind::Full, heads, 256); layers];
+        let geometry = Geometry::new("m", DType::named("bf16").unwrap(), layers, tokens).unwrap();
+        LogOptions { capacity_bytes: capacity, ..LogOptions::new("x", Arc::new(geometry)) }
+    }
+
+    #[test]
+    fn a_segment_is_a_64th_of_the_capacity_within_its_bounds() {
+        let of = |o: &LogOptions| Sizes::plan(o, o.capacity_bytes).unwrap().segment_bytes;
+        assert_eq!(of(&options(2, 1, 16, 64 << 30)), 1 << 30);
+        assert_eq!(of(&options(2, 1, 16, 4 << 40)), 1 << 30);
+        assert_eq!(of(&options(2, 1, 16, 64 << 20)), 1 << 20);
+        let large = options(32, 8, 256, 64 << 20);
+        let slot = SlotLayout::of_chunk(&large.geometry, 256).slot_bytes;
+        assert_eq!(of(&large), 4 * slot, "a segment holds at least four chunks");
+    }
+
+    #[test]
+    fn a_region_has_room_for_every_slot_of_its_segment() {
+        for (layers, heads, tokens, capacity) in [(1, 1, 1, 1 << 30), (2, 1, 16, 8 << 20), (80, 8, 256, 1 << 42)] {
+            let options = options(layers, heads, tokens, capacity);
+            let sizes = Sizes::plan(&options, capacity).unwrap();
+            let slot = SlotLayout::of_chunk(&options.geometry, tokens).slot_bytes;
+            assert!(region_records(sizes.region_bytes) as u64 > sizes.segment_bytes / slot, "{sizes:?}");
+            assert!(sizes.region_bytes <= 1 << 32);
+        }
+    }
+}

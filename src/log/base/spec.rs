@@ -1,0 +1,107 @@
+//! What is to be stored: a chunk of KV, an object or a part of one, or a pack of small objects.
+
+use crate::format::layout::SlotLayout;
+use crate::format::record::KeyKind;
+use crate::key::ChunkKey;
+
+/// Bytes that the header of an object's slot keeps for its TLVs, its name above all; the header is then one page.
+pub const OBJECT_TLV_BYTES: usize = 2048;
+
+/// Largest payload of a pack of small objects, in bytes: below it a slot has no gap, and its header lies at its start.
+pub const MAX_PACK_BYTES: usize = 1 << 20;
+
+/// One object of a pack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its key.
+    pub key: ChunkKey,
+    /// Where it starts in the payload of the slot, in bytes.
+    pub sub_offset: u32,
+    /// Its length in bytes.
+    pub length: u32,
+}
+
+/// What to store and what to say about it. [`PutSpec::chunk`] and [`PutSpec::object`] fill in the usual.
+#[derive(Clone, Debug)]
+pub struct PutSpec {
+    /// The key.
+    pub key: ChunkKey,
+    /// The key it is chained to; zero where there is none.
+    pub parent: ChunkKey,
+    /// The first chunk of the run that is stored at once, which chooses the drive; `None` for the parent's drive, or by the key.
+    pub root: Option<ChunkKey>,
+    /// Number of the drive to prefer to what `root` chooses, while it takes puts: [`crate::log::Log::near`].
+    pub near: Option<usize>,
+    /// Tokens of the chunk; 0 for objects.
+    pub tokens: u32,
+    /// Chunks before it in its chain.
+    pub depth: u32,
+    /// Position of its first token in the prompt it was computed in.
+    pub start_position: u64,
+    /// Hash of the cache salt; 0 without one.
+    pub tenant: u64,
+    /// Unix seconds after which it is not served; 0 for the log's own time to live.
+    pub expiry_s: u32,
+    /// What the key names.
+    pub key_kind: KeyKind,
+    /// KV cache group of the server.
+    pub group: u16,
+    /// The chunk's token ids, to be kept with it.
+    pub token_ids: Option<Vec<u32>>,
+    /// Further fields of the header: type and bytes. What does not fit the layout's header fails the commit.
+    pub tlvs: Vec<(u16, Vec<u8>)>,
+    /// Layout of the slot; `None` for that of a chunk of `tokens` tokens.
+    pub layout: Option<SlotLayout>,
+    /// Payload bytes of an object; ignored for chunks.
+    pub length: u64,
+    /// Objects packed in this slot. If there are any, they are published, all at once, instead of `key`, which only names the
+    /// slot; the directory is written to the header. Those that are stored already are left out of it.
+    pub members: Vec<Member>,
+}
+
+impl PutSpec {
+    /// A chunk of `tokens` tokens, `depth` chunks down its chain.
+    #[must_use]
+    pub fn chunk(key: ChunkKey, parent: ChunkKey, tokens: u32, depth: u32) -> Self {
+        Self {
+            key,
+            parent,
+            root: None,
+            near: None,
+            tokens,
+            depth,
+            start_position: 0,
+            tenant: 0,
+            expiry_s: 0,
+            key_kind: KeyKind::Chain,
+            group: 0,
+            token_ids: None,
+            tlvs: Vec::new(),
+            layout: None,
+            length: 0,
+            members: Vec::new(),
+        }
+    }
+
+    /// An object of `length` bytes, or a part of one (`key_kind`), in a slot of its own.
+    #[must_use]
+    pub fn object(key: ChunkKey, length: u64, key_kind: KeyKind) -> Self {
+        Self {
+            key_kind,
+            layout: Some(SlotLayout::of_bytes(length as usize, OBJECT_TLV_BYTES)),
+            length,
+            ..Self::chunk(key, ChunkKey([0; 32]), 0, 0)
+        }
+    }
+
+    /// A pack of small objects that lie in a payload of `payload_bytes` as the members say.
+    #[must_use]
+    pub fn pack(key: ChunkKey, payload_bytes: usize, members: Vec<Member>) -> Self {
+        let tlv_bytes = super::pack::directory_bytes(members.len()) + OBJECT_TLV_BYTES;
+        Self {
+            layout: Some(SlotLayout::of_bytes(payload_bytes, tlv_bytes)),
+            members,
+            ..Self::object(key, payload_bytes as u64, KeyKind::ObjectPack)
+        }
+    }
+}

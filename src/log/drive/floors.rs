@@ -1,0 +1,107 @@
+//! Floors: what must not come back as a whole. The file `FLOORS` of a shard, and its image in the page that processes share.
+//!
+//! A floor is durable before anybody sees it, so that what is hidden once stays hidden. The file is written under the shard's lock.
+
+use std::path::Path;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::floors::{FLOORS_BYTES, Floors, MOST_TENANTS};
+use crate::index::Shard;
+use crate::io::{AlignedBuf, DirectFile, FileOptions};
+use crate::log::base::paths;
+
+/// What lies below a floor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// Everything stored so far.
+    All,
+    /// What was stored with the cache salt of this hash (`key::tenant`).
+    Tenant(u64),
+}
+
+/// Reads the floors of a shard; none where there is no file.
+///
+/// # Errors
+/// `Corrupt` where both copies are damaged; those of reading.
+pub(in crate::log) fn read(shard_dir: &Path) -> Result<Floors> {
+    let path = shard_dir.join(paths::FLOORS);
+    let file = match DirectFile::open(&path, FileOptions::read_only()) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Floors::default()),
+        file => file?,
+    };
+    let mut bytes = AlignedBuf::zeroed(2 * FLOORS_BYTES)?;
+    let there = file.len()?.min(bytes.len() as u64) as usize / crate::format::PAGE_BYTES * crate::format::PAGE_BYTES;
+    if there == 0 {
+        // Made, and never written: no call has returned.
+        return Ok(Floors::default());
+    }
+    file.read_at(bytes.get_mut(..there).unwrap_or_default(), 0)?;
+    let (a, b) = bytes.split_at(FLOORS_BYTES);
+    if Floors::decode(a).is_err_and(|e| e.kind() == ErrorKind::Corrupt) && b.iter().all(|b| *b == 0) {
+        // The first write was cut off: no call has returned.
+        return Ok(Floors::default());
+    }
+    Floors::newest(a, b).map_err(|e| {
+        e.at(&path).advice("what was purged or cleared could come back: delete the shard's cache with `forebay purge`")
+    })
+}
+
+/// Writes the floors, both copies one after the other, each durable before the next.
+///
+/// # Errors
+/// Those of writing: then the floors may be the old or the new ones after a crash.
+pub(in crate::log) fn write(shard_dir: &Path, floors: &Floors) -> Result<()> {
+    let path = shard_dir.join(paths::FLOORS);
+    let file = DirectFile::open(&path, FileOptions::create())?;
+    let mut copy = AlignedBuf::zeroed(FLOORS_BYTES)?;
+    copy.copy_from_slice(&floors.encode());
+    for offset in [0, FLOORS_BYTES as u64] {
+        file.write_at(&copy, offset)?;
+        flush(&file)?;
+    }
+    paths::sync_dir(shard_dir)
+}
+
+fn flush(file: &DirectFile) -> Result<()> {
+    file.sync_data()
+}
+
+/// Raises a floor to `sequence`, durably, then in the page, where there is one. The caller holds the shard's lock.
+///
+/// # Errors
+/// `Busy` where too many tenants have a floor; those of writing.
+pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&Shard>, what: What, sequence: u64) -> Result<()> {
+    let mut floors = read(shard_dir)?;
+    match what {
+        What::All => floors.everything = floors.everything.max(sequence),
+        What::Tenant(tenant) => {
+            if !floors.raise_tenant(tenant, sequence) {
+                let why = format!("{MOST_TENANTS} tenants are being removed already");
+                return Err(Error::new(ErrorKind::Busy, why).at(shard_dir).advice("try again in a minute"));
+            }
+        }
+    }
+    floors.generation += 1;
+    write(shard_dir, &floors)?;
+    page.into_iter().for_each(|page| show(page, &floors));
+    Ok(())
+}
+
+/// Drops the floors of tenants, whose slots are unreadable durably. The caller holds the shard's lock.
+///
+/// # Errors
+/// Those of writing.
+pub(in crate::log) fn drop_tenants(shard_dir: &Path, page: &Shard) -> Result<()> {
+    let mut floors = read(shard_dir)?;
+    floors.tenants.clear();
+    floors.generation += 1;
+    write(shard_dir, &floors)?;
+    show(page, &floors);
+    Ok(())
+}
+
+/// Shows the floors to all processes.
+pub(in crate::log) fn show(page: &Shard, floors: &Floors) {
+    page.raise_to(floors.everything.max(floors.tenants.iter().map(|(_, seq)| *seq).max().unwrap_or(0)));
+    page.set_floors(floors.generation, floors.everything, &floors.tenants);
+}

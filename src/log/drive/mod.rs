@@ -1,0 +1,465 @@
+//! One drive of the log: its budget, its shard page, and the lanes on it.
+//!
+//! All lanes of the shard are read; of those whose lock this process has, one is its own. The set of lanes changes rarely: it
+//! is replaced as a whole, so that lookups only copy a pointer.
+
+pub(super) mod floors;
+mod quota;
+
+use std::collections::HashSet;
+use std::fs::{DirBuilder, File};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+
+pub use floors::What;
+pub(super) use quota::{Claim, Quota};
+
+use super::base::budget::Budget;
+use super::base::ctx::Ctx;
+use super::base::health::Health;
+use super::base::lock::ShardLock;
+use super::base::options::Mode;
+use super::base::paths;
+use super::base::wear::{Wear, WearStats};
+use super::lane::{Lane, Role};
+use super::policy::PolicyFile;
+use super::recovery::{Candidate, LaneFiles, Summary, Surroundings, try_lock, write_superblock};
+use crate::error::{Error, ErrorKind, Result};
+use crate::index::{self, Access, Entry, EntryKind, Shard};
+use crate::io;
+
+/// The lanes of a drive, at one moment.
+#[derive(Debug, Default)]
+pub(super) struct Lanes {
+    pub(super) own: Option<Arc<Lane>>,
+    /// All of them, the own one first.
+    pub(super) all: Vec<Arc<Lane>>,
+}
+
+impl Lanes {
+    /// Lanes that this process reclaims.
+    pub(super) fn held(&self) -> impl Iterator<Item = &Arc<Lane>> {
+        self.all.iter().filter(|l| l.is_held())
+    }
+}
+
+/// Work of the maintenance thread.
+#[derive(Clone, Copy)]
+pub(super) struct Helpers {
+    /// Makes a segment ready.
+    pub(super) make_ready: fn(&Volume),
+    /// Makes room for tenants at their quota.
+    pub(super) enforce_quota: fn(&Volume),
+}
+
+/// One drive.
+pub(super) struct Volume {
+    pub(super) ctx: Arc<Ctx>,
+    pub(super) number: usize,
+    pub(super) root: PathBuf,
+    pub(super) shard_dir: PathBuf,
+    pub(super) id: [u8; 16],
+    pub(super) io: io::Drive,
+    pub(super) budget: Option<Arc<Budget>>,
+    pub(super) health: Arc<Health>,
+    pub(super) wear: Wear,
+    /// What each tenant may take; `None` without a limit.
+    pub(super) quota: Option<Arc<Quota>>,
+    /// Of reads: whether they come back at all.
+    pub(super) answers: Health,
+    pub(super) shard: Arc<Shard>,
+    lanes: RwLock<Arc<Lanes>>,
+    seen_lanes: AtomicU64,
+    draining: AtomicBool,
+    scanning: Mutex<()>,
+    pub(super) policy: PolicyFile,
+    /// Work of the maintenance thread that a call does itself in a log without threads.
+    pub(super) helpers: Helpers,
+    lost: AtomicBool,
+    /// Rounds that the maintenance thread has ended.
+    pub(super) rounds: AtomicU64,
+    /// Wakes the maintenance thread.
+    pub(super) waker: (crossbeam_channel::Sender<()>, crossbeam_channel::Receiver<()>),
+}
+
+impl Volume {
+    /// Opens a drive.
+    pub(super) fn open(
+        ctx: &Arc<Ctx>,
+        (number, root): (usize, &Path),
+        io: io::Drive,
+        helpers: Helpers,
+    ) -> Result<Self> {
+        match ctx.options.mode {
+            Mode::ReadWrite => Self::open_writable(ctx, (number, root), io, helpers),
+            Mode::ReadOnly => Self::open_read_only(ctx, (number, root), io, helpers),
+        }
+    }
+
+    fn open_writable(ctx: &Arc<Ctx>, (number, root): (usize, &Path), io: io::Drive, helpers: Helpers) -> Result<Self> {
+        let options = &ctx.options;
+        let made = DirBuilder::new().recursive(true).mode(options.dir_mode).create(root);
+        made.map_err(|e| {
+            Error::io("cannot make the cache directory", e).at(root).advice("choose a cache_dir that can be written")
+        })?;
+        let drive = options.drive(number);
+        let capacity_bytes = drive.capacity_bytes.unwrap_or(options.capacity_bytes);
+        let limits = (capacity_bytes, drive.min_free_bytes.unwrap_or(options.min_free_bytes));
+        let budget = Arc::new(Budget::open(root, limits, options.clock.unix_ms(), options.io_timeout)?);
+        let namespace = paths::make_dir(root, &options.geometry.fingerprint().dir_name(), options.dir_mode)?;
+        let shard_dir = paths::make_dir(&namespace, &options.geometry.shard_dir_name(), options.dir_mode)?;
+        let _lock = ShardLock::take(&shard_dir, options.io_timeout)?;
+        let shard = open_shard(ctx, &shard_dir)?;
+        floors::show(&shard, &floors::read(&shard_dir)?);
+        let volume = Self::new(ctx, number, (root.to_path_buf(), shard_dir), io, (Some(budget), shard, helpers));
+        let lanes = volume.take_lanes()?;
+        volume.set_lanes(lanes);
+        volume.shard.bump_lanes();
+        volume.seen_lanes.store(volume.shard.lane_generation(), Ordering::Release);
+        Ok(volume)
+    }
+
+    fn open_read_only(ctx: &Arc<Ctx>, (number, root): (usize, &Path), io: io::Drive, helpers: Helpers) -> Result<Self> {
+        let id = Budget::read(root).map_err(|e| match e.kind() {
+            ErrorKind::NotFound => e.advice("there is no cache here, and a read-only one is not made"),
+            _ => e,
+        })?;
+        let geometry = &ctx.options.geometry;
+        let shard_dir = root.join(geometry.fingerprint().dir_name()).join(geometry.shard_dir_name());
+        let path = shard_dir.join(paths::SHARD_SHM);
+        let attached = match paths::open_small(&path, false) {
+            Ok(file) => Shard::attach(&file, ctx.boot, Access::ReadWrite),
+            Err(_) => File::open(&path)
+                .map_err(|e| Error::io("cannot open the shard page", e))
+                .and_then(|file| Shard::attach(&file, ctx.boot, Access::ReadOnly)),
+        };
+        let shard = match attached {
+            Ok(shard) => shard,
+            Err(_) => {
+                let shard = Shard::anonymous(ctx.boot, ctx.me)?;
+                floors::show(&shard, &floors::read(&shard_dir)?);
+                shard
+            }
+        };
+        let mut volume = Self::new(ctx, number, (root.to_path_buf(), shard_dir), io, (None, shard, helpers));
+        volume.id = id.drive;
+        volume.seen_lanes.store(volume.shard.lane_generation(), Ordering::Release);
+        let mut lanes = Lanes::default();
+        for (number, dir) in paths::lanes(&volume.shard_dir)? {
+            match volume.surroundings().open_foreign(Candidate { number, dir: dir.clone(), lock: None }) {
+                Ok((lane, summary)) => {
+                    volume.note(summary);
+                    lanes.all.push(lane);
+                }
+                // A lane that is just being made.
+                Err(e) if e.kind() == ErrorKind::NotFound => {}
+                Err(e) => return Err(e),
+            }
+        }
+        volume.set_lanes(lanes);
+        Ok(volume)
+    }
+
+    fn new(
+        ctx: &Arc<Ctx>,
+        number: usize,
+        (root, shard_dir): (PathBuf, PathBuf),
+        io: io::Drive,
+        (budget, shard, helpers): (Option<Arc<Budget>>, Shard, Helpers),
+    ) -> Self {
+        let drive_bytes = ctx.options.drive(number).drive_bytes;
+        let drive_bytes = drive_bytes.unwrap_or_else(|| io::file_system_bytes(&root).map_or(0, |(all, _)| all));
+        let written = (ctx.options.clock.boot_ns(), io.write.stats().counts().bytes);
+        let wear = Wear::new(drive_bytes, ctx.options.write_budget_dwpd, written);
+        let draining = ctx.options.drive(number).drain || budget.as_ref().is_some_and(|b| b.page.draining);
+        Self {
+            ctx: Arc::clone(ctx),
+            number,
+            root,
+            shard_dir,
+            id: budget.as_ref().map(|b| b.page.drive).unwrap_or_default(),
+            io,
+            budget,
+            health: Arc::new(Health::new(ctx.options.io_timeout)),
+            wear,
+            quota: Quota::new(ctx.options.drive(number).tenant_bytes.or(ctx.options.tenant_bytes)),
+            answers: Health::new(ctx.options.io_timeout),
+            shard: Arc::new(shard),
+            lanes: RwLock::default(),
+            seen_lanes: AtomicU64::new(0),
+            draining: AtomicBool::new(draining),
+            scanning: Mutex::new(()),
+            rounds: AtomicU64::new(0),
+            policy: PolicyFile::default(),
+            helpers,
+            lost: AtomicBool::new(false),
+            waker: crossbeam_channel::bounded(1),
+        }
+    }
+
+    /// The time, and the bytes that this process has written to the drive since its queues were made.
+    pub(super) fn written(&self) -> (u64, u64) {
+        let policy = self.policy.written_bytes();
+        (self.ctx.options.clock.boot_ns(), self.io.write.stats().counts().bytes + policy)
+    }
+
+    /// Its writes, as drive writes per day.
+    pub(super) fn wear_stats(&self) -> WearStats {
+        self.wear.stats(self.written())
+    }
+
+    fn surroundings(&self) -> Surroundings {
+        Surroundings { ctx: Arc::clone(&self.ctx), drive: self.id, io: self.io.clone(), budget: self.budget.clone() }
+    }
+
+    /// At open, under the shard's lock: takes or makes the own lane, adopts orphans, attaches to the others.
+    fn take_lanes(&self) -> Result<Lanes> {
+        let around = self.surroundings();
+        let mut free: Vec<(Candidate, LaneFiles)> = Vec::new();
+        let mut taken = Vec::new();
+        let mut mount_generation = self.shard.last_seq() >> 40;
+        let mut next_number = 0;
+        for (number, dir) in paths::lanes(&self.shard_dir)? {
+            next_number = number + 1;
+            match try_lock(&dir)? {
+                Some(lock) => {
+                    let files = around.open_or_recreate(&dir)?;
+                    mount_generation = mount_generation.max(files.superblock.mount_generation);
+                    free.push((Candidate { number, dir, lock: Some(lock) }, files));
+                }
+                None => taken.push(Candidate { number, dir, lock: None }),
+            }
+        }
+        if free.is_empty() {
+            free.push(self.new_lane(&around, next_number)?);
+        }
+        let mut lanes = Lanes::default();
+        for candidate in taken {
+            match around.open_foreign(candidate) {
+                Ok((lane, summary)) => {
+                    mount_generation = mount_generation.max(summary.mount_generation);
+                    lanes.all.push(lane);
+                }
+                Err(e) => tracing::debug!(error = %e, "a lane of another process is not ready"),
+            }
+        }
+        mount_generation += 1;
+        for (i, (candidate, mut files)) in free.into_iter().enumerate() {
+            let role = if i == 0 { Role::Own } else { Role::Adopted };
+            if role == Role::Own {
+                files.superblock.mount_generation = mount_generation;
+                files.superblock.generation += 1;
+                write_superblock(&files.index, &files.superblock)?;
+            } else {
+                self.ctx.counters.adopted_lanes.add(1);
+            }
+            let (lane, summary) = around.open_held(candidate, files, role)?;
+            self.note(summary);
+            match role {
+                Role::Own => {
+                    lanes.own = Some(Arc::clone(&lane));
+                    lanes.all.insert(0, lane);
+                }
+                _ => lanes.all.push(lane),
+            }
+        }
+        self.shard.raise_to(mount_generation << 40);
+        Ok(lanes)
+    }
+
+    fn note(&self, summary: Summary) {
+        self.shard.raise_to(summary.max_sequence);
+    }
+
+    fn new_lane(&self, around: &Surroundings, number: u32) -> Result<(Candidate, LaneFiles)> {
+        let dir = paths::make_dir(&self.shard_dir, &paths::lane_dir(number), self.ctx.options.dir_mode)?;
+        let lock = try_lock(&dir)?.ok_or_else(|| {
+            Error::new(ErrorKind::Locked, "another process took the lane that was just made").at(&dir)
+        })?;
+        let files = around.create(&dir)?;
+        Ok((Candidate { number, dir, lock: Some(lock) }, files))
+    }
+
+    /// The lanes as they are now. A lane that another process has opened since is attached to first.
+    pub(super) fn lanes(&self) -> Arc<Lanes> {
+        let generation = self.shard.lane_generation();
+        if generation != self.seen_lanes.load(Ordering::Acquire) && !self.ctx.is_closed() {
+            self.look_for_lanes(generation);
+        }
+        Arc::clone(&self.lanes.read())
+    }
+
+    fn set_lanes(&self, lanes: Lanes) {
+        *self.lanes.write() = Arc::new(lanes);
+    }
+
+    /// Attaches to lanes that appeared, drops those that disappeared.
+    fn look_for_lanes(&self, generation: u64) {
+        // Waited for: whoever looks up after another process has removed something must see the lane that says so.
+        let _one = self.scanning.lock();
+        if self.seen_lanes.load(Ordering::Acquire) == generation {
+            return;
+        }
+        let before = Arc::clone(&self.lanes.read());
+        let Ok(there) = paths::lanes(&self.shard_dir) else { return };
+        let numbers: HashSet<u32> = there.iter().map(|(n, _)| *n).collect();
+        let mut lanes = Lanes { own: before.own.clone(), all: Vec::new() };
+        let stays = |l: &&Arc<Lane>| l.is_held() || (numbers.contains(&l.number) && l.is_still_there());
+        // What was read into memory may have a writer, and a table, by now.
+        lanes.all.extend(before.all.iter().filter(stays).filter(|l| l.is_held() || l.shared().is_some()).cloned());
+        let known: HashSet<u32> = lanes.all.iter().map(|l| l.number).collect();
+        for (number, dir) in there.into_iter().filter(|(n, _)| !known.contains(n)) {
+            match self.surroundings().open_foreign(Candidate { number, dir, lock: None }) {
+                Ok((lane, _)) => lanes.all.push(lane),
+                Err(e) => tracing::debug!(lane = number, error = %e, "a lane of another process is not ready"),
+            }
+        }
+        self.set_lanes(lanes);
+        self.seen_lanes.store(generation, Ordering::Release);
+    }
+
+    /// Adopts lanes whose writer is gone. For the maintenance thread.
+    pub(super) fn adopt_orphans(&self) -> Result<()> {
+        if self.own().is_none() {
+            return Ok(());
+        }
+        let held: HashSet<u32> = self.lanes().held().map(|l| l.number).collect();
+        for (number, dir) in paths::lanes(&self.shard_dir)?.into_iter().filter(|(n, _)| !held.contains(n)) {
+            let _lock = self.lock_shard()?;
+            let Some(lock) = try_lock(&dir)? else { continue };
+            let around = self.surroundings();
+            let opened = around.open_files(&dir, true).and_then(|files| {
+                around.open_held(Candidate { number, dir: dir.clone(), lock: Some(lock) }, files, Role::Adopted)
+            });
+            match opened {
+                Ok((lane, summary)) => {
+                    self.note(summary);
+                    self.adopt(lane);
+                }
+                Err(e) => tracing::warn!(lane = %dir.display(), error = %e, "an orphaned lane cannot be adopted"),
+            }
+        }
+        Ok(())
+    }
+
+    fn adopt(&self, lane: Arc<Lane>) {
+        tracing::info!(lane = %lane.dir.display(), "adopted a lane whose writer is gone");
+        self.ctx.counters.adopted_lanes.add(1);
+        let _one = self.scanning.lock();
+        let before = Arc::clone(&self.lanes.read());
+        let mut lanes = Lanes { own: before.own.clone(), all: before.all.clone() };
+        lanes.all.retain(|l| l.number != lane.number);
+        lanes.all.push(lane);
+        self.set_lanes(lanes);
+        self.shard.bump_lanes();
+    }
+
+    /// Forgets a lane, as after its removal.
+    pub(super) fn forget(&self, number: u32) {
+        let _one = self.scanning.lock();
+        let before = Arc::clone(&self.lanes.read());
+        let all = before.all.iter().filter(|l| l.number != number).cloned().collect();
+        self.set_lanes(Lanes { own: before.own.clone(), all });
+        self.shard.bump_lanes();
+    }
+
+    /// The lane that this process appends to.
+    pub(super) fn own(&self) -> Option<Arc<Lane>> {
+        self.lanes.read().own.clone()
+    }
+
+    /// The lock under which lanes are made, taken, adopted and removed, and floors raised.
+    ///
+    /// # Errors
+    /// `TimedOut` where another process keeps it.
+    pub(super) fn lock_shard(&self) -> Result<ShardLock> {
+        ShardLock::take(&self.shard_dir, self.ctx.options.io_timeout)
+    }
+
+    /// Whether an entry lies above its floor and has not expired.
+    pub(super) fn shows(&self, entry: &Entry) -> bool {
+        let expiry = u64::from(entry.expiry_s);
+        // Only chunks have a tenant: objects say something else in its place.
+        let tenant = (entry.kind == EntryKind::Chunk).then_some(entry.tenant);
+        self.shard.is_above_floor(tenant, entry.seq) && (expiry == 0 || expiry > self.ctx.now_s())
+    }
+
+    /// A read has failed, or has not come back.
+    pub(super) fn note_bad_read(&self, kind: ErrorKind) {
+        self.answers.note_error(kind);
+        self.health.note_error(kind);
+    }
+
+    /// Whether it takes puts.
+    pub(super) fn takes_puts(&self) -> bool {
+        self.health.is_good() && !self.is_draining() && !self.is_lost() && self.own().is_some()
+    }
+
+    /// Whether the memory that it shares with other processes is out of reach, as after its file system has shut itself down. What
+    /// they store, remove and lease is not known then: until the cache is opened anew nothing is served, stored or reclaimed.
+    pub(super) fn is_lost(&self) -> bool {
+        // Every lookup asks; in nearly all processes no mapping was ever lost.
+        index::losses() > 0 && (self.lost.load(Ordering::Relaxed) || self.look_for_losses())
+    }
+
+    fn look_for_losses(&self) -> bool {
+        let lane_lost = |l: &Arc<Lane>| l.table().is_lost() || l.shared().is_some_and(|shared| shared.is_lost());
+        let lost = self.shard.is_lost() || self.lanes.read().all.iter().any(lane_lost);
+        if lost && !self.lost.swap(true, Ordering::Relaxed) {
+            tracing::error!(drive = %self.root.display(), "the drive's file system is gone: the cache on it is left alone until it is opened anew");
+        }
+        lost
+    }
+
+    /// Refuses where the shared memory [is lost](Self::is_lost).
+    pub(super) fn check_shared(&self) -> Result<()> {
+        if !self.is_lost() {
+            return Ok(());
+        }
+        let e = Error::new(ErrorKind::Io, "the memory that processes share is out of reach: the file system is gone")
+            .at(&self.root);
+        Err(e.advice("mount the file system again, and restart the processes that use the cache"))
+    }
+
+    /// Whether it is being drained, as far as known; the maintenance thread looks.
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    /// Looks whether somebody drains the drive.
+    pub(super) fn note_draining(&self) {
+        let set = self.ctx.options.drive(self.number).drain;
+        let draining = set || self.budget.as_ref().is_some_and(|b| b.is_draining());
+        self.draining.store(draining, Ordering::Relaxed);
+    }
+
+    /// Asks the maintenance thread to look for room.
+    pub(super) fn wake(&self) {
+        // One that is awake already needs no second call.
+        let _ = self.waker.0.try_send(());
+    }
+}
+
+impl std::fmt::Debug for Volume {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Volume").field("root", &self.root).finish_non_exhaustive()
+    }
+}
+
+/// Attaches to the shard page, or makes it where this boot has none. Under the shard's lock.
+fn open_shard(ctx: &Ctx, shard_dir: &Path) -> Result<Shard> {
+    let path = shard_dir.join(paths::SHARD_SHM);
+    if let Ok(file) = paths::open_small(&path, false)
+        && let Ok(shard) = Shard::attach(&file, ctx.boot, Access::ReadWrite)
+    {
+        return Ok(shard);
+    }
+    let file = paths::new_shared(shard_dir, paths::SHARD_SHM, Shard::FILE_BYTES)?;
+    let shard = Shard::create(&file, ctx.boot, ctx.me)?;
+    paths::put_in_place(shard_dir, paths::SHARD_SHM)?;
+    Ok(shard)
+}

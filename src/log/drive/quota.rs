@@ -1,0 +1,126 @@
+//! How much of a drive one tenant may take: the bound. Room is made by `reclaim/quota.rs`.
+//!
+//! A tenant is a cache salt. What is stored without one is nobody's and has no quota, and neither have objects.
+//!
+//! What each tenant takes of the lanes that this process holds is known exactly; those of other processes are counted in every
+//! scan. A put that would go beyond the quota is refused, so that the bound is a hard one for one process, and nearly so for
+//! several: they see each other's stores with the next count.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::Volume;
+use crate::log::lane::{Lane, slot_bytes, tenant_of};
+
+/// Of a quota, the part that is kept free for what comes next: one of so many.
+const KEPT_FREE: u64 = 16;
+
+/// What tenants take of one drive.
+#[derive(Debug)]
+pub(in crate::log) struct Quota {
+    /// Bytes of slots that each may take.
+    limit: u64,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    /// Of lanes that others hold, as of the last count.
+    foreign: HashMap<u64, u64>,
+    /// Being stored by this process.
+    claimed: HashMap<u64, u64>,
+    /// Bytes of the largest slot that was refused since room was last made.
+    refused: HashMap<u64, u64>,
+}
+
+impl Quota {
+    pub(in crate::log) fn new(limit: Option<u64>) -> Option<Arc<Self>> {
+        limit.map(|limit| Arc::new(Self { limit, taken: Mutex::default() }))
+    }
+
+    /// A claim on the room of one slot; `None` where the tenant has no room left.
+    pub(in crate::log) fn claim(self: &Arc<Self>, volume: &Volume, tenant: u64, bytes: u64) -> Option<Claim> {
+        // Before the lanes' locks: a claim ends after its put is in the table, and without the lane's lock.
+        let mut taken = self.taken.lock();
+        let others: u64 = [&taken.claimed, &taken.foreign].iter().filter_map(|map| map.get(&tenant)).sum();
+        if others.saturating_add(held_by(volume, tenant)).saturating_add(bytes) > self.limit {
+            let refused = taken.refused.entry(tenant).or_default();
+            *refused = bytes.max(*refused);
+            return None;
+        }
+        *taken.claimed.entry(tenant).or_default() += bytes;
+        Some(Claim { quota: Arc::clone(self), tenant, bytes })
+    }
+
+    /// Counts what the lanes of other processes hold.
+    pub(in crate::log) fn count(&self, volume: &Volume) {
+        let mut foreign: HashMap<u64, u64> = HashMap::new();
+        for lane in volume.lanes().all.iter().filter(|lane| !lane.is_held()) {
+            lane.table().for_each(|_, e| {
+                if let Some(tenant) = tenant_of(e) {
+                    *foreign.entry(tenant).or_default() += slot_bytes(e);
+                }
+            });
+        }
+        self.taken.lock().foreign = foreign;
+    }
+
+    /// Most bytes of one tenant.
+    pub(in crate::log) fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Room is being made: who was refused asks again.
+    pub(in crate::log) fn forget_refused(&self) {
+        self.taken.lock().refused.clear();
+    }
+
+    /// Tenants with too little room for what they bring next, and the bytes that they are to give up.
+    pub(in crate::log) fn excess(&self, volume: &Volume) -> Vec<(u64, u64)> {
+        let mut all: BTreeMap<u64, u64> = BTreeMap::new();
+        for lane in volume.lanes().held() {
+            let Ok(state) = lane.state() else { continue };
+            state.usage.tenants().for_each(|(tenant, bytes)| *all.entry(tenant).or_default() += bytes);
+        }
+        let taken = self.taken.lock();
+        for (tenant, bytes) in taken.foreign.iter().chain(&taken.claimed) {
+            *all.entry(*tenant).or_default() += bytes;
+        }
+        let over = |(tenant, bytes): (u64, u64)| {
+            let asked = taken.refused.get(&tenant).copied();
+            let free = (self.limit / KEPT_FREE).max(asked.unwrap_or(0)).min(self.limit);
+            let over = bytes.saturating_sub(self.limit - free);
+            // Not for every chunk anew, unless one was refused.
+            (over > free / 2 || (over > 0 && asked.is_some())).then_some((tenant, over))
+        };
+        all.into_iter().filter_map(over).collect()
+    }
+}
+
+/// Bytes that a tenant's chunks take of the lanes that this process holds.
+fn held_by(volume: &Volume, tenant: u64) -> u64 {
+    let of = |lane: &Arc<Lane>| lane.state().ok().map(|state| state.usage.of_tenant(tenant));
+    volume.lanes().held().filter_map(of).sum()
+}
+
+/// Room of a tenant that a put has claimed, until the put is over.
+#[derive(Debug)]
+pub(in crate::log) struct Claim {
+    quota: Arc<Quota>,
+    tenant: u64,
+    bytes: u64,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut taken = self.quota.taken.lock();
+        if let Some(claimed) = taken.claimed.get_mut(&self.tenant) {
+            *claimed = claimed.saturating_sub(self.bytes);
+            if *claimed == 0 {
+                taken.claimed.remove(&self.tenant);
+            }
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! The journal thread of this process's own lane: group commit, flushes, seals, and growing the table.
+//!
+//! Invariants: records go to fresh pages only; a page that holds a record of an unsealed segment is never overwritten; a flush
+//! is answered when every put that was committed before it is in a written page and both files are flushed.
+
+mod seal;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+pub(super) use seal::{known_records, seal_full, write_gone};
+
+use super::lane::{Batch, Lane, State, aligned, grow, wants_growth};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::journal::{self, RECORDS_PER_PAGE};
+use crate::io::AlignedBuf;
+
+/// How soon a request that the queue did not take, or a write that failed, is tried again.
+const RETRY: Duration = Duration::from_millis(2);
+const RETRY_AFTER_ERROR: Duration = Duration::from_millis(100);
+
+/// What there is to do.
+#[derive(Clone, Copy, Debug, Default)]
+struct Work {
+    deferred: bool,
+    grow: bool,
+    pages: bool,
+    partial_page: bool,
+    seal: bool,
+    flush: Option<u64>,
+    stop: bool,
+}
+
+/// Runs until the lane is stopped and nothing is left to write.
+pub(super) fn run(lane: &Arc<Lane>) {
+    work_on(lane);
+    if let Ok(mut state) = lane.state() {
+        state.life.stopped = true;
+    }
+    lane.progress.notify_all();
+}
+
+fn work_on(lane: &Arc<Lane>) {
+    while let Some(work) = wait_for_work(lane) {
+        do_work(lane, work);
+        if work.stop && is_done(lane) {
+            return;
+        }
+    }
+}
+
+/// Does what there is to do now, without waiting, in a log without threads; records wait for a full page unless `hurry`.
+/// Whether there was anything.
+pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
+    let work = lane.state().map(|state| work_of(lane, &state, hurry)).unwrap_or_default();
+    let some = work.is_some();
+    if some {
+        do_work(lane, work);
+    }
+    some
+}
+
+fn do_work(lane: &Arc<Lane>, work: Work) {
+    if work.deferred && !lane.submit_deferred() && !work.stop {
+        std::thread::sleep(RETRY);
+    }
+    if work.grow {
+        publish_waiting(lane, grow(lane));
+    }
+    let mut outcome = Ok(());
+    if work.pages {
+        outcome = write_pages(lane, work.partial_page);
+    }
+    if work.seal {
+        outcome = outcome.and_then(|()| seal_full(lane));
+    }
+    if let Some(asked) = work.flush {
+        answer_flush(lane, asked, outcome);
+    } else if let Err(e) = outcome {
+        trouble(lane, &e);
+    }
+    lane.progress.notify_all();
+}
+
+fn work_of(lane: &Lane, state: &State, is_due: bool) -> Work {
+    let flush = state.pending.asked();
+    let hurry = is_due || flush.is_some() || state.life.stop;
+    Work {
+        deferred: state.puts.has_deferred(),
+        grow: wants_growth(lane, state),
+        pages: state.pending.wants_page(hurry),
+        partial_page: hurry,
+        seal: state.segments.next_full(seal::patience(lane)).is_some(),
+        flush,
+        stop: state.life.stop,
+    }
+}
+
+impl Work {
+    fn is_some(&self) -> bool {
+        self.deferred || self.grow || self.pages || self.seal || self.flush.is_some() || self.stop
+    }
+}
+
+fn wait_for_work(lane: &Lane) -> Option<Work> {
+    let mut state = lane.state().ok()?;
+    loop {
+        if state.life.abandoned {
+            return None;
+        }
+        let due = state.pending.since().map(|since| since + lane.ctx.options.commit_interval);
+        let work = work_of(lane, &state, due.is_some_and(|due| due <= Instant::now()));
+        if work.is_some() {
+            if state.pending.has_failed() && work.flush.is_none() && !work.stop {
+                lane.work.wait_for(&mut state, RETRY_AFTER_ERROR);
+            }
+            return Some(work);
+        }
+        let grow = state.growth.after().filter(|_| state.puts.has_unpublished());
+        let full = state.segments.full_since().map(|since| since + seal::patience(lane));
+        match due.or(full).into_iter().chain(grow).min() {
+            Some(until) => drop(lane.work.wait_until(&mut state, until)),
+            None => lane.work.wait(&mut state),
+        }
+    }
+}
+
+/// Publishes what found the table full, or, where it could not grow, lets it wait until room has been made: only what has
+/// waited for as long as a transfer may take is shed.
+fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
+    let waiting = lane.state().map(|mut state| state.puts.take_unpublished()).unwrap_or_default();
+    let Err(e) = grown else { return waiting.into_iter().for_each(|put| put.publish()) };
+    let patience = lane.ctx.options.io_timeout;
+    for put in waiting {
+        if put.age() >= patience {
+            put.shed(Error::new(ErrorKind::NoSpace, format!("the index is full: {e}")));
+        } else if let Ok(mut state) = lane.state() {
+            state.puts.wait_for_growth(put);
+        }
+    }
+}
+
+/// Writes waiting records to fresh pages: all full ones, and the last one too where `partial` says so.
+fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
+    while let Some(batch) = take_batch(lane, partial)? {
+        match write_batch(lane, &batch) {
+            Ok(()) => hold_batch(lane, &batch)?,
+            Err(e) => {
+                lane.state()?.pending.put_back(batch);
+                return Err(e);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn take_batch(lane: &Lane, partial: bool) -> Result<Option<Batch>> {
+    let mut state = lane.state()?;
+    if !state.pending.wants_page(partial) {
+        return Ok(None);
+    }
+    if state.pending.is_stuck() {
+        state = make_room(lane, state)?;
+        if state.pending.is_stuck() {
+            let why = "the journal ring waits for puts that have not ended, or for room";
+            return Err(Error::new(ErrorKind::Busy, why));
+        }
+    }
+    Ok(state.pending.take_batch(partial))
+}
+
+/// The ring is full: seals the segments that keep its oldest page.
+fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
+    if state.segments.is_open_among(&state.pending.oldest()) {
+        if state.segments.ready() == 0 {
+            state.segments.want();
+            return Ok(state);
+        }
+        state.segments.close_open();
+    }
+    drop(state);
+    seal_full(lane)?;
+    lane.state()
+}
+
+fn write_batch(lane: &Lane, batch: &Batch) -> Result<()> {
+    let pages = batch.records.chunks(RECORDS_PER_PAGE);
+    let mut buf = AlignedBuf::zeroed(pages.len() * PAGE_BYTES)?;
+    for ((number, page), to) in (batch.first..).zip(pages).zip(buf.chunks_exact_mut(PAGE_BYTES)) {
+        to.copy_from_slice(&journal::encode(number, lane.id(), page));
+    }
+    let place = lane.state()?.pending.place(batch.first);
+    let pages = buf.len() / PAGE_BYTES;
+    lane.write(&lane.index, lane.superblock.ring_offset + place * PAGE_BYTES as u64, buf)?;
+    lane.ctx.counters.journal_pages.add(pages as u64);
+    Ok(())
+}
+
+fn hold_batch(lane: &Lane, batch: &Batch) -> Result<()> {
+    let mut state = lane.state()?;
+    for (number, page) in (batch.first..).zip(batch.records.chunks(RECORDS_PER_PAGE)) {
+        let live = page.iter().filter(|r| state.segments.takes_records(r.segment, r.epoch));
+        let uses = live.map(|r| (r.segment, r.epoch)).collect();
+        state.pending.hold(number, uses);
+    }
+    Ok(())
+}
+
+/// Answers those who asked for a flush up to number `asked`.
+fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
+    let outcome = outcome.and_then(|()| lane.flush_data()).and_then(|()| lane.flush_index());
+    if let Err(e) = &outcome {
+        trouble(lane, e);
+    }
+    let Ok(mut state) = lane.state() else { return };
+    let State { pending, segments, .. } = &mut *state;
+    pending.answer(asked, outcome, || segments.unsealed_records());
+}
+
+fn trouble(lane: &Lane, e: &Error) {
+    lane.ctx.counters.write_errors.add(1);
+    tracing::warn!(lane = %lane.dir.display(), error = %e, "the journal could not be written");
+    if let Ok(mut state) = lane.state()
+        && e.kind() != ErrorKind::Busy
+    {
+        state.pending.note_failure();
+    }
+}
+
+/// Whether a stopped lane has nothing left to write, or cannot.
+fn is_done(lane: &Lane) -> bool {
+    lane.state().map_or(true, |state| {
+        let pending = &state.pending;
+        let idle = pending.waiting() == 0 && !state.puts.has_deferred() && pending.asked().is_none();
+        idle || pending.is_broken()
+    })
+}
+
+/// Waits until the puts committed before now have ended, then until they and everything else are durable.
+pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
+    let mut state = lane.state()?;
+    let last = state.puts.last_ticket();
+    while state.puts.is_committing(last) {
+        if Instant::now() >= deadline || lane.ctx.options.foreground {
+            return Err(late(lane));
+        }
+        lane.progress.wait_for(&mut state, Duration::from_millis(1));
+    }
+    flush_records(lane, state, deadline)
+}
+
+/// As [`flush`], without waiting for puts and with the ring's last pages: for reclaim, which both may wait for.
+pub(super) fn flush_urgently(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
+    let mut state = lane.state()?;
+    state.pending.set_urgent(true);
+    let outcome = flush_records(lane, state, deadline);
+    lane.state()?.pending.set_urgent(false);
+    outcome
+}
+
+fn late(lane: &Lane) -> Error {
+    Error::new(ErrorKind::TimedOut, "the flush did not end in time").at(&lane.dir)
+}
+
+fn flush_records<'a>(lane: &'a Arc<Lane>, mut state: MutexGuard<'a, State>, deadline: Instant) -> Result<()> {
+    let asked = state.pending.ask();
+    lane.work.notify_one();
+    if lane.ctx.options.foreground {
+        drop(state);
+        turn(lane, true);
+        state = lane.state()?;
+    }
+    loop {
+        if let Some(outcome) = state.pending.outcome(asked) {
+            return outcome.map_err(|e| e.at(&lane.dir));
+        }
+        if state.life.stopped || state.life.abandoned {
+            return Err(Error::new(ErrorKind::Closed, "the cache is closed"));
+        }
+        if !lane.wait_for_progress(&mut state, deadline) && state.pending.outcome(asked).is_none() {
+            return Err(late(lane));
+        }
+    }
+}
+
+/// Waits until the open segment, which is closed, and all other full ones are sealed. For tests and tools.
+pub(super) fn seal_now(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
+    let mut state = lane.state()?;
+    state.segments.close_open();
+    lane.work.notify_one();
+    if lane.ctx.options.foreground {
+        drop(state);
+        turn(lane, false);
+        state = lane.state()?;
+    }
+    while state.segments.has_unsealed_full() {
+        if !lane.wait_for_progress(&mut state, deadline) {
+            return Err(Error::new(ErrorKind::TimedOut, "the seal did not end in time").at(&lane.dir));
+        }
+    }
+    Ok(())
+}

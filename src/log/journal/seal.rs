@@ -1,0 +1,189 @@
+//! Sealing: a full segment's records move from the journal ring to its region of the sealed table; and the list of what is
+//! gone from a sealed segment.
+//!
+//! The order is the protocol: give back what no record names, flush the data, write the region, flush it, recycle the ring's
+//! pages. Each step is a function of its own, so that a test can leave one out and see the crash test fail.
+
+use std::time::Duration;
+
+use super::{Lane, State, aligned};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::format::sealed::{self, RegionHeader, RegionLayout};
+use crate::index::{EntryKind, SegmentState};
+
+/// Records whose uses are read under one hold of the lane's lock.
+const USES_AT_ONCE: usize = 256;
+
+/// How long a full segment waits for its puts: longer than any of their writes may take.
+pub(super) fn patience(lane: &Lane) -> Duration {
+    lane.ctx.options.io_timeout * 2 + Duration::from_secs(1)
+}
+
+/// Seals every full segment whose puts have ended.
+pub(in crate::log) fn seal_full(lane: &Lane) -> Result<()> {
+    loop {
+        let Some(segment) = lane.state()?.segments.next_full(patience(lane)) else { return Ok(()) };
+        seal(lane, segment)?;
+    }
+}
+
+fn seal(lane: &Lane, segment: u32) -> Result<()> {
+    let Some((epoch, mut records)) = lane.state()?.segments.begin_seal(segment) else { return Ok(()) };
+    note_uses(lane, &mut records);
+    let header = region_header(lane, (segment, epoch), &records);
+    let outcome = give_back_gaps(lane, segment, &records)
+        .and_then(|()| flush_data(lane))
+        .and_then(|()| write_region(lane, segment, &header, &records))
+        .and_then(|()| flush_region(lane));
+    let mut state = lane.state()?;
+    if let Err(e) = outcome {
+        state.segments.undo_seal(segment, records);
+        return Err(e);
+    }
+    let used = lane.region_used(records.len());
+    state.segments.end_seal(segment, used);
+    recycle(&mut state, (segment, epoch));
+    if let Some(shared) = lane.shared() {
+        drop(shared.set_first_seq(segment, header.min_sequence));
+        drop(shared.set_segment(segment, SegmentState::Sealed, epoch));
+    }
+    drop(state);
+    lane.ctx.counters.sealed.add(1);
+    lane.progress.notify_all();
+    Ok(())
+}
+
+impl Lane {
+    /// Bytes that so many records take of a region; 0 where that is all of it.
+    fn region_used(&self, records: usize) -> u64 {
+        let layout = RegionLayout::of(self.superblock.region_bytes);
+        let used = (layout.records_at() + records * sealed_record_bytes()).next_multiple_of(PAGE_BYTES) as u64;
+        if used < self.superblock.region_bytes { used } else { 0 }
+    }
+}
+
+const fn sealed_record_bytes() -> usize {
+    crate::format::record::RECORD_BYTES
+}
+
+/// Enters how often each chunk has been used since it was stored, for the order of reclaim after the next opening.
+fn note_uses(lane: &Lane, records: &mut [Record]) {
+    let table = lane.table();
+    for some in records.chunks_mut(USES_AT_ONCE) {
+        let slot_of =
+            |r: &Record| table.get_slot(&r.key).filter(|(e, _)| e.seq == r.sequence && e.segment == r.segment);
+        let slots: Vec<Option<u32>> = some.iter().map(|r| slot_of(r).map(|(_, slot)| slot)).collect();
+        let Ok(state) = lane.state() else { return };
+        for (record, slot) in some.iter_mut().zip(slots) {
+            let uses = slot.map_or(0, |slot| state.usage.recency().get(slot).1);
+            record.hotness = record.hotness.max(uses);
+        }
+    }
+}
+
+/// The region's first page for these records.
+pub(in crate::log) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), records: &[Record]) -> RegionHeader {
+    RegionHeader {
+        lane: *lane.id(),
+        segment,
+        epoch,
+        state: sealed::SegmentState::Sealed,
+        count: records.len() as u32,
+        min_sequence: records.iter().map(|r| r.sequence).min().unwrap_or(0),
+        max_sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
+        sealed_ms: lane.ctx.options.clock.unix_ms(),
+    }
+}
+
+/// What no record names may hold slots all the same, of puts that ended badly: a rebuild must not find them. What is left at the
+/// segment's end is of no use.
+fn give_back_gaps(lane: &Lane, segment: u32, records: &[Record]) -> Result<()> {
+    let gaps = lane.state()?.segments.gaps(records);
+    gaps.into_iter()
+        .try_for_each(|(page, pages)| lane.wipe(lane.slot_offset(segment, page), u64::from(pages) * PAGE_BYTES as u64))
+}
+
+fn flush_data(lane: &Lane) -> Result<()> {
+    lane.flush_data()
+}
+
+/// Writes a region; durable only after a flush.
+pub(in crate::log) fn write_region(lane: &Lane, segment: u32, header: &RegionHeader, records: &[Record]) -> Result<()> {
+    let layout = RegionLayout::of(lane.superblock.region_bytes);
+    let bytes = sealed::encode_region(header, layout.gone_pages, records);
+    lane.write(&lane.index, lane.region_offset(segment), aligned(&bytes)?)
+}
+
+fn flush_region(lane: &Lane) -> Result<()> {
+    lane.flush_index()
+}
+
+/// The region holds the records durably: the ring's pages need not any more, nor must those that wait be written there.
+fn recycle(state: &mut State, segment_use: (u32, u32)) {
+    state.pending.note_success();
+    state.pending.recycle(segment_use);
+}
+
+/// Writes the list of what is gone from a sealed segment where it has changed. A hint: where it cannot be written, lookups after
+/// a restart promise what is not there.
+pub(in crate::log) fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
+    let Some(pages) = lane.state()?.segments.gone_pages(segment, lane.id()) else { return Ok(()) };
+    let most = RegionLayout::of(lane.superblock.region_bytes).gone_pages;
+    let bytes: Vec<u8> = pages.iter().take(most).flat_map(|page| page.encode()).collect();
+    let offset = lane.region_offset(segment) + PAGE_BYTES as u64;
+    lane.write(&lane.index, offset, aligned(&bytes)?).inspect_err(|_| {
+        if let Ok(mut state) = lane.state() {
+            state.segments.gone_not_written(segment);
+        }
+    })
+}
+
+/// The records of one use of a sealed segment, as its region has them.
+fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
+    let offset = lane.region_offset(segment);
+    let page = lane.read(&lane.index, offset, PAGE_BYTES)?;
+    let header = RegionHeader::decode(page.as_slice())?
+        .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
+    if header.count == 0 {
+        return Ok(Vec::new());
+    }
+    let layout = RegionLayout::of(lane.superblock.region_bytes);
+    let count = header.count.min(layout.records as u32);
+    let len = (count as usize * sealed_record_bytes()).next_multiple_of(PAGE_BYTES);
+    let body = lane.read(&lane.index, offset + layout.records_at() as u64, len)?;
+    let (records, damaged) = sealed::decode_records(body.as_slice(), count);
+    // Where a crash kept the first page and lost the rest, the records of the use before are there, and whole.
+    let foreign = records.iter().filter(|r| (r.segment, r.epoch) != (segment, epoch)).count() as u64;
+    let damaged = u64::from(damaged) + foreign;
+    if damaged > 0 {
+        lane.ctx.counters.damaged_records.add(damaged);
+        return Err(Error::new(ErrorKind::Corrupt, "a region has damaged records")
+            .at(lane.index.path())
+            .offset(offset));
+    }
+    Ok(records)
+}
+
+/// A sealed segment's records: from its region, or, where that is damaged, as far as the table knows them.
+pub(in crate::log) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
+    match records_in(lane, (segment, epoch)) {
+        Ok(records) => return Ok(records),
+        Err(e) if e.kind() == ErrorKind::Corrupt => tracing::warn!(error = %e, "a damaged region is reclaimed"),
+        Err(e) => return Err(e),
+    }
+    let mut records = Vec::new();
+    lane.table().for_each(|_, e| {
+        if (e.segment, e.epoch) != (segment, epoch) {
+            return;
+        }
+        let key_kind = if e.kind == EntryKind::Object { KeyKind::Object } else { KeyKind::Chain };
+        // Without a length it is not moved, which needs what only the region knows.
+        let (sequence, page, pages, header_crc) = (e.seq, e.page, e.pages, e.header_crc);
+        let put = Record::new(RecordKind::Put, key_kind, e.key);
+        records.push(Record { sequence, segment, epoch, page, pages, header_crc, ..put });
+    });
+    Ok(records)
+}

@@ -1,0 +1,159 @@
+//! Making slots unreadable: a hole over the slot, or zeros over its header where the file system has no holes or the lane is
+//! another process's. Nothing here is durable before data.kv has been flushed.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::Lane;
+use crate::error::{ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::layout::SlotLayout;
+use crate::format::slot::SlotHeader;
+use crate::index::Entry;
+use crate::io::{AlignedBuf, Buf, Completion, Request};
+
+/// Bytes read at once where there are no holes.
+const WINDOW_BYTES: u64 = 1 << 20;
+
+/// A slot within its segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::log) struct Slot {
+    /// First page and number of pages.
+    pub(in crate::log) page: u32,
+    pub(in crate::log) pages: u32,
+    /// Where its header lies, in bytes from its start.
+    pub(in crate::log) header_at: u32,
+}
+
+impl Slot {
+    /// The slot of an entry, laid out like this.
+    pub(in crate::log) fn of(entry: &Entry, layout: &SlotLayout) -> Self {
+        Self { page: entry.page, pages: entry.pages, header_at: layout.header_offset }
+    }
+}
+
+impl Lane {
+    /// Whether the file system takes no holes, as far as known.
+    pub(in crate::log) fn has_no_holes(&self) -> bool {
+        self.no_holes.load(Ordering::Relaxed)
+    }
+
+    /// Makes slots of a segment, in the order in which they lie, unreadable; how many bytes were given back.
+    ///
+    /// # Errors
+    /// Where the drive takes neither holes nor zeros: some of them may still be readable.
+    pub(in crate::log) fn erase(&self, segment: u32, slots: &[Slot]) -> Result<u64> {
+        let mut freed = 0;
+        for run in slots.chunk_by(|a, b| a.page + a.pages == b.page) {
+            let Some(first) = run.first() else { continue };
+            let pages: u32 = run.iter().map(|s| s.pages).sum();
+            if self.punch(self.slot_offset(segment, first.page), u64::from(pages) * PAGE_BYTES as u64) {
+                freed += u64::from(pages) * PAGE_BYTES as u64;
+                continue;
+            }
+            run.iter().try_for_each(|slot| self.blank(segment, slot))?;
+        }
+        Ok(freed)
+    }
+
+    /// Makes whatever slots lie in a part of data.kv unreadable, also those that nobody knows of.
+    ///
+    /// # Errors
+    /// As [`erase`](Self::erase).
+    pub(in crate::log) fn wipe(&self, offset: u64, bytes: u64) -> Result<()> {
+        if self.punch(offset, bytes) {
+            return Ok(());
+        }
+        let end = (offset + bytes).min(self.data.len()? / PAGE_BYTES as u64 * PAGE_BYTES as u64);
+        let mut at = offset;
+        while at < end {
+            let window = self.read(&self.data, at, (end - at).min(WINDOW_BYTES) as usize)?;
+            for (page, from) in window.as_slice().chunks(PAGE_BYTES).zip((at..).step_by(PAGE_BYTES)) {
+                if page.starts_with(SlotHeader::MAGIC) {
+                    self.write(&self.data, from, AlignedBuf::zeroed(PAGE_BYTES)?)?;
+                }
+            }
+            at += window.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// As [`wipe`](Self::wipe), a whole segment.
+    ///
+    /// # Errors
+    /// As [`erase`](Self::erase).
+    pub(in crate::log) fn wipe_segment(&self, segment: u32) -> Result<()> {
+        self.wipe(u64::from(segment) * self.segment_bytes(), self.segment_bytes())
+    }
+
+    /// Gives the space of part of data.kv back; `false` where that cannot be.
+    pub(in crate::log) fn punch(&self, offset: u64, bytes: u64) -> bool {
+        if self.has_no_holes() {
+            return false;
+        }
+        let Err(e) = self.data.punch_hole(offset, bytes) else { return true };
+        if !self.no_holes.swap(true, Ordering::Relaxed) {
+            let dir = self.dir.display();
+            tracing::warn!(lane = %dir, error = %e, "no holes can be punched: whole segments are reclaimed");
+        }
+        false
+    }
+
+    /// Writes zeros over a slot's header, and waits for it.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub(in crate::log) fn blank(&self, segment: u32, slot: &Slot) -> Result<()> {
+        self.write(&self.data, self.header_offset(segment, slot), AlignedBuf::zeroed(PAGE_BYTES)?)
+    }
+
+    /// The same without waiting; `wrap` may add to the buffer what must live as long as the write, `done` is told how it ended.
+    pub(in crate::log) fn blank_soon(
+        self: &Arc<Self>,
+        segment: u32,
+        slot: &Slot,
+        wrap: impl FnOnce(Buf) -> Buf,
+        done: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
+        let Ok(buf) = AlignedBuf::zeroed(PAGE_BYTES) else { return };
+        let finish = |c: Completion| {
+            drop(c.buf);
+            done(c.result);
+        };
+        let offset = self.header_offset(segment, slot);
+        let request = Request::write(Arc::clone(&self.data), offset, wrap(buf.into()), finish);
+        self.submit_write(request.timeout(self.ctx.options.io_timeout));
+    }
+
+    fn header_offset(&self, segment: u32, slot: &Slot) -> u64 {
+        self.slot_offset(segment, slot.page) + u64::from(slot.header_at)
+    }
+
+    /// Makes durable what has been made unreadable so far.
+    ///
+    /// # Errors
+    /// Those of flushing.
+    pub(in crate::log) fn settle(&self) -> Result<()> {
+        let shared = self.shared();
+        let erasures = shared.as_ref().map(|s| s.erasures());
+        let gone = if self.is_held() { self.state()?.segments.gone_counts() } else { Vec::new() };
+        self.flush_data()?;
+        if let Some((shared, erasures)) = shared.zip(erasures) {
+            shared.settle(erasures);
+        }
+        if !gone.is_empty() {
+            self.state()?.segments.settle_gone(&gone);
+        }
+        Ok(())
+    }
+
+    /// Whether all that was made unreadable is so durably.
+    pub(in crate::log) fn is_settled(&self) -> bool {
+        self.shared().is_none_or(|s| s.is_settled())
+    }
+
+    /// Whether an error says that the drive takes no more, rather than that it is slow.
+    pub(in crate::log) fn is_broken_by(kind: ErrorKind) -> bool {
+        matches!(kind, ErrorKind::Io | ErrorKind::ShortIo)
+    }
+}

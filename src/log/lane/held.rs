@@ -1,0 +1,65 @@
+//! A share in a place of a segment, for as long as anything may be written there.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::{Lane, Place, State};
+use crate::io::Buf;
+
+/// A place in a segment, given back when dropped: the segment may be sealed, and later reclaimed, when none of its places is
+/// held. Every write to the place has a share in it, which ends when the drive has really ended the write: what is written
+/// after a time-out can so not land in a later use of the segment.
+#[derive(Debug)]
+pub(in crate::log) struct Held {
+    lane: Arc<Lane>,
+    place: Place,
+    records: usize,
+    sequence: u64,
+    ended: AtomicBool,
+}
+
+impl Held {
+    /// Of a place for the slot of this sequence, which has been [begun](super::Puts::begin) under the same lock.
+    pub(in crate::log) fn new(lane: &Arc<Lane>, place: Place, records: usize, sequence: u64) -> Arc<Self> {
+        Arc::new(Self { lane: Arc::clone(lane), place, records, sequence, ended: AtomicBool::new(false) })
+    }
+
+    /// Gives the place back under the lane's lock, as nothing is being written to it any more.
+    pub(in crate::log) fn end(&self, state: &mut State) {
+        if !self.ended.swap(true, Ordering::Relaxed) {
+            self.give_back(state);
+        }
+    }
+}
+
+impl Held {
+    fn give_back(&self, state: &mut State) {
+        state.segments.end_put(self.place, self.records);
+        state.puts.end(self.sequence);
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if *self.ended.get_mut() {
+            return;
+        }
+        if let Ok(mut state) = self.lane.state() {
+            self.give_back(&mut state);
+        }
+        self.lane.work.notify_one();
+    }
+}
+
+/// A share in the place of a put, for its writes: a buffer that carries it ([`Buf::with`](crate::io::Buf::with)) keeps the place
+/// from being used again until its I/O has ended, also where nobody waits for that any more.
+#[derive(Clone, Debug)]
+pub struct Hold(pub(in crate::log) Arc<Held>);
+
+impl Hold {
+    /// The buffer of a write to the place.
+    #[must_use]
+    pub fn on(&self, buf: Buf) -> Buf {
+        buf.with(Arc::clone(&self.0) as _)
+    }
+}

@@ -1,0 +1,76 @@
+//! Writes to the index that the drive has not ended.
+//!
+//! A write that timed out may still be done, later, over whatever was written to its place since: a region that says "sealed" over
+//! one that says "free". So nothing is written to a place before every earlier write to it has really ended.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// The places of one file that are being written to.
+#[derive(Debug, Default)]
+pub(in crate::log) struct IndexWrites(Mutex<Vec<Range<u64>>>);
+
+/// A share in a place, which ends with the write: it goes with the buffer ([`Buf::with`](crate::io::Buf::with)).
+#[derive(Debug)]
+pub(in crate::log) struct Claim {
+    all: Arc<IndexWrites>,
+    place: Range<u64>,
+}
+
+impl IndexWrites {
+    /// A claim on a place.
+    ///
+    /// # Errors
+    /// `Busy` while an earlier write to any of it has not ended.
+    pub(in crate::log) fn claim(self: &Arc<Self>, place: Range<u64>) -> Result<Arc<Claim>> {
+        let mut all = self.0.lock();
+        if all.iter().any(|other| overlap(other, &place)) {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "a write to the same place timed out, and the drive has not ended it",
+            ));
+        }
+        all.push(place.clone());
+        Ok(Arc::new(Claim { all: Arc::clone(self), place }))
+    }
+
+    /// Whether a write to any of the place has not ended.
+    pub(in crate::log) fn is_claimed(&self, place: &Range<u64>) -> bool {
+        self.0.lock().iter().any(|other| overlap(other, place))
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut all = self.all.0.lock();
+        if let Some(at) = all.iter().position(|other| *other == self.place) {
+            all.swap_remove(at);
+        }
+    }
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_is_free_again_when_its_write_has_ended() {
+        let all = Arc::new(IndexWrites::default());
+        let first = all.claim(0..8192).unwrap();
+        let second = all.claim(8192..12288).unwrap();
+        assert_eq!(all.claim(4096..4100).unwrap_err().kind(), ErrorKind::Busy);
+        assert!(all.is_claimed(&(8000..9000)) && !all.is_claimed(&(12288..20000)));
+        drop(first);
+        let again = all.claim(0..8192).unwrap();
+        drop((second, again));
+        assert!(!all.is_claimed(&(0..u64::MAX)));
+    }
+}

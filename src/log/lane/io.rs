@@ -1,0 +1,130 @@
+//! Reading, writing and flushing a lane's files through the queues of its drive.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Lane;
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{self, AlignedBuf, Buf, Completion, DirectFile, Request};
+
+/// How soon a request that the queue did not take is tried again.
+const RETRY: Duration = Duration::from_millis(2);
+
+impl Lane {
+    /// Writes a buffer and waits for it.
+    ///
+    /// # Errors
+    /// Those of the drive; `Busy` where an earlier write to the same place of index.kv has not ended.
+    pub(in crate::log) fn write(&self, file: &Arc<DirectFile>, offset: u64, buf: impl Into<Buf>) -> Result<()> {
+        let buf: Buf = buf.into();
+        let bytes = buf.len() as u64;
+        let of_index = file.id() == self.index.id();
+        let buf = if of_index { buf.with(self.index_writes.claim(offset..offset + bytes)? as _) } else { buf };
+        self.wait(Request::write(Arc::clone(file), offset, buf, drop))?;
+        if of_index {
+            self.ctx.counters.journal_bytes_written.add(bytes);
+        }
+        Ok(())
+    }
+
+    /// Reads and waits.
+    ///
+    /// # Errors
+    /// Those of the drive.
+    pub(in crate::log) fn read(&self, file: &Arc<DirectFile>, offset: u64, len: usize) -> Result<Buf> {
+        let buf = AlignedBuf::zeroed(len)?;
+        let request = Request::read(Arc::clone(file), offset, buf.into(), drop).timeout(self.ctx.options.io_timeout);
+        let c = io::wait(&*self.io.read, request);
+        c.result?;
+        c.buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read gave its buffer not back"))
+    }
+
+    /// Makes what was written to data.kv durable.
+    ///
+    /// # Errors
+    /// Those of the drive.
+    pub(in crate::log) fn flush_data(&self) -> Result<()> {
+        self.wait(Request::flush(Arc::clone(&self.data), drop))
+    }
+
+    /// Makes what was written to index.kv durable.
+    ///
+    /// # Errors
+    /// Those of the drive.
+    pub(in crate::log) fn flush_index(&self) -> Result<()> {
+        self.wait(Request::flush(Arc::clone(&self.index), drop))
+    }
+
+    /// Whether a write of a segment's region has not ended.
+    pub(in crate::log) fn is_writing_region(&self, segment: u32) -> bool {
+        let region = self.region_offset(segment);
+        self.index_writes.is_claimed(&(region..region + self.superblock.region_bytes))
+    }
+
+    /// Submits a write; one that the full queue does not take is kept for the journal thread, so that a payload that has been
+    /// written is not lost for want of a place in the queue.
+    pub(in crate::log) fn submit_write(&self, request: Request) {
+        let Err(rejected) = self.io.write.submit(request) else { return };
+        if rejected.error.kind() == ErrorKind::Busy
+            && let Ok(mut state) = self.state()
+            && !state.life.stop
+        {
+            state.puts.defer(*rejected.request);
+            drop(state);
+            self.work.notify_one();
+            return;
+        }
+        rejected.answer();
+    }
+
+    /// Submits what the queue did not take before; `false` where it is still full.
+    pub(in crate::log) fn submit_deferred(&self) -> bool {
+        let waiting = self.state().map(|mut state| state.puts.take_deferred()).unwrap_or_default();
+        let mut waiting = waiting.into_iter();
+        while let Some(request) = waiting.next() {
+            let Err(rejected) = self.io.write.submit(request) else { continue };
+            if rejected.error.kind() != ErrorKind::Busy {
+                rejected.answer();
+                continue;
+            }
+            let Ok(mut state) = self.state() else { return false };
+            state.puts.defer(*rejected.request);
+            waiting.for_each(|request| state.puts.defer(request));
+            return false;
+        }
+        true
+    }
+
+    /// Submits and waits; where the queue is full, again until the time-out.
+    fn wait(&self, request: Request) -> Result<()> {
+        let timeout = self.ctx.options.io_timeout;
+        let start = Instant::now();
+        let mut request = request.timeout(timeout);
+        loop {
+            let (tx, rx) = crossbeam_channel::bounded(1);
+            request.done = Box::new(move |c: Completion| {
+                drop(c.buf);
+                drop(tx.send(c.result));
+            });
+            let Err(rejected) = self.io.write.submit(request) else {
+                let lost = || Err(Error::new(ErrorKind::Internal, "an I/O queue lost a request"));
+                return rx.recv().unwrap_or_else(|_| lost());
+            };
+            if rejected.error.kind() != ErrorKind::Busy || start.elapsed() > timeout {
+                return Err(rejected.error);
+            }
+            request = *rejected.request;
+            std::thread::sleep(RETRY);
+        }
+    }
+}
+
+/// A copy of `bytes` that direct I/O can move.
+///
+/// # Errors
+/// Where there is no memory.
+pub(in crate::log) fn aligned(bytes: &[u8]) -> Result<AlignedBuf> {
+    let mut buf = AlignedBuf::zeroed(bytes.len())?;
+    buf.copy_from_slice(bytes);
+    Ok(buf)
+}

@@ -1,0 +1,431 @@
+//! One lane: its files, its shared table, and, where this process holds its lock, its state.
+//!
+//! A lane is this process's *own* (it appends there), *adopted* (its writer died; this process reads and reclaims it, but
+//! appends only to its own), or *foreign* (another process writes it; here it is only read). The role of a `Lane` value never
+//! changes: adoption puts a new value in its place.
+//!
+//! The state lies under one lock per lane, under which also all inserts into the lane's table happen. It is split by owner:
+//! [`Segments`], [`Pending`], [`Puts`], [`Usage`]. The lock is held for moments: no I/O is done and nothing is waited for while
+//! it is held (growing the table copies memory, the longest of all).
+//!
+//! Invariant, on which `remove` relies: every slot with an intact header that was ever published is named by an entry of its
+//! lane's table, or its having been made unreadable is counted in the lane's erasures ([`index::Lane::is_settled`]).
+
+mod erase;
+mod held;
+mod index_writes;
+mod io;
+mod pending;
+mod puts;
+mod ring;
+mod segments;
+mod tables;
+mod usage;
+
+use std::fmt;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
+
+pub(super) use erase::Slot;
+pub(super) use held::Held;
+pub use held::Hold;
+pub(super) use io::aligned;
+pub(super) use pending::{Batch, Pending};
+pub(super) use puts::{Puts, Unpublished};
+pub(super) use segments::{FoundSegment, Need, Phase, Place, RESERVE_BYTES, Segment, Segments, expiry_of};
+pub(super) use tables::{
+    Growth, anonymous_table, grow, growth_bytes, make_table, shared_state, show_table, wants_growth,
+};
+pub(super) use usage::{Told, Usage, slot_bytes, tenant_of};
+
+use self::index_writes::IndexWrites;
+use super::base::budget::Budget;
+use super::base::ctx::Ctx;
+use super::base::lock::FileLock;
+use super::base::{paths, sizes};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::format::superblock::Superblock;
+use crate::index::{self, Access, Entry, EntryKind, Inserted, Table};
+use crate::io::{DirectFile, Drive};
+use crate::key::ChunkKey;
+
+/// What this process is to a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// It appends to it.
+    Own,
+    /// It looks after it, its writer being gone.
+    Adopted,
+    /// It only reads it.
+    Foreign,
+}
+
+/// Whether the lane's threads go on.
+#[derive(Debug, Default)]
+pub(super) struct Life {
+    pub(super) stop: bool,
+    /// The journal thread has ended.
+    pub(super) stopped: bool,
+    /// Tests only: the threads end without writing anything more.
+    pub(super) abandoned: bool,
+}
+
+/// State of a held lane.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    pub(super) segments: Segments,
+    pub(super) pending: Pending,
+    pub(super) puts: Puts,
+    pub(super) usage: Usage,
+    pub(super) growth: Growth,
+    pub(super) life: Life,
+    /// Tokens of a full chunk: shorter ones are partial.
+    chunk_tokens: u32,
+}
+
+impl State {
+    /// Of a lane of this shape whose table has so many slots.
+    pub(super) fn new(sb: &Superblock, slots: usize) -> Self {
+        let pages = u32::try_from(sb.segment_bytes / PAGE_BYTES as u64).unwrap_or(u32::MAX);
+        Self {
+            segments: Segments::new(pages, sizes::region_records(sb.region_bytes)),
+            pending: Pending::new(sb.ring_pages, 0),
+            usage: Usage::new(slots),
+            chunk_tokens: sb.chunk_tokens,
+            ..Self::default()
+        }
+    }
+
+    /// Tokens of a full chunk.
+    pub(super) fn chunk_tokens(&self) -> u32 {
+        self.chunk_tokens
+    }
+
+    /// Adds a record to its segment and to what waits for the journal.
+    pub(super) fn log(&mut self, record: Record) {
+        self.segments.add(&record);
+        self.pending.log(record);
+    }
+
+    /// Puts what a record says into the table. Whether it is there now: of two records of a key the later one counts.
+    ///
+    /// # Errors
+    /// `NoSpace` where the table must grow first.
+    pub(super) fn enter(&mut self, table: &Table, shared: Option<&index::Lane>, record: &Record) -> Result<bool> {
+        let entry = entry_of(record);
+        let inserted = table.insert(&entry)?;
+        self.entered(table, shared, (record, &entry), inserted)
+    }
+
+    /// What follows from an insert.
+    pub(super) fn entered(
+        &mut self,
+        table: &Table,
+        shared: Option<&index::Lane>,
+        (record, entry): (&Record, &Entry),
+        inserted: Inserted,
+    ) -> Result<bool> {
+        if !inserted.stored {
+            return Ok(false);
+        }
+        if let Some(old) = &inserted.other {
+            live(shared, old, -1);
+            self.usage.left(None, old);
+        }
+        live(shared, entry, 1);
+        self.usage.entered(table, (inserted.slot, entry), record.hotness, inserted.other.is_some());
+        if let Some(length) = partial_length(record, self.chunk_tokens) {
+            table.add_partial(&record.parent, length, record.sequence)?;
+        }
+        Ok(true)
+    }
+
+    /// Takes the entry of sequence `seq` out of the table; it, if it was there.
+    ///
+    /// # Errors
+    /// `Permission` where the table is not this process's.
+    pub(super) fn leave(
+        &mut self,
+        table: &Table,
+        shared: Option<&index::Lane>,
+        (key, seq): (&ChunkKey, u64),
+    ) -> Result<Option<Entry>> {
+        let is_it = table.get_marked(key).is_some_and(|(entry, ..)| entry.seq == seq);
+        let Some((old, slot)) = (if is_it { table.remove_if(key, seq)? } else { None }) else { return Ok(None) };
+        live(shared, &old, -1);
+        self.usage.left(Some(slot), &old);
+        Ok(Some(old))
+    }
+
+    /// Takes out all entries that `which` names.
+    ///
+    /// # Errors
+    /// `Permission` where the table is not this process's.
+    pub(super) fn leave_where(
+        &mut self,
+        table: &Table,
+        shared: Option<&index::Lane>,
+        which: impl Fn(&Entry) -> bool,
+    ) -> Result<u64> {
+        table.remove_where(|slot, entry| {
+            let goes = which(entry);
+            if goes {
+                live(shared, entry, -1);
+                self.usage.left(Some(slot), entry);
+                self.usage.tell(Told::Forgotten(index::tag_of(&entry.key)));
+            }
+            goes
+        })
+    }
+}
+
+fn live(shared: Option<&index::Lane>, entry: &Entry, chunks: i64) {
+    if let Some(shared) = shared {
+        drop(shared.add_live(entry.segment, live_bytes(entry) as i64 * chunks, chunks));
+    }
+}
+
+/// Bytes for which an entry counts.
+pub(super) fn live_bytes(entry: &Entry) -> u64 {
+    if entry.kind == EntryKind::Object { entry.length.min(slot_bytes(entry)) } else { slot_bytes(entry) }
+}
+
+/// The table's entry for a put's record.
+pub(super) fn entry_of(record: &Record) -> Entry {
+    let kind = match record.key_kind {
+        KeyKind::Chain | KeyKind::Segment => EntryKind::Chunk,
+        KeyKind::Object | KeyKind::ObjectPart | KeyKind::ObjectPack => EntryKind::Object,
+    };
+    Entry {
+        key: record.key,
+        kind,
+        seq: record.sequence,
+        segment: record.segment,
+        epoch: record.epoch,
+        page: record.page,
+        pages: record.pages,
+        header_crc: record.header_crc,
+        tokens: record.tokens,
+        depth: record.depth.min((1 << 24) - 1),
+        tenant: record.tenant,
+        expiry_s: record.expiry_s,
+        length: record.length,
+    }
+}
+
+/// Length of a record's chunk if that is a partial one.
+pub(super) fn partial_length(record: &Record, chunk_tokens: u32) -> Option<u16> {
+    let partial = record.kind == RecordKind::Put
+        && record.key_kind == KeyKind::Chain
+        && record.tokens > 0
+        && record.tokens < chunk_tokens;
+    if partial { u16::try_from(record.tokens).ok() } else { None }
+}
+
+/// One lane of a shard.
+pub struct Lane {
+    pub(super) ctx: Arc<Ctx>,
+    pub(super) number: u32,
+    pub(super) dir: PathBuf,
+    pub(super) role: Role,
+    pub(super) superblock: Superblock,
+    pub(super) data: Arc<DirectFile>,
+    pub(super) index: Arc<DirectFile>,
+    /// Queues of its drive.
+    pub(super) io: Drive,
+    /// Under which space is granted; in held lanes.
+    pub(super) budget: Option<Arc<Budget>>,
+    table: RwLock<Arc<Table>>,
+    shared: RwLock<Option<index::Lane>>,
+    /// Present in held lanes only.
+    state: Option<Mutex<State>>,
+    /// Held while slots are made unreadable: from the marks on their entries until these have left the table.
+    pub(super) erasing: Mutex<()>,
+    /// Wakes the journal thread.
+    pub(super) work: Condvar,
+    /// Wakes those who wait for the journal thread.
+    pub(super) progress: Condvar,
+    lock: Mutex<Option<FileLock>>,
+    index_writes: Arc<IndexWrites>,
+    /// The file system takes no holes.
+    no_holes: AtomicBool,
+    /// Up to which of the removals by others the entries have left the table.
+    swept: AtomicU64,
+}
+
+/// What a lane value is made of.
+pub(super) struct LaneParts {
+    pub(super) ctx: Arc<Ctx>,
+    pub(super) number: u32,
+    pub(super) dir: PathBuf,
+    pub(super) role: Role,
+    pub(super) superblock: Superblock,
+    pub(super) data: Arc<DirectFile>,
+    pub(super) index: Arc<DirectFile>,
+    pub(super) io: Drive,
+    pub(super) budget: Option<Arc<Budget>>,
+    pub(super) table: Table,
+    pub(super) shared: Option<index::Lane>,
+    pub(super) state: Option<State>,
+    pub(super) lock: Option<FileLock>,
+}
+
+impl Lane {
+    pub(super) fn new(p: LaneParts) -> Arc<Self> {
+        Arc::new(Self {
+            ctx: p.ctx,
+            number: p.number,
+            dir: p.dir,
+            role: p.role,
+            superblock: p.superblock,
+            data: p.data,
+            index: p.index,
+            io: p.io,
+            budget: p.budget,
+            table: RwLock::new(Arc::new(p.table)),
+            shared: RwLock::new(p.shared),
+            state: p.state.map(Mutex::new),
+            erasing: Mutex::default(),
+            work: Condvar::new(),
+            progress: Condvar::new(),
+            lock: Mutex::new(p.lock),
+            index_writes: Arc::default(),
+            no_holes: AtomicBool::new(false),
+            swept: AtomicU64::new(0),
+        })
+    }
+
+    /// Identity of the lane.
+    #[must_use]
+    pub fn id(&self) -> &[u8; 16] {
+        &self.superblock.lane
+    }
+
+    /// Whether this process may write to it.
+    pub(super) fn is_held(&self) -> bool {
+        self.state.is_some()
+    }
+
+    /// The state of a held lane.
+    ///
+    /// # Errors
+    /// `Internal` for a foreign lane.
+    pub(super) fn state(&self) -> Result<MutexGuard<'_, State>> {
+        self.state
+            .as_ref()
+            .map(Mutex::lock)
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "not the writer of this lane"))
+    }
+
+    /// The table as it is now.
+    pub(super) fn table(&self) -> Arc<Table> {
+        let table = Arc::clone(&self.table.read());
+        if self.role == Role::Foreign && table.moved() { self.attach_anew().unwrap_or(table) } else { table }
+    }
+
+    /// The shared segment states, leases and touch ring.
+    pub(super) fn shared(&self) -> Option<index::Lane> {
+        self.shared.read().clone()
+    }
+
+    /// The writer has put a new table, and perhaps a new lane file, in place.
+    fn attach_anew(&self) -> Option<Arc<Table>> {
+        let ctx = &self.ctx;
+        let table = Arc::new(attach_table(ctx, &self.dir).ok()?);
+        let shared = attach_shared(ctx, &self.dir).ok();
+        *self.table.write() = Arc::clone(&table);
+        *self.shared.write() = shared;
+        Some(table)
+    }
+
+    pub(super) fn get(&self, key: &ChunkKey) -> Option<Entry> {
+        self.table().get(key)
+    }
+
+    /// Bytes of a segment.
+    pub(super) fn segment_bytes(&self) -> u64 {
+        self.superblock.segment_bytes
+    }
+
+    /// Place of a slot in data.kv.
+    pub(super) fn slot_offset(&self, segment: u32, page: u32) -> u64 {
+        u64::from(segment) * self.segment_bytes() + u64::from(page) * PAGE_BYTES as u64
+    }
+
+    /// Place of a segment's region in index.kv.
+    pub(super) fn region_offset(&self, segment: u32) -> u64 {
+        self.superblock.regions_offset + u64::from(segment) * self.superblock.region_bytes
+    }
+
+    /// Records that fit in a region.
+    pub(super) fn region_records(&self) -> usize {
+        sizes::region_records(self.superblock.region_bytes)
+    }
+
+    /// Whether its directory still holds the file that is open here.
+    pub(super) fn is_still_there(&self) -> bool {
+        self.index.is_named()
+    }
+
+    /// Whether anybody leases a use of a segment.
+    pub(super) fn is_leased(&self, segment: u32, epoch: u32) -> bool {
+        self.shared().is_some_and(|s| self.ctx.with_lease_env(|env| s.is_leased(segment, epoch, env)))
+    }
+
+    /// How many removals by others the holder knows of.
+    pub(super) fn swept(&self) -> u64 {
+        self.swept.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_swept(&self, removals: u64) {
+        self.swept.store(removals, Ordering::Relaxed);
+    }
+
+    /// Gives up the lock, so that another process may take the lane.
+    pub(super) fn release(&self) {
+        drop(self.lock.lock().take());
+    }
+
+    /// Waits until the maintenance or journal thread has got on, or `until`.
+    pub(super) fn wait_for_progress(&self, state: &mut MutexGuard<'_, State>, until: Instant) -> bool {
+        !self.progress.wait_until(state, until).timed_out()
+    }
+}
+
+/// Opens the shared table of a lane that somebody else writes.
+pub(super) fn attach_table(ctx: &Ctx, dir: &Path) -> Result<Table> {
+    let path = dir.join(paths::TABLE_SHM);
+    let (access, file) = open_shared(&path)?;
+    Table::attach(&file, ctx.boot, access).map_err(|e| e.at(&path))
+}
+
+/// Opens the shared state of a lane that somebody else writes.
+pub(super) fn attach_shared(ctx: &Ctx, dir: &Path) -> Result<index::Lane> {
+    let path = dir.join(paths::LANE_SHM);
+    let (access, file) = open_shared(&path)?;
+    index::Lane::attach(&file, ctx.boot, ctx.me, access).map_err(|e| e.at(&path))
+}
+
+fn open_shared(path: &Path) -> Result<(Access, File)> {
+    match paths::open_small(path, false) {
+        Ok(file) => Ok((Access::ReadWrite, file)),
+        Err(e) if e.kind() == ErrorKind::NotFound => Err(e),
+        Err(_) => {
+            let file = File::open(path).map_err(|e| Error::io("cannot open a shared file", e).at(path))?;
+            Ok((Access::ReadOnly, file))
+        }
+    }
+}
+
+impl fmt::Debug for Lane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lane").field("dir", &self.dir).field("role", &self.role).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,191 @@
+//! What waits for the journal: records for pages, and those who wait for a flush. No I/O.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::ring::{Ring, SegmentUse};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::journal::RECORDS_PER_PAGE;
+use crate::format::record::Record;
+
+/// Most pages written with one request.
+const PAGES_PER_WRITE: usize = 64;
+/// Pages of the ring that only reclaim may use.
+const RING_RESERVE: u64 = 8;
+/// Failures of index.kv in a row after which a lane takes no more puts.
+const BROKEN_AFTER: u32 = 8;
+
+/// Records for a run of pages that do not wrap around the ring's end.
+pub(in crate::log) struct Batch {
+    /// Number of the first page.
+    pub(in crate::log) first: u64,
+    pub(in crate::log) records: Vec<Record>,
+}
+
+/// Records and flushes that wait.
+#[derive(Debug, Default)]
+pub(in crate::log) struct Pending {
+    ring: Ring,
+    /// Oldest first.
+    records: VecDeque<Record>,
+    since: Option<Instant>,
+    /// Flushes asked for, and done, and how the last one ended.
+    asked: u64,
+    done: u64,
+    error: Option<(ErrorKind, String)>,
+    /// Reclaim waits: it may use the ring's last pages.
+    urgent: bool,
+    /// Writes to index.kv that failed in a row.
+    failures: u32,
+}
+
+impl Pending {
+    pub(in crate::log) fn new(ring_pages: u32, next_page: u64) -> Self {
+        Self { ring: Ring::new(ring_pages, next_page), ..Self::default() }
+    }
+
+    /// A record waits for a page.
+    pub(in crate::log) fn log(&mut self, record: Record) {
+        self.records.push_back(record);
+        self.since.get_or_insert_with(Instant::now);
+    }
+
+    /// Since when the oldest record waits.
+    pub(in crate::log) fn since(&self) -> Option<Instant> {
+        self.since
+    }
+
+    pub(in crate::log) fn waiting(&self) -> usize {
+        self.records.len()
+    }
+
+    pub(in crate::log) fn has_full_page(&self) -> bool {
+        self.records.len() >= RECORDS_PER_PAGE
+    }
+
+    /// Whether records wait and none of the ring's pages may be written.
+    pub(in crate::log) fn is_stuck(&self) -> bool {
+        self.usable() == 0
+    }
+
+    /// Pages that may be written now; the last ones are kept for reclaim, which makes room.
+    fn usable(&self) -> u64 {
+        self.ring.free().saturating_sub(if self.urgent { 0 } else { RING_RESERVE })
+    }
+
+    /// The segments that keep the ring's oldest page.
+    pub(in crate::log) fn oldest(&self) -> Vec<SegmentUse> {
+        self.ring.oldest().to_vec()
+    }
+
+    /// Takes records for the next pages: for full ones, and for the last one too where `partial` says so.
+    pub(in crate::log) fn take_batch(&mut self, partial: bool) -> Option<Batch> {
+        let waiting = self.records.len();
+        let pages = if partial { waiting.div_ceil(RECORDS_PER_PAGE) } else { waiting / RECORDS_PER_PAGE };
+        let limit = pages.min(PAGES_PER_WRITE).min(self.usable() as usize);
+        if limit == 0 {
+            return None;
+        }
+        let first = self.ring.take();
+        let mut count = 1;
+        while count < limit && self.ring.place(first + count as u64) != 0 {
+            self.ring.take();
+            count += 1;
+        }
+        let take = (count * RECORDS_PER_PAGE).min(waiting);
+        let records: Vec<Record> = self.records.drain(..take).collect();
+        self.forget_time();
+        Some(Batch { first, records })
+    }
+
+    /// Whether there is a page to be written.
+    pub(in crate::log) fn wants_page(&self, partial: bool) -> bool {
+        self.has_full_page() || partial && !self.records.is_empty()
+    }
+
+    /// The place of a page in the ring.
+    pub(in crate::log) fn place(&self, number: u64) -> u64 {
+        self.ring.place(number)
+    }
+
+    /// A page has been written with records of these uses of segments that are not sealed.
+    pub(in crate::log) fn hold(&mut self, number: u64, uses: Vec<SegmentUse>) {
+        self.failures = 0;
+        self.ring.hold(number, uses);
+    }
+
+    /// A batch could not be written.
+    pub(in crate::log) fn put_back(&mut self, batch: Batch) {
+        for record in batch.records.into_iter().rev() {
+            self.records.push_front(record);
+        }
+        self.since.get_or_insert_with(Instant::now);
+    }
+
+    /// A segment's use is durably sealed or over: its records need not be in the journal any more.
+    pub(in crate::log) fn recycle(&mut self, segment: SegmentUse) {
+        self.ring.release(segment);
+        self.records.retain(|r| (r.segment, r.epoch) != segment);
+        self.forget_time();
+    }
+
+    fn forget_time(&mut self) {
+        if self.records.is_empty() {
+            self.since = None;
+        }
+    }
+
+    // Flushes.
+
+    /// Asks for a flush; its number.
+    pub(in crate::log) fn ask(&mut self) -> u64 {
+        self.asked += 1;
+        self.asked
+    }
+
+    /// The flush that somebody waits for.
+    pub(in crate::log) fn asked(&self) -> Option<u64> {
+        (self.asked > self.done).then_some(self.asked)
+    }
+
+    /// Answers the flushes up to number `asked`. After one that failed nothing written since the last good one may be taken for
+    /// durable, so a later flush that succeeds must not be believed about those pages: `unsealed` is written again.
+    pub(in crate::log) fn answer(&mut self, asked: u64, outcome: Result<()>, unsealed: impl FnOnce() -> Vec<Record>) {
+        if outcome.is_err() {
+            self.records = unsealed().into();
+            self.since = (!self.records.is_empty()).then(Instant::now);
+        }
+        self.done = self.done.max(asked);
+        self.error = outcome.err().map(|e| (e.kind(), e.to_string()));
+    }
+
+    /// How flush number `asked` ended; `None` while it has not.
+    pub(in crate::log) fn outcome(&self, asked: u64) -> Option<Result<()>> {
+        let outcome = || match &self.error {
+            None => Ok(()),
+            Some((kind, why)) => Err(Error::new(*kind, format!("the flush failed: {why}"))),
+        };
+        (self.done >= asked).then(outcome)
+    }
+
+    pub(in crate::log) fn set_urgent(&mut self, urgent: bool) {
+        self.urgent = urgent;
+    }
+
+    pub(in crate::log) fn note_failure(&mut self) {
+        self.failures = self.failures.saturating_add(1);
+    }
+
+    pub(in crate::log) fn note_success(&mut self) {
+        self.failures = 0;
+    }
+
+    pub(in crate::log) fn has_failed(&self) -> bool {
+        self.failures > 0
+    }
+
+    /// Whether the lane takes no more puts.
+    pub(in crate::log) fn is_broken(&self) -> bool {
+        self.failures >= BROKEN_AFTER
+    }
+}

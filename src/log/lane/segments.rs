@@ -1,0 +1,627 @@
+//! The segments of a held lane: what each is in, which places are given away, which slots of it are gone. No I/O.
+//!
+//! Invariants: a place is given once per use of a segment; a segment with a place that is held is not reclaimed; records are
+//! added while it is open or full only.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use crate::error::ErrorKind;
+use crate::format::PAGE_BYTES;
+use crate::format::record::{Record, RecordKind};
+use crate::format::sealed::{GONE_PER_PAGE, GonePage};
+use crate::index::{self, SegmentState};
+
+/// What a segment is in, as its holder sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::log) enum Phase {
+    /// Holds nothing and has no space on the drive.
+    Absent,
+    /// Holds nothing and has its space: ready to be opened.
+    Ready,
+    /// Being appended to.
+    Open,
+    /// Takes no more puts; waits for those begun, then for its seal.
+    Full,
+    /// Its seal is being written.
+    Sealing,
+    /// Sealed.
+    Sealed,
+    /// Being reclaimed.
+    Condemned,
+}
+
+/// One segment of a held lane.
+#[derive(Clone, Debug)]
+pub(in crate::log) struct Segment {
+    phase: Phase,
+    epoch: u32,
+    next_page: u32,
+    pending: u32,
+    promised: usize,
+    records: Vec<Record>,
+    /// Least sequence of a slot that was given a place in it.
+    first_seq: u64,
+    min_seq: u64,
+    max_seq: u64,
+    last_expiry_s: u64,
+    retired: bool,
+    region_used: u64,
+    full_since: Option<Instant>,
+    /// First pages of the slots that are gone since it was filled, and how many of them are known to be unreadable durably.
+    gone: Vec<u32>,
+    settled: usize,
+    /// The list on the drive is not as this one.
+    gone_changed: bool,
+}
+
+impl Segment {
+    fn absent(epoch: u32) -> Self {
+        Self {
+            phase: Phase::Absent,
+            epoch,
+            next_page: 0,
+            pending: 0,
+            promised: 0,
+            records: Vec::new(),
+            first_seq: u64::MAX,
+            min_seq: 0,
+            max_seq: 0,
+            last_expiry_s: 0,
+            retired: false,
+            region_used: 0,
+            full_since: None,
+            gone: Vec::new(),
+            settled: 0,
+            gone_changed: false,
+        }
+    }
+
+    fn add(&mut self, record: Record) {
+        self.min_seq = if self.records.is_empty() { record.sequence } else { self.min_seq.min(record.sequence) };
+        self.max_seq = self.max_seq.max(record.sequence);
+        self.last_expiry_s = self.last_expiry_s.max(expiry_of(&record));
+        self.records.push(record);
+    }
+
+    pub(in crate::log) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// Epoch of its current use, or of the next one if it has none.
+    pub(in crate::log) fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// Least and greatest sequence of its records.
+    pub(in crate::log) fn sequences(&self) -> (u64, u64) {
+        (self.min_seq, self.max_seq)
+    }
+
+    /// Whether it is sealed and nothing is being written to it any more.
+    pub(in crate::log) fn is_at_rest(&self) -> bool {
+        self.phase == Phase::Sealed && self.pending == 0
+    }
+
+    /// Whether it takes space on the drive.
+    pub(in crate::log) fn is_in_use(&self) -> bool {
+        self.phase != Phase::Absent
+    }
+
+    /// Whether everything that was stored in it has expired.
+    pub(in crate::log) fn has_expired(&self, now_s: u64) -> bool {
+        (1..=now_s).contains(&self.last_expiry_s)
+    }
+
+    fn takes_records(&self, epoch: u32) -> bool {
+        self.epoch == epoch && matches!(self.phase, Phase::Open | Phase::Full)
+    }
+}
+
+/// When a put's record stops being served: `u64::MAX` where it never does, 0 for what is no put.
+pub(in crate::log) fn expiry_of(record: &Record) -> u64 {
+    match (record.kind, record.expiry_s) {
+        (RecordKind::Put, 0) => u64::MAX,
+        (RecordKind::Put, at) => u64::from(at),
+        _ => 0,
+    }
+}
+
+/// A segment as a recovery found it.
+#[derive(Clone, Debug)]
+pub(in crate::log) struct FoundSegment {
+    pub(in crate::log) phase: Phase,
+    pub(in crate::log) epoch: u32,
+    pub(in crate::log) sequences: (u64, u64),
+    pub(in crate::log) last_expiry_s: u64,
+    pub(in crate::log) records: Vec<Record>,
+    /// Slots that are gone, and whether they are known to be unreadable durably.
+    pub(in crate::log) gone: Vec<u32>,
+    pub(in crate::log) settled: bool,
+}
+
+/// A place given to a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::log) struct Place {
+    pub(in crate::log) segment: u32,
+    pub(in crate::log) epoch: u32,
+    pub(in crate::log) page: u32,
+}
+
+/// What a slot needs.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::log) struct Need {
+    pub(in crate::log) pages: u32,
+    /// Alignment of its start in pages.
+    pub(in crate::log) align: u32,
+    pub(in crate::log) records: usize,
+}
+
+/// Bytes of segments kept ready where they are small.
+pub(in crate::log) const RESERVE_BYTES: u64 = 64 << 20;
+/// Of so many segments one may be kept ready.
+const RESERVE_SHARE: u64 = 12;
+
+/// All segments of a lane.
+#[derive(Debug, Default)]
+pub(in crate::log) struct Segments {
+    list: Vec<Segment>,
+    open: Option<u32>,
+    ready: VecDeque<u32>,
+    /// Pages of a segment, and records that its region takes.
+    pages: u32,
+    records: usize,
+    /// Segments that may be kept ready where a policy says how many.
+    reserve: Option<u64>,
+    /// Somebody asked for a segment and found none.
+    wanted: bool,
+    /// How often in a row none could be made although there is room, and why not.
+    refusals: u32,
+    refusal: Option<(ErrorKind, String)>,
+}
+
+impl Segments {
+    pub(in crate::log) fn new(pages: u32, records: usize) -> Self {
+        Self { pages, records, ..Self::default() }
+    }
+
+    /// Adds the next segment, as a recovery found it.
+    pub(in crate::log) fn push_found(&mut self, found: FoundSegment) {
+        let settled = if found.settled { found.gone.len() } else { 0 };
+        self.list.push(Segment {
+            phase: found.phase,
+            min_seq: found.sequences.0,
+            max_seq: found.sequences.1,
+            last_expiry_s: found.last_expiry_s,
+            records: found.records,
+            gone: found.gone,
+            settled,
+            ..Segment::absent(found.epoch)
+        });
+    }
+
+    pub(in crate::log) fn iter(&self) -> impl Iterator<Item = (u32, &Segment)> {
+        (0u32..).zip(&self.list)
+    }
+
+    pub(in crate::log) fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    pub(in crate::log) fn get(&self, segment: u32) -> Option<&Segment> {
+        self.list.get(segment as usize)
+    }
+
+    fn get_mut(&mut self, segment: u32) -> Option<&mut Segment> {
+        self.list.get_mut(segment as usize)
+    }
+
+    fn of_use(&mut self, segment: u32, epoch: u32) -> Option<&mut Segment> {
+        self.get_mut(segment).filter(|s| s.epoch == epoch)
+    }
+
+    /// Segments that take space.
+    pub(in crate::log) fn in_use(&self) -> usize {
+        self.list.iter().filter(|s| s.is_in_use()).count()
+    }
+
+    /// Whether this use of a segment is sealed and at rest.
+    pub(in crate::log) fn is_at_rest(&self, segment: u32, epoch: u32) -> bool {
+        self.get(segment).is_some_and(|s| s.epoch == epoch && s.is_at_rest())
+    }
+
+    pub(in crate::log) fn set_reserve(&mut self, segments: u64) {
+        self.reserve = Some(segments);
+    }
+
+    // Places.
+
+    /// Gives a place in the open segment, opening the next one if it does not fit; `None` where none is ready. The open one is
+    /// kept while no next one is ready.
+    pub(in crate::log) fn place(&mut self, need: Need, shared: Option<&index::Lane>) -> Option<Place> {
+        if let Some(place) = self.place_in_open(need) {
+            return Some(place);
+        }
+        if self.ready.is_empty() {
+            self.wanted = true;
+            return None;
+        }
+        self.close_open();
+        self.open_next(shared);
+        self.place_in_open(need)
+    }
+
+    fn place_in_open(&mut self, need: Need) -> Option<Place> {
+        let (pages, records) = (self.pages, self.records);
+        let number = self.open?;
+        let segment = self.get_mut(number)?;
+        let page = segment.next_page.checked_next_multiple_of(need.align.max(1))?;
+        let end = page.checked_add(need.pages)?;
+        if end > pages || segment.records.len() + segment.promised + need.records > records {
+            return None;
+        }
+        segment.next_page = end;
+        segment.pending += 1;
+        segment.promised += need.records;
+        Some(Place { segment: number, epoch: segment.epoch, page })
+    }
+
+    /// A slot of this sequence has been given a place in the segment.
+    pub(in crate::log) fn note_sequence(&mut self, place: Place, sequence: u64) {
+        if let Some(segment) = self.of_use(place.segment, place.epoch) {
+            segment.first_seq = segment.first_seq.min(sequence);
+        }
+    }
+
+    /// A put of the place has ended, published or not.
+    pub(in crate::log) fn end_put(&mut self, place: Place, records: usize) {
+        if let Some(segment) = self.of_use(place.segment, place.epoch) {
+            segment.pending = segment.pending.saturating_sub(1);
+            segment.promised = segment.promised.saturating_sub(records);
+        }
+    }
+
+    /// The open segment takes no more puts.
+    pub(in crate::log) fn close_open(&mut self) {
+        let Some(number) = self.open.take() else { return };
+        if let Some(segment) = self.get_mut(number) {
+            segment.phase = Phase::Full;
+            segment.full_since = Some(Instant::now());
+        }
+    }
+
+    fn open_next(&mut self, shared: Option<&index::Lane>) {
+        let Some(number) = self.ready.pop_front() else { return };
+        let Some(segment) = self.get_mut(number) else { return };
+        let epoch = segment.epoch;
+        *segment = Segment { phase: Phase::Open, ..Segment::absent(epoch) };
+        self.open = Some(number);
+        if let Some(shared) = shared {
+            // A segment beyond the shared file's range cannot be leased; everything else works.
+            drop(shared.set_live(number, 0, 0));
+            drop(shared.set_segment(number, SegmentState::Open, epoch));
+        }
+    }
+
+    /// Whether the open segment is one of these.
+    pub(in crate::log) fn is_open_among(&self, segments: &[(u32, u32)]) -> bool {
+        self.open.is_some_and(|open| segments.iter().any(|(segment, _)| *segment == open))
+    }
+
+    /// Whether the open segment has more than half of its room left.
+    pub(in crate::log) fn is_roomy(&self) -> bool {
+        let open = self.open.and_then(|n| self.get(n));
+        open.is_some_and(|s| s.next_page < self.pages / 2 && s.records.len() + s.promised < self.records / 2)
+    }
+
+    // Records.
+
+    /// Whether records of this use of a segment may still be added.
+    pub(in crate::log) fn takes_records(&self, segment: u32, epoch: u32) -> bool {
+        self.get(segment).is_some_and(|s| s.takes_records(epoch))
+    }
+
+    /// Adds a record to its segment.
+    pub(in crate::log) fn add(&mut self, record: &Record) {
+        if let Some(segment) = self.get_mut(record.segment) {
+            segment.add(*record);
+        }
+    }
+
+    /// Records of segments that are not sealed, in their order.
+    pub(in crate::log) fn unsealed_records(&self) -> Vec<Record> {
+        let unsealed = self.list.iter().filter(|s| matches!(s.phase, Phase::Open | Phase::Full));
+        let mut records: Vec<Record> = unsealed.flat_map(|s| s.records.iter().copied()).collect();
+        records.sort_by_key(|r| r.sequence);
+        records
+    }
+
+    /// A slot is gone. `true` where its segment was not sealed, and has forgotten its records: that is for the journal then.
+    pub(in crate::log) fn note_gone(&mut self, segment: u32, epoch: u32, page: u32) -> bool {
+        let Some(s) = self.of_use(segment, epoch) else { return false };
+        match s.phase {
+            Phase::Open | Phase::Full => {
+                s.records.retain(|r| r.page != page);
+                return true;
+            }
+            Phase::Sealing | Phase::Sealed | Phase::Condemned if !s.gone.contains(&page) => {
+                s.gone.push(page);
+                s.gone_changed = true;
+            }
+            _ => {}
+        }
+        false
+    }
+
+    /// The pages of the list of gone slots that are to be written, with the number of the first; `None` where nothing has
+    /// changed, or the segment's region is not there yet.
+    pub(in crate::log) fn gone_pages(&mut self, segment: u32, lane: &[u8; 16]) -> Option<Vec<GonePage>> {
+        let s = self.get_mut(segment).filter(|s| s.phase == Phase::Sealed && s.gone_changed)?;
+        s.gone_changed = false;
+        let (epoch, settled) = (s.epoch, s.settled);
+        let page = |(i, slots): (usize, &[u32])| GonePage {
+            lane: *lane,
+            segment,
+            epoch,
+            settled: i * GONE_PER_PAGE + slots.len() <= settled,
+            slots: slots.to_vec(),
+        };
+        Some(s.gone.chunks(GONE_PER_PAGE).enumerate().map(page).collect())
+    }
+
+    /// The list could not be written: it is still to be.
+    pub(in crate::log) fn gone_not_written(&mut self, segment: u32) {
+        if let Some(s) = self.get_mut(segment) {
+            s.gone_changed = true;
+        }
+    }
+
+    /// Segments whose list on the drive is not as it is here.
+    pub(in crate::log) fn gone_changed(&self) -> Vec<u32> {
+        self.iter().filter(|(_, s)| s.phase == Phase::Sealed && s.gone_changed).map(|(n, _)| n).collect()
+    }
+
+    /// Slots that are gone and may be readable again after a power cut, by segment.
+    pub(in crate::log) fn unsettled(&self) -> Vec<(u32, Vec<u32>)> {
+        let unsettled = |s: &Segment| s.gone.get(s.settled..).unwrap_or_default().to_vec();
+        self.iter().map(|(n, s)| (n, unsettled(s))).filter(|(_, gone)| !gone.is_empty()).collect()
+    }
+
+    /// How many slots of each segment are gone, for [`settle_gone`](Self::settle_gone), to be asked before a flush.
+    pub(in crate::log) fn gone_counts(&self) -> Vec<(u32, u32, usize)> {
+        let changed = self.iter().filter(|(_, s)| s.settled < s.gone.len());
+        changed.map(|(n, s)| (n, s.epoch, s.gone.len())).collect()
+    }
+
+    /// These are unreadable durably.
+    pub(in crate::log) fn settle_gone(&mut self, counts: &[(u32, u32, usize)]) {
+        for (segment, epoch, count) in counts {
+            if let Some(s) = self.of_use(*segment, *epoch) {
+                s.settled = s.settled.max((*count).min(s.gone.len()));
+                s.gone_changed = true;
+            }
+        }
+    }
+
+    // Sealing.
+
+    /// A full segment whose puts have ended, or for which that has been waited for so long.
+    pub(in crate::log) fn next_full(&self, patience: Duration) -> Option<u32> {
+        let ready = |s: &Segment| {
+            let waited = || s.full_since.is_some_and(|since| since.elapsed() >= patience);
+            s.phase == Phase::Full && (s.pending == 0 || waited())
+        };
+        self.iter().find(|(_, s)| ready(s)).map(|(n, _)| n)
+    }
+
+    /// Since when the full segment waits that has waited for longest.
+    pub(in crate::log) fn full_since(&self) -> Option<Instant> {
+        self.list.iter().filter(|s| s.phase == Phase::Full).filter_map(|s| s.full_since).min()
+    }
+
+    pub(in crate::log) fn has_unsealed_full(&self) -> bool {
+        self.list.iter().any(|s| matches!(s.phase, Phase::Full | Phase::Sealing))
+    }
+
+    /// A full segment is being sealed: no record is added from here on. Its epoch and records.
+    pub(in crate::log) fn begin_seal(&mut self, segment: u32) -> Option<(u32, Vec<Record>)> {
+        let s = self.get_mut(segment).filter(|s| s.phase == Phase::Full)?;
+        s.phase = Phase::Sealing;
+        Some((s.epoch, std::mem::take(&mut s.records)))
+    }
+
+    /// Its seal is durable, and took so many bytes of its region.
+    pub(in crate::log) fn end_seal(&mut self, segment: u32, region_used: u64) {
+        if let Some(s) = self.get_mut(segment) {
+            s.phase = Phase::Sealed;
+            s.region_used = region_used;
+            s.full_since = None;
+        }
+    }
+
+    /// It could not be sealed.
+    pub(in crate::log) fn undo_seal(&mut self, segment: u32, mut records: Vec<Record>) {
+        if let Some(s) = self.get_mut(segment) {
+            s.phase = Phase::Full;
+            let gone = std::mem::take(&mut s.gone);
+            records.retain(|r| !gone.contains(&r.page));
+            s.records = records;
+        }
+    }
+
+    /// Pages of a full segment that no record names, and that no held place is in: they may hold what was never published.
+    pub(in crate::log) fn gaps(&self, records: &[Record]) -> Vec<(u32, u32)> {
+        let mut taken: Vec<(u32, u32)> = records.iter().map(|r| (r.page, r.page.saturating_add(r.pages))).collect();
+        taken.sort_unstable();
+        let mut gaps = Vec::new();
+        let mut at = 0;
+        for (from, to) in taken {
+            if from > at {
+                gaps.push((at, from - at));
+            }
+            at = at.max(to);
+        }
+        if at < self.pages {
+            gaps.push((at, self.pages - at));
+        }
+        gaps
+    }
+
+    /// Takes a segment out of use after a write error; whether that is new.
+    pub(in crate::log) fn retire(&mut self, segment: u32, epoch: u32) -> bool {
+        let Some(s) = self.of_use(segment, epoch).filter(|s| !s.retired) else { return false };
+        s.retired = true;
+        if self.open == Some(segment) {
+            self.close_open();
+        }
+        true
+    }
+
+    /// The unused end of a region whose segment is sealed, each once: segment, bytes used.
+    pub(in crate::log) fn take_region_tails(&mut self) -> Vec<(u32, u64)> {
+        let tails = (0u32..).zip(&mut self.list).filter(|(_, s)| s.is_at_rest());
+        tails.map(|(n, s)| (n, std::mem::take(&mut s.region_used))).filter(|(_, used)| *used > 0).collect()
+    }
+
+    /// Whether a segment that is not sealed may hold slots up to this sequence that no record names: they go with its seal.
+    pub(in crate::log) fn may_hide_below(&self, sequence: u64) -> bool {
+        let unsealed = |s: &&Segment| matches!(s.phase, Phase::Open | Phase::Full | Phase::Sealing);
+        self.list.iter().filter(unsealed).any(|s| s.first_seq <= sequence)
+    }
+
+    // Room.
+
+    /// Whether a free segment should be made ready: none is, and somebody waits or the open one is in use. Early, so that
+    /// reclaim finds room for what it moves; where segments are few, later, because each is a large part of the cache.
+    pub(in crate::log) fn wants_segment(&self) -> bool {
+        let early = if self.in_use() < 8 { self.pages / 2 } else { 0 };
+        let begun = |n: u32| self.get(n).is_some_and(|s| s.next_page > early);
+        self.ready.is_empty() && (self.wanted || self.open.is_some_and(begun))
+    }
+
+    /// Whether more than one segment should be ready: segments are so small that a fast writer fills one before the
+    /// maintenance thread, on a busy machine, has made the next one ready.
+    pub(in crate::log) fn wants_reserve(&self) -> bool {
+        let (ready, bytes) = (self.ready.len() as u64, u64::from(self.pages) * PAGE_BYTES as u64);
+        let most = RESERVE_BYTES / bytes.max(1);
+        let share = self.reserve.unwrap_or_else(|| self.in_use() as u64 / RESERVE_SHARE);
+        self.open.is_some() && (1..most).contains(&ready) && ready < share
+    }
+
+    pub(in crate::log) fn want(&mut self) {
+        self.wanted = true;
+    }
+
+    pub(in crate::log) fn ready(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// The number that a new segment gets.
+    pub(in crate::log) fn next_unused(&self) -> u32 {
+        let unused = |s: &Segment| s.phase == Phase::Absent && !s.retired;
+        self.list.iter().position(unused).unwrap_or(self.list.len()) as u32
+    }
+
+    /// A segment has its space: it may be opened.
+    pub(in crate::log) fn add_ready(&mut self, segment: u32) {
+        while self.list.len() <= segment as usize {
+            self.list.push(Segment::absent(1));
+        }
+        if let Some(s) = self.get_mut(segment) {
+            *s = Segment { phase: Phase::Ready, ..Segment::absent(s.epoch) };
+        }
+        self.ready.push_back(segment);
+        self.wanted = false;
+        (self.refusals, self.refusal) = (0, None);
+    }
+
+    /// Takes a segment out of those that are ready: its space is to be given back.
+    pub(in crate::log) fn take_ready(&mut self) -> Option<u32> {
+        let number = self.ready.pop_back()?;
+        if let Some(segment) = self.get_mut(number) {
+            segment.phase = Phase::Absent;
+        }
+        Some(number)
+    }
+
+    /// The drive does not give a segment although there is room; whether that is new.
+    pub(in crate::log) fn refuse(&mut self, kind: ErrorKind, why: String) -> bool {
+        self.refusals = self.refusals.saturating_add(1);
+        self.refusal = Some((kind, why));
+        self.refusals == 1
+    }
+
+    /// How often in a row that was, and why.
+    pub(in crate::log) fn refusals(&self) -> (u32, Option<&(ErrorKind, String)>) {
+        (self.refusals, self.refusal.as_ref())
+    }
+
+    // Reclaim.
+
+    /// Nothing in it is served from here on; `false` where it is not a sealed one of that use.
+    pub(in crate::log) fn condemn(&mut self, segment: u32, epoch: u32) -> bool {
+        let Some(s) = self.of_use(segment, epoch).filter(|s| s.phase == Phase::Sealed) else { return false };
+        s.phase = Phase::Condemned;
+        true
+    }
+
+    /// Segments that are condemned, as after a write error.
+    pub(in crate::log) fn condemned(&self) -> usize {
+        self.list.iter().filter(|s| s.phase == Phase::Condemned).count()
+    }
+
+    /// It holds nothing any more and has no space.
+    pub(in crate::log) fn free(&mut self, segment: u32) -> u32 {
+        let Some(s) = self.get_mut(segment) else { return 0 };
+        let epoch = s.epoch.wrapping_add(1);
+        *s = Segment { retired: s.retired, ..Segment::absent(epoch) };
+        epoch
+    }
+
+    /// It is not used again: a write to it that timed out may still land.
+    pub(in crate::log) fn give_up(&mut self, segment: u32) {
+        if let Some(s) = self.get_mut(segment) {
+            s.retired = true;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::record::KeyKind;
+    use crate::key::ChunkKey;
+
+    fn record(page: u32, pages: u32) -> Record {
+        Record { page, pages, epoch: 1, sequence: 5, ..Record::new(RecordKind::Put, KeyKind::Chain, ChunkKey([1; 32])) }
+    }
+
+    #[test]
+    fn what_no_record_names_is_a_gap() {
+        let segments = Segments::new(16, 8);
+        let gaps = segments.gaps(&[record(4, 2), record(0, 2), record(6, 4), record(6, 4)]);
+        assert_eq!(gaps, [(2, 2), (10, 6)]);
+        assert_eq!(segments.gaps(&[record(0, 16)]), []);
+    }
+
+    #[test]
+    fn a_slot_that_goes_is_forgotten_or_listed() {
+        let mut segments = Segments::new(16, 8);
+        segments.add_ready(0);
+        let need = Need { pages: 2, align: 1, records: 1 };
+        let place = segments.place(need, None).unwrap();
+        segments.add(&record(0, 2));
+        segments.end_put(place, 1);
+        assert!(segments.note_gone(0, 1, 0) && segments.unsealed_records().is_empty());
+        segments.add(&record(2, 2));
+        segments.close_open();
+        assert_eq!(segments.begin_seal(0).unwrap().1.len(), 1);
+        assert!(!segments.note_gone(0, 1, 2) && segments.gone_pages(0, &[7; 16]).is_none(), "not sealed yet");
+        segments.end_seal(0, 8192);
+        let pages = segments.gone_pages(0, &[7; 16]).unwrap();
+        assert!(pages.len() == 1 && pages[0].slots == [2] && !pages[0].settled);
+        let counts = segments.gone_counts();
+        segments.settle_gone(&counts);
+        assert!(segments.gone_pages(0, &[7; 16]).unwrap()[0].settled && segments.gone_changed().is_empty());
+    }
+}

@@ -1,0 +1,148 @@
+//! The files of a held lane's shared memory: making a table, growing it, resuming or making the lane's shared state.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Lane, State, attach_shared, attach_table};
+use crate::error::{ErrorKind, Result};
+use crate::index::{self, LaneSpec, Recency, Table, TableSpec};
+use crate::log::base::ctx::Ctx;
+use crate::log::base::paths;
+
+/// Least entries of a table.
+const MIN_ENTRIES: u64 = 1024;
+/// How long after a failure to grow the table the next try is made.
+const GROW_RETRY: Duration = Duration::from_millis(200);
+
+/// What is known of the table's growth.
+#[derive(Debug, Default)]
+pub(in crate::log) struct Growth {
+    /// When to try again.
+    after: Option<Instant>,
+    /// It could not grow for want of room: the maintenance thread is to give some back.
+    starved: bool,
+}
+
+impl Growth {
+    /// When the next try is due.
+    pub(in crate::log) fn after(&self) -> Option<Instant> {
+        self.after
+    }
+
+    /// Whether room is wanted, which is told once.
+    pub(in crate::log) fn take_starved(&mut self) -> bool {
+        std::mem::take(&mut self.starved)
+    }
+}
+
+/// A new table for at least `entries`, under a temporary name until [`show_table`] gives it its own.
+pub(in crate::log) fn make_table(ctx: &Ctx, dir: &Path, entries: u64, generation: u64) -> Result<Table> {
+    let spec = spec(ctx, entries, generation);
+    let file = paths::new_shared(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
+    Table::create(&file, &spec)
+}
+
+/// A table that no other process sees.
+pub(in crate::log) fn anonymous_table(ctx: &Ctx, entries: u64) -> Result<Table> {
+    Table::anonymous(&spec(ctx, entries, 0))
+}
+
+fn spec(ctx: &Ctx, entries: u64, generation: u64) -> TableSpec {
+    let max_entries = (entries + entries / 8).max(MIN_ENTRIES);
+    TableSpec { max_entries, boot: ctx.boot, generation, writer: ctx.me }
+}
+
+/// Gives a finished table its name; readers of the one that was there attach anew.
+pub(in crate::log) fn show_table(ctx: &Ctx, dir: &Path) -> Result<()> {
+    let old = attach_table(ctx, dir).ok();
+    paths::put_in_place(dir, paths::TABLE_SHM)?;
+    if let Some(old) = old {
+        old.mark_moved();
+    }
+    Ok(())
+}
+
+/// Takes over the lane's shared state, or makes it anew where it does not fit: for so many segments, of which so many fill the
+/// capacity.
+pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::Lane> {
+    // Of what the capacity holds: with chunks given up singly there are more segments, which together hold no more.
+    let share = (f64::from(full) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
+    let spec = LaneSpec {
+        segments,
+        lease_limit: Some(share.max(1)),
+        boot: ctx.boot,
+        generation: ctx.options.clock.boot_ns(),
+        writer: ctx.me,
+    };
+    let path = dir.join(paths::LANE_SHM);
+    if let Ok(file) = paths::open_small(&path, false)
+        && let Ok(shared) = index::Lane::resume(&file, &spec)
+    {
+        return Ok(shared);
+    }
+    let old = attach_shared(ctx, dir).ok();
+    let file = paths::new_shared(dir, paths::LANE_SHM, index::Lane::file_bytes(segments))?;
+    let shared = index::Lane::create(&file, &spec)?;
+    paths::put_in_place(dir, paths::LANE_SHM)?;
+    if let Some(old) = old {
+        old.mark_moved();
+    }
+    Ok(shared)
+}
+
+/// Whether the table should grow now: it is nearly full, or puts wait that found no place in it.
+pub(in crate::log) fn wants_growth(lane: &Lane, state: &State) -> bool {
+    let wanted = state.puts.has_unpublished() || lane.table().wants_growth();
+    wanted && state.growth.after.is_none_or(|after| Instant::now() >= after)
+}
+
+/// Puts a larger table in the place of a full one. A failure (no memory, no room) leaves the old one: puts that find no place
+/// in it wait for the next try.
+///
+/// # Errors
+/// `NoSpace` and those of making files.
+pub(in crate::log) fn grow(lane: &Lane) -> Result<()> {
+    let outcome = try_grow(lane);
+    if let Err(e) = &outcome {
+        tracing::warn!(lane = %lane.dir.display(), error = %e, "the index could not grow");
+        let mut state = lane.state()?;
+        state.growth.after = Some(Instant::now() + GROW_RETRY);
+        state.growth.starved |= e.kind() == ErrorKind::NoSpace;
+    }
+    outcome
+}
+
+/// Bytes to keep free for the table's next growth when a segment is added.
+pub(in crate::log) fn growth_bytes(lane: &Lane) -> u64 {
+    let table = lane.table();
+    Table::file_bytes(table.next_max_entries()).unwrap_or_else(|_| table.bytes())
+}
+
+fn try_grow(lane: &Lane) -> Result<()> {
+    let old = lane.table();
+    if !old.wants_growth() {
+        return Ok(());
+    }
+    let entries = old.next_max_entries();
+    let bytes = Table::file_bytes(entries)?;
+    let spec =
+        TableSpec { max_entries: entries, boot: lane.ctx.boot, generation: old.generation() + 1, writer: lane.ctx.me };
+    let make = || Table::create(&paths::new_shared(&lane.dir, paths::TABLE_SHM, bytes)?, &spec);
+    let new = match &lane.budget {
+        Some(budget) => budget.grant(bytes, 0, make)?,
+        None => make()?,
+    };
+    let mut state = lane.state()?;
+    let mut recency = Recency::new(new.slots());
+    let before = state.usage.recency();
+    old.grow_into(&new, |from, to| recency.carry(before, from, to))?;
+    paths::put_in_place(&lane.dir, paths::TABLE_SHM)?;
+    state.usage.set_recency(recency);
+    state.growth = Growth::default();
+    let new = Arc::new(new);
+    *lane.table.write() = Arc::clone(&new);
+    old.mark_moved();
+    // What others have marked since it was copied.
+    old.carry_marks(&new)
+}

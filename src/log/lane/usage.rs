@@ -1,0 +1,226 @@
+//! What is known of the use of a held lane's chunks: recency, what each tenant takes, and the policy for chains. No I/O.
+//!
+//! The policy for chains is read from a file after the lane has been opened, in the background. What it is to be told
+//! meanwhile waits, in its order.
+
+use std::collections::HashMap;
+
+use crate::format::PAGE_BYTES;
+use crate::index::{ChainChunk, Entry, EntryKind, Prefix, Recency, Table, TouchCursor};
+
+/// The policy for chains.
+#[derive(Debug, Default)]
+enum Chain {
+    /// Another policy is chosen.
+    #[default]
+    Off,
+    /// It is being read.
+    Coming(Vec<Told>),
+    Here(Box<Prefix>),
+}
+
+/// What the policy for chains is told.
+#[derive(Debug)]
+pub(in crate::log) enum Told {
+    /// A prompt uses a chunk.
+    Used(u64),
+    /// A lookup has found a chunk.
+    Touched(u64),
+    /// A chunk is stored, or a prompt brings one that is there.
+    Stored(ChainChunk),
+    /// As `Stored`, of a chunk that callers decide on where they have told of it.
+    Begun(ChainChunk),
+    /// A chunk is on the drive: its tag and the bytes of its slot.
+    There(u64, u64),
+    /// A chunk came into the lane without a put.
+    Moved(ChainChunk),
+    /// A chunk was dropped from the drive.
+    Dropped(u64),
+    /// A chunk is gone in another way than by the policy.
+    Forgotten(u64),
+}
+
+/// The use of a lane's chunks.
+#[derive(Debug, Default)]
+pub(in crate::log) struct Usage {
+    recency: Recency,
+    /// Logical time of recency.
+    tick: u32,
+    uses_in_tick: u64,
+    /// How far the touch ring has been read.
+    cursor: Option<TouchCursor>,
+    /// Bytes that the chunks of each tenant take.
+    tenants: HashMap<u64, u64>,
+    chain: Chain,
+    /// Callers say what prompts use and bring: lookups are not taken for uses.
+    is_told: bool,
+}
+
+impl Usage {
+    /// For a table with this many slots.
+    pub(in crate::log) fn new(slots: usize) -> Self {
+        Self { recency: Recency::new(slots), ..Self::default() }
+    }
+
+    pub(in crate::log) fn recency(&self) -> &Recency {
+        &self.recency
+    }
+
+    /// Replaces it as the table has grown.
+    pub(in crate::log) fn set_recency(&mut self, recency: Recency) {
+        self.recency = recency;
+    }
+
+    pub(in crate::log) fn tick(&self) -> u32 {
+        self.tick
+    }
+
+    /// The time moves on, and to `at_least`.
+    pub(in crate::log) fn advance(&mut self, at_least: u32) -> u32 {
+        self.tick = self.tick.saturating_add(1).max(at_least);
+        self.tick
+    }
+
+    /// What recovery has found was used in an earlier life.
+    pub(in crate::log) fn end_recovery(&mut self) {
+        self.tick = 2;
+    }
+
+    /// The logical time of one more use. It advances with the number of uses, so that a tick is a small part of the cache
+    /// however fast it is used.
+    pub(in crate::log) fn next_tick(&mut self, table: &Table) -> u32 {
+        self.uses_in_tick += 1;
+        if self.uses_in_tick >= (table.len() / 256).max(8) {
+            self.uses_in_tick = 0;
+            self.tick = self.tick.saturating_add(1);
+        }
+        self.tick
+    }
+
+    /// An entry was entered; `hotness` says how often it was used before, and `again` that its key was there.
+    pub(in crate::log) fn entered(&mut self, table: &Table, (slot, entry): (u32, &Entry), hotness: u8, again: bool) {
+        if let Some(tenant) = tenant_of(entry) {
+            *self.tenants.entry(tenant).or_default() += slot_bytes(entry);
+        }
+        // What recovery finds was used at an unknown time long ago, which is what recency begins with; but what is known to
+        // have been used was used later than what is not.
+        if self.tick > 0 {
+            let tick = self.next_tick(table);
+            self.recency.insert(slot, tick, 0);
+        } else if hotness > 0 || again {
+            self.recency.insert(slot, u32::from(hotness > 0), hotness);
+        }
+    }
+
+    /// An entry left the table.
+    pub(in crate::log) fn left(&mut self, slot: Option<u32>, entry: &Entry) {
+        if let Some(slot) = slot {
+            self.recency.forget(slot);
+        }
+        if let Some(tenant) = tenant_of(entry)
+            && let Some(bytes) = self.tenants.get_mut(&tenant)
+        {
+            *bytes = bytes.saturating_sub(slot_bytes(entry));
+            if *bytes == 0 {
+                self.tenants.remove(&tenant);
+            }
+        }
+    }
+
+    /// What was known of a chunk's uses elsewhere.
+    pub(in crate::log) fn carry(&mut self, slot: u32, (tick, uses): (u32, u8)) {
+        self.recency.insert(slot, tick, uses);
+    }
+
+    /// Bytes that a tenant's chunks take.
+    pub(in crate::log) fn of_tenant(&self, tenant: u64) -> u64 {
+        self.tenants.get(&tenant).copied().unwrap_or(0)
+    }
+
+    /// Bytes that the chunks of all tenants take.
+    pub(in crate::log) fn tenants(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.tenants.iter().map(|(tenant, bytes)| (*tenant, *bytes))
+    }
+
+    pub(in crate::log) fn cursor(&mut self) -> &mut Option<TouchCursor> {
+        &mut self.cursor
+    }
+
+    /// A lookup has found what lies in `slot`.
+    pub(in crate::log) fn touched(&mut self, table: &Table, slot: u32) {
+        let tick = self.next_tick(table);
+        self.recency.touch(slot, tick);
+    }
+
+    // The policy for chains.
+
+    /// The policy is chosen, and will be here soon.
+    pub(in crate::log) fn expect_chain(&mut self) {
+        self.chain = Chain::Coming(Vec::new());
+    }
+
+    /// The policy is here; it is told what has waited for it.
+    pub(in crate::log) fn set_chain(&mut self, prefix: Box<Prefix>) {
+        let Chain::Coming(told) = std::mem::replace(&mut self.chain, Chain::Here(prefix)) else { return };
+        told.into_iter().for_each(|told| self.tell(told));
+    }
+
+    /// Whether the policy is chosen.
+    pub(in crate::log) fn has_chain(&self) -> bool {
+        !matches!(self.chain, Chain::Off)
+    }
+
+    /// The policy, if it is chosen and here.
+    pub(in crate::log) fn chain(&self) -> Option<&Prefix> {
+        match &self.chain {
+            Chain::Here(prefix) => Some(prefix),
+            _ => None,
+        }
+    }
+
+    pub(in crate::log) fn chain_mut(&mut self) -> Option<&mut Prefix> {
+        match &mut self.chain {
+            Chain::Here(prefix) => Some(prefix),
+            _ => None,
+        }
+    }
+
+    /// Callers say what prompts use and bring from now on.
+    pub(in crate::log) fn set_told(&mut self) {
+        self.is_told = true;
+    }
+
+    /// Tells the policy.
+    pub(in crate::log) fn tell(&mut self, told: Told) {
+        let is_told = self.is_told;
+        let chain = match &mut self.chain {
+            Chain::Off => return,
+            Chain::Coming(waiting) => return waiting.push(told),
+            Chain::Here(chain) => chain,
+        };
+        match told {
+            Told::Used(tag) => chain.used(tag),
+            Told::Touched(tag) if !is_told => chain.touched(tag),
+            Told::Touched(_) => {}
+            Told::Stored(chunk) => drop(chain.stored(&chunk)),
+            Told::Begun(chunk) if is_told && chain.knows(chunk.tag) => {}
+            Told::Begun(chunk) => drop(chain.stored(&chunk)),
+            Told::There(tag, bytes) => chain.put_back(tag, bytes),
+            Told::Moved(chunk) if chain.holds(chunk.tag) => {}
+            Told::Moved(chunk) if is_told && chain.knows(chunk.tag) => chain.put_back(chunk.tag, chunk.bytes),
+            Told::Moved(chunk) => drop(chain.stored(&chunk)),
+            Told::Dropped(tag) if is_told => chain.dropped(tag),
+            Told::Dropped(tag) | Told::Forgotten(tag) => chain.forget(tag),
+        }
+    }
+}
+
+/// The tenant for whose quota an entry counts.
+pub(in crate::log) fn tenant_of(e: &Entry) -> Option<u64> {
+    (e.kind == EntryKind::Chunk && e.tenant != 0).then_some(e.tenant)
+}
+
+/// Bytes of an entry's slot.
+pub(in crate::log) fn slot_bytes(e: &Entry) -> u64 {
+    u64::from(e.pages) * PAGE_BYTES as u64
+}

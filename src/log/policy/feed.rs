@@ -1,0 +1,185 @@
+//! What the policy for chains is told, and when: every use and every put, in the order in which they are asked for.
+//!
+//! An engine with one drive says what prompts use and bring, in the order of its calls ([`note_used`], [`note_brought`]): so
+//! the policy's state depends on nothing else, neither on when I/O ends or a thread wakes nor on what else a rank happens to
+//! hold. Ranks that are told the same give up the same. Where nobody says it, lookups are taken for uses, of whatever process:
+//! they are read from the touch ring before each put is told, on the thread that begins the put. Objects are not told: they go
+//! with their segments.
+
+use super::file::PolicyFile;
+use crate::format::PAGE_BYTES;
+use crate::format::record::{KeyKind, Record};
+use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, tag_of};
+use crate::key::ChunkKey;
+use crate::log::base::sizes;
+use crate::log::base::spec::PutSpec;
+use crate::log::lane::{Lane, RESERVE_BYTES, State, Told, slot_bytes};
+
+/// Of the capacity, the part that the files beside the slots may take, besides the regions: one of so many.
+const OTHER_FILES: u64 = 256;
+/// Of the capacity, the part that may be kept ready: one of so many.
+const RESERVE_SHARE: u64 = 128;
+/// Segments whose slots cannot be given up singly: open, full, or ready.
+const UNSEALED: u64 = 3;
+
+/// Whether the settings choose the policy.
+pub(in crate::log) fn is_chosen(lane: &Lane) -> bool {
+    crate::index::by_name(&lane.ctx.options.policy).is_some_and(|p| p.name() == Emptiest.name())
+}
+
+/// The own lane is open: if the policy is the chosen one, what it is told waits from now on until it has been [loaded](load).
+pub(in crate::log) fn expect(lane: &Lane) {
+    if let Ok(mut state) = lane.state()
+        && is_chosen(lane)
+    {
+        state.usage.expect_chain();
+        state.segments.set_reserve(reserve(lane, capacity(lane)).max(1));
+    }
+}
+
+/// Makes the policy's state from its file and from what the table holds.
+pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
+    if !is_chosen(lane) {
+        return;
+    }
+    let mut chain = file.restore(lane, room_bytes(lane, capacity(lane)));
+    let table = lane.table();
+    chain.compare(|tag| table.get_tag(tag).is_some());
+    // Of what it holds it only hears that it is there; the rest it hears of in its order.
+    let mut others: Vec<(Entry, u8)> = Vec::new();
+    table.for_each(|slot, entry| {
+        let tag = tag_of(&entry.key);
+        if entry.kind != EntryKind::Chunk {
+            return;
+        }
+        if chain.holds(tag) {
+            chain.put_back(tag, slot_bytes(entry));
+        } else {
+            let uses = lane.state().map_or(0, |state| state.usage.recency().get(slot).1);
+            others.push((*entry, uses));
+        }
+    });
+    others.sort_unstable_by_key(|(entry, _)| entry.seq);
+    let (known, new): (Vec<_>, Vec<_>) = others.into_iter().partition(|(entry, _)| chain.knows(tag_of(&entry.key)));
+    // What it was given up for is still there.
+    for (entry, _) in &known {
+        chain.put_back(tag_of(&entry.key), slot_bytes(entry));
+    }
+    for (entry, _) in &new {
+        chain.stored(&chunk_of(entry, lane.superblock.chunk_tokens));
+    }
+    for (entry, _) in new.iter().filter(|(_, uses)| *uses > 0) {
+        chain.used_before(tag_of(&entry.key));
+    }
+    if let Ok(mut state) = lane.state() {
+        state.usage.set_chain(Box::new(chain));
+    }
+}
+
+fn capacity(lane: &Lane) -> u64 {
+    lane.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes())
+}
+
+/// Bytes of slots that are kept: what is left of the capacity when everything else has its part, a function of the settings
+/// alone.
+fn room_bytes(lane: &Lane, capacity: u64) -> u64 {
+    let sb = &lane.superblock;
+    let ring = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
+    let slot_bytes = lane.ctx.slot_bytes();
+    let kept = sizes::region_kept(sb, slot_bytes);
+    let regions = sizes::most_segments(capacity, sb, slot_bytes).saturating_mul(kept);
+    let others = (capacity / OTHER_FILES).saturating_add(ring).saturating_add(regions);
+    let unsealed = UNSEALED.saturating_mul(sb.segment_bytes);
+    let reserve = reserve(lane, capacity).saturating_mul(sb.segment_bytes).saturating_add(unsealed);
+    let room = capacity.saturating_sub(others).saturating_sub(reserve);
+    room.max(sb.segment_bytes)
+}
+
+/// Segments kept ready at most.
+fn reserve(lane: &Lane, capacity: u64) -> u64 {
+    RESERVE_BYTES.min(capacity / RESERVE_SHARE) / lane.superblock.segment_bytes.max(1)
+}
+
+fn chunk_of(entry: &Entry, chunk_tokens: u32) -> ChainChunk {
+    ChainChunk {
+        tag: tag_of(&entry.key),
+        parent: 0,
+        depth: entry.depth,
+        bytes: slot_bytes(entry),
+        partial: entry.tokens < chunk_tokens,
+    }
+}
+
+/// A put is asked for, whether or not the chunk is there already.
+pub(in crate::log) fn note_begun(lane: &Lane, spec: &PutSpec, bytes: u64) {
+    if !matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment) {
+        return;
+    }
+    let Ok(mut state) = lane.state() else { return };
+    if !state.usage.has_chain() {
+        return;
+    }
+    note_touches(lane, &mut state);
+    let chunk = ChainChunk {
+        tag: tag_of(&spec.key),
+        parent: tag_of(&spec.parent),
+        depth: spec.depth,
+        bytes,
+        partial: spec.tokens < state.chunk_tokens(),
+    };
+    // What callers have told of, they decide on; puts begin in any order.
+    state.usage.tell(Told::Begun(chunk));
+}
+
+/// A prompt brings these chunks, in its order.
+pub(in crate::log) fn note_brought(lane: &Lane, chunks: impl Iterator<Item = ChainChunk>) {
+    let Ok(mut state) = lane.state() else { return };
+    state.usage.set_told();
+    chunks.for_each(|chunk| state.usage.tell(Told::Stored(chunk)));
+}
+
+/// A prompt uses these chunks, in its order.
+pub(in crate::log) fn note_used(lane: &Lane, tags: impl Iterator<Item = u64>) {
+    let Ok(mut state) = lane.state() else { return };
+    state.usage.set_told();
+    tags.for_each(|tag| state.usage.tell(Told::Used(tag)));
+}
+
+/// A chunk is there now. One that was given up before, while it was still being stored, is offered again.
+pub(in crate::log) fn note_published(state: &mut State, record: &Record) {
+    if matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment) {
+        state.usage.tell(Told::There(tag_of(&record.key), u64::from(record.pages) * PAGE_BYTES as u64));
+    }
+}
+
+/// A chunk came into the lane by another way.
+pub(in crate::log) fn note_moved(state: &mut State, entry: &Entry) {
+    if entry.kind == EntryKind::Chunk {
+        let chunk = chunk_of(entry, state.chunk_tokens());
+        state.usage.tell(Told::Moved(chunk));
+    }
+}
+
+/// A chunk went with its segment, at a moment that others who are told the same do not share.
+pub(in crate::log) fn note_dropped(state: &mut State, key: &ChunkKey) {
+    state.usage.tell(Told::Dropped(tag_of(key)));
+}
+
+/// A chunk is gone in another way than by the policy.
+pub(in crate::log) fn forget(state: &mut State, key: &ChunkKey) {
+    state.usage.tell(Told::Forgotten(tag_of(key)));
+}
+
+/// Reads what was touched since the last time.
+pub(in crate::log) fn note_touches(lane: &Lane, state: &mut State) {
+    let Some(shared) = lane.shared() else { return };
+    let table = lane.table();
+    let mut cursor = state.usage.cursor().take().unwrap_or_else(|| shared.touch_cursor());
+    shared.drain_touches(&mut cursor, |tag| {
+        if let Some(slot) = table.slot_of_tag(tag) {
+            state.usage.touched(&table, slot);
+        }
+        state.usage.tell(Told::Touched(tag));
+    });
+    *state.usage.cursor() = Some(cursor);
+}

@@ -1,0 +1,10 @@
+//! What the policy for chains is told, and its file.
+
+mod feed;
+mod file;
+
+pub(super) use feed::{
+    expect, forget, is_chosen, load, note_begun, note_brought, note_dropped, note_moved, note_published, note_touches,
+    note_used,
+};
+pub(super) use file::PolicyFile;

@@ -1,0 +1,315 @@
+//! Giving up single chunks of sealed segments: their slots become holes, so that nothing else in the segment must be moved.
+//!
+//! The order is the protocol:
+//! 1. *choose*, as the policy says, among chunks in sealed segments that nobody leases;
+//! 2. *mark* their entries: lookups miss. Then a last look for leases: whoever takes one later finds the entry marked, and lets
+//!    the chunk be. A load that has no lease may read zeros, which no CRC accepts;
+//! 3. *list* them as gone in their segment's region, so that lookups after a restart are truthful;
+//! 4. *punch*; the entries leave the table;
+//! 5. *flush*, and note that those in the list are unreadable durably.
+//!
+//! All of this is the maintenance thread's work: nobody else punches holes or reclaims, so a segment cannot change under it.
+//! A removal in the same process is kept out by the lane's `erasing` lock.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use super::segment;
+use crate::error::Result;
+use crate::format::PAGE_BYTES;
+use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::index::{Entry, EntryKind, Mark, tag_of};
+use crate::log::base::sizes;
+use crate::log::drive::Volume;
+use crate::log::lane::{Lane, Phase, Role, Slot, Told, slot_bytes};
+use crate::log::{journal, policy};
+
+/// Of the capacity, the part that is given up at once: one of so many.
+const BATCH_SHARE: u64 = 32;
+/// Segments' worth of chunks that are passed over, because they cannot go yet, before the search ends.
+const PASSED_OVER: u64 = 4;
+/// Segments above the wished number at which no chunks are given up before some have been emptied.
+const TOO_MANY: u64 = 6;
+/// For so long, each time room is made, holes wait for loads to pause: the file cannot be read while one is punched.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// The same while nothing is ready to be written to.
+const PATIENCE_IN_NEED: Duration = Duration::from_millis(50);
+/// How often a pause is looked for.
+const LOOK_AGAIN: Duration = Duration::from_micros(200);
+
+/// What was given up.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Evicted {
+    pub(super) chunks: u64,
+    pub(super) bytes: u64,
+}
+
+/// Gives up chunks until about a segment's bytes are free; false where that cannot be done.
+pub(super) fn make_room(volume: &Volume) -> bool {
+    let Some(own) = volume.own() else { return false };
+    let can = own.state().is_ok_and(|state| state.usage.chain().is_some()) && !own.has_no_holes();
+    let others =
+        volume.lanes().held().any(|lane| lane.role != Role::Own && lane.data.allocated_bytes().unwrap_or(0) > 0);
+    let capacity = volume.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes());
+    let most = sizes::most_segments(capacity, &own.superblock, own.ctx.slot_bytes());
+    if !can || others || in_use(&own) > most + TOO_MANY {
+        return false;
+    }
+    if has_dead(&own) && segment::reclaim_dead(volume, Role::Own) > 0 && !has_dead(&own) {
+        return true;
+    }
+    let doomed = own.state().map_or(0, |s| s.usage.chain().map_or(0, |c| c.doomed_bytes()));
+    // All that has been given up already at once, within bounds, because each time costs flushes.
+    let bytes = own.segment_bytes().max(doomed.min(capacity / BATCH_SHARE));
+    let freed = evict_some(volume, &own, bytes).unwrap_or_else(|e| {
+        tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was given up");
+        0
+    });
+    settle(&own);
+    tidy(volume, &own, most);
+    freed > 0
+}
+
+fn in_use(own: &Lane) -> u64 {
+    own.state().map_or(0, |s| s.segments.in_use()) as u64
+}
+
+/// Empties the emptiest segment where there are too many, as long as the open one has plenty of room for what must be written
+/// again.
+fn tidy(volume: &Volume, own: &Lane, most: u64) {
+    if own.state().is_ok_and(|state| state.segments.is_roomy()) && in_use(own) > most {
+        segment::reclaim_one(volume);
+    }
+}
+
+/// Whether a sealed segment holds nothing any more.
+fn has_dead(own: &Lane) -> bool {
+    let (Some(shared), Ok(state)) = (own.shared(), own.state()) else { return false };
+    let is_empty = |number| shared.segment(number).is_some_and(|view| view.live_chunks == 0);
+    state.segments.iter().any(|(number, segment)| segment.is_at_rest() && is_empty(number))
+}
+
+/// Gives up chunks of about `bytes`; how many bytes were given back.
+fn evict_some(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
+    trim_regions(own)?;
+    let mut freed = 0;
+    while freed < bytes {
+        let need = own.segment_bytes().saturating_sub(freed);
+        let chosen = choose(own, bytes - freed, need)?;
+        let evicted = evict(volume, own, chosen)?;
+        if evicted.bytes == 0 {
+            break;
+        }
+        freed += evicted.bytes;
+    }
+    Ok(freed)
+}
+
+/// What the regions of sealed segments have left is of no use.
+fn trim_regions(own: &Lane) -> Result<()> {
+    let tails = own.state()?.segments.take_region_tails();
+    for (number, used) in tails {
+        // Granted anew with the segment. Where it cannot be had, the region keeps its space.
+        drop(own.index.punch_hole(own.region_offset(number) + used, own.superblock.region_bytes - used));
+    }
+    Ok(())
+}
+
+/// The chunks to go next, of those in sealed segments without leases: given-up ones of about `bytes`, and where those make less
+/// than `need` because some cannot go yet, others that the policy would have kept.
+fn choose(own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
+    let mut guard = own.state()?;
+    let state = &mut *guard;
+    let table = own.table();
+    let Some(chain) = state.usage.chain_mut() else { return Ok(Vec::new()) };
+    let mut leased: HashMap<u32, bool> = HashMap::new();
+    let (mut chosen, mut later, mut sum, mut passed_over) = (Vec::new(), Vec::new(), 0, 0);
+    let most_passed_over = PASSED_OVER * own.segment_bytes();
+    let mut spilled: Option<VecDeque<u64>> = None;
+    while sum < bytes && passed_over < most_passed_over {
+        let next = match chain.take_doomed(1).pop() {
+            None if sum < need => {
+                spilled.get_or_insert_with(|| chain.spill(need - sum + most_passed_over).into()).pop_front()
+            }
+            doomed => doomed,
+        };
+        let Some(tag) = next else { break };
+        let Some(entry) = table.get_tag(tag).filter(|e| e.kind == EntryKind::Chunk) else { continue };
+        let size = slot_bytes(&entry);
+        let is_at_rest = state.segments.is_at_rest(entry.segment, entry.epoch);
+        if is_at_rest && !*leased.entry(entry.segment).or_insert_with(|| own.is_leased(entry.segment, entry.epoch)) {
+            sum += size;
+            chosen.push(entry);
+        } else {
+            passed_over += size;
+            later.push((tag, size));
+        }
+    }
+    later.into_iter().for_each(|(tag, bytes)| chain.put_back(tag, bytes));
+    spilled.into_iter().flatten().for_each(|tag| chain.put_back(tag, 0));
+    Ok(chosen)
+}
+
+/// Gives up chunks of sealed segments of a held lane. Those that cannot go now are offered again to the policy.
+pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -> Result<Evicted> {
+    chosen.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
+    let in_need = lane.state()?.segments.ready() == 0;
+    let patience = Instant::now() + if in_need { PATIENCE_IN_NEED } else { PATIENCE };
+    let mut evicted = Evicted::default();
+    for of_segment in chosen.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
+        let one = evict_in(volume, lane, of_segment, patience)?;
+        evicted.chunks += one.chunks;
+        evicted.bytes += one.bytes;
+    }
+    volume.ctx.counters.evicted.add(evicted.chunks);
+    volume.ctx.counters.hole_evicted.add(evicted.chunks);
+    Ok(evicted)
+}
+
+/// The same in one segment.
+fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Instant) -> Result<Evicted> {
+    let Some(first) = chosen.first() else { return Ok(Evicted::default()) };
+    let _one = lane.erasing.lock();
+    let table = lane.table();
+    let here = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch);
+    let is_at_rest = lane.state()?.segments.is_at_rest(first.segment, first.epoch);
+    let still = |e: &&Entry| is_at_rest && table.get(&e.key).is_some_and(|now| here(&now) == here(e));
+    let mut going: Vec<Entry> = Vec::new();
+    for e in chosen.iter().filter(still) {
+        if table.mark(&e.key, e.seq, Mark::Leaving)? {
+            going.push(*e);
+        }
+    }
+    // Whoever takes a lease from here on looks at the table afterwards, and finds the entry marked.
+    fence(Ordering::SeqCst);
+    if lane.is_leased(first.segment, first.epoch) {
+        going.iter().try_for_each(|e| table.unmark(&e.key, e.seq, Mark::Leaving))?;
+        let mut state = lane.state()?;
+        going.iter().for_each(|e| state.usage.tell(Told::There(tag_of(&e.key), slot_bytes(e))));
+        return Ok(Evicted::default());
+    }
+    tell(volume, lane, (first.segment, first.epoch), &going);
+    let bytes = erase_marked(volume, lane, &going, Some(patience))?;
+    Ok(Evicted { chunks: going.len() as u64, bytes })
+}
+
+/// Makes the slots of marked entries of one segment, in the order in which they lie, unreadable, and takes them out of the table; how
+/// many bytes were given back. The caller holds the lane's `erasing` lock.
+pub(super) fn erase_marked(
+    volume: &Volume,
+    lane: &Arc<Lane>,
+    going: &[Entry],
+    patience: Option<Instant>,
+) -> Result<u64> {
+    let Some(first) = going.first() else { return Ok(0) };
+    list(lane, going)?;
+    let mut freed = 0;
+    for run in going.chunk_by(|a, b| a.page + a.pages == b.page) {
+        patience.into_iter().for_each(|until| wait_for_pause(volume, until));
+        let mut slots: Vec<Slot> = run.iter().map(|e| Slot::of(e, &lane.ctx.layout_of(e))).collect();
+        // The members of a pack share a slot.
+        slots.dedup_by_key(|s| s.page);
+        freed += lane.erase(first.segment, &slots)?;
+        forget(lane, run)?;
+    }
+    Ok(freed)
+}
+
+/// Lists slots as gone: in their segment's region, or, while that is not sealed, in the journal.
+fn list(lane: &Lane, going: &[Entry]) -> Result<()> {
+    let mut state = lane.state()?;
+    for e in going {
+        if state.segments.note_gone(e.segment, e.epoch, e.page) {
+            state.pending.log(Record {
+                sequence: e.seq,
+                segment: e.segment,
+                epoch: e.epoch,
+                page: e.page,
+                pages: e.pages,
+                ..Record::new(RecordKind::Gone, KeyKind::Chain, e.key)
+            });
+        }
+    }
+    let Some(segment) = going.first().map(|e| e.segment) else { return Ok(()) };
+    drop(state);
+    journal::write_gone(lane, segment)
+}
+
+/// Takes the entries of slots that are unreadable now out of the table.
+fn forget(lane: &Lane, gone: &[Entry]) -> Result<()> {
+    let shared = lane.shared();
+    shared.iter().for_each(|s| s.note_erasure());
+    let mut state = lane.state()?;
+    let table = lane.table();
+    for e in gone {
+        state.leave(&table, shared.as_ref(), (&e.key, e.seq))?;
+    }
+    Ok(())
+}
+
+/// Tells of what goes, if anybody asks; the whole keys are in the segments' regions only.
+fn tell(volume: &Volume, lane: &Lane, segment: (u32, u32), going: &[Entry]) {
+    if !volume.ctx.evicted.is_wanted() {
+        return;
+    }
+    let Ok(records) = journal::known_records(lane, segment) else { return };
+    let goes = |r: &&Record| going.iter().any(|e| (e.seq, e.page) == (r.sequence, r.page));
+    volume.ctx.evicted.push(records.iter().filter(goes));
+}
+
+/// Returns when nothing is being loaded, or at the deadline.
+fn wait_for_pause(volume: &Volume, deadline: Instant) {
+    let is_loading = || match &volume.ctx.options.is_loading {
+        Some(is_loading) => is_loading(),
+        None => volume.io.read.in_flight() > 0,
+    };
+    while is_loading() && Instant::now() < deadline {
+        std::thread::sleep(LOOK_AGAIN);
+    }
+}
+
+/// Makes the holes durable, and notes that. Where that fails they stay as they are until the next time.
+pub(super) fn settle(lane: &Lane) {
+    if lane.is_settled() {
+        return;
+    }
+    if let Err(e) = lane.settle() {
+        tracing::warn!(lane = %lane.dir.display(), error = %e, "what was given up is not durable yet");
+    }
+}
+
+/// Writes the lists of what is gone where they are not as they should be.
+pub(super) fn write_lists(lane: &Lane) {
+    let changed = lane.state().map(|state| state.segments.gone_changed()).unwrap_or_default();
+    for segment in changed {
+        if let Err(e) = journal::write_gone(lane, segment) {
+            tracing::debug!(lane = %lane.dir.display(), error = %e, "a list of what is gone was not written");
+            return;
+        }
+    }
+}
+
+/// Makes the slots of entries unreadable that other processes, or loads, have marked as removed.
+pub(super) fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
+    let mut marked: Vec<Entry> = Vec::new();
+    lane.table().for_each_marked(Mark::Removed, |entry| marked.push(*entry));
+    marked.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
+    for of_segment in marked.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
+        let _one = lane.erasing.lock();
+        let Some(first) = of_segment.first() else { continue };
+        let phase = lane.state()?.segments.get(first.segment).filter(|s| s.epoch() == first.epoch).map(|s| s.phase());
+        if phase.is_some_and(|p| !matches!(p, Phase::Absent | Phase::Ready)) {
+            erase_marked(volume, lane, of_segment, None)?;
+        }
+        let mut state = lane.state()?;
+        of_segment.iter().for_each(|e| policy::forget(&mut state, &e.key));
+    }
+    Ok(())
+}
+
+/// Bytes of so many pages.
+pub(super) const fn bytes_of(pages: u32) -> u64 {
+    pages as u64 * PAGE_BYTES as u64
+}

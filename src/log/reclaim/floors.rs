@@ -1,0 +1,92 @@
+//! What lies below a floor: it leaves the tables and its slots are made unreadable; then the floors of tenants are dropped.
+
+use std::sync::Arc;
+
+use super::{evict, segment};
+use crate::error::Result;
+use crate::index::{Entry, EntryKind, Mark};
+use crate::log::base::paths;
+use crate::log::drive::{Volume, floors};
+use crate::log::lane::{Lane, Role};
+
+/// Makes what lies below the floors unreadable in the lanes that this process holds, where that has not been done.
+pub(super) fn apply(volume: &Volume) -> Result<()> {
+    let generation = volume.shard.floors_generation();
+    let mut changed = false;
+    for lane in volume.lanes().held() {
+        let Some(shared) = lane.shared().filter(|s| s.floors_done() < generation) else { continue };
+        changed = true;
+        sweep_everything(volume, lane)?;
+        if !sweep_tenants(volume, lane)? {
+            continue;
+        }
+        lane.settle()?;
+        shared.set_floors_done(generation);
+    }
+    if changed {
+        segment::reclaim_dead(volume, Role::Own);
+    }
+    if volume.shard.tenants() > 0 {
+        drop_tenants(volume, generation)?;
+    }
+    Ok(())
+}
+
+/// Takes what lies below the floor of everything out of the table. Its slots go with their segments: that floor stays.
+fn sweep_everything(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
+    let floor = volume.shard.floor();
+    let _one = lane.erasing.lock();
+    let mut state = lane.state()?;
+    let (table, shared) = (lane.table(), lane.shared());
+    state.leave_where(&table, shared.as_ref(), |e| e.seq <= floor)?;
+    // The lists of partial chunks too.
+    table.clear_up_to(floor)?;
+    Ok(())
+}
+
+/// Makes the slots of tenants below their floors unreadable; `false` where something may still be written to one.
+fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
+    if !volume.shard.has_tenant_floors() {
+        return Ok(true);
+    }
+    let mut going: Vec<Entry> = Vec::new();
+    lane.table().for_each(|_, e| {
+        if e.kind == EntryKind::Chunk && !volume.shard.is_above_floor(Some(e.tenant), e.seq) {
+            going.push(*e);
+        }
+    });
+    going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
+    for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
+        let _one = lane.erasing.lock();
+        let table = lane.table();
+        let mut marked: Vec<Entry> = Vec::new();
+        for e in of_segment {
+            if table.mark(&e.key, e.seq, Mark::Leaving)? {
+                marked.push(*e);
+            }
+        }
+        evict::erase_marked(volume, lane, &marked, None)?;
+    }
+    let highest = volume.shard.highest_tenant_floor();
+    let state = lane.state()?;
+    // What is in segments that are not sealed yet may hold slots that were never published.
+    let is_over = |oldest| oldest > highest;
+    Ok(state.puts.oldest().is_none_or(is_over) && !state.segments.may_hide_below(highest))
+}
+
+/// Drops the floors of tenants when every lane of the shard is done with them.
+fn drop_tenants(volume: &Volume, generation: u64) -> Result<()> {
+    let _lock = volume.lock_shard()?;
+    if volume.shard.floors_generation() != generation {
+        return Ok(());
+    }
+    let lanes = volume.lanes();
+    let is_done = |number: u32| {
+        let lane = lanes.all.iter().find(|l| l.number == number);
+        lane.and_then(|l| l.shared()).is_some_and(|s| s.floors_done() >= generation)
+    };
+    if paths::lanes(&volume.shard_dir)?.iter().all(|(number, _)| is_done(*number)) {
+        floors::drop_tenants(&volume.shard_dir, &volume.shard)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! The maintenance thread of a drive: it keeps a free segment ready, reclaims, reads touches, makes unreadable what was removed,
+//! adopts orphaned lanes, and writes down what the policy has learned.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::{evict, floors, orphans, pressure, quota, segment, space};
+use crate::error::{Error, ErrorKind, Result};
+use crate::log::drive::{Helpers, Volume};
+use crate::log::lane::Role;
+use crate::log::{Log, policy};
+
+/// How often it looks by itself.
+const TICK: Duration = Duration::from_millis(50);
+/// How soon one who waits for it looks again.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// What calls do of it themselves in a log without threads.
+pub(in crate::log) fn helpers() -> Helpers {
+    let make_ready = |volume: &Volume| {
+        sweep(volume);
+        space::keep_ready(volume, &AtomicBool::new(false));
+    };
+    Helpers { make_ready, enforce_quota: quota::enforce }
+}
+
+/// Runs until `stop`.
+pub(in crate::log) fn run(volume: &Arc<Volume>, stop: &AtomicBool) {
+    let own = volume.own();
+    own.iter().for_each(|lane| policy::load(lane, &volume.policy));
+    let mut maintenance = Maintenance::default();
+    let mut last_scan = Instant::now();
+    let mut kept = Instant::now();
+    while !stop.load(Ordering::Acquire) {
+        // Woken or not, it looks.
+        let _ = volume.waker.1.recv_timeout(TICK);
+        if stop.load(Ordering::Acquire) {
+            return;
+        }
+        maintenance.look(volume, stop);
+        if last_scan.elapsed() >= volume.ctx.options.scan_interval {
+            last_scan = Instant::now();
+            maintenance.scan(volume);
+        }
+        if !volume.is_lost() {
+            own.iter().for_each(|lane| volume.policy.keep(lane, &mut kept));
+        }
+        volume.rounds.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Waits until the maintenance threads find nothing to give up any more.
+pub(in crate::log) fn at_rest(log: &Log, deadline: Instant) -> Result<()> {
+    let counters = &log.ctx.counters;
+    let given_up = || (counters.evicted.get(), counters.reclaimed.get());
+    loop {
+        let before = given_up();
+        for volume in &log.volumes {
+            // The round that ends first may have begun earlier.
+            let wanted = volume.rounds.load(Ordering::Acquire) + 2;
+            while volume.rounds.load(Ordering::Acquire) < wanted {
+                if Instant::now() >= deadline {
+                    return Err(Error::new(ErrorKind::TimedOut, "reclaim does not come to rest").at(&volume.root));
+                }
+                volume.wake();
+                std::thread::sleep(LOOK_AGAIN);
+            }
+        }
+        if given_up() == before {
+            return Ok(());
+        }
+    }
+}
+
+/// What it remembers between its turns.
+#[derive(Debug)]
+pub(in crate::log) struct Maintenance {
+    /// The latest logical time of the lanes, so that all of them stay near it.
+    tick: u32,
+}
+
+impl Default for Maintenance {
+    fn default() -> Self {
+        Self { tick: 1 }
+    }
+}
+
+impl Maintenance {
+    /// What is done often: touches, removals by others, floors, segments made ready.
+    pub(in crate::log) fn look(&mut self, volume: &Volume, stop: &AtomicBool) {
+        if volume.is_lost() {
+            return;
+        }
+        self.read_touches(volume);
+        sweep(volume);
+        if let Err(e) = floors::apply(volume) {
+            tracing::warn!(drive = %volume.root.display(), error = %e, "what lies below a floor still takes room");
+        }
+        quota::enforce(volume);
+        space::keep_ready(volume, stop);
+        space::keep_reserve(volume, stop);
+    }
+
+    fn read_touches(&mut self, volume: &Volume) {
+        for lane in volume.lanes().held() {
+            let Ok(mut state) = lane.state() else { continue };
+            policy::note_touches(lane, &mut state);
+            self.tick = state.usage.advance(self.tick);
+        }
+    }
+
+    /// What is done now and then.
+    pub(in crate::log) fn scan(&mut self, volume: &Volume) {
+        if volume.is_lost() {
+            return;
+        }
+        volume.note_draining();
+        quota::count(volume);
+        if let Err(e) = volume.adopt_orphans() {
+            tracing::warn!(drive = %volume.root.display(), error = %e, "cannot look for orphaned lanes");
+        }
+        for lane in volume.lanes().held() {
+            if let Some(shared) = lane.shared() {
+                volume.ctx.with_lease_env(|env| shared.sweep_leases(env));
+            }
+        }
+        segment::reclaim_expired(volume);
+        segment::reclaim_dead(volume, Role::Adopted);
+        orphans::remove_empty_lanes(volume);
+        pressure::relieve(volume);
+        space::shrink(volume);
+        for lane in volume.lanes().held() {
+            evict::settle(lane);
+            evict::write_lists(lane);
+        }
+    }
+}
+
+/// Makes unreadable what loads have found bad, and what other processes have removed.
+fn sweep(volume: &Volume) {
+    for lane in volume.lanes().held() {
+        let Some(removals) = lane.shared().map(|s| s.removals()).filter(|n| *n != lane.swept()) else { continue };
+        match evict::sweep(volume, lane) {
+            Ok(()) => lane.set_swept(removals),
+            Err(e) => tracing::warn!(lane = %lane.dir.display(), error = %e, "what was removed still takes room"),
+        }
+    }
+}

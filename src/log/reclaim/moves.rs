@@ -1,0 +1,183 @@
+//! Writing a slot again: what reclaim wants to keep, and what shares a slot with something that is removed.
+//!
+//! A move keeps the sequence, so it can never escape a floor; and it is published only if the table still says that the key lies
+//! where it was read. What fails its check on the way is not moved.
+
+use std::sync::Arc;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::crc;
+use crate::format::layout::{COARSE_BYTES, SlotLayout};
+use crate::format::record::{KeyKind, Record};
+use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY};
+use crate::index::Mark;
+use crate::io::AlignedBuf;
+use crate::log::base::in_flight::Claims;
+use crate::log::base::pack;
+use crate::log::base::spec::Member;
+use crate::log::drive::Volume;
+use crate::log::lane::{Held, Hold, Lane, Need, Place, Slot, aligned};
+use crate::log::policy;
+
+/// A slot written again and not published yet.
+pub(super) struct Copy {
+    records: Vec<Record>,
+    place: Place,
+    header_crc: u32,
+    header_at: u32,
+    slot_bytes: u64,
+    hold: Hold,
+    /// A removal of its keys that begins from now on is noticed.
+    claims: Claims,
+}
+
+/// Writes a slot of the lane `from` again, of which `records` are current; `None` if there is no room.
+pub(super) fn copy_slot(
+    volume: &Volume,
+    own: &Arc<Lane>,
+    from: &Lane,
+    mut records: Vec<Record>,
+) -> Result<Option<Copy>> {
+    let mut claims = Claims::new(&volume.ctx.in_flight);
+    let is_own = from.number == own.number;
+    // What is stored here already, or just being stored, need not come.
+    records.retain(|r| (is_own || own.get(&r.key).is_none()) && claims.add(&r.key));
+    let Some(record) = records.first() else { return Ok(None) };
+    let len = record.pages as usize * PAGE_BYTES;
+    let slot = from.read(&from.data, from.slot_offset(record.segment, record.page), len)?;
+    let (header_offset, mut header) = find_header(slot.as_slice(), record)?;
+    verify(slot.as_slice(), &header)?;
+    let coarse = COARSE_BYTES as u64;
+    let is_coarse = len >= COARSE_BYTES && header.layers.iter().all(|l| l.offset.is_multiple_of(coarse));
+    let align = if is_coarse { COARSE_BYTES / PAGE_BYTES } else { 1 } as u32;
+    let need = Need { pages: record.pages, align, records: records.len() };
+    let place = {
+        let mut state = own.state()?;
+        let Some(place) = state.segments.place(need, own.shared().as_ref()) else { return Ok(None) };
+        state.puts.begin(record.sequence);
+        state.segments.note_sequence(place, record.sequence);
+        place
+    };
+    let hold = Hold(Held::new(own, place, records.len(), record.sequence));
+    let header_crc = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header, &records)?;
+    let header_at = header_offset as u32;
+    Ok(Some(Copy { records, place, header_crc, header_at, slot_bytes: len as u64, hold, claims }))
+}
+
+/// Makes copies count, once they are durable: before, a crash could leave the record of a copy without its bytes, and with it lose
+/// the original that it stands for. Gives back the records of which nothing is any longer what it was.
+pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copies: Vec<Copy>) -> Result<Vec<Record>> {
+    own.flush_data()?;
+    let mut stayed = Vec::new();
+    for copy in copies {
+        let (segment, epoch, page) = (copy.place.segment, copy.place.epoch, copy.place.page);
+        let mut moved = 0;
+        for old in &copy.records {
+            let new = Record { segment, epoch, page, header_crc: copy.header_crc, ..*old };
+            moved += u64::from(publish(own, (from, &copy.claims), old, new)?);
+        }
+        if moved == 0 {
+            // Nobody knows of it: a rebuild must not find it.
+            let pages = (copy.slot_bytes / PAGE_BYTES as u64) as u32;
+            own.blank(segment, &Slot { page, pages, header_at: copy.header_at })?;
+            stayed.extend(copy.records);
+        } else {
+            volume.ctx.counters.moved.add(moved);
+            volume.ctx.counters.moved_bytes.add(copy.slot_bytes);
+        }
+        drop(copy.hold);
+    }
+    Ok(stayed)
+}
+
+/// The header of a slot. It lies at the slot's start, or ends where the first extent begins.
+fn find_header(slot: &[u8], record: &Record) -> Result<(usize, SlotHeader)> {
+    let at = |offset: usize| {
+        let (header, crc) = SlotHeader::decode(slot.get(offset..)?).ok()?;
+        let same = crc == record.header_crc && header.sequence == record.sequence;
+        same.then_some((offset, header))
+    };
+    (0..COARSE_BYTES)
+        .step_by(PAGE_BYTES)
+        .find_map(at)
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a slot to be moved has lost its header"))
+}
+
+/// Checks every extent: a damaged chunk is not worth a move.
+fn verify(slot: &[u8], header: &SlotHeader) -> Result<()> {
+    let good = header.layers.iter().all(|layer| {
+        let start = layer.offset as usize;
+        let bytes = start.checked_add(layer.len as usize).and_then(|end| slot.get(start..end));
+        bytes.is_some_and(|b| crc(b) == layer.crc)
+    });
+    if good { Ok(()) } else { Err(Error::new(ErrorKind::Corrupt, "a slot to be moved fails its CRC")) }
+}
+
+fn rewrite(
+    own: &Lane,
+    (place, hold): (Place, &Hold),
+    (slot, header_offset): (&[u8], usize),
+    header: &mut SlotHeader,
+    records: &[Record],
+) -> Result<u32> {
+    header.segment = place.segment;
+    header.epoch = place.epoch;
+    header.page = place.page;
+    header.lane = *own.id();
+    if header.key_kind == KeyKind::ObjectPack {
+        // Its other members are over; a rebuild must not find them here.
+        let current = |m: &Member| records.iter().any(|r| r.key == m.key);
+        let only: Vec<Member> = pack::members(header).into_iter().filter(current).collect();
+        header.tlvs.retain(|(kind, _)| *kind != TLV_PACK_DIRECTORY);
+        header.tlvs.push((TLV_PACK_DIRECTORY, pack::encode(&only)));
+    }
+    let first = header.layers.first().map_or(slot.len(), |l| l.offset as usize);
+    let layout = SlotLayout {
+        header_offset: header_offset as u32,
+        header_bytes: (first - header_offset) as u32,
+        align: PAGE_BYTES as u32,
+        extents: Arc::from([]),
+        slot_bytes: slot.len() as u64,
+    };
+    let (page, header_crc) = header.encode(&layout)?;
+    let mut bytes: AlignedBuf = aligned(slot)?;
+    let to = bytes.get_mut(header_offset..first).filter(|to| to.len() == page.len());
+    to.ok_or_else(|| Error::new(ErrorKind::Corrupt, "a slot's header does not end at its first extent"))?
+        .copy_from_slice(&page);
+    own.write(&own.data, own.slot_offset(place.segment, place.page), hold.on(bytes.into()))?;
+    Ok(header_crc)
+}
+
+/// Publishes the copy, unless the key has been removed, or reported bad, since it was read.
+fn publish(own: &Lane, (from, claims): (&Lane, &Claims), old: &Record, moved: Record) -> Result<bool> {
+    let Some((entry, slot)) = from.table().get_slot(&old.key) else { return Ok(false) };
+    if (entry.seq, entry.segment, entry.epoch) != (old.sequence, old.segment, old.epoch) {
+        return Ok(false);
+    }
+    let uses = from.state().map_or((0, 0), |state| state.usage.recency().get(slot));
+    let mut state = own.state()?;
+    let (table, shared) = (own.table(), own.shared());
+    let is_own = own.number == from.number;
+    if !is_own && table.get_marked(&old.key).is_some() || !state.segments.takes_records(moved.segment, moved.epoch) {
+        return Ok(false);
+    }
+    // Who removes the key meanwhile waits until it lies at its new place, and removes it there.
+    if claims.is_removed(&old.key) || !from.table().mark(&old.key, old.sequence, Mark::Leaving)? {
+        return Ok(false);
+    }
+    let entered = state.enter(&table, shared.as_ref(), &moved);
+    if !is_own || !matches!(entered, Ok(true)) {
+        from.table().unmark(&old.key, old.sequence, Mark::Leaving)?;
+    }
+    if !entered? {
+        return Ok(false);
+    }
+    if let Some((entry, slot)) = table.get_slot(&moved.key) {
+        state.usage.carry(slot, uses);
+        policy::note_moved(&mut state, &entry);
+    }
+    // It was worth a move: that must not be forgotten when the cache is opened again.
+    state.log(Record { hotness: uses.1.max(1), ..moved });
+    Ok(true)
+}

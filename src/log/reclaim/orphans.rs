@@ -1,0 +1,80 @@
+//! Lanes that nobody writes any more: those of other namespaces and shards give way when room is needed, adopted ones are
+//! removed when they are empty.
+//!
+//! A lane is removed only by one who has its lock, under the lock of its shard directory, its lock file last: nobody can take a
+//! lane that is about to go. Files that are still open elsewhere live on until they are closed.
+
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use crate::error::{Error, Result};
+use crate::log::base::lock::ShardLock;
+use crate::log::base::paths;
+use crate::log::drive::Volume;
+use crate::log::lane::{Lane, Role};
+use crate::log::recovery::{remove_file, try_lock};
+
+/// Removes the least recently written lane of another namespace or shard that no process holds; whether there was one. Other
+/// namespaces go before other shards of this one.
+pub(super) fn remove_one(volume: &Volume) -> bool {
+    let mut found: Vec<(bool, SystemTime, PathBuf, PathBuf)> = Vec::new();
+    let ours = volume.shard_dir.parent().map(Path::to_path_buf).unwrap_or_default();
+    for (_, namespace) in paths::subdirs(&volume.root).unwrap_or_default() {
+        for (_, shard) in paths::subdirs(&namespace).unwrap_or_default() {
+            if shard == volume.shard_dir {
+                continue;
+            }
+            for (_, lane) in paths::lanes(&shard).unwrap_or_default() {
+                let written = std::fs::metadata(lane.join(paths::INDEX)).and_then(|m| m.modified());
+                found.push((namespace == ours, written.unwrap_or(SystemTime::UNIX_EPOCH), shard.clone(), lane));
+            }
+        }
+    }
+    found.sort();
+    found.into_iter().any(|(_, _, shard, lane)| match try_remove(volume, &shard, &lane) {
+        Ok(removed) => removed,
+        Err(e) => {
+            tracing::warn!(lane = %lane.display(), error = %e, "an orphaned lane cannot be removed");
+            false
+        }
+    })
+}
+
+fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
+    let _shard_lock = ShardLock::take(shard, volume.ctx.options.io_timeout)?;
+    let Some(_lock) = try_lock(lane)? else { return Ok(false) };
+    tracing::info!(lane = %lane.display(), "room is needed: an orphaned lane is removed");
+    delete(lane)?;
+    Ok(true)
+}
+
+pub(in crate::log) fn delete(lane: &Path) -> Result<()> {
+    for name in paths::LANE_FILES {
+        remove_file(&lane.join(name))?;
+    }
+    std::fs::remove_dir(lane).map_err(|e| Error::io("cannot remove a lane's directory", e).at(lane))
+}
+
+/// Removes adopted lanes that hold nothing any more.
+pub(super) fn remove_empty_lanes(volume: &Volume) {
+    let lanes = volume.lanes();
+    for lane in lanes.held().filter(|l| l.role == Role::Adopted && is_empty(l)) {
+        let removed = volume.lock_shard().and_then(|_lock| {
+            volume.forget(lane.number);
+            let deleted = delete(&lane.dir);
+            // Somebody may have attached to it again before its files went.
+            volume.shard.bump_lanes();
+            deleted
+        });
+        lane.release();
+        match removed {
+            Ok(()) => tracing::info!(lane = %lane.dir.display(), "an empty adopted lane was removed"),
+            Err(e) => tracing::warn!(lane = %lane.dir.display(), error = %e, "an empty lane cannot be removed"),
+        }
+    }
+}
+
+/// Whether nothing of the lane could be recovered.
+fn is_empty(lane: &Lane) -> bool {
+    lane.state().is_ok_and(|state| state.segments.in_use() == 0)
+}

@@ -1,0 +1,51 @@
+//! Space pressure between processes: one whose lanes hold next to nothing, and that finds no room, says so; those that hold a lot
+//! give some back.
+//!
+//! The message is a small file beside the lanes, rewritten while the pressure lasts. Nothing depends on it being read.
+
+use std::fs;
+use std::io::Write;
+use std::time::{Duration, SystemTime};
+
+use super::{evict, segment};
+use crate::error::Error;
+use crate::log::base::paths;
+use crate::log::drive::Volume;
+
+const NAME: &str = "WANTED";
+/// A message older than this is over.
+const LASTS: Duration = Duration::from_secs(5);
+/// Who holds no more than this many segments gives nothing.
+const MODEST: usize = 4;
+
+/// Segments that this process's lanes hold.
+fn holds(volume: &Volume) -> usize {
+    volume.lanes().held().map(|lane| lane.state().map_or(0, |s| s.segments.in_use())).sum()
+}
+
+/// Tells the others that no room can be had.
+pub(super) fn tell(volume: &Volume) {
+    if holds(volume) >= MODEST {
+        return;
+    }
+    // The time of the write is the message; the text is for people.
+    let written = paths::open_small(&volume.root.join(NAME), true)
+        .and_then(|mut file| writeln!(file, "{:>10}", std::process::id()).map_err(|e| Error::io("cannot write", e)));
+    if let Err(e) = written {
+        tracing::debug!(error = %e, "nobody can be told that room is needed");
+    }
+}
+
+/// Gives one segment back if somebody needs room and this process has plenty.
+pub(super) fn relieve(volume: &Volume) {
+    let path = volume.root.join(NAME);
+    let Ok(told) = fs::metadata(&path).and_then(|m| m.modified()) else { return };
+    let is_recent = SystemTime::now().duration_since(told).is_ok_and(|age| age < LASTS);
+    if !is_recent || holds(volume) <= MODEST {
+        return;
+    }
+    // What is reclaimed has no space any more. The segment that was ready stays so: otherwise this process would take the room
+    // again at once.
+    let _ = evict::make_room(volume) || segment::reclaim_one(volume);
+    drop(fs::remove_file(&path));
+}

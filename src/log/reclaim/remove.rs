@@ -1,0 +1,292 @@
+//! Removing keys, tenants, everything.
+//!
+//! A removal of keys makes their slots unreadable in every lane, also in those that other processes write, and flushes before it
+//! returns. A removal of a tenant, or of everything, is a [floor](crate::log::drive::floors).
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::evict::{self, bytes_of};
+use super::moves;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::{KeyKind, Record};
+use crate::index::{Entry, EntryKind, LeaseGuard, LeaseRefused, Mark};
+use crate::key::ChunkKey;
+use crate::log::Log;
+use crate::log::drive::{Volume, What, floors};
+use crate::log::lane::{Lane, Slot};
+use crate::log::recovery::reader::header_of_slot;
+use crate::log::recovery::scan::records_of_header;
+use crate::log::{journal, policy};
+
+/// How often who waits for another process, or for reclaim, looks again.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// Objects from here on are never packed.
+const PACKED_BELOW: u64 = 64 << 10;
+
+impl Log {
+    /// Removes keys; says of each whether it was there. After the return nothing of them is served by any process, also after
+    /// a crash and a rebuild, until they are stored again. A put of another process that has begun and not ended counts as later.
+    ///
+    /// # Errors
+    /// `Io`, `TimedOut`, `Permission`: some of them may still be served, or come back after a crash.
+    pub fn remove(&self, keys: &[ChunkKey]) -> Result<Vec<bool>> {
+        self.ctx.check_writable()?;
+        let there: Vec<bool> = keys.iter().map(|k| self.contains(k)).collect();
+        // Puts and moves of this process that are under way are not published any more.
+        keys.iter().for_each(|key| self.ctx.in_flight.remove(key));
+        let mut outcome = Ok(());
+        for volume in &self.volumes {
+            outcome = outcome.and(remove_on(volume, keys));
+        }
+        self.ctx.counters.removed.add(there.iter().filter(|t| **t).count() as u64);
+        outcome.map(|()| there)
+    }
+
+    /// Removes everything stored under a cache salt; how many chunks that were.
+    ///
+    /// # Errors
+    /// `Io`, `NoSpace`, `TimedOut`, `Busy`: nothing may have been removed.
+    pub fn remove_tenant(&self, tenant: u64) -> Result<u64> {
+        self.ctx.check_writable()?;
+        let mut keys: HashSet<ChunkKey> = HashSet::new();
+        for volume in &self.volumes {
+            for lane in &volume.lanes().all {
+                lane.table().for_each(|_, e| {
+                    if e.kind == EntryKind::Chunk && e.tenant == tenant && volume.shows(e) {
+                        keys.insert(e.key);
+                    }
+                });
+            }
+        }
+        self.volumes.iter().try_for_each(|v| raise_floor(v, What::Tenant(tenant)))?;
+        self.ctx.counters.removed.add(keys.len() as u64);
+        Ok(keys.len() as u64)
+    }
+
+    /// Removes everything in this namespace and shard.
+    ///
+    /// # Errors
+    /// As [`remove_tenant`](Self::remove_tenant).
+    pub fn clear(&self) -> Result<()> {
+        self.ctx.check_writable()?;
+        self.volumes.iter().try_for_each(|v| raise_floor(v, What::All))
+    }
+}
+
+fn raise_floor(volume: &Volume, what: What) -> Result<()> {
+    volume.check_shared()?;
+    let _lock = volume.lock_shard()?;
+    let sequence = volume.shard.next_seq()?;
+    floors::raise(&volume.shard_dir, Some(&volume.shard), what, sequence)?;
+    volume.wake();
+    Ok(())
+}
+
+fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
+    volume.check_shared()?;
+    let own = volume.own();
+    let own =
+        own.ok_or_else(|| Error::new(ErrorKind::Unsupported, "the drive is not open for writing").at(&volume.root))?;
+    let removal = Removal { volume, own, keys, until: Instant::now() + volume.ctx.options.io_timeout };
+    let mut outcome = Ok(());
+    let mut touched: Vec<Arc<Lane>> = Vec::new();
+    // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked at to one that was.
+    loop {
+        let mut found = false;
+        for lane in &volume.lanes().all {
+            let one = removal.in_lane(lane);
+            found |= matches!(one, Ok(n) if n > 0);
+            if !matches!(one, Ok(0)) && !touched.iter().any(|l| l.number == lane.number) {
+                touched.push(Arc::clone(lane));
+            }
+            outcome = outcome.and(one.map(drop));
+        }
+        if !found || outcome.is_err() {
+            break;
+        }
+    }
+    for lane in &volume.lanes().all {
+        // Slots that went earlier, and that no entry names any more, may still be readable after a power cut.
+        if !lane.is_settled() || touched.iter().any(|l| l.number == lane.number) {
+            outcome = outcome.and(flush(lane));
+        }
+    }
+    outcome
+}
+
+/// Makes durable what has been made unreadable in a lane.
+fn flush(lane: &Lane) -> Result<()> {
+    lane.settle()
+}
+
+/// Keys that are being removed from one drive.
+struct Removal<'a> {
+    volume: &'a Volume,
+    own: Arc<Lane>,
+    keys: &'a [ChunkKey],
+    until: Instant,
+}
+
+impl Removal<'_> {
+    /// Makes the keys' slots in a lane unreadable; how many there were.
+    fn in_lane(&self, lane: &Arc<Lane>) -> Result<usize> {
+        if !lane.is_held() {
+            return self.in_foreign(lane);
+        }
+        let _one = lane.erasing.lock();
+        let mut going: Vec<Entry> = {
+            // Under the lock, so that a put is either noticed here or has noticed that its key is removed.
+            let _state = lane.state()?;
+            let table = lane.table();
+            self.keys.iter().filter_map(|key| table.get_marked(key)).map(|(entry, ..)| entry).collect()
+        };
+        let count = going.len();
+        for packed in self.packs(lane, &going)? {
+            self.save_others(lane, &packed, &mut going)?;
+        }
+        let table = lane.table();
+        going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
+        going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
+        for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
+            evict::erase_marked(self.volume, lane, of_segment, None)?;
+        }
+        let mut state = lane.state()?;
+        going.iter().for_each(|e| policy::forget(&mut state, &e.key));
+        Ok(count)
+    }
+
+    /// Makes the keys' slots unreadable in a lane that another process writes; how many there were.
+    fn in_foreign(&self, lane: &Arc<Lane>) -> Result<usize> {
+        let mut count = 0;
+        for key in self.keys {
+            while let Some((entry, _, mark)) = lane.table().get_marked(key) {
+                if mark == Some(Mark::Removed) && count == 0 && !self.is_readable(lane, &entry)? {
+                    // By somebody else, and its holder is about to forget it.
+                    break;
+                }
+                if mark != Some(Mark::Leaving) && self.remove_foreign(lane, &entry)? {
+                    count += 1;
+                    break;
+                }
+                if Instant::now() >= self.until || self.volume.ctx.is_closed() {
+                    let why = "the process that writes the lane is giving the key's slot up, and does not end";
+                    return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
+                }
+                std::thread::sleep(LOOK_AGAIN);
+            }
+        }
+        Ok(count)
+    }
+
+    fn is_readable(&self, lane: &Lane, entry: &Entry) -> Result<bool> {
+        let found = header_of_slot(&lane.data, lane.slot_offset(entry.segment, entry.page))?;
+        Ok(found.is_some_and(|(_, h)| (h.sequence, h.epoch) == (entry.seq, entry.epoch)))
+    }
+
+    /// `false` where the slot is just going, or has moved.
+    fn remove_foreign(&self, lane: &Arc<Lane>, entry: &Entry) -> Result<bool> {
+        let Some(_lease) = self.hold(lane, entry)? else { return Ok(false) };
+        let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
+        let is_still = |mark: Option<Mark>| {
+            let now = lane.table().get_marked(&entry.key);
+            now.is_some_and(|(e, _, its)| here(&e) == here(entry) && its == mark)
+        };
+        let mut going = vec![*entry];
+        for packed in self.packs(lane, &going)? {
+            self.save_others(lane, &packed, &mut going)?;
+        }
+        for e in &going {
+            match lane.table().mark(&e.key, e.seq, Mark::Removed) {
+                Err(e) if e.kind() == ErrorKind::Busy => return Ok(false),
+                marked => drop(marked?),
+            }
+        }
+        if !is_still(Some(Mark::Removed)) {
+            return Ok(false);
+        }
+        lane.blank(entry.segment, &Slot::of(entry, &lane.ctx.layout_of(entry)))?;
+        if let Some(shared) = lane.shared() {
+            shared.note_removal();
+        }
+        Ok(true)
+    }
+
+    /// Keeps reclaim from a slot; `None` where its segment is just going.
+    fn hold(&self, lane: &Lane, entry: &Entry) -> Result<Option<LeaseGuard>> {
+        let cannot = |why: &'static str| {
+            Err(Error::new(ErrorKind::Permission, why).at(&lane.dir).advice("run this as the server's user"))
+        };
+        let Some(shared) = lane.shared() else { return cannot("the lane of another process can only be read") };
+        let lease = lane.ctx.with_lease_env(|env| {
+            let patience = u64::try_from(lane.ctx.options.io_timeout.as_nanos()).unwrap_or(u64::MAX);
+            shared.hold(entry.segment, entry.epoch, env.now_ns.saturating_add(patience), env)
+        });
+        match lease {
+            Ok(lease) => Ok(Some(lease)),
+            Err(LeaseRefused::ReadOnly) => cannot("the lane of another process can only be read"),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Of entries the packs that they are members of: each slot once.
+    fn packs(&self, lane: &Lane, going: &[Entry]) -> Result<Vec<Pack>> {
+        let mut packs: Vec<Pack> = Vec::new();
+        for e in going.iter().filter(|e| e.kind == EntryKind::Object && e.length < PACKED_BELOW) {
+            if packs.iter().any(|p| p.is_of(e)) {
+                continue;
+            }
+            let Some((_, header)) = header_of_slot(&lane.data, lane.slot_offset(e.segment, e.page))? else { continue };
+            if header.key_kind == KeyKind::ObjectPack && (header.sequence, header.epoch) == (e.seq, e.epoch) {
+                packs.push(Pack { of: *e, records: records_of_header(&header, e.header_crc) });
+            }
+        }
+        Ok(packs)
+    }
+
+    /// The other members of a pack are written again first, as far as there is room: their slot goes. They are added to what is
+    /// going there.
+    fn save_others(&self, lane: &Lane, pack: &Pack, going: &mut Vec<Entry>) -> Result<()> {
+        let table = lane.table();
+        let others: Vec<(Record, Entry)> = pack
+            .records
+            .iter()
+            .filter(|r| !self.keys.contains(&r.key))
+            .filter_map(|r| table.get(&r.key).filter(|e| pack.is_of(e)).map(|e| (*r, e)))
+            .collect();
+        if others.is_empty() {
+            return Ok(());
+        }
+        let records: Vec<Record> = others.iter().map(|(r, _)| *r).collect();
+        let moved = moves::copy_slot(self.volume, &self.own, lane, records).and_then(|copy| {
+            let copies: Vec<_> = copy.into_iter().collect();
+            let bytes = bytes_of(pack.of.pages);
+            self.volume.ctx.counters.data_bytes_written.add(if copies.is_empty() { 0 } else { bytes });
+            moves::publish_copies(self.volume, &self.own, lane, copies)
+        });
+        match moved {
+            Ok(_) => journal::flush(&self.own, self.until)?,
+            // They are given up, as reclaim may do at any time.
+            Err(e) => tracing::debug!(error = %e, "the others of a pack were not written again"),
+        }
+        let table = lane.table();
+        going.extend(
+            others.into_iter().map(|(_, e)| e).filter(|e| table.get(&e.key).is_some_and(|now| pack.is_of(&now))),
+        );
+        Ok(())
+    }
+}
+
+/// A slot with several objects.
+struct Pack {
+    of: Entry,
+    records: Vec<Record>,
+}
+
+impl Pack {
+    /// Whether an entry is of this slot.
+    fn is_of(&self, e: &Entry) -> bool {
+        (e.seq, e.segment, e.epoch, e.page) == (self.of.seq, self.of.segment, self.of.epoch, self.of.page)
+    }
+}

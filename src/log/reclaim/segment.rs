@@ -1,0 +1,356 @@
+//! Giving up a segment so that its space can be used again.
+//!
+//! The order is the protocol, each step a function of its own:
+//! 1. *move* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served; the copies
+//!    and their records are durable before the original goes;
+//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is left alone. Lookups and
+//!    loads look at the same mark, so that a lookup finds nothing that a load would not;
+//! 3. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
+//! 4. *erase*: the segment becomes a hole; its entries leave the table.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::moves;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::record::Record;
+use crate::format::sealed::{RegionHeader, SegmentState as RegionState};
+use crate::index::{self, ChunkSummary, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions};
+use crate::log::drive::Volume;
+use crate::log::lane::{Lane, Role, Segment, State, aligned, partial_length};
+use crate::log::{journal, policy};
+
+/// Share of the live bytes that counts as hot, in percent.
+const HOT_PERCENT: u8 = 30;
+/// Segments that could not be freed, at which a lane tries no others: a drive that refuses writes must not cost what it can still read.
+const MOST_STUCK: usize = 4;
+/// Entries looked at for a survey; larger tables are sampled.
+const SURVEY_ENTRIES: u64 = 50_000;
+
+/// A segment being reclaimed.
+pub(super) struct Victim {
+    pub(super) lane: Arc<Lane>,
+    pub(super) segment: u32,
+    pub(super) epoch: u32,
+    context: ReclaimContext,
+}
+
+impl Victim {
+    fn of(lane: &Arc<Lane>, segment: u32, context: ReclaimContext) -> Option<Self> {
+        let epoch = lane.state().ok()?.segments.get(segment)?.epoch();
+        Some(Self { lane: Arc::clone(lane), segment, epoch, context })
+    }
+}
+
+/// What becomes of a victim's records.
+#[derive(Default)]
+struct Plan {
+    /// Slots worth writing again, the most wanted first: the records of each.
+    keep: Vec<Vec<Record>>,
+    /// Puts that are served and go.
+    drop: Vec<Record>,
+}
+
+/// Reclaims the segment that the policy gives up first and that nobody leases; whether there was one.
+pub(super) fn reclaim_one(volume: &Volume) -> bool {
+    let mut refused = HashSet::new();
+    while let Some(victim) = choose(volume, &refused) {
+        match reclaim(volume, &victim) {
+            Ok(true) => return true,
+            Ok(false) => {}
+            Err(e) => {
+                tracing::warn!(lane = %victim.lane.dir.display(), segment = victim.segment, error = %e, "not reclaimed");
+                if volume.ctx.is_closed() {
+                    return false;
+                }
+            }
+        }
+        refused.insert((victim.lane.number, victim.segment));
+    }
+    false
+}
+
+/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed then. How many segments were
+/// tried.
+pub(super) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
+    let mut count = 0;
+    for lane in volume.lanes().held().filter(|l| l.role == role) {
+        let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
+        for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
+            let Some(victim) = Victim::of(lane, dead.segment, context) else { continue };
+            if let Err(e) = reclaim(volume, &victim) {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
+                break;
+            }
+            count += 1;
+        }
+    }
+    count
+}
+
+/// Reclaims the segments of which everything has expired, without waiting until their room is needed.
+pub(super) fn reclaim_expired(volume: &Volume) {
+    for lane in volume.lanes().held() {
+        for segment in expired_segments(lane) {
+            let Some(victim) = Victim::of(lane, segment, ReclaimContext::default()) else { continue };
+            if let Err(e) = reclaim(volume, &victim) {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
+                return;
+            }
+        }
+    }
+}
+
+/// Sealed segments of which everything has expired.
+fn expired_segments(lane: &Lane) -> Vec<u32> {
+    let now_s = lane.ctx.now_s();
+    let Ok(state) = lane.state() else { return Vec::new() };
+    let over = state.segments.iter().filter(|(_, s)| s.is_at_rest() && s.has_expired(now_s));
+    over.map(|(number, _)| number).collect()
+}
+
+/// The next victim among the sealed segments of all lanes that this process holds.
+fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
+    let policy = policy_of(volume)?;
+    let mut best: Option<(index::Rank, Victim)> = None;
+    for lane in volume.lanes().held() {
+        let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
+        let (sealed, context) = survey(lane, refused, sample_every).ok()?;
+        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared counts do not.
+        let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
+        let expired = expired_segments(lane);
+        let is_dead = |s: &&SegmentSummary| s.live_chunks == 0 && (live(s) == 0 || expired.contains(&s.segment));
+        let empty = sealed.iter().find(is_dead).map(|s| s.segment);
+        let Some(segment) = empty.or_else(|| index::victim(&*policy, &sealed, &context)) else { continue };
+        let rank = match sealed.iter().find(|s| s.segment == segment) {
+            Some(summary) if summary.live_chunks > 0 => policy.rank(summary, &context),
+            _ => index::Rank(0, 0),
+        };
+        if best.as_ref().is_none_or(|(least, _)| rank < *least) {
+            best = Victim::of(lane, segment, context).map(|victim| (rank, victim)).or(best);
+        }
+    }
+    best.map(|(_, victim)| victim)
+}
+
+/// The policy for whole segments. That for chains looks after the chunks of one lane; where there are others, objects, or no holes,
+/// the order is that of use.
+fn policy_of(volume: &Volume) -> Option<Box<dyn index::Policy>> {
+    let thins = |lane: &Arc<Lane>| {
+        let holds = |s: &State| s.usage.chain().is_some_and(|c| c.held_bytes() > 0) && !lane.has_no_holes();
+        lane.role == Role::Own && lane.state().is_ok_and(|s| holds(&s))
+    };
+    let is_for_chains = volume.own().is_some_and(|own| policy::is_chosen(&own));
+    let name = if is_for_chains && !volume.lanes().held().all(thins) { "lru" } else { &volume.ctx.options.policy };
+    index::by_name(name)
+}
+
+fn survey(
+    lane: &Lane,
+    refused: &HashSet<(u32, u32)>,
+    sample_every: usize,
+) -> Result<(Vec<SegmentSummary>, ReclaimContext)> {
+    let state = lane.state()?;
+    let table = lane.table();
+    let options = SurveyOptions {
+        segments: state.segments.len() as u32,
+        hot_percent: HOT_PERCENT,
+        sample_every,
+        offset: state.usage.tick() as usize,
+        now_s: lane.ctx.now_s(),
+    };
+    let survey = Survey::take(&table, state.usage.recency(), &options);
+    let summary = |(number, segment): (u32, &Segment)| {
+        // What a put still writes, late as it may be, must not land in another use of the segment.
+        if !segment.is_at_rest() || refused.contains(&(lane.number, number)) {
+            return None;
+        }
+        let found = survey.segments.binary_search_by_key(&number, |s| s.segment).ok();
+        let found = found.and_then(|i| survey.segments.get(i)).copied().unwrap_or_default();
+        Some(SegmentSummary { segment: number, first_seq: segment.sequences().0, ..found })
+    };
+    let sealed = state.segments.iter().filter_map(summary).collect();
+    Ok((sealed, ReclaimContext { now: state.usage.tick(), hot_since: survey.hot_since }))
+}
+
+/// Reclaims one segment; false if somebody leases it.
+fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
+    let lane = &victim.lane;
+    let stuck = lane.state()?.segments.condemned();
+    let is_leased = || lane.is_leased(victim.segment, victim.epoch);
+    if stuck >= MOST_STUCK || is_leased() || lane.is_writing_region(victim.segment) {
+        return Ok(false);
+    }
+    let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
+    let mut plan = plan(volume, victim, &records)?;
+    keep(volume, victim, &mut plan)?;
+    // A removal waits until the entries are gone, or does not find the segment condemned.
+    let _one = lane.erasing.lock();
+    // Looked at once more, because lookups miss what is condemned even if that is taken back at once for a lease.
+    if is_leased() || !condemn(volume, victim)? {
+        return Ok(false);
+    }
+    let now_s = volume.ctx.now_s();
+    let is_live = |r: &&Record| r.expiry_s == 0 || u64::from(r.expiry_s) > now_s;
+    volume.ctx.counters.evicted.add(plan.drop.iter().filter(is_live).count() as u64);
+    volume.ctx.evicted.push(plan.drop.iter());
+    // A write that failed may have reached the drive: a crash could free the segment. It stays condemned, because nothing in it is
+    // durable any more, until the next opening finds out.
+    write_free(lane, victim).or_else(|_| write_free(lane, victim))?;
+    erase(lane, victim)?;
+    forget(lane, victim, &records)?;
+    hand_over(volume, victim)
+}
+
+/// Nobody finds anything in it or gets a lease on it from here on, unless somebody has one.
+fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
+    let mut state = victim.lane.state()?;
+    if !state.segments.is_at_rest(victim.segment, victim.epoch) {
+        return Ok(false);
+    }
+    if let Some(shared) = victim.lane.shared() {
+        match volume.ctx.with_lease_env(|env| shared.try_condemn(victim.segment, env)) {
+            // Beyond the shared file's range nobody can have a lease.
+            Ok(()) | Err(index::CondemnRefused::Invalid) => {}
+            Err(_) => return Ok(false),
+        }
+    }
+    Ok(state.segments.condemn(victim.segment, victim.epoch))
+}
+
+/// Writes again what is worth it, but not on a drive that drains; the rest is dropped.
+fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<()> {
+    let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
+    if volume.is_draining() {
+        plan.drop.extend(std::mem::take(&mut plan.keep).into_iter().flatten());
+    }
+    let mut copies = Vec::new();
+    for slot in std::mem::take(&mut plan.keep) {
+        match moves::copy_slot(volume, &own, &victim.lane, slot.clone()) {
+            Ok(Some(copy)) => copies.push(copy),
+            Ok(None) => plan.drop.extend(slot),
+            Err(e) => {
+                tracing::debug!(error = %e, "a chunk worth keeping was not moved");
+                plan.drop.extend(slot);
+            }
+        }
+    }
+    if copies.is_empty() {
+        return Ok(());
+    }
+    plan.drop.extend(moves::publish_copies(volume, &own, &victim.lane, copies)?);
+    journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)
+}
+
+fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
+    let lane = &victim.lane;
+    let table = lane.table();
+    let mut plan = Plan::default();
+    // A pack of objects is one slot with several records.
+    let mut slots: BTreeMap<u32, (ChunkSummary, Vec<Record>)> = BTreeMap::new();
+    for record in records {
+        let Some((entry, slot)) = table.get_slot(&record.key) else { continue };
+        if (entry.seq, entry.segment, entry.epoch) != (record.sequence, victim.segment, victim.epoch) {
+            continue;
+        }
+        if record.length == 0 || !volume.shows(&entry) {
+            plan.drop.push(*record);
+            continue;
+        }
+        let (last_touch, uses) = lane.state()?.usage.recency().get(slot);
+        let seen = ChunkSummary {
+            tag: 0,
+            seq: record.sequence,
+            last_touch,
+            uses,
+            depth: record.depth,
+            bytes: u64::from(record.pages) * PAGE_BYTES as u64,
+        };
+        let (summary, all) = slots.entry(record.page).or_insert((seen, Vec::new()));
+        summary.last_touch = summary.last_touch.max(last_touch);
+        summary.uses = summary.uses.max(uses);
+        all.push(*record);
+    }
+    let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
+    let policy = policy_of(volume);
+    let budget_bytes = write_budget(volume, lane, policy.as_deref());
+    let wanted = policy.map(|p| index::plan_keep(&*p, &summaries, budget_bytes, &victim.context)).unwrap_or_default();
+    let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
+    plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
+    plan.drop.extend(slots.into_iter().flatten());
+    Ok(plan)
+}
+
+/// Bytes of a victim that may be written again. Where chunks are given up singly, what the emptiest segment still holds is what has
+/// been worth keeping for the longest time: all that has been saved so far may be spent on it.
+fn write_budget(volume: &Volume, lane: &Lane, policy: Option<&dyn index::Policy>) -> u64 {
+    let (share, counters) = (volume.ctx.options.reclaim_write_budget, &volume.ctx.counters);
+    let of_segment = (lane.segment_bytes() as f64 * share) as u64;
+    if policy.is_none_or(|p| p.name() != index::Policy::name(&index::Emptiest)) {
+        return of_segment;
+    }
+    let saved = (counters.data_bytes_written.get() as f64 * share) as u64;
+    of_segment.max(saved.saturating_sub(counters.moved_bytes.get()).min(lane.segment_bytes()))
+}
+
+/// Marks the region free for the next epoch, durably: from here on a recovery does not find the segment's records.
+fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
+    let header = RegionHeader {
+        lane: *lane.id(),
+        segment: victim.segment,
+        epoch: victim.epoch.wrapping_add(1),
+        state: RegionState::Free,
+        count: 0,
+        min_sequence: 0,
+        max_sequence: 0,
+        sealed_ms: lane.ctx.options.clock.unix_ms(),
+    };
+    lane.write(&lane.index, lane.region_offset(victim.segment), aligned(&header.encode())?)?;
+    lane.flush_index()
+}
+
+/// Makes all of its slots unreadable. Where that fails, the segment stays condemned with its entries: a removal knows of them.
+fn erase(lane: &Lane, victim: &Victim) -> Result<()> {
+    let outcome = lane.wipe_segment(victim.segment);
+    if outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::TimedOut) {
+        // Late, it must not land in a later use of the segment.
+        lane.state()?.segments.give_up(victim.segment);
+    }
+    outcome
+}
+
+/// Takes the segment's entries out of the table.
+fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
+    let shared = lane.shared();
+    shared.iter().for_each(|s| s.note_erasure());
+    let mut state = lane.state()?;
+    let table = lane.table();
+    for record in records {
+        let is_here = |e: &index::Entry| (e.segment, e.epoch, e.seq) == (victim.segment, victim.epoch, record.sequence);
+        if table.get_marked(&record.key).is_some_and(|(e, ..)| is_here(&e))
+            && state.leave(&table, shared.as_ref(), (&record.key, record.sequence))?.is_some()
+        {
+            policy::note_dropped(&mut state, &record.key);
+        }
+        // The chunk of the record, which may be a partial one, is not listed any more below the chunk before it.
+        if let Some(length) = partial_length(record, state.chunk_tokens()) {
+            table.drop_partial(&record.parent, length)?;
+        }
+    }
+    Ok(())
+}
+
+/// The segment is empty and has no space.
+fn hand_over(volume: &Volume, victim: &Victim) -> Result<bool> {
+    let lane = &victim.lane;
+    let epoch = lane.state()?.segments.free(victim.segment);
+    if let Some(shared) = lane.shared() {
+        drop(shared.set_live(victim.segment, 0, 0));
+        drop(shared.set_segment(victim.segment, SegmentState::Free, epoch));
+    }
+    volume.ctx.counters.reclaimed.add(1);
+    lane.progress.notify_all();
+    Ok(true)
+}

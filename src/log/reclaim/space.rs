@@ -1,0 +1,118 @@
+//! Where free segments come from: granted under the budget, or reclaimed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::{evict, orphans, pressure, segment};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::log::drive::Volume;
+use crate::log::lane::{Lane, growth_bytes};
+
+/// Most bytes kept free for the small files of lanes that are made later.
+const MAX_SPARE_BYTES: u64 = 8 << 20;
+
+/// Keeps a free segment ready while the open one fills up.
+pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
+    let Some(lane) = volume.own() else { return };
+    if lane.state().is_ok_and(|mut state| state.growth.take_starved()) && !give_back_ready(volume) {
+        let _ = evict::make_room(volume) || segment::reclaim_one(volume) && give_back_ready(volume);
+    }
+    while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_segment()) {
+        match add_segment(&lane) {
+            Ok(()) => {}
+            Err(e) if e.kind() == ErrorKind::NoSpace => {
+                let poor = is_poor(volume);
+                let helped = poor && orphans::remove_one(volume)
+                    || evict::make_room(volume)
+                    || segment::reclaim_one(volume)
+                    || !poor && orphans::remove_one(volume);
+                if !helped {
+                    if poor {
+                        pressure::tell(volume);
+                    }
+                    tracing::debug!(drive = %volume.root.display(), error = %e, "no segment can be had");
+                    return;
+                }
+            }
+            Err(e) => return refused(&lane, &e),
+        }
+    }
+}
+
+/// Tells those who wait for a segment that the drive does not give one, and the operator once.
+fn refused(lane: &Lane, why: &Error) {
+    let Ok(mut state) = lane.state() else { return };
+    let is_news = state.segments.refuse(why.kind(), why.to_string());
+    drop(state);
+    lane.progress.notify_all();
+    if is_news {
+        tracing::warn!(lane = %lane.dir.display(), error = %why, "no segment can be had: nothing more is stored on this drive");
+    } else {
+        tracing::debug!(lane = %lane.dir.display(), error = %why, "no segment can be had");
+    }
+}
+
+/// Makes more segments ready where these are small: with room that is free, or by reclaim of this process's own.
+pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
+    let Some(lane) = volume.own() else { return };
+    while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_reserve()) {
+        let more = match add_segment(&lane) {
+            Ok(()) => true,
+            Err(e) => e.kind() == ErrorKind::NoSpace && (evict::make_room(volume) || segment::reclaim_one(volume)),
+        };
+        if !more {
+            return;
+        }
+    }
+}
+
+/// Whether this process's lanes hold so little that orphans of others should go before anything of theirs.
+fn is_poor(volume: &Volume) -> bool {
+    let segments =
+        |lane: &Arc<Lane>| lane.state().map_or(0, |state| state.segments.in_use()) as u64 * lane.segment_bytes();
+    let held: u64 = volume.lanes().held().map(segments).sum();
+    volume.budget.as_ref().is_some_and(|b| held < b.capacity_bytes() / 2)
+}
+
+/// Gives space back while more is in use than the capacity allows, as after it was lowered.
+pub(super) fn shrink(volume: &Volume) {
+    let Some(budget) = &volume.budget else { return };
+    while budget.used_bytes().is_ok_and(|used| used > budget.capacity_bytes()) {
+        if !give_back_ready(volume) && !evict::make_room(volume) && !segment::reclaim_one(volume) {
+            return;
+        }
+    }
+}
+
+/// Gives the space of a free segment back to the file system.
+pub(super) fn give_back_ready(volume: &Volume) -> bool {
+    let Some(lane) = volume.own() else { return false };
+    let Some(number) = lane.state().ok().and_then(|mut state| state.segments.take_ready()) else { return false };
+    lane.punch(u64::from(number) * lane.segment_bytes(), lane.segment_bytes())
+}
+
+/// Adds a segment to the own lane, if budget, free floor and drive allow it.
+fn add_segment(lane: &Arc<Lane>) -> Result<()> {
+    let budget = lane.budget.as_ref().ok_or_else(|| Error::new(ErrorKind::Internal, "a lane without a budget"))?;
+    let number = lane.state()?.segments.next_unused();
+    let (offset, bytes) = (u64::from(number) * lane.segment_bytes(), lane.segment_bytes());
+    let region_bytes = lane.superblock.region_bytes;
+    let sb = &lane.superblock;
+    let ring_bytes = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
+    let ring_missing = if lane.index.allocated_bytes()? < ring_bytes { ring_bytes } else { 0 };
+    // After the last segment has been granted, the table must be able to grow, and other processes to make lanes.
+    let spare = growth_bytes(lane) + (budget.capacity_bytes() / 256).min(MAX_SPARE_BYTES);
+    budget.grant(bytes + region_bytes + ring_missing, spare, || {
+        let taken = lane
+            .index
+            .allocate(sb.ring_offset, ring_bytes)
+            .and_then(|()| lane.index.allocate(lane.region_offset(number), region_bytes))
+            .and_then(|()| lane.data.allocate(offset, bytes));
+        // A file system that ran full on the way keeps the part that it had reserved.
+        taken.inspect_err(|_| drop(lane.data.punch_hole(offset, bytes)))
+    })?;
+    lane.state()?.segments.add_ready(number);
+    lane.progress.notify_all();
+    Ok(())
+}

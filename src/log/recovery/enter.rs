@@ -1,0 +1,126 @@
+//! From a lane's records to its table and its holder's state.
+
+use super::reader::{FoundIndex, FoundState};
+use crate::error::{ErrorKind, Result};
+use crate::format::record::Record;
+use crate::format::superblock::Superblock;
+use crate::index::{self, Entry, Inserted, SegmentState, Table};
+use crate::log::base::ctx::Ctx;
+use crate::log::lane::{FoundSegment, Pending, Phase, State, entry_of, expiry_of};
+
+/// Records entered at once: the table's memory is fetched ahead within a batch.
+const BATCH: usize = 512;
+/// Segments are numbered with 24 bits.
+const MAX_SEGMENTS: u32 = 1 << 24;
+
+/// What the shard must know of a recovered lane.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::log) struct Summary {
+    pub(in crate::log) mount_generation: u64,
+    pub(in crate::log) max_sequence: u64,
+}
+
+/// Builds table and state from the records of a recovery.
+pub(super) struct Recovery<'a> {
+    ctx: &'a Ctx,
+    table: Table,
+    shared: Option<index::Lane>,
+    state: State,
+    superblock: &'a Superblock,
+    /// By segment, when the last of its puts expires.
+    expiries: Vec<u64>,
+    batch: Vec<(Record, Entry)>,
+}
+
+impl<'a> Recovery<'a> {
+    pub(super) fn new(superblock: &'a Superblock, ctx: &'a Ctx, table: Table, shared: Option<index::Lane>) -> Self {
+        let state = State::new(superblock, table.slots());
+        if let Some(shared) = &shared {
+            for segment in 0..shared.segments() {
+                drop(shared.set_live(segment, 0, 0));
+            }
+        }
+        let batch = Vec::with_capacity(BATCH);
+        Self { ctx, table, shared, state, superblock, expiries: Vec::new(), batch }
+    }
+
+    /// Takes a record; it enters the table with the next batch.
+    pub(super) fn take(&mut self, record: &Record) -> Result<()> {
+        let segment = record.segment as usize;
+        if segment >= self.expiries.len() && record.segment < MAX_SEGMENTS {
+            self.expiries.resize(segment + 1, 0);
+        }
+        if let Some(last) = self.expiries.get_mut(segment) {
+            *last = expiry_of(record).max(*last);
+        }
+        self.batch.push((*record, entry_of(record)));
+        if self.batch.len() >= BATCH { self.enter() } else { Ok(()) }
+    }
+
+    /// Enters the batch. What finds no place in the table, which was made for all records (only an unlucky spread can fill a
+    /// stretch of it), is a miss.
+    fn enter(&mut self) -> Result<()> {
+        let batch = std::mem::take(&mut self.batch);
+        let entries: Vec<Entry> = batch.iter().map(|(_, entry)| *entry).collect();
+        let mut rest = entries.as_slice();
+        let mut outcomes: Vec<Option<Inserted>> = Vec::with_capacity(entries.len());
+        while !rest.is_empty() {
+            match self.table.insert_many(rest, |_, inserted| outcomes.push(Some(inserted))) {
+                Ok(()) => {}
+                Err(e) if matches!(e.kind(), ErrorKind::NoSpace | ErrorKind::InvalidInput) => {
+                    self.ctx.counters.damaged_records.add(1);
+                    outcomes.push(None);
+                }
+                Err(e) => return Err(e),
+            }
+            rest = entries.get(outcomes.len()..).unwrap_or_default();
+        }
+        for ((record, entry), inserted) in batch.iter().zip(outcomes) {
+            let Some(inserted) = inserted else { continue };
+            match self.state.entered(&self.table, self.shared.as_ref(), (record, entry), inserted) {
+                // The list of partial chunks found no place: they are stored but not found.
+                Err(e) if e.kind() == ErrorKind::NoSpace => {}
+                outcome => drop(outcome?),
+            }
+        }
+        self.batch = batch;
+        self.batch.clear();
+        Ok(())
+    }
+
+    /// What was found, ready to be used.
+    pub(super) fn finish(mut self, found: FoundIndex) -> Result<(State, Table, Summary)> {
+        self.enter()?;
+        let counters = &self.ctx.counters;
+        counters.damaged_records.add(found.damaged);
+        counters.recovered_records.add(found.records);
+        if found.damaged > 0 {
+            tracing::warn!(damaged = found.damaged, "index.kv has damaged records or pages; what they named is a miss");
+        }
+        let summary = Summary { mount_generation: self.superblock.mount_generation, max_sequence: found.max_sequence };
+        self.state.pending = Pending::new(self.superblock.ring_pages, found.next_page);
+        self.state.usage.end_recovery();
+        for (number, segment) in (0u32..).zip(found.segments) {
+            let phase = match segment.state {
+                FoundState::Free => Phase::Absent,
+                FoundState::Sealed => Phase::Sealed,
+                FoundState::Unsealed => Phase::Full,
+            };
+            if let Some(shared) = &self.shared {
+                let state = if phase == Phase::Absent { SegmentState::Free } else { SegmentState::Sealed };
+                drop(shared.set_segment(number, state, segment.epoch));
+                drop(shared.set_first_seq(number, segment.min_sequence));
+            }
+            self.state.segments.push_found(FoundSegment {
+                phase,
+                epoch: segment.epoch,
+                sequences: (segment.min_sequence, segment.max_sequence),
+                last_expiry_s: self.expiries.get(number as usize).copied().unwrap_or(0),
+                records: segment.records,
+                gone: segment.gone,
+                settled: segment.settled,
+            });
+        }
+        Ok((self.state, self.table, summary))
+    }
+}

@@ -1,0 +1,358 @@
+//! Opening lanes: making a new one, recovering one whose lock this process got, attaching to one that another process writes.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::enter::{Recovery, Summary};
+use super::reader::{self, Reader};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::superblock::Superblock;
+use crate::format::{Access, PAGE_BYTES};
+use crate::index::Table;
+use crate::io::{self, AlignedBuf, DirectFile, FileOptions};
+use crate::log::base::budget::Budget;
+use crate::log::base::ctx::Ctx;
+use crate::log::base::lock::FileLock;
+use crate::log::base::options::{Mode, OnIncompatible};
+use crate::log::base::paths;
+use crate::log::base::sizes::{self, Sizes};
+use crate::log::journal;
+use crate::log::lane::{
+    Lane, LaneParts, Phase, Role, Slot, anonymous_table, attach_shared, attach_table, make_table, shared_state,
+    show_table,
+};
+
+/// A lane directory whose lock this process has, or that it may only look at.
+pub(in crate::log) struct Candidate {
+    pub(in crate::log) number: u32,
+    pub(in crate::log) dir: PathBuf,
+    /// The lock file, locked; `None` for a lane of another process, or in read-only mode.
+    pub(in crate::log) lock: Option<FileLock>,
+}
+
+/// What a lane needs of its drive.
+#[derive(Clone)]
+pub(in crate::log) struct Surroundings {
+    pub(in crate::log) ctx: Arc<Ctx>,
+    pub(in crate::log) drive: [u8; 16],
+    pub(in crate::log) io: io::Drive,
+    pub(in crate::log) budget: Option<Arc<Budget>>,
+}
+
+/// The open files of a lane.
+pub(in crate::log) struct LaneFiles {
+    pub(in crate::log) index: Arc<DirectFile>,
+    pub(in crate::log) data: Arc<DirectFile>,
+    pub(in crate::log) superblock: Superblock,
+}
+
+/// Takes the lock of a lane directory if nobody has it.
+pub(in crate::log) fn try_lock(dir: &Path) -> Result<Option<FileLock>> {
+    let path = dir.join(paths::LANE_LOCK);
+    let Some(lock) = FileLock::take(paths::open_small(&path, true)?, &path)? else { return Ok(None) };
+    let mut file = lock.file();
+    // Somebody who removed the lane may have unlinked the file between our opening and locking it.
+    use std::os::unix::fs::MetadataExt;
+    let same = file.metadata().ok().zip(fs::metadata(&path).ok()).is_some_and(|(a, b)| a.ino() == b.ino());
+    if !same {
+        return Ok(None);
+    }
+    // For people only.
+    drop(file.set_len(0).and_then(|()| writeln!(file, "pid {}", std::process::id())));
+    Ok(Some(lock))
+}
+
+impl Surroundings {
+    /// Makes the files of a new lane. Nothing of it counts before its superblock is durable.
+    pub(in crate::log) fn create(&self, dir: &Path) -> Result<LaneFiles> {
+        let options = &self.ctx.options;
+        let geometry = &options.geometry;
+        let sizes = Sizes::plan(options, self.capacity_bytes())?;
+        let index = DirectFile::open(dir.join(paths::INDEX), FileOptions::create())?;
+        let data = DirectFile::open(dir.join(paths::DATA), FileOptions::create())?;
+        index.set_len(0)?;
+        data.set_len(0)?;
+        let superblock = Superblock {
+            features: [0; 3],
+            generation: 0,
+            mount_generation: 0,
+            lane: paths::random_id()?,
+            drive: self.drive,
+            fingerprint: geometry.fingerprint().0,
+            layers_digest: geometry.layers_digest(),
+            segment_bytes: sizes.segment_bytes,
+            region_bytes: sizes.region_bytes,
+            ring_offset: sizes.ring_offset,
+            ring_pages: sizes.ring_pages,
+            chunk_tokens: geometry.chunk_tokens,
+            regions_offset: sizes.regions_offset,
+            created_ms: options.clock.unix_ms(),
+            model: geometry.model.clone(),
+            shard: geometry.shard_dir_name(),
+        };
+        // The ring gets its space with the first segment: a cache that is full can still be opened, and read.
+        index.set_len(sizes.regions_offset)?;
+        write_superblock(&index, &superblock)?;
+        paths::sync_dir(dir)?;
+        Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
+    }
+
+    /// Opens a lane's files, or makes them where there are none yet.
+    pub(in crate::log) fn open_files(&self, dir: &Path, write: bool) -> Result<LaneFiles> {
+        if write && is_unmade(dir)? {
+            return self.create(dir);
+        }
+        let options = if write { FileOptions::read_write() } else { FileOptions::read_only() };
+        let index = DirectFile::open(dir.join(paths::INDEX), options)?;
+        let mut superblock = reader::superblock(&index)?;
+        self.complete(&mut superblock);
+        self.check(&superblock, dir, write)?;
+        let data = self.open_data(&dir.join(paths::DATA), write)?;
+        Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
+    }
+
+    /// The data of lanes of other processes are written too, where they may be: a removal makes slots unreadable there.
+    fn open_data(&self, path: &Path, write: bool) -> Result<DirectFile> {
+        let removes = self.ctx.options.mode == Mode::ReadWrite;
+        match DirectFile::open(path, FileOptions::read_write()) {
+            Err(e) if !write && e.kind() != ErrorKind::NotFound => DirectFile::open(path, FileOptions::read_only()),
+            _ if !write && !removes => DirectFile::open(path, FileOptions::read_only()),
+            outcome => outcome,
+        }
+    }
+
+    /// As [`open_files`](Self::open_files) for writing; a lane that cannot be used is made anew where the settings say so, and one whose
+    /// data.kv is gone in any case: what its index tells of is not there any more.
+    pub(in crate::log) fn open_or_recreate(&self, dir: &Path) -> Result<LaneFiles> {
+        match self.open_files(dir, true) {
+            Err(e) if e.kind() == ErrorKind::NotFound && !paths::is_there(&dir.join(paths::DATA)) => {
+                tracing::warn!(lane = %dir.display(), "data.kv is gone, and with it all chunks of the lane, which is made anew");
+                self.make_anew(dir)
+            }
+            Err(e)
+                if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound)
+                    && self.ctx.options.on_incompatible == OnIncompatible::Recreate =>
+            {
+                tracing::warn!(lane = %dir.display(), error = %e, "the lane is made anew, as on_incompatible says");
+                self.make_anew(dir)
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn make_anew(&self, dir: &Path) -> Result<LaneFiles> {
+        for name in [paths::TABLE_SHM, paths::DATA, paths::INDEX] {
+            remove_file(&dir.join(name))?;
+        }
+        self.create(dir)
+    }
+
+    /// A rebuild that had nothing but the slots knows only the half of the fingerprint that names the namespace's directory. The
+    /// geometry whose fingerprint begins like that supplies the rest; each slot's layout is checked when it is read.
+    fn complete(&self, sb: &mut Superblock) {
+        let geometry = &self.ctx.options.geometry;
+        let fingerprint = geometry.fingerprint().0;
+        let (known, rest) = sb.fingerprint.split_at(16);
+        if fingerprint.starts_with(known) && rest.iter().chain(&sb.layers_digest).all(|b| *b == 0) {
+            sb.fingerprint = fingerprint;
+            sb.layers_digest = geometry.layers_digest();
+            sb.chunk_tokens = geometry.chunk_tokens;
+            sb.model.clone_from(&geometry.model);
+        }
+    }
+
+    /// The drive's capacity.
+    fn capacity_bytes(&self) -> u64 {
+        self.budget.as_ref().map_or(self.ctx.options.capacity_bytes, |b| b.capacity_bytes())
+    }
+
+    fn check(&self, sb: &Superblock, dir: &Path, write: bool) -> Result<()> {
+        let geometry = &self.ctx.options.geometry;
+        let advice = "choose another cache_dir, or set on_incompatible: recreate to lose this cache";
+        let refuse = |what: &'static str| Err(Error::new(ErrorKind::Incompatible, what).at(dir).advice(advice));
+        if sb.fingerprint != geometry.fingerprint().0 || sb.layers_digest != geometry.layers_digest() {
+            return refuse("the lane was written for another model, dtype or layer layout");
+        }
+        if sb.chunk_tokens != geometry.chunk_tokens {
+            return refuse("the lane was written with another chunk size");
+        }
+        if write && sb.access() != Access::Write {
+            return refuse("the lane has features that this version can read but not write");
+        }
+        Ok(())
+    }
+
+    /// Recovers a lane whose lock this process has.
+    pub(in crate::log) fn open_held(
+        &self,
+        candidate: Candidate,
+        files: LaneFiles,
+        role: Role,
+    ) -> Result<(Arc<Lane>, Summary)> {
+        let ctx = &self.ctx;
+        let LaneFiles { index, data, superblock } = files;
+        let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
+        let shared = shared_state(ctx, &candidate.dir, segments)?;
+        if role == Role::Adopted {
+            // What the writer that died had not flushed is believed too, and so must not be lost with the next power cut: a segment
+            // that it was giving up, for one. Of the own lane the superblock has just been written, and flushed with all else.
+            index.sync_data()?;
+        }
+        let reader = Reader::survey(&index, &data, &superblock)?;
+        let entries = reader.expected();
+        let generation = ctx.options.clock.boot_ns();
+        let table = make_table(ctx, &candidate.dir, entries, generation)?;
+        // All of it is about to be written, in no order: one sweep costs less than a fault per page.
+        table.populate();
+        let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
+        let found = reader.replay(&mut |record| recovery.take(record))?;
+        let (state, table, summary) = recovery.finish(found)?;
+        let lane = Lane::new(LaneParts {
+            ctx: Arc::clone(ctx),
+            number: candidate.number,
+            dir: candidate.dir,
+            role,
+            superblock,
+            data,
+            index,
+            io: self.io.clone(),
+            budget: self.budget.clone(),
+            table,
+            shared: Some(shared),
+            state: Some(state),
+            lock: candidate.lock,
+        });
+        settle(&lane)?;
+        show_table(ctx, &lane.dir)?;
+        Ok((lane, summary))
+    }
+
+    /// Attaches to a lane that another process writes, or reads it into memory where there is nothing to attach to.
+    pub(in crate::log) fn open_foreign(&self, candidate: Candidate) -> Result<(Arc<Lane>, Summary)> {
+        let ctx = &self.ctx;
+        let LaneFiles { index, data, superblock } = self.open_files(&candidate.dir, false)?;
+        let mut summary = Summary { mount_generation: superblock.mount_generation, ..Summary::default() };
+        let attached =
+            attach_table(ctx, &candidate.dir).and_then(|table| Ok((table, attach_shared(ctx, &candidate.dir)?)));
+        let (table, shared) = match attached {
+            Ok((table, shared)) => (table, Some(shared)),
+            // Its writer is about to make the table; the next scan attaches.
+            Err(e) if ctx.options.mode == Mode::ReadWrite => return Err(e),
+            Err(_) => {
+                let (table, found) = read_into_memory(ctx, &index, &data, &superblock)?;
+                summary = found;
+                (table, None)
+            }
+        };
+        let lane = Lane::new(LaneParts {
+            ctx: Arc::clone(ctx),
+            number: candidate.number,
+            dir: candidate.dir,
+            role: Role::Foreign,
+            superblock,
+            data,
+            index,
+            io: self.io.clone(),
+            budget: None,
+            table,
+            shared,
+            state: None,
+            lock: None,
+        });
+        Ok((lane, summary))
+    }
+}
+
+/// A lane whose making was cut off: its superblock never became durable whole, and there are no data. Nothing can be lost with
+/// it, so that a power cut at the first start does not keep a server from its cache.
+fn is_unmade(dir: &Path) -> Result<bool> {
+    if reader::file_bytes(&dir.join(paths::DATA)) > 0 {
+        return Ok(false);
+    }
+    let path = dir.join(paths::INDEX);
+    if !paths::is_there(&path) {
+        return Ok(true);
+    }
+    let superblock = reader::superblock(&DirectFile::open(&path, FileOptions::read_only())?);
+    Ok(superblock.is_err_and(|e| e.kind() == ErrorKind::Corrupt))
+}
+
+/// Writes a superblock to the page that its generation chooses, and flushes it; the other page keeps the one before.
+pub(in crate::log) fn write_superblock(index: &DirectFile, superblock: &Superblock) -> Result<()> {
+    let mut page = AlignedBuf::zeroed(PAGE_BYTES)?;
+    page.copy_from_slice(&superblock.encode());
+    index.write_at(&page, superblock.generation % 2 * PAGE_BYTES as u64)?;
+    index.sync_data()
+}
+
+/// Segments the lane may get (what the capacity allows, and what it has), and how many of them fill the capacity.
+fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_bytes: u64) -> (u32, u32) {
+    let full = capacity_bytes.div_ceil(sb.segment_bytes);
+    let most = full.max(sizes::most_segments(capacity_bytes, sb, slot_bytes));
+    let there = data_bytes.div_ceil(sb.segment_bytes);
+    let bounded = |n: u64| u32::try_from(n.saturating_add(8).min(1 << 24)).unwrap_or(1 << 24);
+    (bounded(most.max(there)), bounded(full))
+}
+
+fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Superblock) -> Result<(Table, Summary)> {
+    let reader = Reader::survey(index, data, sb)?;
+    let table = anonymous_table(ctx, reader.expected())?;
+    let mut recovery = Recovery::new(sb, ctx, table, None);
+    let found = reader.replay(&mut |record| recovery.take(record))?;
+    let (_, table, summary) = recovery.finish(found)?;
+    Ok((table, summary))
+}
+
+/// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of free segments back, and makes
+/// unreadable once more what may not be so durably. All of this before anybody is told that a slot is gone.
+fn settle(lane: &Lane) -> Result<()> {
+    journal::seal_full(lane)?;
+    let (absent, unsettled) = {
+        let state = lane.state()?;
+        let absent: Vec<u32> =
+            state.segments.iter().filter(|(_, s)| s.phase() == Phase::Absent).map(|(n, _)| n).collect();
+        (absent, state.segments.unsettled())
+    };
+    let data_bytes = lane.data.len()?;
+    let mut is_punched = !lane.is_settled() || !unsettled.is_empty();
+    for number in absent {
+        let offset = u64::from(number) * lane.segment_bytes();
+        if offset < data_bytes {
+            is_punched |= has_data(lane, offset)?;
+            lane.wipe(offset, lane.segment_bytes().min(data_bytes - offset))?;
+        }
+    }
+    for (segment, gone) in unsettled {
+        erase_listed(lane, segment, &gone)?;
+    }
+    if is_punched { lane.settle() } else { Ok(()) }
+}
+
+/// Whether slots may lie in a free segment: it may also have space that was never written.
+fn has_data(lane: &Lane, offset: u64) -> Result<bool> {
+    Ok(lane.data.next_data(offset)?.is_some_and(|at| at < offset + lane.segment_bytes()))
+}
+
+/// Erases slots of which only the first page is known: what the header says, if there still is one.
+fn erase_listed(lane: &Lane, segment: u32, gone: &[u32]) -> Result<()> {
+    for page in gone {
+        let offset = lane.slot_offset(segment, *page);
+        let Some((header_at, header)) = reader::header_of_slot(&lane.data, offset)? else { continue };
+        if (header.segment, header.page) == (segment, *page) && header.lane == *lane.id() {
+            lane.erase(segment, &[Slot { page: *page, pages: header.pages, header_at }])?;
+        }
+    }
+    Ok(())
+}
+
+pub(in crate::log) fn remove_file(path: &Path) -> Result<()> {
+    let removed = if path.file_name() == Some(paths::DATA.as_ref()) {
+        io::remove_file(path)
+    } else {
+        // Others may have it mapped, and must not see zeros in it.
+        io::unlink(path)
+    };
+    removed.or_else(|e| if e.kind() == ErrorKind::NotFound { Ok(()) } else { Err(e) })
+}

@@ -1,0 +1,93 @@
+//! Which of the chunks that a prompt brings are stored at all; and what callers say of prompts, for this and for the policy for chains.
+//!
+//! One state of admission for all drives of the log. All is told by callers, in the order of their calls, never by what I/O does, so
+//! that tensor-parallel ranks decide alike. Where everything is stored, admission locks and remembers nothing.
+
+use std::sync::Arc;
+
+use crate::index::{ChainChunk, Offered, tag_of};
+use crate::key::ChunkKey;
+use crate::log::lane::Lane;
+use crate::log::{Log, policy};
+
+/// A chunk that could be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// Its key.
+    pub key: ChunkKey,
+    /// The key of the chunk before it; zero for the first.
+    pub parent: ChunkKey,
+    /// Tokens of it.
+    pub tokens: u32,
+    /// Chunks before it in its prompt.
+    pub depth: u32,
+    /// Tokens that were generated for the prompt; `None` while that is not known.
+    pub generated: Option<u32>,
+}
+
+impl Log {
+    /// How many of the chunks that a prompt could store, from the first on, are to be stored: the others are of no use behind one
+    /// that is not. They are in the prompt's order, and each is offered once for a prompt. Those that are not to be stored are
+    /// counted. [`begin_put`](Self::begin_put) does not ask: what must be stored is stored.
+    pub fn admit(&self, run: &[Candidate]) -> usize {
+        let Some(mut state) = self.ctx.admit.policy() else { return run.len() };
+        let full = self.ctx.options.geometry.chunk_tokens;
+        let mut admitted = None;
+        for (at, chunk) in run.iter().enumerate() {
+            let (tag, parent) = (tag_of(&chunk.key), tag_of(&chunk.parent));
+            let behind = u32::try_from(run.len() - at - 1).unwrap_or(u32::MAX);
+            let generated = chunk.generated;
+            let offered = Offered { tag, parent, partial: chunk.tokens < full, behind, generated };
+            if !state.offer(&offered) && admitted.is_none() {
+                admitted = Some(at);
+            }
+        }
+        drop(state);
+        let admitted = admitted.unwrap_or(run.len());
+        let refused = run.get(admitted..).unwrap_or_default();
+        let geometry = &self.ctx.options.geometry;
+        let bytes: u64 = refused.iter().map(|c| geometry.chunk_bytes(c.tokens as usize) as u64).sum();
+        self.ctx.counters.policy_refused_bytes.add(bytes);
+        self.ctx.sheds.policy.add(refused.len() as u64);
+        admitted
+    }
+
+    /// What a prompt stores, in its order: chunks that are there already among them, those that are not to be stored not. The policy for
+    /// chains hears of them here, in the order of the calls, and not when their slots are opened, which is up to I/O. With several
+    /// drives it hears of them then.
+    pub fn note_brought(&self, run: &[Candidate]) {
+        if let Some(lane) = self.only_lane() {
+            let slot_bytes = |c: &Candidate| match c.tokens == self.ctx.options.geometry.chunk_tokens {
+                true => self.ctx.slot_bytes(),
+                false => self.chunk_layout(c.tokens).slot_bytes,
+            };
+            let full = self.ctx.options.geometry.chunk_tokens;
+            let chunks = run.iter().map(|c| ChainChunk {
+                tag: tag_of(&c.key),
+                parent: tag_of(&c.parent),
+                depth: c.depth,
+                bytes: slot_bytes(c),
+                partial: c.tokens < full,
+            });
+            policy::note_brought(&lane, chunks);
+        }
+    }
+
+    /// Chunks that are stored were of use to a prompt.
+    pub fn note_used(&self, keys: &[ChunkKey]) {
+        if let Some(lane) = self.only_lane() {
+            policy::note_used(&lane, keys.iter().map(tag_of));
+        }
+        if let Some(mut state) = self.ctx.admit.policy() {
+            keys.iter().for_each(|key| state.used(tag_of(key)));
+        }
+    }
+
+    /// The own lane of the only drive.
+    fn only_lane(&self) -> Option<Arc<Lane>> {
+        match self.volumes.as_slice() {
+            [only] => only.own(),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! Beginning a put: is the key there already, which drive takes it, and where on it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::put::{Put, PutOutcome, Refusal, Reservation};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::PAGE_BYTES;
+use crate::format::layout::SlotLayout;
+use crate::format::record::KeyKind;
+use crate::key::ChunkKey;
+use crate::log::base::in_flight::Claims;
+use crate::log::base::options::Placement;
+use crate::log::base::spec::PutSpec;
+use crate::log::drive::{Claim, Volume};
+use crate::log::lane::{Held, Lane, Need, Place, State};
+use crate::log::{Log, policy};
+
+/// How often who waits for room looks for it.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// The same of room within a quota.
+const LOOK_AT_QUOTA: Duration = Duration::from_millis(1);
+
+impl Log {
+    /// Takes a slot for a chunk or object. Never waits: where no segment is ready, as for the very first put, there is
+    /// [no room](PutOutcome::NoRoom), and the maintenance thread makes one ready.
+    ///
+    /// # Errors
+    /// `Busy`: shed, try later or never. `InvalidInput` for a slot that fits no segment. `Unsupported` in read-only mode.
+    /// `Closed`, `Forked`.
+    pub fn begin_put(&self, spec: impl Into<Box<PutSpec>>) -> Result<PutOutcome> {
+        self.begin(spec.into(), None)
+    }
+
+    /// Like [`begin_put`](Self::begin_put), but waits up to `wait` for reclaim to make room. For tools and background work.
+    ///
+    /// # Errors
+    /// As [`begin_put`](Self::begin_put); `NoSpace` where no room became free in time.
+    pub fn begin_put_within(&self, spec: impl Into<Box<PutSpec>>, wait: Duration) -> Result<PutOutcome> {
+        self.begin(spec.into(), Some(Instant::now() + wait))
+    }
+
+    /// Bytes of the largest slot that fits a segment on every drive.
+    #[must_use]
+    pub fn max_slot_bytes(&self) -> u64 {
+        self.volumes.iter().filter_map(|v| v.own()).map(|l| l.segment_bytes()).min().unwrap_or(0)
+    }
+
+    fn begin(&self, mut spec: Box<PutSpec>, deadline: Option<Instant>) -> Result<PutOutcome> {
+        let sheds = &self.ctx.sheds;
+        self.ctx.check_writable().inspect_err(|e| {
+            if e.kind() == ErrorKind::Unsupported {
+                sheds.read_only.add(1);
+            }
+        })?;
+        let layout = match &spec.layout {
+            Some(layout) => layout.clone(),
+            None => {
+                spec.length = self.ctx.options.geometry.chunk_bytes(spec.tokens as usize) as u64;
+                self.chunk_layout(spec.tokens)
+            }
+        };
+        self.check_spec(&spec, &layout)?;
+        if spec.expiry_s == 0
+            && let Some(ttl) = self.ctx.options.ttl
+        {
+            spec.expiry_s = u32::try_from(self.ctx.now_s().saturating_add(ttl.as_secs().max(1))).unwrap_or(u32::MAX);
+        }
+        let Some(claims) = self.claim(&mut spec) else {
+            let holds = |v: &&Arc<Volume>| v.lanes().all.iter().any(|l| l.get(&spec.key).is_some());
+            if let Some(lane) = self.volumes.iter().find(holds).and_then(|v| v.own()) {
+                policy::note_begun(&lane, &spec, layout.slot_bytes);
+            }
+            return Ok(PutOutcome::AlreadyThere);
+        };
+        let volume = self.choose(&spec)?;
+        let quota = match claim_quota(volume, &spec, layout.slot_bytes, deadline) {
+            Ok(claim) => claim,
+            Err(refusal) => {
+                sheds.quota.add(1);
+                return Ok(PutOutcome::NotAdmitted(refusal, spec));
+            }
+        };
+        if !volume.wear.admits(layout.slot_bytes, volume.written()) {
+            sheds.budget.add(1);
+            self.ctx.counters.budget_refused_bytes.add(layout.slot_bytes);
+            return Ok(PutOutcome::NotAdmitted(Refusal::Budget, spec));
+        }
+        let reserved = self.reserve(volume, &spec, &layout, deadline);
+        if !matches!(reserved, Ok(Some(_))) {
+            volume.wear.refund(layout.slot_bytes);
+        }
+        let Some((lane, place, sequence)) = reserved? else { return Ok(PutOutcome::NoRoom(spec)) };
+        self.ctx.counters.puts.add(1);
+        let held = Held::new(&lane, place, records_of(&spec), sequence);
+        let (lanes, shard) = (volume.lanes(), Arc::clone(&volume.shard));
+        let reservation = Reservation { lane, place, held, claims, lanes, shard, _quota: quota, ended: false };
+        let health = Arc::clone(&volume.health);
+        Ok(PutOutcome::Started(Put { spec, layout, drive: volume.number, sequence, health, reservation }))
+    }
+
+    /// Claims the key, or the keys of a pack's members, of which those that are stored or being stored are left out; `None` where
+    /// nothing is left to be stored.
+    fn claim(&self, spec: &mut PutSpec) -> Option<Claims> {
+        let mut claims = Claims::new(&self.ctx.in_flight);
+        // Claimed first: who looks first may miss what another put publishes in between.
+        let mut take = |key: &ChunkKey| claims.add(key) && !self.contains(key);
+        let (all, left) = if spec.members.is_empty() {
+            (1, usize::from(take(&spec.key)))
+        } else {
+            let all = spec.members.len();
+            spec.members.retain(|m| take(&m.key));
+            (all, spec.members.len())
+        };
+        self.ctx.counters.already_there.add((all - left) as u64);
+        (left > 0).then_some(claims)
+    }
+
+    fn check_spec(&self, spec: &PutSpec, layout: &SlotLayout) -> Result<()> {
+        let bad = |what: String| Err(Error::new(ErrorKind::InvalidInput, what));
+        if spec.layout.is_none() && (spec.tokens == 0 || spec.tokens > self.ctx.options.geometry.chunk_tokens) {
+            return bad(format!("a chunk of {} tokens", spec.tokens));
+        }
+        if layout.slot_bytes > self.max_slot_bytes() {
+            return bad(format!("a slot of {} bytes fits no segment", layout.slot_bytes));
+        }
+        if spec.length >> 40 != 0 || spec.depth >> 24 != 0 {
+            return bad("a put beyond the index's ranges".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The drive that takes a put.
+    fn choose(&self, spec: &PutSpec) -> Result<&Arc<Volume>> {
+        let there = |key: &ChunkKey| self.volumes.iter().find(|v| v.find(key).is_some());
+        let chosen = match (self.volumes.as_slice(), self.ctx.options.placement, spec.root) {
+            ([only], ..) => Some(only).filter(|v| v.takes_puts()),
+            (_, Placement::Stripe, _) => self.by_hash(&spec.key),
+            (_, Placement::Chain, Some(root)) => {
+                let near = spec.near.and_then(|n| self.volumes.get(n)).filter(|v| v.takes_puts());
+                near.or_else(|| self.by_hash(&root))
+            }
+            (_, Placement::Chain, None) => {
+                there(&spec.parent).filter(|v| v.takes_puts()).or_else(|| self.by_hash(&spec.key))
+            }
+        };
+        chosen.ok_or_else(|| {
+            self.ctx.sheds.drive.add(1);
+            Error::new(ErrorKind::Busy, "no drive takes puts")
+        })
+    }
+
+    /// Of the drives that take puts, the one with the greatest hash together with the key: adding or losing a drive moves no
+    /// more keys than it must, and the order of the list does not matter.
+    fn by_hash(&self, key: &ChunkKey) -> Option<&Arc<Volume>> {
+        self.volumes.iter().filter(|v| v.takes_puts()).max_by_key(|v| {
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(&v.id).update(&key.0);
+            *hasher.finalize().as_bytes()
+        })
+    }
+
+    /// A place in the drive's own lane and the slot's sequence; `None` where there is no room now, and no `deadline` until which
+    /// it is waited for.
+    fn reserve(
+        &self,
+        volume: &Volume,
+        spec: &PutSpec,
+        layout: &SlotLayout,
+        deadline: Option<Instant>,
+    ) -> Result<Option<(Arc<Lane>, Place, u64)>> {
+        let lane = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed").at(&volume.root))?;
+        policy::note_begun(&lane, spec, layout.slot_bytes);
+        let records = records_of(spec);
+        let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32, records };
+        if records > lane.region_records() / 2 {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("a pack of {records} objects")));
+        }
+        let mut waiting = Waiting { deadline, helped: false, refusals: u32::MAX };
+        let mut state = lane.state()?;
+        loop {
+            let place = if is_leaving(&lane, spec) { None } else { take_place(volume, &lane, &mut state, need)? };
+            let wake = state.segments.wants_segment() || state.segments.wants_reserve();
+            if wake || place.is_none() {
+                volume.wake();
+            }
+            if let Some((place, sequence)) = place {
+                drop(state);
+                return Ok(Some((lane, place, sequence)));
+            }
+            lane.work.notify_one();
+            match waiting.wait(volume, &lane, state) {
+                Ok(Some(again)) => state = again,
+                Ok(None) => {
+                    self.ctx.sheds.no_space.add(1);
+                    return Ok(None);
+                }
+                Err(e) => {
+                    self.ctx.sheds.no_space.add(1);
+                    return Err(e);
+                }
+            }
+        }
+    }
+}
+
+fn records_of(spec: &PutSpec) -> usize {
+    spec.members.len().max(1)
+}
+
+/// Whether what a key named before is still being made unreadable: until then nothing else may name it, or nobody would know
+/// of that slot.
+fn is_leaving(lane: &Lane, spec: &PutSpec) -> bool {
+    let table = lane.table();
+    let is_marked = |key: &ChunkKey| table.get_marked(key).is_some_and(|(.., mark)| mark.is_some());
+    if spec.members.is_empty() { is_marked(&spec.key) } else { spec.members.iter().any(|m| is_marked(&m.key)) }
+}
+
+/// A place and a sequence, both under the lane's lock: who looks at the puts under way and then finds none of a lower sequence
+/// will never see one.
+fn take_place(volume: &Volume, lane: &Lane, state: &mut State, need: Need) -> Result<Option<(Place, u64)>> {
+    if state.pending.is_broken() {
+        let e = Error::new(ErrorKind::Busy, "the lane takes nothing after write errors").at(&lane.dir);
+        volume.ctx.sheds.no_space.add(1);
+        return Err(e);
+    }
+    let Some(place) = state.segments.place(need, lane.shared().as_ref()) else { return Ok(None) };
+    match volume.shard.next_seq() {
+        Ok(sequence) => {
+            state.puts.begin(sequence);
+            state.segments.note_sequence(place, sequence);
+            Ok(Some((place, sequence)))
+        }
+        Err(e) => {
+            state.segments.end_put(place, need.records);
+            Err(e)
+        }
+    }
+}
+
+/// One who waits for room.
+struct Waiting {
+    /// `None` for who does not wait.
+    deadline: Option<Instant>,
+    /// In a log without threads: the maintenance has been done for it.
+    helped: bool,
+    refusals: u32,
+}
+
+impl Waiting {
+    /// Waits for the maintenance thread, while the drive does not refuse a segment; `None` for who does not wait.
+    fn wait<'a>(
+        &mut self,
+        volume: &Volume,
+        lane: &'a Lane,
+        mut state: parking_lot::MutexGuard<'a, State>,
+    ) -> Result<Option<parking_lot::MutexGuard<'a, State>>> {
+        let Some(deadline) = self.deadline else { return Ok(None) };
+        // The attempt that fails first may have begun earlier.
+        let (refusals, refusal) = state.segments.refusals();
+        self.refusals = self.refusals.min(refusals);
+        if let Some((kind, why)) = refusal.filter(|_| refusals > self.refusals + 1) {
+            return Err(Error::new(*kind, format!("no segment can be had: {why}")).at(&lane.dir));
+        }
+        let now = Instant::now();
+        if now >= deadline || volume.ctx.is_closed() || self.helped {
+            return Err(Error::new(ErrorKind::NoSpace, "no segment became free in time").at(&lane.dir));
+        }
+        if volume.ctx.options.foreground {
+            drop(state);
+            (volume.helpers.make_ready)(volume);
+            self.helped = true;
+            return lane.state().map(Some);
+        }
+        lane.wait_for_progress(&mut state, deadline.min(now + LOOK_AGAIN));
+        Ok(Some(state))
+    }
+}
+
+/// Asks for the room of a put within its tenant's quota, until `deadline` where there is one; no claim for what counts for nobody.
+fn claim_quota(
+    volume: &Volume,
+    spec: &PutSpec,
+    bytes: u64,
+    deadline: Option<Instant>,
+) -> std::result::Result<Option<Claim>, Refusal> {
+    let is_chunk = matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment);
+    let Some(quota) = volume.quota.as_ref().filter(|_| is_chunk && spec.tenant != 0) else { return Ok(None) };
+    loop {
+        let claim = quota.claim(volume, spec.tenant, bytes);
+        if claim.is_some() {
+            return Ok(claim);
+        }
+        volume.wake();
+        if deadline.is_none_or(|deadline| Instant::now() >= deadline) || bytes > quota.limit() {
+            return Err(Refusal::Quota);
+        }
+        if volume.ctx.options.foreground {
+            (volume.helpers.enforce_quota)(volume);
+            return quota.claim(volume, spec.tenant, bytes).map(Some).ok_or(Refusal::Quota);
+        }
+        std::thread::sleep(LOOK_AT_QUOTA);
+    }
+}

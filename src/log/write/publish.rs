@@ -1,0 +1,175 @@
+//! What makes a put visible: its header has been written, so its records enter the table and wait for the journal.
+//!
+//! Invariant: this happens only after every byte of the slot, the header last, has been written with its full length, and
+//! only into a segment that still takes records. What is refused after its header was written has it made unreadable.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::put::{PutDone, Reservation};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::{KeyKind, Record};
+use crate::log::lane::{Hold, Lane, Place, Slot, State, Unpublished};
+use crate::log::policy;
+
+/// A put whose header is being written. Dropped without an end it answers its caller all the same.
+pub(super) struct Commit {
+    reservation: Reservation,
+    records: Vec<Record>,
+    slot_bytes: u64,
+    header_at: u32,
+    ticket: u64,
+    begun: Instant,
+    done: Option<PutDone>,
+}
+
+impl Commit {
+    /// From now on a flush waits for it. Its slot has so many bytes, and its header at this offset.
+    pub(super) fn begin(
+        reservation: Reservation,
+        records: Vec<Record>,
+        (slot_bytes, header_at): (u64, u32),
+        done: PutDone,
+    ) -> Self {
+        let ticket = reservation.lane.state().map_or(0, |mut state| state.puts.commit());
+        Self { reservation, records, slot_bytes, header_at, ticket, begun: Instant::now(), done: Some(done) }
+    }
+
+    fn end(mut self, result: Result<()>) {
+        let done = self.over(result.is_ok());
+        // The key is free again before the caller is told: what it begins next must not find the put still in flight.
+        drop(self);
+        if let Some(done) = done {
+            done(result);
+        }
+    }
+
+    fn over(&mut self, published: bool) -> Option<PutDone> {
+        let done = self.done.take()?;
+        if let Ok(mut state) = self.reservation.lane.state() {
+            state.puts.committed(self.ticket);
+        }
+        if !published && !self.reservation.ended {
+            self.reservation.lane.ctx.counters.puts_aborted.add(1);
+        }
+        self.reservation.ended = true;
+        self.reservation.lane.work.notify_one();
+        Some(done)
+    }
+
+    /// It is not published although its header has been written.
+    fn refuse(self, why: Error) {
+        let (lane, place) = (Arc::clone(&self.reservation.lane), self.reservation.place);
+        let pages = self.records.first().map_or(0, |r| r.pages);
+        let slot = Slot { page: place.page, pages, header_at: self.header_at };
+        let hold = Hold(Arc::clone(&self.reservation.held));
+        lane.blank_soon(place.segment, &slot, |buf| hold.on(buf), drop);
+        self.end(Err(why));
+    }
+}
+
+impl Drop for Commit {
+    fn drop(&mut self) {
+        if let Some(done) = self.over(false) {
+            done(Err(Error::new(ErrorKind::Closed, "the cache was closed before the put was published")));
+        }
+    }
+}
+
+impl Unpublished for Commit {
+    fn age(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    fn publish(self: Box<Self>) {
+        publish(*self);
+    }
+
+    fn shed(self: Box<Self>, why: Error) {
+        self.refuse(why);
+    }
+}
+
+/// Ends a put of what has come to be there by itself.
+pub(super) fn give_back(mut reservation: Reservation, done: PutDone) {
+    reservation.lane.ctx.counters.already_there.add(1);
+    reservation.ended = true;
+    drop(reservation);
+    done(Ok(()));
+}
+
+/// The header's write has ended.
+pub(super) fn finish(commit: Commit, written: Result<()>) {
+    if let Err(e) = written {
+        if Lane::is_broken_by(e.kind()) {
+            retire(&commit.reservation.lane, commit.reservation.place);
+        }
+        return commit.end(Err(e));
+    }
+    publish(commit);
+}
+
+/// Enters the records. What finds the table full waits for the journal thread, which lets it grow.
+fn publish(mut commit: Commit) {
+    let lane = Arc::clone(&commit.reservation.lane);
+    let outcome = lane.state().and_then(|mut state| enter(&lane, &mut state, &mut commit));
+    match outcome {
+        Ok(()) => {
+            let counters = &lane.ctx.counters;
+            counters.puts_published.add(1);
+            counters.data_bytes_written.add(commit.slot_bytes);
+            commit.end(Ok(()));
+        }
+        Err(e) if e.kind() == ErrorKind::NoSpace => {
+            if let Ok(mut state) = lane.state() {
+                state.puts.wait_for_growth(Box::new(commit));
+            }
+            lane.work.notify_one();
+        }
+        Err(e) => commit.refuse(e),
+    }
+}
+
+fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
+    let place = commit.reservation.place;
+    if !state.segments.takes_records(place.segment, place.epoch) {
+        return Err(Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it"));
+    }
+    let (table, shared) = (lane.table(), lane.shared());
+    if table.is_lost() || shared.as_ref().is_some_and(|shared| shared.is_lost()) {
+        return Err(Error::new(ErrorKind::Io, "the memory that processes share is out of reach").at(&lane.dir));
+    }
+    if commit.records.iter().any(|r| is_gone(&commit.reservation, r)) {
+        return Err(Error::new(ErrorKind::Cancelled, "the key was removed while it was being stored"));
+    }
+    for record in &commit.records {
+        state.enter(&table, shared.as_ref(), record)?;
+    }
+    for record in &commit.records {
+        state.log(*record);
+        policy::note_published(state, record);
+    }
+    commit.reservation.held.end(state);
+    commit.reservation.ended = true;
+    if state.pending.has_full_page() || state.pending.waiting() <= commit.records.len() {
+        lane.work.notify_one();
+    }
+    Ok(())
+}
+
+/// Whether a key was removed, or everything of its tenant, since its put began.
+fn is_gone(reservation: &Reservation, record: &Record) -> bool {
+    let is_chunk = matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment);
+    let tenant = is_chunk.then_some(record.tenant);
+    !reservation.shard.is_above_floor(tenant, record.sequence) || reservation.claims.is_removed(&record.key)
+}
+
+/// Takes a segment out of use after a write error: no more puts, sealed with what is good, never used again.
+pub(super) fn retire(lane: &Lane, place: Place) {
+    if !lane.state().is_ok_and(|mut state| state.segments.retire(place.segment, place.epoch)) {
+        return;
+    }
+    lane.ctx.counters.retired_segments.add(1);
+    tracing::warn!(lane = %lane.dir.display(), segment = place.segment, "a write failed: the segment is taken out of use");
+    lane.work.notify_one();
+}

@@ -1,0 +1,251 @@
+//! A slot being written: from its allocation to the write of its header. `publish` goes on from there.
+
+use std::sync::Arc;
+
+use super::publish::{self, Commit};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotLayout;
+use crate::format::record::{Record, RecordKind};
+use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY, TLV_TOKEN_IDS};
+use crate::index::Shard;
+use crate::io::{AlignedBuf, Completion, DirectFile, Queue, Request};
+use crate::key::ChunkKey;
+use crate::log::base::health::Health;
+use crate::log::base::in_flight::Claims;
+use crate::log::base::pack;
+use crate::log::base::spec::{Member, PutSpec};
+use crate::log::drive::{Claim, Lanes};
+use crate::log::lane::{Held, Hold, Lane, Place, aligned};
+
+/// Told once whether a put was published.
+pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// The answer to `begin_put`.
+#[derive(Debug)]
+pub enum PutOutcome {
+    /// Write the extents, then commit.
+    Started(Put),
+    /// The key is stored, or is being stored by another put of this process: nothing to do. Of a pack: all its members are.
+    AlreadyThere,
+    /// There is no room for it yet: no free segment is ready, or what the key named before is just being made unreadable. The
+    /// spec comes back, to try again with or to be shed.
+    NoRoom(Box<PutSpec>),
+    /// It is not to be stored now, for a limit that was set; the spec comes back.
+    NotAdmitted(Refusal, Box<PutSpec>),
+}
+
+/// Why a put is not admitted now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The drive has been written as much as its write budget allows.
+    Budget,
+    /// The tenant's chunks take all that one tenant may: its oldest are being given up, so that there will be room soon.
+    Quota,
+}
+
+/// A put's place and its claims on keys.
+#[derive(Debug)]
+pub(super) struct Reservation {
+    pub(super) lane: Arc<Lane>,
+    pub(super) place: Place,
+    pub(super) held: Arc<Held>,
+    pub(super) claims: Claims,
+    /// The drive's lanes when it began: another process may store the same key meanwhile.
+    pub(super) lanes: Arc<Lanes>,
+    /// Where floors are.
+    pub(super) shard: Arc<Shard>,
+    /// Its part of its tenant's quota.
+    pub(super) _quota: Option<Claim>,
+    /// It was published, or counted as aborted.
+    pub(super) ended: bool,
+}
+
+impl Reservation {
+    /// Whether some lane serves this key by now.
+    pub(super) fn is_there(&self, key: &ChunkKey) -> bool {
+        self.lanes.all.iter().any(|lane| lane.get(key).is_some())
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.lane.ctx.counters.puts_aborted.add(1);
+        }
+    }
+}
+
+/// A slot to write. The caller writes every extent (padded, padding zero) through `log.drive(put.drive()).write`, and commits
+/// when all of them have completed with their full length. Their buffers carry the put's [`hold`](Put::hold). Dropping it
+/// aborts: nothing becomes visible, the space is given back when its segment is sealed.
+#[derive(Debug)]
+pub struct Put {
+    pub(super) spec: Box<PutSpec>,
+    pub(super) layout: SlotLayout,
+    pub(super) drive: usize,
+    pub(super) sequence: u64,
+    pub(super) health: Arc<Health>,
+    pub(super) reservation: Reservation,
+}
+
+impl Put {
+    /// The key to be stored.
+    #[must_use]
+    pub fn key(&self) -> &ChunkKey {
+        &self.spec.key
+    }
+
+    /// Number of the drive.
+    #[must_use]
+    pub fn drive(&self) -> usize {
+        self.drive
+    }
+
+    /// The file to write.
+    #[must_use]
+    pub fn file(&self) -> &Arc<DirectFile> {
+        &self.reservation.lane.data
+    }
+
+    /// The queue that takes the writes.
+    #[must_use]
+    pub fn queue(&self) -> Arc<dyn Queue> {
+        Arc::clone(&self.reservation.lane.io.write)
+    }
+
+    /// Start of the slot in the file, in bytes.
+    #[must_use]
+    pub fn slot_offset(&self) -> u64 {
+        self.reservation.lane.slot_offset(self.reservation.place.segment, self.reservation.place.page)
+    }
+
+    /// A share in the slot, for the writes of its extents.
+    #[must_use]
+    pub fn hold(&self) -> Hold {
+        Hold(Arc::clone(&self.reservation.held))
+    }
+
+    /// Where the extents lie within the slot.
+    #[must_use]
+    pub fn layout(&self) -> &SlotLayout {
+        &self.layout
+    }
+
+    /// Objects of a pack that it stores; those of the spec that are not among them are stored already.
+    #[must_use]
+    pub fn members(&self) -> &[Member] {
+        &self.spec.members
+    }
+
+    /// Sequence that the key will have.
+    #[must_use]
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Writes the header with the CRCs of all extents (of their unpadded bytes, in layer order), publishes the chunk and
+    /// queues its record for the journal. Returns at once; `done` is called once, on an I/O thread or the log's.
+    ///
+    /// `done` gets `InvalidInput` for a wrong number of CRCs, `Internal` for TLVs that do not fit, the error of the header's write,
+    /// `TimedOut` where the put took so long that its segment was sealed without it.
+    pub fn commit(self, layer_crcs: &[u32], done: PutDone) {
+        let (buf, header_crc) = match self.header(layer_crcs) {
+            Ok(header) => header,
+            Err(e) => {
+                drop(self);
+                return done(Err(e));
+            }
+        };
+        let records = self.records(header_crc);
+        // Who is second keeps nothing. Two at the same moment may both be kept, and both are right.
+        if records.iter().all(|r| self.reservation.is_there(&r.key)) {
+            return publish::give_back(self.reservation, done);
+        }
+        let buf = self.hold().on(buf.into());
+        let offset = self.slot_offset() + u64::from(self.layout.header_offset);
+        let lane = Arc::clone(&self.reservation.lane);
+        let at = (self.layout.slot_bytes, self.layout.header_offset);
+        let commit = Commit::begin(self.reservation, records, at, done);
+        let health = self.health;
+        let finish = move |c: Completion| {
+            drop(c.buf);
+            health.note(&c.result);
+            publish::finish(commit, c.result);
+        };
+        let request = Request::write(Arc::clone(&lane.data), offset, buf, finish);
+        lane.submit_write(request.timeout(lane.ctx.options.io_timeout));
+    }
+
+    /// Aborts because an extent could not be written, so that the log learns of the drive's trouble.
+    pub fn fail(self, why: &Error) {
+        self.health.note_error(why.kind());
+        if matches!(why.kind(), ErrorKind::Io | ErrorKind::ShortIo) {
+            publish::retire(&self.reservation.lane, self.reservation.place);
+        }
+    }
+
+    fn header(&self, crcs: &[u32]) -> Result<(AlignedBuf, u32)> {
+        if crcs.len() != self.layout.extents.len() {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("{} CRCs for {} extents", crcs.len(), self.layout.extents.len()),
+            ));
+        }
+        let spec = &self.spec;
+        let place = self.reservation.place;
+        let mut header = SlotHeader {
+            group: spec.group,
+            parent: spec.parent,
+            tenant: spec.tenant,
+            tokens: spec.tokens,
+            depth: spec.depth,
+            start_position: spec.start_position,
+            logical_len: spec.length,
+            created_ms: self.reservation.lane.ctx.options.clock.unix_ms(),
+            expiry_s: u64::from(spec.expiry_s),
+            sequence: self.sequence,
+            segment: place.segment,
+            epoch: place.epoch,
+            page: place.page,
+            pages: self.layout.pages(),
+            lane: *self.reservation.lane.id(),
+            layers: SlotHeader::layer_table(&self.layout, crcs),
+            tlvs: spec.tlvs.clone(),
+            ..SlotHeader::new(spec.key_kind, spec.key)
+        };
+        if let Some(ids) = &spec.token_ids {
+            header.tlvs.push((TLV_TOKEN_IDS, ids.iter().flat_map(|id| id.to_le_bytes()).collect()));
+        }
+        if !spec.members.is_empty() {
+            header.tlvs.push((TLV_PACK_DIRECTORY, pack::encode(&spec.members)));
+        }
+        let (bytes, crc) = header.encode(&self.layout)?;
+        Ok((aligned(&bytes)?, crc))
+    }
+
+    fn records(&self, header_crc: u32) -> Vec<Record> {
+        let spec = &self.spec;
+        let place = self.reservation.place;
+        let whole = Record {
+            group: spec.group,
+            parent: spec.parent,
+            sequence: self.sequence,
+            segment: place.segment,
+            epoch: place.epoch,
+            page: place.page,
+            pages: self.layout.pages(),
+            header_crc,
+            tokens: spec.tokens,
+            tenant: spec.tenant,
+            depth: spec.depth,
+            expiry_s: spec.expiry_s,
+            length: spec.length,
+            ..Record::new(RecordKind::Put, spec.key_kind, spec.key)
+        };
+        if spec.members.is_empty() {
+            return vec![whole];
+        }
+        let member = |m: &Member| Record { key: m.key, length: u64::from(m.length), sub_offset: m.sub_offset, ..whole };
+        spec.members.iter().map(member).collect()
+    }
+}

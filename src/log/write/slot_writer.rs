@@ -1,0 +1,84 @@
+//! A slot that is written in pieces, by several threads at once: what everybody who fills slots needs around a [`Put`].
+//!
+//! Invariants: every write carries a share in the slot until it has really ended; the first one that fails gives the put up and
+//! tells the log why; a put that was given up ends before the write's caller is told, and is never committed.
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::put::{Put, PutDone};
+use crate::error::{Error, ErrorKind};
+use crate::io::{Buf, Completion, DirectFile, Queue, Request};
+use crate::log::lane::Hold;
+
+/// A put whose extents are being written. Dropping it aborts the put once the last write has ended.
+pub struct SlotWriter {
+    /// Taken by the commit, or by the first write that fails. Writes under way have a share in it.
+    put: Arc<Mutex<Option<Put>>>,
+    queue: Arc<dyn Queue>,
+    file: Arc<DirectFile>,
+    slot_offset: u64,
+    hold: Hold,
+}
+
+impl SlotWriter {
+    /// Writes the slot of `put`.
+    #[must_use]
+    pub fn new(put: Put) -> Self {
+        Self {
+            queue: put.queue(),
+            file: Arc::clone(put.file()),
+            slot_offset: put.slot_offset(),
+            hold: put.hold(),
+            put: Arc::new(Mutex::new(Some(put))),
+        }
+    }
+
+    /// A write of the whole of `buf` to `offset` of the slot; whoever wants less of `buf` says so in the request. It is for
+    /// the [queue](Self::queue), again and again where that is full.
+    #[must_use]
+    pub fn request(&self, offset: u64, buf: Buf, done: impl FnOnce(Completion) + Send + 'static) -> Request {
+        let put = Arc::clone(&self.put);
+        let ended = move |mut completion: Completion| {
+            completion.buf.iter_mut().for_each(Buf::part);
+            if let Err(e) = &completion.result {
+                let failed = put.lock().take();
+                if let Some(failed) = failed {
+                    failed.fail(e);
+                }
+            }
+            drop(put);
+            done(completion);
+        };
+        Request::write(Arc::clone(&self.file), self.slot_offset + offset, self.hold.on(buf), ended)
+    }
+
+    /// The queue that takes the writes.
+    #[must_use]
+    pub fn queue(&self) -> &Arc<dyn Queue> {
+        &self.queue
+    }
+
+    /// As [`Put::commit`], once every write has ended well. `done` gets `Internal` where one has failed, or after another commit.
+    pub fn commit(&self, crcs: &[u32], done: PutDone) {
+        let put = self.put.lock().take();
+        match put {
+            Some(put) => put.commit(crcs, done),
+            None => done(Err(Error::new(ErrorKind::Internal, "a put was committed twice or after it had failed"))),
+        }
+    }
+
+    /// Gives the put up now; writes under way still end in its slot.
+    pub fn give_up(&self) {
+        let put = self.put.lock().take();
+        drop(put);
+    }
+}
+
+impl fmt::Debug for SlotWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SlotWriter(slot at {})", self.slot_offset)
+    }
+}
