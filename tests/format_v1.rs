@@ -68,7 +68,7 @@ fn payload(n: u8, version: u8, layer: usize, len: usize) -> Vec<u8> {
 }
 
 fn chunk(n: u8) -> PutSpec {
-    PutSpec { overwrite: true, ..PutSpec::chunk(key(n), key(n.wrapping_sub(1)), 16, u32::from(n)) }
+    PutSpec::chunk(key(n), key(n.wrapping_sub(1)), 16, u32::from(n))
 }
 
 fn store(log: &Log, spec: PutSpec, bytes: impl Fn(usize, usize) -> Vec<u8>) {
@@ -101,6 +101,7 @@ fn fill(log: &Log) {
     for n in [2, 3, 4] {
         store(log, chunk(n), |layer, len| payload(n, 0, layer, len));
     }
+    log.remove(&[key(3)]).unwrap();
     store(log, chunk(3), |layer, len| payload(3, 1, layer, len));
     log.seal(soon()).unwrap();
     log.remove(&[key(4)]).unwrap();

@@ -12,7 +12,7 @@ use forebay::config::Capacity;
 use forebay::format::slot::SlotHeader;
 use forebay::io::{Fault, Op, Request};
 use forebay::key::object_key;
-use forebay::objects::{ObjectCause, ObjectStore};
+use forebay::objects::{ObjectCause, ObjectGet, ObjectStore, Span};
 use objects_world::held::Hold;
 use objects_world::*;
 
@@ -240,6 +240,31 @@ fn while_a_key_is_deleted_and_put_anew_gets_see_one_of_its_values_or_none() {
         stop.store(true, Ordering::SeqCst);
     });
     assert!(get_one(&other, "k", 33 * MIB) == Ok(value("k", 24, len(24))));
+}
+
+#[test]
+fn a_get_whose_object_is_deleted_under_it_is_a_miss_and_no_damage() {
+    let dir = dir();
+    let hold = Hold::new(|r| r.op == Op::Read);
+    let mut options = options(&settings(dir.path()));
+    options.drive_factory = Some(hold.drives());
+    let store = ObjectStore::open_with(options).unwrap();
+    assert!(put(&store, vec![object("a", 1, 300), object("b", 1, 400), object("c", 1, 100_000)]).all_ok());
+    let target = Span::from_vec(vec![0; 100_000]).unwrap();
+    for (key, cause) in [("a", ObjectCause::NotFound), ("b", ObjectCause::Corrupt), ("c", ObjectCause::NotFound)] {
+        let chunk = store.log().unwrap().locate(&object_key(key.as_bytes()), LONG).unwrap();
+        hold.begin();
+        let get = store.submit_get(vec![ObjectGet { key: key.into(), target: target.clone() }]).unwrap();
+        until(|| hold.kept() == 1);
+        // The header may be unreadable at once, whatever of the slot is being read.
+        let file = std::fs::File::options().write(true).open(chunk.file.path()).unwrap();
+        file.write_all_at(&[0; 4096], chunk.header_offset()).unwrap();
+        if cause == ObjectCause::NotFound {
+            assert_eq!(delete(&store, &[key]), [true]);
+        }
+        hold.release();
+        assert_eq!(store.wait(get, LONG).unwrap().results[0].cause, Some(cause), "{key}");
+    }
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn check(place: &Place, context: &Context) -> Result<Outcome> {
                 let damage: Vec<Value> =
                     lane.damage.iter().map(|d| json!({"file": d.file, "offset": d.offset, "what": d.what})).collect();
                 json!({"lane": name(&files), "model": lane.superblock.model, "in_use": lane.in_use, "puts": c.puts,
-                    "tombstones": c.tombstones, "clears": c.clears, "sealed": c.sealed, "free": c.free, "open": c.open,
+                    "gone": c.gone, "sealed": c.sealed, "free": c.free, "open": c.open,
                     "journal_pages": c.journal_pages, "disk_bytes": c.disk_bytes, "damage": damage})
             }
             Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound) => {
@@ -201,7 +201,7 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
         let left_out: Vec<Value> =
             done.left_out.iter().map(|b| json!({"key": hex(&b.key.0), "offset": b.offset, "what": b.what})).collect();
         reports.push(json!({"lane": name(files), "chunks": done.chunks, "bytes": done.bytes,
-            "tombstones": done.tombstones, "clears": done.clears, "segments": done.segments,
+            "segments": done.segments,
             "old_records": done.old_records, "superblock_derived": done.derived, "left_out": left_out}));
     }
     if context.json {
@@ -211,10 +211,7 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
     let verb = if args.dry_run { "would be restored" } else { "restored" };
     for r in &reports {
         let lane = r["lane"].as_str().unwrap_or_default();
-        out::print(&format!(
-            "{lane}: {} chunks, {} bytes {verb}, {} removals\n",
-            r["chunks"], r["bytes"], r["tombstones"]
-        ))?;
+        out::print(&format!("{lane}: {} chunks, {} bytes {verb}\n", r["chunks"], r["bytes"]))?;
         for b in r["left_out"].as_array().into_iter().flatten() {
             out::print(&format!("  left out: {} at {}: {}\n", b["key"], b["offset"], b["what"]))?;
         }

@@ -128,7 +128,7 @@ fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Con
     }
     if let Some(report) = report.as_object_mut() {
         report.insert("lanes_in_use".into(), json!(done.lanes_in_use));
-        report.insert("keys".into(), json!(done.keys));
+        report.insert("chunks_removed".into(), json!(done.chunks));
         report.insert("lanes_deleted".into(), json!(done.lanes_deleted));
         report.insert("freed_bytes".into(), json!(done.freed_bytes));
         report.insert("unreadable".into(), json!(done.unreadable));

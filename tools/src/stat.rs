@@ -98,7 +98,7 @@ fn shard(files: &[LaneFiles], raw: &[RawLane]) -> Value {
             None => json!({"open": c.open, "sealed": c.sealed, "condemned": 0, "free": c.free}),
         };
         lanes.push(json!({"lane": f.name, "in_use": lane.in_use, "pid": pid, "chunks": of_chunks,
-            "objects": of_objects, "live_bytes": live_bytes, "tombstones": c.tombstones, "clears": c.clears,
+            "objects": of_objects, "live_bytes": live_bytes, "gone": c.gone,
             "disk_bytes": c.disk_bytes, "segment_bytes": lane.superblock.segment_bytes, "segments": segments,
             "leased_segments": shared.map(|s| s.leased), "damage": lane.damage.len(),
             "oldest_s": first.map(|b| age(b.created_ms)), "newest_s": last.map(|b| age(b.created_ms)),
@@ -172,7 +172,7 @@ fn table(shard: &Value) -> Table {
             plain(&s["sealed"]),
             plain(&s["free"]),
             plain(&l["leased_segments"]),
-            plain(&l["tombstones"]),
+            plain(&l["gone"]),
             plain(&l["oldest_s"]),
             plain(&l["newest_s"]),
             plain(&l["writer_version"]),

@@ -5,6 +5,7 @@
 
 pub(super) mod floors;
 mod quota;
+mod waiting;
 
 use std::collections::HashSet;
 use std::fs::{DirBuilder, File};
@@ -17,6 +18,7 @@ use parking_lot::{Mutex, RwLock};
 
 pub use floors::What;
 pub(super) use quota::{Claim, Quota};
+pub(super) use waiting::Waiting;
 
 use super::base::budget::Budget;
 use super::base::ctx::Ctx;

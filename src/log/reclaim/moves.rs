@@ -4,6 +4,7 @@
 //! where it was read. What fails its check on the way is not moved.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
@@ -16,7 +17,7 @@ use crate::io::AlignedBuf;
 use crate::log::base::in_flight::Claims;
 use crate::log::base::pack;
 use crate::log::base::spec::Member;
-use crate::log::drive::Volume;
+use crate::log::drive::{Volume, Waiting};
 use crate::log::lane::{Held, Hold, Lane, Need, Place, Slot, aligned};
 use crate::log::policy;
 
@@ -32,12 +33,13 @@ pub(super) struct Copy {
     claims: Claims,
 }
 
-/// Writes a slot of the lane `from` again, of which `records` are current; `None` if there is no room.
+/// Writes a slot of the lane `from` again, of which `records` are current; `None` if there is no room, which is waited for until
+/// the deadline, where there is one.
 pub(super) fn copy_slot(
     volume: &Volume,
     own: &Arc<Lane>,
     from: &Lane,
-    mut records: Vec<Record>,
+    (mut records, deadline): (Vec<Record>, Option<Instant>),
 ) -> Result<Option<Copy>> {
     let mut claims = Claims::new(&volume.ctx.in_flight);
     let is_own = from.number == own.number;
@@ -54,7 +56,15 @@ pub(super) fn copy_slot(
     let need = Need { pages: record.pages, align, records: records.len() };
     let place = {
         let mut state = own.state()?;
-        let Some(place) = state.segments.place(need, own.shared().as_ref()) else { return Ok(None) };
+        let mut waiting = Waiting::new(deadline);
+        let place = loop {
+            if let Some(place) = state.segments.place(need, own.shared().as_ref()) {
+                break place;
+            }
+            volume.wake();
+            let Some(again) = waiting.wait(volume, own, state)? else { return Ok(None) };
+            state = again;
+        };
         state.puts.begin(record.sequence);
         state.segments.note_sequence(place, record.sequence);
         place

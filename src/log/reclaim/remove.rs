@@ -135,18 +135,21 @@ impl Removal<'_> {
         if !lane.is_held() {
             return self.in_foreign(lane);
         }
-        let _one = lane.erasing.lock();
-        let mut going: Vec<Entry> = {
-            // Under the lock, so that a put is either noticed here or has noticed that its key is removed.
-            let _state = lane.state()?;
-            let table = lane.table();
-            self.keys.iter().filter_map(|key| table.get_marked(key)).map(|(entry, ..)| entry).collect()
-        };
-        let count = going.len();
-        for packed in self.packs(lane, &going)? {
-            self.save_others(lane, &packed, &mut going)?;
+        // Before reclaim is kept out, which may have to make room for them.
+        let mut others = Vec::new();
+        for pack in self.packs(lane, &self.entries(lane)?)? {
+            others.extend(self.save_others(lane, &pack)?);
         }
+        let _one = lane.erasing.lock();
+        let mut going = self.entries(lane)?;
+        let count = going.len();
         let table = lane.table();
+        // Those that could not be saved go too.
+        let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
+        let goes = |e: &Entry| table.get(&e.key).is_some_and(|now| here(&now) == here(e));
+        let shares = |e: &Entry| going.iter().any(|g| here(g) == here(e));
+        let lost: Vec<Entry> = others.into_iter().filter(|e| goes(e) && shares(e)).collect();
+        going.extend(lost);
         going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
         going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
         for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
@@ -155,6 +158,14 @@ impl Removal<'_> {
         let mut state = lane.state()?;
         going.iter().for_each(|e| policy::forget(&mut state, &e.key));
         Ok(count)
+    }
+
+    /// The keys' entries in a held lane. Looked for under the lock, so that a put is either noticed here or has noticed that its
+    /// key is removed.
+    fn entries(&self, lane: &Lane) -> Result<Vec<Entry>> {
+        let _state = lane.state()?;
+        let table = lane.table();
+        Ok(self.keys.iter().filter_map(|key| table.get_marked(key)).map(|(entry, ..)| entry).collect())
     }
 
     /// Makes the keys' slots unreadable in a lane that another process writes; how many there were.
@@ -194,8 +205,9 @@ impl Removal<'_> {
             now.is_some_and(|(e, _, its)| here(&e) == here(entry) && its == mark)
         };
         let mut going = vec![*entry];
-        for packed in self.packs(lane, &going)? {
-            self.save_others(lane, &packed, &mut going)?;
+        for pack in self.packs(lane, &[*entry])? {
+            let others = self.save_others(lane, &pack)?;
+            going.extend(others.into_iter().filter(|e| lane.get(&e.key).is_some_and(|now| pack.is_of(&now))));
         }
         for e in &going {
             match lane.table().mark(&e.key, e.seq, Mark::Removed) {
@@ -245,9 +257,8 @@ impl Removal<'_> {
         Ok(packs)
     }
 
-    /// The other members of a pack are written again first, as far as there is room: their slot goes. They are added to what is
-    /// going there.
-    fn save_others(&self, lane: &Lane, pack: &Pack, going: &mut Vec<Entry>) -> Result<()> {
+    /// Writes the other members of a pack again, as far as there is room: their slot goes. Their entries as they were.
+    fn save_others(&self, lane: &Lane, pack: &Pack) -> Result<Vec<Entry>> {
         let table = lane.table();
         let others: Vec<(Record, Entry)> = pack
             .records
@@ -256,10 +267,10 @@ impl Removal<'_> {
             .filter_map(|r| table.get(&r.key).filter(|e| pack.is_of(e)).map(|e| (*r, e)))
             .collect();
         if others.is_empty() {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let records: Vec<Record> = others.iter().map(|(r, _)| *r).collect();
-        let moved = moves::copy_slot(self.volume, &self.own, lane, records).and_then(|copy| {
+        let moved = moves::copy_slot(self.volume, &self.own, lane, (records, Some(self.until))).and_then(|copy| {
             let copies: Vec<_> = copy.into_iter().collect();
             let bytes = bytes_of(pack.of.pages);
             self.volume.ctx.counters.data_bytes_written.add(if copies.is_empty() { 0 } else { bytes });
@@ -270,11 +281,7 @@ impl Removal<'_> {
             // They are given up, as reclaim may do at any time.
             Err(e) => tracing::debug!(error = %e, "the others of a pack were not written again"),
         }
-        let table = lane.table();
-        going.extend(
-            others.into_iter().map(|(_, e)| e).filter(|e| table.get(&e.key).is_some_and(|now| pack.is_of(&now))),
-        );
-        Ok(())
+        Ok(others.into_iter().map(|(_, e)| e).collect())
     }
 }
 

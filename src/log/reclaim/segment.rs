@@ -228,7 +228,7 @@ fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<()> {
     }
     let mut copies = Vec::new();
     for slot in std::mem::take(&mut plan.keep) {
-        match moves::copy_slot(volume, &own, &victim.lane, slot.clone()) {
+        match moves::copy_slot(volume, &own, &victim.lane, (slot.clone(), None)) {
             Ok(Some(copy)) => copies.push(copy),
             Ok(None) => plan.drop.extend(slot),
             Err(e) => {

@@ -12,13 +12,11 @@ use crate::key::ChunkKey;
 use crate::log::base::in_flight::Claims;
 use crate::log::base::options::Placement;
 use crate::log::base::spec::PutSpec;
-use crate::log::drive::{Claim, Volume};
+use crate::log::drive::{Claim, Volume, Waiting};
 use crate::log::lane::{Held, Lane, Need, Place, State};
 use crate::log::{Log, policy};
 
-/// How often who waits for room looks for it.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// The same of room within a quota.
+/// How often who waits for room within a quota looks for it.
 const LOOK_AT_QUOTA: Duration = Duration::from_millis(1);
 
 impl Log {
@@ -176,7 +174,7 @@ impl Log {
         if records > lane.region_records() / 2 {
             return Err(Error::new(ErrorKind::InvalidInput, format!("a pack of {records} objects")));
         }
-        let mut waiting = Waiting { deadline, helped: false, refusals: u32::MAX };
+        let mut waiting = Waiting::new(deadline);
         let mut state = lane.state()?;
         loop {
             let place = if is_leaving(&lane, spec) { None } else { take_place(volume, &lane, &mut state, need)? };
@@ -235,45 +233,6 @@ fn take_place(volume: &Volume, lane: &Lane, state: &mut State, need: Need) -> Re
             state.segments.end_put(place, need.records);
             Err(e)
         }
-    }
-}
-
-/// One who waits for room.
-struct Waiting {
-    /// `None` for who does not wait.
-    deadline: Option<Instant>,
-    /// In a log without threads: the maintenance has been done for it.
-    helped: bool,
-    refusals: u32,
-}
-
-impl Waiting {
-    /// Waits for the maintenance thread, while the drive does not refuse a segment; `None` for who does not wait.
-    fn wait<'a>(
-        &mut self,
-        volume: &Volume,
-        lane: &'a Lane,
-        mut state: parking_lot::MutexGuard<'a, State>,
-    ) -> Result<Option<parking_lot::MutexGuard<'a, State>>> {
-        let Some(deadline) = self.deadline else { return Ok(None) };
-        // The attempt that fails first may have begun earlier.
-        let (refusals, refusal) = state.segments.refusals();
-        self.refusals = self.refusals.min(refusals);
-        if let Some((kind, why)) = refusal.filter(|_| refusals > self.refusals + 1) {
-            return Err(Error::new(*kind, format!("no segment can be had: {why}")).at(&lane.dir));
-        }
-        let now = Instant::now();
-        if now >= deadline || volume.ctx.is_closed() || self.helped {
-            return Err(Error::new(ErrorKind::NoSpace, "no segment became free in time").at(&lane.dir));
-        }
-        if volume.ctx.options.foreground {
-            drop(state);
-            (volume.helpers.make_ready)(volume);
-            self.helped = true;
-            return lane.state().map(Some);
-        }
-        lane.wait_for_progress(&mut state, deadline.min(now + LOOK_AGAIN));
-        Ok(Some(state))
     }
 }
 
