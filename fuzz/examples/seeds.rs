@@ -22,7 +22,7 @@ fn save(target: &str, name: &str, bytes: &[u8]) -> Result<()> {
 }
 
 fn records() -> Vec<Record> {
-    let kinds = [RecordKind::Put, RecordKind::Tombstone, RecordKind::Clear];
+    let kinds = [RecordKind::Put, RecordKind::Gone, RecordKind::Put];
     let record = |(i, kind)| Record {
         sequence: 1 << 40 | i as u64,
         pages: 3,
@@ -86,7 +86,7 @@ fn pages() -> Result<()> {
         max_sequence: 1 << 40 | 2,
         sealed_ms: 1_700_000_000_000,
     };
-    save("sealed_table", "three", &sealed::encode_region(&header, &records()))?;
+    save("sealed_table", "three", &sealed::encode_region(&header, 0, &records()))?;
     save("sealed_table", "free", &RegionHeader { state: SegmentState::Free, count: 0, ..header }.encode())?;
     let geometry = Geometry::preset("tiny")?;
     let layout = SlotLayout::of_chunk(&geometry, geometry.chunk_tokens);

@@ -1,9 +1,10 @@
 //! Pages of a lane's files. The CRC that guards a page would turn nearly every input away at the door, so an input is tried twice: as it is,
 //! and with its magic and its CRCs set right, as a page of an attacker or of a faulty writer might be.
 
+use forebay::format::floors::{FLOORS_BYTES, Floors, MOST_TENANTS};
 use forebay::format::journal::{self, RECORDS_PER_PAGE};
 use forebay::format::record::{RECORD_BYTES, Record};
-use forebay::format::sealed::{self, RegionHeader};
+use forebay::format::sealed::{self, GONE_PER_PAGE, GonePage, RegionHeader};
 use forebay::format::slot::SlotHeader;
 use forebay::format::superblock::Superblock;
 use forebay::format::{PAGE_BYTES, layout::SlotLayout};
@@ -88,8 +89,42 @@ pub(crate) fn journal(input: &[u8]) {
     }
 }
 
+/// A list of what is gone from a segment.
+fn gone_page(input: &[u8]) {
+    let mut page = input.get(..PAGE_BYTES).unwrap_or_default().to_vec();
+    for signed in [false, true] {
+        if signed {
+            put(&mut page, 0, b"FBGONE01");
+            sign(&mut page, 8);
+        }
+        if let Some(read) = GonePage::decode(&page) {
+            assert!(read.slots.len() <= GONE_PER_PAGE);
+            assert_eq!(GonePage::decode(&read.encode()).as_ref(), Some(&read));
+        }
+    }
+}
+
+/// Floors of a shard.
+fn floors(input: &[u8]) {
+    let mut copy = input.to_vec();
+    copy.resize(FLOORS_BYTES, 0);
+    for signed in [false, true] {
+        if signed {
+            put(&mut copy, 0, b"FBFLOOR1");
+            sign(&mut copy, 8);
+        }
+        if let Ok(read) = Floors::decode(&copy) {
+            assert!(read.tenants.len() <= MOST_TENANTS);
+            assert_eq!(Floors::decode(&read.encode()).ok().as_ref(), Some(&read));
+            assert_eq!(Floors::newest(&copy, &[0; FLOORS_BYTES]).ok(), Some(read));
+        }
+    }
+}
+
 pub(crate) fn sealed_table(input: &[u8]) {
     let mut region = pages(input);
+    gone_page(&region);
+    floors(&region);
     for signed in [false, true] {
         let (first, body) = region.split_at_mut(PAGE_BYTES);
         if signed {
@@ -103,7 +138,7 @@ pub(crate) fn sealed_table(input: &[u8]) {
         assert_eq!(records.len() as u64 + u64::from(damaged), u64::from(header.count));
         same_records(&records);
         let whole = RegionHeader { count: records.len() as u32, ..header };
-        let again = sealed::encode_region(&whole, &records);
+        let again = sealed::encode_region(&whole, 0, &records);
         let (first, body) = again.split_at(PAGE_BYTES);
         assert_eq!(RegionHeader::decode(first).ok().flatten(), Some(whole));
         assert_eq!(sealed::decode_records(body, records.len() as u32), (records, 0));

@@ -61,8 +61,8 @@ pub use lease::{LeaseEnv, LeaseGuard, LeaseRefused};
 pub use mapping::Access;
 pub use partials::{AddedPartial, PartialLengths};
 pub use policy::{
-    Admission, AdmissionPolicy, ChainChunk, ChunkSummary, Emptiest, Fifo, Lru, NAME_BYTES, Offered, Policy, Prefix,
-    Rank, ReclaimContext, SavedPrefix, SavingPrefix, SegmentSummary, by_name, plan_keep, victim,
+    Admission, AdmissionPolicy, ChainChunk, ChunkSummary, NAME_BYTES, Offered, Prefix, Rank, Reclaim, SavedPrefix,
+    SavingPrefix, SegmentSummary,
 };
 pub use recency::{Recency, Survey, SurveyOptions};
 pub use shard::Shard;

@@ -314,9 +314,6 @@ fn check_options(options: &LogOptions) -> Result<()> {
     if options.dirs.is_empty() {
         return bad("no cache directory is given".to_owned());
     }
-    if crate::index::by_name(&options.policy).is_none() {
-        return bad(format!("there is no reclaim policy {:?}; use prefix, lru or fifo", options.policy));
-    }
     if !(0.0..=1.0).contains(&options.lease_share) || !(0.0..=1.0).contains(&options.reclaim_write_budget) {
         return bad("lease_share and reclaim_write_budget are shares from 0 to 1".to_owned());
     }

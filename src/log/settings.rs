@@ -9,7 +9,7 @@ use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Settings};
 use crate::error::Result;
 use crate::geometry::Geometry;
-use crate::index::AdmissionPolicy;
+use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
 
 impl LogOptions {
@@ -36,9 +36,9 @@ impl LogOptions {
             });
         }
         let policy = match settings.eviction_policy {
-            EvictionPolicy::Fifo => "fifo",
-            EvictionPolicy::Lru => "lru",
-            EvictionPolicy::Prefix => "prefix",
+            EvictionPolicy::Fifo => Reclaim::Fifo,
+            EvictionPolicy::Lru => Reclaim::Lru,
+            EvictionPolicy::Prefix => Reclaim::Prefix,
         };
         Ok(Self {
             dirs: drives.iter().map(|d| d.path.clone()).collect(),
@@ -47,7 +47,7 @@ impl LogOptions {
                 config::Mode::Ro => Mode::ReadOnly,
             },
             drives: each,
-            policy: policy.to_owned(),
+            policy,
             admission: match settings.admission {
                 config::Admission::All => AdmissionPolicy::All,
                 config::Admission::SecondTouch => AdmissionPolicy::SecondTouch,

@@ -70,7 +70,7 @@ fn neighbours_that_change_places_end_in_the_same_group() {
     for depth in [2, 0, 1, 3, 6, 4, 5, 7] {
         policy.stored(&chunk(1, depth));
     }
-    let groups: HashSet<u64> = policy.chunks.values().map(|k| k.group).collect();
+    let groups: HashSet<u32> = policy.chunks.iter().map(|(_, record)| record.group).collect();
     assert!(groups.len() <= 2, "{groups:?}");
 }
 
@@ -99,16 +99,28 @@ fn run(policy: &mut Prefix, rounds: u64) -> u64 {
 }
 
 fn check(policy: &Prefix) {
-    let held: u64 = policy.groups.values().map(|g| g.held.len() as u64).sum();
-    let bytes: u64 = policy.groups.values().flat_map(|g| g.held.values()).sum();
-    assert_eq!((held, bytes), (policy.held, policy.held_bytes));
-    assert_eq!(policy.chunks.values().filter(|c| c.held).count() as u64, held);
-    assert_eq!(policy.chunks.len() as u64 - held, policy.ghosts);
+    let (mut held, mut ghosts, mut bytes) = (0, 0, 0);
+    for (number, group) in policy.groups.iter() {
+        let tree: Vec<u32> = policy.chunks.rising(group.held).collect();
+        let mut falling: Vec<u32> = policy.chunks.falling(group.held).collect();
+        falling.reverse();
+        assert_eq!(tree, falling);
+        let keys = tree.iter().map(|chunk| (policy.chunks.get(*chunk).depth(), policy.chunks.get(*chunk).tag));
+        assert!(keys.is_sorted_by(|a, b| a < b));
+        let ring: Vec<u32> = policy.chunks.ring(group.ghosts).collect();
+        assert_eq!(group.waiting as usize, tree.len() + ring.len());
+        for (chunk, is_held) in tree.iter().map(|c| (*c, true)).chain(ring.iter().map(|c| (*c, false))) {
+            let record = policy.chunks.get(chunk);
+            assert_eq!((record.group, record.is_held()), (number, is_held));
+            assert_eq!(policy.chunks.find(record.tag), Some(chunk));
+        }
+        (held, ghosts) = (held + tree.len() as u64, ghosts + ring.len() as u64);
+        bytes += tree.iter().map(|chunk| policy.bytes(*chunk)).sum::<u64>();
+    }
+    assert_eq!((held, ghosts, bytes), (policy.held, policy.ghosts, policy.held_bytes));
+    assert_eq!(policy.chunks.iter().count() as u64, held + ghosts);
     assert_eq!(policy.doomed_now.values().sum::<u64>(), policy.doomed_bytes);
     assert!(policy.doomed_now.keys().all(|tag| !policy.holds(*tag)));
-    for (tag, known) in policy.chunks.iter().filter(|(_, c)| c.held) {
-        assert!(policy.groups[&known.group].held.contains_key(&(known.depth, *tag)));
-    }
 }
 
 #[test]
@@ -116,7 +128,7 @@ fn the_counts_agree_and_memory_is_bounded() {
     let mut policy = Prefix::new(2000);
     let found = run(&mut policy, 20_000);
     let most = GHOST_BOUNDS.0 + 4096;
-    assert!((policy.chunks.len() as u64) < most, "{}", policy.chunks.len());
+    assert!((policy.chunks.iter().count() as u64) < most, "{}", policy.chunks.iter().count());
     assert!((policy.groups.len() as u64) < most, "{}", policy.groups.len());
     assert!(policy.doomed.len() < 2048, "{}", policy.doomed.len());
     assert!(found > 20_000, "chains that come back are kept: {found}");
@@ -169,10 +181,10 @@ fn what_a_prompt_uses_is_held_whether_or_not_the_drive_has_dropped_it_yet() {
     }
     assert!(returned > 10, "{returned} chunks were used between being given up and being dropped");
     let all =
-        |policy: &Prefix| policy.chunks.iter().filter(|(_, c)| c.held).map(|(tag, _)| *tag).collect::<HashSet<_>>();
+        |policy: &Prefix| policy.chunks.iter().filter(|(_, c)| c.is_held()).map(|(_, c)| c.tag).collect::<HashSet<_>>();
     assert_eq!(all(&slow), all(&quick));
     // Found by lookups alone, what is no longer on the drive is not held.
-    let gone = *quick.chunks.iter().find(|(_, c)| !c.held).unwrap().0;
+    let gone = quick.chunks.iter().find(|(_, c)| !c.is_held()).unwrap().1.tag;
     quick.take_doomed(u64::MAX);
     quick.touched(gone);
     assert!(!quick.holds(gone));
@@ -217,7 +229,7 @@ fn saved_again(policy: &mut Prefix) -> SavedPrefix {
 }
 
 fn read_again(saved: &SavedPrefix) -> SavedPrefix {
-    let read = SavedPrefix::decode(&saved.encode().unwrap()).unwrap();
+    let read = SavedPrefix::decode(saved.clone().into_bytes()).unwrap();
     assert!(read == *saved);
     read
 }
@@ -229,17 +241,19 @@ fn what_was_learned_is_known_after_a_restart() {
     let saved = saved(&mut before, usize::MAX, |_| ());
     let mut after = Prefix::restored(&read_again(&saved), 2000).unwrap();
     check(&after);
-    let held =
-        |p: &Prefix| p.chunks.iter().map(|(tag, k)| (*tag, k.depth, k.uses, k.held, k.bytes)).collect::<HashSet<_>>();
-    assert_eq!(held(&after), held(&before));
+    let known = |p: &Prefix| {
+        let known = |(n, k): (u32, records::Record)| (k.tag, k.depth(), k.is_held(), p.bytes(n));
+        p.chunks.iter().map(known).collect::<HashSet<_>>()
+    };
+    assert_eq!(known(&after), known(&before));
     assert_eq!((after.clock, after.learned, after.held_bytes), (before.clock, before.learned, before.held_bytes));
     assert!(saved_again(&mut after) == saved, "it would be saved the same");
     // It finds as much as one that went on, and more than one that begins anew with the same chunks.
     let mut anew = Prefix::new(2000);
-    let mut held: Vec<(u64, Known)> = before.chunks.iter().filter(|(_, k)| k.held).map(|(t, k)| (*t, *k)).collect();
-    held.sort_unstable_by_key(|(tag, _)| *tag);
-    for (tag, k) in held {
-        anew.stored(&ChainChunk { tag, parent: 0, depth: k.depth, bytes: k.bytes, partial: false });
+    let mut held: Vec<_> = before.chunks.iter().map(|(_, k)| k).filter(records::Record::is_held).collect();
+    held.sort_unstable_by_key(|k| k.tag);
+    for k in held {
+        anew.stored(&ChainChunk { tag: k.tag, parent: 0, depth: k.depth(), bytes: 10, partial: false });
     }
     let found = [&mut before, &mut after, &mut anew].map(|policy| run(policy, 300));
     assert!(found[1].abs_diff(found[0]) * 20 < found[0] && found[2] < found[1], "{found:?}");
@@ -256,16 +270,15 @@ fn what_goes_on_while_it_is_saved_makes_no_chunk_count_twice() {
             round += 1;
             if round <= 200 {
                 // What has been saved already is used again, and belongs to a later group from then on.
-                let oldest = policy.groups.values().find_map(|g| g.held.first_key_value());
-                let oldest = oldest.map(|((_, tag), _)| *tag).unwrap();
-                policy.used(oldest);
+                let oldest = policy.groups.iter().find_map(|(_, g)| policy.chunks.rising(g.held).next()).unwrap();
+                policy.used(policy.chunks.get(oldest).tag);
                 run(policy, 1 + round % 3);
             }
         });
         assert!(round > 3, "in {round} parts");
         let after = Prefix::restored(&read_again(&saved), 2000).unwrap();
         check(&after);
-        let lost = policy.chunks.iter().filter(|(tag, k)| k.held && !after.holds(**tag)).count() as u64;
+        let lost = policy.chunks.iter().filter(|(_, k)| k.is_held() && !after.holds(k.tag)).count() as u64;
         assert!(lost * 10 < policy.held, "{lost} of {} are not held", policy.held);
     }
 }
@@ -274,18 +287,18 @@ fn what_goes_on_while_it_is_saved_makes_no_chunk_count_twice() {
 fn where_there_is_little_room_the_oldest_names_are_left_out() {
     let mut policy = Prefix::new(2000);
     run(&mut policy, 5000);
-    let all = saved(&mut policy, usize::MAX, |_| ()).encode().unwrap().len() as u64;
+    let all = saved(&mut policy, usize::MAX, |_| ()).into_bytes().len() as u64;
     let mut less = Vec::new();
     for most in [all, all * 3 / 4, all * 2 / 3] {
         let mut saving = policy.save(most * 3 / 2).unwrap();
         assert!(policy.save_more(&mut saving, usize::MAX));
         let saved = policy.saved(saving);
-        let bytes = saved.encode().unwrap().len() as u64;
+        let bytes = saved.clone().into_bytes().len() as u64;
         assert!(bytes <= most * 3 / 2, "{bytes} of {most}");
         let after = Prefix::restored(&read_again(&saved), 2000).unwrap();
         assert_eq!((after.held, after.held_bytes), (policy.held, policy.held_bytes));
-        let youngest = policy.groups.values().rev().find(|g| !g.ghosts.is_empty()).unwrap();
-        assert!(youngest.ghosts.iter().all(|tag| policy.holds(*tag) || after.knows(*tag)));
+        let youngest = policy.groups.iter().rev().find(|(_, g)| g.ghosts != names::NONE).unwrap().1;
+        assert!(policy.chunks.ring(youngest.ghosts).all(|chunk| after.knows(policy.chunks.get(chunk).tag)));
         less.push(after.ghosts);
     }
     assert!(less.is_sorted_by(|a, b| a > b), "{less:?}");
@@ -311,53 +324,134 @@ fn what_is_held_and_not_there_is_dropped_or_forgotten_where_it_is_much() {
     check(&small);
 }
 
-/// A name, and a change after which a state must be refused.
-type WrongChange = (&'static str, fn(&mut SavedPrefix));
+/// A part of what is saved.
+#[derive(Clone)]
+enum Part {
+    Byte(u8),
+    Number(u64),
+    Eight([u8; 8]),
+}
 
-/// What no policy can have saved.
-fn wrong_changes() -> Vec<WrongChange> {
-    fn first(saved: &mut SavedPrefix) -> &mut saved::SavedGroup {
-        &mut saved.groups[0]
+/// A state with a group of new chunks of which two are held, the second of another size, and one of used chunks of which one went.
+fn said() -> Vec<Part> {
+    use Part::*;
+    let tag = |n: u64| Eight(n.to_le_bytes());
+    let head = [Byte(2), Byte(KINDS as u8), Byte(super::super::reuse::SPANS as u8), Number(100), Number(90), Number(3)];
+    let seen = [Number(1), Number(3), Eight(1.5f64.to_le_bytes()), Number(1), Number(4), Eight(2f64.to_le_bytes())];
+    let new = [Byte(7), Number(50), Number(2), Number(10), Number(2), Number(0)];
+    let held = [tag(1), Number(6), tag(2), Number(3), Number(4096)];
+    let used = [Byte(3), Number(50), Number(1), Number(10), Number(0), Number(1), tag(3), Number(16)];
+    [&head[..], &seen, &new, &held, &used].concat()
+}
+
+fn bytes_of(parts: &[Part]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for part in parts {
+        match part {
+            Part::Byte(byte) => bytes.push(*byte),
+            Part::Number(number) => saved::put_number(&mut bytes, *number),
+            Part::Eight(eight) => bytes.extend_from_slice(eight),
+        }
     }
-    vec![
-        ("another version's kinds", |s| s.shape.0 += 1),
-        ("another version's spans", |s| s.shape.1 += 1),
-        ("a use less than none", |s| s.uses.push((0, -1.0))),
-        ("no number", |s| s.waited.push((0, f64::NAN))),
-        ("without end", |s| s.waited.push((0, f64::INFINITY))),
-        ("learned later", |s| s.learned = s.clock + 1),
-        ("a time that never comes", |s| s.clock = 1 << 60),
-        ("born and told later", |s| {
-            s.groups[0] = saved::SavedGroup { born: s.clock + 1, told: s.clock + 1, ..s.groups[0].clone() }
-        }),
-        ("told before it was born", |s| (first(s).born, first(s).told) = (2, 1)),
-        ("told later", |s| s.groups[0].told = s.clock + 1),
-        ("no sort", |s| first(s).sort = 3),
-        ("of no length", |s| first(s).length = 0),
-        ("too long", |s| first(s).length = 1 << 30),
-        ("without chunks", |s| (first(s).held, first(s).ghosts) = (Vec::new(), Vec::new())),
-        ("a chunk of a tebibyte", |s| s.groups.last_mut().map_or((), |g| g.held[0].bytes = 1 << 40)),
-        ("used too often", |s| s.groups.last_mut().map_or((), |g| g.held[0].uses = MOST_USES + 1)),
-    ]
+    bytes
 }
 
 #[test]
 fn what_does_not_hold_together_is_refused() {
-    let mut policy = Prefix::new(300);
-    run(&mut policy, 200);
-    let good = saved(&mut policy, usize::MAX, |_| ());
-    let changed = |change: &dyn Fn(&mut SavedPrefix)| {
-        let mut saved = good.clone();
-        change(&mut saved);
-        SavedPrefix::decode(&saved.encode().unwrap())
-    };
-    assert!(changed(&|_| ()).is_some());
-    let changes = wrong_changes();
-    assert!(changes.len() > 8);
-    for (what, change) in changes {
-        assert!(changed(&change).is_none(), "{what}");
+    use Part::*;
+    let good = SavedPrefix::decode(bytes_of(&said())).unwrap();
+    let mut policy = Prefix::restored(&good, 10_000).unwrap();
+    check(&policy);
+    assert_eq!((policy.held, policy.held_bytes, policy.ghosts, policy.clock, policy.learned), (2, 4106, 1, 100, 90));
+    assert!(saved_again(&mut policy) == good);
+    let changes = [
+        ("another version's", 0, Byte(1)),
+        ("another version's kinds", 1, Byte(1)),
+        ("another version's spans", 2, Byte(1)),
+        ("a time that never comes", 3, Number(1 << 60)),
+        ("learned later", 4, Number(101)),
+        ("more chunks", 5, Number(4)),
+        ("fewer chunks", 5, Number(2)),
+        ("more chunks than there can be", 5, Number(1 << 40)),
+        ("more numbers than there are places", 6, Number(1 << 40)),
+        ("in no place", 7, Number(1 << 14)),
+        ("a use less than none", 8, Eight((-1f64).to_le_bytes())),
+        ("no number", 11, Eight(f64::NAN.to_le_bytes())),
+        ("without end", 11, Eight(f64::INFINITY.to_le_bytes())),
+        ("no sort", 12, Byte(6)),
+        ("born later", 13, Number(101)),
+        ("born at no time", 13, Number(u64::MAX)),
+        ("of no length", 14, Number(0)),
+        ("too long", 14, Number(1 << 29)),
+        ("chunks of 4 GiB", 15, Number(1 << 32)),
+        ("without chunks", 16, Number(0)),
+        ("with more chunks than there are", 16, Number(u64::MAX)),
+        ("with more that went than there are", 17, Number(u64::MAX)),
+        ("too deep", 21, Number(1 << 32)),
+        ("deeper than can be told", 21, Number(u64::MAX)),
+        ("a chunk of a tebibyte", 22, Number(1 << 40)),
+        ("what went too deep", 30, Number(1 << 33)),
+    ];
+    for (what, at, part) in changes {
+        let mut changed = said();
+        changed[at] = part;
+        assert!(SavedPrefix::decode(bytes_of(&changed)).is_none(), "{what}");
     }
-    let bytes = good.encode().unwrap();
-    assert!((0..bytes.len()).all(|len| SavedPrefix::decode(&bytes[..len]).is_none()));
-    assert!(SavedPrefix::decode(&[bytes, vec![0]].concat()).is_none(), "something follows");
+    let bytes = bytes_of(&said());
+    assert!((0..bytes.len()).all(|len| SavedPrefix::decode(bytes[..len].to_vec()).is_none()));
+    assert!(SavedPrefix::decode([bytes, vec![0]].concat()).is_none(), "something follows");
+    // Said at greater length than need be.
+    let [first, rest] = [&bytes_of(&said()[..3])[..], &bytes_of(&said()[4..])[..]];
+    assert!(SavedPrefix::decode([first, &[100], rest].concat()).is_some());
+    assert!(SavedPrefix::decode([first, &[228, 0], rest].concat()).is_none());
+}
+
+/// Bytes that the process takes alone, and its share of others'.
+fn pss() -> u64 {
+    let maps = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let kib = maps.lines().find_map(|line| line.strip_prefix("Pss:")?.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap() * 1024
+}
+
+#[test]
+#[ignore = "measures: cargo test --release --lib -- --ignored --nocapture a_million_chunks"]
+fn a_million_chunks() {
+    const MANY: u64 = 1_000_000;
+    let ms = |began: std::time::Instant| began.elapsed().as_millis();
+    for len in [64, 8, 1] {
+        // Names as keys give them.
+        let name =
+            |n: u64| (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+        let (before, began) = (pss(), std::time::Instant::now());
+        let mut policy = Prefix::new(MANY * 10);
+        policy.reserve(MANY as usize);
+        for n in 0..MANY {
+            if n.is_multiple_of(64) {
+                policy.look((n..n + 64).map(name));
+            }
+            let depth = (n % len) as u32;
+            policy.stored(&ChainChunk { tag: name(n), parent: 0, depth, bytes: 10, partial: false });
+        }
+        let (stored, taken) = (ms(began), pss().saturating_sub(before));
+        let began = std::time::Instant::now();
+        (0..MANY).for_each(|n| policy.used_before(name(n)));
+        let used = ms(began);
+        let began = std::time::Instant::now();
+        let bytes = saved_again(&mut policy).into_bytes();
+        let saving = ms(began);
+        let began = std::time::Instant::now();
+        let read = SavedPrefix::decode(bytes).unwrap();
+        let decoded = ms(began);
+        let began = std::time::Instant::now();
+        let mut after = Prefix::restored(&read, MANY * 10).unwrap();
+        let restored = ms(began);
+        let began = std::time::Instant::now();
+        after.compare(|tag| tag % 100 != 0);
+        println!(
+            "chains of {len}: {} bytes each; in ms: stored {stored}, used before {used}, saved {saving}, decoded {decoded}, \
+             restored {restored}, compared {}",
+            taken / MANY,
+            ms(began)
+        );
+    }
 }

@@ -76,6 +76,11 @@ impl Reuse {
         self.worth.get(kind).and_then(|w| w.get(span(age))).copied().unwrap_or(0.0)
     }
 
+    /// All worths: those of the first kind by span, then those of the next.
+    pub(super) fn worths(&self) -> impl Iterator<Item = f64> + Clone {
+        self.worth.iter().flatten().copied()
+    }
+
     /// A chunk was used at `age`.
     pub(super) fn used(&mut self, kind: usize, age: u64) {
         if let Some(uses) = self.uses.get_mut(kind).and_then(|u| u.get_mut(span(age))) {

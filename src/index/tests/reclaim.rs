@@ -10,38 +10,38 @@ fn sealed(segment: u32, first_seq: u64, hot_bytes: u64, last_touch: u32) -> Segm
     SegmentSummary { segment, first_seq, last_touch, live_bytes: 1000, hot_bytes, live_chunks: 10 }
 }
 
-const NOW: ReclaimContext = ReclaimContext { now: 100, hot_since: 50 };
+const HOT: u32 = 50;
 
 #[test]
 fn fifo_takes_the_oldest_and_keeps_nothing() {
     let segments = [sealed(0, 30, 0, 1), sealed(1, 10, 1000, 99), sealed(2, 20, 0, 1)];
-    assert_eq!(victim(&Fifo, &segments, &NOW), Some(1));
-    assert!(plan_keep(&Fifo, &[chunk(0, 99)], 1000, &NOW).is_empty());
-    assert_eq!(victim(&Fifo, &[], &NOW), None);
+    assert_eq!(Reclaim::Fifo.victim(&segments), Some(1));
+    assert!(Reclaim::Fifo.plan_keep(&[chunk(0, 99)], 1000, HOT).is_empty());
+    assert_eq!(Reclaim::Fifo.victim(&[]), None);
 }
 
 #[test]
 fn lru_takes_the_coldest_and_among_equals_the_one_used_longest_ago() {
     let segments = [sealed(0, 10, 900, 99), sealed(1, 20, 0, 40), sealed(2, 30, 0, 30)];
-    assert_eq!(victim(&Lru, &segments, &NOW), Some(2));
-    assert_eq!(victim(&Lru, &segments[..2], &NOW), Some(1));
+    assert_eq!(Reclaim::Lru.victim(&segments), Some(2));
+    assert_eq!(Reclaim::Lru.victim(&segments[..2]), Some(1));
     let empty = SegmentSummary { segment: 9, ..SegmentSummary::default() };
-    assert_eq!(victim(&Lru, &[sealed(0, 1, 0, 1), empty], &NOW), Some(9), "an empty segment is free to take");
+    assert_eq!(Reclaim::Lru.victim(&[sealed(0, 1, 0, 1), empty]), Some(9), "an empty segment is free to take");
 }
 
 #[test]
 fn within_the_budget_hot_heads_stay_and_tails_go() {
     let chunks = [chunk(5, 90), chunk(0, 60), chunk(1, 40), chunk(1, 70), chunk(1, 80)];
-    assert_eq!(plan_keep(&Lru, &chunks, 1000, &NOW), [1, 4, 3, 0]);
-    assert_eq!(plan_keep(&Lru, &chunks, 250, &NOW), [1, 4]);
-    assert!(plan_keep(&Lru, &chunks, 99, &NOW).is_empty());
+    assert_eq!(Reclaim::Lru.plan_keep(&chunks, 1000, HOT), [1, 4, 3, 0]);
+    assert_eq!(Reclaim::Lru.plan_keep(&chunks, 250, HOT), [1, 4]);
+    assert!(Reclaim::Lru.plan_keep(&chunks, 99, HOT).is_empty());
 }
 
 #[test]
-fn policies_are_found_by_name() {
-    let names: Vec<_> =
-        ["lru", "fifo", "prefix", "default", "x"].iter().map(|n| by_name(n).map(|p| p.name())).collect();
-    assert_eq!(names, [Some("lru"), Some("fifo"), Some("prefix"), Some("prefix"), None]);
+fn for_chains_the_emptiest_goes_and_all_of_it_is_kept() {
+    let least = SegmentSummary { live_bytes: 10, ..sealed(1, 20, 10, 99) };
+    assert_eq!(Reclaim::Prefix.victim(&[sealed(0, 10, 0, 1), least]), Some(1));
+    assert_eq!(Reclaim::Prefix.plan_keep(&[chunk(1, 0), chunk(0, 0)], 1000, HOT), [1, 0]);
 }
 
 #[test]

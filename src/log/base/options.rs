@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::clock::{Clock, SystemClock};
 use crate::error::Result;
 use crate::geometry::Geometry;
-use crate::index::AdmissionPolicy;
+use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{self, IoOptions};
 
 /// Whether the log may write.
@@ -83,8 +83,8 @@ pub struct LogOptions {
     /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at least four chunks and at most 1 GiB.
     /// Counts when a lane is made.
     pub segment_bytes: Option<u64>,
-    /// Name of the reclaim policy: `prefix`, `lru`, `fifo`, `default`.
-    pub policy: String,
+    /// What goes first when room is needed.
+    pub policy: Reclaim,
     /// Which chunks of prompts are stored ([`super::Log::admit`]).
     pub admission: AdmissionPolicy,
     /// Times its own size that this process may write each drive in a day; `None` for no limit.
@@ -142,7 +142,7 @@ impl LogOptions {
             min_free_bytes: 0,
             tenant_bytes: None,
             segment_bytes: None,
-            policy: "default".to_owned(),
+            policy: Reclaim::default(),
             admission: AdmissionPolicy::All,
             write_budget_dwpd: None,
             ttl: None,

@@ -9,7 +9,7 @@
 use super::file::PolicyFile;
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record};
-use crate::index::{ChainChunk, Emptiest, Entry, EntryKind, Policy, tag_of};
+use crate::index::{ChainChunk, Entry, EntryKind, Reclaim, tag_of};
 use crate::key::ChunkKey;
 use crate::log::base::sizes;
 use crate::log::base::spec::PutSpec;
@@ -22,9 +22,21 @@ const RESERVE_SHARE: u64 = 128;
 /// Segments whose slots cannot be given up singly: open, full, or ready.
 const UNSEALED: u64 = 3;
 
+/// Chunks that the policy hears of at once when it is loaded.
+const AT_ONCE: usize = 64;
+/// Chunks that it has room for from the start, at most: 16 million.
+const MOST_RESERVED: u64 = 1 << 24;
+
+/// A chunk of the table that the policy's file does not hold.
+struct Other {
+    seq: u64,
+    slot: u32,
+    chunk: ChainChunk,
+}
+
 /// Whether the settings choose the policy.
 pub(in crate::log) fn is_chosen(lane: &Lane) -> bool {
-    crate::index::by_name(&lane.ctx.options.policy).is_some_and(|p| p.name() == Emptiest.name())
+    lane.ctx.options.policy == Reclaim::Prefix
 }
 
 /// The own lane is open: if the policy is the chosen one, what it is told waits from now on until it has been [loaded](load).
@@ -42,34 +54,32 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     if !is_chosen(lane) {
         return;
     }
-    let mut chain = file.restore(lane, room_bytes(lane, capacity(lane)));
+    let capacity = capacity(lane);
+    let mut chain = file.restore(lane, room_bytes(lane, capacity));
     let table = lane.table();
-    chain.compare(|tag| table.get_tag(tag).is_some());
+    chain.reserve((capacity / lane.ctx.slot_bytes().max(1)).min(MOST_RESERVED).max(table.len()) as usize);
+    chain.compare(|tag| table.slot_of_tag(tag).is_some());
     // Of what it holds it only hears that it is there; the rest it hears of in its order.
-    let mut others: Vec<(Entry, u8)> = Vec::new();
+    let mut others: Vec<Other> = Vec::new();
     table.for_each(|slot, entry| {
         let tag = tag_of(&entry.key);
-        if entry.kind != EntryKind::Chunk {
-            return;
-        }
-        if chain.holds(tag) {
+        if entry.kind == EntryKind::Chunk && chain.holds(tag) {
             chain.put_back(tag, slot_bytes(entry));
-        } else {
-            let uses = lane.state().map_or(0, |state| state.usage.recency().get(slot).1);
-            others.push((*entry, uses));
+        } else if entry.kind == EntryKind::Chunk {
+            others.push(Other { seq: entry.seq, slot, chunk: chunk_of(entry, lane.superblock.chunk_tokens) });
         }
     });
-    others.sort_unstable_by_key(|(entry, _)| entry.seq);
-    let (known, new): (Vec<_>, Vec<_>) = others.into_iter().partition(|(entry, _)| chain.knows(tag_of(&entry.key)));
+    others.sort_unstable_by_key(|other| other.seq);
+    let (known, new): (Vec<_>, Vec<_>) = others.into_iter().partition(|other| chain.knows(other.chunk.tag));
     // What it was given up for is still there.
-    for (entry, _) in &known {
-        chain.put_back(tag_of(&entry.key), slot_bytes(entry));
+    known.iter().for_each(|other| chain.put_back(other.chunk.tag, other.chunk.bytes));
+    for some in new.chunks(AT_ONCE) {
+        chain.look(some.iter().map(|other| other.chunk.tag));
+        some.iter().for_each(|other| drop(chain.stored(&other.chunk)));
     }
-    for (entry, _) in &new {
-        chain.stored(&chunk_of(entry, lane.superblock.chunk_tokens));
-    }
-    for (entry, _) in new.iter().filter(|(_, uses)| *uses > 0) {
-        chain.used_before(tag_of(&entry.key));
+    for some in new.chunks(AT_ONCE) {
+        let is_used = |other: &&Other| lane.state().is_ok_and(|s| s.usage.recency().get(other.slot).1 > 0);
+        some.iter().filter(is_used).for_each(|other| chain.used_before(other.chunk.tag));
     }
     if let Ok(mut state) = lane.state() {
         state.usage.set_chain(Box::new(chain));

@@ -124,9 +124,9 @@ fn saved(lane: &Lane, most_bytes: u64) -> Result<Option<Vec<u8>>> {
     let begun = lane.state()?.usage.chain().map(|chain| chain.save(most_bytes)).ok_or_else(gone)?;
     let Some(mut saving) = begun else { return Ok(None) };
     while !lane.state()?.usage.chain().ok_or_else(gone)?.save_more(&mut saving, AT_ONCE) {}
-    let saved = lane.state()?.usage.chain().ok_or_else(gone)?.saved(saving);
+    let saved = lane.state()?.usage.chain().ok_or_else(gone)?.saved(saving).into_bytes();
     // More may have come while it was saved.
-    Ok(saved.encode().filter(|bytes| bytes.len() as u64 <= most_bytes))
+    Ok(Some(saved).filter(|bytes| bytes.len() as u64 <= most_bytes))
 }
 
 fn read(lane: &Lane) -> Result<Option<SavedPrefix>> {
@@ -144,5 +144,5 @@ fn read(lane: &Lane) -> Result<Option<SavedPrefix>> {
         return Ok(None);
     }
     let broken = || Error::new(ErrorKind::Corrupt, "it is of another version, or damaged").at(&path);
-    SavedPrefix::decode(payload).map(Some).ok_or_else(broken)
+    SavedPrefix::decode(payload.to_vec()).map(Some).ok_or_else(broken)
 }

@@ -17,7 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::Record;
 use crate::format::sealed::{RegionHeader, SegmentState as RegionState};
-use crate::index::{self, ChunkSummary, ReclaimContext, SegmentState, SegmentSummary, Survey, SurveyOptions};
+use crate::index::{self, ChunkSummary, Reclaim, SegmentState, SegmentSummary, Survey, SurveyOptions};
 use crate::log::drive::Volume;
 use crate::log::lane::{Lane, Role, Segment, State, aligned, partial_length};
 use crate::log::{journal, policy};
@@ -34,13 +34,14 @@ pub(super) struct Victim {
     pub(super) lane: Arc<Lane>,
     pub(super) segment: u32,
     pub(super) epoch: u32,
-    context: ReclaimContext,
+    /// Chunks used at this tick or later are hot.
+    hot_since: u32,
 }
 
 impl Victim {
-    fn of(lane: &Arc<Lane>, segment: u32, context: ReclaimContext) -> Option<Self> {
+    fn of(lane: &Arc<Lane>, segment: u32, hot_since: u32) -> Option<Self> {
         let epoch = lane.state().ok()?.segments.get(segment)?.epoch();
-        Some(Self { lane: Arc::clone(lane), segment, epoch, context })
+        Some(Self { lane: Arc::clone(lane), segment, epoch, hot_since })
     }
 }
 
@@ -77,9 +78,9 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
 pub(super) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
     let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
-        let Ok((sealed, context)) = survey(lane, &HashSet::new(), 1) else { continue };
+        let Ok((sealed, hot_since)) = survey(lane, &HashSet::new(), 1) else { continue };
         for dead in sealed.iter().filter(|s| s.live_chunks == 0) {
-            let Some(victim) = Victim::of(lane, dead.segment, context) else { continue };
+            let Some(victim) = Victim::of(lane, dead.segment, hot_since) else { continue };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty segment was not reclaimed");
                 break;
@@ -94,7 +95,7 @@ pub(super) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
 pub(super) fn reclaim_expired(volume: &Volume) {
     for lane in volume.lanes().held() {
         for segment in expired_segments(lane) {
-            let Some(victim) = Victim::of(lane, segment, ReclaimContext::default()) else { continue };
+            let Some(victim) = Victim::of(lane, segment, 0) else { continue };
             if let Err(e) = reclaim(volume, &victim) {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "an expired segment was not reclaimed");
                 return;
@@ -113,23 +114,23 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
 
 /// The next victim among the sealed segments of all lanes that this process holds.
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
-    let policy = policy_of(volume)?;
+    let policy = policy_of(volume);
     let mut best: Option<(index::Rank, Victim)> = None;
     for lane in volume.lanes().held() {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
-        let (sealed, context) = survey(lane, refused, sample_every).ok()?;
+        let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
         // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared counts do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
         let expired = expired_segments(lane);
         let is_dead = |s: &&SegmentSummary| s.live_chunks == 0 && (live(s) == 0 || expired.contains(&s.segment));
         let empty = sealed.iter().find(is_dead).map(|s| s.segment);
-        let Some(segment) = empty.or_else(|| index::victim(&*policy, &sealed, &context)) else { continue };
+        let Some(segment) = empty.or_else(|| policy.victim(&sealed)) else { continue };
         let rank = match sealed.iter().find(|s| s.segment == segment) {
-            Some(summary) if summary.live_chunks > 0 => policy.rank(summary, &context),
+            Some(summary) if summary.live_chunks > 0 => policy.rank(summary),
             _ => index::Rank(0, 0),
         };
         if best.as_ref().is_none_or(|(least, _)| rank < *least) {
-            best = Victim::of(lane, segment, context).map(|victim| (rank, victim)).or(best);
+            best = Victim::of(lane, segment, hot_since).map(|victim| (rank, victim)).or(best);
         }
     }
     best.map(|(_, victim)| victim)
@@ -137,21 +138,16 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
 
 /// The policy for whole segments. That for chains looks after the chunks of one lane; where there are others, objects, or no holes,
 /// the order is that of use.
-fn policy_of(volume: &Volume) -> Option<Box<dyn index::Policy>> {
+fn policy_of(volume: &Volume) -> Reclaim {
     let thins = |lane: &Arc<Lane>| {
         let holds = |s: &State| s.usage.chain().is_some_and(|c| c.held_bytes() > 0) && !lane.has_no_holes();
         lane.role == Role::Own && lane.state().is_ok_and(|s| holds(&s))
     };
     let is_for_chains = volume.own().is_some_and(|own| policy::is_chosen(&own));
-    let name = if is_for_chains && !volume.lanes().held().all(thins) { "lru" } else { &volume.ctx.options.policy };
-    index::by_name(name)
+    if is_for_chains && !volume.lanes().held().all(thins) { Reclaim::Lru } else { volume.ctx.options.policy }
 }
 
-fn survey(
-    lane: &Lane,
-    refused: &HashSet<(u32, u32)>,
-    sample_every: usize,
-) -> Result<(Vec<SegmentSummary>, ReclaimContext)> {
+fn survey(lane: &Lane, refused: &HashSet<(u32, u32)>, sample_every: usize) -> Result<(Vec<SegmentSummary>, u32)> {
     let state = lane.state()?;
     let table = lane.table();
     let options = SurveyOptions {
@@ -172,7 +168,7 @@ fn survey(
         Some(SegmentSummary { segment: number, first_seq: segment.sequences().0, ..found })
     };
     let sealed = state.segments.iter().filter_map(summary).collect();
-    Ok((sealed, ReclaimContext { now: state.usage.tick(), hot_since: survey.hot_since }))
+    Ok((sealed, survey.hot_since))
 }
 
 /// Reclaims one segment; false if somebody leases it.
@@ -275,8 +271,8 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
     }
     let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
     let policy = policy_of(volume);
-    let budget_bytes = write_budget(volume, lane, policy.as_deref());
-    let wanted = policy.map(|p| index::plan_keep(&*p, &summaries, budget_bytes, &victim.context)).unwrap_or_default();
+    let budget_bytes = write_budget(volume, lane, policy);
+    let wanted = policy.plan_keep(&summaries, budget_bytes, victim.hot_since);
     let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
     plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
     plan.drop.extend(slots.into_iter().flatten());
@@ -285,10 +281,10 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
 
 /// Bytes of a victim that may be written again. Where chunks are given up singly, what the emptiest segment still holds is what has
 /// been worth keeping for the longest time: all that has been saved so far may be spent on it.
-fn write_budget(volume: &Volume, lane: &Lane, policy: Option<&dyn index::Policy>) -> u64 {
+fn write_budget(volume: &Volume, lane: &Lane, policy: Reclaim) -> u64 {
     let (share, counters) = (volume.ctx.options.reclaim_write_budget, &volume.ctx.counters);
     let of_segment = (lane.segment_bytes() as f64 * share) as u64;
-    if policy.is_none_or(|p| p.name() != index::Policy::name(&index::Emptiest)) {
+    if policy != Reclaim::Prefix {
         return of_segment;
     }
     let saved = (counters.data_bytes_written.get() as f64 * share) as u64;

@@ -1,101 +1,214 @@
 //! The policy's state as bytes, so that a restart does not begin with nothing learned.
 //!
-//! It is taken in parts, between which the policy goes on working: groups are saved in the order in which they were made, and a chunk
-//! that moves meanwhile moves to a later group, so of what is said twice the last counts. Nothing in it is needed for
-//! right answers: what is read is checked, and what does not hold together is refused as a whole.
+//! It is taken in parts, between which the policy goes on working: groups are saved in the order in
+//! which they were made, and a chunk that moves meanwhile moves to a later group, so of what is
+//! said twice the last counts. Nothing in it is needed for right answers: what is read is checked,
+//! and what does not hold together is refused as a whole.
+//!
+//! The bytes are read as they lie, straight into the records: a million chunks as objects in
+//! between would take longer to make than the records. Numbers are variable-length (7 bits a byte,
+//! the low ones first; docs/format.md has the order).
 
-use std::collections::BTreeMap;
+use super::super::reuse::{KINDS, SPANS, Seen};
+use super::groups::{Group, MOST_LENGTH, Sort};
+use super::names::NONE;
+use super::{MOST_USES, Prefix, Reuse};
 
-use serde::{Deserialize, Serialize};
-
-use super::super::reuse::{KINDS, SPANS};
-use super::{Group, Known, MOST_USES, Prefix, Reuse, Sort};
-
-/// A chunk of a group: its name, the chunks before it, its uses, the bytes of its slot.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct SavedChunk {
-    pub(super) tag: [u8; 8],
-    pub(super) depth: u32,
-    pub(super) uses: u8,
-    pub(super) bytes: u64,
-}
-
-/// A group and what belongs to it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct SavedGroup {
-    /// 0 for partial ends, 1 for new chunks, 2 for what was used.
-    pub(super) sort: u8,
-    pub(super) uses: u8,
-    pub(super) born: u64,
-    pub(super) told: u64,
-    pub(super) length: u32,
-    pub(super) held: Vec<SavedChunk>,
-    pub(super) ghosts: Vec<SavedChunk>,
-}
-
-/// The state of a [`Prefix`] at about one moment.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// The state of a [`Prefix`] at about one moment: bytes that hold together.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedPrefix {
-    pub(super) clock: u64,
-    pub(super) learned: u64,
-    /// Kinds and spans of age that are told apart.
-    pub(super) shape: (u8, u8),
-    pub(super) uses: Vec<(u16, f64)>,
-    pub(super) waited: Vec<(u16, f64)>,
-    pub(super) groups: Vec<SavedGroup>,
+    bytes: Vec<u8>,
 }
 
-/// Of this version.
-const SHAPE: (u8, u8) = (KINDS as u8, SPANS as u8);
+/// Of this version: that of the encoding, and kinds and spans of age that are told apart.
+const SHAPE: [u8; 3] = [2, KINDS as u8, SPANS as u8];
 /// More uses, and more time, than anything can have been seen for.
 const MOST_SEEN: f64 = 1e30;
-/// Bytes of a number with its place, and of a group, at most.
+/// No chunk has so many bytes.
+const MOST_BYTES: u64 = 1 << 40;
+/// No cache ever asks for so many chunks, and sums of a few such times do not overflow.
+const MOST_TIME: u64 = 1 << 60;
+/// Bytes of what is said once, of a number with its place, and of a group, at most.
+const HEAD_BYTES: u64 = 3 + 3 * 10;
 const NUMBER_BYTES: u64 = 3 + 8;
-const GROUP_BYTES: u64 = 1 + 1 + 10 + 10 + 5 + 2 * 5;
+const GROUP_BYTES: u64 = 1 + 10 + 5 + 5 + 2 * 5;
 /// Names of what went that are saved at most: reading them is a part of what a restart takes.
 const MOST_GHOSTS: u64 = 1 << 19;
-/// Bytes of a chunk at most: its name, and three numbers.
-const CHUNK_BYTES: u64 = 8 + 5 + 2 + 10;
+/// What is read before it is put in its place.
+const PART: usize = 64;
+/// Bytes of a chunk, at least and at most: its name, its depth, and its bytes where they are not
+/// those of its group.
+const CHUNK_BYTES: (u64, u64) = (8 + 1, 8 + 5 + 6);
 
 /// A [`SavedPrefix`] in the making.
 #[derive(Debug)]
 pub struct SavingPrefix {
-    groups: Vec<SavedGroup>,
+    /// Of the groups so far.
+    bytes: Vec<u8>,
+    chunks: u64,
+    /// When the last one was born.
+    born: u64,
     /// The group that is next.
-    next: u64,
+    next: u32,
     /// Names that are left out, of the oldest that went.
     leave_out: u64,
 }
 
+/// What is said once.
+struct Head {
+    clock: u64,
+    learned: u64,
+    chunks: u64,
+    uses: Seen,
+    waited: Seen,
+}
+
+/// What follows the head.
+enum Item {
+    Group {
+        sort: Sort,
+        born: u64,
+        length: u32,
+        bytes: u32,
+    },
+    /// A chunk of the group before it.
+    Chunk {
+        tag: u64,
+        depth: u32,
+        bytes: u64,
+        held: bool,
+    },
+}
+
+pub(super) fn put_number(bytes: &mut Vec<u8>, mut number: u64) {
+    while number >= 1 << 7 {
+        bytes.push(number as u8 | 1 << 7);
+        number >>= 7;
+    }
+    bytes.push(number as u8);
+}
+
+fn put_seen(bytes: &mut Vec<u8>, seen: &Seen) {
+    put_number(bytes, seen.len() as u64);
+    for (at, x) in seen {
+        put_number(bytes, u64::from(*at));
+        bytes.extend_from_slice(&x.to_le_bytes());
+    }
+}
+
+/// What is left to be read.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn byte(&mut self) -> Option<u8> {
+        let (first, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(*first)
+    }
+
+    fn eight(&mut self) -> Option<[u8; 8]> {
+        let (eight, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*eight)
+    }
+
+    /// As short as it can be, so that what is read is written as it was.
+    fn number(&mut self) -> Option<u64> {
+        let mut number = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            let bits = u64::from(byte & 0x7f);
+            if bits << shift >> shift != bits || byte == 0 && shift > 0 {
+                return None;
+            }
+            number |= bits << shift;
+            if byte < 1 << 7 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    fn seen(&mut self) -> Option<Seen> {
+        let count = self.number().filter(|count| *count <= (KINDS * SPANS) as u64)?;
+        let mut number = || {
+            let at = self.number().filter(|at| *at < (KINDS * SPANS) as u64)?;
+            let x = f64::from_le_bytes(self.eight()?);
+            (0.0..MOST_SEEN).contains(&x).then_some((at as u16, x))
+        };
+        (0..count).map(|_| number()).collect()
+    }
+
+    fn head(&mut self) -> Option<Head> {
+        if [self.byte()?, self.byte()?, self.byte()?] != SHAPE {
+            return None;
+        }
+        let clock = self.number().filter(|clock| *clock < MOST_TIME)?;
+        let learned = self.number().filter(|learned| *learned <= clock)?;
+        let chunks = self.number().filter(|chunks| *chunks <= self.0.len() as u64 / CHUNK_BYTES.0)?;
+        Some(Head { clock, learned, chunks, uses: self.seen()?, waited: self.seen()? })
+    }
+
+    /// The groups, and the chunks of each behind it.
+    fn groups(&mut self, head: &Head, mut tell: impl FnMut(Item) -> Option<()>) -> Option<()> {
+        let mut born = 0u64;
+        let mut chunks = 0u64;
+        while !self.0.is_empty() {
+            let sort = match self.byte()? {
+                0 => Sort::Partial,
+                uses if uses <= MOST_USES => Sort::Used(uses),
+                NEW => Sort::New,
+                _ => return None,
+            };
+            born = born.checked_add(self.number()?).filter(|born| *born <= head.clock)?;
+            let length = self.number().filter(|length| (1..=u64::from(MOST_LENGTH)).contains(length))? as u32;
+            let bytes = u32::try_from(self.number()?).ok()?;
+            let (held, ghosts) = (self.number()?, self.number()?);
+            chunks = chunks.checked_add(held)?.checked_add(ghosts).filter(|sum| *sum <= head.chunks)?;
+            if (held, ghosts) == (0, 0) {
+                return None;
+            }
+            tell(Item::Group { sort, born, length, bytes })?;
+            let mut depth = 0;
+            for _ in 0..held {
+                let (tag, step, bytes) = self.chunk(bytes)?;
+                depth = step.checked_add(depth).filter(|depth| *depth < 1 << 31)?;
+                tell(Item::Chunk { tag, depth: depth as u32, bytes, held: true })?;
+            }
+            for _ in 0..ghosts {
+                let (tag, depth, bytes) = self.chunk(bytes)?;
+                let depth = u32::try_from(depth).ok().filter(|depth| *depth < 1 << 31)?;
+                tell(Item::Chunk { tag, depth, bytes, held: false })?;
+            }
+        }
+        (chunks == head.chunks).then_some(())
+    }
+
+    fn chunk(&mut self, of_group: u32) -> Option<(u64, u64, u64)> {
+        let tag = u64::from_le_bytes(self.eight()?);
+        let depth = self.number()?;
+        let bytes = if depth & 1 == 0 { u64::from(of_group) } else { self.number()? };
+        (bytes < MOST_BYTES).then_some((tag, depth >> 1, bytes))
+    }
+}
+
+/// How a group of new chunks is said, beside 0 for partial ends and the uses of what was used.
+const NEW: u8 = 7;
+
 impl SavedPrefix {
     /// Its bytes.
     #[must_use]
-    pub fn encode(&self) -> Option<Vec<u8>> {
-        postcard::to_allocvec(self).ok()
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.bytes
     }
 
-    /// Reads bytes; `None` where they are no state of a policy of this version.
+    /// Takes bytes; `None` where they are no state of a policy of this version.
     #[must_use]
-    pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let (saved, rest) = postcard::take_from_bytes::<Self>(bytes).ok()?;
-        (rest.is_empty() && saved.is_sound()).then_some(saved)
-    }
-
-    fn is_sound(&self) -> bool {
-        let is_number = |(_, x): &(u16, f64)| (0.0..MOST_SEEN).contains(x);
-        let chunks = |g: &SavedGroup| g.held.len() + g.ghosts.len();
-        // No cache ever asks for so many chunks, and sums of a few such times do not overflow.
-        let in_time = |t: u64| t <= self.clock && self.clock < 1 << 60;
-        let is_group = |g: &SavedGroup| {
-            let told = g.told >= g.born && in_time(g.told);
-            let long = (1..1 << 30).contains(&g.length);
-            let sized = |c: &SavedChunk| c.bytes < 1 << 40 && c.uses <= MOST_USES;
-            g.sort <= 2 && told && long && chunks(g) > 0 && g.held.iter().chain(&g.ghosts).all(sized)
-        };
-        self.shape == SHAPE
-            && in_time(self.learned)
-            && self.uses.iter().chain(&self.waited).all(is_number)
-            && self.groups.iter().all(is_group)
+    pub fn decode(bytes: Vec<u8>) -> Option<Self> {
+        let mut reader = Reader(&bytes);
+        let head = reader.head()?;
+        reader.groups(&head, |_| Some(()))?;
+        Some(Self { bytes })
     }
 }
 
@@ -112,30 +225,29 @@ impl Prefix {
         self.held
     }
 
-    /// Begins to save the state in about `most_bytes`; the oldest names of what went are left out if need be. `None` where what is held
-    /// alone takes more.
+    /// Begins to save the state in about `most_bytes`; the oldest names of what went are left out
+    /// if need be. `None` where what is held alone takes more.
     #[must_use]
     pub fn save(&self, most_bytes: u64) -> Option<SavingPrefix> {
         let (uses, waited) = self.reuse.seen();
-        let other = NUMBER_BYTES * (2 + uses.len() + waited.len()) as u64 + GROUP_BYTES * self.groups.len() as u64;
-        let room = most_bytes.checked_sub(other)? / CHUNK_BYTES;
+        let numbers = NUMBER_BYTES * (2 + uses.len() + waited.len()) as u64;
+        let other = HEAD_BYTES + numbers + GROUP_BYTES * self.groups.len() as u64;
+        let room = most_bytes.checked_sub(other)? / CHUNK_BYTES.1;
         let leave_out = self.ghosts.saturating_sub(room.checked_sub(self.held)?.min(MOST_GHOSTS));
-        Some(SavingPrefix { groups: Vec::new(), next: 0, leave_out })
+        Some(SavingPrefix { bytes: Vec::new(), chunks: 0, born: 0, next: self.groups.oldest(), leave_out })
     }
 
-    /// Saves groups of at least `chunks` chunks, as far as there are so many; whether that was the last.
+    /// Saves groups of at least `chunks` chunks, as far as there are so many; whether that was the
+    /// last.
     pub fn save_more(&self, saving: &mut SavingPrefix, chunks: usize) -> bool {
         let mut count = 0;
-        for (&number, group) in self.groups.range(saving.next..) {
+        for (next, _, group) in self.groups.since(saving.next) {
             if count >= chunks {
                 return false;
             }
-            saving.next = number + 1;
-            let saved = self.saved_group(number, group, &mut saving.leave_out);
-            count += 1 + saved.held.len() + group.ghosts.len();
-            if saved.held.len() + saved.ghosts.len() > 0 {
-                saving.groups.push(saved);
-            }
+            saving.next = next;
+            self.save_group(group, saving);
+            count += 1 + group.waiting as usize;
         }
         true
     }
@@ -144,85 +256,118 @@ impl Prefix {
     #[must_use]
     pub fn saved(&self, saving: SavingPrefix) -> SavedPrefix {
         let (uses, waited) = self.reuse.seen();
-        let (clock, learned, groups) = (self.clock, self.learned, saving.groups);
-        SavedPrefix { clock, learned, shape: SHAPE, uses, waited, groups }
+        let mut bytes = SHAPE.to_vec();
+        [self.clock, self.learned, saving.chunks].into_iter().for_each(|number| put_number(&mut bytes, number));
+        [uses, waited].iter().for_each(|seen| put_seen(&mut bytes, seen));
+        bytes.extend_from_slice(&saving.bytes);
+        SavedPrefix { bytes }
     }
 
-    fn saved_group(&self, number: u64, group: &Group, leave_out: &mut u64) -> SavedGroup {
-        let chunk = |tag: u64| {
-            let known = self.chunks.get(&tag).filter(|k| k.group == number)?;
-            let (depth, uses, bytes) = (known.depth, known.uses, known.bytes);
-            Some((SavedChunk { tag: tag.to_le_bytes(), depth, uses, bytes }, known.held))
+    fn save_group(&self, group: &Group, saving: &mut SavingPrefix) {
+        let ghosts = self.chunks.ring(group.ghosts);
+        let went = ghosts.clone().count() as u64;
+        let less = saving.leave_out.min(went);
+        saving.leave_out -= less;
+        let held = u64::from(group.waiting).saturating_sub(went);
+        if held + went == less {
+            return;
+        }
+        saving.chunks += held + went - less;
+        let to = &mut saving.bytes;
+        to.push(match group.sort() {
+            Sort::Partial => 0,
+            Sort::New => NEW,
+            Sort::Used(uses) => uses,
+        });
+        let (born, length, bytes) = (group.born - saving.born, group.length(), group.bytes);
+        saving.born = group.born;
+        [born, u64::from(length), u64::from(bytes), held, went - less].into_iter().for_each(|n| put_number(to, n));
+        let mut depth = 0;
+        let mut chunk = |number: u32, from: u32| {
+            let (record, bytes) = (self.chunks.get(number), self.chunks.bytes(number, group.bytes));
+            let is_odd = bytes != u64::from(group.bytes);
+            to.extend_from_slice(&record.tag.to_le_bytes());
+            put_number(to, u64::from(record.depth() - from) << 1 | u64::from(is_odd));
+            if is_odd {
+                put_number(to, bytes);
+            }
+            record.depth()
         };
-        let held = group.held.keys().filter_map(|(_, tag)| chunk(*tag)).map(|(chunk, _)| chunk).collect();
-        let gone = group.ghosts.iter().filter_map(|tag| chunk(*tag)).filter(|(_, held)| !held);
-        let mut ghosts: Vec<SavedChunk> = gone.map(|(chunk, _)| chunk).collect();
-        let less = (*leave_out).min(ghosts.len() as u64);
-        *leave_out -= less;
-        ghosts.drain(..less as usize);
-        let (sort, uses) = match group.sort {
-            Sort::Partial => (0, 0),
-            Sort::New => (1, 0),
-            Sort::Used(uses) => (2, uses),
-        };
-        SavedGroup { sort, uses, born: group.born, told: group.told, length: group.length, held, ghosts }
+        self.chunks.rising(group.held).for_each(|number| depth = chunk(number, depth));
+        for number in ghosts.skip(less as usize) {
+            chunk(number, 0);
+        }
     }
 
-    /// The policy as it was saved, for a drive with room for `room_bytes`. `None` where that does not hold together.
+    /// The policy as it was saved, for a drive with room for `room_bytes`. `None` where that does
+    /// not hold together.
     #[must_use]
     pub fn restored(saved: &SavedPrefix, room_bytes: u64) -> Option<Self> {
         let mut new = Self::new(room_bytes);
-        new.clock = saved.clock;
-        new.learned = saved.learned;
-        new.ordered = saved.clock;
-        for group in &saved.groups {
-            new.restore_group(group);
-        }
+        let mut reader = Reader(&saved.bytes);
+        let head = reader.head()?;
+        new.clock = head.clock;
+        new.learned = head.learned;
+        new.ordered = head.clock;
+        new.reserve(usize::try_from(head.chunks).ok()?);
+        let mut part = Vec::with_capacity(PART);
+        let mut now = NONE;
+        reader.groups(&head, |item| {
+            part.push(item);
+            if part.len() == PART { new.restore_part(&mut now, &mut part) } else { Some(()) }
+        })?;
+        new.restore_part(&mut now, &mut part)?;
         new.groups.retain(|_, group| group.waiting > 0);
-        new.reuse = Reuse::of_seen(&saved.uses, &saved.waited, new.held)?;
+        new.reuse = Reuse::of_seen(&head.uses, &head.waited, new.held)?;
         new.make_room();
         Some(new)
     }
 
-    fn restore_group(&mut self, saved: &SavedGroup) {
-        let sort = match saved.sort {
-            0 => Sort::Partial,
-            1 => Sort::New,
-            _ => Sort::Used(saved.uses.clamp(1, MOST_USES)),
-        };
-        self.next_group += 1;
-        let number = self.next_group;
-        let (born, told, length) = (saved.born, saved.told, saved.length);
-        self.groups
-            .insert(number, Group { sort, born, told, length, waiting: 0, held: BTreeMap::new(), ghosts: Vec::new() });
-        let all = saved.held.iter().map(|c| (c, true)).chain(saved.ghosts.iter().map(|c| (c, false)));
-        for (chunk, held) in all {
-            let tag = u64::from_le_bytes(chunk.tag);
-            // Said twice: it moved while it was being saved.
-            if let Some(known) = self.chunks.get(&tag).copied() {
-                self.leave_group(tag, known);
-            }
-            let (depth, uses, bytes) = (chunk.depth, chunk.uses, chunk.bytes);
-            self.chunks.insert(tag, Known { group: number, depth, uses, held, bytes });
-            let Some(group) = self.groups.get_mut(&number) else { return };
-            group.waiting += 1;
-            if held {
-                group.held.insert((depth, tag), bytes);
-                self.held += 1;
-                self.held_bytes += bytes;
-            } else {
-                group.ghosts.push(tag);
-                self.ghosts += 1;
+    /// What comes next; `now` is the group that chunks belong to.
+    fn restore_part(&mut self, now: &mut u32, part: &mut Vec<Item>) -> Option<()> {
+        let tag = |item: &Item| if let Item::Chunk { tag, .. } = item { Some(*tag) } else { None };
+        self.look(part.iter().filter_map(tag));
+        for item in part.drain(..) {
+            match item {
+                Item::Group { sort, born, length, bytes } => {
+                    let mut group = Group::new(sort, born, length);
+                    group.bytes = bytes;
+                    *now = self.groups.add(group);
+                }
+                Item::Chunk { tag, depth, bytes, held } => self.restore(*now, tag, (depth, bytes), held)?,
             }
         }
+        Some(())
     }
 
-    /// What it holds and the drive has not, by `is_there`, is taken for dropped by the drive, or forgotten where that is more than
-    /// a part of the room: it would stand empty.
+    fn restore(&mut self, group: u32, tag: u64, (depth, bytes): (u32, u64), held: bool) -> Option<()> {
+        let chunk = match self.chunks.find(tag) {
+            // Said twice: it moved while it was being saved.
+            Some(chunk) => {
+                self.leave_group(chunk);
+                chunk
+            }
+            None => self.chunks.add(tag)?,
+        };
+        let to = self.groups.get_mut(group)?;
+        to.waiting += 1;
+        self.chunks.place(chunk, group, depth, (bytes, to.bytes));
+        if held {
+            self.chunks.hold(&mut to.held, chunk);
+            self.held += 1;
+            self.held_bytes = self.held_bytes.checked_add(bytes)?;
+        } else {
+            self.chunks.ring_push(&mut to.ghosts, chunk);
+            self.ghosts += 1;
+        }
+        Some(())
+    }
+
+    /// What it holds and the drive has not, by `is_there`, is taken for dropped by the drive, or
+    /// forgotten where that is more than a part of the room: it would stand empty.
     pub fn compare(&mut self, is_there: impl Fn(u64) -> bool) {
-        let held = self.groups.values().flat_map(|group| &group.held);
-        let missing: Vec<(u64, u64)> =
-            held.filter(|((_, tag), _)| !is_there(*tag)).map(|((_, tag), bytes)| (*tag, *bytes)).collect();
+        let held = self.chunks.iter().filter(|(_, record)| record.is_held() && !is_there(record.tag));
+        let missing: Vec<(u64, u64)> = held.map(|(number, record)| (record.tag, self.bytes(number))).collect();
         let bytes: u64 = missing.iter().map(|(_, bytes)| bytes).sum();
         let is_little = bytes <= self.room_bytes / EMPTY_SHARE;
         for (tag, _) in missing {
@@ -231,5 +376,6 @@ impl Prefix {
     }
 }
 
-/// Of the room, the part that chunks may take after a restart which are held and not there: one of so many.
+/// Of the room, the part that chunks may take after a restart which are held and not there: one of
+/// so many.
 const EMPTY_SHARE: u64 = 8;
