@@ -3,10 +3,20 @@
 //!
 //! [`TLV_PACK_DIRECTORY`]: crate::format::slot::TLV_PACK_DIRECTORY
 
-use super::spec::Member;
 use crate::format::le;
 use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY};
 use crate::key::ChunkKey;
+
+/// One object of a pack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its key.
+    pub key: ChunkKey,
+    /// Where it starts in the payload of the slot, in bytes.
+    pub sub_offset: u32,
+    /// Its length in bytes.
+    pub length: u32,
+}
 
 const ENTRY_BYTES: usize = 40;
 

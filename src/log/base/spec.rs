@@ -1,5 +1,6 @@
 //! What is to be stored: a chunk of KV, an object or a part of one, or a pack of small objects.
 
+use super::pack::{self, Member};
 use crate::format::layout::SlotLayout;
 use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
@@ -9,17 +10,6 @@ pub const OBJECT_TLV_BYTES: usize = 2048;
 
 /// Largest payload of a pack of small objects, in bytes: below it a slot has no gap, and its header lies at its start.
 pub const MAX_PACK_BYTES: usize = 1 << 20;
-
-/// One object of a pack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Member {
-    /// Its key.
-    pub key: ChunkKey,
-    /// Where it starts in the payload of the slot, in bytes.
-    pub sub_offset: u32,
-    /// Its length in bytes.
-    pub length: u32,
-}
 
 /// What to store and what to say about it. [`PutSpec::chunk`] and [`PutSpec::object`] fill in the usual.
 #[derive(Clone, Debug)]
@@ -97,7 +87,7 @@ impl PutSpec {
     /// A pack of small objects that lie in a payload of `payload_bytes` as the members say.
     #[must_use]
     pub fn pack(key: ChunkKey, payload_bytes: usize, members: Vec<Member>) -> Self {
-        let tlv_bytes = super::pack::directory_bytes(members.len()) + OBJECT_TLV_BYTES;
+        let tlv_bytes = pack::directory_bytes(members.len()) + OBJECT_TLV_BYTES;
         Self {
             layout: Some(SlotLayout::of_bytes(payload_bytes, tlv_bytes)),
             members,

@@ -202,13 +202,13 @@ impl Usage {
             Told::Used(tag) => chain.used(tag),
             Told::Touched(tag) if !is_told => chain.touched(tag),
             Told::Touched(_) => {}
-            Told::Stored(chunk) => drop(chain.stored(&chunk)),
+            Told::Stored(chunk) => _ = chain.stored(&chunk),
             Told::Begun(chunk) if is_told && chain.knows(chunk.tag) => {}
-            Told::Begun(chunk) => drop(chain.stored(&chunk)),
+            Told::Begun(chunk) => _ = chain.stored(&chunk),
             Told::There(tag, bytes) => chain.put_back(tag, bytes),
             Told::Moved(chunk) if chain.holds(chunk.tag) => {}
             Told::Moved(chunk) if is_told && chain.knows(chunk.tag) => chain.put_back(chunk.tag, chunk.bytes),
-            Told::Moved(chunk) => drop(chain.stored(&chunk)),
+            Told::Moved(chunk) => _ = chain.stored(&chunk),
             Told::Dropped(tag) if is_told => chain.dropped(tag),
             Told::Dropped(tag) | Told::Forgotten(tag) => chain.forget(tag),
         }

@@ -75,7 +75,7 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     known.iter().for_each(|other| chain.put_back(other.chunk.tag, other.chunk.bytes));
     for some in new.chunks(AT_ONCE) {
         chain.look(some.iter().map(|other| other.chunk.tag));
-        some.iter().for_each(|other| drop(chain.stored(&other.chunk)));
+        some.iter().for_each(|other| _ = chain.stored(&other.chunk));
     }
     for some in new.chunks(AT_ONCE) {
         let is_used = |other: &&Other| lane.state().is_ok_and(|s| s.usage.recency().get(other.slot).1 > 0);

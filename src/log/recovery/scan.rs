@@ -10,8 +10,7 @@ use crate::format::layout::COARSE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::io::{AlignedBuf, DirectFile};
-use crate::log::base::pack;
-use crate::log::base::spec::Member;
+use crate::log::base::pack::{self, Member};
 
 /// Bytes read at once.
 const WINDOW_BYTES: usize = 1 << 20;

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::put::{Put, PutOutcome, Refusal, Reservation};
+use super::put::{Put, PutOutcome, Refusal};
+use super::reservation::Reservation;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;

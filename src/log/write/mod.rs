@@ -4,8 +4,10 @@ mod admit;
 mod begin;
 mod publish;
 mod put;
+mod reservation;
 mod slot_writer;
 
 pub use admit::Candidate;
-pub use put::{Put, PutDone, PutOutcome, Refusal};
+pub use put::{Put, PutOutcome, Refusal};
+pub use reservation::PutDone;
 pub use slot_writer::SlotWriter;

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::put::{PutDone, Reservation};
+use super::reservation::{PutDone, Reservation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{KeyKind, Record};
 use crate::log::lane::{Hold, Lane, Place, Slot, State, Unpublished};

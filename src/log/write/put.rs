@@ -3,22 +3,17 @@
 use std::sync::Arc;
 
 use super::publish::{self, Commit};
+use super::reservation::{PutDone, Reservation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::format::record::{Record, RecordKind};
 use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY, TLV_TOKEN_IDS};
-use crate::index::Shard;
 use crate::io::{AlignedBuf, Completion, DirectFile, Queue, Request};
 use crate::key::ChunkKey;
 use crate::log::base::health::Health;
-use crate::log::base::in_flight::Claims;
-use crate::log::base::pack;
-use crate::log::base::spec::{Member, PutSpec};
-use crate::log::drive::{Claim, Lanes};
-use crate::log::lane::{Held, Hold, Lane, Place, aligned};
-
-/// Told once whether a put was published.
-pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
+use crate::log::base::pack::{self, Member};
+use crate::log::base::spec::PutSpec;
+use crate::log::lane::{Hold, aligned};
 
 /// The answer to `begin_put`.
 #[derive(Debug)]
@@ -41,38 +36,6 @@ pub enum Refusal {
     Budget,
     /// The tenant's chunks take all that one tenant may: its oldest are being given up, so that there will be room soon.
     Quota,
-}
-
-/// A put's place and its claims on keys.
-#[derive(Debug)]
-pub(super) struct Reservation {
-    pub(super) lane: Arc<Lane>,
-    pub(super) place: Place,
-    pub(super) held: Arc<Held>,
-    pub(super) claims: Claims,
-    /// The drive's lanes when it began: another process may store the same key meanwhile.
-    pub(super) lanes: Arc<Lanes>,
-    /// Where floors are.
-    pub(super) shard: Arc<Shard>,
-    /// Its part of its tenant's quota.
-    pub(super) _quota: Option<Claim>,
-    /// It was published, or counted as aborted.
-    pub(super) ended: bool,
-}
-
-impl Reservation {
-    /// Whether some lane serves this key by now.
-    pub(super) fn is_there(&self, key: &ChunkKey) -> bool {
-        self.lanes.all.iter().any(|lane| lane.get(key).is_some())
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        if !self.ended {
-            self.lane.ctx.counters.puts_aborted.add(1);
-        }
-    }
 }
 
 /// A slot to write. The caller writes every extent (padded, padding zero) through `log.drive(put.drive()).write`, and commits

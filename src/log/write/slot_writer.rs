@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::put::{Put, PutDone};
+use super::put::Put;
+use super::reservation::PutDone;
 use crate::error::{Error, ErrorKind};
 use crate::io::{Buf, Completion, DirectFile, Queue, Request};
 use crate::log::lane::Hold;

@@ -1,0 +1,45 @@
+//! What a put has taken: its place, its keys, its part of a quota.
+
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::index::Shard;
+use crate::key::ChunkKey;
+use crate::log::base::in_flight::Claims;
+use crate::log::drive::{Claim, Lanes};
+use crate::log::lane::{Held, Lane, Place};
+
+/// Told once whether a put was published.
+pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// A put's place and its claims on keys.
+#[derive(Debug)]
+pub(super) struct Reservation {
+    pub(super) lane: Arc<Lane>,
+    pub(super) place: Place,
+    pub(super) held: Arc<Held>,
+    pub(super) claims: Claims,
+    /// The drive's lanes when it began: another process may store the same key meanwhile.
+    pub(super) lanes: Arc<Lanes>,
+    /// Where floors are.
+    pub(super) shard: Arc<Shard>,
+    /// Its part of its tenant's quota.
+    pub(super) _quota: Option<Claim>,
+    /// It was published, or counted as aborted.
+    pub(super) ended: bool,
+}
+
+impl Reservation {
+    /// Whether some lane serves this key by now.
+    pub(super) fn is_there(&self, key: &ChunkKey) -> bool {
+        self.lanes.all.iter().any(|lane| lane.get(key).is_some())
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.lane.ctx.counters.puts_aborted.add(1);
+        }
+    }
+}
