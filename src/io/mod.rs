@@ -13,6 +13,7 @@ mod beneath;
 mod bounce;
 mod buffer;
 mod cufile;
+mod door;
 mod event;
 mod faulty;
 mod file;

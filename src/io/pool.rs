@@ -8,18 +8,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, MutexGuard};
 
+use super::door::{Behind, Closing, Door, Frame, Taken};
 use super::file::DirectFile;
 use super::jobs::{Detached, Ended, Jobs, Moved, Piece, Span};
-use super::request::{Rejected, Request};
-use super::stats::IoStats;
 use super::throttle::WriteWindow;
-use super::{Backend, Buf, Direction, Queue, QueueSpec, busy, closed, forked, left_over};
+use super::{Buf, Direction, QueueSpec};
 use crate::error::{Error, Result};
-
-/// Time for the watchdog to answer callers after the deadline of a close.
-const CLOSE_GRACE: Duration = Duration::from_millis(200);
 
 /// A block to be moved by a thread, which alone uses its memory until it reports the end.
 pub(super) struct Block<'a> {
@@ -64,19 +60,14 @@ pub(super) trait Transfer: Send + Sync + 'static {
 }
 
 /// A queue served by a pool of threads.
-pub(super) struct Pool {
-    shared: Arc<Shared>,
-}
+pub(super) type Pool = Door<Shared>;
 
-struct Shared {
-    spec: QueueSpec,
+pub(super) struct Shared {
+    frame: Frame<State>,
     transfer: Box<dyn Transfer>,
-    pid: u32,
-    state: Mutex<State>,
-    /// Workers wait for blocks, the watchdog for deadlines, closers for the end.
+    /// Workers wait for blocks, the watchdog for deadlines.
     work: Condvar,
     watch: Condvar,
-    ended: Condvar,
 }
 
 /// A block in a transfer.
@@ -87,8 +78,9 @@ struct Call {
     hung: bool,
 }
 
-struct State {
+pub(super) struct State {
     jobs: Jobs,
+    closing: Closing,
     window: WriteWindow,
     /// Transfers that have not returned, those that hang included.
     calls: Vec<Option<Call>>,
@@ -100,15 +92,13 @@ struct State {
     /// Wake-ups given to idle threads and not yet taken.
     woken: usize,
     watching_until: Option<Instant>,
-    closing: bool,
-    abandon_at: Option<Instant>,
     /// The watchdog has not ended.
     watched: bool,
 }
 
 impl State {
     fn is_over(&self) -> bool {
-        self.closing && self.jobs.live() == 0
+        self.closing.has_begun() && self.jobs.live() == 0
     }
 
     /// Notes a transfer; gives its place.
@@ -146,7 +136,7 @@ impl State {
 
     fn next_watch(&self, now: Instant) -> Option<Instant> {
         let calls = self.calls.iter().flatten().filter(|c| !c.hung).filter_map(|c| c.patience);
-        let abandon = self.abandon_at.filter(|t| *t > now);
+        let abandon = self.closing.abandon_at().filter(|t| *t > now);
         calls.chain(self.jobs.next_check()).chain(abandon).min()
     }
 }
@@ -157,6 +147,7 @@ impl Pool {
         let numjobs = spec.options.numjobs;
         let state = State {
             jobs: Jobs::new(spec.options.block_bytes),
+            closing: Closing::default(),
             window: WriteWindow::new(numjobs),
             calls: Vec::new(),
             running: 0,
@@ -165,22 +156,13 @@ impl Pool {
             idle: 0,
             woken: 0,
             watching_until: None,
-            closing: false,
-            abandon_at: None,
             watched: true,
         };
-        let shared = Arc::new(Shared {
-            spec,
-            transfer,
-            pid: std::process::id(),
-            state: Mutex::new(state),
-            work: Condvar::new(),
-            watch: Condvar::new(),
-            ended: Condvar::new(),
-        });
-        let queue = Self { shared: Arc::clone(&shared) };
+        let shared =
+            Arc::new(Shared { frame: Frame::new(spec, state), transfer, work: Condvar::new(), watch: Condvar::new() });
+        let queue = Door(Arc::clone(&shared));
         for _ in 0..numjobs {
-            spawn_worker(&shared, &mut shared.state.lock())?;
+            spawn_worker(&shared, &mut shared.frame.state.lock())?;
         }
         let watcher = Arc::clone(&shared);
         shared.spawn("fb-watch", move || watcher.watch())?;
@@ -195,86 +177,46 @@ fn spawn_worker(shared: &Arc<Shared>, state: &mut State) -> Result<()> {
     Ok(())
 }
 
-impl Queue for Pool {
-    fn submit(&self, request: Request) -> std::result::Result<(), Rejected> {
-        let s = &*self.shared;
-        s.submit(request, &s.spec.stats, s.spec.options.queue_limit)
+impl Behind for Shared {
+    type State = State;
+
+    fn frame(&self) -> &Frame<State> {
+        &self.frame
     }
 
-    fn stats(&self) -> &Arc<IoStats> {
-        &self.shared.spec.stats
+    fn closing(state: &mut State) -> &mut Closing {
+        &mut state.closing
     }
 
-    fn close(&self, deadline: Instant) -> Result<()> {
-        let s = &*self.shared;
-        if std::process::id() != s.pid {
-            return Err(forked());
+    fn take(&self, state: &mut State, (request, submitted, stats): Taken) -> bool {
+        let blocks = request.len.div_ceil(self.frame.spec.options.block_bytes).max(1);
+        state.jobs.admit(request, submitted, stats);
+        self.wake(state, blocks);
+        if state.watching_until.is_none_or(|t| state.jobs.next_check().is_some_and(|d| d < t)) {
+            self.watch.notify_one();
         }
-        let mut state = s.state.lock();
-        state.closing = true;
-        state.abandon_at = Some(state.abandon_at.map_or(deadline, |t| t.min(deadline)));
-        s.wake_all();
-        while !state.is_over() || state.alive > 0 || state.watched {
-            if s.ended.wait_until(&mut state, deadline + CLOSE_GRACE).timed_out() {
-                break;
-            }
-        }
-        match state.jobs.live() {
-            0 => Ok(()),
-            left => Err(left_over(left, &s.spec.thread_name())),
-        }
+        false
     }
-}
 
-impl Backend for Pool {
-    fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected> {
-        self.shared.submit(request, stats, usize::MAX)
+    fn rouse(&self) {
+        self.work.notify_all();
+        self.watch.notify_all();
     }
-}
 
-impl Drop for Pool {
-    /// Whatever was accepted is still served, in the background.
-    fn drop(&mut self) {
-        if std::process::id() == self.shared.pid {
-            self.shared.state.lock().closing = true;
-            self.shared.wake_all();
-        }
+    fn is_over(&self, state: &State) -> bool {
+        state.is_over() && state.alive == 0 && !state.watched
+    }
+
+    fn left(&self, state: &State) -> usize {
+        state.jobs.live()
     }
 }
 
 impl Shared {
     fn spawn(&self, role: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
-        let name = format!("{role}-{}", self.spec.thread_name());
+        let name = format!("{role}-{}", self.frame.spec.thread_name());
         let r = std::thread::Builder::new().name(name).stack_size(self.transfer.stack_bytes()).spawn(run);
         r.map(drop).map_err(|e| Error::io("cannot start an I/O thread", e))
-    }
-
-    fn submit(&self, request: Request, stats: &Arc<IoStats>, limit: usize) -> std::result::Result<(), Rejected> {
-        let submitted = Instant::now();
-        let mut state = match self.spec.check(&request, self.pid) {
-            Ok(()) => self.state.lock(),
-            Err(e) => {
-                stats.rejected();
-                return Err(request.reject(e));
-            }
-        };
-        let refused = if state.closing { Some(closed()) } else { (!stats.enter(limit)).then(|| busy(limit)) };
-        if let Some(e) = refused {
-            stats.rejected();
-            return Err(request.reject(e));
-        }
-        let blocks = request.len.div_ceil(self.spec.options.block_bytes).max(1);
-        state.jobs.admit(request, submitted, Arc::clone(stats));
-        self.wake(&mut state, blocks);
-        if state.watching_until.is_none_or(|t| state.jobs.next_check().is_some_and(|d| d < t)) {
-            self.watch.notify_one();
-        }
-        Ok(())
-    }
-
-    fn wake_all(&self) {
-        self.work.notify_all();
-        self.watch.notify_all();
     }
 
     fn wake(&self, state: &mut State, blocks: usize) {
@@ -286,7 +228,7 @@ impl Shared {
     }
 
     fn next(&self, state: &mut State) -> Option<Piece> {
-        let writing = self.spec.direction == Direction::Write;
+        let writing = self.frame.spec.direction == Direction::Write;
         if writing && state.running.saturating_sub(state.hung) >= state.window.allowed() {
             return None;
         }
@@ -295,16 +237,16 @@ impl Shared {
 
     fn work(&self) {
         self.transfer.enter();
-        let mut state = self.state.lock();
+        let mut state = self.frame.state.lock();
         loop {
-            if state.is_over() || state.alive.saturating_sub(state.hung) > self.spec.options.numjobs {
+            if state.is_over() || state.alive.saturating_sub(state.hung) > self.frame.spec.options.numjobs {
                 break;
             }
             if let Some(piece) = self.next(&mut state) {
                 let ended = self.run(&mut state, &piece);
                 MutexGuard::unlocked(&mut state, || ended.into_iter().for_each(Ended::deliver));
                 if state.is_over() {
-                    self.wake_all();
+                    self.rouse();
                 }
                 continue;
             }
@@ -314,7 +256,7 @@ impl Shared {
             state.woken = state.woken.saturating_sub(1);
         }
         state.alive -= 1;
-        self.ended.notify_all();
+        self.frame.ended.notify_all();
     }
 
     /// Moves one block with the lock released.
@@ -327,9 +269,9 @@ impl Shared {
             self.watch.notify_one();
         }
         let queued_bytes = state.running * piece.span.len;
-        let gauge = &self.spec.gauge;
+        let gauge = &self.frame.spec.gauge;
         let block = Block { piece, file: &file, deadline };
-        let moved = MutexGuard::unlocked(state, || match self.spec.direction {
+        let moved = MutexGuard::unlocked(state, || match self.frame.spec.direction {
             Direction::Read => {
                 let light = gauge.read_starts();
                 let start = Instant::now();
@@ -345,7 +287,7 @@ impl Shared {
             }
         });
         state.call_ended(at);
-        let suffers = self.spec.options.write_throttle && gauge.reads_suffer();
+        let suffers = self.frame.spec.options.write_throttle && gauge.reads_suffer();
         let before = state.window.allowed();
         state.window.write_ended(suffers);
         if state.window.allowed() > before && state.jobs.has_work() {
@@ -356,13 +298,11 @@ impl Shared {
 
     /// The watchdog: answers callers whose time is up and replaces hung threads.
     fn watch(self: &Arc<Self>) {
-        let mut state = self.state.lock();
+        let mut state = self.frame.state.lock();
         while !state.is_over() {
             let now = Instant::now();
-            let expired = match state.abandon_at {
-                Some(t) if t <= now => state.jobs.abandon(None),
-                _ => state.jobs.expire(now),
-            };
+            let abandons = state.closing.abandons(now);
+            let expired = if abandons { state.jobs.abandon(None) } else { state.jobs.expire(now) };
             let late = |c: &Call| c.patience.is_some_and(|p| p <= now) || expired.stuck.contains(&c.span.job);
             let hung = state.hang(late);
             if !hung.is_empty() || !expired.ended.is_empty() {
@@ -386,8 +326,8 @@ impl Shared {
         }
         MutexGuard::unlocked(&mut state, || self.transfer.over());
         state.watched = false;
-        self.wake_all();
-        self.ended.notify_all();
+        self.rouse();
+        self.frame.ended.notify_all();
     }
 
     /// Has reads answered that wait for hung calls, where there is other memory for them. On a thread of its own, as whatever holds
@@ -404,7 +344,7 @@ impl Shared {
         let serve = move || {
             for (job, seq, bytes) in reads {
                 let Some(into) = me.transfer.spare(bytes) else { continue };
-                let read = me.state.lock().jobs.detach(job, seq);
+                let read = me.frame.state.lock().jobs.detach(job, seq);
                 if let Some(read) = read {
                     me.transfer.serve(read, into);
                 }
@@ -416,9 +356,16 @@ impl Shared {
     }
 
     fn replace_hung(self: &Arc<Self>, state: &mut State) {
-        let numjobs = self.spec.options.numjobs;
-        while state.alive - state.hung.min(state.alive) < numjobs && state.alive < 2 * numjobs && !state.closing {
-            tracing::warn!(queue = self.spec.thread_name(), hung = state.hung, "I/O hangs: starting a spare thread");
+        let numjobs = self.frame.spec.options.numjobs;
+        while state.alive - state.hung.min(state.alive) < numjobs
+            && state.alive < 2 * numjobs
+            && !state.closing.has_begun()
+        {
+            tracing::warn!(
+                queue = self.frame.spec.thread_name(),
+                hung = state.hung,
+                "I/O hangs: starting a spare thread"
+            );
             if let Err(e) = spawn_worker(self, state) {
                 tracing::warn!(error = %e, "cannot replace a hung I/O thread");
                 break;

@@ -1,7 +1,7 @@
 //! Paged KV into staging: the tokens of a tile from their slots, then the tile's CRC.
 #![expect(unsafe_code, reason = "reads from the caller's paged KV")]
 
-use super::copy::copy_grid;
+use super::copy::{Stores, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
 use super::scatter::{Cursor, line};
 use super::{Outcome, host_only};
@@ -57,7 +57,7 @@ fn gather_plane(plane: &Plane, part: &Resolved<'_>, extent: &mut [u8], gate: &Ga
                 // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile, their slots in
                 // blocks that the layout was checked to keep inside its memory, which the job holds. Staging belongs to the
                 // job alone, so the two do not overlap; the gate is entered.
-                unsafe { copy_grid(plane.base.wrapping_add(from), dst, grid) };
+                unsafe { copy_grid(plane.base.wrapping_add(from), dst, grid, Stores::Cached) };
             }
         }
         crc.update(tile);
@@ -79,7 +79,10 @@ fn gather_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &mut [u8], gate: 
                     let from = b.block as usize * blocks.block_stride + i * step;
                     // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was
                     // checked to keep inside its memory, which the job holds; staging is the job's alone; the gate is entered.
-                    unsafe { copy_grid(blocks.base.wrapping_add(from), tile.as_mut_ptr(), line(tile.len())) };
+                    unsafe {
+                        let source = blocks.base.wrapping_add(from);
+                        copy_grid(source, tile.as_mut_ptr(), line(tile.len()), Stores::Cached);
+                    };
                 }
                 None => tile.fill(0),
             }

@@ -1,7 +1,7 @@
 //! Staging into paged KV: the CRC of a tile, then its tokens to their slots.
 #![expect(unsafe_code, reason = "writes to the caller's paged KV")]
 
-use super::copy::{Axis, Grid, copy_grid};
+use super::copy::{Axis, Drain, Grid, Stores, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
 use super::{Outcome, host_only};
 use crate::device::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
@@ -15,6 +15,8 @@ pub(super) fn run(job: &ScatterJob) -> Result<Outcome> {
     let staging = job.staging.as_slice();
     let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
     let Some(_guard) = job.gate.enter() else { return Ok(Outcome::skipped()) };
+    // Dropped before the guard, whichever way this ends: who has closed the gate may use the memory.
+    let _drain = Drain;
     let mut outcome = Outcome { crcs: Vec::with_capacity(parts.len()), ..Outcome::default() };
     for part in &parts {
         let extent = staging.get(part.extent.clone()).unwrap_or_default();
@@ -60,7 +62,7 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut P
                 // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile, their slots in
                 // blocks that the layout was checked to keep inside its memory, which the job holds. Staging belongs to the
                 // job alone, so the two do not overlap; the gate is entered.
-                unsafe { copy_grid(src, plane.base.wrapping_add(to), grid) };
+                unsafe { copy_grid(src, plane.base.wrapping_add(to), grid, Stores::Past) };
             }
         }
     }
@@ -81,7 +83,10 @@ fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &[u8], pass: &mu
                 let to = b.block as usize * blocks.block_stride + i * step;
                 // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was checked
                 // to keep inside its memory, which the job holds; staging is the job's alone; the gate is entered.
-                unsafe { copy_grid(tile.as_ptr(), blocks.base.wrapping_add(to), line(tile.len())) };
+                unsafe {
+                    let target = blocks.base.wrapping_add(to);
+                    copy_grid(tile.as_ptr(), target, line(tile.len()), Stores::Past);
+                };
             }
         }
     }

@@ -13,38 +13,30 @@ mod part;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, MutexGuard};
 
+use super::door::{Behind, Closing, Door, Frame, Taken};
 use super::jobs::{Ended, Expired, Jobs, Moved, Span};
-use super::request::{Rejected, Request};
 use super::stats::IoStats;
-use super::{Backend, MemRegion, Mover, Queue, QueueSpec, busy, closed, forked, left_over};
+use super::{Backend, MemRegion, Mover, QueueSpec};
 use crate::error::{Error, Result};
 
 use memory::Memory;
 pub(super) use memory::pinned;
 
-/// Time for the watchdog to answer callers after the deadline of a close.
-const CLOSE_GRACE: Duration = Duration::from_millis(200);
-
 /// A queue by way of pinned memory.
-pub(super) struct Bounce {
-    shared: Arc<Shared>,
-}
+pub(super) type Bounce = Door<Shared>;
 
-struct Shared {
-    spec: QueueSpec,
-    pid: u32,
+pub(super) struct Shared {
+    frame: Frame<State>,
     host: Arc<dyn Backend>,
     mover: Arc<dyn Mover>,
     memory: Arc<Memory>,
     /// What the parts of requests count in, so that they do not count as requests.
     parts: Arc<IoStats>,
-    state: Mutex<State>,
     watch: Condvar,
-    ended: Condvar,
     me: Weak<Shared>,
 }
 
@@ -55,8 +47,9 @@ enum Stage {
     Copy,
 }
 
-struct State {
+pub(super) struct State {
     jobs: Jobs,
+    closing: Closing,
     /// Pieces under way, by a number that is never used again; one that is not here any more was given up.
     parts: HashMap<u64, (Span, Stage)>,
     next_part: u64,
@@ -64,14 +57,12 @@ struct State {
     pumping: bool,
     again: bool,
     watching_until: Option<Instant>,
-    closing: bool,
-    abandon_at: Option<Instant>,
     watched: bool,
 }
 
 impl State {
     fn is_over(&self) -> bool {
-        self.closing && self.jobs.live() == 0
+        self.closing.has_begun() && self.jobs.live() == 0
     }
 
     /// Takes the pieces at the drive back whose callers wait no longer.
@@ -88,7 +79,7 @@ impl State {
     }
 
     fn give_up_late(&mut self, now: Instant) -> Expired {
-        let abandon = self.abandon_at.is_some_and(|t| t <= now);
+        let abandon = self.closing.abandons(now);
         if !abandon && self.jobs.next_check().is_none_or(|t| now < t) {
             return Expired::default();
         }
@@ -108,111 +99,74 @@ impl Bounce {
         memory::check(&*pinned)?;
         let state = State {
             jobs: Jobs::new(usize::MAX),
+            closing: Closing::default(),
             parts: HashMap::new(),
             next_part: 0,
             pumping: false,
             again: false,
             watching_until: None,
-            closing: false,
-            abandon_at: None,
             watched: true,
         };
         let shared = Arc::new_cyclic(|me: &Weak<Shared>| Shared {
-            spec,
-            pid: std::process::id(),
+            frame: Frame::new(spec, state),
             host,
             mover,
             memory: Memory::new(pinned, Weak::clone(me)),
             parts: Arc::default(),
-            state: Mutex::new(state),
             watch: Condvar::new(),
-            ended: Condvar::new(),
             me: Weak::clone(me),
         });
         let watcher = Arc::clone(&shared);
-        let name = format!("fb-bounce-{}", shared.spec.thread_name());
+        let name = format!("fb-bounce-{}", shared.frame.spec.thread_name());
         let spawned = std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(move || watcher.watch());
         spawned.map_err(|e| Error::io("cannot start an I/O thread", e))?;
-        Ok(Self { shared })
+        Ok(Door(shared))
     }
 }
 
-impl Queue for Bounce {
-    fn submit(&self, request: Request) -> std::result::Result<(), Rejected> {
-        let s = &*self.shared;
-        s.submit(request, &s.spec.stats, s.spec.options.queue_limit)
+impl Behind for Shared {
+    type State = State;
+
+    fn frame(&self) -> &Frame<State> {
+        &self.frame
     }
 
-    fn stats(&self) -> &Arc<IoStats> {
-        &self.shared.spec.stats
+    fn closing(state: &mut State) -> &mut Closing {
+        &mut state.closing
     }
 
-    fn close(&self, deadline: Instant) -> Result<()> {
-        let s = &*self.shared;
-        if std::process::id() != s.pid {
-            return Err(forked());
+    fn take(&self, state: &mut State, (request, submitted, stats): Taken) -> bool {
+        state.jobs.admit(request, submitted, stats);
+        if state.watching_until.is_none_or(|t| state.jobs.next_check().is_some_and(|d| d < t)) {
+            self.watch.notify_one();
         }
-        let mut state = s.state.lock();
-        state.closing = true;
-        state.abandon_at = Some(state.abandon_at.map_or(deadline, |t| t.min(deadline)));
-        s.watch.notify_all();
-        while !state.is_over() || state.watched {
-            if s.ended.wait_until(&mut state, deadline + CLOSE_GRACE).timed_out() {
-                break;
-            }
-        }
-        match state.jobs.live() {
-            0 => Ok(()),
-            left => Err(left_over(left, &s.spec.thread_name())),
-        }
+        true
     }
-}
 
-impl Backend for Bounce {
-    fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected> {
-        self.shared.submit(request, stats, usize::MAX)
+    fn taken(&self) {
+        self.pump();
     }
-}
 
-impl Drop for Bounce {
-    /// Whatever was accepted is still served, in the background.
-    fn drop(&mut self) {
-        if std::process::id() == self.shared.pid {
-            self.shared.state.lock().closing = true;
-            self.shared.watch.notify_all();
-        }
+    fn rouse(&self) {
+        self.watch.notify_all();
+    }
+
+    fn is_over(&self, state: &State) -> bool {
+        state.is_over() && !state.watched
+    }
+
+    fn left(&self, state: &State) -> usize {
+        state.jobs.live()
     }
 }
 
 impl Shared {
-    fn submit(&self, request: Request, stats: &Arc<IoStats>, limit: usize) -> std::result::Result<(), Rejected> {
-        if let Err(e) = self.spec.check(&request, self.pid) {
-            stats.rejected();
-            return Err(request.reject(e));
-        }
-        let submitted = Instant::now();
-        let mut state = self.state.lock();
-        let refused = if state.closing { Some(closed()) } else { (!stats.enter(limit)).then(|| busy(limit)) };
-        if let Some(e) = refused {
-            drop(state);
-            stats.rejected();
-            return Err(request.reject(e));
-        }
-        state.jobs.admit(request, submitted, Arc::clone(stats));
-        if state.watching_until.is_none_or(|t| state.jobs.next_check().is_some_and(|d| d < t)) {
-            self.watch.notify_one();
-        }
-        drop(state);
-        self.pump();
-        Ok(())
-    }
-
     /// Starts what can be started. One thread does it at a time, so that pieces reach the host's queue in order.
     fn pump(&self) {
-        if std::process::id() != self.pid {
+        if self.frame.is_forked() {
             return;
         }
-        let mut state = self.state.lock();
+        let mut state = self.frame.state.lock();
         if state.pumping {
             state.again = true;
             return;
@@ -231,7 +185,7 @@ impl Shared {
     }
 
     fn part_ended(&self, part: u64, moved: Moved) {
-        let mut state = self.state.lock();
+        let mut state = self.frame.state.lock();
         let Some((span, _)) = state.parts.remove(&part) else { return };
         let ended = state.jobs.block_ended(span, moved);
         let over = state.is_over();
@@ -245,7 +199,7 @@ impl Shared {
 
     /// The watchdog: answers callers whose time is up.
     fn watch(&self) {
-        let mut state = self.state.lock();
+        let mut state = self.frame.state.lock();
         while !state.is_over() {
             let now = Instant::now();
             let expired = state.give_up_late(now);
@@ -253,7 +207,7 @@ impl Shared {
                 MutexGuard::unlocked(&mut state, || expired.ended.into_iter().for_each(Ended::deliver));
                 continue;
             }
-            let abandon = state.abandon_at.filter(|t| *t > now);
+            let abandon = state.closing.abandon_at().filter(|t| *t > now);
             let until = [state.jobs.next_check(), abandon].into_iter().flatten().min();
             state.watching_until = until;
             match until {
@@ -263,6 +217,6 @@ impl Shared {
             state.watching_until = None;
         }
         state.watched = false;
-        self.ended.notify_all();
+        self.frame.ended.notify_all();
     }
 }

@@ -158,7 +158,7 @@ impl Shared {
 
     /// Moves a part to its next stage; `false` where nobody waits for it any more: then it has ended.
     fn advances(&self, target: Target, stage: Stage) -> bool {
-        let mut state = self.state.lock();
+        let mut state = self.frame.state.lock();
         let Some((span, at)) = state.parts.get_mut(&target.part) else { return false };
         let job = span.job;
         *at = stage;

@@ -8,10 +8,11 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use super::Shared;
 use super::ring::{BELL, CANCEL, Ring, Waited};
-use super::{Shared, Taken};
 use crate::error::Result;
 use crate::io::Direction;
+use crate::io::door::{Closing, Taken};
 use crate::io::file::FileWatcher;
 use crate::io::jobs::{Ended, Expired, Jobs, Span};
 use crate::io::pace::ReadWindow;
@@ -41,19 +42,20 @@ pub(super) struct Owner {
     ended: Vec<Ended>,
     completions: Vec<(u64, i32, bool)>,
     taken: Vec<Taken>,
-    closing: bool,
+    /// The close as the owner last saw it, and when it has to act on it.
+    closing: Closing,
     abandon_at: Option<Instant>,
 }
 
 impl Owner {
     /// Makes the ring. Has to run on the thread that will run the owner.
     pub(super) fn new(shared: Arc<Shared>) -> Result<Self> {
-        let depth = shared.spec.options.iodepth;
+        let depth = shared.frame.spec.options.iodepth;
         let slots = 2 * depth;
-        let ring = Ring::new(&shared.spec, slots, shared.bell.as_raw_fd())?;
-        let options = &shared.spec.options;
+        let ring = Ring::new(&shared.frame.spec, slots, shared.bell.as_raw_fd())?;
+        let options = &shared.frame.spec.options;
         let reads = ReadWindow::new(depth, options.block_bytes, options.read_latency);
-        let jobs = Jobs::new(shared.spec.options.block_bytes);
+        let jobs = Jobs::new(shared.frame.spec.options.block_bytes);
         Ok(Self {
             shared,
             ring,
@@ -68,7 +70,7 @@ impl Owner {
             ended: Vec::new(),
             completions: Vec::new(),
             taken: Vec::new(),
-            closing: false,
+            closing: Closing::default(),
             abandon_at: None,
         })
     }
@@ -86,7 +88,7 @@ impl Owner {
                 self.ended.drain(..).for_each(Ended::deliver);
                 continue;
             }
-            if self.closing && self.jobs.live() == 0 {
+            if self.closing.has_begun() && self.jobs.live() == 0 {
                 break;
             }
             if !self.lie_down() {
@@ -102,17 +104,19 @@ impl Owner {
         let shared = Arc::clone(&self.shared);
         // The ring goes first: whoever waits for the close may unmap the regions it registered.
         drop(self);
-        shared.inbox.lock().over = true;
-        shared.over.notify_all();
+        shared.frame.state.lock().over = true;
+        shared.frame.ended.notify_all();
     }
 
     fn take_inbox(&mut self) {
-        let mut inbox = self.shared.inbox.lock();
+        let mut inbox = self.shared.frame.state.lock();
         inbox.sleeping = false;
         std::mem::swap(&mut inbox.requests, &mut self.taken);
         let closed_files = std::mem::take(&mut inbox.closed_files);
-        self.closing = inbox.closing;
-        self.abandon_at = [self.abandon_at, inbox.abandon_at.take()].into_iter().flatten().min();
+        if self.closing != inbox.closing {
+            self.closing = inbox.closing;
+            self.abandon_at = self.closing.abandon_at();
+        }
         drop(inbox);
         for (request, submitted, stats) in self.taken.drain(..) {
             self.jobs.admit(request, submitted, stats);
@@ -124,15 +128,15 @@ impl Owner {
 
     /// Says that the bell must be rung from now on; `false` when there is something to do first.
     fn lie_down(&self) -> bool {
-        let mut inbox = self.shared.inbox.lock();
-        let news = inbox.closing != self.closing || inbox.abandon_at.is_some();
+        let mut inbox = self.shared.frame.state.lock();
+        let news = inbox.closing != self.closing;
         inbox.sleeping = inbox.requests.is_empty() && inbox.closed_files.is_empty() && !news;
         inbox.sleeping
     }
 
     /// Blocks that may be in the kernel.
     fn allowed(&self) -> usize {
-        match self.shared.spec.direction {
+        match self.shared.frame.spec.direction {
             Direction::Read => self.reads.allowed(),
             Direction::Write => self.window.allowed(),
         }
@@ -148,8 +152,8 @@ impl Owner {
             let Some(slot) = self.free.pop() else { break };
             self.in_kernel += 1;
             self.in_kernel_bytes += piece.span.len;
-            let gauge = &self.shared.spec.gauge;
-            let light = match self.shared.spec.direction {
+            let gauge = &self.shared.frame.spec.gauge;
+            let light = match self.shared.frame.spec.direction {
                 Direction::Read => gauge.read_starts(),
                 Direction::Write => {
                     gauge.write_starts();
@@ -190,7 +194,7 @@ impl Owner {
         self.in_kernel -= 1;
         self.in_kernel_bytes -= block.span.len;
         self.stuck -= usize::from(block.stuck);
-        let spec = &self.shared.spec;
+        let spec = &self.shared.frame.spec;
         match spec.direction {
             Direction::Read => {
                 let latency = now.saturating_duration_since(block.started);
@@ -238,11 +242,10 @@ impl Owner {
     /// The ring no longer takes calls. Callers are told; what the kernel may still write to is never freed.
     fn broken(mut self, errno: i32) {
         let error = std::io::Error::from_raw_os_error(errno);
-        tracing::error!(queue = self.shared.spec.thread_name(), %error, "the ring failed; the queue is closed");
+        tracing::error!(queue = self.shared.frame.spec.thread_name(), %error, "the ring failed; the queue is closed");
         {
-            let mut inbox = self.shared.inbox.lock();
-            inbox.closing = true;
-            inbox.broken = Some(errno);
+            let mut inbox = self.shared.frame.state.lock();
+            inbox.closing.break_off(errno);
             self.taken.append(&mut inbox.requests);
         }
         for (request, submitted, stats) in self.taken.drain(..) {
@@ -254,8 +257,8 @@ impl Owner {
         let leaked = self.in_kernel;
         std::mem::forget(self);
         if leaked == 0 {
-            shared.inbox.lock().over = true;
+            shared.frame.state.lock().over = true;
         }
-        shared.over.notify_all();
+        shared.frame.ended.notify_all();
     }
 }

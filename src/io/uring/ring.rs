@@ -129,7 +129,11 @@ impl Ring {
             Window::None => None,
             Window::New { index, offset, len } => {
                 let region = self.regions.iter().find(|r| r.id() == id)?;
-                let iov = libc::iovec { iov_base: region.as_mut_ptr().wrapping_add(offset).cast(), iov_len: len };
+                let iov_base = region.as_mut_ptr().wrapping_add(offset).cast();
+                // Memory that was never touched is zeroed now: milliseconds a window, and tens of them
+                // where a hypervisor has to find it too. The drive works on what is queued meanwhile.
+                let _ = self.submit();
+                let iov = libc::iovec { iov_base, iov_len: len };
                 // SAFETY: the window lies in a region that `self.regions` keeps mapped for as long as the ring lives.
                 match unsafe { self.uring.submitter().register_buffers_update(index.into(), &[iov], None) } {
                     Ok(()) => Some(index),
