@@ -2,7 +2,8 @@
 
 use super::support::*;
 use crate::index::SavedPrefix;
-use crate::log::{Log, LogOptions, PutSpec, paths};
+use crate::log::base::paths;
+use crate::log::{Log, LogOptions, PutSpec, policy};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,15 +37,15 @@ fn file(log: &Log) -> PathBuf {
 fn known(log: &Log) -> SavedPrefix {
     let lane = log.volumes[0].own().unwrap();
     let mut state = lane.state().unwrap();
-    super::super::chain::drain_touches(&lane, &mut state);
-    let chain = state.chain.as_ref().unwrap();
+    policy::note_touches(&lane, &mut state);
+    let chain = state.usage.chain().unwrap();
     let mut saving = chain.save(u64::MAX).unwrap();
     while !chain.save_more(&mut saving, usize::MAX) {}
     chain.saved(saving)
 }
 
 fn clock(log: &Log) -> u64 {
-    log.volumes[0].own().unwrap().state().unwrap().chain.as_ref().unwrap().clock()
+    log.volumes[0].own().unwrap().state().unwrap().usage.chain().unwrap().clock()
 }
 
 /// Whatever is there is held, or has been given up and can go or be used again.
@@ -52,7 +53,7 @@ fn all_can_go(log: &Log, keys: std::ops::Range<u64>) {
     let there: Vec<u64> = keys.filter(|n| has(log, *n)).collect();
     let lane = log.volumes[0].own().unwrap();
     let mut state = lane.state().unwrap();
-    let chain = state.chain.as_mut().unwrap();
+    let chain = state.usage.chain_mut().unwrap();
     for n in there {
         chain.touched(crate::index::tag_of(&key(n)));
         assert!(chain.holds(crate::index::tag_of(&key(n))), "nobody knows of key {n}");
@@ -166,7 +167,7 @@ fn what_came_or_went_since_it_was_written_is_found_out() {
     let log = Log::open(options).unwrap();
     let lane = log.volumes[0].own().unwrap();
     // Much had gone: none of that keeps room, which would stand empty.
-    let held = lane.state().unwrap().chain.as_ref().unwrap().held();
+    let held = lane.state().unwrap().usage.chain().unwrap().held();
     let there = chunks(&log);
     assert!(held <= there, "{held} are held, {there} are there");
     all_can_go(&log, 0..4000);

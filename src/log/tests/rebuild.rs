@@ -214,7 +214,7 @@ fn a_segment_that_was_given_up_stays_so_without_the_index() {
     let log = Log::open(fifo.clone()).unwrap();
     (0..40).for_each(|n| assert!(store(&log, n)));
     log.seal(soon()).unwrap();
-    assert!(reclaim::reclaim_one(&log.volumes[0]));
+    assert!(reclaim::steps::reclaim_one(&log.volumes[0]));
     let there: Vec<bool> = (0..40).map(|n| has(&log, n)).collect();
     assert!(!there[0] && there[39]);
     log.abandon();
