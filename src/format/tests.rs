@@ -80,14 +80,14 @@ fn structures_come_back_as_they_were_written() {
         segment: 2,
         epoch: 3,
         state: SegmentState::Sealed,
-        count: 21,
+        count: records.len() as u32,
         min_sequence: 4,
         max_sequence: 5,
         sealed_ms: 6,
     };
     let bytes = encode_region(&region, 2, &records);
     assert_eq!(RegionHeader::decode(&bytes).unwrap(), Some(region));
-    assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], 21), (records, 0));
+    assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], region.count), (records, 0));
     assert!(bytes[PAGE_BYTES..3 * PAGE_BYTES].chunks(PAGE_BYTES).all(|page| GonePage::decode(page).is_none()));
     let slots: Vec<u32> = (0..GONE_PER_PAGE as u32).map(|n| n * 3).collect();
     let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: true, slots };
@@ -187,7 +187,7 @@ proptest! {
     }
 
     #[test]
-    fn any_flipped_bit_is_noticed(bit in 0usize..4096 * 8, small in 0usize..192 * 8) {
+    fn any_flipped_bit_is_noticed(bit in 0usize..4096 * 8, small in 0..record::RECORD_BYTES * 8) {
         let flip = |bytes: &[u8], bit: usize| { let mut b = bytes.to_vec(); b[bit / 8] ^= 1 << (bit % 8); b };
         prop_assert!(Record::decode(&flip(&record(1).encode(), small)).is_err());
         prop_assert!(Superblock::decode(&flip(&superblock(1).encode(), bit)).is_err());

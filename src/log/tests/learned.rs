@@ -33,8 +33,15 @@ fn file(log: &Log) -> PathBuf {
     log.volumes[0].own().unwrap().dir.join(paths::POLICY)
 }
 
+/// Waits until the policy's state has been read, which is done in the background.
+fn loaded(log: &Log) {
+    at_rest(log);
+    assert!(log.volumes[0].own().unwrap().state().unwrap().usage.chain().is_some());
+}
+
 /// The policy's state.
 fn known(log: &Log) -> SavedPrefix {
+    loaded(log);
     let lane = log.volumes[0].own().unwrap();
     let mut state = lane.state().unwrap();
     policy::note_touches(&lane, &mut state);
@@ -45,6 +52,7 @@ fn known(log: &Log) -> SavedPrefix {
 }
 
 fn clock(log: &Log) -> u64 {
+    loaded(log);
     log.volumes[0].own().unwrap().state().unwrap().usage.chain().unwrap().clock()
 }
 
@@ -108,6 +116,7 @@ fn a_kill_forgets_what_came_after_the_last_write_only() {
     let left = file(&log).with_extension("state.new");
     std::fs::write(&left, "half").unwrap();
     let log = crash(log);
+    loaded(&log);
     assert!(!left.exists(), "what a killed writer leaves is taken away");
     assert!(clock(&log) > 2 * there && clock(&log) <= at_the_kill + there, "{} {at_the_kill} {there}", clock(&log));
     serve(&log, 1000..1040);
@@ -165,6 +174,7 @@ fn what_came_or_went_since_it_was_written_is_found_out() {
     drop(log);
     std::fs::write(path, first).unwrap();
     let log = Log::open(options).unwrap();
+    loaded(&log);
     let lane = log.volumes[0].own().unwrap();
     // Much had gone: none of that keeps room, which would stand empty.
     let held = lane.state().unwrap().usage.chain().unwrap().held();

@@ -149,22 +149,6 @@ fn after_a_reboot_sequences_go_on_above_the_removal() {
 }
 
 #[test]
-fn what_a_purge_that_was_cut_off_left_behind_harms_nobody() {
-    let dir = temp();
-    let log = open(dir.path());
-    (0..10).for_each(|n| assert!(store(&log, n)));
-    let shard = lane_file(dir.path(), "x").parent().unwrap().parent().unwrap().to_path_buf();
-    std::fs::create_dir(shard.join("purge.new")).unwrap();
-    std::fs::write(shard.join("purge.new/data.kv"), b"half").unwrap();
-    log.flush().unwrap();
-    let log = crash(log);
-    assert!((0..10).all(|n| has(&log, n)));
-    run(dir.path(), What::All);
-    assert!((0..10).all(|n| !has(&log, n)) && !shard.join("purge.new").exists());
-    assert!((0..10).all(|n| !has(&crash(open(dir.path())), n)));
-}
-
-#[test]
 fn a_shard_that_is_not_there_is_an_error() {
     let dir = temp();
     drop(open(dir.path()));
