@@ -123,13 +123,12 @@ impl RegionLayout {
     /// Of a region of so many bytes.
     #[must_use]
     pub const fn of(region_bytes: u64) -> Self {
-        let body = (region_bytes as usize).saturating_sub(PAGE_BYTES);
-        let mut records = body / (GONE_PER_PAGE * RECORD_BYTES + PAGE_BYTES) * GONE_PER_PAGE;
-        let rest = body.saturating_sub(self::region_bytes(records) - PAGE_BYTES);
-        if rest > PAGE_BYTES {
-            let more = (rest - PAGE_BYTES) / RECORD_BYTES;
-            records += if more < GONE_PER_PAGE { more } else { GONE_PER_PAGE };
-        }
+        let pages = (region_bytes as usize / PAGE_BYTES).saturating_sub(1);
+        // With so many pages of the list, all records that these name have room; with one more, those that then still have.
+        let lists = pages * PAGE_BYTES / (GONE_PER_PAGE * RECORD_BYTES + PAGE_BYTES);
+        let full = lists * GONE_PER_PAGE;
+        let with_one_more = pages.saturating_sub(lists + 1) * PAGE_BYTES / RECORD_BYTES;
+        let records = if with_one_more > full { with_one_more } else { full };
         Self { records, gone_pages: records.div_ceil(GONE_PER_PAGE) }
     }
 

@@ -1,9 +1,12 @@
 use proptest::prelude::*;
 
 use super::budget::BudgetPage;
+use super::floors::Floors;
 use super::layout::{COARSE_BYTES, SlotLayout};
 use super::record::{KeyKind, Record, RecordKind};
-use super::sealed::{RegionHeader, SegmentState, decode_records, encode_region};
+use super::sealed::{
+    GONE_PER_PAGE, GonePage, RegionHeader, RegionLayout, SegmentState, decode_records, encode_region, region_bytes,
+};
 use super::slot::{SlotHeader, TLV_TOKEN_IDS};
 use super::superblock::Superblock;
 use super::*;
@@ -77,14 +80,19 @@ fn structures_come_back_as_they_were_written() {
         segment: 2,
         epoch: 3,
         state: SegmentState::Sealed,
-        count: 21,
+        count: records.len() as u32,
         min_sequence: 4,
         max_sequence: 5,
         sealed_ms: 6,
     };
-    let bytes = encode_region(&region, &records);
+    let bytes = encode_region(&region, 2, &records);
     assert_eq!(RegionHeader::decode(&bytes).unwrap(), Some(region));
-    assert_eq!(decode_records(&bytes[PAGE_BYTES..], 21), (records, 0));
+    assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], region.count), (records, 0));
+    assert!(bytes[PAGE_BYTES..3 * PAGE_BYTES].chunks(PAGE_BYTES).all(|page| GonePage::decode(page).is_none()));
+    let slots: Vec<u32> = (0..GONE_PER_PAGE as u32).map(|n| n * 3).collect();
+    let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: true, slots };
+    assert_eq!(GonePage::decode(&gone.encode()), Some(gone.clone()));
+    assert_eq!(gone.encode().len(), PAGE_BYTES);
     assert_eq!(RegionHeader::decode(&[0; PAGE_BYTES]).unwrap(), None, "never written");
     let layout = SlotLayout::of_chunk(&Geometry::preset("tiny").unwrap(), 16);
     let (bytes, sum) = header(&layout).encode(&layout).unwrap();
@@ -132,15 +140,62 @@ fn a_newer_version_or_unknown_feature_is_refused_and_not_called_damage() {
     assert_eq!(Superblock::decode(&ro.encode()).unwrap().access(), Access::ReadOnly);
 }
 
+/// What is written to the places of a region's parts, for so many records.
+fn assert_parts_fit(records: usize, bytes: usize) {
+    let layout = RegionLayout::of(bytes as u64);
+    assert!(layout.records >= records, "{layout:?} of {bytes} for {records}");
+    let of_records = (layout.records * record::RECORD_BYTES).next_multiple_of(PAGE_BYTES);
+    assert!(layout.records_at() + of_records <= bytes, "{layout:?}: the records reach beyond {bytes}");
+    assert_eq!(layout.records_at(), (1 + layout.gone_pages) * PAGE_BYTES, "the list ends where the records begin");
+    // Every slot of the segment can be listed: there are no more of them than records.
+    assert!(layout.gone_pages * GONE_PER_PAGE >= layout.records);
+    assert!(layout.gone_pages.saturating_sub(1) * GONE_PER_PAGE < layout.records.max(1), "no page too many");
+    // No room is left for another record together with what it may take of the list.
+    assert!(region_bytes(layout.records + 2 * PAGE_BYTES / record::RECORD_BYTES + 1) > bytes, "{layout:?} of {bytes}");
+}
+
+#[test]
+fn the_parts_of_a_region_never_overlap_at_the_bounds() {
+    for pages in 1..4 {
+        for records in pages * GONE_PER_PAGE - 70..pages * GONE_PER_PAGE + 70 {
+            assert_parts_fit(records, region_bytes(records));
+        }
+    }
+    assert_eq!(RegionLayout::of(0).records, 0);
+    assert_eq!(RegionLayout::of(2 * PAGE_BYTES as u64).records, 0, "a list of one page, and nothing to be listed");
+}
+
+#[test]
+fn an_older_version_is_refused_with_what_to_do_about_it_and_damage_is_not_called_so() {
+    let mut old = superblock(1).encode();
+    le::put_u32(&mut old, 12, VERSION - 1);
+    assert_eq!(Superblock::decode(&old).unwrap_err().kind(), ErrorKind::Corrupt, "a flipped bit of the version");
+    let sum = crc_with_hole(&old, 8);
+    le::put_u32(&mut old, 8, sum);
+    let e = Superblock::newest(&old, &[0; PAGE_BYTES]).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Incompatible);
+    assert!(e.advice_text().is_some_and(|advice| advice.contains("forebay purge")), "{e}");
+}
+
 proptest! {
     #[test]
-    fn any_flipped_bit_is_noticed(bit in 0usize..4096 * 8, small in 0usize..192 * 8) {
+    fn a_region_made_for_records_holds_them_and_its_parts_never_overlap(records in 0usize..200_000, more in 0usize..9000) {
+        assert_parts_fit(records, region_bytes(records));
+        // Of a size that no number of records gives.
+        let bytes = region_bytes(records) + more * PAGE_BYTES;
+        assert_parts_fit(records, bytes);
+    }
+
+    #[test]
+    fn any_flipped_bit_is_noticed(bit in 0usize..4096 * 8, small in 0..record::RECORD_BYTES * 8) {
         let flip = |bytes: &[u8], bit: usize| { let mut b = bytes.to_vec(); b[bit / 8] ^= 1 << (bit % 8); b };
         prop_assert!(Record::decode(&flip(&record(1).encode(), small)).is_err());
         prop_assert!(Superblock::decode(&flip(&superblock(1).encode(), bit)).is_err());
         let layout = SlotLayout::of_chunk(&Geometry::preset("tiny").unwrap(), 16);
         let (bytes, _) = header(&layout).encode(&layout).unwrap();
         prop_assert!(SlotHeader::decode(&flip(&bytes, bit % (bytes.len() * 8))).is_err());
+        let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: true, slots: vec![4, 5] };
+        prop_assert!(GonePage::decode(&flip(&gone.encode(), bit)).is_none());
         let page = journal::encode(1, &[7; 16], &[record(1), record(2)]);
         let intact = journal::decode(&page).unwrap().records;
         if let Ok(p) = journal::decode(&flip(&page, bit)) {
@@ -151,11 +206,11 @@ proptest! {
     #[test]
     fn decoders_are_total(bytes in proptest::collection::vec(any::<u8>(), 0..9000), keep_magic in any::<bool>()) {
         let mut bytes = bytes;
-        for magic in [&b"FBSLOT01"[..], b"FBSUPER1", b"FBJRNL01", b"FBSEAL01", b"FBBUDGT1"] {
+        for magic in [&b"FBSLOT01"[..], b"FBSUPER1", b"FBJRNL01", b"FBSEAL01", b"FBBUDGT1", b"FBGONE01", b"FBFLOOR1"] {
             if keep_magic && bytes.len() >= 8 { bytes[..8].copy_from_slice(magic); }
             let _ = (SlotHeader::decode(&bytes), Superblock::decode(&bytes), journal::decode(&bytes));
             let _ = (RegionHeader::decode(&bytes), BudgetPage::decode(&bytes), Record::decode(&bytes));
-            let _ = decode_records(&bytes, u32::MAX);
+            let _ = (decode_records(&bytes, u32::MAX), GonePage::decode(&bytes), Floors::decode(&bytes));
         }
     }
 }

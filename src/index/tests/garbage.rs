@@ -70,7 +70,7 @@ fn a_file_of_another_kind_boot_or_version_is_refused() {
     assert_eq!(Shard::attach(&file, BOOT, Access::ReadOnly).unwrap_err().kind(), ErrorKind::Corrupt);
     let other = Table::attach(&file, BootId([3, 4]), Access::ReadOnly).unwrap_err();
     assert_eq!(other.kind(), ErrorKind::Incompatible);
-    overwrite(&file, &2u64.to_le_bytes(), 8);
+    overwrite(&file, &u64::MAX.to_le_bytes(), 8);
     let future = Table::attach(&file, BOOT, Access::ReadOnly).unwrap_err();
     assert_eq!(future.kind(), ErrorKind::Incompatible);
 }

@@ -58,7 +58,7 @@ pub(super) fn entry(n: u64, seq: u64) -> Entry {
     let narrow = |shift: u32| (mix.rotate_left(shift) & 0xff_ffff) as u32;
     Entry {
         key: key(n),
-        kind: [EntryKind::Chunk, EntryKind::Object, EntryKind::Tombstone][(mix % 3) as usize],
+        kind: [EntryKind::Chunk, EntryKind::Object][(mix % 2) as usize],
         seq,
         segment: narrow(1),
         epoch: mix as u32,

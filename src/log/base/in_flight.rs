@@ -8,43 +8,45 @@ use parking_lot::Mutex;
 use super::{HalfKey, half};
 use crate::key::ChunkKey;
 
-/// What is known of a key that is being stored.
+/// Keys in flight, each with the number of the claim on it. A key is claimed by one put at a time.
 #[derive(Debug, Default)]
-struct Claim {
-    /// It was removed since.
-    removed: bool,
+pub(in crate::log) struct InFlight(Mutex<All>);
+
+#[derive(Debug, Default)]
+struct All {
+    claims: HashMap<HalfKey, u64>,
+    last: u64,
 }
 
-/// Keys in flight. A key is claimed by one put at a time.
-#[derive(Debug, Default)]
-pub(in crate::log) struct InFlight(Mutex<HashMap<HalfKey, Claim>>);
-
 impl InFlight {
-    /// Claims a key for a put; `false` where another put has it.
-    fn claim(&self, key: &ChunkKey) -> bool {
+    /// Claims a key for a put; `None` where another put has it.
+    fn claim(&self, key: &ChunkKey) -> Option<u64> {
         let mut all = self.0.lock();
-        let is_new = !all.contains_key(&half(key));
-        if is_new {
-            all.insert(half(key), Claim::default());
+        if all.claims.contains_key(&half(key)) {
+            return None;
         }
-        is_new
+        all.last += 1;
+        let number = all.last;
+        all.claims.insert(half(key), number);
+        Some(number)
     }
 
     /// The put is over.
-    fn end(&self, key: &ChunkKey) {
-        self.0.lock().remove(&half(key));
-    }
-
-    /// The key is removed: a put of it that has begun must not be published.
-    pub(in crate::log) fn remove(&self, key: &ChunkKey) {
-        if let Some(claim) = self.0.lock().get_mut(&half(key)) {
-            claim.removed = true;
+    fn end(&self, key: &ChunkKey, number: u64) {
+        let mut all = self.0.lock();
+        if all.claims.get(&half(key)) == Some(&number) {
+            all.claims.remove(&half(key));
         }
     }
 
-    /// Whether the key was removed since its put began.
-    fn is_removed(&self, key: &ChunkKey) -> bool {
-        self.0.lock().get(&half(key)).is_some_and(|claim| claim.removed)
+    /// The key is removed: a put of it that has begun must not be published, and another may begin.
+    pub(in crate::log) fn remove(&self, key: &ChunkKey) {
+        self.0.lock().claims.remove(&half(key));
+    }
+
+    /// Whether the key was removed since it was claimed.
+    fn is_removed(&self, key: &ChunkKey, number: u64) -> bool {
+        self.0.lock().claims.get(&half(key)) != Some(&number)
     }
 }
 
@@ -52,7 +54,7 @@ impl InFlight {
 #[derive(Debug)]
 pub(in crate::log) struct Claims {
     in_flight: Arc<InFlight>,
-    keys: Vec<ChunkKey>,
+    keys: Vec<(ChunkKey, u64)>,
 }
 
 impl Claims {
@@ -62,21 +64,42 @@ impl Claims {
 
     /// Claims a key; `false` where another put has it.
     pub(in crate::log) fn add(&mut self, key: &ChunkKey) -> bool {
-        let is_new = self.in_flight.claim(key);
-        if is_new {
-            self.keys.push(*key);
-        }
-        is_new
+        let number = self.in_flight.claim(key);
+        self.keys.extend(number.map(|number| (*key, number)));
+        number.is_some()
     }
 
-    /// Whether a key was removed since it was claimed.
+    /// Whether a claimed key was removed since.
     pub(in crate::log) fn is_removed(&self, key: &ChunkKey) -> bool {
-        self.in_flight.is_removed(key)
+        let its = self.keys.iter().find(|(its, _)| its == key);
+        its.is_none_or(|(_, number)| self.in_flight.is_removed(key, *number))
     }
 }
 
 impl Drop for Claims {
     fn drop(&mut self) {
-        self.keys.iter().for_each(|key| self.in_flight.end(key));
+        self.keys.iter().for_each(|(key, number)| self.in_flight.end(key, *number));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_removal_ends_a_claim_and_the_next_one_is_another() {
+        let all = Arc::new(InFlight::default());
+        let key = ChunkKey([7; 32]);
+        let (mut first, mut second) = (Claims::new(&all), Claims::new(&all));
+        assert!(first.add(&key) && !second.add(&key) && !first.is_removed(&key));
+        all.remove(&key);
+        assert!(first.is_removed(&key) && second.add(&key));
+        drop(first);
+        assert!(
+            !second.is_removed(&key) && !Claims::new(&all).add(&key),
+            "the end of the first is not that of the second"
+        );
+        drop(second);
+        assert!(Claims::new(&all).add(&key));
     }
 }

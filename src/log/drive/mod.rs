@@ -384,10 +384,12 @@ impl Volume {
 
     /// Whether an entry lies above its floor and has not expired.
     pub(super) fn shows(&self, entry: &Entry) -> bool {
-        let expiry = u64::from(entry.expiry_s);
-        // Only chunks have a tenant: objects say something else in its place.
-        let tenant = (entry.kind == EntryKind::Chunk).then_some(entry.tenant);
-        self.shard.is_above_floor(tenant, entry.seq) && (expiry == 0 || expiry > self.ctx.now_s())
+        shows(&self.shard, entry, self.ctx.now_s())
+    }
+
+    /// Whether the slot of an entry is still to be made unreadable because its tenant was removed: then that floor is dropped.
+    pub(super) fn is_tenant_removed(&self, entry: &Entry) -> bool {
+        entry.kind == EntryKind::Chunk && entry.seq > self.shard.floor() && !is_above_floor(&self.shard, entry)
     }
 
     /// A read has failed, or has not come back.
@@ -450,6 +452,18 @@ impl std::fmt::Debug for Volume {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Volume").field("root", &self.root).finish_non_exhaustive()
     }
+}
+
+/// Whether an entry lies above its floor and has not expired by now.
+pub(super) fn shows(shard: &Shard, entry: &Entry, now_s: u64) -> bool {
+    let expiry = u64::from(entry.expiry_s);
+    is_above_floor(shard, entry) && (expiry == 0 || expiry > now_s)
+}
+
+fn is_above_floor(shard: &Shard, entry: &Entry) -> bool {
+    // Only chunks have a tenant: objects say something else in its place.
+    let tenant = (entry.kind == EntryKind::Chunk).then_some(entry.tenant);
+    shard.is_above_floor(tenant, entry.seq)
 }
 
 /// Attaches to the shard page, or makes it where this boot has none. Under the shard's lock.

@@ -234,7 +234,11 @@ fn list(lane: &Lane, going: &[Entry]) -> Result<()> {
     }
     let Some(segment) = going.first().map(|e| e.segment) else { return Ok(()) };
     drop(state);
-    journal::write_gone(lane, segment)
+    // A hint: where it cannot be written it is tried again later.
+    if let Err(e) = journal::write_gone(lane, segment) {
+        tracing::debug!(lane = %lane.dir.display(), error = %e, "a list of what is gone was not written");
+    }
+    Ok(())
 }
 
 /// Takes the entries of slots that are unreadable now out of the table.

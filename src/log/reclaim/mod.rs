@@ -16,3 +16,33 @@ mod space;
 
 pub(super) use maintenance::{Maintenance, at_rest, helpers, run};
 pub(super) use orphans::delete;
+
+/// Parts of it, for tests that decide what goes and when.
+#[cfg(test)]
+pub(super) mod steps {
+    use std::sync::Arc;
+
+    use crate::error::Result;
+    use crate::index::Entry;
+    use crate::log::drive::Volume;
+    use crate::log::lane::{Lane, Role};
+
+    /// Gives up chunks of sealed segments; how many, and how many bytes were given back.
+    pub(in crate::log) fn evict(volume: &Volume, lane: &Arc<Lane>, chosen: Vec<Entry>) -> Result<(u64, u64)> {
+        super::evict::evict(volume, lane, chosen).map(|evicted| (evicted.chunks, evicted.bytes))
+    }
+
+    /// Makes durable that what was given up is gone, and the lists of it.
+    pub(in crate::log) fn settle(lane: &Lane) {
+        super::evict::settle(lane);
+        super::evict::write_lists(lane);
+    }
+
+    pub(in crate::log) fn reclaim_one(volume: &Volume) -> bool {
+        super::segment::reclaim_one(volume)
+    }
+
+    pub(in crate::log) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
+        super::segment::reclaim_dead(volume, role)
+    }
+}

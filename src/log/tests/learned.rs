@@ -2,7 +2,8 @@
 
 use super::support::*;
 use crate::index::SavedPrefix;
-use crate::log::{Log, LogOptions, PutSpec, paths};
+use crate::log::base::paths;
+use crate::log::{Log, LogOptions, PutSpec, policy};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,19 +33,27 @@ fn file(log: &Log) -> PathBuf {
     log.volumes[0].own().unwrap().dir.join(paths::POLICY)
 }
 
+/// Waits until the policy's state has been read, which is done in the background.
+fn loaded(log: &Log) {
+    at_rest(log);
+    assert!(log.volumes[0].own().unwrap().state().unwrap().usage.chain().is_some());
+}
+
 /// The policy's state.
 fn known(log: &Log) -> SavedPrefix {
+    loaded(log);
     let lane = log.volumes[0].own().unwrap();
     let mut state = lane.state().unwrap();
-    super::super::chain::drain_touches(&lane, &mut state);
-    let chain = state.chain.as_ref().unwrap();
+    policy::note_touches(&lane, &mut state);
+    let chain = state.usage.chain().unwrap();
     let mut saving = chain.save(u64::MAX).unwrap();
     while !chain.save_more(&mut saving, usize::MAX) {}
     chain.saved(saving)
 }
 
 fn clock(log: &Log) -> u64 {
-    log.volumes[0].own().unwrap().state().unwrap().chain.as_ref().unwrap().clock()
+    loaded(log);
+    log.volumes[0].own().unwrap().state().unwrap().usage.chain().unwrap().clock()
 }
 
 /// Whatever is there is held, or has been given up and can go or be used again.
@@ -52,7 +61,7 @@ fn all_can_go(log: &Log, keys: std::ops::Range<u64>) {
     let there: Vec<u64> = keys.filter(|n| has(log, *n)).collect();
     let lane = log.volumes[0].own().unwrap();
     let mut state = lane.state().unwrap();
-    let chain = state.chain.as_mut().unwrap();
+    let chain = state.usage.chain_mut().unwrap();
     for n in there {
         chain.touched(crate::index::tag_of(&key(n)));
         assert!(chain.holds(crate::index::tag_of(&key(n))), "nobody knows of key {n}");
@@ -107,6 +116,7 @@ fn a_kill_forgets_what_came_after_the_last_write_only() {
     let left = file(&log).with_extension("state.new");
     std::fs::write(&left, "half").unwrap();
     let log = crash(log);
+    loaded(&log);
     assert!(!left.exists(), "what a killed writer leaves is taken away");
     assert!(clock(&log) > 2 * there && clock(&log) <= at_the_kill + there, "{} {at_the_kill} {there}", clock(&log));
     serve(&log, 1000..1040);
@@ -164,9 +174,10 @@ fn what_came_or_went_since_it_was_written_is_found_out() {
     drop(log);
     std::fs::write(path, first).unwrap();
     let log = Log::open(options).unwrap();
+    loaded(&log);
     let lane = log.volumes[0].own().unwrap();
     // Much had gone: none of that keeps room, which would stand empty.
-    let held = lane.state().unwrap().chain.as_ref().unwrap().held();
+    let held = lane.state().unwrap().usage.chain().unwrap().held();
     let there = chunks(&log);
     assert!(held <= there, "{held} are held, {there} are there");
     all_can_go(&log, 0..4000);

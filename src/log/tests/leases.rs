@@ -39,7 +39,7 @@ impl Gate {
     fn pass(&self, request: &Request) {
         let mut stop = self.stop_at.lock();
         while request.op == Op::Write
-            && std::thread::current().name() == Some("fb-keeper")
+            && std::thread::current().name() == Some("fb-maintenance")
             && stop.0.is_some_and(|name| request.file.path().ends_with(name))
         {
             stop.1 = true;

@@ -1,7 +1,7 @@
 //! What is there, or being stored, is not stored again: chunks, objects, members of packs.
 
+use super::holes::read_header;
 use super::support::*;
-use super::thin::read_header;
 use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
 use crate::log::{Log, Member, Put, PutOutcome, PutSpec, pack};

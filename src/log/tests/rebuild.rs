@@ -214,7 +214,7 @@ fn a_segment_that_was_given_up_stays_so_without_the_index() {
     let log = Log::open(fifo.clone()).unwrap();
     (0..40).for_each(|n| assert!(store(&log, n)));
     log.seal(soon()).unwrap();
-    assert!(reclaim::reclaim_one(&log.volumes[0]));
+    assert!(reclaim::steps::reclaim_one(&log.volumes[0]));
     let there: Vec<bool> = (0..40).map(|n| has(&log, n)).collect();
     assert!(!there[0] && there[39]);
     log.abandon();
@@ -245,7 +245,7 @@ fn slots_with_a_gap_are_found_and_a_sibling_tells_what_the_lane_was() {
     for sibling in [None, Some(&sibling)] {
         fs::write(all[0].path().join("index.kv"), b"").unwrap();
         let rebuilt = rebuild(&all[0], sibling, KEEP, &|_| ()).unwrap();
-        assert_eq!((rebuilt.chunks, rebuilt.left_out.len(), rebuilt.derived), (4, 0, true));
+        assert_eq!((rebuilt.chunks, rebuilt.left_out.len(), rebuilt.derived), (3, 0, true));
         let superblock = RawLane::read(&all[0]).unwrap().superblock;
         assert_eq!((superblock.segment_bytes, superblock.chunk_tokens), (10 << 20, CHUNK_TOKENS));
         assert_eq!(sibling.is_some(), superblock.model == "large");
@@ -268,9 +268,9 @@ fn a_lane_in_use_is_refused_and_one_without_anything_is_an_error() {
     assert_eq!(again(dir.path(), KEEP).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
-/// Sequences go on above those of slots that were written and never recorded: a rebuild from the data alone finds these too.
+/// Slots that were written and never recorded are made unreadable by the next opening, before the keys can be stored again.
 #[test]
-fn what_is_stored_after_a_power_cut_is_newer_than_what_the_cut_took() {
+fn what_a_power_cut_took_is_not_found_beside_what_was_stored_since() {
     let dir = temp();
     let options = LogOptions { foreground: true, ..small(dir.path()) };
     let log = Log::open(options.clone()).unwrap();
@@ -290,6 +290,6 @@ fn what_is_stored_after_a_power_cut_is_newer_than_what_the_cut_took() {
     log.close(soon()).unwrap();
     drop(log);
     fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
-    assert_eq!(again(dir.path(), KEEP).unwrap().chunks, 7, "both versions of key 4 are found");
+    assert_eq!(again(dir.path(), KEEP).unwrap().chunks, 2, "of five nothing is left");
     assert_eq!(version(&Log::open(options).unwrap(), 4, 2), Some(1), "not the one that the power cut took");
 }

@@ -96,7 +96,6 @@ pub(super) fn store(log: &Log, n: u64) -> bool {
     store_spec(log, spec(n), n, 0).unwrap()
 }
 
-/// Stores a version of key `n` over what is there.
 /// Unix time that the test sets, in milliseconds.
 pub(super) struct Fake(pub(super) AtomicU64);
 
@@ -110,6 +109,7 @@ impl Clock for Fake {
     }
 }
 
+/// Removes what is there of key `n`, and stores a version of it.
 pub(super) fn overwrite(log: &Log, n: u64, version: u64) {
     log.remove(&[key(n)]).unwrap();
     assert!(store_spec(log, spec(n), n, version).unwrap());

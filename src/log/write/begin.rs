@@ -178,7 +178,8 @@ impl Log {
         let mut waiting = Waiting::new(deadline);
         let mut state = lane.state()?;
         loop {
-            let place = if is_leaving(&lane, spec) { None } else { take_place(volume, &lane, &mut state, need)? };
+            let place =
+                if is_leaving(volume, &lane, spec) { None } else { take_place(volume, &lane, &mut state, need)? };
             let wake = state.segments.wants_segment() || state.segments.wants_reserve();
             if wake || place.is_none() {
                 volume.wake();
@@ -209,10 +210,12 @@ fn records_of(spec: &PutSpec) -> usize {
 
 /// Whether what a key named before is still being made unreadable: until then nothing else may name it, or nobody would know
 /// of that slot.
-fn is_leaving(lane: &Lane, spec: &PutSpec) -> bool {
+fn is_leaving(volume: &Volume, lane: &Lane, spec: &PutSpec) -> bool {
     let table = lane.table();
-    let is_marked = |key: &ChunkKey| table.get_marked(key).is_some_and(|(.., mark)| mark.is_some());
-    if spec.members.is_empty() { is_marked(&spec.key) } else { spec.members.iter().any(|m| is_marked(&m.key)) }
+    let goes = |key: &ChunkKey| {
+        table.get_marked(key).is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
+    };
+    if spec.members.is_empty() { goes(&spec.key) } else { spec.members.iter().any(|m| goes(&m.key)) }
 }
 
 /// A place and a sequence, both under the lane's lock: who looks at the puts under way and then finds none of a lower sequence

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::index::Shard;
 use crate::key::ChunkKey;
 use crate::log::base::in_flight::Claims;
-use crate::log::drive::{Claim, Lanes};
+use crate::log::drive::{Claim, Lanes, shows};
 use crate::log::lane::{Held, Lane, Place};
 
 /// Told once whether a put was published.
@@ -32,7 +32,9 @@ pub(super) struct Reservation {
 impl Reservation {
     /// Whether some lane serves this key by now.
     pub(super) fn is_there(&self, key: &ChunkKey) -> bool {
-        self.lanes.all.iter().any(|lane| lane.get(key).is_some())
+        let now_s = self.lane.ctx.now_s();
+        // What lies below a floor, or has expired, may still be in a table.
+        self.lanes.all.iter().any(|lane| lane.get(key).is_some_and(|e| shows(&self.shard, &e, now_s)))
     }
 }
 

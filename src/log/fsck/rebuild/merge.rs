@@ -65,7 +65,8 @@ pub(super) fn merge(
     }
     let mut merged = Merged { segments: Vec::new(), max_sequence: 0, old_records: 0, left_out: Vec::new() };
     for (number, evidence) in all.into_iter().filter(|(n, _)| *n < 1 << 24) {
-        let ring_counts = ring_is_whole && !old.damaged_regions.contains(&number);
+        let is_cut = old.regions_end.is_none_or(|end| number >= end);
+        let ring_counts = ring_is_whole && !is_cut && !old.damaged_regions.contains(&number);
         let segment = one((number, ring_counts), evidence, (data, len), (&mut merged, progress))?;
         let highest = segment.records.iter().map(|r| r.sequence).max().unwrap_or(0);
         merged.max_sequence = merged.max_sequence.max(highest);

@@ -39,6 +39,8 @@ pub(super) struct OldIndex {
     /// Segments whose region has lost its first page.
     pub(super) damaged_regions: HashSet<u32>,
     pub(super) regions: Vec<OldRegion>,
+    /// Regions from this one on are cut off, if there is a superblock.
+    pub(super) regions_end: Option<u32>,
 }
 
 impl OldIndex {
@@ -55,6 +57,12 @@ impl OldIndex {
             Ok(superblock) => old.superblock = Some(superblock),
             Err(e) if e.kind() == crate::ErrorKind::Incompatible => return Err(e),
             Err(_) => {}
+        }
+        if let Some(sb) = &old.superblock {
+            // What a file that was cut short has lost must not count as never written. Segments are given their regions before
+            // anything is put into them.
+            old.ring_is_damaged = len < sb.regions_offset;
+            old.regions_end = Some((len.saturating_sub(sb.regions_offset) / sb.region_bytes.max(1)) as u32);
         }
         let mut window = vec![0; WINDOW_BYTES];
         let mut at = 0;

@@ -3,7 +3,8 @@
 use super::support::*;
 use crate::index::EntryKind;
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
-use crate::log::{Log, LogOptions, PutSpec, thin};
+use crate::log::reclaim::steps;
+use crate::log::{Log, LogOptions, PutSpec};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -78,7 +79,7 @@ fn a_leased_segment_keeps_its_bytes() {
     fill(&log, 1000..4000);
     let header = read_header(&log, &leased);
     assert!(log.check_header(&leased, &header).is_ok(), "who has a lease can read it");
-    assert!(log.stats().thinned > 1000);
+    assert!(log.stats().hole_evicted > 1000);
     drop(leased);
     fill(&log, 4000..4400);
 }
@@ -115,7 +116,7 @@ fn logs_that_are_asked_the_same_hold_the_same_whenever_their_writes_end() {
 fn policy_holds(log: &Log, keys: std::ops::Range<u64>) -> Vec<u64> {
     let lane = log.volumes[0].own().unwrap();
     let state = lane.state().unwrap();
-    let chain = state.chain.as_ref().unwrap();
+    let chain = state.usage.chain().unwrap();
     keys.filter(|n| chain.holds(crate::index::tag_of(&key(*n)))).collect()
 }
 
@@ -126,24 +127,18 @@ pub(super) fn read_header(log: &Log, chunk: &crate::log::Chunk) -> Vec<u8> {
     bytes.to_vec()
 }
 
-/// Hides keys as the keeper does.
-fn hide(log: &Log, keys: &[u64]) {
+/// Gives keys up as the maintenance thread does; how many chunks and bytes went.
+pub(super) fn evict(log: &Log, keys: &[u64]) -> (u64, u64) {
     let volume = &log.volumes[0];
     let own = volume.own().unwrap();
     let entries = keys.iter().map(|n| own.get(&key(*n)).unwrap()).collect();
-    assert_eq!(thin::hide(volume, &own, entries).unwrap(), keys.len());
+    steps::evict(volume, &own, entries).unwrap()
 }
 
-fn punch(log: &Log) -> u64 {
-    let volume = &log.volumes[0];
-    thin::punch(volume, &volume.own().unwrap()).unwrap()
-}
-
-/// Gives keys up, durably.
-fn give_up(log: &Log, keys: &[u64]) {
-    hide(log, keys);
-    assert_eq!(punch(log), keys.len() as u64 * SLOT_BYTES);
-    thin::settle(&log.volumes[0].own().unwrap()).unwrap();
+/// The same, durably.
+pub(super) fn give_up(log: &Log, keys: &[u64]) {
+    assert_eq!(evict(log, keys), (keys.len() as u64, keys.len() as u64 * SLOT_BYTES));
+    steps::settle(&log.volumes[0].own().unwrap());
 }
 
 fn kind(log: &Log, n: u64) -> Option<EntryKind> {
@@ -190,7 +185,7 @@ fn what_was_given_up_is_gone_after_every_way_of_opening_and_for_fsck() {
 
     let files = lanes(dir.path()).unwrap();
     let raw: Vec<RawLane> = files.iter().map(|f| RawLane::read(f).unwrap()).collect();
-    assert_eq!((raw[0].counts.puts, raw[0].counts.given_up), (stays.len() as u64, gone.len() as u64));
+    assert_eq!((raw[0].counts.puts, raw[0].counts.gone), (stays.len() as u64, gone.len() as u64));
     assert!(raw[0].damage.is_empty(), "{:?}", raw[0].damage);
     assert_eq!(live(&raw, 0).len(), stays.len());
     let found = deep(&files, &raw, 0, &|_| ()).unwrap();
@@ -208,25 +203,7 @@ fn what_was_given_up_is_gone_after_every_way_of_opening_and_for_fsck() {
 }
 
 #[test]
-fn what_is_only_hidden_can_come_back_unless_it_is_removed_or_cleared_meanwhile() {
-    let dir = temp();
-    let log = filled(dir.path(), 0..60);
-    hide(&log, &[3, 4, 5, 6]);
-    assert_eq!(held(&log, 0..8), [0, 1, 2, 7], "nobody finds them any more");
-    assert_eq!(log.remove(&[key(4)]).unwrap(), [false], "it was not there, and yet it must not come back");
-    assert!(store_spec(&log, chained(5), 5, 1).unwrap());
-    log.flush().unwrap();
-    let log = crash(log);
-    let versions: Vec<_> = (3..7).map(|n| version(&log, n, 2)).collect();
-    assert_eq!(versions, [Some(0), None, Some(1), Some(0)]);
-    hide(&log, &[8, 9]);
-    log.clear().unwrap();
-    let log = crash(log);
-    assert!(held(&log, 0..60).is_empty());
-}
-
-#[test]
-fn a_version_that_was_given_up_brings_no_older_one_back() {
+fn what_was_stored_again_and_given_up_brings_no_older_slot_back() {
     let dir = temp();
     let log = filled(dir.path(), 0..40);
     for n in 10..20 {
@@ -234,8 +211,6 @@ fn a_version_that_was_given_up_brings_no_older_one_back() {
         assert!(store_spec(&log, chained(n), n, 1).unwrap());
     }
     log.seal(soon()).unwrap();
-    // Where the tombstones go.
-    fill(&log, 40..41);
     give_up(&log, &(10..20).collect::<Vec<_>>());
     log.flush().unwrap();
     let none = |log: &Log, when: &str| (10..20).for_each(|n| assert_eq!(version(log, n, 2), None, "key {n} {when}"));
@@ -254,14 +229,13 @@ fn a_version_that_was_given_up_brings_no_older_one_back() {
 }
 
 #[test]
-fn a_version_that_was_given_up_brings_no_older_one_of_another_lane_back() {
+fn what_was_stored_again_and_given_up_brings_no_slot_of_another_lane_back() {
     let dir = temp();
     let older = filled(dir.path(), 0..20);
     let log = Log::open(thinned(dir.path())).unwrap();
     log.remove(&[key(7)]).unwrap();
     assert!(store_spec(&log, chained(7), 7, 1).unwrap());
     log.seal(soon()).unwrap();
-    fill(&log, 40..41);
     give_up(&log, &[7]);
     assert_eq!((version(&log, 7, 2), version(&older, 7, 2)), (None, None));
     log.abandon();
@@ -271,14 +245,16 @@ fn a_version_that_was_given_up_brings_no_older_one_of_another_lane_back() {
 }
 
 #[test]
-fn a_lease_that_comes_between_hiding_and_punching_keeps_its_bytes() {
+fn a_leased_chunk_is_not_given_up_and_served_again() {
     let dir = temp();
-    let log = filled(dir.path(), 0..30);
+    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    fill(&log, 0..30);
+    log.seal(soon()).unwrap();
     let leased = log.locate(&key(13), PIN).unwrap();
-    hide(&log, &[13]);
-    assert_eq!(punch(&log), 0, "its segment is leased");
+    assert_eq!(evict(&log, &[13, 14]), (0, 0), "their segment is leased");
     assert!(log.check_header(&leased, &read_header(&log, &leased)).is_ok());
-    assert!(log.locate(&key(13), PIN).is_none(), "a second reader finds nothing");
+    assert!(log.locate(&key(13), PIN).is_some() && has(&log, 14));
     drop(leased);
-    assert_eq!(punch(&log), SLOT_BYTES);
+    assert_eq!(evict(&log, &[13]), (1, SLOT_BYTES));
+    assert!(!has(&log, 13) && has(&log, 14));
 }
