@@ -311,7 +311,7 @@ fn the_ring_overwrites_no_page_of_a_segment_that_cannot_be_sealed() {
 #[test]
 fn a_drive_that_lets_no_segment_be_freed_goes_on_being_read() {
     let dir = temp();
-    let policy = "fifo".to_owned();
+    let policy = crate::index::Reclaim::Fifo;
     let (log, switch) =
         faulty(LogOptions { foreground: true, segment_bytes: Some(128 << 10), policy, ..options(dir.path()) });
     (0..60).for_each(|n| assert!(store(&log, n)));

@@ -12,7 +12,7 @@ const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
 
 fn thinned(dir: &Path) -> LogOptions {
-    let policy = "prefix".to_owned();
+    let policy = crate::index::Reclaim::Prefix;
     LogOptions { capacity_bytes: CAPACITY, segment_bytes: Some(512 << 10), policy, ..options(dir) }
 }
 

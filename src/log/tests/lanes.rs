@@ -120,7 +120,7 @@ fn a_readers_lease_keeps_the_writer_from_reclaiming() {
     let small = LogOptions {
         capacity_bytes: 4 << 20,
         segment_bytes: Some(128 << 10),
-        policy: "fifo".to_owned(),
+        policy: crate::index::Reclaim::Fifo,
         ..options(dir.path())
     };
     let log = Log::open(small).unwrap();

@@ -38,7 +38,7 @@ fn open_hanging(dir: &Path) -> Hanging {
     let options = LogOptions {
         capacity_bytes: 4 << 20,
         segment_bytes: Some(128 << 10),
-        policy: "fifo".to_owned(),
+        policy: crate::index::Reclaim::Fifo,
         io_timeout: Duration::from_millis(300),
         drive_factory: Some(Arc::new(factory)),
         ..options(dir)

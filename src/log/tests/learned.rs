@@ -11,7 +11,12 @@ use std::time::Duration;
 const CAPACITY: u64 = 16 << 20;
 
 fn learning(dir: &Path) -> LogOptions {
-    LogOptions { capacity_bytes: CAPACITY, segment_bytes: Some(512 << 10), policy: "prefix".to_owned(), ..options(dir) }
+    LogOptions {
+        capacity_bytes: CAPACITY,
+        segment_bytes: Some(512 << 10),
+        policy: crate::index::Reclaim::Prefix,
+        ..options(dir)
+    }
 }
 
 /// Chains of eight chunks, every fourth of them used again some times, until the cache is full.
@@ -187,7 +192,7 @@ fn what_came_or_went_since_it_was_written_is_found_out() {
 #[test]
 fn other_policies_keep_no_such_file_and_foreground_logs_neither() {
     let dir = temp();
-    let log = Log::open(LogOptions { policy: "lru".to_owned(), ..learning(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { policy: crate::index::Reclaim::Lru, ..learning(dir.path()) }).unwrap();
     serve(&log, 0..20);
     let path = file(&log);
     log.close(soon()).unwrap();

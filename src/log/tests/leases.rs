@@ -66,7 +66,7 @@ impl Drop for Opener {
     }
 }
 
-fn gated(dir: &Path, policy: &str) -> (Arc<Log>, Opener) {
+fn gated(dir: &Path, policy: crate::index::Reclaim) -> (Arc<Log>, Opener) {
     let gate = Arc::new(Gate::default());
     let for_factory = Arc::clone(&gate);
     let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
@@ -81,7 +81,7 @@ fn gated(dir: &Path, policy: &str) -> (Arc<Log>, Opener) {
     let options = LogOptions {
         capacity_bytes: 4 << 20,
         segment_bytes: Some(128 << 10),
-        policy: policy.to_owned(),
+        policy,
         drive_factory: Some(Arc::new(factory)),
         ..options(dir)
     };
@@ -113,7 +113,7 @@ fn store_until_reclaim_stops(log: &Log, gate: &Gate, file: &'static str) -> u64 
 #[test]
 fn a_lookup_finds_nothing_that_a_load_would_not_while_a_segment_is_given_up() {
     let dir = temp();
-    let (log, gate) = gated(dir.path(), "fifo");
+    let (log, gate) = gated(dir.path(), crate::index::Reclaim::Fifo);
     let stored = store_until_reclaim_stops(&log, &gate, "index.kv");
     let wrong: Vec<u64> =
         (0..stored).filter(|n| log.lookup(&[key(*n)]) == 1 && log.locate(&key(*n), PIN).is_none()).collect();
@@ -124,7 +124,7 @@ fn a_lookup_finds_nothing_that_a_load_would_not_while_a_segment_is_given_up() {
 #[test]
 fn what_is_looked_up_and_pinned_loads_whatever_is_reclaimed_meanwhile() {
     let dir = temp();
-    let (log, _) = gated(dir.path(), "lru");
+    let (log, _) = gated(dir.path(), crate::index::Reclaim::Lru);
     let stop = Arc::new(AtomicBool::new(false));
     let (writer, stopped) = (Arc::clone(&log), Arc::clone(&stop));
     let stores = std::thread::spawn(move || {
@@ -158,7 +158,7 @@ fn what_is_looked_up_and_pinned_loads_whatever_is_reclaimed_meanwhile() {
 #[test]
 fn a_chunk_that_was_moved_away_from_under_a_load_is_not_given_up() {
     let dir = temp();
-    let (log, _) = gated(dir.path(), "lru");
+    let (log, _) = gated(dir.path(), crate::index::Reclaim::Lru);
     (0..9).for_each(|n| assert!(store(&log, n)));
     let before = log.locate(&key(3), PIN).unwrap();
     // The lease is over, and the bytes are somebody else's by the time they are read.

@@ -52,7 +52,7 @@ fn meddled(dir: &Path) -> (Arc<Log>, Arc<Meddler>) {
     let options = LogOptions {
         capacity_bytes: 4 << 20,
         segment_bytes: Some(128 << 10),
-        policy: "lru".to_owned(),
+        policy: crate::index::Reclaim::Lru,
         reclaim_write_budget: 0.5,
         foreground: true,
         drive_factory: Some(Arc::new(factory)),

@@ -183,7 +183,7 @@ fn two_writers_and_a_reader_share_a_directory_and_one_may_die() {
 #[test]
 fn the_lease_of_a_process_that_died_is_over() {
     let dir = temp();
-    let fifo = LogOptions { policy: "fifo".to_owned(), ..shared_options(dir.path()) };
+    let fifo = LogOptions { policy: crate::index::Reclaim::Fifo, ..shared_options(dir.path()) };
     let log = Log::open(fifo).unwrap();
     (0..20).for_each(|n| assert!(store(&log, n)));
     log.seal(soon()).unwrap();

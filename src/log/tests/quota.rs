@@ -12,8 +12,8 @@ const QUOTA: u64 = 2 << 20;
 const OURS: u64 = 77;
 const THEIRS: u64 = 78;
 
-fn limited(dir: &Path, policy: &str) -> LogOptions {
-    LogOptions { tenant_bytes: Some(QUOTA), policy: policy.to_owned(), ..options(dir) }
+fn limited(dir: &Path, policy: crate::index::Reclaim) -> LogOptions {
+    LogOptions { tenant_bytes: Some(QUOTA), policy, ..options(dir) }
 }
 
 fn of_tenant(n: u64, tenant: u64) -> PutSpec {
@@ -63,7 +63,7 @@ fn all_load(log: &Log, keys: &[u64]) -> usize {
 
 #[test]
 fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
-    for policy in ["prefix", "lru", "fifo"] {
+    for policy in [crate::index::Reclaim::Prefix, crate::index::Reclaim::Lru, crate::index::Reclaim::Fifo] {
         let dir = temp();
         let log = Log::open(limited(dir.path(), policy)).unwrap();
         fill(&log, 5000..5100, THEIRS);
@@ -77,14 +77,14 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
                 again += u64::from(store_spec(&log, of_tenant(n, OURS), n, 0).unwrap());
             }
         }
-        assert!(again < 20, "{policy}: {again} chunks went that were in use in each of 50 rounds");
+        assert!(again < 20, "{policy:?}: {again} chunks went that were in use in each of 50 rounds");
         let stats = log.stats();
-        assert!(stats.quota_evicted >= 1000 - QUOTA / SLOT_BYTES, "{policy}: {stats:?}");
+        assert!(stats.quota_evicted >= 1000 - QUOTA / SLOT_BYTES, "{policy:?}: {stats:?}");
         log.flush().unwrap();
         let ours = settled(&log, 0..1000);
-        assert!(ours.len() as u64 * SLOT_BYTES > QUOTA * 8 / 10, "{policy}: only {} chunks are left", ours.len());
-        assert!((990..1000).all(|n| ours.contains(&n)), "{policy}: the newest went");
-        assert_eq!(held(&log, 5000..5100).len() + held(&log, 6000..6400).len(), 500, "{policy}: others paid for it");
+        assert!(ours.len() as u64 * SLOT_BYTES > QUOTA * 8 / 10, "{policy:?}: only {} chunks are left", ours.len());
+        assert!((990..1000).all(|n| ours.contains(&n)), "{policy:?}: the newest went");
+        assert_eq!(held(&log, 5000..5100).len() + held(&log, 6000..6400).len(), 500, "{policy:?}: others paid for it");
         // The keeper may just have given up more; a crash may bring that back, and loses nothing else.
         let ours: Vec<u64> = ours.into_iter().filter(|n| has(&log, *n)).collect();
         let log = crash(log);
@@ -92,8 +92,8 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
         // The keeper makes room for what the tenant stores next: what goes for that is counted.
         let lost: Vec<&u64> = ours.iter().filter(|n| !after.contains(n)).collect();
         let gone = lost.len() + all_load(&log, &after);
-        assert!(gone as u64 <= log.stats().quota_evicted, "{policy}: {gone}, {lost:?}, {:?}", log.stats());
-        assert_eq!(all_load(&log, &held(&log, 5000..6400)), 0, "{policy}: others paid for it");
+        assert!(gone as u64 <= log.stats().quota_evicted, "{policy:?}: {gone}, {lost:?}, {:?}", log.stats());
+        assert_eq!(all_load(&log, &held(&log, 5000..6400)), 0, "{policy:?}: others paid for it");
         fill(&log, 1000..1100, OURS);
     }
 }
@@ -101,11 +101,13 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
 #[test]
 fn a_quota_that_is_lowered_is_kept_from_the_next_opening_on() {
     let dir = temp();
-    let log = Log::open(limited(dir.path(), "prefix")).unwrap();
+    let log = Log::open(limited(dir.path(), crate::index::Reclaim::Prefix)).unwrap();
     fill(&log, 0..170, OURS);
     log.close(soon()).unwrap();
     drop(log);
-    let log = Log::open(LogOptions { tenant_bytes: Some(QUOTA / 4), ..limited(dir.path(), "prefix") }).unwrap();
+    let log =
+        Log::open(LogOptions { tenant_bytes: Some(QUOTA / 4), ..limited(dir.path(), crate::index::Reclaim::Prefix) })
+            .unwrap();
     assert!(store_spec(&log, of_tenant(900, OURS), 900, 0).unwrap(), "room is made for it");
     let taken = taken(&log)[&OURS];
     assert!(taken <= QUOTA / 4, "{taken}");
@@ -116,7 +118,7 @@ fn a_quota_that_is_lowered_is_kept_from_the_next_opening_on() {
 #[test]
 fn what_cannot_go_is_not_made_room_for() {
     let dir = temp();
-    let with = LogOptions { segment_bytes: Some(4 << 20), ..limited(dir.path(), "prefix") };
+    let with = LogOptions { segment_bytes: Some(4 << 20), ..limited(dir.path(), crate::index::Reclaim::Prefix) };
     let log = Log::open(with).unwrap();
     // All of it lies in the open segment, of which nothing can be given back.
     let fits = QUOTA / SLOT_BYTES;
@@ -145,7 +147,7 @@ fn what_cannot_go_is_not_made_room_for() {
 #[test]
 fn puts_that_are_under_way_count_and_those_that_end_badly_do_not() {
     let dir = temp();
-    let log = Log::open(limited(dir.path(), "prefix")).unwrap();
+    let log = Log::open(limited(dir.path(), crate::index::Reclaim::Prefix)).unwrap();
     let fits = QUOTA / SLOT_BYTES;
     let mut begun = Vec::new();
     for n in 0..fits {
@@ -160,7 +162,10 @@ fn puts_that_are_under_way_count_and_those_that_end_badly_do_not() {
 #[test]
 fn processes_on_one_cache_see_what_the_others_store() {
     let dir = temp();
-    let logs = [Log::open(limited(dir.path(), "prefix")).unwrap(), Log::open(limited(dir.path(), "prefix")).unwrap()];
+    let logs = [
+        Log::open(limited(dir.path(), crate::index::Reclaim::Prefix)).unwrap(),
+        Log::open(limited(dir.path(), crate::index::Reclaim::Prefix)).unwrap(),
+    ];
     for n in 0..400 {
         for (i, log) in logs.iter().enumerate() {
             let n = n + 1000 * i as u64;

@@ -170,7 +170,7 @@ fn a_data_file_cut_in_the_middle_of_a_slot_keeps_what_is_before() {
 fn what_was_removed_long_ago_stays_removed_when_its_segment_is_free() {
     let dir = temp();
     let fifo = LogOptions {
-        policy: "fifo".to_owned(),
+        policy: crate::index::Reclaim::Fifo,
         capacity_bytes: 4 << 20,
         reclaim_write_budget: 0.0,
         ..small(dir.path())
@@ -210,7 +210,7 @@ fn what_was_removed_long_ago_stays_removed_when_its_segment_is_free() {
 #[test]
 fn a_segment_that_was_given_up_stays_so_without_the_index() {
     let dir = temp();
-    let fifo = LogOptions { policy: "fifo".to_owned(), reclaim_write_budget: 0.0, ..small(dir.path()) };
+    let fifo = LogOptions { policy: crate::index::Reclaim::Fifo, reclaim_write_budget: 0.0, ..small(dir.path()) };
     let log = Log::open(fifo.clone()).unwrap();
     (0..40).for_each(|n| assert!(store(&log, n)));
     log.seal(soon()).unwrap();

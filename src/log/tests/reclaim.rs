@@ -10,7 +10,12 @@ const CAPACITY: u64 = 4 << 20;
 
 fn small(dir: &Path) -> LogOptions {
     // Whole segments go; single chunks are the subject of thin.rs.
-    LogOptions { capacity_bytes: CAPACITY, segment_bytes: Some(128 << 10), policy: "lru".to_owned(), ..options(dir) }
+    LogOptions {
+        capacity_bytes: CAPACITY,
+        segment_bytes: Some(128 << 10),
+        policy: crate::index::Reclaim::Lru,
+        ..options(dir)
+    }
 }
 
 fn fill(log: &Log, keys: impl Iterator<Item = u64>) {
@@ -72,7 +77,7 @@ fn what_is_used_again_and_again_outlives_what_is_not() {
 #[test]
 fn a_leased_chunk_survives_reclaim() {
     let dir = temp();
-    let log = Log::open(LogOptions { policy: "fifo".to_owned(), ..small(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { policy: crate::index::Reclaim::Fifo, ..small(dir.path()) }).unwrap();
     fill(&log, 0..30);
     log.seal(soon()).unwrap();
     let leased = log.locate(&key(3), PIN).unwrap();
@@ -88,7 +93,7 @@ fn a_leased_chunk_survives_reclaim() {
 #[test]
 fn removed_keys_do_not_come_back_whatever_is_reclaimed() {
     let dir = temp();
-    let mut log = Log::open(LogOptions { policy: "fifo".to_owned(), ..small(dir.path()) }).unwrap();
+    let mut log = Log::open(LogOptions { policy: crate::index::Reclaim::Fifo, ..small(dir.path()) }).unwrap();
     fill(&log, 0..9);
     // Pins the segment of the first slots while those of the later ones are reclaimed.
     log.seal(soon()).unwrap();

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use forebay::format::crc;
 use forebay::format::layout::{Extent, SlotLayout};
 use forebay::geometry::{DType, Geometry, LayerSpec};
-use forebay::index::AdmissionPolicy;
+use forebay::index::{AdmissionPolicy, Reclaim};
 use forebay::key::ChunkKey;
 use forebay::log::{Candidate, Log, LogOptions, Put, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
@@ -47,6 +47,19 @@ pub(super) struct RealCache {
     _dir: Scratch,
 }
 
+/// The engine's policy of that name.
+fn reclaim_of(policy: PolicyKind) -> Result<Reclaim> {
+    Ok(match policy {
+        PolicyKind::Lru => Reclaim::Lru,
+        PolicyKind::Fifo => Reclaim::Fifo,
+        PolicyKind::Prefix | PolicyKind::Default => Reclaim::Prefix,
+        other => {
+            return Err(Error::new(ErrorKind::Config, format!("the engine has no policy {:?}", other.name()))
+                .advice("use prefix, lru or fifo, or --engine sim"));
+        }
+    })
+}
+
 impl RealCache {
     /// An empty log of about `most_bytes` below `directory` for `capacity_tokens` tokens; writes are weighed by the model's bytes
     /// per token.
@@ -69,7 +82,7 @@ impl RealCache {
         let dir = Scratch::new(directory, "forebay-replay-")?;
         let mut options = LogOptions::new(dir.path(), Arc::new(geometry));
         options.capacity_bytes = capacity_bytes;
-        options.policy = policy.name().to_owned();
+        options.policy = reclaim_of(policy)?;
         options.admission = admission;
         options.segment_bytes = Some(segment_bytes(slot_bytes, (capacity_tokens, model_bytes_per_token)));
         options.reclaim_write_budget = 0.1;
