@@ -3,11 +3,13 @@
 //! Of every file it keeps the durable content and, in order, what was done since the last flush of that file. An image takes
 //! the durable content and any part of the rest: whole operations may be missing, writes may be torn at 512 bytes. Names are
 //! durable when made; of the removed ones the last may come back until something is flushed or made.
+//!
+//! It has the lanes' files and the shard's FLOORS. Directories, locks and shared memory stay with the kernel.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use forebay::error::{Error, ErrorKind, Result};
 use forebay::io::{Disk, DiskFile, FileOptions};
@@ -17,6 +19,7 @@ use super::rng::Rng;
 
 const PAGE: usize = 4096;
 const SECTOR: usize = 512;
+const FLOORS: &str = "FLOORS";
 
 type Page = Arc<[u8; PAGE]>;
 
@@ -274,6 +277,9 @@ pub struct SimDisk {
     dead: Mutex<Vec<u64>>,
     /// Bytes that all files together may take.
     space: AtomicU64,
+    holes: AtomicBool,
+    /// How often, of 1000 times, a write or flush of FLOORS fails.
+    floor_faults: Mutex<(u64, Rng)>,
     operations: AtomicU64,
 }
 
@@ -286,6 +292,8 @@ impl SimDisk {
             current: AtomicU64::new(0),
             dead: Mutex::default(),
             space: AtomicU64::new(u64::MAX),
+            holes: AtomicBool::new(true),
+            floor_faults: Mutex::new((0, Rng(0))),
             operations: AtomicU64::new(0),
         })
     }
@@ -325,6 +333,16 @@ impl SimDisk {
         self.space.store(bytes, Ordering::Relaxed);
     }
 
+    /// Whether its file systems have holes.
+    pub fn set_holes(&self, on: bool) {
+        self.holes.store(on, Ordering::Relaxed);
+    }
+
+    /// From now on so many of 1000 writes and flushes of FLOORS fail. They do not pass a queue, which fails by itself.
+    pub fn fail_floors(&self, share: u64, seed: u64) {
+        *self.floor_faults.lock() = (share, Rng::of(seed, 78));
+    }
+
     fn relative(&self, path: &Path) -> PathBuf {
         path.strip_prefix(&self.root).unwrap_or(path).to_path_buf()
     }
@@ -347,7 +365,7 @@ pub struct Mounted(pub Arc<SimDisk>);
 
 impl Disk for Mounted {
     fn takes(&self, path: &Path) -> bool {
-        path.file_name().is_some_and(|n| n == "index.kv" || n == "data.kv")
+        path.file_name().is_some_and(|n| n == "index.kv" || n == "data.kv" || n == FLOORS)
     }
 
     fn open(&self, path: &Path, options: FileOptions) -> Result<Arc<dyn DiskFile>> {
@@ -407,9 +425,20 @@ impl SimFile {
         Error::new(kind, why).at(&self.name)
     }
 
+    /// Whether a change fails now: before it is done, or when it is.
+    fn fault(&self) -> (bool, bool) {
+        let (share, rng) = &mut *self.disk.floor_faults.lock();
+        let hit = *share > 0 && self.name.ends_with(FLOORS) && rng.below(1000) < *share;
+        (hit && rng.one_in(2), hit)
+    }
+
     fn change(&self, op: Op) -> Result<()> {
         if self.disk.is_dead(self.process) {
             return Err(self.error(ErrorKind::Io, "the process is dead"));
+        }
+        let (before, fails) = self.fault();
+        if before {
+            return Err(self.error(ErrorKind::Io, "injected"));
         }
         {
             let mut files = self.disk.files.lock();
@@ -418,7 +447,7 @@ impl SimFile {
             inode.since.push(op);
         }
         self.disk.changed();
-        Ok(())
+        if fails { Err(self.error(ErrorKind::Io, "injected")) } else { Ok(()) }
     }
 
     fn inode(&self) -> Arc<Inode> {
@@ -452,6 +481,9 @@ impl DiskFile for SimFile {
     }
 
     fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
+        if !self.disk.holes.load(Ordering::Relaxed) {
+            return Err(self.error(ErrorKind::Unsupported, "the simulated disk has no holes"));
+        }
         self.change(Op::Punch(offset, len))
     }
 
@@ -467,6 +499,9 @@ impl DiskFile for SimFile {
     fn sync_data(&self) -> Result<()> {
         if self.disk.is_dead(self.process) {
             return Err(self.error(ErrorKind::Io, "the process is dead"));
+        }
+        if self.fault().1 {
+            return Err(self.error(ErrorKind::Io, "injected"));
         }
         {
             let mut files = self.disk.files.lock();

@@ -44,8 +44,12 @@ pub struct Config {
     pub faults: Faults,
     /// Bytes of the whole disk.
     pub space: u64,
-    /// Bytes that each of three tenants may take.
+    /// Keys belong to three tenants, and some to none.
+    pub tenants: bool,
+    /// Bytes that each tenant may take.
     pub tenant_bytes: Option<u64>,
+    /// Whether the file system has holes.
+    pub holes: bool,
 }
 
 impl Config {
@@ -76,8 +80,15 @@ impl Config {
                 Faults::default()
             },
             space: if rng.one_in(6) { (500 << 10) + rng.below(1 << 20) } else { u64::MAX },
+            tenants: seed % 4 == 3,
             tenant_bytes: (seed % 8 == 7).then(|| (2 + seed / 8 % 10) * (12 << 10)),
+            holes: !rng.one_in(4),
         }
+    }
+
+    /// The tenant of a key; 0 for none.
+    pub fn tenant(&self, key: u64) -> u64 {
+        if self.tenants { key % 4 } else { 0 }
     }
 
     pub fn geometry(&self) -> Arc<Geometry> {
@@ -90,7 +101,7 @@ pub fn key(n: u64) -> ChunkKey {
     ChunkKey(*blake3::hash(&n.to_le_bytes()).as_bytes())
 }
 
-/// Byte pattern of a layer of a version; begins with the version.
+/// Bytes of a layer of a put: its number, then a pattern.
 pub fn value(key: u64, id: u64, layer: usize, len: usize) -> Vec<u8> {
     let mut rng = Rng(key << 48 ^ id << 8 ^ layer as u64);
     let mut bytes = Vec::with_capacity(len + 8);

@@ -7,6 +7,9 @@ use forebay::format::crc;
 use forebay::io::{self, AlignedBuf, Buf, Request};
 use forebay::log::{Bad, Chunk, Log, PutOutcome, PutSpec, Turn};
 
+use forebay::log::purge::{What, purge};
+
+use super::model::{Going, Put, State};
 use super::rng::Rng;
 use super::world::{Begun, Held, Process, World};
 use super::{CHUNK_TOKENS, key, value};
@@ -22,8 +25,8 @@ fn tokens(key: u64) -> u32 {
 /// What loading a key gave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loaded {
-    /// Every byte is that of this version.
-    Version(u64),
+    /// Every byte is that of this put.
+    Put(u64),
     /// It is not there.
     Miss,
     /// It is there but was found damaged.
@@ -55,16 +58,16 @@ impl World {
             45..=49 => self.go_on(process, rng),
             50..=55 => {
                 for _ in 0..3 {
-                    self.load(process, k, true);
+                    self.load(process, k);
                 }
             }
             56..=59 => self.hold(process, k),
             60..=62 => self.check_held(process, rng),
             63..=68 => self.remove(process, k, rng),
-            69 => self.clear(process, rng),
+            69 => self.floor(process, k, rng),
             70..=76 => self.flush(process),
             77..=84 => self.turn(process, Turn::Commit),
-            85..=87 => self.turn(process, Turn::Maintain),
+            85..=87 => self.turn(process, Turn::Keeper),
             88 => self.turn(process, Turn::Scan),
             89..=90 => self.seal(process),
             91..=92 => drop(self.clock.0.fetch_add(rng.below(30_000), std::sync::atomic::Ordering::Relaxed)),
@@ -74,7 +77,7 @@ impl World {
                     let k = rng.below(self.config.keys);
                     self.run(process, |log| log.lookup(&[key(k)]));
                 }
-                self.turn(process, Turn::Maintain);
+                self.turn(process, Turn::Keeper);
             }
         }
         self.remove_evicted(process, rng);
@@ -94,30 +97,51 @@ impl World {
 
     fn spec(&self, k: u64, rng: &mut Rng) -> PutSpec {
         let mut spec = PutSpec::chunk(key(k), key(k.wrapping_sub(1)), tokens(k), k as u32);
-        if self.config.tenant_bytes.is_some() {
-            spec.tenant = k % 4;
-        }
+        spec.tenant = self.config.tenant(k);
         if rng.one_in(8) {
             spec.expiry_s = (self.now_s() + 1 + rng.below(40)) as u32;
         }
         spec
     }
 
+    /// Whether the log of this process has a key that has not expired.
+    fn is_there(&self, process: &Process, k: u64) -> bool {
+        let found = self.run(process, |log| log.peek(&key(k)));
+        found.is_some_and(|info| info.expiry_s == 0 || u64::from(info.expiry_s) > self.now_s())
+    }
+
     fn start(&self, process: &Process, k: u64, rng: &mut Rng) -> Option<Begun> {
         let spec = self.spec(k, rng);
-        let expiry_s = spec.expiry_s;
-        let patient = rng.one_in(2);
+        let (expiry_s, tenant) = (spec.expiry_s, spec.tenant);
+        let (is_there, before, patient) = (self.is_there(process, k), self.disk.operations(), rng.one_in(2));
         let outcome = self.run(process, |log| match patient {
             true => log.begin_put_within(spec, SOON),
             false => log.begin_put(spec),
         });
-        let Ok(PutOutcome::Started(put)) = outcome else {
-            self.turn(process, Turn::Maintain);
-            return None;
-        };
-        let id = self.model.lock().begin(k, process.number, (put.sequence(), expiry_s));
-        self.tell(|| format!("  version {id}, sequence {:x}", put.sequence()));
-        Some(Begun { put, key: k, id })
+        match outcome {
+            Ok(PutOutcome::Started(put)) => {
+                if is_there {
+                    self.fail_at(k, "it is stored although it is there");
+                }
+                let (sequence, owner, state) = (put.sequence(), process.number, State::Begun);
+                let put_of = Put { id: 0, key: k, sequence, owner, tenant, state, expiry_s, going: false, gone: false };
+                let id = self.model.lock().begin(put_of);
+                self.tell(|| format!("  put {id}, sequence {sequence:x}"));
+                return Some(Begun { put, key: k, id });
+            }
+            Ok(PutOutcome::AlreadyThere) => {
+                let is_its = |p: &Put| p.owner == process.number && p.state != State::Flushed;
+                let is_under_way = self.model.lock().of_key(k).iter().any(is_its);
+                if !is_there && !is_under_way {
+                    self.fail_at(k, "it is said to be there, and is not");
+                }
+                if self.disk.operations() != before {
+                    self.fail_at(k, "a put of what is there has written something");
+                }
+            }
+            _ => self.turn(process, Turn::Keeper),
+        }
+        None
     }
 
     /// Writes one extent; whether that went well. A request may wait in the queue.
@@ -150,9 +174,9 @@ impl World {
         let crcs: Vec<u32> = (put.layout().extents.iter().enumerate())
             .map(|(layer, e)| crc(&value(key, id, layer, e.len as usize)))
             .collect();
-        self.model.lock().committing(key, id);
+        self.model.lock().becomes(id, State::Committed);
         let (tx, rx) = crossbeam_channel::unbounded();
-        process.ends.lock().push((key, id, rx));
+        process.ends.lock().push((id, rx));
         self.run(process, |_| put.commit(&crcs, Box::new(move |r| _ = tx.send(r.is_ok()))));
         self.note_ends(process);
     }
@@ -160,13 +184,13 @@ impl World {
     /// Enters into the model which puts have ended well.
     pub fn note_ends(&self, process: &Process) {
         let mut model = self.model.lock();
-        process.ends.lock().retain(|(key, id, rx)| match rx.try_recv() {
+        process.ends.lock().retain(|(id, rx)| match rx.try_recv() {
             Ok(true) => {
-                model.stored(*key, *id);
+                model.becomes(*id, State::Stored);
                 false
             }
             Ok(false) | Err(crossbeam_channel::TryRecvError::Disconnected) => {
-                model.over(*key, *id);
+                model.becomes(*id, State::Unsure);
                 false
             }
             Err(crossbeam_channel::TryRecvError::Empty) => true,
@@ -174,34 +198,39 @@ impl World {
     }
 
     pub fn store(&self, process: &Process, k: u64, rng: &mut Rng) {
+        if rng.one_in(3) && self.is_there(process, k) {
+            self.remove_keys(process, &[k]);
+        }
         let Some(begun) = self.start(process, k, rng) else { return };
         if self.write_extents(process, &begun, usize::MAX) {
             self.commit(process, begun);
+        } else {
+            self.drop_put(begun);
         }
         // Which a put wakes.
         if rng.one_in(2) {
-            self.turn(process, Turn::Maintain);
+            self.turn(process, Turn::Keeper);
         }
     }
 
     /// Begins a put whose header, perhaps, is written later, or which is dropped half-way.
     fn begin(&self, process: &Process, k: u64, rng: &mut Rng) {
         let Some(begun) = self.start(process, k, rng) else { return };
-        match rng.below(4) {
-            0 => drop(self.write_extents(process, &begun, 1)),
-            1 => {
-                if self.write_extents(process, &begun, usize::MAX) {
-                    process.begun.lock().push(begun);
-                }
-            }
-            _ => {
-                if self.write_extents(process, &begun, usize::MAX) {
-                    process.write.defer(true);
-                    self.commit(process, begun);
-                    process.write.defer(false);
-                }
-            }
+        let count = if rng.one_in(4) { 1 } else { usize::MAX };
+        if !self.write_extents(process, &begun, count) || count == 1 {
+            self.drop_put(begun);
+        } else if rng.one_in(3) {
+            process.begun.lock().push(begun);
+        } else {
+            process.write.defer(true);
+            self.commit(process, begun);
+            process.write.defer(false);
         }
+    }
+
+    /// A put that ends without a commit.
+    fn drop_put(&self, begun: Begun) {
+        self.model.lock().puts.remove(&begun.id);
     }
 
     /// Lets something that is under way go on.
@@ -230,7 +259,7 @@ impl World {
     pub fn read_chunk(&self, process: &Process, k: u64, chunk: &Chunk) -> Option<u64> {
         let header = self.read(process, chunk, (chunk.header_offset(), chunk.layout.header_bytes as usize))?;
         let header = process.log.check_header(chunk, header.as_slice()).ok()?;
-        let mut version = None;
+        let mut put = None;
         for (layer, e) in chunk.layout.extents.iter().enumerate() {
             let buf = self.read(process, chunk, (chunk.slot_offset + e.offset, e.padded_len as usize))?;
             let bytes = &buf.as_slice()[..e.len as usize];
@@ -238,30 +267,35 @@ impl World {
                 return None;
             }
             let id = u64::from_le_bytes(*bytes.first_chunk::<8>().unwrap());
-            if *version.get_or_insert(id) != id {
-                self.fail(&format!("key {k}: layers of two versions passed every check"));
+            if *put.get_or_insert(id) != id {
+                self.fail(&format!("key {k}: layers of two puts passed every check"));
             }
             if bytes != value(k, id, layer, bytes.len()) {
                 self.fail(&format!("key {k}: a wrong byte passed every check"));
             }
         }
-        version
+        put
     }
 
     /// Loads a key; what is served must be allowed.
-    pub fn load(&self, process: &Process, k: u64, live: bool) -> Loaded {
+    pub fn load(&self, process: &Process, k: u64) -> Loaded {
         let Some(chunk) = self.run(process, |log| log.locate(&key(k), Duration::from_secs(1))) else {
             return Loaded::Miss;
         };
         let Some(id) = self.read_chunk(process, k, &chunk) else {
+            if let Some(put) = self.model.lock().of_sequence(k, chunk.sequence) {
+                put.going = true;
+            }
             self.run(process, |log| log.report_bad(&chunk, Bad::Corrupt));
             return Loaded::Bad;
         };
-        let objection = self.model.lock().objection(k, id, (self.now_s(), live));
-        if let Some(why) = objection {
-            self.fail_at(k, &format!("version {id} is served, but {why}"));
+        if let Some(why) = self.model.lock().objection(k, id) {
+            self.fail_at(k, &format!("put {id} is served, but {why}"));
         }
-        Loaded::Version(id)
+        if chunk.expiry_s != 0 && self.now_s() >= u64::from(chunk.expiry_s) {
+            self.fail_at(k, &format!("put {id} is served, but it has expired"));
+        }
+        Loaded::Put(id)
     }
 
     fn hold(&self, process: &Process, k: u64) {
@@ -281,9 +315,11 @@ impl World {
             let n = rng.below(all.len() as u64) as usize;
             all.swap_remove(n)
         };
-        let is_lost = self.model.lock().lost.contains(&held.chunk.sequence);
+        // What is not flushed may be gone with the process that stored it, and what is removed is to be.
+        let put = self.model.lock().of_sequence(held.key, held.chunk.sequence).copied();
+        let is_gone = put.is_none_or(|put| put.going || put.state == State::Unsure);
         let good = self.read_chunk(process, held.key, &held.chunk).is_some();
-        if !good && !is_lost && self.clock.ms() < held.until_ms && !self.faulty() && self.config.faults.rot == 0 {
+        if !good && !is_gone && self.clock.ms() < held.until_ms && !self.faulty() && self.config.faults.rot == 0 {
             self.fail(&format!("key {}: a leased chunk was overwritten", held.key));
         }
     }
@@ -295,24 +331,42 @@ impl World {
     }
 
     fn remove_keys(&self, process: &Process, keys: &[u64]) {
-        self.model.lock().removing(process.number, keys);
+        let going = self.model.lock().removing(process.number, keys);
         let names: Vec<_> = keys.iter().map(|k| key(*k)).collect();
         self.drain(process);
-        if self.run(process, |log| log.remove(&names)).is_ok() {
-            self.model.lock().removed(keys);
+        let outcome = self.run(process, |log| log.remove(&names).map(drop));
+        self.removed(process.number, (&going, &outcome));
+    }
+
+    /// A removal or floor has ended.
+    fn removed(&self, by: u64, (going, outcome): (&Going, &forebay::Result<()>)) {
+        self.tell(|| format!("  it ends: {outcome:?}"));
+        // What a process that is dead by now does after its death, it did not do.
+        if outcome.is_ok() && !self.disk.is_dead(by) {
+            self.model.lock().gone(going);
         }
     }
 
-    fn clear(&self, process: &Process, rng: &mut Rng) {
-        if rng.one_in(2) {
+    /// A floor of everything or of a tenant, by the process or from outside.
+    fn floor(&self, process: &Process, k: u64, rng: &mut Rng) {
+        let tenant = Some(self.config.tenant(k)).filter(|tenant| *tenant != 0 && !rng.one_in(4));
+        let by_itself = rng.one_in(2);
+        if tenant.is_none() && rng.one_in(2) {
             return;
         }
-        let keys: Vec<u64> = (0..self.config.keys).collect();
-        self.model.lock().removing(process.number, &keys);
-        self.drain(process);
-        if self.run(process, Log::clear).is_ok() {
-            self.model.lock().removed(&keys);
+        let going = self.model.lock().flooring(tenant);
+        self.tell(|| format!("a floor of tenant {tenant:?}, by itself: {by_itself}"));
+        if by_itself {
+            self.drain(process);
+            let outcome =
+                self.run(process, |log| tenant.map_or_else(|| log.clear(), |t| log.remove_tenant(t).map(drop)));
+            return self.removed(process.number, (&going, &outcome));
         }
+        let number = self.enter_another();
+        let what = tenant.map_or(What::All, What::Tenant);
+        let outcome =
+            self.shard().map_or(Ok(()), |(namespace, shard)| purge(&self.dir, &namespace, &shard, what).map(drop));
+        self.removed(number, (&going, &outcome));
     }
 
     /// Ends the writes that wait, without which a flush would wait for ever.
@@ -323,9 +377,8 @@ impl World {
 
     pub fn flush(&self, process: &Process) {
         self.drain(process);
-        if self.run(process, Log::flush).is_ok() {
-            self.model.lock().flushed(process.number);
-        }
+        let flushed = self.run(process, Log::flush).is_ok();
+        self.note_flushed(process, flushed);
     }
 
     fn seal(&self, process: &Process) {
@@ -333,7 +386,12 @@ impl World {
             return;
         }
         self.drain(process);
-        if self.run(process, |log| log.seal(Instant::now())).is_ok() {
+        let sealed = self.run(process, |log| log.seal(Instant::now())).is_ok();
+        self.note_flushed(process, sealed);
+    }
+
+    fn note_flushed(&self, process: &Process, flushed: bool) {
+        if flushed && !self.disk.is_dead(process.number) {
             self.model.lock().flushed(process.number);
         }
     }

@@ -14,6 +14,7 @@ use super::disk::{Files, Mounted, SimDisk};
 use super::images::Judge;
 use super::model::Model;
 use super::queue::SimQueue;
+use super::steps::Loaded;
 use super::{Config, SimClock};
 
 /// Set by the first failure, so that nothing is judged while its panic unwinds.
@@ -42,7 +43,7 @@ pub struct Process {
     pub begun: Mutex<Vec<Begun>>,
     pub held: Mutex<Vec<Held>>,
     /// Puts whose end is not known yet.
-    pub ends: Mutex<Vec<(u64, u64, crossbeam_channel::Receiver<bool>)>>,
+    pub ends: Mutex<Vec<(u64, crossbeam_channel::Receiver<bool>)>>,
 }
 
 /// A disk and its processes.
@@ -84,6 +85,7 @@ impl World {
         if start.depth == 0 {
             disk.set_space(config.space);
         }
+        disk.set_holes(config.holes);
         let mounted = mount(dir, Arc::new(Mounted(Arc::clone(&disk))));
         Arc::new(Self {
             config: config.clone(),
@@ -127,12 +129,19 @@ impl World {
         }
     }
 
+    /// The number of one more process, which runs from now on.
+    pub fn enter_another(&self) -> u64 {
+        let number = self.next_process.fetch_add(1, Ordering::Relaxed);
+        self.disk.enter(number);
+        number
+    }
+
     /// Opens one more log.
     pub fn open(&self) -> Result<Arc<Process>> {
-        let number = self.next_process.fetch_add(1, Ordering::Relaxed);
+        let number = self.enter_another();
         let seed = self.config.seed ^ number << 40;
         let (read, write) = (SimQueue::new(seed), SimQueue::new(seed + 1));
-        self.disk.enter(number);
+        self.disk.fail_floors(0, seed);
         self.tell(|| format!("process {number} opens"));
         let log = Log::open(self.options(&read, &write))?;
         self.tell(|| format!("process {number} has opened, sees {} lanes", log.stats().lanes));
@@ -140,6 +149,12 @@ impl World {
         let process = Arc::new(Process { number, log, read, write, begun, held, ends });
         self.processes.lock().push(Arc::clone(&process));
         if self.depth == 0 {
+            let must = std::mem::take(&mut self.model.lock().must);
+            if self.processes.lock().len() == 1 {
+                let there = must.iter().filter(|k| matches!(self.load_at_last(&process, **k), Loaded::Put(_)));
+                self.demand(&must, &there.copied().collect::<Vec<_>>());
+            }
+            self.disk.fail_floors(self.config.faults.eio * 10, seed);
             process.read.set_faults(self.config.faults);
             process.write.set_faults(self.config.faults);
         }
@@ -164,16 +179,22 @@ impl World {
         self.settle(process);
         process.begun.lock().clear();
         process.held.lock().clear();
+        let there = self.present();
         let closed = process.log.close(Instant::now() + Duration::from_secs(5));
-        match closed {
-            Ok(()) => self.model.lock().flushed(process.number),
-            Err(_) => self.model.lock().unflushed_is_lost(process.number),
+        if closed.is_ok() && !self.disk.is_dead(process.number) {
+            self.model.lock().flushed(process.number);
         }
+        // Whoever opens it next has to find what there was.
+        let must = self.must_of(there);
+        let mut model = self.model.lock();
+        model.must = must;
+        model.ended(Some(process.number));
+        drop(model);
         self.forget(process);
     }
 
-    /// What is left of a process whose writes the disk has stopped taking: shared memory as it was at that moment.
-    pub fn bury(&self, process: &Arc<Process>, shared: &[(PathBuf, Vec<u8>)]) {
+    /// Takes away a process whose writes the disk has stopped taking. Shared memory has to be put back to that moment after it.
+    pub fn bury(&self, process: &Arc<Process>) {
         self.tell(|| format!("process {} is dead", process.number));
         process.write.forget();
         process.read.forget();
@@ -181,9 +202,6 @@ impl World {
         process.held.lock().clear();
         process.log.abandon();
         self.forget(process);
-        for (path, bytes) in shared {
-            restore(path, bytes);
-        }
     }
 
     fn forget(&self, process: &Arc<Process>) {
@@ -210,13 +228,20 @@ impl World {
         found
     }
 
+    /// The names of the namespace and the shard, once there is one.
+    pub fn shard(&self) -> Option<(String, String)> {
+        let lane = self.disk.files().paths().next()?.to_path_buf();
+        let mut names = lane.components().map(|c| c.as_os_str().to_string_lossy().into_owned());
+        Some((names.next()?, names.next()?))
+    }
+
     /// All processes die at once; nothing that they do from here on reaches disk or shared memory that anybody reads.
     pub fn end(&self) {
         self.disk.observe(None);
         let all: Vec<Arc<Process>> = self.processes.lock().clone();
         for process in all {
             self.disk.kill(process.number);
-            self.bury(&process, &[]);
+            self.bury(&process);
         }
     }
 }
@@ -224,6 +249,13 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+/// Puts shared memory back to what it was.
+pub fn put_back(shared: &[(PathBuf, Vec<u8>)]) {
+    for (path, bytes) in shared {
+        restore(path, bytes);
     }
 }
 

@@ -1,5 +1,5 @@
 //! What a process of the soak does: threads that store, extend, load, remove and clear conversations, and check every byte of what
-//! they load and how old it is.
+//! they load and that it was not removed.
 
 use std::fs::File;
 use std::io::BufRead;
@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
 use forebay::device::{Device, HostDevice, HostOptions};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, MissCause, Prompt, StoreRequest};
-use forebay::format::record::RecordKind;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::key::Extra;
 use forebay::log::fsck::{RawLane, lanes};
@@ -248,7 +247,7 @@ impl Worker<'_> {
         let dir = self.engine.settings().drives[0].path.clone();
         for files in lanes(&dir).unwrap() {
             let raw = RawLane::read(&files).unwrap();
-            for r in raw.records.iter().filter(|r| Some(r.key) == key || r.kind == RecordKind::Clear) {
+            for r in raw.records.iter().filter(|r| Some(r.key) == key) {
                 told += &format!(
                     "\n{} {:?} {:x} in {}.{} page {}",
                     files.name, r.kind, r.sequence, r.segment, r.epoch, r.page
