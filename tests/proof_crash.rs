@@ -83,19 +83,21 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     let images = get(&judge.images);
     println!(
-        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a turned bit, {} read by fsck, {} keys rebuilt without an index, {} more that were not served; keys: {} served, {} missed, {} refused, {} promised in vain; \
-         workloads: {} process kills, {} segments sealed, {} reclaimed, {} chunks moved, {} given up as holes ({} for a quota), {} lanes adopted",
+        "seeds {first} to {last}: {images} images ({:.0}/s), up to {} crashes in a row, {} with a turned bit, {} read by fsck, {} keys rebuilt without an index, {} more that were not served; keys: {} demanded, {} served, {} missed, {} refused, {} promised in vain; \
+         workloads: {} process kills, {} steps amid others' calls, {} segments sealed, {} reclaimed, {} chunks moved, {} given up as holes ({} for a quota), {} lanes adopted",
         images as f64 / since.elapsed().as_secs_f64(),
         get(&judge.deepest),
         get(&judge.rotten),
         get(&judge.fscks),
         get(&judge.rebuilt),
         get(&judge.rebuilt_only),
+        get(&judge.demanded),
         get(&judge.served),
         get(&judge.missed),
         get(&judge.bad),
         get(&judge.promised),
         get(&judge.kills),
+        get(&judge.amid),
         get(&judge.sealed),
         get(&judge.reclaimed),
         get(&judge.moved),

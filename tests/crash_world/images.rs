@@ -58,10 +58,12 @@ pub struct Judge {
     pub effort: Effort,
     base: PathBuf,
     pub images: AtomicU64,
+    pub demanded: AtomicU64,
     pub served: AtomicU64,
     pub missed: AtomicU64,
     pub bad: AtomicU64,
     pub kills: AtomicU64,
+    pub amid: AtomicU64,
     pub fscks: AtomicU64,
     pub sealed: AtomicU64,
     pub reclaimed: AtomicU64,
@@ -83,7 +85,7 @@ impl Judge {
         Arc::new(Self { effort, base: base.to_path_buf(), ..Self::default() })
     }
 
-    fn counters(&self) -> [&AtomicU64; 16] {
+    fn counters(&self) -> [&AtomicU64; 18] {
         let log = [&self.sealed, &self.reclaimed, &self.moved, &self.thinned, &self.quota, &self.adopted];
         let [sealed, reclaimed, moved, thinned, quota, adopted] = log;
         let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
@@ -93,6 +95,8 @@ impl Judge {
             missed,
             bad,
             &self.kills,
+            &self.amid,
+            &self.demanded,
             &self.fscks,
             &self.rotten,
             &self.rebuilt,
@@ -148,6 +152,8 @@ struct Watch {
     /// At which state the running process dies.
     kill_at: Option<u64>,
     killed: Option<Killed>,
+    /// A process does something amid another's call.
+    is_amid: bool,
 }
 
 /// A process that died within a call.
@@ -160,7 +166,7 @@ impl Watcher {
     /// Watches the world from now on; of `one_in` states one is looked at.
     pub fn on(world: &Arc<World>, one_in: u64) -> Arc<Self> {
         let rng = Rng::of(world.config.seed, 1000 + hash(&world.story));
-        let state = Mutex::new(Watch { rng, boundary: 0, kill_at: None, killed: None });
+        let state = Mutex::new(Watch { rng, boundary: 0, kill_at: None, killed: None, is_amid: false });
         let watcher = Arc::new(Self { world: Arc::downgrade(world), one_in, state });
         world.disk.observe(Some(Arc::clone(&watcher) as _));
         watcher
@@ -185,14 +191,23 @@ impl Observer for Watcher {
         if FAILED.load(Ordering::Relaxed) {
             return;
         }
-        let (boundary, mut rng, dies) = {
+        let (boundary, mut rng, dies, is_amid) = {
             let mut state = self.state.lock();
             state.boundary += 1;
             let seed = state.rng.next();
-            (state.boundary, Rng(seed), state.kill_at == Some(state.boundary))
+            (state.boundary, Rng(seed), state.kill_at == Some(state.boundary), state.is_amid)
         };
         if rng.one_in(self.one_in) {
             world.crash_here(boundary, &mut rng);
+        }
+        // Who dies amid another's call would take shared memory back to before what that does after it.
+        if is_amid || world.depth > 0 {
+            return;
+        }
+        if world.config.writers > 1 && !dies && rng.one_in(4) {
+            self.state.lock().is_amid = true;
+            world.step_amid(&mut rng);
+            self.state.lock().is_amid = false;
         }
         if dies && !disk.is_dead(disk.current()) {
             let (shared, must) = (world.shared_memory(), world.must_of(world.present()));
@@ -467,6 +482,7 @@ impl World {
 
     /// What must be served is.
     pub fn demand(&self, must: &[u64], served: &[u64]) {
+        self.judge.demanded.fetch_add(must.len() as u64, Ordering::Relaxed);
         if let Some(k) = must.iter().find(|k| !served.contains(k)).filter(|_| !self.faulty()) {
             self.fail_at(*k, "it was flushed and is lost");
         }

@@ -39,15 +39,38 @@ pub struct Put {
     pub gone: bool,
 }
 
-/// Puts that a removal or floor reaches.
+/// A removal or floor that has begun, and the puts that it reaches.
 #[must_use]
-pub struct Going(Vec<u64>);
+pub struct Going {
+    id: u64,
+    puts: Vec<u64>,
+}
+
+/// What removals and floors are of.
+#[derive(Clone, Debug)]
+enum Reach {
+    Keys(Vec<u64>),
+    Tenant(u64),
+    All,
+}
+
+impl Reach {
+    fn has(&self, put: &Put) -> bool {
+        match self {
+            Self::Keys(keys) => keys.contains(&put.key),
+            Self::Tenant(tenant) => put.tenant == *tenant,
+            Self::All => true,
+        }
+    }
+}
 
 /// What is known of all keys.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     pub puts: BTreeMap<u64, Put>,
     pub last_id: u64,
+    /// Removals that are under way, by their ids, and the puts that each may reach although they begin after it.
+    under_way: BTreeMap<u64, Reach>,
     /// Keys that an image must serve, as of the last crash; while no log is open.
     pub must: Vec<u64>,
     /// Bits were turned: what is there may be lost.
@@ -57,7 +80,9 @@ pub struct Model {
 impl Model {
     pub fn begin(&mut self, put: Put) -> u64 {
         self.last_id += 1;
-        self.puts.insert(self.last_id, Put { id: self.last_id, ..put });
+        // A removal that is amid its work may find this one too.
+        let going = self.under_way.values().any(|reach| reach.has(&put));
+        self.puts.insert(self.last_id, Put { id: self.last_id, going, ..put });
         self.last_id
     }
 
@@ -76,6 +101,9 @@ impl Model {
 
     /// `owner` is gone, or all are, without having flushed.
     pub fn ended(&mut self, owner: Option<u64>) {
+        if owner.is_none() {
+            self.under_way.clear();
+        }
         let is_its = |p: &Put| owner.is_none_or(|owner| p.owner == owner);
         self.puts.retain(|_, p| !(is_its(p) && p.state == State::Begun));
         for put in self.puts.values_mut().filter(|p| is_its(p) && p.state != State::Flushed) {
@@ -83,24 +111,29 @@ impl Model {
         }
     }
 
-    fn go(&mut self, reaches: impl Fn(&Put) -> bool) -> Going {
-        let reached = self.puts.values_mut().filter(|p| !p.gone && reaches(p));
-        Going(reached.map(|put| (put.going = true, put.id).1).collect())
+    fn go(&mut self, reach: Reach, may_come_later: impl Fn(&Put) -> bool) -> Going {
+        let reached = self.puts.values_mut().filter(|p| !p.gone && reach.has(p) && !may_come_later(p));
+        let puts = reached.map(|put| (put.going = true, put.id).1).collect();
+        self.last_id += 1;
+        self.under_way.insert(self.last_id, reach);
+        Going { id: self.last_id, puts }
     }
 
     /// `by` begins to remove keys. Puts of others that are under way may come after it.
     pub fn removing(&mut self, by: u64, keys: &[u64]) -> Going {
-        self.go(|p| keys.contains(&p.key) && (p.owner == by || !matches!(p.state, State::Begun | State::Committed)))
+        let is_under_way = |p: &Put| matches!(p.state, State::Begun | State::Committed);
+        self.go(Reach::Keys(keys.to_vec()), |p| p.owner != by && is_under_way(p))
     }
 
     /// A floor of a tenant, or of everything, begins: whatever has a number by now is below it.
     pub fn flooring(&mut self, tenant: Option<u64>) -> Going {
-        self.go(|p| tenant.is_none_or(|tenant| p.tenant == tenant))
+        self.go(tenant.map_or(Reach::All, Reach::Tenant), |_| false)
     }
 
-    /// The removal or floor has returned.
-    pub fn gone(&mut self, going: &Going) {
-        for id in &going.0 {
+    /// The removal or floor has returned, if it did well.
+    pub fn ends(&mut self, going: &Going, did_well: bool) {
+        self.under_way.remove(&going.id);
+        for id in going.puts.iter().filter(|_| did_well) {
             self.puts.entry(*id).and_modify(|put| put.gone = true);
         }
     }

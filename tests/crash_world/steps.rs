@@ -1,6 +1,7 @@
 //! What processes do, step by step, as a seed decides; what is served meanwhile is judged at once.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use forebay::format::crc;
@@ -84,6 +85,29 @@ impl World {
         self.turn(process, Turn::Journal);
     }
 
+    /// What another process does amid a call of the one that runs.
+    pub fn step_amid(&self, rng: &mut Rng) {
+        let current = self.disk.current();
+        let others = self.processes.lock().clone();
+        let Some(process) = others.iter().find(|p| p.number != current && !self.disk.is_dead(p.number)) else { return };
+        if self.disk.is_dead(current) || self.is_locked() {
+            return;
+        }
+        self.amid.fetch_add(1, Ordering::Relaxed);
+        self.judge.amid.fetch_add(1, Ordering::Relaxed);
+        let (k, choice) = (rng.below(self.config.keys), rng.below(10));
+        self.tell(|| format!("amid a call of {current} process {} key {k}: {choice}", process.number));
+        match choice {
+            0..=2 => self.store(process, k, rng),
+            3..=5 => self.remove(process, k, rng),
+            6 => drop(self.load(process, k)),
+            7 => self.flush(process),
+            8 => self.turn(process, Turn::Commit),
+            _ => self.turn(process, Turn::Keeper),
+        }
+        self.disk.enter(current);
+    }
+
     /// Removes, now and then, what has just been given up: a crash could still bring it back.
     fn remove_evicted(&self, process: &Process, rng: &mut Rng) {
         let evicted = self.run(process, |log| log.take_evicted(64));
@@ -113,14 +137,16 @@ impl World {
     fn start(&self, process: &Process, k: u64, rng: &mut Rng) -> Option<Begun> {
         let spec = self.spec(k, rng);
         let (expiry_s, tenant) = (spec.expiry_s, spec.tenant);
-        let (is_there, before, patient) = (self.is_there(process, k), self.disk.operations(), rng.one_in(2));
+        let (before, amid, patient) = (self.disk.operations(), self.amid.load(Ordering::Relaxed), rng.one_in(2));
+        let is_there = self.is_there(process, k);
         let outcome = self.run(process, |log| match patient {
             true => log.begin_put_within(spec, SOON),
             false => log.begin_put(spec),
         });
+        let is_alone = amid == self.amid.load(Ordering::Relaxed);
         match outcome {
             Ok(PutOutcome::Started(put)) => {
-                if is_there {
+                if is_there && is_alone {
                     self.fail_at(k, "it is stored although it is there");
                 }
                 let (sequence, owner, state) = (put.sequence(), process.number, State::Begun);
@@ -132,10 +158,10 @@ impl World {
             Ok(PutOutcome::AlreadyThere) => {
                 let is_its = |p: &Put| p.owner == process.number && p.state != State::Flushed;
                 let is_under_way = self.model.lock().of_key(k).iter().any(is_its);
-                if !is_there && !is_under_way {
+                if !is_there && !is_under_way && is_alone {
                     self.fail_at(k, "it is said to be there, and is not");
                 }
-                if self.disk.operations() != before {
+                if self.disk.operations() != before && is_alone {
                     self.fail_at(k, "a put of what is there has written something");
                 }
             }
@@ -198,8 +224,13 @@ impl World {
     }
 
     pub fn store(&self, process: &Process, k: u64, rng: &mut Rng) {
-        if rng.one_in(3) && self.is_there(process, k) {
-            self.remove_keys(process, &[k]);
+        // What is there is not stored again: another key is, or this one after a removal.
+        let keys = self.config.keys;
+        let mut k = k;
+        match rng.below(4) {
+            0 if self.is_there(process, k) => self.remove_keys(process, &[k]),
+            1 | 2 => k = (k..k + keys).map(|k| k % keys).find(|k| !self.is_there(process, *k)).unwrap_or(k),
+            _ => {}
         }
         let Some(begun) = self.start(process, k, rng) else { return };
         if self.write_extents(process, &begun, usize::MAX) {
@@ -342,9 +373,7 @@ impl World {
     fn removed(&self, by: u64, (going, outcome): (&Going, &forebay::Result<()>)) {
         self.tell(|| format!("  it ends: {outcome:?}"));
         // What a process that is dead by now does after its death, it did not do.
-        if outcome.is_ok() && !self.disk.is_dead(by) {
-            self.model.lock().gone(going);
-        }
+        self.model.lock().ends(going, outcome.is_ok() && !self.disk.is_dead(by));
     }
 
     /// A floor of everything or of a tenant, by the process or from outside.

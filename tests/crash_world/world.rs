@@ -60,6 +60,8 @@ pub struct World {
     pub depth: usize,
     /// What the disk held when this world began.
     pub began: Files,
+    /// Steps that one process did amid a call of another.
+    pub amid: AtomicU64,
     next_process: AtomicU64,
     _mount: Mount,
 }
@@ -98,6 +100,7 @@ impl World {
             story: start.story,
             depth: start.depth,
             began: start.files,
+            amid: AtomicU64::new(0),
             next_process: AtomicU64::new(1),
             _mount: mounted,
         })
@@ -211,21 +214,31 @@ impl World {
         self.processes.lock().retain(|p| p.number != process.number);
     }
 
-    /// The files of shared memory, as they are now.
-    pub fn shared_memory(&self) -> Vec<(PathBuf, Vec<u8>)> {
+    /// The kernel's files of the cache: locks and shared memory.
+    fn kernels_files(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut open = vec![self.dir.clone()];
         while let Some(dir) = open.pop() {
             for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
-                let path = entry.path();
-                if entry.file_type().is_ok_and(|t| t.is_dir()) {
-                    open.push(path);
-                } else if path.extension().is_some_and(|e| e == "shm") {
-                    found.extend(std::fs::read(&path).ok().map(|bytes| (path, bytes)));
-                }
+                let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
+                if is_dir { &mut open } else { &mut found }.push(entry.path());
             }
         }
         found
+    }
+
+    /// The files of shared memory, as they are now.
+    pub fn shared_memory(&self) -> Vec<(PathBuf, Vec<u8>)> {
+        let mut all = self.kernels_files();
+        all.retain(|path| path.extension().is_some_and(|e| e == "shm"));
+        all.into_iter().filter_map(|path| std::fs::read(&path).ok().map(|bytes| (path, bytes))).collect()
+    }
+
+    /// Whether somebody is amid something for which others would wait: has a lock other than a lane's.
+    pub fn is_locked(&self) -> bool {
+        let may_wait = |path: &&PathBuf| path.extension().is_none() && !path.ends_with("LOCK");
+        let is_taken = |path: &PathBuf| std::fs::File::open(path).is_ok_and(|file| file.try_lock().is_err());
+        self.kernels_files().iter().filter(may_wait).any(is_taken)
     }
 
     /// The names of the namespace and the shard, once there is one.
