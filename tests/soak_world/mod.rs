@@ -25,6 +25,8 @@ use crate::proof_world::told::say;
 /// Bytes of the cache; the conversations have about four times as many.
 pub(crate) const CAPACITY: u64 = 96 << 20;
 const CONVERSATIONS: u64 = 240;
+/// Locks of conversations.
+const LOCKS: u64 = 31;
 const MOST_TOKENS: usize = BLOCKS * BLOCK - CHUNK;
 /// Threads of a process that store, each its own conversations, and threads that only load, any of them.
 const WRITERS: u64 = 2;
@@ -80,13 +82,17 @@ fn value(conversation: u64, position: usize, layer: usize, (version, len): (u64,
 struct Marks {
     removed: File,
     clearing: File,
+    /// Who stores or removes a conversation has one of these locked.
+    busy: Vec<File>,
 }
 
 impl Marks {
     fn open(dir: &Path) -> Self {
-        let open =
-            |name| File::options().create(true).truncate(false).read(true).write(true).open(dir.join(name)).unwrap();
-        Self { removed: open("removed"), clearing: open("clearing") }
+        let open = |name: &str| {
+            File::options().create(true).truncate(false).read(true).write(true).open(dir.join(name)).unwrap()
+        };
+        let busy = (0..LOCKS).map(|n| open(&format!("busy{n}"))).collect();
+        Self { removed: open("removed"), clearing: open("clearing"), busy }
     }
 
     fn get(&self, conversation: u64) -> u64 {
@@ -99,6 +105,16 @@ impl Marks {
     /// From now on nothing older than now may be served of a conversation; of all with the number after the last.
     fn set(&self, conversation: u64) {
         self.removed.write_all_at(&now().to_le_bytes(), conversation * 8).unwrap();
+    }
+
+    /// Does something to a conversation while nobody else stores or removes it: a removal would not have to reach what another
+    /// process is storing.
+    fn alone<T>(&self, conversation: u64, f: impl FnOnce() -> T) -> T {
+        let busy = &self.busy[(conversation % LOCKS) as usize];
+        busy.lock().unwrap();
+        let done = f();
+        busy.unlock().unwrap();
+        done
     }
 
     /// Nothing older than this may be served of a conversation.
@@ -145,7 +161,11 @@ impl Worker<'_> {
         match self.rng.below(1000) {
             0..=649 => self.turn(conversation),
             650..=949 => self.load_any(),
-            950..=979 => self.remove(conversation),
+            // Also what another process stores.
+            950..=979 => {
+                let any = self.rng.below(CONVERSATIONS);
+                self.remove(any);
+            }
             980..=995 => {
                 self.engine.flush().unwrap();
                 add(&self.counts.flushes, 1);
@@ -173,19 +193,22 @@ impl Worker<'_> {
         self.load(conversation, n);
         // No clear may begin while this store is under way: it would not have to reach what another process is storing.
         self.marks.clearing.lock_shared().unwrap();
-        let (version, prompt) = (now(), self.prompt(conversation, n));
         let from = slots(n, self.rng.below(1000) as usize);
-        for layer in 0..self.from.layers() {
-            for (position, slot) in from.iter().enumerate() {
-                let len = self.from.slot_bytes(layer);
-                self.from.set_slot(layer, *slot as usize, &value(conversation, position, layer, (version, len)));
+        let backpressure = if self.rng.one_in(4) { Backpressure::default() } else { Backpressure::Wait };
+        let stored = self.marks.alone(conversation, || {
+            let (version, prompt) = (now(), self.prompt(conversation, n));
+            for layer in 0..self.from.layers() {
+                for (position, slot) in from.iter().enumerate() {
+                    let len = self.from.slot_bytes(layer);
+                    self.from.set_slot(layer, *slot as usize, &value(conversation, position, layer, (version, len)));
+                }
             }
-        }
-        let mut request = StoreRequest::new(&prompt, &self.from.kv, from);
-        request.backpressure = if self.rng.one_in(4) { Backpressure::default() } else { Backpressure::Wait };
-        let store = self.engine.store(request).unwrap();
-        store.all_layers();
-        let stored = store.wait().stored;
+            let mut request = StoreRequest::new(&prompt, &self.from.kv, from);
+            request.backpressure = backpressure;
+            let store = self.engine.store(request).unwrap();
+            store.all_layers();
+            store.wait().stored
+        });
         self.marks.clearing.unlock().unwrap();
         add(&self.counts.stores, stored);
     }
@@ -258,8 +281,10 @@ impl Worker<'_> {
     }
 
     fn remove(&self, conversation: u64) {
-        self.engine.remove(&self.prompt(conversation, MOST_TOKENS)).unwrap();
-        self.marks.set(conversation);
+        self.marks.alone(conversation, || {
+            self.engine.remove(&self.prompt(conversation, MOST_TOKENS)).unwrap();
+            self.marks.set(conversation);
+        });
         add(&self.counts.removals, 1);
     }
 
