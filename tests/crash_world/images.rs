@@ -10,9 +10,9 @@ use forebay::log::{LogStats, fsck};
 use parking_lot::Mutex;
 
 use super::disk::{Content, Files, Loss, Observer, SimDisk};
+use super::loads::Loaded;
 use super::model::{Put, State};
 use super::rng::Rng;
-use super::steps::Loaded;
 use super::world::{FAILED, Process, Start, World};
 use super::{Config, key};
 

@@ -1,13 +1,15 @@
 //! Logs on simulated disks that crash at every write, and an oracle of what they may serve afterwards.
 //!
 //! `disk.rs` knows what was flushed, `queue.rs` moves bytes and fails, `model.rs` says what may be served, `world.rs` runs
-//! processes over one disk, `steps.rs` what they do, `images.rs` judges what a crash leaves, `rebuilt.rs` what
-//! `fsck rebuild` makes of it.
+//! processes over one disk, `steps.rs`, `puts.rs` and `loads.rs` what they do, `images.rs` judges what a crash leaves, `rebuilt.rs`
+//! what `fsck rebuild` makes of it.
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses a part, and none of it is a library")]
 
 pub mod disk;
 pub mod images;
+pub mod loads;
 pub mod model;
+pub mod puts;
 pub mod queue;
 pub mod rebuilt;
 #[path = "../proof_world/rng.rs"]
@@ -50,6 +52,8 @@ pub struct Config {
     pub tenant_bytes: Option<u64>,
     /// Whether the file system has holes.
     pub holes: bool,
+    /// Some keys are those of objects, which share slots.
+    pub objects: bool,
 }
 
 impl Config {
@@ -83,6 +87,7 @@ impl Config {
             tenants: seed % 4 == 3,
             tenant_bytes: (seed % 8 == 7).then(|| (2 + seed / 8 % 10) * (12 << 10)),
             holes: !rng.one_in(4),
+            objects: rng.one_in(4),
         }
     }
 

@@ -78,12 +78,15 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn begin(&mut self, put: Put) -> u64 {
+    pub fn next_id(&mut self) -> u64 {
         self.last_id += 1;
+        self.last_id
+    }
+
+    pub fn begin(&mut self, put: Put) {
         // A removal that is amid its work may find this one too.
         let going = self.under_way.values().any(|reach| reach.has(&put));
-        self.puts.insert(self.last_id, Put { id: self.last_id, going, ..put });
-        self.last_id
+        self.puts.insert(put.id, Put { going, ..put });
     }
 
     pub fn becomes(&mut self, id: u64, state: State) {
@@ -114,9 +117,9 @@ impl Model {
     fn go(&mut self, reach: Reach, may_come_later: impl Fn(&Put) -> bool) -> Going {
         let reached = self.puts.values_mut().filter(|p| !p.gone && reach.has(p) && !may_come_later(p));
         let puts = reached.map(|put| (put.going = true, put.id).1).collect();
-        self.last_id += 1;
-        self.under_way.insert(self.last_id, reach);
-        Going { id: self.last_id, puts }
+        let id = self.next_id();
+        self.under_way.insert(id, reach);
+        Going { id, puts }
     }
 
     /// `by` begins to remove keys. Puts of others that are under way may come after it.

@@ -7,25 +7,19 @@ use std::time::{Duration, Instant};
 
 use forebay::Result;
 use forebay::io::{Mount, mount};
-use forebay::log::{Chunk, Log, LogOptions, Put};
+use forebay::log::{Chunk, Log, LogOptions};
 use parking_lot::Mutex;
 
 use super::disk::{Files, Mounted, SimDisk};
 use super::images::Judge;
+use super::loads::Loaded;
 use super::model::Model;
+use super::puts::Begun;
 use super::queue::SimQueue;
-use super::steps::Loaded;
 use super::{Config, SimClock};
 
 /// Set by the first failure, so that nothing is judged while its panic unwinds.
 pub static FAILED: AtomicBool = AtomicBool::new(false);
-
-/// A put that is on its way.
-pub struct Begun {
-    pub put: Put,
-    pub key: u64,
-    pub id: u64,
-}
 
 /// A located chunk that is kept.
 pub struct Held {
@@ -43,7 +37,7 @@ pub struct Process {
     pub begun: Mutex<Vec<Begun>>,
     pub held: Mutex<Vec<Held>>,
     /// Puts whose end is not known yet.
-    pub ends: Mutex<Vec<(u64, crossbeam_channel::Receiver<bool>)>>,
+    pub ends: Mutex<Vec<(Vec<u64>, crossbeam_channel::Receiver<bool>)>>,
 }
 
 /// A disk and its processes.

@@ -48,7 +48,12 @@ pub fn value(key: &ChunkKey, version: u64, layer: usize, len: usize) -> Vec<u8> 
 
 /// Stores a key; whether it was not there.
 pub fn put(log: &Log, key: ChunkKey, version: u64) -> Result<bool> {
-    let spec = PutSpec::chunk(key, ChunkKey([0; 32]), 16, 0);
+    put_of(log, key, (version, 0))
+}
+
+/// The same for a tenant.
+pub fn put_of(log: &Log, key: ChunkKey, (version, tenant): (u64, u64)) -> Result<bool> {
+    let spec = PutSpec { tenant, ..PutSpec::chunk(key, ChunkKey([0; 32]), 16, 0) };
     let put = match log.begin_put_within(spec, Duration::from_secs(5))? {
         PutOutcome::Started(put) => put,
         PutOutcome::AlreadyThere => return Ok(false),

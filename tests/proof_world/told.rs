@@ -13,10 +13,13 @@ use std::time::{Duration, Instant};
 
 use forebay::log::{Log, LogOptions};
 
-use super::{Rng, get, key, put};
+use super::{Rng, get, key, put, put_of};
 
 /// Keys of which every step is told; as many more are stored beside them, of which only the bytes count.
 pub const KEYS: u64 = 40;
+
+/// Tenants, the first of which is none; a key's is its number modulo this.
+const TENANTS: u64 = 4;
 
 /// Steps that a child does after it was told that its file system is gone.
 const STEPS_AFTER: u32 = 40;
@@ -32,7 +35,7 @@ pub fn say(line: &str) {
     out.flush().unwrap();
 }
 
-/// Stores, removes, clears and flushes. Every step is told before it begins, and when it has returned.
+/// Stores, removes keys, tenants and everything, and flushes. Every step is told before it begins, and when it has returned.
 pub struct Work<'a> {
     pub log: &'a Log,
     pub seed: u64,
@@ -94,7 +97,12 @@ impl Work<'_> {
                     say("clearing");
                     self.tell(self.log.clear().map(|()| true), "cleared");
                 }
-                1..=20 => {
+                1..=3 => {
+                    let tenant = 1 + k % (TENANTS - 1);
+                    say(&format!("removing-tenant {tenant}"));
+                    self.tell(self.log.remove_tenant(tenant).map(|_| true), &format!("removed-tenant {tenant}"));
+                }
+                4..=20 => {
                     say(&format!("removing {k}"));
                     self.tell(self.log.remove(&[key(k as u32)]).map(|_| true), &format!("removed {k}"));
                 }
@@ -102,7 +110,7 @@ impl Work<'_> {
                 31..=50 if gone => _ = get(self.log, &key(k as u32)),
                 _ => {
                     say(&format!("putting {k} {version}"));
-                    self.tell(put(self.log, key(k as u32), version), &format!("put {k} {version}"));
+                    self.tell(put_of(self.log, key(k as u32), (version, k % TENANTS)), &format!("put {k} {version}"));
                 }
             }
         }
@@ -201,6 +209,10 @@ impl Model {
         (0..KEYS).for_each(|k| f(self.allowed(k)));
     }
 
+    fn of_tenant(&mut self, tenant: u64, f: impl Fn(&mut Vec<u64>)) {
+        (0..KEYS).filter(|k| k % TENANTS == tenant).for_each(|k| f(self.allowed(k)));
+    }
+
     /// Whether a store was under way.
     pub fn is_amid_a_store(&self) -> bool {
         self.storing || self.storing_beside
@@ -222,6 +234,8 @@ impl Model {
             "kept-put" => self.allowed(k).retain(|v| *v != version),
             "removing" => self.allowed(k).push(0),
             "removed" => *self.allowed(k) = vec![0],
+            "removing-tenant" => self.of_tenant(k, |may| may.push(0)),
+            "removed-tenant" => self.of_tenant(k, |may| *may = vec![0]),
             "clearing" => self.all(|may| may.push(0)),
             "cleared" => self.all(|may| *may = vec![0]),
             // Everything that had returned is durable: the last that was told of each key. A step that ended with an error may
