@@ -101,7 +101,7 @@ fn report(judge: &Judge, since: Instant, (first, last): (u64, u64)) {
         get(&judge.sealed),
         get(&judge.reclaimed),
         get(&judge.moved),
-        get(&judge.thinned),
+        get(&judge.hole_evicted),
         get(&judge.quota),
         get(&judge.adopted)
     );
@@ -162,7 +162,7 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     };
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     assert!(get(&all.served) > images, "the images hold next to nothing");
-    assert!(get(&all.thinned) > 0, "no chunk was given up as a hole");
+    assert!(get(&all.hole_evicted) > 0, "no chunk was given up as a hole");
     assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
 }
 

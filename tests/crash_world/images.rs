@@ -68,7 +68,7 @@ pub struct Judge {
     pub sealed: AtomicU64,
     pub reclaimed: AtomicU64,
     pub moved: AtomicU64,
-    pub thinned: AtomicU64,
+    pub hole_evicted: AtomicU64,
     pub quota: AtomicU64,
     pub adopted: AtomicU64,
     pub rotten: AtomicU64,
@@ -86,8 +86,8 @@ impl Judge {
     }
 
     fn counters(&self) -> [&AtomicU64; 18] {
-        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.thinned, &self.quota, &self.adopted];
-        let [sealed, reclaimed, moved, thinned, quota, adopted] = log;
+        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.hole_evicted, &self.quota, &self.adopted];
+        let [sealed, reclaimed, moved, hole_evicted, quota, adopted] = log;
         let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
         [
             images,
@@ -105,7 +105,7 @@ impl Judge {
             sealed,
             reclaimed,
             moved,
-            thinned,
+            hole_evicted,
             quota,
             adopted,
         ]
@@ -117,7 +117,7 @@ impl Judge {
             (&self.sealed, stats.sealed),
             (&self.reclaimed, stats.reclaimed),
             (&self.moved, stats.moved),
-            (&self.thinned, stats.thinned),
+            (&self.hole_evicted, stats.hole_evicted),
             (&self.quota, stats.quota_evicted),
             (&self.adopted, stats.adopted_lanes),
         ];
@@ -415,9 +415,9 @@ pub fn intact(files: &[fsck::LaneFiles], lanes: &[fsck::RawLane], now_s: u64) ->
     let deep = fsck::deep(files, lanes, now_s, &|_| ()).unwrap();
     let is_bad = |lane: usize, r: &Record| {
         let at = lanes[lane].slot_offset(r);
-        deep.bad.iter().any(|b| (b.lane, b.offset, b.key) == (lane, at, r.key))
+        deep.bad.iter().chain(&deep.gone).any(|b| (b.lane, b.offset, b.key) == (lane, at, r.key))
     };
-    fsck::live(lanes, now_s).into_iter().filter(|(lane, r)| !is_bad(*lane, r)).map(|(_, r)| r).collect()
+    fsck::listed(lanes, now_s).into_iter().filter(|(lane, r)| !is_bad(*lane, r)).map(|(_, r)| r).collect()
 }
 
 impl Judge {

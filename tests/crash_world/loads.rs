@@ -99,7 +99,8 @@ impl World {
             self.run(process, |log| log.report_bad(&chunk, Bad::Corrupt));
             return Loaded::Bad;
         };
-        if let Some(why) = self.model.lock().objection(k, id) {
+        let objection = self.model.lock().objection(k, id);
+        if let Some(why) = objection {
             self.fail_at(k, &format!("put {id} is served, but {why}"));
         }
         if chunk.expiry_s != 0 && self.now_s() >= u64::from(chunk.expiry_s) {

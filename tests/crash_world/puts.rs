@@ -110,7 +110,7 @@ impl World {
             Ok(PutOutcome::Started(_)) => of.clone(),
             Ok(PutOutcome::AlreadyThere) => Vec::new(),
             _ => {
-                self.turn(process, Turn::Keeper);
+                self.turn(process, Turn::Maintain);
                 return None;
             }
         };
@@ -205,7 +205,7 @@ impl World {
         }
         // Which a put wakes.
         if rng.one_in(2) {
-            self.turn(process, Turn::Keeper);
+            self.turn(process, Turn::Maintain);
         }
     }
 
@@ -226,7 +226,7 @@ impl World {
 
     /// A put that ends without a commit.
     fn drop_put(&self, begun: Begun) {
-        begun.of.iter().for_each(|(_, id)| drop(self.model.lock().puts.remove(id)));
+        begun.of.iter().for_each(|(_, id)| _ = self.model.lock().puts.remove(id));
     }
 
     /// Lets something that is under way go on.

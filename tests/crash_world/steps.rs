@@ -46,7 +46,7 @@ impl World {
             69 => self.floor(process, k, rng),
             70..=76 => self.flush(process),
             77..=84 => self.turn(process, Turn::Commit),
-            85..=87 => self.turn(process, Turn::Keeper),
+            85..=87 => self.turn(process, Turn::Maintain),
             88 => self.turn(process, Turn::Scan),
             89..=90 => self.seal(process),
             91..=92 => drop(self.clock.0.fetch_add(rng.below(30_000), std::sync::atomic::Ordering::Relaxed)),
@@ -56,7 +56,7 @@ impl World {
                     let k = rng.below(self.config.keys);
                     self.run(process, |log| log.lookup(&[key(k)]));
                 }
-                self.turn(process, Turn::Keeper);
+                self.turn(process, Turn::Maintain);
             }
         }
         self.remove_evicted(process, rng);
@@ -81,7 +81,7 @@ impl World {
             6 => drop(self.load(process, k)),
             7 => self.flush(process),
             8 => self.turn(process, Turn::Commit),
-            _ => self.turn(process, Turn::Keeper),
+            _ => self.turn(process, Turn::Maintain),
         }
         self.disk.enter(current);
     }

@@ -317,7 +317,7 @@ fn tell(engine: &Engine, counts: &Counts) {
     let log = &stats.log;
     say(&format!(
         "stat loads={} verified_tokens={} asked_tokens={} chunks_stored={} removals={} clears={} flushes={} \
-         loaded_bytes={} stored_bytes={} shed={shed} sealed={} reclaimed={} evicted={} thinned={} moved={} bad_chunks={} \
+         loaded_bytes={} stored_bytes={} shed={shed} sealed={} reclaimed={} evicted={} hole_evicted={} moved={} bad_chunks={} \
          write_errors={} retired_segments={} adopted_lanes={} leases_refused={}",
         of(&counts.loads),
         of(&counts.verified_tokens),
@@ -331,7 +331,7 @@ fn tell(engine: &Engine, counts: &Counts) {
         log.sealed,
         log.reclaimed,
         log.evicted,
-        log.thinned,
+        log.hole_evicted,
         log.moved,
         log.bad_chunks,
         log.write_errors,
