@@ -7,8 +7,9 @@
 //! It has the lanes' files and the shard's FLOORS. Directories, locks and shared memory stay with the kernel.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use forebay::error::{Error, ErrorKind, Result};
@@ -155,6 +156,17 @@ impl Content {
     }
 }
 
+impl fmt::Debug for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Write(at, bytes) => write!(f, "writes {} pages at {}", bytes.len() / PAGE, *at as usize / PAGE),
+            Self::Len(len) => write!(f, "sets the length {len}"),
+            Self::Allocate(at, len) => write!(f, "reserves {len} bytes at {at}"),
+            Self::Punch(at, len) => write!(f, "punches {} pages at {}", *len as usize / PAGE, *at as usize / PAGE),
+        }
+    }
+}
+
 #[derive(Clone)]
 enum Op {
     Write(u64, Arc<[u8]>),
@@ -278,6 +290,8 @@ pub struct SimDisk {
     /// Bytes that all files together may take.
     space: AtomicU64,
     holes: AtomicBool,
+    /// Every operation is told, under this name.
+    told_as: OnceLock<String>,
     /// How often, of 1000 times, a write or flush of FLOORS fails.
     floor_faults: Mutex<(u64, Rng)>,
     operations: AtomicU64,
@@ -293,6 +307,7 @@ impl SimDisk {
             dead: Mutex::default(),
             space: AtomicU64::new(u64::MAX),
             holes: AtomicBool::new(true),
+            told_as: OnceLock::new(),
             floor_faults: Mutex::new((0, Rng(0))),
             operations: AtomicU64::new(0),
         })
@@ -333,6 +348,11 @@ impl SimDisk {
         self.space.store(bytes, Ordering::Relaxed);
     }
 
+    /// Tells every operation, for who replays a seed.
+    pub fn tell(&self, story: &str) {
+        drop(self.told_as.set(format!("  {story}")));
+    }
+
     /// Whether its file systems have holes.
     pub fn set_holes(&self, on: bool) {
         self.holes.store(on, Ordering::Relaxed);
@@ -347,8 +367,11 @@ impl SimDisk {
         path.strip_prefix(&self.root).unwrap_or(path).to_path_buf()
     }
 
-    fn changed(&self) {
-        self.operations.fetch_add(1, Ordering::Relaxed);
+    fn changed(&self, what: impl FnOnce() -> String) {
+        let n = self.operations.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(story) = self.told_as.get() {
+            println!("{story} [{n}] process {} {}", self.current(), what());
+        }
         let observer = self.observer.lock().clone();
         if let Some(observer) = observer {
             observer.boundary(self);
@@ -387,7 +410,7 @@ impl Disk for Mounted {
         };
         drop(files);
         if made {
-            disk.changed();
+            disk.changed(|| format!("makes {}", path.display()));
         }
         Ok(Arc::new(SimFile { disk: Arc::clone(disk), process: disk.current(), inode, name }))
     }
@@ -399,7 +422,7 @@ impl Disk for Mounted {
             let inode = files.names.remove(&name).ok_or_else(|| not_found(path))?;
             files.removed.push((name, inode));
         }
-        self.0.changed();
+        self.0.changed(|| format!("removes {}", path.display()));
         Ok(())
     }
 
@@ -421,6 +444,12 @@ struct SimFile {
 }
 
 impl SimFile {
+    /// The last two parts of the file's path.
+    fn place(&self) -> String {
+        let parts: Vec<_> = self.name.iter().map(|p| p.to_string_lossy()).collect();
+        parts[parts.len().saturating_sub(2)..].join("/")
+    }
+
     fn error(&self, kind: ErrorKind, why: &'static str) -> Error {
         Error::new(kind, why).at(&self.name)
     }
@@ -444,9 +473,9 @@ impl SimFile {
             let mut files = self.disk.files.lock();
             let inode = Arc::make_mut(&mut files.inodes[self.inode]);
             inode.now.apply(&op);
-            inode.since.push(op);
+            inode.since.push(op.clone());
         }
-        self.disk.changed();
+        self.disk.changed(|| format!("{op:?} in {}", self.place()));
         if fails { Err(self.error(ErrorKind::Io, "injected")) } else { Ok(()) }
     }
 
@@ -510,7 +539,7 @@ impl DiskFile for SimFile {
             inode.since.clear();
             inode.durable = inode.now.clone();
         }
-        self.disk.changed();
+        self.disk.changed(|| format!("flushes {}", self.place()));
         Ok(())
     }
 

@@ -246,17 +246,26 @@ impl World {
         self.model.lock().rotten
     }
 
-    /// The puts that some process that lives has in its index; `None` where nobody lives.
+    /// The puts that processes that live have in their indexes; `None` where nobody lives. What was stored and is not there has been
+    /// given up, also where an index that somebody makes anew lists it again.
     pub fn present(&self) -> Option<Vec<u64>> {
-        let process = {
-            let all = self.processes.lock();
-            let alive = |p: &&Arc<Process>| !self.disk.is_dead(p.number);
-            let current = all.iter().find(|p| p.number == self.disk.current()).filter(alive);
-            current.or_else(|| all.iter().find(alive)).cloned()
-        }?;
-        let puts: Vec<Put> = self.model.lock().puts.values().filter(|p| !p.going).copied().collect();
-        let there = |p: &&Put| process.log.peek(&key(p.key)).is_some_and(|info| info.sequence == p.sequence);
-        Some(puts.iter().filter(there).map(|p| p.id).collect())
+        let mut alive = self.processes.lock().clone();
+        alive.retain(|p| !self.disk.is_dead(p.number));
+        if alive.is_empty() {
+            return None;
+        }
+        let is_there = |p: &Put| {
+            let sequence = |process: &Arc<Process>| process.log.peek(&key(p.key)).map(|info| info.sequence);
+            alive.iter().any(|process| sequence(process) == Some(p.sequence))
+        };
+        let has_ended = |p: &&Put| !p.going && matches!(p.state, State::Stored | State::Flushed);
+        let puts: Vec<Put> = self.model.lock().puts.values().filter(has_ended).copied().collect();
+        let (there, gone): (Vec<Put>, Vec<Put>) = puts.into_iter().partition(is_there);
+        let mut model = self.model.lock();
+        for put in gone {
+            model.puts.entry(put.id).and_modify(|put| put.going = true);
+        }
+        Some(there.iter().map(|p| p.id).collect())
     }
 
     /// Keys that an image of now must serve, where these puts are present.

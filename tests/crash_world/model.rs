@@ -33,7 +33,7 @@ pub struct Put {
     pub state: State,
     /// Unix seconds; 0 for never.
     pub expiry_s: u32,
-    /// A removal or floor that reaches it has begun, or it was reported bad: nobody needs to serve it.
+    /// A removal or floor that reaches it has begun, it was given up, or it was reported bad: nobody needs to serve it.
     pub going: bool,
     /// The removal or floor has returned: nobody may.
     pub gone: bool,

@@ -114,6 +114,7 @@ impl World {
                 return None;
             }
         };
+        self.tell(|| format!("  of {of:?}, there {there:?}, stores {stored:?}"));
         // What another process did meanwhile may have changed that.
         if amid == self.amid.load(Ordering::Relaxed) {
             for (k, id) in &of {
@@ -130,7 +131,7 @@ impl World {
             }
         }
         let Ok(PutOutcome::Started(put)) = outcome else { return None };
-        self.tell(|| format!("  puts {stored:?}, sequence {:x}", put.sequence()));
+        self.tell(|| format!("  sequence {:x}", put.sequence()));
         let (sequence, owner, state) = (put.sequence(), process.number, State::Begun);
         for (key, id) in &stored {
             let tenant = if self.config.is_object(*key) { 0 } else { tenant };

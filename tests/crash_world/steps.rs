@@ -13,7 +13,7 @@ use super::rng::Rng;
 use super::world::{Process, World};
 
 /// Says what is done, where somebody replays a seed.
-fn telling() -> bool {
+pub fn telling() -> bool {
     static TELLING: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *TELLING.get_or_init(|| std::env::var_os("FOREBAY_CRASH_TRACE").is_some())
 }

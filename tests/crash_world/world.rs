@@ -82,6 +82,9 @@ impl World {
             disk.set_space(config.space);
         }
         disk.set_holes(config.holes);
+        if super::steps::telling() {
+            disk.tell(&start.story);
+        }
         let mounted = mount(dir, Arc::new(Mounted(Arc::clone(&disk))));
         Arc::new(Self {
             config: config.clone(),

@@ -248,6 +248,7 @@ fn forget(lane: &Lane, gone: &[Entry]) -> Result<()> {
     let mut state = lane.state()?;
     let table = lane.table();
     for e in gone {
+        state.segments.has_gone(e.segment, e.epoch, e.page);
         state.leave(&table, shared.as_ref(), (&e.key, e.seq))?;
     }
     Ok(())
