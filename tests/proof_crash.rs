@@ -201,7 +201,7 @@ fn crashes_while_chunks_are_moved_lose_nothing_flushed() {
         segments: 6,
         ring_pages: 24,
         keys: 64,
-        policy: "lru",
+        policy: forebay::index::Reclaim::Lru,
         reclaim_write_budget: 0.5,
         writers: 1,
         faults: Faults::default(),

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
+use forebay::index::Reclaim;
 use forebay::key::ChunkKey;
 use forebay::log::Clock;
 
@@ -38,7 +39,7 @@ pub struct Config {
     pub segments: u64,
     pub ring_pages: u32,
     pub keys: u64,
-    pub policy: &'static str,
+    pub policy: Reclaim,
     pub reclaim_write_budget: f64,
     /// Processes that may write at once.
     pub writers: usize,
@@ -74,7 +75,7 @@ impl Config {
             } else {
                 16 + rng.below(40)
             },
-            policy: ["prefix", "prefix", "lru", "fifo"][rng.below(4) as usize],
+            policy: [Reclaim::Prefix, Reclaim::Prefix, Reclaim::Lru, Reclaim::Fifo][rng.below(4) as usize],
             reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
             writers,
             steps: 60 + rng.below(120),

@@ -117,7 +117,7 @@ impl World {
             capacity_bytes: c.segments * (c.segment_bytes + region) + c.writers as u64 * per_lane + (200 << 10),
             segment_bytes: Some(c.segment_bytes),
             tenant_bytes: c.tenant_bytes,
-            policy: c.policy.to_owned(),
+            policy: c.policy,
             reclaim_write_budget: c.reclaim_write_budget,
             commit_interval: Duration::from_secs(1 << 24),
             io_timeout: Duration::from_secs(1 << 20),
