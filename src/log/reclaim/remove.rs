@@ -146,8 +146,12 @@ impl Removal<'_> {
         for packed in self.packs(lane, &going)? {
             self.save_others(lane, &packed, &mut going)?;
         }
-        let table = lane.table();
-        going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
+        {
+            // Under the lock, so that the table does not grow meanwhile.
+            let _state = lane.state()?;
+            let table = lane.table();
+            going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
+        }
         going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
         for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
             evict::erase_marked(self.volume, lane, of_segment, None)?;
