@@ -1,5 +1,8 @@
 //! Marks: what is in the table and not served.
 
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::*;
 use crate::error::ErrorKind;
 
@@ -137,4 +140,54 @@ fn who_may_only_read_marks_nothing() {
     let reader = Table::attach(&file, BOOT, Access::ReadOnly).unwrap();
     assert_eq!(reader.mark(&key(1), 2, Mark::Removed).unwrap_err().kind(), ErrorKind::Permission);
     assert_eq!(reader.get(&key(1)), Some(entry(1, 2)));
+}
+
+/// One process marks whatever it finds, as fast as it can, while the writer replaces and removes: only what was meant is marked.
+#[test]
+fn marks_made_beside_the_writer_meet_what_they_were_meant_for() {
+    const KEYS: u64 = 4;
+    let rounds = if cfg!(miri) { 60 } else { 60_000 };
+    let file = file_of(Table::file_bytes(KEYS).unwrap());
+    let writer = Table::create(&file, &table_spec(KEYS, 1)).unwrap();
+    let other = Table::attach(&file, BOOT, Access::ReadWrite).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        let marker = s.spawn(|| {
+            let mut meant: HashSet<u64> = HashSet::new();
+            while !stop.load(Ordering::Acquire) {
+                for n in 0..KEYS {
+                    if let Some((found, ..)) = other.get_marked(&key(n))
+                        && other.mark(&key(n), found.seq, Mark::Removed).unwrap()
+                    {
+                        assert!(meant.insert(found.seq), "marked twice");
+                    }
+                }
+            }
+            meant
+        });
+        let mut gone: Vec<(u64, bool)> = Vec::new();
+        for seq in 1..=rounds {
+            let n = key(seq).0[0] as u64 % KEYS;
+            // Slots change hands, too.
+            let last = writer.get_marked(&key(n)).map(|(e, ..)| e.seq);
+            if seq % 3 == 0 {
+                drop(writer.remove_if(&key(n), seq).unwrap());
+            }
+            let done = writer.insert(&entry(n, seq)).unwrap();
+            assert!(done.stored && (done.other.is_none() || done.other.map(|e| e.seq) == last));
+            if seq % 7 == 0 {
+                let marked = writer.get_marked(&key(n)).unwrap();
+                assert_eq!(marked.0, entry(n, seq));
+                gone.push((seq, marked.2.is_some()));
+            }
+        }
+        stop.store(true, Ordering::Release);
+        let meant = marker.join().unwrap();
+        assert!(gone.iter().all(|(seq, is_marked)| !is_marked || meant.contains(seq)), "a mark that nobody made");
+        for n in 0..KEYS {
+            if let Some((entry, _, mark)) = writer.get_marked(&key(n)) {
+                assert_eq!(mark.is_some(), meant.contains(&entry.seq), "key {n}");
+            }
+        }
+    });
 }
