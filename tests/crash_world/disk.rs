@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use forebay::error::{Error, ErrorKind, Result};
 use forebay::io::{Disk, DiskFile, FileOptions};

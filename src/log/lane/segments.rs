@@ -402,7 +402,8 @@ impl Segments {
     /// [`settle_gone`](Self::settle_gone), to be asked before a flush.
     pub(in crate::log) fn gone_counts(&self) -> Vec<(u32, u32, usize)> {
         let count = |s: &Segment| s.gone.iter().take_while(|page| !s.going.contains(page)).count();
-        let counts = self.iter().map(|(n, s)| (n, s.epoch, s.settled, if s.settled < s.gone.len() { count(s) } else { 0 }));
+        let counts =
+            self.iter().map(|(n, s)| (n, s.epoch, s.settled, if s.settled < s.gone.len() { count(s) } else { 0 }));
         counts.filter(|(.., settled, count)| settled < count).map(|(n, epoch, _, count)| (n, epoch, count)).collect()
     }
 
