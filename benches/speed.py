@@ -56,7 +56,8 @@ class Bench:
         part = size // jobs // (4 << 20) * (4 << 20)
         argv = ["fio", "--name=peer", f"--filename={name}", f"--rw={rw}", f"--bs={bs}", f"--iodepth={depth}", f"--numjobs={jobs}",
                 f"--size={part}", f"--io_size={part}", f"--offset_increment={part}", "--ioengine=io_uring", "--direct=1", "--thread", "--group_reporting",
-                "--output-format=json", "--fallocate=none", "--overwrite=1", *extra]
+                # In small pages a virtual drive takes its buffers as many small pieces, three times slower.
+                "--output-format=json", "--fallocate=none", "--overwrite=1", "--mem=mmaphuge", *extra]
         got = run(argv)
         job = json.loads(got["out"][got["out"].index("{"):])["jobs"][0]
         got["job"], got["bytes"] = job, job["read"]["io_bytes"] + job["write"]["io_bytes"]
@@ -208,17 +209,24 @@ class Bench:
 
     def reopen(self):
         directory = os.path.join(self.dir, "reopen")
-        got = [self.forebay("--rw", "reopen", "--chunks", 1000000, "--directory", directory, "--keep")["job"]["forebay"] for _ in range(5)]
-        self.row("reopen of a million chunks after kill -9, caches dropped, to the 10,000th correct lookup", "<= 1000 ms",
-                 f"{statistics.median(g['reopen_ms'] for g in got):.0f} ms", f"{len(got)} runs")
-        self.row("memory of that process (PSS) per chunk", "<= 200 bytes", f"{statistics.median(g['bytes_per_chunk'] for g in got):.0f} bytes")
+        for what, one_gone_of in (("", 0), (", a tenth of them given up before", 10)):
+            got = []
+            for _ in range(5):
+                remove(directory)
+                got.append(self.forebay("--rw", "reopen", "--chunks", 1000000, "--one-gone-of", one_gone_of, "--directory", directory,
+                                        "--keep")["job"]["forebay"])
+            times = sorted(g["reopen_ms"] for g in got)
+            self.row(f"reopen of a million chunks{what} after kill -9, caches dropped, to the 10,000th correct lookup", "<= 300 ms",
+                     f"{statistics.median(times):.0f} ms", f"{len(got)} runs, {times[0]:.0f} to {times[-1]:.0f}")
+            self.row(f"memory of that process (PSS) per chunk{what}", "<= 120 bytes",
+                     f"{statistics.median(g['bytes_per_chunk'] for g in got):.0f} bytes")
 
     # -- the page ---------------------------------------------------------------------------------------------------------
     def write(self, path):
         fio = run(["fio", "--version"])["out"].strip()
         lines = [
             "# Benchmarks", "",
-            "Written by `make bench` (`benches/speed.py`); every pair is in benchmarks.json. Ratios are of whole processes run in turn on the same file system;",
+            f"Commit {run(['git', 'rev-parse', '--short', 'HEAD'])['out'].strip()}. Written by `make bench` (`benches/speed.py`); every pair is in benchmarks.json. Ratios are of whole processes run in turn on the same file system;",
             f"loads are timed from outside, the rest by the programs' own clocks; payload bytes only, medians. {time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, kernel {platform.release()},",
             f"{filesystem(self.dir)}, {fio}. {self.args.size / GIB:.0f} GiB a run. The drive is shared and its speed swings: only ratios tell something.", "",
             "| what | target | measured | |", "|---|---|---|---|",
@@ -278,6 +286,18 @@ def filesystem(path):
     return subprocess.run(["findmnt", "-no", "FSTYPE,OPTIONS", "-T", path], capture_output=True, text=True, check=False).stdout.strip()
 
 
+HUGE_PAGES = "/proc/sys/vm/nr_hugepages"
+
+
+def set_huge_pages(count):
+    """Pages for fio's buffers; what was set before."""
+    with open(HUGE_PAGES) as f:
+        before = int(f.read())
+    with open(HUGE_PAGES, "w") as f:
+        f.write(str(count))
+    return before
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forebay", default="target/release/forebay")
@@ -292,6 +312,7 @@ def main():
     parts = (args.only or "loads,overlap,stores,mixed,lookups,reopen").split(",")
     directory = tempfile.mkdtemp(prefix="forebay-bench-", dir=args.dir)
     bench = Bench(args, directory)
+    huge_pages = set_huge_pages(300)
     try:
         if {"loads", "mixed"} & set(parts):
             fill(bench.fio_file, args.size)
@@ -310,6 +331,7 @@ def main():
         bench.write(args.write or "/dev/stdout")
     finally:
         progress("removing what was measured with")
+        set_huge_pages(huge_pages)
         remove(directory)
 
 

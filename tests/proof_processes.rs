@@ -86,7 +86,8 @@ fn obey(log: &Arc<Log>, pinned: &mut Vec<(u32, Chunk)>, order: &str) -> String {
     let (from, to, version) = (number(), number(), number());
     match what {
         "put" => {
-            let stored = (from..to).filter(|&k| put(log, key(k), u64::from(version)).is_ok()).count();
+            let stored =
+                (from..to).filter(|&k| put(log, key(k), u64::from(version)).is_ok_and(|stored| stored)).count();
             log.flush().unwrap();
             stored.to_string()
         }
@@ -180,7 +181,7 @@ fn a_cache_is_found_again_by_a_process_that_starts_others_meanwhile() {
             }
         });
         let log = Log::open(options(&cache)).unwrap();
-        (0..20).for_each(|n| put(&log, key(n), 1).unwrap());
+        (0..20).for_each(|n| assert!(put(&log, key(n), 1).unwrap()));
         log.flush().unwrap();
         drop(log);
         let empty = (0..100).filter(|_| Log::open(options(&cache)).unwrap().stats().recovered_records == 0).count();
@@ -194,7 +195,7 @@ fn a_lane_that_a_dead_servers_child_keeps_is_served_and_adopted_when_the_child_h
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let cache = dir.path().join("cache");
     let log = Log::open(options(&cache)).unwrap();
-    (0..20).for_each(|n| put(&log, key(n), 1).unwrap());
+    (0..20).for_each(|n| assert!(put(&log, key(n), 1).unwrap()));
     log.flush().unwrap();
     log.abandon();
     drop(log);
@@ -206,7 +207,7 @@ fn a_lane_that_a_dead_servers_child_keeps_is_served_and_adopted_when_the_child_h
     let log = Log::open(options(&cache)).unwrap();
     assert_eq!((log.stats().lanes, log.stats().adopted_lanes), (2, 0));
     assert!((0..20).all(|n| get(&log, &key(n)) == Some(1)), "it is served");
-    put(&log, key(20), 1).unwrap();
+    assert!(put(&log, key(20), 1).unwrap());
     child.kill().unwrap();
     child.wait().unwrap();
     let until = Instant::now() + Duration::from_secs(30);

@@ -3,11 +3,14 @@
 //! Of every file it keeps the durable content and, in order, what was done since the last flush of that file. An image takes
 //! the durable content and any part of the rest: whole operations may be missing, writes may be torn at 512 bytes. Names are
 //! durable when made; of the removed ones the last may come back until something is flushed or made.
+//!
+//! It has the lanes' files and the shard's FLOORS. Directories, locks and shared memory stay with the kernel.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use forebay::error::{Error, ErrorKind, Result};
 use forebay::io::{Disk, DiskFile, FileOptions};
@@ -17,6 +20,7 @@ use super::rng::Rng;
 
 const PAGE: usize = 4096;
 const SECTOR: usize = 512;
+const FLOORS: &str = "FLOORS";
 
 type Page = Arc<[u8; PAGE]>;
 
@@ -152,6 +156,17 @@ impl Content {
     }
 }
 
+impl fmt::Debug for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Write(at, bytes) => write!(f, "writes {} pages at {}", bytes.len() / PAGE, *at as usize / PAGE),
+            Self::Len(len) => write!(f, "sets the length {len}"),
+            Self::Allocate(at, len) => write!(f, "reserves {len} bytes at {at}"),
+            Self::Punch(at, len) => write!(f, "punches {} pages at {}", *len as usize / PAGE, *at as usize / PAGE),
+        }
+    }
+}
+
 #[derive(Clone)]
 enum Op {
     Write(u64, Arc<[u8]>),
@@ -274,6 +289,11 @@ pub struct SimDisk {
     dead: Mutex<Vec<u64>>,
     /// Bytes that all files together may take.
     space: AtomicU64,
+    holes: AtomicBool,
+    /// Every operation is told, under this name.
+    told_as: OnceLock<String>,
+    /// How often, of 1000 times, a write or flush of FLOORS fails.
+    floor_faults: Mutex<(u64, Rng)>,
     operations: AtomicU64,
 }
 
@@ -286,6 +306,9 @@ impl SimDisk {
             current: AtomicU64::new(0),
             dead: Mutex::default(),
             space: AtomicU64::new(u64::MAX),
+            holes: AtomicBool::new(true),
+            told_as: OnceLock::new(),
+            floor_faults: Mutex::new((0, Rng(0))),
             operations: AtomicU64::new(0),
         })
     }
@@ -325,12 +348,30 @@ impl SimDisk {
         self.space.store(bytes, Ordering::Relaxed);
     }
 
+    /// Tells every operation, for who replays a seed.
+    pub fn tell(&self, story: &str) {
+        drop(self.told_as.set(format!("  {story}")));
+    }
+
+    /// Whether its file systems have holes.
+    pub fn set_holes(&self, on: bool) {
+        self.holes.store(on, Ordering::Relaxed);
+    }
+
+    /// From now on so many of 1000 writes and flushes of FLOORS fail. They do not pass a queue, which fails by itself.
+    pub fn fail_floors(&self, share: u64, seed: u64) {
+        *self.floor_faults.lock() = (share, Rng::of(seed, 78));
+    }
+
     fn relative(&self, path: &Path) -> PathBuf {
         path.strip_prefix(&self.root).unwrap_or(path).to_path_buf()
     }
 
-    fn changed(&self) {
-        self.operations.fetch_add(1, Ordering::Relaxed);
+    fn changed(&self, what: impl FnOnce() -> String) {
+        let n = self.operations.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(story) = self.told_as.get() {
+            println!("{story} [{n}] process {} {}", self.current(), what());
+        }
         let observer = self.observer.lock().clone();
         if let Some(observer) = observer {
             observer.boundary(self);
@@ -347,7 +388,7 @@ pub struct Mounted(pub Arc<SimDisk>);
 
 impl Disk for Mounted {
     fn takes(&self, path: &Path) -> bool {
-        path.file_name().is_some_and(|n| n == "index.kv" || n == "data.kv")
+        path.file_name().is_some_and(|n| n == "index.kv" || n == "data.kv" || n == FLOORS)
     }
 
     fn open(&self, path: &Path, options: FileOptions) -> Result<Arc<dyn DiskFile>> {
@@ -369,7 +410,7 @@ impl Disk for Mounted {
         };
         drop(files);
         if made {
-            disk.changed();
+            disk.changed(|| format!("makes {}", path.display()));
         }
         Ok(Arc::new(SimFile { disk: Arc::clone(disk), process: disk.current(), inode, name }))
     }
@@ -381,7 +422,7 @@ impl Disk for Mounted {
             let inode = files.names.remove(&name).ok_or_else(|| not_found(path))?;
             files.removed.push((name, inode));
         }
-        self.0.changed();
+        self.0.changed(|| format!("removes {}", path.display()));
         Ok(())
     }
 
@@ -403,22 +444,39 @@ struct SimFile {
 }
 
 impl SimFile {
+    /// The last two parts of the file's path.
+    fn place(&self) -> String {
+        let parts: Vec<_> = self.name.iter().map(|p| p.to_string_lossy()).collect();
+        parts[parts.len().saturating_sub(2)..].join("/")
+    }
+
     fn error(&self, kind: ErrorKind, why: &'static str) -> Error {
         Error::new(kind, why).at(&self.name)
+    }
+
+    /// Whether a change fails now: before it is done, or when it is.
+    fn fault(&self) -> (bool, bool) {
+        let (share, rng) = &mut *self.disk.floor_faults.lock();
+        let hit = *share > 0 && self.name.ends_with(FLOORS) && rng.below(1000) < *share;
+        (hit && rng.one_in(2), hit)
     }
 
     fn change(&self, op: Op) -> Result<()> {
         if self.disk.is_dead(self.process) {
             return Err(self.error(ErrorKind::Io, "the process is dead"));
         }
+        let (before, fails) = self.fault();
+        if before {
+            return Err(self.error(ErrorKind::Io, "injected"));
+        }
         {
             let mut files = self.disk.files.lock();
             let inode = Arc::make_mut(&mut files.inodes[self.inode]);
             inode.now.apply(&op);
-            inode.since.push(op);
+            inode.since.push(op.clone());
         }
-        self.disk.changed();
-        Ok(())
+        self.disk.changed(|| format!("{op:?} in {}", self.place()));
+        if fails { Err(self.error(ErrorKind::Io, "injected")) } else { Ok(()) }
     }
 
     fn inode(&self) -> Arc<Inode> {
@@ -452,6 +510,9 @@ impl DiskFile for SimFile {
     }
 
     fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
+        if !self.disk.holes.load(Ordering::Relaxed) {
+            return Err(self.error(ErrorKind::Unsupported, "the simulated disk has no holes"));
+        }
         self.change(Op::Punch(offset, len))
     }
 
@@ -468,6 +529,9 @@ impl DiskFile for SimFile {
         if self.disk.is_dead(self.process) {
             return Err(self.error(ErrorKind::Io, "the process is dead"));
         }
+        if self.fault().1 {
+            return Err(self.error(ErrorKind::Io, "injected"));
+        }
         {
             let mut files = self.disk.files.lock();
             files.removed.clear();
@@ -475,7 +539,7 @@ impl DiskFile for SimFile {
             inode.since.clear();
             inode.durable = inode.now.clone();
         }
-        self.disk.changed();
+        self.disk.changed(|| format!("flushes {}", self.place()));
         Ok(())
     }
 

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay::error::ErrorKind;
-use forebay::format::record::{Record, RecordKind};
+use forebay::format::record::Record;
 use forebay::log::{LogStats, fsck};
 use parking_lot::Mutex;
 
 use super::disk::{Content, Files, Loss, Observer, SimDisk};
+use super::loads::Loaded;
+use super::model::{Put, State};
 use super::rng::Rng;
-use super::steps::Loaded;
 use super::world::{FAILED, Process, Start, World};
 use super::{Config, key};
 
@@ -30,7 +31,7 @@ pub struct Effort {
     pub fsck_one_in: u64,
     /// One in so many images has a bit turned.
     pub rot_one_in: u64,
-    /// One in so many images of which only the process died is also made anew from its data.
+    /// One in so many images of a workload is also made anew from its data.
     pub rebuild_one_in: u64,
     /// Two more images of each state, in which one file is ahead of the other by all that was not flushed.
     pub apart: bool,
@@ -57,21 +58,25 @@ pub struct Judge {
     pub effort: Effort,
     base: PathBuf,
     pub images: AtomicU64,
+    pub demanded: AtomicU64,
     pub served: AtomicU64,
     pub missed: AtomicU64,
     pub bad: AtomicU64,
     pub kills: AtomicU64,
+    pub amid: AtomicU64,
     pub fscks: AtomicU64,
     pub sealed: AtomicU64,
     pub reclaimed: AtomicU64,
     pub moved: AtomicU64,
-    pub thinned: AtomicU64,
+    pub hole_evicted: AtomicU64,
     pub quota: AtomicU64,
     pub adopted: AtomicU64,
     pub rotten: AtomicU64,
-    /// Chunks that a rebuild without an index gave as the log did, and not as it did, as it may.
+    /// Keys that a rebuild without an index gave and the log served, and those that only the rebuild gave, as it may.
     pub rebuilt: AtomicU64,
-    pub rebuilt_otherwise: AtomicU64,
+    pub rebuilt_only: AtomicU64,
+    /// Loads of a key that the index had and the data had not.
+    pub promised: AtomicU64,
     pub deepest: AtomicU64,
 }
 
@@ -80,9 +85,9 @@ impl Judge {
         Arc::new(Self { effort, base: base.to_path_buf(), ..Self::default() })
     }
 
-    fn counters(&self) -> [&AtomicU64; 15] {
-        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.thinned, &self.quota, &self.adopted];
-        let [sealed, reclaimed, moved, thinned, quota, adopted] = log;
+    fn counters(&self) -> [&AtomicU64; 18] {
+        let log = [&self.sealed, &self.reclaimed, &self.moved, &self.hole_evicted, &self.quota, &self.adopted];
+        let [sealed, reclaimed, moved, hole_evicted, quota, adopted] = log;
         let (images, served, missed, bad) = (&self.images, &self.served, &self.missed, &self.bad);
         [
             images,
@@ -90,14 +95,17 @@ impl Judge {
             missed,
             bad,
             &self.kills,
+            &self.amid,
+            &self.demanded,
             &self.fscks,
             &self.rotten,
             &self.rebuilt,
-            &self.rebuilt_otherwise,
+            &self.rebuilt_only,
+            &self.promised,
             sealed,
             reclaimed,
             moved,
-            thinned,
+            hole_evicted,
             quota,
             adopted,
         ]
@@ -109,7 +117,7 @@ impl Judge {
             (&self.sealed, stats.sealed),
             (&self.reclaimed, stats.reclaimed),
             (&self.moved, stats.moved),
-            (&self.thinned, stats.thinned),
+            (&self.hole_evicted, stats.hole_evicted),
             (&self.quota, stats.quota_evicted),
             (&self.adopted, stats.adopted_lanes),
         ];
@@ -144,6 +152,8 @@ struct Watch {
     /// At which state the running process dies.
     kill_at: Option<u64>,
     killed: Option<Killed>,
+    /// A process does something amid another's call.
+    is_amid: bool,
 }
 
 /// A process that died within a call.
@@ -156,7 +166,7 @@ impl Watcher {
     /// Watches the world from now on; of `one_in` states one is looked at.
     pub fn on(world: &Arc<World>, one_in: u64) -> Arc<Self> {
         let rng = Rng::of(world.config.seed, 1000 + hash(&world.story));
-        let state = Mutex::new(Watch { rng, boundary: 0, kill_at: None, killed: None });
+        let state = Mutex::new(Watch { rng, boundary: 0, kill_at: None, killed: None, is_amid: false });
         let watcher = Arc::new(Self { world: Arc::downgrade(world), one_in, state });
         world.disk.observe(Some(Arc::clone(&watcher) as _));
         watcher
@@ -181,17 +191,27 @@ impl Observer for Watcher {
         if FAILED.load(Ordering::Relaxed) {
             return;
         }
-        let (boundary, mut rng, dies) = {
+        let (boundary, mut rng, dies, is_amid) = {
             let mut state = self.state.lock();
             state.boundary += 1;
             let seed = state.rng.next();
-            (state.boundary, Rng(seed), state.kill_at == Some(state.boundary))
+            (state.boundary, Rng(seed), state.kill_at == Some(state.boundary), state.is_amid)
         };
         if rng.one_in(self.one_in) {
             world.crash_here(boundary, &mut rng);
         }
+        // Who dies amid another's call would take shared memory back to before what that does after it.
+        if is_amid || world.depth > 0 {
+            return;
+        }
+        if world.config.writers > 1 && !dies && rng.one_in(4) {
+            self.state.lock().is_amid = true;
+            world.step_amid(&mut rng);
+            self.state.lock().is_amid = false;
+        }
         if dies && !disk.is_dead(disk.current()) {
-            let shared = world.shared_memory();
+            let (shared, must) = (world.shared_memory(), world.must_of(world.present()));
+            world.model.lock().must = must;
             disk.kill(disk.current());
             self.state.lock().killed = Some(Killed { process: disk.current(), shared });
         }
@@ -215,10 +235,10 @@ impl World {
     /// As [`fail`](Self::fail), for a key.
     pub fn fail_at(&self, k: u64, why: &str) -> ! {
         FAILED.store(true, Ordering::Relaxed);
-        let versions = self.model.lock().keys.get(&k).cloned().unwrap_or_default().versions;
-        let now = tell_of(&self.dir, &self.disk.files(), k);
-        let began = tell_of(&self.dir, &self.began, k);
-        self.fail(&format!("key {k}: {why}\n  versions {versions:#?}\n  the disk at first:{began}\n  and now:{now}"));
+        let puts = self.model.lock().of_key(k);
+        let now = self.tell_of(&self.disk.files(), k);
+        let began = self.tell_of(&self.began, k);
+        self.fail(&format!("key {k}: {why}\n  puts {puts:#?}\n  the disk at first:{began}\n  and now:{now}"));
     }
 
     /// Whether faults other than crashes have been injected.
@@ -226,66 +246,59 @@ impl World {
         self.model.lock().rotten
     }
 
-    /// Whether the crash has torn a page of a journal or a region, and a newer version of the key was on its way. Its slot is found,
-    /// and nobody can know that what was torn had not been flushed: what is older is not served any more.
-    fn is_hidden_by_what_was_torn(&self, k: u64) -> bool {
-        let torn = raw_lanes(&self.dir, &self.began).iter().any(|(_, lane)| !lane.damage.is_empty());
-        let versions = self.model.lock().keys.get(&k).cloned().unwrap_or_default().versions;
-        let flushed = versions.iter().filter(|v| v.flushed).map(|v| v.sequence).max().unwrap_or(0);
-        let is_newer = |r: &Record| {
-            is_of(r, k) && (r.sequence > flushed || r.sequence == flushed && r.kind == RecordKind::Tombstone)
+    /// The puts that processes that live have in their indexes; `None` where nobody lives. What was stored and is not there has been
+    /// given up, also where an index that somebody makes anew lists it again.
+    pub fn present(&self) -> Option<Vec<u64>> {
+        let mut alive = self.processes.lock().clone();
+        alive.retain(|p| !self.disk.is_dead(p.number));
+        if alive.is_empty() {
+            return None;
+        }
+        let is_there = |p: &Put| {
+            let sequence = |process: &Arc<Process>| process.log.peek(&key(p.key)).map(|info| info.sequence);
+            alive.iter().any(|process| sequence(process) == Some(p.sequence))
         };
-        let has_record =
-            || raw_lanes(&self.dir, &self.disk.files()).iter().any(|(_, lane)| lane.records.iter().any(is_newer));
-        let has_header = || versions.iter().any(|v| v.sequence > flushed && has_header(&self.began, k, v.sequence));
-        torn && (has_record() || has_header())
+        let has_ended = |p: &&Put| !p.going && matches!(p.state, State::Stored | State::Flushed);
+        let puts: Vec<Put> = self.model.lock().puts.values().filter(has_ended).copied().collect();
+        let (there, gone): (Vec<Put>, Vec<Put>) = puts.into_iter().partition(is_there);
+        let mut model = self.model.lock();
+        for put in gone {
+            model.puts.entry(put.id).and_modify(|put| put.going = true);
+        }
+        Some(there.iter().map(|p| p.id).collect())
     }
 
-    /// Keys that an image of now must serve.
-    fn must(&self) -> Vec<u64> {
-        let process = {
-            let all = self.processes.lock();
-            let alive = |p: &&Arc<Process>| !self.disk.is_dead(p.number);
-            let current = all.iter().find(|p| p.number == self.disk.current()).filter(alive);
-            current.or_else(|| all.iter().find(alive)).cloned()
-        };
-        let Some(process) = process else { return self.model.lock().must.clone() };
-        let now_s = self.now_s();
-        let keys: Vec<u64> = self.model.lock().keys.keys().copied().collect();
-        let mut must = Vec::new();
-        for k in keys {
-            let Some(info) = process.log.peek(&key(k)) else { continue };
-            let model = self.model.lock();
-            let needed = model
-                .of_sequence(k, info.sequence)
-                .is_some_and(|v| v.flushed && !v.going && (v.expiry_s == 0 || u64::from(v.expiry_s) > now_s));
-            if needed {
-                must.push(k);
-            }
-        }
-        must
+    /// Keys that an image of now must serve, where these puts are present.
+    pub fn must_of(&self, present: Option<Vec<u64>>) -> Vec<u64> {
+        let (model, now_s) = (self.model.lock(), self.now_s());
+        let Some(present) = present else { return model.must.clone() };
+        let puts = present.iter().filter_map(|id| model.puts.get(id));
+        let lasts = |p: &&Put| p.expiry_s == 0 || u64::from(p.expiry_s) > now_s;
+        puts.filter(|p| p.state == State::Flushed && !p.going).filter(lasts).map(|p| p.key).collect()
     }
 
     /// Judges images of the disk as it is.
     pub fn crash_here(&self, boundary: u64, rng: &mut Rng) {
         let current = self.disk.current();
-        let must = self.must();
+        let must = self.must_of(self.present());
         let files = self.disk.files();
         let images = if self.depth == 0 { self.judge.effort.images } else { 1 };
         let apart: &[&str] = if self.judge.effort.apart { &["index.kv", "data.kv"] } else { &[] };
         let losses = (0..images).map(|n| (n, None)).chain(apart.iter().map(|name| (0, Some(Loss::AllBut(name)))));
         for (n, loss) in losses {
-            let loss = loss.unwrap_or_else(|| match (n, rng.below(4)) {
+            let loss = loss.unwrap_or_else(|| match (n, rng.below(6)) {
                 (0, 0) => Loss::All,
                 (1, 0) => Loss::Nothing,
                 (_, 0) => Loss::Tail,
                 (_, 1) => Loss::Some,
+                (_, 2) => Loss::AllBut(["index.kv", "data.kv", "FLOORS"][rng.below(3) as usize]),
                 _ => Loss::Torn,
             });
             let mut image = Rng(rng.next());
             let story = format!("{} > state {boundary}, {loss:?}", self.story);
             let mut model = self.model.lock().clone();
             model.must.clone_from(&must);
+            model.ended(None);
             let (now_ms, depth) = (self.clock.ms(), self.depth + 1);
             let start = Start { files: files.after_crash(loss, &mut image), model, now_ms, story, depth };
             judge(&self.config, &self.judge, start, &mut image);
@@ -337,7 +350,8 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
         start.files.flip(rng);
         judge.rotten.fetch_add(1, Ordering::Relaxed);
     }
-    let read_by_fsck = rng.one_in(judge.effort.fsck_one_in).then(|| read_by_fsck(&dir, &start)).flatten();
+    let read_by_fsck = rng.one_in(judge.effort.fsck_one_in).then(|| judge.read_by_fsck(config, &start)).flatten();
+    let is_rebuilt = start.depth == 1 && rng.one_in(judge.effort.rebuild_one_in);
     let world = World::new(config, &dir, judge, start);
     let watcher = goes_on.then(|| Watcher::on(&world, judge.effort.nested_one_in));
     let process = match world.open() {
@@ -355,13 +369,8 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
             world.fail_at(first, &format!("fsck finds keys {by_fsck:?}, the log serves {served:?}"));
         }
     }
-    // Nothing is drawn for it: seeds that were found before it was checked stay what they are.
-    let is_whole = !world.faulty() && world.story.ends_with("Nothing");
-    if is_whole
-        && world.depth == 1
-        && hash(&format!("{} {}", config.seed, world.story)).is_multiple_of(judge.effort.rebuild_one_in)
-    {
-        world.check_rebuilt(&process, &judge.dir(0).join("rebuilt"));
+    if is_rebuilt {
+        world.check_rebuilt(&served);
     }
     if watcher.is_some() {
         let steps = 3 + rng.below(12);
@@ -372,49 +381,36 @@ pub fn judge(config: &Config, judge: &Arc<Judge>, start: Start, rng: &mut Rng) {
     world.end();
 }
 
-/// Whether a record is of a key: those of what was given up know only the half of it that tables keep.
-pub fn is_of(record: &Record, k: u64) -> bool {
-    record.key.0[..16] == key(k).0[..16]
+/// Files of a simulated disk, as the kernel's below a directory, for as long as this lives.
+pub struct Laid {
+    pub dir: PathBuf,
 }
 
-/// Whether some page of the data has the name and the number of a version in it, as its slot header does.
-fn has_header(files: &Files, k: u64, sequence: u64) -> bool {
-    let (name, number) = (key(k).0, sequence.to_le_bytes());
-    let has = |page: &[u8], what: &[u8]| page.windows(what.len()).any(|w| w == what);
-    let data = files.paths().filter(|path| path.ends_with("data.kv")).filter_map(|path| files.content(path));
-    data.flat_map(Content::data).any(|(_, page)| has(page, &name) && has(page, &number))
-}
-
-/// What the indexes of some files say.
-pub fn raw_lanes(dir: &Path, files: &Files) -> Vec<(String, fsck::RawLane)> {
-    for path in files.paths() {
-        write_sparse(&dir.join(path), files.content(path).unwrap_or(&Content::default()));
-    }
-    let lanes = fsck::lanes(dir).unwrap_or_default();
-    let raw = lanes.iter().filter_map(|lane| Some((lane.name.clone(), fsck::RawLane::read(lane).ok()?))).collect();
-    for path in files.paths() {
-        drop(std::fs::remove_file(dir.join(path)));
-    }
-    raw
-}
-
-/// What the indexes of some files say of a key, for whoever looks into a failure.
-fn tell_of(dir: &Path, files: &Files, k: u64) -> String {
-    let mut told = String::new();
-    for (name, raw) in raw_lanes(dir, files) {
-        let mut segments: Vec<_> = raw.segments.iter().collect();
-        segments.sort_unstable_by_key(|(n, _)| **n);
-        told += &format!("\n  {name}: damage {:?}, segments {segments:?}", raw.damage);
-        for r in raw.records.iter().filter(|r| is_of(r, k) || r.kind == RecordKind::Clear) {
-            told +=
-                &format!("\n    {:?} {:x} in segment {}.{} page {}", r.kind, r.sequence, r.segment, r.epoch, r.page);
+impl Laid {
+    /// Those of `files` whose path is wanted. No disk may be mounted at `dir`.
+    pub fn out(dir: PathBuf, files: &Files, wanted: impl Fn(&Path) -> bool) -> Self {
+        drop(std::fs::remove_dir_all(&dir));
+        for path in files.paths().filter(|path| wanted(path)) {
+            let content = files.content(path).unwrap();
+            std::fs::create_dir_all(dir.join(path).parent().unwrap()).unwrap();
+            write_sparse(&dir.join(path), content);
         }
+        Self { dir }
     }
-    told
+
+    pub fn lanes(&self) -> Vec<fsck::LaneFiles> {
+        fsck::lanes(&self.dir).unwrap_or_default()
+    }
+}
+
+impl Drop for Laid {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.dir));
+    }
 }
 
 /// Makes a file of the kernel's with these bytes and holes.
-pub fn write_sparse(path: &Path, content: &Content) {
+fn write_sparse(path: &Path, content: &Content) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::create(path).unwrap();
     for (offset, page) in content.data() {
@@ -423,47 +419,64 @@ pub fn write_sparse(path: &Path, content: &Content) {
     file.set_len(content.len).unwrap();
 }
 
-/// The keys that a deep check finds intact; none where something is damaged, of which fsck and recovery may make different things.
-fn read_by_fsck(dir: &Path, start: &Start) -> Option<Vec<u64>> {
-    for path in start.files.paths() {
-        write_sparse(&dir.join(path), start.files.content(path)?);
+/// The records of slots that a deep check finds intact, and nothing covers.
+pub fn intact(files: &[fsck::LaneFiles], lanes: &[fsck::RawLane], now_s: u64) -> Vec<Record> {
+    let deep = fsck::deep(files, lanes, now_s, &|_| ()).unwrap();
+    let is_bad = |lane: usize, r: &Record| {
+        let at = lanes[lane].slot_offset(r);
+        deep.bad.iter().chain(&deep.gone).any(|b| (b.lane, b.offset, b.key) == (lane, at, r.key))
+    };
+    fsck::listed(lanes, now_s).into_iter().filter(|(lane, r)| !is_bad(*lane, r)).map(|(_, r)| r).collect()
+}
+
+impl Judge {
+    /// Where files are laid out that are looked at without a log.
+    pub fn aside(&self) -> PathBuf {
+        self.base.join("aside")
     }
-    let found = || {
-        let files = fsck::lanes(dir).ok()?;
+
+    /// The keys that a deep check finds intact; none where something is damaged, of which fsck and recovery may make different things.
+    fn read_by_fsck(&self, config: &Config, start: &Start) -> Option<Vec<u64>> {
+        let laid = Laid::out(self.aside(), &start.files, |_| true);
+        let files = laid.lanes();
         let lanes: Vec<fsck::RawLane> = files.iter().map(|f| fsck::RawLane::read(f).ok()).collect::<Option<_>>()?;
         if lanes.iter().any(|lane| !lane.damage.is_empty()) {
             return None;
         }
-        let now_s = start.now_ms / 1000;
-        let deep = fsck::deep(&files, &lanes, now_s, &|_| ()).unwrap();
-        let bad = |key: &forebay::key::ChunkKey| deep.bad.iter().any(|b| b.key == *key);
-        let live = fsck::live(&lanes, now_s);
-        let intact = |k: &u64| live.iter().any(|(_, r)| r.key == key(*k) && !bad(&r.key));
-        Some((0..64).filter(intact).collect())
-    };
-    let found = found();
-    for path in start.files.paths() {
-        std::fs::remove_file(dir.join(path)).unwrap();
+        let intact = intact(&files, &lanes, start.now_ms / 1000);
+        Some((0..config.keys).filter(|k| intact.iter().any(|r| r.key == key(*k))).collect())
     }
-    found
 }
 
 impl World {
-    /// Loads every key after a recovery. What it serves is durable from then on; what it does not serve is not there any more.
-    pub fn check_all(&self, process: &Process) -> Vec<u64> {
-        let mut served = Vec::new();
-        let must = std::mem::take(&mut self.model.lock().must);
-        {
-            let mut model = self.model.lock();
-            for v in model.keys.values_mut().flat_map(|k| &mut k.versions) {
-                v.stored = v.flushed;
+    /// What the indexes of some files say of a key, for whoever looks into a failure.
+    fn tell_of(&self, files: &Files, k: u64) -> String {
+        let mut told = String::new();
+        let laid = Laid::out(self.judge.aside(), files, |_| true);
+        for lane in laid.lanes() {
+            let Ok(raw) = fsck::RawLane::read(&lane) else { continue };
+            let mut segments: Vec<_> = raw.segments.iter().collect();
+            segments.sort_unstable_by_key(|(n, _)| **n);
+            told += &format!("\n  {}: damage {:?}, segments {segments:?}", lane.name, raw.damage);
+            for r in raw.records.iter().filter(|r| r.key.0[..16] == key(k).0[..16]) {
+                told += &format!(
+                    "\n    {:?} {:x} in segment {}.{} page {}",
+                    r.kind, r.sequence, r.segment, r.epoch, r.page
+                );
             }
         }
+        told
+    }
+
+    /// Loads every key after a recovery. What it serves is durable from then on.
+    pub fn check_all(&self, process: &Process) -> Vec<u64> {
+        let must = std::mem::take(&mut self.model.lock().must);
+        let mut served = Vec::new();
         for k in 0..self.config.keys {
-            let loaded = self.load(process, k, false);
+            let loaded = self.load_at_last(process, k);
             let counter = match loaded {
-                Loaded::Version(id) => {
-                    self.model.lock().recovered(k, id);
+                Loaded::Put(id) => {
+                    self.model.lock().becomes(id, State::Flushed);
                     served.push(k);
                     &self.judge.served
                 }
@@ -471,11 +484,29 @@ impl World {
                 Loaded::Bad => &self.judge.bad,
             };
             counter.fetch_add(1, Ordering::Relaxed);
-            let is_lost = !matches!(loaded, Loaded::Version(_)) && must.contains(&k) && !self.faulty();
-            if is_lost && !self.is_hidden_by_what_was_torn(k) {
-                self.fail_at(k, &format!("it was flushed and is lost ({loaded:?})"));
-            }
         }
+        self.demand(&must, &served);
         served
+    }
+
+    /// What must be served is.
+    pub fn demand(&self, must: &[u64], served: &[u64]) {
+        self.judge.demanded.fetch_add(must.len() as u64, Ordering::Relaxed);
+        if let Some(k) = must.iter().find(|k| !served.contains(k)).filter(|_| !self.faulty()) {
+            self.fail_at(*k, "it was flushed and is lost");
+        }
+    }
+
+    /// As [`load`](Self::load); a key that is in several places is there if it is in one of them.
+    pub fn load_at_last(&self, process: &Process, k: u64) -> Loaded {
+        let mut loaded = self.load(process, k);
+        for _ in 0..self.config.writers + 1 {
+            if loaded != Loaded::Bad {
+                break;
+            }
+            self.judge.promised.fetch_add(1, Ordering::Relaxed);
+            loaded = self.load(process, k);
+        }
+        loaded
     }
 }

@@ -1,13 +1,15 @@
 //! Logs on simulated disks that crash at every write, and an oracle of what they may serve afterwards.
 //!
 //! `disk.rs` knows what was flushed, `queue.rs` moves bytes and fails, `model.rs` says what may be served, `world.rs` runs
-//! processes over one disk, `steps.rs` what they do, `images.rs` judges what a crash leaves, `rebuilt.rs` what
-//! `fsck rebuild` makes of it.
+//! processes over one disk, `steps.rs`, `puts.rs` and `loads.rs` what they do, `images.rs` judges what a crash leaves, `rebuilt.rs`
+//! what `fsck rebuild` makes of it.
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses a part, and none of it is a library")]
 
 pub mod disk;
 pub mod images;
+pub mod loads;
 pub mod model;
+pub mod puts;
 pub mod queue;
 pub mod rebuilt;
 #[path = "../proof_world/rng.rs"]
@@ -19,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
+use forebay::index::Reclaim;
 use forebay::key::ChunkKey;
 use forebay::log::Clock;
 
@@ -36,7 +39,7 @@ pub struct Config {
     pub segments: u64,
     pub ring_pages: u32,
     pub keys: u64,
-    pub policy: &'static str,
+    pub policy: Reclaim,
     pub reclaim_write_budget: f64,
     /// Processes that may write at once.
     pub writers: usize,
@@ -44,8 +47,14 @@ pub struct Config {
     pub faults: Faults,
     /// Bytes of the whole disk.
     pub space: u64,
-    /// Bytes that each of three tenants may take.
+    /// Keys belong to three tenants, and some to none.
+    pub tenants: bool,
+    /// Bytes that each tenant may take.
     pub tenant_bytes: Option<u64>,
+    /// Whether the file system has holes.
+    pub holes: bool,
+    /// Some keys are those of objects, which share slots.
+    pub objects: bool,
 }
 
 impl Config {
@@ -66,7 +75,7 @@ impl Config {
             } else {
                 16 + rng.below(40)
             },
-            policy: ["prefix", "prefix", "lru", "fifo"][rng.below(4) as usize],
+            policy: [Reclaim::Prefix, Reclaim::Prefix, Reclaim::Lru, Reclaim::Fifo][rng.below(4) as usize],
             reclaim_write_budget: [0.25, 0.5, 0.0][rng.below(3) as usize],
             writers,
             steps: 60 + rng.below(120),
@@ -76,8 +85,16 @@ impl Config {
                 Faults::default()
             },
             space: if rng.one_in(6) { (500 << 10) + rng.below(1 << 20) } else { u64::MAX },
+            tenants: seed % 4 == 3,
             tenant_bytes: (seed % 8 == 7).then(|| (2 + seed / 8 % 10) * (12 << 10)),
+            holes: !rng.one_in(4),
+            objects: rng.one_in(4),
         }
+    }
+
+    /// The tenant of a key; 0 for none.
+    pub fn tenant(&self, key: u64) -> u64 {
+        if self.tenants { key % 4 } else { 0 }
     }
 
     pub fn geometry(&self) -> Arc<Geometry> {
@@ -90,7 +107,7 @@ pub fn key(n: u64) -> ChunkKey {
     ChunkKey(*blake3::hash(&n.to_le_bytes()).as_bytes())
 }
 
-/// Byte pattern of a layer of a version; begins with the version.
+/// Bytes of a layer of a put: its number, then a pattern.
 pub fn value(key: u64, id: u64, layer: usize, len: usize) -> Vec<u8> {
     let mut rng = Rng(key << 48 ^ id << 8 ^ layer as u64);
     let mut bytes = Vec::with_capacity(len + 8);

@@ -1,189 +1,163 @@
 //! What may be served: the oracle.
 //!
-//! Versions are numbered in the order in which their puts begin, which is that of their sequences. A version may be served
-//! unless it is removed, expired, or older than one that was flushed; it must be served if it was flushed and the running log
-//! still had it. A put that one process has begun before another process began a newer one, and ends after that was flushed, may
-//! come after it, as with removals: the two were under way at once.
+//! Every put has one fate. It may be served from when it is committed until a removal or a floor that reaches it has returned, and
+//! never again after that; once flushed it must be served for as long as the log had not given it up.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-/// One stored version of a key.
+/// How far a put has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Its header is not written yet.
+    Begun,
+    /// Its header was handed to the drive.
+    Committed,
+    /// It ended well.
+    Stored,
+    /// And what it wrote is durable.
+    Flushed,
+    /// It ended badly, or its process died before a flush: it may be found again, or not.
+    Unsure,
+}
+
+/// One put.
 #[derive(Clone, Copy, Debug)]
-pub struct Version {
+pub struct Put {
     pub id: u64,
+    pub key: u64,
     /// The log's number of it.
     pub sequence: u64,
     /// Process that stores it.
     pub owner: u64,
-    /// Its header was handed to the drive.
-    pub committed: bool,
-    /// Its put ended well.
-    pub stored: bool,
-    pub flushed: bool,
-    /// Its put ended badly.
-    pub over: bool,
-    /// It was under way when another process flushed a newer one: it may come after that.
-    pub late: bool,
+    pub tenant: u64,
+    pub state: State,
     /// Unix seconds; 0 for never.
     pub expiry_s: u32,
-    /// A removal of it has begun.
+    /// A removal or floor that reaches it has begun, it was given up, or it was reported bad: nobody needs to serve it.
     pub going: bool,
-    /// And returned: it may not come back.
+    /// The removal or floor has returned: nobody may.
     pub gone: bool,
 }
 
-/// All versions of one key.
-#[derive(Clone, Debug, Default)]
-pub struct Key {
-    pub versions: Vec<Version>,
+/// A removal or floor that has begun, and the puts that it reaches.
+#[must_use]
+pub struct Going {
+    id: u64,
+    puts: Vec<u64>,
 }
 
-impl Key {
-    fn find(&mut self, id: u64) -> Option<&mut Version> {
-        self.versions.iter_mut().rev().find(|v| v.id == id)
-    }
+/// What removals and floors are of.
+#[derive(Clone, Debug)]
+enum Reach {
+    Keys(Vec<u64>),
+    Tenant(u64),
+    All,
+}
 
-    /// The newest version that was flushed, or 0.
-    fn floor(&self) -> u64 {
-        self.versions.iter().rev().find(|v| v.flushed).map_or(0, |v| v.id)
+impl Reach {
+    fn has(&self, put: &Put) -> bool {
+        match self {
+            Self::Keys(keys) => keys.contains(&put.key),
+            Self::Tenant(tenant) => put.tenant == *tenant,
+            Self::All => true,
+        }
     }
 }
 
 /// What is known of all keys.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
-    pub keys: BTreeMap<u64, Key>,
+    pub puts: BTreeMap<u64, Put>,
     pub last_id: u64,
+    /// Removals that are under way, by their ids, and the puts that each may reach although they begin after it.
+    under_way: BTreeMap<u64, Reach>,
     /// Keys that an image must serve, as of the last crash; while no log is open.
     pub must: Vec<u64>,
     /// Bits were turned: what is there may be lost.
     pub rotten: bool,
-    /// Sequences of versions that were stored, and not flushed, by processes that were killed. Who comes next may not know of them,
-    /// and writes to their place although somebody leases it (docs/format.md, *A writer that is killed*).
-    pub lost: BTreeSet<u64>,
-    /// Sequences of forgotten versions that were never flushed. Their records may be lost and their slots whole: a rebuild finds those once
-    /// nothing newer is left (docs/format.md, *What it cannot know*).
-    pub unrecorded: BTreeSet<u64>,
 }
 
 impl Model {
-    pub fn begin(&mut self, key: u64, owner: u64, (sequence, expiry_s): (u64, u32)) -> u64 {
+    pub fn next_id(&mut self) -> u64 {
         self.last_id += 1;
-        let id = self.last_id;
-        let (committed, stored, flushed, over, late, going, gone) = (false, false, false, false, false, false, false);
-        let version = Version { id, sequence, owner, committed, stored, flushed, over, late, expiry_s, going, gone };
-        self.keys.entry(key).or_default().versions.push(version);
-        id
+        self.last_id
     }
 
-    pub fn committing(&mut self, key: u64, id: u64) {
-        if let Some(v) = self.keys.entry(key).or_default().find(id) {
-            v.committed = true;
-        }
+    pub fn begin(&mut self, put: Put) {
+        // A removal that is amid its work may find this one too.
+        let going = self.under_way.values().any(|reach| reach.has(&put));
+        self.puts.insert(put.id, Put { going, ..put });
     }
 
-    pub fn stored(&mut self, key: u64, id: u64) {
-        if let Some(v) = self.keys.entry(key).or_default().find(id) {
-            v.stored = true;
-        }
-    }
-
-    /// A put ended badly.
-    pub fn over(&mut self, key: u64, id: u64) {
-        if let Some(v) = self.keys.entry(key).or_default().find(id) {
-            v.over = true;
+    pub fn becomes(&mut self, id: u64, state: State) {
+        if let Some(put) = self.puts.get_mut(&id) {
+            put.state = state;
         }
     }
 
     /// What `owner` has stored is durable.
     pub fn flushed(&mut self, owner: u64) {
-        for key in self.keys.values_mut() {
-            for v in &mut key.versions {
-                v.flushed |= v.owner == owner && v.stored;
-            }
-            let floor = key.floor();
-            for v in key.versions.iter_mut().filter(|v| v.id < floor && v.owner != owner) {
-                v.late |= !v.stored && !v.over;
-            }
-        }
-        self.prune();
-    }
-
-    /// `owner` is gone without having flushed, by a kill or because closing failed: what it had not may be found again, or not.
-    pub fn unflushed_is_lost(&mut self, owner: u64) {
-        for v in self.keys.values_mut().flat_map(|k| &mut k.versions) {
-            if v.owner == owner && v.stored && !v.flushed {
-                self.lost.insert(v.sequence);
-            }
-            v.stored &= v.flushed || v.owner != owner;
-            v.over |= !v.stored && v.owner == owner;
+        for put in self.puts.values_mut().filter(|p| p.owner == owner && p.state == State::Stored) {
+            put.state = State::Flushed;
         }
     }
 
-    /// A log that has just recovered serves this version: it is durable.
-    pub fn recovered(&mut self, key: u64, id: u64) {
-        if let Some(v) = self.keys.entry(key).or_default().find(id) {
-            (v.stored, v.flushed) = (true, true);
-            self.lost.remove(&v.sequence);
+    /// `owner` is gone, or all are, without having flushed.
+    pub fn ended(&mut self, owner: Option<u64>) {
+        if owner.is_none() {
+            self.under_way.clear();
+        }
+        let is_its = |p: &Put| owner.is_none_or(|owner| p.owner == owner);
+        self.puts.retain(|_, p| !(is_its(p) && p.state == State::Begun));
+        for put in self.puts.values_mut().filter(|p| is_its(p) && p.state != State::Flushed) {
+            put.state = State::Unsure;
         }
     }
 
-    /// `by` begins to remove what is stored, and what it stores itself. Puts of others that are under way may come after it.
-    pub fn removing(&mut self, by: u64, keys: &[u64]) {
-        for key in keys {
-            for v in &mut self.keys.entry(*key).or_default().versions {
-                v.going |= v.stored || v.flushed || v.owner == by;
-            }
+    fn go(&mut self, reach: Reach, may_come_later: impl Fn(&Put) -> bool) -> Going {
+        let reached = self.puts.values_mut().filter(|p| !p.gone && reach.has(p) && !may_come_later(p));
+        let puts = reached.map(|put| (put.going = true, put.id).1).collect();
+        let id = self.next_id();
+        self.under_way.insert(id, reach);
+        Going { id, puts }
+    }
+
+    /// `by` begins to remove keys. Puts of others that are under way may come after it.
+    pub fn removing(&mut self, by: u64, keys: &[u64]) -> Going {
+        let is_under_way = |p: &Put| matches!(p.state, State::Begun | State::Committed);
+        self.go(Reach::Keys(keys.to_vec()), |p| p.owner != by && is_under_way(p))
+    }
+
+    /// A floor of a tenant, or of everything, begins: whatever has a number by now is below it.
+    pub fn flooring(&mut self, tenant: Option<u64>) -> Going {
+        self.go(tenant.map_or(Reach::All, Reach::Tenant), |_| false)
+    }
+
+    /// The removal or floor has returned, if it did well.
+    pub fn ends(&mut self, going: &Going, did_well: bool) {
+        self.under_way.remove(&going.id);
+        for id in going.puts.iter().filter(|_| did_well) {
+            self.puts.entry(*id).and_modify(|put| put.gone = true);
         }
     }
 
-    /// The removal has returned.
-    pub fn removed(&mut self, keys: &[u64]) {
-        for key in keys {
-            for v in &mut self.keys.entry(*key).or_default().versions {
-                v.gone |= v.going;
-            }
+    /// The put of a key that the log numbers so.
+    pub fn of_sequence(&mut self, key: u64, sequence: u64) -> Option<&mut Put> {
+        self.puts.values_mut().find(|p| p.key == key && p.sequence == sequence)
+    }
+
+    /// Why put `id` of `key` may not be found any more, if it may not.
+    pub fn objection(&self, key: u64, id: u64) -> Option<&'static str> {
+        match self.puts.get(&id).filter(|p| p.key == key) {
+            None => Some("it was never stored"),
+            Some(put) if put.gone => Some("it was removed"),
+            Some(put) if put.state == State::Begun => Some("its put was not committed"),
+            Some(_) => None,
         }
     }
 
-    /// The version of a key that the log numbers so.
-    pub fn of_sequence(&self, key: u64, sequence: u64) -> Option<&Version> {
-        self.keys.get(&key)?.versions.iter().rev().find(|v| v.sequence == sequence)
-    }
-
-    /// Why version `id` of `key` may not be served, if it may not; `live` says that nothing has crashed since.
-    pub fn objection(&self, key: u64, id: u64, (now_s, live): (u64, bool)) -> Option<String> {
-        let k = self.keys.get(&key)?;
-        let Some(v) = k.versions.iter().find(|v| v.id == id) else {
-            return Some("a version that was never stored, or pruned because newer ones were flushed".to_owned());
-        };
-        if !v.committed {
-            return Some("a version whose put was not committed".to_owned());
-        }
-        if v.gone {
-            return Some("it was removed".to_owned());
-        }
-        if id < k.floor() && !v.late {
-            return Some(format!("version {} was flushed", k.floor()));
-        }
-        let newest = k.versions.iter().rev().find(|v| v.stored).map_or(0, |v| v.id);
-        if live && id < newest && !v.late {
-            return Some(format!("version {newest} was stored"));
-        }
-        if v.expiry_s != 0 && now_s >= u64::from(v.expiry_s) {
-            return Some("it has expired".to_owned());
-        }
-        None
-    }
-
-    /// Forgets versions that may not be served anyway.
-    fn prune(&mut self) {
-        for key in self.keys.values_mut() {
-            let floor = key.floor();
-            let is_kept = |v: &Version| v.id >= floor || v.late;
-            self.unrecorded
-                .extend(key.versions.iter().filter(|v| !is_kept(v) && v.committed && !v.flushed).map(|v| v.sequence));
-            key.versions.retain(is_kept);
-        }
+    /// All puts of a key.
+    pub fn of_key(&self, key: u64) -> Vec<Put> {
+        self.puts.values().filter(|p| p.key == key).copied().collect()
     }
 }

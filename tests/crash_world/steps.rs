@@ -1,37 +1,19 @@
 //! What processes do, step by step, as a seed decides; what is served meanwhile is judged at once.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering;
+use std::time::Instant;
 
-use forebay::format::crc;
-use forebay::io::{self, AlignedBuf, Buf, Request};
-use forebay::log::{Bad, Chunk, Log, PutOutcome, PutSpec, Turn};
+use forebay::log::purge::{What, purge};
+use forebay::log::{Log, Turn};
 
+use super::key;
+use super::model::Going;
 use super::rng::Rng;
-use super::world::{Begun, Held, Process, World};
-use super::{CHUNK_TOKENS, key, value};
-
-const SOON: Duration = Duration::from_secs(5);
-const PIN_MS: u64 = 20_000;
-
-/// Tokens of a key's chunk: some are partial.
-fn tokens(key: u64) -> u32 {
-    if key % 5 == 4 { CHUNK_TOKENS / 2 } else { CHUNK_TOKENS }
-}
-
-/// What loading a key gave.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Loaded {
-    /// Every byte is that of this version.
-    Version(u64),
-    /// It is not there.
-    Miss,
-    /// It is there but was found damaged.
-    Bad,
-}
+use super::world::{Process, World};
 
 /// Says what is done, where somebody replays a seed.
-fn telling() -> bool {
+pub fn telling() -> bool {
     static TELLING: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *TELLING.get_or_init(|| std::env::var_os("FOREBAY_CRASH_TRACE").is_some())
 }
@@ -55,13 +37,13 @@ impl World {
             45..=49 => self.go_on(process, rng),
             50..=55 => {
                 for _ in 0..3 {
-                    self.load(process, k, true);
+                    self.load(process, k);
                 }
             }
             56..=59 => self.hold(process, k),
             60..=62 => self.check_held(process, rng),
             63..=68 => self.remove(process, k, rng),
-            69 => self.clear(process, rng),
+            69 => self.floor(process, k, rng),
             70..=76 => self.flush(process),
             77..=84 => self.turn(process, Turn::Commit),
             85..=87 => self.turn(process, Turn::Maintain),
@@ -81,6 +63,29 @@ impl World {
         self.turn(process, Turn::Journal);
     }
 
+    /// What another process does amid a call of the one that runs.
+    pub fn step_amid(&self, rng: &mut Rng) {
+        let current = self.disk.current();
+        let others = self.processes.lock().clone();
+        let Some(process) = others.iter().find(|p| p.number != current && !self.disk.is_dead(p.number)) else { return };
+        if self.disk.is_dead(current) || self.is_locked() {
+            return;
+        }
+        self.amid.fetch_add(1, Ordering::Relaxed);
+        self.judge.amid.fetch_add(1, Ordering::Relaxed);
+        let (k, choice) = (rng.below(self.config.keys), rng.below(10));
+        self.tell(|| format!("amid a call of {current} process {} key {k}: {choice}", process.number));
+        match choice {
+            0..=2 => self.store(process, k, rng),
+            3..=5 => self.remove(process, k, rng),
+            6 => drop(self.load(process, k)),
+            7 => self.flush(process),
+            8 => self.turn(process, Turn::Commit),
+            _ => self.turn(process, Turn::Maintain),
+        }
+        self.disk.enter(current);
+    }
+
     /// Removes, now and then, what has just been given up: a crash could still bring it back.
     fn remove_evicted(&self, process: &Process, rng: &mut Rng) {
         let evicted = self.run(process, |log| log.take_evicted(64));
@@ -92,227 +97,47 @@ impl World {
         self.remove_keys(process, &keys);
     }
 
-    fn spec(&self, k: u64, rng: &mut Rng) -> PutSpec {
-        let mut spec = PutSpec::chunk(key(k), key(k.wrapping_sub(1)), tokens(k), k as u32);
-        if self.config.tenant_bytes.is_some() {
-            spec.tenant = k % 4;
-        }
-        if rng.one_in(8) {
-            spec.expiry_s = (self.now_s() + 1 + rng.below(40)) as u32;
-        }
-        spec
-    }
-
-    fn start(&self, process: &Process, k: u64, rng: &mut Rng) -> Option<Begun> {
-        let spec = self.spec(k, rng);
-        let expiry_s = spec.expiry_s;
-        let patient = rng.one_in(2);
-        let outcome = self.run(process, |log| match patient {
-            true => log.begin_put_within(spec, SOON),
-            false => log.begin_put(spec),
-        });
-        let Ok(PutOutcome::Started(put)) = outcome else {
-            self.turn(process, Turn::Maintain);
-            return None;
-        };
-        let id = self.model.lock().begin(k, process.number, (put.sequence(), expiry_s));
-        self.tell(|| format!("  version {id}, sequence {:x}", put.sequence()));
-        Some(Begun { put, key: k, id })
-    }
-
-    /// Writes one extent; whether that went well. A request may wait in the queue.
-    fn write_extents(&self, process: &Process, begun: &Begun, count: usize) -> bool {
-        let put = &begun.put;
-        let hold = put.hold();
-        let good = Arc::new(std::sync::atomic::AtomicBool::new(true));
-        for (layer, e) in put.layout().extents.iter().enumerate().take(count) {
-            let bytes = value(begun.key, begun.id, layer, e.len as usize);
-            let mut buf = AlignedBuf::zeroed(e.padded_len as usize).unwrap();
-            buf[..bytes.len()].copy_from_slice(&bytes);
-            let told = Arc::clone(&good);
-            let done = move |c: io::Completion| {
-                if c.result.is_err() {
-                    told.store(false, std::sync::atomic::Ordering::Relaxed);
-                }
-            };
-            let buf = hold.on(Buf::new(buf));
-            let request = Request::write(Arc::clone(put.file()), put.slot_offset() + e.offset, buf, done);
-            let submitted = self.run(process, |log| log.drive(0).unwrap().write.submit(request));
-            if submitted.is_err() {
-                return false;
-            }
-        }
-        good.load(std::sync::atomic::Ordering::Relaxed)
-    }
-
-    fn commit(&self, process: &Process, begun: Begun) {
-        let Begun { put, key, id } = begun;
-        let crcs: Vec<u32> = (put.layout().extents.iter().enumerate())
-            .map(|(layer, e)| crc(&value(key, id, layer, e.len as usize)))
-            .collect();
-        self.model.lock().committing(key, id);
-        let (tx, rx) = crossbeam_channel::unbounded();
-        process.ends.lock().push((key, id, rx));
-        self.run(process, |_| put.commit(&crcs, Box::new(move |r| _ = tx.send(r.is_ok()))));
-        self.note_ends(process);
-    }
-
-    /// Enters into the model which puts have ended well.
-    pub fn note_ends(&self, process: &Process) {
-        let mut model = self.model.lock();
-        process.ends.lock().retain(|(key, id, rx)| match rx.try_recv() {
-            Ok(true) => {
-                model.stored(*key, *id);
-                false
-            }
-            Ok(false) | Err(crossbeam_channel::TryRecvError::Disconnected) => {
-                model.over(*key, *id);
-                false
-            }
-            Err(crossbeam_channel::TryRecvError::Empty) => true,
-        });
-    }
-
-    pub fn store(&self, process: &Process, k: u64, rng: &mut Rng) {
-        let Some(begun) = self.start(process, k, rng) else { return };
-        if self.write_extents(process, &begun, usize::MAX) {
-            self.commit(process, begun);
-        }
-        // Which a put wakes.
-        if rng.one_in(2) {
-            self.turn(process, Turn::Maintain);
-        }
-    }
-
-    /// Begins a put whose header, perhaps, is written later, or which is dropped half-way.
-    fn begin(&self, process: &Process, k: u64, rng: &mut Rng) {
-        let Some(begun) = self.start(process, k, rng) else { return };
-        match rng.below(4) {
-            0 => drop(self.write_extents(process, &begun, 1)),
-            1 => {
-                if self.write_extents(process, &begun, usize::MAX) {
-                    process.begun.lock().push(begun);
-                }
-            }
-            _ => {
-                if self.write_extents(process, &begun, usize::MAX) {
-                    process.write.defer(true);
-                    self.commit(process, begun);
-                    process.write.defer(false);
-                }
-            }
-        }
-    }
-
-    /// Lets something that is under way go on.
-    fn go_on(&self, process: &Process, rng: &mut Rng) {
-        self.disk.enter(process.number);
-        if rng.one_in(3) {
-            process.write.end_late();
-        }
-        if rng.one_in(2) && process.write.run_one(rng.next()) {
-            return self.note_ends(process);
-        }
-        let begun = process.begun.lock().pop();
-        if let Some(begun) = begun {
-            self.commit(process, begun);
-        }
-    }
-
-    fn read(&self, process: &Process, chunk: &Chunk, (offset, len): (u64, usize)) -> Option<Buf> {
-        let buf = Buf::new(AlignedBuf::zeroed(len).unwrap());
-        let request = Request::read(Arc::clone(&chunk.file), offset, buf, |_| ());
-        let done = self.run(process, |log| io::wait(&*log.drive(0).unwrap().read, request));
-        done.result.ok().and(done.buf)
-    }
-
-    /// Reads a located chunk as a load does: every check, then every byte against what was stored.
-    pub fn read_chunk(&self, process: &Process, k: u64, chunk: &Chunk) -> Option<u64> {
-        let header = self.read(process, chunk, (chunk.header_offset(), chunk.layout.header_bytes as usize))?;
-        let header = process.log.check_header(chunk, header.as_slice()).ok()?;
-        let mut version = None;
-        for (layer, e) in chunk.layout.extents.iter().enumerate() {
-            let buf = self.read(process, chunk, (chunk.slot_offset + e.offset, e.padded_len as usize))?;
-            let bytes = &buf.as_slice()[..e.len as usize];
-            if crc(bytes) != header.layers[layer].crc {
-                return None;
-            }
-            let id = u64::from_le_bytes(*bytes.first_chunk::<8>().unwrap());
-            if *version.get_or_insert(id) != id {
-                self.fail(&format!("key {k}: layers of two versions passed every check"));
-            }
-            if bytes != value(k, id, layer, bytes.len()) {
-                self.fail(&format!("key {k}: a wrong byte passed every check"));
-            }
-        }
-        version
-    }
-
-    /// Loads a key; what is served must be allowed.
-    pub fn load(&self, process: &Process, k: u64, live: bool) -> Loaded {
-        let Some(chunk) = self.run(process, |log| log.locate(&key(k), Duration::from_secs(1))) else {
-            return Loaded::Miss;
-        };
-        let Some(id) = self.read_chunk(process, k, &chunk) else {
-            self.run(process, |log| log.report_bad(&chunk, Bad::Corrupt));
-            return Loaded::Bad;
-        };
-        let objection = self.model.lock().objection(k, id, (self.now_s(), live));
-        if let Some(why) = objection {
-            self.fail_at(k, &format!("version {id} is served, but {why}"));
-        }
-        Loaded::Version(id)
-    }
-
-    fn hold(&self, process: &Process, k: u64) {
-        let chunk = self.run(process, |log| log.locate(&key(k), Duration::from_millis(PIN_MS)));
-        if let Some(chunk) = chunk.filter(Chunk::is_leased) {
-            process.held.lock().push(Held { chunk, key: k, until_ms: self.clock.ms() + PIN_MS });
-        }
-    }
-
-    /// What is leased is still what it was, whatever has been reclaimed.
-    pub fn check_held(&self, process: &Process, rng: &mut Rng) {
-        let held = {
-            let mut all = process.held.lock();
-            if all.is_empty() {
-                return;
-            }
-            let n = rng.below(all.len() as u64) as usize;
-            all.swap_remove(n)
-        };
-        let is_lost = self.model.lock().lost.contains(&held.chunk.sequence);
-        let good = self.read_chunk(process, held.key, &held.chunk).is_some();
-        if !good && !is_lost && self.clock.ms() < held.until_ms && !self.faulty() && self.config.faults.rot == 0 {
-            self.fail(&format!("key {}: a leased chunk was overwritten", held.key));
-        }
-    }
-
     fn remove(&self, process: &Process, k: u64, rng: &mut Rng) {
         let some = if rng.one_in(12) { self.config.keys } else { 1 + rng.below(2) };
         let keys: Vec<u64> = (k..k + some).map(|k| k % self.config.keys).collect();
         self.remove_keys(process, &keys);
     }
 
-    fn remove_keys(&self, process: &Process, keys: &[u64]) {
-        self.model.lock().removing(process.number, keys);
+    pub fn remove_keys(&self, process: &Process, keys: &[u64]) {
+        let going = self.model.lock().removing(process.number, keys);
         let names: Vec<_> = keys.iter().map(|k| key(*k)).collect();
         self.drain(process);
-        if self.run(process, |log| log.remove(&names)).is_ok() {
-            self.model.lock().removed(keys);
-        }
+        let outcome = self.run(process, |log| log.remove(&names).map(drop));
+        self.removed(process.number, (&going, &outcome));
     }
 
-    fn clear(&self, process: &Process, rng: &mut Rng) {
-        if rng.one_in(2) {
+    /// A removal or floor has ended.
+    fn removed(&self, by: u64, (going, outcome): (&Going, &forebay::Result<()>)) {
+        self.tell(|| format!("  it ends: {outcome:?}"));
+        // What a process that is dead by now does after its death, it did not do.
+        self.model.lock().ends(going, outcome.is_ok() && !self.disk.is_dead(by));
+    }
+
+    /// A floor of everything or of a tenant, by the process or from outside.
+    fn floor(&self, process: &Process, k: u64, rng: &mut Rng) {
+        let tenant = Some(self.config.tenant(k)).filter(|tenant| *tenant != 0 && !rng.one_in(4));
+        let by_itself = rng.one_in(2);
+        if tenant.is_none() && rng.one_in(2) {
             return;
         }
-        let keys: Vec<u64> = (0..self.config.keys).collect();
-        self.model.lock().removing(process.number, &keys);
-        self.drain(process);
-        if self.run(process, Log::clear).is_ok() {
-            self.model.lock().removed(&keys);
+        let going = self.model.lock().flooring(tenant);
+        self.tell(|| format!("a floor of tenant {tenant:?}, by itself: {by_itself}"));
+        if by_itself {
+            self.drain(process);
+            let outcome =
+                self.run(process, |log| tenant.map_or_else(|| log.clear(), |t| log.remove_tenant(t).map(drop)));
+            return self.removed(process.number, (&going, &outcome));
         }
+        let number = self.enter_another();
+        let what = tenant.map_or(What::All, What::Tenant);
+        let outcome =
+            self.shard().map_or(Ok(()), |(namespace, shard)| purge(&self.dir, &namespace, &shard, what).map(drop));
+        self.removed(number, (&going, &outcome));
     }
 
     /// Ends the writes that wait, without which a flush would wait for ever.
@@ -323,9 +148,8 @@ impl World {
 
     pub fn flush(&self, process: &Process) {
         self.drain(process);
-        if self.run(process, Log::flush).is_ok() {
-            self.model.lock().flushed(process.number);
-        }
+        let flushed = self.run(process, Log::flush).is_ok();
+        self.note_flushed(process, flushed);
     }
 
     fn seal(&self, process: &Process) {
@@ -333,7 +157,12 @@ impl World {
             return;
         }
         self.drain(process);
-        if self.run(process, |log| log.seal(Instant::now())).is_ok() {
+        let sealed = self.run(process, |log| log.seal(Instant::now())).is_ok();
+        self.note_flushed(process, sealed);
+    }
+
+    fn note_flushed(&self, process: &Process, flushed: bool) {
+        if flushed && !self.disk.is_dead(process.number) {
             self.model.lock().flushed(process.number);
         }
     }

@@ -7,24 +7,19 @@ use std::time::{Duration, Instant};
 
 use forebay::Result;
 use forebay::io::{Mount, mount};
-use forebay::log::{Chunk, Log, LogOptions, Put};
+use forebay::log::{Chunk, Log, LogOptions};
 use parking_lot::Mutex;
 
 use super::disk::{Files, Mounted, SimDisk};
 use super::images::Judge;
+use super::loads::Loaded;
 use super::model::Model;
+use super::puts::Begun;
 use super::queue::SimQueue;
 use super::{Config, SimClock};
 
 /// Set by the first failure, so that nothing is judged while its panic unwinds.
 pub static FAILED: AtomicBool = AtomicBool::new(false);
-
-/// A put that is on its way.
-pub struct Begun {
-    pub put: Put,
-    pub key: u64,
-    pub id: u64,
-}
 
 /// A located chunk that is kept.
 pub struct Held {
@@ -42,7 +37,7 @@ pub struct Process {
     pub begun: Mutex<Vec<Begun>>,
     pub held: Mutex<Vec<Held>>,
     /// Puts whose end is not known yet.
-    pub ends: Mutex<Vec<(u64, u64, crossbeam_channel::Receiver<bool>)>>,
+    pub ends: Mutex<Vec<(Vec<u64>, crossbeam_channel::Receiver<bool>)>>,
 }
 
 /// A disk and its processes.
@@ -59,6 +54,8 @@ pub struct World {
     pub depth: usize,
     /// What the disk held when this world began.
     pub began: Files,
+    /// Steps that one process did amid a call of another.
+    pub amid: AtomicU64,
     next_process: AtomicU64,
     _mount: Mount,
 }
@@ -84,6 +81,10 @@ impl World {
         if start.depth == 0 {
             disk.set_space(config.space);
         }
+        disk.set_holes(config.holes);
+        if super::steps::telling() {
+            disk.tell(&start.story);
+        }
         let mounted = mount(dir, Arc::new(Mounted(Arc::clone(&disk))));
         Arc::new(Self {
             config: config.clone(),
@@ -96,6 +97,7 @@ impl World {
             story: start.story,
             depth: start.depth,
             began: start.files,
+            amid: AtomicU64::new(0),
             next_process: AtomicU64::new(1),
             _mount: mounted,
         })
@@ -115,7 +117,7 @@ impl World {
             capacity_bytes: c.segments * (c.segment_bytes + region) + c.writers as u64 * per_lane + (200 << 10),
             segment_bytes: Some(c.segment_bytes),
             tenant_bytes: c.tenant_bytes,
-            policy: c.policy.to_owned(),
+            policy: c.policy,
             reclaim_write_budget: c.reclaim_write_budget,
             commit_interval: Duration::from_secs(1 << 24),
             io_timeout: Duration::from_secs(1 << 20),
@@ -127,12 +129,19 @@ impl World {
         }
     }
 
+    /// The number of one more process, which runs from now on.
+    pub fn enter_another(&self) -> u64 {
+        let number = self.next_process.fetch_add(1, Ordering::Relaxed);
+        self.disk.enter(number);
+        number
+    }
+
     /// Opens one more log.
     pub fn open(&self) -> Result<Arc<Process>> {
-        let number = self.next_process.fetch_add(1, Ordering::Relaxed);
+        let number = self.enter_another();
         let seed = self.config.seed ^ number << 40;
         let (read, write) = (SimQueue::new(seed), SimQueue::new(seed + 1));
-        self.disk.enter(number);
+        self.disk.fail_floors(0, seed);
         self.tell(|| format!("process {number} opens"));
         let log = Log::open(self.options(&read, &write))?;
         self.tell(|| format!("process {number} has opened, sees {} lanes", log.stats().lanes));
@@ -140,6 +149,12 @@ impl World {
         let process = Arc::new(Process { number, log, read, write, begun, held, ends });
         self.processes.lock().push(Arc::clone(&process));
         if self.depth == 0 {
+            let must = std::mem::take(&mut self.model.lock().must);
+            if self.processes.lock().len() == 1 {
+                let there = must.iter().filter(|k| matches!(self.load_at_last(&process, **k), Loaded::Put(_)));
+                self.demand(&must, &there.copied().collect::<Vec<_>>());
+            }
+            self.disk.fail_floors(self.config.faults.eio * 10, seed);
             process.read.set_faults(self.config.faults);
             process.write.set_faults(self.config.faults);
         }
@@ -164,16 +179,22 @@ impl World {
         self.settle(process);
         process.begun.lock().clear();
         process.held.lock().clear();
+        let there = self.present();
         let closed = process.log.close(Instant::now() + Duration::from_secs(5));
-        match closed {
-            Ok(()) => self.model.lock().flushed(process.number),
-            Err(_) => self.model.lock().unflushed_is_lost(process.number),
+        if closed.is_ok() && !self.disk.is_dead(process.number) {
+            self.model.lock().flushed(process.number);
         }
+        // Whoever opens it next has to find what there was.
+        let must = self.must_of(there);
+        let mut model = self.model.lock();
+        model.must = must;
+        model.ended(Some(process.number));
+        drop(model);
         self.forget(process);
     }
 
-    /// What is left of a process whose writes the disk has stopped taking: shared memory as it was at that moment.
-    pub fn bury(&self, process: &Arc<Process>, shared: &[(PathBuf, Vec<u8>)]) {
+    /// Takes away a process whose writes the disk has stopped taking. Shared memory has to be put back to that moment after it.
+    pub fn bury(&self, process: &Arc<Process>) {
         self.tell(|| format!("process {} is dead", process.number));
         process.write.forget();
         process.read.forget();
@@ -181,9 +202,6 @@ impl World {
         process.held.lock().clear();
         process.log.abandon();
         self.forget(process);
-        for (path, bytes) in shared {
-            restore(path, bytes);
-        }
     }
 
     fn forget(&self, process: &Arc<Process>) {
@@ -193,21 +211,38 @@ impl World {
         self.processes.lock().retain(|p| p.number != process.number);
     }
 
-    /// The files of shared memory, as they are now.
-    pub fn shared_memory(&self) -> Vec<(PathBuf, Vec<u8>)> {
+    /// The kernel's files of the cache: locks and shared memory.
+    fn kernels_files(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut open = vec![self.dir.clone()];
         while let Some(dir) = open.pop() {
             for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
-                let path = entry.path();
-                if entry.file_type().is_ok_and(|t| t.is_dir()) {
-                    open.push(path);
-                } else if path.extension().is_some_and(|e| e == "shm") {
-                    found.extend(std::fs::read(&path).ok().map(|bytes| (path, bytes)));
-                }
+                let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
+                if is_dir { &mut open } else { &mut found }.push(entry.path());
             }
         }
         found
+    }
+
+    /// The files of shared memory, as they are now.
+    pub fn shared_memory(&self) -> Vec<(PathBuf, Vec<u8>)> {
+        let mut all = self.kernels_files();
+        all.retain(|path| path.extension().is_some_and(|e| e == "shm"));
+        all.into_iter().filter_map(|path| std::fs::read(&path).ok().map(|bytes| (path, bytes))).collect()
+    }
+
+    /// Whether somebody is amid something for which others would wait: has a lock other than a lane's.
+    pub fn is_locked(&self) -> bool {
+        let may_wait = |path: &&PathBuf| path.extension().is_none() && !path.ends_with("LOCK");
+        let is_taken = |path: &PathBuf| std::fs::File::open(path).is_ok_and(|file| file.try_lock().is_err());
+        self.kernels_files().iter().filter(may_wait).any(is_taken)
+    }
+
+    /// The names of the namespace and the shard, once there is one.
+    pub fn shard(&self) -> Option<(String, String)> {
+        let lane = self.disk.files().paths().next()?.to_path_buf();
+        let mut names = lane.components().map(|c| c.as_os_str().to_string_lossy().into_owned());
+        Some((names.next()?, names.next()?))
     }
 
     /// All processes die at once; nothing that they do from here on reaches disk or shared memory that anybody reads.
@@ -216,7 +251,7 @@ impl World {
         let all: Vec<Arc<Process>> = self.processes.lock().clone();
         for process in all {
             self.disk.kill(process.number);
-            self.bury(&process, &[]);
+            self.bury(&process);
         }
     }
 }
@@ -224,6 +259,13 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+/// Puts shared memory back to what it was.
+pub fn put_back(shared: &[(PathBuf, Vec<u8>)]) {
+    for (path, bytes) in shared {
+        restore(path, bytes);
     }
 }
 

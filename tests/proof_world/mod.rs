@@ -1,4 +1,4 @@
-//! Small logs over a temporary directory, values that tell key and version apart, and child processes of the test binary.
+//! Small logs over a temporary directory, values that tell key and put apart, and child processes of the test binary.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part")]
 
 use std::path::Path;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay::Result;
+use forebay::error::{Error, ErrorKind};
 use forebay::geometry::Geometry;
 use forebay::io::{self, AlignedBuf, Buf, Request};
 use forebay::key::ChunkKey;
@@ -34,7 +35,7 @@ pub fn key(n: u32) -> ChunkKey {
     ChunkKey(*blake3::hash(&n.to_le_bytes()).as_bytes())
 }
 
-/// The bytes of a version of a key: the version, then a pattern of key, version and layer.
+/// The bytes that put `version` stores under a key: the version, then a pattern of key, version and layer.
 pub fn value(key: &ChunkKey, version: u64, layer: usize, len: usize) -> Vec<u8> {
     let mut rng = Rng(u64::from_le_bytes(*key.0.first_chunk::<8>().unwrap()) ^ version.rotate_left(17) ^ layer as u64);
     let mut bytes = version.to_le_bytes().to_vec();
@@ -45,11 +46,19 @@ pub fn value(key: &ChunkKey, version: u64, layer: usize, len: usize) -> Vec<u8> 
     bytes
 }
 
-/// Stores a version of a key, after removing any other.
-pub fn put(log: &Log, key: ChunkKey, version: u64) -> Result<()> {
-    log.remove(&[key])?;
-    let spec = PutSpec::chunk(key, ChunkKey([0; 32]), 16, 0);
-    let PutOutcome::Started(put) = log.begin_put_within(spec, Duration::from_secs(5))? else { return Ok(()) };
+/// Stores a key; whether it was not there.
+pub fn put(log: &Log, key: ChunkKey, version: u64) -> Result<bool> {
+    put_of(log, key, (version, 0))
+}
+
+/// The same for a tenant.
+pub fn put_of(log: &Log, key: ChunkKey, (version, tenant): (u64, u64)) -> Result<bool> {
+    let spec = PutSpec { tenant, ..PutSpec::chunk(key, ChunkKey([0; 32]), 16, 0) };
+    let put = match log.begin_put_within(spec, Duration::from_secs(5))? {
+        PutOutcome::Started(put) => put,
+        PutOutcome::AlreadyThere => return Ok(false),
+        other => return Err(Error::new(ErrorKind::NoSpace, format!("{other:?}"))),
+    };
     let drive = log.drive(put.drive()).unwrap();
     let mut crcs = Vec::new();
     for (layer, e) in put.layout().extents.iter().enumerate() {
@@ -65,7 +74,7 @@ pub fn put(log: &Log, key: ChunkKey, version: u64) -> Result<()> {
     }
     let (tx, rx) = std::sync::mpsc::channel();
     put.commit(&crcs, Box::new(move |r| drop(tx.send(r))));
-    rx.recv().unwrap()
+    rx.recv().unwrap().map(|()| true)
 }
 
 /// What a load gives: the version whose every byte was checked, or a miss. A wrong byte fails the test.
@@ -96,7 +105,7 @@ fn read_or_why(log: &Log, key: &ChunkKey, chunk: &forebay::log::Chunk) -> std::r
             return Err(Bad::Corrupt);
         }
         let of = u64::from_le_bytes(*bytes.first_chunk::<8>().unwrap());
-        assert_eq!(*version.get_or_insert(of), of, "layers of two versions");
+        assert_eq!(*version.get_or_insert(of), of, "layers of two puts");
         assert!(bytes == value(key, of, layer, bytes.len()), "a wrong byte passed every check");
     }
     version.ok_or(Bad::Corrupt)

@@ -13,16 +13,18 @@ use std::time::{Duration, Instant};
 
 use forebay::log::{Log, LogOptions};
 
-use super::{Rng, get, key, put};
+use super::{Rng, get, key, put, put_of};
 
 /// Keys of which every step is told; as many more are stored beside them, of which only the bytes count.
 pub const KEYS: u64 = 40;
 
+/// Tenants, the first of which is none; a key's is its number modulo this.
+const TENANTS: u64 = 4;
+
 /// Steps that a child does after it was told that its file system is gone.
 const STEPS_AFTER: u32 = 40;
 
-/// A cache that has to reclaim what was overwritten all the time, and never has to give up a chunk that counts: what it
-/// loses is lost.
+/// A cache that never has to give up a chunk that counts: what it loses is lost.
 pub fn options(dir: &Path) -> LogOptions {
     LogOptions { capacity_bytes: 64 << 20, reclaim_write_budget: 1.0, ..super::options(dir) }
 }
@@ -33,7 +35,7 @@ pub fn say(line: &str) {
     out.flush().unwrap();
 }
 
-/// Stores, overwrites, removes, clears and flushes. Every step is told before it begins, and when it has returned.
+/// Stores, removes keys, tenants and everything, and flushes. Every step is told before it begins, and when it has returned.
 pub struct Work<'a> {
     pub log: &'a Log,
     pub seed: u64,
@@ -54,9 +56,10 @@ impl Work<'_> {
         self.gone.is_some_and(|gone| gone.load(Ordering::SeqCst))
     }
 
-    fn tell(&self, outcome: forebay::Result<()>, done: &str) {
+    fn tell(&self, outcome: forebay::Result<bool>, done: &str) {
         match outcome {
-            Ok(()) => say(done),
+            Ok(true) => say(done),
+            Ok(false) => say(&format!("kept-{done}")),
             Err(e) if self.gone.is_some() => say(&format!("erred-{done} {}", e.kind())),
             Err(e) => panic!("{done}: {e}"),
         }
@@ -69,6 +72,10 @@ impl Work<'_> {
             after += u32::from(self.is_gone());
             if after > STEPS_AFTER {
                 return;
+            }
+            if step % KEYS == 1 {
+                let all: Vec<_> = (KEYS..2 * KEYS).map(|k| key(k as u32)).collect();
+                self.tell(self.log.remove(&all).map(|_| true), "removed-beside");
             }
             say("storing-beside");
             self.tell(put(self.log, key((KEYS + step % KEYS) as u32), self.seed << 32 | step), "stored-beside");
@@ -88,17 +95,22 @@ impl Work<'_> {
             match rng.below(100) {
                 0 => {
                     say("clearing");
-                    self.tell(self.log.clear(), "cleared");
+                    self.tell(self.log.clear().map(|()| true), "cleared");
                 }
-                1..=10 => {
+                1..=3 => {
+                    let tenant = 1 + k % (TENANTS - 1);
+                    say(&format!("removing-tenant {tenant}"));
+                    self.tell(self.log.remove_tenant(tenant).map(|_| true), &format!("removed-tenant {tenant}"));
+                }
+                4..=20 => {
                     say(&format!("removing {k}"));
-                    self.tell(self.log.remove(&[key(k as u32)]).map(drop), &format!("removed {k}"));
+                    self.tell(self.log.remove(&[key(k as u32)]).map(|_| true), &format!("removed {k}"));
                 }
-                11..=20 => self.tell(self.log.flush(), if gone { "gone-flushed" } else { "flushed" }),
-                21..=40 if gone => _ = get(self.log, &key(k as u32)),
+                21..=30 => self.tell(self.log.flush().map(|()| true), if gone { "gone-flushed" } else { "flushed" }),
+                31..=50 if gone => _ = get(self.log, &key(k as u32)),
                 _ => {
                     say(&format!("putting {k} {version}"));
-                    self.tell(put(self.log, key(k as u32), version), &format!("put {k} {version}"));
+                    self.tell(put_of(self.log, key(k as u32), (version, k % TENANTS)), &format!("put {k} {version}"));
                 }
             }
         }
@@ -186,25 +198,19 @@ impl Drop for Teller {
 pub struct Model {
     /// Of each key the versions that are allowed now, oldest first; 0 is a miss.
     pub may: BTreeMap<u64, Vec<u64>>,
-    /// Of each key the versions of which a crash may have taken the records, and left the slots, whole or in part. The log does not
-    /// know them any more; only making an index anew from the slots finds them.
-    pub lost: BTreeMap<u64, Vec<u64>>,
-    /// Of each key the version that is served although a removal or clear had begun after it, whose slot the same may hold of.
-    pub outlived: BTreeMap<u64, u64>,
-    /// A clear was begun that did not end well, and none since did: what it hides is hidden as long as the shared memory lives, and in
-    /// the index all the same.
-    pub half_cleared: bool,
     /// Steps that ended with an error.
     pub erred: u64,
-    /// Everything that was told, but for stores beside, for whoever looks into a failure.
-    heard: Vec<String>,
     storing: bool,
     storing_beside: bool,
 }
 
 impl Model {
     fn all(&mut self, f: impl Fn(&mut Vec<u64>)) {
-        (0..KEYS).for_each(|k| f(self.may.entry(k).or_insert_with(|| vec![0])));
+        (0..KEYS).for_each(|k| f(self.allowed(k)));
+    }
+
+    fn of_tenant(&mut self, tenant: u64, f: impl Fn(&mut Vec<u64>)) {
+        (0..KEYS).filter(|k| k % TENANTS == tenant).for_each(|k| f(self.allowed(k)));
     }
 
     /// Whether a store was under way.
@@ -220,46 +226,24 @@ impl Model {
             self.storing_beside = what == "storing-beside";
             return;
         }
-        self.heard.push(line.to_owned());
         let mut number = || words.next().and_then(|w| w.parse().ok()).unwrap_or(0);
         let (k, version) = (number(), number());
         self.storing = what == "putting";
-        let entry = self.may.entry(k).or_insert_with(|| vec![0]);
         match what {
-            "putting" => entry.push(version),
-            "removing" => entry.push(0),
-            "removed" => *entry = vec![0],
-            "clearing" => {
-                self.half_cleared = true;
-                self.all(|e| e.push(0));
-            }
-            "cleared" => {
-                self.half_cleared = false;
-                self.all(|e| *e = vec![0]);
-            }
+            "putting" => self.allowed(k).push(version),
+            "kept-put" => self.allowed(k).retain(|v| *v != version),
+            "removing" => self.allowed(k).push(0),
+            "removed" => *self.allowed(k) = vec![0],
+            "removing-tenant" => self.of_tenant(k, |may| may.push(0)),
+            "removed-tenant" => self.of_tenant(k, |may| *may = vec![0]),
+            "clearing" => self.all(|may| may.push(0)),
+            "cleared" => self.all(|may| *may = vec![0]),
             // Everything that had returned is durable: the last that was told of each key. A step that ended with an error may
             // have had its effect or not, so that nothing is known of what came before it.
-            "flushed" if self.erred == 0 => {
-                // What only a half clear hides, no flush removes.
-                let half_cleared = self.half_cleared;
-                self.all(|e| {
-                    if !half_cleared || e.last() != Some(&0) {
-                        e.drain(..e.len() - 1);
-                    }
-                });
-            }
+            "flushed" if self.erred == 0 => self.all(|may| drop(may.drain(..may.len() - 1))),
             "gone-flushed" => panic!("a flush ended well although the file system had been shut down before"),
             _ => {}
         }
-    }
-
-    /// What was told of `k`, and of all keys, since the store of `version` began.
-    pub fn since(&self, k: u64, version: u64) -> String {
-        let begin = format!("putting {k} {version}");
-        let heard = self.heard.iter().skip_while(|line| **line != begin);
-        let of_all = |line: &str| line.contains("clear") || line.contains("flushed") || line == "open";
-        let concerns = |line: &&String| of_all(line) || line.split(' ').nth(1) == Some(&k.to_string());
-        heard.filter(concerns).fold(String::new(), |all, line| all + "\n" + line)
     }
 
     /// The versions that a load of `k` may give.
@@ -270,23 +254,11 @@ impl Model {
     /// Loads every key: each must give what it may, and nothing else from then on. What every key gave, 0 for a miss; those
     /// that were stored beside included.
     pub fn verify(&mut self, log: &Log, whence: &str) -> Vec<u64> {
-        let mut found: Vec<u64> = (0..2 * KEYS).map(|k| get(log, &key(k as u32)).unwrap_or(0)).collect();
-        let half_cleared = self.half_cleared;
-        for (k, version) in (0..KEYS).zip(&mut found) {
+        let found: Vec<u64> = (0..2 * KEYS).map(|k| get(log, &key(k as u32)).unwrap_or(0)).collect();
+        for (k, version) in (0..KEYS).zip(&found) {
             let may = self.allowed(k);
             assert!(may.contains(version), "{whence}, key {k}: {version:#x} is served, allowed are {may:x?}");
-            let unseen: Vec<u64> = may.iter().copied().filter(|v| *v != 0 && v != version).collect();
-            let outlives = *version != 0 && may.iter().skip(1).any(|v| *v == 0);
-            if *version == 0 && half_cleared {
-                // Hidden in memory only, so that after a boot it may be seen again; or lost, and a removal writes nothing then.
-                may.push(0);
-            } else {
-                *may = vec![*version];
-            }
-            if outlives {
-                self.outlived.insert(k, *version);
-            }
-            self.lost.entry(k).or_default().extend(unseen);
+            *may = vec![*version];
         }
         self.erred = 0;
         found

@@ -1,5 +1,5 @@
 //! What a process of the soak does: threads that store, extend, load, remove and clear conversations, and check every byte of what
-//! they load and how old it is.
+//! they load and that it was not removed.
 
 use std::fs::File;
 use std::io::BufRead;
@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
 use forebay::device::{Device, HostDevice, HostOptions};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, MissCause, Prompt, StoreRequest};
-use forebay::format::record::RecordKind;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::key::Extra;
 use forebay::log::fsck::{RawLane, lanes};
@@ -26,6 +25,8 @@ use crate::proof_world::told::say;
 /// Bytes of the cache; the conversations have about four times as many.
 pub(crate) const CAPACITY: u64 = 96 << 20;
 const CONVERSATIONS: u64 = 240;
+/// Locks of conversations.
+const LOCKS: u64 = 31;
 const MOST_TOKENS: usize = BLOCKS * BLOCK - CHUNK;
 /// Threads of a process that store, each its own conversations, and threads that only load, any of them.
 const WRITERS: u64 = 2;
@@ -81,13 +82,17 @@ fn value(conversation: u64, position: usize, layer: usize, (version, len): (u64,
 struct Marks {
     removed: File,
     clearing: File,
+    /// Who stores or removes a conversation has one of these locked.
+    busy: Vec<File>,
 }
 
 impl Marks {
     fn open(dir: &Path) -> Self {
-        let open =
-            |name| File::options().create(true).truncate(false).read(true).write(true).open(dir.join(name)).unwrap();
-        Self { removed: open("removed"), clearing: open("clearing") }
+        let open = |name: &str| {
+            File::options().create(true).truncate(false).read(true).write(true).open(dir.join(name)).unwrap()
+        };
+        let busy = (0..LOCKS).map(|n| open(&format!("busy{n}"))).collect();
+        Self { removed: open("removed"), clearing: open("clearing"), busy }
     }
 
     fn get(&self, conversation: u64) -> u64 {
@@ -100,6 +105,16 @@ impl Marks {
     /// From now on nothing older than now may be served of a conversation; of all with the number after the last.
     fn set(&self, conversation: u64) {
         self.removed.write_all_at(&now().to_le_bytes(), conversation * 8).unwrap();
+    }
+
+    /// Does something to a conversation while nobody else stores or removes it: a removal would not have to reach what another
+    /// process is storing.
+    fn alone<T>(&self, conversation: u64, f: impl FnOnce() -> T) -> T {
+        let busy = &self.busy[(conversation % LOCKS) as usize];
+        busy.lock().unwrap();
+        let done = f();
+        busy.unlock().unwrap();
+        done
     }
 
     /// Nothing older than this may be served of a conversation.
@@ -146,7 +161,11 @@ impl Worker<'_> {
         match self.rng.below(1000) {
             0..=649 => self.turn(conversation),
             650..=949 => self.load_any(),
-            950..=979 => self.remove(conversation),
+            // Also what another process stores.
+            950..=979 => {
+                let any = self.rng.below(CONVERSATIONS);
+                self.remove(any);
+            }
             980..=995 => {
                 self.engine.flush().unwrap();
                 add(&self.counts.flushes, 1);
@@ -174,19 +193,22 @@ impl Worker<'_> {
         self.load(conversation, n);
         // No clear may begin while this store is under way: it would not have to reach what another process is storing.
         self.marks.clearing.lock_shared().unwrap();
-        let (version, prompt) = (now(), self.prompt(conversation, n));
         let from = slots(n, self.rng.below(1000) as usize);
-        for layer in 0..self.from.layers() {
-            for (position, slot) in from.iter().enumerate() {
-                let len = self.from.slot_bytes(layer);
-                self.from.set_slot(layer, *slot as usize, &value(conversation, position, layer, (version, len)));
+        let backpressure = if self.rng.one_in(4) { Backpressure::default() } else { Backpressure::Wait };
+        let stored = self.marks.alone(conversation, || {
+            let (version, prompt) = (now(), self.prompt(conversation, n));
+            for layer in 0..self.from.layers() {
+                for (position, slot) in from.iter().enumerate() {
+                    let len = self.from.slot_bytes(layer);
+                    self.from.set_slot(layer, *slot as usize, &value(conversation, position, layer, (version, len)));
+                }
             }
-        }
-        let mut request = StoreRequest::new(&prompt, &self.from.kv, from);
-        request.backpressure = if self.rng.one_in(4) { Backpressure::default() } else { Backpressure::Wait };
-        let store = self.engine.store(request).unwrap();
-        store.all_layers();
-        let stored = store.wait().stored;
+            let mut request = StoreRequest::new(&prompt, &self.from.kv, from);
+            request.backpressure = backpressure;
+            let store = self.engine.store(request).unwrap();
+            store.all_layers();
+            store.wait().stored
+        });
         self.marks.clearing.unlock().unwrap();
         add(&self.counts.stores, stored);
     }
@@ -248,7 +270,7 @@ impl Worker<'_> {
         let dir = self.engine.settings().drives[0].path.clone();
         for files in lanes(&dir).unwrap() {
             let raw = RawLane::read(&files).unwrap();
-            for r in raw.records.iter().filter(|r| Some(r.key) == key || r.kind == RecordKind::Clear) {
+            for r in raw.records.iter().filter(|r| Some(r.key) == key) {
                 told += &format!(
                     "\n{} {:?} {:x} in {}.{} page {}",
                     files.name, r.kind, r.sequence, r.segment, r.epoch, r.page
@@ -259,8 +281,10 @@ impl Worker<'_> {
     }
 
     fn remove(&self, conversation: u64) {
-        self.engine.remove(&self.prompt(conversation, MOST_TOKENS)).unwrap();
-        self.marks.set(conversation);
+        self.marks.alone(conversation, || {
+            self.engine.remove(&self.prompt(conversation, MOST_TOKENS)).unwrap();
+            self.marks.set(conversation);
+        });
         add(&self.counts.removals, 1);
     }
 
@@ -293,7 +317,7 @@ fn tell(engine: &Engine, counts: &Counts) {
     let log = &stats.log;
     say(&format!(
         "stat loads={} verified_tokens={} asked_tokens={} chunks_stored={} removals={} clears={} flushes={} \
-         loaded_bytes={} stored_bytes={} shed={shed} sealed={} reclaimed={} evicted={} thinned={} moved={} bad_chunks={} \
+         loaded_bytes={} stored_bytes={} shed={shed} sealed={} reclaimed={} evicted={} hole_evicted={} moved={} bad_chunks={} \
          write_errors={} retired_segments={} adopted_lanes={} leases_refused={}",
         of(&counts.loads),
         of(&counts.verified_tokens),
@@ -307,7 +331,7 @@ fn tell(engine: &Engine, counts: &Counts) {
         log.sealed,
         log.reclaimed,
         log.evicted,
-        log.thinned,
+        log.hole_evicted,
         log.moved,
         log.bad_chunks,
         log.write_errors,

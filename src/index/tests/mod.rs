@@ -2,6 +2,7 @@
 
 mod garbage;
 mod lane;
+mod marks;
 mod model;
 mod readers;
 mod reclaim;

@@ -160,6 +160,29 @@ fn the_shard_page_counts_for_all() {
 }
 
 #[test]
+fn floors_of_everything_and_of_tenants_are_seen_by_all_and_never_sink() {
+    let file = file_of(Shard::FILE_BYTES);
+    let a = Shard::create(&file, BOOT, holder(1)).unwrap();
+    let ro = Shard::attach(&file, BOOT, Access::ReadOnly).unwrap();
+    assert!(!ro.has_tenant_floors() && ro.is_above_floor(Some(7), 1) && ro.is_above_floor(None, 1));
+    a.set_floors(1, 5, &[(7, 20), (8, 10)]);
+    let above = |tenant, seqs: [u64; 2]| seqs.map(|seq| ro.is_above_floor(tenant, seq));
+    assert_eq!((above(None, [5, 6]), above(Some(7), [20, 21])), ([false, true], [false, true]));
+    assert_eq!((above(Some(8), [10, 11]), above(Some(9), [5, 6])), ([false, true], [false, true]));
+    assert_eq!((ro.tenants(), ro.highest_tenant_floor(), ro.floors_generation()), (2, 20, 1));
+    // A lower one is a slip of an older writer.
+    a.set_floors(1, 4, &[(7, 19), (8, 10)]);
+    assert_eq!((ro.floor(), ro.tenant_floor(7)), (5, 20));
+    a.set_floors(2, 5, &[(8, 10)]);
+    assert_eq!((ro.tenant_floor(7), ro.tenant_floor(8), ro.tenants()), (0, 10, 1));
+    a.set_floors(3, 5, &[]);
+    assert!(ro.tenants() == 0 && ro.is_above_floor(Some(8), 6) && !ro.is_above_floor(Some(8), 5));
+    let many: Vec<_> = (1..=1000u64).map(|t| (t, t + 100)).collect();
+    a.set_floors(4, 5, &many);
+    assert!(many.iter().all(|(tenant, floor)| ro.tenant_floor(*tenant) == *floor) && ro.tenants() == 1000);
+}
+
+#[test]
 fn boot_ids_and_holders_parse() {
     let id = BootId::parse("0f0e0d0c-0b0a-0908-0706-050403020100\n").unwrap();
     assert_eq!(id, BootId([0x0f0e_0d0c_0b0a_0908, 0x0706_0504_0302_0100]));

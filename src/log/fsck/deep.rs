@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::places::LaneFiles;
-use super::raw::{RawLane, live};
+use super::raw::{RawLane, listed};
 use crate::config::dir::FileOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
@@ -46,16 +46,18 @@ pub struct Deep {
     pub slots: u64,
     /// Payload bytes checked.
     pub bytes: u64,
-    /// Those that would not be served.
+    /// Slots without a header: they were given up, or never reached the drive, and the index has not learned of it.
+    pub gone: Vec<BadSlot>,
+    /// Those that would not be served although they have a header.
     pub bad: Vec<BadSlot>,
 }
 
-/// Checks every slot that the lanes of one shard serve. `progress` is told of slot bytes done, from several threads.
+/// Checks every slot that the lanes of one shard list. `progress` is told of slot bytes done, from several threads.
 ///
 /// # Errors
 /// Where files or queues cannot be opened; a slot that cannot be read is told as bad.
 pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Deep> {
-    let records = live(lanes, now_s);
+    let records = listed(lanes, now_s);
     let drive = io::open_drive(&IoOptions::default())?;
     let disk = Disk(drive);
     let data: Vec<Arc<DirectFile>> = files.iter().map(|f| open_data(f).map(Arc::new)).collect::<Result<_>>()?;
@@ -66,16 +68,15 @@ pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn 
             let (Some(raw), Some(file)) = (lanes.get(*lane), data.get(*lane)) else { continue };
             let checked = Slot { disk: &disk, file, raw, record }.check();
             progress(u64::from(record.pages) * PAGE_BYTES as u64);
+            let slot = |what| BadSlot { lane: *lane, key: record.key, offset: raw.slot_offset(record), what };
             let mut result = result.lock();
-            result.slots += 1;
             match checked {
-                Ok(bytes) => result.bytes += bytes,
-                Err(e) => result.bad.push(BadSlot {
-                    lane: *lane,
-                    key: record.key,
-                    offset: raw.slot_offset(record),
-                    what: e.to_string(),
-                }),
+                Ok(bytes) => (result.slots, result.bytes) = (result.slots + 1, result.bytes + bytes),
+                Err(e) if e.kind() == ErrorKind::NotFound => result.gone.push(slot(e.to_string())),
+                Err(e) => {
+                    result.slots += 1;
+                    result.bad.push(slot(e.to_string()));
+                }
             }
         }
     };
@@ -83,6 +84,7 @@ pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn 
     let mut deep = result.into_inner();
     still_there(files, lanes, now_s, &mut deep)?;
     deep.bad.sort_unstable_by_key(|bad| (bad.lane, bad.offset));
+    deep.gone.sort_unstable_by_key(|gone| (gone.lane, gone.offset));
     Ok(deep)
 }
 
@@ -93,7 +95,7 @@ fn still_there(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, deep: &mut De
     }
     let again: Vec<RawLane> = files.iter().map(RawLane::read).collect::<Result<_>>()?;
     let listed: std::collections::HashSet<(usize, ChunkKey, u64)> =
-        live(&again, now_s).iter().filter_map(|(i, r)| Some((*i, r.key, again.get(*i)?.slot_offset(r)))).collect();
+        listed(&again, now_s).iter().filter_map(|(i, r)| Some((*i, r.key, again.get(*i)?.slot_offset(r)))).collect();
     deep.bad.retain(|bad| listed.contains(&(bad.lane, bad.key, bad.offset)));
     Ok(())
 }
@@ -168,7 +170,7 @@ impl Slot<'_> {
         let first = self.disk.read(self.file, start, slot_bytes.min(COARSE_BYTES))?;
         let headed = |page: &[u8]| page.starts_with(SlotHeader::MAGIC);
         let Some(gap) = first.as_slice().chunks(PAGE_BYTES).position(headed).map(|n| n * PAGE_BYTES) else {
-            return bad("there is no header");
+            return Err(Error::new(ErrorKind::NotFound, "there is no header"));
         };
         if let Ok(found) = SlotHeader::decode(first.as_slice().get(gap..).unwrap_or_default()) {
             return Ok(found);

@@ -13,5 +13,5 @@ mod rebuild;
 pub use deep::{BadSlot, Deep, deep};
 pub use look::{Born, Shared, disk_bytes};
 pub use places::{LaneFiles, lanes};
-pub use raw::{Counts, Damage, Kept, RawLane, live};
+pub use raw::{Counts, Damage, Kept, RawLane, listed, live};
 pub use rebuild::{RebuildOptions, Rebuilt, rebuild, rebuild_bytes};

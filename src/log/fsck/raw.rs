@@ -272,21 +272,31 @@ impl RawLane {
     }
 }
 
-/// What is served, as far as the lanes of one shard say: of each key the last put of the first lane that has one, if it lies above
-/// its floor and has not expired at `now_s` (Unix seconds). Gives the lane's place in the list with each.
+/// What may be served, as far as the lanes of one shard say: of each key the last put of every lane that has one, if it lies above
+/// its floor and has not expired at `now_s` (Unix seconds). Gives the lane's place in the list with each. Several lanes may have a
+/// key, and one may have it twice, where it was moved; some of these slots may be gone.
+#[must_use]
+pub fn listed(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
+    let shown = |(i, lane): (usize, &RawLane)| -> Vec<(usize, Record)> {
+        let of_lane = || lane.records.iter().filter(|r| lane.shows(r, now_s));
+        let mut last: HashMap<HalfKey, u64> = HashMap::new();
+        for r in of_lane() {
+            let last = last.entry(half(&r.key)).or_default();
+            *last = r.sequence.max(*last);
+        }
+        of_lane().filter(|r| last.get(&half(&r.key)) == Some(&r.sequence)).map(|r| (i, *r)).collect()
+    };
+    let mut found: Vec<_> = lanes.iter().enumerate().flat_map(shown).collect();
+    found.sort_unstable_by_key(|(i, r)| (*i, r.segment, r.page, r.sub_offset));
+    found
+}
+
+/// The same with each key once: that of the first lane that has it.
 #[must_use]
 pub fn live(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
-    let mut newest: HashMap<HalfKey, (usize, &Record)> = HashMap::new();
-    for (i, lane) in lanes.iter().enumerate() {
-        for r in lane.records.iter().filter(|r| lane.shows(r, now_s)) {
-            let wins = newest.get(&half(&r.key)).is_none_or(|(of, old)| *of == i && r.sequence > old.sequence);
-            if wins {
-                newest.insert(half(&r.key), (i, r));
-            }
-        }
-    }
-    let mut found: Vec<_> = newest.into_values().map(|(i, r)| (i, *r)).collect();
-    found.sort_unstable_by_key(|(i, r)| (*i, r.segment, r.page, r.sub_offset));
+    let mut seen = std::collections::HashSet::new();
+    let mut found = listed(lanes, now_s);
+    found.retain(|(_, r)| seen.insert(half(&r.key)));
     found
 }
 

@@ -51,6 +51,8 @@ pub(in crate::log) struct Segment {
     /// First pages of the slots that are gone since it was filled, and how many of them are known to be unreadable durably.
     gone: Vec<u32>,
     settled: usize,
+    /// Those of them that are not unreadable yet: they are listed before.
+    going: Vec<u32>,
     /// The list on the drive is not as this one.
     gone_changed: bool,
 }
@@ -73,6 +75,7 @@ impl Segment {
             full_since: None,
             gone: Vec::new(),
             settled: 0,
+            going: Vec::new(),
             gone_changed: false,
         }
     }
@@ -336,7 +339,7 @@ impl Segments {
         records
     }
 
-    /// A slot is gone. `true` where its segment was not sealed, and has forgotten its records: that is for the journal then.
+    /// A slot is about to go. `true` where its segment was not sealed, and has forgotten its records: that is for the journal then.
     pub(in crate::log) fn note_gone(&mut self, segment: u32, epoch: u32, page: u32) -> bool {
         let Some(s) = self.of_use(segment, epoch) else { return false };
         match s.phase {
@@ -346,11 +349,19 @@ impl Segments {
             }
             Phase::Sealing | Phase::Sealed | Phase::Condemned if !s.gone.contains(&page) => {
                 s.gone.push(page);
+                s.going.push(page);
                 s.gone_changed = true;
             }
             _ => {}
         }
         false
+    }
+
+    /// A slot is unreadable now.
+    pub(in crate::log) fn has_gone(&mut self, segment: u32, epoch: u32, page: u32) {
+        if let Some(s) = self.of_use(segment, epoch) {
+            s.going.retain(|p| *p != page);
+        }
     }
 
     /// The pages of the list of gone slots that are to be written, with the number of the first; `None` where nothing has
@@ -387,10 +398,13 @@ impl Segments {
         self.iter().map(|(n, s)| (n, unsettled(s))).filter(|(_, gone)| !gone.is_empty()).collect()
     }
 
-    /// How many slots of each segment are gone, for [`settle_gone`](Self::settle_gone), to be asked before a flush.
+    /// How many slots of each segment are unreadable, in the order in which they were listed, for
+    /// [`settle_gone`](Self::settle_gone), to be asked before a flush.
     pub(in crate::log) fn gone_counts(&self) -> Vec<(u32, u32, usize)> {
-        let changed = self.iter().filter(|(_, s)| s.settled < s.gone.len());
-        changed.map(|(n, s)| (n, s.epoch, s.gone.len())).collect()
+        let count = |s: &Segment| s.gone.iter().take_while(|page| !s.going.contains(page)).count();
+        let counts =
+            self.iter().map(|(n, s)| (n, s.epoch, s.settled, if s.settled < s.gone.len() { count(s) } else { 0 }));
+        counts.filter(|(.., settled, count)| settled < count).map(|(n, epoch, _, count)| (n, epoch, count)).collect()
     }
 
     /// These are unreadable durably.
@@ -620,6 +634,8 @@ mod tests {
         segments.end_seal(0, 8192);
         let pages = segments.gone_pages(0, &[7; 16]).unwrap();
         assert!(pages.len() == 1 && pages[0].slots == [2] && !pages[0].settled);
+        assert!(segments.gone_counts().is_empty(), "it is listed, and still readable");
+        segments.has_gone(0, 1, 2);
         let counts = segments.gone_counts();
         segments.settle_gone(&counts);
         assert!(segments.gone_pages(0, &[7; 16]).unwrap()[0].settled && segments.gone_changed().is_empty());

@@ -172,21 +172,26 @@ pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -
 fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Instant) -> Result<Evicted> {
     let Some(first) = chosen.first() else { return Ok(Evicted::default()) };
     let _one = lane.erasing.lock();
-    let table = lane.table();
     let here = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch);
-    let is_at_rest = lane.state()?.segments.is_at_rest(first.segment, first.epoch);
-    let still = |e: &&Entry| is_at_rest && table.get(&e.key).is_some_and(|now| here(&now) == here(e));
     let mut going: Vec<Entry> = Vec::new();
-    for e in chosen.iter().filter(still) {
-        if table.mark(&e.key, e.seq, Mark::Leaving)? {
-            going.push(*e);
+    {
+        // Under the lock, so that the table does not grow, and leave behind what is marked or is not any more.
+        let state = lane.state()?;
+        let table = lane.table();
+        let is_at_rest = state.segments.is_at_rest(first.segment, first.epoch);
+        let still = |e: &&Entry| is_at_rest && table.get(&e.key).is_some_and(|now| here(&now) == here(e));
+        for e in chosen.iter().filter(still) {
+            if table.mark(&e.key, e.seq, Mark::Leaving)? {
+                going.push(*e);
+            }
         }
     }
     // Whoever takes a lease from here on looks at the table afterwards, and finds the entry marked.
     fence(Ordering::SeqCst);
     if lane.is_leased(first.segment, first.epoch) {
-        going.iter().try_for_each(|e| table.unmark(&e.key, e.seq, Mark::Leaving))?;
         let mut state = lane.state()?;
+        let table = lane.table();
+        going.iter().try_for_each(|e| table.unmark(&e.key, e.seq, Mark::Leaving))?;
         going.iter().for_each(|e| state.usage.tell(Told::There(tag_of(&e.key), slot_bytes(e))));
         return Ok(Evicted::default());
     }
@@ -248,6 +253,7 @@ fn forget(lane: &Lane, gone: &[Entry]) -> Result<()> {
     let mut state = lane.state()?;
     let table = lane.table();
     for e in gone {
+        state.segments.has_gone(e.segment, e.epoch, e.page);
         state.leave(&table, shared.as_ref(), (&e.key, e.seq))?;
     }
     Ok(())

@@ -58,11 +58,15 @@ fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
     going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
     for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
         let _one = lane.erasing.lock();
-        let table = lane.table();
         let mut marked: Vec<Entry> = Vec::new();
-        for e in of_segment {
-            if table.mark(&e.key, e.seq, Mark::Leaving)? {
-                marked.push(*e);
+        {
+            // Under the lock, so that the table does not grow meanwhile.
+            let _state = lane.state()?;
+            let table = lane.table();
+            for e in of_segment {
+                if table.mark(&e.key, e.seq, Mark::Leaving)? {
+                    marked.push(*e);
+                }
             }
         }
         evict::erase_marked(volume, lane, &marked, None)?;

@@ -20,6 +20,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(1);
 pub(in crate::log) fn helpers() -> Helpers {
     let make_ready = |volume: &Volume| {
         sweep(volume);
+        apply_floors(volume);
         space::keep_ready(volume, &AtomicBool::new(false));
     };
     Helpers { make_ready, enforce_quota: quota::enforce }
@@ -94,9 +95,7 @@ impl Maintenance {
         }
         self.read_touches(volume);
         sweep(volume);
-        if let Err(e) = floors::apply(volume) {
-            tracing::warn!(drive = %volume.root.display(), error = %e, "what lies below a floor still takes room");
-        }
+        apply_floors(volume);
         quota::enforce(volume);
         space::keep_ready(volume, stop);
         space::keep_reserve(volume, stop);
@@ -134,6 +133,12 @@ impl Maintenance {
             evict::settle(lane);
             evict::write_lists(lane);
         }
+    }
+}
+
+fn apply_floors(volume: &Volume) {
+    if let Err(e) = floors::apply(volume) {
+        tracing::warn!(drive = %volume.root.display(), error = %e, "what lies below a floor still takes room");
     }
 }
 

@@ -143,14 +143,18 @@ impl Removal<'_> {
         let _one = lane.erasing.lock();
         let mut going = self.entries(lane)?;
         let count = going.len();
-        let table = lane.table();
-        // Those that could not be saved go too.
-        let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
-        let goes = |e: &Entry| table.get(&e.key).is_some_and(|now| here(&now) == here(e));
-        let shares = |e: &Entry| going.iter().any(|g| here(g) == here(e));
-        let lost: Vec<Entry> = others.into_iter().filter(|e| goes(e) && shares(e)).collect();
-        going.extend(lost);
-        going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
+        {
+            // Under the lock, so that the table does not grow meanwhile.
+            let _state = lane.state()?;
+            let table = lane.table();
+            // Those that could not be saved go too.
+            let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
+            let goes = |e: &Entry| table.get(&e.key).is_some_and(|now| here(&now) == here(e));
+            let shares = |e: &Entry| going.iter().any(|g| here(g) == here(e));
+            let lost: Vec<Entry> = others.into_iter().filter(|e| goes(e) && shares(e)).collect();
+            going.extend(lost);
+            going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
+        }
         going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
         for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
             evict::erase_marked(self.volume, lane, of_segment, None)?;

@@ -6,8 +6,9 @@
 //! before their ring pages may be used again.
 //!
 //! What the index says of a slot is where it *was*: whether it is there, its header says when it is loaded. Nothing in data.kv is
-//! looked at, except where the index is damaged: then the slot headers of the segments concerned are read, and what is
-//! intact there counts.
+//! looked at, except where a region is damaged: then the slot headers of its segment are read, and what is intact there counts,
+//! for before a region is written, slots that no record names have been wiped. Of a segment that is not sealed headers say
+//! nothing: they may be those of puts that were removed while they were being stored.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -118,8 +119,6 @@ pub(in crate::log) struct Reader<'a> {
     superblock: &'a Superblock,
     data_bytes: u64,
     index_bytes: u64,
-    /// Something in the ring is damaged: records of unsealed segments may be missing.
-    ring_is_damaged: bool,
     found: FoundIndex,
 }
 
@@ -132,7 +131,7 @@ impl<'a> Reader<'a> {
     ) -> Result<Self> {
         let (data_bytes, index_bytes) = (data.len()?, index.len()?);
         let found = FoundIndex::default();
-        let mut reader = Self { index, data, superblock, data_bytes, index_bytes, ring_is_damaged: false, found };
+        let mut reader = Self { index, data, superblock, data_bytes, index_bytes, found };
         reader.survey_regions()?;
         reader.read_ring()?;
         for segment in &reader.found.segments {
@@ -231,7 +230,6 @@ impl<'a> Reader<'a> {
         })?;
         self.found.next_page = next_page;
         self.found.damaged += damaged;
-        self.ring_is_damaged = damaged > 0;
         let most = of_ring.keys().max().map_or(0, |n| (u64::from(*n) + 1).min(MAX_SEGMENTS)) as usize;
         while self.found.segments.len() < most {
             self.found.segments.push(Found::new(FoundState::Free, 1));
@@ -270,8 +268,7 @@ impl<'a> Reader<'a> {
         }
         for number in 0..self.found.segments.len() as u32 {
             let Some(segment) = self.found.segments.get(number as usize) else { break };
-            // All that the ring said of a segment may have stood on the page that is damaged: then it looks free.
-            if segment.damaged || self.ring_is_damaged && segment.state != FoundState::Sealed {
+            if segment.damaged {
                 self.take_headers(number)?;
             }
             let records = self.found.segments.get_mut(number as usize).map(|s| std::mem::take(&mut s.records));
@@ -284,7 +281,7 @@ impl<'a> Reader<'a> {
         Ok(self.found)
     }
 
-    /// Of an unsealed segment, adds what its slot headers say to its records: some of these were lost.
+    /// Of a segment whose region is damaged, adds what its slot headers say to what the ring says.
     fn take_headers(&mut self, number: u32) -> Result<()> {
         let found = self.headers(number, |epoch, found| epoch >= found.epoch)?;
         let Some(epoch) = found.iter().map(|r| r.epoch).max() else { return Ok(()) };

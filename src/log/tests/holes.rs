@@ -11,19 +11,19 @@ use std::sync::Arc;
 const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
 
-fn thinned(dir: &Path) -> LogOptions {
+pub(super) fn thinned(dir: &Path) -> LogOptions {
     let policy = crate::index::Reclaim::Prefix;
     LogOptions { capacity_bytes: CAPACITY, segment_bytes: Some(512 << 10), policy, ..options(dir) }
 }
 
 /// Chains of eight chunks: keys 0 to 7, 8 to 15 and so on.
-fn chained(n: u64) -> PutSpec {
+pub(super) fn chained(n: u64) -> PutSpec {
     let root = n / CHAIN * CHAIN;
     let parent = if n == root { crate::key::ChunkKey([0; 32]) } else { key(n - 1) };
     PutSpec { root: Some(key(root)), ..PutSpec::chunk(key(n), parent, CHUNK_TOKENS, (n - root) as u32) }
 }
 
-fn fill(log: &Log, keys: impl Iterator<Item = u64>) {
+pub(super) fn fill(log: &Log, keys: impl Iterator<Item = u64>) {
     for n in keys {
         assert!(store_spec(log, chained(n), n, 0).unwrap(), "key {n}");
         assert!(log.stats().disk_bytes <= CAPACITY, "beyond the capacity after key {n}");
@@ -257,4 +257,43 @@ fn a_leased_chunk_is_not_given_up_and_served_again() {
     drop(leased);
     assert_eq!(evict(&log, &[13]), (1, SLOT_BYTES));
     assert!(!has(&log, 13) && has(&log, 14));
+}
+
+/// As when a power cut came before the flush: the holes are not there, and the list that names them is.
+#[test]
+fn what_is_listed_as_gone_and_not_known_to_be_so_is_made_unreadable_again_by_the_next_opening() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    fill(&log, 0..30);
+    log.seal(soon()).unwrap();
+    let gone = [3, 4, 11];
+    let places: Vec<_> = gone.iter().map(|n| Place::of(&log, *n)).collect();
+    let pages: Vec<_> = places.iter().map(Place::page).collect();
+    assert_eq!(evict(&log, &gone), (3, 3 * SLOT_BYTES));
+    assert!(!log.volumes[0].own().unwrap().is_settled() && places.iter().all(|place| !place.is_readable()));
+    log.abandon();
+    drop(log);
+    places.iter().zip(&pages).for_each(|(place, page)| place.write(page));
+    reboot(dir.path());
+    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    assert_eq!(log.lookup(&[key(3)]), 0, "it is not even promised");
+    assert!(places.iter().all(|place| !place.is_readable()));
+    assert_eq!(held(&log, 0..30).len(), 27);
+    log.abandon();
+    drop(log);
+    rebuild_from_data(dir.path());
+    assert_eq!(held(&Log::open(thinned(dir.path())).unwrap(), 0..30).len(), 27);
+}
+
+#[test]
+fn what_goes_from_a_segment_that_is_not_sealed_is_not_promised_by_the_next_opening() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    fill(&log, 0..10);
+    log.flush().unwrap();
+    log.remove(&[key(3)]).unwrap();
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!((log.lookup(&[key(3)]), log.stats().chunks), (0, 9));
+    assert_eq!(held(&log, 0..10).len(), 9);
 }

@@ -6,7 +6,7 @@ use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
 use crate::log::{Log, Member, Put, PutOutcome, PutSpec, pack};
 
-fn pack_of(n: u64, members: &[u64]) -> PutSpec {
+pub(super) fn pack_of(n: u64, members: &[u64]) -> PutSpec {
     let member = |(at, n): (usize, &u64)| Member { key: key(*n), sub_offset: at as u32 * 64, length: 64 };
     PutSpec::pack(key(n), members.len() * 64, members.iter().enumerate().map(member).collect())
 }
@@ -15,7 +15,7 @@ fn taken(put: &Put) -> Vec<ChunkKey> {
     put.members().iter().map(|m| m.key).collect()
 }
 
-fn store_pack(log: &Log, put: Put, n: u64) {
+pub(super) fn store_pack(log: &Log, put: Put, n: u64) {
     let crcs = write_extents(log, &put, n, 0).unwrap();
     commit(put, &crcs).unwrap();
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::crc;
+use crate::format::slot::SlotHeader;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
 use crate::key::ChunkKey;
@@ -199,6 +200,72 @@ pub(super) fn crash(log: Arc<Log>) -> Arc<Log> {
 pub(super) fn lane_file(dir: &Path, name: &str) -> std::path::PathBuf {
     let g = geometry();
     dir.join(g.fingerprint().dir_name()).join(g.shard_dir_name()).join("lane0").join(name)
+}
+
+/// The directory of the shard.
+pub(super) fn shard_dir(dir: &Path) -> std::path::PathBuf {
+    lane_file(dir, "x").parent().unwrap().parent().unwrap().to_path_buf()
+}
+
+/// Takes away what the processes of a boot share: what is opened next finds what the drive holds.
+pub(super) fn reboot(dir: &Path) {
+    let shard = shard_dir(dir);
+    let lanes = std::fs::read_dir(&shard).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir());
+    for shm in lanes.flat_map(|l| [l.join("table.shm"), l.join("lane.shm")]).chain([shard.join("shard.shm")]) {
+        std::fs::remove_file(shm).unwrap();
+    }
+}
+
+/// A place where a slot's header lies, or lay.
+#[derive(Debug)]
+pub(super) struct Place {
+    file: std::path::PathBuf,
+    offset: u64,
+}
+
+impl Place {
+    /// Of a key that is there.
+    pub(super) fn of(log: &Log, n: u64) -> Self {
+        let chunk = log.locate(&key(n), PIN).unwrap_or_else(|| panic!("key {n} is not there"));
+        Self { file: chunk.file.path().to_path_buf(), offset: chunk.header_offset() }
+    }
+
+    /// Of a put under way.
+    pub(super) fn of_put(put: &Put) -> Self {
+        let offset = put.slot_offset() + u64::from(put.layout().header_offset);
+        Self { file: put.file().path().to_path_buf(), offset }
+    }
+
+    pub(super) fn page(&self) -> Vec<u8> {
+        use std::os::unix::fs::FileExt as _;
+        let mut page = vec![0; PAGE_BYTES];
+        std::fs::File::open(&self.file).unwrap().read_exact_at(&mut page, self.offset).unwrap();
+        page
+    }
+
+    /// Whether a header can be read there.
+    pub(super) fn is_readable(&self) -> bool {
+        SlotHeader::decode(&self.page()).is_ok()
+    }
+
+    pub(super) fn write(&self, bytes: &[u8]) {
+        use std::os::unix::fs::FileExt as _;
+        let file = std::fs::File::options().write(true).open(&self.file).unwrap();
+        file.write_all_at(bytes, self.offset).unwrap();
+        file.sync_all().unwrap();
+    }
+}
+
+/// Makes the index of every lane anew from nothing but its data; a lane in which nothing was ever stored goes.
+pub(super) fn rebuild_from_data(dir: &Path) {
+    use crate::log::fsck;
+    for lane in fsck::lanes(dir).unwrap() {
+        std::fs::remove_file(lane.path().join("index.kv")).unwrap();
+        match fsck::rebuild(&lane, None, fsck::RebuildOptions { dry_run: false, backup: false }, &|_| ()) {
+            Err(e) if e.kind() == ErrorKind::Corrupt => std::fs::remove_dir_all(lane.path()).unwrap(),
+            outcome => drop(outcome.unwrap()),
+        }
+    }
 }
 
 /// Turns one bit.

@@ -103,7 +103,15 @@ impl Log {
     fn claim(&self, spec: &mut PutSpec) -> Option<Claims> {
         let mut claims = Claims::new(&self.ctx.in_flight);
         // Claimed first: who looks first may miss what another put publishes in between.
-        let mut take = |key: &ChunkKey| claims.add(key) && !self.contains(key);
+        let mut take = |key: &ChunkKey| {
+            let takes = claims.add(key);
+            let is_there = takes && self.contains(key);
+            if is_there {
+                // Others may want it before this put ends: it may be removed, and stored anew.
+                claims.give_back(key);
+            }
+            takes && !is_there
+        };
         let (all, left) = if spec.members.is_empty() {
             (1, usize::from(take(&spec.key)))
         } else {

@@ -120,6 +120,11 @@ impl Put {
             }
         };
         let records = self.records(header_crc);
+        // Its header must not reach the drive after the removal has made durable what it has done.
+        if records.iter().any(|r| self.reservation.claims.is_removed(&r.key)) {
+            drop(self);
+            return done(Err(Error::new(ErrorKind::Cancelled, "the key was removed while it was being stored")));
+        }
         // Who is second keeps nothing. Two at the same moment may both be kept, and both are right.
         if records.iter().all(|r| self.reservation.is_there(&r.key)) {
             return publish::give_back(self.reservation, done);

@@ -84,6 +84,8 @@ pub(crate) struct KvJob {
     pub(crate) entries: u64,
     /// Chunks in a cache that is reopened.
     pub(crate) chunks: u64,
+    /// Of each so many of them one was given up before; 0 for none.
+    pub(crate) one_gone_of: u64,
 }
 
 fn invalid(name: &str, why: impl std::fmt::Display) -> Error {
@@ -131,6 +133,7 @@ impl Job {
                 verify: kv.verify.unwrap_or(false),
                 entries: kv.entries.unwrap_or(1_000_000),
                 chunks: kv.chunks.unwrap_or(1_000_000),
+                one_gone_of: kv.one_gone_of.unwrap_or(0),
             },
             name,
         };

@@ -252,4 +252,7 @@ pub(crate) struct KvOptions {
     /// Chunks in the cache that is reopened.
     #[arg(long, value_parser = parse_tokens, value_name = "N")]
     pub(crate) chunks: Option<u64>,
+    /// Of each so many chunks of that cache one has been given up before it is reopened; 0 for none.
+    #[arg(long, value_name = "N")]
+    pub(crate) one_gone_of: Option<u64>,
 }

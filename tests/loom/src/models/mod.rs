@@ -5,6 +5,7 @@
 //! anything fails too.
 
 mod lease;
+mod marks;
 mod reuse;
 mod table;
 mod touch;
@@ -89,6 +90,13 @@ fn table(buckets: usize, words: &[usize]) -> (Table, Table) {
     [W_MOVED, W_LEN].into_iter().for_each(|i| map.memory.word(i).unwrap().know());
     let reader = Table::with(again(&map, Access::ReadOnly), &header, false).unwrap();
     (Table::with(map, &header, true).unwrap(), reader)
+}
+
+/// The table in another process that may write, as one that removes keys has it.
+fn shared(table: &Table) -> Table {
+    let map = again(&table.map, Access::ReadWrite);
+    let header = header(FileKind::Table, map.words(), [table.buckets as u64, 100, 0, 0]);
+    Table::with(map, &header, false).unwrap()
 }
 
 /// A writer's lane with so many segments (sealed, in their first use), lease records and places for touches.

@@ -1,0 +1,279 @@
+//! What `remove` promises: the slots are unreadable in every lane, whoever writes it and whatever it is doing.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::holes::{chained, give_up, thinned};
+use super::once::{pack_of, store_pack};
+use super::support::*;
+use crate::error::ErrorKind;
+use crate::format::record::KeyKind;
+use crate::index::Mark;
+use crate::log::{Bad, Log, LogOptions, PutOutcome, PutSpec, Turn};
+
+/// A log in which nothing happens by itself.
+fn still(dir: &Path) -> Arc<Log> {
+    Log::open(LogOptions { foreground: true, ..options(dir) }).unwrap()
+}
+
+fn mark_of(log: &Log, n: u64) -> Option<Option<Mark>> {
+    log.volumes[0].own().unwrap().table().get_marked(&key(n)).map(|(.., mark)| mark)
+}
+
+/// Keys that are there when the cache has been opened again, then from the data alone.
+fn after_all(dir: &Path, keys: std::ops::Range<u64>) -> [Vec<u64>; 2] {
+    reboot(dir);
+    [false, true].map(|from_data| {
+        if from_data {
+            rebuild_from_data(dir);
+        }
+        let log = open(dir);
+        let there = keys.clone().filter(|n| has(&log, *n)).collect();
+        log.abandon();
+        there
+    })
+}
+
+#[test]
+fn a_removal_makes_the_header_unreadable_in_the_own_lane() {
+    for sealed in [false, true] {
+        let dir = temp();
+        let log = still(dir.path());
+        (0..6).for_each(|n| assert!(store(&log, n)));
+        if sealed {
+            log.seal(soon()).unwrap();
+        }
+        let places: Vec<_> = (0..6).map(|n| Place::of(&log, n)).collect();
+        assert!(places.iter().all(Place::is_readable));
+        assert_eq!(log.remove(&[key(2), key(3)]).unwrap(), [true, true]);
+        assert!((0..6).all(|n| places[n].is_readable() == !(2..=3).contains(&n)), "sealed: {sealed}");
+        assert_eq!((mark_of(&log, 2), mark_of(&log, 1)), (None, Some(None)), "its entry is gone");
+        assert!(log.volumes[0].own().unwrap().is_settled());
+        log.flush().unwrap();
+        log.abandon();
+        assert_eq!(after_all(dir.path(), 0..6), [vec![0, 1, 4, 5], vec![0, 1, 4, 5]], "sealed: {sealed}");
+    }
+}
+
+#[test]
+fn a_removal_makes_the_header_unreadable_in_an_adopted_lane() {
+    let dir = temp();
+    let log = still(dir.path());
+    let other = open(dir.path());
+    (0..4).for_each(|n| assert!(store(&other, n)));
+    other.flush().unwrap();
+    other.abandon();
+    drop(other);
+    log.turn(Turn::Scan);
+    assert_eq!(log.stats().adopted_lanes, 1);
+    let place = Place::of(&log, 1);
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
+    assert!(!place.is_readable() && !has(&log, 1) && has(&log, 2));
+    log.abandon();
+    assert_eq!(after_all(dir.path(), 0..4), [vec![0, 2, 3], vec![0, 2, 3]]);
+}
+
+#[test]
+fn a_removal_makes_the_header_unreadable_in_the_lane_of_another_process_at_once() {
+    let dir = temp();
+    let (holder, log) = (still(dir.path()), still(dir.path()));
+    (0..4).for_each(|n| assert!(store(&holder, n)));
+    holder.flush().unwrap();
+    let place = Place::of(&holder, 1);
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
+    // The other process has done nothing yet.
+    assert!(!place.is_readable() && !has(&holder, 1) && has(&holder, 2));
+    assert_eq!(mark_of(&holder, 1), Some(Some(Mark::Removed)));
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
+    assert!(matches!(holder.begin_put(spec(1)).unwrap(), PutOutcome::NoRoom(_)), "its old slot is not given back yet");
+    holder.turn(Turn::Maintain);
+    assert_eq!(mark_of(&holder, 1), None, "it has heard of it");
+    log.abandon();
+    holder.abandon();
+    assert_eq!(after_all(dir.path(), 0..4), [vec![0, 2, 3], vec![0, 2, 3]]);
+}
+
+#[test]
+fn what_was_removed_in_another_process_can_be_stored_anew_by_both() {
+    let dir = temp();
+    let (holder, log) = (open(dir.path()), open(dir.path()));
+    for n in [1, 2] {
+        assert!(store(&holder, n));
+        log.remove(&[key(n)]).unwrap();
+        let (by, other) = if n == 1 { (&holder, &log) } else { (&log, &holder) };
+        assert!(store_spec(by, spec(n), n, 1).unwrap());
+        assert_eq!((version(by, n, 2), version(other, n, 2)), (Some(1), Some(1)));
+    }
+}
+
+/// The lane's holder gives the chunk up at the same moment: the removal waits until it is gone, or there again.
+#[test]
+fn a_removal_waits_for_an_eviction_in_another_process_and_leaves_nothing() {
+    for goes in [false, true] {
+        let dir = temp();
+        let holder = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+        let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+        (0..4).for_each(|n| assert!(store_spec(&holder, chained(n), n, 0).unwrap()));
+        holder.seal(soon()).unwrap();
+        let place = Place::of(&holder, 1);
+        let sequence = holder.peek(&key(1)).unwrap().sequence;
+        let table = holder.volumes[0].own().unwrap().table();
+        assert!(table.mark(&key(1), sequence, Mark::Leaving).unwrap());
+        let (tx, rx) = crossbeam_channel::bounded(1);
+        std::thread::scope(|scope| {
+            scope.spawn(|| tx.send(log.remove(&[key(1)])).unwrap());
+            assert!(
+                rx.recv_timeout(Duration::from_millis(100)).is_err(),
+                "it has not ended while the slot may come back"
+            );
+            table.unmark(&key(1), sequence, Mark::Leaving).unwrap();
+            if goes {
+                // Whoever comes first makes it unreadable.
+                let entry = holder.volumes[0].own().unwrap().get(&key(1));
+                entry.into_iter().for_each(|_| give_up_if_there(&holder, 1));
+            }
+            rx.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+        });
+        assert!(!place.is_readable() && !has(&holder, 1) && !has(&log, 1));
+        holder.flush().unwrap();
+        holder.abandon();
+        log.abandon();
+        assert_eq!(after_all(dir.path(), 0..4), [vec![0, 2, 3], vec![0, 2, 3]], "goes: {goes}");
+    }
+}
+
+fn give_up_if_there(log: &Log, n: u64) {
+    let own = log.volumes[0].own().unwrap();
+    if let Some(entry) = own.get(&key(n)) {
+        drop(crate::log::reclaim::steps::evict(&log.volumes[0], &own, vec![entry]).unwrap());
+    }
+}
+
+#[test]
+fn a_removal_tells_where_another_process_does_not_end_its_eviction() {
+    let dir = temp();
+    let holder = still(dir.path());
+    let impatient = LogOptions { foreground: true, io_timeout: Duration::from_millis(200), ..options(dir.path()) };
+    let log = Log::open(impatient).unwrap();
+    (0..2).for_each(|n| assert!(store(&holder, n)));
+    let sequence = holder.peek(&key(1)).unwrap().sequence;
+    let table = holder.volumes[0].own().unwrap().table();
+    assert!(table.mark(&key(1), sequence, Mark::Leaving).unwrap());
+    assert_eq!(log.remove(&[key(1)]).unwrap_err().kind(), ErrorKind::TimedOut);
+    table.unmark(&key(1), sequence, Mark::Leaving).unwrap();
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
+}
+
+#[test]
+fn removing_one_member_of_a_pack_keeps_the_others_in_whatever_lane_it_lies() {
+    for foreign in [false, true] {
+        let dir = temp();
+        let (holder, other) = (open(dir.path()), open(dir.path()));
+        let put = begin(&holder, pack_of(1 << 40, &[1, 2, 3])).unwrap().unwrap();
+        store_pack(&holder, put, 9);
+        let before = Place::of(&holder, 1);
+        // Somewhere to write the others again.
+        assert!(store(&other, 50) && store(&holder, 51));
+        let log = if foreign { &other } else { &holder };
+        let bytes = log.stats().data_bytes_written;
+        assert_eq!(log.remove(&[key(2)]).unwrap(), [true]);
+        assert!(!before.is_readable(), "the slot that held all of them");
+        assert!(log.stats().data_bytes_written > bytes, "what is written again counts");
+        let check = |log: &Log, when: &str| {
+            // Where the lane's process had not heard of the removal, the first look at a slot finds out.
+            let is_served = |n| {
+                log.locate(&key(n), PIN).is_some_and(|chunk| {
+                    let checked = log.check_header(&chunk, &super::holes::read_header(log, &chunk));
+                    checked.inspect_err(|_| log.report_bad(&chunk, Bad::Corrupt)).is_ok()
+                })
+            };
+            [1, 2, 3].map(is_served);
+            let there = [1, 2, 3].map(is_served);
+            assert_eq!(there, [true, false, true], "{when}, foreign: {foreign}");
+            for n in [1, 3] {
+                let chunk = log.locate(&key(n), PIN).unwrap();
+                let header = log.check_header(&chunk, &super::holes::read_header(log, &chunk)).unwrap();
+                let listed: Vec<_> = crate::log::pack::members(&header).iter().map(|m| m.key).collect();
+                assert_eq!(listed, [key(1), key(3)]);
+            }
+        };
+        check(&holder, "in the lane's process");
+        check(&other, "in the other one");
+        holder.flush().unwrap();
+        other.flush().unwrap();
+        holder.abandon();
+        other.abandon();
+        drop((holder, other));
+        reboot(dir.path());
+        let log = open(dir.path());
+        check(&log, "after a crash");
+        log.abandon();
+        drop(log);
+        rebuild_from_data(dir.path());
+        check(&open(dir.path()), "after a rebuild");
+    }
+}
+
+#[test]
+fn a_whole_pack_is_removed_at_once() {
+    let dir = temp();
+    let log = open(dir.path());
+    let put = begin(&log, pack_of(1 << 40, &[1, 2])).unwrap().unwrap();
+    store_pack(&log, put, 9);
+    let place = Place::of(&log, 1);
+    assert_eq!(log.remove(&[key(1), key(2)]).unwrap(), [true, true]);
+    assert!(!place.is_readable() && !log.contains(&key(1)) && !log.contains(&key(2)));
+    assert_eq!(log.stats().chunks, 0);
+    assert!(begin(&log, PutSpec::object(key(1), 100, KeyKind::Object)).unwrap().is_some());
+}
+
+#[test]
+fn what_was_found_bad_can_be_stored_anew_when_its_slot_is_unreadable() {
+    let dir = temp();
+    let log = still(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    let place = Place::of(&log, 1);
+    log.report_bad(&log.locate(&key(1), PIN).unwrap(), Bad::Corrupt);
+    assert!(!has(&log, 1));
+    assert!(matches!(log.begin_put(spec(1)).unwrap(), PutOutcome::NoRoom(_)), "not while the old slot can be read");
+    assert!(place.is_readable());
+    log.turn(Turn::Maintain);
+    assert!(!place.is_readable());
+    assert!(matches!(log.begin_put(spec(1)).unwrap(), PutOutcome::Started(_)));
+    assert!(store_spec(&log, spec(1), 1, 1).unwrap());
+    log.flush().unwrap();
+    log.abandon();
+    drop(log);
+    reboot(dir.path());
+    rebuild_from_data(dir.path());
+    assert_eq!(version(&open(dir.path()), 1, 2), Some(1));
+}
+
+#[test]
+fn a_key_can_be_stored_at_once_although_a_put_of_it_was_under_way_when_it_was_removed() {
+    let dir = temp();
+    let log = open(dir.path());
+    let put = begin(&log, spec(5)).unwrap().unwrap();
+    let place = Place::of_put(&put);
+    let crcs = write_extents(&log, &put, 5, 0).unwrap();
+    log.remove(&[key(5)]).unwrap();
+    assert!(store_spec(&log, spec(5), 5, 1).unwrap(), "the first one will not be published");
+    assert!(matches!(log.begin_put(spec(5)).unwrap(), PutOutcome::AlreadyThere));
+    // It sees that the key is there, as where another process has stored it, and keeps nothing.
+    commit(put, &crcs).unwrap();
+    assert!(!place.is_readable());
+    assert_eq!(version(&log, 5, 2), Some(1));
+}
+
+#[test]
+fn what_is_evicted_and_then_removed_is_gone() {
+    let dir = temp();
+    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    (0..4).for_each(|n| assert!(store_spec(&log, chained(n), n, 0).unwrap()));
+    log.seal(soon()).unwrap();
+    let place = Place::of(&log, 1);
+    give_up(&log, &[1]);
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
+    assert!(!place.is_readable());
+}
