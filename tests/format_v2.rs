@@ -407,7 +407,7 @@ fn open_segment(index: &Path, data: &Path, lane: &[u8], region_bytes: u64) {
     }
     records.retain(|record| record.number(88, 4) == 1);
     let told: Vec<_> = records.iter().map(|r| (r.number(4, 1), r.number(5, 1), r.number(96, 4), r.0[8])).collect();
-    let object = |key| (1, 3, 9, key);
+    let object = |key| (1, 5, 9, key);
     assert_eq!(told[..5], [(1, 1, 0, 5), (1, 1, 3, 6), (1, 1, 6, 8), object(0xa1), object(0xa2)]);
     assert_eq!(told[5..], [(2, 1, 6, 8)], "the slot of the third is gone");
     records[0].expect("the partial chunk's", &[(72, 8, 1 << 40 | 7), (108, 3, 5), (116, 5, 1280), (121, 3, 5)]);
