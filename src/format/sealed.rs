@@ -153,9 +153,9 @@ pub struct GonePage {
     pub segment: u32,
     /// Epoch of the segment.
     pub epoch: u32,
-    /// Whether all of these slots were unreadable on the drive when the page was written: otherwise a power cut
-    /// may have brought some of them back.
-    pub settled: bool,
+    /// So many of these slots, the first ones, were unreadable durably when the page was written: a power cut may have brought
+    /// the others back.
+    pub settled: u32,
     /// First pages of the slots within the segment, in 4 KiB pages.
     pub slots: Vec<u32>,
 }
@@ -166,7 +166,7 @@ impl GonePage {
     pub fn encode(&self) -> Vec<u8> {
         let mut b = vec![0; PAGE_BYTES];
         le::put_bytes(&mut b, 0, GONE_MAGIC);
-        le::put_u32(&mut b, 12, u32::from(self.settled));
+        le::put_u32(&mut b, 12, self.settled);
         le::put_bytes(&mut b, 16, &self.lane);
         le::put_u32(&mut b, 32, self.segment);
         le::put_u32(&mut b, 36, self.epoch);
@@ -191,7 +191,7 @@ impl GonePage {
             lane: le::get_bytes(b, 16),
             segment: le::get_u32(b, 32),
             epoch: le::get_u32(b, 36),
-            settled: le::get_u32(b, 12) & 1 == 1,
+            settled: le::get_u32(b, 12),
             slots: (0..count).map(|i| le::get_u32(b, GONE_HEADER_BYTES + i * 4)).collect(),
         })
     }

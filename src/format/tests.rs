@@ -90,7 +90,7 @@ fn structures_come_back_as_they_were_written() {
     assert_eq!(decode_records(&bytes[3 * PAGE_BYTES..], region.count), (records, 0));
     assert!(bytes[PAGE_BYTES..3 * PAGE_BYTES].chunks(PAGE_BYTES).all(|page| GonePage::decode(page).is_none()));
     let slots: Vec<u32> = (0..GONE_PER_PAGE as u32).map(|n| n * 3).collect();
-    let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: true, slots };
+    let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: 3, slots };
     assert_eq!(GonePage::decode(&gone.encode()), Some(gone.clone()));
     assert_eq!(gone.encode().len(), PAGE_BYTES);
     assert_eq!(RegionHeader::decode(&[0; PAGE_BYTES]).unwrap(), None, "never written");
@@ -194,7 +194,7 @@ proptest! {
         let layout = SlotLayout::of_chunk(&Geometry::preset("tiny").unwrap(), 16);
         let (bytes, _) = header(&layout).encode(&layout).unwrap();
         prop_assert!(SlotHeader::decode(&flip(&bytes, bit % (bytes.len() * 8))).is_err());
-        let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: true, slots: vec![4, 5] };
+        let gone = GonePage { lane: [1; 16], segment: 2, epoch: 3, settled: 1, slots: vec![4, 5] };
         prop_assert!(GonePage::decode(&flip(&gone.encode(), bit)).is_none());
         let page = journal::encode(1, &[7; 16], &[record(1), record(2)]);
         let intact = journal::decode(&page).unwrap().records;

@@ -8,7 +8,7 @@ use crate::error::ErrorKind;
 
 fn filled(keys: u64) -> Table {
     let t = Table::anonymous(&table_spec(keys, 1)).unwrap();
-    (0..keys).for_each(|n| drop(t.insert(&entry(n, n + 1)).unwrap()));
+    (0..keys).for_each(|n| _ = t.insert(&entry(n, n + 1)).unwrap());
     t
 }
 
@@ -103,7 +103,7 @@ fn what_is_marked_gives_way_as_if_it_were_not() {
 fn marks_outlive_the_growth_of_the_table_whenever_they_were_made() {
     let file = file_of(Table::file_bytes(200).unwrap());
     let old = Table::create(&file, &table_spec(200, 1)).unwrap();
-    (0..200).for_each(|n| drop(old.insert(&entry(n, n + 1)).unwrap()));
+    (0..200).for_each(|n| _ = old.insert(&entry(n, n + 1)).unwrap());
     let another = Table::attach(&file, BOOT, Access::ReadWrite).unwrap();
     assert!(another.mark(&key(1), 2, Mark::Removed).unwrap() && old.mark(&key(2), 3, Mark::Leaving).unwrap());
     let larger = Table::anonymous(&table_spec(old.next_max_entries(), 2)).unwrap();
@@ -171,7 +171,7 @@ fn marks_made_beside_the_writer_meet_what_they_were_meant_for() {
             // Slots change hands, too.
             let last = writer.get_marked(&key(n)).map(|(e, ..)| e.seq);
             if seq % 3 == 0 {
-                drop(writer.remove_if(&key(n), seq).unwrap());
+                _ = writer.remove_if(&key(n), seq).unwrap();
             }
             let done = writer.insert(&entry(n, seq)).unwrap();
             assert!(done.stored && (done.other.is_none() || done.other.map(|e| e.seq) == last));

@@ -138,9 +138,9 @@ pub(in crate::log) struct FoundSegment {
     pub(in crate::log) sequences: (u64, u64),
     pub(in crate::log) last_expiry_s: u64,
     pub(in crate::log) records: Vec<Record>,
-    /// Slots that are gone, and whether they are known to be unreadable durably.
+    /// Slots that are gone, and how many of them, from the first on, are known to be unreadable durably.
     pub(in crate::log) gone: Vec<u32>,
-    pub(in crate::log) settled: bool,
+    pub(in crate::log) settled: usize,
 }
 
 /// A place given to a slot.
@@ -190,7 +190,7 @@ impl Segments {
 
     /// Adds the next segment, as a recovery found it.
     pub(in crate::log) fn push_found(&mut self, found: FoundSegment) {
-        let settled = if found.settled { found.gone.len() } else { 0 };
+        let settled = found.settled.min(found.gone.len());
         self.list.push(Segment {
             phase: found.phase,
             min_seq: found.sequences.0,
@@ -374,7 +374,7 @@ impl Segments {
             lane: *lane,
             segment,
             epoch,
-            settled: i * GONE_PER_PAGE + slots.len() <= settled,
+            settled: settled.saturating_sub(i * GONE_PER_PAGE).min(slots.len()) as u32,
             slots: slots.to_vec(),
         };
         Some(s.gone.chunks(GONE_PER_PAGE).enumerate().map(page).collect())
@@ -633,11 +633,11 @@ mod tests {
         assert!(!segments.note_gone(0, 1, 2) && segments.gone_pages(0, &[7; 16]).is_none(), "not sealed yet");
         segments.end_seal(0, 8192);
         let pages = segments.gone_pages(0, &[7; 16]).unwrap();
-        assert!(pages.len() == 1 && pages[0].slots == [2] && !pages[0].settled);
+        assert!(pages.len() == 1 && pages[0].slots == [2] && pages[0].settled == 0);
         assert!(segments.gone_counts().is_empty(), "it is listed, and still readable");
         segments.has_gone(0, 1, 2);
         let counts = segments.gone_counts();
         segments.settle_gone(&counts);
-        assert!(segments.gone_pages(0, &[7; 16]).unwrap()[0].settled && segments.gone_changed().is_empty());
+        assert!(segments.gone_pages(0, &[7; 16]).unwrap()[0].settled == 1 && segments.gone_changed().is_empty());
     }
 }

@@ -185,7 +185,8 @@ impl Removal<'_> {
                     count += 1;
                     break;
                 }
-                if Instant::now() >= self.until || self.volume.ctx.is_closed() {
+                let ctx = &self.volume.ctx;
+                if Instant::now() >= self.until || ctx.is_closed() || ctx.options.foreground {
                     let why = "the process that writes the lane is giving the key's slot up, and does not end";
                     return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
                 }

@@ -30,6 +30,8 @@ pub(super) struct Recovery<'a> {
     /// By segment, when the last of its puts expires.
     expiries: Vec<u64>,
     batch: Vec<(Record, Entry)>,
+    /// What another record of its key has kept out of the table, or taken its place in it.
+    twins: Vec<Entry>,
 }
 
 impl<'a> Recovery<'a> {
@@ -41,7 +43,7 @@ impl<'a> Recovery<'a> {
             }
         }
         let batch = Vec::with_capacity(BATCH);
-        Self { ctx, table, shared, state, superblock, expiries: Vec::new(), batch }
+        Self { ctx, table, shared, state, superblock, expiries: Vec::new(), batch, twins: Vec::new() }
     }
 
     /// Takes a record; it enters the table with the next batch.
@@ -77,6 +79,10 @@ impl<'a> Recovery<'a> {
         }
         for ((record, entry), inserted) in batch.iter().zip(outcomes) {
             let Some(inserted) = inserted else { continue };
+            let place = |e: &Entry| (e.segment, e.epoch, e.page);
+            if let Some(other) = inserted.other.filter(|other| place(other) != place(entry)) {
+                self.twins.push(if inserted.stored { Entry { key: record.key, ..other } } else { *entry });
+            }
             match self.state.entered(&self.table, self.shared.as_ref(), (record, entry), inserted) {
                 // The list of partial chunks found no place: they are stored but not found.
                 Err(e) if e.kind() == ErrorKind::NoSpace => {}
@@ -88,8 +94,9 @@ impl<'a> Recovery<'a> {
         Ok(())
     }
 
-    /// What was found, ready to be used.
-    pub(super) fn finish(mut self, found: FoundIndex) -> Result<(State, Table, Summary)> {
+    /// What was found, ready to be used, and the entries that lost against others of their keys: their slots may be there all the
+    /// same, and nobody would know of them.
+    pub(super) fn finish(mut self, found: FoundIndex) -> Result<(State, Table, Summary, Vec<Entry>)> {
         self.enter()?;
         let counters = &self.ctx.counters;
         counters.damaged_records.add(found.damaged);
@@ -121,6 +128,6 @@ impl<'a> Recovery<'a> {
                 settled: segment.settled,
             });
         }
-        Ok((self.state, self.table, summary))
+        Ok((self.state, self.table, summary, self.twins))
     }
 }

@@ -7,10 +7,13 @@ use std::sync::Arc;
 
 use super::enter::{Recovery, Summary};
 use super::reader::{self, Reader};
+use super::scan::records_of_header;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::Record;
+use crate::format::slot::SlotHeader;
 use crate::format::superblock::Superblock;
 use crate::format::{Access, PAGE_BYTES};
-use crate::index::Table;
+use crate::index::{Entry, Table};
 use crate::io::{self, AlignedBuf, DirectFile, FileOptions};
 use crate::log::base::budget::Budget;
 use crate::log::base::ctx::Ctx;
@@ -208,7 +211,7 @@ impl Surroundings {
         table.populate();
         let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
         let found = reader.replay(&mut |record| recovery.take(record))?;
-        let (state, table, summary) = recovery.finish(found)?;
+        let (state, table, summary, twins) = recovery.finish(found)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
             number: candidate.number,
@@ -224,7 +227,7 @@ impl Surroundings {
             state: Some(state),
             lock: candidate.lock,
         });
-        settle(&lane)?;
+        settle(&lane, &twins)?;
         show_table(ctx, &lane.dir)?;
         Ok((lane, summary))
     }
@@ -301,13 +304,13 @@ fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Super
     let table = anonymous_table(ctx, reader.expected())?;
     let mut recovery = Recovery::new(sb, ctx, table, None);
     let found = reader.replay(&mut |record| recovery.take(record))?;
-    let (_, table, summary) = recovery.finish(found)?;
+    let (_, table, summary, _) = recovery.finish(found)?;
     Ok((table, summary))
 }
 
 /// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of free segments back, and makes
 /// unreadable once more what may not be so durably. All of this before anybody is told that a slot is gone.
-fn settle(lane: &Lane) -> Result<()> {
+fn settle(lane: &Lane, twins: &[Entry]) -> Result<()> {
     journal::seal_full(lane)?;
     let (absent, unsettled) = {
         let state = lane.state()?;
@@ -316,7 +319,7 @@ fn settle(lane: &Lane) -> Result<()> {
         (absent, state.segments.unsettled())
     };
     let data_bytes = lane.data.len()?;
-    let mut is_punched = !lane.is_settled() || !unsettled.is_empty();
+    let mut is_punched = !lane.is_settled() || !unsettled.is_empty() || !twins.is_empty();
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
@@ -327,6 +330,7 @@ fn settle(lane: &Lane) -> Result<()> {
     for (segment, gone) in unsettled {
         erase_listed(lane, segment, &gone)?;
     }
+    twins.iter().try_for_each(|twin| erase_twin(lane, twin))?;
     if is_punched { lane.settle() } else { Ok(()) }
 }
 
@@ -344,6 +348,40 @@ fn erase_listed(lane: &Lane, segment: u32, gone: &[u32]) -> Result<()> {
             lane.erase(segment, &[Slot { page: *page, pages: header.pages, header_at }])?;
         }
     }
+    Ok(())
+}
+
+/// Of two slots of a key makes one unreadable, or a removal would leave it. It is the older one. Where one is a copy of the other,
+/// by a move that a crash has cut off, the one that is whole stays, or that has more of the objects that share it.
+fn erase_twin(lane: &Lane, twin: &Entry) -> Result<()> {
+    let table = lane.table();
+    let place = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
+    let header = |e: &Entry| -> Result<Option<(u32, SlotHeader)>> {
+        let found = reader::header_of_slot(&lane.data, lane.slot_offset(e.segment, e.page))?;
+        Ok(found.filter(|(_, h)| (h.sequence, h.segment, h.epoch, h.page) == place(e) && h.lane == *lane.id()))
+    };
+    let records = |found: &Option<(u32, SlotHeader)>, e: &Entry| -> Vec<Record> {
+        found.iter().flat_map(|(_, h)| records_of_header(h, e.header_crc)).collect()
+    };
+    let Some((kept, ..)) = table.get_marked(&twin.key).filter(|(kept, ..)| place(kept) != place(twin)) else {
+        return Ok(());
+    };
+    let (of_kept, of_twin) = (header(&kept)?, header(twin)?);
+    let (in_kept, in_twin) = (records(&of_kept, &kept), records(&of_twin, twin));
+    let better = in_twin.iter().find(|r| r.key == twin.key).filter(|_| in_twin.len() > in_kept.len());
+    let (goes, found) = match better.filter(|_| twin.seq == kept.seq) {
+        Some(record) => {
+            let inserted = table.insert(twin)?;
+            lane.state()?.entered(&table, lane.shared().as_ref(), (record, twin), inserted)?;
+            (kept, of_kept)
+        }
+        None => (*twin, of_twin),
+    };
+    let Some((header_at, header)) = found else { return Ok(()) };
+    lane.erase(goes.segment, &[Slot { page: goes.page, pages: header.pages, header_at }])?;
+    let mut state = lane.state()?;
+    state.segments.note_gone(goes.segment, goes.epoch, goes.page);
+    state.segments.has_gone(goes.segment, goes.epoch, goes.page);
     Ok(())
 }
 

@@ -61,8 +61,8 @@ pub struct Found {
     pub records: Vec<Record>,
     /// First pages of its slots that are gone, if it is sealed.
     pub gone: Vec<u32>,
-    /// Whether these are known to be unreadable on the drive.
-    pub settled: bool,
+    /// How many of these, from the first on, are known to be unreadable on the drive.
+    pub settled: usize,
     /// Its region's first page was there but damaged.
     damaged: bool,
 }
@@ -70,7 +70,7 @@ pub struct Found {
 impl Found {
     fn new(state: FoundState, epoch: u32) -> Self {
         let (gone, records) = (Vec::new(), Vec::new());
-        Self { state, epoch, count: 0, min_sequence: 0, max_sequence: 0, records, gone, settled: true, damaged: false }
+        Self { state, epoch, count: 0, min_sequence: 0, max_sequence: 0, records, gone, settled: 0, damaged: false }
     }
 
     fn measure(&mut self) {

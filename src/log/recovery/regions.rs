@@ -36,8 +36,8 @@ impl Region {
 #[derive(Debug, Default)]
 pub(super) struct Gone {
     pub(super) slots: Vec<u32>,
-    /// All of them are known to be unreadable on the drive.
-    pub(super) settled: bool,
+    /// So many of them, from the first on, are known to be unreadable on the drive.
+    pub(super) settled: usize,
 }
 
 /// Records of a part of a region.
@@ -110,7 +110,7 @@ impl Regions<'_> {
         let mut at = sb.regions_offset + u64::from(number) * sb.region_bytes + PAGE_BYTES as u64;
         let mut list = layout.gone_pages * PAGE_BYTES;
         let mut left = region.count as usize;
-        let mut gone = Gone { slots: Vec::new(), settled: true };
+        let mut gone = Gone::default();
         let mut is_gone: HashSet<u32> = HashSet::new();
         let mut told = false;
         while left > 0 {
@@ -122,7 +122,10 @@ impl Regions<'_> {
             let (pages, body) = bytes.split_at(list.min(len));
             for page in pages.chunks_exact(PAGE_BYTES).filter_map(GonePage::decode) {
                 if (page.lane, page.segment, page.epoch) == (sb.lane, number, epoch) {
-                    gone.settled &= page.settled;
+                    // What follows one that is not settled is not.
+                    if gone.settled == gone.slots.len() {
+                        gone.settled += (page.settled as usize).min(page.slots.len());
+                    }
                     is_gone.extend(page.slots.iter().copied());
                     gone.slots.extend(page.slots);
                 }
