@@ -1,4 +1,4 @@
-//! A journal page: 64 bytes of header and up to 21 records. A page is written once and never rewritten while it holds a
+//! A journal page: 64 bytes of header and up to 31 records. A page is written once and never rewritten while it holds a
 //! record that is not in a sealed table yet.
 
 use super::record::{RECORD_BYTES, Record};

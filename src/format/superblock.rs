@@ -102,7 +102,9 @@ impl Superblock {
                 ErrorKind::Incompatible,
                 format!("format version {version} is older than this program's, which is {VERSION}"),
             )
-            .advice("delete the old cache with `forebay purge CACHE_DIR --all`, or choose another cache_dir"));
+            .advice(
+                "delete the old cache with `forebay purge CACHE_DIR --all`, choose another cache_dir, or set on_incompatible: recreate",
+            ));
         }
         if !sum_is_right || version != VERSION {
             return Err(corrupt("a superblock fails its CRC"));

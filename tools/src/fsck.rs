@@ -30,7 +30,7 @@ pub(crate) enum FsckCommand {
 }
 
 const REBUILD_HELP: &str = "\
-Every byte of data.kv is read and checked. What is intact is found again, what was removed or overwritten stays so, damaged \
+Every byte of data.kv is read and checked. What is intact is found again, what was removed stays so, damaged \
 slots are left out. Servers that use the lane must be stopped.
 
 Examples:

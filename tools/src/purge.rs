@@ -49,7 +49,7 @@ started before any server since boot does not notice.
 
 What is not: the bytes are not overwritten. Lanes that no server writes are deleted (or, for a tenant, have holes punched where \
 its chunks lay): their blocks are free, and the drive may keep their contents until it reuses them. A server that runs gives the \
-space of whole purged segments back within seconds after --all; the rest stays in its files until the segment is reused. To be \
+space back in the background: after --all in whole segments, of a tenant as holes. To be \
 sure, stop the servers first, and keep the cache on an encrypted drive.
 
 Run it as the servers' user.

@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,7 +80,7 @@ fn stat_tells_of_a_cache_in_use() {
     let all = ["stat", ".", "--json", "--capacity", "64m", "--min-free", "1m"];
     let json = forebay(dir.path(), &all).expect(0).json();
     let drive = &json["drives"][0];
-    assert_eq!(json["format_version"], 1);
+    assert_eq!(json["format_version"], 2);
     let disk = drive["disk_bytes"].as_u64().unwrap();
     assert_eq!(drive["capacity_left_bytes"].as_u64().unwrap() + disk, 64 << 20);
     assert!(drive["free_above_floor_bytes"].as_u64() < drive["free_bytes"].as_u64());
@@ -87,7 +89,7 @@ fn stat_tells_of_a_cache_in_use() {
     assert_eq!(shard["live_bytes"], 19 * 4096);
     let lane = &shard["lanes"][0];
     assert_eq!(lane["pid"], std::process::id());
-    assert_eq!((&lane["in_use"], &lane["tombstones"], &lane["writer_version"]), (&true.into(), &1.into(), &1.into()));
+    assert_eq!((&lane["in_use"], &lane["gone"], &lane["writer_version"]), (&true.into(), &1.into(), &2.into()));
     assert!(lane["segments"]["open"].as_u64().unwrap() + lane["segments"]["sealed"].as_u64().unwrap() >= 2);
     assert!(shard["oldest_s"].as_u64().unwrap() >= shard["newest_s"].as_u64().unwrap());
     assert_eq!(lane["leased_segments"], 0);
@@ -97,7 +99,7 @@ fn stat_tells_of_a_cache_in_use() {
     assert_eq!(json["drives"][0]["namespaces"][0]["shards"][0]["lanes"][0]["leased_segments"], 1);
     drop(chunk);
     let text = forebay(dir.path(), &["stat", "."]).expect(0).stdout;
-    assert!(text.contains("format version 1") && text.contains("lane0"), "{text}");
+    assert!(text.contains("format version 2") && text.contains("lane0"), "{text}");
     let rows = forebay(dir.path(), &["ls", ".", "--age", "--json"]).expect(0).json();
     assert!(rows.as_array().unwrap().iter().all(|r| r["age_s"].as_u64().unwrap() < 1000), "{rows}");
     assert_eq!(stored(&log).len(), 19);
@@ -118,7 +120,7 @@ fn purge_asks_tells_and_removes_beside_a_server() {
     let tenant =
         rows.as_array().unwrap().iter().map(|r| r["tenant"].as_str().unwrap()).find(|t| *t != "0000000000000000");
     let done = forebay(dir.path(), &["purge", ".", "--tenant-id", tenant.unwrap(), "--yes", "--json"]).expect(0).json();
-    assert_eq!((&done["shards"][0]["keys"], &done["shards"][0]["lanes_in_use"]), (&10.into(), &1.into()));
+    assert_eq!((&done["shards"][0]["chunks_removed"], &done["shards"][0]["lanes_in_use"]), (&10.into(), &1.into()));
     let even: Vec<u32> = (0..20).step_by(2).collect();
     assert_eq!(stored(&log), even);
     log.abandon();
@@ -153,7 +155,7 @@ fn rebuild_restores_what_is_intact_once_the_server_is_gone() {
     std::fs::write(&index, vec![0; 1 << 20]).unwrap();
     forebay(dir.path(), &["fsck", "check", "."]).expect(3);
     let dry = forebay(dir.path(), &["fsck", "rebuild", ".", "--dry-run", "--json"]).expect(0).json();
-    assert_eq!((&dry["lanes"][0]["chunks"], &dry["lanes"][0]["superblock_derived"]), (&20.into(), &true.into()));
+    assert_eq!((&dry["lanes"][0]["chunks"], &dry["lanes"][0]["superblock_derived"]), (&19.into(), &true.into()));
     forebay(dir.path(), &["fsck", "check", "."]).expect(3);
     forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
     assert!(index.with_extension("kv.bak").exists());
@@ -164,4 +166,43 @@ fn rebuild_restores_what_is_intact_once_the_server_is_gone() {
     drop(log);
     forebay(dir.path(), &["fsck", "check", "."]).expect(0);
     forebay(dir.path(), &["fsck", "rebuild", ".", "--lane", "a/b/lane0"]).expect(1);
+}
+
+/// The cache of format version 1 that the library's tests keep: `PATH length BYTES` and `PATH OFFSET HEX` (tests/format_v2.rs).
+fn version_1(dir: &Path) {
+    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/format-v1/cache.txt");
+    for line in std::fs::read_to_string(text).unwrap().lines() {
+        let [name, at, what] = line.split(' ').collect::<Vec<_>>()[..] else { panic!("{line}") };
+        let path = dir.join(name);
+        if at == "length" {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            File::create(&path).unwrap().set_len(what.parse().unwrap()).unwrap();
+        } else {
+            let byte = |i| u8::from_str_radix(&what[i..i + 2], 16).unwrap();
+            let bytes: Vec<u8> = (0..what.len()).step_by(2).map(byte).collect();
+            File::options().write(true).open(path).unwrap().write_all_at(&bytes, at.parse().unwrap()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_cache_of_version_1_goes_by_the_command_that_the_refusal_names() {
+    let dir = folder();
+    version_1(dir.path());
+    let check = forebay(dir.path(), &["fsck", "check", "."]).expect(3);
+    let told = format!("{}{}", check.stdout, check.stderr);
+    assert!(told.contains("`forebay purge CACHE_DIR --all`"), "{told}");
+    forebay(dir.path(), &["fsck", "rebuild", ".", "--all"]).expect(1);
+    let dry = forebay(dir.path(), &["purge", ".", "--all", "--dry-run"]).expect(0).stdout;
+    assert!(dry.contains("1 lanes"), "{dry}");
+    // Somebody at a terminal is asked; here nobody is.
+    forebay(dir.path(), &["purge", ".", "--all"]).expect(2);
+    let done = forebay(dir.path(), &["purge", ".", "--all", "--yes", "--json"]).expect(0).json();
+    assert_eq!(
+        (&done["shards"][0]["lanes_deleted"], &done["shards"][0]["unreadable"]),
+        (&1.into(), &serde_json::json!([]))
+    );
+    let log = open(dir.path());
+    store(&log, 4, None);
+    assert_eq!(stored(&log), [4]);
 }

@@ -118,7 +118,7 @@ pub struct LogOptions {
     /// Pages of a new lane's journal ring; `None` for what suits capacity and segment. For tests, which fill it.
     #[doc(hidden)]
     pub ring_pages: Option<u32>,
-    /// Start no threads: journal and keeper do their work in [`super::Log::turn`] and where a call would wait for them. For tests
+    /// Start no threads: journal and maintenance do their work in [`super::Log::turn`] and where a call would wait for them. For tests
     /// that decide the order of everything.
     #[doc(hidden)]
     pub foreground: bool,

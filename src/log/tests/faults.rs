@@ -122,7 +122,7 @@ fn the_free_floor_sheds_puts_but_not_loads() {
     assert!(store(&log, 1));
     drop(log);
     let (_, free) = io::file_system_bytes(dir.path()).unwrap();
-    // Without a keeper, which would give up what there is to get back above the floor.
+    // Without the maintenance thread, which would give up what there is to get back above the floor.
     let floor = LogOptions { min_free_bytes: free * 2, foreground: true, ..options(dir.path()) };
     let log = Log::open(floor).unwrap();
     assert!(matches!(log.begin_put(spec(2)).unwrap(), PutOutcome::NoRoom(_)));

@@ -89,7 +89,7 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
         let ours: Vec<u64> = ours.into_iter().filter(|n| has(&log, *n)).collect();
         let log = crash(log);
         let after = held(&log, 0..1000);
-        // The keeper makes room for what the tenant stores next: what goes for that is counted.
+        // The maintenance thread makes room for what the tenant stores next: what goes for that is counted.
         let lost: Vec<&u64> = ours.iter().filter(|n| !after.contains(n)).collect();
         let gone = lost.len() + all_load(&log, &after);
         assert!(gone as u64 <= log.stats().quota_evicted, "{policy:?}: {gone}, {lost:?}, {:?}", log.stats());
