@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use forebay::format::journal::{RECORDS_PER_PAGE, decode, encode};
 use forebay::format::record::{KeyKind, Record, RecordKind};
-use forebay::format::sealed::{RegionHeader, SegmentState, decode_records, encode_region};
+use forebay::format::sealed::{RegionHeader, RegionLayout, SegmentState, decode_records, encode_region};
 use forebay::geometry::Geometry;
 use forebay::io::{DirectFile, FileOptions};
 use forebay::key::ChunkKey;
@@ -57,6 +57,7 @@ fn filled(dir: &std::path::Path, chunks: u64) -> LogOptions {
     let index = File::options().write(true).open(lane.join("index.kv")).unwrap();
     let all: Vec<u64> = (0..chunks).collect();
     let per_segment = (superblock.segment_bytes / 4096 / u64::from(slot_pages)) as usize;
+    let gone_pages = RegionLayout::of(superblock.region_bytes).gone_pages;
     for (segment, numbers) in all.chunks(per_segment).enumerate() {
         let place = |(i, n): (usize, &u64)| {
             let (segment, page) = (segment as u32, i as u32 * slot_pages);
@@ -74,7 +75,7 @@ fn filled(dir: &std::path::Path, chunks: u64) -> LogOptions {
             sealed_ms: 1,
         };
         let offset = superblock.regions_offset + segment as u64 * superblock.region_bytes;
-        index.write_all_at(&encode_region(&header, &records), offset).unwrap();
+        index.write_all_at(&encode_region(&header, gone_pages, &records), offset).unwrap();
     }
     index.sync_all().unwrap();
     let data = File::options().write(true).open(lane.join("data.kv")).unwrap();

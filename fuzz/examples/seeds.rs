@@ -43,7 +43,7 @@ fn policies() -> Result<()> {
         }
         let mut saving = prefix.save(u64::MAX).unwrap_or_else(|| unreachable!("there is room for all of it"));
         while !prefix.save_more(&mut saving, 1000) {}
-        let payload = prefix.saved(saving).encode().unwrap_or_default();
+        let payload = prefix.saved(saving).into_bytes();
         save("policy_state", name, &policy::encode(&[1; 16], &payload))
     };
     save_now("empty", 0..0)?;
