@@ -262,6 +262,12 @@ impl Lane {
         })
     }
 
+    /// Whether any segment is condemned and not freed yet.
+    #[must_use]
+    pub fn has_condemned(&self) -> bool {
+        (0..self.segments()).any(|n| self.segment(n).is_some_and(|s| s.state == SegmentState::Condemned))
+    }
+
     /// Puts a segment into a state, as when it is opened, sealed, freed, or found at recovery.
     ///
     /// # Errors

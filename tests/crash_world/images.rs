@@ -13,6 +13,7 @@ use super::disk::{Content, Files, Loss, Observer, SimDisk};
 use super::loads::Loaded;
 use super::model::{Put, State};
 use super::rng::Rng;
+use super::steps::telling;
 use super::world::{FAILED, Process, Start, World};
 use super::{Config, key};
 
@@ -254,18 +255,28 @@ impl World {
         if alive.is_empty() {
             return None;
         }
-        let is_there = |p: &Put| {
-            let sequence = |process: &Arc<Process>| process.log.peek(&key(p.key)).map(|info| info.sequence);
-            alive.iter().any(|process| sequence(process) == Some(p.sequence))
+        let lanes = |p: &Put| -> Vec<[u8; 16]> {
+            let found = alive.iter().filter_map(|process| process.log.peek(&key(p.key)));
+            found.filter(|info| info.sequence == p.sequence).map(|info| info.lane).collect()
         };
         let has_ended = |p: &&Put| !p.going && matches!(p.state, State::Stored | State::Flushed);
         let puts: Vec<Put> = self.model.lock().puts.values().filter(has_ended).copied().collect();
-        let (there, gone): (Vec<Put>, Vec<Put>) = puts.into_iter().partition(is_there);
+        let found: Vec<(u64, Vec<[u8; 16]>)> = puts.iter().map(|p| (p.id, lanes(p))).collect();
         let mut model = self.model.lock();
-        for put in gone {
-            model.puts.entry(put.id).and_modify(|put| put.going = true);
+        let mut there = Vec::new();
+        for (id, lanes) in found {
+            let Some(put) = model.puts.get_mut(&id) else { continue };
+            match (lanes.first(), put.lane) {
+                (None, _) => put.going = true,
+                // A copy in another lane, which is not there for good before that lane has been flushed.
+                (Some(lane), Some(its)) if !lanes.contains(&its) => {
+                    (put.lane, put.state, put.owner) = (Some(*lane), State::Stored, self.disk.current());
+                }
+                (Some(lane), its) => put.lane = its.or(Some(*lane)),
+            }
+            there.extend((!put.going).then_some(id));
         }
-        Some(there.iter().map(|p| p.id).collect())
+        Some(there)
     }
 
     /// Keys that an image of now must serve, where these puts are present.
@@ -277,9 +288,23 @@ impl World {
         puts.filter(|p| p.state == State::Flushed && !p.going).filter(lasts).map(|p| p.key).collect()
     }
 
+    /// Tells what the indexes say of the key that who replays a seed wants to know of.
+    fn tell_key(&self) {
+        static KEY: std::sync::OnceLock<Option<u64>> = std::sync::OnceLock::new();
+        let wanted = || std::env::var("FOREBAY_CRASH_KEY").ok().and_then(|k| k.parse().ok());
+        let Some(k) = KEY.get_or_init(wanted).filter(|_| telling()) else { return };
+        for process in self.processes.lock().iter() {
+            let info = process.log.peek(&key(k));
+            let told =
+                info.map(|i| format!("sequence {:x} in segment {} of lane {:x?}", i.sequence, i.segment, &i.lane[..2]));
+            println!("{}   key {k} for process {}: {told:?}", self.story, process.number);
+        }
+    }
+
     /// Judges images of the disk as it is.
     pub fn crash_here(&self, boundary: u64, rng: &mut Rng) {
         let current = self.disk.current();
+        self.tell_key();
         let must = self.must_of(self.present());
         let files = self.disk.files();
         let images = if self.depth == 0 { self.judge.effort.images } else { 1 };

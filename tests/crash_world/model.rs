@@ -29,6 +29,8 @@ pub struct Put {
     pub sequence: u64,
     /// Process that stores it.
     pub owner: u64,
+    /// Lane in which it was found.
+    pub lane: Option<[u8; 16]>,
     pub tenant: u64,
     pub state: State,
     /// Unix seconds; 0 for never.

@@ -24,11 +24,29 @@ pub enum What {
 /// # Errors
 /// `Corrupt` where both copies are damaged; those of reading.
 pub(in crate::log) fn read(shard_dir: &Path) -> Result<Floors> {
-    let path = shard_dir.join(paths::FLOORS);
-    let file = match DirectFile::open(&path, FileOptions::read_only()) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Floors::default()),
-        file => file?,
-    };
+    open(shard_dir)?.map_or_else(|| Ok(Floors::default()), |file| decode(&file))
+}
+
+/// The same once it is durable: a call that has failed may have written what a power cut takes back, and removals leave alone what
+/// lies below a floor.
+///
+/// # Errors
+/// As [`read`]; those of flushing.
+pub(in crate::log) fn read_durably(shard_dir: &Path) -> Result<Floors> {
+    if let Some(file) = open(shard_dir)? {
+        flush(&file)?;
+    }
+    read(shard_dir)
+}
+
+fn open(shard_dir: &Path) -> Result<Option<DirectFile>> {
+    match DirectFile::open(shard_dir.join(paths::FLOORS), FileOptions::read_only()) {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        file => file.map(Some),
+    }
+}
+
+fn decode(file: &DirectFile) -> Result<Floors> {
     let mut bytes = AlignedBuf::zeroed(2 * FLOORS_BYTES)?;
     let there = file.len()?.min(bytes.len() as u64) as usize / crate::format::PAGE_BYTES * crate::format::PAGE_BYTES;
     if there == 0 {
@@ -42,7 +60,7 @@ pub(in crate::log) fn read(shard_dir: &Path) -> Result<Floors> {
         return Ok(Floors::default());
     }
     Floors::newest(a, b).map_err(|e| {
-        e.at(&path)
+        e.at(file.path())
             .advice("what was purged or cleared could come back: delete the cache with `forebay purge CACHE_DIR --all`")
     })
 }

@@ -116,7 +116,7 @@ impl Volume {
         let shard_dir = paths::make_dir(&namespace, &options.geometry.shard_dir_name(), options.dir_mode)?;
         let _lock = ShardLock::take(&shard_dir, options.io_timeout)?;
         let shard = open_shard(ctx, &shard_dir)?;
-        floors::show(&shard, &floors::read(&shard_dir)?);
+        floors::show(&shard, &floors::read_durably(&shard_dir)?);
         let volume = Self::new(ctx, number, (root.to_path_buf(), shard_dir), io, (Some(budget), shard, helpers));
         let lanes = volume.take_lanes()?;
         volume.set_lanes(lanes);

@@ -130,6 +130,11 @@ impl Maintenance {
         pressure::relieve(volume);
         space::shrink(volume);
         for lane in volume.lanes().held() {
+            let one = lane.erasing.lock();
+            if let Err(e) = segment::finish_condemned(volume, lane) {
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment still cannot be freed");
+            }
+            drop(one);
             evict::settle(lane);
             evict::write_lists(lane);
         }

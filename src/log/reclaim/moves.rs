@@ -74,10 +74,9 @@ pub(super) fn copy_slot(
     Ok(Some(Copy { records, place, header_crc, header_at, slot_bytes: len as u64, hold, claims }))
 }
 
-/// Makes copies count, once they are durable: before, a crash could leave the record of a copy without its bytes, and with it lose
-/// the original that it stands for. Gives back the records of which nothing is any longer what it was.
+/// Makes copies count, which are durable: before, a crash could leave the record of a copy without its bytes, and with it lose the
+/// original that it stands for. Gives back the records of which nothing is any longer what it was.
 pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copies: Vec<Copy>) -> Result<Vec<Record>> {
-    own.flush_data()?;
     let mut stayed = Vec::new();
     for copy in copies {
         let (segment, epoch, page) = (copy.place.segment, copy.place.epoch, copy.place.page);
@@ -87,9 +86,7 @@ pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copi
             moved += u64::from(publish(own, (from, &copy.claims), old, new)?);
         }
         if moved == 0 {
-            // Nobody knows of it: a rebuild must not find it.
-            let pages = (copy.slot_bytes / PAGE_BYTES as u64) as u32;
-            own.blank(segment, &Slot { page, pages, header_at: copy.header_at })?;
+            copy.blank(own)?;
             stayed.extend(copy.records);
         } else {
             volume.ctx.counters.moved.add(moved);
@@ -98,6 +95,21 @@ pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copi
         drop(copy.hold);
     }
     Ok(stayed)
+}
+
+/// The copies are not wanted any more.
+pub(super) fn discard(own: &Lane, copies: Vec<Copy>) -> Result<()> {
+    copies.iter().try_for_each(|copy| copy.blank(own))
+}
+
+impl Copy {
+    /// Makes it unreadable: nobody knows of it, and a rebuild must not find it.
+    fn blank(&self, own: &Lane) -> Result<()> {
+        let pages = (self.slot_bytes / PAGE_BYTES as u64) as u32;
+        own.blank(self.place.segment, &Slot { page: self.place.page, pages, header_at: self.header_at })?;
+        own.shared().iter().for_each(|s| s.note_erasure());
+        Ok(())
+    }
 }
 
 /// The header of a slot. It lies at the slot's start, or ends where the first extent begins.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::evict::{self, bytes_of};
-use super::moves;
+use super::{moves, segment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{KeyKind, Record};
 use crate::index::{Entry, EntryKind, LeaseGuard, LeaseRefused, Mark};
@@ -106,6 +106,12 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
         if !found || outcome.is_err() {
             break;
         }
+        if Instant::now() >= removal.until {
+            outcome = Err(
+                Error::new(ErrorKind::TimedOut, "the keys are stored as fast as they are removed").at(&volume.root)
+            );
+            break;
+        }
     }
     for lane in &volume.lanes().all {
         // Slots that went earlier, and that no entry names any more, may still be readable after a power cut.
@@ -141,6 +147,8 @@ impl Removal<'_> {
             others.extend(self.save_others(lane, &pack)?);
         }
         let _one = lane.erasing.lock();
+        // They may hold a slot of the keys that no entry names.
+        segment::finish_condemned(self.volume, lane)?;
         let mut going = self.entries(lane)?;
         let count = going.len();
         {
@@ -185,15 +193,24 @@ impl Removal<'_> {
                     count += 1;
                     break;
                 }
-                let ctx = &self.volume.ctx;
-                if Instant::now() >= self.until || ctx.is_closed() || ctx.options.foreground {
-                    let why = "the process that writes the lane is giving the key's slot up, and does not end";
-                    return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
-                }
-                std::thread::sleep(LOOK_AGAIN);
+                self.wait_for_holder(lane)?;
             }
         }
+        // They may hold a slot of the keys that no entry names.
+        while lane.shared().is_some_and(|s| s.has_condemned()) {
+            self.wait_for_holder(lane)?;
+        }
         Ok(count)
+    }
+
+    fn wait_for_holder(&self, lane: &Lane) -> Result<()> {
+        let ctx = &self.volume.ctx;
+        if Instant::now() >= self.until || ctx.is_closed() || ctx.options.foreground {
+            let why = "the process that writes the lane is giving slots up, and does not end";
+            return Err(Error::new(ErrorKind::TimedOut, why).at(&lane.dir));
+        }
+        std::thread::sleep(LOOK_AGAIN);
+        Ok(())
     }
 
     fn is_readable(&self, lane: &Lane, entry: &Entry) -> Result<bool> {
@@ -279,6 +296,7 @@ impl Removal<'_> {
             let copies: Vec<_> = copy.into_iter().collect();
             let bytes = bytes_of(pack.of.pages);
             self.volume.ctx.counters.data_bytes_written.add(if copies.is_empty() { 0 } else { bytes });
+            self.own.flush_data()?;
             moves::publish_copies(self.volume, &self.own, lane, copies)
         });
         match moved {

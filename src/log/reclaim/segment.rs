@@ -1,12 +1,15 @@
 //! Giving up a segment so that its space can be used again.
 //!
 //! The order is the protocol, each step a function of its own:
-//! 1. *move* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served; the copies
-//!    and their records are durable before the original goes;
-//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is left alone. Lookups and
-//!    loads look at the same mark, so that a lookup finds nothing that a load would not;
-//! 3. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
-//! 4. *erase*: the segment becomes a hole; its entries leave the table.
+//! 1. *copy* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served; flush;
+//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is left alone, and the copies are
+//!    made unreadable. Lookups and loads look at the same mark, so that a lookup finds nothing that a load would not;
+//! 3. *publish* the copies; their records are durable before the originals go;
+//! 4. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
+//! 5. *erase*: the segment becomes a hole; its entries leave the table.
+//!
+//! A segment that cannot be freed stays condemned, and is tried again. Whoever removes a key waits for it: it may hold a slot
+//! that no entry names.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -19,7 +22,7 @@ use crate::format::record::Record;
 use crate::format::sealed::{RegionHeader, SegmentState as RegionState};
 use crate::index::{self, ChunkSummary, Reclaim, SegmentState, SegmentSummary, Survey, SurveyOptions};
 use crate::log::drive::Volume;
-use crate::log::lane::{Lane, Role, Segment, State, aligned, partial_length};
+use crate::log::lane::{Lane, Phase, Role, Segment, State, aligned, partial_length};
 use crate::log::{journal, policy};
 
 /// Share of the live bytes that counts as hot, in percent.
@@ -179,25 +182,55 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     if stuck >= MOST_STUCK || is_leased() || lane.is_writing_region(victim.segment) {
         return Ok(false);
     }
+    let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
     let mut plan = plan(volume, victim, &records)?;
-    keep(volume, victim, &mut plan)?;
-    // A removal waits until the entries are gone, or does not find the segment condemned.
+    let copies = copy(volume, &own, victim, &mut plan)?;
+    // A removal of this process waits until the entries are gone, or does not find the segment condemned.
     let _one = lane.erasing.lock();
     // Looked at once more, because lookups miss what is condemned even if that is taken back at once for a lease.
     if is_leased() || !condemn(volume, victim)? {
-        return Ok(false);
+        return moves::discard(&own, copies).map(|()| false);
     }
+    // Only now: a slot that no entry names any more lies in a condemned segment, where a removal by another process waits for it.
+    let has_moved = !copies.is_empty();
+    plan.drop.extend(moves::publish_copies(volume, &own, lane, copies)?);
     let now_s = volume.ctx.now_s();
     let is_live = |r: &&Record| r.expiry_s == 0 || u64::from(r.expiry_s) > now_s;
     volume.ctx.counters.evicted.add(plan.drop.iter().filter(is_live).count() as u64);
     volume.ctx.evicted.push(plan.drop.iter());
-    // A write that failed may have reached the drive: a crash could free the segment. It stays condemned, because nothing in it is
-    // durable any more, until the next opening finds out.
+    finish(volume, victim, &records, has_moved).map(|()| true)
+}
+
+/// Frees a condemned segment. Where that fails it stays condemned, and its slots may be readable: it is tried again now and then.
+fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool) -> Result<()> {
+    let lane = &victim.lane;
+    if let Some(own) = volume.own().filter(|_| has_moved) {
+        journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)?;
+    }
     write_free(lane, victim).or_else(|_| write_free(lane, victim))?;
     erase(lane, victim)?;
-    forget(lane, victim, &records)?;
+    forget(lane, victim, records)?;
     hand_over(volume, victim)
+}
+
+/// Frees the segments of a lane that could not be freed before. The caller holds the lane's `erasing` lock.
+///
+/// # Errors
+/// Where one still cannot be.
+pub(super) fn finish_condemned(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
+    let condemned: Vec<u32> = {
+        let state = lane.state()?;
+        state.segments.iter().filter(|(_, s)| s.phase() == Phase::Condemned).map(|(n, _)| n).collect()
+    };
+    for victim in condemned.into_iter().filter_map(|n| Victim::of(lane, n, 0)) {
+        if lane.is_writing_region(victim.segment) {
+            return Err(Error::new(ErrorKind::Busy, "a write of a segment's region has not ended").at(&lane.dir));
+        }
+        let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
+        finish(volume, &victim, &records, true)?;
+    }
+    Ok(())
 }
 
 /// Nobody finds anything in it or gets a lease on it from here on, unless somebody has one.
@@ -216,15 +249,14 @@ fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
     Ok(state.segments.condemn(victim.segment, victim.epoch))
 }
 
-/// Writes again what is worth it, but not on a drive that drains; the rest is dropped.
-fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<()> {
-    let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
+/// Writes again what is worth it, durably, but not on a drive that drains; the rest is dropped.
+fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Result<Vec<moves::Copy>> {
     if volume.is_draining() {
         plan.drop.extend(std::mem::take(&mut plan.keep).into_iter().flatten());
     }
     let mut copies = Vec::new();
     for slot in std::mem::take(&mut plan.keep) {
-        match moves::copy_slot(volume, &own, &victim.lane, (slot.clone(), None)) {
+        match moves::copy_slot(volume, own, &victim.lane, (slot.clone(), None)) {
             Ok(Some(copy)) => copies.push(copy),
             Ok(None) => plan.drop.extend(slot),
             Err(e) => {
@@ -233,11 +265,10 @@ fn keep(volume: &Volume, victim: &Victim, plan: &mut Plan) -> Result<()> {
             }
         }
     }
-    if copies.is_empty() {
-        return Ok(());
+    if !copies.is_empty() {
+        own.flush_data()?;
     }
-    plan.drop.extend(moves::publish_copies(volume, &own, &victim.lane, copies)?);
-    journal::flush_urgently(&own, Instant::now() + volume.ctx.options.io_timeout * 2)
+    Ok(copies)
 }
 
 fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
@@ -339,7 +370,7 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
 }
 
 /// The segment is empty and has no space.
-fn hand_over(volume: &Volume, victim: &Victim) -> Result<bool> {
+fn hand_over(volume: &Volume, victim: &Victim) -> Result<()> {
     let lane = &victim.lane;
     let epoch = lane.state()?.segments.free(victim.segment);
     if let Some(shared) = lane.shared() {
@@ -348,5 +379,5 @@ fn hand_over(volume: &Volume, victim: &Victim) -> Result<bool> {
     }
     volume.ctx.counters.reclaimed.add(1);
     lane.progress.notify_all();
-    Ok(true)
+    Ok(())
 }
