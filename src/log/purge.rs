@@ -76,6 +76,10 @@ pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Resu
     if let What::Tenant(tenant) = what {
         purged.chunks = place.chunks_of(tenant)?;
     }
+    if what == What::All && floors::read(&place.dir).is_err_and(|e| e.kind() == ErrorKind::Corrupt) {
+        // Without them nobody knows how high a floor must be: until these lanes are gone, the shard stays refused.
+        place.delete_free(&mut purged)?;
+    }
     floors::raise(&place.dir, place.page.as_ref(), what, place.next_sequence()?)?;
     match what {
         What::All => place.delete_free(&mut purged)?,
@@ -140,7 +144,7 @@ impl Place {
 
     /// Deletes the lanes that nobody writes.
     fn delete_free(&self, purged: &mut Purged) -> Result<()> {
-        for lane in self.lanes.iter().filter(|l| l.lock.is_some()) {
+        for lane in self.lanes.iter().filter(|l| l.lock.is_some() && paths::is_there(&l.dir)) {
             let bytes = budget::allocated_below(&lane.dir)?;
             delete(&lane.dir)?;
             purged.lanes_deleted += 1;

@@ -61,7 +61,7 @@ fn decode(file: &DirectFile) -> Result<Floors> {
     }
     Floors::newest(a, b).map_err(|e| {
         e.at(file.path())
-            .advice("what was purged or cleared could come back: delete the shard's cache with `forebay purge`")
+            .advice("what was purged or cleared could come back: delete the cache with `forebay purge CACHE_DIR --all`")
     })
 }
 
@@ -85,12 +85,18 @@ fn flush(file: &DirectFile) -> Result<()> {
     file.sync_data()
 }
 
-/// Raises a floor to `sequence`, durably, then in the page, where there is one. The caller holds the shard's lock.
+/// Raises a floor to `sequence`, durably, then in the page, where there is one. The caller holds the shard's lock. A floor of
+/// everything, which lies above all others, also takes the place of floors of which no copy is intact.
 ///
 /// # Errors
 /// `Busy` where too many tenants have a floor; those of writing.
 pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&Shard>, what: What, sequence: u64) -> Result<()> {
-    let mut floors = read(shard_dir)?;
+    let mut floors = match read(shard_dir) {
+        Err(e) if e.kind() == ErrorKind::Corrupt && what == What::All => {
+            Floors { generation: page.map_or(0, Shard::floors_generation), ..Floors::default() }
+        }
+        floors => floors?,
+    };
     match what {
         What::All => floors.everything = floors.everything.max(sequence),
         What::Tenant(tenant) => {

@@ -101,6 +101,15 @@ fn one_damaged_copy_loses_no_floor_and_two_are_an_error_that_says_what_to_do() {
         let e = Log::open(options(dir.path())).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Corrupt);
         assert!(e.advice_text().is_some_and(|a| a.contains("forebay purge")), "{e}");
+        let shard = shard_dir(dir.path());
+        let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+        let place = (name(shard.parent().unwrap()), name(&shard));
+        let purge = |what| purge(dir.path(), &place.0, &place.1, what);
+        assert_eq!(purge(What::Tenant(ACME)).unwrap_err().kind(), ErrorKind::Corrupt, "others may have been cleared");
+        assert_eq!(purge(What::All).unwrap().lanes_deleted, 1, "the advice helps");
+        assert_eq!(there(dir.path()), [0u64; 0]);
+        let log = open(dir.path());
+        assert!(store(&log, 1) && has(&log, 1), "above the new floor");
     }
 }
 
