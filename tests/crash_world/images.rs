@@ -265,16 +265,9 @@ impl World {
         let mut model = self.model.lock();
         let mut there = Vec::new();
         for (id, lanes) in found {
-            let Some(put) = model.puts.get_mut(&id) else { continue };
-            match (lanes.first(), put.lane) {
-                (None, _) => put.going = true,
-                // A copy in another lane, which is not there for good before that lane has been flushed.
-                (Some(lane), Some(its)) if !lanes.contains(&its) => {
-                    (put.lane, put.state, put.owner) = (Some(*lane), State::Stored, self.disk.current());
-                }
-                (Some(lane), its) => put.lane = its.or(Some(*lane)),
+            if model.sees(id, &lanes) {
+                there.push(id);
             }
-            there.extend((!put.going).then_some(id));
         }
         Some(there)
     }

@@ -4,6 +4,7 @@
 //! never again after that; once flushed it must be served for as long as the log had not given it up.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// How far a put has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +22,7 @@ pub enum State {
 }
 
 /// One put.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Put {
     pub id: u64,
     pub key: u64,
@@ -39,6 +40,16 @@ pub struct Put {
     pub going: bool,
     /// The removal or floor has returned: nobody may.
     pub gone: bool,
+}
+
+impl fmt::Debug for Put {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, sequence, owner, state, expiry_s, going, gone, .. } = self;
+        write!(
+            f,
+            "put {id}, sequence {sequence:x}, of process {owner}, {state:?}, expires {expiry_s}, going {going}, gone {gone}"
+        )
+    }
 }
 
 /// A removal or floor that has begun, and the puts that it reaches.
@@ -71,6 +82,8 @@ impl Reach {
 pub struct Model {
     pub puts: BTreeMap<u64, Put>,
     pub last_id: u64,
+    /// Who has stored something in a lane.
+    owners: BTreeMap<[u8; 16], u64>,
     /// Removals that are under way, by their ids, and the puts that each may reach although they begin after it.
     under_way: BTreeMap<u64, Reach>,
     /// Keys that an image must serve, as of the last crash; while no log is open.
@@ -95,6 +108,25 @@ impl Model {
         if let Some(put) = self.puts.get_mut(&id) {
             put.state = state;
         }
+    }
+
+    /// Processes that live have a put in these lanes; whether in any. Where it is not, it has been given up.
+    pub fn sees(&mut self, id: u64, lanes: &[[u8; 16]]) -> bool {
+        let Some(put) = self.puts.get_mut(&id) else { return false };
+        match (lanes.first(), put.lane) {
+            (None, _) => put.going = true,
+            (Some(lane), None) => {
+                put.lane = Some(*lane);
+                self.owners.insert(*lane, put.owner);
+            }
+            // A copy in another lane, which is not there for good before that lane has been flushed.
+            (Some(lane), Some(its)) if !lanes.contains(&its) => {
+                (put.lane, put.state) = (Some(*lane), State::Stored);
+                put.owner = self.owners.get(lane).copied().unwrap_or(0);
+            }
+            _ => {}
+        }
+        !put.going
     }
 
     /// What `owner` has stored is durable.

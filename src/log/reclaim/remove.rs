@@ -3,6 +3,7 @@
 //! A removal of keys makes their slots unreadable in every lane, also in those that other processes write, and flushes before it
 //! returns. A removal of a tenant, or of everything, is a [floor](crate::log::drive::floors).
 
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -89,7 +90,8 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     let own = volume.own();
     let own =
         own.ok_or_else(|| Error::new(ErrorKind::Unsupported, "the drive is not open for writing").at(&volume.root))?;
-    let removal = Removal { volume, own, keys, until: Instant::now() + volume.ctx.options.io_timeout };
+    let until = Instant::now() + volume.ctx.options.io_timeout;
+    let removal = Removal { volume, own, keys, until, by_others: Cell::new(false) };
     let mut outcome = Ok(());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
     // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked at to one that was.
@@ -115,7 +117,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     }
     for lane in &volume.lanes().all {
         // Slots that went earlier, and that no entry names any more, may still be readable after a power cut.
-        if !lane.is_settled() || touched.iter().any(|l| l.number == lane.number) {
+        if removal.by_others.get() || !lane.is_settled() || touched.iter().any(|l| l.number == lane.number) {
             outcome = outcome.and(flush(lane));
         }
     }
@@ -133,6 +135,8 @@ struct Removal<'a> {
     own: Arc<Lane>,
     keys: &'a [ChunkKey],
     until: Instant,
+    /// Some slot was unreadable already, by somebody who may not have counted or flushed that yet.
+    by_others: Cell<bool>,
 }
 
 impl Removal<'_> {
@@ -187,6 +191,7 @@ impl Removal<'_> {
             while let Some((entry, _, mark)) = lane.table().get_marked(key) {
                 if mark == Some(Mark::Removed) && count == 0 && !self.is_readable(lane, &entry)? {
                     // By somebody else, and its holder is about to forget it.
+                    self.by_others.set(true);
                     break;
                 }
                 if mark != Some(Mark::Leaving) && self.remove_foreign(lane, &entry)? {

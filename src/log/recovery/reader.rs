@@ -16,13 +16,13 @@ use std::path::Path;
 use super::regions::{Region, Regions};
 use super::scan::{self, ScanSegment};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::PAGE_BYTES;
 use crate::format::journal::{self, JournalPage};
 use crate::format::layout::COARSE_BYTES;
 use crate::format::record::{Record, RecordKind};
 use crate::format::sealed::{RegionHeader, SegmentState};
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::format::superblock::Superblock;
+use crate::format::{PAGE_BYTES, crc};
 use crate::io::{AlignedBuf, DirectFile};
 use crate::log::base::sizes;
 
@@ -435,6 +435,25 @@ pub(in crate::log) fn header_of_slot(data: &DirectFile, offset: u64) -> Result<O
     data.read_at(&mut bytes, offset)?;
     let header = bytes.get(at..).and_then(|b| SlotHeader::decode(b).ok());
     Ok(header.map(|(header, _)| (at as u32, header)))
+}
+
+/// Whether every extent of a slot that starts at `offset` has the CRC that its header says.
+///
+/// # Errors
+/// Those of reading.
+pub(in crate::log) fn is_whole(data: &DirectFile, offset: u64, header: &SlotHeader) -> Result<bool> {
+    for layer in header.layers.iter().filter(|layer| layer.len > 0) {
+        let start = offset + layer.offset;
+        let mut bytes = AlignedBuf::zeroed((layer.len as usize).next_multiple_of(PAGE_BYTES))?;
+        if !start.is_multiple_of(PAGE_BYTES as u64) || start + bytes.len() as u64 > data.len()? {
+            return Ok(false);
+        }
+        data.read_at(&mut bytes, start)?;
+        if bytes.get(..layer.len as usize).is_none_or(|b| crc(b) != layer.crc) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Length of a file that may be missing; a hole at its end counts.
