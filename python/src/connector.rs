@@ -183,7 +183,6 @@ impl SchedulerSide {
 
     /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it has stored or is storing.
     #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0))]
-    #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn add(
         &self,
         req_id: &str,
@@ -221,7 +220,6 @@ impl SchedulerSide {
     /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per group of each or
     /// None, num_computed of each, a dict of num_scheduled by req_id, resumed ids). Unknown requests are passed over. `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
     #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
-    #[expect(clippy::too_many_arguments, reason = "the words of one call in Python")]
     fn step<'py>(
         &self,
         py: Python<'py>,

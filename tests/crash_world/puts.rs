@@ -44,7 +44,7 @@ fn object_bytes(key: u64) -> usize {
 impl Config {
     /// Whether a key is that of an object, not of a chunk.
     pub fn is_object(&self, key: u64) -> bool {
-        self.objects && key % 3 == 0
+        self.objects && key.is_multiple_of(3)
     }
 }
 
