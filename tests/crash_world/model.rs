@@ -40,6 +40,9 @@ pub struct Put {
     pub going: bool,
     /// The removal or floor has returned: nobody may.
     pub gone: bool,
+    /// It was never published, and its header may be on the drive all the same, until its segment is sealed or its lane opened anew:
+    /// no index names it, and no removal knows of it.
+    pub stray: bool,
 }
 
 impl fmt::Debug for Put {
@@ -106,7 +109,7 @@ impl Model {
 
     pub fn becomes(&mut self, id: u64, state: State) {
         if let Some(put) = self.puts.get_mut(&id) {
-            put.state = state;
+            (put.state, put.stray) = (state, state == State::Unsure);
         }
     }
 
@@ -144,6 +147,7 @@ impl Model {
         let is_its = |p: &Put| owner.is_none_or(|owner| p.owner == owner);
         self.puts.retain(|_, p| !(is_its(p) && p.state == State::Begun));
         for put in self.puts.values_mut().filter(|p| is_its(p) && p.state != State::Flushed) {
+            put.stray |= put.state == State::Committed;
             put.state = State::Unsure;
         }
     }

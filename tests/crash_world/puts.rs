@@ -135,8 +135,9 @@ impl World {
         let (sequence, owner, state) = (put.sequence(), process.number, State::Begun);
         for (key, id) in &stored {
             let tenant = if self.config.is_object(*key) { 0 } else { tenant };
-            let (going, gone) = (false, false);
-            let one = Put { id: *id, key: *key, sequence, owner, lane: None, tenant, state, expiry_s, going, gone };
+            let (going, gone, stray) = (false, false, false);
+            let one =
+                Put { id: *id, key: *key, sequence, owner, lane: None, tenant, state, expiry_s, going, gone, stray };
             self.model.lock().begin(one);
         }
         Some(Begun { put, of: stored, extents })

@@ -1,5 +1,6 @@
 //! What `fsck rebuild` makes of an image that has lost its indexes: everything that the log serves with them, and nothing that was
-//! removed. What was never flushed may be there or not, as in the log.
+//! removed. What was never flushed may be there or not, as in the log; and of a put that failed, or whose process died in it, the
+//! header may be found, also after a removal (docs/format.md).
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -44,8 +45,8 @@ impl World {
             let found: Vec<u64> = records.iter().filter(|r| r.key == key(k)).map(|r| r.sequence).collect();
             for sequence in &found {
                 let mut model = self.model.lock();
-                let id = model.of_sequence(k, *sequence).map_or(0, |put| put.id);
-                let objection = model.objection(k, id);
+                let (id, stray) = model.of_sequence(k, *sequence).map_or((0, false), |put| (put.id, put.stray));
+                let objection = model.objection(k, id).filter(|_| !stray);
                 drop(model);
                 if let Some(why) = objection {
                     self.fail_at(k, &format!("rebuilt without an index: {sequence:x} is found, but {why}{told}"));

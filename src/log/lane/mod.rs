@@ -86,6 +86,8 @@ pub(super) struct State {
     pub(super) usage: Usage,
     pub(super) growth: Growth,
     pub(super) life: Life,
+    /// Slots that are still to be made unreadable: what shared them with something that is removed lies elsewhere by now.
+    pub(super) left: Vec<Entry>,
     /// Tokens of a full chunk: shorter ones are partial.
     chunk_tokens: u32,
 }

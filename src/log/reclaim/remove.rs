@@ -145,14 +145,22 @@ impl Removal<'_> {
         if !lane.is_held() {
             return self.in_foreign(lane);
         }
-        // Before reclaim is kept out, which may have to make room for them.
-        let mut others = Vec::new();
-        for pack in self.packs(lane, &self.entries(lane)?)? {
-            others.extend(self.save_others(lane, &pack)?);
-        }
+        // Before reclaim is kept out, which may have to make room for them. Until they are safe nobody else may make their slot unreadable.
+        let entries = self.entries(lane)?;
+        let packs = self.packs(lane, &entries)?;
+        let shares = |e: &&Entry| packs.iter().any(|pack| pack.is_of(e));
+        let kept: Vec<Entry> = entries.iter().filter(shares).copied().collect();
+        self.mark_leaving(lane, &kept, true)?;
+        let saved: Result<Vec<Vec<Entry>>> = packs.iter().map(|pack| self.save_others(lane, pack)).collect();
+        let others = match saved {
+            Ok(others) => others.concat(),
+            Err(e) => return self.mark_leaving(lane, &kept, false).and(Err(e)),
+        };
         let _one = lane.erasing.lock();
         // They may hold a slot of the keys that no entry names.
-        segment::finish_condemned(self.volume, lane)?;
+        let finished = segment::finish_condemned(self.volume, lane);
+        self.mark_leaving(lane, &kept, false)?;
+        finished?;
         let mut going = self.entries(lane)?;
         let count = going.len();
         {
@@ -171,9 +179,44 @@ impl Removal<'_> {
         for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
             evict::erase_marked(self.volume, lane, of_segment, None)?;
         }
+        self.erase_left(lane)?;
         let mut state = lane.state()?;
         going.iter().for_each(|e| policy::forget(&mut state, &e.key));
         Ok(count)
+    }
+
+    /// Makes the slots of packs unreadable whose others have been saved, where that has not been done: no entry names these there,
+    /// and their removal would leave them. The caller holds the lane's `erasing` lock.
+    fn erase_left(&self, lane: &Arc<Lane>) -> Result<()> {
+        let left = lane.state()?.left.clone();
+        for slot in left {
+            let of = Pack { of: slot, records: Vec::new() };
+            for pack in self.packs(lane, &[slot])? {
+                // Before the originals go, the copies must be durable.
+                journal::flush(&self.own, self.until)?;
+                let mut going = vec![slot];
+                {
+                    let _state = lane.state()?;
+                    let table = lane.table();
+                    let there = |r: &Record| table.get_marked(&r.key).map(|(e, ..)| e).filter(|e| of.is_of(e));
+                    going.extend(pack.records.iter().filter_map(there));
+                    going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
+                }
+                evict::erase_marked(self.volume, lane, &going, None)?;
+            }
+            lane.state()?.left.retain(|e| !of.is_of(e));
+        }
+        Ok(())
+    }
+
+    /// Marks entries of a held lane, or takes the marks back. Others who want to remove one wait meanwhile.
+    fn mark_leaving(&self, lane: &Lane, entries: &[Entry], on: bool) -> Result<()> {
+        let _state = lane.state()?;
+        let table = lane.table();
+        entries.iter().try_for_each(|e| match on {
+            true => table.mark(&e.key, e.seq, Mark::Leaving).map(drop),
+            false => table.unmark(&e.key, e.seq, Mark::Leaving),
+        })
     }
 
     /// The keys' entries in a held lane. Looked for under the lock, so that a put is either noticed here or has noticed that its
@@ -305,7 +348,12 @@ impl Removal<'_> {
             moves::publish_copies(self.volume, &self.own, lane, copies)
         });
         match moved {
-            Ok(_) => journal::flush(&self.own, self.until)?,
+            Ok(_) => {
+                if lane.number == self.own.number {
+                    lane.state()?.left.push(pack.of);
+                }
+                journal::flush(&self.own, self.until)?;
+            }
             // They are given up, as reclaim may do at any time.
             Err(e) => tracing::debug!(error = %e, "the others of a pack were not written again"),
         }
