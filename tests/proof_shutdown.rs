@@ -14,7 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use forebay::ErrorKind;
-use forebay::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
+use forebay::format::record::Record;
+use forebay::log::fsck::{RawLane, RebuildOptions, deep, lanes, listed, rebuild};
 use forebay::log::{Log, LogOptions};
 use proof_world::loop_disk::{Flush, LoopDisk};
 use proof_world::told::{self, KEYS, Model, Teller, Work, say};
@@ -86,12 +87,13 @@ fn deep_check(dir: &Path) -> Option<Vec<u64>> {
     if raw.iter().any(|lane| !lane.damage.is_empty()) {
         return None;
     }
-    let bad = deep(&files, &raw, 0, &|_| ()).unwrap().bad;
-    let records = live(&raw, 0);
-    let intact = |k: &u64| {
-        let key = key(*k as u32);
-        records.iter().any(|(_, r)| r.key == key) && !bad.iter().any(|b| b.key == key)
+    let deep = deep(&files, &raw, 0, &|_| ()).unwrap();
+    let records = listed(&raw, 0);
+    let is_gone = |lane: usize, r: &Record| {
+        let at = raw[lane].slot_offset(r);
+        deep.bad.iter().chain(&deep.gone).any(|b| (b.lane, b.offset, b.key) == (lane, at, r.key))
     };
+    let intact = |k: &u64| records.iter().any(|(lane, r)| r.key == key(*k as u32) && !is_gone(*lane, r));
     Some((0..2 * KEYS).filter(intact).collect())
 }
 

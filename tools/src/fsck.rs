@@ -125,7 +125,7 @@ fn check(place: &Place, context: &Context) -> Result<Outcome> {
 
 fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
     let mut bad = Vec::new();
-    let (mut slots, mut bytes, mut index_damage) = (0, 0, 0);
+    let (mut slots, mut bytes, mut index_damage, mut absent) = (0, 0, 0, 0);
     let (found, unreadable) = shards(&place.directory)?;
     for (files, raw) in found {
         index_damage += raw.iter().map(|l| l.damage.len()).sum::<usize>();
@@ -135,6 +135,7 @@ fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
         bar.finish_and_clear();
         slots += checked.slots;
         bytes += checked.bytes;
+        absent += checked.gone.len();
         for b in checked.bad {
             let lane = files.get(b.lane).map(name);
             bad.push(json!({"lane": lane, "key": hex(&b.key.0), "offset": b.offset, "what": b.what}));
@@ -142,7 +143,7 @@ fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
     }
     let clean = bad.is_empty() && index_damage == 0 && unreadable.is_empty();
     if context.json {
-        out::print_json(&json!({"clean": clean, "slots": slots, "bytes": bytes, "bad": bad,
+        out::print_json(&json!({"clean": clean, "slots": slots, "bytes": bytes, "absent": absent, "bad": bad,
             "index_damage": index_damage, "unreadable_lanes": unreadable}))?;
     } else {
         for b in &bad {
@@ -151,7 +152,8 @@ fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
         for lane in &unreadable {
             out::print(&format!("unreadable: {lane}\n"))?;
         }
-        out::print(&format!("{slots} slots, {bytes} bytes, {} bad, {index_damage} index damages\n", bad.len()))?;
+        let bad = bad.len();
+        out::print(&format!("{slots} slots, {bytes} bytes, {absent} absent, {bad} bad, {index_damage} index damages\n"))?;
     }
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }

@@ -113,7 +113,7 @@ fn a_removal_waits_for_an_eviction_in_another_process_and_leaves_nothing() {
     for goes in [false, true] {
         let dir = temp();
         let holder = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
-        let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+        let log = Log::open(thinned(dir.path())).unwrap();
         (0..4).for_each(|n| assert!(store_spec(&holder, chained(n), n, 0).unwrap()));
         holder.seal(soon()).unwrap();
         let place = Place::of(&holder, 1);
