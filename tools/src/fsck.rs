@@ -153,7 +153,9 @@ fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
             out::print(&format!("unreadable: {lane}\n"))?;
         }
         let bad = bad.len();
-        out::print(&format!("{slots} slots, {bytes} bytes, {absent} absent, {bad} bad, {index_damage} index damages\n"))?;
+        out::print(&format!(
+            "{slots} slots, {bytes} bytes, {absent} absent, {bad} bad, {index_damage} index damages\n"
+        ))?;
     }
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }
