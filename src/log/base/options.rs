@@ -85,7 +85,7 @@ pub struct LogOptions {
     pub segment_bytes: Option<u64>,
     /// What goes first when room is needed.
     pub policy: Reclaim,
-    /// Which chunks of prompts are stored ([`super::Log::admit`]).
+    /// Which chunks of prompts are stored ([`crate::log::Log::admit`]).
     pub admission: AdmissionPolicy,
     /// Times its own size that this process may write each drive in a day; `None` for no limit.
     pub write_budget_dwpd: Option<f64>,
@@ -118,7 +118,7 @@ pub struct LogOptions {
     /// Pages of a new lane's journal ring; `None` for what suits capacity and segment. For tests, which fill it.
     #[doc(hidden)]
     pub ring_pages: Option<u32>,
-    /// Start no threads: journal and maintenance do their work in [`super::Log::turn`] and where a call would wait for them. For tests
+    /// Start no threads: journal and maintenance do their work in [`crate::log::Log::turn`] and where a call would wait for them. For tests
     /// that decide the order of everything.
     #[doc(hidden)]
     pub foreground: bool,
