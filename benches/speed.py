@@ -56,7 +56,8 @@ class Bench:
         part = size // jobs // (4 << 20) * (4 << 20)
         argv = ["fio", "--name=peer", f"--filename={name}", f"--rw={rw}", f"--bs={bs}", f"--iodepth={depth}", f"--numjobs={jobs}",
                 f"--size={part}", f"--io_size={part}", f"--offset_increment={part}", "--ioengine=io_uring", "--direct=1", "--thread", "--group_reporting",
-                # In small pages a virtual drive takes its buffers as many small pieces, three times slower.
+                # In 4 KiB pages a virtual drive takes fio's buffers as many small pieces: three
+                # times slower.
                 "--output-format=json", "--fallocate=none", "--overwrite=1", "--mem=mmaphuge", *extra]
         got = run(argv)
         job = json.loads(got["out"][got["out"].index("{"):])["jobs"][0]

@@ -127,7 +127,8 @@ impl PyObjectStore {
         Ok(py.detach(|| store.is_up()))
     }
 
-    /// Stores a dict of keys and buffers; an object that is there stays as it is, which is a yes too. An answer for each key, in order.
+    /// Stores a dict of keys and buffers. An object that is there already stays as it is, and counts
+    /// as stored. One answer for each key, in order.
     #[pyo3(signature = (items, ttl_s=None))]
     fn put(&self, py: Python<'_>, items: &Bound<'_, PyDict>, ttl_s: Option<f64>) -> PyResult<Vec<bool>> {
         let id = self.submit_put(py, items, ttl_s)?;

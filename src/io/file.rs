@@ -335,36 +335,20 @@ impl DirectFile {
     /// # Errors
     /// `Io` when the operating system cannot say.
     pub fn next_data(&self, offset: u64) -> Result<Option<u64>> {
-        match &self.mounted {
-            Some(f) => f.next_data(offset),
-            None => self.seek(offset, libc::SEEK_DATA),
+        if let Some(f) = &self.mounted {
+            return f.next_data(offset);
         }
-    }
-
-    /// Where from `offset` on the next hole begins; the end of the file counts as one.
-    ///
-    /// # Errors
-    /// `Io` when the operating system cannot say.
-    pub fn next_hole(&self, offset: u64) -> Result<u64> {
-        match &self.mounted {
-            Some(f) => f.next_hole(offset),
-            None => Ok(self.seek(offset, libc::SEEK_HOLE)?.unwrap_or(offset)),
-        }
-    }
-
-    fn seek(&self, offset: u64, whence: i32) -> Result<Option<u64>> {
         let what = "cannot ask for holes";
         let Ok(at) = libc::off_t::try_from(offset) else {
             return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
         };
         // SAFETY: a system call without pointers on a descriptor that we own; nobody uses the position that it moves.
-        let found = unsafe { libc::lseek(self.as_raw_fd(), at, whence) };
+        let found = unsafe { libc::lseek(self.as_raw_fd(), at, libc::SEEK_DATA) };
         let error = std::io::Error::last_os_error();
         match error.raw_os_error() {
             _ if found >= 0 => Ok(Some(found as u64)),
             Some(libc::ENXIO) => Ok(None),
-            Some(libc::EINVAL | libc::EOPNOTSUPP) if whence == libc::SEEK_DATA => Ok(Some(offset)),
-            Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(Some(u64::MAX)),
+            Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(Some(offset)),
             _ => Err(Error::io(what, error).at(&self.path).offset(offset)),
         }
     }

@@ -71,12 +71,6 @@ pub trait DiskFile: Send + Sync {
     /// As [`DirectFile::next_data`].
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
 
-    /// Where from `offset` on the next hole begins; the end of the file counts as one.
-    ///
-    /// # Errors
-    /// As [`DirectFile::next_hole`].
-    fn next_hole(&self, offset: u64) -> Result<u64>;
-
     /// Makes what was written durable.
     ///
     /// # Errors

@@ -83,11 +83,11 @@ impl Content {
         }
     }
 
-    /// Where from `offset` on the first page lies that is, or is not, a hole.
-    fn next(&self, offset: u64, hole: bool) -> Option<u64> {
+    /// Where from `offset` on the first page lies that is not a hole.
+    fn next_data(&self, offset: u64) -> Option<u64> {
         let page = PAGE as u64;
         (offset / page..self.len.div_ceil(page))
-            .find(|n| self.pages.get(*n as usize).is_none_or(Option::is_none) == hole)
+            .find(|n| self.pages.get(*n as usize).is_some_and(Option::is_some))
             .map(|n| offset.max(n * page))
     }
 
@@ -517,12 +517,7 @@ impl DiskFile for SimFile {
     }
 
     fn next_data(&self, offset: u64) -> Result<Option<u64>> {
-        Ok(self.inode().now.next(offset, false))
-    }
-
-    fn next_hole(&self, offset: u64) -> Result<u64> {
-        let inode = self.inode();
-        Ok(inode.now.next(offset, true).unwrap_or(inode.now.len.max(offset)))
+        Ok(self.inode().now.next_data(offset))
     }
 
     fn sync_data(&self) -> Result<()> {

@@ -149,7 +149,8 @@ unsafe fn stream_lines(src: *const u8, dst: *mut u8, bytes: usize) {
     const VECTOR: usize = size_of::<__m128i>();
     for line in (0..bytes).step_by(PIECE) {
         let (s, d) = (src.wrapping_add(line), dst.wrapping_add(line));
-        // SAFETY: the caller's promise; every x86_64 has these, and the stores are aligned as lines are.
+        // SAFETY: the caller's promise; every x86_64 has these, and the stores are aligned as
+        // lines are.
         // The wider ones of AVX are no faster: it is the memory that takes the time.
         unsafe {
             let of_line: [__m128i; PIECE / VECTOR] =
