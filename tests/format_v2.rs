@@ -16,12 +16,13 @@ use std::time::{Duration, Instant};
 
 use forebay::format::crc;
 use forebay::format::record::KeyKind;
+use forebay::format::slot::TLV_OBJECT_NAME;
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
 use forebay::key::ChunkKey;
 use forebay::log::fsck::{RawLane, RebuildOptions, lanes, rebuild};
 use forebay::log::purge::{What, purge};
-use forebay::log::{Clock, Log, LogOptions, Member, Mode, OnIncompatible, PutOutcome, PutSpec, SystemClock, pack};
+use forebay::log::{Clock, Log, LogOptions, Mode, OnIncompatible, PutOutcome, PutSpec, SystemClock};
 use forebay::{ErrorKind, Result};
 
 const BORN_MS: u64 = 1_760_000_000_000;
@@ -122,11 +123,11 @@ fn fill(log: &Log) {
     store_chunk(log, PutSpec { tokens: 5, ..chunk(5) });
     store_chunk(log, PutSpec { tenant: GONE, ..chunk(6) });
     store_chunk(log, chunk(8));
-    let members = vec![
-        Member { key: key(0xa1), sub_offset: 0, length: 100 },
-        Member { key: key(0xa2), sub_offset: 128, length: 1000 },
-    ];
-    store(log, PutSpec::pack(key(0xa0), 1128, members), |_, len| payload(0xa0, 0, len));
+    let object = PutSpec {
+        tlvs: vec![(TLV_OBJECT_NAME, b"an object".to_vec())],
+        ..PutSpec::object(key(0xa0), 1128, KeyKind::Object)
+    };
+    store(log, object, |_, len| payload(0xa0, 0, len));
     log.flush().unwrap();
     assert_eq!(log.remove(&[key(8)]).unwrap(), [true], "from an open one: a record");
     assert_eq!(log.remove_tenant(GONE).unwrap(), 1);
@@ -151,12 +152,7 @@ fn load(log: &Log, key: &ChunkKey) -> Option<Vec<Vec<u8>>> {
         bytes
     };
     let layers: Vec<Vec<u8>> = header.layers.iter().map(layer).collect();
-    if header.key_kind != KeyKind::ObjectPack {
-        return Some(layers);
-    }
-    let member = pack::members(&header).into_iter().find(|m| m.key == *key).unwrap();
-    let from = member.sub_offset as usize;
-    Some(vec![layers[0][from..from + member.length as usize].to_vec()])
+    Some(layers)
 }
 
 fn assert_golden(log: &Log) {
@@ -166,17 +162,8 @@ fn assert_golden(log: &Log) {
     }
     assert_eq!(load(log, &key(5)), Some((0..2).map(|layer| payload(5, layer, 640)).collect()), "partial");
     assert_eq!(log.lookup_partials(&key(4)), [5]);
-    let packed = payload(0xa0, 0, 1128);
-    assert_eq!(load(log, &key(0xa1)), Some(vec![packed[..100].to_vec()]));
-    assert_eq!(load(log, &key(0xa2)), Some(vec![packed[128..].to_vec()]));
-    for (n, why) in [
-        (3, "removed"),
-        (4, "removed"),
-        (8, "removed"),
-        (7, "cleared"),
-        (6, "its tenant was removed"),
-        (0xa0, "a pack"),
-    ] {
+    assert_eq!(load(log, &key(0xa0)), Some(vec![payload(0xa0, 0, 1128)]), "object");
+    for (n, why) in [(3, "removed"), (4, "removed"), (8, "removed"), (7, "cleared"), (6, "its tenant was removed")] {
         assert!(!log.contains(&key(n)) && load(log, &key(n)).is_none(), "{n}: {why}");
     }
 }
@@ -264,8 +251,8 @@ fn todays_code_restores_version_2_from_its_slots() {
     fs::remove_file(&files["index.kv"]).unwrap();
     let lane = lanes(dir.path()).unwrap().pop().unwrap();
     let rebuilt = rebuild(&lane, None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap();
-    // Three in the first segment, of which one lies below the floor of everything; two chunks and two objects in the second.
-    assert_eq!((rebuilt.chunks, rebuilt.left_out.len()), (7, 0), "{rebuilt:?}");
+    // Three in the first segment, of which one lies below the floor of everything; two chunks and an object in the second.
+    assert_eq!((rebuilt.chunks, rebuilt.left_out.len()), (6, 0), "{rebuilt:?}");
     assert_golden(&Log::open(options(dir.path())).unwrap());
 }
 
@@ -393,16 +380,15 @@ fn sealed_segment(index: &Path, data: &Path, (lane, slot): (&[u8], &Bytes)) {
     record.expect("record", &[(111, 1, 0), (112, 4, u64::from(EXPIRY_S)), (116, 5, 4096), (121, 3, 1), (124, 4, 0)]);
 }
 
-/// The second segment: the partial chunk, that of the removed tenant, a removed one, the pack. Their records are in the ring only.
+/// The second segment: the partial chunk, that of the removed tenant, a removed one, the object. Their records are in the ring only.
 fn open_segment(index: &Path, data: &Path, lane: &[u8], region_bytes: u64) {
     let at = |page: u64| Bytes::at(data, SEGMENT + page * PAGE as u64, PAGE);
     at(0).expect("partial chunk", &[(112, 4, 5), (144, 8, 1280), (200, 4, 1), (208, 4, 0), (212, 4, 3)]);
     at(3).expect("the removed tenant's", &[(104, 8, GONE), (192, 8, 1 << 40 | 8), (200, 4, 1), (208, 4, 3)]);
     assert!(at(6).0.iter().all(|b| *b == 0), "the removed chunk's header");
-    let packed = at(9);
-    packed.expect("pack", &[(32, 2, 5), (36, 4, 1), (144, 8, 1128), (528, 2, 3), (532, 4, 80)]);
-    assert_eq!((packed.slice(536, 32), packed.number(568, 4), packed.number(572, 4)), (key(0xa1).0.as_slice(), 0, 100));
-    packed.expect("its second member", &[(576 + 32, 4, 128), (576 + 36, 4, 1000)]);
+    let object = at(9);
+    object.expect("object", &[(32, 2, 3), (36, 4, 1), (144, 8, 1128), (528, 2, 2), (532, 4, 9)]);
+    assert_eq!((object.slice(40, 32), object.slice(536, 9)), (key(0xa0).0.as_slice(), b"an object".as_slice()));
 
     let mut records = Vec::new();
     for place in 0..128 {
@@ -421,11 +407,10 @@ fn open_segment(index: &Path, data: &Path, lane: &[u8], region_bytes: u64) {
     }
     records.retain(|record| record.number(88, 4) == 1);
     let told: Vec<_> = records.iter().map(|r| (r.number(4, 1), r.number(5, 1), r.number(96, 4), r.0[8])).collect();
-    let object = |key| (1, 5, 9, key);
-    assert_eq!(told[..5], [(1, 1, 0, 5), (1, 1, 3, 6), (1, 1, 6, 8), object(0xa1), object(0xa2)]);
-    assert_eq!(told[5..], [(2, 1, 6, 8)], "the slot of the third is gone");
+    assert_eq!(told[..4], [(1, 1, 0, 5), (1, 1, 3, 6), (1, 1, 6, 8), (1, 3, 9, 0xa0)]);
+    assert_eq!(told[4..], [(2, 1, 6, 8)], "the slot of the third is gone");
     records[0].expect("the partial chunk's", &[(72, 8, 1 << 40 | 7), (108, 3, 5), (116, 5, 1280), (121, 3, 5)]);
-    records[4].expect("the second object's", &[(72, 8, 1 << 40 | 10), (100, 4, 2), (116, 5, 1000), (124, 4, 128)]);
+    records[3].expect("the object's", &[(72, 8, 1 << 40 | 10), (100, 4, 2), (116, 5, 1128), (124, 4, 0)]);
     let region = Bytes::at(index, REGIONS + region_bytes, 8);
     assert_eq!(region.number(0, 8), 0, "not sealed yet");
 }
@@ -436,7 +421,7 @@ fn what_is_left_of_the_fixture_is_undamaged() {
     unpack(FIXTURE, dir.path());
     let raw = RawLane::read(&lanes(dir.path()).unwrap()[0]).unwrap();
     assert!(raw.damage.is_empty(), "{:?}", raw.damage);
-    assert_eq!((raw.counts.sealed, raw.counts.open, raw.counts.puts, raw.counts.gone), (1, 1, 7, 3));
+    assert_eq!((raw.counts.sealed, raw.counts.open, raw.counts.puts, raw.counts.gone), (1, 1, 6, 3));
     assert_eq!((raw.floors.everything, raw.floors.tenants.as_slice()), (1 << 40 | 2, &[(GONE, 1 << 40 | 11)][..]));
     assert!(fs::metadata(FIXTURE).unwrap().len() < 1 << 20);
 }

@@ -52,8 +52,8 @@ impl SlotLayout {
         Self::new(&lens, geometry.chunk_tokens as usize * 4)
     }
 
-    /// The layout of a slot with one extent of `len` bytes: a part of an object, or a pack of small ones whose directory
-    /// takes `tlv_bytes` of the header.
+    /// The layout of a slot with one extent of `len` bytes: an object or a part of one, with `tlv_bytes` for
+    /// TLVs in its header.
     #[must_use]
     pub fn of_bytes(len: usize, tlv_bytes: usize) -> Self {
         Self::new(&[len], tlv_bytes)

@@ -30,8 +30,6 @@ pub enum KeyKind {
     Object,
     /// A part of an object.
     ObjectPart,
-    /// A slot that packs several small objects.
-    ObjectPack,
 }
 
 impl RecordKind {
@@ -48,7 +46,7 @@ impl RecordKind {
 }
 
 impl KeyKind {
-    const ALL: [Self; 5] = [Self::Chain, Self::Segment, Self::Object, Self::ObjectPart, Self::ObjectPack];
+    const ALL: [Self; 4] = [Self::Chain, Self::Segment, Self::Object, Self::ObjectPart];
 
     pub(crate) fn from_u8(v: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|k| k.to_u8() == v)
@@ -60,12 +58,11 @@ impl KeyKind {
             Self::Segment => 2,
             Self::Object => 3,
             Self::ObjectPart => 4,
-            Self::ObjectPack => 5,
         }
     }
 }
 
-/// One slot of the log, or one member of a pack. Fields wider on disk are cut to their widths there (docs/format.md).
+/// One slot of the log. Fields wider on disk are cut to their widths there (docs/format.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// What happened.
@@ -102,8 +99,6 @@ pub struct Record {
     pub expiry_s: u32,
     /// Payload bytes: of all layers, or of the object.
     pub length: u64,
-    /// Offset of a packed object within the payload of its slot, in bytes.
-    pub sub_offset: u32,
 }
 
 impl Record {
@@ -128,7 +123,6 @@ impl Record {
             hotness: 0,
             expiry_s: 0,
             length: 0,
-            sub_offset: 0,
         }
     }
 
@@ -151,7 +145,6 @@ impl Record {
         le::put_u32(&mut b, 108, self.tokens & MASK_24 | u32::from(self.hotness) << 24);
         le::put_u32(&mut b, 112, self.expiry_s);
         le::put_u64(&mut b, 116, self.length & MASK_40 | u64::from(self.depth & MASK_24) << 40);
-        le::put_u32(&mut b, 124, self.sub_offset);
         let sum = crc(b.get(4..).unwrap_or_default());
         le::put_u32(&mut b, 0, sum);
         b
@@ -185,7 +178,6 @@ impl Record {
             expiry_s: le::get_u32(b, 112),
             length: length & MASK_40,
             depth: (length >> 40) as u32,
-            sub_offset: le::get_u32(b, 124),
         })
     }
 }

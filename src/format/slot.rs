@@ -19,12 +19,6 @@ pub const MAX_HEADER_BYTES: usize = 1 << 20;
 pub const TLV_TOKEN_IDS: u16 = 1;
 /// TLV with an object's name.
 pub const TLV_OBJECT_NAME: u16 = 2;
-/// TLV with the directory of a pack of small objects.
-pub const TLV_PACK_DIRECTORY: u16 = 3;
-/// TLV with the server's block hashes.
-pub const TLV_BLOCK_HASHES: u16 = 5;
-/// TLV of a pack: per object its offset in the payload (4), CRC-32 over its bytes and name (4), length of its name (2), zero (2).
-pub const TLV_PACK_SUMS: u16 = 6;
 
 /// One extent as the header describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

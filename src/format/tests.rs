@@ -28,7 +28,6 @@ fn record(n: u64) -> Record {
         hotness: 11,
         expiry_s: 12,
         length: 13,
-        sub_offset: 14,
         group: 15,
         ..Record::new(RecordKind::Put, KeyKind::Chain, ChunkKey([2; 32]))
     }

@@ -46,9 +46,7 @@ pub use base::budget::allocated_below;
 pub use base::clock::{Clock, SystemClock};
 pub use base::lock;
 pub use base::options::{DriveFactory, DriveOptions, IsLoading, LogOptions, Mode, OnIncompatible, Placement};
-pub use base::pack;
-pub use base::pack::Member;
-pub use base::spec::{MAX_PACK_BYTES, OBJECT_TLV_BYTES, PutSpec};
+pub use base::spec::{OBJECT_TLV_BYTES, PutSpec};
 pub use base::stats::{ChunkInfo, DriveStats, LogStats, Sheds};
 pub use base::wear::WearStats;
 pub use lane::{Hold, Lane};
@@ -146,6 +144,7 @@ impl Log {
         }
         let flushed = self.flush_until(deadline);
         self.stop_threads(false);
+        self.volumes.iter().filter(|v| !v.is_lost()).for_each(|v| v.lanes().held().for_each(|l| reclaim::settle(l)));
         if flushed.is_ok() && !self.ctx.options.foreground {
             let close = |v: &Arc<Volume>| v.own().filter(|_| !v.is_lost()).iter().for_each(|l| v.policy.close(l));
             self.volumes.iter().for_each(close);

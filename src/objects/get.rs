@@ -1,14 +1,13 @@
-//! Planning gets: where each object lies, which share a slot, which are in parts.
+//! Planning gets: where each object lies, which are in parts.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::core::Core;
-use super::names::{PACK_BELOW, PART_BYTES, Version, is_name};
-use super::read::{SharedRead, SlotRead, Wanted};
+use super::names::{PART_BYTES, Version, is_name};
+use super::read::SlotRead;
 use super::request::{ObjectGet, Span};
 use crate::index::EntryKind;
 use crate::key::{ChunkKey, object_key};
@@ -22,8 +21,6 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
     let Some(log) = core.log() else {
         return items.into_iter().for_each(|(_, ticket)| ticket.no(ObjectCause::Closed));
     };
-    let mut slots: HashMap<(usize, usize, u64, u32, u64), Vec<Wanted>> = HashMap::new();
-    let mut order = Vec::new();
     for (item, ticket) in items {
         let ObjectGet { key: name, target } = item;
         if !is_name(&name) {
@@ -42,16 +39,6 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
         }
         match found {
             Found::Parts(parts) => parts.start(core, &log, (name, target.part(0, length), ticket)),
-            Found::Whole(chunk) if length < PACK_BELOW => {
-                let file = Arc::as_ptr(&chunk.file) as usize;
-                let slot = (chunk.drive, file, chunk.slot_offset, chunk.header_crc, chunk.sequence);
-                let wanted = Wanted { chunk, name, target, ticket };
-                slots.entry(slot).or_insert_with(|| {
-                    order.push(slot);
-                    Vec::new()
-                });
-                slots.entry(slot).or_default().push(wanted);
-            }
             Found::Whole(chunk) => {
                 let (batch, target) = (Arc::clone(&ticket.batch), target.part(0, length));
                 let read = SlotRead { log: Arc::clone(&log), chunk, target, name: Some(name), batch };
@@ -64,9 +51,6 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
                 );
             }
         }
-    }
-    for wanted in order.iter().filter_map(|slot| slots.remove(slot)) {
-        SharedRead { log: Arc::clone(&log), wanted }.start(core);
     }
 }
 

@@ -49,7 +49,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use batch::{BatchKind, KeyResult, ObjectCause, ObjectCompletion};
-pub use names::{MAX_KEY_BYTES, MAX_OBJECT_BYTES, PACK_BELOW, PART_BYTES};
+pub use names::{MAX_KEY_BYTES, MAX_OBJECT_BYTES, PART_BYTES};
 pub use open::ObjectOptions;
 pub use request::{ObjectGet, ObjectPut, Span};
 pub use stats::{KindStats, OBJECT_METRICS, ObjectStats};

@@ -1,33 +1,24 @@
-//! What an object's keys and header fields are: its name, its parts, and the directory of checksums of a pack.
+//! What an object's keys and header fields are: its name, its parts.
 //!
 //! An object of more than [`PART_BYTES`] is stored in parts and a head, all three found by keys that name the version: the index
 //! keeps of the head how many parts it has (as depth) and a random number that is in their keys (as tenant), so that parts of
 //! two versions never meet, and presence is known without I/O.
 
 use crate::format::le;
-use crate::format::slot::{SlotHeader, TLV_OBJECT_NAME, TLV_PACK_SUMS};
+use crate::format::slot::{SlotHeader, TLV_OBJECT_NAME};
 use crate::key::{ChunkKey, object_key, object_part_key};
 use crate::log::{ChunkInfo, OBJECT_TLV_BYTES};
 
 /// Largest object in one slot, and size of the parts of larger ones, in bytes.
 pub const PART_BYTES: usize = 16 << 20;
-/// Objects below this many bytes share slots with others of their batch.
-pub const PACK_BELOW: usize = 64 << 10;
 /// Longest key in bytes.
 pub const MAX_KEY_BYTES: usize = 1 << 10;
 /// Largest object in bytes.
 pub const MAX_OBJECT_BYTES: usize = 1 << 30;
 
-/// Payload of a shared slot: small enough to be read whole for one of its objects.
-pub(super) const PACK_BYTES: usize = 128 << 10;
-/// Objects of a shared slot: as many as their checksums find room in the header.
-pub(super) const PACK_MEMBERS: usize = 128;
-
-const SUM_BYTES: usize = 12;
 /// Length of a head.
 pub(super) const HEAD_BYTES: usize = 24;
 
-const _: () = assert!(PACK_MEMBERS * SUM_BYTES + 16 <= OBJECT_TLV_BYTES);
 const _: () = assert!(MAX_KEY_BYTES + 64 <= OBJECT_TLV_BYTES);
 
 /// Whether a name may be a key.
@@ -84,33 +75,6 @@ impl Version {
         le::put_u64(&mut b, 16, self.nonce);
         b
     }
-}
-
-/// What a pack's header says of one of its objects besides the directory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sum {
-    pub(super) sub_offset: u32,
-    pub(super) crc: u32,
-    pub(super) name_len: u16,
-}
-
-/// The sums' TLV. They name their objects by offset, because reclaim takes members out of the directory when it moves a pack.
-pub(super) fn sums_tlv(sums: &[Sum]) -> (u16, Vec<u8>) {
-    let mut b = vec![0; sums.len() * SUM_BYTES];
-    for (to, sum) in b.chunks_exact_mut(SUM_BYTES).zip(sums) {
-        le::put_u32(to, 0, sum.sub_offset);
-        le::put_u32(to, 4, sum.crc);
-        le::put_u16(to, 8, sum.name_len);
-    }
-    (TLV_PACK_SUMS, b)
-}
-
-/// The sum of the object at `sub_offset` of a pack.
-pub(super) fn sum_of(header: &SlotHeader, sub_offset: u32) -> Option<Sum> {
-    let entries = header.tlv(TLV_PACK_SUMS)?.chunks_exact(SUM_BYTES);
-    let mut sums =
-        entries.map(|b| Sum { sub_offset: le::get_u32(b, 0), crc: le::get_u32(b, 4), name_len: le::get_u16(b, 8) });
-    sums.find(|sum| sum.sub_offset == sub_offset)
 }
 
 /// A random number that is not 0.

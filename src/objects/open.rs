@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use super::core::Core;
-use super::names::{MAX_KEY_BYTES, PACK_BYTES, PACK_MEMBERS, PART_BYTES};
+use super::names::PART_BYTES;
 use super::removal::Removal;
 use super::work::Work;
 use crate::config::Settings;
@@ -18,7 +18,7 @@ use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 const KIND: &str = "forebay objects 1";
 /// Bytes that are moved at a time.
 const PIECE_BYTES: usize = 1 << 20;
-/// Staging slots are at least this long: a shared slot with its header is read at once.
+/// Staging slots are at least this long: a header lies in the first piece, and small objects beside it.
 const LEAST_PIECE_BYTES: usize = 256 << 10;
 /// Staging is cut into at least this many slots, where their least size allows.
 const LEAST_SLOTS: usize = 8;
@@ -26,8 +26,6 @@ const LEAST_SLOTS: usize = 8;
 const REOPEN_EVERY: Duration = Duration::from_secs(10);
 /// Keys under way beyond which more are refused.
 const MAX_PENDING_KEYS: usize = 1 << 16;
-
-const _: () = assert!(PACK_BYTES + PACK_MEMBERS * 64 + 16384 < LEAST_PIECE_BYTES && MAX_KEY_BYTES < PACK_BYTES);
 
 /// What an object store is opened with.
 #[derive(Clone)]

@@ -1,4 +1,4 @@
-//! Planning puts: which of a batch share a slot, which get one of their own, which are stored in parts.
+//! Planning puts: which of a batch get a slot of their own, which are stored in parts.
 //!
 //! Invariants: an object that is there, or is being stored, is not written. The head of an object in parts is published after all
 //! of its parts, and names them by a number of this put alone. Parts that no head comes to name are removed; those that a crash
@@ -13,9 +13,9 @@ use parking_lot::Mutex;
 use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::core::Core;
 use super::get::{Presence, presence};
-use super::names::{self, MAX_OBJECT_BYTES, PACK_BELOW, PACK_BYTES, PACK_MEMBERS, PART_BYTES, Version, is_name};
+use super::names::{self, MAX_OBJECT_BYTES, PART_BYTES, Version, is_name};
 use super::request::{ObjectPut, Span};
-use super::write::{PackWrite, Packed, SlotWrite, Stored, packed_bytes};
+use super::write::{SlotWrite, Stored};
 use crate::format::record::KeyKind;
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Mode, PutSpec};
@@ -60,15 +60,12 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Optio
 
 /// On a worker: starts the writes of objects that were not there a moment ago.
 fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<Item>, expiry_s: u32) {
-    let mut small = Vec::new();
     for item in items {
         match item.source.len() {
-            0..PACK_BELOW => small.push(item),
-            PACK_BELOW..=PART_BYTES => alone(core, log, item, expiry_s),
+            0..=PART_BYTES => alone(core, log, item, expiry_s),
             _ => in_parts(core, log, item, expiry_s),
         }
     }
-    pack(core, log, small, expiry_s);
 }
 
 /// When objects stored now with this time to live stop being served; 0 for never. Parts and head agree on it.
@@ -120,39 +117,6 @@ fn alone(core: &Arc<Core>, log: &Arc<Log>, item: Item, expiry_s: u32) {
     let batch = Arc::clone(&ticket.batch);
     let write = SlotWrite { log: Arc::clone(log), spec: Box::new(spec), source, batch };
     write.start(core, Box::new(move |_, end| settle(ticket, len, end)));
-}
-
-/// Small objects, in as few slots as they fit.
-fn pack(core: &Arc<Core>, log: &Arc<Log>, items: Vec<Item>, expiry_s: u32) {
-    let (mut packs, mut bytes) = (vec![Vec::new()], 0);
-    for item in items {
-        let takes = packed_bytes(item.source.len(), item.name.len());
-        let is_full = packs.last().is_none_or(|p: &Vec<Item>| p.len() >= PACK_MEMBERS || bytes + takes > PACK_BYTES);
-        if is_full {
-            packs.push(Vec::new());
-            bytes = 0;
-        }
-        bytes += takes;
-        if let Some(pack) = packs.last_mut() {
-            pack.push(item);
-        }
-    }
-    for mut items in packs {
-        if items.len() == 1
-            && let Some(item) = items.pop()
-        {
-            alone(core, log, item, expiry_s);
-        } else if !items.is_empty() {
-            let packed = |Item { key, name, source, ticket }: Item| Packed { key, name, source, ticket };
-            let objects = items.into_iter().map(packed).collect();
-            let write = PackWrite { log: Arc::clone(log), expiry_s, objects };
-            write.start(core, |ends| {
-                for (Packed { source, ticket, .. }, end) in ends {
-                    settle(ticket, source.len() as u64, end);
-                }
-            });
-        }
-    }
 }
 
 /// This process's right to store an object in parts; it ends with the value.

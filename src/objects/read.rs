@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::batch::{Batch, ObjectCause, Ticket};
+use super::batch::{Batch, ObjectCause};
 use super::core::{Core, Done, Pieces};
-use super::names::{self, has_name};
+use super::names::has_name;
 use super::request::Span;
 use super::work::{Staged, Way};
 use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, Request};
-use crate::log::{Bad, Chunk, Log, pack};
+use crate::log::{Bad, Chunk, Log};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
@@ -143,102 +143,4 @@ impl Reading {
             done(core, end);
         }
     }
-}
-
-/// A small object that is wanted: its place, its name, where to.
-pub(super) struct Wanted {
-    pub(super) chunk: Chunk,
-    pub(super) name: Vec<u8>,
-    pub(super) target: Span,
-    pub(super) ticket: Ticket,
-}
-
-/// One slot with small objects: read whole, at once, for all that are wanted of it.
-pub(super) struct SharedRead {
-    pub(super) log: Arc<Log>,
-    pub(super) wanted: Vec<Wanted>,
-}
-
-impl SharedRead {
-    pub(super) fn start(self, core: &Arc<Core>) {
-        let own = Arc::clone(core);
-        core.work.stage(Way::Load, vec![Box::new(move |buf| self.read(&own, buf))]);
-    }
-
-    fn end(self, cause: ObjectCause) {
-        for wanted in self.wanted {
-            wanted.ticket.no(judge(&self.log, &wanted.chunk, cause));
-        }
-    }
-
-    fn read(self, core: &Arc<Core>, buf: Outcome<Buf>) {
-        let buf = match buf {
-            Ok(buf) => buf,
-            Err(cause) => return self.end(cause),
-        };
-        let Some(first) = self.wanted.first() else { return };
-        let len = first.chunk.slot_bytes as usize;
-        if len > buf.len() {
-            drop(buf);
-            return self.end(ObjectCause::Corrupt);
-        }
-        let (drive, file, offset) = (first.chunk.drive, Arc::clone(&first.chunk.file), first.chunk.slot_offset);
-        let (log, again) = (Arc::clone(&self.log), Arc::clone(core));
-        let done = move |Completion { result, buf, .. }: Completion| match (result, buf) {
-            (Ok(()), Some(buf)) => again.ready(move |_| self.check(buf)),
-            (Ok(()), None) => self.end(ObjectCause::Internal),
-            (Err(e), buf) => {
-                drop(buf);
-                self.end(ObjectCause::of_transfer(&e));
-            }
-        };
-        core.submit_read(&log, drive, Request { len, ..Request::read(file, offset, buf, done) });
-    }
-
-    /// On a worker.
-    fn check(self, buf: Buf) {
-        let bytes = buf.as_slice();
-        let header = self.wanted.first().map(|w| self.log.check_header(&w.chunk, bytes));
-        let Some(Ok(header)) = header else {
-            drop(buf);
-            return self.end(ObjectCause::Corrupt);
-        };
-        let members = pack::members(&header);
-        for wanted in self.wanted {
-            let result = copy_small(&wanted, (&header, &members), bytes);
-            match result {
-                Ok(()) => wanted.ticket.settle(super::batch::KeyResult::yes(wanted.chunk.length)),
-                Err(cause) => wanted.ticket.no(judge(&self.log, &wanted.chunk, cause)),
-            }
-        }
-    }
-}
-
-/// Copies one object out of its slot. The header has passed; it may be that of a pack or of this object alone.
-fn copy_small(wanted: &Wanted, (header, members): (&SlotHeader, &[crate::log::Member]), slot: &[u8]) -> Outcome<()> {
-    let corrupt = ObjectCause::Corrupt;
-    let layer = header.layers.first().ok_or(corrupt)?;
-    let payload = usize::try_from(layer.offset).ok().and_then(|at| slot.get(at..)).ok_or(corrupt)?;
-    let payload = payload.get(..layer.len as usize).ok_or(corrupt)?;
-    let length = wanted.chunk.length as usize;
-    let gate = &wanted.ticket.batch.gate;
-    if members.is_empty() {
-        if header.key != wanted.chunk.key || payload.len() != length || !has_name(header, &wanted.name) {
-            return Err(corrupt);
-        }
-        let sum = wanted.target.part(0, length).copy_in(payload, gate)?;
-        return if sum.finalize() == layer.crc { Ok(()) } else { Err(corrupt) };
-    }
-    let member = members.iter().find(|m| m.key == wanted.chunk.key && m.length as usize == length).ok_or(corrupt)?;
-    let sum = names::sum_of(header, member.sub_offset).ok_or(corrupt)?;
-    let at = member.sub_offset as usize;
-    let name_at = at.checked_add(length).ok_or(corrupt)?;
-    let bytes = payload.get(at..name_at).ok_or(corrupt)?;
-    let name = payload.get(name_at..).and_then(|b| b.get(..usize::from(sum.name_len))).ok_or(corrupt)?;
-    if name != wanted.name {
-        return Err(corrupt);
-    }
-    let mut crc = wanted.target.part(0, length).copy_in(bytes, gate)?;
-    crc.update(name);
-    if crc.finalize() == sum.crc { Ok(()) } else { Err(corrupt) }
 }

@@ -33,7 +33,6 @@ impl Default for PerKind {
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     kinds: [PerKind; 4],
-    pub(super) packs: AtomicU64,
     pub(super) parts: AtomicU64,
     already_there: AtomicU64,
 }
@@ -105,8 +104,6 @@ pub struct ObjectStats {
     pub exists: KindStats,
     /// Deletions.
     pub deletes: KindStats,
-    /// Slots written that several small objects share.
-    pub packs: u64,
     /// Parts written of large objects.
     pub parts: u64,
     /// Keys put that were there already, or were being stored: answered with yes, nothing written.
@@ -125,7 +122,6 @@ metric_table! {
     NO = Counter "forebay_object_refused_keys_total" ["op", "cause"] "Keys answered with no, by operation and cause.";
     BYTES = Counter "forebay_object_bytes_total" ["op"] "Payload bytes of objects put and got.";
     SECONDS = Histogram "forebay_object_batch_seconds" ["op"] "Time of a batch, from its submit to its last key.";
-    PACKS = Counter "forebay_object_packs_total" [] "Slots written that several small objects share.";
     PARTS = Counter "forebay_object_parts_total" [] "Parts written of objects larger than 16 MiB.";
     THERE = Counter "forebay_object_already_there_total" [] "Keys put that were there already, or were being stored: answered with yes, nothing written.";
     PENDING = Gauge "forebay_object_pending_keys" [] "Keys of batches under way.";
@@ -152,7 +148,6 @@ impl Counters {
             gets: self.snapshot_of(BatchKind::Get),
             exists: self.snapshot_of(BatchKind::Exists),
             deletes: self.snapshot_of(BatchKind::Delete),
-            packs: self.packs.load(Ordering::Relaxed),
             parts: self.parts.load(Ordering::Relaxed),
             already_there: self.already_there.load(Ordering::Relaxed),
             pending_keys,
@@ -175,7 +170,6 @@ impl Counters {
             }
             e.histogram(&SECONDS, &[op], &self.of(kind).seconds);
         }
-        e.value(&PACKS, &[], stats.packs as f64);
         e.value(&PARTS, &[], stats.parts as f64);
         e.value(&THERE, &[], stats.already_there as f64);
         e.value(&PENDING, &[], stats.pending_keys as f64);

@@ -1,5 +1,5 @@
 use super::core::Pieces;
-use super::names::{self, Sum, Version};
+use super::names::{self, Version};
 use super::*;
 use crate::format::record::KeyKind;
 use crate::format::slot::SlotHeader;
@@ -88,14 +88,10 @@ fn versions_have_parts_of_their_own_and_only_heads_have_versions() {
 }
 
 #[test]
-fn header_fields_are_found_again() {
-    let sums = [Sum { sub_offset: 0, crc: 1, name_len: 2 }, Sum { sub_offset: 64, crc: 3, name_len: 1024 }];
+fn a_header_has_the_name_that_was_put_there() {
     let mut header = SlotHeader::new(KeyKind::Object, ChunkKey([1; 32]));
-    assert_eq!(names::sum_of(&header, 0), None);
-    header.tlvs = vec![names::name_tlv(b"k"), names::sums_tlv(&sums)];
+    header.tlvs = vec![names::name_tlv(b"k")];
     assert!(names::has_name(&header, b"k") && !names::has_name(&header, b"kk"));
-    assert_eq!(names::sum_of(&header, 64), Some(sums[1]));
-    assert_eq!(names::sum_of(&header, 8), None);
 }
 
 #[test]

@@ -10,16 +10,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::batch::{Batch, ObjectCause, Ticket};
+use super::batch::{Batch, ObjectCause};
 use super::core::{Core, Done, Pieces};
-use super::names::{self, Sum};
 use super::request::Span;
 use super::work::{Staged, Way, WithoutRoom};
 use crate::error::ErrorKind;
 use crate::format::layout::Extent;
 use crate::io::{Buf, Completion, Request};
-use crate::key::ChunkKey;
-use crate::log::{Log, Member, Put, PutOutcome, PutSpec, SlotWriter};
+use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
@@ -199,128 +197,4 @@ fn commit(core: &Arc<Core>, slot: &SlotWriter, crc: u32, done: Done<Stored>) {
         done(&core, result.map(|()| Stored::Written).map_err(|e| ObjectCause::of(&e)));
     };
     slot.commit(&[crc], Box::new(told));
-}
-
-/// A small object on its way into a shared slot.
-pub(super) struct Packed {
-    pub(super) key: ChunkKey,
-    pub(super) name: Vec<u8>,
-    pub(super) source: Span,
-    pub(super) ticket: Ticket,
-}
-
-/// How the writing of a pack has ended: what has become of each of its objects, in order.
-pub(super) type Ends = Vec<(Packed, Outcome<Stored>)>;
-
-/// One slot that several small objects share.
-pub(super) struct PackWrite {
-    pub(super) log: Arc<Log>,
-    pub(super) expiry_s: u32,
-    pub(super) objects: Vec<Packed>,
-}
-
-/// Bytes that an object takes in a shared slot.
-pub(super) const fn packed_bytes(value: usize, name: usize) -> usize {
-    (value + name).next_multiple_of(8)
-}
-
-/// Says the same of all objects of a pack.
-fn all(objects: Vec<Packed>, end: Outcome<Stored>) -> Ends {
-    objects.into_iter().map(|object| (object, end)).collect()
-}
-
-impl PackWrite {
-    /// Queues it; `done` gets the objects back.
-    pub(super) fn start(self, core: &Arc<Core>, done: impl FnOnce(Ends) + Send + 'static) {
-        let own = Arc::clone(core);
-        let job: Staged = Box::new(move |buf| match buf {
-            Ok(buf) => self.fill(&own, buf, done),
-            Err(cause) => done(all(self.objects, Err(cause))),
-        });
-        core.work.stage(Way::Open, vec![job]);
-    }
-
-    /// On a worker.
-    fn fill(mut self, core: &Arc<Core>, mut buf: Buf, done: impl FnOnce(Ends) + Send + 'static) {
-        let objects = std::mem::take(&mut self.objects);
-        let (spec, crc) = match self.encode(&objects, buf.as_mut_slice()) {
-            Ok(made) => made,
-            Err(cause) => {
-                drop(buf);
-                return done(all(objects, Err(cause)));
-            }
-        };
-        let then: Done<Option<Put>> = Box::new(move |core, put| match put {
-            Ok(Some(put)) => write_pack(core, put, (buf, crc), objects, done),
-            not => {
-                drop(buf);
-                done(all(objects, not.map(|_| Stored::WasThere)));
-            }
-        });
-        begin(core, self.log, Box::new(spec), then);
-    }
-
-    /// Lays the objects out in `to`: each followed by its name.
-    fn encode(&self, objects: &[Packed], to: &mut [u8]) -> Outcome<(PutSpec, u32)> {
-        let (mut at, mut members, mut sums) = (0, Vec::new(), Vec::new());
-        for object in objects {
-            let (length, name) = (object.source.len(), object.name.as_slice());
-            let place = to.get_mut(at..at + packed_bytes(length, name.len())).ok_or(ObjectCause::Internal)?;
-            let (value, rest) = place.split_at_mut(length);
-            let (its_name, padding) = rest.split_at_mut(name.len());
-            its_name.copy_from_slice(name);
-            padding.fill(0);
-            let mut crc = object.source.copy_out(value, &object.ticket.batch.gate)?;
-            crc.update(name);
-            members.push(Member { key: object.key, sub_offset: at as u32, length: length as u32 });
-            sums.push(Sum { sub_offset: at as u32, crc: crc.finalize(), name_len: name.len() as u16 });
-            at += place.len();
-        }
-        let payload = to.get(..at).ok_or(ObjectCause::Internal)?;
-        let crc = crate::format::crc(payload);
-        let first = objects.first().ok_or(ObjectCause::Internal)?;
-        let mut spec = PutSpec::pack(pack_key(&first.key), at, members);
-        spec.tlvs.push(names::sums_tlv(&sums));
-        spec.expiry_s = self.expiry_s;
-        let padded = spec.layout.as_ref().and_then(|l| l.extents.first()).map_or(at, |e| e.padded_len as usize);
-        to.get_mut(at..padded).ok_or(ObjectCause::Internal)?.fill(0);
-        Ok((spec, crc))
-    }
-}
-
-/// Writes a pack that lies in `buf`, and publishes those of its objects that the put has taken.
-fn write_pack(
-    core: &Arc<Core>,
-    put: Put,
-    (buf, crc): (Buf, u32),
-    objects: Vec<Packed>,
-    done: impl FnOnce(Ends) + Send + 'static,
-) {
-    core.counters.packs.fetch_add(1, Ordering::Relaxed);
-    let mut taken = put.members().iter().map(|member| member.key).peekable();
-    let is_taken: Vec<bool> = objects.iter().map(|object| taken.next_if_eq(&object.key).is_some()).collect();
-    let tell = move |end: Outcome<Stored>| {
-        let ends = is_taken.into_iter().map(|is_taken| if is_taken { end } else { Ok(Stored::WasThere) });
-        done(objects.into_iter().zip(ends).collect());
-    };
-    let payload = payload(&put);
-    let slot = Arc::new(SlotWriter::new(put));
-    let (again, own) = (Arc::clone(core), Arc::clone(&slot));
-    let written = move |Completion { result, buf, .. }: Completion| {
-        drop(buf);
-        match result {
-            Ok(()) => commit(&again, &own, crc, Box::new(move |_, end| tell(end))),
-            Err(e) => tell(Err(ObjectCause::of_transfer(&e))),
-        }
-    };
-    let request = Request { len: payload.padded_len as usize, ..slot.request(payload.offset, buf, written) };
-    core.submit(slot.queue(), request);
-}
-
-/// A key for the slot itself, which nobody looks up.
-fn pack_key(first: &ChunkKey) -> ChunkKey {
-    let mut seed = [0; 40];
-    crate::format::le::put_bytes(&mut seed, 0, &first.0);
-    crate::format::le::put_u64(&mut seed, 32, names::nonce());
-    crate::key::object_key(&seed)
 }

@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay::format::crc;
-use forebay::format::record::KeyKind;
 use forebay::io::{self, AlignedBuf, Buf, Request};
-use forebay::log::{Bad, Chunk, pack};
+use forebay::log::{Bad, Chunk};
 
 use super::model::State;
 use super::rng::Rng;
@@ -71,7 +70,6 @@ impl World {
         Some(layers)
     }
 
-    /// An object that has its slot for itself, or shares it.
     fn read_object(&self, process: &Process, chunk: &Chunk) -> Option<Vec<Vec<u8>>> {
         let slot = self.read(process, chunk, (chunk.slot_offset, chunk.slot_bytes as usize))?;
         let header = process.log.check_header(chunk, slot.as_slice()).ok()?;
@@ -80,11 +78,7 @@ impl World {
         if crc(payload) != layer.crc {
             return None;
         }
-        let at = match header.key_kind {
-            KeyKind::ObjectPack => pack::members(&header).iter().find(|m| m.key == chunk.key)?.sub_offset,
-            _ => 0,
-        };
-        Some(vec![payload.get(at as usize..)?.get(..chunk.length as usize)?.to_vec()])
+        Some(vec![payload.to_vec()])
     }
 
     /// Loads a key; what is served must be allowed.

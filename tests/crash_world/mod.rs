@@ -53,7 +53,7 @@ pub struct Config {
     pub tenant_bytes: Option<u64>,
     /// Whether the file system has holes.
     pub holes: bool,
-    /// Some keys are those of objects, which share slots.
+    /// Some keys are those of objects.
     pub objects: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Puts: of chunks, and of small objects, several of which share a slot.
+//! Puts: of chunks and of objects.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,8 +7,7 @@ use std::time::Duration;
 use forebay::format::crc;
 use forebay::format::record::KeyKind;
 use forebay::io::{self, AlignedBuf, Buf, Request};
-use forebay::key::ChunkKey;
-use forebay::log::{self, Member, PutOutcome, PutSpec, Turn};
+use forebay::log::{self, PutOutcome, PutSpec, Turn};
 
 use super::model::{Put, State};
 use super::rng::Rng;
@@ -17,17 +16,17 @@ use super::{CHUNK_TOKENS, Config, key, value};
 
 const SOON: Duration = Duration::from_secs(5);
 
-/// A put that is on its way: of which keys, with which numbers, and the bytes of its extents.
+/// A put that is on its way, with its number and the bytes of its extents.
 pub struct Begun {
     put: log::Put,
-    of: Vec<(u64, u64)>,
+    id: u64,
     extents: Vec<Vec<u8>>,
 }
 
 /// What is to be put.
 struct Parcel {
     spec: PutSpec,
-    of: Vec<(u64, u64)>,
+    id: u64,
     extents: Vec<Vec<u8>>,
 }
 
@@ -58,24 +57,14 @@ impl World {
         let geometry = self.config.geometry();
         let layout = forebay::format::layout::SlotLayout::of_chunk(&geometry, spec.tokens);
         let extents = layout.extents.iter().enumerate().map(|(layer, e)| value(k, id, layer, e.len as usize)).collect();
-        Parcel { spec, of: vec![(k, id)], extents }
+        Parcel { spec, id, extents }
     }
 
-    /// An object, or several that share a slot.
-    fn objects(&self, k: u64, rng: &mut Rng) -> Parcel {
-        let others = (1..self.config.keys).map(|n| (k + n) % self.config.keys).filter(|k| self.config.is_object(*k));
-        let keys: Vec<u64> = [k].into_iter().chain(others.take(rng.below(4) as usize)).collect();
-        let of: Vec<(u64, u64)> = keys.iter().map(|k| (*k, self.model.lock().next_id())).collect();
-        let (mut bytes, mut members) = (Vec::new(), Vec::new());
-        for (k, id) in &of {
-            members.push(Member { key: key(*k), sub_offset: bytes.len() as u32, length: object_bytes(*k) as u32 });
-            bytes.extend(value(*k, *id, 0, object_bytes(*k)));
-        }
-        let spec = match members.as_slice() {
-            [_] => PutSpec::object(key(k), bytes.len() as u64, KeyKind::Object),
-            _ => PutSpec::pack(ChunkKey(*blake3::hash(&of[0].1.to_le_bytes()).as_bytes()), bytes.len(), members),
-        };
-        Parcel { spec, of, extents: vec![bytes] }
+    fn object(&self, k: u64) -> Parcel {
+        let id = self.model.lock().next_id();
+        let bytes = value(k, id, 0, object_bytes(k));
+        let spec = PutSpec::object(key(k), bytes.len() as u64, KeyKind::Object);
+        Parcel { spec, id, extents: vec![bytes] }
     }
 
     /// Whether the log of this process has a key that has not expired.
@@ -90,57 +79,55 @@ impl World {
     }
 
     fn start(&self, process: &Process, k: u64, rng: &mut Rng) -> Option<Begun> {
-        let Parcel { mut spec, of, extents } =
-            if self.config.is_object(k) { self.objects(k, rng) } else { self.chunk(k) };
+        let Parcel { mut spec, id, extents } = if self.config.is_object(k) { self.object(k) } else { self.chunk(k) };
         if rng.one_in(8) {
             spec.expiry_s = (self.now_s() + 1 + rng.below(40)) as u32;
         }
         let (expiry_s, tenant) = (spec.expiry_s, spec.tenant);
         let (before, amid, patient) = (self.disk.operations(), self.amid.load(Ordering::Relaxed), rng.one_in(2));
-        let there: Vec<u64> = of.iter().map(|(k, _)| *k).filter(|k| self.is_there(process, *k)).collect();
+        let there = self.is_there(process, k);
         let outcome = self.run(process, |log| match patient {
             true => log.begin_put_within(spec, SOON),
             false => log.begin_put(spec),
         });
-        let stored: Vec<(u64, u64)> = match &outcome {
-            Ok(PutOutcome::Started(put)) if !put.members().is_empty() => {
-                let is_member = |(k, _): &&(u64, u64)| put.members().iter().any(|m| m.key == key(*k));
-                of.iter().filter(is_member).copied().collect()
-            }
-            Ok(PutOutcome::Started(_)) => of.clone(),
-            Ok(PutOutcome::AlreadyThere) => Vec::new(),
+        let stores = match &outcome {
+            Ok(PutOutcome::Started(_)) => true,
+            Ok(PutOutcome::AlreadyThere) => false,
             _ => {
                 self.turn(process, Turn::Maintain);
                 return None;
             }
         };
-        self.tell(|| format!("  of {of:?}, there {there:?}, stores {stored:?}"));
+        self.tell(|| format!("  put {id} of {k}, there {there}, stores {stores}"));
         // What another process did meanwhile may have changed that.
         if amid == self.amid.load(Ordering::Relaxed) {
-            for (k, id) in &of {
-                match (stored.contains(&(*k, *id)), there.contains(k)) {
-                    (true, true) => self.fail_at(*k, "it is stored although it is there"),
-                    (false, false) if !self.is_under_way(process, *k) => {
-                        self.fail_at(*k, "it is not stored, and not there")
-                    }
-                    _ => {}
-                }
+            match (stores, there) {
+                (true, true) => self.fail_at(k, "it is stored although it is there"),
+                (false, false) if !self.is_under_way(process, k) => self.fail_at(k, "it is not stored, and not there"),
+                _ => {}
             }
-            if stored.is_empty() && self.disk.operations() != before {
+            if !stores && self.disk.operations() != before {
                 self.fail_at(k, "a put of what is there has written something");
             }
         }
         let Ok(PutOutcome::Started(put)) = outcome else { return None };
         self.tell(|| format!("  sequence {:x}", put.sequence()));
         let (sequence, owner, state) = (put.sequence(), process.number, State::Begun);
-        for (key, id) in &stored {
-            let tenant = if self.config.is_object(*key) { 0 } else { tenant };
-            let (going, gone, stray) = (false, false, false);
-            let one =
-                Put { id: *id, key: *key, sequence, owner, lane: None, tenant, state, expiry_s, going, gone, stray };
-            self.model.lock().begin(one);
-        }
-        Some(Begun { put, of: stored, extents })
+        let (going, gone, stray) = (false, false, false);
+        self.model.lock().begin(Put {
+            id,
+            key: k,
+            sequence,
+            owner,
+            lane: None,
+            tenant,
+            state,
+            expiry_s,
+            going,
+            gone,
+            stray,
+        });
+        Some(Begun { put, id, extents })
     }
 
     /// Writes extents; whether that went well. A request may wait in the queue.
@@ -169,10 +156,9 @@ impl World {
 
     fn commit(&self, process: &Process, begun: Begun) {
         let crcs: Vec<u32> = begun.extents.iter().map(|bytes| crc(bytes)).collect();
-        let ids: Vec<u64> = begun.of.iter().map(|(_, id)| *id).collect();
-        ids.iter().for_each(|id| self.model.lock().becomes(*id, State::Committed));
+        self.model.lock().becomes(begun.id, State::Committed);
         let (tx, rx) = crossbeam_channel::unbounded();
-        process.ends.lock().push((ids, rx));
+        process.ends.lock().push((begun.id, rx));
         self.run(process, |_| begun.put.commit(&crcs, Box::new(move |r| _ = tx.send(r.is_ok()))));
         self.note_ends(process);
     }
@@ -180,13 +166,13 @@ impl World {
     /// Enters into the model which puts have ended well.
     pub fn note_ends(&self, process: &Process) {
         let mut model = self.model.lock();
-        process.ends.lock().retain(|(ids, rx)| {
+        process.ends.lock().retain(|(id, rx)| {
             let state = match rx.try_recv() {
                 Ok(true) => State::Stored,
                 Ok(false) | Err(crossbeam_channel::TryRecvError::Disconnected) => State::Unsure,
                 Err(crossbeam_channel::TryRecvError::Empty) => return true,
             };
-            ids.iter().for_each(|id| model.becomes(*id, state));
+            model.becomes(*id, state);
             false
         });
     }
@@ -229,7 +215,7 @@ impl World {
 
     /// A put that ends without a commit.
     fn drop_put(&self, begun: Begun) {
-        begun.of.iter().for_each(|(_, id)| _ = self.model.lock().puts.remove(id));
+        self.model.lock().puts.remove(&begun.id);
     }
 
     /// Lets something that is under way go on.

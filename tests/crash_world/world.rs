@@ -37,7 +37,7 @@ pub struct Process {
     pub begun: Mutex<Vec<Begun>>,
     pub held: Mutex<Vec<Held>>,
     /// Puts whose end is not known yet.
-    pub ends: Mutex<Vec<(Vec<u64>, crossbeam_channel::Receiver<bool>)>>,
+    pub ends: Mutex<Vec<(u64, crossbeam_channel::Receiver<bool>)>>,
 }
 
 /// A disk and its processes.

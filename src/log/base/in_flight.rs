@@ -50,43 +50,30 @@ impl InFlight {
     }
 }
 
-/// Keys that a put has claimed, given back when dropped.
+/// A key that a put has claimed, given back when dropped.
 #[derive(Debug)]
-pub(in crate::log) struct Claims {
+pub(in crate::log) struct KeyClaim {
     in_flight: Arc<InFlight>,
-    keys: Vec<(ChunkKey, u64)>,
+    key: ChunkKey,
+    number: u64,
 }
 
-impl Claims {
-    pub(in crate::log) fn new(in_flight: &Arc<InFlight>) -> Self {
-        Self { in_flight: Arc::clone(in_flight), keys: Vec::new() }
+impl KeyClaim {
+    /// Claims a key; `None` where another put has it.
+    pub(in crate::log) fn take(in_flight: &Arc<InFlight>, key: &ChunkKey) -> Option<Self> {
+        let number = in_flight.claim(key)?;
+        Some(Self { in_flight: Arc::clone(in_flight), key: *key, number })
     }
 
-    /// Claims a key; `false` where another put has it.
-    pub(in crate::log) fn add(&mut self, key: &ChunkKey) -> bool {
-        let number = self.in_flight.claim(key);
-        self.keys.extend(number.map(|number| (*key, number)));
-        number.is_some()
-    }
-
-    /// Gives the claim of a key back, which is not stored after all.
-    pub(in crate::log) fn give_back(&mut self, key: &ChunkKey) {
-        if let Some(at) = self.keys.iter().position(|(its, _)| its == key) {
-            let (_, number) = self.keys.swap_remove(at);
-            self.in_flight.end(key, number);
-        }
-    }
-
-    /// Whether a claimed key was removed since.
-    pub(in crate::log) fn is_removed(&self, key: &ChunkKey) -> bool {
-        let its = self.keys.iter().find(|(its, _)| its == key);
-        its.is_none_or(|(_, number)| self.in_flight.is_removed(key, *number))
+    /// Whether the key was removed since.
+    pub(in crate::log) fn is_removed(&self) -> bool {
+        self.in_flight.is_removed(&self.key, self.number)
     }
 }
 
-impl Drop for Claims {
+impl Drop for KeyClaim {
     fn drop(&mut self) {
-        self.keys.iter().for_each(|(key, number)| self.in_flight.end(key, *number));
+        self.in_flight.end(&self.key, self.number);
     }
 }
 
@@ -98,16 +85,15 @@ mod tests {
     fn a_removal_ends_a_claim_and_the_next_one_is_another() {
         let all = Arc::new(InFlight::default());
         let key = ChunkKey([7; 32]);
-        let (mut first, mut second) = (Claims::new(&all), Claims::new(&all));
-        assert!(first.add(&key) && !second.add(&key) && !first.is_removed(&key));
+        let first = KeyClaim::take(&all, &key).unwrap();
+        assert!(KeyClaim::take(&all, &key).is_none() && !first.is_removed());
         all.remove(&key);
-        assert!(first.is_removed(&key) && second.add(&key));
+        let second = KeyClaim::take(&all, &key).unwrap();
+        assert!(first.is_removed());
         drop(first);
-        assert!(
-            !second.is_removed(&key) && !Claims::new(&all).add(&key),
-            "the end of the first is not that of the second"
-        );
-        second.give_back(&key);
-        assert!(Claims::new(&all).add(&key));
+        assert!(!second.is_removed(), "the end of the first is not that of the second");
+        assert!(KeyClaim::take(&all, &key).is_none());
+        drop(second);
+        assert!(KeyClaim::take(&all, &key).is_some());
     }
 }

@@ -10,7 +10,6 @@ pub(super) mod image;
 pub(super) mod in_flight;
 pub mod lock;
 pub(super) mod options;
-pub mod pack;
 pub(super) mod paths;
 pub(super) mod sizes;
 pub(super) mod spec;

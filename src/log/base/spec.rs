@@ -1,15 +1,11 @@
-//! What is to be stored: a chunk of KV, an object or a part of one, or a pack of small objects.
+//! What is to be stored: a chunk of KV, an object or a part of one.
 
-use super::pack::{self, Member};
 use crate::format::layout::SlotLayout;
 use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
 
 /// Bytes that the header of an object's slot keeps for its TLVs, its name above all; the header is then one page.
 pub const OBJECT_TLV_BYTES: usize = 2048;
-
-/// Largest payload of a pack of small objects, in bytes: below it a slot has no gap, and its header lies at its start.
-pub const MAX_PACK_BYTES: usize = 1 << 20;
 
 /// What to store and what to say about it. [`PutSpec::chunk`] and [`PutSpec::object`] fill in the usual.
 #[derive(Clone, Debug)]
@@ -44,9 +40,6 @@ pub struct PutSpec {
     pub layout: Option<SlotLayout>,
     /// Payload bytes of an object; ignored for chunks.
     pub length: u64,
-    /// Objects packed in this slot. If there are any, they are published, all at once, instead of `key`, which only names the
-    /// slot; the directory is written to the header. Those that are stored already are left out of it.
-    pub members: Vec<Member>,
 }
 
 impl PutSpec {
@@ -69,7 +62,6 @@ impl PutSpec {
             tlvs: Vec::new(),
             layout: None,
             length: 0,
-            members: Vec::new(),
         }
     }
 
@@ -81,17 +73,6 @@ impl PutSpec {
             layout: Some(SlotLayout::of_bytes(length as usize, OBJECT_TLV_BYTES)),
             length,
             ..Self::chunk(key, ChunkKey([0; 32]), 0, 0)
-        }
-    }
-
-    /// A pack of small objects that lie in a payload of `payload_bytes` as the members say.
-    #[must_use]
-    pub fn pack(key: ChunkKey, payload_bytes: usize, members: Vec<Member>) -> Self {
-        let tlv_bytes = pack::directory_bytes(members.len()) + OBJECT_TLV_BYTES;
-        Self {
-            layout: Some(SlotLayout::of_bytes(payload_bytes, tlv_bytes)),
-            members,
-            ..Self::object(key, payload_bytes as u64, KeyKind::ObjectPack)
         }
     }
 }

@@ -12,11 +12,10 @@ use crate::config::dir::FileOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::COARSE_BYTES;
-use crate::format::record::{KeyKind, Record};
+use crate::format::record::Record;
 use crate::format::slot::{LayerEntry, MAX_HEADER_BYTES, SlotHeader};
 use crate::io::{self, AlignedBuf, Buf, DirectFile, Drive, IoOptions, Request};
 use crate::key::ChunkKey;
-use crate::log::base::pack;
 use crate::log::base::paths::DATA;
 
 /// Slots read at the same time.
@@ -42,7 +41,7 @@ pub struct BadSlot {
 /// What a deep check found.
 #[derive(Clone, Debug, Default)]
 pub struct Deep {
-    /// Slots checked; small objects packed together are counted one by one.
+    /// Slots checked.
     pub slots: u64,
     /// Payload bytes checked.
     pub bytes: u64,
@@ -146,9 +145,7 @@ impl Slot<'_> {
         {
             return bad("the header belongs to another place or version");
         }
-        let names_it = header.key == r.key
-            || (header.key_kind == KeyKind::ObjectPack && pack::members(&header).iter().any(|m| m.key == r.key));
-        if !names_it {
+        if header.key != r.key {
             return bad("the header names another key");
         }
         for (n, layer) in header.layers.iter().enumerate().filter(|(_, l)| l.len > 0) {

@@ -252,7 +252,7 @@ impl RawLane {
         let mut seen = HashSet::new();
         for r in ring.iter().filter(is_open) {
             let is_there = r.kind == RecordKind::Put && !gone.contains(&(r.segment, r.page));
-            if is_there && seen.insert((r.key, r.sequence, r.page)) {
+            if is_there && seen.insert((r.key, r.sequence, r.segment, r.page)) {
                 self.records.push(*r);
             }
         }
@@ -287,7 +287,7 @@ pub fn listed(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
         of_lane().filter(|r| last.get(&half(&r.key)) == Some(&r.sequence)).map(|r| (i, *r)).collect()
     };
     let mut found: Vec<_> = lanes.iter().enumerate().flat_map(shown).collect();
-    found.sort_unstable_by_key(|(i, r)| (*i, r.segment, r.page, r.sub_offset));
+    found.sort_unstable_by_key(|(i, r)| (*i, r.segment, r.page));
     found
 }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-pub(super) use seal::{known_records, seal_full, write_gone};
+pub(super) use seal::{known_records, seal_full, try_write_gone};
 
 use super::lane::{Batch, Lane, State, aligned, grow, wants_growth};
 use crate::error::{Error, ErrorKind, Result};

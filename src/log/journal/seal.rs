@@ -50,6 +50,8 @@ fn seal(lane: &Lane, segment: u32) -> Result<()> {
         drop(shared.set_segment(segment, SegmentState::Sealed, epoch));
     }
     drop(state);
+    // What went while it was being sealed is in its records.
+    try_write_gone(lane, segment);
     lane.ctx.counters.sealed.add(1);
     lane.progress.notify_all();
     Ok(())
@@ -128,7 +130,7 @@ fn recycle(state: &mut State, segment_use: (u32, u32)) {
 
 /// Writes the list of what is gone from a sealed segment where it has changed. A hint: where it cannot be written, lookups after
 /// a restart promise what is not there.
-pub(in crate::log) fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
+fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
     let Some(pages) = lane.state()?.segments.gone_pages(segment, lane.id()) else { return Ok(()) };
     let most = RegionLayout::of(lane.superblock.region_bytes).gone_pages;
     let bytes: Vec<u8> = pages.iter().take(most).flat_map(|page| page.encode()).collect();
@@ -138,6 +140,13 @@ pub(in crate::log) fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
             state.segments.gone_not_written(segment);
         }
     })
+}
+
+/// The same; where it cannot be written it is tried again later.
+pub(in crate::log) fn try_write_gone(lane: &Lane, segment: u32) {
+    if let Err(e) = write_gone(lane, segment) {
+        tracing::debug!(lane = %lane.dir.display(), error = %e, "a list of what is gone was not written");
+    }
 }
 
 /// The records of one use of a sealed segment, as its region has them.

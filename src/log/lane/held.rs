@@ -13,15 +13,14 @@ use crate::io::Buf;
 pub(in crate::log) struct Held {
     lane: Arc<Lane>,
     place: Place,
-    records: usize,
     sequence: u64,
     ended: AtomicBool,
 }
 
 impl Held {
     /// Of a place for the slot of this sequence, which has been [begun](super::Puts::begin) under the same lock.
-    pub(in crate::log) fn new(lane: &Arc<Lane>, place: Place, records: usize, sequence: u64) -> Arc<Self> {
-        Arc::new(Self { lane: Arc::clone(lane), place, records, sequence, ended: AtomicBool::new(false) })
+    pub(in crate::log) fn new(lane: &Arc<Lane>, place: Place, sequence: u64) -> Arc<Self> {
+        Arc::new(Self { lane: Arc::clone(lane), place, sequence, ended: AtomicBool::new(false) })
     }
 
     /// Gives the place back under the lane's lock, as nothing is being written to it any more.
@@ -34,7 +33,7 @@ impl Held {
 
 impl Held {
     fn give_back(&self, state: &mut State) {
-        state.segments.end_put(self.place, self.records);
+        state.segments.end_put(self.place);
         state.puts.end(self.sequence);
     }
 }

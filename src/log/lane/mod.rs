@@ -86,8 +86,6 @@ pub(super) struct State {
     pub(super) usage: Usage,
     pub(super) growth: Growth,
     pub(super) life: Life,
-    /// Slots that are still to be made unreadable: what shared them with something that is removed lies elsewhere by now.
-    pub(super) left: Vec<Entry>,
     /// Tokens of a full chunk: shorter ones are partial.
     chunk_tokens: u32,
 }
@@ -203,7 +201,7 @@ pub(super) fn live_bytes(entry: &Entry) -> u64 {
 pub(super) fn entry_of(record: &Record) -> Entry {
     let kind = match record.key_kind {
         KeyKind::Chain | KeyKind::Segment => EntryKind::Chunk,
-        KeyKind::Object | KeyKind::ObjectPart | KeyKind::ObjectPack => EntryKind::Object,
+        KeyKind::Object | KeyKind::ObjectPart => EntryKind::Object,
     };
     Entry {
         key: record.key,
@@ -364,11 +362,6 @@ impl Lane {
     /// Place of a segment's region in index.kv.
     pub(super) fn region_offset(&self, segment: u32) -> u64 {
         self.superblock.regions_offset + u64::from(segment) * self.superblock.region_bytes
-    }
-
-    /// Records that fit in a region.
-    pub(super) fn region_records(&self) -> usize {
-        sizes::region_records(self.superblock.region_bytes)
     }
 
     /// Whether its directory still holds the file that is open here.

@@ -38,7 +38,6 @@ pub(in crate::log) struct Segment {
     epoch: u32,
     next_page: u32,
     pending: u32,
-    promised: usize,
     records: Vec<Record>,
     /// Least sequence of a slot that was given a place in it.
     first_seq: u64,
@@ -64,7 +63,6 @@ impl Segment {
             epoch,
             next_page: 0,
             pending: 0,
-            promised: 0,
             records: Vec::new(),
             first_seq: u64::MAX,
             min_seq: 0,
@@ -157,7 +155,6 @@ pub(in crate::log) struct Need {
     pub(in crate::log) pages: u32,
     /// Alignment of its start in pages.
     pub(in crate::log) align: u32,
-    pub(in crate::log) records: usize,
 }
 
 /// Bytes of segments kept ready where they are small.
@@ -260,12 +257,11 @@ impl Segments {
         let segment = self.get_mut(number)?;
         let page = segment.next_page.checked_next_multiple_of(need.align.max(1))?;
         let end = page.checked_add(need.pages)?;
-        if end > pages || segment.records.len() + segment.promised + need.records > records {
+        if end > pages || segment.records.len() + segment.pending as usize >= records {
             return None;
         }
         segment.next_page = end;
         segment.pending += 1;
-        segment.promised += need.records;
         Some(Place { segment: number, epoch: segment.epoch, page })
     }
 
@@ -277,10 +273,9 @@ impl Segments {
     }
 
     /// A put of the place has ended, published or not.
-    pub(in crate::log) fn end_put(&mut self, place: Place, records: usize) {
+    pub(in crate::log) fn end_put(&mut self, place: Place) {
         if let Some(segment) = self.of_use(place.segment, place.epoch) {
             segment.pending = segment.pending.saturating_sub(1);
-            segment.promised = segment.promised.saturating_sub(records);
         }
     }
 
@@ -314,7 +309,7 @@ impl Segments {
     /// Whether the open segment has more than half of its room left.
     pub(in crate::log) fn is_roomy(&self) -> bool {
         let open = self.open.and_then(|n| self.get(n));
-        open.is_some_and(|s| s.next_page < self.pages / 2 && s.records.len() + s.promised < self.records / 2)
+        open.is_some_and(|s| s.next_page < self.pages / 2 && s.records.len() + (s.pending as usize) < self.records / 2)
     }
 
     // Records.
@@ -622,10 +617,10 @@ mod tests {
     fn a_slot_that_goes_is_forgotten_or_listed() {
         let mut segments = Segments::new(16, 8);
         segments.add_ready(0);
-        let need = Need { pages: 2, align: 1, records: 1 };
+        let need = Need { pages: 2, align: 1 };
         let place = segments.place(need, None).unwrap();
         segments.add(&record(0, 2));
-        segments.end_put(place, 1);
+        segments.end_put(place);
         assert!(segments.note_gone(0, 1, 0) && segments.unsealed_records().is_empty());
         segments.add(&record(2, 2));
         segments.close_open();

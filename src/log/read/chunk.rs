@@ -26,8 +26,7 @@ pub struct Chunk {
     pub slot_offset: u64,
     /// Length of the slot in bytes.
     pub slot_bytes: u64,
-    /// Where header and extents lie within the slot. For objects that of a slot of their own; one that is a member of a pack
-    /// says so in its header, which then lies at the start of the slot.
+    /// Where header and extents lie within the slot.
     pub layout: SlotLayout,
     /// CRC that the header must have.
     pub header_crc: u32,

@@ -9,13 +9,11 @@ use std::time::Duration;
 use super::chunk::{Bad, Chunk};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
-use crate::format::record::KeyKind;
 use crate::format::slot::SlotHeader;
 use crate::index::{self, Entry, LeaseGuard, LeaseRefused, Mark, SegmentState};
 use crate::key::ChunkKey;
 use crate::log::Log;
 use crate::log::base::ctx::Ctx;
-use crate::log::base::pack;
 use crate::log::base::stats::ChunkInfo;
 use crate::log::drive::Volume;
 use crate::log::lane::Lane;
@@ -210,12 +208,6 @@ impl Log {
         let here = (header.segment, header.epoch, header.page, header.pages, header.sequence);
         if here != (chunk.segment, chunk.epoch, chunk.page, pages, chunk.sequence) || header.lane != *chunk.lane.id() {
             return wrong("a slot's header belongs to another place");
-        }
-        if header.key_kind == KeyKind::ObjectPack {
-            if pack::members(&header).iter().any(|m| m.key == chunk.key) {
-                return Ok(header);
-            }
-            return wrong("a pack does not list the object");
         }
         if header.key != chunk.key {
             return wrong("a slot's header is that of another key");

@@ -18,7 +18,6 @@ use std::time::{Duration, Instant};
 
 use super::segment;
 use crate::error::Result;
-use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::index::{Entry, EntryKind, Mark, tag_of};
 use crate::log::base::sizes;
@@ -213,9 +212,7 @@ pub(super) fn erase_marked(
     let mut freed = 0;
     for run in going.chunk_by(|a, b| a.page + a.pages == b.page) {
         patience.into_iter().for_each(|until| wait_for_pause(volume, until));
-        let mut slots: Vec<Slot> = run.iter().map(|e| Slot::of(e, &lane.ctx.layout_of(e))).collect();
-        // The members of a pack share a slot.
-        slots.dedup_by_key(|s| s.page);
+        let slots: Vec<Slot> = run.iter().map(|e| Slot::of(e, &lane.ctx.layout_of(e))).collect();
         freed += lane.erase(first.segment, &slots)?;
         forget(lane, run)?;
     }
@@ -239,10 +236,7 @@ fn list(lane: &Lane, going: &[Entry]) -> Result<()> {
     }
     let Some(segment) = going.first().map(|e| e.segment) else { return Ok(()) };
     drop(state);
-    // A hint: where it cannot be written it is tried again later.
-    if let Err(e) = journal::write_gone(lane, segment) {
-        tracing::debug!(lane = %lane.dir.display(), error = %e, "a list of what is gone was not written");
-    }
+    journal::try_write_gone(lane, segment);
     Ok(())
 }
 
@@ -293,12 +287,7 @@ pub(super) fn settle(lane: &Lane) {
 /// Writes the lists of what is gone where they are not as they should be.
 pub(super) fn write_lists(lane: &Lane) {
     let changed = lane.state().map(|state| state.segments.gone_changed()).unwrap_or_default();
-    for segment in changed {
-        if let Err(e) = journal::write_gone(lane, segment) {
-            tracing::debug!(lane = %lane.dir.display(), error = %e, "a list of what is gone was not written");
-            return;
-        }
-    }
+    changed.into_iter().for_each(|segment| journal::try_write_gone(lane, segment));
 }
 
 /// Makes the slots of entries unreadable that other processes, or loads, have marked as removed.
@@ -317,9 +306,4 @@ pub(super) fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
         of_segment.iter().for_each(|e| policy::forget(&mut state, &e.key));
     }
     Ok(())
-}
-
-/// Bytes of so many pages.
-pub(super) const fn bytes_of(pages: u32) -> u64 {
-    pages as u64 * PAGE_BYTES as u64
 }

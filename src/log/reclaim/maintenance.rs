@@ -135,8 +135,7 @@ impl Maintenance {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment still cannot be freed");
             }
             drop(one);
-            evict::settle(lane);
-            evict::write_lists(lane);
+            super::settle(lane);
         }
     }
 }

@@ -17,6 +17,14 @@ mod space;
 pub(super) use maintenance::{Maintenance, at_rest, helpers, run};
 pub(super) use orphans::delete;
 
+use super::lane::Lane;
+
+/// Makes durable that what was given up is gone, and notes that on the drive, so that the next opening need not look.
+pub(super) fn settle(lane: &Lane) {
+    evict::settle(lane);
+    evict::write_lists(lane);
+}
+
 /// Parts of it, for tests that decide what goes and when.
 #[cfg(test)]
 pub(super) mod steps {
@@ -30,12 +38,6 @@ pub(super) mod steps {
     /// Gives up chunks of sealed segments; how many, and how many bytes were given back.
     pub(in crate::log) fn evict(volume: &Volume, lane: &Arc<Lane>, chosen: Vec<Entry>) -> Result<(u64, u64)> {
         super::evict::evict(volume, lane, chosen).map(|evicted| (evicted.chunks, evicted.bytes))
-    }
-
-    /// Makes durable that what was given up is gone, and the lists of it.
-    pub(in crate::log) fn settle(lane: &Lane) {
-        super::evict::settle(lane);
-        super::evict::write_lists(lane);
     }
 
     pub(in crate::log) fn reclaim_one(volume: &Volume) -> bool {

@@ -1,50 +1,43 @@
-//! Writing a slot again: what reclaim wants to keep, and what shares a slot with something that is removed.
+//! Writing a slot again that reclaim wants to keep.
 //!
 //! A move keeps the sequence, so it can never escape a floor; and it is published only if the table still says that the key lies
 //! where it was read. What fails its check on the way is not moved.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::crc;
 use crate::format::layout::{COARSE_BYTES, SlotLayout};
-use crate::format::record::{KeyKind, Record};
-use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY};
+use crate::format::record::Record;
+use crate::format::slot::SlotHeader;
 use crate::index::Mark;
 use crate::io::AlignedBuf;
-use crate::log::base::in_flight::Claims;
-use crate::log::base::pack::{self, Member};
-use crate::log::drive::{Volume, Waiting};
+use crate::log::base::in_flight::KeyClaim;
+use crate::log::drive::Volume;
 use crate::log::lane::{Held, Hold, Lane, Need, Place, Slot, aligned};
 use crate::log::policy;
 
 /// A slot written again and not published yet.
 pub(super) struct Copy {
-    records: Vec<Record>,
+    record: Record,
     place: Place,
     header_crc: u32,
     header_at: u32,
     slot_bytes: u64,
     hold: Hold,
-    /// A removal of its keys that begins from now on is noticed.
-    claims: Claims,
+    /// A removal of its key that begins from now on is noticed.
+    claim: KeyClaim,
 }
 
-/// Writes a slot of the lane `from` again, of which `records` are current; `None` if there is no room, which is waited for until
-/// the deadline, where there is one.
-pub(super) fn copy_slot(
-    volume: &Volume,
-    own: &Arc<Lane>,
-    from: &Lane,
-    (mut records, deadline): (Vec<Record>, Option<Instant>),
-) -> Result<Option<Copy>> {
-    let mut claims = Claims::new(&volume.ctx.in_flight);
+/// Writes a slot of the lane `from` again; `None` where there is no room, or no need.
+pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &Record) -> Result<Option<Copy>> {
     let is_own = from.number == own.number;
     // What is stored here already, or just being stored, need not come.
-    records.retain(|r| (is_own || own.get(&r.key).is_none()) && claims.add(&r.key));
-    let Some(record) = records.first() else { return Ok(None) };
+    if !is_own && own.get(&record.key).is_some() {
+        return Ok(None);
+    }
+    let Some(claim) = KeyClaim::take(&volume.ctx.in_flight, &record.key) else { return Ok(None) };
     let len = record.pages as usize * PAGE_BYTES;
     let slot = from.read(&from.data, from.slot_offset(record.segment, record.page), len)?;
     let (header_offset, mut header) = find_header(slot.as_slice(), record)?;
@@ -52,45 +45,35 @@ pub(super) fn copy_slot(
     let coarse = COARSE_BYTES as u64;
     let is_coarse = len >= COARSE_BYTES && header.layers.iter().all(|l| l.offset.is_multiple_of(coarse));
     let align = if is_coarse { COARSE_BYTES / PAGE_BYTES } else { 1 } as u32;
-    let need = Need { pages: record.pages, align, records: records.len() };
     let place = {
         let mut state = own.state()?;
-        let mut waiting = Waiting::new(deadline);
-        let place = loop {
-            if let Some(place) = state.segments.place(need, own.shared().as_ref()) {
-                break place;
-            }
+        let Some(place) = state.segments.place(Need { pages: record.pages, align }, own.shared().as_ref()) else {
             volume.wake();
-            let Some(again) = waiting.wait(volume, own, state)? else { return Ok(None) };
-            state = again;
+            return Ok(None);
         };
         state.puts.begin(record.sequence);
         state.segments.note_sequence(place, record.sequence);
         place
     };
-    let hold = Hold(Held::new(own, place, records.len(), record.sequence));
-    let header_crc = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header, &records)?;
+    let hold = Hold(Held::new(own, place, record.sequence));
+    let header_crc = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header)?;
     let header_at = header_offset as u32;
-    Ok(Some(Copy { records, place, header_crc, header_at, slot_bytes: len as u64, hold, claims }))
+    Ok(Some(Copy { record: *record, place, header_crc, header_at, slot_bytes: len as u64, hold, claim }))
 }
 
 /// Makes copies count, which are durable: before, a crash could leave the record of a copy without its bytes, and with it lose the
-/// original that it stands for. Gives back the records of which nothing is any longer what it was.
+/// original that it stands for. Gives back the records that are no longer what they were.
 pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copies: Vec<Copy>) -> Result<Vec<Record>> {
     let mut stayed = Vec::new();
     for copy in copies {
         let (segment, epoch, page) = (copy.place.segment, copy.place.epoch, copy.place.page);
-        let mut moved = 0;
-        for old in &copy.records {
-            let new = Record { segment, epoch, page, header_crc: copy.header_crc, ..*old };
-            moved += u64::from(publish(own, (from, &copy.claims), old, new)?);
-        }
-        if moved == 0 {
-            copy.blank(own)?;
-            stayed.extend(copy.records);
-        } else {
-            volume.ctx.counters.moved.add(moved);
+        let new = Record { segment, epoch, page, header_crc: copy.header_crc, ..copy.record };
+        if publish(own, (from, &copy.claim), &copy.record, new)? {
+            volume.ctx.counters.moved.add(1);
             volume.ctx.counters.moved_bytes.add(copy.slot_bytes);
+        } else {
+            copy.blank(own)?;
+            stayed.push(copy.record);
         }
         drop(copy.hold);
     }
@@ -140,19 +123,11 @@ fn rewrite(
     (place, hold): (Place, &Hold),
     (slot, header_offset): (&[u8], usize),
     header: &mut SlotHeader,
-    records: &[Record],
 ) -> Result<u32> {
     header.segment = place.segment;
     header.epoch = place.epoch;
     header.page = place.page;
     header.lane = *own.id();
-    if header.key_kind == KeyKind::ObjectPack {
-        // Its other members are over; a rebuild must not find them here.
-        let current = |m: &Member| records.iter().any(|r| r.key == m.key);
-        let only: Vec<Member> = pack::members(header).into_iter().filter(current).collect();
-        header.tlvs.retain(|(kind, _)| *kind != TLV_PACK_DIRECTORY);
-        header.tlvs.push((TLV_PACK_DIRECTORY, pack::encode(&only)));
-    }
     let first = header.layers.first().map_or(slot.len(), |l| l.offset as usize);
     let layout = SlotLayout {
         header_offset: header_offset as u32,
@@ -171,7 +146,7 @@ fn rewrite(
 }
 
 /// Publishes the copy, unless the key has been removed, or reported bad, since it was read.
-fn publish(own: &Lane, (from, claims): (&Lane, &Claims), old: &Record, moved: Record) -> Result<bool> {
+fn publish(own: &Lane, (from, claim): (&Lane, &KeyClaim), old: &Record, moved: Record) -> Result<bool> {
     let Some((entry, slot)) = from.table().get_slot(&old.key) else { return Ok(false) };
     if (entry.seq, entry.segment, entry.epoch) != (old.sequence, old.segment, old.epoch) {
         return Ok(false);
@@ -184,7 +159,7 @@ fn publish(own: &Lane, (from, claims): (&Lane, &Claims), old: &Record, moved: Re
         return Ok(false);
     }
     // Who removes the key meanwhile waits until it lies at its new place, and removes it there.
-    if claims.is_removed(&old.key) || !from.table().mark(&old.key, old.sequence, Mark::Leaving)? {
+    if claim.is_removed() || !from.table().mark(&old.key, old.sequence, Mark::Leaving)? {
         return Ok(false);
     }
     let entered = state.enter(&table, shared.as_ref(), &moved);

@@ -8,23 +8,18 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::evict::{self, bytes_of};
-use super::{moves, segment};
+use super::{evict, segment};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::{KeyKind, Record};
 use crate::index::{Entry, EntryKind, LeaseGuard, LeaseRefused, Mark};
 use crate::key::ChunkKey;
 use crate::log::Log;
 use crate::log::drive::{Volume, What, floors};
 use crate::log::lane::{Lane, Slot};
+use crate::log::policy;
 use crate::log::recovery::reader::header_of_slot;
-use crate::log::recovery::scan::records_of_header;
-use crate::log::{journal, policy};
 
 /// How often who waits for another process, or for reclaim, looks again.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
-/// Objects from here on are never packed.
-const PACKED_BELOW: u64 = 64 << 10;
 
 impl Log {
     /// Removes keys; says of each whether it was there. After the return nothing of them is served by any process, also after
@@ -87,11 +82,11 @@ fn raise_floor(volume: &Volume, what: What) -> Result<()> {
 
 fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     volume.check_shared()?;
-    let own = volume.own();
-    let own =
-        own.ok_or_else(|| Error::new(ErrorKind::Unsupported, "the drive is not open for writing").at(&volume.root))?;
+    if volume.own().is_none() {
+        return Err(Error::new(ErrorKind::Unsupported, "the drive is not open for writing").at(&volume.root));
+    }
     let until = Instant::now() + volume.ctx.options.io_timeout;
-    let removal = Removal { volume, own, keys, until, by_others: Cell::new(false) };
+    let removal = Removal { volume, keys, until, by_others: Cell::new(false) };
     let mut outcome = Ok(());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
     // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked at to one that was.
@@ -132,7 +127,6 @@ fn flush(lane: &Lane) -> Result<()> {
 /// Keys that are being removed from one drive.
 struct Removal<'a> {
     volume: &'a Volume,
-    own: Arc<Lane>,
     keys: &'a [ChunkKey],
     until: Instant,
     /// Some slot was unreadable already, by somebody who may not have counted or flushed that yet.
@@ -145,86 +139,27 @@ impl Removal<'_> {
         if !lane.is_held() {
             return self.in_foreign(lane);
         }
-        // Before reclaim is kept out, which may have to make room for them. Until they are safe nobody else may make their slot unreadable.
-        let entries = self.entries(lane)?;
-        let packs = self.packs(lane, &entries)?;
-        let shares = |e: &&Entry| packs.iter().any(|pack| pack.is_of(e));
-        let kept: Vec<Entry> = entries.iter().filter(shares).copied().collect();
-        self.mark_leaving(lane, &kept, true)?;
-        let saved: Result<Vec<Vec<Entry>>> = packs.iter().map(|pack| self.save_others(lane, pack)).collect();
-        let others = match saved {
-            Ok(others) => others.concat(),
-            Err(e) => return self.mark_leaving(lane, &kept, false).and(Err(e)),
-        };
         let _one = lane.erasing.lock();
         // They may hold a slot of the keys that no entry names.
-        let finished = segment::finish_condemned(self.volume, lane);
-        self.mark_leaving(lane, &kept, false)?;
-        finished?;
-        let mut going = self.entries(lane)?;
-        let count = going.len();
-        {
-            // Under the lock, so that the table does not grow meanwhile.
-            let _state = lane.state()?;
-            let table = lane.table();
-            // Those that could not be saved go too.
-            let here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
-            let goes = |e: &Entry| table.get(&e.key).is_some_and(|now| here(&now) == here(e));
-            let shares = |e: &Entry| going.iter().any(|g| here(g) == here(e));
-            let lost: Vec<Entry> = others.into_iter().filter(|e| goes(e) && shares(e)).collect();
-            going.extend(lost);
-            going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
-        }
+        segment::finish_condemned(self.volume, lane)?;
+        let mut going = self.mark(lane)?;
         going.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
         for of_segment in going.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
             evict::erase_marked(self.volume, lane, of_segment, None)?;
         }
-        self.erase_left(lane)?;
         let mut state = lane.state()?;
         going.iter().for_each(|e| policy::forget(&mut state, &e.key));
-        Ok(count)
+        Ok(going.len())
     }
 
-    /// Makes the slots of packs unreadable whose others have been saved, where that has not been done: no entry names these there,
-    /// and their removal would leave them. The caller holds the lane's `erasing` lock.
-    fn erase_left(&self, lane: &Arc<Lane>) -> Result<()> {
-        let left = lane.state()?.left.clone();
-        for slot in left {
-            let of = Pack { of: slot, records: Vec::new() };
-            for pack in self.packs(lane, &[slot])? {
-                // Before the originals go, the copies must be durable.
-                journal::flush(&self.own, self.until)?;
-                let mut going = vec![slot];
-                {
-                    let _state = lane.state()?;
-                    let table = lane.table();
-                    let there = |r: &Record| table.get_marked(&r.key).map(|(e, ..)| e).filter(|e| of.is_of(e));
-                    going.extend(pack.records.iter().filter_map(there));
-                    going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
-                }
-                evict::erase_marked(self.volume, lane, &going, None)?;
-            }
-            lane.state()?.left.retain(|e| !of.is_of(e));
-        }
-        Ok(())
-    }
-
-    /// Marks entries of a held lane, or takes the marks back. Others who want to remove one wait meanwhile.
-    fn mark_leaving(&self, lane: &Lane, entries: &[Entry], on: bool) -> Result<()> {
+    /// Marks the keys' entries in a held lane, under the lock: a put is either noticed here, or has noticed that its key is removed;
+    /// and the table does not grow meanwhile.
+    fn mark(&self, lane: &Lane) -> Result<Vec<Entry>> {
         let _state = lane.state()?;
         let table = lane.table();
-        entries.iter().try_for_each(|e| match on {
-            true => table.mark(&e.key, e.seq, Mark::Leaving).map(drop),
-            false => table.unmark(&e.key, e.seq, Mark::Leaving),
-        })
-    }
-
-    /// The keys' entries in a held lane. Looked for under the lock, so that a put is either noticed here or has noticed that its
-    /// key is removed.
-    fn entries(&self, lane: &Lane) -> Result<Vec<Entry>> {
-        let _state = lane.state()?;
-        let table = lane.table();
-        Ok(self.keys.iter().filter_map(|key| table.get_marked(key)).map(|(entry, ..)| entry).collect())
+        let going: Vec<Entry> = self.keys.iter().filter_map(|key| table.get_marked(key)).map(|(e, ..)| e).collect();
+        going.iter().try_for_each(|e| table.mark(&e.key, e.seq, Mark::Removed).map(drop))?;
+        Ok(going)
     }
 
     /// Makes the keys' slots unreadable in a lane that another process writes; how many there were.
@@ -263,7 +198,9 @@ impl Removal<'_> {
 
     fn is_readable(&self, lane: &Lane, entry: &Entry) -> Result<bool> {
         let found = header_of_slot(&lane.data, lane.slot_offset(entry.segment, entry.page))?;
-        Ok(found.is_some_and(|(_, h)| (h.sequence, h.epoch) == (entry.seq, entry.epoch)))
+        // The header that is found may be that of a slot behind it, a copy of this one.
+        let place = (entry.seq, entry.segment, entry.epoch, entry.page);
+        Ok(found.is_some_and(|(_, h)| (h.sequence, h.segment, h.epoch, h.page) == place))
     }
 
     /// `false` where the slot is just going, or has moved.
@@ -274,16 +211,9 @@ impl Removal<'_> {
             let now = lane.table().get_marked(&entry.key);
             now.is_some_and(|(e, _, its)| here(&e) == here(entry) && its == mark)
         };
-        let mut going = vec![*entry];
-        for pack in self.packs(lane, &[*entry])? {
-            let others = self.save_others(lane, &pack)?;
-            going.extend(others.into_iter().filter(|e| lane.get(&e.key).is_some_and(|now| pack.is_of(&now))));
-        }
-        for e in &going {
-            match lane.table().mark(&e.key, e.seq, Mark::Removed) {
-                Err(e) if e.kind() == ErrorKind::Busy => return Ok(false),
-                marked => drop(marked?),
-            }
+        match lane.table().mark(&entry.key, entry.seq, Mark::Removed) {
+            Err(e) if e.kind() == ErrorKind::Busy => return Ok(false),
+            marked => drop(marked?),
         }
         if !is_still(Some(Mark::Removed)) {
             return Ok(false);
@@ -310,66 +240,5 @@ impl Removal<'_> {
             Err(LeaseRefused::ReadOnly) => cannot("the lane of another process can only be read"),
             Err(_) => Ok(None),
         }
-    }
-
-    /// Of entries the packs that they are members of: each slot once.
-    fn packs(&self, lane: &Lane, going: &[Entry]) -> Result<Vec<Pack>> {
-        let mut packs: Vec<Pack> = Vec::new();
-        for e in going.iter().filter(|e| e.kind == EntryKind::Object && e.length < PACKED_BELOW) {
-            if packs.iter().any(|p| p.is_of(e)) {
-                continue;
-            }
-            let Some((_, header)) = header_of_slot(&lane.data, lane.slot_offset(e.segment, e.page))? else { continue };
-            if header.key_kind == KeyKind::ObjectPack && (header.sequence, header.epoch) == (e.seq, e.epoch) {
-                packs.push(Pack { of: *e, records: records_of_header(&header, e.header_crc) });
-            }
-        }
-        Ok(packs)
-    }
-
-    /// Writes the other members of a pack again, as far as there is room: their slot goes. Their entries as they were.
-    fn save_others(&self, lane: &Lane, pack: &Pack) -> Result<Vec<Entry>> {
-        let table = lane.table();
-        let others: Vec<(Record, Entry)> = pack
-            .records
-            .iter()
-            .filter(|r| !self.keys.contains(&r.key))
-            .filter_map(|r| table.get(&r.key).filter(|e| pack.is_of(e)).map(|e| (*r, e)))
-            .collect();
-        if others.is_empty() {
-            return Ok(Vec::new());
-        }
-        let records: Vec<Record> = others.iter().map(|(r, _)| *r).collect();
-        let moved = moves::copy_slot(self.volume, &self.own, lane, (records, Some(self.until))).and_then(|copy| {
-            let copies: Vec<_> = copy.into_iter().collect();
-            let bytes = bytes_of(pack.of.pages);
-            self.volume.ctx.counters.data_bytes_written.add(if copies.is_empty() { 0 } else { bytes });
-            self.own.flush_data()?;
-            moves::publish_copies(self.volume, &self.own, lane, copies)
-        });
-        match moved {
-            Ok(_) => {
-                if lane.number == self.own.number {
-                    lane.state()?.left.push(pack.of);
-                }
-                journal::flush(&self.own, self.until)?;
-            }
-            // They are given up, as reclaim may do at any time.
-            Err(e) => tracing::debug!(error = %e, "the others of a pack were not written again"),
-        }
-        Ok(others.into_iter().map(|(_, e)| e).collect())
-    }
-}
-
-/// A slot with several objects.
-struct Pack {
-    of: Entry,
-    records: Vec<Record>,
-}
-
-impl Pack {
-    /// Whether an entry is of this slot.
-    fn is_of(&self, e: &Entry) -> bool {
-        (e.seq, e.segment, e.epoch, e.page) == (self.of.seq, self.of.segment, self.of.epoch, self.of.page)
     }
 }

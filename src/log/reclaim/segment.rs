@@ -11,7 +11,7 @@
 //! A segment that cannot be freed stays condemned, and is tried again. Whoever removes a key waits for it: it may hold a slot
 //! that no entry names.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -51,8 +51,8 @@ impl Victim {
 /// What becomes of a victim's records.
 #[derive(Default)]
 struct Plan {
-    /// Slots worth writing again, the most wanted first: the records of each.
-    keep: Vec<Vec<Record>>,
+    /// Slots worth writing again, the most wanted first.
+    keep: Vec<Record>,
     /// Puts that are served and go.
     drop: Vec<Record>,
 }
@@ -252,17 +252,17 @@ fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
 /// Writes again what is worth it, durably, but not on a drive that drains; the rest is dropped.
 fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Result<Vec<moves::Copy>> {
     if volume.is_draining() {
-        plan.drop.extend(std::mem::take(&mut plan.keep).into_iter().flatten());
+        plan.drop.append(&mut plan.keep);
     }
     let mut copies = Vec::new();
-    for slot in std::mem::take(&mut plan.keep) {
-        match moves::copy_slot(volume, own, &victim.lane, (slot.clone(), None)) {
-            Ok(Some(copy)) => copies.push(copy),
-            Ok(None) => plan.drop.extend(slot),
-            Err(e) => {
-                tracing::debug!(error = %e, "a chunk worth keeping was not moved");
-                plan.drop.extend(slot);
-            }
+    for record in std::mem::take(&mut plan.keep) {
+        let copy = moves::copy_slot(volume, own, &victim.lane, &record).unwrap_or_else(|e| {
+            tracing::debug!(error = %e, "a chunk worth keeping was not moved");
+            None
+        });
+        match copy {
+            Some(copy) => copies.push(copy),
+            None => plan.drop.push(record),
         }
     }
     if !copies.is_empty() {
@@ -275,8 +275,7 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
     let lane = &victim.lane;
     let table = lane.table();
     let mut plan = Plan::default();
-    // A pack of objects is one slot with several records.
-    let mut slots: BTreeMap<u32, (ChunkSummary, Vec<Record>)> = BTreeMap::new();
+    let mut slots: Vec<(ChunkSummary, Record)> = Vec::new();
     for record in records {
         let Some((entry, slot)) = table.get_slot(&record.key) else { continue };
         if (entry.seq, entry.segment, entry.epoch) != (record.sequence, victim.segment, victim.epoch) {
@@ -287,7 +286,7 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
             continue;
         }
         let (last_touch, uses) = lane.state()?.usage.recency().get(slot);
-        let seen = ChunkSummary {
+        let summary = ChunkSummary {
             tag: 0,
             seq: record.sequence,
             last_touch,
@@ -295,17 +294,15 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
             depth: record.depth,
             bytes: u64::from(record.pages) * PAGE_BYTES as u64,
         };
-        let (summary, all) = slots.entry(record.page).or_insert((seen, Vec::new()));
-        summary.last_touch = summary.last_touch.max(last_touch);
-        summary.uses = summary.uses.max(uses);
-        all.push(*record);
+        slots.push((summary, *record));
     }
-    let summaries: Vec<ChunkSummary> = slots.values().map(|(summary, _)| *summary).collect();
+    slots.sort_unstable_by_key(|(_, record)| record.page);
+    let summaries: Vec<ChunkSummary> = slots.iter().map(|(summary, _)| *summary).collect();
     let policy = policy_of(volume);
     let budget_bytes = write_budget(volume, lane, policy);
     let wanted = policy.plan_keep(&summaries, budget_bytes, victim.hot_since);
-    let mut slots: Vec<Vec<Record>> = slots.into_values().map(|(_, records)| records).collect();
-    plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).map(std::mem::take)).collect();
+    let mut slots: Vec<Option<Record>> = slots.into_iter().map(|(_, record)| Some(record)).collect();
+    plan.keep = wanted.into_iter().filter_map(|i| slots.get_mut(i).and_then(Option::take)).collect();
     plan.drop.extend(slots.into_iter().flatten());
     Ok(plan)
 }

@@ -7,9 +7,8 @@ use std::sync::Arc;
 
 use super::enter::{Recovery, Summary};
 use super::reader::{self, Reader};
-use super::scan::records_of_header;
+use super::scan::record_of_header;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::Record;
 use crate::format::slot::SlotHeader;
 use crate::format::superblock::Superblock;
 use crate::format::{Access, PAGE_BYTES};
@@ -352,8 +351,7 @@ fn erase_listed(lane: &Lane, segment: u32, gone: &[u32]) -> Result<()> {
 }
 
 /// Of two slots of a key makes one unreadable, or a removal would leave it. It is the older one. Where one is a copy of the other,
-/// by a move that a crash has cut off, the one that is whole stays (of a hole a crash may keep a part), or that has more of the
-/// objects that share it.
+/// by a move that a crash has cut off, the one that is whole stays: of a hole a crash may keep a part.
 fn erase_twin(lane: &Lane, twin: &Entry) -> Result<()> {
     let table = lane.table();
     let place = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);
@@ -361,22 +359,16 @@ fn erase_twin(lane: &Lane, twin: &Entry) -> Result<()> {
         let found = reader::header_of_slot(&lane.data, lane.slot_offset(e.segment, e.page))?;
         Ok(found.filter(|(_, h)| (h.sequence, h.segment, h.epoch, h.page) == place(e) && h.lane == *lane.id()))
     };
-    let records = |found: &Option<(u32, SlotHeader)>, e: &Entry| -> Result<Vec<Record>> {
-        let Some((_, header)) = found else { return Ok(Vec::new()) };
-        let is_whole = reader::is_whole(&lane.data, lane.slot_offset(e.segment, e.page), header)?;
-        Ok(if is_whole { records_of_header(header, e.header_crc) } else { Vec::new() })
+    let is_whole = |found: &Option<(u32, SlotHeader)>, e: &Entry| match found {
+        Some((_, header)) => reader::is_whole(&lane.data, lane.slot_offset(e.segment, e.page), header),
+        None => Ok(false),
     };
     let Some((kept, ..)) = table.get_marked(&twin.key).filter(|(kept, ..)| place(kept) != place(twin)) else {
         return Ok(());
     };
     let (of_kept, of_twin) = (header(&kept)?, header(twin)?);
-    let better = if twin.seq == kept.seq {
-        let (in_kept, in_twin) = (records(&of_kept, &kept)?, records(&of_twin, twin)?);
-        let is_better = in_twin.len() > in_kept.len();
-        in_twin.into_iter().find(|r| is_better && r.key == twin.key)
-    } else {
-        None
-    };
+    let is_better = twin.seq == kept.seq && is_whole(&of_twin, twin)? && !is_whole(&of_kept, &kept)?;
+    let better = of_twin.as_ref().filter(|_| is_better).map(|(_, header)| record_of_header(header, twin.header_crc));
     let (goes, found) = match &better {
         Some(record) => {
             let inserted = table.insert(twin)?;

@@ -309,7 +309,7 @@ impl<'a> Reader<'a> {
         let mut found = Vec::new();
         scan::scan_segment(self.data, &what, &mut |header, crc| {
             if counts(header.epoch, segment) {
-                found.extend(scan::records_of_header(header, crc));
+                found.push(scan::record_of_header(header, crc));
             }
             Ok(())
         })?;

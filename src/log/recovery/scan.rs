@@ -7,10 +7,9 @@
 use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::layout::COARSE_BYTES;
-use crate::format::record::{KeyKind, Record, RecordKind};
+use crate::format::record::{Record, RecordKind};
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::io::{AlignedBuf, DirectFile};
-use crate::log::base::pack::{self, Member};
 
 /// Bytes read at once.
 const WINDOW_BYTES: usize = 1 << 20;
@@ -68,10 +67,10 @@ fn lies_here(header: &SlotHeader, what: &ScanSegment, offset: u64) -> bool {
     (header.lane, header.segment) == (what.lane, what.segment) && gap.is_some_and(|g| g < COARSE_BYTES as u64)
 }
 
-/// The records that a slot's header stands for: one of its own, or one per member of a pack.
+/// The record that a slot's header stands for.
 #[must_use]
-pub fn records_of_header(header: &SlotHeader, header_crc: u32) -> Vec<Record> {
-    let whole = Record {
+pub fn record_of_header(header: &SlotHeader, header_crc: u32) -> Record {
+    Record {
         group: header.group,
         parent: header.parent,
         sequence: header.sequence,
@@ -86,10 +85,5 @@ pub fn records_of_header(header: &SlotHeader, header_crc: u32) -> Vec<Record> {
         expiry_s: u32::try_from(header.expiry_s).unwrap_or(u32::MAX),
         length: header.logical_len,
         ..Record::new(RecordKind::Put, header.key_kind, header.key)
-    };
-    if header.key_kind != KeyKind::ObjectPack {
-        return vec![whole];
     }
-    let member = |m: Member| Record { key: m.key, length: u64::from(m.length), sub_offset: m.sub_offset, ..whole };
-    pack::members(header).into_iter().map(member).collect()
 }

@@ -3,7 +3,7 @@
 use super::support::*;
 use crate::index::EntryKind;
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
-use crate::log::reclaim::steps;
+use crate::log::reclaim::{self, steps};
 use crate::log::{Log, LogOptions, PutSpec};
 use std::path::Path;
 use std::sync::Arc;
@@ -138,7 +138,7 @@ pub(super) fn evict(log: &Log, keys: &[u64]) -> (u64, u64) {
 /// The same, durably.
 pub(super) fn give_up(log: &Log, keys: &[u64]) {
     assert_eq!(evict(log, keys), (keys.len() as u64, keys.len() as u64 * SLOT_BYTES));
-    steps::settle(&log.volumes[0].own().unwrap());
+    reclaim::settle(&log.volumes[0].own().unwrap());
 }
 
 fn kind(log: &Log, n: u64) -> Option<EntryKind> {

@@ -132,11 +132,12 @@ fn what_a_killed_writer_had_flushed_is_there() {
 #[test]
 fn a_killed_writers_overwrites_and_removals_stay() {
     let dir = temp();
-    let mut floor = 0;
-    for round in 0..6u64 {
+    let mut hits = 0;
+    // Until some were served: a kill often comes between a removal and a store.
+    for round in 0..60u64 {
         let mut writer = Process::spawn("rewrite 7", dir.path());
         let mut last = writer.next("version ");
-        for _ in 0..round * 3 {
+        for _ in 0..round % 6 * 3 {
             last = writer.next("version ");
         }
         last = writer.kill("version ").unwrap_or(last);
@@ -150,10 +151,13 @@ fn a_killed_writers_overwrites_and_removals_stay() {
             other.is_none_or(|v| v > last),
             "round {round}: removed version {other:?} came back, {last} was flushed"
         );
-        floor = floor.max(served.unwrap_or(0));
+        hits += u64::from(served.is_some());
         drop(log);
+        if round >= 5 && hits > 0 {
+            return;
+        }
     }
-    assert!(floor > 0);
+    panic!("nothing was ever served");
 }
 
 #[test]

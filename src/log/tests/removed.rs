@@ -5,12 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::holes::{chained, give_up, thinned};
-use super::once::{pack_of, store_pack};
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::format::record::KeyKind;
 use crate::index::Mark;
-use crate::log::{Bad, Log, LogOptions, PutOutcome, PutSpec, Turn};
+use crate::log::{Bad, Log, LogOptions, PutOutcome, Turn};
 
 /// A log in which nothing happens by itself.
 fn still(dir: &Path) -> Arc<Log> {
@@ -163,69 +161,6 @@ fn a_removal_tells_where_another_process_does_not_end_its_eviction() {
     assert_eq!(log.remove(&[key(1)]).unwrap_err().kind(), ErrorKind::TimedOut);
     table.unmark(&key(1), sequence, Mark::Leaving).unwrap();
     assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
-}
-
-#[test]
-fn removing_one_member_of_a_pack_keeps_the_others_in_whatever_lane_it_lies() {
-    for foreign in [false, true] {
-        let dir = temp();
-        let (holder, other) = (open(dir.path()), open(dir.path()));
-        let put = begin(&holder, pack_of(1 << 40, &[1, 2, 3])).unwrap().unwrap();
-        store_pack(&holder, put, 9);
-        let before = Place::of(&holder, 1);
-        // Somewhere to write the others again.
-        assert!(store(&other, 50) && store(&holder, 51));
-        let log = if foreign { &other } else { &holder };
-        let bytes = log.stats().data_bytes_written;
-        assert_eq!(log.remove(&[key(2)]).unwrap(), [true]);
-        assert!(!before.is_readable(), "the slot that held all of them");
-        assert!(log.stats().data_bytes_written > bytes, "what is written again counts");
-        let check = |log: &Log, when: &str| {
-            // Where the lane's process had not heard of the removal, the first look at a slot finds out.
-            let is_served = |n| {
-                log.locate(&key(n), PIN).is_some_and(|chunk| {
-                    let checked = log.check_header(&chunk, &super::holes::read_header(log, &chunk));
-                    checked.inspect_err(|_| log.report_bad(&chunk, Bad::Corrupt)).is_ok()
-                })
-            };
-            _ = [1, 2, 3].map(is_served);
-            let there = [1, 2, 3].map(is_served);
-            assert_eq!(there, [true, false, true], "{when}, foreign: {foreign}");
-            for n in [1, 3] {
-                let chunk = log.locate(&key(n), PIN).unwrap();
-                let header = log.check_header(&chunk, &super::holes::read_header(log, &chunk)).unwrap();
-                let listed: Vec<_> = crate::log::pack::members(&header).iter().map(|m| m.key).collect();
-                assert_eq!(listed, [key(1), key(3)]);
-            }
-        };
-        check(&holder, "in the lane's process");
-        check(&other, "in the other one");
-        holder.flush().unwrap();
-        other.flush().unwrap();
-        holder.abandon();
-        other.abandon();
-        drop((holder, other));
-        reboot(dir.path());
-        let log = open(dir.path());
-        check(&log, "after a crash");
-        log.abandon();
-        drop(log);
-        rebuild_from_data(dir.path());
-        check(&open(dir.path()), "after a rebuild");
-    }
-}
-
-#[test]
-fn a_whole_pack_is_removed_at_once() {
-    let dir = temp();
-    let log = open(dir.path());
-    let put = begin(&log, pack_of(1 << 40, &[1, 2])).unwrap().unwrap();
-    store_pack(&log, put, 9);
-    let place = Place::of(&log, 1);
-    assert_eq!(log.remove(&[key(1), key(2)]).unwrap(), [true, true]);
-    assert!(!place.is_readable() && !log.contains(&key(1)) && !log.contains(&key(2)));
-    assert_eq!(log.stats().chunks, 0);
-    assert!(begin(&log, PutSpec::object(key(1), 100, KeyKind::Object)).unwrap().is_some());
 }
 
 #[test]

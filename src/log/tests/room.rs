@@ -4,41 +4,41 @@ use std::time::Duration;
 
 use super::support::*;
 use crate::error::ErrorKind;
-use crate::log::{DriveOptions, Log, LogOptions, Member, Placement, Put, PutOutcome, PutSpec, allocated_below};
-
-/// A put of one slot that takes as many places in the index as it has members.
-fn pack(log: &Log, first: u64, members: u64) -> Put {
-    let member = |n: u64| Member { key: key(n), sub_offset: (n - first) as u32 * 8, length: 8 };
-    let spec =
-        PutSpec::pack(key(1 << 40 | first), members as usize * 8, (first..first + members).map(member).collect());
-    begin(log, spec).unwrap().unwrap()
-}
+use crate::format::record::KeyKind;
+use crate::log::{DriveOptions, Log, LogOptions, Placement, PutOutcome, PutSpec, allocated_below};
 
 #[test]
 fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
     let dir = temp();
     let small = LogOptions { capacity_bytes: 96 << 20, segment_bytes: Some(32 << 20), ..options(dir.path()) };
     let log = Log::open(small).unwrap();
-    for first in [0, 400] {
-        let put = pack(&log, first, 400);
-        let crcs = write_extents(&log, &put, first, 0).unwrap();
+    let begin = |n: u64| begin(&log, PutSpec::object(key(n), 100, KeyKind::Object)).unwrap().unwrap();
+    // As many as the table of 1024 entries takes before it must grow, and room for some more in the open segment.
+    let full = 800;
+    for n in 0..full {
+        let put = begin(n);
+        let crcs = write_extents(&log, &put, n, 0).unwrap();
         commit(put, &crcs).unwrap();
     }
-    // Nothing may be allocated from here on, and there is no segment to give back: a table of 1024 entries cannot grow.
+    // Nothing may be allocated from here on, and there is no segment to give back.
     let ballast = dir.path().join("ballast");
     let file = crate::io::DirectFile::open(&ballast, crate::io::FileOptions::create()).unwrap();
     let used = allocated_below(dir.path()).unwrap();
     file.allocate(0, (96 << 20) - used).unwrap();
-    let put = pack(&log, 800, 500);
-    let crcs = write_extents(&log, &put, 800, 0).unwrap();
-    let (tx, rx) = crossbeam_channel::bounded(1);
-    put.commit(&crcs, Box::new(move |r| tx.send(r).unwrap()));
-    assert!(rx.recv_timeout(Duration::from_millis(300)).is_err(), "it waits");
+    let (tx, rx) = crossbeam_channel::unbounded();
+    for n in full..full + 500 {
+        let put = begin(n);
+        let crcs = write_extents(&log, &put, n, 0).unwrap();
+        let tx = tx.clone();
+        put.commit(&crcs, Box::new(move |r| tx.send(r).unwrap()));
+    }
+    let told = std::iter::from_fn(|| rx.recv_timeout(Duration::from_millis(300)).ok()).inspect(|r| assert!(r.is_ok()));
+    assert!(told.count() < 500, "some wait");
     std::fs::remove_file(&ballast).unwrap();
-    drop(file);
-    rx.recv_timeout(Duration::from_secs(10)).unwrap().unwrap();
+    drop((file, tx));
+    rx.iter().for_each(|r| r.unwrap());
     log.flush().unwrap();
-    assert_eq!(log.lookup(&(0..1300).map(key).collect::<Vec<_>>()), 1300);
+    assert_eq!(log.lookup(&(0..full + 500).map(key).collect::<Vec<_>>()), full as usize + 500);
 }
 
 #[test]

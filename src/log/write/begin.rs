@@ -10,7 +10,7 @@ use crate::format::PAGE_BYTES;
 use crate::format::layout::SlotLayout;
 use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
-use crate::log::base::in_flight::Claims;
+use crate::log::base::in_flight::KeyClaim;
 use crate::log::base::options::Placement;
 use crate::log::base::spec::PutSpec;
 use crate::log::drive::{Claim, Volume, Waiting};
@@ -65,7 +65,7 @@ impl Log {
         {
             spec.expiry_s = u32::try_from(self.ctx.now_s().saturating_add(ttl.as_secs().max(1))).unwrap_or(u32::MAX);
         }
-        let Some(claims) = self.claim(&mut spec) else {
+        let Some(claim) = self.claim(&spec.key) else {
             let holds = |v: &&Arc<Volume>| v.lanes().all.iter().any(|l| l.get(&spec.key).is_some());
             if let Some(lane) = self.volumes.iter().find(holds).and_then(|v| v.own()) {
                 policy::note_begun(&lane, &spec, layout.slot_bytes);
@@ -91,36 +91,19 @@ impl Log {
         }
         let Some((lane, place, sequence)) = reserved? else { return Ok(PutOutcome::NoRoom(spec)) };
         self.ctx.counters.puts.add(1);
-        let held = Held::new(&lane, place, records_of(&spec), sequence);
+        let held = Held::new(&lane, place, sequence);
         let (lanes, shard) = (volume.lanes(), Arc::clone(&volume.shard));
-        let reservation = Reservation { lane, place, held, claims, lanes, shard, _quota: quota, ended: false };
+        let reservation = Reservation { lane, place, held, claim, lanes, shard, _quota: quota, ended: false };
         let health = Arc::clone(&volume.health);
         Ok(PutOutcome::Started(Put { spec, layout, drive: volume.number, sequence, health, reservation }))
     }
 
-    /// Claims the key, or the keys of a pack's members, of which those that are stored or being stored are left out; `None` where
-    /// nothing is left to be stored.
-    fn claim(&self, spec: &mut PutSpec) -> Option<Claims> {
-        let mut claims = Claims::new(&self.ctx.in_flight);
+    /// Claims the key; `None` where it is stored, or being stored.
+    fn claim(&self, key: &ChunkKey) -> Option<KeyClaim> {
         // Claimed first: who looks first may miss what another put publishes in between.
-        let mut take = |key: &ChunkKey| {
-            let takes = claims.add(key);
-            let is_there = takes && self.contains(key);
-            if is_there {
-                // Others may want it before this put ends: it may be removed, and stored anew.
-                claims.give_back(key);
-            }
-            takes && !is_there
-        };
-        let (all, left) = if spec.members.is_empty() {
-            (1, usize::from(take(&spec.key)))
-        } else {
-            let all = spec.members.len();
-            spec.members.retain(|m| take(&m.key));
-            (all, spec.members.len())
-        };
-        self.ctx.counters.already_there.add((all - left) as u64);
-        (left > 0).then_some(claims)
+        let claim = KeyClaim::take(&self.ctx.in_flight, key).filter(|_| !self.contains(key));
+        self.ctx.counters.already_there.add(u64::from(claim.is_none()));
+        claim
     }
 
     fn check_spec(&self, spec: &PutSpec, layout: &SlotLayout) -> Result<()> {
@@ -178,16 +161,12 @@ impl Log {
     ) -> Result<Option<(Arc<Lane>, Place, u64)>> {
         let lane = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed").at(&volume.root))?;
         policy::note_begun(&lane, spec, layout.slot_bytes);
-        let records = records_of(spec);
-        let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32, records };
-        if records > lane.region_records() / 2 {
-            return Err(Error::new(ErrorKind::InvalidInput, format!("a pack of {records} objects")));
-        }
+        let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32 };
         let mut waiting = Waiting::new(deadline);
         let mut state = lane.state()?;
         loop {
             let place =
-                if is_leaving(volume, &lane, spec) { None } else { take_place(volume, &lane, &mut state, need)? };
+                if is_leaving(volume, &lane, &spec.key) { None } else { take_place(volume, &lane, &mut state, need)? };
             let wake = state.segments.wants_segment() || state.segments.wants_reserve();
             if wake || place.is_none() {
                 volume.wake();
@@ -212,18 +191,11 @@ impl Log {
     }
 }
 
-fn records_of(spec: &PutSpec) -> usize {
-    spec.members.len().max(1)
-}
-
 /// Whether what a key named before is still being made unreadable: until then nothing else may name it, or nobody would know
 /// of that slot.
-fn is_leaving(volume: &Volume, lane: &Lane, spec: &PutSpec) -> bool {
-    let table = lane.table();
-    let goes = |key: &ChunkKey| {
-        table.get_marked(key).is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
-    };
-    if spec.members.is_empty() { goes(&spec.key) } else { spec.members.iter().any(|m| goes(&m.key)) }
+fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
+    let found = lane.table().get_marked(key);
+    found.is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
 }
 
 /// A place and a sequence, both under the lane's lock: who looks at the puts under way and then finds none of a lower sequence
@@ -242,7 +214,7 @@ fn take_place(volume: &Volume, lane: &Lane, state: &mut State, need: Need) -> Re
             Ok(Some((place, sequence)))
         }
         Err(e) => {
-            state.segments.end_put(place, need.records);
+            state.segments.end_put(place);
             Err(e)
         }
     }

@@ -1,4 +1,4 @@
-//! What makes a put visible: its header has been written, so its records enter the table and wait for the journal.
+//! What makes a put visible: its header has been written, so its record enters the table and waits for the journal.
 //!
 //! Invariant: this happens only after every byte of the slot, the header last, has been written with its full length, and
 //! only into a segment that still takes records. What is refused after its header was written has it made unreadable.
@@ -15,7 +15,7 @@ use crate::log::policy;
 /// A put whose header is being written. Dropped without an end it answers its caller all the same.
 pub(super) struct Commit {
     reservation: Reservation,
-    records: Vec<Record>,
+    record: Record,
     slot_bytes: u64,
     header_at: u32,
     ticket: u64,
@@ -27,12 +27,12 @@ impl Commit {
     /// From now on a flush waits for it. Its slot has so many bytes, and its header at this offset.
     pub(super) fn begin(
         reservation: Reservation,
-        records: Vec<Record>,
+        record: Record,
         (slot_bytes, header_at): (u64, u32),
         done: PutDone,
     ) -> Self {
         let ticket = reservation.lane.state().map_or(0, |mut state| state.puts.commit());
-        Self { reservation, records, slot_bytes, header_at, ticket, begun: Instant::now(), done: Some(done) }
+        Self { reservation, record, slot_bytes, header_at, ticket, begun: Instant::now(), done: Some(done) }
     }
 
     fn end(mut self, result: Result<()>) {
@@ -60,8 +60,7 @@ impl Commit {
     /// It is not published although its header has been written.
     fn refuse(self, why: Error) {
         let (lane, place) = (Arc::clone(&self.reservation.lane), self.reservation.place);
-        let pages = self.records.first().map_or(0, |r| r.pages);
-        let slot = Slot { page: place.page, pages, header_at: self.header_at };
+        let slot = Slot { page: place.page, pages: self.record.pages, header_at: self.header_at };
         let hold = Hold(Arc::clone(&self.reservation.held));
         lane.blank_soon(place.segment, &slot, |buf| hold.on(buf), drop);
         self.end(Err(why));
@@ -109,7 +108,7 @@ pub(super) fn finish(commit: Commit, written: Result<()>) {
     publish(commit);
 }
 
-/// Enters the records. What finds the table full waits for the journal thread, which lets it grow.
+/// Enters the record. What finds the table full waits for the journal thread, which lets it grow.
 fn publish(mut commit: Commit) {
     let lane = Arc::clone(&commit.reservation.lane);
     let outcome = lane.state().and_then(|mut state| enter(&lane, &mut state, &mut commit));
@@ -139,19 +138,15 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
     if table.is_lost() || shared.as_ref().is_some_and(|shared| shared.is_lost()) {
         return Err(Error::new(ErrorKind::Io, "the memory that processes share is out of reach").at(&lane.dir));
     }
-    if commit.records.iter().any(|r| is_gone(&commit.reservation, r)) {
+    if is_gone(&commit.reservation, &commit.record) {
         return Err(Error::new(ErrorKind::Cancelled, "the key was removed while it was being stored"));
     }
-    for record in &commit.records {
-        state.enter(&table, shared.as_ref(), record)?;
-    }
-    for record in &commit.records {
-        state.log(*record);
-        policy::note_published(state, record);
-    }
+    state.enter(&table, shared.as_ref(), &commit.record)?;
+    state.log(commit.record);
+    policy::note_published(state, &commit.record);
     commit.reservation.held.end(state);
     commit.reservation.ended = true;
-    if state.pending.has_full_page() || state.pending.waiting() <= commit.records.len() {
+    if state.pending.has_full_page() || state.pending.waiting() <= 1 {
         lane.work.notify_one();
     }
     Ok(())
@@ -161,7 +156,7 @@ fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
 fn is_gone(reservation: &Reservation, record: &Record) -> bool {
     let is_chunk = matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment);
     let tenant = is_chunk.then_some(record.tenant);
-    !reservation.shard.is_above_floor(tenant, record.sequence) || reservation.claims.is_removed(&record.key)
+    !reservation.shard.is_above_floor(tenant, record.sequence) || reservation.claim.is_removed()
 }
 
 /// Takes a segment out of use after a write error: no more puts, sealed with what is good, never used again.

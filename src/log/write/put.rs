@@ -7,11 +7,10 @@ use super::reservation::{PutDone, Reservation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::format::record::{Record, RecordKind};
-use crate::format::slot::{SlotHeader, TLV_PACK_DIRECTORY, TLV_TOKEN_IDS};
+use crate::format::slot::{SlotHeader, TLV_TOKEN_IDS};
 use crate::io::{AlignedBuf, Completion, DirectFile, Queue, Request};
 use crate::key::ChunkKey;
 use crate::log::base::health::Health;
-use crate::log::base::pack::{self, Member};
 use crate::log::base::spec::PutSpec;
 use crate::log::lane::{Hold, aligned};
 
@@ -20,7 +19,7 @@ use crate::log::lane::{Hold, aligned};
 pub enum PutOutcome {
     /// Write the extents, then commit.
     Started(Put),
-    /// The key is stored, or is being stored by another put of this process: nothing to do. Of a pack: all its members are.
+    /// The key is stored, or is being stored by another put of this process: nothing to do.
     AlreadyThere,
     /// There is no room for it yet: no free segment is ready, or what the key named before is just being made unreadable. The
     /// spec comes back, to try again with or to be shed.
@@ -94,12 +93,6 @@ impl Put {
         &self.layout
     }
 
-    /// Objects of a pack that it stores; those of the spec that are not among them are stored already.
-    #[must_use]
-    pub fn members(&self) -> &[Member] {
-        &self.spec.members
-    }
-
     /// Sequence that the key will have.
     #[must_use]
     pub fn sequence(&self) -> u64 {
@@ -119,21 +112,21 @@ impl Put {
                 return done(Err(e));
             }
         };
-        let records = self.records(header_crc);
+        let record = self.record(header_crc);
         // Its header must not reach the drive after the removal has made durable what it has done.
-        if records.iter().any(|r| self.reservation.claims.is_removed(&r.key)) {
+        if self.reservation.claim.is_removed() {
             drop(self);
             return done(Err(Error::new(ErrorKind::Cancelled, "the key was removed while it was being stored")));
         }
         // Who is second keeps nothing. Two at the same moment may both be kept, and both are right.
-        if records.iter().all(|r| self.reservation.is_there(&r.key)) {
+        if self.reservation.is_there(&record.key) {
             return publish::give_back(self.reservation, done);
         }
         let buf = self.hold().on(buf.into());
         let offset = self.slot_offset() + u64::from(self.layout.header_offset);
         let lane = Arc::clone(&self.reservation.lane);
         let at = (self.layout.slot_bytes, self.layout.header_offset);
-        let commit = Commit::begin(self.reservation, records, at, done);
+        let commit = Commit::begin(self.reservation, record, at, done);
         let health = self.health;
         let finish = move |c: Completion| {
             drop(c.buf);
@@ -184,17 +177,14 @@ impl Put {
         if let Some(ids) = &spec.token_ids {
             header.tlvs.push((TLV_TOKEN_IDS, ids.iter().flat_map(|id| id.to_le_bytes()).collect()));
         }
-        if !spec.members.is_empty() {
-            header.tlvs.push((TLV_PACK_DIRECTORY, pack::encode(&spec.members)));
-        }
         let (bytes, crc) = header.encode(&self.layout)?;
         Ok((aligned(&bytes)?, crc))
     }
 
-    fn records(&self, header_crc: u32) -> Vec<Record> {
+    fn record(&self, header_crc: u32) -> Record {
         let spec = &self.spec;
         let place = self.reservation.place;
-        let whole = Record {
+        Record {
             group: spec.group,
             parent: spec.parent,
             sequence: self.sequence,
@@ -209,11 +199,6 @@ impl Put {
             expiry_s: spec.expiry_s,
             length: spec.length,
             ..Record::new(RecordKind::Put, spec.key_kind, spec.key)
-        };
-        if spec.members.is_empty() {
-            return vec![whole];
         }
-        let member = |m: &Member| Record { key: m.key, length: u64::from(m.length), sub_offset: m.sub_offset, ..whole };
-        spec.members.iter().map(member).collect()
     }
 }

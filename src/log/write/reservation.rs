@@ -1,24 +1,24 @@
-//! What a put has taken: its place, its keys, its part of a quota.
+//! What a put has taken: its place, its key, its part of a quota.
 
 use std::sync::Arc;
 
 use crate::error::Result;
 use crate::index::Shard;
 use crate::key::ChunkKey;
-use crate::log::base::in_flight::Claims;
+use crate::log::base::in_flight::KeyClaim;
 use crate::log::drive::{Claim, Lanes, shows};
 use crate::log::lane::{Held, Lane, Place};
 
 /// Told once whether a put was published.
 pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// A put's place and its claims on keys.
+/// A put's place and its claim on the key.
 #[derive(Debug)]
 pub(super) struct Reservation {
     pub(super) lane: Arc<Lane>,
     pub(super) place: Place,
     pub(super) held: Arc<Held>,
-    pub(super) claims: Claims,
+    pub(super) claim: KeyClaim,
     /// The drive's lanes when it began: another process may store the same key meanwhile.
     pub(super) lanes: Arc<Lanes>,
     /// Where floors are.

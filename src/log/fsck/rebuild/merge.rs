@@ -12,7 +12,7 @@ use crate::format::sealed::SegmentState;
 use crate::format::superblock::Superblock;
 use crate::log::base::half;
 use crate::log::base::image::SegmentImage;
-use crate::log::recovery::scan::records_of_header;
+use crate::log::recovery::scan::record_of_header;
 
 /// The lane as it is to be.
 pub(super) struct Merged {
@@ -103,13 +103,15 @@ fn one(
         let named = |r: &Record| {
             known.iter().find(|k| (k.page, k.sequence, half(&k.key)) == (r.page, r.sequence, half(&r.key)))
         };
-        let its = records_of_header(&slot.header, slot.crc);
-        let its: Vec<Record> = its.into_iter().filter(|r| !is_whole || named(r).is_some()).collect();
+        let record = record_of_header(&slot.header, slot.crc);
+        let known = named(&record);
+        let counts = !is_whole || known.is_some();
         if slot.is_intact(data, len)? {
             end = slot.start + slot.bytes();
             // The index knows how hot a chunk was.
-            records.extend(its.iter().map(|r| Record { hotness: named(r).map_or(0, |k| k.hotness), ..*r }));
-        } else if !its.is_empty() {
+            let hotness = known.map_or(0, |k| k.hotness);
+            records.extend(counts.then_some(Record { hotness, ..record }));
+        } else if counts {
             let what = "an extent is damaged or cut off".to_owned();
             merged.left_out.push(BadSlot { lane: 0, key: slot.header.key, offset: slot.start, what });
         }
@@ -117,6 +119,6 @@ fn one(
     if records.is_empty() {
         return Ok(SegmentImage { number, epoch, state: SegmentState::Free, sealed_ms, records });
     }
-    records.sort_unstable_by_key(|r| (r.sequence, r.page, r.sub_offset));
+    records.sort_unstable_by_key(|r| (r.sequence, r.page));
     Ok(SegmentImage { number, epoch, state: SegmentState::Sealed, sealed_ms, records })
 }
