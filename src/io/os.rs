@@ -1,5 +1,8 @@
 //! Questions to the operating system that the standard library does not ask.
-#![expect(unsafe_code, reason = "statvfs, statfs and clock_gettime have no safe wrapper in the standard library")]
+#![expect(
+    unsafe_code,
+    reason = "statvfs, statfs, clock_gettime and malloc_trim have no safe wrapper in the standard library"
+)]
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -48,6 +51,16 @@ pub fn boot_clock_ns() -> u64 {
         return 0;
     }
     (t.tv_sec as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec as u64)
+}
+
+/// Gives the heap's free pages back to the system, which glibc keeps otherwise: after work that took
+/// much memory once.
+pub(crate) fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: it has no preconditions, and takes the allocator's own locks.
+    unsafe {
+        libc::malloc_trim(0);
+    }
 }
 
 #[cfg(test)]

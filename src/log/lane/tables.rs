@@ -49,7 +49,8 @@ pub(in crate::log) fn anonymous_table(ctx: &Ctx, entries: u64) -> Result<Table> 
 }
 
 fn spec(ctx: &Ctx, entries: u64, generation: u64) -> TableSpec {
-    let max_entries = (entries + entries / 8).max(MIN_ENTRIES);
+    // A full cache holds as much as it did when it was closed.
+    let max_entries = (entries + entries / 32).max(MIN_ENTRIES);
     TableSpec { max_entries, boot: ctx.boot, generation, writer: ctx.me }
 }
 

@@ -84,6 +84,9 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     if let Ok(mut state) = lane.state() {
         state.usage.set_chain(Box::new(chain));
     }
+    drop((known, new));
+    // Of a cache of a million chunks, 20 MB.
+    crate::io::trim_heap();
 }
 
 fn capacity(lane: &Lane) -> u64 {

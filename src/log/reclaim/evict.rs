@@ -66,7 +66,7 @@ pub(super) fn make_room(volume: &Volume) -> bool {
         tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was given up");
         0
     });
-    settle(&own);
+    super::settle(&own);
     tidy(volume, &own, most);
     freed > 0
 }

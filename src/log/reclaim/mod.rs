@@ -19,7 +19,8 @@ pub(super) use orphans::delete;
 
 use super::lane::Lane;
 
-/// Makes durable that what was given up is gone, and notes that on the drive, so that the next opening need not look.
+/// Makes durable that what was given up is gone, and notes that on the drive: otherwise the
+/// next opening looks at each of the slots.
 pub(super) fn settle(lane: &Lane) {
     evict::settle(lane);
     evict::write_lists(lane);

@@ -121,7 +121,11 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
 
 /// Makes durable what has been made unreadable in a lane.
 fn flush(lane: &Lane) -> Result<()> {
-    lane.settle()
+    lane.settle()?;
+    if lane.is_held() {
+        evict::write_lists(lane);
+    }
+    Ok(())
 }
 
 /// Keys that are being removed from one drive.

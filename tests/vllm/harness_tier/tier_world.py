@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from forebay.vllm.register import register
 
-#: Bytes of a block of the CPU tier: more than the store packs into shared slots, and no power of two.
+#: Bytes of a block of the CPU tier: no power of two.
 ROW = 20 * 4096
 #: Nothing here may take longer.
 PATIENCE_S = 60.0
