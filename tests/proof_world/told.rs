@@ -11,6 +11,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use forebay::ErrorKind;
 use forebay::log::{Log, LogOptions};
 
 use super::{Rng, get, key, put, put_of};
@@ -78,7 +79,11 @@ impl Work<'_> {
                 self.tell(self.log.remove(&all).map(|_| true), "removed-beside");
             }
             say("storing-beside");
-            self.tell(put(self.log, key((KEYS + step % KEYS) as u32), self.seed << 32 | step), "stored-beside");
+            match put(self.log, key((KEYS + step % KEYS) as u32), self.seed << 32 | step) {
+                // Everything was cleared meanwhile.
+                Err(e) if e.kind() == ErrorKind::Cancelled => say("refused-beside"),
+                outcome => self.tell(outcome, "stored-beside"),
+            }
         }
     }
 
@@ -156,12 +161,11 @@ impl Teller {
         }
     }
 
-    /// Hears what is told until `line` comes, which must come before the child ends, and within the time that calls may take.
+    /// Hears what is told until `wanted` comes. The child must not end before, nor any call take too long.
     pub fn await_line(&mut self, wanted: &str, model: &mut Model) -> Result<(), String> {
-        let until = Instant::now() + Duration::from_secs(120);
         let mut last = String::new();
         loop {
-            match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            match self.lines.recv_timeout(Duration::from_secs(120)) {
                 Ok(line) if line == wanted => return Ok(()),
                 Ok(line) => {
                     model.told(&line);
