@@ -165,8 +165,8 @@ impl Log {
         let mut waiting = Waiting::new(deadline);
         let mut state = lane.state()?;
         loop {
-            let place =
-                if is_leaving(volume, &lane, &spec.key) { None } else { take_place(volume, &lane, &mut state, need)? };
+            let leaving = is_leaving(volume, &lane, &spec.key);
+            let place = if leaving { None } else { take_place(volume, &lane, &mut state, need)? };
             let wake = state.segments.wants_segment() || state.segments.wants_reserve();
             if wake || place.is_none() {
                 volume.wake();
@@ -184,7 +184,8 @@ impl Log {
                 }
                 Err(e) => {
                     self.ctx.sheds.no_space.add(1);
-                    return Err(e);
+                    let why = "what the key named before could not be made unreadable in time";
+                    return Err(if leaving { Error::new(ErrorKind::NoSpace, why).at(&lane.dir) } else { e });
                 }
             }
         }
