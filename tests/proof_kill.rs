@@ -6,9 +6,9 @@ mod proof_world;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use forebay::log::Log;
+use forebay::log::{Log, LogOptions};
 use proof_world::told::{self, KEYS, Model, Teller, Work, say};
-use proof_world::{CHILD, Rng};
+use proof_world::{CHILD, Rng, get, key, put};
 
 /// Works until it is killed.
 fn run_child(role: &str) {
@@ -48,4 +48,46 @@ fn kill_9_at_any_moment() {
     }
     println!("{cycles} kills, {storing} amid a store, {hits} chunks found again");
     assert!(hits > cycles, "{hits} chunks found after {cycles} kills");
+}
+
+fn small(dir: &Path) -> LogOptions {
+    LogOptions { capacity_bytes: 8 << 20, segment_bytes: Some(512 << 10), ..proof_world::options(dir) }
+}
+
+/// Stores new chunks until it is killed: the cache is soon full.
+fn fill_until_killed(role: &str) {
+    let (first, dir) = role.split_once(' ').unwrap();
+    let log = Log::open(small(Path::new(dir))).unwrap();
+    say("open");
+    for n in first.parse::<u32>().unwrap().. {
+        drop(put(&log, key(n), u64::from(n)));
+        say(&format!("stored {n}"));
+    }
+}
+
+#[test]
+fn what_a_lookup_promises_after_a_kill_loads() {
+    if let Ok(role) = std::env::var(CHILD) {
+        return fill_until_killed(&role);
+    }
+    let rounds = std::env::var("FOREBAY_KILL_CYCLES").map_or(10, |n| n.parse().unwrap());
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (mut stored, mut promised, mut loaded, mut evicted) = (0u32, 0u64, 0u64, 0u64);
+    for round in 0..rounds {
+        let role = format!("{stored} {}", dir.path().display());
+        let child = Teller::start("what_a_lookup_promises_after_a_kill_loads", &role);
+        let mut model = Model::default();
+        let until = Instant::now() + Duration::from_millis(400 + Rng(round).below(500));
+        assert!(child.listen(until, &mut model), "round {round}: the process ended by itself");
+        child.end(&mut model);
+        stored = model.stored + 1;
+        let log = Log::open(small(dir.path())).unwrap();
+        let offered: Vec<u32> = (0..stored).filter(|n| log.contains(&key(*n))).collect();
+        promised += offered.len() as u64;
+        evicted += u64::from(stored) - offered.len() as u64;
+        loaded += offered.iter().filter(|n| get(&log, &key(**n)).is_some()).count() as u64;
+    }
+    println!("{rounds} kills: {promised} chunks offered, {loaded} loaded; {evicted} not offered any more");
+    assert!(evicted > 100, "the cache was not full");
+    assert!(loaded * 1000 >= promised * 999, "{} of {promised} were promised in vain", promised - loaded);
 }

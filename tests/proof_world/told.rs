@@ -204,6 +204,8 @@ pub struct Model {
     pub may: BTreeMap<u64, Vec<u64>>,
     /// Steps that ended with an error.
     pub erred: u64,
+    /// The last key that was told as stored, where keys are only counted.
+    pub stored: u32,
     storing: bool,
     storing_beside: bool,
 }
@@ -245,6 +247,7 @@ impl Model {
             // Everything that had returned is durable: the last that was told of each key. A step that ended with an error may
             // have had its effect or not, so that nothing is known of what came before it.
             "flushed" if self.erred == 0 => self.all(|may| drop(may.drain(..may.len() - 1))),
+            "stored" => self.stored = k as u32,
             "gone-flushed" => panic!("a flush ended well although the file system had been shut down before"),
             _ => {}
         }
