@@ -165,6 +165,7 @@ impl Log {
         let mut waiting = Waiting::new(deadline);
         let mut state = lane.state()?;
         loop {
+            check_writable(&lane, &state)?;
             let leaving = is_leaving(volume, &lane, &spec.key);
             let place = if leaving { None } else { take_place(volume, &lane, &mut state, need)? };
             let wake = state.segments.wants_segment() || state.segments.wants_reserve();
@@ -199,14 +200,17 @@ fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
     found.is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
 }
 
+fn check_writable(lane: &Lane, state: &State) -> Result<()> {
+    if state.pending.is_broken() {
+        lane.ctx.sheds.no_space.add(1);
+        return Err(Error::new(ErrorKind::Busy, "the lane takes nothing after write errors").at(&lane.dir));
+    }
+    Ok(())
+}
+
 /// A place and a sequence, both under the lane's lock: who looks at the puts under way and then finds none of a lower sequence
 /// will never see one.
 fn take_place(volume: &Volume, lane: &Lane, state: &mut State, need: Need) -> Result<Option<(Place, u64)>> {
-    if state.pending.is_broken() {
-        let e = Error::new(ErrorKind::Busy, "the lane takes nothing after write errors").at(&lane.dir);
-        volume.ctx.sheds.no_space.add(1);
-        return Err(e);
-    }
     let Some(place) = state.segments.place(need, lane.shared().as_ref()) else { return Ok(None) };
     match volume.shard.next_seq() {
         Ok(sequence) => {
