@@ -2,11 +2,14 @@
 
 use super::support::*;
 use crate::index::EntryKind;
+use crate::io::{self, Faulty, Op};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
 use crate::log::reclaim::{self, steps};
 use crate::log::{Log, LogOptions, PutSpec};
+use parking_lot::Mutex;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
@@ -296,4 +299,37 @@ fn what_goes_from_a_segment_that_is_not_sealed_is_not_promised_by_the_next_openi
     let log = crash(log);
     assert_eq!((log.lookup(&[key(3)]), log.stats().chunks), (0, 9));
     assert_eq!(held(&log, 0..10).len(), 9);
+}
+
+/// Its record is in the region by then, and its segment takes no list yet.
+#[test]
+fn what_goes_while_its_segment_is_being_sealed_is_not_promised_by_the_next_opening() {
+    let dir = temp();
+    let of_test: Arc<Mutex<Weak<Log>>> = Arc::default();
+    let (for_factory, has_met) = (Arc::clone(&of_test), Arc::new(AtomicBool::new(false)));
+    let met = Arc::clone(&has_met);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let (log, met) = (Arc::clone(&for_factory), Arc::clone(&met));
+        drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
+            let is_of_index = request.op == Op::Write && request.file.path().ends_with("index.kv");
+            let log = log.lock().upgrade().filter(|_| is_of_index)?;
+            let lane = log.volumes[0].own()?;
+            if request.offset == lane.region_offset(0) && !met.swap(true, Ordering::SeqCst) {
+                assert_eq!(log.remove(&[key(3)]).unwrap(), [true]);
+            }
+            None
+        }));
+        Ok(drive)
+    };
+    let options = LogOptions { foreground: true, drive_factory: Some(Arc::new(factory)), ..thinned(dir.path()) };
+    let log = Log::open(options).unwrap();
+    fill(&log, 0..10);
+    log.flush().unwrap();
+    *of_test.lock() = Arc::downgrade(&log);
+    log.seal(soon()).unwrap();
+    assert!(has_met.load(Ordering::SeqCst), "the region was written");
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!((log.lookup(&[key(3)]), log.stats().chunks), (0, 9));
 }
