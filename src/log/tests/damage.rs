@@ -141,6 +141,7 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     let log =
         Log::open(LogOptions { foreground: true, segment_bytes: Some(128 << 10), ..options(dir.path()) }).unwrap();
     (0..5).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
     log.seal(soon()).unwrap();
     let given_up = log.locate(&key(0), PIN).unwrap().segment;
     log.remove(&(0..5).map(key).collect::<Vec<_>>()).unwrap();

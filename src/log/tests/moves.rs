@@ -1,15 +1,17 @@
 //! Chunks that are moved while something else happens to them.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::support::*;
+use crate::format::PAGE_BYTES;
 use crate::format::slot::SlotHeader;
-use crate::io::{self, Faulty, Op, Request};
+use crate::io::{self, Fault, Faulty, Op, Request};
 use crate::key::ChunkKey;
-use crate::log::{Log, LogOptions, PutSpec, Turn};
+use crate::log::{Chunk, Log, LogOptions, PutSpec, Turn};
 
 /// What is done to a chunk, once each, while its copy is being written.
 type Deed = Box<dyn FnOnce(&Log, &ChunkKey) + Send>;
@@ -20,6 +22,8 @@ struct Meddler {
     log: Mutex<Weak<Log>>,
     deeds: Mutex<Vec<Deed>>,
     met: Mutex<Vec<ChunkKey>>,
+    /// No region can be written that says that its segment is free.
+    frees_fail: AtomicBool,
 }
 
 impl Meddler {
@@ -37,6 +41,16 @@ impl Meddler {
     }
 }
 
+impl Meddler {
+    fn fate(&self, request: &Request) -> Option<Fault> {
+        // A seal writes more than a page, and the journal's pages lie before the regions.
+        let is_page = request.op == Op::Write && request.len == PAGE_BYTES && request.file.path().ends_with("index.kv");
+        let log = self.log.lock().upgrade().filter(|_| is_page && self.frees_fail.load(Ordering::SeqCst))?;
+        let regions = log.volumes[0].own()?.region_offset(0);
+        (request.offset >= regions).then_some(Fault::Fail)
+    }
+}
+
 fn meddled(dir: &Path) -> (Arc<Log>, Arc<Meddler>) {
     let meddler = Arc::new(Meddler::default());
     let for_factory = Arc::clone(&meddler);
@@ -45,7 +59,7 @@ fn meddled(dir: &Path) -> (Arc<Log>, Arc<Meddler>) {
         let meddler = Arc::clone(&for_factory);
         drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
             meddler.meet(request);
-            None
+            meddler.fate(request)
         }));
         Ok(drive)
     };
@@ -110,4 +124,43 @@ fn what_is_removed_or_overwritten_while_it_is_moved_stays_so() {
     log.flush().unwrap();
     let log = crash(log);
     check(&log, "after a crash");
+}
+
+/// The copy is not wanted then. If it counted, nobody would know of the slot that it is a copy of.
+#[test]
+fn what_is_leased_while_it_is_moved_is_removed_with_the_slot_in_which_it_stays() {
+    let dir = temp();
+    let (log, meddler) = meddled(dir.path());
+    let leased: Arc<Mutex<Vec<(ChunkKey, Chunk)>>> = Arc::default();
+    let to = Arc::clone(&leased);
+    let lease: Deed = Box::new(move |log, key| to.lock().push((*key, log.locate(key, PIN).unwrap())));
+    *meddler.deeds.lock() = vec![lease];
+    store_until_met(&log, &meddler, 1);
+    let (key, chunk) = leased.lock().pop().unwrap();
+    let place = Place::of_chunk(&chunk);
+    assert!(place.is_readable() && load_key(&log, &key).is_ok());
+    assert_eq!(log.remove(&[key]).unwrap(), [true]);
+    assert!(!place.is_readable());
+}
+
+/// Or a removal would make one of them unreadable, and a rebuild would find the other.
+#[test]
+fn of_a_move_that_a_crash_cut_off_the_next_opening_leaves_one_slot() {
+    let dir = temp();
+    let (log, meddler) = meddled(dir.path());
+    let moved: Arc<Mutex<Vec<(ChunkKey, Place)>>> = Arc::default();
+    let to = Arc::clone(&moved);
+    let note: Deed = Box::new(move |log, key| to.lock().push((*key, Place::of_chunk(&log.locate(key, PIN).unwrap()))));
+    *meddler.deeds.lock() = vec![note];
+    meddler.frees_fail.store(true, Ordering::SeqCst);
+    store_until_met(&log, &meddler, 1);
+    let (key, old) = moved.lock().pop().unwrap();
+    let new = Place::of_chunk(&log.locate(&key, PIN).unwrap());
+    assert!(old.is_readable() && new.is_readable(), "its segment could not be freed");
+    meddler.frees_fail.store(false, Ordering::SeqCst);
+    let log = crash(log);
+    assert!(load_key(&log, &key).is_ok());
+    assert!(old.is_readable() != new.is_readable(), "two slots of a key, and one entry");
+    log.remove(&[key]).unwrap();
+    assert!(!old.is_readable() && !new.is_readable());
 }
