@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -37,7 +38,8 @@ impl Meddler {
         let Some(deed) = self.deeds.lock().pop() else { return };
         let (header, _) = SlotHeader::decode(request.buf.as_ref().unwrap().as_slice()).unwrap();
         self.met.lock().push(header.key);
-        deed(&self.log.lock().upgrade().unwrap(), &header.key);
+        let log = self.log.lock().upgrade().unwrap();
+        deed(&log, &header.key);
     }
 }
 
@@ -45,7 +47,10 @@ impl Meddler {
     fn fate(&self, request: &Request) -> Option<Fault> {
         // A seal writes more than a page, and the journal's pages lie before the regions.
         let is_page = request.op == Op::Write && request.len == PAGE_BYTES && request.file.path().ends_with("index.kv");
-        let log = self.log.lock().upgrade().filter(|_| is_page && self.frees_fail.load(Ordering::SeqCst))?;
+        if !is_page || !self.frees_fail.load(Ordering::SeqCst) {
+            return None;
+        }
+        let log = self.log.lock().upgrade()?;
         let regions = log.volumes[0].own()?.region_offset(0);
         (request.offset >= regions).then_some(Fault::Fail)
     }
@@ -143,11 +148,9 @@ fn what_is_leased_while_it_is_moved_is_removed_with_the_slot_in_which_it_stays()
     assert!(!place.is_readable());
 }
 
-/// Or a removal would make one of them unreadable, and a rebuild would find the other.
-#[test]
-fn of_a_move_that_a_crash_cut_off_the_next_opening_leaves_one_slot() {
-    let dir = temp();
-    let (log, meddler) = meddled(dir.path());
+/// A chunk that was moved, and of which both slots are there: where it lay, and where it lies.
+fn half_moved(dir: &Path) -> (Arc<Log>, ChunkKey, [Place; 2]) {
+    let (log, meddler) = meddled(dir);
     let moved: Arc<Mutex<Vec<(ChunkKey, Place)>>> = Arc::default();
     let to = Arc::clone(&moved);
     let note: Deed = Box::new(move |log, key| to.lock().push((*key, Place::of_chunk(&log.locate(key, PIN).unwrap()))));
@@ -158,9 +161,40 @@ fn of_a_move_that_a_crash_cut_off_the_next_opening_leaves_one_slot() {
     let new = Place::of_chunk(&log.locate(&key, PIN).unwrap());
     assert!(old.is_readable() && new.is_readable(), "its segment could not be freed");
     meddler.frees_fail.store(false, Ordering::SeqCst);
+    (log, key, [old, new])
+}
+
+/// Or a removal would make one of them unreadable, and a rebuild would find the other.
+#[test]
+fn of_a_move_that_a_crash_cut_off_the_next_opening_leaves_one_slot() {
+    let dir = temp();
+    let (log, key, [old, new]) = half_moved(dir.path());
     let log = crash(log);
     assert!(load_key(&log, &key).is_ok());
     assert!(old.is_readable() != new.is_readable(), "two slots of a key, and one entry");
     log.remove(&[key]).unwrap();
     assert!(!old.is_readable() && !new.is_readable());
+}
+
+#[test]
+fn a_removal_makes_the_slot_unreadable_that_a_move_has_left_in_a_segment_that_is_not_free_yet() {
+    let dir = temp();
+    let (log, key, places) = half_moved(dir.path());
+    assert_eq!(log.remove(&[key]).unwrap(), [true]);
+    assert!(places.iter().all(|place| !place.is_readable()));
+}
+
+#[test]
+fn a_removal_waits_until_another_process_has_freed_the_segment_of_which_it_has_moved_the_chunk() {
+    let dir = temp();
+    let (log, key, places) = half_moved(dir.path());
+    let other = Log::open(LogOptions { drive_factory: None, foreground: false, ..log.options().clone() }).unwrap();
+    std::thread::scope(|scope| {
+        let removal = scope.spawn(|| other.remove(&[key]));
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(!removal.is_finished(), "a slot that no entry names can be read");
+        log.turn(Turn::Scan);
+        assert_eq!(removal.join().unwrap().unwrap(), [true]);
+    });
+    assert!(places.iter().all(|place| !place.is_readable()));
 }
