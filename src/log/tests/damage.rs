@@ -141,6 +141,7 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     let log =
         Log::open(LogOptions { foreground: true, segment_bytes: Some(128 << 10), ..options(dir.path()) }).unwrap();
     (0..5).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
     log.seal(soon()).unwrap();
     let given_up = log.locate(&key(0), PIN).unwrap().segment;
     log.remove(&(0..5).map(key).collect::<Vec<_>>()).unwrap();
@@ -159,6 +160,26 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     assert!(log.stats().damaged_records > 0, "the region");
     assert!((0..5).all(|n| !has(&log, n)), "removed, and back");
     assert!(has(&log, 50));
+}
+
+/// As after a crash that has lost the one and kept a copy of the other: every CRC in it is right.
+#[test]
+fn a_slot_in_the_place_of_another_is_a_miss() {
+    for is_sealed in [false, true] {
+        let dir = temp();
+        let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+        (0..3).for_each(|n| assert!(store(&log, n)));
+        if is_sealed {
+            log.seal(soon()).unwrap();
+        }
+        let offset = |n| log.locate(&key(n), PIN).unwrap().slot_offset;
+        let file = File::options().read(true).write(true).open(lane_file(dir.path(), "data.kv")).unwrap();
+        let mut slot = vec![0; SLOT_BYTES as usize];
+        file.read_exact_at(&mut slot, offset(2)).unwrap();
+        file.write_all_at(&slot, offset(1)).unwrap();
+        file.sync_all().unwrap();
+        assert_eq!((version(&log, 1, 1), version(&log, 2, 1)), (None, Some(0)), "sealed: {is_sealed}");
+    }
 }
 
 #[test]

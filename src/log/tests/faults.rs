@@ -254,6 +254,8 @@ fn the_region_of_a_segment_that_is_given_up_says_so_although_a_write_fails() {
     let dir = temp();
     let (log, switch) = faulty_in_turns(dir.path());
     (0..5).for_each(|n| assert!(store(&log, n)));
+    // The journal's pages speak of them too, and stay as they are.
+    log.flush().unwrap();
     log.seal(soon()).unwrap();
     assert!(store(&log, 50));
     log.flush().unwrap();
@@ -265,6 +267,23 @@ fn the_region_of_a_segment_that_is_given_up_says_so_although_a_write_fails() {
     let log = crash(log);
     assert_eq!(log.stats().recovered_records, 1, "that of key 50");
     assert!((0..5).all(|n| !has(&log, n)) && has(&log, 50));
+}
+
+#[test]
+fn what_is_stored_where_a_segment_was_given_up_outlives_a_crash() {
+    let dir = temp();
+    let (log, _) = faulty_in_turns(dir.path());
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    assert!(store(&log, 50));
+    let given_up = log.locate(&key(0), PIN).unwrap().segment;
+    log.remove(&(0..5).map(key).collect::<Vec<_>>()).unwrap();
+    assert_eq!(steps::reclaim_dead(&log.volumes[0], Role::Own), 1);
+    (60..100).for_each(|n| assert!(store(&log, n)));
+    assert!((60..100).any(|n| log.locate(&key(n), PIN).unwrap().segment == given_up));
+    log.flush().unwrap();
+    let log = crash(log);
+    assert!(has(&log, 50) && (60..100).all(|n| has(&log, n)));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::support::*;
 use crate::error::ErrorKind;
@@ -156,6 +157,11 @@ fn a_put_under_way_when_its_floor_is_raised_is_refused_and_its_header_unreadable
         assert_eq!(commit(put, &crcs[0]).unwrap_err().kind(), ErrorKind::Cancelled, "way {way}");
         assert_eq!(commit(other, &crcs[1]).is_ok(), way % 2 == 1, "way {way}: of another tenant");
         // Its blanking is waited for by nobody but the seal of its segment.
+        let until = soon();
+        while place.is_readable() && Instant::now() < until {
+            std::thread::yield_now();
+        }
+        assert!(!place.is_readable(), "way {way}: a rebuild finds it");
         log.seal(soon()).unwrap();
         assert!(!place.is_readable());
         store_for(&log, 1, ACME);

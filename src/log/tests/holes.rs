@@ -2,11 +2,15 @@
 
 use super::support::*;
 use crate::index::EntryKind;
+use crate::io::{self, Faulty, Op, Request};
 use crate::log::fsck::{RawLane, RebuildOptions, deep, lanes, live, rebuild};
+use crate::log::lane::Lane;
 use crate::log::reclaim::{self, steps};
 use crate::log::{Log, LogOptions, PutSpec};
+use parking_lot::Mutex;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
@@ -296,4 +300,74 @@ fn what_goes_from_a_segment_that_is_not_sealed_is_not_promised_by_the_next_openi
     let log = crash(log);
     assert_eq!((log.lookup(&[key(3)]), log.stats().chunks), (0, 9));
     assert_eq!(held(&log, 0..10).len(), 9);
+}
+
+/// Does something once, just before a write or flush of the log that `when` names.
+struct Amid {
+    log: Mutex<Weak<Log>>,
+    has_met: AtomicBool,
+    when: fn(&Lane, &Request) -> bool,
+    deed: fn(&Log),
+}
+
+impl Amid {
+    fn open(dir: &Path, when: fn(&Lane, &Request) -> bool, deed: fn(&Log)) -> (Arc<Log>, Arc<Self>) {
+        let amid = Arc::new(Self { log: Mutex::default(), has_met: AtomicBool::new(false), when, deed });
+        let for_factory = Arc::clone(&amid);
+        let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+            let mut drive = io::open_drive(options)?;
+            let amid = Arc::clone(&for_factory);
+            drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
+                amid.meet(request);
+                None
+            }));
+            Ok(drive)
+        };
+        let options = LogOptions { foreground: true, drive_factory: Some(Arc::new(factory)), ..thinned(dir) };
+        (Log::open(options).unwrap(), amid)
+    }
+
+    /// From now on it looks.
+    fn arm(&self, log: &Arc<Log>) {
+        *self.log.lock() = Arc::downgrade(log);
+    }
+
+    fn meet(&self, request: &Request) {
+        let Some(log) = self.log.lock().upgrade() else { return };
+        if (self.when)(&log.volumes[0].own().unwrap(), request) && !self.has_met.swap(true, Ordering::SeqCst) {
+            (self.deed)(&log);
+        }
+    }
+}
+
+/// Its record is in the region by then, and its segment takes no list yet.
+#[test]
+fn what_goes_while_its_segment_is_being_sealed_is_not_promised_by_the_next_opening() {
+    let dir = temp();
+    let is_region = |lane: &Lane, r: &Request| r.file.path().ends_with("index.kv") && r.offset == lane.region_offset(0);
+    let (log, amid) = Amid::open(dir.path(), is_region, |log| assert_eq!(log.remove(&[key(3)]).unwrap(), [true]));
+    fill(&log, 0..10);
+    log.flush().unwrap();
+    amid.arm(&log);
+    log.seal(soon()).unwrap();
+    assert!(amid.has_met.load(Ordering::SeqCst), "the region was written");
+    log.flush().unwrap();
+    let log = crash(log);
+    assert_eq!((log.lookup(&[key(3)]), log.stats().chunks), (0, 9));
+}
+
+#[test]
+fn what_goes_while_the_drive_is_flushed_is_not_taken_for_durable() {
+    let dir = temp();
+    let is_flush = |_: &Lane, r: &Request| r.op == Op::Flush && r.file.path().ends_with("data.kv");
+    let (log, amid) = Amid::open(dir.path(), is_flush, |log| assert_eq!(evict(log, &[5]).0, 1));
+    fill(&log, 0..10);
+    log.seal(soon()).unwrap();
+    amid.arm(&log);
+    log.remove(&[key(3)]).unwrap();
+    assert!(amid.has_met.load(Ordering::SeqCst));
+    let own = log.volumes[0].own().unwrap();
+    assert!(!own.is_settled() && !own.state().unwrap().segments.unsettled().is_empty());
+    log.remove(&[key(5)]).unwrap();
+    assert!(own.is_settled() && own.state().unwrap().segments.unsettled().is_empty());
 }

@@ -8,6 +8,7 @@ mod basics;
 mod damage;
 mod evicted;
 mod faults;
+mod floor_writes;
 mod floors;
 mod holes;
 mod lanes;

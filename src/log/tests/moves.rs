@@ -1,15 +1,18 @@
 //! Chunks that are moved while something else happens to them.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::support::*;
+use crate::format::PAGE_BYTES;
 use crate::format::slot::SlotHeader;
-use crate::io::{self, Faulty, Op, Request};
+use crate::io::{self, Fault, Faulty, Op, Request};
 use crate::key::ChunkKey;
-use crate::log::{Log, LogOptions, PutSpec, Turn};
+use crate::log::{Chunk, Log, LogOptions, PutSpec, Turn};
 
 /// What is done to a chunk, once each, while its copy is being written.
 type Deed = Box<dyn FnOnce(&Log, &ChunkKey) + Send>;
@@ -20,6 +23,8 @@ struct Meddler {
     log: Mutex<Weak<Log>>,
     deeds: Mutex<Vec<Deed>>,
     met: Mutex<Vec<ChunkKey>>,
+    /// No region can be written that says that its segment is free.
+    frees_fail: AtomicBool,
 }
 
 impl Meddler {
@@ -33,7 +38,21 @@ impl Meddler {
         let Some(deed) = self.deeds.lock().pop() else { return };
         let (header, _) = SlotHeader::decode(request.buf.as_ref().unwrap().as_slice()).unwrap();
         self.met.lock().push(header.key);
-        deed(&self.log.lock().upgrade().unwrap(), &header.key);
+        let log = self.log.lock().upgrade().unwrap();
+        deed(&log, &header.key);
+    }
+}
+
+impl Meddler {
+    fn fate(&self, request: &Request) -> Option<Fault> {
+        // A seal writes more than a page, and the journal's pages lie before the regions.
+        let is_page = request.op == Op::Write && request.len == PAGE_BYTES && request.file.path().ends_with("index.kv");
+        if !is_page || !self.frees_fail.load(Ordering::SeqCst) {
+            return None;
+        }
+        let log = self.log.lock().upgrade()?;
+        let regions = log.volumes[0].own()?.region_offset(0);
+        (request.offset >= regions).then_some(Fault::Fail)
     }
 }
 
@@ -45,7 +64,7 @@ fn meddled(dir: &Path) -> (Arc<Log>, Arc<Meddler>) {
         let meddler = Arc::clone(&for_factory);
         drive.write = Arc::new(Faulty::new(drive.write, move |_, request| {
             meddler.meet(request);
-            None
+            meddler.fate(request)
         }));
         Ok(drive)
     };
@@ -110,4 +129,72 @@ fn what_is_removed_or_overwritten_while_it_is_moved_stays_so() {
     log.flush().unwrap();
     let log = crash(log);
     check(&log, "after a crash");
+}
+
+/// The copy is not wanted then. If it counted, nobody would know of the slot that it is a copy of.
+#[test]
+fn what_is_leased_while_it_is_moved_is_removed_with_the_slot_in_which_it_stays() {
+    let dir = temp();
+    let (log, meddler) = meddled(dir.path());
+    let leased: Arc<Mutex<Vec<(ChunkKey, Chunk)>>> = Arc::default();
+    let to = Arc::clone(&leased);
+    let lease: Deed = Box::new(move |log, key| to.lock().push((*key, log.locate(key, PIN).unwrap())));
+    *meddler.deeds.lock() = vec![lease];
+    store_until_met(&log, &meddler, 1);
+    let (key, chunk) = leased.lock().pop().unwrap();
+    let place = Place::of_chunk(&chunk);
+    assert!(place.is_readable() && load_key(&log, &key).is_ok());
+    assert_eq!(log.remove(&[key]).unwrap(), [true]);
+    assert!(!place.is_readable());
+}
+
+/// A chunk that was moved, and of which both slots are there: where it lay, and where it lies.
+fn half_moved(dir: &Path) -> (Arc<Log>, ChunkKey, [Place; 2]) {
+    let (log, meddler) = meddled(dir);
+    let moved: Arc<Mutex<Vec<(ChunkKey, Place)>>> = Arc::default();
+    let to = Arc::clone(&moved);
+    let note: Deed = Box::new(move |log, key| to.lock().push((*key, Place::of_chunk(&log.locate(key, PIN).unwrap()))));
+    *meddler.deeds.lock() = vec![note];
+    meddler.frees_fail.store(true, Ordering::SeqCst);
+    store_until_met(&log, &meddler, 1);
+    let (key, old) = moved.lock().pop().unwrap();
+    let new = Place::of_chunk(&log.locate(&key, PIN).unwrap());
+    assert!(old.is_readable() && new.is_readable(), "its segment could not be freed");
+    meddler.frees_fail.store(false, Ordering::SeqCst);
+    (log, key, [old, new])
+}
+
+/// Or a removal would make one of them unreadable, and a rebuild would find the other.
+#[test]
+fn of_a_move_that_a_crash_cut_off_the_next_opening_leaves_one_slot() {
+    let dir = temp();
+    let (log, key, [old, new]) = half_moved(dir.path());
+    let log = crash(log);
+    assert!(load_key(&log, &key).is_ok());
+    assert!(old.is_readable() != new.is_readable(), "two slots of a key, and one entry");
+    log.remove(&[key]).unwrap();
+    assert!(!old.is_readable() && !new.is_readable());
+}
+
+#[test]
+fn a_removal_makes_the_slot_unreadable_that_a_move_has_left_in_a_segment_that_is_not_free_yet() {
+    let dir = temp();
+    let (log, key, places) = half_moved(dir.path());
+    assert_eq!(log.remove(&[key]).unwrap(), [true]);
+    assert!(places.iter().all(|place| !place.is_readable()));
+}
+
+#[test]
+fn a_removal_waits_until_another_process_has_freed_the_segment_of_which_it_has_moved_the_chunk() {
+    let dir = temp();
+    let (log, key, places) = half_moved(dir.path());
+    let other = Log::open(LogOptions { drive_factory: None, foreground: false, ..log.options().clone() }).unwrap();
+    std::thread::scope(|scope| {
+        let removal = scope.spawn(|| other.remove(&[key]));
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(!removal.is_finished(), "a slot that no entry names can be read");
+        log.turn(Turn::Scan);
+        assert_eq!(removal.join().unwrap().unwrap(), [true]);
+    });
+    assert!(places.iter().all(|place| !place.is_readable()));
 }

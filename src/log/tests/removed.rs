@@ -186,6 +186,18 @@ fn what_was_found_bad_can_be_stored_anew_when_its_slot_is_unreadable() {
 }
 
 #[test]
+fn a_removal_makes_what_was_found_bad_unreadable_before_it_returns() {
+    let dir = temp();
+    let log = still(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    let place = Place::of(&log, 1);
+    log.report_bad(&log.locate(&key(1), PIN).unwrap(), Bad::Corrupt);
+    assert!(place.is_readable());
+    assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
+    assert!(!place.is_readable(), "only a mark has hidden it");
+}
+
+#[test]
 fn a_key_can_be_stored_at_once_although_a_put_of_it_was_under_way_when_it_was_removed() {
     let dir = temp();
     let log = open(dir.path());

@@ -12,7 +12,7 @@ use crate::format::slot::SlotHeader;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
 use crate::key::ChunkKey;
-use crate::log::{Bad, Clock, Log, LogOptions, Put, PutOutcome, PutSpec};
+use crate::log::{Bad, Chunk, Clock, Log, LogOptions, Put, PutOutcome, PutSpec};
 
 pub(super) const CHUNK_TOKENS: u32 = 16;
 pub(super) const PIN: Duration = Duration::from_secs(60);
@@ -226,7 +226,10 @@ pub(super) struct Place {
 impl Place {
     /// Of a key that is there.
     pub(super) fn of(log: &Log, n: u64) -> Self {
-        let chunk = log.locate(&key(n), PIN).unwrap_or_else(|| panic!("key {n} is not there"));
+        Self::of_chunk(&log.locate(&key(n), PIN).unwrap_or_else(|| panic!("key {n} is not there")))
+    }
+
+    pub(super) fn of_chunk(chunk: &Chunk) -> Self {
         Self { file: chunk.file.path().to_path_buf(), offset: chunk.header_offset() }
     }
 

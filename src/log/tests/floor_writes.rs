@@ -1,0 +1,130 @@
+//! How floors reach the drive: both copies, each durable before the next, and before anybody sees
+//! the floor.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::support::*;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::floors::FLOORS_BYTES;
+use crate::io::{Disk, DiskFile, FileOptions, mount};
+use crate::log::{Log, LogOptions, Turn};
+
+/// A disk that has the file of the floors only, and says what was done to it.
+#[derive(Default)]
+struct Floors {
+    bytes: Mutex<Option<Vec<u8>>>,
+    done: Mutex<Vec<String>>,
+    fails: AtomicBool,
+}
+
+struct File(Arc<Floors>);
+
+struct Mounted(Arc<Floors>);
+
+impl Disk for Mounted {
+    fn takes(&self, path: &Path) -> bool {
+        path.ends_with("FLOORS")
+    }
+
+    fn open(&self, path: &Path, options: FileOptions) -> Result<Arc<dyn DiskFile>> {
+        let mut bytes = self.0.bytes.lock();
+        if bytes.is_none() && !options.create {
+            return Err(Error::new(ErrorKind::NotFound, "no floors").at(path));
+        }
+        bytes.get_or_insert_default();
+        Ok(Arc::new(File(Arc::clone(&self.0))))
+    }
+
+    fn remove(&self, _: &Path) -> Result<()> {
+        self.0.bytes.lock().take();
+        Ok(())
+    }
+
+    fn len(&self, _: &Path) -> Option<u64> {
+        self.0.bytes.lock().as_ref().map(|b| b.len() as u64)
+    }
+
+    fn used_bytes(&self) -> u64 {
+        0
+    }
+}
+
+impl DiskFile for File {
+    fn bytes(&self) -> u64 {
+        self.0.bytes.lock().as_ref().map_or(0, |b| b.len() as u64)
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        self.bytes()
+    }
+
+    fn is_named(&self) -> bool {
+        true
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.0.bytes.lock().get_or_insert_default().resize(len as usize, 0);
+        Ok(())
+    }
+
+    fn allocate(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn punch_hole(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn next_data(&self, _: u64) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    fn sync_data(&self) -> Result<()> {
+        self.0.done.lock().push("flush".to_owned());
+        Ok(())
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
+        let bytes = self.0.bytes.lock();
+        let from = bytes.as_ref().and_then(|b| b.get(offset as usize..)?.get(..buf.len()));
+        buf.copy_from_slice(from.ok_or_else(|| Error::new(ErrorKind::ShortIo, "beyond the end"))?);
+        Ok(())
+    }
+
+    fn write_at(&self, buf: &[u8], offset: u64) -> Result<()> {
+        if self.0.fails.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Io, "the drive takes nothing"));
+        }
+        let mut bytes = self.0.bytes.lock();
+        let bytes = bytes.get_or_insert_default();
+        let end = offset as usize + buf.len();
+        bytes.resize(bytes.len().max(end), 0);
+        bytes[offset as usize..end].copy_from_slice(buf);
+        self.0.done.lock().push(format!("write {}", offset / FLOORS_BYTES as u64));
+        Ok(())
+    }
+}
+
+#[test]
+fn each_copy_of_a_floor_is_durable_before_the_next_and_nobody_sees_one_that_cannot_be_written() {
+    let dir = temp();
+    let floors = Arc::new(Floors::default());
+    let _mounted = mount(dir.path(), Arc::new(Mounted(Arc::clone(&floors))));
+    let still = LogOptions { foreground: true, ..options(dir.path()) };
+    let log = Log::open(still).unwrap();
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    floors.fails.store(true, Ordering::SeqCst);
+    assert_eq!(log.clear().unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(log.remove_tenant(7).unwrap_err().kind(), ErrorKind::Io);
+    log.turn(Turn::Maintain);
+    assert!((0..3).all(|n| has(&log, n)), "hidden by a floor that is not on the drive");
+    floors.fails.store(false, Ordering::SeqCst);
+    floors.done.lock().clear();
+    log.clear().unwrap();
+    assert_eq!(*floors.done.lock(), ["write 0", "flush", "write 1", "flush"]);
+    assert!((0..3).all(|n| !has(&log, n)));
+}
