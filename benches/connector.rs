@@ -1,4 +1,5 @@
-//! What the connector costs a server's scheduler in host time: asking again, a step with 256 running requests, a cold lookup.
+//! What the connector costs a server's scheduler in host time: asking again, a step with 256
+//! running requests, a cold lookup.
 
 use std::hint::black_box;
 use std::sync::Arc;

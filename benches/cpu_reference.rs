@@ -1,5 +1,6 @@
-//! The CPU a load cannot do without: `crc32fast` over every extent and a copy of the same bytes into paged blocks, each in a
-//! loop of its own. `benches/speed.py` compares the engine's CPU with fio's plus this. Prints JSON.
+//! The CPU a load cannot do without: `crc32fast` over every extent and a copy of the same bytes
+//! into paged blocks, each in a loop of its own. `benches/speed.py` compares the engine's CPU with
+//! fio's plus this. Prints JSON.
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -1,6 +1,8 @@
-//! The index: filling a table of a million entries, looking up 512 keys among them, leases, surveys.
+//! The index: filling a table of a million entries, looking up 512 keys among them, leases,
+//! surveys.
 //!
-//! `cargo bench --bench index`. Tables lie in a file of the temporary directory (`TMPDIR`), as in a cache directory.
+//! `cargo bench --bench index`. Tables lie in a file of the temporary directory (`TMPDIR`), as in a
+//! cache directory.
 
 #![expect(clippy::unwrap_used, reason = "a benchmark may stop")]
 

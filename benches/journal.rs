@@ -1,4 +1,5 @@
-//! Journal pages and sealed regions: encoding, decoding, and opening a lane of many records from its files.
+//! Journal pages and sealed regions: encoding, decoding, and opening a lane of many records from
+//! its files.
 #![allow(clippy::unwrap_used, reason = "a bench that cannot run should stop")]
 
 use std::fs::File;
@@ -42,7 +43,8 @@ fn pages(c: &mut Criterion) {
     group.finish();
 }
 
-/// A lane with that many chunks in sealed segments, whose payload is a hole: what opening costs depends on the records only.
+/// A lane with that many chunks in sealed segments, whose payload is a hole: what opening costs
+/// depends on the records only.
 fn filled(dir: &std::path::Path, chunks: u64) -> LogOptions {
     let geometry = Arc::new(Geometry::preset("tiny").unwrap());
     let options =

@@ -1,4 +1,5 @@
-//! Hashing a prompt into chunk keys: tokens per second over the whole chain, and what a grown prompt costs.
+//! Hashing a prompt into chunk keys: tokens per second over the whole chain, and what a grown
+//! prompt costs.
 
 use std::hint::black_box;
 

@@ -1,8 +1,9 @@
-//! Scatter and gather through the host device with one worker, beside what they are measured against: `crc32fast` over
-//! the extent and a strided copy of the same bytes, each in a loop of its own on one thread.
+//! Scatter and gather through the host device with one worker, beside what they are measured
+//! against: `crc32fast` over the extent and a strided copy of the same bytes, each in a loop of its
+//! own on one thread.
 //!
-//! Staging and paged KV are far larger than the caches, and blocks lie in a shuffled order, as a server's allocator
-//! leaves them. One iteration moves [`JOBS`] extents.
+//! Staging and paged KV are far larger than the caches, and blocks lie in a shuffled order, as a
+//! server's allocator leaves them. One iteration moves [`JOBS`] extents.
 #![expect(clippy::unwrap_used, reason = "benches")]
 
 use std::hint::black_box;
@@ -130,7 +131,8 @@ impl Rig {
     }
 }
 
-/// The peer: a CRC pass, then a strided copy of the rows that this case moves, over memory of its own of the same sizes.
+/// The peer: a CRC pass, then a strided copy of the rows that this case moves, over memory of its
+/// own of the same sizes.
 struct Peer {
     kv: Vec<u8>,
     staging: Vec<u8>,

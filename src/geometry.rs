@@ -1,11 +1,13 @@
 //! What one chunk of KV is: its layers, their planes, and which shard of the model it belongs to.
 //!
-//! The geometry decides every size and offset of a slot before anything is read, and its [`Fingerprint`] names the
-//! namespace: the same bytes read under another geometry would be wrong KV with a valid CRC, so nothing that changes the
-//! meaning of the bytes may be missing from it. This room knows no files, keys or devices.
+//! The geometry decides every size and offset of a slot before anything is read, and its
+//! [`Fingerprint`] names the namespace: the same bytes read under another geometry would be wrong
+//! KV with a valid CRC, so nothing that changes the meaning of the bytes may be missing from it.
+//! This room knows no files, keys or devices.
 //!
-//! Inside an extent (one layer of one chunk) bytes are ordered `[plane][token][head][head_bytes]`, whatever the server's
-//! own layout is; an *opaque* layer is `[block][block_bytes]` and only the server knows what is in it.
+//! Inside an extent (one layer of one chunk) bytes are ordered `[plane][token][head][head_bytes]`,
+//! whatever the server's own layout is; an *opaque* layer is `[block][block_bytes]` and only the
+//! server knows what is in it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +21,8 @@ mod presets;
 
 pub use presets::PRESETS;
 
-/// Element type of the KV cache: a name that only enters the fingerprint, and the bytes of one element.
+/// Element type of the KV cache: a name that only enters the fingerprint, and the bytes of one
+/// element.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DType {
     /// Name as the server writes it, for example `bfloat16` or `fp8_e4m3`.
@@ -77,7 +80,8 @@ pub enum LayerKind {
         /// Window in tokens.
         window: u32,
     },
-    /// Multi-head latent attention: one compressed row per token, the same on every tensor-parallel rank.
+    /// Multi-head latent attention: one compressed row per token, the same on every tensor-parallel
+    /// rank.
     Mla,
     /// Blocks of bytes that only the server understands.
     Opaque {
@@ -107,7 +111,8 @@ impl LayerSpec {
         Self { kind, planes: vec![plane, plane], group: 0 }
     }
 
-    /// A layer of planes with one head each, of the given bytes per token (MLA; 576+132 with an indexer).
+    /// A layer of planes with one head each, of the given bytes per token (MLA; 576+132 with an
+    /// indexer).
     #[must_use]
     pub fn mla(rows: &[u32]) -> Self {
         let planes = rows.iter().map(|&head_bytes| PlaneSpec { heads: 1, head_bytes }).collect();
@@ -180,8 +185,9 @@ pub struct Geometry {
     pub chunk_tokens: u32,
     /// Which shard of the model this is.
     pub shard: Shard,
-    /// What else decides the meaning of the bytes: model revision or weights digest, quantisation, scale digest, RoPE
-    /// parameters; for opaque layers also layout, attention backend and engine version.
+    /// What else decides the meaning of the bytes: model revision or weights digest, quantisation,
+    /// scale digest, RoPE parameters; for opaque layers also layout, attention backend and
+    /// engine version.
     pub identity: BTreeMap<String, String>,
 }
 
@@ -196,7 +202,8 @@ impl Geometry {
     /// A geometry of `layers` with the given chunk size, unsharded.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where a size is zero or beyond its limit, or a chunk is not whole opaque blocks.
+    /// [`ErrorKind::InvalidInput`] where a size is zero or beyond its limit, or a chunk is not
+    /// whole opaque blocks.
     pub fn new(model: &str, dtype: DType, layers: Vec<LayerSpec>, chunk_tokens: u32) -> Result<Self> {
         let g = Self {
             model: model.to_owned(),
@@ -220,7 +227,8 @@ impl Geometry {
         Ok(self)
     }
 
-    /// The same geometry with one more part of its identity, for example `("model_revision", "5f0b02c")`.
+    /// The same geometry with one more part of its identity, for example `("model_revision",
+    /// "5f0b02c")`.
     #[must_use]
     pub fn with_identity(mut self, name: &str, value: &str) -> Self {
         self.identity.insert(name.to_owned(), value.to_owned());
@@ -284,14 +292,15 @@ impl Geometry {
         Ok(())
     }
 
-    /// Whether every rank of a tensor-parallel group holds the same bytes (all layers are MLA), so that one copy serves
-    /// all of them.
+    /// Whether every rank of a tensor-parallel group holds the same bytes (all layers are MLA), so
+    /// that one copy serves all of them.
     #[must_use]
     pub fn replicated_over_tp(&self) -> bool {
         self.layers.iter().all(|l| l.kind == LayerKind::Mla)
     }
 
-    /// Name of the shard directory: `pp/tp/cp` coordinates, tensor-parallel ones collapsed where KV is replicated.
+    /// Name of the shard directory: `pp/tp/cp` coordinates, tensor-parallel ones collapsed where KV
+    /// is replicated.
     #[must_use]
     pub fn shard_dir_name(&self) -> String {
         let Shard { tp, pp, cp } = self.shard;
@@ -299,7 +308,8 @@ impl Geometry {
         format!("pp{}of{}-tp{}of{}-cp{}of{}", pp.0, pp.1, tp.0, tp.1, cp.0, cp.1)
     }
 
-    /// Bytes of layer `layer` in a chunk of `tokens` tokens, unpadded; 0 where there is no such layer.
+    /// Bytes of layer `layer` in a chunk of `tokens` tokens, unpadded; 0 where there is no such
+    /// layer.
     #[must_use]
     pub fn extent_bytes(&self, layer: usize, tokens: usize) -> usize {
         self.layers.get(layer).map_or(0, |l| l.extent_bytes(tokens))
@@ -317,8 +327,9 @@ impl Geometry {
         self.layers.iter().map(|l| l.extent_bytes(self.chunk_tokens as usize)).max().unwrap_or(0)
     }
 
-    /// The namespace: BLAKE3 over a canonical rendering of everything but the shard coordinates' rank (shards of one
-    /// model lie beside each other in one namespace; the sizes do enter, because they change the bytes).
+    /// The namespace: BLAKE3 over a canonical rendering of everything but the shard coordinates'
+    /// rank (shards of one model lie beside each other in one namespace; the sizes do enter,
+    /// because they change the bytes).
     #[must_use]
     pub fn fingerprint(&self) -> Fingerprint {
         let mut h = blake3::Hasher::new_derive_key("forebay 1 namespace fingerprint");
@@ -336,8 +347,8 @@ impl Geometry {
             field(name, &size.to_le_bytes());
         }
         if self.shard.pp.1 == 1 {
-            // With pipeline parallelism the stages hold different layers: the shard directory tells them apart, and each
-            // lane's superblock holds the digest of its own layers.
+            // With pipeline parallelism the stages hold different layers: the shard directory tells them apart,
+            // and each lane's superblock holds the digest of its own layers.
             field("layers", &self.layers_digest());
         }
         for (name, value) in &self.identity {

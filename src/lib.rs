@@ -1,7 +1,8 @@
-//! Forebay keeps the KV cache of an LLM server on local NVMe and brings it back layer by layer, faster than it can be
-//! recomputed.
+//! Forebay keeps the KV cache of an LLM server on local NVMe and brings it back layer by layer,
+//! faster than it can be recomputed.
 //!
-//! The way the data takes, room by room, is in `ARCHITECTURE.md`; the bytes on disk are in `docs/format.md`.
+//! The way the data takes, room by room, is in `ARCHITECTURE.md`; the bytes on disk are in
+//! `docs/format.md`.
 
 pub mod config;
 pub mod connector;

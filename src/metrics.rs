@@ -1,7 +1,8 @@
-//! Building blocks of metrics: a histogram of plain atomics that any room may keep, and the text exposition.
+//! Building blocks of metrics: a histogram of plain atomics that any room may keep, and the text
+//! exposition.
 //!
-//! Rooms count in atomics of their own; the engine reads them when somebody asks and hands them to an [`Exposition`]. Nothing
-//! here is global, and nothing is registered anywhere.
+//! Rooms count in atomics of their own; the engine reads them when somebody asks and hands them to
+//! an [`Exposition`]. Nothing here is global, and nothing is registered anywhere.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -17,7 +18,8 @@ const BUCKETS: usize = 22;
 /// Upper bound of the first bucket; each further one is twice as wide.
 const FIRST_NS: u64 = 16_000;
 
-/// A table of metrics: a constant for each, and all of them under one name. The rooms that have figures describe them with it.
+/// A table of metrics: a constant for each, and all of them under one name. The rooms that have
+/// figures describe them with it.
 macro_rules! metric_table {
     ($(#[$doc:meta])* $table:ident; $($id:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
         $(const $id: Description = Description { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*

@@ -1,4 +1,5 @@
-//! Every bad value of a setting has its own error, which names the key, where it was set, and what to write instead.
+//! Every bad value of a setting has its own error, which names the key, where it was set, and what
+//! to write instead.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use forebay::config::{Capacity, Loader, Settings};

@@ -1,5 +1,5 @@
-//! Each key of the settings changes the typed field it stands for, from a file and from the environment, and is in the
-//! documentation with its variable and its default.
+//! Each key of the settings changes the typed field it stands for, from a file and from the
+//! environment, and is in the documentation with its variable and its default.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Settings from files, environment and code: fixtures as users write them, precedence, aliases, warnings.
+//! Settings from files, environment and code: fixtures as users write them, precedence, aliases,
+//! warnings.
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Single orders of the connector over a real engine: several KV cache groups with a sliding window, and orders that do not fit.
+//! Single orders of the connector over a real engine: several KV cache groups with a sliding
+//! window, and orders that do not fit.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 
 use std::sync::Arc;

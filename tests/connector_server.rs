@@ -1,5 +1,6 @@
-//! Both sides of the connector under a server that checks every byte: random prompts with shared prefixes, chunked prefills,
-//! decodes, preemptions, aborts, blocks that are reused at once, and drives that fail.
+//! Both sides of the connector under a server that checks every byte: random prompts with shared
+//! prefixes, chunked prefills, decodes, preemptions, aborts, blocks that are reused at once, and
+//! drives that fail.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 
 use std::sync::Arc;
@@ -43,7 +44,8 @@ fn usual(o: &mut ConnectorOptions) {
     (o.save_decode_cache, o.load_timeout_ms) = (true, 500);
 }
 
-/// Runs all seeds; what they met together. How often one of them preempts depends on how soon loads are over.
+/// Runs all seeds; what they met together. How often one of them preempts depends on how soon loads
+/// are over.
 fn all_seeds(one: impl Fn(u64) -> Tally) -> Tally {
     let mut all = Tally::default();
     for tally in SEEDS.map(one) {

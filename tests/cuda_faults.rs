@@ -20,7 +20,8 @@ const ILLEGAL_ADDRESS: i32 = 700;
 /// Lanes for scatters whose fence has not passed.
 const LATE_LANES: usize = 3;
 
-/// Opens a device and uses all of it. `Err` where it could not be opened; otherwise how many of the jobs failed.
+/// Opens a device and uses all of it. `Err` where it could not be opened; otherwise how many of the
+/// jobs failed.
 fn use_everything(lib: &'static Standin, server: Server) -> Result<usize, Error> {
     let device = CudaDevice::open(&CudaOptions::default())?;
     let pool = device.staging_pool(&staging_options(8 << 16, 1 << 16))?;

@@ -289,7 +289,8 @@ fn a_forked_child_that_drops_the_last_handle_gives_nothing_back() {
     let World { lib, server, device, pool } = World::new();
     let memory = device.alloc(64).unwrap();
     memory.fill(0, 64, 1).unwrap();
-    // The threads, which a child does not have, hold no handle any more: the memory alone keeps stream, events and context.
+    // The threads, which a child does not have, hold no handle any more: the memory alone keeps stream,
+    // events and context.
     drop((device, pool));
     let calls = lib.get("calls");
     // SAFETY: the child only runs the code below and leaves by _exit.

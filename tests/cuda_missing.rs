@@ -1,5 +1,5 @@
-//! Without a driver, with half of one, without a GPU: errors with advice, never a panic. Each in a process of its own, since a
-//! library that was once looked for stays as it was found.
+//! Without a driver, with half of one, without a GPU: errors with advice, never a panic. Each in a
+//! process of its own, since a library that was once looked for stays as it was found.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::process::Command;

@@ -1,5 +1,6 @@
-//! The engine with its KV in a GPU's memory, on a stand-in whose streams really run by themselves: memory and streams of the
-//! server's own, every layout, delays of drive and GPU, damage, cancelling, and cuFile behind it.
+//! The engine with its KV in a GPU's memory, on a stand-in whose streams really run by themselves:
+//! memory and streams of the server's own, every layout, delays of drive and GPU, damage,
+//! cancelling, and cuFile behind it.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;

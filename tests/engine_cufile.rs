@@ -1,5 +1,5 @@
-//! The engine with KV in a GPU's memory and cuFile between drive and GPU: a libcufile and a libcuda that stand in, with the
-//! faults that both can have.
+//! The engine with KV in a GPU's memory and cuFile between drive and GPU: a libcufile and a libcuda
+//! that stand in, with the faults that both can have.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 #[path = "io_world/child.rs"]

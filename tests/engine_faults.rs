@@ -1,4 +1,5 @@
-//! Damage, failing and hanging drives, deadlines, cancelled and dropped calls: misses and sheds with their causes, never a wrong byte.
+//! Damage, failing and hanging drives, deadlines, cancelled and dropped calls: misses and sheds
+//! with their causes, never a wrong byte.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;

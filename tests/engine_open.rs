@@ -1,4 +1,5 @@
-//! Opening: settings that cannot work, caches that cannot be opened and come back, forked children, metrics.
+//! Opening: settings that cannot work, caches that cannot be opened and come back, forked children,
+//! metrics.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;

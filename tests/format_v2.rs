@@ -1,10 +1,11 @@
-//! The golden fixture of format version 2: a small cache as this version first wrote it. Today's code must open a copy, serve
-//! exactly the bytes that were stored, and find every field where docs/format.md puts it. A cache of version 1 is refused, with
-//! advice that helps.
+//! The golden fixture of format version 2: a small cache as this version first wrote it. Today's
+//! code must open a copy, serve exactly the bytes that were stored, and find every field where
+//! docs/format.md puts it. A cache of version 1 is refused, with advice that helps.
 //!
-//! `tests/fixtures/format-v2/cache.txt` is the cache: one line per page that is not all zero (`PATH OFFSET HEX`, trailing zeros
-//! left out), and one per file with its length (`PATH length BYTES`). It was written by the ignored test [`generate`], and must
-//! never be written again for the same format version: a change of format needs a new version, and a fixture of its own.
+//! `tests/fixtures/format-v2/cache.txt` is the cache: one line per page that is not all zero (`PATH
+//! OFFSET HEX`, trailing zeros left out), and one per file with its length (`PATH length BYTES`).
+//! It was written by the ignored test [`generate`], and must never be written again for the same
+//! format version: a change of format needs a new version, and a fixture of its own.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeMap;
@@ -100,7 +101,8 @@ fn store(log: &Log, spec: PutSpec, bytes: impl Fn(usize, usize) -> Vec<u8>) {
     rx.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
 }
 
-/// What the fixture holds, in the order in which it was stored. Sequences count from 1, and floors take one too.
+/// What the fixture holds, in the order in which it was stored. Sequences count from 1, and floors
+/// take one too.
 fn fill(log: &Log) {
     store_chunk(log, chunk(7));
     log.clear().unwrap();
@@ -251,7 +253,8 @@ fn todays_code_restores_version_2_from_its_slots() {
     fs::remove_file(&files["index.kv"]).unwrap();
     let lane = lanes(dir.path()).unwrap().pop().unwrap();
     let rebuilt = rebuild(&lane, None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap();
-    // Three in the first segment, of which one lies below the floor of everything; two chunks and an object in the second.
+    // Three in the first segment, of which one lies below the floor of everything; two chunks and an
+    // object in the second.
     assert_eq!((rebuilt.chunks, rebuilt.left_out.len()), (6, 0), "{rebuilt:?}");
     assert_golden(&Log::open(options(dir.path())).unwrap());
 }
@@ -380,7 +383,8 @@ fn sealed_segment(index: &Path, data: &Path, (lane, slot): (&[u8], &Bytes)) {
     record.expect("record", &[(111, 1, 0), (112, 4, u64::from(EXPIRY_S)), (116, 5, 4096), (121, 3, 1), (124, 4, 0)]);
 }
 
-/// The second segment: the partial chunk, that of the removed tenant, a removed one, the object. Their records are in the ring only.
+/// The second segment: the partial chunk, that of the removed tenant, a removed one, the object.
+/// Their records are in the ring only.
 fn open_segment(index: &Path, data: &Path, lane: &[u8], region_bytes: u64) {
     let at = |page: u64| Bytes::at(data, SEGMENT + page * PAGE as u64, PAGE);
     at(0).expect("partial chunk", &[(112, 4, 5), (144, 8, 1280), (200, 4, 1), (208, 4, 0), (212, 4, 3)]);

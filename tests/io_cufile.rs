@@ -1,4 +1,5 @@
-//! cuFile's queue over the stand-in library: bytes, faults of every kind, and that no request is lost when it fails.
+//! cuFile's queue over the stand-in library: bytes, faults of every kind, and that no request is
+//! lost when it fails.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod io_world;

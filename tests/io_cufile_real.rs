@@ -1,5 +1,6 @@
-//! NVIDIA's own libcufile (1.16 or later, which needs no GPU) under cuFile's queue, on host memory that stands for a GPU's. The
-//! library comes from its Python wheel by `make unit`; without it these tests say so and pass.
+//! NVIDIA's own libcufile (1.16 or later, which needs no GPU) under cuFile's queue, on host memory
+//! that stands for a GPU's. The library comes from its Python wheel by `make unit`; without it
+//! these tests say so and pass.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod io_world;

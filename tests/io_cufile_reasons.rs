@@ -1,4 +1,5 @@
-//! Which path an accelerator's memory gets, and what is said where it is not the best one: one test per cause, by the text.
+//! Which path an accelerator's memory gets, and what is said where it is not the best one: one test
+//! per cause, by the text.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod io_world;
@@ -26,7 +27,8 @@ fn open_in(dir: Option<&Path>, cufile: CufileChoice) -> Result<Drive> {
     open_drive(&IoOptions { trial_dir: dir.map(Into::into), ..options(EngineChoice::Auto, side) })
 }
 
-/// Opens a drive with `auto` and gives the path of the accelerator's bytes and what is said of another one.
+/// Opens a drive with `auto` and gives the path of the accelerator's bytes and what is said of
+/// another one.
 fn found(of: IoPath) -> (IoPath, String) {
     let dir = on_drive();
     let drive = open_in(Some(dir.path()), CufileChoice::Auto).unwrap();
@@ -41,7 +43,8 @@ fn found(of: IoPath) -> (IoPath, String) {
     (device.active(), reasons.into_iter().find(|(p, _)| *p == of).map(|(_, why)| why).unwrap_or_default())
 }
 
-/// cuFile is not used, and every path of it says why in these words; insisting on it is an error that says the same.
+/// cuFile is not used, and every path of it says why in these words; insisting on it is an error
+/// that says the same.
 fn assert_refused(words: &[&str]) {
     for path in [IoPath::CufileGds, IoPath::CufileP2p, IoPath::CufileCompat] {
         let (active, why) = found(path);

@@ -1,5 +1,5 @@
-//! The I/O room where the system is hostile: io_uring refused, no memory to lock, a forked child. Each case that changes the
-//! process for good runs in a child of this test binary.
+//! The I/O room where the system is hostile: io_uring refused, no memory to lock, a forked child.
+//! Each case that changes the process for good runs in a child of this test binary.
 #![expect(clippy::unwrap_used, reason = "tests")]
 #![expect(unsafe_code, reason = "seccomp, capabilities, rlimits and fork have no safe wrapper")]
 
@@ -126,7 +126,8 @@ impl Drop for Region {
     }
 }
 
-// SAFETY: one mapping for the region's life; the address is unique in the process and serves as the id.
+// SAFETY: one mapping for the region's life; the address is unique in the process and serves as the
+// id.
 unsafe impl MemRegion for Region {
     fn id(&self) -> u64 {
         self.ptr as u64
@@ -175,7 +176,8 @@ fn memory_of_a_region_is_registered_window_by_window_when_used() {
         let drive = open_drive(&with_region(&region)).unwrap();
         let untouched = status_kib("VmPin:");
         let window = 16usize << 20;
-        // Over the border of the first two windows: whole blocks are registered, the one on the border is not.
+        // Over the border of the first two windows: whole blocks are registered, the one on the border is
+        // not.
         round_trip(&drive, Buf::new(Part(Arc::clone(&region), window - (5 << 19), 5 << 20)));
         let pinned = status_kib("VmPin:") - untouched;
         // Both queues pin both windows; nobody pins the other two.

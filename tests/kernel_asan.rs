@@ -1,5 +1,5 @@
-//! The CUDA kernels as C++ under AddressSanitizer and UndefinedBehaviorSanitizer, over random geometries in allocations that
-//! end where the layout's reach ends (`tests/kernels/`).
+//! The CUDA kernels as C++ under AddressSanitizer and UndefinedBehaviorSanitizer, over random
+//! geometries in allocations that end where the layout's reach ends (`tests/kernels/`).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
 use std::path::{Path, PathBuf};

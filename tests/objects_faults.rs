@@ -1,4 +1,5 @@
-//! Damaged bytes, failing and hanging drives, crashes and races: an object is what was put or not there, never anything else.
+//! Damaged bytes, failing and hanging drives, crashes and races: an object is what was put or not
+//! there, never anything else.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod objects_world;

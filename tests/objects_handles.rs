@@ -1,4 +1,5 @@
-//! What a caller's poll loop sees: ids, the descriptor, bounds, cancelling, closing, and whose memory it is.
+//! What a caller's poll loop sees: ids, the descriptor, bounds, cancelling, closing, and whose
+//! memory it is.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod objects_world;

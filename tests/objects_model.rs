@@ -1,4 +1,5 @@
-//! Random batches of puts, deletes, gets and questions, with restarts and kills between, against a map in memory.
+//! Random batches of puts, deletes, gets and questions, with restarts and kills between, against a
+//! map in memory.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod objects_world;

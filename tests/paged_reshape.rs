@@ -1,4 +1,5 @@
-//! Scatter and gather against plain loops, over random layouts, block sizes, slot mappings and masks.
+//! Scatter and gather against plain loops, over random layouts, block sizes, slot mappings and
+//! masks.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::{Arc, mpsc};

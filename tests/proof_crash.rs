@@ -1,5 +1,6 @@
-//! Crashes at every write of seeded workloads, and crashes of what the crashes left: no wrong byte, nothing flushed lost, nothing
-//! removed comes back. docs/reliability.md says how to replay a seed and how to make a long run.
+//! Crashes at every write of seeded workloads, and crashes of what the crashes left: no wrong byte,
+//! nothing flushed lost, nothing removed comes back. docs/reliability.md says how to replay a seed
+//! and how to make a long run.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod crash_world;
@@ -143,8 +144,8 @@ fn of_today() -> u64 {
     1_000_000_000 + now.as_secs() / 86_400 * 1000
 }
 
-/// A share for every run of the tests, half of it other seeds every day; `FOREBAY_CRASH_IMAGES` and `FOREBAY_CRASH_FIRST` for more and
-/// others.
+/// A share for every run of the tests, half of it other seeds every day; `FOREBAY_CRASH_IMAGES` and
+/// `FOREBAY_CRASH_FIRST` for more and others.
 #[test]
 fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     if env("FOREBAY_CRASH_SEED").is_some() {
@@ -166,7 +167,8 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
 }
 
-/// A workload of which reclaim writes again a part of every segment: a few keys in each are used until long after.
+/// A workload of which reclaim writes again a part of every segment: a few keys in each are used
+/// until long after.
 fn move_chunks(world: &World, process: &Process, rng: &mut Rng) -> u64 {
     const LONG: u64 = 48;
     let is_hot = |k: &u64| k.is_multiple_of(4);

@@ -1,5 +1,6 @@
-//! Every I/O operation of a workload fails once, in each way, on both backends; and drives that die among several. No wrong byte, nothing
-//! flushed lost, every call returns, and when the fault is gone everything works again.
+//! Every I/O operation of a workload fails once, in each way, on both backends; and drives that die
+//! among several. No wrong byte, nothing flushed lost, every call returns, and when the fault is
+//! gone everything works again.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;
@@ -101,7 +102,8 @@ impl Work {
     }
 }
 
-/// Opens, stores, flushes, loads, stores more, removes, loads, closes; which prompts were flushed whole.
+/// Opens, stores, flushes, loads, stores more, removes, loads, closes; which prompts were flushed
+/// whole.
 fn workload(w: &World, what: &str) -> Vec<usize> {
     let Ok(engine) = Engine::open_with(w.options()) else { return Vec::new() };
     let work = Work::new(w, &engine);
@@ -132,7 +134,8 @@ fn recovers(w: &World, (flushed, was_write): (&[usize], bool), what: &str) {
         assert_eq!(matched(&engine, &work.prompts[*n]), work.prompts[*n].len(), "{what}: flushed prompt {n} is lost");
     }
     for n in 0..3 {
-        // A removal whose hints could not be written leaves chunks that a load finds to be gone, one at a time.
+        // A removal whose hints could not be written leaves chunks that a load finds to be gone, one at a
+        // time.
         for _ in work.prompts[n].keys() {
             work.load(&engine, n, what);
             assert!(work.store(&engine, n), "{what}: prompt {n} cannot be stored");
@@ -200,7 +203,8 @@ fn every_operation_hangs_once() {
 const DRIVES: usize = 4;
 const NONE: usize = usize::MAX;
 
-/// Conversations that all begin with the same chunks, in turns; each request is a conversation so far with one turn more.
+/// Conversations that all begin with the same chunks, in turns; each request is a conversation so
+/// far with one turn more.
 fn conversations() -> Vec<Vec<u32>> {
     let system = tokens(2 * CHUNK, 1);
     let mut talks: Vec<Vec<u32>> = vec![system; 64];
@@ -215,7 +219,8 @@ fn conversations() -> Vec<Vec<u32>> {
     requests
 }
 
-/// A server's life on four drives, one of which dies half-way; prompt tokens found in the second half, and the drives' bytes.
+/// A server's life on four drives, one of which dies half-way; prompt tokens found in the second
+/// half, and the drives' bytes.
 fn life(placement: Placement, (dead, fault): (usize, Fault)) -> (usize, Vec<u64>) {
     let dying = Arc::new(AtomicUsize::new(NONE));
     let plan = Arc::clone(&dying);

@@ -1,4 +1,5 @@
-//! Damage: bits flipped anywhere in data.kv or index.kv, and files that are cut short, empty, foreign or of a later version.
+//! Damage: bits flipped anywhere in data.kv or index.kv, and files that are cut short, empty,
+//! foreign or of a later version.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod proof_world;
@@ -18,8 +19,8 @@ fn close(log: &Log) {
     log.close(Instant::now() + Duration::from_secs(10)).unwrap();
 }
 
-/// A small cache with removed chunks, and some that were stored anew after that, in sealed and unsealed segments; what each key is,
-/// 0 for removed.
+/// A small cache with removed chunks, and some that were stored anew after that, in sealed and
+/// unsealed segments; what each key is, 0 for removed.
 fn make(dir: &Path) -> Vec<u64> {
     let mut is = vec![0; 60];
     for round in 1..=3u64 {

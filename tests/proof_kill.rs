@@ -1,4 +1,5 @@
-//! Kill −9 at random moments: what was flushed is there with the right bytes, what was removed stays so.
+//! Kill −9 at random moments: what was flushed is there with the right bytes, what was removed
+//! stays so.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod proof_world;

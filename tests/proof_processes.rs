@@ -1,4 +1,5 @@
-//! Several processes over one cache: two writers and one that only looks up, and what a kill costs the others.
+//! Several processes over one cache: two writers and one that only looks up, and what a kill costs
+//! the others.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod proof_world;
@@ -168,7 +169,8 @@ fn processes_share_a_cache_and_do_not_take_each_other_down() {
 
 #[test]
 fn a_cache_is_found_again_by_a_process_that_starts_others_meanwhile() {
-    // Until a child executes its program it has all files open that its parent had, the locks of a cache among them.
+    // Until a child executes its program it has all files open that its parent had, the locks of a
+    // cache among them.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let cache = dir.path().join("cache");
     let stop = AtomicBool::new(false);

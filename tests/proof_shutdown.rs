@@ -1,6 +1,7 @@
-//! Real file systems, ext4 and XFS on a loop device, that are shut down under a working log, as they shut themselves down when
-//! their drive dies: the process goes on with errors, and after the journal's replay what was flushed is there with the right
-//! bytes, what was removed stays so, a deep check says what a full read says, and the data alone gives the index back.
+//! Real file systems, ext4 and XFS on a loop device, that are shut down under a working log, as
+//! they shut themselves down when their drive dies: the process goes on with errors, and after the
+//! journal's replay what was flushed is there with the right bytes, what was removed stays so, a
+//! deep check says what a full read says, and the data alone gives the index back.
 //!
 //! Needs root, loop devices and the mkfs programs; says so where it cannot run.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
@@ -27,7 +28,8 @@ fn options(dir: &Path) -> LogOptions {
     LogOptions { io_timeout: Duration::from_secs(2), ..told::options(dir) }
 }
 
-/// Works until some steps after it was told that the file system is gone. Half of the children close then, the others are killed.
+/// Works until some steps after it was told that the file system is gone. Half of the children
+/// close then, the others are killed.
 fn run_child(role: &str) {
     let (seed, dir) = role.split_once(' ').unwrap();
     let seed = seed.parse().unwrap();
@@ -80,7 +82,8 @@ fn live_and_end(disk: &LoopDisk, (test, seed, flush): (&str, u64, Flush), model:
     found.erred += errors;
 }
 
-/// The keys that a deep check of the files finds intact; `None` where an index is damaged, of which it may make something else.
+/// The keys that a deep check of the files finds intact; `None` where an index is damaged, of which
+/// it may make something else.
 fn deep_check(dir: &Path) -> Option<Vec<u64>> {
     let files = lanes(dir).unwrap();
     let raw: Vec<RawLane> = files.iter().map(|f| RawLane::read(f).ok()).collect::<Option<_>>()?;
@@ -97,8 +100,8 @@ fn deep_check(dir: &Path) -> Option<Vec<u64>> {
     Some((0..2 * KEYS).filter(intact).collect())
 }
 
-/// Takes the indexes from a copy and makes them anew from the data; what every key gives then, and what was done for whoever looks
-/// into a failure.
+/// Takes the indexes from a copy and makes them anew from the data; what every key gives then, and
+/// what was done for whoever looks into a failure.
 fn rebuild_copy(dir: &Path, copy: &Path) -> (Vec<u64>, String) {
     let mut told = String::new();
     let mut chunks = 0;
@@ -134,7 +137,8 @@ fn forget_shared_memory(dir: &Path) {
     }
 }
 
-/// Compares what is on the file system, mounted again, with what was told; it is durable from then on.
+/// Compares what is on the file system, mounted again, with what was told; it is durable from then
+/// on.
 fn verify(disk: &LoopDisk, copy: &Path, model: &mut Model, found: &mut Found) {
     let dir = disk.path().join("cache");
     let intact = deep_check(&dir);

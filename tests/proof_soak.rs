@@ -1,9 +1,10 @@
-//! The soak: two processes over one small cache that store, extend, load, remove and clear conversations without a pause, one of
-//! them killed or stopped and started again at random moments. Every byte that is loaded is checked, and how old it is; memory,
-//! descriptors, threads, mappings and bytes on the drive are sampled and must stay where they were after the first third.
+//! The soak: two processes over one small cache that store, extend, load, remove and clear
+//! conversations without a pause, one of them killed or stopped and started again at random
+//! moments. Every byte that is loaded is checked, and how old it is; memory, descriptors, threads,
+//! mappings and bytes on the drive are sampled and must stay where they were after the first third.
 //!
-//! `make soak` runs it for half an hour. On a loop device (as root) the free-space floor is what bounds the cache, elsewhere the
-//! capacity is.
+//! `make soak` runs it for half an hour. On a loop device (as root) the free-space floor is what
+//! bounds the cache, elsewhere the capacity is.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod engine_world;
@@ -263,8 +264,8 @@ impl Soak {
         for name in ["write_errors", "retired_segments"] {
             assert_eq!(self.totals.get(name), Some(&0), "{name}: {:?}", self.totals);
         }
-        // What a killed process had stored last is not in its lane's index: whoever still has its table may read where the next
-        // writer is writing, and finds that by the check (docs/format.md).
+        // What a killed process had stored last is not in its lane's index: whoever still has its table may
+        // read where the next writer is writing, and finds that by the check (docs/format.md).
         assert!(self.totals["bad_chunks"] <= self.kills, "bad chunks: {:?}", self.totals);
     }
 }
@@ -309,8 +310,9 @@ fn run(soak: &mut Soak, seed: u64, place: &Place) {
     soak.add(steady.stop());
 }
 
-/// What is on the drive in the end: nothing damaged, and nothing but what belongs there. Of the lanes that one process leaves and the other
-/// adopts, those stay that hold something: on a machine that starts processes slowly that may be several in a short run.
+/// What is on the drive in the end: nothing damaged, and nothing but what belongs there. Of the
+/// lanes that one process leaves and the other adopts, those stay that hold something: on a machine
+/// that starts processes slowly that may be several in a short run.
 fn look_at_the_end(dir: &Path, adopted: u64) {
     let files = lanes(dir).unwrap();
     assert!(files.len() as u64 <= 2 + adopted.max(1), "{} lanes, {adopted} adopted", files.len());

@@ -1,12 +1,14 @@
-//! The house rules that a compiler cannot check: which room may know which, where `unsafe` and CUDA may appear, how long a
-//! file may be, and that ARCHITECTURE.md leads to every file's room. Each finding names the file and line to look at.
+//! The house rules that a compiler cannot check: which room may know which, where `unsafe` and CUDA
+//! may appear, how long a file may be, and that ARCHITECTURE.md leads to every file's room. Each
+//! finding names the file and line to look at.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// For each room of `src`, the rooms it may name. `error` and `metrics` are leaves that everybody may use.
+/// For each room of `src`, the rooms it may name. `error` and `metrics` are leaves that everybody
+/// may use.
 const MAY_KNOW: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("metrics", &[]),
@@ -148,7 +150,8 @@ fn the_room_check_sees_plain_and_braced_imports() {
     assert_eq!(rooms_named("let x = crate::format::crc(crate::io::y());"), ["format", "io"]);
 }
 
-/// The rooms of the log, each of which knows those before it; what lies above them knows all. Their parent they may all know.
+/// The rooms of the log, each of which knows those before it; what lies above them knows all. Their
+/// parent they may all know.
 const LOG_ROOMS: &[&str] = &["base", "lane", "journal", "policy", "recovery", "drive", "write", "read", "reclaim"];
 
 /// The code of a file with every statement on one line, so that a long import is seen whole.

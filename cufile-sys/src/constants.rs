@@ -1,7 +1,8 @@
 //! The constants of `cufile.h`, with the version that brought each.
 //!
-//! Plain integers, never Rust enums: a library newer than this file may hand out values it does not know. [`CONSTANTS`] lists
-//! them for the test that compares them with NVIDIA's header; the errors stand in [`crate::name_of`].
+//! Plain integers, never Rust enums: a library newer than this file may hand out values it does not
+//! know. [`CONSTANTS`] lists them for the test that compares them with NVIDIA's header; the errors
+//! stand in [`crate::name_of`].
 
 use std::ffi::{c_int, c_uint};
 

@@ -1,8 +1,8 @@
 //! cuFile's error integers and their names.
 //!
-//! Errors stay plain `i32`: the library is newer or older than this table as it likes, and a Rust enum with an unknown value
-//! would be undefined behaviour. The numbers and names are those of `cufile.h`, 1.20; one of them meant something else before
-//! 1.15 ([`name_in`]).
+//! Errors stay plain `i32`: the library is newer or older than this table as it likes, and a Rust
+//! enum with an unknown value would be undefined behaviour. The numbers and names are those of
+//! `cufile.h`, 1.20; one of them meant something else before 1.15 ([`name_in`]).
 
 use std::{fmt, io};
 
@@ -60,7 +60,8 @@ impl std::error::Error for CuFileError {}
 
 const CUDA_DRIVER_ERROR: i32 = 5011;
 
-/// The name in `cufile.h` of an error of cuFile, given as it is or negated (as reads and writes return it).
+/// The name in `cufile.h` of an error of cuFile, given as it is or negated (as reads and writes
+/// return it).
 #[must_use]
 pub const fn name_of(err: i32) -> Option<&'static str> {
     let at = err.unsigned_abs().wrapping_sub(BASE_ERR as u32) as usize;
@@ -70,7 +71,8 @@ pub const fn name_of(err: i32) -> Option<&'static str> {
     if at < NAMES.len() && !NAMES[at].is_empty() { Some(NAMES[at]) } else { None }
 }
 
-/// [`name_of`] in a library of this version: until 1.14 the list ended at 5039, which then was `CU_FILE_IO_MAX_ERROR`.
+/// [`name_of`] in a library of this version: until 1.14 the list ended at 5039, which then was
+/// `CU_FILE_IO_MAX_ERROR`.
 #[must_use]
 pub const fn name_in(version: Version, err: i32) -> Option<&'static str> {
     if version.major > 1 || version.minor >= 15 {
@@ -112,8 +114,8 @@ impl std::error::Error for TransferError {
     }
 }
 
-/// The bytes that a read or write moved, from what it returned. Call it at once on the same thread, before anything else
-/// changes `errno`. Fewer bytes than asked for is a success here: compare.
+/// The bytes that a read or write moved, from what it returned. Call it at once on the same thread,
+/// before anything else changes `errno`. Fewer bytes than asked for is a success here: compare.
 ///
 /// # Errors
 /// [`TransferError`] for a negative result.

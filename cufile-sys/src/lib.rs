@@ -1,12 +1,15 @@
-//! Raw bindings to NVIDIA's libcufile (GPUDirect Storage), opened at run time: builds and runs without CUDA.
+//! Raw bindings to NVIDIA's libcufile (GPUDirect Storage), opened at run time: builds and runs
+//! without CUDA.
 //!
-//! [`CuFile::open`] finds the library, [`sys`] holds the C functions it has, [`types`], [`constants`] and [`stats`] what they
-//! take, [`CuFileError`] and [`transferred`] what they return: the whole C interface of 1.0 to 1.20. Invariants: a
-//! missing library, a missing function or an unknown error number is a value, never a panic; nothing of NVIDIA's is vendored;
-//! opening calls nothing in the library but its own initialisers, so no driver is started and no configuration read.
+//! [`CuFile::open`] finds the library, [`sys`] holds the C functions it has, [`types`],
+//! [`constants`] and [`stats`] what they take, [`CuFileError`] and [`transferred`] what they
+//! return: the whole C interface of 1.0 to 1.20. Invariants: a missing library, a missing function
+//! or an unknown error number is a value, never a panic; nothing of NVIDIA's is vendored;
+//! opening calls nothing in the library but its own initialisers, so no driver is started and no
+//! configuration read.
 //!
-//! libcufile reads `CUFILE_ENV_PATH_JSON` and `CUFILE_LOGFILE_PATH` from the environment; set them before opening, or it writes
-//! `cufile.log` into the working directory once its driver is opened.
+//! libcufile reads `CUFILE_ENV_PATH_JSON` and `CUFILE_LOGFILE_PATH` from the environment; set them
+//! before opening, or it writes `cufile.log` into the working directory once its driver is opened.
 #![expect(unsafe_code, reason = "loading a C library and calling into it")]
 
 pub mod constants;
@@ -26,18 +29,21 @@ pub use error::{BASE_ERR, CuFileError, SUCCESS, TransferError, name_in, name_of,
 /// Names the library file to use; then no other is tried. Empty counts as not set.
 pub const PATH_VARIABLE: &str = "FOREBAY_CUFILE_PATH";
 
-/// Names tried through the loader's search path. The Python wheels ship only the first; CUDA toolkits all of them.
+/// Names tried through the loader's search path. The Python wheels ship only the first; CUDA
+/// toolkits all of them.
 const NAMES: [&str; 3] = ["libcufile.so.0", "libcufile.so", "libcufile.so.1"];
 
 /// Where CUDA toolkits lie that the loader does not know of.
 const TOOLKIT_DIRS: [&str; 3] =
     ["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib", "/usr/local/cuda/targets/sbsa-linux/lib"];
 
-/// Where the library may lie under its full name (`libcufile.so.1.11.1`) only, as in images without the links.
+/// Where the library may lie under its full name (`libcufile.so.1.11.1`) only, as in images without
+/// the links.
 const VERSIONED_DIRS: [&str; 4] =
     ["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"];
 
-/// An opened libcufile. Stays in memory until the process ends: the library's own threads may outlive any handle.
+/// An opened libcufile. Stays in memory until the process ends: the library's own threads may
+/// outlive any handle.
 pub struct CuFile {
     symbols: sys::Symbols,
     path: PathBuf,
@@ -74,8 +80,8 @@ impl CuFile {
     fn open_one_of(candidates: impl Iterator<Item = OsString>) -> Result<Self, OpenError> {
         let mut tried = Vec::new();
         for candidate in candidates {
-            // SAFETY: runs the initialisers of the file named so; that it is NVIDIA's library is the operator's claim, as for
-            // every shared library on the search path.
+            // SAFETY: runs the initialisers of the file named so; that it is NVIDIA's library is the operator's
+            // claim, as for every shared library on the search path.
             match unsafe { Library::new(&candidate) } {
                 Ok(library) => {
                     // SAFETY: as above; the library is never closed.
@@ -104,7 +110,8 @@ impl CuFile {
     /// The library's version. Needs no driver, no GPU and no CUDA.
     ///
     /// # Errors
-    /// [`VersionError::TooOld`] before 1.8, which cannot say; [`VersionError::Failed`] as the library says.
+    /// [`VersionError::TooOld`] before 1.8, which cannot say; [`VersionError::Failed`] as the
+    /// library says.
     pub fn version(&self) -> Result<Version, VersionError> {
         let get_version = self.symbols.get_version.ok_or(VersionError::TooOld)?;
         let mut number: c_int = 0;

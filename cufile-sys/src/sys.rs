@@ -1,8 +1,10 @@
-//! The C interface: one optional function per symbol, as versions of the library differ in what they have.
+//! The C interface: one optional function per symbol, as versions of the library differ in what
+//! they have.
 //!
-//! To add a call: the version that brought it, its name and its type, in the table below; `tests/check_abi.rs` compares name,
-//! version and type with NVIDIA's headers. Nothing here is safe to call without reading NVIDIA's documentation;
-//! `cuFileDriverOpen` in particular never returns where `/proc/modules` is missing.
+//! To add a call: the version that brought it, its name and its type, in the table below;
+//! `tests/check_abi.rs` compares name, version and type with NVIDIA's headers. Nothing here is safe
+//! to call without reading NVIDIA's documentation; `cuFileDriverOpen` in particular never returns
+//! where `/proc/modules` is missing.
 
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
 

@@ -1,6 +1,6 @@
-//! The structures of `cufile.h`. Their sizes and offsets are asserted when this is compiled and stand in [`LAYOUTS`] for the
-//! test that compares them with NVIDIA's header. They are the same in 1.0 to 1.20, except for the statistics
-//! ([`crate::stats`]).
+//! The structures of `cufile.h`. Their sizes and offsets are asserted when this is compiled and
+//! stand in [`LAYOUTS`] for the test that compares them with NVIDIA's header. They are the same in
+//! 1.0 to 1.20, except for the statistics ([`crate::stats`]).
 
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
 
@@ -67,7 +67,8 @@ pub struct RdmaInfo {
     pub desc_str: *const c_char,
 }
 
-/// `CUfileFSOps_t`: the calls of a user-space file system. The socket addresses are `struct sockaddr`.
+/// `CUfileFSOps_t`: the calls of a user-space file system. The socket addresses are `struct
+/// sockaddr`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FsOps {
@@ -122,7 +123,8 @@ pub struct DrvProps {
     pub max_batch_io_timeout_msecs: c_uint,
 }
 
-/// `CUfileIOParams_t`: one request of a batch. The header's union has one member; its fields stand here flat.
+/// `CUfileIOParams_t`: one request of a batch. The header's union has one member; its fields stand
+/// here flat.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct IoParams {
@@ -150,7 +152,8 @@ pub struct IoParams {
 pub struct IoEvents {
     /// [`IoParams::cookie`].
     pub cookie: *mut c_void,
-    /// A mask of `CUFILE_COMPLETE`, `CUFILE_FAILED`, …; complete does not mean that every byte came.
+    /// A mask of `CUFILE_COMPLETE`, `CUFILE_FAILED`, …; complete does not mean that every byte
+    /// came.
     pub status: c_int,
     /// Bytes, or a negative error.
     pub ret: usize,

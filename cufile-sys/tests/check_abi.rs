@@ -1,8 +1,10 @@
-//! What cufile-sys says of libcufile against NVIDIA's header and library, at every version that `make cufile` has unpacked.
+//! What cufile-sys says of libcufile against NVIDIA's header and library, at every version that
+//! `make cufile` has unpacked.
 //!
-//! The C compiler is asked: a program with the real `cufile.h`, and a `cuda.h` of two lines, prints every constant, size and
-//! offset, and does not compile where a function has another type or a name is missing. The header is searched the other way
-//! round as well, for names that are not here. Without wheels or gcc the check is skipped and says so, unless
+//! The C compiler is asked: a program with the real `cufile.h`, and a `cuda.h` of two lines, prints
+//! every constant, size and offset, and does not compile where a function has another type or a
+//! name is missing. The header is searched the other way round as well, for names that are not
+//! here. Without wheels or gcc the check is skipped and says so, unless
 //! `FOREBAY_CHECK_ABI=required`.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test's helpers; clippy exempts only the test itself")]
 

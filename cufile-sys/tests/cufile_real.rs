@@ -1,4 +1,5 @@
-//! A real libcufile where `FOREBAY_CUFILE_PATH` names one (`make cufile` fetches NVIDIA's wheel), else the way it is missed.
+//! A real libcufile where `FOREBAY_CUFILE_PATH` names one (`make cufile` fetches NVIDIA's wheel),
+//! else the way it is missed.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,5 @@
-//! Writes the inputs that fuzzing starts from, `cargo run -p forebay-fuzz --example seeds`: one or two of each kind, as Forebay itself writes them.
+//! Writes the inputs that fuzzing starts from, `cargo run -p forebay-fuzz --example seeds`: one or
+//! two of each kind, as Forebay itself writes them.
 
 use std::path::Path;
 

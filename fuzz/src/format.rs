@@ -1,5 +1,6 @@
-//! Pages of a lane's files. The CRC that guards a page would turn nearly every input away at the door, so an input is tried twice: as it is,
-//! and with its magic and its CRCs set right, as a page of an attacker or of a faulty writer might be.
+//! Pages of a lane's files. The CRC that guards a page would turn nearly every input away at the
+//! door, so an input is tried twice: as it is, and with its magic and its CRCs set right, as a page
+//! of an attacker or of a faulty writer might be.
 
 use forebay::format::floors::{FLOORS_BYTES, Floors, MOST_TENANTS};
 use forebay::format::journal::{self, RECORDS_PER_PAGE};

@@ -1,7 +1,9 @@
-//! Fuzz targets: functions that take any bytes, use them as Forebay uses what it reads from outside, and check what must hold.
+//! Fuzz targets: functions that take any bytes, use them as Forebay uses what it reads from
+//! outside, and check what must hold.
 //!
-//! `cargo fuzz` drives them with libFuzzer (`make fuzz`); `tests/corpus.rs` runs them over the committed corpus and over inputs made from it
-//! by a seed. Invariants: a target is a function of its input alone, and panics only where Forebay is wrong.
+//! `cargo fuzz` drives them with libFuzzer (`make fuzz`); `tests/corpus.rs` runs them over the
+//! committed corpus and over inputs made from it by a seed. Invariants: a target is a function of
+//! its input alone, and panics only where Forebay is wrong.
 
 mod format;
 mod policy;

@@ -1,4 +1,5 @@
-//! What a policy has learned, as a file says it. An input is tried as the whole file, and as what lies behind a CRC that fits.
+//! What a policy has learned, as a file says it. An input is tried as the whole file, and as what
+//! lies behind a CRC that fits.
 
 use forebay::format::policy;
 use forebay::index::{ChainChunk, Prefix, SavedPrefix};

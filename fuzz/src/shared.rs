@@ -1,5 +1,5 @@
-//! The files that processes share as memory: any other process, or a crash, may have left anything in them. What is read from them may be
-//! wrong, but nothing may crash, loop or reach beyond them.
+//! The files that processes share as memory: any other process, or a crash, may have left anything
+//! in them. What is read from them may be wrong, but nothing may crash, loop or reach beyond them.
 
 use std::fs::File;
 

@@ -1,5 +1,6 @@
-//! Every target over its committed corpus, and over inputs made from it by a seed: seconds of what `make fuzz` does for hours.
-//! `FOREBAY_FUZZ_RUNS` and `FOREBAY_FUZZ_SEED` choose how many and which.
+//! Every target over its committed corpus, and over inputs made from it by a seed: seconds of what
+//! `make fuzz` does for hours. `FOREBAY_FUZZ_RUNS` and `FOREBAY_FUZZ_SEED` choose how many and
+//! which.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test")]
 
@@ -42,7 +43,8 @@ fn corpus(name: &str) -> Vec<(PathBuf, Vec<u8>)> {
     inputs
 }
 
-/// Whether libFuzzer found it, which names what it keeps by its digest; the others are whole and come from `examples/seeds.rs`.
+/// Whether libFuzzer found it, which names what it keeps by its digest; the others are whole and
+/// come from `examples/seeds.rs`.
 fn is_found(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     name.len() == 40 && name.bytes().all(|b| b.is_ascii_hexdigit())
@@ -102,7 +104,8 @@ fn targets_hold_over_their_corpus_and_what_is_made_from_it() {
         assert!(!whole.is_empty(), "the corpus of {name} has nothing that is whole");
         for run in 0..runs {
             let any = |numbers: &mut Numbers| &inputs[numbers.below(inputs.len())].1;
-            // Most of what was found is damaged already, and a change of it shows less than one of what is whole.
+            // Most of what was found is damaged already, and a change of it shows less than one of what is
+            // whole.
             let from = match numbers.below(2) {
                 0 => &whole[numbers.below(whole.len())].1,
                 _ => any(&mut numbers),

@@ -1,9 +1,10 @@
-//! What a Python object says about its memory: address, shape, strides and device, without a copy and without importing torch or
-//! numpy.
+//! What a Python object says about its memory: address, shape, strides and device, without a copy
+//! and without importing torch or numpy.
 //!
-//! In this order: tensors by their methods (`data_ptr`), raw descriptions `(address, shape, strides, itemsize, device)`, the buffer
-//! protocol, `__array_interface__`, DLPack. Whatever keeps the memory alive is kept with it, and let go with the GIL held: a `Py` that
-//! a thread of the engine drops waits for the next one that has it.
+//! In this order: tensors by their methods (`data_ptr`), raw descriptions `(address, shape,
+//! strides, itemsize, device)`, the buffer protocol, `__array_interface__`, DLPack. Whatever keeps
+//! the memory alive is kept with it, and let go with the GIL held: a `Py` that a thread of the
+//! engine drops waits for the next one that has it.
 #![expect(unsafe_code, reason = "asks Python for the addresses of buffers")]
 
 use std::any::Any;
@@ -112,8 +113,9 @@ impl Described {
         let (bytes, owner) = (self.bytes()?, Some(Arc::clone(&self.owner)));
         match self.place {
             Place::Device(ordinal) => {
-                // SAFETY: the object described its memory so, and is kept by the owner; that no two of the caller's loads and stores
-                // concern the same slots at once is what docs/python.md asks of it.
+                // SAFETY: the object described its memory so, and is kept by the owner; that no two of the caller's
+                // loads and stores concern the same slots at once is what docs/python.md asks of
+                // it.
                 let memory = unsafe { CudaMemory::from_raw(ordinal, self.address as u64, bytes, owner) };
                 Ok(memory.py()?)
             }
@@ -195,7 +197,8 @@ fn raw_tuple(tuple: &Bound<'_, PyTuple>) -> PyResult<Described> {
     raw.with_owner(tuple.clone().into_any().unbind())
 }
 
-/// CPython's struct. Its fields have been the same since 3.0 and are part of the stable ABI from 3.11 on; 3.10 has it as it is.
+/// CPython's struct. Its fields have been the same since 3.0 and are part of the stable ABI from
+/// 3.11 on; 3.10 has it as it is.
 #[repr(C)]
 struct PyBufferFields {
     buf: *mut c_void,

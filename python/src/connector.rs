@@ -1,8 +1,10 @@
-//! The connector's two state machines for Python: `SchedulerSide` and `WorkerSide`, one method per call of a serving engine.
+//! The connector's two state machines for Python: `SchedulerSide` and `WorkerSide`, one method per
+//! call of a serving engine.
 //!
-//! Invariants: nothing is decided here; a value is converted, the machine is called, its answer is converted back. The scheduler's
-//! calls take microseconds and keep the GIL, since the server's scheduler has nothing else to do; everything that may wait, and all the worker's
-//! calls, release it.
+//! Invariants: nothing is decided here; a value is converted, the machine is called, its answer is
+//! converted back. The scheduler's calls take microseconds and keep the GIL, since the server's
+//! scheduler has nothing else to do; everything that may wait, and all the worker's calls, release
+//! it.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -45,7 +47,8 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// What each of `counters` grew by since `told`, which is what they are now afterwards; those that did not are left out.
+/// What each of `counters` grew by since `told`, which is what they are now afterwards; those that
+/// did not are left out.
 fn grown<'py>(py: Python<'py>, told: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
     let (dict, mut told) = (PyDict::new(py), told.lock());
     told.resize(counters.len(), 0);
@@ -85,9 +88,9 @@ fn options(mut options: ConnectorOptions, keywords: Option<&Bound<'_, PyDict>>) 
     Ok(options)
 }
 
-/// The chunk size that the settings of `config` ask for, as it is in effect for a server with blocks of `block_tokens` tokens and these
-/// sliding windows (None: none), one each per KV cache group: whole blocks of every group, and no longer than what the
-/// windows keep.
+/// The chunk size that the settings of `config` ask for, as it is in effect for a server with
+/// blocks of `block_tokens` tokens and these sliding windows (None: none), one each per KV cache
+/// group: whole blocks of every group, and no longer than what the windows keep.
 #[pyfunction]
 #[pyo3(signature = (config, block_tokens, windows))]
 pub(crate) fn chunk_tokens(
@@ -113,7 +116,8 @@ fn borrowed(names: &[String]) -> Vec<&str> {
     names.iter().map(String::as_str).collect()
 }
 
-/// The scheduler's side of the connector: what can be loaded, and what each step's workers load and store.
+/// The scheduler's side of the connector: what can be loaded, and what each step's workers load and
+/// store.
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct SchedulerSide {
     scheduler: Mutex<Option<Scheduler>>,
@@ -135,7 +139,8 @@ impl SchedulerSide {
 
 #[pymethods]
 impl SchedulerSide {
-    /// A scheduler side that looks prompts up in `engines`, one per rank: what the least of them has counts.
+    /// A scheduler side that looks prompts up in `engines`, one per rank: what the least of them
+    /// has counts.
     #[new]
     #[pyo3(signature = (engines, *, block_tokens, num_blocks, **options))]
     fn new(
@@ -150,8 +155,9 @@ impl SchedulerSide {
         Self::over(self::options(of_engine, options)?, Box::new(EngineLookup::new(engines)))
     }
 
-    /// A scheduler side for workers that say themselves which KV they have and where their caches lie: those that `config` names on
-    /// this machine are looked into, other workers are asked. `windows`: each KV cache group's sliding window or None.
+    /// A scheduler side for workers that say themselves which KV they have and where their caches
+    /// lie: those that `config` names on this machine are looked into, other workers are asked.
+    /// `windows`: each KV cache group's sliding window or None.
     #[staticmethod]
     #[pyo3(signature = (config, *, block_tokens, num_blocks, windows=None, **options))]
     fn of_workers(
@@ -181,7 +187,8 @@ impl SchedulerSide {
         self.with(|s| Ok(s.knows(req_id)))
     }
 
-    /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it has stored or is storing.
+    /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it
+    /// has stored or is storing.
     #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0))]
     fn add(
         &self,
@@ -200,8 +207,8 @@ impl SchedulerSide {
         })
     }
 
-    /// How many tokens beyond `num_computed_tokens` can be loaded (None: ask again at the next step), and whether they load
-    /// before the request is scheduled.
+    /// How many tokens beyond `num_computed_tokens` can be loaded (None: ask again at the next
+    /// step), and whether they load before the request is scheduled.
     fn matched(&self, req_id: &str, num_computed_tokens: usize) -> PyResult<(Option<usize>, bool)> {
         self.with(|s| {
             let matched = s.matched(req_id, num_computed_tokens);
@@ -209,7 +216,8 @@ impl SchedulerSide {
         })
     }
 
-    /// The server gave the request blocks for `num_external_tokens` tokens of the last answer; 0 drops the answer.
+    /// The server gave the request blocks for `num_external_tokens` tokens of the last answer; 0
+    /// drops the answer.
     fn allocated(&self, req_id: &str, block_ids: &Bound<'_, PyAny>, num_external_tokens: usize) -> PyResult<()> {
         let blocks = blocks(block_ids)?;
         self.with(|s| s.allocated(req_id, &blocks, num_external_tokens).py())
@@ -217,8 +225,10 @@ impl SchedulerSide {
 
     /// What the server scheduled, as bytes for the workers; empty where they have nothing to do.
     ///
-    /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids, new block ids per group of each or
-    /// None, num_computed of each, a dict of num_scheduled by req_id, resumed ids). Unknown requests are passed over. `tokens_of(req_id, start, stop)` gives ids of final generated tokens.
+    /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids,
+    /// new block ids per group of each or None, num_computed of each, a dict of num_scheduled
+    /// by req_id, resumed ids). Unknown requests are passed over. `tokens_of(req_id, start, stop)`
+    /// gives ids of final generated tokens.
     #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
     fn step<'py>(
         &self,
@@ -268,7 +278,8 @@ impl SchedulerSide {
         self.with(|s| Ok(s.is_loading(req_id)))
     }
 
-    /// The request ended, so many tokens were generated for it; True where its blocks must be kept until a worker reports it as sent.
+    /// The request ended, so many tokens were generated for it; True where its blocks must be kept
+    /// until a worker reports it as sent.
     #[pyo3(signature = (req_id, generated=None))]
     fn request_finished(&self, req_id: &str, generated: Option<u32>) -> PyResult<bool> {
         self.with(|s| Ok(s.request_finished(req_id, generated)))
@@ -297,8 +308,9 @@ impl SchedulerSide {
         })
     }
 
-    /// What became of chunks since the last call, where the option `events` is on: (ordered, stored, found, missing, evicted), or
-    /// None where nothing did. A chunk is (req_id, key, first token, tokens); `stored` are keys of ordered chunks that every worker has
+    /// What became of chunks since the last call, where the option `events` is on: (ordered,
+    /// stored, found, missing, evicted), or None where nothing did. A chunk is (req_id, key,
+    /// first token, tokens); `stored` are keys of ordered chunks that every worker has
     /// committed, `evicted` keys of known ones that some worker has dropped for room.
     fn take_news<'py>(&self, py: Python<'py>) -> PyResult<Option<NewsOf<'py>>> {
         let news = self.with(|s| Ok(s.take_news()))?;
@@ -347,10 +359,12 @@ type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
 type NewsOf<'py> =
     (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>);
 
-/// A request that runs for the first time: its name, its blocks per group, tokens computed and scheduled.
+/// A request that runs for the first time: its name, its blocks per group, tokens computed and
+/// scheduled.
 type NewRow<'py> = (Bound<'py, PyString>, Vec<Vec<u32>>, usize, usize);
 
-/// The requests of a step that ran before, read out of vLLM's own lists without copies of them: hundreds in every step.
+/// The requests of a step that ran before, read out of vLLM's own lists without copies of them:
+/// hundreds in every step.
 #[derive(FromPyObject)]
 struct Cached<'py> {
     #[pyo3(item(0))]
@@ -408,7 +422,8 @@ impl Row {
     }
 }
 
-/// The worker's side of the connector: starts a step's loads and stores, and says when they are over.
+/// The worker's side of the connector: starts a step's loads and stores, and says when they are
+/// over.
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct WorkerSide {
     worker: Mutex<Option<Worker>>,
@@ -458,7 +473,8 @@ impl WorkerSide {
         })
     }
 
-    /// Layer-wise only: returns when layer `layer` of the step's loads is there, or makes `stream` wait for it.
+    /// Layer-wise only: returns when layer `layer` of the step's loads is there, or makes `stream`
+    /// wait for it.
     #[pyo3(signature = (layer, stream=None))]
     fn wait_layer(&self, py: Python<'_>, layer: usize, stream: Option<u64>) -> PyResult<()> {
         self.with(py, |w| w.wait_layer(layer, stream_of(stream)).py())
@@ -479,7 +495,8 @@ impl WorkerSide {
         })
     }
 
-    /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or given up on return.
+    /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or
+    /// given up on return.
     fn preempt(&self, py: Python<'_>, meta: &[u8]) -> PyResult<()> {
         let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {

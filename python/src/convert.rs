@@ -1,4 +1,5 @@
-//! Plain values from Python: settings, geometry, tokens, slot mappings, masks, what else is in a key, streams.
+//! Plain values from Python: settings, geometry, tokens, slot mappings, masks, what else is in a
+//! key, streams.
 
 use std::sync::Arc;
 
@@ -32,8 +33,8 @@ pub(crate) fn settings(config: Option<&Bound<'_, PyAny>>) -> PyResult<Settings> 
     Ok(settings)
 }
 
-/// The settings in effect, as a dict of plain values by their own names: what `config` gives (a dict, or a settings file's path), the
-/// environment, and the settings file.
+/// The settings in effect, as a dict of plain values by their own names: what `config` gives (a
+/// dict, or a settings file's path), the environment, and the settings file.
 #[pyfunction]
 #[pyo3(name = "settings", signature = (config=None))]
 pub(crate) fn resolved<'py>(py: Python<'py>, config: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
@@ -73,8 +74,8 @@ struct Defaults {
 
 #[pymethods]
 impl PyGeometry {
-    /// A geometry; `layer_specs` describes layers that are not all alike, `fingerprint` and `identity` whatever else gives the
-    /// bytes their meaning.
+    /// A geometry; `layer_specs` describes layers that are not all alike, `fingerprint` and
+    /// `identity` whatever else gives the bytes their meaning.
     #[new]
     #[pyo3(signature = (model, layers=None, kv_heads=1, head_size=0, dtype="bfloat16", planes=2, fingerprint="",
         layer_specs=None, tp=(0, 1), pp=(0, 1), cp=(0, 1), identity=None))]
@@ -149,7 +150,8 @@ impl PyGeometry {
     }
 }
 
-/// The smallest number of tokens that is whole blocks of every opaque layer; 1 where that overflows, which `Geometry` refuses.
+/// The smallest number of tokens that is whole blocks of every opaque layer; 1 where that
+/// overflows, which `Geometry` refuses.
 fn block_step(specs: &[LayerSpec]) -> u32 {
     let gcd = |mut a: u32, mut b: u32| {
         while b != 0 {
@@ -241,7 +243,8 @@ pub(crate) fn slots(object: &Bound<'_, PyAny>, mask: Option<&Bound<'_, PyAny>>) 
     Ok(slots.masked(mask))
 }
 
-/// What besides tokens decides the KV: `None`, a cache salt, or a dict of `cache_salt`, `lora` and `multimodal`.
+/// What besides tokens decides the KV: `None`, a cache salt, or a dict of `cache_salt`, `lora` and
+/// `multimodal`.
 pub(crate) fn extra(object: Option<&Bound<'_, PyAny>>) -> PyResult<Extra> {
     let Some(object) = object else { return Ok(Extra::default()) };
     if let Ok(salt) = object.extract::<String>() {

@@ -1,7 +1,7 @@
 //! DLPack: memory of objects that have neither the buffer protocol nor a tensor's methods.
 //!
-//! The capsule's tensor is taken over, as the protocol asks, and its deleter is called when the object that holds it is freed by
-//! Python, hence with the GIL held.
+//! The capsule's tensor is taken over, as the protocol asks, and its deleter is called when the
+//! object that holds it is freed by Python, hence with the GIL held.
 #![expect(unsafe_code, reason = "reads the struct in a DLPack capsule")]
 
 use std::ffi::c_void;

@@ -1,6 +1,7 @@
 //! The engine for Python: what opens a cache, asks it, loads and stores.
 //!
-//! Arguments are turned into the engine's with the GIL held; every call of the engine runs without it.
+//! Arguments are turned into the engine's with the GIL held; every call of the engine runs without
+//! it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,7 +43,8 @@ impl PyPrompt {
     }
 }
 
-/// How many tokens of a prompt are stored; while it lives, and for the time asked for, they are kept.
+/// How many tokens of a prompt are stored; while it lives, and for the time asked for, they are
+/// kept.
 #[pyclass(frozen, name = "Lookup", module = "forebay")]
 pub(crate) struct PyLookup(forebay::engine::Lookup);
 
@@ -100,7 +102,8 @@ impl PyEngine {
 
 #[pymethods]
 impl PyEngine {
-    /// Opens the cache that `config` names (a dict, the path of a settings file, or None for file and environment).
+    /// Opens the cache that `config` names (a dict, the path of a settings file, or None for file
+    /// and environment).
     #[new]
     #[pyo3(signature = (config, geometry, device=None, layout=None))]
     fn new(
@@ -170,7 +173,8 @@ impl PyEngine {
         Ok(PyPagedKv(paged_kv(self.get()?.geometry(), kv_layers, &self.hints(layout))?))
     }
 
-    /// How many tokens of the prompt, from its start, can be loaded. With `pin_ms` the engine keeps them from reclaim for so long.
+    /// How many tokens of the prompt, from its start, can be loaded. With `pin_ms` the engine keeps
+    /// them from reclaim for so long.
     #[pyo3(signature = (tokens, extra=None, pin_ms=0))]
     fn lookup(
         &self,
@@ -201,7 +205,8 @@ impl PyEngine {
         Ok(PyLookup(py.detach(|| engine.lookup(&prompt, pin_ms)).py()?))
     }
 
-    /// Stores the KV of a prompt. Returns at once; with `by_layer` the layers are given by `Store.layer`.
+    /// Stores the KV of a prompt. Returns at once; with `by_layer` the layers are given by
+    /// `Store.layer`.
     #[pyo3(signature = (tokens, kv_layers, slot_mapping, extra=None, stream=None, mask=None, *, layout=None, by_layer=false,
         timeout_ms=None, depends_on=None, prompt_tokens=None, generated=None, save_unfull=None, ttl_s=None, wait_for_staging=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
@@ -304,7 +309,8 @@ impl PyEngine {
         py.detach(|| engine.metrics_text()).py()
     }
 
-    /// Waits for loads and stores under way, for `timeout_ms` at most, flushes and closes. Lookups miss from then on.
+    /// Waits for loads and stores under way, for `timeout_ms` at most, flushes and closes. Lookups
+    /// miss from then on.
     #[pyo3(signature = (timeout_ms=CLOSE_TIMEOUT_MS))]
     fn close(&self, py: Python<'_>, timeout_ms: u64) -> PyResult<()> {
         let engine = self.get()?;

@@ -1,7 +1,8 @@
-//! The engine's errors as exceptions: `ForebayError` with `kind` and `advice`, and a subclass for each kind.
+//! The engine's errors as exceptions: `ForebayError` with `kind` and `advice`, and a subclass for
+//! each kind.
 //!
-//! The classes are made once, in Rust, because errors are raised here; `kind` is the engine's word for it, the same as in metrics
-//! and logs.
+//! The classes are made once, in Rust, because errors are raised here; `kind` is the engine's word
+//! for it, the same as in metrics and logs.
 
 use forebay::{Error, ErrorKind};
 use pyo3::create_exception;

@@ -81,8 +81,8 @@ impl PyLoadResult {
     }
 }
 
-/// A load under way. Iterate over it (`for` or `async for`) to get its layers in order as they land, or `wait` for all of it.
-/// Dropping it cancels it.
+/// A load under way. Iterate over it (`for` or `async for`) to get its layers in order as they
+/// land, or `wait` for all of it. Dropping it cancels it.
 #[pyclass(frozen, name = "Load", module = "forebay")]
 pub(crate) struct PyLoad {
     load: Option<Arc<Load>>,
@@ -133,7 +133,8 @@ impl PyLoad {
         Ok(self.get()?.layers())
     }
 
-    /// Waits until the load has finished: its `Result`. `TimedOut` where it runs longer than `timeout_ms`; it goes on then.
+    /// Waits until the load has finished: its `Result`. `TimedOut` where it runs longer than
+    /// `timeout_ms`; it goes on then.
     #[pyo3(signature = (timeout_ms=None))]
     fn wait(&self, py: Python<'_>, timeout_ms: Option<u64>) -> PyResult<PyLoadResult> {
         let load = self.get()?;
@@ -143,7 +144,8 @@ impl PyLoad {
         }
     }
 
-    /// Waits until layer `layer` and all before it are in the caller's memory; with a stream, until the stream waits for them.
+    /// Waits until layer `layer` and all before it are in the caller's memory; with a stream, until
+    /// the stream waits for them.
     #[pyo3(signature = (layer, stream=None))]
     fn wait_layer(&self, py: Python<'_>, layer: usize, stream: Option<&Bound<'_, PyAny>>) -> PyResult<PyLayerReady> {
         self.landed(py, layer, convert::stream(stream)?)

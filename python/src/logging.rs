@@ -1,8 +1,8 @@
 //! The engine's log lines for Python's `logging`.
 //!
-//! A thread of the engine must never wait for the GIL, so it only puts the line into a queue; a thread in Python
-//! (`forebay/_logging.py`) takes lines out and hands them to the logger `forebay`. A full queue drops lines and counts them. A
-//! forked child says nothing: that thread is not there.
+//! A thread of the engine must never wait for the GIL, so it only puts the line into a queue; a
+//! thread in Python (`forebay/_logging.py`) takes lines out and hands them to the logger `forebay`.
+//! A full queue drops lines and counts them. A forked child says nothing: that thread is not there.
 
 use std::fmt::{self, Write as _};
 use std::sync::OnceLock;
@@ -81,7 +81,8 @@ impl Visit for Text {
     }
 }
 
-/// Has lines go to Python from now on, and its thread started; the level is the logger's as it is now.
+/// Has lines go to Python from now on, and its thread started; the level is the logger's as it is
+/// now.
 pub(crate) fn install(py: Python<'_>) -> PyResult<()> {
     if QUEUE.get().is_none() {
         let (tx, rx) = bounded(MOST);

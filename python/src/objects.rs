@@ -110,7 +110,8 @@ fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
 
 #[pymethods]
 impl PyObjectStore {
-    /// Opens the store in the cache directories that `config` names. Stores with another `namespace` do not see these objects.
+    /// Opens the store in the cache directories that `config` names. Stores with another
+    /// `namespace` do not see these objects.
     #[new]
     #[pyo3(signature = (config=None, namespace="default"))]
     fn new(py: Python<'_>, config: Option<&Bound<'_, PyAny>>, namespace: &str) -> PyResult<Self> {
@@ -127,8 +128,8 @@ impl PyObjectStore {
         Ok(py.detach(|| store.is_up()))
     }
 
-    /// Stores a dict of keys and buffers. An object that is there already stays as it is, and counts
-    /// as stored. One answer for each key, in order.
+    /// Stores a dict of keys and buffers. An object that is there already stays as it is, and
+    /// counts as stored. One answer for each key, in order.
     #[pyo3(signature = (items, ttl_s=None))]
     fn put(&self, py: Python<'_>, items: &Bound<'_, PyDict>, ttl_s: Option<f64>) -> PyResult<Vec<bool>> {
         let id = self.submit_put(py, items, ttl_s)?;
@@ -153,7 +154,8 @@ impl PyObjectStore {
         self.finish(py, id)
     }
 
-    /// Begins a put and returns its number. The buffers must not change until its completion is there.
+    /// Begins a put and returns its number. The buffers must not change until its completion is
+    /// there.
     #[pyo3(signature = (items, ttl_s=None))]
     fn submit_put(&self, py: Python<'_>, items: &Bound<'_, PyDict>, ttl_s: Option<f64>) -> PyResult<u64> {
         let mut puts = Vec::with_capacity(items.len());
@@ -193,12 +195,14 @@ impl PyObjectStore {
         Ok(py.detach(|| store.drain_completions()).into_iter().map(PyCompletion).collect())
     }
 
-    /// A descriptor that is readable exactly while there are completions to take. Only to be polled.
+    /// A descriptor that is readable exactly while there are completions to take. Only to be
+    /// polled.
     fn event_fd(&self) -> PyResult<i32> {
         Ok(self.get_store()?.event_fd())
     }
 
-    /// Ends a batch now; its buffers are the caller's when this returns. False where it has ended already.
+    /// Ends a batch now; its buffers are the caller's when this returns. False where it has ended
+    /// already.
     fn cancel(&self, py: Python<'_>, id: u64) -> PyResult<bool> {
         let store = self.get_store()?;
         Ok(py.detach(|| store.cancel(id)))

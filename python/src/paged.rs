@@ -1,7 +1,9 @@
-//! Paged KV from the server's tensors: which dimension is what is worked out from the shapes and the geometry.
+//! Paged KV from the server's tensors: which dimension is what is worked out from the shapes and
+//! the geometry.
 //!
-//! A shape is compared with every layout it could have; exactly one must fit, or the caller names it. The strides are the tensor's own,
-//! so views and cross-layer blocks work as they are. Nothing is copied or read.
+//! A shape is compared with every layout it could have; exactly one must fit, or the caller names
+//! it. The strides are the tensor's own, so views and cross-layer blocks work as they are. Nothing
+//! is copied or read.
 
 use std::sync::Arc;
 
@@ -164,7 +166,8 @@ fn dimension(part: &Described, letters: &str, letter: char) -> Option<(usize, us
     }
 }
 
-/// The view of a layer whose tensors have the dimensions `letters`; none where their sizes are not the spec's.
+/// The view of a layer whose tensors have the dimensions `letters`; none where their sizes are not
+/// the spec's.
 fn fit(spec: &LayerSpec, parts: &[Described], (letters, memory): (&str, usize)) -> Option<LayerView> {
     let mut planes = Vec::with_capacity(spec.planes.len());
     let mut shape: Option<(usize, usize)> = None;
@@ -246,7 +249,8 @@ impl PyPagedKv {
         (0..self.layers()).filter_map(|i| Some(self.0.layout().layer(i)?.num_blocks)).collect()
     }
 
-    /// Where each plane of layer `layer` starts and how it steps: (offset, block, token and head stride) in bytes.
+    /// Where each plane of layer `layer` starts and how it steps: (offset, block, token and head
+    /// stride) in bytes.
     fn strides(&self, layer: usize) -> PyResult<Vec<(usize, usize, usize, usize)>> {
         let view = self.0.layout().layer(layer).ok_or_else(|| to_py(&invalid(format!("there is no layer {layer}"))))?;
         Ok(view.planes.iter().map(|p| (p.offset, p.block_stride, p.token_stride, p.head_stride)).collect())

@@ -1,7 +1,8 @@
 //! Answers of lookups that nobody holds, kept until their pins are over.
 //!
-//! `lookup(pin_ms=…)` answers with a number, so somebody else has to hold the lease. They are let go at the next call after their time,
-//! which is soon enough: the log itself no longer honours a lease whose time is up.
+//! `lookup(pin_ms=…)` answers with a number, so somebody else has to hold the lease. They are let
+//! go at the next call after their time, which is soon enough: the log itself no longer honours a
+//! lease whose time is up.
 
 use std::time::{Duration, Instant};
 

@@ -5,7 +5,8 @@ use std::ffi::OsString;
 use forebay::io::{Program, set_program};
 use pyo3::prelude::*;
 
-/// Runs the program with these arguments, its name first, and gives its exit code. Once in a process.
+/// Runs the program with these arguments, its name first, and gives its exit code. Once in a
+/// process.
 #[pyfunction]
 pub(crate) fn main(py: Python<'_>, argv: Vec<OsString>) -> u8 {
     py.detach(|| forebay_tools::run(argv))

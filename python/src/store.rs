@@ -56,8 +56,8 @@ impl PyStoreResult {
     }
 }
 
-/// A store under way. Keep it until the KV may change (`wait_gathered`) or until it is over (`wait`); dropping it sheds what was
-/// not copied out of the caller's memory yet.
+/// A store under way. Keep it until the KV may change (`wait_gathered`) or until it is over
+/// (`wait`); dropping it sheds what was not copied out of the caller's memory yet.
 #[pyclass(frozen, name = "Store", module = "forebay")]
 pub(crate) struct PyStore {
     store: Option<Arc<Store>>,
@@ -80,7 +80,8 @@ impl PyStore {
 
 #[pymethods]
 impl PyStore {
-    /// Layer `layer` is computed, or will be by what was submitted to `stream`; for stores begun with `by_layer=True`.
+    /// Layer `layer` is computed, or will be by what was submitted to `stream`; for stores begun
+    /// with `by_layer=True`.
     #[pyo3(signature = (layer, stream=None))]
     fn layer(&self, py: Python<'_>, layer: usize, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let (store, stream) = (self.get()?, convert::stream(stream)?);
@@ -101,8 +102,8 @@ impl PyStore {
         .py()
     }
 
-    /// Waits until the caller may change its blocks, of all layers or of those up to `layer`. With a stream it is the stream that
-    /// waits.
+    /// Waits until the caller may change its blocks, of all layers or of those up to `layer`. With
+    /// a stream it is the stream that waits.
     #[pyo3(signature = (layer=None, stream=None))]
     fn wait_gathered(&self, py: Python<'_>, layer: Option<usize>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let (store, stream) = (self.get()?, convert::stream(stream)?);
@@ -127,7 +128,8 @@ impl PyStore {
         Ok(())
     }
 
-    /// Waits until every chunk is stored, was there, or is shed. `TimedOut` after `timeout_ms`; the store goes on then.
+    /// Waits until every chunk is stored, was there, or is shed. `TimedOut` after `timeout_ms`; the
+    /// store goes on then.
     #[pyo3(signature = (timeout_ms=None))]
     fn wait(&self, py: Python<'_>, timeout_ms: Option<u64>) -> PyResult<PyStoreResult> {
         let store = self.get()?;

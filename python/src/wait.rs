@@ -1,6 +1,8 @@
-//! Waiting without the GIL: in slices, so that Ctrl-C is heard, and for asyncio through a descriptor that an event loop watches.
+//! Waiting without the GIL: in slices, so that Ctrl-C is heard, and for asyncio through a
+//! descriptor that an event loop watches.
 //!
-//! A waker is woken by threads of the engine, which never take the GIL: it writes to an eventfd and nothing else.
+//! A waker is woken by threads of the engine, which never take the GIL: it writes to an eventfd and
+//! nothing else.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;

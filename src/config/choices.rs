@@ -1,6 +1,7 @@
 //! The types of settings that are a choice, a size or a percentage, and of one drive.
 //!
-//! Words in files are lower case; they are read without regard to case. Nothing here touches the file system.
+//! Words in files are lower case; they are read without regard to case. Nothing here touches the
+//! file system.
 
 use std::path::{Path, PathBuf};
 
@@ -51,8 +52,8 @@ pub enum Cufile {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
-    /// Chunks that are stored together lie on one drive, and a conversation's next turn beside the last: a dead drive costs its
-    /// share of the prefixes.
+    /// Chunks that are stored together lie on one drive, and a conversation's next turn beside the
+    /// last: a dead drive costs its share of the prefixes.
     #[default]
     Chain,
     /// The chunks of a chain take turns: one load is as fast as all drives together.
@@ -66,7 +67,8 @@ pub enum StoreWhen {
     /// In the step that computes it.
     #[default]
     Computed,
-    /// When the request has ended: admission then knows the whole of what is new, and how much was generated.
+    /// When the request has ended: admission then knows the whole of what is new, and how much was
+    /// generated.
     Finished,
 }
 

@@ -1,9 +1,10 @@
 //! Checks of a cache directory, and access to what lies inside it that no symlink can lead out of.
 //!
-//! [`CacheDir::open`] says once, with advice, why a directory cannot hold a cache or should not: it is missing, is no
-//! directory, may not be written, or lies on a file system that loses, shares or slows the data. Afterwards everything
-//! goes through [`Dir`]: names are single components, opened relative to a directory that is held open, and the last
-//! component is never followed. The path *to* the cache directory may contain symlinks: the operator chose it.
+//! [`CacheDir::open`] says once, with advice, why a directory cannot hold a cache or should not: it
+//! is missing, is no directory, may not be written, or lies on a file system that loses, shares or
+//! slows the data. Afterwards everything goes through [`Dir`]: names are single components, opened
+//! relative to a directory that is held open, and the last component is never followed. The path
+//! *to* the cache directory may contain symlinks: the operator chose it.
 //!
 //! Must not read or write what is in the files, and must not leave a file behind from probing.
 
@@ -54,12 +55,14 @@ pub struct CacheDir {
 }
 
 impl CacheDir {
-    /// Opens `path` as a cache directory, and makes it (but no parent of it) where it is missing and may be written.
+    /// Opens `path` as a cache directory, and makes it (but no parent of it) where it is missing
+    /// and may be written.
     ///
     /// # Errors
-    /// Each with advice: [`ErrorKind::NotFound`] where it or its parent is missing, [`ErrorKind::Config`] where it is no
-    /// directory or the mount is read-only, [`ErrorKind::Permission`] where access is refused, and
-    /// [`ErrorKind::Unsupported`] on a network file system.
+    /// Each with advice: [`ErrorKind::NotFound`] where it or its parent is missing,
+    /// [`ErrorKind::Config`] where it is no directory or the mount is read-only,
+    /// [`ErrorKind::Permission`] where access is refused, and [`ErrorKind::Unsupported`] on a
+    /// network file system.
     pub fn open(path: &Path, options: &DirOptions, mounts: &MountTable) -> Result<Self> {
         let writable = options.mode == Mode::Rw;
         // A read-only mount is told before mkdir fails on it with a message that names no remedy.
@@ -197,7 +200,8 @@ pub struct FileOptions {
     pub flags: i32,
 }
 
-/// A directory inside a cache, held open; what lies in it is reached by name and never through a symlink.
+/// A directory inside a cache, held open; what lies in it is reached by name and never through a
+/// symlink.
 #[derive(Debug)]
 pub struct Dir {
     handle: File,
@@ -208,7 +212,8 @@ impl Dir {
     /// Opens the top of a cache. Symlinks on the way there are followed.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`], [`ErrorKind::Permission`], or [`ErrorKind::Config`] where it is no directory.
+    /// [`ErrorKind::NotFound`], [`ErrorKind::Permission`], or [`ErrorKind::Config`] where it is no
+    /// directory.
     pub fn open_root(path: &Path) -> Result<Self> {
         let handle = open_dir(path, 0).map_err(|e| unusable(path, e))?;
         Ok(Self { handle, path: path.to_path_buf() })
@@ -223,7 +228,8 @@ impl Dir {
     /// Opens the directory `name`, or makes it with the permission bits `mode`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] where `name` is a symlink or no directory, otherwise the kind of the I/O error.
+    /// [`ErrorKind::Config`] where `name` is a symlink or no directory, otherwise the kind of the
+    /// I/O error.
     pub fn create_dir_in(&self, name: &str, mode: u32) -> Result<Self> {
         let path = self.reach(name)?;
         match make_dir(&path, mode) {
@@ -237,8 +243,8 @@ impl Dir {
     /// Opens the directory `name`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] where `name` is a symlink or no directory, [`ErrorKind::NotFound`] where it is missing,
-    /// otherwise the kind of the I/O error.
+    /// [`ErrorKind::Config`] where `name` is a symlink or no directory, [`ErrorKind::NotFound`]
+    /// where it is missing, otherwise the kind of the I/O error.
     pub fn open_dir_in(&self, name: &str) -> Result<Self> {
         let path = self.reach(name)?;
         let handle = open_dir(&path, libc::O_NOFOLLOW).map_err(|e| self.refused(name, "directory", e))?;
@@ -248,8 +254,8 @@ impl Dir {
     /// Opens the regular file `name` for reading, and for more where `options` say so.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] where `name` is a symlink or no regular file, [`ErrorKind::NotFound`] where it is missing
-    /// and not to be made, otherwise the kind of the I/O error.
+    /// [`ErrorKind::Config`] where `name` is a symlink or no regular file, [`ErrorKind::NotFound`]
+    /// where it is missing and not to be made, otherwise the kind of the I/O error.
     pub fn open_file_in(&self, name: &str, options: &FileOptions) -> Result<File> {
         let path = self.reach(name)?;
         let refused = |e| self.refused(name, "file", e);
@@ -265,8 +271,8 @@ impl Dir {
                 Err(e) => return Err(refused(e)),
             }
         }
-        // Looked at before it is opened: opening a FIFO would wait for ever, and O_NONBLOCK would change how io_uring
-        // treats the file afterwards.
+        // Looked at before it is opened: opening a FIFO would wait for ever, and O_NONBLOCK would change
+        // how io_uring treats the file afterwards.
         let found = path.symlink_metadata().map_err(refused)?.file_type();
         if found.is_fifo() || found.is_socket() || found.is_block_device() || found.is_char_device() {
             return Err(Error::new(ErrorKind::Config, "a FIFO, socket or device lies where the cache has a file")
@@ -279,7 +285,8 @@ impl Dir {
         open.open(&path).map_err(refused)
     }
 
-    /// The names in this directory, sorted; names that are not UTF-8 are none of the cache's and are left out.
+    /// The names in this directory, sorted; names that are not UTF-8 are none of the cache's and
+    /// are left out.
     ///
     /// # Errors
     /// The kind of the I/O error.
@@ -328,8 +335,9 @@ impl Dir {
         self.handle.sync_all().map_err(|e| Error::io("cannot flush a directory of the cache", e).at(&self.path))
     }
 
-    /// A path by which the kernel starts from the directory that is held open, as `openat` would: exchanging one of its
-    /// parents for a symlink leads nowhere else. Without /proc, the path it was opened by.
+    /// A path by which the kernel starts from the directory that is held open, as `openat` would:
+    /// exchanging one of its parents for a symlink leads nowhere else. Without /proc, the path
+    /// it was opened by.
     fn base(&self) -> PathBuf {
         let by_handle = PathBuf::from(format!("/proc/self/fd/{}", self.handle.as_raw_fd()));
         if by_handle.exists() { by_handle } else { self.path.clone() }

@@ -1,7 +1,9 @@
-//! From keys as users write them (nested, flat, LMCache's names, `extra_config`) to the keys of [`Settings`].
+//! From keys as users write them (nested, flat, LMCache's names, `extra_config`) to the keys of
+//! [`Settings`].
 //!
-//! One layer (a file, one family of environment variables, code) is flattened at a time. A setting that one layer gives
-//! twice with different values is an error, because which of the two would win is not visible to whoever wrote it.
+//! One layer (a file, one family of environment variables, code) is flattened at a time. A setting
+//! that one layer gives twice with different values is an error, because which of the two would win
+//! is not visible to whoever wrote it.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -34,7 +36,8 @@ pub(super) const SECTIONS: [&str; 4] = ["gds_config", "local_config", "remote_co
 const EXTRA: &str = "extra_config";
 const OURS: &str = "forebay";
 
-/// LMCache settings that we have under another name and another meaning, so that only a person can carry them over.
+/// LMCache settings that we have under another name and another meaning, so that only a person can
+/// carry them over.
 const RELATED: [(&str, &str); 9] = [
     ("cache_policy", "eviction_policy"),
     ("local_disk", "cache_dir"),

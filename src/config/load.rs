@@ -1,8 +1,10 @@
-//! The sources of settings and their order: file, `LMCACHE_*`, `FOREBAY_*`, code; each outranks those before it.
+//! The sources of settings and their order: file, `LMCACHE_*`, `FOREBAY_*`, code; each outranks
+//! those before it.
 //!
-//! What the process sees of the outside (environment, files) comes in through [`Loader`], so that a test sets both. A
-//! value is checked where it was given, so that an error can name the variable or the file; the error of a whole file
-//! would name only the file. Nothing is read from the file system but the settings file.
+//! What the process sees of the outside (environment, files) comes in through [`Loader`], so that a
+//! test sets both. A value is checked where it was given, so that an error can name the variable or
+//! the file; the error of a whole file would name only the file. Nothing is read from the file
+//! system but the settings file.
 
 use std::ffi::OsString;
 use std::io::Read;
@@ -104,8 +106,8 @@ impl Loader {
     /// Reads all sources and gives the settings with what was found worth telling.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] naming the key, where it was set and what to write instead; the kind of the I/O error where
-    /// the settings file cannot be read.
+    /// [`ErrorKind::Config`] naming the key, where it was set and what to write instead; the kind
+    /// of the I/O error where the settings file cannot be read.
     pub fn load(mut self) -> Result<(Settings, Vec<Warning>)> {
         let mut warnings = Vec::new();
         self.take_file_of_code()?;
@@ -157,7 +159,8 @@ impl Loader {
         Ok(())
     }
 
-    /// The settings file, and whether its unknown keys are errors: LMCache's files hold keys of LMCache alone.
+    /// The settings file, and whether its unknown keys are errors: LMCache's files hold keys of
+    /// LMCache alone.
     fn file_to_read(&self) -> Result<Option<(PathBuf, bool)>> {
         if let Some(path) = &self.file {
             return Ok(Some((path.clone(), true)));
@@ -191,14 +194,16 @@ impl Loader {
     }
 }
 
-/// Whether the machine says that it gives no huge pages, reserved or transparent. The default setting asks for them where there
-/// are some; only who asks by himself wants to know that there are none.
+/// Whether the machine says that it gives no huge pages, reserved or transparent. The default
+/// setting asks for them where there are some; only who asks by himself wants to know that there
+/// are none.
 fn has_no_huge_pages(files: &dyn Fn(&Path) -> std::io::Result<String>) -> bool {
     let never = files(Path::new(TRANSPARENT)).is_ok_and(|text| text.contains("[never]"));
     never && files(Path::new(RESERVED)).map_or(true, |text| text.trim() == "0")
 }
 
-/// A variable's value: a list or mapping where it looks like one, otherwise its text without the quotes around it.
+/// A variable's value: a list or mapping where it looks like one, otherwise its text without the
+/// quotes around it.
 fn env_value(text: &str, origin: &Origin) -> Result<Value> {
     let text = text.trim();
     if text.starts_with(['{', '[']) {

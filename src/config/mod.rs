@@ -1,11 +1,13 @@
-//! Settings: one [`Settings`] struct, filled from a file, the environment and code, in this order of rising precedence.
+//! Settings: one [`Settings`] struct, filled from a file, the environment and code, in this order
+//! of rising precedence.
 //!
-//! Every limit of the engine is a field here with its unit, and every bad value has its own error with advice; the rooms
-//! above read typed fields and parse nothing. `docs/configuration.md` lists every key, and a test keeps it complete.
-//! [`dir`] checks the cache directories and opens what lies inside them without following a symlink out.
+//! Every limit of the engine is a field here with its unit, and every bad value has its own error
+//! with advice; the rooms above read typed fields and parse nothing. `docs/configuration.md` lists
+//! every key, and a test keeps it complete. [`dir`] checks the cache directories and opens what
+//! lies inside them without following a symlink out.
 //!
-//! This room must not open the cache, start threads, or know any other room but `error`; the environment and the files
-//! it reads are injected through [`Loader`].
+//! This room must not open the cache, start threads, or know any other room but `error`; the
+//! environment and the files it reads are injected through [`Loader`].
 
 use std::path::Path;
 use std::time::Duration;
@@ -34,9 +36,11 @@ pub use warning::{Feature, Origin, Warning, WarningKind};
 const MIB: usize = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// Every setting, typed. Field names are the keys of files and, in upper case behind `FOREBAY_`, of the environment.
+/// Every setting, typed. Field names are the keys of files and, in upper case behind `FOREBAY_`, of
+/// the environment.
 ///
-/// Build one with [`Settings::load`], or in code with [`Settings::at`] and assignments, then [`Settings::validate`].
+/// Build one with [`Settings::load`], or in code with [`Settings::at`] and assignments, then
+/// [`Settings::validate`].
 ///
 /// ```
 /// use forebay::config::{Loader, Placement};
@@ -54,13 +58,15 @@ pub struct Settings {
     /// The kind of storage; only `gds` (local NVMe, with or without GPUDirect Storage).
     #[serde(deserialize_with = "value::choice")]
     pub backend: Backend,
-    /// The drives of the cache, one cache directory each (`cache_dir` and `gds_path` are its short forms).
+    /// The drives of the cache, one cache directory each (`cache_dir` and `gds_path` are its short
+    /// forms).
     #[serde(deserialize_with = "value::loose")]
     pub drives: Vec<DriveSettings>,
     /// Tokens of one full chunk.
     #[serde(deserialize_with = "value::loose")]
     pub chunk_size: u32,
-    /// A load returns at once and its layers arrive in the background; otherwise it returns when everything is there.
+    /// A load returns at once and its layers arrive in the background; otherwise it returns when
+    /// everything is there.
     #[serde(deserialize_with = "value::loose")]
     pub enable_async_loading: bool,
     /// Loads read layer by layer across all chunks, stores write a layer as soon as it is given.
@@ -84,7 +90,8 @@ pub struct Settings {
     /// Bytes the cache may take on disk, over all lanes and namespaces.
     #[serde(deserialize_with = "value::loose")]
     pub capacity: Capacity,
-    /// Bytes that the chunks of one tenant, which is a cache salt, may take of the capacity; `None` for no limit.
+    /// Bytes that the chunks of one tenant, which is a cache salt, may take of the capacity; `None`
+    /// for no limit.
     #[serde(deserialize_with = "value::loose")]
     pub tenant_quota: Option<Capacity>,
     /// Bytes that stay free on the file system, whatever else fills it.
@@ -102,13 +109,16 @@ pub struct Settings {
     /// Whether cuFile moves the bytes of KV in GPU memory.
     #[serde(deserialize_with = "value::choice")]
     pub cufile: Cufile,
-    /// Bytes of staging in the GPU's memory, loads and stores together; `staging` and `store_staging` are host memory's.
+    /// Bytes of staging in the GPU's memory, loads and stores together; `staging` and
+    /// `store_staging` are host memory's.
     #[serde(with = "value::size")]
     pub gpu_staging: usize,
-    /// Bytes of pinned host memory per drive through which KV in GPU memory goes where cuFile does not move it.
+    /// Bytes of pinned host memory per drive through which KV in GPU memory goes where cuFile does
+    /// not move it.
     #[serde(with = "value::size")]
     pub pinned_staging: usize,
-    /// Thread blocks of the reshape kernels at most, so that attention keeps the rest of the GPU; 0 for no limit.
+    /// Thread blocks of the reshape kernels at most, so that attention keeps the rest of the GPU; 0
+    /// for no limit.
     #[serde(deserialize_with = "value::loose")]
     pub kernel_ctas: u32,
     /// How chunks are spread over several drives.
@@ -132,7 +142,8 @@ pub struct Settings {
     /// Staging memory asks for huge pages and takes ordinary ones where they are refused.
     #[serde(deserialize_with = "value::loose")]
     pub hugepages: bool,
-    /// Permission bits of the directories that are made; files get the same without the execute bits.
+    /// Permission bits of the directories that are made; files get the same without the execute
+    /// bits.
     #[serde(with = "value::permissions")]
     pub dir_mode: u32,
     /// Which segment is reclaimed first.
@@ -153,10 +164,12 @@ pub struct Settings {
     /// Time until a stored chunk expires; `None` never.
     #[serde(with = "value::ttl")]
     pub ttl: Option<Duration>,
-    /// Bytes that reclaim may write again to keep hot chunks, as a share of the bytes stored (0 to 1).
+    /// Bytes that reclaim may write again to keep hot chunks, as a share of the bytes stored (0 to
+    /// 1).
     #[serde(deserialize_with = "value::loose")]
     pub reclaim_write_budget: f64,
-    /// Threads for scatter, gather and CRC; 0 follows the number of cores ([`Settings::worker_threads`]).
+    /// Threads for scatter, gather and CRC; 0 follows the number of cores
+    /// ([`Settings::worker_threads`]).
     #[serde(serialize_with = "value::show_workers", deserialize_with = "value::workers")]
     pub workers: usize,
     /// Milliseconds after which a journal page is written even if it is not full.
@@ -173,16 +186,20 @@ pub struct Settings {
     /// Tokens below which a serving engine computes instead of loading.
     #[serde(deserialize_with = "value::loose")]
     pub min_load_tokens: usize,
-    /// Tokens that the serving engine computes per second: slower loads are not offered to it; `None` offers all.
+    /// Tokens that the serving engine computes per second: slower loads are not offered to it;
+    /// `None` offers all.
     #[serde(deserialize_with = "value::loose")]
     pub recompute_tokens_per_s: Option<f64>,
-    /// Milliseconds that a serving engine's step waits for copies out of blocks that are about to be overwritten.
+    /// Milliseconds that a serving engine's step waits for copies out of blocks that are about to
+    /// be overwritten.
     #[serde(deserialize_with = "value::loose")]
     pub gather_patience_ms: u64,
-    /// Milliseconds that loads within a step may be predicted to hold it up; longer ones run before their request instead.
+    /// Milliseconds that loads within a step may be predicted to hold it up; longer ones run before
+    /// their request instead.
     #[serde(deserialize_with = "value::loose")]
     pub max_sync_stall_ms: u64,
-    /// Blocks of finished requests that may wait to be stored; `None` for one in twenty of the serving engine's.
+    /// Blocks of finished requests that may wait to be stored; `None` for one in twenty of the
+    /// serving engine's.
     #[serde(deserialize_with = "value::loose")]
     pub max_held_blocks: Option<usize>,
     /// Network file systems give a warning instead of an error.
@@ -278,11 +295,12 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Settings from the file that `FOREBAY_CONFIG_FILE` (else `LMCACHE_CONFIG_FILE`) names and from the environment.
+    /// Settings from the file that `FOREBAY_CONFIG_FILE` (else `LMCACHE_CONFIG_FILE`) names and
+    /// from the environment.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] naming the key, where it was set and what to write instead; the kind of the I/O error where
-    /// the file cannot be read.
+    /// [`ErrorKind::Config`] naming the key, where it was set and what to write instead; the kind
+    /// of the I/O error where the file cannot be read.
     pub fn load() -> Result<(Self, Vec<Warning>)> {
         Loader::process().load()
     }
@@ -332,8 +350,8 @@ impl Settings {
         self.drives.iter().map(|drive| drive.path.as_path())
     }
 
-    /// Bytes the cache may take on one drive whose file system holds `fs_bytes` in all: a percentage is of that file
-    /// system, a number of bytes is shared equally by the drives.
+    /// Bytes the cache may take on one drive whose file system holds `fs_bytes` in all: a
+    /// percentage is of that file system, a number of bytes is shared equally by the drives.
     #[must_use]
     pub fn drive_capacity_bytes(&self, fs_bytes: u64) -> u64 {
         match self.capacity {
@@ -342,8 +360,9 @@ impl Settings {
         }
     }
 
-    /// Bytes that one tenant's chunks may take on one drive whose file system holds `fs_bytes` in all: a percentage is of the capacity
-    /// there, a number of bytes is shared equally by the drives.
+    /// Bytes that one tenant's chunks may take on one drive whose file system holds `fs_bytes` in
+    /// all: a percentage is of the capacity there, a number of bytes is shared equally by the
+    /// drives.
     #[must_use]
     pub fn drive_tenant_bytes(&self, fs_bytes: u64) -> Option<u64> {
         self.tenant_quota.map(|quota| match quota {
@@ -380,7 +399,8 @@ impl Settings {
         Duration::from_millis(self.commit_interval_ms)
     }
 
-    /// Threads for scatter, gather and CRC: [`Settings::workers`], or half the cores, 1 to 8, where it is 0.
+    /// Threads for scatter, gather and CRC: [`Settings::workers`], or half the cores, 1 to 8, where
+    /// it is 0.
     #[must_use]
     pub fn worker_threads(&self) -> usize {
         if self.workers > 0 {

@@ -1,5 +1,5 @@
-//! Where a cache lies, as a value that processes can compare: the same on one boot of one machine for the same directories, under
-//! whatever paths they are mounted there.
+//! Where a cache lies, as a value that processes can compare: the same on one boot of one machine
+//! for the same directories, under whatever paths they are mounted there.
 //!
 //! Reads the boot id and the directories' device and inode numbers; it opens nothing.
 
@@ -15,7 +15,8 @@ use super::Settings;
 pub struct Place([u8; 32]);
 
 impl Settings {
-    /// Where the cache lies; `None` where a directory is not there or the machine cannot be told from others.
+    /// Where the cache lies; `None` where a directory is not there or the machine cannot be told
+    /// from others.
     #[must_use]
     pub fn place(&self) -> Option<Place> {
         let boot = fs::read("/proc/sys/kernel/random/boot_id").ok()?;

@@ -1,7 +1,7 @@
 //! Ranges of settings, and pairs that contradict each other.
 //!
-//! Only what the settings alone can tell: what depends on the geometry (is staging two extents?) or on the machine is
-//! checked where that is known.
+//! Only what the settings alone can tell: what depends on the geometry (is staging two extents?) or
+//! on the machine is checked where that is known.
 
 use std::path::{Component, Path};
 use std::time::Duration;

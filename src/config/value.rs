@@ -1,7 +1,9 @@
-//! Reading values as users write them: numbers as text, sizes with units, percentages, durations, octal permissions.
+//! Reading values as users write them: numbers as text, sizes with units, percentages, durations,
+//! octal permissions.
 //!
-//! A reason and the advice that follows from it are one text joined by `"; "`, because a serde error carries one text;
-//! [`super::load`] splits it again. Decoding is total: any value gives a result or a reason, never a panic.
+//! A reason and the advice that follows from it are one text joined by `"; "`, because a serde
+//! error carries one text; [`super::load`] splits it again. Decoding is total: any value gives a
+//! result or a reason, never a panic.
 
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serializer};
@@ -165,7 +167,8 @@ fn read_size(value: &Value, plain_unit: u64) -> Result<u64, String> {
     size.ok_or_else(|| format!("{} is not a size; write bytes, or a number with KiB, MiB, GiB or TiB", show(value)))
 }
 
-/// Bytes from a number or a number with a unit: KiB, MiB, GiB, TiB (also K, M, G, T) are powers of 1024, KB to TB of 1000.
+/// Bytes from a number or a number with a unit: KiB, MiB, GiB, TiB (also K, M, G, T) are powers of
+/// 1024, KB to TB of 1000.
 pub(super) fn size_of(value: &Value) -> Result<u64, String> {
     read_size(value, 1)
 }
@@ -225,7 +228,8 @@ pub(super) mod gigabytes {
     }
 }
 
-/// Octal permissions. A YAML number is taken digit by digit, because YAML 1.2 reads `0700` as seven hundred.
+/// Octal permissions. A YAML number is taken digit by digit, because YAML 1.2 reads `0700` as seven
+/// hundred.
 pub(super) mod permissions {
     use super::*;
 

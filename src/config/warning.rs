@@ -1,6 +1,7 @@
 //! What loading settings and checking directories found worth telling, without stopping.
 //!
-//! A warning names its key and where it was set, and never shows a value: a remote address may hold a password.
+//! A warning names its key and where it was set, and never shows a value: a remote address may hold
+//! a password.
 
 use std::fmt;
 use std::path::PathBuf;

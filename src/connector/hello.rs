@@ -1,7 +1,8 @@
-//! What a worker says of itself once: which shard of the model it has, and where its cache lies. Plain data.
+//! What a worker says of itself once: which shard of the model it has, and where its cache lies.
+//! Plain data.
 //!
-//! The scheduler learns from it what no configuration tells it: the layers of each pipeline stage, and whose caches lie on its
-//! own machine.
+//! The scheduler learns from it what no configuration tells it: the layers of each pipeline stage,
+//! and whose caches lie on its own machine.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher as _, RandomState};

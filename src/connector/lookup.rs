@@ -1,5 +1,5 @@
-//! How much of a prompt is stored, as the scheduler asks it. Replaceable; two are here and in `ranks.rs`: for caches that the caller has
-//! opened, and for those that the workers say they have.
+//! How much of a prompt is stored, as the scheduler asks it. Replaceable; two are here and in
+//! `ranks.rs`: for caches that the caller has opened, and for those that the workers say they have.
 
 use std::sync::Arc;
 
@@ -20,8 +20,9 @@ pub struct Wanted {
 
 /// Says how much of a prompt can be loaded on every rank.
 pub trait Lookup: Send {
-    /// Tokens from the start of a request's prompt that are stored on every rank; `None` where that is not known yet: ask again at
-    /// the next step. It must return within microseconds, and may not say `None` for ever.
+    /// Tokens from the start of a request's prompt that are stored on every rank; `None` where that
+    /// is not known yet: ask again at the next step. It must return within microseconds, and
+    /// may not say `None` for ever.
     ///
     /// # Errors
     /// Whatever keeps it from answering; the scheduler takes it as nothing stored, and counts it.
@@ -40,8 +41,8 @@ pub trait Lookup: Send {
         Vec::new()
     }
 
-    /// The ranks that store nothing, as an earlier one stores the same KV in the same place; `None` where that is not known, or was said
-    /// before.
+    /// The ranks that store nothing, as an earlier one stores the same KV in the same place; `None`
+    /// where that is not known, or was said before.
     fn silent(&mut self) -> Option<Vec<u32>> {
         None
     }

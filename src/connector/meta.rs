@@ -1,5 +1,6 @@
-//! What scheduler and workers send each other, and its bytes: a version byte and postcard. Reading is total: damaged bytes are an
-//! error, never a panic. Plain data; what it means is in the two machines.
+//! What scheduler and workers send each other, and its bytes: a version byte and postcard. Reading
+//! is total: damaged bytes are an error, never a panic. Plain data; what it means is in the two
+//! machines.
 
 use serde::{Deserialize, Serialize};
 
@@ -45,7 +46,8 @@ pub struct LoadOrder {
     pub spans: Vec<BlockSpan>,
     /// How often loads of the request have failed before.
     pub epoch: u32,
-    /// The request is not scheduled before the load is reported as over; otherwise it runs in the same step.
+    /// The request is not scheduled before the load is reported as over; otherwise it runs in the
+    /// same step.
     pub asynchronous: bool,
 }
 
@@ -68,7 +70,8 @@ pub struct SaveOrder {
     pub generated: Option<u32>,
 }
 
-/// A question to the workers whose caches the scheduler cannot see: how much of a request is stored there?
+/// A question to the workers whose caches the scheduler cannot see: how much of a request is stored
+/// there?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Question {
     /// Its number, which the answers repeat.
@@ -88,7 +91,8 @@ pub struct StepMeta {
     pub loads: Vec<LoadOrder>,
     /// Stores.
     pub saves: Vec<SaveOrder>,
-    /// Requests whose blocks may be reused in this step: their gathers are over or given up before it runs.
+    /// Requests whose blocks may be reused in this step: their gathers are over or given up before
+    /// it runs.
     pub preempted: Vec<String>,
     /// Finished requests that keep their blocks until they are reported as sent.
     pub held: Vec<String>,
@@ -100,7 +104,8 @@ pub struct StepMeta {
     pub asked: Vec<u32>,
     /// The ranks whose [`Hello`] has arrived, so that they need not say it again.
     pub heard: Vec<u32>,
-    /// The ranks that store nothing, because an earlier one stores the same KV in the same place; `None` where nothing has changed.
+    /// The ranks that store nothing, because an earlier one stores the same KV in the same place;
+    /// `None` where nothing has changed.
     pub silent: Option<Vec<u32>>,
 }
 
@@ -169,7 +174,8 @@ pub struct WorkerMeta {
     pub loaded_tokens: u64,
     /// Seconds that loads were under way for them.
     pub load_s: f64,
-    /// Keys of chunks that were dropped for room here since the last report, as far as one report takes them.
+    /// Keys of chunks that were dropped for room here since the last report, as far as one report
+    /// takes them.
     pub evicted: Vec<[u8; 32]>,
     /// Numbers of questions, and the tokens that are stored here of each, since the last report.
     pub answers: Vec<(u64, u64)>,

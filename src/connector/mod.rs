@@ -1,18 +1,23 @@
-//! The connector: what a serving engine's scheduler and workers tell Forebay, and what Forebay answers, as two state machines.
+//! The connector: what a serving engine's scheduler and workers tell Forebay, and what Forebay
+//! answers, as two state machines.
 //!
-//! A [`Scheduler`] lives where requests are scheduled: it says how much of a prompt can be loaded, and turns each step into a
-//! [`StepMeta`]. A [`Worker`] lives where the KV is: it starts the loads and stores of a `StepMeta` and says when they are over,
-//! in a [`WorkerMeta`]. The serving engine carries both as opaque bytes, so that the two may live in different processes.
+//! A [`Scheduler`] lives where requests are scheduled: it says how much of a prompt can be loaded,
+//! and turns each step into a [`StepMeta`]. A [`Worker`] lives where the KV is: it starts the loads
+//! and stores of a `StepMeta` and says when they are over, in a [`WorkerMeta`]. The serving engine
+//! carries both as opaque bytes, so that the two may live in different processes.
 //!
 //! Invariants:
-//! - A load leaves the prompt's last token to be computed, covers whole blocks of every KV cache group, and never writes what
-//!   the server has computed. After a failed load a request is never offered one again.
-//! - Only tokens that are computed at the end of the step, and whose ids are final, are stored; nothing of a step whose load
-//!   failed is.
-//! - Blocks of a finished request come free when the gathers of its stores are over or given up, not before.
+//! - A load leaves the prompt's last token to be computed, covers whole blocks of every KV cache
+//!   group, and never writes what the server has computed. After a failed load a request is never
+//!   offered one again.
+//! - Only tokens that are computed at the end of the step, and whose ids are final, are stored;
+//!   nothing of a step whose load failed is.
+//! - Blocks of a finished request come free when the gathers of its stores are over or given up,
+//!   not before.
 //! - An answer of [`Scheduler::matched`] holds nothing: it may be dropped.
 //!
-//! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a drive.
+//! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a
+//! drive.
 
 mod hello;
 mod lookup;

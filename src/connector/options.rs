@@ -72,14 +72,17 @@ pub struct ConnectorOptions {
     pub chunk_tokens: u32,
     /// Tokens of a block, per KV cache group of the server.
     pub block_tokens: Vec<u32>,
-    /// Sliding window in tokens, per KV cache group; `None` where a group keeps all its blocks. Missing entries count as `None`.
+    /// Sliding window in tokens, per KV cache group; `None` where a group keeps all its blocks.
+    /// Missing entries count as `None`.
     pub windows: Vec<Option<u32>>,
     /// Blocks of the server's pool.
     pub num_blocks: usize,
-    /// Layers are loaded while the model runs, in the step that needs them; otherwise whole requests before they are scheduled.
+    /// Layers are loaded while the model runs, in the step that needs them; otherwise whole
+    /// requests before they are scheduled.
     pub layerwise: bool,
-    /// Where loads run within a step: one that is predicted, from the rate that loads are measured at, to hold the step's requests up
-    /// for more milliseconds is loaded before its request is scheduled instead.
+    /// Where loads run within a step: one that is predicted, from the rate that loads are measured
+    /// at, to hold the step's requests up for more milliseconds is loaded before its request is
+    /// scheduled instead.
     pub max_sync_stall_ms: u64,
     /// Generated tokens are stored too.
     pub save_decode_cache: bool,
@@ -87,17 +90,18 @@ pub struct ConnectorOptions {
     pub save_unfull_chunk: bool,
     /// When what a request computed is stored.
     pub store_when: StoreWhen,
-    /// A request whose chunks are being loaded for another one waits for that load instead of loading them again; of use where
-    /// the server shares blocks of equal prefixes.
+    /// A request whose chunks are being loaded for another one waits for that load instead of
+    /// loading them again; of use where the server shares blocks of equal prefixes.
     pub join_loads: bool,
     /// Loads of fewer tokens are not worth it.
     pub min_load_tokens: usize,
-    /// Tokens that the server computes per second; where loads are measured to be slower, none is offered. `None` for no such
-    /// rule.
+    /// Tokens that the server computes per second; where loads are measured to be slower, none is
+    /// offered. `None` for no such rule.
     pub recompute_tokens_per_s: Option<f64>,
     /// Milliseconds until a load counts as failed.
     pub load_timeout_ms: u64,
-    /// Milliseconds that a step waits for gathers which must be over before it ends; what is not gathered then is given up.
+    /// Milliseconds that a step waits for gathers which must be over before it ends; what is not
+    /// gathered then is given up.
     pub gather_patience_ms: u64,
     /// Blocks of finished requests that may wait for gathers; beyond it they are given up.
     pub max_held_blocks: usize,
@@ -105,19 +109,19 @@ pub struct ConnectorOptions {
     pub events: bool,
     /// Workers that serve the scheduler.
     pub workers: usize,
-    /// How many of them store, until the workers have said where their caches lie: all, or fewer where some have the same KV, as with
-    /// MLA. Of use to the scheduler only.
+    /// How many of them store, until the workers have said where their caches lie: all, or fewer
+    /// where some have the same KV, as with MLA. Of use to the scheduler only.
     pub writers: usize,
     /// Which of them this is; of use to a worker only.
     pub rank: u32,
-    /// An earlier worker stores the same KV in the same place, so that this one stores nothing until the scheduler says otherwise; of use
-    /// to a worker only.
+    /// An earlier worker stores the same KV in the same place, so that this one stores nothing
+    /// until the scheduler says otherwise; of use to a worker only.
     pub silent: bool,
 }
 
 impl ConnectorOptions {
-    /// Options that follow from the engine's settings and geometry, for a server with blocks of `block_tokens` per KV cache
-    /// group and `num_blocks` of them.
+    /// Options that follow from the engine's settings and geometry, for a server with blocks of
+    /// `block_tokens` per KV cache group and `num_blocks` of them.
     ///
     /// # Errors
     /// As [`ConnectorOptions::validate`].
@@ -141,8 +145,8 @@ impl ConnectorOptions {
         Ok(options)
     }
 
-    /// Options that follow from the engine's settings for a server whose KV cache groups have blocks of `block_tokens`, `num_blocks` of
-    /// them, and these sliding windows.
+    /// Options that follow from the engine's settings for a server whose KV cache groups have
+    /// blocks of `block_tokens`, `num_blocks` of them, and these sliding windows.
     ///
     /// # Errors
     /// As [`ConnectorOptions::validate`].
@@ -181,8 +185,9 @@ impl ConnectorOptions {
     /// Checks that the numbers fit each other.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for no groups, blocks or chunks of no tokens, chunks that are no multiple of every group's block,
-    /// a server without workers, and stores of finished requests where a sliding window has taken their blocks away.
+    /// [`ErrorKind::Config`] for no groups, blocks or chunks of no tokens, chunks that are no
+    /// multiple of every group's block, a server without workers, and stores of finished
+    /// requests where a sliding window has taken their blocks away.
     pub fn validate(&self) -> Result<()> {
         let wrong = |what: String| Err(Error::new(ErrorKind::Config, what));
         if self.block_tokens.is_empty() || self.block_tokens.contains(&0) {
@@ -245,17 +250,18 @@ pub fn block_multiple(block_tokens: &[u32]) -> u32 {
     u32::try_from(lcm).unwrap_or(u32::MAX)
 }
 
-/// The chunk size in effect: `chunk_tokens` rounded up to a multiple of every group's block. It belongs into the geometry, and so
-/// into the name of the cache's namespace.
+/// The chunk size in effect: `chunk_tokens` rounded up to a multiple of every group's block. It
+/// belongs into the geometry, and so into the name of the cache's namespace.
 #[must_use]
 pub fn effective_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32]) -> u32 {
     let multiple = block_multiple(block_tokens);
     chunk_tokens.max(1).checked_next_multiple_of(multiple).unwrap_or(multiple)
 }
 
-/// The chunk size for a server with these sliding windows: at most so long that the blocks of a chunk are still the request's when
-/// its last token is computed, however the server cuts a prompt into steps. In longer chunks those blocks may be gone by
-/// then, and a chunk that cannot be stored ends every later hit.
+/// The chunk size for a server with these sliding windows: at most so long that the blocks of a
+/// chunk are still the request's when its last token is computed, however the server cuts a prompt
+/// into steps. In longer chunks those blocks may be gone by then, and a chunk that cannot be stored
+/// ends every later hit.
 #[must_use]
 pub fn windowed_chunk_tokens(chunk_tokens: u32, block_tokens: &[u32], windows: &[Option<u32>]) -> u32 {
     let multiple = block_multiple(block_tokens);

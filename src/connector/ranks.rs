@@ -1,11 +1,13 @@
-//! The least that all ranks have of a prompt: looked up in the tables of those whose cache lies on this machine, asked of the others.
+//! The least that all ranks have of a prompt: looked up in the tables of those whose cache lies on
+//! this machine, asked of the others.
 //!
-//! Which is which follows from what each worker says of itself. A question goes out with the next step, and only for a prompt of which
-//! the visible ranks have something; its answers come back with that step's output, so that a request waits for a step or two and never
-//! for longer than the patience: then nothing counts as stored.
+//! Which is which follows from what each worker says of itself. A question goes out with the next
+//! step, and only for a prompt of which the visible ranks have something; its answers come back
+//! with that step's output, so that a request waits for a step or two and never for longer than the
+//! patience: then nothing counts as stored.
 //!
-//! Invariants: nothing is kept but for live requests, a few words each and for each rank that is asked; what a rank said is dropped when it says
-//! that it has started anew. No call waits.
+//! Invariants: nothing is kept but for live requests, a few words each and for each rank that is
+//! asked; what a rank said is dropped when it says that it has started anew. No call waits.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -18,7 +20,8 @@ use crate::engine::{Engine, Prompt};
 use crate::error::Result;
 use crate::geometry::Geometry;
 
-/// How old an answer may be before it is asked for again; until the new one comes the old one counts.
+/// How old an answer may be before it is asked for again; until the new one comes the old one
+/// counts.
 const FRESH: Duration = Duration::from_secs(1);
 
 /// Which KV a cache holds, and where it lies: the same for workers that can use each other's.
@@ -69,8 +72,8 @@ pub struct RanksLookup {
 }
 
 impl RanksLookup {
-    /// For so many workers; caches that `settings` name on this machine are looked into. A request waits for answers no longer than
-    /// `patience`.
+    /// For so many workers; caches that `settings` name on this machine are looked into. A request
+    /// waits for answers no longer than `patience`.
     #[must_use]
     pub fn new(settings: &Settings, workers: usize, patience: Duration) -> Self {
         Self {

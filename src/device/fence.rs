@@ -1,6 +1,8 @@
-//! Points in the work of an accelerator's streams, and the names of streams that belong to the caller.
+//! Points in the work of an accelerator's streams, and the names of streams that belong to the
+//! caller.
 //!
-//! A [`Fence`] keeps what it stands for: whoever waits for one waits for the work it was made at, however late.
+//! A [`Fence`] keeps what it stands for: whoever waits for one waits for the work it was made at,
+//! however late.
 
 use std::any::Any;
 use std::fmt;
@@ -10,8 +12,8 @@ use std::time::Duration;
 /// How often a point is looked at that cannot be slept on.
 const POLL: Duration = Duration::from_micros(20);
 
-/// A stream of the caller (such as PyTorch's current one), by its driver handle, which must be live while it is used; never freed
-/// here. 0 is the default stream.
+/// A stream of the caller (such as PyTorch's current one), by its driver handle, which must be live
+/// while it is used; never freed here. 0 is the default stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(pub u64);
 
@@ -20,7 +22,8 @@ pub trait Point: Send + Sync + 'static {
     /// Whether the work before the point is over. Does not block.
     fn has_passed(&self) -> bool;
 
-    /// Whether whoever waits for this point has waited for `other` too: the same point, or an earlier one of the same stream.
+    /// Whether whoever waits for this point has waited for `other` too: the same point, or an
+    /// earlier one of the same stream.
     fn covers(&self, _other: &dyn Point) -> bool {
         false
     }
@@ -65,7 +68,8 @@ impl Fence {
     }
 }
 
-/// Adds `fence` to what is waited for, unless that covers it already, and lets go of what it covers.
+/// Adds `fence` to what is waited for, unless that covers it already, and lets go of what it
+/// covers.
 pub fn add_fence(fences: &mut Vec<Fence>, fence: Fence) {
     if fences.iter().any(|f| f.0.covers(&*fence.0)) {
         return;

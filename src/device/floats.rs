@@ -1,4 +1,5 @@
-//! The element types of keys, and their conversions by operations on bits: the same as the kernels', and on every machine.
+//! The element types of keys, and their conversions by operations on bits: the same as the
+//! kernels', and on every machine.
 
 /// Element type of keys or of a table of cosines and sines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,11 +1,12 @@
 //! The caller's way to take its memory back.
 //!
-//! A worker touches the caller's memory only while it holds a guard. [`Gate::close`] turns new workers away and waits for
-//! those inside, so that afterwards no byte is written. Workers look at [`Gate::is_closed`] every tile, so that closing
-//! waits for tens of microseconds and not for a whole extent.
+//! A worker touches the caller's memory only while it holds a guard. [`Gate::close`] turns new
+//! workers away and waits for those inside, so that afterwards no byte is written. Workers look at
+//! [`Gate::is_closed`] every tile, so that closing waits for tens of microseconds and not for a
+//! whole extent.
 //!
-//! `done` callbacks run after their guard is left: they may close the gate. Closing a gate while holding a guard of it waits
-//! forever.
+//! `done` callbacks run after their guard is left: they may close the gate. Closing a gate while
+//! holding a guard of it waits forever.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,8 +55,8 @@ impl Gate {
         }
     }
 
-    /// Closes the gate and waits until every guard has left; afterwards nothing behind it is written. May be called from
-    /// anywhere but inside a guard, any number of times.
+    /// Closes the gate and waits until every guard has left; afterwards nothing behind it is
+    /// written. May be called from anywhere but inside a guard, any number of times.
     pub fn close(&self) {
         let mut inside = self.inside.lock();
         self.closed.store(true, Ordering::Release);

@@ -1,7 +1,7 @@
 //! The caller's KV memory, and a paged layout over it.
 //!
-//! Nothing here makes a reference to the bytes: the caller's kernels and several workers may be at different parts of them
-//! at the same time. Reads and writes go through raw copies.
+//! Nothing here makes a reference to the bytes: the caller's kernels and several workers may be at
+//! different parts of them at the same time. Reads and writes go through raw copies.
 #![expect(unsafe_code, reason = "raw copies from and to memory that belongs to the caller")]
 
 use std::any::Any;
@@ -18,8 +18,8 @@ use crate::paged::PagedLayout;
 /// Memory that holds paged KV.
 ///
 /// # Safety
-/// `len` bytes from `as_mut_ptr` stay valid for reads and writes, by the means of their [`Place`], as long as the value
-/// lives, and neither changes.
+/// `len` bytes from `as_mut_ptr` stay valid for reads and writes, by the means of their [`Place`],
+/// as long as the value lives, and neither changes.
 pub unsafe trait KvMemory: Send + Sync + 'static {
     /// Address of the first byte, in the address space of its place.
     fn as_mut_ptr(&self) -> *mut u8;
@@ -38,7 +38,8 @@ pub unsafe trait KvMemory: Send + Sync + 'static {
     /// [`ErrorKind::InvalidInput`] where the range is not inside, and what a driver says.
     fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()>;
 
-    /// Copies bytes in, from `offset` on, and waits for that. Must not be used at bytes that a load or store is working on.
+    /// Copies bytes in, from `offset` on, and waits for that. Must not be used at bytes that a load
+    /// or store is working on.
     ///
     /// # Errors
     /// As [`KvMemory::read_at`].
@@ -52,10 +53,11 @@ pub struct HostMemory {
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-// SAFETY: the memory is valid from any thread (contract of `from_raw`; anonymous memory otherwise), and this type only gives
-// out raw pointers and copies.
+// SAFETY: the memory is valid from any thread (contract of `from_raw`; anonymous memory otherwise),
+// and this type only gives out raw pointers and copies.
 unsafe impl Send for HostMemory {}
-// SAFETY: as for Send; racing copies of the same bytes are excluded by the slots that the caller hands out.
+// SAFETY: as for Send; racing copies of the same bytes are excluded by the slots that the caller
+// hands out.
 unsafe impl Sync for HostMemory {}
 
 // SAFETY: address and length never change, and the owner keeps them valid.
@@ -97,9 +99,10 @@ impl HostMemory {
     /// [`ErrorKind::InvalidInput`] for a null pointer or a length that no allocation can have.
     ///
     /// # Safety
-    /// `len` bytes from `ptr` must be valid for reads and writes from any thread until the last clone of the result is
-    /// dropped; where an `owner` is given, that is what keeps them so. While loads and stores run, no Rust reference to bytes
-    /// of their slots may be used, and two of them at once must not concern the same slots unless both only read.
+    /// `len` bytes from `ptr` must be valid for reads and writes from any thread until the last
+    /// clone of the result is dropped; where an `owner` is given, that is what keeps them so.
+    /// While loads and stores run, no Rust reference to bytes of their slots may be used, and
+    /// two of them at once must not concern the same slots unless both only read.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize, owner: Option<Arc<dyn Any + Send + Sync>>) -> Result<Arc<Self>> {
         match NonNull::new(ptr) {
             Some(ptr) if len <= isize::MAX as usize => Ok(Arc::new(Self { ptr, len, _owner: owner })),
@@ -115,7 +118,8 @@ impl HostMemory {
         let len = bytes.len();
         let bytes = Box::into_raw(bytes.into_boxed_slice());
         let owner = Arc::new(Boxed(bytes));
-        // SAFETY: `owner` frees the allocation when the last clone of the memory is dropped, and nothing else refers to it.
+        // SAFETY: `owner` frees the allocation when the last clone of the memory is dropped, and nothing
+        // else refers to it.
         unsafe { Self::from_raw(bytes.cast::<u8>(), len, Some(owner)) }
     }
 
@@ -130,13 +134,15 @@ impl HostMemory {
         Ok(())
     }
 
-    /// Copies bytes in, from `offset` on. Must not be used at bytes that a load or store is working on.
+    /// Copies bytes in, from `offset` on. Must not be used at bytes that a load or store is working
+    /// on.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where the range is not inside.
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         let dst = self.range(offset, bytes.len())?;
-        // SAFETY: `range` checked the bounds; nobody holds references to this memory (contract of `from_raw`).
+        // SAFETY: `range` checked the bounds; nobody holds references to this memory (contract of
+        // `from_raw`).
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst, bytes.len()) };
         Ok(())
     }
@@ -184,7 +190,8 @@ impl PagedKv {
     /// A paged KV cache over memories of one place.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where the layout can reach beyond a memory, or memories lie in different places.
+    /// [`ErrorKind::InvalidInput`] where the layout can reach beyond a memory, or memories lie in
+    /// different places.
     pub fn new<M: KvMemory>(memories: Vec<Arc<M>>, layout: PagedLayout) -> Result<Arc<Self>> {
         Self::over(memories.into_iter().map(|m| m as _).collect(), layout)
     }

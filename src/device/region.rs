@@ -1,7 +1,8 @@
 //! One anonymous mapping: staging memory that queues can register, and KV memory of our own.
 //!
-//! Page size and NUMA node are wishes: where the machine refuses, the mapping is made without, and a warning says so.
-//! Memory is touched lazily: an idle pool costs address space only (except with reserved huge pages).
+//! Page size and NUMA node are wishes: where the machine refuses, the mapping is made without, and
+//! a warning says so. Memory is touched lazily: an idle pool costs address space only (except with
+//! reserved huge pages).
 #![expect(unsafe_code, reason = "mmap, madvise, mbind, munmap")]
 
 use std::ffi::c_void;
@@ -56,7 +57,8 @@ pub enum PageKind {
 pub struct RegionOptions {
     /// Pages.
     pub hugepages: HugePages,
-    /// NUMA node whose memory is preferred. Not a strict binding: a full node would otherwise end the process.
+    /// NUMA node whose memory is preferred. Not a strict binding: a full node would otherwise end
+    /// the process.
     pub numa: Option<u32>,
 }
 
@@ -91,10 +93,12 @@ unsafe impl MemRegion for Region {
 }
 
 impl Region {
-    /// A region of `len` bytes, aligned to 2 MiB where it is at least that long, to 64 KiB from there on, else to a page.
+    /// A region of `len` bytes, aligned to 2 MiB where it is at least that long, to 64 KiB from
+    /// there on, else to a page.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] for a length of 0 or near the address space; what the operating system says otherwise.
+    /// [`ErrorKind::InvalidInput`] for a length of 0 or near the address space; what the operating
+    /// system says otherwise.
     pub fn new(len: usize, options: &RegionOptions) -> Result<Arc<Self>> {
         if len == 0 || len > isize::MAX as usize - 2 * HUGE_BYTES {
             return Err(Error::new(ErrorKind::InvalidInput, format!("a memory region of {len} bytes")));
@@ -219,7 +223,8 @@ impl Drop for Region {
 fn mmap(len: usize, flags: libc::c_int) -> io::Result<NonNull<u8>> {
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags;
-    // SAFETY: a fresh anonymous mapping at an address of the kernel's choice touches no existing memory.
+    // SAFETY: a fresh anonymous mapping at an address of the kernel's choice touches no existing
+    // memory.
     let ptr = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
     if ptr == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());

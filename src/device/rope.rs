@@ -1,7 +1,8 @@
 //! Rotary re-rotation of keys in paged KV: what a chunk that is reused at other positions needs.
 //!
-//! A [`RopeShift`] is checked against the paged KV once; the host's loops here and the kernel in `kernels/rope.cu` then do the
-//! same arithmetic, bit for bit. The angle comes from the server's own cosines and sines; a scale in them (YaRN) cancels.
+//! A [`RopeShift`] is checked against the paged KV once; the host's loops here and the kernel in
+//! `kernels/rope.cu` then do the same arithmetic, bit for bit. The angle comes from the server's
+//! own cosines and sines; a scale in them (YaRN) cancels.
 //!
 //! Must not: touch keys of tokens that the plan does not map, or read beyond the table.
 #![expect(unsafe_code, reason = "turns keys in the caller's paged KV")]
@@ -24,7 +25,8 @@ pub enum RopeStyle {
     GptJ,
 }
 
-/// A server's table `[positions][rotary_dim]`: per position the cosines of all pairs, then their sines.
+/// A server's table `[positions][rotary_dim]`: per position the cosines of all pairs, then their
+/// sines.
 pub struct RopeTable {
     memory: Arc<dyn KvMemory>,
     offset: usize,
@@ -33,7 +35,8 @@ pub struct RopeTable {
     kind: FloatKind,
 }
 
-/// Turns the keys of one layer's plane, for the tokens of one chunk, from their old positions to new ones.
+/// Turns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
+/// new ones.
 #[derive(Clone)]
 pub struct RopeShift {
     /// Layer, an index into the paged KV's layers.
@@ -71,18 +74,20 @@ fn invalid(what: String) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("rotary shift: {what}"))
 }
 
-/// The turn from one position to another, for one pair: cosine and sine from (cosine, sine) of either.
+/// The turn from one position to another, for one pair: cosine and sine from (cosine, sine) of
+/// either.
 fn turn((c0, s0): (f32, f32), (c1, s1): (f32, f32)) -> (f32, f32) {
     let norm = c0 * c0 + s0 * s0;
     ((c0 * c1 + s0 * s1) / norm, (c0 * s1 - s0 * c1) / norm)
 }
 
 impl RopeTable {
-    /// A table of `positions` rows of `rotary_dim` elements from `offset` bytes into `memory`, which must lie where the keys do.
+    /// A table of `positions` rows of `rotary_dim` elements from `offset` bytes into `memory`,
+    /// which must lie where the keys do.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where the rows are not inside the memory or not aligned to their elements, or where
-    /// `rotary_dim` is odd or zero.
+    /// [`ErrorKind::InvalidInput`] where the rows are not inside the memory or not aligned to their
+    /// elements, or where `rotary_dim` is odd or zero.
     pub fn new<M: KvMemory>(
         (memory, offset): (Arc<M>, usize),
         positions: usize,
@@ -115,9 +120,10 @@ impl RopeShift {
     /// Checks the shift against the paged KV.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] for a layer, plane or plan that does not suit the paged KV, for other than one old and one
-    /// new position per token, for a position of a mapped token beyond the table, and for a table that is wider than a head
-    /// or lies elsewhere than the keys.
+    /// [`ErrorKind::InvalidInput`] for a layer, plane or plan that does not suit the paged KV, for
+    /// other than one old and one new position per token, for a position of a mapped token
+    /// beyond the table, and for a table that is wider than a head or lies elsewhere than the
+    /// keys.
     pub(super) fn rows<'a>(&'a self, kv: &PagedKv) -> Result<Rows<'a>> {
         let bad = |what: String| invalid(format!("layer {}: {what}", self.layer));
         let (Some(spec), Some(view)) = (kv.layout().spec(self.layer), kv.layout().layer(self.layer)) else {
@@ -203,8 +209,8 @@ impl Rows<'_> {
                     };
                     for head in 0..self.heads {
                         let key = self.base.wrapping_add(place + head * self.view.head_stride);
-                        // SAFETY: the slot lies in a block of the layout, the pair in the head: `rows` compared them; that
-                        // nobody else uses it is the caller's promise.
+                        // SAFETY: the slot lies in a block of the layout, the pair in the head: `rows` compared them;
+                        // that nobody else uses it is the caller's promise.
                         unsafe {
                             let (x, y) = (read(key, first, kind), read(key, second, kind));
                             write(key, first, kind, x * cosine - y * sine);
@@ -247,14 +253,15 @@ unsafe fn write(base: *mut u8, index: usize, kind: FloatKind, value: f32) {
 /// Turns keys in host memory, on the calling thread; what a GPU device does by its kernel.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV (the message says how), or lies in device memory.
+/// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV (the message says how),
+/// or lies in device memory.
 pub(super) fn shift_on_host(kv: &PagedKv, shift: &RopeShift) -> Result<()> {
     let rows = shift.rows(kv)?;
     if kv.place() != Place::Host {
         return Err(invalid(format!("the host device cannot turn keys in {:?}", kv.place())));
     }
-    // SAFETY: the place is the host, also the table's, which `rows` compared; what others do with the slots meanwhile is
-    // excluded by whoever hands out slots, as for scatters.
+    // SAFETY: the place is the host, also the table's, which `rows` compared; what others do with the
+    // slots meanwhile is excluded by whoever hands out slots, as for scatters.
     unsafe { rows.turn_on_host() };
     Ok(())
 }

@@ -1,9 +1,11 @@
 //! Staging buffers: equal slots of one registered region, taken and given back.
 //!
 //! Invariants:
-//! - A slot has one owner: it is in the free list, or in exactly one [`Buf`]. It comes back when that `Buf` is dropped, on
-//!   any thread, also long after its request timed out (until then it counts as taken: quarantined).
-//! - Taking never waits. Hooks that learn of a slot coming back run outside locks, after the slot is free.
+//! - A slot has one owner: it is in the free list, or in exactly one [`Buf`]. It comes back when
+//!   that `Buf` is dropped, on any thread, also long after its request timed out (until then it
+//!   counts as taken: quarantined).
+//! - Taking never waits. Hooks that learn of a slot coming back run outside locks, after the slot
+//!   is free.
 //! - The region lives until the last `Buf` is gone, whatever becomes of the pool.
 //! - Slots are used last in, first out, so that a lightly used pool touches few pages.
 #![expect(unsafe_code, reason = "slots are raw parts of the region")]
@@ -36,7 +38,8 @@ pub struct StagingOptions {
 }
 
 impl StagingOptions {
-    /// A pool of `bytes` bytes in slots of `slot_bytes`, on pages and a NUMA node as the settings say.
+    /// A pool of `bytes` bytes in slots of `slot_bytes`, on pages and a NUMA node as the settings
+    /// say.
     #[must_use]
     pub fn of_settings(settings: &Settings, bytes: usize, slot_bytes: usize) -> Self {
         let hugepages = if settings.hugepages { HugePages::On } else { HugePages::Off };
@@ -61,7 +64,8 @@ impl StagingPool {
     /// A pool of host memory with as many slots as the bytes allow.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] where not even one slot fits, and what the operating system says of the memory.
+    /// [`ErrorKind::Config`] where not even one slot fits, and what the operating system says of
+    /// the memory.
     pub fn new(options: &StagingOptions) -> Result<Arc<Self>> {
         let slot_bytes = Self::rounded(options.slot_bytes)?;
         let slots = options.bytes / slot_bytes;
@@ -77,7 +81,8 @@ impl StagingPool {
         Self::over(region, Place::Host, slot_bytes)
     }
 
-    /// A pool over a region made elsewhere, for example in an accelerator's memory. The region must be used by nobody else.
+    /// A pool over a region made elsewhere, for example in an accelerator's memory. The region must
+    /// be used by nobody else.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] where no slot, or more than 2³² slots, fit.
@@ -91,7 +96,8 @@ impl StagingPool {
         Ok(Arc::new(Self { region, place, slot_bytes, slots, free, hooks: RwLock::new(Arc::new([])) }))
     }
 
-    /// The bytes that a slot of at least `slot_bytes` bytes has: a multiple of 4 KiB, or of 64 KiB from 64 KiB on.
+    /// The bytes that a slot of at least `slot_bytes` bytes has: a multiple of 4 KiB, or of 64 KiB
+    /// from 64 KiB on.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for 0 and for what no memory holds.
@@ -103,7 +109,8 @@ impl StagingPool {
             .ok_or_else(|| Error::new(ErrorKind::Config, format!("a staging slot of {slot_bytes} bytes")))
     }
 
-    /// A free slot as a buffer of [`StagingPool::slot_bytes`] bytes, or none. Its bytes are what the last owner left.
+    /// A free slot as a buffer of [`StagingPool::slot_bytes`] bytes, or none. Its bytes are what
+    /// the last owner left.
     #[must_use]
     pub fn try_take(self: &Arc<Self>) -> Option<Buf> {
         let slot = self.free.lock().pop()?;
@@ -128,15 +135,15 @@ impl StagingPool {
         self.free.lock().len()
     }
 
-    /// Slots that are in somebody's hands: in use, or quarantined behind I/O that hangs. Whoever knows how many are in use
-    /// learns the number of quarantined ones from the difference.
+    /// Slots that are in somebody's hands: in use, or quarantined behind I/O that hangs. Whoever
+    /// knows how many are in use learns the number of quarantined ones from the difference.
     #[must_use]
     pub fn taken(&self) -> usize {
         self.slots - self.free()
     }
 
-    /// Adds a hook that is called, on whatever thread, each time a slot has come back. It must be quick, and must not hold
-    /// the pool alive by itself (use a `Weak`).
+    /// Adds a hook that is called, on whatever thread, each time a slot has come back. It must be
+    /// quick, and must not hold the pool alive by itself (use a `Weak`).
     pub fn on_free(&self, hook: FreeHook) {
         let mut hooks = self.hooks.write();
         *hooks = hooks.iter().cloned().chain([hook]).collect();
@@ -169,8 +176,9 @@ struct Slot {
     slot: u32,
 }
 
-// SAFETY: the free list gives each slot to one owner at a time; slots do not overlap, lie in the region, and the region lives
-// as long as the pool that this holds. Anonymous memory is initialised.
+// SAFETY: the free list gives each slot to one owner at a time; slots do not overlap, lie in the
+// region, and the region lives as long as the pool that this holds. Anonymous memory is
+// initialised.
 unsafe impl IoBuf for Slot {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.pool.region.as_mut_ptr().wrapping_add(self.offset)

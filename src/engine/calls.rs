@@ -18,9 +18,10 @@ use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, Store
 const LOAD_LEASE: Duration = Duration::from_secs(60);
 
 impl Engine {
-    /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest partial chunk after them. No I/O.
-    /// With `pin_ms` above 0 they are kept from reclaim for so many milliseconds, as long as the answer lives, and as far as
-    /// the share of the capacity allows that may be pinned.
+    /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest
+    /// partial chunk after them. No I/O. With `pin_ms` above 0 they are kept from reclaim for
+    /// so many milliseconds, as long as the answer lives, and as far as the share of the
+    /// capacity allows that may be pinned.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`]; [`ErrorKind::InvalidInput`] for a prompt with another chunk size.
@@ -51,11 +52,12 @@ impl Engine {
         Ok(found)
     }
 
-    /// Loads a prefix into the server's memory. Returns at once, unless the settings turn asynchronous loading off; what is
-    /// not stored or fails is in the load's result.
+    /// Loads a prefix into the server's memory. Returns at once, unless the settings turn
+    /// asynchronous loading off; what is not stored or fails is in the load's result.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where memory, slot mapping and geometry do not fit each other; [`ErrorKind::Forked`].
+    /// [`ErrorKind::InvalidInput`] where memory, slot mapping and geometry do not fit each other;
+    /// [`ErrorKind::Forked`].
     pub fn load(&self, request: LoadRequest) -> Result<Load> {
         let inner = self.check()?;
         inner.check_prompt(&request.prompt)?;
@@ -87,8 +89,9 @@ impl Engine {
         Ok(load)
     }
 
-    /// Stores KV of a prompt: say with [`Store::layer`] or [`Store::all_layers`] when it is computed. Returns at once; chunks
-    /// that are stored already cost nothing, and what cannot be stored is in the result.
+    /// Stores KV of a prompt: say with [`Store::layer`] or [`Store::all_layers`] when it is
+    /// computed. Returns at once; chunks that are stored already cost nothing, and what cannot
+    /// be stored is in the result.
     ///
     /// # Errors
     /// As [`Engine::load`].
@@ -97,8 +100,9 @@ impl Engine {
         inner.pipeline.store(inner.store_spec(&request)?)
     }
 
-    /// As [`Engine::store`] for each of `requests`, one answer each, for callers in a hurry: where the tokens lie is found out on a thread of
-    /// the engine's. Slots and mappings that do not fit the memory shed the store then.
+    /// As [`Engine::store`] for each of `requests`, one answer each, for callers in a hurry: where
+    /// the tokens lie is found out on a thread of the engine's. Slots and mappings that do not
+    /// fit the memory shed the store then.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`]; each answer's as [`Engine::store`].
@@ -129,8 +133,9 @@ impl Engine {
         Ok(tail && prompt.keys().iter().all(|k| log.contains(k)))
     }
 
-    /// Removes the chunks of `prompt`, also where other prompts share them, with the partial chunks that it starts with; how many were
-    /// there. After the return they are not served by any process, whatever crashes.
+    /// Removes the chunks of `prompt`, also where other prompts share them, with the partial chunks
+    /// that it starts with; how many were there. After the return they are not served by any
+    /// process, whatever crashes.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] where the cache is disabled or closed, and what the log says.
@@ -140,8 +145,9 @@ impl Engine {
         let log = inner.open_log()?;
         let mut keys = prompt.keys().to_vec();
         for at in 0..=prompt.keys().len() {
-            // Of every length: the list of those that are stored has room for a few, and what it leaves out now is found again
-            // once another prompt's chunk of the same length stands after the same parent.
+            // Of every length: the list of those that are stored has room for a few, and what it leaves out now
+            // is found again once another prompt's chunk of the same length stands after the same
+            // parent.
             keys.extend((1..prompt.chunk_tokens()).map_while(|len| prompt.partial_key(at, len)));
         }
         Ok(log.remove(&keys)?.iter().filter(|there| **there).count())
@@ -163,8 +169,8 @@ impl Engine {
         self.check()?.open_log()?.clear()
     }
 
-    /// Makes every chunk durable whose store has finished. Chunks that are not flushed survive a crash of the process too, but
-    /// not a power cut.
+    /// Makes every chunk durable whose store has finished. Chunks that are not flushed survive a
+    /// crash of the process too, but not a power cut.
     ///
     /// # Errors
     /// As [`Engine::remove`].
@@ -172,7 +178,8 @@ impl Engine {
         self.check()?.open_log()?.flush()
     }
 
-    /// Up to `most` of the keys of chunks that reclaim of this process has dropped since the first call; see [`Log::take_evicted`].
+    /// Up to `most` of the keys of chunks that reclaim of this process has dropped since the first
+    /// call; see [`Log::take_evicted`].
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<ChunkKey> {
         self.log().map(|log| log.take_evicted(most)).unwrap_or_default()

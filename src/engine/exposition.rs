@@ -1,4 +1,5 @@
-//! The engine's metrics: their table, which `docs/metrics.md` repeats, and their values as Prometheus text.
+//! The engine's metrics: their table, which `docs/metrics.md` repeats, and their values as
+//! Prometheus text.
 
 use super::stats::EngineStats;
 use super::{Engine, Inner};

@@ -1,15 +1,17 @@
 //! The engine: what a serving stack opens, asks and closes.
 //!
-//! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the log, bytes through the
-//! pipeline. The calls of the forward path ([`Engine::lookup`], [`Engine::load`], [`Engine::store`]) return without waiting for
-//! a drive.
+//! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the
+//! log, bytes through the pipeline. The calls of the forward path ([`Engine::lookup`],
+//! [`Engine::load`], [`Engine::store`]) return without waiting for a drive.
 //!
 //! Invariants:
-//! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss, stores are shed, all of it
-//!   counted, and opening is tried again (unless the settings want an error).
-//! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an operator's command that
-//!   failed.
-//! - A forked child gets [`ErrorKind::Forked`] from every call and leaves everything alone, also when it drops the engine.
+//! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss,
+//!   stores are shed, all of it counted, and opening is tried again (unless the settings want an
+//!   error).
+//! - What a call could not do is in its result; an `Err` is a wrong argument, a forked child, or an
+//!   operator's command that failed.
+//! - A forked child gets [`ErrorKind::Forked`] from every call and leaves everything alone, also
+//!   when it drops the engine.
 //!
 //! ```no_run
 //! use forebay::config::Settings;
@@ -139,13 +141,15 @@ impl Engine {
     /// Opens the cache that `settings` name, for `geometry` on `device`.
     ///
     /// # Errors
-    /// Settings that are wrong or contradict each other, staging that cannot be had, and, with `on_open_failure: fail`, what
-    /// keeps the cache from being opened. Otherwise such a cache is disabled: see [`Engine::is_up`].
+    /// Settings that are wrong or contradict each other, staging that cannot be had, and, with
+    /// `on_open_failure: fail`, what keeps the cache from being opened. Otherwise such a cache
+    /// is disabled: see [`Engine::is_up`].
     pub fn open(settings: &Settings, geometry: Geometry, device: Arc<dyn Device>) -> Result<Self> {
         Self::open_with(EngineOptions::new(settings, geometry, device))
     }
 
-    /// As [`Engine::open`], for KV in host memory: on a device with the settings' number of workers.
+    /// As [`Engine::open`], for KV in host memory: on a device with the settings' number of
+    /// workers.
     ///
     /// # Errors
     /// As [`Engine::open`].
@@ -203,7 +207,8 @@ impl Engine {
         &self.inner.options.settings
     }
 
-    /// The chunk log, for programs that look after the cache; `None` where it is disabled or closed.
+    /// The chunk log, for programs that look after the cache; `None` where it is disabled or
+    /// closed.
     #[must_use]
     pub fn log(&self) -> Option<&Arc<Log>> {
         self.check().ok()?.log()
@@ -218,10 +223,12 @@ impl Engine {
         prompt
     }
 
-    /// Takes no more calls, waits until `deadline` for loads and stores under way, flushes and gives the cache up.
+    /// Takes no more calls, waits until `deadline` for loads and stores under way, flushes and
+    /// gives the cache up.
     ///
     /// # Errors
-    /// [`ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost), [`ErrorKind::Forked`].
+    /// [`ErrorKind::TimedOut`] where work was left at the deadline (nothing flushed is lost),
+    /// [`ErrorKind::Forked`].
     pub fn close(&self, deadline: Instant) -> Result<()> {
         let inner = self.check()?;
         inner.opening.stop_trying();

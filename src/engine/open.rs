@@ -14,10 +14,11 @@ use crate::pipeline::{PipelineOptions, min_slot_bytes};
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
 const GROUP_BYTES: usize = 1 << 20;
-/// As [`GROUP_BYTES`], where they do not: through host memory, larger transfers are slower, because the copy of one begins
-/// later and leaves the processor's caches.
+/// As [`GROUP_BYTES`], where they do not: through host memory, larger transfers are slower, because
+/// the copy of one begins later and leaves the processor's caches.
 const WHOLE_GROUP_BYTES: usize = 1 << 20;
-/// As [`WHOLE_GROUP_BYTES`], where bytes cross PCIe: larger copies cost fewer launches and completions.
+/// As [`WHOLE_GROUP_BYTES`], where bytes cross PCIe: larger copies cost fewer launches and
+/// completions.
 const DEVICE_GROUP_BYTES: usize = 4 << 20;
 /// Of the staging in a GPU's memory, one part in this many is for stores.
 const STORE_SHARE: usize = 4;
@@ -28,8 +29,8 @@ const MAX_STORES: usize = 256;
 /// Ungathered stores may wait for this many times the staging.
 const STORE_BACKLOG: u64 = 16;
 
-/// The geometry in chunks of the size that the settings say, rounded up to whole blocks of its opaque layers, and with the settings'
-/// part of its identity.
+/// The geometry in chunks of the size that the settings say, rounded up to whole blocks of its
+/// opaque layers, and with the settings' part of its identity.
 pub(super) fn geometry_of(settings: &Settings, geometry: Geometry) -> Result<Geometry> {
     let mut step = 1u32;
     for layer in geometry.layers.iter() {
@@ -104,7 +105,8 @@ pub(super) fn opening(
     Opening::start(Box::new(move || open_log(&options, &geometry, (&pipeline, &is_loading))), on_failure, every)
 }
 
-/// Has the drives' queues register the staging memory: with the kernel, or with what reaches an accelerator's memory.
+/// Has the drives' queues register the staging memory: with the kernel, or with what reaches an
+/// accelerator's memory.
 fn register_staging(io: &mut IoOptions, options: &EngineOptions, pipeline: &PipelineOptions) {
     let regions = vec![pipeline.load_pool.region(), pipeline.store_pool.region()];
     match options.device.mover() {

@@ -1,7 +1,7 @@
 //! From the slot mapping of a prompt to one plan per chunk and kind of layer.
 //!
-//! Layers of one KV cache group share a mapping; where a server gives them blocks of different sizes they still need plans of
-//! their own. A *class* is what shares a plan.
+//! Layers of one KV cache group share a mapping; where a server gives them blocks of different
+//! sizes they still need plans of their own. A *class* is what shares a plan.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

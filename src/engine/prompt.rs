@@ -79,7 +79,8 @@ impl Prompt {
         self.0.chain.parent_of(i)
     }
 
-    /// The key of the partial chunk of `len` tokens in the place of chunk `i`; `None` where the prompt has no such tokens.
+    /// The key of the partial chunk of `len` tokens in the place of chunk `i`; `None` where the
+    /// prompt has no such tokens.
     #[must_use]
     pub fn partial_key(&self, i: usize, len: usize) -> Option<ChunkKey> {
         self.0.chain.partial_key_at(i, &self.0.tokens, (len, &self.0.extra))

@@ -9,7 +9,8 @@ use crate::device::{PagedKv, Stream};
 use crate::log::Chunk;
 use crate::pipeline::{Backpressure, Computed, LoadTicket};
 
-/// Where the tokens of a prompt lie in the server's paged KV: slot = block id × block tokens + place in the block.
+/// Where the tokens of a prompt lie in the server's paged KV: slot = block id × block tokens +
+/// place in the block.
 #[derive(Clone, Debug)]
 pub struct SlotMapping {
     pub(super) groups: Vec<Arc<[i64]>>,
@@ -46,7 +47,8 @@ impl SlotMapping {
         }
     }
 
-    /// One mapping for all layers: the slot of each token from the start of the prompt, -1 to skip it.
+    /// One mapping for all layers: the slot of each token from the start of the prompt, -1 to skip
+    /// it.
     #[must_use]
     pub fn new(slots: impl Into<Arc<[i64]>>) -> Self {
         Self { groups: vec![slots.into()], mask: None }
@@ -84,7 +86,8 @@ impl From<Vec<i64>> for SlotMapping {
     }
 }
 
-/// How much of a prompt is stored. While it lives, and at most for the time asked for, its chunks are kept from reclaim.
+/// How much of a prompt is stored. While it lives, and at most for the time asked for, its chunks
+/// are kept from reclaim.
 #[derive(Debug, Default)]
 #[must_use = "dropping it gives the pinned chunks free"]
 pub struct Lookup {
@@ -112,14 +115,15 @@ pub struct LoadRequest {
     pub kv: Arc<PagedKv>,
     /// Where the tokens go.
     pub slots: SlotMapping,
-    /// Tokens to load from the start of the prompt; `None` for as many as the slot mapping speaks of.
+    /// Tokens to load from the start of the prompt; `None` for as many as the slot mapping speaks
+    /// of.
     pub tokens: Option<usize>,
     /// Milliseconds until what has not arrived counts as missed; `None` while the drive answers.
     pub timeout_ms: Option<u64>,
     /// Layer by layer over all chunks, or chunk by chunk; `None` as the settings say.
     pub layerwise: Option<bool>,
-    /// The stream whose kernels use the memory: nothing is written before what was submitted to it until now is over. `None` on
-    /// the host, and where nothing uses the blocks any more.
+    /// The stream whose kernels use the memory: nothing is written before what was submitted to it
+    /// until now is over. `None` on the host, and where nothing uses the blocks any more.
     pub stream: Option<Stream>,
 }
 
@@ -148,10 +152,11 @@ pub struct StoreRequest {
     pub kv: Arc<PagedKv>,
     /// Where the tokens lie.
     pub slots: SlotMapping,
-    /// Tokens of the prompt proper where generated ones follow; these are stored only if the settings say so
-    /// (`save_decode_cache`). `None` where all are of the prompt.
+    /// Tokens of the prompt proper where generated ones follow; these are stored only if the
+    /// settings say so (`save_decode_cache`). `None` where all are of the prompt.
     pub prompt_tokens: Option<usize>,
-    /// Tokens that were generated for the prompt in all, where that is known: `admission: adaptive` tells chunks apart by it.
+    /// Tokens that were generated for the prompt in all, where that is known: `admission: adaptive`
+    /// tells chunks apart by it.
     pub generated: Option<u32>,
     /// Loads that the KV was computed from.
     pub depends_on: Vec<LoadTicket>,
@@ -165,7 +170,8 @@ pub struct StoreRequest {
     pub ttl: Option<Duration>,
     /// Whether layers are given one by one; `None` as the settings say.
     pub layerwise: Option<bool>,
-    /// Whether all layers are computed already, or by what was submitted to a stream; otherwise the [`Store`](super::Store) is told.
+    /// Whether all layers are computed already, or by what was submitted to a stream; otherwise the
+    /// [`Store`](super::Store) is told.
     pub computed: Option<Computed>,
 }
 

@@ -54,7 +54,8 @@ pub struct EngineStats {
     pub up: bool,
     /// Active I/O path of each drive for host memory: headers, journals, and KV in it.
     pub paths: Vec<&'static str>,
-    /// Active I/O path of each drive for KV in a GPU's memory; empty where there is none. May change while the engine runs.
+    /// Active I/O path of each drive for KV in a GPU's memory; empty where there is none. May
+    /// change while the engine runs.
     pub device_paths: Vec<&'static str>,
     /// Lookups.
     pub lookups: u64,
@@ -92,7 +93,8 @@ pub struct EngineStats {
     pub load_staging: StagingStats,
     /// Staging of stores.
     pub store_staging: StagingStats,
-    /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging slot.
+    /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging
+    /// slot.
     pub quarantined: usize,
     /// What the log says.
     pub log: LogStats,

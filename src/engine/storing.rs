@@ -1,4 +1,5 @@
-//! What of a prompt a store is to write: from a request to the chunks that are not stored yet, and where their tokens lie.
+//! What of a prompt a store is to write: from a request to the chunks that are not stored yet, and
+//! where their tokens lie.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -79,8 +80,8 @@ impl Inner {
         chunks
     }
 
-    /// Decides what is written, and tells the policy what the prompt brings: in the order of the calls, so that ranks that are told the same
-    /// decide the same.
+    /// Decides what is written, and tells the policy what the prompt brings: in the order of the
+    /// calls, so that ranks that are told the same decide the same.
     fn choose(&self, request: &StoreRequest) -> Chosen {
         let mut wanted = self.chunks_to_store(request, self.wanted(request));
         let Some(log) = self.log() else {

@@ -1,4 +1,5 @@
-//! What needs a look inside the engine; everything else is tested from outside in `tests/engine_*.rs`.
+//! What needs a look inside the engine; everything else is tested from outside in
+//! `tests/engine_*.rs`.
 
 use std::sync::Arc;
 

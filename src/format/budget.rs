@@ -1,6 +1,8 @@
-//! The `BUDGET` page of a cache directory: the identity of the drive, under whose lock segments are granted.
+//! The `BUDGET` page of a cache directory: the identity of the drive, under whose lock segments are
+//! granted.
 //!
-//! What is granted is not recorded: it is counted anew from the files, so that it cannot drift from what is there.
+//! What is granted is not recorded: it is counted anew from the files, so that it cannot drift from
+//! what is there.
 
 use super::{PAGE_BYTES, VERSION, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};

@@ -1,6 +1,8 @@
-//! The file `FLOORS` of a shard: up to which sequence nothing is served, of everything or of a tenant.
+//! The file `FLOORS` of a shard: up to which sequence nothing is served, of everything or of a
+//! tenant.
 //!
-//! The file holds two copies, one after the other, which are written and flushed in turn. A single damaged copy loses nothing.
+//! The file holds two copies, one after the other, which are written and flushed in turn. A single
+//! damaged copy loses nothing.
 
 use super::{PAGE_BYTES, VERSION, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
@@ -71,7 +73,8 @@ impl Floors {
     /// Of the two copies the newer intact one.
     ///
     /// # Errors
-    /// As [`decode`](Self::decode) where neither is intact; that either comes from a newer version outweighs damage.
+    /// As [`decode`](Self::decode) where neither is intact; that either comes from a newer version
+    /// outweighs damage.
     pub fn newest(a: &[u8], b: &[u8]) -> Result<Self> {
         match (Self::decode(a), Self::decode(b)) {
             (Ok(a), Ok(b)) => Ok(if a.generation >= b.generation { a } else { b }),

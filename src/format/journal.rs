@@ -1,5 +1,5 @@
-//! A journal page: 64 bytes of header and up to 31 records. A page is written once and never rewritten while it holds a
-//! record that is not in a sealed table yet.
+//! A journal page: 64 bytes of header and up to 31 records. A page is written once and never
+//! rewritten while it holds a record that is not in a sealed table yet.
 
 use super::record::{RECORD_BYTES, Record};
 use super::{PAGE_BYTES, corrupt, crc_with_hole, le};
@@ -15,7 +15,8 @@ const CRC_AT: usize = 36;
 /// A decoded journal page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JournalPage {
-    /// Position in the endless sequence of pages; its place in the ring is this modulo the ring's length.
+    /// Position in the endless sequence of pages; its place in the ring is this modulo the ring's
+    /// length.
     pub number: u64,
     /// The lane that wrote it.
     pub lane: [u8; 16],
@@ -42,10 +43,12 @@ pub fn encode(number: u64, lane: &[u8; 16], records: &[Record]) -> Vec<u8> {
     page
 }
 
-/// Reads a journal page. The page's CRC covers its header; each record has its own, so that one flipped bit costs one record.
+/// Reads a journal page. The page's CRC covers its header; each record has its own, so that one
+/// flipped bit costs one record.
 ///
 /// # Errors
-/// [`crate::ErrorKind::Corrupt`] where the page is not a journal page of this version or its header is damaged.
+/// [`crate::ErrorKind::Corrupt`] where the page is not a journal page of this version or its header
+/// is damaged.
 pub fn decode(page: &[u8]) -> Result<JournalPage> {
     let header = page
         .get(..HEADER_BYTES)

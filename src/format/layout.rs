@@ -1,8 +1,9 @@
-//! Where the header and every extent of a slot lie: a function of geometry and token count alone, so that all layers can be
-//! read before the header has been seen.
+//! Where the header and every extent of a slot lie: a function of geometry and token count alone,
+//! so that all layers can be read before the header has been seen.
 //!
-//! A slot is `[gap][header][extent 0][extent 1]…[padding]`. Extents start on 4 KiB; where rounding them to 64 KiB costs less
-//! than 2 % of the payload they start on 64 KiB, and the gap lets the header end on that boundary.
+//! A slot is `[gap][header][extent 0][extent 1]…[padding]`. Extents start on 4 KiB; where rounding
+//! them to 64 KiB costs less than 2 % of the payload they start on 64 KiB, and the gap lets the
+//! header end on that boundary.
 
 use std::sync::Arc;
 
@@ -52,8 +53,8 @@ impl SlotLayout {
         Self::new(&lens, geometry.chunk_tokens as usize * 4)
     }
 
-    /// The layout of a slot with one extent of `len` bytes: an object or a part of one, with `tlv_bytes` for
-    /// TLVs in its header.
+    /// The layout of a slot with one extent of `len` bytes: an object or a part of one, with
+    /// `tlv_bytes` for TLVs in its header.
     #[must_use]
     pub fn of_bytes(len: usize, tlv_bytes: usize) -> Self {
         Self::new(&[len], tlv_bytes)

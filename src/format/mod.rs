@@ -1,8 +1,9 @@
 //! The bytes on disk, version 2: pure encoders and decoders, no I/O and no clock.
 //!
-//! Integers are little-endian and of fixed width, at explicit offsets; `docs/format.md` lists them byte by byte. Decoders are
-//! total: any bytes give a `Result`, never a panic. Every structure carries a CRC-32 (the IEEE polynomial, as in zlib) of
-//! its own. Whether what a structure *says* is still true (reused segment, newer version elsewhere) is for the log to judge.
+//! Integers are little-endian and of fixed width, at explicit offsets; `docs/format.md` lists them
+//! byte by byte. Decoders are total: any bytes give a `Result`, never a panic. Every structure
+//! carries a CRC-32 (the IEEE polynomial, as in zlib) of its own. Whether what a structure *says*
+//! is still true (reused segment, newer version elsewhere) is for the log to judge.
 
 pub mod budget;
 pub mod floors;

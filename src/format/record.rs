@@ -15,7 +15,8 @@ const MASK_40: u64 = (1 << 40) - 1;
 pub enum RecordKind {
     /// The key's bytes lie at the location.
     Put,
-    /// The slot at the location was given up before its segment was sealed. A hint: its header says so itself.
+    /// The slot at the location was given up before its segment was sealed. A hint: its header says
+    /// so itself.
     Gone,
 }
 
@@ -93,7 +94,8 @@ pub struct Record {
     pub tenant: u64,
     /// Chunks before it in its chain.
     pub depth: u32,
-    /// Uses between its store and the seal of its segment, at most 255; at least 1 where reclaim moved it.
+    /// Uses between its store and the seal of its segment, at most 255; at least 1 where reclaim
+    /// moved it.
     pub hotness: u8,
     /// Unix seconds after which it is not served; 0 for never.
     pub expiry_s: u32,

@@ -179,8 +179,8 @@ impl SlotHeader {
     /// Reads a header; `bytes` may be longer than it. Gives its CRC too, which the index repeats.
     ///
     /// # Errors
-    /// [`ErrorKind::Corrupt`] where it is damaged or no header; [`ErrorKind::Incompatible`] where it has features that are
-    /// not known here.
+    /// [`ErrorKind::Corrupt`] where it is damaged or no header; [`ErrorKind::Incompatible`] where
+    /// it has features that are not known here.
     pub fn decode(bytes: &[u8]) -> Result<(Self, u32)> {
         if !bytes.starts_with(MAGIC) {
             return Err(corrupt("not a slot header"));

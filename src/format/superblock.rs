@@ -1,5 +1,5 @@
-//! The superblock of a lane: two pages, A and B, of which the one with the higher generation counts. Each is flushed before
-//! the other may be written again.
+//! The superblock of a lane: two pages, A and B, of which the one with the higher generation
+//! counts. Each is flushed before the other may be written again.
 
 use super::{Access, PAGE_BYTES, VERSION, access, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
@@ -80,8 +80,9 @@ impl Superblock {
     /// Reads one of the two pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Corrupt`] where it is not an intact superblock; [`ErrorKind::Incompatible`] where its version or
-    /// features are not known here (judged before the CRC, whose place a later version may change).
+    /// [`ErrorKind::Corrupt`] where it is not an intact superblock; [`ErrorKind::Incompatible`]
+    /// where its version or features are not known here (judged before the CRC, whose place a
+    /// later version may change).
     pub fn decode(b: &[u8]) -> Result<Self> {
         let b = b.get(..PAGE_BYTES).ok_or_else(|| corrupt("the superblock is cut short"))?;
         if !b.starts_with(MAGIC) {
@@ -134,7 +135,8 @@ impl Superblock {
     /// Of the two pages the newer intact one.
     ///
     /// # Errors
-    /// As [`Superblock::decode`] where neither is intact; that either comes from a newer version outweighs damage.
+    /// As [`Superblock::decode`] where neither is intact; that either comes from a newer version
+    /// outweighs damage.
     pub fn newest(a: &[u8], b: &[u8]) -> Result<Self> {
         match (Self::decode(a), Self::decode(b)) {
             (Ok(a), Ok(b)) => Ok(if a.generation >= b.generation { a } else { b }),

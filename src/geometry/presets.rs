@@ -1,4 +1,5 @@
-//! Geometries of well-known models, for the tools: shapes from the models' published configuration files.
+//! Geometries of well-known models, for the tools: shapes from the models' published configuration
+//! files.
 
 use super::{DType, Geometry, LayerKind, LayerSpec};
 use crate::error::{Error, ErrorKind, Result};

@@ -1,11 +1,12 @@
 //! One bucket: its words, the sequence that makes reads whole, and the bounded wait for a writer.
 //!
-//! Words of a bucket: `0` sequence (odd while written); `1`, `2` seven tags of 16 bits (0 is an empty slot) and, on top, the
-//! number of entries that passed this bucket because it was full; `3` seven kinds of 8 bits; `4..8` unused; then seven
-//! entries of eight words. Readers follow Boehm's sequence lock: load the sequence, read, fence, compare. A writer is within a
-//! bucket for some ten nanoseconds, unless the kernel took its processor away: then a miss would cost far more than a wait, so
-//! readers spin, yield, and at last sleep, but no more than [`ATTEMPTS`] times, a few milliseconds in all: a writer that died
-//! in a bucket must not hang them.
+//! Words of a bucket: `0` sequence (odd while written); `1`, `2` seven tags of 16 bits (0 is an
+//! empty slot) and, on top, the number of entries that passed this bucket because it was full; `3`
+//! seven kinds of 8 bits; `4..8` unused; then seven entries of eight words. Readers follow Boehm's
+//! sequence lock: load the sequence, read, fence, compare. A writer is within a bucket for some ten
+//! nanoseconds, unless the kernel took its processor away: then a miss would cost far more than a
+//! wait, so readers spin, yield, and at last sleep, but no more than [`ATTEMPTS`] times, a few
+//! milliseconds in all: a writer that died in a bucket must not hang them.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -16,8 +17,9 @@ use super::sync::{self, ATTEMPTS, AtomicU64, HASTY_ATTEMPTS, fence};
 
 /// Entries of a bucket.
 pub const SLOTS_PER_BUCKET: usize = 7;
-/// Buckets an entry may lie in: its home and the ones at triangular distances after it. The furthest entry among twenty
-/// million, at seven eighths full, lies 30 steps away (straight on it would be 111); the mean is 0.27.
+/// Buckets an entry may lie in: its home and the ones at triangular distances after it. The
+/// furthest entry among twenty million, at seven eighths full, lies 30 steps away (straight on it
+/// would be 111); the mean is 0.27.
 pub const MAX_PROBE: usize = 48;
 /// Words of a bucket.
 pub(super) const BUCKET_WORDS: usize = 64;
@@ -35,7 +37,8 @@ const SLEEP: Duration = Duration::from_micros(100);
 /// The words of an entry, its kind and its place in the bucket.
 pub(super) type Line = ([u64; ENTRY_WORDS], EntryKind, usize);
 
-/// Home bucket and tag of a key, from its first word alone so that a touch needs no more than that word.
+/// Home bucket and tag of a key, from its first word alone so that a touch needs no more than that
+/// word.
 #[inline]
 pub(super) fn place(lo: u64, buckets: usize) -> (usize, u16) {
     let mixed = lo.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -102,7 +105,8 @@ impl Bucket<'_> {
         [self.0.load(TAGS), self.0.load(TAGS + 1)]
     }
 
-    /// Runs `read` until it ran on a bucket that nobody wrote meanwhile; none after a bounded number of tries.
+    /// Runs `read` until it ran on a bucket that nobody wrote meanwhile; none after a bounded
+    /// number of tries.
     #[inline]
     fn consistent<T>(&self, patience: Patience, mut read: impl FnMut(&Self) -> T) -> Option<T> {
         for attempt in 0..if patience == Patience::Full { ATTEMPTS } else { HASTY_ATTEMPTS } {
@@ -244,8 +248,9 @@ impl BucketMut<'_> {
         self.locked(|b| b.set_tag(slot, 0));
     }
 
-    /// Counts an entry that passes this bucket (`on`) or no longer does. The count sticks at its maximum, which only makes
-    /// misses go on longer. One atomic word: readers need no lock for it.
+    /// Counts an entry that passes this bucket (`on`) or no longer does. The count sticks at its
+    /// maximum, which only makes misses go on longer. One atomic word: readers need no lock for
+    /// it.
     pub(super) fn pass(&self, on: bool) {
         let word = self.load(TAGS + 1);
         let count = match (word >> OVERFLOW_SHIFT, on) {

@@ -1,8 +1,9 @@
 //! What the index knows about a key, and its packing into eight words.
 //!
-//! Layout of the words: key (2), sequence, tenant, then `page:24 | length:40`, `header_crc:32 | epoch:32`,
-//! `pages_low:8 | segment:24 | expiry:32`, `pages_high:16 | tokens:24 | depth:24`, low bits first. The kind lies in the bucket's
-//! first line. Ranges are checked when an entry is packed; unpacking is total.
+//! Layout of the words: key (2), sequence, tenant, then `page:24 | length:40`, `header_crc:32 |
+//! epoch:32`, `pages_low:8 | segment:24 | expiry:32`, `pages_high:16 | tokens:24 | depth:24`, low
+//! bits first. The kind lies in the bucket's first line. Ranges are checked when an entry is
+//! packed; unpacking is total.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;
@@ -12,13 +13,14 @@ pub(super) const ENTRY_WORDS: usize = 8;
 /// The word that holds the sequence, and above it the marks.
 pub(super) const SEQ_WORD: usize = 2;
 
-/// Why an entry is in the table and not served any more; it bears one at most. A mark never makes an entry another one: sequences are never used
-/// twice, so whoever marks one that has changed meanwhile marks nothing.
+/// Why an entry is in the table and not served any more; it bears one at most. A mark never makes
+/// an entry another one: sequences are never used twice, so whoever marks one that has changed
+/// meanwhile marks nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Mark {
-    /// The lane's holder is about to make its slot unreadable, to find that somebody leases it, or to move it: soon it is gone,
-    /// as it was, or somewhere else.
+    /// The lane's holder is about to make its slot unreadable, to find that somebody leases it, or
+    /// to move it: soon it is gone, as it was, or somewhere else.
     Leaving = 1 << 62,
     /// Somebody has made its slot unreadable, or found it so: the holder is to forget it.
     Removed = 1 << 63,
@@ -42,7 +44,8 @@ pub enum EntryKind {
     Chunk = 1,
     /// An object, or a part of one.
     Object = 2,
-    /// The list of partial chunks stored below a parent; never seen by [`Table::get`](super::Table::get).
+    /// The list of partial chunks stored below a parent; never seen by
+    /// [`Table::get`](super::Table::get).
     Partials = 4,
 }
 
@@ -61,8 +64,8 @@ impl EntryKind {
 /// Where a key's slot lies, and what lookup and reclaim need to know about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The key. Only its first 16 bytes are stored and compared; the others are zero where an entry is listed rather than
-    /// asked for.
+    /// The key. Only its first 16 bytes are stored and compared; the others are zero where an entry
+    /// is listed rather than asked for.
     pub key: ChunkKey,
     /// What the entry stands for.
     pub kind: EntryKind,

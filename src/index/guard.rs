@@ -1,14 +1,17 @@
 //! What keeps a process alive when a page of shared memory cannot be had any more.
 //!
-//! The shared files lie on the cache's file system. XFS raises `SIGBUS` at a store into a page it has written out once it has shut
-//! itself down, as it does when its drive dies, and every file system does at an access to a page that it can no longer read,
-//! or that lies behind the end of a file that was cut. Without a handler this ends the server, which lost a cache only.
+//! The shared files lie on the cache's file system. XFS raises `SIGBUS` at a store into a page it
+//! has written out once it has shut itself down, as it does when its drive dies, and every file
+//! system does at an access to a page that it can no longer read, or that lies behind the end of a
+//! file that was cut. Without a handler this ends the server, which lost a cache only.
 //!
-//! The handler puts this process's own copy of the file in the place of the mapping: stores then stay in this process. The
-//! mapping says that it is [lost](Guard::is_lost) from then on, and the log uses nothing of that drive any more. A page that cannot be
-//! read even so becomes zeros, which are misses everywhere in this room.
+//! The handler puts this process's own copy of the file in the place of the mapping: stores then
+//! stay in this process. The mapping says that it is [lost](Guard::is_lost) from then on, and the
+//! log uses nothing of that drive any more. A page that cannot be read even so becomes zeros, which
+//! are misses everywhere in this room.
 //!
-//! Signals about any other memory go to whom they went to before. The handler only loads and stores atomics and calls `mmap`.
+//! Signals about any other memory go to whom they went to before. The handler only loads and stores
+//! atomics and calls `mmap`.
 
 #![expect(unsafe_code, reason = "a signal handler, and mappings exchanged under those who use them")]
 
@@ -74,7 +77,8 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// Guards the mapping of `file` at `start`; it must be dropped before that is unmapped. None where too many are guarded.
+    /// Guards the mapping of `file` at `start`; it must be dropped before that is unmapped. None
+    /// where too many are guarded.
     pub(super) fn of(file: &File, start: usize, bytes: usize, writable: bool) -> Option<Self> {
         let file = file.try_clone().ok()?;
         INSTALL.call_once(install);
@@ -112,13 +116,14 @@ fn install() {
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_sigbus as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
-    // SAFETY: both structures live through the call; the handler has the signature that SA_SIGINFO asks for, and does only what
-    // a handler may. Where this fails, nothing is guarded.
+    // SAFETY: both structures live through the call; the handler has the signature that SA_SIGINFO asks
+    // for, and does only what a handler may. Where this fails, nothing is guarded.
     unsafe { libc::sigaction(libc::SIGBUS, &raw const action, BEFORE.0.get().cast()) };
 }
 
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands a handler a valid `siginfo_t`; for a fault it has an address, for a signal that was sent a sender.
+    // SAFETY: the kernel hands a handler a valid `siginfo_t`; for a fault it has an address, for a
+    // signal that was sent a sender.
     let (code, address, sender) = unsafe { ((*info).si_code, (*info).si_addr() as usize, (*info).si_pid()) };
     // SAFETY: the thread's own errno, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
@@ -127,8 +132,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
     unsafe { *libc::__errno_location() = errno };
     // SAFETY: asks for a number.
     if ours || code == libc::SI_TKILL && sender == unsafe { libc::getpid() } {
-        // A handler that was installed later, such as Python's faulthandler, has told of a fault, put this one back, and raised the
-        // signal for it. The fault itself comes again when we return.
+        // A handler that was installed later, such as Python's faulthandler, has told of a fault, put this
+        // one back, and raised the signal for it. The fault itself comes again when we return.
         return;
     }
     pass_on(signal, info, context);
@@ -145,8 +150,8 @@ fn exchange(address: usize) -> bool {
     let protection = libc::PROT_READ | if slot.writable.load(Ordering::Relaxed) { libc::PROT_WRITE } else { 0 };
     let map = |start: usize, bytes: usize, flags: libc::c_int, descriptor: libc::c_int| {
         let flags = flags | libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_NORESERVE;
-        // SAFETY: the range lies within a mapping of ours, which its guard outlives, and which is only used as words that may
-        // change at any time; it stays mapped, and as accessible as before.
+        // SAFETY: the range lies within a mapping of ours, which its guard outlives, and which is only used
+        // as words that may change at any time; it stays mapped, and as accessible as before.
         unsafe { libc::mmap(start as *mut libc::c_void, bytes, protection, flags, descriptor, 0) != libc::MAP_FAILED }
     };
     if slot.state.compare_exchange(SHARED, CHANGING, Ordering::AcqRel, Ordering::Acquire).is_ok() {
@@ -269,7 +274,8 @@ mod tests {
         panic!("there was a byte: {byte}");
     }
 
-    /// What Python's faulthandler does: puts back the handler before it, and raises the signal again.
+    /// What Python's faulthandler does: puts back the handler before it, and raises the signal
+    /// again.
     extern "C" fn like_faulthandler(signal: libc::c_int) {
         // SAFETY: written before this handler was installed.
         unsafe { libc::sigaction(signal, LATER.0.get().cast(), std::ptr::null_mut()) };

@@ -1,7 +1,8 @@
 //! The first page of every shared file: who made it, for what, and how long its sections are.
 //!
-//! The fixed words carry a check word, and the magic is stored last: a file that is still being made, is left over from
-//! another boot, or holds anything else, is refused. Mutable words (writer, moved mark, counters) follow from word 16.
+//! The fixed words carry a check word, and the magic is stored last: a file that is still being
+//! made, is left over from another boot, or holds anything else, is refused. Mutable words (writer,
+//! moved mark, counters) follow from word 16.
 
 use std::sync::atomic::Ordering;
 
@@ -54,15 +55,16 @@ impl BootId {
     }
 }
 
-/// A process, told apart from later ones with the same number, and from those of other PID namespaces.
+/// A process, told apart from later ones with the same number, and from those of other PID
+/// namespaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Holder {
     /// Process id within its namespace.
     pub pid: u32,
     /// Start time in clock ticks since boot, 40 bits kept.
     pub start_ticks: u64,
-    /// Low 24 bits of the inode number of its PID namespace. Whether a process of another namespace lives cannot be known:
-    /// a liveness check must say that it does.
+    /// Low 24 bits of the inode number of its PID namespace. Whether a process of another namespace
+    /// lives cannot be known: a liveness check must say that it does.
     pub pid_ns: u32,
 }
 
@@ -141,7 +143,8 @@ impl Header {
     /// Reads and checks a header.
     ///
     /// # Errors
-    /// `Corrupt` for anything that is no finished header of this kind; `Incompatible` for another version or boot.
+    /// `Corrupt` for anything that is no finished header of this kind; `Incompatible` for another
+    /// version or boot.
     pub(super) fn read(map: &Mapping, kind: FileKind, boot: BootId) -> Result<Self> {
         let corrupt = |what: &'static str| Error::new(ErrorKind::Corrupt, what);
         if map.load_acquire(W_MAGIC) != kind as u64 {

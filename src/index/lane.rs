@@ -1,7 +1,8 @@
 //! What a lane's processes share beside its entries: segment states, leases, touch ring.
 //!
-//! The file has a fixed size and lives as long as the lane does within one boot: growing the table leaves it alone, and a
-//! writer that adopts the lane [resumes](Lane::resume) it, so that leases taken from the writer before it still hold.
+//! The file has a fixed size and lives as long as the lane does within one boot: growing the table
+//! leaves it alone, and a writer that adopts the lane [resumes](Lane::resume) it, so that leases
+//! taken from the writer before it still hold.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -81,7 +82,8 @@ pub enum CondemnRefused {
 pub struct LaneSpec {
     /// Segments the lane may ever have, at most 2^24.
     pub segments: u32,
-    /// Segments that may be leased at once; at least one may always be. None: a quarter of `segments`.
+    /// Segments that may be leased at once; at least one may always be. None: a quarter of
+    /// `segments`.
     pub lease_limit: Option<u32>,
     /// Boot of the machine.
     pub boot: BootId,
@@ -137,7 +139,8 @@ impl Lane {
         (words_for(u64::from(segments), RECORDS, RING) * 8).next_multiple_of(4096)
     }
 
-    /// Makes the shared state in `file`, which is at least [`file_bytes`](Self::file_bytes) long and fallocated, as the writer.
+    /// Makes the shared state in `file`, which is at least [`file_bytes`](Self::file_bytes) long
+    /// and fallocated, as the writer.
     ///
     /// # Errors
     /// `InvalidInput` for no or too many segments or too small a file, and what mapping it gives.
@@ -162,12 +165,13 @@ impl Lane {
         Self::with(map, &header, spec.writer, true)
     }
 
-    /// Takes over, as the writer, a lane file made earlier in this boot with the same numbers. Leases stay. Segment states are
-    /// those of the writer before: set each from what recovery finds.
+    /// Takes over, as the writer, a lane file made earlier in this boot with the same numbers.
+    /// Leases stay. Segment states are those of the writer before: set each from what recovery
+    /// finds.
     ///
     /// # Errors
-    /// `Corrupt` or `Incompatible` if the file is another: make a new one in its place and mark this one
-    /// [moved](Self::mark_moved) if it attaches.
+    /// `Corrupt` or `Incompatible` if the file is another: make a new one in its place and mark
+    /// this one [moved](Self::mark_moved) if it attaches.
     pub fn resume(file: &File, spec: &LaneSpec) -> Result<Self> {
         let map = Mapping::file(file, Access::ReadWrite)?;
         let header = Header::read(&map, FileKind::Lane, spec.boot)?;
@@ -210,7 +214,8 @@ impl Lane {
         })
     }
 
-    /// Whether the file's pages could not be had any more: this process sees no others' stores, and they none of its own.
+    /// Whether the file's pages could not be had any more: this process sees no others' stores, and
+    /// they none of its own.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.inner.map.is_lost()
@@ -310,8 +315,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Condemns a sealed segment unless somebody holds a lease on it. Afterwards nobody gets one until its next use is opened
-    /// with a new epoch.
+    /// Condemns a sealed segment unless somebody holds a lease on it. Afterwards nobody gets one
+    /// until its next use is opened with a new epoch.
     ///
     /// # Errors
     /// Why it stays as it is.
@@ -330,7 +335,8 @@ impl Lane {
         }
     }
 
-    /// The holder makes slots unreadable whose entries leave the table before that is durable. To be called before they do.
+    /// The holder makes slots unreadable whose entries leave the table before that is durable. To
+    /// be called before they do.
     pub fn note_erasure(&self) {
         self.add_word(W_ERASED);
     }
@@ -348,7 +354,8 @@ impl Lane {
         }
     }
 
-    /// Whether slots that no entry names may be readable again after a power cut, until data.kv is flushed.
+    /// Whether slots that no entry names may be readable again after a power cut, until data.kv is
+    /// flushed.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         let settled = self.inner.map.load_acquire(W_SETTLED);
@@ -403,7 +410,8 @@ impl Inner {
 
     /// Whether a lease on this use of a segment may be given.
     pub(super) fn leasable(&self, segment: u32, epoch: u32) -> bool {
-        // Through the writable word: the argument needs sequential consistency, and only a writable lane gives leases.
+        // Through the writable word: the argument needs sequential consistency, and only a writable lane
+        // gives leases.
         self.segment_word(segment)
             .and_then(|at| self.map.word(at))
             .and_then(|w| unpack(w.load(Ordering::SeqCst)))

@@ -1,18 +1,21 @@
 //! Leases: what any process takes on a segment so that its chunks stay until they are loaded.
 //!
-//! A record is four words: owner, target (segment and epoch), expiry, start time and PID namespace of the holder. The owner
-//! word is the record's state: 0 is free, the top bit a claim in progress, anything else a lease. A taker claims a free
-//! record, fills it, and publishes it by exchanging the owner word; it ends with one exchange too. So a record that was taken
-//! away from its holder (expired, or the holder died) is never harmed by the holder's own ending of it. A claim that is ten
-//! seconds old belongs to a process that died within it; should that process only have slept, the lease that got the
-//! record meanwhile may be lost, which costs a miss and never a wrong byte, because loads verify.
+//! A record is four words: owner, target (segment and epoch), expiry, start time and PID namespace
+//! of the holder. The owner word is the record's state: 0 is free, the top bit a claim in progress,
+//! anything else a lease. A taker claims a free record, fills it, and publishes it by exchanging
+//! the owner word; it ends with one exchange too. So a record that was taken away from its holder
+//! (expired, or the holder died) is never harmed by the holder's own ending of it. A claim that is
+//! ten seconds old belongs to a process that died within it; should that process only have slept,
+//! the lease that got the record meanwhile may be lost, which costs a miss and never a wrong byte,
+//! because loads verify.
 //!
-//! The argument (Dekker's, all accesses sequentially consistent): a taker publishes its record, then reads the segment's state;
-//! the writer stores `Condemned`, then reads the records. Whichever comes second sees the other: either the taker withdraws,
-//! or the writer refrains.
+//! The argument (Dekker's, all accesses sequentially consistent): a taker publishes its record,
+//! then reads the segment's state; the writer stores `Condemned`, then reads the records. Whichever
+//! comes second sees the other: either the taker withdraws, or the writer refrains.
 //!
-//! A process needs one record per segment however many chunks it leases: it counts its guards itself. A later expiry takes a
-//! new record, with half the asked time in addition, so that a stream of leases does not renew at every call.
+//! A process needs one record per segment however many chunks it leases: it counts its guards
+//! itself. A later expiry takes a new record, with half the asked time in addition, so that a
+//! stream of leases does not renew at every call.
 
 use std::sync::atomic::Ordering;
 
@@ -36,7 +39,8 @@ const IDENT: usize = 3;
 pub struct LeaseEnv<'a> {
     /// Now, in nanoseconds of the boot clock (`CLOCK_BOOTTIME`).
     pub now_ns: u64,
-    /// Whether a process lives; must say so of those of other PID namespaces, which cannot be asked.
+    /// Whether a process lives; must say so of those of other PID namespaces, which cannot be
+    /// asked.
     pub alive: &'a dyn Fn(&Holder) -> bool,
 }
 
@@ -166,8 +170,8 @@ impl Lane {
         Ok(guard(lasting))
     }
 
-    /// Frees the records of leases that expired or whose holder died; returns how many. Nothing depends on it: such leases
-    /// protect nothing anyway.
+    /// Frees the records of leases that expired or whose holder died; returns how many. Nothing
+    /// depends on it: such leases protect nothing anyway.
     pub fn sweep_leases(&self, env: &LeaseEnv<'_>) -> usize {
         self.inner.sweep(env)
     }

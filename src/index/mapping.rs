@@ -1,7 +1,7 @@
 //! A mapping as bounds-checked atomic words.
 //!
-//! Invariants: a read-only mapping hands out nothing that can store; loads are relaxed (the only kind Rust allows on read-only
-//! memory) with an acquire fence where order matters.
+//! Invariants: a read-only mapping hands out nothing that can store; loads are relaxed (the only
+//! kind Rust allows on read-only memory) with an acquire fence where order matters.
 
 use std::fs::File;
 use std::sync::atomic::Ordering;
@@ -60,7 +60,8 @@ impl Mapping {
         Ok(Self { memory, access: Access::ReadWrite })
     }
 
-    /// Whether the file's pages could not be had any more, so that this is memory of this process only.
+    /// Whether the file's pages could not be had any more, so that this is memory of this process
+    /// only.
     pub(super) fn is_lost(&self) -> bool {
         self.memory.is_lost()
     }
@@ -76,7 +77,8 @@ impl Mapping {
         self.memory.word(i).map_or(0, |w| w.load(Ordering::Relaxed))
     }
 
-    /// The word at `i`; what its writer stored before it with release is visible afterwards. 0 past the end.
+    /// The word at `i`; what its writer stored before it with release is visible afterwards. 0 past
+    /// the end.
     #[inline]
     pub(super) fn load_acquire(&self, i: usize) -> u64 {
         let value = self.load(i);

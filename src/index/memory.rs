@@ -1,10 +1,12 @@
 //! Mapped memory as atomic words: with `guard` the only place of this room that holds `unsafe`.
 //!
-//! Invariants: a mapping is never longer than the file was when it was made, starts on a page, and is used by all processes as
-//! atomic words only. What may be stored through which mapping is for [`Mapping`](super::mapping::Mapping) to check.
+//! Invariants: a mapping is never longer than the file was when it was made, starts on a page, and
+//! is used by all processes as atomic words only. What may be stored through which mapping is for
+//! [`Mapping`](super::mapping::Mapping) to check.
 //!
-//! Models of interleavings bring a `memory` of their own (`tests/loom`), since loom's atomics cannot lie in mapped memory. Miri
-//! cannot map files: there a file's mappings are one anonymous mapping (`tests/miri/files.rs`), reached in the same way.
+//! Models of interleavings bring a `memory` of their own (`tests/loom`), since loom's atomics
+//! cannot lie in mapped memory. Miri cannot map files: there a file's mappings are one anonymous
+//! mapping (`tests/miri/files.rs`), reached in the same way.
 
 #![expect(unsafe_code, reason = "shared memory is reached through raw mappings; everything above sees checked atomics")]
 
@@ -63,7 +65,8 @@ impl Memory {
         Ok(Self { guard: None, map, words })
     }
 
-    /// Whether the file's pages could not be had any more, so that this is memory of this process only.
+    /// Whether the file's pages could not be had any more, so that this is memory of this process
+    /// only.
     pub(super) fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(Guard::is_lost)
     }
@@ -74,7 +77,8 @@ impl Memory {
         self.words
     }
 
-    /// The word at `i`; none past the end. On a mapping that may only be read nothing but relaxed loads are allowed.
+    /// The word at `i`; none past the end. On a mapping that may only be read nothing but relaxed
+    /// loads are allowed.
     #[inline]
     pub(super) fn word(&self, i: usize) -> Option<&AtomicU64> {
         self.block::<1>(i).map(|[word]| word)
@@ -86,10 +90,11 @@ impl Memory {
         if at > self.words || N > self.words - at {
             return None;
         }
-        // SAFETY: the mapping starts on a page, covers `words * 8` bytes (made so in the constructors) and lives as long as
-        // `self`; all processes use it only as atomic words. Stores through this reference happen only by way of
-        // `Mapping::word` and `Mapping::block_mut`, which check that the mapping is writable; on a read-only one only relaxed
-        // 8-byte loads happen, which Rust allows.
+        // SAFETY: the mapping starts on a page, covers `words * 8` bytes (made so in the constructors) and
+        // lives as long as `self`; all processes use it only as atomic words. Stores through this
+        // reference happen only by way of `Mapping::word` and `Mapping::block_mut`, which check
+        // that the mapping is writable; on a read-only one only relaxed 8-byte loads happen, which
+        // Rust allows.
         Some(unsafe { &*self.map.as_ptr().cast::<AtomicU64>().add(at).cast::<[AtomicU64; N]>() })
     }
 

@@ -1,35 +1,44 @@
-//! Key to location: the table that every process of a machine reads without a lock, and what reclaim needs beside it.
+//! Key to location: the table that every process of a machine reads without a lock, and what
+//! reclaim needs beside it.
 //!
 //! Three kinds of shared file, all made of 64-bit words and used only through atomics:
 //!
-//! * **`table.shm`**, one per lane ([`Table`]): the entries. The lane's one writer inserts and removes, everybody reads.
-//!   Growing makes a new file that replaces the old one; the old one is marked `moved`, and readers attach anew.
-//! * **`lane.shm`**, one per lane ([`Lane`]): segment states, leases, touch ring. It is apart from the table because it must
-//!   outlive it: a lease taken before the table grew, or before the writer died and another adopted the lane, still holds.
+//! * **`table.shm`**, one per lane ([`Table`]): the entries. The lane's one writer inserts and
+//!   removes, everybody reads. Growing makes a new file that replaces the old one; the old one is
+//!   marked `moved`, and readers attach anew.
+//! * **`lane.shm`**, one per lane ([`Lane`]): segment states, leases, touch ring. It is apart from
+//!   the table because it must outlive it: a lease taken before the table grew, or before the
+//!   writer died and another adopted the lane, still holds.
 //! * **`shard.shm`**, one per shard ([`Shard`]): sequence counter, lane generation, floors.
 //!
 //! # A bucket
-//! 512 bytes, eight cache lines. The first line holds the sequence word (odd while the writer is in the bucket), seven tags of
-//! 16 bits, a count of the entries that found the bucket full and went on, and seven kinds. The other seven lines hold one
-//! entry of eight words each. A miss usually costs one cache line, a hit two; [`Table::lookup`] fetches both ahead of need.
-//! An entry that finds its bucket full goes to the next of [`MAX_PROBE`] places; entries never move afterwards, so that a
-//! reader needs no more than one consistent bucket at a time. The two top bits of an entry's sequence are marks ([`Mark`]),
-//! which any process may set: what bears one is not served.
+//! 512 bytes, eight cache lines. The first line holds the sequence word (odd while the writer is in
+//! the bucket), seven tags of 16 bits, a count of the entries that found the bucket full and went
+//! on, and seven kinds. The other seven lines hold one entry of eight words each. A miss usually
+//! costs one cache line, a hit two; [`Table::lookup`] fetches both ahead of need. An entry that
+//! finds its bucket full goes to the next of [`MAX_PROBE`] places; entries never move afterwards,
+//! so that a reader needs no more than one consistent bucket at a time. The two top bits of an
+//! entry's sequence are marks ([`Mark`]), which any process may set: what bears one is not served.
 //!
 //! # Invariants
-//! * Every offset, length and index that comes from shared memory is checked against the mapping. Garbage gives
-//!   `ErrorKind::Corrupt` or misses; every loop is bounded. What the table says is a hint: the log verifies headers and CRCs.
-//! * The sequence word makes an entry that is read whole: it is what the writer once inserted, or a miss. A writer that dies
-//!   within a bucket leaves that bucket a miss, after a bounded wait; other buckets are not concerned.
-//! * Recency is kept on the writer's heap ([`Recency`]), never in the shared pages: lookups would dirty them, and the kernel
-//!   would write them to the drive over and over. Readers report what they touch through a small ring ([`Lane::touch`]).
-//! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::Lane::lease) for the argument.
+//! * Every offset, length and index that comes from shared memory is checked against the mapping.
+//!   Garbage gives `ErrorKind::Corrupt` or misses; every loop is bounded. What the table says is a
+//!   hint: the log verifies headers and CRCs.
+//! * The sequence word makes an entry that is read whole: it is what the writer once inserted, or a
+//!   miss. A writer that dies within a bucket leaves that bucket a miss, after a bounded wait;
+//!   other buckets are not concerned.
+//! * Recency is kept on the writer's heap ([`Recency`]), never in the shared pages: lookups would
+//!   dirty them, and the kernel would write them to the drive over and over. Readers report what
+//!   they touch through a small ring ([`Lane::touch`]).
+//! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::Lane::lease) for the
+//!   argument.
 //!
-//! * A file whose pages cannot be had any more (the file system has shut itself down, the drive died, the file was cut) becomes
-//!   memory of this process only, and says so ([`Table::is_lost`], [`Lane::is_lost`], [`Shard::is_lost`]): `guard.rs`.
+//! * A file whose pages cannot be had any more (the file system has shut itself down, the drive
+//!   died, the file was cut) becomes memory of this process only, and says so ([`Table::is_lost`],
+//!   [`Lane::is_lost`], [`Shard::is_lost`]): `guard.rs`.
 //!
-//! This room does no I/O and has no clock: the log makes and opens the files (fallocated, so that a full file system
-//! raises no `SIGBUS`), and passes time, boot id, process identity and liveness.
+//! This room does no I/O and has no clock: the log makes and opens the files (fallocated, so that a
+//! full file system raises no `SIGBUS`), and passes time, boot id, process identity and liveness.
 
 mod bucket;
 mod entry;

@@ -1,8 +1,9 @@
 //! Per parent, the lengths of the partial last chunks stored after it.
 //!
-//! A partial chunk has a key of its own, made of its tokens; to find it, a lookup must know how many tokens to hash. The list
-//! lies in the same table under the parent's key with its bits changed, as up to eight pairs of length and number of chunks
-//! with that length (two prompts may continue one parent with different tokens).
+//! A partial chunk has a key of its own, made of its tokens; to find it, a lookup must know how
+//! many tokens to hash. The list lies in the same table under the parent's key with its bits
+//! changed, as up to eight pairs of length and number of chunks with that length (two prompts may
+//! continue one parent with different tokens).
 
 use super::bucket::Line;
 use super::entry::{ENTRY_WORDS, EntryKind, key_words};
@@ -87,11 +88,12 @@ impl Table {
         list
     }
 
-    /// Counts one more partial chunk of `length` tokens after `parent`, stored with `seq`. To be called once per chunk that is
-    /// new in the table.
+    /// Counts one more partial chunk of `length` tokens after `parent`, stored with `seq`. To be
+    /// called once per chunk that is new in the table.
     ///
     /// # Errors
-    /// `InvalidInput` for a length of 0, `NoSpace` if the table must grow first, `Permission` if this is not the writer's.
+    /// `InvalidInput` for a length of 0, `NoSpace` if the table must grow first, `Permission` if
+    /// this is not the writer's.
     pub fn add_partial(&self, parent: &ChunkKey, length: u16, seq: u64) -> Result<AddedPartial> {
         if length == 0 {
             return Err(Error::new(ErrorKind::InvalidInput, "a partial chunk has at least one token"));
@@ -138,7 +140,8 @@ impl Table {
         Ok(true)
     }
 
-    /// Forgets all partial chunks after `parent`, as when a full chunk has taken their place; whether there were any.
+    /// Forgets all partial chunks after `parent`, as when a full chunk has taken their place;
+    /// whether there were any.
     ///
     /// # Errors
     /// `Permission` if this is not the writer's table.

@@ -1,7 +1,8 @@
 //! When each entry was used last, and what that says about segments.
 //!
-//! Kept by the lane's writer in its own memory, 5 bytes per slot, and not in the shared pages: a lookup must not dirty pages
-//! that the kernel would then write to the drive. Time is a logical tick that the caller passes.
+//! Kept by the lane's writer in its own memory, 5 bytes per slot, and not in the shared pages: a
+//! lookup must not dirty pages that the kernel would then write to the drive. Time is a logical
+//! tick that the caller passes.
 
 use super::policy::SegmentSummary;
 use super::table::Table;
@@ -80,8 +81,8 @@ pub struct SurveyOptions {
 /// What the entries say about their segments.
 #[derive(Clone, Debug, Default)]
 pub struct Survey {
-    /// One summary per segment that has entries, by segment number. `first_seq` is the least sequence seen: a caller that
-    /// knows the exact one puts it in.
+    /// One summary per segment that has entries, by segment number. `first_seq` is the least
+    /// sequence seen: a caller that knows the exact one puts it in.
     pub segments: Vec<SegmentSummary>,
     /// Entries used at this tick or later are hot.
     pub hot_since: u32,

@@ -1,7 +1,8 @@
 //! The page that all lanes of a shard share: sequences, lane generation, and floors.
 //!
-//! A sequence is `mount_generation << 40 | n` and unique over the lanes of a shard. The page is volatile: after a boot it is
-//! made anew, and whoever opens a lane raises it, under a lock that the log holds, to what recovery found.
+//! A sequence is `mount_generation << 40 | n` and unique over the lanes of a shard. The page is
+//! volatile: after a boot it is made anew, and whoever opens a lane raises it, under a lock that
+//! the log holds, to what recovery found.
 
 use std::fs::File;
 use std::sync::atomic::Ordering;
@@ -34,7 +35,8 @@ impl Shard {
     /// Bytes of a shard file.
     pub const FILE_BYTES: u64 = TOTAL_WORDS as u64 * 8;
 
-    /// Makes the page in `file`, which is at least [`FILE_BYTES`](Self::FILE_BYTES) long. The log holds the shard's lock.
+    /// Makes the page in `file`, which is at least [`FILE_BYTES`](Self::FILE_BYTES) long. The log
+    /// holds the shard's lock.
     ///
     /// # Errors
     /// `InvalidInput` if the file is too small, and what mapping it gives.
@@ -79,7 +81,8 @@ impl Shard {
         Ok(seq)
     }
 
-    /// Whether the file's pages could not be had any more: this process sees no others' stores, and they none of its own.
+    /// Whether the file's pages could not be had any more: this process sees no others' stores, and
+    /// they none of its own.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.map.is_lost()
@@ -145,15 +148,17 @@ impl Shard {
         (0..self.tenants_used()).map(|at| self.tenant_word(at)).max().unwrap_or(0)
     }
 
-    /// Whether what was stored with this sequence, by this tenant if it has one, lies above all floors.
+    /// Whether what was stored with this sequence, by this tenant if it has one, lies above all
+    /// floors.
     #[must_use]
     pub fn is_above_floor(&self, tenant: Option<u64>, seq: u64) -> bool {
         let is_below = |tenant| seq <= self.tenant_floor(tenant);
         seq > self.floor() && !(self.has_tenant_floors() && tenant.is_some_and(is_below))
     }
 
-    /// Makes the floors those given: of everything, and of tenants, at most as many as there are places for. The caller holds the
-    /// shard's lock. Floors that stay do not move, so that nobody misses one for a moment. Nothing happens on a read-only mapping.
+    /// Makes the floors those given: of everything, and of tenants, at most as many as there are
+    /// places for. The caller holds the shard's lock. Floors that stay do not move, so that
+    /// nobody misses one for a moment. Nothing happens on a read-only mapping.
     pub fn set_floors(&self, generation: u64, everything: u64, floors: &[(u64, u64)]) {
         self.raise(W_FLOOR, everything);
         let mut new: Vec<(u64, u64)> = floors.to_vec();

@@ -1,5 +1,6 @@
-//! The atomics and locks of what processes and threads share here, and the ways to wait; in one place, so that `tests/loom` can
-//! put loom's in their stead and go through the interleavings. Counters that no argument rests upon do not come from here.
+//! The atomics and locks of what processes and threads share here, and the ways to wait; in one
+//! place, so that `tests/loom` can put loom's in their stead and go through the interleavings.
+//! Counters that no argument rests upon do not come from here.
 
 pub(super) use std::hint::spin_loop;
 pub(super) use std::sync::atomic::{AtomicU64, fence};

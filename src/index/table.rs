@@ -1,7 +1,8 @@
 //! The table of one lane: making it, attaching to it, looking up.
 //!
-//! A `Table` made by [`Table::create`] or [`Table::anonymous`] is the lane's writer; one made by [`Table::attach`] only reads.
-//! The log lets no two writers be. Lookups take no lock and make no system call.
+//! A `Table` made by [`Table::create`] or [`Table::anonymous`] is the lane's writer; one made by
+//! [`Table::attach`] only reads. The log lets no two writers be. Lookups take no lock and make no
+//! system call.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -46,8 +47,8 @@ pub(super) struct WriterState {
     pub(super) crowded: bool,
 }
 
-/// The bucket that was last found locked for good, and its sequence then. The two are stored apart; a mix of two buckets
-/// only makes one lookup wait again.
+/// The bucket that was last found locked for good, and its sequence then. The two are stored apart;
+/// a mix of two buckets only makes one lookup wait again.
 #[derive(Debug, Default)]
 struct Stuck {
     bucket: AtomicUsize,
@@ -68,7 +69,8 @@ pub struct Table {
     pub(super) writer: Option<Mutex<WriterState>>,
 }
 
-/// Buckets for `max_entries` at seven eighths full: there, half of the lookups of a missing key go on to a second bucket.
+/// Buckets for `max_entries` at seven eighths full: there, half of the lookups of a missing key go
+/// on to a second bucket.
 fn buckets_for(max_entries: u64) -> Option<u64> {
     let slots = max_entries.checked_mul(8)?.div_ceil(7);
     // Slots are numbered with 32 bits; a few buckets more than needed let small tables spread.
@@ -91,8 +93,8 @@ impl Table {
         Ok(((HEADER_WORDS as u64 + buckets * BUCKET_WORDS as u64) * 8).next_multiple_of(4096))
     }
 
-    /// Makes the table of a lane in `file`, which is at least [`file_bytes`](Self::file_bytes) long and fallocated. A new
-    /// file is best; anything an old one held is cleared.
+    /// Makes the table of a lane in `file`, which is at least [`file_bytes`](Self::file_bytes) long
+    /// and fallocated. A new file is best; anything an old one held is cleared.
     ///
     /// # Errors
     /// `InvalidInput` if the file is too small, and what mapping it gives.
@@ -125,8 +127,8 @@ impl Table {
     /// Attaches to a table that another process, or this one, made during this boot.
     ///
     /// # Errors
-    /// `Corrupt` if the file is no finished table, `Incompatible` for another version or boot: the lane then counts as empty
-    /// until its writer has made a new table.
+    /// `Corrupt` if the file is no finished table, `Incompatible` for another version or boot: the
+    /// lane then counts as empty until its writer has made a new table.
     pub fn attach(file: &File, boot: BootId, access: Access) -> Result<Self> {
         let map = Mapping::file(file, access)?;
         let header = Header::read(&map, FileKind::Table, boot)?;
@@ -158,7 +160,8 @@ impl Table {
         if self.writer.is_some() { self.map.populate_write() } else { self.map.populate() }
     }
 
-    /// Whether the file's pages could not be had any more: this process sees no others' stores, and they none of its own.
+    /// Whether the file's pages could not be had any more: this process sees no others' stores, and
+    /// they none of its own.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.map.is_lost()
@@ -170,8 +173,9 @@ impl Table {
         self.map.load(W_MOVED) != 0
     }
 
-    /// Tells readers of this table to attach anew; to be called when the new file bears the name. A writer that adopts a lane
-    /// calls it on the table it finds. Nothing happens on a read-only mapping.
+    /// Tells readers of this table to attach anew; to be called when the new file bears the name. A
+    /// writer that adopts a lane calls it on the table it finds. Nothing happens on a read-only
+    /// mapping.
     pub fn mark_moved(&self) {
         if let Some(word) = self.map.word(W_MOVED) {
             // Before the marks are carried over: who marks here and does not see this is seen there.
@@ -209,8 +213,8 @@ impl Table {
         self.buckets * SLOTS_PER_BUCKET
     }
 
-    /// Lookups through this object that missed because the writer stayed within a bucket for milliseconds: it died, or the
-    /// machine took its processor away.
+    /// Lookups through this object that missed because the writer stayed within a bucket for
+    /// milliseconds: it died, or the machine took its processor away.
     #[must_use]
     pub fn gave_up(&self) -> u64 {
         self.gave_up.load(Ordering::Relaxed)
@@ -232,7 +236,8 @@ impl Table {
         })
     }
 
-    /// Entries to make the next table for: half as many again, so that the bytes per entry stay between 84 and 126.
+    /// Entries to make the next table for: half as many again, so that the bytes per entry stay
+    /// between 84 and 126.
     #[must_use]
     pub fn next_max_entries(&self) -> u64 {
         self.max_entries.saturating_add(self.max_entries / 2).max(1024)
@@ -261,11 +266,13 @@ impl Table {
         Some((Entry { key: *key, ..Entry::unpack(&words, kind) }, slot, Mark::of(words[SEQ_WORD])))
     }
 
-    /// Marks the entry of `key`, if it is the one of sequence `seq` and bears no mark yet: it is not served from then on, by any
-    /// process; whether it did. Not only the writer may: no more than the entry's word is changed, and only from what it was.
+    /// Marks the entry of `key`, if it is the one of sequence `seq` and bears no mark yet: it is
+    /// not served from then on, by any process; whether it did. Not only the writer may: no
+    /// more than the entry's word is changed, and only from what it was.
     ///
     /// # Errors
-    /// `Permission` on a read-only mapping; `Busy` where another table has taken this one's place: look there.
+    /// `Permission` on a read-only mapping; `Busy` where another table has taken this one's place:
+    /// look there.
     pub fn mark(&self, key: &ChunkKey, seq: u64, mark: Mark) -> Result<bool> {
         let marked = self.change_marks(key, (seq, seq), seq | mark as u64)?;
         if self.map.word(W_MOVED).is_some_and(|moved| moved.load(Ordering::SeqCst) != 0) {
@@ -295,7 +302,8 @@ impl Table {
         Ok(word.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok())
     }
 
-    /// The slot of a key of which only the first eight bytes (little endian) are known, as the touch ring reports it.
+    /// The slot of a key of which only the first eight bytes (little endian) are known, as the
+    /// touch ring reports it.
     #[must_use]
     pub fn slot_of_tag(&self, tag: u64) -> Option<u32> {
         self.find(tag, None).map(|(_, slot)| slot)
@@ -309,8 +317,8 @@ impl Table {
         is_served.then(|| Entry::unpack(&words, kind))
     }
 
-    /// Looks up many keys, fetching from memory ahead. `visit` gets every key's place in `keys` and its entry, in order, until
-    /// it returns false.
+    /// Looks up many keys, fetching from memory ahead. `visit` gets every key's place in `keys` and
+    /// its entry, in order, until it returns false.
     pub fn lookup(&self, keys: &[ChunkKey], mut visit: impl FnMut(usize, Option<Entry>) -> bool) {
         for ahead in 0..keys.len() + 2 * LOOKAHEAD {
             if let Some(key) = keys.get(ahead) {
@@ -339,8 +347,8 @@ impl Table {
         entries
     }
 
-    /// Visits every entry that is served with its slot; entries put in or removed meanwhile may or may not be seen. Keys have their first 16
-    /// bytes only.
+    /// Visits every entry that is served with its slot; entries put in or removed meanwhile may or
+    /// may not be seen. Keys have their first 16 bytes only.
     pub fn for_each(&self, visit: impl FnMut(u32, &Entry)) {
         self.for_each_sample(1, 0, visit);
     }
@@ -403,7 +411,8 @@ impl Table {
         self.map.block_mut(word_of(b)).map(BucketMut)
     }
 
-    /// The buckets an entry may lie in, nearest first. A small table has some of them more than once.
+    /// The buckets an entry may lie in, nearest first. A small table has some of them more than
+    /// once.
     pub(super) fn path(&self, home: usize) -> impl Iterator<Item = usize> {
         let buckets = self.buckets;
         (0..MAX_PROBE).scan(home, move |at, step| {
@@ -433,8 +442,8 @@ impl Table {
         None
     }
 
-    /// How long to wait for the writer of `bucket`: a dead one is waited for once and not at every lookup, and a table of
-    /// garbage must not be waited for bucket by bucket.
+    /// How long to wait for the writer of `bucket`: a dead one is waited for once and not at every
+    /// lookup, and a table of garbage must not be waited for bucket by bucket.
     #[inline]
     fn patience(&self, bucket: Bucket<'_>) -> Patience {
         if bucket.sequence() & 1 == 0 {

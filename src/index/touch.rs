@@ -1,7 +1,8 @@
 //! The touch ring: readers of all processes tell the writer which keys they used.
 //!
-//! Lossy on purpose. A reader takes positions with one addition and stores the first word of each key; a writer that comes
-//! late finds the oldest touches overwritten. Touches only order reclaim; a lost or garbled one costs nothing more.
+//! Lossy on purpose. A reader takes positions with one addition and stores the first word of each
+//! key; a writer that comes late finds the oldest touches overwritten. Touches only order reclaim;
+//! a lost or garbled one costs nothing more.
 
 use std::sync::atomic::Ordering;
 
@@ -35,8 +36,9 @@ impl Lane {
         TouchCursor(self.inner.map.load_acquire(W_RING_HEAD))
     }
 
-    /// Visits the tags reported since `cursor`, for [`Table::slot_of_tag`](super::Table::slot_of_tag); returns how many were
-    /// overwritten before. For the writer alone.
+    /// Visits the tags reported since `cursor`, for
+    /// [`Table::slot_of_tag`](super::Table::slot_of_tag); returns how many were overwritten
+    /// before. For the writer alone.
     pub fn drain_touches(&self, cursor: &mut TouchCursor, mut visit: impl FnMut(u64)) -> u64 {
         let inner = &self.inner;
         let head = inner.map.load_acquire(W_RING_HEAD);
@@ -44,7 +46,8 @@ impl Lane {
         let lost = behind.saturating_sub(inner.ring as u64);
         for back in (1..=behind - lost).rev() {
             let Some(word) = inner.map.word(inner.ring_word(head.wrapping_sub(back))) else { continue };
-            // Taken out, so that a position whose reader has not stored yet does not repeat the touch of a lap before.
+            // Taken out, so that a position whose reader has not stored yet does not repeat the touch of a lap
+            // before.
             match word.swap(0, Ordering::Acquire) {
                 0 => {}
                 tag => visit(tag),

@@ -1,8 +1,8 @@
 //! What the lane's writer does to its table: insert, remove, clear, grow.
 //!
-//! Writers of one process take turns under a lock; readers never see it. An entry appears by one bucket write after the passed
-//! buckets were marked, and disappears by one bucket write before they are unmarked: a reader at any point sees the table
-//! before or after.
+//! Writers of one process take turns under a lock; readers never see it. An entry appears by one
+//! bucket write after the passed buckets were marked, and disappears by one bucket write before
+//! they are unmarked: a reader at any point sees the table before or after.
 
 use std::sync::atomic::Ordering;
 
@@ -22,9 +22,11 @@ const GROW_BATCH: usize = 32;
 pub struct Inserted {
     /// Slot of the key's entry; recency is kept under this number.
     pub slot: u32,
-    /// Whether the entry is in the table now. False if an entry with a greater sequence was there, which is `other`.
+    /// Whether the entry is in the table now. False if an entry with a greater sequence was there,
+    /// which is `other`.
     pub stored: bool,
-    /// The entry that was there: replaced if `stored`, kept if not. Its key has its first 16 bytes only.
+    /// The entry that was there: replaced if `stored`, kept if not. Its key has its first 16 bytes
+    /// only.
     pub other: Option<Entry>,
 }
 
@@ -55,18 +57,19 @@ impl Table {
     /// Puts `entry` in, unless an entry of its key with a greater sequence is there.
     ///
     /// # Errors
-    /// `NoSpace` if no slot is free within reach: grow, then insert again. `InvalidInput` if a field is beyond its range,
-    /// `Permission` if this is not the writer's table.
+    /// `NoSpace` if no slot is free within reach: grow, then insert again. `InvalidInput` if a
+    /// field is beyond its range, `Permission` if this is not the writer's table.
     pub fn insert(&self, entry: &Entry) -> Result<Inserted> {
         let line = entry.pack()?;
         self.insert_line(&mut *self.state()?, &line, entry.kind)
     }
 
-    /// Puts many entries in, fetching from memory ahead, as when a lane is recovered. `done` gets every entry's place in
-    /// `entries` and what happened, in order.
+    /// Puts many entries in, fetching from memory ahead, as when a lane is recovered. `done` gets
+    /// every entry's place in `entries` and what happened, in order.
     ///
     /// # Errors
-    /// As [`insert`](Self::insert); the entries before the one that failed are in, those after it are not.
+    /// As [`insert`](Self::insert); the entries before the one that failed are in, those after it
+    /// are not.
     pub fn insert_many(&self, entries: &[Entry], mut done: impl FnMut(usize, Inserted)) -> Result<()> {
         let mut state = self.state()?;
         for ahead in 0..entries.len() + 2 * LOOKAHEAD {
@@ -121,7 +124,8 @@ impl Table {
         self.remove_lines(|line, slot| line.1 != EntryKind::Partials && which(slot, &Entry::unpack(&line.0, line.1)))
     }
 
-    /// Removes everything with a sequence up to and with `seq`, lists of partial chunks included; returns how many went.
+    /// Removes everything with a sequence up to and with `seq`, lists of partial chunks included;
+    /// returns how many went.
     ///
     /// # Errors
     /// `Permission` if this is not the writer's table.
@@ -144,8 +148,9 @@ impl Table {
     }
 
     /// Copies everything into `larger`, a table of the same lane made for
-    /// [`next_max_entries`](Self::next_max_entries), and reports every entry's old and new slot. The log then renames the new
-    /// file over the old one and calls [`mark_moved`](Self::mark_moved) and [`carry_marks`](Self::carry_marks) here.
+    /// [`next_max_entries`](Self::next_max_entries), and reports every entry's old and new slot.
+    /// The log then renames the new file over the old one and calls
+    /// [`mark_moved`](Self::mark_moved) and [`carry_marks`](Self::carry_marks) here.
     ///
     /// # Errors
     /// `NoSpace` if it does not fit, `Permission` if either is not the writer's.
@@ -170,8 +175,9 @@ impl Table {
         Ok(())
     }
 
-    /// Marks in `larger` what was marked here after it had been copied. To be called after [`mark_moved`](Self::mark_moved):
-    /// who marks an entry here later than that finds that the table has moved.
+    /// Marks in `larger` what was marked here after it had been copied. To be called after
+    /// [`mark_moved`](Self::mark_moved): who marks an entry here later than that finds that the
+    /// table has moved.
     ///
     /// # Errors
     /// As [`mark`](Self::mark).

@@ -1,7 +1,8 @@
 //! Opening and making things below a directory without following a symlink on the way.
 //!
-//! Invariant: every step goes from an open directory to one component of the path with `O_NOFOLLOW`, so that somebody who
-//! exchanges a component for a symlink in between gains nothing. The root itself is the operator's word and may be a symlink.
+//! Invariant: every step goes from an open directory to one component of the path with
+//! `O_NOFOLLOW`, so that somebody who exchanges a component for a symlink in between gains nothing.
+//! The root itself is the operator's word and may be a symlink.
 #![expect(unsafe_code, reason = "openat and mkdirat have no wrapper in the standard library")]
 
 use std::ffi::{CString, OsStr};
@@ -15,12 +16,12 @@ use std::path::{Component, Path};
 use super::file::{FileOptions, symlink_error};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Makes `relative` and what is missing above it below the directory `root`, each with permission bits `mode`; what is there
-/// stays as it is.
+/// Makes `relative` and what is missing above it below the directory `root`, each with permission
+/// bits `mode`; what is there stays as it is.
 ///
 /// # Errors
-/// `InvalidInput` where `relative` is absolute or goes up, or a component is a symlink or no directory; `Permission`, `NoSpace`
-/// or `Io` as the operating system says.
+/// `InvalidInput` where `relative` is absolute or goes up, or a component is a symlink or no
+/// directory; `Permission`, `NoSpace` or `Io` as the operating system says.
 pub fn create_dirs_beneath(root: impl AsRef<Path>, relative: impl AsRef<Path>, mode: u32) -> Result<()> {
     let root = root.as_ref();
     let mut dir = open_root(root)?;

@@ -1,8 +1,8 @@
 //! Memory that I/O reads and writes.
 //!
-//! Invariants: a [`Buf`] has one owner and its address does not change while it lives; whoever holds the `Buf` may touch the
-//! memory, so a queue that was given one owns it until the I/O on it has really ended. Nothing here knows a device: memory
-//! that is not the host's is only passed on.
+//! Invariants: a [`Buf`] has one owner and its address does not change while it lives; whoever
+//! holds the `Buf` may touch the memory, so a queue that was given one owns it until the I/O on it
+//! has really ended. Nothing here knows a device: memory that is not the host's is only passed on.
 #![expect(
     unsafe_code,
     reason = "raw buffers are handed to the kernel; this file states the contract that makes it sound"
@@ -33,9 +33,10 @@ pub enum Place {
 /// Memory that I/O may read and write: one owner, pinned address.
 ///
 /// # Safety
-/// For as long as the value lives, `as_mut_ptr()..+len()` must be one valid, initialised allocation (for [`Place::Host`]:
-/// readable and writable by this process) that nothing else reads or writes, and `as_mut_ptr`, `len`, `place` and `region`
-/// must keep returning the same values. Dropping the value is what ends its use of the memory.
+/// For as long as the value lives, `as_mut_ptr()..+len()` must be one valid, initialised allocation
+/// (for [`Place::Host`]: readable and writable by this process) that nothing else reads or writes,
+/// and `as_mut_ptr`, `len`, `place` and `region` must keep returning the same values. Dropping the
+/// value is what ends its use of the memory.
 pub unsafe trait IoBuf: Send + 'static {
     /// First byte of the memory.
     fn as_mut_ptr(&self) -> *mut u8;
@@ -51,8 +52,8 @@ pub unsafe trait IoBuf: Send + 'static {
     /// Where the memory lies.
     fn place(&self) -> Place;
 
-    /// Id of the [`MemRegion`] the memory lies in and its byte offset there, so that a queue that registered the region can
-    /// skip mapping the pages for each request.
+    /// Id of the [`MemRegion`] the memory lies in and its byte offset there, so that a queue that
+    /// registered the region can skip mapping the pages for each request.
     fn region(&self) -> Option<(u64, usize)> {
         None
     }
@@ -61,7 +62,8 @@ pub unsafe trait IoBuf: Send + 'static {
 /// A region of memory that queues may register with the kernel once instead of for each request.
 ///
 /// # Safety
-/// `as_mut_ptr()..+len()` must stay one valid mapping for as long as the value lives, and `id` must be unique in the process.
+/// `as_mut_ptr()..+len()` must stay one valid mapping for as long as the value lives, and `id` must
+/// be unique in the process.
 pub unsafe trait MemRegion: Send + Sync + 'static {
     /// Id that the region's buffers report; unique in the process.
     fn id(&self) -> u64;
@@ -91,8 +93,8 @@ impl Buf {
         Self(Box::new(memory), None)
     }
 
-    /// Keeps `companion` for as long as the memory is in use: a queue drops a buffer that it keeps after a time-out when the I/O
-    /// has really ended, and the companion with it.
+    /// Keeps `companion` for as long as the memory is in use: a queue drops a buffer that it keeps
+    /// after a time-out when the I/O has really ended, and the companion with it.
     #[must_use]
     pub fn with(mut self, companion: Companion) -> Self {
         self.1 = Some(companion);
@@ -140,7 +142,8 @@ impl Buf {
         if self.is_empty() || self.place() != Place::Host {
             return &[];
         }
-        // SAFETY: the `IoBuf` contract: initialised host memory of this length that nobody else writes while we own it.
+        // SAFETY: the `IoBuf` contract: initialised host memory of this length that nobody else writes
+        // while we own it.
         unsafe { std::slice::from_raw_parts(self.as_mut_ptr(), self.len()) }
     }
 
@@ -161,7 +164,8 @@ impl fmt::Debug for Buf {
     }
 }
 
-/// Heap memory aligned to [`IO_ALIGN`]: headers, journal pages, tests. Payload lives in a staging pool instead.
+/// Heap memory aligned to [`IO_ALIGN`]: headers, journal pages, tests. Payload lives in a staging
+/// pool instead.
 pub struct AlignedBuf {
     ptr: NonNull<u8>,
     len: usize,
@@ -176,7 +180,8 @@ impl AlignedBuf {
     /// `len` zero bytes, aligned to [`IO_ALIGN`].
     ///
     /// # Errors
-    /// `InvalidInput` when `len` is 0 or larger than an allocation can be, `Busy` when there is no memory.
+    /// `InvalidInput` when `len` is 0 or larger than an allocation can be, `Busy` when there is no
+    /// memory.
     pub fn zeroed(len: usize) -> Result<Self> {
         let layout = Self::layout(len).ok_or_else(|| {
             Error::new(ErrorKind::InvalidInput, format!("{len} bytes is no length for an aligned buffer"))

@@ -1,9 +1,10 @@
-//! The door of a queue: requests are taken or turned away here, and here the queue closes. One for all backends.
+//! The door of a queue: requests are taken or turned away here, and here the queue closes. One for
+//! all backends.
 //!
-//! A backend is a [`Behind`]: it says what its lock guards, takes what passed the door, and ends when
-//! it was told to close. Invariants: a request is counted in flight before the backend has it, and
-//! only where it is taken; after the close began none is taken; a forked child gets an error and
-//! touches neither the lock nor a thread.
+//! A backend is a [`Behind`]: it says what its lock guards, takes what passed the door, and ends
+//! when it was told to close. Invariants: a request is counted in flight before the backend has it,
+//! and only where it is taken; after the close began none is taken; a forked child gets an error
+//! and touches neither the lock nor a thread.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -70,7 +71,8 @@ impl<T> Frame<T> {
         Self { spec, pid: std::process::id(), state: Mutex::new(state), ended: Condvar::new() }
     }
 
-    /// Whether this is a forked child, in which the queue's threads do not run and its lock may be held forever.
+    /// Whether this is a forked child, in which the queue's threads do not run and its lock may be
+    /// held forever.
     pub(super) fn is_forked(&self) -> bool {
         std::process::id() != self.pid
     }

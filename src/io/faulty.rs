@@ -1,7 +1,9 @@
-//! Fault injection: a queue that fails, cuts short, corrupts, delays or swallows chosen requests of the queue below it.
+//! Fault injection: a queue that fails, cuts short, corrupts, delays or swallows chosen requests of
+//! the queue below it.
 //!
-//! For tests of the rooms above and for rehearsals; nothing opens it by itself. Invariant: it keeps the contract of [`Queue`]:
-//! an accepted request is answered once, and a hanging buffer is held until [`Faulty::release`] or the close.
+//! For tests of the rooms above and for rehearsals; nothing opens it by itself. Invariant: it keeps
+//! the contract of [`Queue`]: an accepted request is answered once, and a hanging buffer is held
+//! until [`Faulty::release`] or the close.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,9 +23,11 @@ pub enum Fault {
     NoSpace,
     /// Half of it moves (rounded down to 4096 bytes), then it ends with `ShortIo`.
     Short,
-    /// It ends at once with `TimedOut` and without its buffer, which stays with this queue until [`Faulty::release`].
+    /// It ends at once with `TimedOut` and without its buffer, which stays with this queue until
+    /// [`Faulty::release`].
     Hang,
-    /// It ends well, but one bit of what was read (or is written) is flipped, in the byte at this offset of the transfer.
+    /// It ends well, but one bit of what was read (or is written) is flipped, in the byte at this
+    /// offset of the transfer.
     FlipBit {
         /// Byte of the transfer.
         byte: usize,
@@ -119,7 +123,8 @@ impl Faulty {
         })
     }
 
-    /// Answers `request` with nothing moved, on a thread of its own, as callers rely on not being called from `submit`.
+    /// Answers `request` with nothing moved, on a thread of its own, as callers rely on not being
+    /// called from `submit`.
     fn answer(request: Request, result: Result<()>, keep: Option<Arc<Mutex<Vec<Buf>>>>) {
         let submitted = Instant::now();
         let Request { done, mut buf, .. } = request;

@@ -1,8 +1,9 @@
-//! Files opened for direct I/O: how they are opened, how they must be aligned, how space in them is taken and given back.
+//! Files opened for direct I/O: how they are opened, how they must be aligned, how space in them is
+//! taken and given back.
 //!
-//! Invariants: files are made with mode 0600 and never opened through a symlink at their last component; a file that refuses
-//! `O_DIRECT` is opened buffered and says so. The synchronous helpers are for opening and recovery; what runs beside a
-//! server goes through a queue.
+//! Invariants: files are made with mode 0600 and never opened through a symlink at their last
+//! component; a file that refuses `O_DIRECT` is opened buffered and says so. The synchronous
+//! helpers are for opening and recovery; what runs beside a server goes through a queue.
 #![expect(unsafe_code, reason = "statx, fallocate and fdatasync have no safe wrapper in the standard library")]
 
 use std::fmt;
@@ -93,7 +94,8 @@ impl DirectFile {
     /// Opens `path`.
     ///
     /// # Errors
-    /// `NotFound`, `Permission`, `Io` as the operating system says; `InvalidInput` where the last component is a symlink.
+    /// `NotFound`, `Permission`, `Io` as the operating system says; `InvalidInput` where the last
+    /// component is a symlink.
     pub fn open(path: impl AsRef<Path>, options: FileOptions) -> Result<Self> {
         let path = path.as_ref();
         if let Some(disk) = mount::disk_of(path) {
@@ -102,8 +104,8 @@ impl DirectFile {
         Self::open_by(path, options, |options, flags| open_raw(path, options, flags))
     }
 
-    /// Opens `relative` below the directory `root` without following a symlink anywhere below it, so that nobody who can
-    /// write there leads the opening elsewhere.
+    /// Opens `relative` below the directory `root` without following a symlink anywhere below it,
+    /// so that nobody who can write there leads the opening elsewhere.
     ///
     /// # Errors
     /// As [`open`](Self::open); `InvalidInput` also where `relative` is absolute or goes up.
@@ -142,13 +144,15 @@ impl DirectFile {
         }
     }
 
-    /// Takes over an open descriptor; I/O on it is taken for buffered. For tests and for descriptors received from others.
+    /// Takes over an open descriptor; I/O on it is taken for buffered. For tests and for
+    /// descriptors received from others.
     #[must_use]
     pub fn from_file(file: File, name: impl AsRef<Path>) -> Self {
         Self::wrap(file, name.as_ref(), false)
     }
 
-    /// A file without a name in `dir`, direct where that works; it is gone with its last descriptor.
+    /// A file without a name in `dir`, direct where that works; it is gone with its last
+    /// descriptor.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -193,7 +197,8 @@ impl DirectFile {
         }
     }
 
-    /// Makes this the file at `path` of a stand-in disk, aligned as a drive with 512-byte sectors demands.
+    /// Makes this the file at `path` of a stand-in disk, aligned as a drive with 512-byte sectors
+    /// demands.
     pub(super) fn stand_in(&mut self, path: &Path, body: Arc<dyn DiskFile>) {
         self.path = path.to_path_buf();
         self.direct = true;
@@ -201,7 +206,8 @@ impl DirectFile {
         self.mounted = Some(body);
     }
 
-    /// Turns `O_DIRECT` off again where `statx` says that the file cannot do it (or does it through the page cache).
+    /// Turns `O_DIRECT` off again where `statx` says that the file cannot do it (or does it through
+    /// the page cache).
     fn make_buffered(&mut self) -> Result<()> {
         // SAFETY: plain fcntl calls on a descriptor that we own.
         let rc = unsafe {
@@ -231,7 +237,8 @@ impl DirectFile {
         self.direct
     }
 
-    /// Whether it has no offsets (a pipe): transfers take what comes next. Tests stand such files in for a drive that hangs.
+    /// Whether it has no offsets (a pipe): transfers take what comes next. Tests stand such files
+    /// in for a drive that hangs.
     #[must_use]
     pub fn is_stream(&self) -> bool {
         self.stream
@@ -243,7 +250,8 @@ impl DirectFile {
         self.alignment
     }
 
-    /// Whether a transfer between `address` and file `offset` of `len` bytes is aligned as the file demands.
+    /// Whether a transfer between `address` and file `offset` of `len` bytes is aligned as the file
+    /// demands.
     #[must_use]
     pub fn is_aligned(&self, address: usize, offset: u64, len: usize) -> bool {
         let a = self.alignment;
@@ -310,7 +318,8 @@ impl DirectFile {
     /// Reserves space for `len` bytes at `offset`, growing the file where it is shorter.
     ///
     /// # Errors
-    /// `NoSpace` when the file system is full, `Unsupported` where it cannot reserve, `Io` otherwise.
+    /// `NoSpace` when the file system is full, `Unsupported` where it cannot reserve, `Io`
+    /// otherwise.
     pub fn allocate(&self, offset: u64, len: u64) -> Result<()> {
         match &self.mounted {
             Some(f) => f.allocate(offset, len),
@@ -318,7 +327,8 @@ impl DirectFile {
         }
     }
 
-    /// Gives the space of `len` bytes at `offset` back to the file system; they read as zeros, the length stays.
+    /// Gives the space of `len` bytes at `offset` back to the file system; they read as zeros, the
+    /// length stays.
     ///
     /// # Errors
     /// `Unsupported` where the file system has no holes, `Io` otherwise.
@@ -329,8 +339,9 @@ impl DirectFile {
         self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len, "cannot punch a hole")
     }
 
-    /// Where from `offset` on the next byte lies that has space on the drive; `None` if there is none. Space that is reserved
-    /// and was never written may count as a hole. On a file system that does not tell, everything has space.
+    /// Where from `offset` on the next byte lies that has space on the drive; `None` if there is
+    /// none. Space that is reserved and was never written may count as a hole. On a file system
+    /// that does not tell, everything has space.
     ///
     /// # Errors
     /// `Io` when the operating system cannot say.
@@ -342,7 +353,8 @@ impl DirectFile {
         let Ok(at) = libc::off_t::try_from(offset) else {
             return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
         };
-        // SAFETY: a system call without pointers on a descriptor that we own; nobody uses the position that it moves.
+        // SAFETY: a system call without pointers on a descriptor that we own; nobody uses the position that
+        // it moves.
         let found = unsafe { libc::lseek(self.as_raw_fd(), at, libc::SEEK_DATA) };
         let error = std::io::Error::last_os_error();
         match error.raw_os_error() {
@@ -381,7 +393,8 @@ impl DirectFile {
     /// Reads exactly `buf.len()` bytes at `offset`, blocking. For opening and recovery.
     ///
     /// # Errors
-    /// `InvalidInput` where a direct file's alignment is not kept, `ShortIo` at the end of the file, `Io` otherwise.
+    /// `InvalidInput` where a direct file's alignment is not kept, `ShortIo` at the end of the
+    /// file, `Io` otherwise.
     pub fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.check_alignment(buf.as_ptr() as usize, offset, buf.len())?;
         if let Some(f) = &self.mounted {
@@ -499,7 +512,8 @@ fn is_eintr(e: &Error) -> bool {
     source.and_then(std::io::Error::raw_os_error) == Some(libc::EINTR)
 }
 
-/// What the kernel says direct I/O on `fd` needs; `None` where it is too old to say, offset 0 where it cannot do it.
+/// What the kernel says direct I/O on `fd` needs; `None` where it is too old to say, offset 0 where
+/// it cannot do it.
 fn dio_alignment(fd: RawFd) -> Option<Alignment> {
     // SAFETY: `statx` is plain integers, for which zero bytes are valid.
     let mut st: libc::statx = unsafe { std::mem::zeroed() };

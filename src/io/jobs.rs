@@ -1,8 +1,10 @@
-//! The requests of one queue as a state machine: split into blocks, put in order, timed out, ended. Shared by every backend, so
-//! that all of them mean the same by a time-out, a short transfer or a flush.
+//! The requests of one queue as a state machine: split into blocks, put in order, timed out, ended.
+//! Shared by every backend, so that all of them mean the same by a time-out, a short transfer or a
+//! flush.
 //!
-//! Invariants: a job's buffer leaves the table only when none of its blocks is outstanding; its caller is told once; a flush is
-//! issued only when no earlier write to its file is outstanding. No I/O, no lock, no clock of its own: backends call in.
+//! Invariants: a job's buffer leaves the table only when none of its blocks is outstanding; its
+//! caller is told once; a flush is issued only when no earlier write to its file is outstanding. No
+//! I/O, no lock, no clock of its own: backends call in.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};
@@ -106,7 +108,8 @@ impl Ended {
     }
 }
 
-/// A read that another queue is to answer, into other memory: its own stays behind with a call that hangs.
+/// A read that another queue is to answer, into other memory: its own stays behind with a call that
+/// hangs.
 pub(super) struct Detached {
     pub(super) caller: Caller,
     pub(super) file: Arc<DirectFile>,
@@ -203,7 +206,8 @@ impl Jobs {
         self.live
     }
 
-    /// Whether `next` may have something. A flush that must wait counts until `next` has looked at it.
+    /// Whether `next` may have something. A flush that must wait counts until `next` has looked at
+    /// it.
     pub(super) fn has_work(&self) -> bool {
         !(self.backlog.is_empty() && self.ready.is_empty() && self.retries.is_empty())
     }
@@ -292,13 +296,15 @@ impl Jobs {
         Some(&self.slots.get(job)?.as_ref()?.file)
     }
 
-    /// When the caller of a job will have waited long enough, and how long that is from its submission.
+    /// When the caller of a job will have waited long enough, and how long that is from its
+    /// submission.
     pub(super) fn deadline(&self, job: usize) -> Option<(Instant, std::time::Duration)> {
         let job = self.slots.get(job)?.as_ref()?;
         Some((job.deadline, job.deadline.saturating_duration_since(job.submitted)))
     }
 
-    /// Whether nobody waits for what is still outstanding of a job: it failed, or its caller was told.
+    /// Whether nobody waits for what is still outstanding of a job: it failed, or its caller was
+    /// told.
     pub(super) fn is_dying(&self, job: usize) -> bool {
         self.slots.get(job).and_then(Option::as_ref).is_none_or(|j| j.failed.is_some() || j.caller.is_none())
     }
@@ -310,7 +316,8 @@ impl Jobs {
         (job.op == Op::Read && job.caller.is_some() && job.failed.is_none()).then_some((job.seq, len))
     }
 
-    /// Parts the caller from the job with this number, which hands out no more and keeps its memory until its blocks are back.
+    /// Parts the caller from the job with this number, which hands out no more and keeps its memory
+    /// until its blocks are back.
     pub(super) fn detach(&mut self, id: usize, seq: u64) -> Option<Detached> {
         if self.awaited_read(id).is_none_or(|(number, _)| number != seq) {
             return None;
@@ -330,7 +337,8 @@ impl Jobs {
         })
     }
 
-    /// Takes a block back that no longer touches the job's memory although its end is not known. The job must be given up next.
+    /// Takes a block back that no longer touches the job's memory although its end is not known.
+    /// The job must be given up next.
     pub(super) fn withdraw(&mut self, span: Span) {
         if let Some(job) = self.slots.get_mut(span.job).and_then(Option::as_mut) {
             job.outstanding = job.outstanding.saturating_sub(1);
@@ -343,7 +351,8 @@ impl Jobs {
         self.slots.iter().flatten().any(earlier)
     }
 
-    /// The kernel is done with `span`: bytes moved, or an `errno` (positive). Gives the end of its job where this was the last.
+    /// The kernel is done with `span`: bytes moved, or an `errno` (positive). Gives the end of its
+    /// job where this was the last.
     pub(super) fn span_ended(&mut self, span: Span, moved: std::result::Result<usize, i32>) -> Option<Ended> {
         self.block_ended(span, moved.map_err(Failed::Errno))
     }

@@ -1,13 +1,15 @@
 //! Files, memory and the queues between them.
 //!
-//! A [`Drive`] has one queue for reads and one for writes. Callers hand a [`Request`] with its buffer to a [`Queue`] and are
-//! called back with a [`Completion`]; nothing here ever blocks a caller or hands memory back while the kernel may still use it.
-//! Backends: `uring` (one owner thread per queue) and `threads` (a pool of `pread`/`pwrite`); which one runs is found by
-//! trying, and reported in [`PathReport`].
+//! A [`Drive`] has one queue for reads and one for writes. Callers hand a [`Request`] with its
+//! buffer to a [`Queue`] and are called back with a [`Completion`]; nothing here ever blocks a
+//! caller or hands memory back while the kernel may still use it. Backends: `uring` (one owner
+//! thread per queue) and `threads` (a pool of `pread`/`pwrite`); which one runs is found by trying,
+//! and reported in [`PathReport`].
 //!
-//! Invariants: exact length or an error; every accepted request is answered once, at its time-out at the latest; a buffer in
-//! flight belongs to its queue; bounded queues reject instead of waiting; a forked child gets an error and touches nothing.
-//! This room knows no keys, segments or layers, and no memory but through [`IoBuf`].
+//! Invariants: exact length or an error; every accepted request is answered once, at its time-out
+//! at the latest; a buffer in flight belongs to its queue; bounded queues reject instead of
+//! waiting; a forked child gets an error and touches nothing. This room knows no keys, segments or
+//! layers, and no memory but through [`IoBuf`].
 
 mod beneath;
 mod bounce;
@@ -63,7 +65,8 @@ pub trait Queue: Send + Sync {
     /// Hands over a request; never blocks. `done` is called exactly once if it was accepted.
     ///
     /// # Errors
-    /// Gives the request back: `Busy` when the queue is full, `InvalidInput`, `Unsupported`, `Closed`, `Forked`.
+    /// Gives the request back: `Busy` when the queue is full, `InvalidInput`, `Unsupported`,
+    /// `Closed`, `Forked`.
     fn submit(&self, request: Request) -> std::result::Result<(), Rejected>;
 
     /// Requests accepted whose I/O has not ended, those timed out included.
@@ -74,15 +77,17 @@ pub trait Queue: Send + Sync {
     /// The queue's counters.
     fn stats(&self) -> &Arc<IoStats>;
 
-    /// Takes no more requests and waits until every one in flight has ended. At `deadline` callers still waiting are told
-    /// `Closed`; what the kernel still holds stays allocated until it lets go. Not to be called from a `done`.
+    /// Takes no more requests and waits until every one in flight has ended. At `deadline` callers
+    /// still waiting are told `Closed`; what the kernel still holds stays allocated until it
+    /// lets go. Not to be called from a `done`.
     ///
     /// # Errors
     /// `TimedOut` when requests were left at the deadline, `Forked` in a forked child.
     fn close(&self, deadline: Instant) -> Result<()>;
 }
 
-/// Submits `request` and waits for its end. For opening, recovery, tools and tests; `request.done` is replaced.
+/// Submits `request` and waits for its end. For opening, recovery, tools and tests; `request.done`
+/// is replaced.
 #[must_use]
 pub fn wait(queue: &dyn Queue, mut request: Request) -> Completion {
     let (tx, rx) = crossbeam_channel::bounded(1);
@@ -126,14 +131,15 @@ pub struct IoOptions {
     pub regions: Vec<Arc<dyn MemRegion>>,
     /// An accelerator whose memory the queues serve too.
     pub device: Option<DeviceSide>,
-    /// Keep no more reads in the kernel than come back within this time, so that those asked for first come first; `None`
-    /// for exactly `iodepth` (`io_uring`).
+    /// Keep no more reads in the kernel than come back within this time, so that those asked for
+    /// first come first; `None` for exactly `iodepth` (`io_uring`).
     pub read_latency: Option<Duration>,
     /// Slow writes down while reads suffer from them.
     pub write_throttle: bool,
     /// Name of the drive in thread names, logs and metrics.
     pub name: String,
-    /// Directory on the drive in which the trial makes a temporary file; without one it uses memory.
+    /// Directory on the drive in which the trial makes a temporary file; without one it uses
+    /// memory.
     pub trial_dir: Option<PathBuf>,
 }
 
@@ -208,13 +214,15 @@ struct QueueSpec {
     options: IoOptions,
     gauge: Arc<ReadGauge>,
     notes: Notes,
-    /// Shared by all queues of one drive and direction, so that each request counts once wherever it is served.
+    /// Shared by all queues of one drive and direction, so that each request counts once wherever
+    /// it is served.
     stats: Arc<IoStats>,
 }
 
 /// A queue as other queues of this room use it.
 trait Backend: Queue {
-    /// [`Queue::submit`] for a part of a request of another queue: counted in `stats`, and not bounded, as the other queue is.
+    /// [`Queue::submit`] for a part of a request of another queue: counted in `stats`, and not
+    /// bounded, as the other queue is.
     fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected>;
 }
 

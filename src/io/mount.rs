@@ -1,7 +1,9 @@
-//! Stand-in disks: below a directory where one is mounted, the files that it takes are not the kernel's.
+//! Stand-in disks: below a directory where one is mounted, the files that it takes are not the
+//! kernel's.
 //!
-//! For tests that must decide what of a file a crash leaves; nothing mounts one by itself. Names of directories, locks and shared
-//! memory stay with the kernel. Invariant: a path that no mounted disk takes is handled as if there were none.
+//! For tests that must decide what of a file a crash leaves; nothing mounts one by itself. Names of
+//! directories, locks and shared memory stay with the kernel. Invariant: a path that no mounted
+//! disk takes is handled as if there were none.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,7 +38,8 @@ pub trait Disk: Send + Sync {
     fn used_bytes(&self) -> u64;
 }
 
-/// An open file of a [`Disk`]; the calls are those of [`DirectFile`], which checks alignment before.
+/// An open file of a [`Disk`]; the calls are those of [`DirectFile`], which checks alignment
+/// before.
 pub trait DiskFile: Send + Sync {
     /// Length in bytes.
     fn bytes(&self) -> u64;

@@ -1,7 +1,8 @@
-//! What the queues need of an accelerator: copies between its memory and the host's, for bytes that have no direct way.
+//! What the queues need of an accelerator: copies between its memory and the host's, for bytes that
+//! have no direct way.
 //!
-//! This room knows no accelerator. The device room implements [`Mover`], and whoever opens a drive passes it in
-//! [`DeviceSide`].
+//! This room knows no accelerator. The device room implements [`Mover`], and whoever opens a drive
+//! passes it in [`DeviceSide`].
 #![expect(unsafe_code, reason = "copies name memory by its address only")]
 
 use std::fmt;
@@ -18,11 +19,13 @@ pub struct Copying {
     pub host: *mut u8,
     /// Bytes.
     pub len: usize,
-    /// Called exactly once when neither memory is used by the copy any more, on a thread of the mover; must be short.
+    /// Called exactly once when neither memory is used by the copy any more, on a thread of the
+    /// mover; must be short.
     pub done: Box<dyn FnOnce(Result<()>) + Send>,
 }
 
-// SAFETY: the addresses are only passed on; who made the value answers for the memory (contract of `Mover`'s methods).
+// SAFETY: the addresses are only passed on; who made the value answers for the memory (contract of
+// `Mover`'s methods).
 unsafe impl Send for Copying {}
 
 impl fmt::Debug for Copying {
@@ -31,7 +34,8 @@ impl fmt::Debug for Copying {
     }
 }
 
-/// Copies between host memory and one accelerator's. Submitting never blocks; what goes wrong comes through `done`.
+/// Copies between host memory and one accelerator's. Submitting never blocks; what goes wrong comes
+/// through `done`.
 pub trait Mover: Send + Sync + 'static {
     /// The accelerator whose memory it reaches.
     fn place(&self) -> Place;
@@ -39,8 +43,8 @@ pub trait Mover: Send + Sync + 'static {
     /// Copies from host memory into the accelerator's.
     ///
     /// # Safety
-    /// Until `done` is called, `len` bytes at `host` must be readable and `len` bytes at `device` writable by the accelerator,
-    /// and nobody else may write the former or use the latter.
+    /// Until `done` is called, `len` bytes at `host` must be readable and `len` bytes at `device`
+    /// writable by the accelerator, and nobody else may write the former or use the latter.
     unsafe fn to_device(&self, copying: Copying);
 
     /// Copies from the accelerator's memory into the host's.
@@ -55,8 +59,8 @@ pub trait Mover: Send + Sync + 'static {
     /// What the operating system or the driver says.
     fn pinned(&self, bytes: usize) -> Result<Arc<dyn MemRegion>>;
 
-    /// Fresh memory of the accelerator, for a read whose own memory a hung call may still write to. Nothing needs it while all is
-    /// well.
+    /// Fresh memory of the accelerator, for a read whose own memory a hung call may still write to.
+    /// Nothing needs it while all is well.
     ///
     /// # Errors
     /// `Unsupported` where there is none to be had: such a read times out. What the driver says.
@@ -64,7 +68,8 @@ pub trait Mover: Send + Sync + 'static {
         Err(Error::new(ErrorKind::Unsupported, "this accelerator lends no memory"))
     }
 
-    /// Makes the accelerator usable from the calling thread; for threads that call libraries which expect that.
+    /// Makes the accelerator usable from the calling thread; for threads that call libraries which
+    /// expect that.
     ///
     /// # Errors
     /// What the driver says.
@@ -74,8 +79,8 @@ pub trait Mover: Send + Sync + 'static {
 /// Whether and how cuFile is used for an accelerator's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CufileChoice {
-    /// Where it moves bytes without the host's memory; otherwise the host's queues and one copy, which are faster than its
-    /// compatibility mode.
+    /// Where it moves bytes without the host's memory; otherwise the host's queues and one copy,
+    /// which are faster than its compatibility mode.
     #[default]
     Auto,
     /// In any mode, or an error.

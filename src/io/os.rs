@@ -10,7 +10,8 @@ use std::path::Path;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Size of the file system that `path` lies on and what an unprivileged process may still use of it, in bytes.
+/// Size of the file system that `path` lies on and what an unprivileged process may still use of
+/// it, in bytes.
 ///
 /// # Errors
 /// What the operating system says; `InvalidInput` for a path with a zero byte.
@@ -42,7 +43,8 @@ pub(super) fn file_system_magic(path: &Path) -> Result<u64> {
     Ok(st.f_type as u64)
 }
 
-/// Nanoseconds since the machine was booted, suspended time included; the same for all its processes.
+/// Nanoseconds since the machine was booted, suspended time included; the same for all its
+/// processes.
 #[must_use]
 pub fn boot_clock_ns() -> u64 {
     let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -53,8 +55,8 @@ pub fn boot_clock_ns() -> u64 {
     (t.tv_sec as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec as u64)
 }
 
-/// Gives the heap's free pages back to the system, which glibc keeps otherwise: after work that took
-/// much memory once.
+/// Gives the heap's free pages back to the system, which glibc keeps otherwise: after work that
+/// took much memory once.
 pub(crate) fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it has no preconditions, and takes the allocator's own locks.

@@ -1,9 +1,11 @@
 //! How many reads may be in the kernel at once: enough to keep the drive busy, and no more.
 //!
-//! A drive serves what it holds side by side, so every read beyond what saturates it delays the reads before it: the first layer
-//! of a load would arrive when all layers in the kernel do. The window grows while reads come back within the wanted latency
-//! and shrinks while they do not; by Little's law it settles where the drive is saturated at that latency.
-//! Invariant: it stays between the floor (some MiB, so that no drive starves) and the depth. Nothing here waits or reads a clock.
+//! A drive serves what it holds side by side, so every read beyond what saturates it delays the
+//! reads before it: the first layer of a load would arrive when all layers in the kernel do. The
+//! window grows while reads come back within the wanted latency and shrinks while they do not; by
+//! Little's law it settles where the drive is saturated at that latency. Invariant: it stays
+//! between the floor (some MiB, so that no drive starves) and the depth. Nothing here waits or
+//! reads a clock.
 
 use std::time::Duration;
 
@@ -22,12 +24,14 @@ pub(super) struct ReadWindow {
     depth: usize,
     allowed: usize,
     average_ns: u64,
-    /// Ends of reads until the window may change again: one round trip, so that a change shows before the next.
+    /// Ends of reads until the window may change again: one round trip, so that a change shows
+    /// before the next.
     hold: usize,
 }
 
 impl ReadWindow {
-    /// A window of up to `depth` blocks of at most `block_bytes`; without a wanted latency it is always `depth`.
+    /// A window of up to `depth` blocks of at most `block_bytes`; without a wanted latency it is
+    /// always `depth`.
     pub(super) fn new(depth: usize, block_bytes: usize, wanted: Option<Duration>) -> Self {
         let depth = depth.max(1);
         let floor = (FLOOR_BYTES / block_bytes.max(1)).max(FLOOR_BLOCKS).min(depth);
@@ -41,7 +45,8 @@ impl ReadWindow {
         self.allowed
     }
 
-    /// One read ended after `latency_ns`; `full` says that the window was what kept more from starting.
+    /// One read ended after `latency_ns`; `full` says that the window was what kept more from
+    /// starting.
     pub(super) fn read_ended(&mut self, latency_ns: u64, full: bool) {
         let Some(wanted) = self.wanted_ns else { return };
         let old = self.average_ns;

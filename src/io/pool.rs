@@ -1,9 +1,11 @@
-//! A queue served by a pool of threads, each of which moves one block after the other by calls that block.
+//! A queue served by a pool of threads, each of which moves one block after the other by calls that
+//! block.
 //!
-//! What a call is says the [`Transfer`]: `threads.rs` calls the kernel, `cufile/` calls cuFile. Invariants: no lock is held over a
-//! transfer or a callback; a thread that hangs in a transfer is replaced, up to one spare per thread, so that one bad block does
-//! not stop the queue; all threads sleep while there is nothing to do. A watchdog thread tells time-outs and sleeps without a
-//! timer while nothing is in flight.
+//! What a call is says the [`Transfer`]: `threads.rs` calls the kernel, `cufile/` calls cuFile.
+//! Invariants: no lock is held over a transfer or a callback; a thread that hangs in a transfer is
+//! replaced, up to one spare per thread, so that one bad block does not stop the queue; all threads
+//! sleep while there is nothing to do. A watchdog thread tells time-outs and sleeps without a timer
+//! while nothing is in flight.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,8 +40,8 @@ pub(super) trait Transfer: Send + Sync + 'static {
     /// Moves a block, or flushes a file; may block.
     fn run(&self, block: &Block<'_>) -> Moved;
 
-    /// The part of a request's time that a call may take before it is taken for hung; the rest is for what waits behind it. `None`
-    /// for until the request's time is up.
+    /// The part of a request's time that a call may take before it is taken for hung; the rest is
+    /// for what waits behind it. `None` for until the request's time is up.
     fn patience(&self, _whole: Duration) -> Option<Duration> {
         None
     }
@@ -330,8 +332,8 @@ impl Shared {
         self.frame.ended.notify_all();
     }
 
-    /// Has reads answered that wait for hung calls, where there is other memory for them. On a thread of its own, as whatever holds
-    /// the calls up may hold this up too.
+    /// Has reads answered that wait for hung calls, where there is other memory for them. On a
+    /// thread of its own, as whatever holds the calls up may hold this up too.
     fn serve_elsewhere(self: &Arc<Self>, state: &mut State, mut hung: Vec<usize>) {
         hung.sort_unstable();
         hung.dedup();

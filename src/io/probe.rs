@@ -1,6 +1,8 @@
-//! Which backend a drive gets: found by trying, best first, and reported with the reasons against the better ones.
+//! Which backend a drive gets: found by trying, best first, and reported with the reasons against
+//! the better ones.
 //!
-//! Invariant: the active path is never a guess; a path is active only after a real write and read through it.
+//! Invariant: the active path is never a guess; a path is active only after a real write and read
+//! through it.
 
 use std::fmt;
 use std::path::Path;
@@ -60,7 +62,8 @@ impl fmt::Display for IoPath {
     }
 }
 
-/// Remarks on the active path that may still come while it runs (such as registered buffers given up).
+/// Remarks on the active path that may still come while it runs (such as registered buffers given
+/// up).
 #[derive(Clone, Default)]
 pub struct Notes(Arc<Mutex<Vec<String>>>);
 
@@ -91,7 +94,8 @@ impl fmt::Debug for Notes {
 pub struct PathReport {
     /// The path of host memory's bytes.
     pub active: IoPath,
-    /// The path of an accelerator's bytes, where the queues serve one; it may change while they run.
+    /// The path of an accelerator's bytes, where the queues serve one; it may change while they
+    /// run.
     pub device: Option<DevicePath>,
     /// Better paths and why they are not in use.
     pub reasons: Vec<(IoPath, String)>,
@@ -119,8 +123,8 @@ impl fmt::Debug for Drive {
 /// Opens the queues of a drive on the best path that works here.
 ///
 /// # Errors
-/// `Config` for settings out of range, `Unsupported` when the chosen backend does not work here, `Io` when threads cannot be
-/// started.
+/// `Config` for settings out of range, `Unsupported` when the chosen backend does not work here,
+/// `Io` when threads cannot be started.
 pub fn open_drive(options: &IoOptions) -> Result<Drive> {
     options.check()?;
     match &options.device {

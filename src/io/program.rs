@@ -1,5 +1,5 @@
-//! How this process starts the `forebay` program, where it is not that program itself: within an interpreter `current_exe` names
-//! the interpreter.
+//! How this process starts the `forebay` program, where it is not that program itself: within an
+//! interpreter `current_exe` names the interpreter.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -32,7 +32,8 @@ impl Program {
         command
     }
 
-    /// The `forebay` program as a process that runs it starts it again: as [`set_program`] said, else this process's file.
+    /// The `forebay` program as a process that runs it starts it again: as [`set_program`] said,
+    /// else this process's file.
     ///
     /// # Errors
     /// Where the system does not tell that file.

@@ -1,8 +1,9 @@
 //! Removing large files without stalling.
 //!
-//! A file system mounted with `discard` tells the drive of every extent of a removed file, one by one and waiting for each: the
-//! slots of small chunks with their gaps make a file of a million extents, which took half an hour to remove. Turning all of it
-//! into one unwritten extent first takes milliseconds.
+//! A file system mounted with `discard` tells the drive of every extent of a removed file, one by
+//! one and waiting for each: the slots of small chunks with their gaps make a file of a million
+//! extents, which took half an hour to remove. Turning all of it into one unwritten extent first
+//! takes milliseconds.
 
 #![expect(unsafe_code, reason = "fallocate has no safe wrapper in the standard library")]
 
@@ -14,8 +15,8 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Removes a file that nobody needs any more; its bytes read as zeros to whoever still has it open. A symbolic link is removed,
-/// not followed, and a file with another name keeps its bytes.
+/// Removes a file that nobody needs any more; its bytes read as zeros to whoever still has it open.
+/// A symbolic link is removed, not followed, and a file with another name keeps its bytes.
 ///
 /// # Errors
 /// `NotFound`, `Permission`, `Io` as the operating system says.
@@ -37,10 +38,12 @@ pub fn unlink(path: &Path) -> Result<()> {
     fs::remove_file(path).map_err(|e| Error::io("cannot remove a file", e).at(path))
 }
 
-/// Removes a directory with all that is in it, as [`remove_file`] does; symbolic links are removed, not followed.
+/// Removes a directory with all that is in it, as [`remove_file`] does; symbolic links are removed,
+/// not followed.
 ///
 /// # Errors
-/// `NotFound`, `Permission`, `Io` as the operating system says; what was removed until then is gone.
+/// `NotFound`, `Permission`, `Io` as the operating system says; what was removed until then is
+/// gone.
 pub fn remove_tree(dir: &Path) -> Result<()> {
     let failed = |e: io::Error| Error::io("cannot remove a directory", e).at(dir);
     for entry in fs::read_dir(dir).map_err(failed)? {

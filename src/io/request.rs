@@ -1,7 +1,7 @@
 //! One transfer between memory and a file: what is asked, and how its end is told.
 //!
-//! Invariant: a request that a queue accepted is answered exactly once, also when a backend fails: a [`Caller`] that is
-//! dropped unanswered answers `Internal`.
+//! Invariant: a request that a queue accepted is answered exactly once, also when a backend fails:
+//! a [`Caller`] that is dropped unanswered answers `Internal`.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,7 +20,8 @@ pub enum Op {
     Read,
     /// Memory to file.
     Write,
-    /// `fdatasync`: no buffer; runs after every write to the same file that was submitted before it on the same queue.
+    /// `fdatasync`: no buffer; runs after every write to the same file that was submitted before it
+    /// on the same queue.
     Flush,
 }
 
@@ -64,9 +65,10 @@ pub struct Request {
 pub struct Completion {
     /// `Ok` only if exactly the asked length moved.
     pub result: Result<()>,
-    /// The memory; for a read whose own is still with a call that hangs, other memory of at least its length, whose bytes outside
-    /// the transfer mean nothing. `None` where there was none, and after a time-out: then the queue keeps it until the I/O has
-    /// really ended and drops it.
+    /// The memory; for a read whose own is still with a call that hangs, other memory of at least
+    /// its length, whose bytes outside the transfer mean nothing. `None` where there was none,
+    /// and after a time-out: then the queue keeps it until the I/O has really ended and drops
+    /// it.
     pub buf: Option<Buf>,
     /// When the request was submitted.
     pub submitted: Instant,

@@ -1,9 +1,9 @@
-//! A drive's queue for two kinds of memory: the host's goes to the host's queue, an accelerator's to cuFile or through pinned
-//! memory.
+//! A drive's queue for two kinds of memory: the host's goes to the host's queue, an accelerator's
+//! to cuFile or through pinned memory.
 //!
-//! Invariants: a request is counted once, whichever queues serve it, and the limit holds for all of them together; a flush passes
-//! every queue from the outermost inwards, so that it waits for each write to its file that was submitted before, whatever
-//! memory that came from.
+//! Invariants: a request is counted once, whichever queues serve it, and the limit holds for all of
+//! them together; a flush passes every queue from the outermost inwards, so that it waits for each
+//! write to its file that was submitted before, whatever memory that came from.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ use super::{
 };
 use crate::error::Result;
 
-/// The path of an accelerator's bytes now, and why not a better one. It gets worse while the queues run if the better one fails.
+/// The path of an accelerator's bytes now, and why not a better one. It gets worse while the queues
+/// run if the better one fails.
 #[derive(Clone)]
 pub struct DevicePath(Arc<Mutex<Found>>);
 
@@ -70,7 +71,8 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     let (for_reads, less) = pinned(&*side.mover, side.pinned_bytes)?;
     let (for_writes, less_too) = pinned(&*side.mover, side.pinned_bytes)?;
     let mut below = IoOptions { device: None, ..options.clone() };
-    // Where nothing can be written the host's queues are tried in memory; cuFile says for itself that it may not.
+    // Where nothing can be written the host's queues are tried in memory; cuFile says for itself that
+    // it may not.
     below.trial_dir = below.trial_dir.filter(|dir| DirectFile::temporary_in(dir).is_ok());
     below.regions.extend([Arc::clone(&for_reads), Arc::clone(&for_writes)]);
     let mut host = open_host(&below)?;

@@ -1,4 +1,5 @@
-//! The backend for kernels and containers that refuse `io_uring`: a pool of threads with `pread`, `pwrite` and `fdatasync`.
+//! The backend for kernels and containers that refuse `io_uring`: a pool of threads with `pread`,
+//! `pwrite` and `fdatasync`.
 #![expect(unsafe_code, reason = "pread and pwrite into memory that is known by its address only")]
 
 use super::QueueSpec;
@@ -18,8 +19,9 @@ impl Transfer for Posix {
     fn run(&self, block: &Block<'_>) -> Moved {
         let piece = block.piece;
         let (fd, ptr, len, offset) = (piece.fd, piece.ptr.cast(), piece.span.len, piece.offset as libc::off_t);
-        // SAFETY: the job table keeps file and buffer until this block's end is reported, the request's check has shown that the
-        // block lies within the buffer and that it is host memory, and the buffer has no other user.
+        // SAFETY: the job table keeps file and buffer until this block's end is reported, the request's
+        // check has shown that the block lies within the buffer and that it is host memory, and the
+        // buffer has no other user.
         let n = unsafe {
             match piece.op {
                 Op::Read if piece.stream => libc::read(fd, ptr, len),

@@ -1,10 +1,12 @@
 //! Reads before writes: how many writes may be in the kernel while reads wait for the same drive.
 //!
-//! The read queue of a drive reports each block's service time (latency over the bytes that were queued in front of it, so
-//! that depth and block size cancel out). The baseline is what reads cost beside one write at most; while reads run beside
-//! more and cost over one and a half times the baseline, the write queue halves its depth, otherwise it grows by one. Beside one
-//! write the memory of worse times fades, so that the depth is tried again; until enough reads made a baseline, reads go first.
-//! Invariant: at least one write may always run, so writes are slowed but never starved. Nothing here waits or reads a clock.
+//! The read queue of a drive reports each block's service time (latency over the bytes that were
+//! queued in front of it, so that depth and block size cancel out). The baseline is what reads cost
+//! beside one write at most; while reads run beside more and cost over one and a half times the
+//! baseline, the write queue halves its depth, otherwise it grows by one. Beside one
+//! write the memory of worse times fades, so that the depth is tried again; until enough reads made
+//! a baseline, reads go first. Invariant: at least one write may always run, so writes are slowed
+//! but never starved. Nothing here waits or reads a clock.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -12,9 +14,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 const FACTOR_PERCENT: u64 = 150;
 /// The newest sample weighs 1/16.
 const WEIGHT_SHIFT: u32 = 4;
-/// The cost beside many writes fades towards the baseline by 1/64 with each read beside one write at most.
+/// The cost beside many writes fades towards the baseline by 1/64 with each read beside one write
+/// at most.
 const FADE_SHIFT: u32 = 6;
-/// The baseline falls at once and rises by 1/512 of the way with each read beside one write at most.
+/// The baseline falls at once and rises by 1/512 of the way with each read beside one write at
+/// most.
 const RISE_SHIFT: u32 = 9;
 /// Reads that make a baseline.
 const BASELINE_SAMPLES: u64 = 32;
@@ -36,7 +40,8 @@ pub struct ReadGauge {
 }
 
 impl ReadGauge {
-    /// A block of a read goes to the kernel. True where at most one write is there: to be given back at its end.
+    /// A block of a read goes to the kernel. True where at most one write is there: to be given
+    /// back at its end.
     pub(super) fn read_starts(&self) -> bool {
         self.reads.fetch_add(1, Ordering::Relaxed);
         self.is_light()
@@ -46,7 +51,8 @@ impl ReadGauge {
         self.writes.load(Ordering::Relaxed) <= 1
     }
 
-    /// A block of a read came back after `latency_ns`, with `queued_bytes` of reads in the kernel when it started.
+    /// A block of a read came back after `latency_ns`, with `queued_bytes` of reads in the kernel
+    /// when it started.
     pub(super) fn read_ends(&self, latency_ns: u64, queued_bytes: usize, light_at_start: bool) {
         self.reads.fetch_sub(1, Ordering::Relaxed);
         let sample = (latency_ns.saturating_mul(1000) / queued_bytes.max(SMALL_BYTES) as u64).max(1);
@@ -105,7 +111,8 @@ impl ReadGauge {
 pub(super) struct WriteWindow {
     depth: usize,
     allowed: usize,
-    /// Ends of writes until the window may change again: one round trip, so that a change shows before the next.
+    /// Ends of writes until the window may change again: one round trip, so that a change shows
+    /// before the next.
     hold: usize,
 }
 

@@ -1,9 +1,10 @@
 //! Chunk keys: a BLAKE3 chain over token ids and all else that decides what their KV is.
 //!
-//! `key(i) = BLAKE3 keyed with key(i-1) over the token ids of chunk i`, so that equal keys mean equal prefixes. The chain
-//! starts at a root made of the LoRA identity and the cache salt; a chunk that overlaps multimodal placeholders first mixes
-//! in their content hashes and places. The geometry is not in the key: it names the namespace the key lives in, and the keys
-//! of one prompt are the same on every rank. Keys must stay stable across restarts, processes and machines.
+//! `key(i) = BLAKE3 keyed with key(i-1) over the token ids of chunk i`, so that equal keys mean
+//! equal prefixes. The chain starts at a root made of the LoRA identity and the cache salt; a chunk
+//! that overlaps multimodal placeholders first mixes in their content hashes and places. The
+//! geometry is not in the key: it names the namespace the key lives in, and the keys of one prompt
+//! are the same on every rank. Keys must stay stable across restarts, processes and machines.
 
 use std::fmt;
 
@@ -42,7 +43,8 @@ pub struct MmItem {
     pub len: u32,
 }
 
-/// Identity of a LoRA adapter. Never its load-order id, which another process may give to another adapter.
+/// Identity of a LoRA adapter. Never its load-order id, which another process may give to another
+/// adapter.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoraId {
     /// Name under which the server serves it.
@@ -103,7 +105,8 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Hashes the full chunks of `tokens`; a remainder shorter than a chunk has its keys from [`Chain::partial_key`].
+    /// Hashes the full chunks of `tokens`; a remainder shorter than a chunk has its keys from
+    /// [`Chain::partial_key`].
     ///
     /// A chunk size of 0 gives no keys.
     #[must_use]
@@ -113,7 +116,8 @@ impl Chain {
         chain
     }
 
-    /// Goes on with a prompt that has grown: `tokens` are all its tokens; chunks already hashed are not hashed again.
+    /// Goes on with a prompt that has grown: `tokens` are all its tokens; chunks already hashed are
+    /// not hashed again.
     pub fn extend(&mut self, tokens: &[u32], extra: &Extra) {
         let step = self.chunk_tokens as usize;
         if step == 0 {
@@ -145,15 +149,16 @@ impl Chain {
         i.checked_sub(1).and_then(|p| self.keys.get(p)).copied().unwrap_or(self.root)
     }
 
-    /// The key of a partial last chunk that holds the first `len` tokens after the full chunks; `None` where `tokens` (all
-    /// tokens of the prompt) has fewer, or `len` is 0 or a whole chunk.
+    /// The key of a partial last chunk that holds the first `len` tokens after the full chunks;
+    /// `None` where `tokens` (all tokens of the prompt) has fewer, or `len` is 0 or a whole
+    /// chunk.
     #[must_use]
     pub fn partial_key(&self, tokens: &[u32], len: usize, extra: &Extra) -> Option<ChunkKey> {
         self.partial_key_at(self.keys.len(), tokens, (len, extra))
     }
 
-    /// As [`Chain::partial_key`], for a partial chunk in the place of full chunk `chunk`: another prompt may have ended there.
-    /// `None` also where `chunk` is beyond the full chunks' end.
+    /// As [`Chain::partial_key`], for a partial chunk in the place of full chunk `chunk`: another
+    /// prompt may have ended there. `None` also where `chunk` is beyond the full chunks' end.
     #[must_use]
     pub fn partial_key_at(&self, chunk: usize, tokens: &[u32], (len, extra): (usize, &Extra)) -> Option<ChunkKey> {
         let start = chunk.checked_mul(self.chunk_tokens as usize)?;
@@ -180,7 +185,8 @@ fn root(extra: &Extra) -> ChunkKey {
     ChunkKey(*h.finalize().as_bytes())
 }
 
-/// One step of the chain. Token input has a length divisible by 4, multimodal input never has, so the two cannot collide.
+/// One step of the chain. Token input has a length divisible by 4, multimodal input never has, so
+/// the two cannot collide.
 fn link(parent: &ChunkKey, tokens: &[u32], start: usize, items: &[MmItem], bytes: &mut Vec<u8>) -> ChunkKey {
     let mut key = parent.0;
     let end = start + tokens.len();

@@ -1,21 +1,29 @@
-//! The chunk log: where chunks and objects lie on the drives, how they get there, and how they are found again.
+//! The chunk log: where chunks and objects lie on the drives, how they get there, and how they are
+//! found again.
 //!
-//! A cache directory holds, per namespace and shard, lanes; each lane has one writer, and everybody reads all lanes. A put takes a
-//! slot in the open segment of this process's lane; when its extents and its header are written it is published in the lane's
-//! shared table, and its record goes to the journal. Full segments are sealed; when room is needed, chunks or whole segments
-//! are given up. `docs/format.md` has the bytes and argues the protocol, which rests on four rules: a key is put once; it is there
-//! if its slot's header is intact; what must not come back as a whole is a floor; two lanes may hold the same key.
+//! A cache directory holds, per namespace and shard, lanes; each lane has one writer, and everybody
+//! reads all lanes. A put takes a slot in the open segment of this process's lane; when its extents
+//! and its header are written it is published in the lane's shared table, and its record goes to
+//! the journal. Full segments are sealed; when room is needed, chunks or whole segments
+//! are given up. `docs/format.md` has the bytes and argues the protocol, which rests on four rules:
+//! a key is put once; it is there if its slot's header is intact; what must not come back as a
+//! whole is a floor; two lanes may hold the same key.
 //!
-//! The rooms, each of which knows only those before it: `base` (options, names, counters), `lane` (files and state of one
-//! lane), `journal`, `policy` (what the eviction policy is told), `recovery`, `drive` (lanes of one drive, floors, quotas),
-//! `write`, `read`, `reclaim` (and the maintenance thread); above them this file, `turn`, `opening`, `settings`, `fsck`, `purge`.
+//! The rooms, each of which knows only those before it: `base` (options, names, counters), `lane`
+//! (files and state of one lane), `journal`, `policy` (what the eviction policy is told),
+//! `recovery`, `drive` (lanes of one drive, floors, quotas), `write`, `read`, `reclaim` (and the
+//! maintenance thread); above them this file, `turn`, `opening`, `settings`, `fsck`, `purge`.
 //!
 //! Invariants:
-//! * Calls that a server's forward path makes (`lookup`, `locate`, `begin_put`, `commit`) never wait for a drive.
+//! * Calls that a server's forward path makes (`lookup`, `locate`, `begin_put`, `commit`) never
+//!   wait for a drive.
 //! * A record is published only after every byte of its slot was written with its full length.
-//! * After `remove` or `clear` has returned, nothing of that is served, by any process, whatever crashes.
-//! * Bytes on each drive stay below the capacity, and its free space above the floor, over all processes.
-//! * Every failure is a miss, a shed put or an error of the call; never a wrong byte and never a panic.
+//! * After `remove` or `clear` has returned, nothing of that is served, by any process, whatever
+//!   crashes.
+//! * Bytes on each drive stay below the capacity, and its free space above the floor, over all
+//!   processes.
+//! * Every failure is a miss, a shed put or an error of the call; never a wrong byte and never a
+//!   panic.
 //!
 //! This room knows no devices, no paged memory and no tokens beyond their number.
 
@@ -78,12 +86,13 @@ pub struct Log {
 }
 
 impl Log {
-    /// Opens the cache: takes a free lane on each drive or makes one, recovers it and every orphaned lane, attaches to the
-    /// lanes of other processes.
+    /// Opens the cache: takes a free lane on each drive or makes one, recovers it and every
+    /// orphaned lane, attaches to the lanes of other processes.
     ///
     /// # Errors
-    /// `Config` for settings out of range; `Permission`, `NotFound`, `Io`, `NoSpace` as the operating system says;
-    /// `Incompatible` and `Corrupt` for a lane that cannot be used where `on_incompatible` is `Refuse`.
+    /// `Config` for settings out of range; `Permission`, `NotFound`, `Io`, `NoSpace` as the
+    /// operating system says; `Incompatible` and `Corrupt` for a lane that cannot be used where
+    /// `on_incompatible` is `Refuse`.
     pub fn open(options: LogOptions) -> Result<Arc<Self>> {
         check_options(&options)?;
         let ctx = Arc::new(Ctx::new(options)?);
@@ -124,8 +133,8 @@ impl Log {
         self.volumes.iter().filter_map(|v| v.own()).try_for_each(|lane| journal::flush(&lane, deadline))
     }
 
-    /// Closes the open segments and waits until they are sealed. The next put opens another segment, so this is for tests and
-    /// tools.
+    /// Closes the open segments and waits until they are sealed. The next put opens another
+    /// segment, so this is for tests and tools.
     ///
     /// # Errors
     /// `TimedOut` at the deadline.
@@ -134,10 +143,12 @@ impl Log {
         self.volumes.iter().filter_map(|v| v.own()).try_for_each(|lane| journal::seal_now(&lane, deadline))
     }
 
-    /// Flushes, stops the background work and gives up the lanes. Chunks and puts still held fail from then on.
+    /// Flushes, stops the background work and gives up the lanes. Chunks and puts still held fail
+    /// from then on.
     ///
     /// # Errors
-    /// `TimedOut` when work was left at `deadline`; the cache is then as after a crash, which loses nothing flushed.
+    /// `TimedOut` when work was left at `deadline`; the cache is then as after a crash, which loses
+    /// nothing flushed.
     pub fn close(&self, deadline: Instant) -> Result<()> {
         if self.ctx.check().is_err() || !self.ctx.close() {
             return Ok(());
@@ -156,8 +167,9 @@ impl Log {
         flushed.and(closed)
     }
 
-    /// Waits until reclaim has done what the stores so far call for: until more is stored, or what is leased now is not any more, it gives nothing up but what
-    /// expires. For whoever counts what is held; nothing is given up by a log that only reads.
+    /// Waits until reclaim has done what the stores so far call for: until more is stored, or what
+    /// is leased now is not any more, it gives nothing up but what expires. For whoever counts
+    /// what is held; nothing is given up by a log that only reads.
     ///
     /// # Errors
     /// `TimedOut` at `deadline`; `Closed`, `Forked`.
@@ -169,7 +181,8 @@ impl Log {
         reclaim::at_rest(self, deadline)
     }
 
-    /// Gives everything up as a crash would, but for what the kernel has already been told to write: for tests.
+    /// Gives everything up as a crash would, but for what the kernel has already been told to
+    /// write: for tests.
     #[doc(hidden)]
     pub fn abandon(&self) {
         if !self.ctx.close() {
@@ -277,8 +290,8 @@ impl Log {
         stats
     }
 
-    /// Up to `most` of the keys that this process has given up since the first call, each once, and not those that are there
-    /// again. Keys that nobody takes for long are forgotten.
+    /// Up to `most` of the keys that this process has given up since the first call, each once, and
+    /// not those that are there again. Keys that nobody takes for long are forgotten.
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<crate::key::ChunkKey> {
         let mut keys = self.ctx.evicted.take(most);
@@ -286,7 +299,8 @@ impl Log {
         keys
     }
 
-    /// Visits every chunk and object that can be found; those that come or go meanwhile may or may not be seen.
+    /// Visits every chunk and object that can be found; those that come or go meanwhile may or may
+    /// not be seen.
     pub fn for_each(&self, mut visit: impl FnMut(&ChunkInfo)) {
         for volume in &self.volumes {
             for lane in &volume.lanes().all {

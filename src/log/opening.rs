@@ -1,6 +1,8 @@
-//! A log that may not be open yet: what cannot be opened is tried again in the background, unless the settings want an error.
+//! A log that may not be open yet: what cannot be opened is tried again in the background, unless
+//! the settings want an error.
 //!
-//! A cache that cannot be opened must not stop a server: whoever holds an [`Opening`] goes on without a log until there is one.
+//! A cache that cannot be opened must not stop a server: whoever holds an [`Opening`] goes on
+//! without a log until there is one.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,10 +29,12 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// Opens the log with `open`. Where that fails it is tried again every `every`, if `on_failure` lives with that.
+    /// Opens the log with `open`. Where that fails it is tried again every `every`, if `on_failure`
+    /// lives with that.
     ///
     /// # Errors
-    /// That of `open` where `on_failure` is `Fail` or the caller is at fault; what the operating system says of the thread.
+    /// That of `open` where `on_failure` is `Fail` or the caller is at fault; what the operating
+    /// system says of the thread.
     pub fn start(open: OpenLog, on_failure: OnOpenFailure, every: Duration) -> Result<Arc<Self>> {
         let opening = Arc::new(Self::default());
         match open() {

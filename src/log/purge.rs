@@ -1,8 +1,9 @@
 //! Removing what a shard holds from outside: without a geometry, and beside servers that use it.
 //!
-//! A floor is raised, durably, then shown to the running processes through the shard's page: so nothing is moved, no segment is
-//! granted, and a crash at any point leaves either the old state or the new one. Lanes that nobody writes are then deleted, or,
-//! for a tenant, have holes punched where its slots lay.
+//! A floor is raised, durably, then shown to the running processes through the shard's page: so
+//! nothing is moved, no segment is granted, and a crash at any point leaves either the old state or
+//! the new one. Lanes that nobody writes are then deleted, or, for a tenant, have holes punched
+//! where its slots lay.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -51,7 +52,8 @@ struct Found {
     raw: Result<RawLane>,
 }
 
-/// A shard under its lock: nobody takes, makes or adopts a lane of it, and nobody else raises a floor.
+/// A shard under its lock: nobody takes, makes or adopts a lane of it, and nobody else raises a
+/// floor.
 struct Place {
     dir: PathBuf,
     lanes: Vec<Found>,
@@ -59,12 +61,13 @@ struct Place {
     _lock: ShardLock,
 }
 
-/// Removes `what` from one shard. After the return no process that has a lane of it, or may open one, serves anything of it,
-/// whatever crashes.
+/// Removes `what` from one shard. After the return no process that has a lane of it, or may open
+/// one, serves anything of it, whatever crashes.
 ///
 /// # Errors
-/// `NotFound` where there is no such shard; `Busy` where a server is just opening, or too many tenants are being removed;
-/// `Permission`, `NoSpace`, `Io`: the removal may then have been made in part.
+/// `NotFound` where there is no such shard; `Busy` where a server is just opening, or too many
+/// tenants are being removed; `Permission`, `NoSpace`, `Io`: the removal may then have been made in
+/// part.
 pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Result<Purged> {
     let place = Place::enter(cache_dir, namespace, shard)?;
     let unreadable = place.lanes.iter().filter(|l| l.raw.is_err() && what != What::All);
@@ -77,7 +80,8 @@ pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Resu
         purged.chunks = place.chunks_of(tenant)?;
     }
     if what == What::All && floors::read(&place.dir).is_err_and(|e| e.kind() == ErrorKind::Corrupt) {
-        // Without them nobody knows how high a floor must be: until these lanes are gone, the shard stays refused.
+        // Without them nobody knows how high a floor must be: until these lanes are gone, the shard stays
+        // refused.
         place.delete_free(&mut purged)?;
     }
     floors::raise(&place.dir, place.page.as_ref(), what, place.next_sequence()?)?;
@@ -113,7 +117,8 @@ impl Place {
         Ok(Self { dir, lanes: found, page, _lock: lock })
     }
 
-    /// Chunks of a tenant that any lane holds: from the shared table of one in use, else from its index.
+    /// Chunks of a tenant that any lane holds: from the shared table of one in use, else from its
+    /// index.
     fn chunks_of(&self, tenant: u64) -> Result<u64> {
         let mut chunks = 0;
         for lane in &self.lanes {

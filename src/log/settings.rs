@@ -13,8 +13,8 @@ use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
 
 impl LogOptions {
-    /// Options as the settings say, after a check of the cache directories. Staging regions, and with them the limit of the
-    /// queues, are for the caller to add.
+    /// Options as the settings say, after a check of the cache directories. Staging regions, and
+    /// with them the limit of the queues, are for the caller to add.
     ///
     /// # Errors
     /// `Config` where no drive is set; what is wrong with a cache directory.
@@ -74,7 +74,8 @@ impl LogOptions {
     }
 }
 
-/// Reads are kept from piling up in the drive beyond this time: what saturates it at any speed, and no more.
+/// Reads are kept from piling up in the drive beyond this time: what saturates it at any speed, and
+/// no more.
 const READ_LATENCY: Duration = Duration::from_millis(4);
 
 fn io_options(settings: &Settings) -> IoOptions {

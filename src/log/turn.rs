@@ -1,7 +1,8 @@
-//! A log without threads: what the journal and maintenance threads would do by themselves is done when it is asked for.
+//! A log without threads: what the journal and maintenance threads would do by themselves is done
+//! when it is asked for.
 //!
-//! For tests that decide the order of everything. Invariant: a turn does what the thread would do, by the same functions; it
-//! never waits for anything but a queue.
+//! For tests that decide the order of everything. Invariant: a turn does what the thread would do,
+//! by the same functions; it never waits for anything but a queue.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -1,7 +1,7 @@
 //! One submitted batch: its keys' results as they come, and how it ends.
 //!
-//! Invariant: every key gets exactly one result, and the batch is told once, when the last has come; a [`Ticket`] that is dropped
-//! unused counts as an internal error.
+//! Invariant: every key gets exactly one result, and the batch is told once, when the last has
+//! come; a [`Ticket`] that is dropped unused counts as an internal error.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -127,10 +127,11 @@ impl BatchKind {
 /// The answer for one key: yes, or no and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyResult {
-    /// Put: stored, now or before. Get: the bytes are in the caller's memory and have been checked. Exists: there. Delete: it was there.
+    /// Put: stored, now or before. Get: the bytes are in the caller's memory and have been checked.
+    /// Exists: there. Delete: it was there.
     pub ok: bool,
-    /// Put: bytes written, 0 where the object was there already. Get: bytes of the object, where known (also for
-    /// [`ObjectCause::TooShort`]). Otherwise 0.
+    /// Put: bytes written, 0 where the object was there already. Get: bytes of the object, where
+    /// known (also for [`ObjectCause::TooShort`]). Otherwise 0.
     pub len: u64,
     /// Why not; `None` exactly where `ok`.
     pub cause: Option<ObjectCause>,

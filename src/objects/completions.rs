@@ -1,4 +1,5 @@
-//! Batches under way and ended, and the descriptor that is readable exactly while ended ones wait to be taken.
+//! Batches under way and ended, and the descriptor that is readable exactly while ended ones wait
+//! to be taken.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! What planning, reading and writing share: the log, the workers, and how a transfer is handed to a drive.
+//! What planning, reading and writing share: the log, the workers, and how a transfer is handed to
+//! a drive.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -27,7 +28,8 @@ pub(super) struct Core {
     pub(super) io_timeout: Duration,
     /// A put has waited for room in vain, and none has found any since: those after it do not wait.
     pub(super) starved: AtomicBool,
-    /// Objects in parts that are being stored. The log knows of them only when their heads are written.
+    /// Objects in parts that are being stored. The log knows of them only when their heads are
+    /// written.
     pub(super) storing: Mutex<HashSet<ChunkKey>>,
 }
 
@@ -52,7 +54,8 @@ impl Core {
         }
     }
 
-    /// Hands a transfer to a queue. One that is full is asked again for as long as a transfer may take.
+    /// Hands a transfer to a queue. One that is full is asked again for as long as a transfer may
+    /// take.
     pub(super) fn submit(self: &Arc<Self>, queue: &Arc<dyn Queue>, request: Request) {
         let deadline = Instant::now() + self.io_timeout;
         self.submit_until(queue, request.timeout(self.io_timeout), deadline);

@@ -73,7 +73,8 @@ impl Found {
 pub(super) enum Presence {
     Missing,
     Whole,
-    /// Its head is there, but not all of its parts: nobody can read it, and it stands in the way of a put.
+    /// Its head is there, but not all of its parts: nobody can read it, and it stands in the way of
+    /// a put.
     Broken(Version),
 }
 
@@ -94,8 +95,8 @@ struct Parts {
     chunks: Vec<Chunk>,
 }
 
-/// Finds an object, and leases all of it. Where it was removed and stored anew between the look at its head and the look at its
-/// parts, there is another head.
+/// Finds an object, and leases all of it. Where it was removed and stored anew between the look at
+/// its head and the look at its parts, there is another head.
 fn find(core: &Core, log: &Log, name: &[u8]) -> Option<Found> {
     let key = object_key(name);
     for _ in 0..TRIES {

@@ -1,11 +1,14 @@
-//! Objects beside KV chunks in the same log: a string key up to 1 KiB to bytes of any size from 1 B to 1 GiB.
+//! Objects beside KV chunks in the same log: a string key up to 1 KiB to bytes of any size from 1 B
+//! to 1 GiB.
 //!
-//! Serving stacks that bring their own layout plug in here. A submit takes a batch, never waits and never calls back; its end is
-//! found by [`ObjectStore::drain_completions`], and [`ObjectStore::event_fd`] is readable exactly while there is one to take.
-//! `docs/objects.md` has the guarantees and the failure cases.
+//! Serving stacks that bring their own layout plug in here. A submit takes a batch, never waits and
+//! never calls back; its end is found by [`ObjectStore::drain_completions`], and
+//! [`ObjectStore::event_fd`] is readable exactly while there is one to take. `docs/objects.md` has
+//! the guarantees and the failure cases.
 //!
 //! Invariants:
-//! - No byte counts as read before its CRC, its slot's header and the object's full name have been checked.
+//! - No byte counts as read before its CRC, its slot's header and the object's full name have been
+//!   checked.
 //! - The caller's memory is not touched after its batch has ended, however it ended.
 //! - What is stored is never written over: a key answers with the bytes of one put, or not at all.
 //! - What is full is refused with a cause; nothing waits for it.
@@ -72,8 +75,8 @@ pub struct PutOptions {
     pub ttl: Option<Duration>,
 }
 
-/// A store of objects. All calls may be made from any thread; none but [`wait`](Self::wait), [`flush`](Self::flush) and
-/// [`close`](Self::close) waits for anything.
+/// A store of objects. All calls may be made from any thread; none but [`wait`](Self::wait),
+/// [`flush`](Self::flush) and [`close`](Self::close) waits for anything.
 ///
 /// Dropping it ends batches under way; [`ObjectStore::close`] waits for them.
 pub struct ObjectStore {
@@ -83,12 +86,14 @@ pub struct ObjectStore {
 }
 
 impl ObjectStore {
-    /// Opens the object store in the cache directories that `settings` name. Stores with different `namespace` do not see each
-    /// other's objects: whatever gives the bytes their meaning (serialisation, layout, model) belongs in it.
+    /// Opens the object store in the cache directories that `settings` name. Stores with different
+    /// `namespace` do not see each other's objects: whatever gives the bytes their meaning
+    /// (serialisation, layout, model) belongs in it.
     ///
     /// # Errors
-    /// Settings that are wrong, staging that cannot be had, and, with `on_open_failure: fail`, what keeps the cache from being
-    /// opened. Otherwise such a store is disabled (see [`is_up`](Self::is_up)), and opening is tried again.
+    /// Settings that are wrong, staging that cannot be had, and, with `on_open_failure: fail`, what
+    /// keeps the cache from being opened. Otherwise such a store is disabled (see
+    /// [`is_up`](Self::is_up)), and opening is tried again.
     pub fn open(settings: &Settings, namespace: &str) -> Result<Self> {
         Self::open_with(ObjectOptions::new(settings, namespace))
     }
@@ -136,12 +141,12 @@ impl ObjectStore {
         }
     }
 
-    /// Stores objects that are not there. One that is stored, or is being stored by this process, is answered with yes and not
-    /// written, and [`KeyResult::len`] is 0: delete it first to change its value. Of a key that comes several times the first value
-    /// is stored.
+    /// Stores objects that are not there. One that is stored, or is being stored by this process,
+    /// is answered with yes and not written, and [`KeyResult::len`] is 0: delete it first to
+    /// change its value. Of a key that comes several times the first value is stored.
     ///
-    /// Once a key is answered with yes and its length, its bytes are found by all processes; they survive a crash from the next
-    /// [`flush`](Self::flush) on, or a commit interval later.
+    /// Once a key is answered with yes and its length, its bytes are found by all processes; they
+    /// survive a crash from the next [`flush`](Self::flush) on, or a commit interval later.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`], [`ErrorKind::Forked`]. What goes wrong with a key is in its result.
@@ -171,7 +176,8 @@ impl ObjectStore {
         Ok(id)
     }
 
-    /// Removes objects. Answered with yes means: was there, and will not be served again by any process, also after a crash.
+    /// Removes objects. Answered with yes means: was there, and will not be served again by any
+    /// process, also after a crash.
     ///
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
@@ -183,7 +189,8 @@ impl ObjectStore {
         Ok(id)
     }
 
-    /// Takes the completions that are there, in the order in which the batches ended. Never waits. Works after a close.
+    /// Takes the completions that are there, in the order in which the batches ended. Never waits.
+    /// Works after a close.
     #[must_use]
     pub fn drain_completions(&self) -> Vec<ObjectCompletion> {
         if self.check().is_err() {
@@ -192,7 +199,8 @@ impl ObjectStore {
         self.completions.drain()
     }
 
-    /// Readable exactly while there are completions to take. Only to be polled: nobody may read from it or write to it.
+    /// Readable exactly while there are completions to take. Only to be polled: nobody may read
+    /// from it or write to it.
     #[must_use]
     pub fn event_fd(&self) -> RawFd {
         self.completions.fd().as_raw_fd()
@@ -201,8 +209,8 @@ impl ObjectStore {
     /// Waits for one batch and takes its completion.
     ///
     /// # Errors
-    /// [`ErrorKind::TimedOut`]; [`ErrorKind::NotFound`] where there is no such batch or its completion was taken;
-    /// [`ErrorKind::Forked`].
+    /// [`ErrorKind::TimedOut`]; [`ErrorKind::NotFound`] where there is no such batch or its
+    /// completion was taken; [`ErrorKind::Forked`].
     pub fn wait(&self, id: u64, timeout: Duration) -> Result<ObjectCompletion> {
         self.check()?;
         let now = Instant::now();
@@ -210,8 +218,9 @@ impl ObjectStore {
         self.completions.wait(id, deadline)
     }
 
-    /// Ends a batch now: keys that are not answered yet get [`ObjectCause::Cancelled`]. After the return nothing of the
-    /// caller's memory is touched for it. Puts of it may or may not take place. False where it has ended already.
+    /// Ends a batch now: keys that are not answered yet get [`ObjectCause::Cancelled`]. After the
+    /// return nothing of the caller's memory is touched for it. Puts of it may or may not take
+    /// place. False where it has ended already.
     pub fn cancel(&self, id: u64) -> bool {
         let batch = self.check().ok().and_then(|()| self.completions.active(id));
         let Some(batch) = batch else { return false };
@@ -230,8 +239,9 @@ impl ObjectStore {
         log.flush()
     }
 
-    /// Takes no more batches, waits until `deadline` for those under way, ends those that are left as by
-    /// [`cancel`](Self::cancel) with [`ObjectCause::Closed`], flushes and gives the cache up. Completions can still be taken.
+    /// Takes no more batches, waits until `deadline` for those under way, ends those that are left
+    /// as by [`cancel`](Self::cancel) with [`ObjectCause::Closed`], flushes and gives the cache
+    /// up. Completions can still be taken.
     ///
     /// # Errors
     /// [`ErrorKind::TimedOut`] where work was left at the deadline, [`ErrorKind::Forked`].
@@ -265,7 +275,8 @@ impl ObjectStore {
         self.check().ok().and_then(|()| self.core.opening.why_disabled())
     }
 
-    /// The log, for programs that look after the cache; `None` where the store is disabled or closed.
+    /// The log, for programs that look after the cache; `None` where the store is disabled or
+    /// closed.
     #[must_use]
     pub fn log(&self) -> Option<Arc<Log>> {
         self.check().ok().and_then(|()| self.core.log())

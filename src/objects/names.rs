@@ -1,8 +1,9 @@
 //! What an object's keys and header fields are: its name, its parts.
 //!
-//! An object of more than [`PART_BYTES`] is stored in parts and a head, all three found by keys that name the version: the index
-//! keeps of the head how many parts it has (as depth) and a random number that is in their keys (as tenant), so that parts of
-//! two versions never meet, and presence is known without I/O.
+//! An object of more than [`PART_BYTES`] is stored in parts and a head, all three found by keys
+//! that name the version: the index keeps of the head how many parts it has (as depth) and a random
+//! number that is in their keys (as tenant), so that parts of two versions never meet, and presence
+//! is known without I/O.
 
 use crate::format::le;
 use crate::format::slot::{SlotHeader, TLV_OBJECT_NAME};

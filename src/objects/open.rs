@@ -14,11 +14,13 @@ use crate::error::{Error, Result};
 use crate::geometry::{DType, Geometry, LayerSpec};
 use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 
-/// How the namespace of objects is called in its fingerprint; another number for other bytes in the slots.
+/// How the namespace of objects is called in its fingerprint; another number for other bytes in the
+/// slots.
 const KIND: &str = "forebay objects 1";
 /// Bytes that are moved at a time.
 const PIECE_BYTES: usize = 1 << 20;
-/// Staging slots are at least this long: a header lies in the first piece, and small objects beside it.
+/// Staging slots are at least this long: a header lies in the first piece, and small objects beside
+/// it.
 const LEAST_PIECE_BYTES: usize = 256 << 10;
 /// Staging is cut into at least this many slots, where their least size allows.
 const LEAST_SLOTS: usize = 8;
@@ -32,11 +34,13 @@ const MAX_PENDING_KEYS: usize = 1 << 16;
 pub struct ObjectOptions {
     /// Settings; those of chunks, layers and devices do not matter.
     pub settings: Settings,
-    /// What gives the objects' bytes their meaning; stores with different namespaces do not see each other's objects.
+    /// What gives the objects' bytes their meaning; stores with different namespaces do not see
+    /// each other's objects.
     pub namespace: String,
     /// Keys under way beyond which more are refused with `QueueFull`.
     pub max_pending_keys: usize,
-    /// Bytes of a segment; `None` follows from the capacity. A segment holds at least one part of an object.
+    /// Bytes of a segment; `None` follows from the capacity. A segment holds at least one part of
+    /// an object.
     pub segment_bytes: Option<u64>,
     /// Makes the drives' queues; `None` for the best that this machine gives.
     pub drive_factory: Option<DriveFactory>,
@@ -62,8 +66,8 @@ impl ObjectOptions {
     }
 }
 
-/// A geometry whose chunk is as large as the largest slot of objects, so that segments fit it, and whose fingerprint is that of
-/// the namespace.
+/// A geometry whose chunk is as large as the largest slot of objects, so that segments fit it, and
+/// whose fingerprint is that of the namespace.
 fn geometry(namespace: &str) -> Result<Geometry> {
     let dtype = DType { name: "bytes".to_owned(), bytes: 1 };
     let part = LayerSpec::opaque(1, PART_BYTES as u32);

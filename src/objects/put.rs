@@ -1,8 +1,9 @@
 //! Planning puts: which of a batch get a slot of their own, which are stored in parts.
 //!
-//! Invariants: an object that is there, or is being stored, is not written. The head of an object in parts is published after all
-//! of its parts, and names them by a number of this put alone. Parts that no head comes to name are removed; those that a crash
-//! leaves are found by nobody and go with their segments.
+//! Invariants: an object that is there, or is being stored, is not written. The head of an object
+//! in parts is published after all of its parts, and names them by a number of this put alone.
+//! Parts that no head comes to name are removed; those that a crash leaves are found by nobody and
+//! go with their segments.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -68,7 +69,8 @@ fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<Item>, expiry_s: u32) {
     }
 }
 
-/// When objects stored now with this time to live stop being served; 0 for never. Parts and head agree on it.
+/// When objects stored now with this time to live stop being served; 0 for never. Parts and head
+/// agree on it.
 fn expiry(log: &Log, ttl: Option<std::time::Duration>) -> u32 {
     let options = log.options();
     ttl.or(options.ttl).map_or(0, |ttl| {

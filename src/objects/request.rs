@@ -7,8 +7,8 @@ use super::batch::ObjectCause;
 use crate::device::{Gate, HostMemory, KvMemory};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Bytes that are copied and summed at a time, so that the second pass over them hits the processor's cache, and so that a
-/// closed gate is noticed soon.
+/// Bytes that are copied and summed at a time, so that the second pass over them hits the
+/// processor's cache, and so that a closed gate is noticed soon.
 const TILE: usize = 64 << 10;
 
 /// A piece of the caller's memory. Its owner is kept until the batch that uses it has ended.
@@ -20,7 +20,8 @@ pub struct Span {
 }
 
 impl Span {
-    /// `len` bytes of `memory` from `offset` on. Memory that is not Rust's comes from [`HostMemory::from_raw`].
+    /// `len` bytes of `memory` from `offset` on. Memory that is not Rust's comes from
+    /// [`HostMemory::from_raw`].
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where the piece does not lie in the memory.
@@ -74,8 +75,8 @@ impl Span {
         Self { memory: Arc::clone(&self.memory), offset: self.offset + offset, len: len.min(self.len - offset) }
     }
 
-    /// Copies bytes out to `to`, which must be as long, and sums them up in the same pass. Nothing is read once `gate` is
-    /// closed.
+    /// Copies bytes out to `to`, which must be as long, and sums them up in the same pass. Nothing
+    /// is read once `gate` is closed.
     pub(super) fn copy_out(&self, to: &mut [u8], gate: &Gate) -> std::result::Result<crc32fast::Hasher, ObjectCause> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut sum = crc32fast::Hasher::new();
@@ -91,7 +92,8 @@ impl Span {
         Ok(sum)
     }
 
-    /// Copies `from` to the span's start and sums it up in the same pass. Nothing is written once `gate` is closed.
+    /// Copies `from` to the span's start and sums it up in the same pass. Nothing is written once
+    /// `gate` is closed.
     pub(super) fn copy_in(&self, from: &[u8], gate: &Gate) -> std::result::Result<crc32fast::Hasher, ObjectCause> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut sum = crc32fast::Hasher::new();

@@ -1,12 +1,13 @@
 //! The queues of an object store's workers, and which job is next.
 //!
-//! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready* jobs (checks, copies) run
-//! first, because they give staging back; *staged* jobs run when a staging buffer of their direction is free, those that go on
-//! with a slot before those that open one; batches are planned when nothing better is to be done. While a put waits for room
-//! in the log no further slots are opened: the puts behind it would only take the staging that those under way need to end,
-//! and with them their segment. Invariants: every staged job is called once, with a buffer or with the reason
-//! why it gets none; when nothing has moved for long all that waits for staging is given up. No buffer is dropped and no job
-//! is run under the lock.
+//! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready*
+//! jobs (checks, copies) run first, because they give staging back; *staged* jobs run when a
+//! staging buffer of their direction is free, those that go on with a slot before those that open
+//! one; batches are planned when nothing better is to be done. While a put waits for room
+//! in the log no further slots are opened: the puts behind it would only take the staging that
+//! those under way need to end, and with them their segment. Invariants: every staged job is called
+//! once, with a buffer or with the reason why it gets none; when nothing has moved for long all
+//! that waits for staging is given up. No buffer is dropped and no job is run under the lock.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,7 +36,8 @@ pub(super) enum Way {
     Open,
 }
 
-/// Batches are not planned while more jobs than this wait for staging: each holds a lease or a place in a segment.
+/// Batches are not planned while more jobs than this wait for staging: each holds a lease or a
+/// place in a segment.
 const MANY: usize = 4096;
 
 #[derive(Default)]
@@ -148,7 +150,8 @@ impl Work {
         self.changed.notify_one();
     }
 
-    /// Runs `add` on the queues, unless they are closed: then gives the job back, to be dropped outside the lock.
+    /// Runs `add` on the queues, unless they are closed: then gives the job back, to be dropped
+    /// outside the lock.
     fn add<T>(&self, job: T, add: impl FnOnce(&mut State, T)) -> Option<T> {
         let mut state = self.state.lock();
         if state.stop {

@@ -1,8 +1,9 @@
 //! Writing slots: in pieces through staging, each copied and summed by a worker, then committed.
 //!
-//! Invariants: a slot is committed only after each of its pieces was copied inside the gate and written in full. A slot's end is
-//! told after its last piece has ended, so that nothing of the caller's memory is read later. A place in the log is taken only
-//! when staging for the first piece is at hand: a place that waits keeps its segment from being sealed.
+//! Invariants: a slot is committed only after each of its pieces was copied inside the gate and
+//! written in full. A slot's end is told after its last piece has ended, so that nothing of the
+//! caller's memory is read later. A place in the log is taken only when staging for the first piece
+//! is at hand: a place that waits keeps its segment from being sealed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -34,8 +35,8 @@ pub(super) enum Stored {
     WasThere,
 }
 
-/// Takes a place in the log for `spec`, `None` where what it stores is there; where there is no room yet it is tried again for
-/// a while. `then` is called once, here or on a worker.
+/// Takes a place in the log for `spec`, `None` where what it stores is there; where there is no
+/// room yet it is tried again for a while. `then` is called once, here or on a worker.
 fn begin(core: &Arc<Core>, log: Arc<Log>, spec: Box<PutSpec>, then: Done<Option<Put>>) {
     let starved = core.starved.load(Ordering::Relaxed);
     let deadline = Instant::now() + if starved { Duration::ZERO } else { PATIENCE };

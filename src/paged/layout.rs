@@ -1,8 +1,9 @@
-//! The layout of a paged KV cache: for every layer and plane, where a block, a token and a head start.
+//! The layout of a paged KV cache: for every layer and plane, where a block, a token and a head
+//! start.
 //!
-//! A layout is only made with a check: strides of one plane never let two elements share a byte, and
-//! [`PagedLayout::memory_bytes`] is the exact reach into each memory, which whoever holds the memories compares with their
-//! lengths.
+//! A layout is only made with a check: strides of one plane never let two elements share a byte,
+//! and [`PagedLayout::memory_bytes`] is the exact reach into each memory, which whoever holds the
+//! memories compares with their lengths.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::{LayerKind, LayerSpec, PlaneSpec};
@@ -31,7 +32,8 @@ pub enum Packing {
     Outer,
     /// One memory, planes inside the block: `[blocks][2]…`.
     Inner,
-    /// One memory, planes side by side in the row of one head: `[blocks]…[k bytes + v bytes]`; an MLA row of 576 + 132.
+    /// One memory, planes side by side in the row of one head: `[blocks]…[k bytes + v bytes]`; an
+    /// MLA row of 576 + 132.
     Row,
 }
 
@@ -63,7 +65,8 @@ pub struct PlaneView {
     pub head_stride: usize,
 }
 
-/// One layer: its planes in the order of its spec (opaque layers have one), and the shape of its blocks.
+/// One layer: its planes in the order of its spec (opaque layers have one), and the shape of its
+/// blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerView {
     /// Planes; one for an opaque layer.
@@ -90,8 +93,9 @@ impl PagedLayout {
     /// A layout from views made by hand, for example from the strides of a server's tensors.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where layers or planes do not match the specs, a dimension is zero, an offset overflows,
-    /// or two elements of a plane, or the first elements of two planes, share bytes.
+    /// [`ErrorKind::InvalidInput`] where layers or planes do not match the specs, a dimension is
+    /// zero, an offset overflows, or two elements of a plane, or the first elements of two
+    /// planes, share bytes.
     pub fn custom(specs: &[LayerSpec], layers: Vec<LayerView>) -> Result<Self> {
         if specs.len() != layers.len() || specs.is_empty() {
             return Err(invalid(format!("{} layer views for {} layers", layers.len(), specs.len())));
@@ -124,8 +128,9 @@ impl PagedLayout {
         Ok(Self { specs: specs.to_vec(), layers, memory_bytes })
     }
 
-    /// A layout with memories per layer, in layer order: one for each layer, or one for each plane with
-    /// [`Packing::Split`] (K of layer 0, V of layer 0, K of layer 1 …). All planes start at the start of their memory.
+    /// A layout with memories per layer, in layer order: one for each layer, or one for each plane
+    /// with [`Packing::Split`] (K of layer 0, V of layer 0, K of layer 1 …). All planes start
+    /// at the start of their memory.
     ///
     /// # Errors
     /// As [`PagedLayout::custom`], and where the shape does not suit a spec.
@@ -140,11 +145,13 @@ impl PagedLayout {
         Self::custom(specs, layers)
     }
 
-    /// A layout of one memory in which a block holds all layers: `[blocks][layers]…`. With [`KvLayout::Hnd`] and
-    /// [`Packing::Row`] a block is `[layers][heads][block_tokens][k bytes + v bytes]`.
+    /// A layout of one memory in which a block holds all layers: `[blocks][layers]…`. With
+    /// [`KvLayout::Hnd`] and [`Packing::Row`] a block is `[layers][heads][block_tokens][k bytes
+    /// + v bytes]`.
     ///
     /// # Errors
-    /// As [`PagedLayout::custom`], and for packings that do not keep the planes of a block together.
+    /// As [`PagedLayout::custom`], and for packings that do not keep the planes of a block
+    /// together.
     pub fn cross_layer(specs: &[LayerSpec], shape: KvShape) -> Result<Self> {
         let apart = matches!(shape.packing, Packing::Split | Packing::Outer);
         if apart && specs.iter().any(|s| s.planes.len() > 1) {
@@ -216,7 +223,8 @@ fn plane_dims(l: usize, spec: &LayerSpec, view: &LayerView) -> Result<Vec<PlaneS
     Ok(dims)
 }
 
-/// The first byte after everything that `plane` can reach, having made sure that its elements do not overlap.
+/// The first byte after everything that `plane` can reach, having made sure that its elements do
+/// not overlap.
 fn reach(plane: &PlaneView, view: &LayerView, dims: PlaneSpec, block_tokens: u32) -> Result<usize, String> {
     let mut steps = vec![
         (plane.block_stride, view.num_blocks as usize, "block"),

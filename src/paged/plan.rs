@@ -1,7 +1,8 @@
 //! The tokens of one chunk and the server's slots they belong to.
 //!
-//! A plan holds only slots inside `num_blocks`, in runs of consecutive tokens and slots, in the order of the tokens. Tokens
-//! that are masked out or map to -1 are in no run: nothing derived from a plan may touch them.
+//! A plan holds only slots inside `num_blocks`, in runs of consecutive tokens and slots, in the
+//! order of the tokens. Tokens that are masked out or map to -1 are in no run: nothing derived from
+//! a plan may touch them.
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -31,7 +32,8 @@ pub struct BlockUse {
 
 /// The part of a slot mapping that concerns one chunk.
 ///
-/// A server with several KV cache groups (sliding and full attention) has one slot mapping, and so one plan, per group.
+/// A server with several KV cache groups (sliding and full attention) has one slot mapping, and so
+/// one plan, per group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkPlan {
     runs: Vec<Run>,
@@ -44,13 +46,13 @@ pub struct ChunkPlan {
 }
 
 impl ChunkPlan {
-    /// A plan for the tokens of one chunk: `slots[i]` is the slot of token `i` or -1 to skip it; where a mask is given,
-    /// tokens whose bit is false are skipped too.
+    /// A plan for the tokens of one chunk: `slots[i]` is the slot of token `i` or -1 to skip it;
+    /// where a mask is given, tokens whose bit is false are skipped too.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] naming the token and slot where a slot is below -1 or beyond the last block (also of
-    /// tokens that are masked out: a mapping with such a slot is not the server's), where the mask is of another length, or
-    /// where a block has no tokens.
+    /// [`ErrorKind::InvalidInput`] naming the token and slot where a slot is below -1 or beyond the
+    /// last block (also of tokens that are masked out: a mapping with such a slot is not the
+    /// server's), where the mask is of another length, or where a block has no tokens.
     pub fn new(slots: &[i64], mask: Option<&[bool]>, block_tokens: u32, num_blocks: u32) -> Result<Self> {
         let invalid = |what: String| Err(Error::new(ErrorKind::InvalidInput, what));
         if block_tokens == 0 {
@@ -117,7 +119,8 @@ impl ChunkPlan {
         &self.runs
     }
 
-    /// Ids of the server's blocks that the plan touches, ascending: what a load reports where the chunk fails.
+    /// Ids of the server's blocks that the plan touches, ascending: what a load reports where the
+    /// chunk fails.
     #[must_use]
     pub fn block_ids(&self) -> &[u32] {
         &self.block_ids
@@ -153,8 +156,8 @@ impl ChunkPlan {
         self.num_blocks
     }
 
-    /// The pieces of a chunk of `tokens` tokens that opaque layers may move: those whose every token is mapped to its own
-    /// place in one block. The last piece may be partial.
+    /// The pieces of a chunk of `tokens` tokens that opaque layers may move: those whose every
+    /// token is mapped to its own place in one block. The last piece may be partial.
     pub fn whole_blocks(&self, tokens: usize) -> impl Iterator<Item = BlockUse> + '_ {
         self.pieces.iter().copied().filter(move |p| self.is_whole(p, tokens))
     }
@@ -166,8 +169,8 @@ impl ChunkPlan {
         self.block_ids.iter().copied().filter(|id| !whole.contains(id)).collect()
     }
 
-    /// Checks that opaque layers can use the mapping: all tokens of a block-sized piece, as far as they are mapped, lie in
-    /// one block and in order.
+    /// Checks that opaque layers can use the mapping: all tokens of a block-sized piece, as far as
+    /// they are mapped, lie in one block and in order.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] naming the piece and block.

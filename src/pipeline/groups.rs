@@ -1,16 +1,19 @@
 //! Which extents go together in one transfer: pure arithmetic on slot layouts.
 //!
-//! Extents of one chunk lie side by side, so adjacent ones can be moved by one request. Groups are the same for all chunks of
-//! a load, which keeps the order layer by layer. The first group also covers the header.
+//! Extents of one chunk lie side by side, so adjacent ones can be moved by one request. Groups are
+//! the same for all chunks of a load, which keeps the order layer by layer. The first group also
+//! covers the header.
 
 use std::ops::Range;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{Extent, SlotLayout};
 
-/// Groups of layers that are waited for one by one hold at most this share of all layers: a group arrives as a whole.
+/// Groups of layers that are waited for one by one hold at most this share of all layers: a group
+/// arrives as a whole.
 const LAYERWISE_SHARE: usize = 16;
-/// Groups up to this many bytes are not cut further: smaller reads would cost the drive more than they save.
+/// Groups up to this many bytes are not cut further: smaller reads would cost the drive more than
+/// they save.
 const LEAST_GROUP_BYTES: usize = 128 << 10;
 
 /// Where a group's bytes lie on disk and in staging.
@@ -48,7 +51,8 @@ impl Span {
     }
 }
 
-/// Bytes a staging slot needs at least to move chunks of `layout`: the largest extent or the header.
+/// Bytes a staging slot needs at least to move chunks of `layout`: the largest extent or the
+/// header.
 #[must_use]
 pub fn min_slot_bytes(layout: &SlotLayout) -> usize {
     let header = (layout.header_offset + layout.header_bytes) as usize;
@@ -60,7 +64,8 @@ pub fn min_slot_bytes(layout: &SlotLayout) -> usize {
 pub(super) struct GroupLimits {
     /// Bytes that move together.
     pub(super) group_bytes: usize,
-    /// Layers are waited for one by one, so no group may hold up many of them, the first and the last least of all.
+    /// Layers are waited for one by one, so no group may hold up many of them, the first and the
+    /// last least of all.
     pub(super) layerwise: bool,
     /// Bytes of a staging slot.
     pub(super) slot_bytes: usize,
@@ -68,13 +73,15 @@ pub(super) struct GroupLimits {
     pub(super) header_apart: bool,
 }
 
-/// Layer ranges whose extents move together in every chunk of `layouts`: as many adjacent layers as fit in `group_bytes`, at
-/// least one. The first range is the one that the header is read with; it is empty where the header must be read alone. Where
-/// layers are waited for one by one, groups grow from one layer and shrink towards the end: attention starts with the first
-/// layer's arrival and goes on after the last one's.
+/// Layer ranges whose extents move together in every chunk of `layouts`: as many adjacent layers as
+/// fit in `group_bytes`, at least one. The first range is the one that the header is read with; it
+/// is empty where the header must be read alone. Where layers are waited for one by one, groups
+/// grow from one layer and shrink towards the end: attention starts with the first layer's arrival
+/// and goes on after the last one's.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidInput`] where layouts have different numbers of layers or an extent does not fit a staging slot.
+/// [`ErrorKind::InvalidInput`] where layouts have different numbers of layers or an extent does not
+/// fit a staging slot.
 pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Result<Vec<Range<usize>>> {
     let GroupLimits { group_bytes, layerwise, slot_bytes, header_apart } = limits;
     let layers = layouts.first().map_or(0, |l| l.extents.len());
@@ -123,8 +130,8 @@ fn payload(layout: &SlotLayout, range: &Range<usize>) -> usize {
     layout.extents.get(range.clone()).unwrap_or_default().iter().map(|e: &Extent| e.padded_len as usize).sum()
 }
 
-/// The end of the group of layers that starts at `from`, may reach to `limit` layers and moves at most `group_bytes`, and
-/// whether it could not have been longer even with more layers.
+/// The end of the group of layers that starts at `from`, may reach to `limit` layers and moves at
+/// most `group_bytes`, and whether it could not have been longer even with more layers.
 pub(super) fn group_end(layout: &SlotLayout, from: usize, limit: usize, group_bytes: usize) -> (usize, bool) {
     let mut bytes = 0;
     let mut end = from;

@@ -1,17 +1,23 @@
-//! Layer-wise load and store: from slots to the caller's paged memory and back, with bounded staging.
+//! Layer-wise load and store: from slots to the caller's paged memory and back, with bounded
+//! staging.
 //!
-//! The pipeline knows chunks only through the traits of [`seam`](ChunkSource): something that can be read, something that can
-//! be written and committed. It knows the caller's memory only through a [`Device`], and never waits for the caller.
+//! The pipeline knows chunks only through the traits of [`seam`](ChunkSource): something that can
+//! be read, something that can be written and committed. It knows the caller's memory only through
+//! a [`Device`], and never waits for the caller.
 //!
 //! Invariants:
-//! - No byte is reported as loaded before its extent's CRC has been compared with the slot's header.
-//! - Staging is held from the submission of a read to the end of its scatter, and from a gather to the end of its write; never
-//!   while waiting for the caller. Loads and stores have pools of their own.
-//! - A buffer in flight belongs to the I/O or to a worker. When a load is cancelled or dropped, what is in flight ends in
-//!   staging; the caller's memory is only touched inside a gate that the caller closes.
-//! - Every load ends, whatever the drive does: requests have time-outs, loads have deadlines, and when nothing moves at all
-//!   everything that waits is given up.
-//! - A chunk is committed only after all its extents were written in full and every load it depends on has verified.
+//! - No byte is reported as loaded before its extent's CRC has been compared with the slot's
+//!   header.
+//! - Staging is held from the submission of a read to the end of its scatter, and from a gather to
+//!   the end of its write; never while waiting for the caller. Loads and stores have pools of their
+//!   own.
+//! - A buffer in flight belongs to the I/O or to a worker. When a load is cancelled or dropped,
+//!   what is in flight ends in staging; the caller's memory is only touched inside a gate that the
+//!   caller closes.
+//! - Every load ends, whatever the drive does: requests have time-outs, loads have deadlines, and
+//!   when nothing moves at all everything that waits is given up.
+//! - A chunk is committed only after all its extents were written in full and every load it depends
+//!   on has verified.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,7 +49,8 @@ pub struct PipelineOptions {
     pub load_pool: Arc<StagingPool>,
     /// Staging of stores; the same holds.
     pub store_pool: Arc<StagingPool>,
-    /// Extents of one chunk are read and written together up to this many bytes, where layers matter.
+    /// Extents of one chunk are read and written together up to this many bytes, where layers
+    /// matter.
     pub group_bytes: usize,
     /// As `group_bytes`, for loads that are waited for as a whole.
     pub whole_group_bytes: usize,
@@ -51,7 +58,8 @@ pub struct PipelineOptions {
     pub window_bytes: usize,
     /// Stores under way beyond which new ones are shed.
     pub max_stores: usize,
-    /// Bytes of stores not gathered yet beyond which new stores are shed; one store alone is always taken.
+    /// Bytes of stores not gathered yet beyond which new stores are shed; one store alone is always
+    /// taken.
     pub max_store_bytes: u64,
     /// Time-out of each read and write.
     pub io_timeout: Duration,
@@ -85,13 +93,14 @@ impl Pipeline {
     /// Starts a load.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::InvalidInput`] where chunks and memory do not fit each other or an extent does not fit a staging
-    /// slot.
+    /// [`crate::ErrorKind::InvalidInput`] where chunks and memory do not fit each other or an
+    /// extent does not fit a staging slot.
     pub fn load(&self, spec: LoadSpec) -> Result<Load> {
         self.loads.start(spec)
     }
 
-    /// Starts a store; nothing is read from the caller's memory before [`Store::layer`] or [`Store::all_layers`].
+    /// Starts a store; nothing is read from the caller's memory before [`Store::layer`] or
+    /// [`Store::all_layers`].
     ///
     /// # Errors
     /// As [`Pipeline::load`]. That a store is shed is no error but its result.
@@ -141,7 +150,8 @@ impl Pipeline {
         self.stores.pool()
     }
 
-    /// Waits for what is under way until `deadline`, then ends it. Loads and stores started later are refused.
+    /// Waits for what is under way until `deadline`, then ends it. Loads and stores started later
+    /// are refused.
     pub fn close(&self, deadline: Instant) {
         self.loads.close(deadline);
         self.stores.close(deadline);

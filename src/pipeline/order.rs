@@ -1,7 +1,9 @@
-//! Per layer: extents that are not yet among the device's work, and the points at which the work on the others ends.
+//! Per layer: extents that are not yet among the device's work, and the points at which the work on
+//! the others ends.
 //!
-//! On an accelerator the caller does not wait for copies but has its stream wait for them; it may do so only when all of a
-//! layer's copies have been submitted, because waiting for a point that was not recorded yet is waiting for nothing.
+//! On an accelerator the caller does not wait for copies but has its stream wait for them; it may
+//! do so only when all of a layer's copies have been submitted, because waiting for a point that
+//! was not recorded yet is waiting for nothing.
 
 use crate::device::{Fence, add_fence};
 

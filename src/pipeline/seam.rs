@@ -1,5 +1,5 @@
-//! What the pipeline needs of the log: chunks to read and slots to write. The engine implements these over the chunk log;
-//! tests implement them over a faulty disk in memory.
+//! What the pipeline needs of the log: chunks to read and slots to write. The engine implements
+//! these over the chunk log; tests implement them over a faulty disk in memory.
 
 use std::sync::Arc;
 
@@ -13,7 +13,8 @@ pub trait ChunkSource: Send + Sync {
     /// Where header and extents lie.
     fn layout(&self) -> &SlotLayout;
 
-    /// A read that fills `buf` from `offset` of the slot on; who wants less of `buf` says so in the request.
+    /// A read that fills `buf` from `offset` of the slot on; who wants less of `buf` says so in the
+    /// request.
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
     /// Submits a request of this chunk; never blocks.
@@ -22,13 +23,15 @@ pub trait ChunkSource: Send + Sync {
     /// [`Rejected`] where the queue is full or closed.
     fn submit(&self, request: Request) -> Result<(), Rejected>;
 
-    /// Checks the slot's header, which `bytes` starts with, against the index, and gives the CRC of each extent.
+    /// Checks the slot's header, which `bytes` starts with, against the index, and gives the CRC of
+    /// each extent.
     ///
     /// # Errors
     /// [`crate::ErrorKind::Corrupt`] where it is damaged or the header of something else.
     fn check_header(&self, bytes: &[u8]) -> Result<Vec<u32>>;
 
-    /// Told that the chunk could not be read or is not what was stored, so that later lookups miss it.
+    /// Told that the chunk could not be read or is not what was stored, so that later lookups miss
+    /// it.
     fn report_bad(&self, cause: MissCause);
 }
 
@@ -43,8 +46,8 @@ pub trait ChunkSink: Send + Sync {
     /// [`Rejected`] where the queue is full or closed.
     fn submit(&self, request: Request) -> Result<(), Rejected>;
 
-    /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after every write has ended well;
-    /// `done` is called once.
+    /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after
+    /// every write has ended well; `done` is called once.
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>);
 }
 
@@ -56,10 +59,11 @@ pub enum Begun {
     AlreadyThere,
     /// There is no room or the drive does not take it.
     Shed(ShedCause),
-    /// There is no room now, but there may be soon: to be tried again, for as long as the store's patience lasts. Then this is why
-    /// it was shed.
+    /// There is no room now, but there may be soon: to be tried again, for as long as the store's
+    /// patience lasts. Then this is why it was shed.
     NotYet(ShedCause, BeginPut),
 }
 
-/// Opens the slot of a chunk; called on the store thread, when its first extent is about to be gathered. Never waits.
+/// Opens the slot of a chunk; called on the store thread, when its first extent is about to be
+/// gathered. Never waits.
 pub type BeginPut = Box<dyn FnOnce() -> Begun + Send>;

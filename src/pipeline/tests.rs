@@ -1,4 +1,5 @@
-//! The pipeline over a disk in memory whose every transfer the test can hold, fail, damage or let hang.
+//! The pipeline over a disk in memory whose every transfer the test can hold, fail, damage or let
+//! hang.
 
 mod disk;
 mod loads;

@@ -1,5 +1,6 @@
-//! A serving engine that only books: blocks, requests, steps; its model writes bytes that follow from prefix, layer and place, and
-//! checks every byte that it would attend to. It reuses blocks as soon as it may.
+//! A serving engine that only books: blocks, requests, steps; its model writes bytes that follow
+//! from prefix, layer and place, and checks every byte that it would attend to. It reuses blocks as
+//! soon as it may.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -252,7 +253,8 @@ struct Report {
     report: Option<WorkerMeta>,
 }
 
-/// What is scheduled: request, new blocks, tokens before and in the step, and whether it was preempted before.
+/// What is scheduled: request, new blocks, tokens before and in the step, and whether it was
+/// preempted before.
 struct Planned {
     id: String,
     new: Vec<u32>,
@@ -298,20 +300,23 @@ impl Server {
         plan
     }
 
-    /// Requests that hold blocks of loads and cannot grow wait for each other, where nothing else will free any: one gives way.
+    /// Requests that hold blocks of loads and cannot grow wait for each other, where nothing else
+    /// will free any: one gives way.
     fn unlock(&mut self) {
         let moves = |r: &Req| matches!(r.state, State::Loading { .. } | State::Running);
         if !self.held.is_empty() || self.reqs.values().any(moves) {
             return;
         }
-        // The last in line: the first one would take its blocks again for the same load, and the others would wait for ever.
+        // The last in line: the first one would take its blocks again for the same load, and the others
+        // would wait for ever.
         let loaded = self.reqs.iter().rfind(|(_, r)| r.state == State::Loaded).map(|(id, _)| id.clone());
         if let Some(id) = loaded {
             self.preempt(&id);
         }
     }
 
-    /// Asks for a request that does not run; the tokens that load in the step, or `None` where it is not scheduled.
+    /// Asks for a request that does not run; the tokens that load in the step, or `None` where it
+    /// is not scheduled.
     fn ask(&mut self, id: &str, was: State) -> Option<usize> {
         if was == State::Running {
             return Some(0);
@@ -398,7 +403,8 @@ impl Server {
         self.report(plan);
     }
 
-    /// What the worker says of this step; it reaches the scheduler now, or after the next step where this server is ahead.
+    /// What the worker says of this step; it reaches the scheduler now, or after the next step
+    /// where this server is ahead.
     fn report(&mut self, plan: Vec<Planned>) {
         let finished = std::mem::take(&mut self.finished);
         let over = self.w.finished(&finished.iter().map(String::as_str).collect::<Vec<_>>());
@@ -444,7 +450,8 @@ impl Server {
             self.free.extend(self.held.remove(&id).unwrap_or_else(|| panic!("{id} is not held")));
         }
         for id in over.recving {
-            // A server that loads within its steps is told of requests, not of blocks, where a whole one failed before.
+            // A server that loads within its steps is told of requests, not of blocks, where a whole one failed
+            // before.
             let is_lost = self.layerwise && failed.contains(&id);
             self.received(&id, &bad, is_lost);
         }

@@ -1,10 +1,12 @@
 //! A disk in memory that remembers what was flushed, so that it can say what a power cut may leave.
 //!
-//! Of every file it keeps the durable content and, in order, what was done since the last flush of that file. An image takes
-//! the durable content and any part of the rest: whole operations may be missing, writes may be torn at 512 bytes. Names are
-//! durable when made; of the removed ones the last may come back until something is flushed or made.
+//! Of every file it keeps the durable content and, in order, what was done since the last flush of
+//! that file. An image takes the durable content and any part of the rest: whole operations may be
+//! missing, writes may be torn at 512 bytes. Names are durable when made; of the removed ones the
+//! last may come back until something is flushed or made.
 //!
-//! It has the lanes' files and the shard's FLOORS. Directories, locks and shared memory stay with the kernel.
+//! It has the lanes' files and the shard's FLOORS. Directories, locks and shared memory stay with
+//! the kernel.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -358,7 +360,8 @@ impl SimDisk {
         self.holes.store(on, Ordering::Relaxed);
     }
 
-    /// From now on so many of 1000 writes and flushes of FLOORS fail. They do not pass a queue, which fails by itself.
+    /// From now on so many of 1000 writes and flushes of FLOORS fail. They do not pass a queue,
+    /// which fails by itself.
     pub fn fail_floors(&self, share: u64, seed: u64) {
         *self.floor_faults.lock() = (share, Rng::of(seed, 78));
     }

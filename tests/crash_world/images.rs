@@ -1,4 +1,5 @@
-//! What a crash leaves, judged: opened by the real recovery, loaded by the real checks, and worked on until it crashes again.
+//! What a crash leaves, judged: opened by the real recovery, loaded by the real checks, and worked
+//! on until it crashes again.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,7 +35,8 @@ pub struct Effort {
     pub rot_one_in: u64,
     /// One in so many images of a workload is also made anew from its data.
     pub rebuild_one_in: u64,
-    /// Two more images of each state, in which one file is ahead of the other by all that was not flushed.
+    /// Two more images of each state, in which one file is ahead of the other by all that was not
+    /// flushed.
     pub apart: bool,
 }
 
@@ -73,7 +75,8 @@ pub struct Judge {
     pub quota: AtomicU64,
     pub adopted: AtomicU64,
     pub rotten: AtomicU64,
-    /// Keys that a rebuild without an index gave and the log served, and those that only the rebuild gave, as it may.
+    /// Keys that a rebuild without an index gave and the log served, and those that only the
+    /// rebuild gave, as it may.
     pub rebuilt: AtomicU64,
     pub rebuilt_only: AtomicU64,
     /// Loads of a key that the index had and the data had not.
@@ -247,8 +250,9 @@ impl World {
         self.model.lock().rotten
     }
 
-    /// The puts that processes that live have in their indexes; `None` where nobody lives. What was stored and is not there has been
-    /// given up, also where an index that somebody makes anew lists it again.
+    /// The puts that processes that live have in their indexes; `None` where nobody lives. What was
+    /// stored and is not there has been given up, also where an index that somebody makes anew
+    /// lists it again.
     pub fn present(&self) -> Option<Vec<u64>> {
         let mut alive = self.processes.lock().clone();
         alive.retain(|p| !self.disk.is_dead(p.number));
@@ -453,7 +457,8 @@ impl Judge {
         self.base.join("aside")
     }
 
-    /// The keys that a deep check finds intact; none where something is damaged, of which fsck and recovery may make different things.
+    /// The keys that a deep check finds intact; none where something is damaged, of which fsck and
+    /// recovery may make different things.
     fn read_by_fsck(&self, config: &Config, start: &Start) -> Option<Vec<u64>> {
         let laid = Laid::out(self.aside(), &start.files, |_| true);
         let files = laid.lanes();

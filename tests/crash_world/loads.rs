@@ -38,7 +38,8 @@ impl World {
         done.result.ok().and(done.buf)
     }
 
-    /// Reads a located chunk or object as a load does: every check, then every byte against what was stored.
+    /// Reads a located chunk or object as a load does: every check, then every byte against what
+    /// was stored.
     fn read_chunk(&self, process: &Process, k: u64, chunk: &Chunk) -> Option<u64> {
         let parts =
             if self.config.is_object(k) { self.read_object(process, chunk) } else { self.read_layers(process, chunk) };

@@ -1,8 +1,9 @@
-//! Logs on simulated disks that crash at every write, and an oracle of what they may serve afterwards.
+//! Logs on simulated disks that crash at every write, and an oracle of what they may serve
+//! afterwards.
 //!
-//! `disk.rs` knows what was flushed, `queue.rs` moves bytes and fails, `model.rs` says what may be served, `world.rs` runs
-//! processes over one disk, `steps.rs`, `puts.rs` and `loads.rs` what they do, `images.rs` judges what a crash leaves, `rebuilt.rs`
-//! what `fsck rebuild` makes of it.
+//! `disk.rs` knows what was flushed, `queue.rs` moves bytes and fails, `model.rs` says what may be
+//! served, `world.rs` runs processes over one disk, `steps.rs`, `puts.rs` and `loads.rs` what they
+//! do, `images.rs` judges what a crash leaves, `rebuilt.rs` what `fsck rebuild` makes of it.
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses a part, and none of it is a library")]
 
 pub mod disk;

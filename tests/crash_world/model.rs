@@ -1,7 +1,8 @@
 //! What may be served: the oracle.
 //!
-//! Every put has one fate. It may be served from when it is committed until a removal or a floor that reaches it has returned, and
-//! never again after that; once flushed it must be served for as long as the log had not given it up.
+//! Every put has one fate. It may be served from when it is committed until a removal or a floor
+//! that reaches it has returned, and never again after that; once flushed it must be served for as
+//! long as the log had not given it up.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -36,13 +37,14 @@ pub struct Put {
     pub state: State,
     /// Unix seconds; 0 for never.
     pub expiry_s: u32,
-    /// A removal or floor that reaches it has begun, it was given up, or it was reported bad: nobody needs to serve it.
+    /// A removal or floor that reaches it has begun, it was given up, or it was reported bad:
+    /// nobody needs to serve it.
     pub going: bool,
     /// The removal or floor has returned: nobody may.
     pub gone: bool,
-    /// It was never published, or is a copy that was about to be, and its header may be on the drive all
-    /// the same, until its segment is sealed or its lane opened anew: no index names it, and no removal
-    /// knows of it.
+    /// It was never published, or is a copy that was about to be, and its header may be on the
+    /// drive all the same, until its segment is sealed or its lane opened anew: no index names
+    /// it, and no removal knows of it.
     pub stray: bool,
 }
 
@@ -88,7 +90,8 @@ pub struct Model {
     pub last_id: u64,
     /// Who has stored something in a lane.
     owners: BTreeMap<[u8; 16], u64>,
-    /// Removals that are under way, by their ids, and the puts that each may reach although they begin after it.
+    /// Removals that are under way, by their ids, and the puts that each may reach although they
+    /// begin after it.
     under_way: BTreeMap<u64, Reach>,
     /// Keys that an image must serve, as of the last crash; while no log is open.
     pub must: Vec<u64>,
@@ -114,7 +117,8 @@ impl Model {
         }
     }
 
-    /// Processes that live have a put in these lanes; whether in any. Where it is not, it has been given up.
+    /// Processes that live have a put in these lanes; whether in any. Where it is not, it has been
+    /// given up.
     pub fn sees(&mut self, id: u64, lanes: &[[u8; 16]]) -> bool {
         let Some(put) = self.puts.get_mut(&id) else { return false };
         match (lanes.first(), put.lane) {

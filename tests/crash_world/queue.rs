@@ -1,4 +1,5 @@
-//! Queues onto a simulated disk that move everything in the caller's turn, or when they are told to; and that fail as told.
+//! Queues onto a simulated disk that move everything in the caller's turn, or when they are told
+//! to; and that fail as told.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

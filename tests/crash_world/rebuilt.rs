@@ -1,6 +1,7 @@
-//! What `fsck rebuild` makes of an image that has lost its indexes: everything that the log serves with them, and nothing that was
-//! removed. What was never flushed may be there or not, as in the log; and of a put that failed, or whose process died in it, the
-//! header may be found, also after a removal (docs/format.md).
+//! What `fsck rebuild` makes of an image that has lost its indexes: everything that the log serves
+//! with them, and nothing that was removed. What was never flushed may be there or not, as in the
+//! log; and of a put that failed, or whose process died in it, the header may be found, also after
+//! a removal (docs/format.md).
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -35,7 +36,8 @@ fn rebuild(laid: &Laid, now_s: u64) -> (Vec<Record>, String) {
 }
 
 impl World {
-    /// Checks what a rebuild makes of the image with which this world began; a log has recovered it and serves these keys.
+    /// Checks what a rebuild makes of the image with which this world began; a log has recovered it
+    /// and serves these keys.
     pub fn check_rebuilt(&self, served: &[u64]) {
         let has_bytes = |path: &Path| self.began.content(path).is_some_and(|content| content.len > 0);
         let wanted = |path: &Path| !path.ends_with("index.kv") && has_bytes(path);

@@ -113,7 +113,8 @@ impl World {
     fn options(&self, read: &Arc<SimQueue>, write: &Arc<SimQueue>) -> LogOptions {
         let c = &self.config;
         let drive = SimQueue::drive(read, write);
-        // Segments, their regions, the rings, the shared files, and once the room that is kept for a larger table.
+        // Segments, their regions, the rings, the shared files, and once the room that is kept for a larger
+        // table.
         let per_lane = u64::from(c.ring_pages) * 4096 + (390 << 10);
         let region = 20 << 10;
         LogOptions {
@@ -196,7 +197,8 @@ impl World {
         self.forget(process);
     }
 
-    /// Takes away a process whose writes the disk has stopped taking. Shared memory has to be put back to that moment after it.
+    /// Takes away a process whose writes the disk has stopped taking. Shared memory has to be put
+    /// back to that moment after it.
     pub fn bury(&self, process: &Arc<Process>) {
         self.tell(|| format!("process {} is dead", process.number));
         process.write.forget();
@@ -234,7 +236,8 @@ impl World {
         all.into_iter().filter_map(|path| std::fs::read(&path).ok().map(|bytes| (path, bytes))).collect()
     }
 
-    /// Whether somebody is amid something for which others would wait: has a lock other than a lane's.
+    /// Whether somebody is amid something for which others would wait: has a lock other than a
+    /// lane's.
     pub fn is_locked(&self) -> bool {
         let may_wait = |path: &&PathBuf| path.extension().is_none() && !path.ends_with("LOCK");
         let is_taken = |path: &PathBuf| std::fs::File::open(path).is_ok_and(|file| file.try_lock().is_err());
@@ -248,7 +251,8 @@ impl World {
         Some((names.next()?, names.next()?))
     }
 
-    /// All processes die at once; nothing that they do from here on reaches disk or shared memory that anybody reads.
+    /// All processes die at once; nothing that they do from here on reaches disk or shared memory
+    /// that anybody reads.
     pub fn end(&self) {
         self.disk.observe(None);
         let all: Vec<Arc<Process>> = self.processes.lock().clone();

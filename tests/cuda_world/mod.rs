@@ -1,4 +1,5 @@
-//! A server and an engine's GPU device on the stand-in: caches in the server's memory, jobs with everything that can be held.
+//! A server and an engine's GPU device on the stand-in: caches in the server's memory, jobs with
+//! everything that can be held.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part of this module")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "borrows memory of the server")]

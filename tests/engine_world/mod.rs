@@ -1,4 +1,5 @@
-//! An engine over a temporary directory, and paged memories of every layout to store from and load into.
+//! An engine over a temporary directory, and paged memories of every layout to store from and load
+//! into.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -133,7 +134,8 @@ impl Kv {
         all
     }
 
-    /// The bytes of one slot of one layer, wherever the layout puts them; of its whole block for opaque layers.
+    /// The bytes of one slot of one layer, wherever the layout puts them; of its whole block for
+    /// opaque layers.
     pub(crate) fn slot(&self, layer: usize, slot: usize) -> Vec<u8> {
         let (spec, view) = (self.kv.spec(layer).unwrap(), self.kv.layout().layer(layer).unwrap());
         let (block, token) = (slot / BLOCK, slot % BLOCK);

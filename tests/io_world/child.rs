@@ -1,4 +1,5 @@
-//! Scenarios that need an environment or a library of their own run in a child process: this test program again, with one test.
+//! Scenarios that need an environment or a library of their own run in a child process: this test
+//! program again, with one test.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses its part")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
@@ -18,7 +19,8 @@ const TRIAL_GPU: &str = "FOREBAY_TEST_TRIAL_GPU";
 /// Trials use the memory of the GPU that they are told.
 pub const WITH_CUDA: &str = "FOREBAY_TEST_WITH_CUDA";
 
-/// The test program's answer to `--cufile-trial`: a trial with host memory, where the program is asked for one.
+/// The test program's answer to `--cufile-trial`: a trial with host memory, where the program is
+/// asked for one.
 pub fn trial_program() {
     let Some(dir) = std::env::var_os(TRIAL) else { return };
     let memory = match std::env::var(TRIAL_GPU).ok().filter(|_| std::env::var_os(WITH_CUDA).is_some()) {
@@ -49,7 +51,8 @@ pub struct Child {
 }
 
 impl Child {
-    /// A child that runs `test` of this program, sees `/proc/modules` and loads `library` as libcufile.
+    /// A child that runs `test` of this program, sees `/proc/modules` and loads `library` as
+    /// libcufile.
     pub fn new(test: &'static str, library: &str) -> Self {
         let scratch = tempfile::tempdir().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());

@@ -1,5 +1,5 @@
-//! An accelerator for tests of the I/O room: its memory is heap memory that says it lies on device 0, its copies run on one
-//! thread, like a stream, and can be held, failed and counted.
+//! An accelerator for tests of the I/O room: its memory is heap memory that says it lies on device
+//! 0, its copies run on one thread, like a stream, and can be held, failed and counted.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses its part")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 #![expect(unsafe_code, reason = "memory known by its address")]

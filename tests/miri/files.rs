@@ -1,5 +1,6 @@
-//! Shared files under Miri, which cannot map them: all mappings of a file are one anonymous mapping, filled from the file by
-//! the first and written back by the last. What is written to the file meanwhile is not seen, unless by [`overwrite`].
+//! Shared files under Miri, which cannot map them: all mappings of a file are one anonymous
+//! mapping, filled from the file by the first and written back by the last. What is written to the
+//! file meanwhile is not seen, unless by [`overwrite`].
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -61,7 +62,8 @@ impl Mapped {
         if i >= self.map.len() / 8 {
             return None;
         }
-        // SAFETY: within the mapping, which starts on a page, lives as long as `self` and is used as atomic words.
+        // SAFETY: within the mapping, which starts on a page, lives as long as `self` and is used as atomic
+        // words.
         Some(unsafe { &*self.map.as_ptr().cast::<AtomicU64>().add(i) })
     }
 }
@@ -71,8 +73,8 @@ impl Drop for Shared {
         // Under the lock, under which alone others come to share it.
         let _files = files();
         if let (1, Some(file)) = (Arc::strong_count(&self.0), &self.0.file) {
-            // A file that may only be read was not changed through this mapping either, so that an error means nothing.
-            // SAFETY: this is the last mapping, and its owner is dropping it.
+            // A file that may only be read was not changed through this mapping either, so that an error means
+            // nothing. SAFETY: this is the last mapping, and its owner is dropping it.
             let _ = file.write_all_at(unsafe { self.0.bytes() }, 0);
         }
     }
@@ -93,7 +95,8 @@ pub(super) fn map(file: &File, _: super::Access, bytes: usize) -> io::Result<Sha
     Ok(Shared(shared))
 }
 
-/// Writes into the file, and where it is mapped into the mappings, as one write does where files can be mapped.
+/// Writes into the file, and where it is mapped into the mappings, as one write does where files
+/// can be mapped.
 #[cfg(test)]
 pub(in super::super) fn overwrite(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
     file.write_all_at(bytes, at)?;

@@ -1,4 +1,5 @@
-//! A queue that keeps chosen requests until the test lets go of them: I/O that takes as long as one likes.
+//! A queue that keeps chosen requests until the test lets go of them: I/O that takes as long as one
+//! likes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

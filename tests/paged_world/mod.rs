@@ -1,4 +1,5 @@
-//! Random paged KV caches with slot mappings, whose addresses are computed here a second time, from the shape of the dimensions.
+//! Random paged KV caches with slot mappings, whose addresses are computed here a second time, from
+//! the shape of the dimensions.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part of this module")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -8,7 +9,8 @@ use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
 use proptest::prelude::*;
 
-/// One cache with its layout, whose addresses are computed here a second time, from the shape of the dimensions.
+/// One cache with its layout, whose addresses are computed here a second time, from the shape of
+/// the dimensions.
 #[derive(Clone, Debug)]
 pub struct Cache {
     pub specs: Vec<LayerSpec>,

@@ -1,4 +1,5 @@
-//! A real file system in a file, on a loop device, that can be shut down under whoever uses it. Needs root.
+//! A real file system in a file, on a loop device, that can be shut down under whoever uses it.
+//! Needs root.
 #![expect(unsafe_code, reason = "a file system is shut down by an ioctl")]
 
 use std::fs::File;
@@ -68,7 +69,8 @@ impl LoopDisk {
         outcome
     }
 
-    /// Ends it, as it ends itself when its drive dies: no call succeeds any more until it is mounted again.
+    /// Ends it, as it ends itself when its drive dies: no call succeeds any more until it is
+    /// mounted again.
     pub fn shut_down(&self, flush: Flush) {
         let dir = File::open(&self.place).unwrap();
         let flags = flush as u32;

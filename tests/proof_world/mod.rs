@@ -1,4 +1,5 @@
-//! Small logs over a temporary directory, values that tell key and put apart, and child processes of the test binary.
+//! Small logs over a temporary directory, values that tell key and put apart, and child processes
+//! of the test binary.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part")]
 
 use std::path::Path;
@@ -35,7 +36,8 @@ pub fn key(n: u32) -> ChunkKey {
     ChunkKey(*blake3::hash(&n.to_le_bytes()).as_bytes())
 }
 
-/// The bytes that put `version` stores under a key: the version, then a pattern of key, version and layer.
+/// The bytes that put `version` stores under a key: the version, then a pattern of key, version and
+/// layer.
 pub fn value(key: &ChunkKey, version: u64, layer: usize, len: usize) -> Vec<u8> {
     let mut rng = Rng(u64::from_le_bytes(*key.0.first_chunk::<8>().unwrap()) ^ version.rotate_left(17) ^ layer as u64);
     let mut bytes = version.to_le_bytes().to_vec();
@@ -77,7 +79,8 @@ pub fn put_of(log: &Log, key: ChunkKey, (version, tenant): (u64, u64)) -> Result
     rx.recv().unwrap().map(|()| true)
 }
 
-/// What a load gives: the version whose every byte was checked, or a miss. A wrong byte fails the test.
+/// What a load gives: the version whose every byte was checked, or a miss. A wrong byte fails the
+/// test.
 pub fn get(log: &Log, key: &ChunkKey) -> Option<u64> {
     let chunk = log.locate(key, Duration::from_secs(1))?;
     read_or_why(log, key, &chunk).map_err(|bad| log.report_bad(&chunk, bad)).ok()

@@ -1,4 +1,5 @@
-//! A child process that works on a log and tells each step, and what its steps allow a load to give after whatever ended it.
+//! A child process that works on a log and tells each step, and what its steps allow a load to give
+//! after whatever ended it.
 
 #![allow(clippy::panic, reason = "a wrong answer fails the test")]
 
@@ -16,7 +17,8 @@ use forebay::log::{Log, LogOptions};
 
 use super::{Rng, get, key, put, put_of};
 
-/// Keys of which every step is told; as many more are stored beside them, of which only the bytes count.
+/// Keys of which every step is told; as many more are stored beside them, of which only the bytes
+/// count.
 pub const KEYS: u64 = 40;
 
 /// Tenants, the first of which is none; a key's is its number modulo this.
@@ -36,11 +38,13 @@ pub fn say(line: &str) {
     out.flush().unwrap();
 }
 
-/// Stores, removes keys, tenants and everything, and flushes. Every step is told before it begins, and when it has returned.
+/// Stores, removes keys, tenants and everything, and flushes. Every step is told before it begins,
+/// and when it has returned.
 pub struct Work<'a> {
     pub log: &'a Log,
     pub seed: u64,
-    /// Set once the file system is gone, which ends the work some steps later. Without it every error fails the test.
+    /// Set once the file system is gone, which ends the work some steps later. Without it every
+    /// error fails the test.
     pub gone: Option<&'a AtomicBool>,
 }
 
@@ -66,7 +70,8 @@ impl Work<'_> {
         }
     }
 
-    /// Stores keys of its own, so that hardly a moment is without a store; only their bytes are checked.
+    /// Stores keys of its own, so that hardly a moment is without a store; only their bytes are
+    /// checked.
     fn store_beside(&self) {
         let mut after = 0;
         for step in 1u64.. {
@@ -161,7 +166,8 @@ impl Teller {
         }
     }
 
-    /// Hears what is told until `wanted` comes. The child must not end before, nor any call take too long.
+    /// Hears what is told until `wanted` comes. The child must not end before, nor any call take
+    /// too long.
     pub fn await_line(&mut self, wanted: &str, model: &mut Model) -> Result<(), String> {
         let mut last = String::new();
         loop {
@@ -244,8 +250,8 @@ impl Model {
             "removed-tenant" => self.of_tenant(k, |may| *may = vec![0]),
             "clearing" => self.all(|may| may.push(0)),
             "cleared" => self.all(|may| *may = vec![0]),
-            // Everything that had returned is durable: the last that was told of each key. A step that ended with an error may
-            // have had its effect or not, so that nothing is known of what came before it.
+            // Everything that had returned is durable: the last that was told of each key. A step that ended with an
+            // error may have had its effect or not, so that nothing is known of what came before it.
             "flushed" if self.erred == 0 => self.all(|may| drop(may.drain(..may.len() - 1))),
             "stored" => self.stored = k as u32,
             "gone-flushed" => panic!("a flush ended well although the file system had been shut down before"),
@@ -258,8 +264,8 @@ impl Model {
         self.may.entry(k).or_insert_with(|| vec![0])
     }
 
-    /// Loads every key: each must give what it may, and nothing else from then on. What every key gave, 0 for a miss; those
-    /// that were stored beside included.
+    /// Loads every key: each must give what it may, and nothing else from then on. What every key
+    /// gave, 0 for a miss; those that were stored beside included.
     pub fn verify(&mut self, log: &Log, whence: &str) -> Vec<u64> {
         let found: Vec<u64> = (0..2 * KEYS).map(|k| get(log, &key(k as u32)).unwrap_or(0)).collect();
         for (k, version) in (0..KEYS).zip(&found) {

@@ -1,5 +1,5 @@
-//! What a process of the soak does: threads that store, extend, load, remove and clear conversations, and check every byte of what
-//! they load and that it was not removed.
+//! What a process of the soak does: threads that store, extend, load, remove and clear
+//! conversations, and check every byte of what they load and that it was not removed.
 
 use std::fs::File;
 use std::io::BufRead;
@@ -28,7 +28,8 @@ const CONVERSATIONS: u64 = 240;
 /// Locks of conversations.
 const LOCKS: u64 = 31;
 const MOST_TOKENS: usize = BLOCKS * BLOCK - CHUNK;
-/// Threads of a process that store, each its own conversations, and threads that only load, any of them.
+/// Threads of a process that store, each its own conversations, and threads that only load, any of
+/// them.
 const WRITERS: u64 = 2;
 const READERS: u64 = 1;
 /// Processes.
@@ -55,7 +56,8 @@ pub(crate) fn open(dir: &Path, min_free: u64) -> (Engine, Arc<dyn Device>) {
     (Engine::open_with(options).unwrap(), device)
 }
 
-/// Boot time in nanoseconds: what one process stores after another has removed has the greater number.
+/// Boot time in nanoseconds: what one process stores after another has removed has the greater
+/// number.
 fn now() -> u64 {
     SystemClock.boot_ns()
 }
@@ -102,13 +104,14 @@ impl Marks {
         u64::from_le_bytes(bytes)
     }
 
-    /// From now on nothing older than now may be served of a conversation; of all with the number after the last.
+    /// From now on nothing older than now may be served of a conversation; of all with the number
+    /// after the last.
     fn set(&self, conversation: u64) {
         self.removed.write_all_at(&now().to_le_bytes(), conversation * 8).unwrap();
     }
 
-    /// Does something to a conversation while nobody else stores or removes it: a removal would not have to reach what another
-    /// process is storing.
+    /// Does something to a conversation while nobody else stores or removes it: a removal would not
+    /// have to reach what another process is storing.
     fn alone<T>(&self, conversation: u64, f: impl FnOnce() -> T) -> T {
         let busy = &self.busy[(conversation % LOCKS) as usize];
         busy.lock().unwrap();
@@ -182,7 +185,8 @@ impl Worker<'_> {
         self.engine.prompt(&tokens_of(conversation, n), &Extra::default())
     }
 
-    /// A turn of a conversation: what is stored is loaded, the whole is computed and what is new of it stored.
+    /// A turn of a conversation: what is stored is loaded, the whole is computed and what is new of
+    /// it stored.
     fn turn(&mut self, conversation: u64) {
         let length = &mut self.lengths[conversation as usize];
         *length += 1 + self.rng.below(3 * CHUNK as u64) as usize;
@@ -191,7 +195,8 @@ impl Worker<'_> {
         }
         let n = *length;
         self.load(conversation, n);
-        // No clear may begin while this store is under way: it would not have to reach what another process is storing.
+        // No clear may begin while this store is under way: it would not have to reach what another process
+        // is storing.
         self.marks.clearing.lock_shared().unwrap();
         let from = slots(n, self.rng.below(1000) as usize);
         let backpressure = if self.rng.one_in(4) { Backpressure::default() } else { Backpressure::Wait };
@@ -219,7 +224,8 @@ impl Worker<'_> {
         self.load(conversation, n);
     }
 
-    /// Loads what is stored of a conversation and checks every byte, and that nothing is older than what was removed.
+    /// Loads what is stored of a conversation and checks every byte, and that nothing is older than
+    /// what was removed.
     fn load(&mut self, conversation: u64, n: usize) {
         let oldest = self.marks.oldest(conversation);
         let prompt = self.prompt(conversation, n);
@@ -292,7 +298,8 @@ impl Worker<'_> {
         if self.rng.one_in(2) {
             return;
         }
-        // A lock that waited would be had when the other writers stop, and the clear be the last thing that is done.
+        // A lock that waited would be had when the other writers stop, and the clear be the last thing that
+        // is done.
         let had = (0..200).any(|_| {
             let had = self.marks.clearing.try_lock().is_ok();
             if !had {

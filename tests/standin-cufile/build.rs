@@ -1,4 +1,5 @@
-//! Compiles the stand-in library and the interposer for NVIDIA's; their paths become constants of the crate.
+//! Compiles the stand-in library and the interposer for NVIDIA's; their paths become constants of
+//! the crate.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};

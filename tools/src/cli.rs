@@ -1,8 +1,10 @@
-//! The command line: global options and the list of subcommands. Each subcommand's own options live in its module.
+//! The command line: global options and the list of subcommands. Each subcommand's own options live
+//! in its module.
 
 use clap::{Parser, Subcommand};
 
-/// KV-cache offload for LLM servers on local NVMe: measure it, warm it, replay traces against it, look into it.
+/// KV-cache offload for LLM servers on local NVMe: measure it, warm it, replay traces against it,
+/// look into it.
 #[derive(Debug, Parser)]
 #[command(name = "forebay", version, max_term_width = 110, after_help = AFTER_HELP)]
 pub(crate) struct Cli {
@@ -34,7 +36,8 @@ Examples:
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Run a request trace through the real engine in a temporary directory, verify every byte, kill and reopen it.
+    /// Run a request trace through the real engine in a temporary directory, verify every byte,
+    /// kill and reopen it.
     Demo(crate::demo::DemoArgs),
     /// Measure raw I/O or the whole engine with fio's options, output and JSON.
     Bench(Box<crate::bench::BenchArgs>),

@@ -1,5 +1,5 @@
-//! `forebay fsck`: checks of a cache's files, also beside servers; damage gives exit status 3. Only `rebuild` writes, and only to
-//! lanes that no server uses.
+//! `forebay fsck`: checks of a cache's files, also beside servers; damage gives exit status 3. Only
+//! `rebuild` writes, and only to lanes that no server uses.
 
 use std::path::PathBuf;
 

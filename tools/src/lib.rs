@@ -1,8 +1,10 @@
-//! The `forebay` program: benchmarks, cache warming, trace replay and inspection of a Forebay cache.
+//! The `forebay` program: benchmarks, cache warming, trace replay and inspection of a Forebay
+//! cache.
 //!
-//! A library, so that the Python package carries the program too: [`run`] parses the command line, sets up logging and turns
-//! the outcome into an exit code; each subcommand lives in its own module. Results go to standard output, everything else
-//! (progress, warnings, errors) to standard error, so that output can be piped.
+//! A library, so that the Python package carries the program too: [`run`] parses the command line,
+//! sets up logging and turns the outcome into an exit code; each subcommand lives in its own
+//! module. Results go to standard output, everything else (progress, warnings, errors) to standard
+//! error, so that output can be piped.
 
 mod bench;
 mod cli;
@@ -31,8 +33,8 @@ use forebay::ErrorKind;
 use crate::cli::{Cli, Command};
 use crate::out::{Context, Outcome};
 
-/// Runs the program with the arguments `args`, the program's name first, and gives its exit code. To be called once in a
-/// process: it sets up logging.
+/// Runs the program with the arguments `args`, the program's name first, and gives its exit code.
+/// To be called once in a process: it sets up logging.
 #[must_use]
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let code = match Cli::try_parse_from(args) {

@@ -1,4 +1,5 @@
-//! `forebay ls`: what a cache serves, read from its indexes without a geometry, also beside servers.
+//! `forebay ls`: what a cache serves, read from its indexes without a geometry, also beside
+//! servers.
 
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};

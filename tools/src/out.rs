@@ -1,4 +1,5 @@
-//! How a subcommand reports: what the user asked for, standard output that survives a closed pipe, exit codes.
+//! How a subcommand reports: what the user asked for, standard output that survives a closed pipe,
+//! exit codes.
 
 use std::io::Write as _;
 

@@ -1,4 +1,5 @@
-//! Progress bars on standard error; hidden with `--json`, `--quiet` or when standard error is no terminal.
+//! Progress bars on standard error; hidden with `--json`, `--quiet` or when standard error is no
+//! terminal.
 
 use std::borrow::Cow;
 

@@ -1,6 +1,7 @@
 //! `forebay purge`: removes what a cache holds, also while servers use it.
 //!
-//! What would go is counted from the indexes and shown first; the removal itself is the log's (`forebay::log::purge`).
+//! What would go is counted from the indexes and shown first; the removal itself is the log's
+//! (`forebay::log::purge`).
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
-//! A temporary directory for a cache, removed without stalling on a drive that is told of every freed extent.
+//! A temporary directory for a cache, removed without stalling on a drive that is told of every
+//! freed extent.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! `forebay stat`: how full a cache is, and with what, read beside servers without taking a lock that could disturb them.
+//! `forebay stat`: how full a cache is, and with what, read beside servers without taking a lock
+//! that could disturb them.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,7 +23,8 @@ pub(crate) struct StatArgs {
     /// The cache directories, one per drive.
     #[arg(required = true, value_name = "DIR")]
     directories: Vec<PathBuf>,
-    /// The servers' capacity setting, to show what is left of it; a cache directory does not record it.
+    /// The servers' capacity setting, to show what is left of it; a cache directory does not record
+    /// it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     capacity: Option<u64>,
     /// The servers' free-space floor, to show what is left above it.

@@ -1,4 +1,5 @@
-//! `forebay stat`, `purge` and `fsck rebuild` over caches of a real log, beside its server and after it.
+//! `forebay stat`, `purge` and `fsck rebuild` over caches of a real log, beside its server and
+//! after it.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -168,7 +169,8 @@ fn rebuild_restores_what_is_intact_once_the_server_is_gone() {
     forebay(dir.path(), &["fsck", "rebuild", ".", "--lane", "a/b/lane0"]).expect(1);
 }
 
-/// The cache of format version 1 that the library's tests keep: `PATH length BYTES` and `PATH OFFSET HEX` (tests/format_v2.rs).
+/// The cache of format version 1 that the library's tests keep: `PATH length BYTES` and `PATH
+/// OFFSET HEX` (tests/format_v2.rs).
 fn version_1(dir: &Path) {
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/format-v1/cache.txt");
     for line in std::fs::read_to_string(text).unwrap().lines() {

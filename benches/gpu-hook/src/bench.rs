@@ -1,4 +1,5 @@
-//! What is moved: chunks of a model in units of a few layers, as the engine's loads of whole prompts move them.
+//! What is moved: chunks of a model in units of a few layers, as the engine's loads of whole
+//! prompts move them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -90,7 +91,8 @@ struct Inner {
     bytes: u64,
 }
 
-/// Paged KV, staging for all of it, and pinned memory with a pattern. Clones share them; one of them may run at a time.
+/// Paged KV, staging for all of it, and pinned memory with a pattern. Clones share them; one of
+/// them may run at a time.
 #[derive(Clone)]
 pub struct Bench(Arc<Inner>);
 
@@ -148,7 +150,8 @@ impl Bench {
     /// Moves everything once; the time until the last byte was there.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for moves of pinned memory on the host, and what a job failed with.
+    /// [`ErrorKind::Unsupported`] for moves of pinned memory on the host, and what a job failed
+    /// with.
     pub fn run(&self, what: Move) -> Result<Duration> {
         let taken: Vec<Buf> = (0..self.0.units.len()).map_while(|_| self.0.pool.try_take()).collect();
         if taken.len() < self.0.units.len() {
@@ -230,8 +233,8 @@ impl Bench {
                 tell(&told, result.err());
             }
         });
-        // SAFETY: `len` bytes of the slot that `done` owns and of the unit's own part of the pinned memory, which the bench
-        // keeps and only this run uses.
+        // SAFETY: `len` bytes of the slot that `done` owns and of the unit's own part of the pinned memory,
+        // which the bench keeps and only this run uses.
         unsafe { mover.to_device(Copying { device, host, len, done }) };
         Ok(())
     }
@@ -258,8 +261,8 @@ impl Bench {
         }
     }
 
-    /// Bytes of the paged KV that are not the pinned memory's, after [`Move::PinnedToPaged`]: a second bench on the host
-    /// scatters the same bytes, and its memory is the reference.
+    /// Bytes of the paged KV that are not the pinned memory's, after [`Move::PinnedToPaged`]: a
+    /// second bench on the host scatters the same bytes, and its memory is the reference.
     ///
     /// # Errors
     /// As [`Bench::run`].

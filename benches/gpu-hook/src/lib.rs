@@ -1,7 +1,9 @@
-//! Forebay's device side behind a C interface for `benches/gpu.py`, which times it beside PyTorch's work in one process.
+//! Forebay's device side behind a C interface for `benches/gpu.py`, which times it beside PyTorch's
+//! work in one process.
 //!
-//! A [`Bench`] holds paged KV, staging for all of it, and pinned memory; its functions move everything once and say how long
-//! that took. Every function of the interface gives a negative number or null where it failed, and [`fb_error`] says why.
+//! A [`Bench`] holds paged KV, staging for all of it, and pinned memory; its functions move
+//! everything once and say how long that took. Every function of the interface gives a negative
+//! number or null where it failed, and [`fb_error`] says why.
 #![expect(unsafe_code, reason = "a C interface")]
 
 mod bench;
@@ -41,7 +43,8 @@ fn text(given: *const c_char) -> Result<String> {
 }
 
 fn hook<'a>(given: *mut Hook) -> Result<&'a mut Hook> {
-    // SAFETY: null, or made by `fb_open`, not yet closed, and used by one thread at a time (contract of the interface).
+    // SAFETY: null, or made by `fb_open`, not yet closed, and used by one thread at a time (contract of
+    // the interface).
     unsafe { given.as_mut() }.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "a null bench"))
 }
 
@@ -51,8 +54,8 @@ pub extern "C" fn fb_error() -> *const c_char {
     LAST.with(|last| last.borrow().as_ptr())
 }
 
-/// Opens `chunks` chunks of `model` on `device` (`host`, `cuda:0`), with kernels of at most `max_ctas` thread blocks (0: no
-/// limit), that take checksums or not. Null where that fails.
+/// Opens `chunks` chunks of `model` on `device` (`host`, `cuda:0`), with kernels of at most
+/// `max_ctas` thread blocks (0: no limit), that take checksums or not. Null where that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_open(
     device: *const c_char,
@@ -74,8 +77,8 @@ pub extern "C" fn fb_bytes(given: *mut Hook) -> f64 {
     told(hook(given).map(|h| h.bench.bytes() as f64), -1.0)
 }
 
-/// Moves everything once and gives the seconds: 0 scatter with CRC, 1 gather with CRC, 2 pinned memory to staging, 3 staging
-/// to pinned memory, 4 pinned memory to paged KV.
+/// Moves everything once and gives the seconds: 0 scatter with CRC, 1 gather with CRC, 2 pinned
+/// memory to staging, 3 staging to pinned memory, 4 pinned memory to paged KV.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_move(given: *mut Hook, what: u32) -> f64 {
     let run = || {
@@ -85,14 +88,15 @@ pub extern "C" fn fb_move(given: *mut Hook, what: u32) -> f64 {
     told(run(), -1.0)
 }
 
-/// Bytes of the paged KV that are not what was moved last from pinned memory; -1 where that cannot be told.
+/// Bytes of the paged KV that are not what was moved last from pinned memory; -1 where that cannot
+/// be told.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_check(given: *mut Hook) -> f64 {
     told(hook(given).and_then(|h| h.bench.wrong_bytes()).map(|n| n as f64), -1.0)
 }
 
-/// Starts moving pinned memory to paged KV again and again, at most `bytes_per_s` (0: as fast as it goes), until
-/// [`fb_feed_stop`]. 0, or -1 where that fails.
+/// Starts moving pinned memory to paged KV again and again, at most `bytes_per_s` (0: as fast as it
+/// goes), until [`fb_feed_stop`]. 0, or -1 where that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_feed_start(given: *mut Hook, bytes_per_s: f64) -> i32 {
     let start = || {

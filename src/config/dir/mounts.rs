@@ -1,6 +1,7 @@
 //! Which file system a directory lies on, from the text of `/proc/self/mountinfo`.
 //!
-//! Parsing is total and skips lines it does not understand, so that a kernel's new fields cost a warning and no start.
+//! Parsing is total and skips lines it does not understand, so that a kernel's new fields cost a
+//! warning and no start.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -106,7 +107,8 @@ impl MountTable {
     /// The mount that holds `path`, which must be free of symlinks.
     #[must_use]
     pub fn of(&self, path: &Path) -> Option<&Mount> {
-        // Of two mounts on one directory the later one hides the earlier; max_by_key gives the last maximum.
+        // Of two mounts on one directory the later one hides the earlier; max_by_key gives the last
+        // maximum.
         let holding = self.0.iter().filter(|mount| path.starts_with(&mount.mount_point));
         holding.max_by_key(|mount| mount.mount_point.components().count())
     }

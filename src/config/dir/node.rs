@@ -5,7 +5,8 @@ use std::path::Path;
 use super::MountTable;
 use crate::config::{Numa, Settings};
 
-/// The node that staging should come from: the one set, or the first drive's on machines with several.
+/// The node that staging should come from: the one set, or the first drive's on machines with
+/// several.
 #[must_use]
 pub fn numa_node(settings: &Settings) -> Option<u32> {
     match settings.numa {

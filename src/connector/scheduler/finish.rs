@@ -1,4 +1,5 @@
-//! The ends of requests: finished, preempted, failed; and which finished ones keep their blocks for how long.
+//! The ends of requests: finished, preempted, failed; and which finished ones keep their blocks for
+//! how long.
 
 use std::collections::HashMap;
 
@@ -33,7 +34,8 @@ impl Held {
         self.blocks
     }
 
-    /// Those that the workers are told of with the next step, and those among them that are given up.
+    /// Those that the workers are told of with the next step, and those among them that are given
+    /// up.
     pub(super) fn take_news(&mut self) -> (Vec<String>, Vec<String>) {
         (std::mem::take(&mut self.news), std::mem::take(&mut self.give_up))
     }
@@ -48,7 +50,8 @@ impl Held {
         self.gathered.iter().any(|gathered| *gathered < step)
     }
 
-    /// Keeps a request's blocks; whether they are more than `most`, so that its stores are given up.
+    /// Keeps a request's blocks; whether they are more than `most`, so that its stores are given
+    /// up.
     fn keep(&mut self, req_id: &str, blocks: usize, most: usize) -> bool {
         self.release(req_id);
         self.requests.insert(req_id.to_owned(), blocks);
@@ -67,8 +70,8 @@ impl Held {
 }
 
 impl Scheduler {
-    /// Whether a load of the request was ordered that runs between steps and whose end no worker has reported. One within a step ends with
-    /// it and is never reported.
+    /// Whether a load of the request was ordered that runs between steps and whose end no worker
+    /// has reported. One within a step ends with it and is never reported.
     #[must_use]
     pub fn is_loading(&self, req_id: &str) -> bool {
         let is_under_way =
@@ -76,9 +79,11 @@ impl Scheduler {
         self.requests.get(req_id).is_some_and(is_under_way)
     }
 
-    /// A request ended, or was aborted. `true`: the server keeps its blocks until the workers report it, as sent where stores of it
-    /// were handed to them, or as received where its load is under way. A request over the bound on such blocks is given up by the
-    /// workers in the next step, and reported then. `generated` tokens were generated for it, where the caller knows.
+    /// A request ended, or was aborted. `true`: the server keeps its blocks until the workers
+    /// report it, as sent where stores of it were handed to them, or as received where its load
+    /// is under way. A request over the bound on such blocks is given up by the workers in the
+    /// next step, and reported then. `generated` tokens were generated for it, where the caller
+    /// knows.
     pub fn request_finished(&mut self, req_id: &str, generated: Option<u32>) -> bool {
         let is_loading = self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::InFlight { .. }));
         self.load_over(req_id);
@@ -131,8 +136,8 @@ impl Scheduler {
         }
     }
 
-    /// The server takes a request's blocks away in this step. A load that was ordered for it is of later: it is not sent yet, and
-    /// goes to blocks that were given after.
+    /// The server takes a request's blocks away in this step. A load that was ordered for it is of
+    /// later: it is not sent yet, and goes to blocks that were given after.
     pub(super) fn preempt(&mut self, req_id: &str, meta: &mut StepMeta) {
         if !self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::Ordered { .. })) {
             self.load_over(req_id);
@@ -146,7 +151,8 @@ impl Scheduler {
         tracker.last_save = 0;
     }
 
-    /// A request ended without a question whether its blocks are needed: they may be another's in this step.
+    /// A request ended without a question whether its blocks are needed: they may be another's in
+    /// this step.
     pub(super) fn finished_unasked(&mut self, req_id: &str, meta: &mut StepMeta) {
         self.preempt(req_id, meta);
         self.load_over(req_id);

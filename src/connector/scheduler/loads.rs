@@ -1,4 +1,5 @@
-//! From a lookup to a load: what is offered, what the server allocated for it, and when it goes to the workers.
+//! From a lookup to a load: what is offered, what the server allocated for it, and when it goes to
+//! the workers.
 
 use std::time::{Duration, Instant};
 
@@ -31,7 +32,8 @@ impl LoadRate {
         self.tokens_per_s = Some(self.tokens_per_s.map_or(now, |old| old + NEW_SHARE * (now - old)));
     }
 
-    /// Whether loading so many tokens is predicted to take more than `most_ms`; not before a load was measured.
+    /// Whether loading so many tokens is predicted to take more than `most_ms`; not before a load
+    /// was measured.
     fn is_longer_than(&self, tokens: usize, most_ms: u64) -> bool {
         self.tokens_per_s.is_some_and(|rate| tokens as f64 * 1000.0 > rate * most_ms as f64)
     }
@@ -45,8 +47,9 @@ impl LoadRate {
 }
 
 impl Scheduler {
-    /// How much can be loaded for a request of which the server has `num_computed` tokens. May be asked again and again; an
-    /// answer that is not followed by [`Scheduler::allocated`] holds nothing.
+    /// How much can be loaded for a request of which the server has `num_computed` tokens. May be
+    /// asked again and again; an answer that is not followed by [`Scheduler::allocated`] holds
+    /// nothing.
     pub fn matched(&mut self, req_id: &str, num_computed: usize) -> Matched {
         self.stats.queries += 1;
         let asynchronous = !self.options.layerwise;
@@ -116,11 +119,13 @@ impl Scheduler {
         Some(found)
     }
 
-    /// The server has given blocks to a request (`blocks`: all of them, one list per KV cache group), `num_external` tokens of which
-    /// are to be loaded. 0 drops the answer that was given before; a load under way goes on.
+    /// The server has given blocks to a request (`blocks`: all of them, one list per KV cache
+    /// group), `num_external` tokens of which are to be loaded. 0 drops the answer that was
+    /// given before; a load under way goes on.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] for more tokens than were offered, and where the blocks do not hold them; nothing is loaded then.
+    /// [`ErrorKind::InvalidInput`] for more tokens than were offered, and where the blocks do not
+    /// hold them; nothing is loaded then.
     pub fn allocated(&mut self, req_id: &str, blocks: &[Vec<u32>], num_external: usize) -> Result<()> {
         let Some(tracker) = self.requests.get_mut(req_id) else { return Ok(()) };
         tracker.replace(blocks);
@@ -194,7 +199,8 @@ impl Scheduler {
     }
 }
 
-/// Whether the first chunk that a load would begin with is being loaded by another request, and it is worth to wait for that.
+/// Whether the first chunk that a load would begin with is being loaded by another request, and it
+/// is worth to wait for that.
 fn waits(
     tracker: &mut Tracker,
     (loading, computed): (&std::collections::HashMap<ChunkKey, Instant>, usize),

@@ -1,8 +1,10 @@
-//! The scheduler's side: it knows every request's tokens and blocks, and says what the workers load and store in each step.
+//! The scheduler's side: it knows every request's tokens and blocks, and says what the workers load
+//! and store in each step.
 //!
-//! Invariants: it opens no device, does no I/O and waits for nothing; what it holds for a request goes when the server says that
-//! the request is finished, and at the latest when its blocks are reported as sent. A request that it does not know costs nothing and is
-//! never an error: servers ask about requests that were added before the connector wanted them.
+//! Invariants: it opens no device, does no I/O and waits for nothing; what it holds for a request
+//! goes when the server says that the request is finished, and at the latest when its blocks are
+//! reported as sent. A request that it does not know costs nothing and is never an error: servers
+//! ask about requests that were added before the connector wanted them.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -27,7 +29,8 @@ use tracker::Tracker;
 
 /// Tokens that the questions of one step may bring to the workers, unless one question has more.
 const QUESTION_TOKENS: usize = 1 << 16;
-/// Tokens after a chunk's end within which its store is tried again where it was put off: ids that were not final, other workers' loads.
+/// Tokens after a chunk's end within which its store is tried again where it was put off: ids that
+/// were not final, other workers' loads.
 const PUT_OFF_TOKENS: usize = 16;
 
 /// A request that the server takes up.
@@ -43,8 +46,9 @@ pub struct AddRequest<'a> {
     pub skip_save: bool,
     /// Nothing is loaded for it.
     pub skip_load: bool,
-    /// Tokens from its start that another server says it has stored or is storing: a producer stores them no second time, others wait until
-    /// they can be loaded, for at most [`ConnectorOptions::load_timeout_ms`].
+    /// Tokens from its start that another server says it has stored or is storing: a producer
+    /// stores them no second time, others wait until they can be loaded, for at most
+    /// [`ConnectorOptions::load_timeout_ms`].
     pub transferred: usize,
 }
 
@@ -83,7 +87,8 @@ pub struct NewRequest<'a> {
 pub struct CachedRequest<'a> {
     /// Its name.
     pub req_id: &'a str,
-    /// Block ids that it got, one list per KV cache group: further ones, or all of them where it is resumed.
+    /// Block ids that it got, one list per KV cache group: further ones, or all of them where it is
+    /// resumed.
     pub new_blocks: Option<Vec<Vec<u32>>>,
     /// Tokens that are computed before the step.
     pub num_computed: usize,
@@ -119,8 +124,8 @@ pub struct StepOutput<'a> {
     pub workers: Vec<WorkerMeta>,
 }
 
-/// Gives the ids of the tokens `start..stop` of a request: only those that are final; fewer, or `None`, where the later ones are
-/// not yet.
+/// Gives the ids of the tokens `start..stop` of a request: only those that are final; fewer, or
+/// `None`, where the later ones are not yet.
 pub type TokensOf<'a> = dyn FnMut(&str, usize, usize) -> Option<Vec<u32>> + 'a;
 
 /// Counts since the scheduler side was made.
@@ -150,7 +155,8 @@ pub struct SchedulerStats {
     pub saves: u64,
     /// Tokens of them.
     pub save_tokens: u64,
-    /// Tokens not stored because the window's blocks were gone, or given to the server's null block.
+    /// Tokens not stored because the window's blocks were gone, or given to the server's null
+    /// block.
     pub skipped_window_tokens: u64,
     /// Finished requests whose stores were given up to keep the bound on held blocks.
     pub given_up: u64,
@@ -283,14 +289,15 @@ impl Scheduler {
         self.requests.insert(request.req_id.to_owned(), tracker);
     }
 
-    /// Tokens from a request's start that are stored or were ordered to be, or will be at its end; what another server is told in
-    /// [`AddRequest::transferred`].
+    /// Tokens from a request's start that are stored or were ordered to be, or will be at its end;
+    /// what another server is told in [`AddRequest::transferred`].
     #[must_use]
     pub fn transferred(&self, req_id: &str) -> usize {
         self.requests.get(req_id).and_then(Tracker::reached).unwrap_or(0)
     }
 
-    /// Forgets what was found stored, so that everything is looked up anew; for a server that resets its caches.
+    /// Forgets what was found stored, so that everything is looked up anew; for a server that
+    /// resets its caches.
     pub fn reset(&mut self) -> bool {
         for (req_id, tracker) in &mut self.requests {
             tracker.forget_stored();
@@ -301,7 +308,8 @@ impl Scheduler {
         true
     }
 
-    /// What became of chunks since the last call; nothing where [`ConnectorOptions::events`] is off.
+    /// What became of chunks since the last call; nothing where [`ConnectorOptions::events`] is
+    /// off.
     #[must_use]
     pub fn take_news(&mut self) -> News {
         self.chronicle.take()
@@ -328,8 +336,9 @@ impl Scheduler {
         self.held = finish::Held::new(self.options.workers);
     }
 
-    /// Whether a request that has run before must be told of in a step: `num_computed` as in [`CachedRequest`], `most_scheduled` the most
-    /// tokens that the step computes of any request. Most requests of most steps fill no chunk, and what is looked at of each
+    /// Whether a request that has run before must be told of in a step: `num_computed` as in
+    /// [`CachedRequest`], `most_scheduled` the most tokens that the step computes of any
+    /// request. Most requests of most steps fill no chunk, and what is looked at of each
     /// is what a step costs. Requests with new blocks must always be told of.
     #[must_use]
     pub fn looks_at(&self, num_computed: usize, most_scheduled: usize) -> bool {
@@ -338,8 +347,8 @@ impl Scheduler {
         self.options.save_unfull_chunk || into < PUT_OFF_TOKENS || into + most_scheduled >= chunk
     }
 
-    /// What the server scheduled becomes what the workers do. `tokens_of` is asked for generated tokens, and only where the
-    /// settings want them stored and a chunk of them is full.
+    /// What the server scheduled becomes what the workers do. `tokens_of` is asked for generated
+    /// tokens, and only where the settings want them stored and a chunk of them is full.
     pub fn step(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
         self.step += 1;
         let mut meta = StepMeta { step: self.step, saves: std::mem::take(&mut self.due), ..StepMeta::default() };
@@ -369,7 +378,8 @@ impl Scheduler {
         meta
     }
 
-    /// Puts what the lookup wants to know of the workers into a step, before anything else that brings them tokens.
+    /// Puts what the lookup wants to know of the workers into a step, before anything else that
+    /// brings them tokens.
     fn send_questions(&mut self, meta: &mut StepMeta) {
         meta.heard = std::mem::take(&mut self.heard);
         meta.silent = self.lookup.silent();
@@ -392,7 +402,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes the blocks that a request got; whether it may have something to store once `end` tokens are computed.
+    /// Takes the blocks that a request got; whether it may have something to store once `end`
+    /// tokens are computed.
     fn update(&mut self, request: &CachedRequest<'_>, end: usize) -> bool {
         let Some(tracker) = self.requests.get_mut(request.req_id) else { return false };
         match &request.new_blocks {

@@ -1,9 +1,9 @@
-//! What became of chunks, for a server that tells others which KV it can serve: stores that were ordered, those that every worker has
-//! committed, and what lookups found or missed.
+//! What became of chunks, for a server that tells others which KV it can serve: stores that were
+//! ordered, those that every worker has committed, and what lookups found or missed.
 //!
-//! Invariants: nothing is kept where [`ConnectorOptions::events`] is off; what is kept is bounded. It only observes: no decision
-//! follows from it. Workers say what they have evicted themselves; what other processes, which share the drives, have evicted is seen
-//! when a lookup misses it.
+//! Invariants: nothing is kept where [`ConnectorOptions::events`] is off; what is kept is bounded.
+//! It only observes: no decision follows from it. Workers say what they have evicted themselves;
+//! what other processes, which share the drives, have evicted is seen when a lookup misses it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::Hash;
@@ -149,8 +149,8 @@ impl Chronicle {
         }
     }
 
-    /// A lookup found the first `found` tokens of a request. What follows the first missing chunk may be there or not: nobody can
-    /// use it.
+    /// A lookup found the first `found` tokens of a request. What follows the first missing chunk
+    /// may be there or not: nobody can use it.
     pub(super) fn looked_up(&mut self, req_id: &str, prompt: &Prompt, found: usize) {
         if !self.is_on {
             return;

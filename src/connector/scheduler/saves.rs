@@ -1,4 +1,5 @@
-//! What of a request is stored in a step, or when it ends: whole chunks that are computed then and whose token ids are final.
+//! What of a request is stored in a step, or when it ends: whole chunks that are computed then and
+//! whose token ids are final.
 
 use super::super::meta::{SaveOrder, StepMeta};
 use super::super::options::ConnectorOptions;
@@ -6,11 +7,13 @@ use super::tracker::Tracker;
 use super::{Scheduler, TokensOf};
 use crate::config::StoreWhen;
 
-/// A request waits for its end only while it has at most one in so many of the blocks that finished requests may hold.
+/// A request waits for its end only while it has at most one in so many of the blocks that finished
+/// requests may hold.
 const HELD_AT_MOST: usize = 2;
 
 impl Scheduler {
-    /// Orders what a request has to store after a step that computes its tokens `computed.0..computed.1`.
+    /// Orders what a request has to store after a step that computes its tokens
+    /// `computed.0..computed.1`.
     pub(super) fn save(
         &mut self,
         req_id: &str,
@@ -46,8 +49,8 @@ impl Scheduler {
         meta.saves.extend(self.order_save(req_id, (stop, computed.0), (self.step, None)));
     }
 
-    /// Orders what waited for the request's end, with the next step: so many tokens were generated for it. Nothing where more blocks
-    /// would be held for it than may be.
+    /// Orders what waited for the request's end, with the next step: so many tokens were generated
+    /// for it. Nothing where more blocks would be held for it than may be.
     pub(super) fn save_at_end(&mut self, req_id: &str, generated: Option<u32>) {
         let Some((stop, blocks)) = self.requests.get(req_id).and_then(|t| Some((t.ripe?, t.num_blocks()))) else {
             return;
@@ -60,12 +63,14 @@ impl Scheduler {
         }
     }
 
-    /// Whether stores wait for the next step: other workers' loads within this one may fail, and this worker would not know.
+    /// Whether stores wait for the next step: other workers' loads within this one may fail, and
+    /// this worker would not know.
     fn waits_for_others(&self, meta: &StepMeta) -> bool {
         self.options.workers > 1 && meta.loads.iter().any(|l| !l.asynchronous)
     }
 
-    /// The order to store a request's tokens up to `stop` in step `step`, that are not stored yet; `computed` are computed before.
+    /// The order to store a request's tokens up to `stop` in step `step`, that are not stored yet;
+    /// `computed` are computed before.
     fn order_save(
         &mut self,
         req_id: &str,
@@ -109,8 +114,8 @@ fn end_of_save(tracker: &Tracker, end: usize, options: &ConnectorOptions) -> usi
     if is_end { before + rest } else { stop }
 }
 
-/// The first token from which on all blocks of `start..stop` are the request's: those that have left a sliding window may be
-/// another request's by now. Starts a chunk, or is `stop`.
+/// The first token from which on all blocks of `start..stop` are the request's: those that have
+/// left a sliding window may be another request's by now. Starts a chunk, or is `stop`.
 fn first_present(
     tracker: &Tracker,
     (start, stop, computed): (usize, usize, usize),

@@ -1,5 +1,6 @@
-//! One request as the scheduler side knows it: its tokens, its blocks, and how far it is computed, stored and sent. Plain state
-//! with its small transitions; what follows from them is decided in `loads.rs` and `saves.rs`.
+//! One request as the scheduler side knows it: its tokens, its blocks, and how far it is computed,
+//! stored and sent. Plain state with its small transitions; what follows from them is decided in
+//! `loads.rs` and `saves.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -36,9 +37,11 @@ pub(super) struct Tracker {
     pub(super) blocks: Vec<Vec<u32>>,
     /// Tokens from the start that are stored or on their way; `None` until it is looked up.
     pub(super) saved: Option<usize>,
-    /// Tokens from the start that are computed, and stored when the request ends; `None` where nothing waits for that.
+    /// Tokens from the start that are computed, and stored when the request ends; `None` where
+    /// nothing waits for that.
     pub(super) ripe: Option<usize>,
-    /// The partial chunk at the prompt's end was ordered to be stored, or waits for the request's end.
+    /// The partial chunk at the prompt's end was ordered to be stored, or waits for the request's
+    /// end.
     pub(super) unfull_saved: bool,
     /// The last step that carried a store of it; 0 for none.
     pub(super) last_save: u64,
@@ -51,7 +54,8 @@ pub(super) struct Tracker {
     /// Since when it waits for another request's load.
     pub(super) waiting_since: Option<Instant>,
     pub(super) load: LoadState,
-    /// The load is over before the request is scheduled; otherwise it runs within the request's first step.
+    /// The load is over before the request is scheduled; otherwise it runs within the request's
+    /// first step.
     pub(super) asynchronous: bool,
     /// Loads of it that failed.
     pub(super) epoch: u32,
@@ -117,7 +121,8 @@ impl Tracker {
         }
     }
 
-    /// Takes all its blocks away, but for those of a load that is about to be sent; what is stored is looked up anew.
+    /// Takes all its blocks away, but for those of a load that is about to be sent; what is stored
+    /// is looked up anew.
     pub(super) fn preempt(&mut self) {
         if !matches!(self.load, LoadState::Ordered { .. }) {
             self.blocks.clear();
@@ -132,14 +137,16 @@ impl Tracker {
         (self.saved, self.ripe, self.found, self.unfull_saved) = (None, None, None, false);
     }
 
-    /// A load failed: there is never another one, and what was computed from it does not count as stored.
+    /// A load failed: there is never another one, and what was computed from it does not count as
+    /// stored.
     pub(super) fn load_failed(&mut self) {
         self.skip_load = true;
         self.epoch = self.epoch.saturating_add(1);
         self.forget_stored();
     }
 
-    /// Tokens from the start that need not be looked at again: stored, on their way, or to be stored at the end.
+    /// Tokens from the start that need not be looked at again: stored, on their way, or to be
+    /// stored at the end.
     pub(super) fn reached(&self) -> Option<usize> {
         self.saved.max(self.ripe)
     }

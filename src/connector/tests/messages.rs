@@ -73,7 +73,8 @@ fn chunks_are_no_longer_than_what_a_window_keeps() {
     assert_eq!(windowed_chunk_tokens(256, &[u32::MAX], &[Some(u32::MAX)]), u32::MAX);
 }
 
-/// Whatever steps a server computes a prompt in, no chunk of that size is left out because blocks were gone.
+/// Whatever steps a server computes a prompt in, no chunk of that size is left out because blocks
+/// were gone.
 #[test]
 fn no_chunk_is_lost_to_a_window_however_a_prompt_is_cut() {
     for (block, window) in [(4usize, 16u32), (4, 13), (4, 3), (8, 12), (2, 7), (16, 5)] {

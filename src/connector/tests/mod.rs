@@ -1,4 +1,5 @@
-//! The rules of the scheduler's side one by one, without an engine; both sides over a real one are in `tests/connector_server.rs`.
+//! The rules of the scheduler's side one by one, without an engine; both sides over a real one are
+//! in `tests/connector_server.rs`.
 
 use std::sync::Arc;
 
@@ -129,7 +130,8 @@ impl Side {
         self.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None)
     }
 
-    /// A later step of a request that gets `more` blocks; generated tokens are final up to `final_to`.
+    /// A later step of a request that gets `more` blocks; generated tokens are final up to
+    /// `final_to`.
     fn next(&mut self, req_id: &str, (from, to): (usize, usize), (more, final_to): (&[u32], usize)) -> StepMeta {
         let cached = vec![CachedRequest {
             req_id,

@@ -1,4 +1,5 @@
-//! Ranks that the scheduler cannot see: what they said counts, as long as it is they who said it, and nobody waits for ever.
+//! Ranks that the scheduler cannot see: what they said counts, as long as it is they who said it,
+//! and nobody waits for ever.
 
 use std::time::Duration;
 

@@ -24,7 +24,8 @@ impl Loading {
 }
 
 impl Worker {
-    /// The prompt of a request, with the tokens that have just been learnt; `None` where something before them is not known.
+    /// The prompt of a request, with the tokens that have just been learnt; `None` where something
+    /// before them is not known.
     pub(super) fn learn(&mut self, req_id: &str, part: &PromptPart) -> Option<Prompt> {
         let known = self.prompts.get(req_id);
         let prompt = match known {
@@ -39,8 +40,8 @@ impl Worker {
         Some(prompt)
     }
 
-    /// Learns the tokens of a question, and where this rank is asked, says how much of them is stored here. Tokens that follow some that are not
-    /// known here count as not stored.
+    /// Learns the tokens of a question, and where this rank is asked, says how much of them is
+    /// stored here. Tokens that follow some that are not known here count as not stored.
     pub(super) fn answer(&mut self, question: &Question, is_asked: bool) {
         let prompt = self.learn(&question.req_id, &question.prompt);
         if is_asked {
@@ -53,7 +54,8 @@ impl Worker {
         }
     }
 
-    /// Whether an order's numbers fit each other: the tokens `start..stop` are of `prompt`, and every group has blocks for them.
+    /// Whether an order's numbers fit each other: the tokens `start..stop` are of `prompt`, and
+    /// every group has blocks for them.
     pub(super) fn fits(&self, prompt: &Prompt, spans: &[BlockSpan], (start, stop): (usize, usize)) -> bool {
         let holds = |(span, tokens): (&BlockSpan, &u32)| {
             let tokens = *tokens as usize;
@@ -65,7 +67,8 @@ impl Worker {
             && spans.iter().zip(&self.options.block_tokens).all(holds)
     }
 
-    /// Where the tokens `start..stop` of a request lie; nowhere before them, nor in the null block of a group with a window.
+    /// Where the tokens `start..stop` of a request lie; nowhere before them, nor in the null block
+    /// of a group with a window.
     pub(super) fn slots(&self, spans: &[BlockSpan], (start, stop): (usize, usize)) -> SlotMapping {
         let group = |(group, tokens): (usize, &u32)| {
             let (tokens, null) = (*tokens as usize, self.options.window(group).map(|_| 0));
@@ -196,9 +199,10 @@ impl Worker {
         }
     }
 
-    /// Waits until layer `layer` of the loads within this step is there; what is submitted to `stream` from now on finds it.
-    /// Nothing where requests are loaded as a whole. Returns at the loads' time-out at the latest: what has failed by then is
-    /// reported when the step ends.
+    /// Waits until layer `layer` of the loads within this step is there; what is submitted to
+    /// `stream` from now on finds it. Nothing where requests are loaded as a whole. Returns at
+    /// the loads' time-out at the latest: what has failed by then is reported when the step
+    /// ends.
     ///
     /// # Errors
     /// What the driver says.

@@ -1,8 +1,9 @@
-//! The worker's side: it starts the loads and stores that the scheduler's side ordered, over one engine and one paged KV cache,
-//! and says when they are over.
+//! The worker's side: it starts the loads and stores that the scheduler's side ordered, over one
+//! engine and one paged KV cache, and says when they are over.
 //!
-//! Invariants: no call waits for a drive, but for [`Worker::wait_layer`], which is there to wait, and [`Worker::close`]. Blocks are
-//! read only while a request is known and not reported as sent; nothing computed in a step whose load failed is stored.
+//! Invariants: no call waits for a drive, but for [`Worker::wait_layer`], which is there to wait,
+//! and [`Worker::close`]. Blocks are read only while a request is known and not reported as sent;
+//! nothing computed in a step whose load failed is stored.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -53,11 +54,13 @@ pub struct WorkerStats {
     pub stored_tokens: u64,
     /// Chunks that were there already.
     pub already_there: u64,
-    /// Chunks that were not stored: no staging or slot in time, given up, or computed from a load that failed.
+    /// Chunks that were not stored: no staging or slot in time, given up, or computed from a load
+    /// that failed.
     pub shed_chunks: u64,
     /// Stores whose gathers were given up, so that blocks come free.
     pub given_up: u64,
-    /// Orders that could not be carried out: for a request's tokens that this worker does not know, or refused by the engine.
+    /// Orders that could not be carried out: for a request's tokens that this worker does not know,
+    /// or refused by the engine.
     pub refused_orders: u64,
 }
 
@@ -150,14 +153,15 @@ impl Worker {
         })
     }
 
-    /// Gives blocks back that this step may overwrite: when it returns, no gather of the preempted requests reads them any more.
-    /// To be called before the step runs; [`Worker::begin`] does it too.
+    /// Gives blocks back that this step may overwrite: when it returns, no gather of the preempted
+    /// requests reads them any more. To be called before the step runs; [`Worker::begin`] does
+    /// it too.
     pub fn preempt(&mut self, meta: &StepMeta) {
         self.give_up(&meta.preempted);
     }
 
-    /// Begins a step: starts its loads, and remembers its stores. `stream` is the one whose kernels use the memory. Never waits
-    /// for a drive.
+    /// Begins a step: starts its loads, and remembers its stores. `stream` is the one whose kernels
+    /// use the memory. Never waits for a drive.
     pub fn begin(&mut self, meta: StepMeta, stream: Option<Stream>) {
         self.preempt(&meta);
         self.step = self.step.max(meta.step);
@@ -180,9 +184,11 @@ impl Worker {
         }
     }
 
-    /// Ends a step, all of whose layers are computed, or submitted to `stream`: starts its stores. Waits for no drive; where a KV cache group
-    /// has a sliding window, it waits for the gathers, which copy from memory to memory, because the server may give blocks of
-    /// running requests away: for at most [`ConnectorOptions::gather_patience_ms`], then the stores are given up.
+    /// Ends a step, all of whose layers are computed, or submitted to `stream`: starts its stores.
+    /// Waits for no drive; where a KV cache group has a sliding window, it waits for the
+    /// gathers, which copy from memory to memory, because the server may give blocks of running
+    /// requests away: for at most [`ConnectorOptions::gather_patience_ms`], then the stores are
+    /// given up.
     pub fn end_step(&mut self, stream: Option<Stream>) {
         self.end_loads_of_step();
         // Told at the start that all is computed, the store's thread is woken once.
@@ -190,8 +196,8 @@ impl Worker {
         self.end_saves(stream);
     }
 
-    /// What has come to an end since the last call. `finished` are requests that the server has finished: their loads are
-    /// cancelled, and what this side keeps of them goes.
+    /// What has come to an end since the last call. `finished` are requests that the server has
+    /// finished: their loads are cancelled, and what this side keeps of them goes.
     pub fn finished(&mut self, finished: &[&str]) -> Finished {
         self.end_requests(finished);
         self.poll_loads();
@@ -199,8 +205,9 @@ impl Worker {
         Finished { sending: self.sent(), recving: std::mem::take(&mut self.received) }
     }
 
-    /// The server's blocks that were to be loaded and must be computed instead, ascending, since the last call: all that hold a
-    /// token from the first one on that is not verified. Of use with one KV cache group, where an id names one block.
+    /// The server's blocks that were to be loaded and must be computed instead, ascending, since
+    /// the last call: all that hold a token from the first one on that is not verified. Of use
+    /// with one KV cache group, where an id names one block.
     pub fn failed_blocks(&mut self) -> Vec<u32> {
         let mut blocks: Vec<u32> = std::mem::take(&mut self.failed_blocks).into_iter().collect();
         blocks.sort_unstable();
@@ -214,7 +221,8 @@ impl Worker {
         requests
     }
 
-    /// What the scheduler's side has to know of this worker; `None` where nothing has changed since the last call.
+    /// What the scheduler's side has to know of this worker; `None` where nothing has changed since
+    /// the last call.
     pub fn meta(&mut self) -> Option<WorkerMeta> {
         self.poll_loads();
         self.poll_saves();

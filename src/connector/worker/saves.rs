@@ -1,4 +1,5 @@
-//! Stores of the worker: started when a step is computed, gathered while later ones run, given up where blocks are needed.
+//! Stores of the worker: started when a step is computed, gathered while later ones run, given up
+//! where blocks are needed.
 
 use std::time::{Duration, Instant};
 
@@ -106,7 +107,8 @@ impl Worker {
         self.stats.refused_orders += 1;
     }
 
-    /// What the engine is to store for `order`; nothing where that would be wrong, or another rank does it.
+    /// What the engine is to store for `order`; nothing where that would be wrong, or another rank
+    /// does it.
     fn save_request(&mut self, order: &SaveOrder, computed: Option<Computed>) -> Option<StoreRequest> {
         let range = (order.start, order.stop);
         let prompt = self.learn(&order.req_id, &order.prompt).filter(|p| self.fits(p, &order.spans, range));
@@ -137,8 +139,8 @@ impl Worker {
         })
     }
 
-    /// Layer `layer` of this step is computed, or submitted to `stream`: its stores begin with it. Nothing where layers are not
-    /// given one by one.
+    /// Layer `layer` of this step is computed, or submitted to `stream`: its stores begin with it.
+    /// Nothing where layers are not given one by one.
     ///
     /// # Errors
     /// What the driver says.
@@ -152,8 +154,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Says that all layers of the step's stores are computed, and where blocks of running requests come free, waits for their
-    /// gathers.
+    /// Says that all layers of the step's stores are computed, and where blocks of running requests
+    /// come free, waits for their gathers.
     pub(super) fn end_saves(&mut self, stream: Option<Stream>) {
         let (last, waits) = (self.last_layer(), self.options.has_windows());
         for saving in self.saves.iter_mut().filter(|s| !s.ended) {
@@ -180,8 +182,9 @@ impl Worker {
         }
     }
 
-    /// Looks which stores are gathered, and which are over. Where many ended at once, as they do when a drive has made room, some wait
-    /// for the next call: a step is not to pay for all of them.
+    /// Looks which stores are gathered, and which are over. Where many ended at once, as they do
+    /// when a drive has made room, some wait for the next call: a step is not to pay for all of
+    /// them.
     pub(super) fn poll_saves(&mut self) {
         let mut turns = ENDED_AT_ONCE.max(self.saves.len() / 4);
         for mut saving in std::mem::take(&mut self.saves) {

@@ -1,11 +1,12 @@
-//! Jobs of many chunks and layers as one launch: checked, described for the kernels, and their tile CRCs put together.
+//! Jobs of many chunks and layers as one launch: checked, described for the kernels, and their tile
+//! CRCs put together.
 //!
-//! A batch is built by [`Batch::push`], laid out at its device address by [`Batch::encode`] (planes, then slot tables), and
-//! launched as `forebay_scatter*` or `forebay_gather*` over [`Batch::num_planes`] and [`Batch::num_tiles`]. All jobs of a
-//! batch go the same way.
+//! A batch is built by [`Batch::push`], laid out at its device address by [`Batch::encode`]
+//! (planes, then slot tables), and launched as `forebay_scatter*` or `forebay_gather*` over
+//! [`Batch::num_planes`] and [`Batch::num_tiles`]. All jobs of a batch go the same way.
 //!
-//! Invariants: a job that is refused leaves the batch as it was; every address in a plane was checked by `resolve`; planes
-//! are never empty and their tiles follow each other without gaps.
+//! Invariants: a job that is refused leaves the batch as it was; every address in a plane was
+//! checked by `resolve`; planes are never empty and their tiles follow each other without gaps.
 //! Must not: touch memory or know a driver.
 
 use std::ops::Range;
@@ -41,12 +42,12 @@ impl Batch {
         Self::default()
     }
 
-    /// Appends a job and returns its number. `staging_addr` is the device address of the staging buffer of `staging_len`
-    /// bytes that the parts' offsets refer to.
+    /// Appends a job and returns its number. `staging_addr` is the device address of the staging
+    /// buffer of `staging_len` bytes that the parts' offsets refer to.
     ///
     /// # Errors
-    /// As `resolve`; the batch is unchanged then. [`ErrorKind::InvalidInput`] also for an extent of more than
-    /// [`MAX_EXTENT_BYTES`] and where a launch would have too many tiles.
+    /// As `resolve`; the batch is unchanged then. [`ErrorKind::InvalidInput`] also for an extent of
+    /// more than [`MAX_EXTENT_BYTES`] and where a launch would have too many tiles.
     pub(super) fn push(
         &mut self,
         way: Way,
@@ -96,7 +97,8 @@ impl Batch {
         self.planes.len() * size_of::<Plane>() + self.tables.bytes()
     }
 
-    /// The blob for the device address `blob_addr`, a multiple of 8: the planes from there on, then their slot tables.
+    /// The blob for the device address `blob_addr`, a multiple of 8: the planes from there on, then
+    /// their slot tables.
     pub(super) fn encode(&self, blob_addr: u64) -> Vec<u8> {
         let mut blob = Vec::with_capacity(self.blob_bytes());
         let slots_addr = blob_addr + (self.planes.len() * size_of::<Plane>()) as u64;
@@ -107,7 +109,8 @@ impl Batch {
         blob
     }
 
-    /// The CRC-32 of each part's unpadded extent, in the order of the parts, for each job, from the kernel's CRCs of all tiles.
+    /// The CRC-32 of each part's unpadded extent, in the order of the parts, for each job, from the
+    /// kernel's CRCs of all tiles.
     pub(super) fn crcs(&self, tile_crcs: &[u32]) -> Vec<Vec<u32>> {
         let mut crc = Combined::new();
         let mut part = |planes: &Range<usize>| {
@@ -121,7 +124,8 @@ impl Batch {
         self.jobs.iter().map(|job| job.parts.iter().map(&mut part).collect()).collect()
     }
 
-    /// Blocks of opaque layers that the job leaves alone (scatter) or makes zero (gather), ascending.
+    /// Blocks of opaque layers that the job leaves alone (scatter) or makes zero (gather),
+    /// ascending.
     pub(super) fn skipped_blocks(&self, job: usize) -> &[u32] {
         self.jobs.get(job).map_or(&[], |j| &j.skipped_blocks)
     }
@@ -218,8 +222,9 @@ const EMPTY: Plane = Plane {
     elems_div: Divisor::new(1),
 };
 
-/// A plane without what depends on its element size, and the bytes of its (token, head) rows. Heads without gaps between
-/// them are one head: one division less for the kernel, and larger elements where only whole tokens are multiples of 16.
+/// A plane without what depends on its element size, and the bytes of its (token, head) rows. Heads
+/// without gaps between them are one head: one division less for the kernel, and larger elements
+/// where only whole tokens are multiples of 16.
 fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (Plane, usize) {
     let joined = plane.heads == 1 || plane.head_stride == plane.head_bytes;
     let (heads, head_stride, row_bytes) =

@@ -1,7 +1,8 @@
-//! The primary context of one GPU: shared with the server (PyTorch uses the same), retained here, never destroyed or reset.
+//! The primary context of one GPU: shared with the server (PyTorch uses the same), retained here,
+//! never destroyed or reset.
 //!
-//! Everything made in the context keeps it alive. A forked child must not touch any of it: [`Context::is_ours`] is asked before
-//! every call that drops something.
+//! Everything made in the context keeps it alive. A forked child must not touch any of it:
+//! [`Context::is_ours`] is asked before every call that drops something.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::{Arc, OnceLock};
@@ -83,7 +84,8 @@ impl Context {
         }
     }
 
-    /// The context current on a thread of ours, for good, whose calls never disturb a capture of the caller's.
+    /// The context current on a thread of ours, for good, whose calls never disturb a capture of
+    /// the caller's.
     pub(super) fn bind(&self) -> CudaResult {
         // SAFETY: the context is retained.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })?;
@@ -141,7 +143,8 @@ impl Drop for Entered {
         }
         if self.pushed {
             let mut popped = std::ptr::null_mut();
-            // SAFETY: pops what `enter` pushed on this thread (the guard is not Send: made and dropped in one call).
+            // SAFETY: pops what `enter` pushed on this thread (the guard is not Send: made and dropped in one
+            // call).
             unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
         }
     }

@@ -1,7 +1,8 @@
 //! CRC-32 out of the kernels' raw tile CRCs, as arithmetic of polynomials over GF(2).
 //!
-//! A word stands for a polynomial with x^0 in bit 31. The raw CRC of a message M is M·x^32 mod P; a tile's message ends in
-//! zeros up to a multiple of [`STEP_BYTES`]. The results equal `crc32fast` bit for bit.
+//! A word stands for a polynomial with x^0 in bit 31. The raw CRC of a message M is M·x^32 mod P; a
+//! tile's message ends in zeros up to a multiple of [`STEP_BYTES`]. The results equal `crc32fast`
+//! bit for bit.
 //!
 //! Nearly all tiles are whole ones, so that the product with their power of x is looked up.
 

@@ -1,10 +1,14 @@
-//! One way's queue, lanes and threads: a submitting thread, and for each lane a stream and a thread that waits for its work.
+//! One way's queue, lanes and threads: a submitting thread, and for each lane a stream and a thread
+//! that waits for its work.
 //!
-//! Which lane a job takes decides who waits for whom. Lane 0 has the jobs whose `after` has passed. Every other lane belongs to
-//! one set of fences that have not, for as long as work is in it: a load whose caller's stream is not there yet then holds up no other
-//! load, and no two loads can wait for each other through a stream's order. A job that finds its lanes taken stays in the queue.
+//! Which lane a job takes decides who waits for whom. Lane 0 has the jobs whose `after` has passed.
+//! Every other lane belongs to one set of fences that have not, for as long as work is in it: a
+//! load whose caller's stream is not there yet then holds up no other load, and no two loads can
+//! wait for each other through a stream's order. A job that finds its lanes taken stays in the
+//! queue.
 //!
-//! Must not: call back with the desk locked, or wait on the submitting thread for anything but room.
+//! Must not: call back with the desk locked, or wait on the submitting thread for anything but
+//! room.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,7 +29,8 @@ use super::threads;
 use crate::device::Fence;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Launches of one lane that may be in flight: one at work, and enough behind it that the GPU has work while the host ends others.
+/// Launches of one lane that may be in flight: one at work, and enough behind it that the GPU has
+/// work while the host ends others.
 const SLOTS: usize = 4;
 /// Bytes of extents that are merged into one launch: more would keep staging for too long.
 const MERGED_BYTES: usize = 64 << 20;
@@ -105,8 +110,9 @@ impl Desk {
         }
     }
 
-    /// Takes the job at `first`, and those behind it that can go along: which wait for the very same, as a launch starts when the
-    /// last of its jobs may. The launch is full with the first of them that does not fit: none overtakes another.
+    /// Takes the job at `first`, and those behind it that can go along: which wait for the very
+    /// same, as a launch starts when the last of its jobs may. The launch is full with the
+    /// first of them that does not fit: none overtakes another.
     fn take(&mut self, first: usize, lane: usize, after: Vec<Fence>, asked: &mut Asked) -> Option<Work> {
         let slot = self.lanes.get_mut(lane)?.free.pop()?;
         let (mut bytes, mut blob, mut at) = (0usize, 0usize, first);
@@ -318,8 +324,8 @@ impl Threads {
 }
 
 impl Drop for Threads {
-    /// Ends threads that were started for a device that could not be opened, and forgets those that a forked child does not have: there
-    /// the lock may be held for good.
+    /// Ends threads that were started for a device that could not be opened, and forgets those that
+    /// a forked child does not have: there the lock may be held for good.
     fn drop(&mut self) {
         if !self.crew.context.is_ours() {
             std::mem::take(self.handles.get_mut()).into_iter().for_each(std::mem::forget);

@@ -1,7 +1,8 @@
 //! The CUDA driver: whether it is there, and its answers as errors.
 //!
-//! cudarc panics where the library or a function is missing, so nothing of it may be called before [`init`] has returned.
-//! [`init`] looks for the library and for every function that this room calls.
+//! cudarc panics where the library or a function is missing, so nothing of it may be called before
+//! [`init`] has returned. [`init`] looks for the library and for every function that this room
+//! calls.
 #![expect(unsafe_code, reason = "looks for a library and calls its entry points")]
 
 use std::ffi::CStr;
@@ -12,7 +13,8 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The oldest driver that takes the kernels (PTX ISA 8.0), as the driver counts: 1000 × major + 10 × minor.
+/// The oldest driver that takes the kernels (PTX ISA 8.0), as the driver counts: 1000 × major + 10
+/// × minor.
 const OLDEST_DRIVER: i32 = 12_000;
 
 /// Every function of the driver that this room calls.
@@ -142,7 +144,8 @@ impl CudaError {
     /// The driver's name for the code.
     fn name(self) -> String {
         let mut name = std::ptr::null();
-        // SAFETY: the library was found (nothing else makes a `CudaError`); it writes the address of a static string.
+        // SAFETY: the library was found (nothing else makes a `CudaError`); it writes the address of a
+        // static string.
         let code = unsafe { sys::cuGetErrorName(self.code, &raw mut name) };
         if code != CUresult::CUDA_SUCCESS || name.is_null() {
             return format!("CUDA error {}", self.code as u32);

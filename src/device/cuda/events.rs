@@ -1,8 +1,8 @@
 //! Events, and the points in streams that they mark.
 //!
-//! An event is recorded once between leaving the pool and coming back, and comes back when the last [`CudaPoint`] of it is gone:
-//! whoever holds a fence waits for the work that it was made at. A wait already submitted keeps meaning the record it saw, so
-//! recycling does not disturb it.
+//! An event is recorded once between leaving the pool and coming back, and comes back when the last
+//! [`CudaPoint`] of it is gone: whoever holds a fence waits for the work that it was made at. A
+//! wait already submitted keeps meaning the record it saw, so recycling does not disturb it.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::any::Any;
@@ -41,8 +41,8 @@ impl EventPool {
 
     /// The point that the work submitted to `stream` has reached. The context must be current.
     ///
-    /// The caller knows that `stream` is a live stream of this context. Points of one stream whose `order` is known cover those
-    /// before them.
+    /// The caller knows that `stream` is a live stream of this context. Points of one stream whose
+    /// `order` is known cover those before them.
     pub(super) fn record(self: &Arc<Self>, stream: CUstream, order: Option<Order>) -> CudaResult<Arc<CudaPoint>> {
         let event = match self.free.lock().pop() {
             Some(event) => event,
@@ -112,7 +112,8 @@ pub(super) struct CudaPoint {
 }
 
 impl CudaPoint {
-    /// Makes what is submitted to `stream` from now on wait for the point; the context must be current, the stream live.
+    /// Makes what is submitted to `stream` from now on wait for the point; the context must be
+    /// current, the stream live.
     pub(super) fn wait_in(&self, stream: CUstream) -> CudaResult {
         if self.passed.load(Ordering::Acquire) {
             return Ok(());

@@ -11,7 +11,8 @@ use crate::error::Result;
 
 /// Where the system tells of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
-/// Lines of a `resource` file that are the device's own windows; behind them come its ROM and those of its virtual functions.
+/// Lines of a `resource` file that are the device's own windows; behind them come its ROM and those
+/// of its virtual functions.
 const BARS: usize = 6;
 /// `IORESOURCE_MEM | IORESOURCE_PREFETCH` in the flags of a line.
 const PREFETCHABLE_MEMORY: u64 = 0x2200;
@@ -35,14 +36,16 @@ pub struct GpuInfo {
     pub pci_bus_id: String,
     /// NUMA node of its PCI slot; `None` where the machine has only one or does not tell.
     pub numa_node: Option<u32>,
-    /// Bytes of the window through which other devices reach its memory; `None` where the system does not tell.
+    /// Bytes of the window through which other devices reach its memory; `None` where the system
+    /// does not tell.
     pub bar1_bytes: Option<u64>,
 }
 
 /// The GPUs that this process may use.
 ///
 /// # Errors
-/// [`crate::ErrorKind::Unsupported`] without a driver, with one that is too old, and without a GPU; what the driver says otherwise.
+/// [`crate::ErrorKind::Unsupported`] without a driver, with one that is too old, and without a GPU;
+/// what the driver says otherwise.
 pub fn devices() -> Result<Vec<GpuInfo>> {
     init()?;
     let mut count = 0;
@@ -59,7 +62,8 @@ pub(super) fn gpu(ordinal: u32) -> CudaResult<GpuInfo> {
 
 fn describe(ordinal: u32, pci_devices: &Path) -> CudaResult<GpuInfo> {
     let (mut device, mut version, mut memory) = (0, 0, 0usize);
-    // SAFETY: the driver is initialised and writes to live variables; buffers are given with their lengths.
+    // SAFETY: the driver is initialised and writes to live variables; buffers are given with their
+    // lengths.
     let (name, bus) = unsafe {
         check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal as i32))?;
         check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut version))?;

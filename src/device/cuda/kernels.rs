@@ -78,8 +78,9 @@ impl Kernels {
         let code = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
         check("cuModuleGetFunction", code)?;
         let (mut registers, what) = (0, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
-        // Whoever asks makes a lazy driver load the code now: at the first launch it might wait for the whole context.
-        // SAFETY: a function of a loaded module; the answer is written to a live variable.
+        // Whoever asks makes a lazy driver load the code now: at the first launch it might wait for the
+        // whole context. SAFETY: a function of a loaded module; the answer is written to a live
+        // variable.
         check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut registers, what, function) })?;
         tracing::debug!(?name, registers, "kernel loaded");
         Ok(function)
@@ -88,8 +89,8 @@ impl Kernels {
     /// Enqueues a launch; the context must be current.
     ///
     /// # Safety
-    /// When the stream comes to the launch, the planes must be at their address, and everything that they name must be valid until
-    /// the stream has passed it.
+    /// When the stream comes to the launch, the planes must be at their address, and everything
+    /// that they name must be valid until the stream has passed it.
     pub(super) unsafe fn launch(&self, stream: &OwnStream, mut launch: Launch) -> CudaResult {
         let function = match launch.kernel {
             Kernel::Scatter => self.scatter,
@@ -106,8 +107,8 @@ impl Kernels {
             (&raw mut launch.num_tiles).cast(),
             (&raw mut launch.tile_crcs).cast(),
         ];
-        // SAFETY: a function of a loaded module; the parameters are those of its declaration, copied by the call. What they name
-        // is valid by the contract.
+        // SAFETY: a function of a loaded module; the parameters are those of its declaration, copied by the
+        // call. What they name is valid by the contract.
         let code = unsafe {
             sys::cuLaunchKernel(
                 function,

@@ -1,7 +1,7 @@
 //! Device memory: allocated here for staging and tools, or borrowed from the server.
 //!
-//! Staging is plain `cuMemAlloc` memory, aligned for cuFile: memory of the driver's pools cannot be registered for DMA. Foreign
-//! memory is never freed here.
+//! Staging is plain `cuMemAlloc` memory, aligned for cuFile: memory of the driver's pools cannot be
+//! registered for DMA. Foreign memory is never freed here.
 #![expect(unsafe_code, reason = "allocates device memory and copies by address")]
 
 use std::any::Any;
@@ -57,7 +57,8 @@ impl Drop for DeviceAlloc {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until the work is over.
+        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until the work
+        // is over.
         let code = unsafe { sys::cuMemFree_v2(self.base) };
         if let Err(e) = check("cuMemFree", code) {
             self.context.seen(e);
@@ -87,7 +88,8 @@ impl DeviceRegion {
     }
 }
 
-// SAFETY: the allocation lives as long as the value and never moves; the id comes from the counter that all regions share.
+// SAFETY: the allocation lives as long as the value and never moves; the id comes from the counter
+// that all regions share.
 unsafe impl MemRegion for DeviceRegion {
     fn id(&self) -> u64 {
         self.id
@@ -130,7 +132,8 @@ pub(super) struct Bench {
     pub(super) slot: Option<Slot>,
 }
 
-// SAFETY: address and length never change; foreign memory is valid by the contract of `from_raw`, own memory until dropped.
+// SAFETY: address and length never change; foreign memory is valid by the contract of `from_raw`,
+// own memory until dropped.
 unsafe impl KvMemory for CudaMemory {
     fn as_mut_ptr(&self) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(self.address as usize)
@@ -158,9 +161,10 @@ impl CudaMemory {
     /// [`ErrorKind::InvalidInput`] for a null pointer or a length that no allocation can have.
     ///
     /// # Safety
-    /// `len` bytes from `address` must be memory of that GPU's primary context until the last clone of the result is dropped;
-    /// where an `owner` is given, that is what keeps them so. While loads and stores run, two of them at once must not concern the
-    /// same slots unless both only read, and the server's kernels must respect the fences that it was given.
+    /// `len` bytes from `address` must be memory of that GPU's primary context until the last clone
+    /// of the result is dropped; where an `owner` is given, that is what keeps them so. While
+    /// loads and stores run, two of them at once must not concern the same slots unless both
+    /// only read, and the server's kernels must respect the fences that it was given.
     pub unsafe fn from_raw(
         ordinal: u32,
         address: u64,
@@ -186,15 +190,16 @@ impl CudaMemory {
     /// Copies bytes out, from `offset` on, and waits for them.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where the range is not inside, [`ErrorKind::Unsupported`] for memory that was not allocated
-    /// here, and what the driver says.
+    /// [`ErrorKind::InvalidInput`] where the range is not inside, [`ErrorKind::Unsupported`] for
+    /// memory that was not allocated here, and what the driver says.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let at = self.range(offset, out.len())?;
         // SAFETY: the range lies in the memory; `out` is borrowed until the copy is over.
         self.run(|stream| unsafe { stream.copy_out(out.as_mut_ptr(), at, out.len()) })
     }
 
-    /// Copies bytes in, from `offset` on, and waits for it. Must not be used at bytes that a load or store is working on.
+    /// Copies bytes in, from `offset` on, and waits for it. Must not be used at bytes that a load
+    /// or store is working on.
     ///
     /// # Errors
     /// As [`CudaMemory::read`].
@@ -204,7 +209,8 @@ impl CudaMemory {
         self.run(|stream| unsafe { stream.copy_in(at, bytes.as_ptr(), bytes.len()) })
     }
 
-    /// Sets `len` bytes from `offset` on, and waits for it. The same holds as for [`CudaMemory::write`].
+    /// Sets `len` bytes from `offset` on, and waits for it. The same holds as for
+    /// [`CudaMemory::write`].
     ///
     /// # Errors
     /// As [`CudaMemory::read`].

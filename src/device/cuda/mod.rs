@@ -1,11 +1,16 @@
-//! KV in GPU memory: staging, streams and kernels of our own beside the server's, on the context that the server uses.
+//! KV in GPU memory: staging, streams and kernels of our own beside the server's, on the context
+//! that the server uses.
 //!
 //! Invariants:
-//! - Nothing waits for the whole GPU or context; the caller's thread never waits for the GPU at all.
-//! - The server's memory and streams are borrowed: never freed, never held up but by fences that the server asks for.
-//! - What the GPU uses (staging, descriptors, events, gates) is held until an event, or the end of the stream, says it is over.
+//! - Nothing waits for the whole GPU or context; the caller's thread never waits for the GPU at
+//!   all.
+//! - The server's memory and streams are borrowed: never freed, never held up but by fences that
+//!   the server asks for.
+//! - What the GPU uses (staging, descriptors, events, gates) is held until an event, or the end of
+//!   the stream, says it is over.
 //! - A forked child touches nothing of it, and gets errors.
-//! - No panic where the driver, a function of it, or a GPU is missing: `driver.rs` looks before cudarc does.
+//! - No panic where the driver, a function of it, or a GPU is missing: `driver.rs` looks before
+//!   cudarc does.
 
 use std::fmt;
 use std::sync::Arc;
@@ -57,7 +62,8 @@ use streams::{OwnStream, handle, is_capturing};
 pub use info::{GpuInfo, devices};
 pub use memory::CudaMemory;
 
-/// Lanes of scatters: one for what may start, the others for loads whose caller's stream is not there yet.
+/// Lanes of scatters: one for what may start, the others for loads whose caller's stream is not
+/// there yet.
 const SCATTER_LANES: usize = 4;
 /// Lanes of gathers, likewise.
 const GATHER_LANES: usize = 2;
@@ -69,8 +75,8 @@ pub struct CudaOptions {
     pub ordinal: u32,
     /// CTAs of a launch at most, so that attention keeps the rest of the GPU; 0 for no limit.
     pub max_ctas: u32,
-    /// Whether checksums are taken. Without them jobs report none, which loads and stores count as failures: only for measuring
-    /// what they cost.
+    /// Whether checksums are taken. Without them jobs report none, which loads and stores count as
+    /// failures: only for measuring what they cost.
     pub checksums: bool,
     /// NUMA node of pinned host memory; by default the GPU's.
     pub numa: Numa,
@@ -100,8 +106,8 @@ impl CudaDevice {
     /// Opens a GPU: retains its primary context, loads the kernels, makes streams and threads.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] without a driver, with one that is too old, or without a GPU; [`ErrorKind::InvalidInput`] for a
-    /// GPU that is not there; what the driver says otherwise.
+    /// [`ErrorKind::Unsupported`] without a driver, with one that is too old, or without a GPU;
+    /// [`ErrorKind::InvalidInput`] for a GPU that is not there; what the driver says otherwise.
     pub fn open(options: &CudaOptions) -> Result<Arc<Self>> {
         let context = Context::open(options.ordinal)?;
         let _entered = context.enter()?;

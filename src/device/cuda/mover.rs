@@ -1,6 +1,8 @@
-//! Copies between staging and host memory for the queues: a stream, a submitting thread and a waiting thread per direction.
+//! Copies between staging and host memory for the queues: a stream, a submitting thread and a
+//! waiting thread per direction.
 //!
-//! Submitting is its own thread because a copy through memory that is not pinned waits in the driver.
+//! Submitting is its own thread because a copy through memory that is not pinned waits in the
+//! driver.
 //!
 //! Must not: call `done` before the stream has passed the copy.
 #![expect(unsafe_code, reason = "enqueues copies between addresses that the caller answers for")]
@@ -29,7 +31,8 @@ pub(super) struct CudaMover {
     context: Arc<Context>,
     numa: Option<u32>,
     lanes: [Lane; 2],
-    /// Memory lent to reads whose own is with calls that hang: freeing it would wait for the GPU, so it is lent again.
+    /// Memory lent to reads whose own is with calls that hang: freeing it would wait for the GPU,
+    /// so it is lent again.
     spares: Mutex<Vec<Arc<StagingPool>>>,
 }
 
@@ -52,7 +55,8 @@ struct Sent {
 }
 
 impl CudaMover {
-    /// Starts the threads; the context must be current. `numa` is where pinned memory should come from.
+    /// Starts the threads; the context must be current. `numa` is where pinned memory should come
+    /// from.
     pub(super) fn new(
         context: &Arc<Context>,
         events: &Arc<EventPool>,
@@ -120,7 +124,8 @@ fn submit_all(
     (copies, sent): (&Receiver<Copying>, &Sender<Sent>),
 ) {
     for copying in copies {
-        // SAFETY: the contract of `Mover`: both memories are the copy's until `done` is called, which `land` does.
+        // SAFETY: the contract of `Mover`: both memories are the copy's until `done` is called, which
+        // `land` does.
         let submitted = unsafe {
             match direction {
                 Direction::ToDevice => stream.copy_in(copying.device, copying.host, copying.len),
@@ -205,7 +210,8 @@ impl Drop for CudaMover {
             }
             drop(lane.send.get_mut().take());
             for thread in threads {
-                // A `done` that drops the last handle runs on such a thread, which cannot wait for itself: it ends on its own.
+                // A `done` that drops the last handle runs on such a thread, which cannot wait for itself: it ends
+                // on its own.
                 if thread.thread().id() != thread::current().id() && thread.join().is_err() {
                     tracing::error!("a copy thread has panicked");
                 }

@@ -1,7 +1,8 @@
 //! Host memory that the GPU reads and writes at full speed.
 //!
-//! The large kind is anonymous memory registered with the driver, so that io_uring can register it too. The small kind is the
-//! driver's own, which kernels reach by an address of the GPU: descriptors go up and checksums come back through it.
+//! The large kind is anonymous memory registered with the driver, so that io_uring can register it
+//! too. The small kind is the driver's own, which kernels reach by an address of the GPU:
+//! descriptors go up and checksums come back through it.
 #![expect(unsafe_code, reason = "registers memory with the driver, and reads and writes it by address")]
 
 use std::ffi::c_void;
@@ -31,7 +32,8 @@ impl PinnedRegion {
     pub(super) fn new(context: &Arc<Context>, len: usize, wishes: &RegionOptions) -> Result<Arc<Self>> {
         let region = Region::new(len, wishes)?;
         for offset in (0..len).step_by(PAGE_BYTES) {
-            // SAFETY: inside the fresh region that nobody else has; written so that its pages exist before they are pinned.
+            // SAFETY: inside the fresh region that nobody else has; written so that its pages exist before they
+            // are pinned.
             unsafe { region.as_mut_ptr().add(offset).write_volatile(0) };
         }
         let registered = register(context, &region);
@@ -127,7 +129,8 @@ impl Mapped {
     /// # Safety
     /// No work of the GPU that uses the memory may be under way.
     pub(super) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: an initialised allocation of this length; `&mut self` excludes other slices, the contract the GPU.
+        // SAFETY: an initialised allocation of this length; `&mut self` excludes other slices, the contract
+        // the GPU.
         unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr(), self.len) }
     }
 
@@ -147,7 +150,8 @@ impl Drop for Mapped {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until the work is over.
+        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until the work
+        // is over.
         let code = unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) };
         if let Err(e) = check("cuMemFreeHost", code) {
             self.context.seen(e);

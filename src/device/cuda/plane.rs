@@ -1,4 +1,5 @@
-//! The kernels' descriptor of one plane, byte for byte as `kernels/reshape.cu` declares it, and its exact division.
+//! The kernels' descriptor of one plane, byte for byte as `kernels/reshape.cu` declares it, and its
+//! exact division.
 //!
 //! Must not: describe an address that the checks of `parts` have not seen.
 
@@ -73,8 +74,8 @@ pub(super) struct Divisor {
 }
 
 impl Divisor {
-    /// Exact for numerators below 2^31. With `2^l >= d`, `mul = 2^(31+l) / d + 1` is too large by less than `d / 2^l`, which
-    /// moves the quotient of such a numerator by less than `1 / d`.
+    /// Exact for numerators below 2^31. With `2^l >= d`, `mul = 2^(31+l) / d + 1` is too large by
+    /// less than `d / 2^l`, which moves the quotient of such a numerator by less than `1 / d`.
     pub(super) const fn new(d: u32) -> Self {
         let d = if d == 0 { 1 } else { d as u64 };
         let shift = 31 + d.next_power_of_two().trailing_zeros();

@@ -11,7 +11,8 @@ use crate::io::Place;
 
 /// Slots below which a pool is of no use: one is filled while the other is emptied.
 const FEWEST_SLOTS: usize = 2;
-/// Of the window through which drives reach the GPU's memory, this share is ours at most; so of the memory that is free.
+/// Of the window through which drives reach the GPU's memory, this share is ours at most; so of the
+/// memory that is free.
 const SHARE: u64 = 2;
 
 /// A pool of at most `options.bytes`, halved down to two slots while the GPU has too little memory.

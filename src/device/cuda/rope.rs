@@ -1,6 +1,8 @@
-//! Rotary shifts of many layers as one launch of `forebay_rope_shift`: a blob of descriptors and tables.
+//! Rotary shifts of many layers as one launch of `forebay_rope_shift`: a blob of descriptors and
+//! tables.
 //!
-//! Invariants: a shift that is refused leaves the launch as it was; every address and position was checked by `RopeShift::rows`.
+//! Invariants: a shift that is refused leaves the launch as it was; every address and position was
+//! checked by `RopeShift::rows`.
 
 use std::mem::offset_of;
 
@@ -62,7 +64,8 @@ impl RopeBatch {
     /// Appends a shift.
     ///
     /// # Errors
-    /// As `RopeShift::rows`, and for more pairs than a launch can have; the launch is unchanged then.
+    /// As `RopeShift::rows`, and for more pairs than a launch can have; the launch is unchanged
+    /// then.
     pub(super) fn push(&mut self, kv: &PagedKv, shift: &RopeShift) -> Result<()> {
         let rows = shift.rows(kv)?;
         let tokens = shift.plan.chunk_tokens();
@@ -113,7 +116,8 @@ impl RopeBatch {
         self.ropes.len() * size_of::<Rope>() + self.tables.bytes()
     }
 
-    /// The blob for the device address `blob_addr`, a multiple of 8: the descriptors from there on, then their tables.
+    /// The blob for the device address `blob_addr`, a multiple of 8: the descriptors from there on,
+    /// then their tables.
     pub(super) fn encode(&self, blob_addr: u64) -> Vec<u8> {
         let mut blob = Vec::with_capacity(self.blob_bytes());
         let tables_addr = blob_addr + (self.ropes.len() * size_of::<Rope>()) as u64;

@@ -1,7 +1,9 @@
-//! Where a batch's descriptors go up and its checksums come back: one slot for each launch in flight.
+//! Where a batch's descriptors go up and its checksums come back: one slot for each launch in
+//! flight.
 //!
-//! Invariant: a slot's memory is only touched by the host while no launch of the slot is under way. Memory that has become too
-//! small is kept until the slot goes, so that nothing is freed while the GPU is at work.
+//! Invariant: a slot's memory is only touched by the host while no launch of the slot is under way.
+//! Memory that has become too small is kept until the slot goes, so that nothing is freed while the
+//! GPU is at work.
 #![expect(unsafe_code, reason = "reads and writes memory that the GPU shares")]
 
 use std::sync::Arc;
@@ -54,11 +56,12 @@ impl Slot {
         Ok(Self { context: Arc::clone(context), now, outgrown: Vec::new() })
     }
 
-    /// Makes room for descriptors of `bytes` and checksums of `tiles`, and enqueues the upload of what `encode` makes of the
-    /// address of the descriptors.
+    /// Makes room for descriptors of `bytes` and checksums of `tiles`, and enqueues the upload of
+    /// what `encode` makes of the address of the descriptors.
     ///
     /// # Safety
-    /// No launch of this slot may be under way, and the slot must be left alone until the stream has passed the upload.
+    /// No launch of this slot may be under way, and the slot must be left alone until the stream
+    /// has passed the upload.
     pub(super) unsafe fn upload(
         &mut self,
         stream: &OwnStream,

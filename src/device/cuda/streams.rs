@@ -1,4 +1,5 @@
-//! Streams of our own: low priority, never waiting for the default stream. And the callers' streams, borrowed.
+//! Streams of our own: low priority, never waiting for the default stream. And the callers'
+//! streams, borrowed.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::sync::Arc;
@@ -58,8 +59,9 @@ impl OwnStream {
         point.wait_in(self.raw)
     }
 
-    /// Waits, asleep, until the stream has passed `point`; all that is in it where no event could be recorded, or the event cannot
-    /// be waited for. Where neither tells, the context is given up.
+    /// Waits, asleep, until the stream has passed `point`; all that is in it where no event could
+    /// be recorded, or the event cannot be waited for. Where neither tells, the context is
+    /// given up.
     pub(super) fn pass(&self, point: Option<&CudaPoint>) -> CudaResult {
         let waited = point.map_or_else(|| self.synchronize(), CudaPoint::synchronize);
         if let Err(e) = waited
@@ -76,11 +78,12 @@ impl OwnStream {
         check("cuStreamSynchronize", code).map_err(|e| self.context.seen(e))
     }
 
-    /// Copies host memory into the GPU's. Where the host memory is not pinned, the call waits for the copy.
+    /// Copies host memory into the GPU's. Where the host memory is not pinned, the call waits for
+    /// the copy.
     ///
     /// # Safety
-    /// `len` bytes at `from` must stay readable and unchanged, and `len` bytes at `to` must be device memory that nobody else uses,
-    /// until the stream has passed the copy.
+    /// `len` bytes at `from` must stay readable and unchanged, and `len` bytes at `to` must be
+    /// device memory that nobody else uses, until the stream has passed the copy.
     pub(super) unsafe fn copy_in(&self, to: u64, from: *const u8, len: usize) -> CudaResult {
         // SAFETY: contract of this function.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.raw) };
@@ -100,7 +103,8 @@ impl OwnStream {
     /// Sets device memory.
     ///
     /// # Safety
-    /// `len` bytes at `to` must be device memory that nobody else uses until the stream has passed the call.
+    /// `len` bytes at `to` must be device memory that nobody else uses until the stream has passed
+    /// the call.
     pub(super) unsafe fn fill(&self, to: u64, value: u8, len: usize) -> CudaResult {
         // SAFETY: contract of this function.
         let code = unsafe { sys::cuMemsetD8Async(to, value, len, self.raw) };
@@ -128,10 +132,12 @@ pub(super) fn handle(stream: Foreign) -> CUstream {
     std::ptr::with_exposed_provenance_mut(stream.0 as usize)
 }
 
-/// Whether work on a caller's stream is being recorded into a graph instead of executed; the context must be current.
+/// Whether work on a caller's stream is being recorded into a graph instead of executed; the
+/// context must be current.
 pub(super) fn is_capturing(stream: Foreign) -> CudaResult<bool> {
     let mut status = Capture::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: the caller's stream is live (what a `Stream` stands for); the status is written to a live variable.
+    // SAFETY: the caller's stream is live (what a `Stream` stands for); the status is written to a live
+    // variable.
     let code = unsafe { sys::cuStreamIsCapturing(handle(stream), &raw mut status) };
     // The default stream cannot be asked while a stream that waits for it is being captured.
     if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {

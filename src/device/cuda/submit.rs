@@ -1,7 +1,9 @@
-//! From jobs to a launch: gates are entered, what is wrong with a job is its own error, and the rest is one batch.
+//! From jobs to a launch: gates are entered, what is wrong with a job is its own error, and the
+//! rest is one batch.
 //!
-//! The order in the stream is: wait for the fences, set staging to zero where a job wants that, upload the descriptors, launch, record
-//! the event. A fence is given out only after its event was recorded, since waiting for an event that never was is no wait at all.
+//! The order in the stream is: wait for the fences, set staging to zero where a job wants that,
+//! upload the descriptors, launch, record the event. A fence is given out only after its event was
+//! recorded, since waiting for an event that never was is no wait at all.
 #![expect(unsafe_code, reason = "enqueues uploads and launches whose memory the flight holds")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,7 +23,8 @@ use crate::device::parts::Way;
 use crate::error::{Error, ErrorKind, Result};
 
 impl Crew {
-    /// Launches what can be launched of `work`; every job's end comes from here or from the lane's reaper.
+    /// Launches what can be launched of `work`; every job's end comes from here or from the lane's
+    /// reaper.
     pub(super) fn launch(&self, work: Work, landings: &[Sender<Box<Flight>>]) {
         let Work { lane, slot, jobs } = work;
         let Some(way) = jobs.first().map(Job::way) else { return self.free_lane(lane, slot) };
@@ -102,11 +105,13 @@ impl Crew {
         }
         for rider in riders.iter().filter(|r| r.job.zeros) {
             let (address, len) = staging_of(&rider.job);
-            // SAFETY: staging in device memory, which the job owns and the flight holds until the stream has passed all of this.
+            // SAFETY: staging in device memory, which the job owns and the flight holds until the stream has
+            // passed all of this.
             unsafe { stream.fill(address, 0, len)? };
         }
         let size = (batch.blob_bytes(), batch.num_tiles() as usize);
-        // SAFETY: the slot was free, and the flight keeps it until the reaper has seen the stream pass what is submitted here.
+        // SAFETY: the slot was free, and the flight keeps it until the reaper has seen the stream pass what
+        // is submitted here.
         unsafe { slot.upload(stream, size, |address| batch.encode(address))? };
         let kernel = match way {
             Way::IntoKv => Kernel::Scatter,
@@ -120,8 +125,9 @@ impl Crew {
             tile_crcs: slot.crcs(),
             max_ctas: self.max_ctas,
         };
-        // SAFETY: the descriptors are uploaded before it in the stream. Their addresses were checked against staging, paged KV and
-        // slot, which the flight holds; the paged KV is used inside the riders' gates.
+        // SAFETY: the descriptors are uploaded before it in the stream. Their addresses were checked
+        // against staging, paged KV and slot, which the flight holds; the paged KV is used inside
+        // the riders' gates.
         unsafe { self.kernels.launch(stream, launch) }
     }
 }

@@ -1,7 +1,8 @@
-//! The tables of a launch: for every token (or opaque block) of a chunk its slot, and for rotary shifts its positions.
+//! The tables of a launch: for every token (or opaque block) of a chunk its slot, and for rotary
+//! shifts its positions.
 //!
-//! A slot is `block << 32 | token in the block`, so that the kernels divide nothing, or [`SKIP`]. Layers that share a plan
-//! share its table.
+//! A slot is `block << 32 | token in the block`, so that the kernels divide nothing, or [`SKIP`].
+//! Layers that share a plan share its table.
 
 use std::sync::Arc;
 

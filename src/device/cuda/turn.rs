@@ -11,12 +11,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::Place;
 
 impl CudaDevice {
-    /// Turns keys in place from their old positions to new ones, after the fences, and waits for it. Nothing happens where the
-    /// gate is closed; the result says whether it did. No load or store may use those slots meanwhile.
+    /// Turns keys in place from their old positions to new ones, after the fences, and waits for
+    /// it. Nothing happens where the gate is closed; the result says whether it did. No load or
+    /// store may use those slots meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where a shift does not suit the paged KV, that does not lie on this GPU, or a fence is not a
-    /// GPU's; what the driver says otherwise: the keys may then be turned or not.
+    /// [`ErrorKind::InvalidInput`] where a shift does not suit the paged KV, that does not lie on
+    /// this GPU, or a fence is not a GPU's; what the driver says otherwise: the keys may then
+    /// be turned or not.
     pub fn rope_shift(&self, kv: &PagedKv, shifts: &[RopeShift], gate: &Gate, after: &[Fence]) -> Result<bool> {
         self.context.usable()?;
         let here = Place::Device(self.context.ordinal());
@@ -59,8 +61,8 @@ impl CudaDevice {
                 tile_crcs: 0,
                 max_ctas: self.max_ctas,
             };
-            // SAFETY: the descriptors come before it in the stream, their addresses were checked, and what they name is borrowed
-            // until the stream has passed the launch, inside the gate.
+            // SAFETY: the descriptors come before it in the stream, their addresses were checked, and what they
+            // name is borrowed until the stream has passed the launch, inside the gate.
             unsafe { self.kernels.launch(stream, launch) }
         };
         let submitted = submit();

@@ -1,10 +1,10 @@
 //! Copies of grids of equal elements between two strided places.
 //!
 //! Grids that are contiguous on both sides become one copy; elements of the usual head sizes have a
-//! length known at compile time, so that the copies become vector moves. Paged KV is far larger than
-//! the caches, so what goes there is written past them ([`Stores::Past`]): the lines need not be read
-//! first, and a scatter with its CRC takes 0.115 instead of 0.171 s of a core a GB. Staging that a
-//! CRC is taken of next is written through the caches.
+//! length known at compile time, so that the copies become vector moves. Paged KV is far larger
+//! than the caches, so what goes there is written past them ([`Stores::Past`]): the lines need not
+//! be read first, and a scatter with its CRC takes 0.115 instead of 0.171 s of a core a GB. Staging
+//! that a CRC is taken of next is written through the caches.
 #![expect(unsafe_code, reason = "copies through raw pointers to memory that the caller owns")]
 
 use std::ptr::copy_nonoverlapping;
@@ -74,9 +74,9 @@ impl Grid {
 /// Copies a grid.
 ///
 /// # Safety
-/// Every element of the grid must be readable from `src` and writable at `dst`, and the two must not
-/// overlap. Both may be used by others at bytes outside the elements. With [`Stores::Past`], nobody
-/// may look at the elements before a [`Drain`] of this thread is dropped.
+/// Every element of the grid must be readable from `src` and writable at `dst`, and the two must
+/// not overlap. Both may be used by others at bytes outside the elements. With [`Stores::Past`],
+/// nobody may look at the elements before a [`Drain`] of this thread is dropped.
 pub(super) unsafe fn copy_grid(src: *const u8, dst: *mut u8, grid: Grid, stores: Stores) {
     let g = grid.merged();
     let whole_lines = (dst as usize | g.bytes | g.inner.dst | g.outer.dst).is_multiple_of(PIECE);
@@ -109,7 +109,8 @@ unsafe fn each(src: *const u8, dst: *mut u8, g: Grid, copy: impl Fn(*const u8, *
     }
 }
 
-/// Copies `N` bytes as pieces that the compiler turns into vector moves (one call of this length would go to the library).
+/// Copies `N` bytes as pieces that the compiler turns into vector moves (one call of this length
+/// would go to the library).
 ///
 /// # Safety
 /// As `copy_nonoverlapping`.

@@ -1,12 +1,12 @@
 //! CRC-32 of an extent, and the tiles in which extents are walked.
 //!
-//! A tile is small enough that the copy which follows its CRC (or the CRC that follows its copy) finds the bytes in the
-//! core's own cache, so that staging memory is walked once.
+//! A tile is small enough that the copy which follows its CRC (or the CRC that follows its copy)
+//! finds the bytes in the core's own cache, so that staging memory is walked once.
 
 use crc32fast::Hasher;
 
-/// Bytes of a tile: half of a small first-level cache would do for the CRC alone; the copy into strided rows likes more
-/// tokens at a time, and the second-level cache holds this with ease.
+/// Bytes of a tile: half of a small first-level cache would do for the CRC alone; the copy into
+/// strided rows likes more tokens at a time, and the second-level cache holds this with ease.
 pub(super) const TILE_BYTES: usize = 32 << 10;
 
 /// Tokens of a tile for rows of `token_bytes` bytes; at least one.

@@ -54,9 +54,10 @@ fn gather_plane(plane: &Plane, part: &Resolved<'_>, extent: &mut [u8], gate: &Ga
         for &run in runs.overlapping(tokens.end) {
             for (token, from, grid) in plane.grids(run, &tokens, Way::OutOfKv) {
                 let dst = tile.as_mut_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
-                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile, their slots in
-                // blocks that the layout was checked to keep inside its memory, which the job holds. Staging belongs to the
-                // job alone, so the two do not overlap; the gate is entered.
+                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile,
+                // their slots in blocks that the layout was checked to keep inside its memory,
+                // which the job holds. Staging belongs to the job alone, so the two do not overlap;
+                // the gate is entered.
                 unsafe { copy_grid(plane.base.wrapping_add(from), dst, grid, Stores::Cached) };
             }
         }
@@ -78,7 +79,8 @@ fn gather_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &mut [u8], gate: 
                 Some(b) => {
                     let from = b.block as usize * blocks.block_stride + i * step;
                     // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was
-                    // checked to keep inside its memory, which the job holds; staging is the job's alone; the gate is entered.
+                    // checked to keep inside its memory, which the job holds; staging is the job's alone; the gate is
+                    // entered.
                     unsafe {
                         let source = blocks.base.wrapping_add(from);
                         copy_grid(source, tile.as_mut_ptr(), line(tile.len()), Stores::Cached);

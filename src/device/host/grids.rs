@@ -7,8 +7,8 @@ use crate::device::parts::{Plane, Way};
 use crate::paged::Run;
 
 impl Plane {
-    /// Cuts the tokens of `run` that lie in `tokens` into grids: for each, the first token, the offset from `base` in the
-    /// paged KV, and the copy.
+    /// Cuts the tokens of `run` that lie in `tokens` into grids: for each, the first token, the
+    /// offset from `base` in the paged KV, and the copy.
     pub(super) fn grids(
         &self,
         run: Run,

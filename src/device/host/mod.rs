@@ -1,8 +1,8 @@
 //! The host device: worker threads that copy between staging and KV in host memory.
 //!
-//! Jobs run in the order of their arrival, scatters (someone's attention waits) before gathers, but one gate in
-//! [`GATHER_TURN`] picks goes to a waiting gather, so that a server that never stops loading still stores. A job that
-//! panics is reported as failed and the worker goes on.
+//! Jobs run in the order of their arrival, scatters (someone's attention waits) before gathers, but
+//! one gate in [`GATHER_TURN`] picks goes to a waiting gather, so that a server that never stops
+//! loading still stores. A job that panics is reported as failed and the worker goes on.
 //!
 //! Must not: touch paged memory outside a job's gate, call `done` with a lock or a guard held.
 
@@ -105,11 +105,12 @@ impl HostDevice {
         Ok(Arc::new(device))
     }
 
-    /// Turns the keys of the shift's tokens to their new positions, on the calling thread, unless the gate is closed; says
-    /// whether it did. No load or store may use those slots meanwhile.
+    /// Turns the keys of the shift's tokens to their new positions, on the calling thread, unless
+    /// the gate is closed; says whether it did. No load or store may use those slots meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV, or that does not lie in host memory.
+    /// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV, or that does not lie
+    /// in host memory.
     pub fn rope_shift(&self, kv: &PagedKv, shift: &RopeShift, gate: &Gate) -> Result<bool> {
         let Some(_guard) = gate.enter() else { return Ok(false) };
         shift_on_host(kv, shift).map(|()| true)
@@ -161,7 +162,8 @@ impl Device for HostDevice {
         self.shared.wake.notify_all();
         let workers = std::mem::take(&mut *self.workers.lock());
         for worker in workers {
-            // A `done` that drops the last handle runs on a worker, which cannot wait for itself: it ends on its own.
+            // A `done` that drops the last handle runs on a worker, which cannot wait for itself: it ends on
+            // its own.
             if worker.thread().id() != thread::current().id() && worker.join().is_err() {
                 tracing::error!("a copy thread has panicked");
             }

@@ -59,9 +59,10 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut P
         for &run in runs.overlapping(tokens.end) {
             for (token, to, grid) in plane.grids(run, &tokens, Way::IntoKv) {
                 let src = tile.as_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
-                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile, their slots in
-                // blocks that the layout was checked to keep inside its memory, which the job holds. Staging belongs to the
-                // job alone, so the two do not overlap; the gate is entered.
+                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile,
+                // their slots in blocks that the layout was checked to keep inside its memory,
+                // which the job holds. Staging belongs to the job alone, so the two do not overlap;
+                // the gate is entered.
                 unsafe { copy_grid(src, plane.base.wrapping_add(to), grid, Stores::Past) };
             }
         }
@@ -81,8 +82,9 @@ fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &[u8], pass: &mu
             pass.crc.update(tile);
             if let Some(b) = target {
                 let to = b.block as usize * blocks.block_stride + i * step;
-                // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was checked
-                // to keep inside its memory, which the job holds; staging is the job's alone; the gate is entered.
+                // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was
+                // checked to keep inside its memory, which the job holds; staging is the job's
+                // alone; the gate is entered.
                 unsafe {
                     let target = blocks.base.wrapping_add(to);
                     copy_grid(tile.as_ptr(), target, line(tile.len()), Stores::Past);

@@ -1,14 +1,17 @@
-//! What is stored at all: a decision for each chunk that is offered, from the chunks offered and used before.
+//! What is stored at all: a decision for each chunk that is offered, from the chunks offered and
+//! used before.
 //!
-//! *Second touch* stores a chunk when it is offered again: names of chunks that were refused are remembered. *Adaptive* stores
-//! chunks of kinds that come back, and others when they do: for every kind it learns how many chunks return within the drive's
-//! reach, and refuses the kinds that return least, as many as cost no more than a given share of the hits by its own estimate, of the
-//! last kind a part. The kind is how many new ends the chain had before, how long its new end is as far as that is known, how much was
-//! generated where that is known, and whether it fills a chunk.
+//! *Second touch* stores a chunk when it is offered again: names of chunks that were refused are
+//! remembered. *Adaptive* stores chunks of kinds that come back, and others when they do: for every
+//! kind it learns how many chunks return within the drive's reach, and refuses the kinds that
+//! return least, as many as cost no more than a given share of the hits by its own estimate, of the
+//! last kind a part. The kind is how many new ends the chain had before, how long its new end is as
+//! far as that is known, how much was generated where that is known, and whether it fills a chunk.
 //!
-//! Invariants: the state is a function of the calls, in their order: no clock, no I/O, no randomness, no order of a hash table, so
-//! that ranks that are told the same decide the same. What follows a refused chunk is refused: nothing could find it. Memory is
-//! bounded by two generations of names. Names are lost with the process.
+//! Invariants: the state is a function of the calls, in their order: no clock, no I/O, no
+//! randomness, no order of a hash table, so that ranks that are told the same decide the same. What
+//! follows a refused chunk is refused: nothing could find it. Memory is bounded by two generations
+//! of names. Names are lost with the process.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -31,9 +34,11 @@ const ANSWERS: [u32; 3] = [10, 60, 300];
 const ROWS: usize = ANSWERS.len() + 2;
 const PARTIAL: usize = 0;
 const KINDS: usize = 1 + ENDS * ROWS * LENGTHS;
-/// Chunks of a kind that what is known of chunks like it, whatever their answer, counts for; and of these, what is known of all kinds.
+/// Chunks of a kind that what is known of chunks like it, whatever their answer, counts for; and of
+/// these, what is known of all kinds.
 const PRIOR_CHUNKS: f64 = 50.0;
-/// Kinds of which a larger share returns are stored, whatever may be lost: refusing them loses hits and saves little.
+/// Kinds of which a larger share returns are stored, whatever may be lost: refusing them loses hits
+/// and saves little.
 const MOST_RETURNING: f64 = 0.5;
 /// Share of the chunks that return within the drive's reach before anything has been seen.
 const FIRST_GUESS: f64 = 0.25;
@@ -64,7 +69,8 @@ pub struct Offered {
     pub parent: u64,
     /// Whether it is the end of a prompt that does not fill a chunk.
     pub partial: bool,
-    /// Chunks that are offered behind it in the same call: what is known of how long the new end is.
+    /// Chunks that are offered behind it in the same call: what is known of how long the new end
+    /// is.
     pub behind: u32,
     /// Tokens that were generated for the prompt; `None` while that is not known.
     pub generated: Option<u32>,
@@ -171,7 +177,8 @@ impl Admission {
         }
     }
 
-    /// Whether to store a chunk that is not there. Those of a prompt are offered in its order, each once for a prompt.
+    /// Whether to store a chunk that is not there. Those of a prompt are offered in its order, each
+    /// once for a prompt.
     pub fn offer(&mut self, chunk: &Offered) -> bool {
         if self.policy == AdmissionPolicy::All {
             return true;
@@ -279,9 +286,9 @@ impl Admission {
         self.hits *= fading;
     }
 
-    /// Refuses the kinds that return least, while what they are expected to return fits `most`, and of the next a part: a length only
-    /// together with the longer ones, because a new end that is offered in pieces grows while it is offered, and what is behind could
-    /// not be found.
+    /// Refuses the kinds that return least, while what they are expected to return fits `most`, and
+    /// of the next a part: a length only together with the longer ones, because a new end that
+    /// is offered in pieces grows while it is offered, and what is behind could not be found.
     fn refuse(&mut self, mut most: f64) {
         let expected = self.expected();
         self.kinds.iter_mut().for_each(|seen| seen.refused = 0.0);
@@ -357,8 +364,8 @@ impl Seen {
         }
     }
 
-    /// The share of new chunks that return by the age of `reach`; `alike` is what is known of chunks like them, `rates` are those of all
-    /// kinds.
+    /// The share of new chunks that return by the age of `reach`; `alike` is what is known of
+    /// chunks like them, `rates` are those of all kinds.
     fn share_returning(&self, alike: &Self, rates: &[f64; SPANS], reach: u64) -> f64 {
         let mut hazard = 0.0;
         for (at, rate) in rates.iter().enumerate() {
@@ -375,7 +382,8 @@ impl Seen {
     }
 }
 
-/// Of a row's kinds those from where on the share that returns is least: the share, the first of them, and their returns.
+/// Of a row's kinds those from where on the share that returns is least: the share, the first of
+/// them, and their returns.
 fn least_returning(expected: &[(f64, f64)], kinds: &Range<usize>) -> Option<(f64, usize, f64)> {
     let (mut returns, mut offered) = (0.0, 0.0);
     let mut best: Option<(f64, usize, f64)> = None;

@@ -45,7 +45,8 @@ fn what_was_used_again_stays_and_what_is_given_up_can_return() {
     assert_eq!(held(&policy, 1).first_chunk(), Some(&[0, 1]));
     let gone: Vec<u32> = (0..6).filter(|d| !policy.holds(tag(2, *d))).collect();
     assert!(!gone.is_empty());
-    // Still on the drive, and found by a lookup: it counts as held, and is not among what is to be dropped.
+    // Still on the drive, and found by a lookup: it counts as held, and is not among what is to be
+    // dropped.
     policy.touched(tag(2, gone[0]));
     assert!(policy.holds(tag(2, gone[0])) && !policy.take_doomed(1).contains(&tag(2, gone[0])));
     assert!(policy.held_bytes() <= 80);
@@ -332,7 +333,8 @@ enum Part {
     Eight([u8; 8]),
 }
 
-/// A state with a group of new chunks of which two are held, the second of another size, and one of used chunks of which one went.
+/// A state with a group of new chunks of which two are held, the second of another size, and one of
+/// used chunks of which one went.
 fn said() -> Vec<Part> {
     use Part::*;
     let tag = |n: u64| Eight(n.to_le_bytes());

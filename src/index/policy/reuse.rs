@@ -1,17 +1,20 @@
 //! How likely chunks of a kind are to be used again, by the time since their last use.
 //!
-//! Learned from what happens: for every kind and every span of age the uses that came and the chunk-time that passed without
-//! one. From the rates follows what a place is worth: the best ratio, over all times that one could go on waiting, of the uses to
-//! be expected by then to the time that the place is taken. (For rates that are known this is Gittins' index, the optimal
-//! order.) Before anything is known the worth falls with age, which is least recently used. Time is a count of uses, never a clock.
+//! Learned from what happens: for every kind and every span of age the uses that came and the
+//! chunk-time that passed without one. From the rates follows what a place is worth: the best
+//! ratio, over all times that one could go on waiting, of the uses to be expected by then to the
+//! time that the place is taken. (For rates that are known this is Gittins' index, the optimal
+//! order.) Before anything is known the worth falls with age, which is least recently used. Time is
+//! a count of uses, never a clock.
 
 /// Spans of age: two for each doubling.
 pub(super) const SPANS: usize = 56;
 /// Chunks of a kind that the guess from kinds like it counts for.
 const PRIOR_CHUNKS: f64 = 200.0;
 
-/// Kinds of chunks whose uses are learned apart. Those from [`FRESH`] on are like each other, the chunks of each coming in runs
-/// four times as long as those of the one before: a run is used or not as a whole, so that many chunks say little.
+/// Kinds of chunks whose uses are learned apart. Those from [`FRESH`] on are like each other, the
+/// chunks of each coming in runs four times as long as those of the one before: a run is used or
+/// not as a whole, so that many chunks say little.
 pub(super) const KINDS: usize = 11;
 /// The first of the kinds of new chunks.
 pub(super) const FRESH: usize = 6;
@@ -98,7 +101,8 @@ impl Reuse {
         }
     }
 
-    /// Draws the conclusions, for a cache that holds about `chunks` chunks; what was learned before counts `fading` from now on.
+    /// Draws the conclusions, for a cache that holds about `chunks` chunks; what was learned before
+    /// counts `fading` from now on.
     pub(super) fn learn(&mut self, chunks: u64, fading: f64) {
         let (all, fresh) = (self.sum(0), self.sum(FRESH));
         let of = self.uses.iter_mut().zip(&mut self.waited).zip(&mut self.worth);
@@ -141,7 +145,8 @@ impl Reuse {
     }
 }
 
-/// Of all times to stop waiting, the best ratio of the uses expected by then to the time expected to pass.
+/// Of all times to stop waiting, the best ratio of the uses expected by then to the time expected
+/// to pass.
 fn best_ratio(rates: &[(f64, f64)]) -> f64 {
     let (mut left, mut gain, mut time, mut best) = (1.0f64, 0.0f64, 0.0f64, 0.0f64);
     for &(rate, width) in rates {

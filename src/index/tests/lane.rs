@@ -173,8 +173,8 @@ fn segments_show_what_the_writer_says() {
     assert_eq!(b.reader.segment(8), None);
 }
 
-/// Readers lease a segment and look at its contents; the writer condemns and overwrites it. With a lease in hand the contents
-/// must never change.
+/// Readers lease a segment and look at its contents; the writer condemns and overwrites it. With a
+/// lease in hand the contents must never change.
 #[test]
 fn a_leased_segment_is_never_overwritten() {
     let b = both(4, Some(4));

@@ -142,7 +142,8 @@ fn who_may_only_read_marks_nothing() {
     assert_eq!(reader.get(&key(1)), Some(entry(1, 2)));
 }
 
-/// One process marks whatever it finds, as fast as it can, while the writer replaces and removes: only what was meant is marked.
+/// One process marks whatever it finds, as fast as it can, while the writer replaces and removes:
+/// only what was meant is marked.
 #[test]
 fn marks_made_beside_the_writer_meet_what_they_were_meant_for() {
     const KEYS: u64 = 4;

@@ -1,4 +1,5 @@
-//! Readers of other threads and mappings while the writer works: whole values or misses, never a mix.
+//! Readers of other threads and mappings while the writer works: whole values or misses, never a
+//! mix.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,7 +1,8 @@
 //! Which parts of the pinned memory are in use: runs of equal units, first fit.
 //!
-//! Pieces of requests differ in size, so fixed slots would either waste most of the memory on small ones or cut large ones.
-//! Whoever waits is served in order, so freed runs join again and nobody starves. No lock and no memory of its own.
+//! Pieces of requests differ in size, so fixed slots would either waste most of the memory on small
+//! ones or cut large ones. Whoever waits is served in order, so freed runs join again and nobody
+//! starves. No lock and no memory of its own.
 
 /// Bytes of a unit.
 pub(super) const UNIT_BYTES: usize = 64 << 10;
@@ -33,8 +34,8 @@ impl Arena {
         Self { used: vec![false; units], free: units }
     }
 
-    /// A run for `wanted` bytes, or the longest one that is free if that is `enough` bytes at least. Gives the run and how many
-    /// of the wanted bytes fit.
+    /// A run for `wanted` bytes, or the longest one that is free if that is `enough` bytes at
+    /// least. Gives the run and how many of the wanted bytes fit.
     pub(super) fn take(&mut self, wanted: usize, enough: usize) -> Option<(Run, usize)> {
         let wanted_units = wanted.div_ceil(UNIT_BYTES).max(1);
         let enough_units = enough.div_ceil(UNIT_BYTES).clamp(1, wanted_units);

@@ -1,7 +1,7 @@
 //! The pinned host memory of a bounce queue, lent out piece by piece.
 //!
-//! Invariant: a piece is nobody else's from [`Memory::take`] until its [`Slot`] is dropped, by whoever holds it then: a drive that
-//! hangs keeps the slot, not the accelerator's memory.
+//! Invariant: a piece is nobody else's from [`Memory::take`] until its [`Slot`] is dropped, by
+//! whoever holds it then: a drive that hangs keeps the slot, not the accelerator's memory.
 #![expect(unsafe_code, reason = "pieces of a region are handed to the kernel by address")]
 
 use std::sync::{Arc, Weak};
@@ -14,7 +14,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::jobs::Upcoming;
 use crate::io::{IoBuf, MemRegion, Mover, Place};
 
-/// Largest piece: a copy of this size runs at full speed, and its latency is small against the read of the next.
+/// Largest piece: a copy of this size runs at full speed, and its latency is small against the read
+/// of the next.
 const MAX_PIECE_BYTES: usize = 4 << 20;
 /// Pieces that the memory holds at least, so that reads and copies overlap.
 const MIN_PIECES: usize = 8;
@@ -62,7 +63,8 @@ pub(super) fn check(region: &dyn MemRegion) -> Result<()> {
     Err(Error::new(ErrorKind::Config, message).advice("raise `pinned_staging`"))
 }
 
-/// `wanted` bytes of pinned memory, or less where there is not so much; the second value says that it is less.
+/// `wanted` bytes of pinned memory, or less where there is not so much; the second value says that
+/// it is less.
 pub(in crate::io) fn pinned(mover: &dyn Mover, wanted: usize) -> Result<(Arc<dyn MemRegion>, bool)> {
     let mut bytes = wanted;
     loop {
@@ -90,8 +92,9 @@ impl Slot {
     }
 }
 
-// SAFETY: the arena gives every run to one slot at a time, the region is one valid mapping for as long as it lives, and the slot
-// keeps it. Whoever made the region answers for its bytes being initialised.
+// SAFETY: the arena gives every run to one slot at a time, the region is one valid mapping for as
+// long as it lives, and the slot keeps it. Whoever made the region answers for its bytes being
+// initialised.
 unsafe impl IoBuf for Slot {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.memory.region.as_mut_ptr().wrapping_add(self.run.offset())

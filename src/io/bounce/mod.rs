@@ -1,11 +1,14 @@
-//! An accelerator's memory by way of the host's: a queue that moves every piece of a request through pinned memory, with the
-//! host's queue on one side and the [`Mover`]'s copies on the other.
+//! An accelerator's memory by way of the host's: a queue that moves every piece of a request
+//! through pinned memory, with the host's queue on one side and the [`Mover`]'s copies on the
+//! other.
 //!
-//! A read goes drive, pinned memory, accelerator; a write the other way. Requests are cut into pieces, so that the copy of one
-//! overlaps the transfer of the next; pieces wait in order for pinned memory, and no thread waits with them. Invariants: as every
-//! queue of this room; a piece that is at the drive touches only pinned memory, so when its time is up the caller gets the
-//! accelerator's memory back and the pinned piece stays behind; a piece that is being copied keeps both. The only thread here is
-//! a watchdog, which sleeps without a timer while nothing is in flight.
+//! A read goes drive, pinned memory, accelerator; a write the other way. Requests are cut into
+//! pieces, so that the copy of one overlaps the transfer of the next; pieces wait in order for
+//! pinned memory, and no thread waits with them. Invariants: as every queue of this room; a piece
+//! that is at the drive touches only pinned memory, so when its time is up the caller gets the
+//! accelerator's memory back and the pinned piece stays behind; a piece that is being copied keeps
+//! both. The only thread here is a watchdog, which sleeps without a timer while nothing is in
+//! flight.
 
 mod arena;
 mod memory;
@@ -50,7 +53,8 @@ enum Stage {
 pub(super) struct State {
     jobs: Jobs,
     closing: Closing,
-    /// Pieces under way, by a number that is never used again; one that is not here any more was given up.
+    /// Pieces under way, by a number that is never used again; one that is not here any more was
+    /// given up.
     parts: HashMap<u64, (Span, Stage)>,
     next_part: u64,
     /// A thread is starting pieces; there may be more to start than it has seen.
@@ -161,7 +165,8 @@ impl Behind for Shared {
 }
 
 impl Shared {
-    /// Starts what can be started. One thread does it at a time, so that pieces reach the host's queue in order.
+    /// Starts what can be started. One thread does it at a time, so that pieces reach the host's
+    /// queue in order.
     fn pump(&self) {
         if self.frame.is_forked() {
             return;

@@ -1,7 +1,7 @@
 //! One piece's way: from the drive into pinned memory and on to the accelerator, or back.
 //!
-//! Invariant: the accelerator's memory is named to the mover only while the job table keeps it, that is from the start of a copy,
-//! which is never given up, until its `done`.
+//! Invariant: the accelerator's memory is named to the mover only while the job table keeps it,
+//! that is from the start of a copy, which is never given up, until its `done`.
 #![expect(unsafe_code, reason = "copies name the accelerator's memory by its address")]
 
 use std::sync::Arc;
@@ -116,8 +116,9 @@ impl Shared {
                 }));
                 let copying =
                     Copying { device: target.device, host, len: target.len, done: Box::new(move |r| told.tell(r)) };
-                // SAFETY: the slot is ours until `done` drops it and holds the piece; the job table keeps the request's memory,
-                // in which the piece lies, until this part ends, as a part that is being copied is never withdrawn.
+                // SAFETY: the slot is ours until `done` drops it and holds the piece; the job table keeps the
+                // request's memory, in which the piece lies, until this part ends, as a part that
+                // is being copied is never withdrawn.
                 unsafe { mover.to_device(copying) };
             }
             (Ok(()), None) => self.lost(target),
@@ -134,7 +135,8 @@ impl Shared {
         let host = slot.as_mut_ptr();
         let told = Told(Some(move |r: Result<()>| me.was_copied(target, r.map(|()| slot), at)));
         let copying = Copying { device: target.device, host, len: target.len, done: Box::new(move |r| told.tell(r)) };
-        // SAFETY: as in `was_read`: the slot is ours until `done`, and the job table keeps the request's memory.
+        // SAFETY: as in `was_read`: the slot is ours until `done`, and the job table keeps the request's
+        // memory.
         unsafe { self.mover.to_host(copying) };
     }
 
@@ -156,7 +158,8 @@ impl Shared {
         self.to_host(target.part, Request { len: target.len, ..request }, deadline);
     }
 
-    /// Moves a part to its next stage; `false` where nobody waits for it any more: then it has ended.
+    /// Moves a part to its next stage; `false` where nobody waits for it any more: then it has
+    /// ended.
     fn advances(&self, target: Target, stage: Stage) -> bool {
         let mut state = self.frame.state.lock();
         let Some((span, at)) = state.parts.get_mut(&target.part) else { return false };

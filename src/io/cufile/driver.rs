@@ -1,7 +1,9 @@
-//! cuFile's driver in this process: the library, opened once and never closed, and what is registered with it.
+//! cuFile's driver in this process: the library, opened once and never closed, and what is
+//! registered with it.
 //!
-//! Invariants: a descriptor is registered once however many queues use the file, and deregistered before it is closed; memory is
-//! registered once, in pieces of at most 16 MiB, and deregistered with its last user; a forked child calls nothing.
+//! Invariants: a descriptor is registered once however many queues use the file, and deregistered
+//! before it is closed; memory is registered once, in pieces of at most 16 MiB, and deregistered
+//! with its last user; a forked child calls nothing.
 #![expect(unsafe_code, reason = "calls into a C library")]
 
 use std::collections::HashMap;
@@ -186,7 +188,8 @@ impl Driver {
     /// Reads into memory or writes it, blocking; gives the bytes moved.
     ///
     /// # Safety
-    /// `span` must be memory that cuFile may use in this direction, and nobody else, until the call returns.
+    /// `span` must be memory that cuFile may use in this direction, and nobody else, until the call
+    /// returns.
     pub(super) unsafe fn transfer(
         &self,
         file: &Arc<DirectFile>,
@@ -197,7 +200,8 @@ impl Driver {
         let registration = entry.0.get_or_init(|| self.register(file)).as_ref().map_err(Clone::clone)?;
         let (file_offset, write) = at;
         let (base, file_offset, offset) = (span.base.cast::<c_void>(), file_offset as i64, span.offset as i64);
-        // SAFETY: the caller vouches for the memory; the handle lives as long as the file, which the caller holds.
+        // SAFETY: the caller vouches for the memory; the handle lives as long as the file, which the caller
+        // holds.
         let n = unsafe {
             if write {
                 (self.calls.write)(registration.handle, base, span.len, file_offset, offset)
@@ -261,8 +265,8 @@ impl Driver {
     }
 }
 
-/// The same file by a descriptor for cuFile alone: it refuses descriptors that were opened with `O_NOFOLLOW` or `O_TMPFILE`, as ours
-/// are, and there is no turning that off.
+/// The same file by a descriptor for cuFile alone: it refuses descriptors that were opened with
+/// `O_NOFOLLOW` or `O_TMPFILE`, as ours are, and there is no turning that off.
 fn reopened(file: &DirectFile) -> Option<OwnedFd> {
     // SAFETY: a system call without pointers on an open descriptor.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
@@ -291,13 +295,15 @@ impl FileWatcher for Driver {
         }
         let entry = self.files.lock().remove(&file_id);
         if let Some(Ok(registration)) = entry.as_ref().and_then(|e| e.0.get()) {
-            // SAFETY: registered by us and not in use: every transfer holds its file, and this file has no holder left.
+            // SAFETY: registered by us and not in use: every transfer holds its file, and this file has no
+            // holder left.
             unsafe { (self.calls.handle_deregister)(registration.handle) };
         }
     }
 }
 
-/// A region that is registered with cuFile, piece by piece, until the last queue that uses it is gone.
+/// A region that is registered with cuFile, piece by piece, until the last queue that uses it is
+/// gone.
 pub(super) struct Registered {
     driver: Arc<Driver>,
     region: Arc<dyn MemRegion>,

@@ -1,5 +1,6 @@
-//! What libcufile reads from the environment, set before it is loaded unless the user has set it: a configuration file with values
-//! that suit us, and a log file that does not land in the working directory.
+//! What libcufile reads from the environment, set before it is loaded unless the user has set it: a
+//! configuration file with values that suit us, and a log file that does not land in the working
+//! directory.
 #![expect(unsafe_code, reason = "the environment can only be set unsafely, and C reads it")]
 
 use std::fs::{DirBuilder, File};
@@ -14,7 +15,8 @@ pub(super) const JSON_VARIABLE: &str = "CUFILE_ENV_PATH_JSON";
 /// Names libcufile's log file.
 pub(super) const LOG_VARIABLE: &str = "CUFILE_LOGFILE_PATH";
 
-/// Requests of up to 16 MiB in one piece, room for them in every pool, and peer-to-peer where the kernel has it.
+/// Requests of up to 16 MiB in one piece, room for them in every pool, and peer-to-peer where the
+/// kernel has it.
 const JSON: &str = r#"{
     "logging": { "level": "ERROR" },
     "properties": {
@@ -34,7 +36,8 @@ static SET: Once = Once::new();
 static OUR_JSON: AtomicBool = AtomicBool::new(false);
 static OUR_LOG: AtomicBool = AtomicBool::new(false);
 
-/// Sets what the user has not set; once per process. Gives the directory of our files where this call made one.
+/// Sets what the user has not set; once per process. Gives the directory of our files where this
+/// call made one.
 pub(super) fn prepare() -> Option<PathBuf> {
     let mut made = None;
     SET.call_once(|| {
@@ -71,9 +74,10 @@ pub(super) fn ours() -> impl Iterator<Item = &'static str> {
 }
 
 fn set(name: &str, path: &Path) {
-    // SAFETY: Rust's own accesses to the environment exclude each other. C code that reads it at this very moment in another
-    // thread would be at fault, as with any program that sets a variable; this runs at most twice in a process, while a drive
-    // is being opened, before the one library that we set it for is loaded.
+    // SAFETY: Rust's own accesses to the environment exclude each other. C code that reads it at this
+    // very moment in another thread would be at fault, as with any program that sets a variable;
+    // this runs at most twice in a process, while a drive is being opened, before the one library
+    // that we set it for is loaded.
     unsafe { std::env::set_var(name, path) };
 }
 

@@ -1,7 +1,7 @@
 //! Runs the trial in a program of its own, for at most 30 seconds.
 //!
-//! The program is started by exec, never as a fork that goes on: neither CUDA nor cuFile survives a fork. Invariant: whatever the
-//! program does, its caller has an answer when the time is up.
+//! The program is started by exec, never as a fork that goes on: neither CUDA nor cuFile survives a
+//! fork. Invariant: whatever the program does, its caller has an answer when the time is up.
 
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
@@ -18,13 +18,14 @@ use crate::io::program::{self, Program};
 
 /// Names the `forebay` program.
 pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
-/// A trial that takes longer has failed. CUDA's start alone takes seconds on a machine with eight GPUs.
+/// A trial that takes longer has failed. CUDA's start alone takes seconds on a machine with eight
+/// GPUs.
 pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks whether the program has ended, after it has answered.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
-/// The `forebay` program: the one that is named, the one that the process said, the one next to this program, or the first on the
-/// search path.
+/// The `forebay` program: the one that is named, the one that the process said, the one next to
+/// this program, or the first on the search path.
 pub(super) fn program() -> Option<Program> {
     if let Some(named) = std::env::var_os(PROGRAM_VARIABLE).filter(|p| !p.is_empty()) {
         return Some(PathBuf::from(named).into());

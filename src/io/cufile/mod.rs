@@ -1,10 +1,13 @@
-//! An accelerator's memory by cuFile (GPUDirect Storage): the drive writes into it and reads from it.
+//! An accelerator's memory by cuFile (GPUDirect Storage): the drive writes into it and reads from
+//! it.
 //!
-//! `launch` runs the `trial` in a program of its own; only where that moved bytes the right way does `driver` open the library
-//! here. `transfer` is what the threads of a [`Pool`] do with a block; `environment` is what the library is told before it
-//! is loaded; `nvfs` reads the kernel module's counters; `reason` says why it is not used. Calls are synchronous on long-lived handles: cuFile's batches report success for
-//! short transfers in several versions. Invariants: nothing of cuFile is called where its driver would hang; what fails for the
-//! path's sake is served by the queue below, and no caller hears of it.
+//! `launch` runs the `trial` in a program of its own; only where that moved bytes the right way
+//! does `driver` open the library here. `transfer` is what the threads of a [`Pool`] do with a
+//! block; `environment` is what the library is told before it is loaded; `nvfs` reads the kernel
+//! module's counters; `reason` says why it is not used. Calls are synchronous on long-lived
+//! handles: cuFile's batches report success for short transfers in several versions. Invariants:
+//! nothing of cuFile is called where its driver would hang; what fails for the path's sake is
+//! served by the queue below, and no caller hears of it.
 
 mod driver;
 mod environment;
@@ -64,8 +67,9 @@ impl TrialReport {
     }
 }
 
-/// Tries cuFile in `dir`, with memory of this GPU or else the host's, in a program of its own; takes 30 seconds at most. The
-/// program is `forebay`: named by `FOREBAY_PROGRAM`, next to this one, or on the search path.
+/// Tries cuFile in `dir`, with memory of this GPU or else the host's, in a program of its own;
+/// takes 30 seconds at most. The program is `forebay`: named by `FOREBAY_PROGRAM`, next to this
+/// one, or on the search path.
 #[must_use]
 pub fn try_cufile(dir: &Path, gpu: Option<u32>) -> TrialReport {
     match launch::program() {
@@ -99,7 +103,8 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
     let (Some(path), false) = (report.verdict, compat && side.cufile != CufileChoice::Force) else {
         return Ok(Found { ready: None, reasons: report.reasons() });
     };
-    // Registering memory takes a thread that can use the accelerator, which the caller's need not become.
+    // Registering memory takes a thread that can use the accelerator, which the caller's need not
+    // become.
     let opened = std::thread::scope(|scope| {
         let opening = std::thread::Builder::new().name("fb-cufile".to_owned()).spawn_scoped(scope, || {
             side.mover.bind_thread().map_err(|e| CufileReason::new(CufileCause::NoGpu, e.to_string()))?;

@@ -1,6 +1,7 @@
 //! nvidia-fs's own count of its reads and writes, for libraries that do not count by way.
 //!
-//! It counts for the whole machine, and only with its parameter `rw_stats_enabled`: counts that stand still say nothing.
+//! It counts for the whole machine, and only with its parameter `rw_stats_enabled`: counts that
+//! stand still say nothing.
 
 /// Reads and writes that went well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

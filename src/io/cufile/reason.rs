@@ -1,7 +1,7 @@
 //! Why cuFile is not used: one cause each, in plain language, with what to do about it.
 //!
-//! To add a cause: a row in the table below, and the place that finds it. Texts name no code alone: whoever reads them may never
-//! have seen `cufile.h`.
+//! To add a cause: a row in the table below, and the place that finds it. Texts name no code alone:
+//! whoever reads them may never have seen `cufile.h`.
 
 use std::fmt;
 

@@ -1,10 +1,11 @@
-//! How the threads of a cuFile queue move a block: one synchronous call, its length checked, and the same block again through the
-//! queue below where cuFile is at fault.
+//! How the threads of a cuFile queue move a block: one synchronous call, its length checked, and
+//! the same block again through the queue below where cuFile is at fault.
 //!
-//! Invariants: a caller never hears of a fault of the path, only of the drive's: those the queue below has found too, or `errno`s
-//! that no other path would avoid; a short count is never taken for success; a block is given to the queue below only after
-//! cuFile's call has returned. A read that waits for a call which hangs is served into spare memory, and its own stays behind; a
-//! write is not, as the call may still change the file: it times out.
+//! Invariants: a caller never hears of a fault of the path, only of the drive's: those the queue
+//! below has found too, or `errno`s that no other path would avoid; a short count is never taken
+//! for success; a block is given to the queue below only after cuFile's call has returned. A read
+//! that waits for a call which hangs is served into spare memory, and its own stays behind; a write
+//! is not, as the call may still change the file: it times out.
 #![expect(unsafe_code, reason = "memory is named by its address")]
 
 use std::sync::Arc;
@@ -122,7 +123,8 @@ impl Cufile {
                 None => Span { base: piece.ptr.wrapping_add(moved), offset: 0, len: left },
             };
             let at = (piece.offset + moved as u64, piece.op == Op::Write);
-            // SAFETY: the block is ours until its end is reported; region and address name the same memory (contract of `IoBuf`).
+            // SAFETY: the block is ours until its end is reported; region and address name the same memory
+            // (contract of `IoBuf`).
             match unsafe { self.driver.transfer(block.file, span, at) } {
                 Err(refused) => return of_refusal(refused),
                 Ok(Ok(n)) if n == span.len => moved += n,
@@ -239,7 +241,8 @@ impl Transfer for Cufile {
     }
 }
 
-/// Errors that any other path would meet too. `EIO` is none: a DMA that failed has it as well, and the queue below finds the drive's.
+/// Errors that any other path would meet too. `EIO` is none: a DMA that failed has it as well, and
+/// the queue below finds the drive's.
 fn is_the_drives(errno: i32) -> bool {
     matches!(errno, libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EROFS)
 }
@@ -261,7 +264,8 @@ struct Lent {
     _free: Sender<()>,
 }
 
-// SAFETY: the thread that lends it owns the block until it reports the block's end, and waits for this value to be dropped before.
+// SAFETY: the thread that lends it owns the block until it reports the block's end, and waits for
+// this value to be dropped before.
 unsafe impl IoBuf for Lent {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.at as *mut u8

@@ -1,7 +1,8 @@
-//! The trial of cuFile, to be run in a program of its own: its driver may hang, crash, or start threads that outlive it.
+//! The trial of cuFile, to be run in a program of its own: its driver may hang, crash, or start
+//! threads that outlive it.
 //!
-//! A megabyte is written and read back in the directory of the cache, and cuFile's own counters, or else nvidia-fs's, tell which way the bytes
-//! went.
+//! A megabyte is written and read back in the directory of the cache, and cuFile's own counters, or
+//! else nvidia-fs's, tell which way the bytes went.
 //! Invariant: a verdict is given only after the bytes came back right.
 #![expect(unsafe_code, reason = "cuFile and copies know memory by its address")]
 
@@ -80,10 +81,11 @@ impl TrialReport {
     }
 }
 
-/// Opens cuFile's driver, moves bytes between `memory` and a file in `dir`, and says which way they went.
+/// Opens cuFile's driver, moves bytes between `memory` and a file in `dir`, and says which way they
+/// went.
 ///
-/// Call it in a program that does nothing else and is killed when it takes too long: the call may hang or crash. Nothing is left
-/// behind in `dir`.
+/// Call it in a program that does nothing else and is killed when it takes too long: the call may
+/// hang or crash. Nothing is left behind in `dir`.
 #[must_use]
 pub fn cufile_trial(dir: &Path, memory: TrialMemory) -> TrialReport {
     let ours = environment::prepare();

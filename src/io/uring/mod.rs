@@ -1,10 +1,11 @@
 //! The `io_uring` backend: one owner thread per queue, which alone touches its ring.
 //!
 //! Callers' requests go into a locked inbox; the owner is woken through an eventfd that the ring
-//! polls, only where it sleeps. The [`owner`] issues blocks, reaps completions and tells callers; the
-//! [`ring`] knows the kernel's interface; [`tables`] remembers which memory and files are registered.
-//! Invariants: the inbox lock is never held over a system call or a callback; nobody polls or ticks: an idle owner sleeps in
-//! the kernel without a timer; the ring, its jobs and their buffers die together, after the last completion.
+//! polls, only where it sleeps. The [`owner`] issues blocks, reaps completions and tells callers;
+//! the [`ring`] knows the kernel's interface; [`tables`] remembers which memory and files are
+//! registered. Invariants: the inbox lock is never held over a system call or a callback; nobody
+//! polls or ticks: an idle owner sleeps in the kernel without a timer; the ring, its jobs and their
+//! buffers die together, after the last completion.
 
 mod owner;
 mod ring;
@@ -48,7 +49,8 @@ impl Uring {
     pub(super) fn start(spec: QueueSpec) -> Result<Self> {
         let name = format!("fb-{}", spec.thread_name());
         let shared = Arc::new(Shared { frame: Frame::new(spec, Inbox::default()), bell: EventFd::new()? });
-        // The ring takes commands from the thread that made it only, so the owner makes it and reports back.
+        // The ring takes commands from the thread that made it only, so the owner makes it and reports
+        // back.
         let (tx, rx) = crossbeam_channel::bounded(1);
         let owned = Arc::clone(&shared);
         let body = move || match Owner::new(Arc::clone(&owned)) {

@@ -1,7 +1,8 @@
 //! One ring and the kernel's interface to it.
 //!
-//! Invariants: every call comes from the thread that made the ring; at most the depth agreed at its making is in the kernel, so
-//! completions never overflow; features that the kernel lacks are left out and noted, none of them is needed but timed waits.
+//! Invariants: every call comes from the thread that made the ring; at most the depth agreed at its
+//! making is in the kernel, so completions never overflow; features that the kernel lacks are left
+//! out and noted, none of them is needed but timed waits.
 #![expect(unsafe_code, reason = "submission entries carry raw addresses; the job table keeps what they name alive")]
 
 use std::os::fd::RawFd;
@@ -71,13 +72,15 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Lets the bell wake the ring. Has to be repeated when a completion of it says that it was the last.
+    /// Lets the bell wake the ring. Has to be repeated when a completion of it says that it was the
+    /// last.
     pub(super) fn arm_bell(&mut self) {
         let e = opcode::PollAdd::new(types::Fd(self.bell), libc::POLLIN as u32).multi(true).build();
         self.push(e.user_data(BELL));
     }
 
-    /// Queues one block; it goes to the kernel with the next `submit` or `wait`. True where its file is newly registered.
+    /// Queues one block; it goes to the kernel with the next `submit` or `wait`. True where its
+    /// file is newly registered.
     pub(super) fn push_piece(&mut self, piece: &Piece, slot: u64) -> bool {
         let window = self.window(piece);
         let (fixed, fresh) = self.file(piece);
@@ -91,8 +94,9 @@ impl Ring {
     }
 
     fn push(&mut self, entry: squeue::Entry) {
-        // SAFETY: file and memory that the entry names stay valid until its completion: blocks through the job table, which
-        // keeps both until `span_ended`, and the bell through the queue that owns it and this ring.
+        // SAFETY: file and memory that the entry names stay valid until its completion: blocks through the
+        // job table, which keeps both until `span_ended`, and the bell through the queue that owns
+        // it and this ring.
         while unsafe { self.uring.submission().push(&entry) }.is_err() {
             if let Waited::Broken(_) = self.submit() {
                 return;
@@ -134,7 +138,8 @@ impl Ring {
                 // where a hypervisor has to find it too. The drive works on what is queued meanwhile.
                 let _ = self.submit();
                 let iov = libc::iovec { iov_base, iov_len: len };
-                // SAFETY: the window lies in a region that `self.regions` keeps mapped for as long as the ring lives.
+                // SAFETY: the window lies in a region that `self.regions` keeps mapped for as long as the ring
+                // lives.
                 match unsafe { self.uring.submitter().register_buffers_update(index.into(), &[iov], None) } {
                     Ok(()) => Some(index),
                     Err(e) => {
@@ -157,7 +162,8 @@ impl Ring {
         look_at(self.uring.submit())
     }
 
-    /// Hands the queued entries to the kernel and sleeps until a completion comes, at most for `limit`.
+    /// Hands the queued entries to the kernel and sleeps until a completion comes, at most for
+    /// `limit`.
     pub(super) fn wait(&mut self, limit: Option<Duration>) -> Waited {
         let Some(limit) = limit else { return look_at(self.uring.submit_and_wait(1)) };
         let ts = types::Timespec::from(limit);
@@ -180,7 +186,8 @@ fn look_at(r: std::io::Result<usize>) -> Waited {
 
 fn entry(piece: &Piece, file: Option<u32>, window: Option<u16>) -> squeue::Entry {
     let len = piece.span.len as u32;
-    // The crate seals the trait that both kinds of descriptor share, so the choice between them cannot be a function.
+    // The crate seals the trait that both kinds of descriptor share, so the choice between them cannot
+    // be a function.
     macro_rules! on {
         ($make:expr) => {
             match file {

@@ -1,8 +1,9 @@
 //! Which files and which memory are registered with a ring, as plain bookkeeping.
 //!
-//! Files: a small table, least recently used entry out first. Memory: each region is cut into windows that are registered when
-//! first used, so that memory nobody reads into is neither pinned nor touched. Invariant: an index given out names exactly the
-//! file or window that the kernel holds there; the caller does the system call in between and reports its failure.
+//! Files: a small table, least recently used entry out first. Memory: each region is cut into
+//! windows that are registered when first used, so that memory nobody reads into is neither pinned
+//! nor touched. Invariant: an index given out names exactly the file or window that the kernel
+//! holds there; the caller does the system call in between and reports its failure.
 
 use std::collections::HashMap;
 
@@ -122,7 +123,8 @@ impl Windows {
         self.total
     }
 
-    /// The window of `len` bytes at `offset` of a region. A new one counts as registered from here on.
+    /// The window of `len` bytes at `offset` of a region. A new one counts as registered from here
+    /// on.
     pub(super) fn find(&mut self, region_id: u64, offset: usize, len: usize) -> Window {
         if self.disabled || len == 0 {
             return Window::None;

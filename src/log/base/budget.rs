@@ -1,7 +1,9 @@
-//! The `BUDGET` file of a cache directory: the drive's identity, and the lock under which segments are granted.
+//! The `BUDGET` file of a cache directory: the drive's identity, and the lock under which segments
+//! are granted.
 //!
-//! Invariant: what is granted is counted anew from the files each time, over all namespaces and lanes of all processes, while
-//! the lock is held; nothing can drift. The free floor is asked of the file system in the same moment.
+//! Invariant: what is granted is counted anew from the files each time, over all namespaces and
+//! lanes of all processes, while the lock is held; nothing can drift. The free floor is asked of
+//! the file system in the same moment.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -62,11 +64,12 @@ impl Budget {
         self.capacity_bytes
     }
 
-    /// Runs `take`, which allocates `bytes` more, if capacity and free floor allow it and `spare` bytes would be left of the
-    /// capacity; all under the lock.
+    /// Runs `take`, which allocates `bytes` more, if capacity and free floor allow it and `spare`
+    /// bytes would be left of the capacity; all under the lock.
     ///
     /// # Errors
-    /// `NoSpace` where they do not; `TimedOut` where another process keeps the lock; those of `take`.
+    /// `NoSpace` where they do not; `TimedOut` where another process keeps the lock; those of
+    /// `take`.
     pub(in crate::log) fn grant<T>(&self, bytes: u64, spare: u64, take: impl FnOnce() -> Result<T>) -> Result<T> {
         let path = self.root.join(paths::BUDGET);
         let file = self.file.lock();
@@ -111,7 +114,8 @@ fn read_or_make(file: &File, path: &Path, now_ms: u64) -> Result<BudgetPage> {
         .map_err(|e| e.at(path).advice("if this is a cache directory, remove the BUDGET file: it only names the drive"))
 }
 
-/// Bytes that the files below `dir` take on the drive; holes are not counted, symlinks not followed.
+/// Bytes that the files below `dir` take on the drive; holes are not counted, symlinks not
+/// followed.
 ///
 /// # Errors
 /// `Io` where a directory cannot be read.

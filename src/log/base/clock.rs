@@ -1,7 +1,8 @@
 //! Time as the log sees it, so that tests can decide what time it is.
 //!
-//! Two clocks: Unix time for what is written to the drive (creation, expiry), and the machine's boot clock for leases, which
-//! processes of one machine compare. Nothing in the log reads a clock in any other way, except to wait.
+//! Two clocks: Unix time for what is written to the drive (creation, expiry), and the machine's
+//! boot clock for leases, which processes of one machine compare. Nothing in the log reads a clock
+//! in any other way, except to wait.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -1,7 +1,9 @@
-//! The eviction feed: keys of chunks that were given up, for whoever tells others what can be served.
+//! The eviction feed: keys of chunks that were given up, for whoever tells others what can be
+//! served.
 //!
-//! Invariants: nothing is kept before somebody has asked once; what is kept is bounded, the oldest keys go first. It only
-//! observes: a key in here may be stored again meanwhile, here or in another process.
+//! Invariants: nothing is kept before somebody has asked once; what is kept is bounded, the oldest
+//! keys go first. It only observes: a key in here may be stored again meanwhile, here or in another
+//! process.
 
 use std::collections::VecDeque;
 

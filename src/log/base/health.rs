@@ -1,4 +1,5 @@
-//! Whether a drive takes puts, or answers reads: after errors in a row it is left alone for a while, then tried again.
+//! Whether a drive takes puts, or answers reads: after errors in a row it is left alone for a
+//! while, then tried again.
 
 use std::time::{Duration, Instant};
 

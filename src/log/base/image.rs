@@ -1,7 +1,7 @@
 //! An index.kv written by one who has not opened the cache: `fsck rebuild`.
 //!
-//! Everything is written as sealed segments, so that the next opener has nothing to settle. The superblocks come last, behind a
-//! flush: before them nothing of the file counts.
+//! Everything is written as sealed segments, so that the next opener has nothing to settle. The
+//! superblocks come last, behind a flush: before them nothing of the file counts.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

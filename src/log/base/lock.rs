@@ -1,7 +1,8 @@
 //! Locks of files, given back the moment they are dropped.
 //!
-//! The kernel keeps such a lock until the last descriptor of the open file is closed, and a child that this process forks has a copy of each: until it
-//! executes another program, or for as long as it lives. So a lock is given back by name before the file is closed. The child itself, in which
+//! The kernel keeps such a lock until the last descriptor of the open file is closed, and a child
+//! that this process forks has a copy of each: until it executes another program, or for as long as
+//! it lives. So a lock is given back by name before the file is closed. The child itself, in which
 //! nothing of the cache may be used, gives nothing back that is its parent's.
 
 use std::borrow::Borrow;
@@ -79,7 +80,8 @@ fn try_lock(file: &File, path: &Path) -> Result<bool> {
     }
 }
 
-/// The lock of a shard's directory, under which lanes are made, taken, adopted and removed, and floors are raised.
+/// The lock of a shard's directory, under which lanes are made, taken, adopted and removed, and
+/// floors are raised.
 #[derive(Debug)]
 pub(in crate::log) struct ShardLock {
     _lock: FileLock,

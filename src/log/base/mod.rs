@@ -18,7 +18,8 @@ pub(super) mod wear;
 
 use crate::key::ChunkKey;
 
-/// The part of a key that tables keep, by which keys are compared everywhere below the slot headers.
+/// The part of a key that tables keep, by which keys are compared everywhere below the slot
+/// headers.
 pub(super) type HalfKey = [u8; 16];
 
 pub(super) fn half(key: &ChunkKey) -> HalfKey {

@@ -21,7 +21,8 @@ pub enum Mode {
     ReadOnly,
 }
 
-/// What to do with a lane that this version cannot use (newer format, other layers) or whose superblock is damaged.
+/// What to do with a lane that this version cannot use (newer format, other layers) or whose
+/// superblock is damaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum OnIncompatible {
     /// Fail to open.
@@ -34,15 +35,16 @@ pub enum OnIncompatible {
 /// How chunks are spread over several drives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Placement {
-    /// Chunks that are stored together lie on one drive, and what goes on where one prompt had got to beside it: a dead drive
-    /// costs its share of the prefixes.
+    /// Chunks that are stored together lie on one drive, and what goes on where one prompt had got
+    /// to beside it: a dead drive costs its share of the prefixes.
     #[default]
     Chain,
     /// By key: a prompt's chunks are read from all drives at once, and a dead drive costs holes.
     Stripe,
 }
 
-/// Makes the queues of a drive: its number, its directory, the settings. Tests put faulty queues in here.
+/// Makes the queues of a drive: its number, its directory, the settings. Tests put faulty queues in
+/// here.
 pub type DriveFactory = Arc<dyn Fn(usize, &Path, &IoOptions) -> Result<io::Drive> + Send + Sync>;
 
 /// What holds for one drive only.
@@ -78,10 +80,11 @@ pub struct LogOptions {
     pub capacity_bytes: u64,
     /// Least bytes to leave free on each drive's file system.
     pub min_free_bytes: u64,
-    /// Most bytes that the chunks of one tenant, which is a cache salt, may take on each drive; `None` for no limit.
+    /// Most bytes that the chunks of one tenant, which is a cache salt, may take on each drive;
+    /// `None` for no limit.
     pub tenant_bytes: Option<u64>,
-    /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at least four chunks and at most 1 GiB.
-    /// Counts when a lane is made.
+    /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at least four
+    /// chunks and at most 1 GiB. Counts when a lane is made.
     pub segment_bytes: Option<u64>,
     /// What goes first when room is needed.
     pub policy: Reclaim,
@@ -111,15 +114,17 @@ pub struct LogOptions {
     pub io_timeout: Duration,
     /// Makes the drives' queues; `None` for [`io::open_drive`].
     pub drive_factory: Option<DriveFactory>,
-    /// Whether somebody waits for what is being read, for work that can wait; `None` to judge by the reads in flight.
+    /// Whether somebody waits for what is being read, for work that can wait; `None` to judge by
+    /// the reads in flight.
     pub is_loading: Option<IsLoading>,
     /// Time.
     pub clock: Arc<dyn Clock>,
-    /// Pages of a new lane's journal ring; `None` for what suits capacity and segment. For tests, which fill it.
+    /// Pages of a new lane's journal ring; `None` for what suits capacity and segment. For tests,
+    /// which fill it.
     #[doc(hidden)]
     pub ring_pages: Option<u32>,
-    /// Start no threads: journal and maintenance do their work in [`crate::log::Log::turn`] and where a call would wait for them. For tests
-    /// that decide the order of everything.
+    /// Start no threads: journal and maintenance do their work in [`crate::log::Log::turn`] and
+    /// where a call would wait for them. For tests that decide the order of everything.
     #[doc(hidden)]
     pub foreground: bool,
 }
@@ -130,7 +135,8 @@ impl LogOptions {
         self.drives.get(number).copied().unwrap_or_default()
     }
 
-    /// Settings for one drive at `dir`: read and write, 64 GiB, everything else as documented defaults.
+    /// Settings for one drive at `dir`: read and write, 64 GiB, everything else as documented
+    /// defaults.
     #[must_use]
     pub fn new(dir: impl Into<PathBuf>, geometry: Arc<Geometry>) -> Self {
         Self {

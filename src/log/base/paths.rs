@@ -1,7 +1,7 @@
 //! Names of directories and files below a cache directory, and how they are made.
 //!
-//! Nothing below the cache directory itself is reached through a symlink: directories are checked when they are entered, files
-//! are opened with `O_NOFOLLOW`.
+//! Nothing below the cache directory itself is reached through a symlink: directories are checked
+//! when they are entered, files are opened with `O_NOFOLLOW`.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::Read;
@@ -115,8 +115,8 @@ pub(in crate::log) fn open_small(path: &Path, create: bool) -> Result<File> {
     options.open(path).map_err(|e| Error::io("cannot open a file of the cache", e).at(path))
 }
 
-/// A new file of `bytes` reserved bytes under a temporary name in `dir`, to be renamed with [`put_in_place`]; for shared
-/// memory, where a hole would raise `SIGBUS` on a full file system.
+/// A new file of `bytes` reserved bytes under a temporary name in `dir`, to be renamed with
+/// [`put_in_place`]; for shared memory, where a hole would raise `SIGBUS` on a full file system.
 pub(in crate::log) fn new_shared(dir: &Path, name: &str, bytes: u64) -> Result<File> {
     let path = temporary(dir, name);
     match fs::remove_file(&path) {

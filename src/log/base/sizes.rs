@@ -1,4 +1,5 @@
-//! How large the parts of a new lane are: a function of capacity and chunk size, fixed in the lane's superblock.
+//! How large the parts of a new lane are: a function of capacity and chunk size, fixed in the
+//! lane's superblock.
 
 use super::options::LogOptions;
 use crate::error::{Error, ErrorKind, Result};
@@ -10,7 +11,8 @@ use crate::format::superblock::Superblock;
 const GIB: u64 = 1 << 30;
 /// Segments are counted in pages with 24 bits.
 const MAX_SEGMENT_BYTES: u64 = (1 << 24) * PAGE_BYTES as u64 / 2;
-/// Slots per segment are assumed to be no smaller on average than this: more records than that seal a segment early.
+/// Slots per segment are assumed to be no smaller on average than this: more records than that seal
+/// a segment early.
 const RECORD_PER_BYTES: u64 = 16 << 10;
 const MAX_RECORDS: u64 = 1 << 16;
 const MAX_RING_PAGES: u64 = 8192;
@@ -51,7 +53,8 @@ impl Sizes {
         Self { ring_pages, regions_offset, ..self }
     }
 
-    /// Sizes for a lane whose segments hold up to `slots` slots, where capacity and geometry are not known.
+    /// Sizes for a lane whose segments hold up to `slots` slots, where capacity and geometry are
+    /// not known.
     pub(in crate::log) fn of_segments(segment_bytes: u64, slots: u64) -> Self {
         Self::of(segment_bytes, slots, MAX_RING_PAGES)
     }
@@ -70,12 +73,14 @@ impl Sizes {
     }
 }
 
-/// Segments in use for each that the capacity has room for, where single chunks are given up: above, the emptiest are reclaimed.
+/// Segments in use for each that the capacity has room for, where single chunks are given up:
+/// above, the emptiest are reclaimed.
 const MOST_SEGMENTS: u64 = 8;
 /// Of the capacity, the part that the regions of so many may take: one of so many.
 const REGIONS_SHARE: u64 = 64;
 
-/// Bytes that the region of a sealed segment with chunks of `slot_bytes` keeps: some of them are smaller.
+/// Bytes that the region of a sealed segment with chunks of `slot_bytes` keeps: some of them are
+/// smaller.
 pub(in crate::log) fn region_kept(sb: &Superblock, slot_bytes: u64) -> u64 {
     let records = sb.segment_bytes / slot_bytes.max(1) * 3 / 2 + 16;
     (sealed::region_bytes(records as usize) as u64).next_multiple_of(PAGE_BYTES as u64).min(sb.region_bytes)

@@ -4,19 +4,23 @@ use crate::format::layout::SlotLayout;
 use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
 
-/// Bytes that the header of an object's slot keeps for its TLVs, its name above all; the header is then one page.
+/// Bytes that the header of an object's slot keeps for its TLVs, its name above all; the header is
+/// then one page.
 pub const OBJECT_TLV_BYTES: usize = 2048;
 
-/// What to store and what to say about it. [`PutSpec::chunk`] and [`PutSpec::object`] fill in the usual.
+/// What to store and what to say about it. [`PutSpec::chunk`] and [`PutSpec::object`] fill in the
+/// usual.
 #[derive(Clone, Debug)]
 pub struct PutSpec {
     /// The key.
     pub key: ChunkKey,
     /// The key it is chained to; zero where there is none.
     pub parent: ChunkKey,
-    /// The first chunk of the run that is stored at once, which chooses the drive; `None` for the parent's drive, or by the key.
+    /// The first chunk of the run that is stored at once, which chooses the drive; `None` for the
+    /// parent's drive, or by the key.
     pub root: Option<ChunkKey>,
-    /// Number of the drive to prefer to what `root` chooses, while it takes puts: [`crate::log::Log::near`].
+    /// Number of the drive to prefer to what `root` chooses, while it takes puts:
+    /// [`crate::log::Log::near`].
     pub near: Option<usize>,
     /// Tokens of the chunk; 0 for objects.
     pub tokens: u32,
@@ -34,7 +38,8 @@ pub struct PutSpec {
     pub group: u16,
     /// The chunk's token ids, to be kept with it.
     pub token_ids: Option<Vec<u32>>,
-    /// Further fields of the header: type and bytes. What does not fit the layout's header fails the commit.
+    /// Further fields of the header: type and bytes. What does not fit the layout's header fails
+    /// the commit.
     pub tlvs: Vec<(u16, Vec<u8>)>,
     /// Layout of the slot; `None` for that of a chunk of `tokens` tokens.
     pub layout: Option<SlotLayout>,

@@ -30,11 +30,13 @@ pub struct LogStats {
     pub puts_published: u64,
     /// Puts dropped without a commit, and commits that failed.
     pub puts_aborted: u64,
-    /// Puts of what was stored already, or was stored by another process meanwhile: nothing was kept of them.
+    /// Puts of what was stored already, or was stored by another process meanwhile: nothing was
+    /// kept of them.
     pub already_there: u64,
     /// Puts refused, by cause.
     pub sheds: Sheds,
-    /// Payload bytes of chunks that the admission policy did not want; their number is [`Sheds::policy`].
+    /// Payload bytes of chunks that the admission policy did not want; their number is
+    /// [`Sheds::policy`].
     pub policy_refused_bytes: u64,
     /// Slot bytes of puts beyond the write budget; their number is [`Sheds::budget`].
     pub budget_refused_bytes: u64,

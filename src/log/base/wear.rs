@@ -1,8 +1,9 @@
 //! How much this process writes to a drive: drive writes per day, and the budget for them.
 //!
-//! What counts is what the drive's write queue has written: slots, journal, what reclaim moves. A put is charged when it begins; other
-//! writes when they are seen. The allowance grows with the boot clock, up to a day's, and starts at an hour's; writes that are not
-//! puts may take it below nothing, and puts wait until it has recovered. Nothing else ever waits for it.
+//! What counts is what the drive's write queue has written: slots, journal, what reclaim moves. A
+//! put is charged when it begins; other writes when they are seen. The allowance grows with the
+//! boot clock, up to a day's, and starts at an hour's; writes that are not puts may take it below
+//! nothing, and puts wait until it has recovered. Nothing else ever waits for it.
 
 use parking_lot::Mutex;
 
@@ -20,7 +21,8 @@ pub struct WearStats {
     pub drive_bytes: u64,
     /// Bytes that this process has written since it opened the cache.
     pub written_bytes: u64,
-    /// Over the last hour, or since the cache was opened where that is less, but for five minutes at least.
+    /// Over the last hour, or since the cache was opened where that is less, but for five minutes
+    /// at least.
     pub dwpd_hour: f64,
     /// Over the last day, likewise.
     pub dwpd_day: f64,

@@ -1,6 +1,8 @@
-//! Floors: what must not come back as a whole. The file `FLOORS` of a shard, and its image in the page that processes share.
+//! Floors: what must not come back as a whole. The file `FLOORS` of a shard, and its image in the
+//! page that processes share.
 //!
-//! A floor is durable before anybody sees it, so that what is hidden once stays hidden. The file is written under the shard's lock.
+//! A floor is durable before anybody sees it, so that what is hidden once stays hidden. The file is
+//! written under the shard's lock.
 
 use std::path::Path;
 
@@ -27,8 +29,8 @@ pub(in crate::log) fn read(shard_dir: &Path) -> Result<Floors> {
     open(shard_dir)?.map_or_else(|| Ok(Floors::default()), |file| decode(&file))
 }
 
-/// The same once it is durable: a call that has failed may have written what a power cut takes back, and removals leave alone what
-/// lies below a floor.
+/// The same once it is durable: a call that has failed may have written what a power cut takes
+/// back, and removals leave alone what lies below a floor.
 ///
 /// # Errors
 /// As [`read`]; those of flushing.
@@ -85,8 +87,9 @@ fn flush(file: &DirectFile) -> Result<()> {
     file.sync_data()
 }
 
-/// Raises a floor to `sequence`, durably, then in the page, where there is one. The caller holds the shard's lock. A floor of
-/// everything, which lies above all others, also takes the place of floors of which no copy is intact.
+/// Raises a floor to `sequence`, durably, then in the page, where there is one. The caller holds
+/// the shard's lock. A floor of everything, which lies above all others, also takes the place of
+/// floors of which no copy is intact.
 ///
 /// # Errors
 /// `Busy` where too many tenants have a floor; those of writing.
@@ -112,7 +115,8 @@ pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&Shard>, what: What, 
     Ok(())
 }
 
-/// Drops the floors of tenants, whose slots are unreadable durably. The caller holds the shard's lock.
+/// Drops the floors of tenants, whose slots are unreadable durably. The caller holds the shard's
+/// lock.
 ///
 /// # Errors
 /// Those of writing.

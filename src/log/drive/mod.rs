@@ -1,7 +1,7 @@
 //! One drive of the log: its budget, its shard page, and the lanes on it.
 //!
-//! All lanes of the shard are read; of those whose lock this process has, one is its own. The set of lanes changes rarely: it
-//! is replaced as a whole, so that lookups only copy a pointer.
+//! All lanes of the shard are read; of those whose lock this process has, one is its own. The set
+//! of lanes changes rarely: it is replaced as a whole, so that lookups only copy a pointer.
 
 pub(super) mod floors;
 mod quota;
@@ -203,7 +203,8 @@ impl Volume {
         }
     }
 
-    /// The time, and the bytes that this process has written to the drive since its queues were made.
+    /// The time, and the bytes that this process has written to the drive since its queues were
+    /// made.
     pub(super) fn written(&self) -> (u64, u64) {
         let policy = self.policy.written_bytes();
         (self.ctx.options.clock.boot_ns(), self.io.write.stats().counts().bytes + policy)
@@ -218,7 +219,8 @@ impl Volume {
         Surroundings { ctx: Arc::clone(&self.ctx), drive: self.id, io: self.io.clone(), budget: self.budget.clone() }
     }
 
-    /// At open, under the shard's lock: takes or makes the own lane, adopts orphans, attaches to the others.
+    /// At open, under the shard's lock: takes or makes the own lane, adopts orphans, attaches to
+    /// the others.
     fn take_lanes(&self) -> Result<Lanes> {
         let around = self.surroundings();
         let mut free: Vec<(Candidate, LaneFiles)> = Vec::new();
@@ -286,7 +288,8 @@ impl Volume {
         Ok((Candidate { number, dir, lock: Some(lock) }, files))
     }
 
-    /// The lanes as they are now. A lane that another process has opened since is attached to first.
+    /// The lanes as they are now. A lane that another process has opened since is attached to
+    /// first.
     pub(super) fn lanes(&self) -> Arc<Lanes> {
         let generation = self.shard.lane_generation();
         if generation != self.seen_lanes.load(Ordering::Acquire) && !self.ctx.is_closed() {
@@ -301,7 +304,8 @@ impl Volume {
 
     /// Attaches to lanes that appeared, drops those that disappeared.
     fn look_for_lanes(&self, generation: u64) {
-        // Waited for: whoever looks up after another process has removed something must see the lane that says so.
+        // Waited for: whoever looks up after another process has removed something must see the lane that
+        // says so.
         let _one = self.scanning.lock();
         if self.seen_lanes.load(Ordering::Acquire) == generation {
             return;
@@ -387,7 +391,8 @@ impl Volume {
         shows(&self.shard, entry, self.ctx.now_s())
     }
 
-    /// Whether the slot of an entry is still to be made unreadable because its tenant was removed: then that floor is dropped.
+    /// Whether the slot of an entry is still to be made unreadable because its tenant was removed:
+    /// then that floor is dropped.
     pub(super) fn is_tenant_removed(&self, entry: &Entry) -> bool {
         entry.kind == EntryKind::Chunk && entry.seq > self.shard.floor() && !is_above_floor(&self.shard, entry)
     }
@@ -403,8 +408,9 @@ impl Volume {
         self.health.is_good() && !self.is_draining() && !self.is_lost() && self.own().is_some()
     }
 
-    /// Whether the memory that it shares with other processes is out of reach, as after its file system has shut itself down. What
-    /// they store, remove and lease is not known then: until the cache is opened anew nothing is served, stored or reclaimed.
+    /// Whether the memory that it shares with other processes is out of reach, as after its file
+    /// system has shut itself down. What they store, remove and lease is not known then: until
+    /// the cache is opened anew nothing is served, stored or reclaimed.
     pub(super) fn is_lost(&self) -> bool {
         // Every lookup asks; in nearly all processes no mapping was ever lost.
         index::losses() > 0 && (self.lost.load(Ordering::Relaxed) || self.look_for_losses())

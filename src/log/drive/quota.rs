@@ -1,10 +1,12 @@
 //! How much of a drive one tenant may take: the bound. Room is made by `reclaim/quota.rs`.
 //!
-//! A tenant is a cache salt. What is stored without one is nobody's and has no quota, and neither have objects.
+//! A tenant is a cache salt. What is stored without one is nobody's and has no quota, and neither
+//! have objects.
 //!
-//! What each tenant takes of the lanes that this process holds is known exactly; those of other processes are counted in every
-//! scan. A put that would go beyond the quota is refused, so that the bound is a hard one for one process, and nearly so for
-//! several: they see each other's stores with the next count.
+//! What each tenant takes of the lanes that this process holds is known exactly; those of other
+//! processes are counted in every scan. A put that would go beyond the quota is refused, so that
+//! the bound is a hard one for one process, and nearly so for several: they see each other's stores
+//! with the next count.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -77,7 +79,8 @@ impl Quota {
         self.taken.lock().refused.clear();
     }
 
-    /// Tenants with too little room for what they bring next, and the bytes that they are to give up.
+    /// Tenants with too little room for what they bring next, and the bytes that they are to give
+    /// up.
     pub(in crate::log) fn excess(&self, volume: &Volume) -> Vec<(u64, u64)> {
         let mut all: BTreeMap<u64, u64> = BTreeMap::new();
         for lane in volume.lanes().held() {

@@ -26,7 +26,8 @@ impl Waiting {
         Self { deadline, helped: false, refusals: u32::MAX }
     }
 
-    /// Waits for the maintenance thread, while the drive does not refuse a segment; `None` for who does not wait.
+    /// Waits for the maintenance thread, while the drive does not refuse a segment; `None` for who
+    /// does not wait.
     ///
     /// # Errors
     /// `NoSpace` at the deadline; why the drive refuses a segment.

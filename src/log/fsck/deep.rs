@@ -45,13 +45,15 @@ pub struct Deep {
     pub slots: u64,
     /// Payload bytes checked.
     pub bytes: u64,
-    /// Slots without a header: they were given up, or never reached the drive, and the index has not learned of it.
+    /// Slots without a header: they were given up, or never reached the drive, and the index has
+    /// not learned of it.
     pub gone: Vec<BadSlot>,
     /// Those that would not be served although they have a header.
     pub bad: Vec<BadSlot>,
 }
 
-/// Checks every slot that the lanes of one shard list. `progress` is told of slot bytes done, from several threads.
+/// Checks every slot that the lanes of one shard list. `progress` is told of slot bytes done, from
+/// several threads.
 ///
 /// # Errors
 /// Where files or queues cannot be opened; a slot that cannot be read is told as bad.
@@ -156,7 +158,8 @@ impl Slot<'_> {
         Ok(header.layers.iter().map(|l| u64::from(l.len)).sum())
     }
 
-    /// The header lies behind a gap of less than 64 KiB, which the geometry gives; without it, it is looked for.
+    /// The header lies behind a gap of less than 64 KiB, which the geometry gives; without it, it
+    /// is looked for.
     fn header(&self) -> Result<(SlotHeader, u32)> {
         let slot_bytes = self.record.pages as usize * PAGE_BYTES;
         let start = self.raw.slot_offset(self.record);

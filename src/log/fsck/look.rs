@@ -1,5 +1,5 @@
-//! What only running processes and slot headers know of a lane: who writes it, what is leased, how old a chunk is. Nothing is
-//! locked and nothing is written; what cannot be read is not told.
+//! What only running processes and slot headers know of a lane: who writes it, what is leased, how
+//! old a chunk is. Nothing is locked and nothing is written; what cannot be read is not told.
 
 use std::io::Read as _;
 use std::path::Path;
@@ -53,7 +53,8 @@ pub fn disk_bytes(cache_dir: &Path) -> Result<u64> {
 }
 
 impl LaneFiles {
-    /// What the lane's processes of this boot share; `None` where there are none, or that may not be read.
+    /// What the lane's processes of this boot share; `None` where there are none, or that may not
+    /// be read.
     #[must_use]
     pub fn shared(&self) -> Option<Shared> {
         let file = self.dir.open_file_in(LANE_SHM, &FileOptions::default()).ok()?;

@@ -1,5 +1,5 @@
-//! A lane's index as it lies in the file: what counts of it, and what is damaged. The rules are those of recovery
-//! (`docs/format.md`, *What counts*), but nothing is made and nothing is written.
+//! A lane's index as it lies in the file: what counts of it, and what is damaged. The rules are
+//! those of recovery (`docs/format.md`, *What counts*), but nothing is made and nothing is written.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -59,7 +59,8 @@ pub struct Kept {
     pub epoch: u32,
     /// Whether it was given up; else it is sealed, or its records are in the journal.
     pub free: bool,
-    /// When it was sealed or given up, in Unix milliseconds; 0 while its records are only in the journal.
+    /// When it was sealed or given up, in Unix milliseconds; 0 while its records are only in the
+    /// journal.
     pub since_ms: u64,
 }
 
@@ -86,8 +87,8 @@ impl RawLane {
     /// Reads a lane's index.
     ///
     /// # Errors
-    /// `Corrupt` where neither superblock is intact, `Incompatible` where the lane is of a newer version; I/O errors. Other
-    /// damage is told in the result.
+    /// `Corrupt` where neither superblock is intact, `Incompatible` where the lane is of a newer
+    /// version; I/O errors. Other damage is told in the result.
     pub fn read(files: &LaneFiles) -> Result<Self> {
         let in_use = files.in_use();
         let index = files.dir.open_file_in(INDEX, &FileOptions::default())?;
@@ -272,9 +273,10 @@ impl RawLane {
     }
 }
 
-/// What may be served, as far as the lanes of one shard say: of each key the last put of every lane that has one, if it lies above
-/// its floor and has not expired at `now_s` (Unix seconds). Gives the lane's place in the list with each. Several lanes may have a
-/// key, and one may have it twice, where it was moved; some of these slots may be gone.
+/// What may be served, as far as the lanes of one shard say: of each key the last put of every lane
+/// that has one, if it lies above its floor and has not expired at `now_s` (Unix seconds). Gives
+/// the lane's place in the list with each. Several lanes may have a key, and one may have it twice,
+/// where it was moved; some of these slots may be gone.
 #[must_use]
 pub fn listed(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
     let shown = |(i, lane): (usize, &RawLane)| -> Vec<(usize, Record)> {
@@ -317,7 +319,8 @@ fn superblock(files: &LaneFiles, index: &File, damage: &mut Vec<Damage>) -> Resu
     Ok(newest)
 }
 
-/// Reads until the buffer is full or the file ends; how many bytes that were. The rest of the buffer is zero.
+/// Reads until the buffer is full or the file ends; how many bytes that were. The rest of the
+/// buffer is zero.
 pub(super) fn read_up_to(file: &File, buf: &mut [u8], offset: u64) -> Result<usize> {
     let mut at = 0;
     while let Some(rest) = buf.get_mut(at..).filter(|rest| !rest.is_empty()) {

@@ -1,7 +1,9 @@
-//! The journal thread of this process's own lane: group commit, flushes, seals, and growing the table.
+//! The journal thread of this process's own lane: group commit, flushes, seals, and growing the
+//! table.
 //!
-//! Invariants: records go to fresh pages only; a page that holds a record of an unsealed segment is never overwritten; a flush
-//! is answered when every put that was committed before it is in a written page and both files are flushed.
+//! Invariants: records go to fresh pages only; a page that holds a record of an unsealed segment is
+//! never overwritten; a flush is answered when every put that was committed before it is in a
+//! written page and both files are flushed.
 
 mod seal;
 
@@ -52,8 +54,8 @@ fn work_on(lane: &Arc<Lane>) {
     }
 }
 
-/// Does what there is to do now, without waiting, in a log without threads; records wait for a full page unless `hurry`.
-/// Whether there was anything.
+/// Does what there is to do now, without waiting, in a log without threads; records wait for a full
+/// page unless `hurry`. Whether there was anything.
 pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
     let work = lane.state().map(|state| work_of(lane, &state, hurry)).unwrap_or_default();
     let some = work.is_some();
@@ -128,8 +130,8 @@ fn wait_for_work(lane: &Lane) -> Option<Work> {
     }
 }
 
-/// Publishes what found the table full, or, where it could not grow, lets it wait until room has been made: only what has
-/// waited for as long as a transfer may take is shed.
+/// Publishes what found the table full, or, where it could not grow, lets it wait until room has
+/// been made: only what has waited for as long as a transfer may take is shed.
 fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
     let waiting = lane.state().map(|mut state| state.puts.take_unpublished()).unwrap_or_default();
     let Err(e) = grown else { return waiting.into_iter().for_each(|put| put.publish()) };
@@ -143,7 +145,8 @@ fn publish_waiting(lane: &Arc<Lane>, grown: Result<()>) {
     }
 }
 
-/// Writes waiting records to fresh pages: all full ones, and the last one too where `partial` says so.
+/// Writes waiting records to fresh pages: all full ones, and the last one too where `partial` says
+/// so.
 fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
     while let Some(batch) = take_batch(lane, partial)? {
         match write_batch(lane, &batch) {
@@ -239,7 +242,8 @@ fn is_done(lane: &Lane) -> bool {
     })
 }
 
-/// Waits until the puts committed before now have ended, then until they and everything else are durable.
+/// Waits until the puts committed before now have ended, then until they and everything else are
+/// durable.
 pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     let last = state.puts.last_ticket();
@@ -252,7 +256,8 @@ pub(super) fn flush(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     flush_records(lane, state, deadline)
 }
 
-/// As [`flush`], without waiting for puts and with the ring's last pages: for reclaim, which both may wait for.
+/// As [`flush`], without waiting for puts and with the ring's last pages: for reclaim, which both
+/// may wait for.
 pub(super) fn flush_urgently(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     state.pending.set_urgent(true);
@@ -286,7 +291,8 @@ fn flush_records<'a>(lane: &'a Arc<Lane>, mut state: MutexGuard<'a, State>, dead
     }
 }
 
-/// Waits until the open segment, which is closed, and all other full ones are sealed. For tests and tools.
+/// Waits until the open segment, which is closed, and all other full ones are sealed. For tests and
+/// tools.
 pub(super) fn seal_now(lane: &Arc<Lane>, deadline: Instant) -> Result<()> {
     let mut state = lane.state()?;
     state.segments.close_open();

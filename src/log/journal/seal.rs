@@ -1,8 +1,9 @@
-//! Sealing: a full segment's records move from the journal ring to its region of the sealed table; and the list of what is
-//! gone from a sealed segment.
+//! Sealing: a full segment's records move from the journal ring to its region of the sealed table;
+//! and the list of what is gone from a sealed segment.
 //!
-//! The order is the protocol: give back what no record names, flush the data, write the region, flush it, recycle the ring's
-//! pages. Each step is a function of its own, so that a test can leave one out and see the crash test fail.
+//! The order is the protocol: give back what no record names, flush the data, write the region,
+//! flush it, recycle the ring's pages. Each step is a function of its own, so that a test can leave
+//! one out and see the crash test fail.
 
 use std::time::Duration;
 
@@ -70,7 +71,8 @@ const fn sealed_record_bytes() -> usize {
     crate::format::record::RECORD_BYTES
 }
 
-/// Enters how often each chunk has been used since it was stored, for the order of reclaim after the next opening.
+/// Enters how often each chunk has been used since it was stored, for the order of reclaim after
+/// the next opening.
 fn note_uses(lane: &Lane, records: &mut [Record]) {
     let table = lane.table();
     for some in records.chunks_mut(USES_AT_ONCE) {
@@ -99,8 +101,8 @@ pub(in crate::log) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), r
     }
 }
 
-/// What no record names may hold slots all the same, of puts that ended badly: a rebuild must not find them. What is left at the
-/// segment's end is of no use.
+/// What no record names may hold slots all the same, of puts that ended badly: a rebuild must not
+/// find them. What is left at the segment's end is of no use.
 fn give_back_gaps(lane: &Lane, segment: u32, records: &[Record]) -> Result<()> {
     let gaps = lane.state()?.segments.gaps(records);
     gaps.into_iter()
@@ -122,14 +124,15 @@ fn flush_region(lane: &Lane) -> Result<()> {
     lane.flush_index()
 }
 
-/// The region holds the records durably: the ring's pages need not any more, nor must those that wait be written there.
+/// The region holds the records durably: the ring's pages need not any more, nor must those that
+/// wait be written there.
 fn recycle(state: &mut State, segment_use: (u32, u32)) {
     state.pending.note_success();
     state.pending.recycle(segment_use);
 }
 
-/// Writes the list of what is gone from a sealed segment where it has changed. A hint: where it cannot be written, lookups after
-/// a restart promise what is not there.
+/// Writes the list of what is gone from a sealed segment where it has changed. A hint: where it
+/// cannot be written, lookups after a restart promise what is not there.
 fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
     let Some(pages) = lane.state()?.segments.gone_pages(segment, lane.id()) else { return Ok(()) };
     let most = RegionLayout::of(lane.superblock.region_bytes).gone_pages;
@@ -164,7 +167,8 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     let len = (count as usize * sealed_record_bytes()).next_multiple_of(PAGE_BYTES);
     let body = lane.read(&lane.index, offset + layout.records_at() as u64, len)?;
     let (records, damaged) = sealed::decode_records(body.as_slice(), count);
-    // Where a crash kept the first page and lost the rest, the records of the use before are there, and whole.
+    // Where a crash kept the first page and lost the rest, the records of the use before are there, and
+    // whole.
     let foreign = records.iter().filter(|r| (r.segment, r.epoch) != (segment, epoch)).count() as u64;
     let damaged = u64::from(damaged) + foreign;
     if damaged > 0 {
@@ -176,7 +180,8 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     Ok(records)
 }
 
-/// A sealed segment's records: from its region, or, where that is damaged, as far as the table knows them.
+/// A sealed segment's records: from its region, or, where that is damaged, as far as the table
+/// knows them.
 pub(in crate::log) fn known_records(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> {
     match records_in(lane, (segment, epoch)) {
         Ok(records) => return Ok(records),

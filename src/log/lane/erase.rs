@@ -1,5 +1,6 @@
-//! Making slots unreadable: a hole over the slot, or zeros over its header where the file system has no holes or the lane is
-//! another process's. Nothing here is durable before data.kv has been flushed.
+//! Making slots unreadable: a hole over the slot, or zeros over its header where the file system
+//! has no holes or the lane is another process's. Nothing here is durable before data.kv has been
+//! flushed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -38,7 +39,8 @@ impl Lane {
         self.no_holes.load(Ordering::Relaxed)
     }
 
-    /// Makes slots of a segment, in the order in which they lie, unreadable; how many bytes were given back.
+    /// Makes slots of a segment, in the order in which they lie, unreadable; how many bytes were
+    /// given back.
     ///
     /// # Errors
     /// Where the drive takes neither holes nor zeros: some of them may still be readable.
@@ -107,7 +109,8 @@ impl Lane {
         self.write(&self.data, self.header_offset(segment, slot), AlignedBuf::zeroed(PAGE_BYTES)?)
     }
 
-    /// The same without waiting; `wrap` may add to the buffer what must live as long as the write, `done` is told how it ended.
+    /// The same without waiting; `wrap` may add to the buffer what must live as long as the write,
+    /// `done` is told how it ended.
     pub(in crate::log) fn blank_soon(
         self: &Arc<Self>,
         segment: u32,

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::{Lane, Place, State};
 use crate::io::Buf;
 
-/// A place in a segment, given back when dropped: the segment may be sealed, and later reclaimed, when none of its places is
-/// held. Every write to the place has a share in it, which ends when the drive has really ended the write: what is written
-/// after a time-out can so not land in a later use of the segment.
+/// A place in a segment, given back when dropped: the segment may be sealed, and later reclaimed,
+/// when none of its places is held. Every write to the place has a share in it, which ends when the
+/// drive has really ended the write: what is written after a time-out can so not land in a later
+/// use of the segment.
 #[derive(Debug)]
 pub(in crate::log) struct Held {
     lane: Arc<Lane>,
@@ -18,7 +19,8 @@ pub(in crate::log) struct Held {
 }
 
 impl Held {
-    /// Of a place for the slot of this sequence, which has been [begun](super::Puts::begin) under the same lock.
+    /// Of a place for the slot of this sequence, which has been [begun](super::Puts::begin) under
+    /// the same lock.
     pub(in crate::log) fn new(lane: &Arc<Lane>, place: Place, sequence: u64) -> Arc<Self> {
         Arc::new(Self { lane: Arc::clone(lane), place, sequence, ended: AtomicBool::new(false) })
     }
@@ -50,8 +52,9 @@ impl Drop for Held {
     }
 }
 
-/// A share in the place of a put, for its writes: a buffer that carries it ([`Buf::with`](crate::io::Buf::with)) keeps the place
-/// from being used again until its I/O has ended, also where nobody waits for that any more.
+/// A share in the place of a put, for its writes: a buffer that carries it
+/// ([`Buf::with`](crate::io::Buf::with)) keeps the place from being used again until its I/O has
+/// ended, also where nobody waits for that any more.
 #[derive(Clone, Debug)]
 pub struct Hold(pub(in crate::log) Arc<Held>);
 

@@ -1,7 +1,8 @@
 //! Writes to the index that the drive has not ended.
 //!
-//! A write that timed out may still be done, later, over whatever was written to its place since: a region that says "sealed" over
-//! one that says "free". So nothing is written to a place before every earlier write to it has really ended.
+//! A write that timed out may still be done, later, over whatever was written to its place since: a
+//! region that says "sealed" over one that says "free". So nothing is written to a place before
+//! every earlier write to it has really ended.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +15,8 @@ use crate::error::{Error, ErrorKind, Result};
 #[derive(Debug, Default)]
 pub(in crate::log) struct IndexWrites(Mutex<Vec<Range<u64>>>);
 
-/// A share in a place, which ends with the write: it goes with the buffer ([`Buf::with`](crate::io::Buf::with)).
+/// A share in a place, which ends with the write: it goes with the buffer
+/// ([`Buf::with`](crate::io::Buf::with)).
 #[derive(Debug)]
 pub(in crate::log) struct Claim {
     all: Arc<IndexWrites>,

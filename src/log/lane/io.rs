@@ -14,7 +14,8 @@ impl Lane {
     /// Writes a buffer and waits for it.
     ///
     /// # Errors
-    /// Those of the drive; `Busy` where an earlier write to the same place of index.kv has not ended.
+    /// Those of the drive; `Busy` where an earlier write to the same place of index.kv has not
+    /// ended.
     pub(in crate::log) fn write(&self, file: &Arc<DirectFile>, offset: u64, buf: impl Into<Buf>) -> Result<()> {
         let buf: Buf = buf.into();
         let bytes = buf.len() as u64;
@@ -61,8 +62,8 @@ impl Lane {
         self.index_writes.is_claimed(&(region..region + self.superblock.region_bytes))
     }
 
-    /// Submits a write; one that the full queue does not take is kept for the journal thread, so that a payload that has been
-    /// written is not lost for want of a place in the queue.
+    /// Submits a write; one that the full queue does not take is kept for the journal thread, so
+    /// that a payload that has been written is not lost for want of a place in the queue.
     pub(in crate::log) fn submit_write(&self, request: Request) {
         let Err(rejected) = self.io.write.submit(request) else { return };
         if rejected.error.kind() == ErrorKind::Busy

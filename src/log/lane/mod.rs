@@ -1,15 +1,18 @@
 //! One lane: its files, its shared table, and, where this process holds its lock, its state.
 //!
-//! A lane is this process's *own* (it appends there), *adopted* (its writer died; this process reads and reclaims it, but
-//! appends only to its own), or *foreign* (another process writes it; here it is only read). The role of a `Lane` value never
-//! changes: adoption puts a new value in its place.
+//! A lane is this process's *own* (it appends there), *adopted* (its writer died; this process
+//! reads and reclaims it, but appends only to its own), or *foreign* (another process writes it;
+//! here it is only read). The role of a `Lane` value never changes: adoption puts a new value in
+//! its place.
 //!
-//! The state lies under one lock per lane, under which also all inserts into the lane's table happen. It is split by owner:
-//! [`Segments`], [`Pending`], [`Puts`], [`Usage`]. The lock is held for moments: no I/O is done and nothing is waited for while
-//! it is held (growing the table copies memory, the longest of all).
+//! The state lies under one lock per lane, under which also all inserts into the lane's table
+//! happen. It is split by owner: [`Segments`], [`Pending`], [`Puts`], [`Usage`]. The lock is held
+//! for moments: no I/O is done and nothing is waited for while it is held (growing the table copies
+//! memory, the longest of all).
 //!
-//! Invariant, on which `remove` relies: every slot with an intact header that was ever published is named by an entry of its
-//! lane's table, or its having been made unreadable is counted in the lane's erasures ([`index::Lane::is_settled`]).
+//! Invariant, on which `remove` relies: every slot with an intact header that was ever published is
+//! named by an entry of its lane's table, or its having been made unreadable is counted in the
+//! lane's erasures ([`index::Lane::is_settled`]).
 
 mod erase;
 mod held;
@@ -114,7 +117,8 @@ impl State {
         self.pending.log(record);
     }
 
-    /// Puts what a record says into the table. Whether it is there now: of two records of a key the later one counts.
+    /// Puts what a record says into the table. Whether it is there now: of two records of a key the
+    /// later one counts.
     ///
     /// # Errors
     /// `NoSpace` where the table must grow first.
@@ -246,7 +250,8 @@ pub struct Lane {
     shared: RwLock<Option<index::Lane>>,
     /// Present in held lanes only.
     state: Option<Mutex<State>>,
-    /// Held while slots are made unreadable: from the marks on their entries until these have left the table.
+    /// Held while slots are made unreadable: from the marks on their entries until these have left
+    /// the table.
     pub(super) erasing: Mutex<()>,
     /// Wakes the journal thread.
     pub(super) work: Condvar,

@@ -78,7 +78,8 @@ impl Pending {
         self.ring.oldest().to_vec()
     }
 
-    /// Takes records for the next pages: for full ones, and for the last one too where `partial` says so.
+    /// Takes records for the next pages: for full ones, and for the last one too where `partial`
+    /// says so.
     pub(in crate::log) fn take_batch(&mut self, partial: bool) -> Option<Batch> {
         let waiting = self.records.len();
         let pages = if partial { waiting.div_ceil(RECORDS_PER_PAGE) } else { waiting / RECORDS_PER_PAGE };
@@ -148,8 +149,9 @@ impl Pending {
         (self.asked > self.done).then_some(self.asked)
     }
 
-    /// Answers the flushes up to number `asked`. After one that failed nothing written since the last good one may be taken for
-    /// durable, so a later flush that succeeds must not be believed about those pages: `unsealed` is written again.
+    /// Answers the flushes up to number `asked`. After one that failed nothing written since the
+    /// last good one may be taken for durable, so a later flush that succeeds must not be
+    /// believed about those pages: `unsealed` is written again.
     pub(in crate::log) fn answer(&mut self, asked: u64, outcome: Result<()>, unsealed: impl FnOnce() -> Vec<Record>) {
         if outcome.is_err() {
             self.records = unsealed().into();

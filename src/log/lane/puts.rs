@@ -1,4 +1,5 @@
-//! Puts of a held lane that have begun and not ended, and what of them waits for the journal thread. No I/O.
+//! Puts of a held lane that have begun and not ended, and what of them waits for the journal
+//! thread. No I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -22,7 +23,8 @@ pub(in crate::log) trait Unpublished: Send {
 /// Puts under way.
 #[derive(Default)]
 pub(in crate::log) struct Puts {
-    /// Sequences of slots that are held, with the number of holders: something may still be written to them.
+    /// Sequences of slots that are held, with the number of holders: something may still be written
+    /// to them.
     begun: BTreeMap<u64, u32>,
     /// Commits begun and not ended, by ticket.
     commits: BTreeSet<u64>,

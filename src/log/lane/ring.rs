@@ -1,7 +1,8 @@
 //! Which journal pages may be overwritten: bookkeeping without I/O.
 //!
-//! Pages are numbered endlessly; page `n` lies at `n % pages`. A page is held while a segment with records in it is neither
-//! durably sealed nor given up. Pages are released in order: one that is still held keeps all after it.
+//! Pages are numbered endlessly; page `n` lies at `n % pages`. A page is held while a segment with
+//! records in it is neither durably sealed nor given up. Pages are released in order: one that is
+//! still held keeps all after it.
 
 use std::collections::VecDeque;
 
@@ -28,8 +29,8 @@ impl Ring {
         self.pages.saturating_sub(self.next - tail)
     }
 
-    /// The number of the next page, which is given away; to be [held](Self::hold) when it has been written. A page that could
-    /// not be written is just skipped.
+    /// The number of the next page, which is given away; to be [held](Self::hold) when it has been
+    /// written. A page that could not be written is just skipped.
     pub(in crate::log) fn take(&mut self) -> u64 {
         self.next += 1;
         self.next - 1

@@ -1,7 +1,8 @@
-//! The segments of a held lane: what each is in, which places are given away, which slots of it are gone. No I/O.
+//! The segments of a held lane: what each is in, which places are given away, which slots of it are
+//! gone. No I/O.
 //!
-//! Invariants: a place is given once per use of a segment; a segment with a place that is held is not reclaimed; records are
-//! added while it is open or full only.
+//! Invariants: a place is given once per use of a segment; a segment with a place that is held is
+//! not reclaimed; records are added while it is open or full only.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -47,7 +48,8 @@ pub(in crate::log) struct Segment {
     retired: bool,
     region_used: u64,
     full_since: Option<Instant>,
-    /// First pages of the slots that are gone since it was filled, and how many of them are known to be unreadable durably.
+    /// First pages of the slots that are gone since it was filled, and how many of them are known
+    /// to be unreadable durably.
     gone: Vec<u32>,
     settled: usize,
     /// Those of them that are not unreadable yet: they are listed before.
@@ -136,7 +138,8 @@ pub(in crate::log) struct FoundSegment {
     pub(in crate::log) sequences: (u64, u64),
     pub(in crate::log) last_expiry_s: u64,
     pub(in crate::log) records: Vec<Record>,
-    /// Slots that are gone, and how many of them, from the first on, are known to be unreadable durably.
+    /// Slots that are gone, and how many of them, from the first on, are known to be unreadable
+    /// durably.
     pub(in crate::log) gone: Vec<u32>,
     pub(in crate::log) settled: usize,
 }
@@ -236,8 +239,8 @@ impl Segments {
 
     // Places.
 
-    /// Gives a place in the open segment, opening the next one if it does not fit; `None` where none is ready. The open one is
-    /// kept while no next one is ready.
+    /// Gives a place in the open segment, opening the next one if it does not fit; `None` where
+    /// none is ready. The open one is kept while no next one is ready.
     pub(in crate::log) fn place(&mut self, need: Need, shared: Option<&index::Lane>) -> Option<Place> {
         if let Some(place) = self.place_in_open(need) {
             return Some(place);
@@ -334,7 +337,8 @@ impl Segments {
         records
     }
 
-    /// A slot is about to go. `true` where its segment was not sealed, and has forgotten its records: that is for the journal then.
+    /// A slot is about to go. `true` where its segment was not sealed, and has forgotten its
+    /// records: that is for the journal then.
     pub(in crate::log) fn note_gone(&mut self, segment: u32, epoch: u32, page: u32) -> bool {
         let Some(s) = self.of_use(segment, epoch) else { return false };
         match s.phase {
@@ -359,8 +363,8 @@ impl Segments {
         }
     }
 
-    /// The pages of the list of gone slots that are to be written, with the number of the first; `None` where nothing has
-    /// changed, or the segment's region is not there yet.
+    /// The pages of the list of gone slots that are to be written, with the number of the first;
+    /// `None` where nothing has changed, or the segment's region is not there yet.
     pub(in crate::log) fn gone_pages(&mut self, segment: u32, lane: &[u8; 16]) -> Option<Vec<GonePage>> {
         let s = self.get_mut(segment).filter(|s| s.phase == Phase::Sealed && s.gone_changed)?;
         s.gone_changed = false;
@@ -458,7 +462,8 @@ impl Segments {
         }
     }
 
-    /// Pages of a full segment that no record names, and that no held place is in: they may hold what was never published.
+    /// Pages of a full segment that no record names, and that no held place is in: they may hold
+    /// what was never published.
     pub(in crate::log) fn gaps(&self, records: &[Record]) -> Vec<(u32, u32)> {
         let mut taken: Vec<(u32, u32)> = records.iter().map(|r| (r.page, r.page.saturating_add(r.pages))).collect();
         taken.sort_unstable();
@@ -492,7 +497,8 @@ impl Segments {
         tails.map(|(n, s)| (n, std::mem::take(&mut s.region_used))).filter(|(_, used)| *used > 0).collect()
     }
 
-    /// Whether a segment that is not sealed may hold slots up to this sequence that no record names: they go with its seal.
+    /// Whether a segment that is not sealed may hold slots up to this sequence that no record
+    /// names: they go with its seal.
     pub(in crate::log) fn may_hide_below(&self, sequence: u64) -> bool {
         let unsealed = |s: &&Segment| matches!(s.phase, Phase::Open | Phase::Full | Phase::Sealing);
         self.list.iter().filter(unsealed).any(|s| s.first_seq <= sequence)
@@ -500,16 +506,17 @@ impl Segments {
 
     // Room.
 
-    /// Whether a free segment should be made ready: none is, and somebody waits or the open one is in use. Early, so that
-    /// reclaim finds room for what it moves; where segments are few, later, because each is a large part of the cache.
+    /// Whether a free segment should be made ready: none is, and somebody waits or the open one is
+    /// in use. Early, so that reclaim finds room for what it moves; where segments are few,
+    /// later, because each is a large part of the cache.
     pub(in crate::log) fn wants_segment(&self) -> bool {
         let early = if self.in_use() < 8 { self.pages / 2 } else { 0 };
         let begun = |n: u32| self.get(n).is_some_and(|s| s.next_page > early);
         self.ready.is_empty() && (self.wanted || self.open.is_some_and(begun))
     }
 
-    /// Whether more than one segment should be ready: segments are so small that a fast writer fills one before the
-    /// maintenance thread, on a busy machine, has made the next one ready.
+    /// Whether more than one segment should be ready: segments are so small that a fast writer
+    /// fills one before the maintenance thread, on a busy machine, has made the next one ready.
     pub(in crate::log) fn wants_reserve(&self) -> bool {
         let (ready, bytes) = (self.ready.len() as u64, u64::from(self.pages) * PAGE_BYTES as u64);
         let most = RESERVE_BYTES / bytes.max(1);

@@ -1,4 +1,5 @@
-//! The files of a held lane's shared memory: making a table, growing it, resuming or making the lane's shared state.
+//! The files of a held lane's shared memory: making a table, growing it, resuming or making the
+//! lane's shared state.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -36,7 +37,8 @@ impl Growth {
     }
 }
 
-/// A new table for at least `entries`, under a temporary name until [`show_table`] gives it its own.
+/// A new table for at least `entries`, under a temporary name until [`show_table`] gives it its
+/// own.
 pub(in crate::log) fn make_table(ctx: &Ctx, dir: &Path, entries: u64, generation: u64) -> Result<Table> {
     let spec = spec(ctx, entries, generation);
     let file = paths::new_shared(dir, paths::TABLE_SHM, Table::file_bytes(spec.max_entries)?)?;
@@ -64,10 +66,11 @@ pub(in crate::log) fn show_table(ctx: &Ctx, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Takes over the lane's shared state, or makes it anew where it does not fit: for so many segments, of which so many fill the
-/// capacity.
+/// Takes over the lane's shared state, or makes it anew where it does not fit: for so many
+/// segments, of which so many fill the capacity.
 pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::Lane> {
-    // Of what the capacity holds: with chunks given up singly there are more segments, which together hold no more.
+    // Of what the capacity holds: with chunks given up singly there are more segments, which together
+    // hold no more.
     let share = (f64::from(full) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
     let spec = LaneSpec {
         segments,
@@ -98,8 +101,8 @@ pub(in crate::log) fn wants_growth(lane: &Lane, state: &State) -> bool {
     wanted && state.growth.after.is_none_or(|after| Instant::now() >= after)
 }
 
-/// Puts a larger table in the place of a full one. A failure (no memory, no room) leaves the old one: puts that find no place
-/// in it wait for the next try.
+/// Puts a larger table in the place of a full one. A failure (no memory, no room) leaves the old
+/// one: puts that find no place in it wait for the next try.
 ///
 /// # Errors
 /// `NoSpace` and those of making files.

@@ -1,7 +1,8 @@
-//! What is known of the use of a held lane's chunks: recency, what each tenant takes, and the policy for chains. No I/O.
+//! What is known of the use of a held lane's chunks: recency, what each tenant takes, and the
+//! policy for chains. No I/O.
 //!
-//! The policy for chains is read from a file after the lane has been opened, in the background. What it is to be told
-//! meanwhile waits, in its order.
+//! The policy for chains is read from a file after the lane has been opened, in the background.
+//! What it is to be told meanwhile waits, in its order.
 
 use std::collections::HashMap;
 
@@ -86,8 +87,8 @@ impl Usage {
         self.tick = 2;
     }
 
-    /// The logical time of one more use. It advances with the number of uses, so that a tick is a small part of the cache
-    /// however fast it is used.
+    /// The logical time of one more use. It advances with the number of uses, so that a tick is a
+    /// small part of the cache however fast it is used.
     pub(in crate::log) fn next_tick(&mut self, table: &Table) -> u32 {
         self.uses_in_tick += 1;
         if self.uses_in_tick >= (table.len() / 256).max(8) {
@@ -97,13 +98,14 @@ impl Usage {
         self.tick
     }
 
-    /// An entry was entered; `hotness` says how often it was used before, and `again` that its key was there.
+    /// An entry was entered; `hotness` says how often it was used before, and `again` that its key
+    /// was there.
     pub(in crate::log) fn entered(&mut self, table: &Table, (slot, entry): (u32, &Entry), hotness: u8, again: bool) {
         if let Some(tenant) = tenant_of(entry) {
             *self.tenants.entry(tenant).or_default() += slot_bytes(entry);
         }
-        // What recovery finds was used at an unknown time long ago, which is what recency begins with; but what is known to
-        // have been used was used later than what is not.
+        // What recovery finds was used at an unknown time long ago, which is what recency begins with; but
+        // what is known to have been used was used later than what is not.
         if self.tick > 0 {
             let tick = self.next_tick(table);
             self.recency.insert(slot, tick, 0);

@@ -1,10 +1,12 @@
-//! What the policy for chains is told, and when: every use and every put, in the order in which they are asked for.
+//! What the policy for chains is told, and when: every use and every put, in the order in which
+//! they are asked for.
 //!
-//! An engine with one drive says what prompts use and bring, in the order of its calls ([`note_used`], [`note_brought`]): so
-//! the policy's state depends on nothing else, neither on when I/O ends or a thread wakes nor on what else a rank happens to
-//! hold. Ranks that are told the same give up the same. Where nobody says it, lookups are taken for uses, of whatever process:
-//! they are read from the touch ring before each put is told, on the thread that begins the put. Objects are not told: they go
-//! with their segments.
+//! An engine with one drive says what prompts use and bring, in the order of its calls
+//! ([`note_used`], [`note_brought`]): so the policy's state depends on nothing else, neither on
+//! when I/O ends or a thread wakes nor on what else a rank happens to hold. Ranks that are told the
+//! same give up the same. Where nobody says it, lookups are taken for uses, of whatever process:
+//! they are read from the touch ring before each put is told, on the thread that begins the put.
+//! Objects are not told: they go with their segments.
 
 use super::file::PolicyFile;
 use crate::format::PAGE_BYTES;
@@ -15,7 +17,8 @@ use crate::log::base::sizes;
 use crate::log::base::spec::PutSpec;
 use crate::log::lane::{Lane, RESERVE_BYTES, State, Told, slot_bytes};
 
-/// Of the capacity, the part that the files beside the slots may take, besides the regions: one of so many.
+/// Of the capacity, the part that the files beside the slots may take, besides the regions: one of
+/// so many.
 const OTHER_FILES: u64 = 256;
 /// Of the capacity, the part that may be kept ready: one of so many.
 const RESERVE_SHARE: u64 = 128;
@@ -39,7 +42,8 @@ pub(in crate::log) fn is_chosen(lane: &Lane) -> bool {
     lane.ctx.options.policy == Reclaim::Prefix
 }
 
-/// The own lane is open: if the policy is the chosen one, what it is told waits from now on until it has been [loaded](load).
+/// The own lane is open: if the policy is the chosen one, what it is told waits from now on until
+/// it has been [loaded](load).
 pub(in crate::log) fn expect(lane: &Lane) {
     if let Ok(mut state) = lane.state()
         && is_chosen(lane)
@@ -93,8 +97,8 @@ fn capacity(lane: &Lane) -> u64 {
     lane.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes())
 }
 
-/// Bytes of slots that are kept: what is left of the capacity when everything else has its part, a function of the settings
-/// alone.
+/// Bytes of slots that are kept: what is left of the capacity when everything else has its part, a
+/// function of the settings alone.
 fn room_bytes(lane: &Lane, capacity: u64) -> u64 {
     let sb = &lane.superblock;
     let ring = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
@@ -158,7 +162,8 @@ pub(in crate::log) fn note_used(lane: &Lane, tags: impl Iterator<Item = u64>) {
     tags.for_each(|tag| state.usage.tell(Told::Used(tag)));
 }
 
-/// A chunk is there now. One that was given up before, while it was still being stored, is offered again.
+/// A chunk is there now. One that was given up before, while it was still being stored, is offered
+/// again.
 pub(in crate::log) fn note_published(state: &mut State, record: &Record) {
     if matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment) {
         state.usage.tell(Told::There(tag_of(&record.key), u64::from(record.pages) * PAGE_BYTES as u64));

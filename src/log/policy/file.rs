@@ -1,8 +1,9 @@
 //! What the policy for chains has learned, kept over a restart in the own lane's `policy.state`.
 //!
-//! It is written when the cache is closed, and by the maintenance thread whenever the policy has been asked for a part of what
-//! it holds: so a process that is killed loses what was learned since. It is a hint and is never flushed: after a power cut it
-//! may be damaged, and then the policy begins anew. The policy is locked for a few thousand chunks at a time.
+//! It is written when the cache is closed, and by the maintenance thread whenever the policy has
+//! been asked for a part of what it holds: so a process that is killed loses what was learned
+//! since. It is a hint and is never flushed: after a power cut it may be damaged, and then the
+//! policy begins anew. The policy is locked for a few thousand chunks at a time.
 
 use std::io::{Read, Write};
 use std::sync::Arc;
@@ -18,7 +19,8 @@ use crate::log::lane::Lane;
 /// Of the capacity, the part that the file may take: one of so many, but this many bytes always.
 const SHARE: u64 = 1024;
 const LEAST_BYTES: u64 = 64 << 10;
-/// It is written anew when the policy was told of one of so many chunks that it holds, but not for fewer than so many.
+/// It is written anew when the policy was told of one of so many chunks that it holds, but not for
+/// fewer than so many.
 const TURNOVER: u64 = 16;
 const FEWEST: u64 = 1024;
 /// And no sooner than this.
@@ -91,7 +93,8 @@ impl PolicyFile {
         Ok(())
     }
 
-    /// The policy as it was kept, for a drive with room for `room_bytes`; a new one where nothing usable was.
+    /// The policy as it was kept, for a drive with room for `room_bytes`; a new one where nothing
+    /// usable was.
     pub(in crate::log) fn restore(&self, lane: &Lane, room_bytes: u64) -> Prefix {
         // Of one who was killed while writing it; mostly there is none.
         drop(std::fs::remove_file(lane.dir.join(paths::POLICY_NEW)));

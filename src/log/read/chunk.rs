@@ -8,10 +8,12 @@ use crate::io::DirectFile;
 use crate::key::ChunkKey;
 use crate::log::lane::Lane;
 
-/// A stored chunk or object: its place on a drive, with a lease on its segment while the value or a clone lives.
+/// A stored chunk or object: its place on a drive, with a lease on its segment while the value or a
+/// clone lives.
 ///
-/// The bytes may still turn out damaged, and without a lease (read-only mounts, leases used up) the slot may be reused while it
-/// is read. Nothing of it may be used before [`Log::check_header`](crate::log::Log::check_header) and the extents' CRCs have passed.
+/// The bytes may still turn out damaged, and without a lease (read-only mounts, leases used up) the
+/// slot may be reused while it is read. Nothing of it may be used before
+/// [`Log::check_header`](crate::log::Log::check_header) and the extents' CRCs have passed.
 #[derive(Clone, Debug)]
 pub struct Chunk {
     /// The key asked for.

@@ -1,7 +1,7 @@
 //! Finding chunks, over all drives and lanes.
 //!
-//! A key may lie in several lanes, where two processes stored it at once: any of its slots is right. No lock is taken that anybody
-//! holds across I/O, and nothing is read from a drive.
+//! A key may lie in several lanes, where two processes stored it at once: any of its slots is
+//! right. No lock is taken that anybody holds across I/O, and nothing is read from a drive.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,8 @@ impl Volume {
             return None;
         }
         let lanes = self.lanes();
-        // Of several the one stored last: another may be the place of one that was removed, which its lane has not heard of yet.
+        // Of several the one stored last: another may be the place of one that was removed, which its lane
+        // has not heard of yet.
         let there = lanes.all.iter().filter_map(|lane| {
             let entry = lane.get(key).filter(|e| self.shows(e) && is_staying(lane.shared().as_ref(), e))?;
             Some((lane, entry))
@@ -72,8 +73,9 @@ impl Volume {
     }
 }
 
-/// Whether a load would get a lease on the entry: reclaim has not condemned its segment. The same mark decides about leases, so
-/// that a lookup promises nothing that a load does not find. Where there is no mark, leases are not given anyway.
+/// Whether a load would get a lease on the entry: reclaim has not condemned its segment. The same
+/// mark decides about leases, so that a lookup promises nothing that a load does not find. Where
+/// there is no mark, leases are not given anyway.
 fn is_staying(shared: Option<&index::Lane>, entry: &Entry) -> bool {
     shared
         .and_then(|s| s.segment(entry.segment))
@@ -113,7 +115,8 @@ impl Log {
         found
     }
 
-    /// Lengths in tokens of the partial chunks stored after `parent` (a full chunk, or the chain's root), the longest first.
+    /// Lengths in tokens of the partial chunks stored after `parent` (a full chunk, or the chain's
+    /// root), the longest first.
     #[must_use]
     pub fn lookup_partials(&self, parent: &ChunkKey) -> Vec<u16> {
         let mut lengths: Vec<u16> = Vec::new();
@@ -138,7 +141,8 @@ impl Log {
         self.volumes.iter().find_map(|v| v.find(key).map(|(lane, e)| ChunkInfo::new(v.number, *lane.id(), &e)))
     }
 
-    /// Finds a chunk and leases it for at most `pin`, and as long as the returned value or a clone lives.
+    /// Finds a chunk and leases it for at most `pin`, and as long as the returned value or a clone
+    /// lives.
     #[must_use]
     pub fn locate(&self, key: &ChunkKey, pin: Duration) -> Option<Chunk> {
         self.ctx.check().ok()?;
@@ -191,8 +195,8 @@ impl Log {
         }
     }
 
-    /// Checks the bytes read from [`Chunk::header_offset`] (they may go on beyond the header): CRC as in the index, key, place,
-    /// epoch and layout as they must be.
+    /// Checks the bytes read from [`Chunk::header_offset`] (they may go on beyond the header): CRC
+    /// as in the index, key, place, epoch and layout as they must be.
     ///
     /// # Errors
     /// `Corrupt` where anything differs: a miss, to be told to [`report_bad`](Self::report_bad).
@@ -221,9 +225,9 @@ impl Log {
         Ok(header)
     }
 
-    /// Told by a load that failed. A corrupt or unreadable chunk is removed, if it still lies where it was read, so that it is
-    /// stored anew; a late one stays. While a drive answers no reads at all, nothing on it is found: a load would only wait, and
-    /// hold staging.
+    /// Told by a load that failed. A corrupt or unreadable chunk is removed, if it still lies where
+    /// it was read, so that it is stored anew; a late one stays. While a drive answers no reads
+    /// at all, nothing on it is found: a load would only wait, and hold staging.
     pub fn report_bad(&self, chunk: &Chunk, why: Bad) {
         self.ctx.counters.bad_chunks.add(1);
         if self.ctx.check_writable().is_err() {
@@ -244,8 +248,8 @@ impl Log {
     }
 }
 
-/// A slot has turned out bad: its key is not there from now on. The lane's holder makes the slot unreadable; until it has, the
-/// key is not stored again.
+/// A slot has turned out bad: its key is not there from now on. The lane's holder makes the slot
+/// unreadable; until it has, the key is not stored again.
 fn discard(volume: &Volume, lane: &Lane, entry: &Entry) {
     if lane.table().mark(&entry.key, entry.seq, Mark::Removed).unwrap_or(false)
         && let Some(shared) = lane.shared()

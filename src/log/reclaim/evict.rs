@@ -1,15 +1,18 @@
-//! Giving up single chunks of sealed segments: their slots become holes, so that nothing else in the segment must be moved.
+//! Giving up single chunks of sealed segments: their slots become holes, so that nothing else in
+//! the segment must be moved.
 //!
 //! The order is the protocol:
 //! 1. *choose*, as the policy says, among chunks in sealed segments that nobody leases;
-//! 2. *mark* their entries: lookups miss. Then a last look for leases: whoever takes one later finds the entry marked, and lets
-//!    the chunk be. A load that has no lease may read zeros, which no CRC accepts;
+//! 2. *mark* their entries: lookups miss. Then a last look for leases: whoever takes one later
+//!    finds the entry marked, and lets the chunk be. A load that has no lease may read zeros, which
+//!    no CRC accepts;
 //! 3. *list* them as gone in their segment's region, so that lookups after a restart are truthful;
 //! 4. *punch*; the entries leave the table;
 //! 5. *flush*, and note that those in the list are unreadable durably.
 //!
-//! All of this is the maintenance thread's work: nobody else punches holes or reclaims, so a segment cannot change under it.
-//! A removal in the same process is kept out by the lane's `erasing` lock.
+//! All of this is the maintenance thread's work: nobody else punches holes or reclaims, so a
+//! segment cannot change under it. A removal in the same process is kept out by the lane's
+//! `erasing` lock.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -27,11 +30,13 @@ use crate::log::{journal, policy};
 
 /// Of the capacity, the part that is given up at once: one of so many.
 const BATCH_SHARE: u64 = 32;
-/// Segments' worth of chunks that are passed over, because they cannot go yet, before the search ends.
+/// Segments' worth of chunks that are passed over, because they cannot go yet, before the search
+/// ends.
 const PASSED_OVER: u64 = 4;
 /// Segments above the wished number at which no chunks are given up before some have been emptied.
 const TOO_MANY: u64 = 6;
-/// For so long, each time room is made, holes wait for loads to pause: the file cannot be read while one is punched.
+/// For so long, each time room is made, holes wait for loads to pause: the file cannot be read
+/// while one is punched.
 const PATIENCE: Duration = Duration::from_millis(500);
 /// The same while nothing is ready to be written to.
 const PATIENCE_IN_NEED: Duration = Duration::from_millis(50);
@@ -75,8 +80,8 @@ fn in_use(own: &Lane) -> u64 {
     own.state().map_or(0, |s| s.segments.in_use()) as u64
 }
 
-/// Empties the emptiest segment where there are too many, as long as the open one has plenty of room for what must be written
-/// again.
+/// Empties the emptiest segment where there are too many, as long as the open one has plenty of
+/// room for what must be written again.
 fn tidy(volume: &Volume, own: &Lane, most: u64) {
     if own.state().is_ok_and(|state| state.segments.is_roomy()) && in_use(own) > most {
         segment::reclaim_one(volume);
@@ -116,8 +121,9 @@ fn trim_regions(own: &Lane) -> Result<()> {
     Ok(())
 }
 
-/// The chunks to go next, of those in sealed segments without leases: given-up ones of about `bytes`, and where those make less
-/// than `need` because some cannot go yet, others that the policy would have kept.
+/// The chunks to go next, of those in sealed segments without leases: given-up ones of about
+/// `bytes`, and where those make less than `need` because some cannot go yet, others that the
+/// policy would have kept.
 fn choose(own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
     let mut guard = own.state()?;
     let state = &mut *guard;
@@ -151,7 +157,8 @@ fn choose(own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
     Ok(chosen)
 }
 
-/// Gives up chunks of sealed segments of a held lane. Those that cannot go now are offered again to the policy.
+/// Gives up chunks of sealed segments of a held lane. Those that cannot go now are offered again to
+/// the policy.
 pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -> Result<Evicted> {
     chosen.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
     let in_need = lane.state()?.segments.ready() == 0;
@@ -174,7 +181,8 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
     let here = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch);
     let mut going: Vec<Entry> = Vec::new();
     {
-        // Under the lock, so that the table does not grow, and leave behind what is marked or is not any more.
+        // Under the lock, so that the table does not grow, and leave behind what is marked or is not any
+        // more.
         let state = lane.state()?;
         let table = lane.table();
         let is_at_rest = state.segments.is_at_rest(first.segment, first.epoch);
@@ -199,8 +207,9 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
     Ok(Evicted { chunks: going.len() as u64, bytes })
 }
 
-/// Makes the slots of marked entries of one segment, in the order in which they lie, unreadable, and takes them out of the table; how
-/// many bytes were given back. The caller holds the lane's `erasing` lock.
+/// Makes the slots of marked entries of one segment, in the order in which they lie, unreadable,
+/// and takes them out of the table; how many bytes were given back. The caller holds the lane's
+/// `erasing` lock.
 pub(super) fn erase_marked(
     volume: &Volume,
     lane: &Arc<Lane>,
@@ -274,7 +283,8 @@ fn wait_for_pause(volume: &Volume, deadline: Instant) {
     }
 }
 
-/// Makes the holes durable, and notes that. Where that fails they stay as they are until the next time.
+/// Makes the holes durable, and notes that. Where that fails they stay as they are until the next
+/// time.
 pub(super) fn settle(lane: &Lane) {
     if lane.is_settled() {
         return;

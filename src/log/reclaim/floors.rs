@@ -1,4 +1,5 @@
-//! What lies below a floor: it leaves the tables and its slots are made unreadable; then the floors of tenants are dropped.
+//! What lies below a floor: it leaves the tables and its slots are made unreadable; then the floors
+//! of tenants are dropped.
 
 use std::sync::Arc;
 
@@ -9,7 +10,8 @@ use crate::log::base::paths;
 use crate::log::drive::{Volume, floors};
 use crate::log::lane::{Lane, Role};
 
-/// Makes what lies below the floors unreadable in the lanes that this process holds, where that has not been done.
+/// Makes what lies below the floors unreadable in the lanes that this process holds, where that has
+/// not been done.
 pub(super) fn apply(volume: &Volume) -> Result<()> {
     let generation = volume.shard.floors_generation();
     let mut changed = false;
@@ -32,7 +34,8 @@ pub(super) fn apply(volume: &Volume) -> Result<()> {
     Ok(())
 }
 
-/// Takes what lies below the floor of everything out of the table. Its slots go with their segments: that floor stays.
+/// Takes what lies below the floor of everything out of the table. Its slots go with their
+/// segments: that floor stays.
 fn sweep_everything(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     let floor = volume.shard.floor();
     let _one = lane.erasing.lock();
@@ -44,7 +47,8 @@ fn sweep_everything(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     Ok(())
 }
 
-/// Makes the slots of tenants below their floors unreadable; `false` where something may still be written to one.
+/// Makes the slots of tenants below their floors unreadable; `false` where something may still be
+/// written to one.
 fn sweep_tenants(volume: &Volume, lane: &Arc<Lane>) -> Result<bool> {
     if !volume.shard.has_tenant_floors() {
         return Ok(true);

@@ -1,5 +1,5 @@
-//! The maintenance thread of a drive: it keeps a free segment ready, reclaims, reads touches, makes unreadable what was removed,
-//! adopts orphaned lanes, and writes down what the policy has learned.
+//! The maintenance thread of a drive: it keeps a free segment ready, reclaims, reads touches, makes
+//! unreadable what was removed, adopts orphaned lanes, and writes down what the policy has learned.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

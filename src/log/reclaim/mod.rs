@@ -1,7 +1,8 @@
-//! What goes: keys that are removed, chunks and segments that are given up, what lies below floors; and the room that comes of it.
+//! What goes: keys that are removed, chunks and segments that are given up, what lies below floors;
+//! and the room that comes of it.
 //!
-//! All of it ends in the same way: a slot's header is made unreadable ([`Lane::erase`](super::lane::Lane::erase)), and its entry
-//! leaves the table.
+//! All of it ends in the same way: a slot's header is made unreadable
+//! ([`Lane::erase`](super::lane::Lane::erase)), and its entry leaves the table.
 
 mod evict;
 mod floors;

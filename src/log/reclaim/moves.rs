@@ -1,7 +1,7 @@
 //! Writing a slot again that reclaim wants to keep.
 //!
-//! A move keeps the sequence, so it can never escape a floor; and it is published only if the table still says that the key lies
-//! where it was read. What fails its check on the way is not moved.
+//! A move keeps the sequence, so it can never escape a floor; and it is published only if the table
+//! still says that the key lies where it was read. What fails its check on the way is not moved.
 
 use std::sync::Arc;
 
@@ -61,8 +61,9 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
     Ok(Some(Copy { record: *record, place, header_crc, header_at, slot_bytes: len as u64, hold, claim }))
 }
 
-/// Makes copies count, which are durable: before, a crash could leave the record of a copy without its bytes, and with it lose the
-/// original that it stands for. Gives back the records that are no longer what they were.
+/// Makes copies count, which are durable: before, a crash could leave the record of a copy without
+/// its bytes, and with it lose the original that it stands for. Gives back the records that are no
+/// longer what they were.
 pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copies: Vec<Copy>) -> Result<Vec<Record>> {
     let mut stayed = Vec::new();
     for copy in copies {

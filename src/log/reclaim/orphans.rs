@@ -1,8 +1,9 @@
-//! Lanes that nobody writes any more: those of other namespaces and shards give way when room is needed, adopted ones are
-//! removed when they are empty.
+//! Lanes that nobody writes any more: those of other namespaces and shards give way when room is
+//! needed, adopted ones are removed when they are empty.
 //!
-//! A lane is removed only by one who has its lock, under the lock of its shard directory, its lock file last: nobody can take a
-//! lane that is about to go. Files that are still open elsewhere live on until they are closed.
+//! A lane is removed only by one who has its lock, under the lock of its shard directory, its lock
+//! file last: nobody can take a lane that is about to go. Files that are still open elsewhere live
+//! on until they are closed.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -14,8 +15,8 @@ use crate::log::drive::Volume;
 use crate::log::lane::{Lane, Role};
 use crate::log::recovery::{remove_file, try_lock};
 
-/// Removes the least recently written lane of another namespace or shard that no process holds; whether there was one. Other
-/// namespaces go before other shards of this one.
+/// Removes the least recently written lane of another namespace or shard that no process holds;
+/// whether there was one. Other namespaces go before other shards of this one.
 pub(super) fn remove_one(volume: &Volume) -> bool {
     let mut found: Vec<(bool, SystemTime, PathBuf, PathBuf)> = Vec::new();
     let ours = volume.shard_dir.parent().map(Path::to_path_buf).unwrap_or_default();

@@ -1,7 +1,8 @@
-//! Space pressure between processes: one whose lanes hold next to nothing, and that finds no room, says so; those that hold a lot
-//! give some back.
+//! Space pressure between processes: one whose lanes hold next to nothing, and that finds no room,
+//! says so; those that hold a lot give some back.
 //!
-//! The message is a small file beside the lanes, rewritten while the pressure lasts. Nothing depends on it being read.
+//! The message is a small file beside the lanes, rewritten while the pressure lasts. Nothing
+//! depends on it being read.
 
 use std::fs;
 use std::io::Write;
@@ -44,8 +45,8 @@ pub(super) fn relieve(volume: &Volume) {
     if !is_recent || holds(volume) <= MODEST {
         return;
     }
-    // What is reclaimed has no space any more. The segment that was ready stays so: otherwise this process would take the room
-    // again at once.
+    // What is reclaimed has no space any more. The segment that was ready stays so: otherwise this
+    // process would take the room again at once.
     let _ = evict::make_room(volume) || segment::reclaim_one(volume);
     drop(fs::remove_file(&path));
 }

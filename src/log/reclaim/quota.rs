@@ -1,7 +1,8 @@
-//! Room for tenants at their quota: their own chunks go, the least recently used first and of these the ends of chains first.
+//! Room for tenants at their quota: their own chunks go, the least recently used first and of these
+//! the ends of chains first.
 //!
-//! Chunks of other tenants never go for it. Where the file system takes no holes, a tenant at its quota stores again when whole
-//! segments have been reclaimed.
+//! Chunks of other tenants never go for it. Where the file system takes no holes, a tenant at its
+//! quota stores again when whole segments have been reclaimed.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -50,7 +51,8 @@ fn give_up(volume: &Volume, own: &Arc<Lane>, tenant: u64, bytes: u64) -> Result<
     Ok(())
 }
 
-/// Chunks of the tenant in sealed segments that nobody leases, the first to go first, of about so many bytes.
+/// Chunks of the tenant in sealed segments that nobody leases, the first to go first, of about so
+/// many bytes.
 fn choose(own: &Lane, tenant: u64, bytes: u64) -> Result<Vec<Entry>> {
     let state = own.state()?;
     let table = own.table();

@@ -1,7 +1,8 @@
 //! Removing keys, tenants, everything.
 //!
-//! A removal of keys makes their slots unreadable in every lane, also in those that other processes write, and flushes before it
-//! returns. A removal of a tenant, or of everything, is a [floor](crate::log::drive::floors).
+//! A removal of keys makes their slots unreadable in every lane, also in those that other processes
+//! write, and flushes before it returns. A removal of a tenant, or of everything, is a
+//! [floor](crate::log::drive::floors).
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -22,11 +23,13 @@ use crate::log::recovery::reader::header_of_slot;
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 impl Log {
-    /// Removes keys; says of each whether it was there. After the return nothing of them is served by any process, also after
-    /// a crash and a rebuild, until they are stored again. A put of another process that has begun and not ended counts as later.
+    /// Removes keys; says of each whether it was there. After the return nothing of them is served
+    /// by any process, also after a crash and a rebuild, until they are stored again. A put of
+    /// another process that has begun and not ended counts as later.
     ///
     /// # Errors
-    /// `Io`, `TimedOut`, `Permission`: some of them may still be served, or come back after a crash.
+    /// `Io`, `TimedOut`, `Permission`: some of them may still be served, or come back after a
+    /// crash.
     pub fn remove(&self, keys: &[ChunkKey]) -> Result<Vec<bool>> {
         self.ctx.check_writable()?;
         let there: Vec<bool> = keys.iter().map(|k| self.contains(k)).collect();
@@ -89,7 +92,8 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     let removal = Removal { volume, keys, until, by_others: Cell::new(false) };
     let mut outcome = Ok(());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
-    // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked at to one that was.
+    // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked at
+    // to one that was.
     loop {
         let mut found = false;
         for lane in &volume.lanes().all {
@@ -111,7 +115,8 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
         }
     }
     for lane in &volume.lanes().all {
-        // Slots that went earlier, and that no entry names any more, may still be readable after a power cut.
+        // Slots that went earlier, and that no entry names any more, may still be readable after a power
+        // cut.
         if removal.by_others.get() || !lane.is_settled() || touched.iter().any(|l| l.number == lane.number) {
             outcome = outcome.and(flush(lane));
         }
@@ -156,8 +161,8 @@ impl Removal<'_> {
         Ok(going.len())
     }
 
-    /// Marks the keys' entries in a held lane, under the lock: a put is either noticed here, or has noticed that its key is removed;
-    /// and the table does not grow meanwhile.
+    /// Marks the keys' entries in a held lane, under the lock: a put is either noticed here, or has
+    /// noticed that its key is removed; and the table does not grow meanwhile.
     fn mark(&self, lane: &Lane) -> Result<Vec<Entry>> {
         let _state = lane.state()?;
         let table = lane.table();

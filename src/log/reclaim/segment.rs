@@ -1,15 +1,17 @@
 //! Giving up a segment so that its space can be used again.
 //!
 //! The order is the protocol, each step a function of its own:
-//! 1. *copy* what the policy wants to keep, with its sequence, to the open segment, while all of it is still served; flush;
-//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is left alone, and the copies are
-//!    made unreadable. Lookups and loads look at the same mark, so that a lookup finds nothing that a load would not;
+//! 1. *copy* what the policy wants to keep, with its sequence, to the open segment, while all of it
+//!    is still served; flush;
+//! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is
+//!    left alone, and the copies are made unreadable. Lookups and loads look at the same mark, so
+//!    that a lookup finds nothing that a load would not;
 //! 3. *publish* the copies; their records are durable before the originals go;
 //! 4. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
 //! 5. *erase*: the segment becomes a hole; its entries leave the table.
 //!
-//! A segment that cannot be freed stays condemned, and is tried again. Whoever removes a key waits for it: it may hold a slot
-//! that no entry names.
+//! A segment that cannot be freed stays condemned, and is tried again. Whoever removes a key waits
+//! for it: it may hold a slot that no entry names.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -27,7 +29,8 @@ use crate::log::{journal, policy};
 
 /// Share of the live bytes that counts as hot, in percent.
 const HOT_PERCENT: u8 = 30;
-/// Segments that could not be freed, at which a lane tries no others: a drive that refuses writes must not cost what it can still read.
+/// Segments that could not be freed, at which a lane tries no others: a drive that refuses writes
+/// must not cost what it can still read.
 const MOST_STUCK: usize = 4;
 /// Entries looked at for a survey; larger tables are sampled.
 const SURVEY_ENTRIES: u64 = 50_000;
@@ -57,7 +60,8 @@ struct Plan {
     drop: Vec<Record>,
 }
 
-/// Reclaims the segment that the policy gives up first and that nobody leases; whether there was one.
+/// Reclaims the segment that the policy gives up first and that nobody leases; whether there was
+/// one.
 pub(super) fn reclaim_one(volume: &Volume) -> bool {
     let mut refused = HashSet::new();
     while let Some(victim) = choose(volume, &refused) {
@@ -76,8 +80,8 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
     false
 }
 
-/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed then. How many segments were
-/// tried.
+/// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed
+/// then. How many segments were tried.
 pub(super) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
     let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
@@ -94,7 +98,8 @@ pub(super) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
     count
 }
 
-/// Reclaims the segments of which everything has expired, without waiting until their room is needed.
+/// Reclaims the segments of which everything has expired, without waiting until their room is
+/// needed.
 pub(super) fn reclaim_expired(volume: &Volume) {
     for lane in volume.lanes().held() {
         for segment in expired_segments(lane) {
@@ -122,7 +127,8 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     for lane in volume.lanes().held() {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
         let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
-        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared counts do not.
+        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared
+        // counts do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
         let expired = expired_segments(lane);
         let is_dead = |s: &&SegmentSummary| s.live_chunks == 0 && (live(s) == 0 || expired.contains(&s.segment));
@@ -139,8 +145,8 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     best.map(|(_, victim)| victim)
 }
 
-/// The policy for whole segments. That for chains looks after the chunks of one lane; where there are others, objects, or no holes,
-/// the order is that of use.
+/// The policy for whole segments. That for chains looks after the chunks of one lane; where there
+/// are others, objects, or no holes, the order is that of use.
 fn policy_of(volume: &Volume) -> Reclaim {
     let thins = |lane: &Arc<Lane>| {
         let holds = |s: &State| s.usage.chain().is_some_and(|c| c.held_bytes() > 0) && !lane.has_no_holes();
@@ -186,13 +192,16 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
     let mut plan = plan(volume, victim, &records)?;
     let copies = copy(volume, &own, victim, &mut plan)?;
-    // A removal of this process waits until the entries are gone, or does not find the segment condemned.
+    // A removal of this process waits until the entries are gone, or does not find the segment
+    // condemned.
     let _one = lane.erasing.lock();
-    // Looked at once more, because lookups miss what is condemned even if that is taken back at once for a lease.
+    // Looked at once more, because lookups miss what is condemned even if that is taken back at once
+    // for a lease.
     if is_leased() || !condemn(volume, victim)? {
         return moves::discard(&own, copies).map(|()| false);
     }
-    // Only now: a slot that no entry names any more lies in a condemned segment, where a removal by another process waits for it.
+    // Only now: a slot that no entry names any more lies in a condemned segment, where a removal by
+    // another process waits for it.
     let has_moved = !copies.is_empty();
     plan.drop.extend(moves::publish_copies(volume, &own, lane, copies)?);
     let now_s = volume.ctx.now_s();
@@ -202,7 +211,8 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     finish(volume, victim, &records, has_moved).map(|()| true)
 }
 
-/// Frees a condemned segment. Where that fails it stays condemned, and its slots may be readable: it is tried again now and then.
+/// Frees a condemned segment. Where that fails it stays condemned, and its slots may be readable:
+/// it is tried again now and then.
 fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool) -> Result<()> {
     let lane = &victim.lane;
     if let Some(own) = volume.own().filter(|_| has_moved) {
@@ -214,7 +224,8 @@ fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool)
     hand_over(volume, victim)
 }
 
-/// Frees the segments of a lane that could not be freed before. The caller holds the lane's `erasing` lock.
+/// Frees the segments of a lane that could not be freed before. The caller holds the lane's
+/// `erasing` lock.
 ///
 /// # Errors
 /// Where one still cannot be.
@@ -307,8 +318,9 @@ fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Bytes of a victim that may be written again. Where chunks are given up singly, what the emptiest segment still holds is what has
-/// been worth keeping for the longest time: all that has been saved so far may be spent on it.
+/// Bytes of a victim that may be written again. Where chunks are given up singly, what the emptiest
+/// segment still holds is what has been worth keeping for the longest time: all that has been saved
+/// so far may be spent on it.
 fn write_budget(volume: &Volume, lane: &Lane, policy: Reclaim) -> u64 {
     let (share, counters) = (volume.ctx.options.reclaim_write_budget, &volume.ctx.counters);
     let of_segment = (lane.segment_bytes() as f64 * share) as u64;
@@ -319,7 +331,8 @@ fn write_budget(volume: &Volume, lane: &Lane, policy: Reclaim) -> u64 {
     of_segment.max(saved.saturating_sub(counters.moved_bytes.get()).min(lane.segment_bytes()))
 }
 
-/// Marks the region free for the next epoch, durably: from here on a recovery does not find the segment's records.
+/// Marks the region free for the next epoch, durably: from here on a recovery does not find the
+/// segment's records.
 fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
     let header = RegionHeader {
         lane: *lane.id(),
@@ -335,7 +348,8 @@ fn write_free(lane: &Lane, victim: &Victim) -> Result<()> {
     lane.flush_index()
 }
 
-/// Makes all of its slots unreadable. Where that fails, the segment stays condemned with its entries: a removal knows of them.
+/// Makes all of its slots unreadable. Where that fails, the segment stays condemned with its
+/// entries: a removal knows of them.
 fn erase(lane: &Lane, victim: &Victim) -> Result<()> {
     let outcome = lane.wipe_segment(victim.segment);
     if outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::TimedOut) {
@@ -358,7 +372,8 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
         {
             policy::note_dropped(&mut state, &record.key);
         }
-        // The chunk of the record, which may be a partial one, is not listed any more below the chunk before it.
+        // The chunk of the record, which may be a partial one, is not listed any more below the chunk
+        // before it.
         if let Some(length) = partial_length(record, state.chunk_tokens()) {
             table.drop_partial(&record.parent, length)?;
         }

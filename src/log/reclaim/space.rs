@@ -53,7 +53,8 @@ fn refused(lane: &Lane, why: &Error) {
     }
 }
 
-/// Makes more segments ready where these are small: with room that is free, or by reclaim of this process's own.
+/// Makes more segments ready where these are small: with room that is free, or by reclaim of this
+/// process's own.
 pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     let Some(lane) = volume.own() else { return };
     while !stop.load(Ordering::Acquire) && lane.state().is_ok_and(|state| state.segments.wants_reserve()) {
@@ -67,7 +68,8 @@ pub(super) fn keep_reserve(volume: &Volume, stop: &AtomicBool) {
     }
 }
 
-/// Whether this process's lanes hold so little that orphans of others should go before anything of theirs.
+/// Whether this process's lanes hold so little that orphans of others should go before anything of
+/// theirs.
 fn is_poor(volume: &Volume) -> bool {
     let segments =
         |lane: &Arc<Lane>| lane.state().map_or(0, |state| state.segments.in_use()) as u64 * lane.segment_bytes();
@@ -101,7 +103,8 @@ fn add_segment(lane: &Arc<Lane>) -> Result<()> {
     let sb = &lane.superblock;
     let ring_bytes = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
     let ring_missing = if lane.index.allocated_bytes()? < ring_bytes { ring_bytes } else { 0 };
-    // After the last segment has been granted, the table must be able to grow, and other processes to make lanes.
+    // After the last segment has been granted, the table must be able to grow, and other processes to
+    // make lanes.
     let spare = growth_bytes(lane) + (budget.capacity_bytes() / 256).min(MAX_SPARE_BYTES);
     budget.grant(bytes + region_bytes + ring_missing, spare, || {
         let taken = lane

@@ -59,8 +59,8 @@ impl<'a> Recovery<'a> {
         if self.batch.len() >= BATCH { self.enter() } else { Ok(()) }
     }
 
-    /// Enters the batch. What finds no place in the table, which was made for all records (only an unlucky spread can fill a
-    /// stretch of it), is a miss.
+    /// Enters the batch. What finds no place in the table, which was made for all records (only an
+    /// unlucky spread can fill a stretch of it), is a miss.
     fn enter(&mut self) -> Result<()> {
         let batch = std::mem::take(&mut self.batch);
         let entries: Vec<Entry> = batch.iter().map(|(_, entry)| *entry).collect();
@@ -94,8 +94,8 @@ impl<'a> Recovery<'a> {
         Ok(())
     }
 
-    /// What was found, ready to be used, and the entries that lost against others of their keys: their slots may be there all the
-    /// same, and nobody would know of them.
+    /// What was found, ready to be used, and the entries that lost against others of their keys:
+    /// their slots may be there all the same, and nobody would know of them.
     pub(super) fn finish(mut self, found: FoundIndex) -> Result<(State, Table, Summary, Vec<Entry>)> {
         self.enter()?;
         let counters = &self.ctx.counters;

@@ -1,4 +1,5 @@
-//! Opening lanes: making a new one, recovering one whose lock this process got, attaching to one that another process writes.
+//! Opening lanes: making a new one, recovering one whose lock this process got, attaching to one
+//! that another process writes.
 
 use std::fs;
 use std::io::Write;
@@ -94,7 +95,8 @@ impl Surroundings {
             model: geometry.model.clone(),
             shard: geometry.shard_dir_name(),
         };
-        // The ring gets its space with the first segment: a cache that is full can still be opened, and read.
+        // The ring gets its space with the first segment: a cache that is full can still be opened, and
+        // read.
         index.set_len(sizes.regions_offset)?;
         write_superblock(&index, &superblock)?;
         paths::sync_dir(dir)?;
@@ -115,7 +117,8 @@ impl Surroundings {
         Ok(LaneFiles { index: Arc::new(index), data: Arc::new(data), superblock })
     }
 
-    /// The data of lanes of other processes are written too, where they may be: a removal makes slots unreadable there.
+    /// The data of lanes of other processes are written too, where they may be: a removal makes
+    /// slots unreadable there.
     fn open_data(&self, path: &Path, write: bool) -> Result<DirectFile> {
         let removes = self.ctx.options.mode == Mode::ReadWrite;
         match DirectFile::open(path, FileOptions::read_write()) {
@@ -125,8 +128,9 @@ impl Surroundings {
         }
     }
 
-    /// As [`open_files`](Self::open_files) for writing; a lane that cannot be used is made anew where the settings say so, and one whose
-    /// data.kv is gone in any case: what its index tells of is not there any more.
+    /// As [`open_files`](Self::open_files) for writing; a lane that cannot be used is made anew
+    /// where the settings say so, and one whose data.kv is gone in any case: what its index
+    /// tells of is not there any more.
     pub(in crate::log) fn open_or_recreate(&self, dir: &Path) -> Result<LaneFiles> {
         match self.open_files(dir, true) {
             Err(e) if e.kind() == ErrorKind::NotFound && !paths::is_there(&dir.join(paths::DATA)) => {
@@ -151,8 +155,9 @@ impl Surroundings {
         self.create(dir)
     }
 
-    /// A rebuild that had nothing but the slots knows only the half of the fingerprint that names the namespace's directory. The
-    /// geometry whose fingerprint begins like that supplies the rest; each slot's layout is checked when it is read.
+    /// A rebuild that had nothing but the slots knows only the half of the fingerprint that names
+    /// the namespace's directory. The geometry whose fingerprint begins like that supplies the
+    /// rest; each slot's layout is checked when it is read.
     fn complete(&self, sb: &mut Superblock) {
         let geometry = &self.ctx.options.geometry;
         let fingerprint = geometry.fingerprint().0;
@@ -198,8 +203,9 @@ impl Surroundings {
         let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
         let shared = shared_state(ctx, &candidate.dir, segments)?;
         if role == Role::Adopted {
-            // What the writer that died had not flushed is believed too, and so must not be lost with the next power cut: a segment
-            // that it was giving up, for one. Of the own lane the superblock has just been written, and flushed with all else.
+            // What the writer that died had not flushed is believed too, and so must not be lost with the next
+            // power cut: a segment that it was giving up, for one. Of the own lane the superblock
+            // has just been written, and flushed with all else.
             index.sync_data()?;
         }
         let reader = Reader::survey(&index, &data, &superblock)?;
@@ -231,7 +237,8 @@ impl Surroundings {
         Ok((lane, summary))
     }
 
-    /// Attaches to a lane that another process writes, or reads it into memory where there is nothing to attach to.
+    /// Attaches to a lane that another process writes, or reads it into memory where there is
+    /// nothing to attach to.
     pub(in crate::log) fn open_foreign(&self, candidate: Candidate) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = self.open_files(&candidate.dir, false)?;
@@ -267,8 +274,9 @@ impl Surroundings {
     }
 }
 
-/// A lane whose making was cut off: its superblock never became durable whole, and there are no data. Nothing can be lost with
-/// it, so that a power cut at the first start does not keep a server from its cache.
+/// A lane whose making was cut off: its superblock never became durable whole, and there are no
+/// data. Nothing can be lost with it, so that a power cut at the first start does not keep a server
+/// from its cache.
 fn is_unmade(dir: &Path) -> Result<bool> {
     if reader::file_bytes(&dir.join(paths::DATA)) > 0 {
         return Ok(false);
@@ -281,7 +289,8 @@ fn is_unmade(dir: &Path) -> Result<bool> {
     Ok(superblock.is_err_and(|e| e.kind() == ErrorKind::Corrupt))
 }
 
-/// Writes a superblock to the page that its generation chooses, and flushes it; the other page keeps the one before.
+/// Writes a superblock to the page that its generation chooses, and flushes it; the other page
+/// keeps the one before.
 pub(in crate::log) fn write_superblock(index: &DirectFile, superblock: &Superblock) -> Result<()> {
     let mut page = AlignedBuf::zeroed(PAGE_BYTES)?;
     page.copy_from_slice(&superblock.encode());
@@ -289,7 +298,8 @@ pub(in crate::log) fn write_superblock(index: &DirectFile, superblock: &Superblo
     index.sync_data()
 }
 
-/// Segments the lane may get (what the capacity allows, and what it has), and how many of them fill the capacity.
+/// Segments the lane may get (what the capacity allows, and what it has), and how many of them fill
+/// the capacity.
 fn max_segments(capacity_bytes: u64, (sb, slot_bytes): (&Superblock, u64), data_bytes: u64) -> (u32, u32) {
     let full = capacity_bytes.div_ceil(sb.segment_bytes);
     let most = full.max(sizes::most_segments(capacity_bytes, sb, slot_bytes));
@@ -307,8 +317,9 @@ fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Super
     Ok((table, summary))
 }
 
-/// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of free segments back, and makes
-/// unreadable once more what may not be so durably. All of this before anybody is told that a slot is gone.
+/// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of
+/// free segments back, and makes unreadable once more what may not be so durably. All of this
+/// before anybody is told that a slot is gone.
 fn settle(lane: &Lane, twins: &[Entry]) -> Result<()> {
     journal::seal_full(lane)?;
     let (absent, unsettled) = {
@@ -350,8 +361,9 @@ fn erase_listed(lane: &Lane, segment: u32, gone: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Of two slots of a key makes one unreadable, or a removal would leave it. It is the older one. Where one is a copy of the other,
-/// by a move that a crash has cut off, the one that is whole stays: of a hole a crash may keep a part.
+/// Of two slots of a key makes one unreadable, or a removal would leave it. It is the older one.
+/// Where one is a copy of the other, by a move that a crash has cut off, the one that is whole
+/// stays: of a hole a crash may keep a part.
 fn erase_twin(lane: &Lane, twin: &Entry) -> Result<()> {
     let table = lane.table();
     let place = |e: &Entry| (e.seq, e.segment, e.epoch, e.page);

@@ -1,14 +1,16 @@
 //! What a lane's index.kv says, after a clean stop as after a crash.
 //!
-//! The journal ring and the sealed table are read sequentially and never written here. First the regions' first pages, then, once,
-//! the ring: within a segment only records of its highest epoch count, and records of sealed segments are in their regions.
-//! Then the regions' records, which go straight to the caller. Those of unsealed segments are kept, because they must be sealed
+//! The journal ring and the sealed table are read sequentially and never written here. First the
+//! regions' first pages, then, once, the ring: within a segment only records of its highest epoch
+//! count, and records of sealed segments are in their regions. Then the regions' records, which go
+//! straight to the caller. Those of unsealed segments are kept, because they must be sealed
 //! before their ring pages may be used again.
 //!
-//! What the index says of a slot is where it *was*: whether it is there, its header says when it is loaded. Nothing in data.kv is
-//! looked at, except where a region is damaged: then the slot headers of its segment are read, and what is intact there counts,
-//! for before a region is written, slots that no record names have been wiped. Of a segment that is not sealed headers say
-//! nothing: they may be those of puts that were removed while they were being stored.
+//! What the index says of a slot is where it *was*: whether it is there, its header says when it is
+//! loaded. Nothing in data.kv is looked at, except where a region is damaged: then the slot headers
+//! of its segment are read, and what is intact there counts, for before a region is written, slots
+//! that no record names have been wiped. Of a segment that is not sealed headers say nothing: they
+//! may be those of puts that were removed while they were being stored.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -97,7 +99,8 @@ pub struct FoundIndex {
 /// Reads the superblock of an open index.kv.
 ///
 /// # Errors
-/// `Corrupt` for an empty, short or damaged file or one of another program; `Incompatible` for one of another version.
+/// `Corrupt` for an empty, short or damaged file or one of another program; `Incompatible` for one
+/// of another version.
 pub fn superblock(index: &DirectFile) -> Result<Superblock> {
     let advice = "see what is intact with `forebay fsck check`, restore it with `forebay fsck rebuild`, or set on_incompatible: recreate to lose it";
     let mut pages = AlignedBuf::zeroed(2 * PAGE_BYTES)?;
@@ -198,7 +201,8 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Keeps the ring's records of segments that are not sealed in the epoch that they name, or a later one.
+    /// Keeps the ring's records of segments that are not sealed in the epoch that they name, or a
+    /// later one.
     fn read_ring(&mut self) -> Result<()> {
         let (mut next_page, mut damaged) = (0, 0);
         let mut of_ring: HashMap<u32, (u32, Vec<Record>)> = HashMap::new();
@@ -250,8 +254,8 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Gives all records that count to `sink`, in no particular order: of two records of a key the one with the higher sequence
-    /// is the later one.
+    /// Gives all records that count to `sink`, in no particular order: of two records of a key the
+    /// one with the higher sequence is the later one.
     ///
     /// # Errors
     /// Those of reading, and what `sink` returns. Damage is counted and never an error.
@@ -368,7 +372,8 @@ impl<'a> Reader<'a> {
         sink(record)
     }
 
-    /// Whether a put's slot lies within its segment and within data.kv, which may have been cut short.
+    /// Whether a put's slot lies within its segment and within data.kv, which may have been cut
+    /// short.
     fn lies_in_data(&self, r: &Record) -> bool {
         let page = PAGE_BYTES as u64;
         let end = (u64::from(r.page) + u64::from(r.pages)) * page;
@@ -414,7 +419,8 @@ pub fn for_each_page(
     Ok(())
 }
 
-/// The header of a slot that starts at `offset`, and where it lies in the slot; `None` where none is intact.
+/// The header of a slot that starts at `offset`, and where it lies in the slot; `None` where none
+/// is intact.
 ///
 /// # Errors
 /// Those of reading.

@@ -12,7 +12,8 @@ use crate::io::{AlignedBuf, DirectFile};
 
 /// Bytes read at once.
 const READ_BYTES: usize = 1 << 20;
-/// Threads that read, where there is much; with direct I/O, one would leave the drive idle while it checks.
+/// Threads that read, where there is much; with direct I/O, one would leave the drive idle while it
+/// checks.
 const READERS: usize = 3;
 /// Pieces read ahead.
 const AHEAD: usize = 2 * READERS;
@@ -60,7 +61,8 @@ pub(super) struct Regions<'a> {
 }
 
 impl Regions<'_> {
-    /// Gives the records of regions to `sink`, while the next ones are being read; the parts of one in order.
+    /// Gives the records of regions to `sink`, while the next ones are being read; the parts of one
+    /// in order.
     ///
     /// # Errors
     /// Those of reading, and what `sink` returns.

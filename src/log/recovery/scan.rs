@@ -1,8 +1,8 @@
 //! Reading slot headers from data.kv, where index.kv is damaged or lost.
 //!
-//! A scan hops from slot to slot; where a put was aborted there is no header, and it goes on page by page. A header counts only
-//! where it says that it lies, in the lane and segment it says; whose epoch counts is for the caller to judge. Nothing here
-//! touches payload.
+//! A scan hops from slot to slot; where a put was aborted there is no header, and it goes on page
+//! by page. A header counts only where it says that it lies, in the lane and segment it says; whose
+//! epoch counts is for the caller to judge. Nothing here touches payload.
 
 use crate::error::Result;
 use crate::format::PAGE_BYTES;

@@ -1,5 +1,5 @@
-//! Damage of every kind: bits, cuts, foreign and future files. Never a wrong record, never a wrong byte, always a miss or a
-//! clear error.
+//! Damage of every kind: bits, cuts, foreign and future files. Never a wrong record, never a wrong
+//! byte, always a miss or a clear error.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -134,7 +134,8 @@ fn flipped_bits_of_records_and_pages_bring_nothing_old_back() {
     assert!(misses < 150 * KEYS / 4, "{misses} misses: damage of a record costs more than it must");
 }
 
-/// The journal's old pages still speak of the segment, and what had hidden its chunks went when it had been given up.
+/// The journal's old pages still speak of the segment, and what had hidden its chunks went when it
+/// had been given up.
 #[test]
 fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_back() {
     let dir = temp();

@@ -216,7 +216,8 @@ fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again_by_whomever(
     assert!(has(&log, 0) && !has(&log, 1) && !has(&log, 2));
 }
 
-/// Who gives a segment up must take its entries out of the table, or they would name what is not there.
+/// Who gives a segment up must take its entries out of the table, or they would name what is not
+/// there.
 #[test]
 fn what_a_segment_holds_is_known_where_its_region_cannot_be_read() {
     let dir = temp();
@@ -248,7 +249,8 @@ fn what_a_segment_holds_is_known_where_its_region_cannot_be_read() {
     assert_eq!(lane.table().len(), 0);
 }
 
-/// Otherwise the next opening would find the records of a segment that holds something else by then.
+/// Otherwise the next opening would find the records of a segment that holds something else by
+/// then.
 #[test]
 fn the_region_of_a_segment_that_is_given_up_says_so_although_a_write_fails() {
     let dir = temp();

@@ -33,7 +33,8 @@ fn floors(dir: &Path) -> Floors {
     copy(0)
 }
 
-/// A cache that was cleared, and of which a tenant was removed, with nothing of that carried out when its process died.
+/// A cache that was cleared, and of which a tenant was removed, with nothing of that carried out
+/// when its process died.
 fn floored(dir: &Path) {
     let log = still(dir);
     (0..3).for_each(|n| store_for(&log, n, 0));
@@ -228,7 +229,8 @@ fn the_floor_of_a_tenant_is_dropped_when_everything_of_it_is_unreadable_and_not_
     assert_eq!((0..7).filter(|n| has(&log, *n)).collect::<Vec<_>>(), [0, 5]);
 }
 
-/// The floor goes when the tables know of nothing below it any more: so no entry below it may make way for a new one before.
+/// The floor goes when the tables know of nothing below it any more: so no entry below it may make
+/// way for a new one before.
 #[test]
 fn what_is_stored_again_for_a_removed_tenant_leaves_no_older_slot_behind() {
     let dir = temp();

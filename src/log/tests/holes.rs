@@ -263,7 +263,8 @@ fn a_leased_chunk_is_not_given_up_and_served_again() {
     assert!(!has(&log, 13) && has(&log, 14));
 }
 
-/// As when a power cut came before the flush: the holes are not there, and the list that names them is.
+/// As when a power cut came before the flush: the holes are not there, and the list that names them
+/// is.
 #[test]
 fn what_is_listed_as_gone_and_not_known_to_be_so_is_made_unreadable_again_by_the_next_opening() {
     let dir = temp();

@@ -150,7 +150,8 @@ fn what_cannot_be_read_is_as_good_as_none() {
         assert_eq!(clock(&log), chunks(&log), "it begins anew with what is there");
         log.abandon();
     }
-    // A folder or a link in its place is not followed, and does not keep the cache from opening and closing.
+    // A folder or a link in its place is not followed, and does not keep the cache from opening and
+    // closing.
     std::fs::remove_file(&path).unwrap();
     std::os::unix::fs::symlink("/etc/passwd", &path).unwrap();
     let log = Log::open(options.clone()).unwrap();

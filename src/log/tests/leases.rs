@@ -49,7 +49,8 @@ impl Gate {
     }
 }
 
-/// Opens the gate at the end, also that of a test that fails: the log could not be closed otherwise.
+/// Opens the gate at the end, also that of a test that fails: the log could not be closed
+/// otherwise.
 struct Opener(Arc<Gate>);
 
 impl std::ops::Deref for Opener {

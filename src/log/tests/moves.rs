@@ -82,7 +82,8 @@ fn meddled(dir: &Path) -> (Arc<Log>, Arc<Meddler>) {
     (log, meddler)
 }
 
-/// Stores until so many chunks were copied; the keys that are used all the time lie in every segment.
+/// Stores until so many chunks were copied; the keys that are used all the time lie in every
+/// segment.
 fn store_until_met(log: &Log, meddler: &Meddler, wanted: usize) {
     let hot = |n: u64| n.is_multiple_of(5);
     for n in 0..2000 {

@@ -169,7 +169,8 @@ fn processes_on_one_cache_see_what_the_others_store() {
     for n in 0..400 {
         for (i, log) in logs.iter().enumerate() {
             let n = n + 1000 * i as u64;
-            // Not stored at once where the other takes all of the quota: it gives up its own when it counts the next time.
+            // Not stored at once where the other takes all of the quota: it gives up its own when it counts the
+            // next time.
             let mut tries = 0;
             while !store_spec(log, of_tenant(n, OURS), n, 0).unwrap() {
                 tries += 1;

@@ -1,4 +1,5 @@
-//! An index made anew: nothing intact is lost, nothing removed or overwritten comes back, whatever became of index.kv.
+//! An index made anew: nothing intact is lost, nothing removed or overwritten comes back, whatever
+//! became of index.kv.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -31,7 +32,8 @@ fn want(n: u64) -> Option<u64> {
     }
 }
 
-/// A cache whose process was killed: cleared, stored, overwritten, removed, stored again, with a partial chunk.
+/// A cache whose process was killed: cleared, stored, overwritten, removed, stored again, with a
+/// partial chunk.
 fn make(dir: &Path) {
     let log = Log::open(small(dir)).unwrap();
     (0..20).for_each(|n| assert!(store(&log, n)));
@@ -125,7 +127,8 @@ fn damaged_slots_are_left_out_and_bring_nothing_older_back() {
         let (_, r) = *live(&raw, 0).iter().find(|(_, r)| r.key == key(n)).unwrap();
         raw[0].slot_offset(&r)
     };
-    // Payload of an overwritten key, of one stored again after its removal, of one with a single version; and a header.
+    // Payload of an overwritten key, of one stored again after its removal, of one with a single
+    // version; and a header.
     for n in [26, 31, 50] {
         write(&data, &[0xaa; 3], place(n) + 4096 + 100);
     }
@@ -268,7 +271,8 @@ fn a_lane_in_use_is_refused_and_one_without_anything_is_an_error() {
     assert_eq!(again(dir.path(), KEEP).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
-/// Slots that were written and never recorded are made unreadable by the next opening, before the keys can be stored again.
+/// Slots that were written and never recorded are made unreadable by the next opening, before the
+/// keys can be stored again.
 #[test]
 fn what_a_power_cut_took_is_not_found_beside_what_was_stored_since() {
     let dir = temp();

@@ -1,4 +1,5 @@
-//! What `remove` promises: the slots are unreadable in every lane, whoever writes it and whatever it is doing.
+//! What `remove` promises: the slots are unreadable in every lane, whoever writes it and whatever
+//! it is doing.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -105,7 +106,8 @@ fn what_was_removed_in_another_process_can_be_stored_anew_by_both() {
     }
 }
 
-/// The lane's holder gives the chunk up at the same moment: the removal waits until it is gone, or there again.
+/// The lane's holder gives the chunk up at the same moment: the removal waits until it is gone, or
+/// there again.
 #[test]
 fn a_removal_waits_for_an_eviction_in_another_process_and_leaves_nothing() {
     for goes in [false, true] {

@@ -13,7 +13,8 @@ fn a_put_waits_for_the_index_to_grow_and_is_not_shed() {
     let small = LogOptions { capacity_bytes: 96 << 20, segment_bytes: Some(32 << 20), ..options(dir.path()) };
     let log = Log::open(small).unwrap();
     let begin = |n: u64| begin(&log, PutSpec::object(key(n), 100, KeyKind::Object)).unwrap().unwrap();
-    // As many as the table of 1024 entries takes before it must grow, and room for some more in the open segment.
+    // As many as the table of 1024 entries takes before it must grow, and room for some more in the
+    // open segment.
     let full = 800;
     for n in 0..full {
         let put = begin(n);
@@ -125,7 +126,8 @@ fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
     let cache = dir.path().join("cache");
     let log = open(&cache);
     assert!(store(&log, 0));
-    // Nothing more can be counted or made below a directory that is not there, however much room the drive has.
+    // Nothing more can be counted or made below a directory that is not there, however much room the
+    // drive has.
     std::fs::rename(&cache, dir.path().join("elsewhere")).unwrap();
     let mut held = Vec::new();
     let refused = loop {

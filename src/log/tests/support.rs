@@ -259,7 +259,8 @@ impl Place {
     }
 }
 
-/// Makes the index of every lane anew from nothing but its data; a lane in which nothing was ever stored goes.
+/// Makes the index of every lane anew from nothing but its data; a lane in which nothing was ever
+/// stored goes.
 pub(super) fn rebuild_from_data(dir: &Path) {
     use crate::log::fsck;
     for lane in fsck::lanes(dir).unwrap() {

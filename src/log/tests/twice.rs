@@ -3,7 +3,8 @@
 use super::support::*;
 use crate::log::{Log, PutOutcome, Turn};
 
-/// Two logs whose lanes both hold keys 1 and 2: the puts of the first began when there was no other lane.
+/// Two logs whose lanes both hold keys 1 and 2: the puts of the first began when there was no other
+/// lane.
 fn twice(dir: &std::path::Path) -> [std::sync::Arc<Log>; 2] {
     let first = open(dir);
     let puts: Vec<_> = [1, 2].map(|n| (n, begin(&first, spec(n)).unwrap().unwrap())).into();

@@ -1,7 +1,9 @@
-//! Which of the chunks that a prompt brings are stored at all; and what callers say of prompts, for this and for the policy for chains.
+//! Which of the chunks that a prompt brings are stored at all; and what callers say of prompts, for
+//! this and for the policy for chains.
 //!
-//! One state of admission for all drives of the log. All is told by callers, in the order of their calls, never by what I/O does, so
-//! that tensor-parallel ranks decide alike. Where everything is stored, admission locks and remembers nothing.
+//! One state of admission for all drives of the log. All is told by callers, in the order of their
+//! calls, never by what I/O does, so that tensor-parallel ranks decide alike. Where everything is
+//! stored, admission locks and remembers nothing.
 
 use std::sync::Arc;
 
@@ -26,8 +28,9 @@ pub struct Candidate {
 }
 
 impl Log {
-    /// How many of the chunks that a prompt could store, from the first on, are to be stored: the others are of no use behind one
-    /// that is not. They are in the prompt's order, and each is offered once for a prompt. Those that are not to be stored are
+    /// How many of the chunks that a prompt could store, from the first on, are to be stored: the
+    /// others are of no use behind one that is not. They are in the prompt's order, and each is
+    /// offered once for a prompt. Those that are not to be stored are
     /// counted. [`begin_put`](Self::begin_put) does not ask: what must be stored is stored.
     pub fn admit(&self, run: &[Candidate]) -> usize {
         let Some(mut state) = self.ctx.admit.policy() else { return run.len() };
@@ -52,8 +55,9 @@ impl Log {
         admitted
     }
 
-    /// What a prompt stores, in its order: chunks that are there already among them, those that are not to be stored not. The policy for
-    /// chains hears of them here, in the order of the calls, and not when their slots are opened, which is up to I/O. With several
+    /// What a prompt stores, in its order: chunks that are there already among them, those that are
+    /// not to be stored not. The policy for chains hears of them here, in the order of the
+    /// calls, and not when their slots are opened, which is up to I/O. With several
     /// drives it hears of them then.
     pub fn note_brought(&self, run: &[Candidate]) {
         if let Some(lane) = self.only_lane() {

@@ -21,17 +21,19 @@ use crate::log::{Log, policy};
 const LOOK_AT_QUOTA: Duration = Duration::from_millis(1);
 
 impl Log {
-    /// Takes a slot for a chunk or object. Never waits: where no segment is ready, as for the very first put, there is
-    /// [no room](PutOutcome::NoRoom), and the maintenance thread makes one ready.
+    /// Takes a slot for a chunk or object. Never waits: where no segment is ready, as for the very
+    /// first put, there is [no room](PutOutcome::NoRoom), and the maintenance thread makes one
+    /// ready.
     ///
     /// # Errors
-    /// `Busy`: shed, try later or never. `InvalidInput` for a slot that fits no segment. `Unsupported` in read-only mode.
-    /// `Closed`, `Forked`.
+    /// `Busy`: shed, try later or never. `InvalidInput` for a slot that fits no segment.
+    /// `Unsupported` in read-only mode. `Closed`, `Forked`.
     pub fn begin_put(&self, spec: impl Into<Box<PutSpec>>) -> Result<PutOutcome> {
         self.begin(spec.into(), None)
     }
 
-    /// Like [`begin_put`](Self::begin_put), but waits up to `wait` for reclaim to make room. For tools and background work.
+    /// Like [`begin_put`](Self::begin_put), but waits up to `wait` for reclaim to make room. For
+    /// tools and background work.
     ///
     /// # Errors
     /// As [`begin_put`](Self::begin_put); `NoSpace` where no room became free in time.
@@ -140,8 +142,9 @@ impl Log {
         })
     }
 
-    /// Of the drives that take puts, the one with the greatest hash together with the key: adding or losing a drive moves no
-    /// more keys than it must, and the order of the list does not matter.
+    /// Of the drives that take puts, the one with the greatest hash together with the key: adding
+    /// or losing a drive moves no more keys than it must, and the order of the list does not
+    /// matter.
     fn by_hash(&self, key: &ChunkKey) -> Option<&Arc<Volume>> {
         self.volumes.iter().filter(|v| v.takes_puts()).max_by_key(|v| {
             let mut hasher = blake3::Hasher::new();
@@ -150,8 +153,8 @@ impl Log {
         })
     }
 
-    /// A place in the drive's own lane and the slot's sequence; `None` where there is no room now, and no `deadline` until which
-    /// it is waited for.
+    /// A place in the drive's own lane and the slot's sequence; `None` where there is no room now,
+    /// and no `deadline` until which it is waited for.
     fn reserve(
         &self,
         volume: &Volume,
@@ -193,8 +196,8 @@ impl Log {
     }
 }
 
-/// Whether what a key named before is still being made unreadable: until then nothing else may name it, or nobody would know
-/// of that slot.
+/// Whether what a key named before is still being made unreadable: until then nothing else may name
+/// it, or nobody would know of that slot.
 fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
     let found = lane.table().get_marked(key);
     found.is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
@@ -208,8 +211,8 @@ fn check_writable(lane: &Lane, state: &State) -> Result<()> {
     Ok(())
 }
 
-/// A place and a sequence, both under the lane's lock: who looks at the puts under way and then finds none of a lower sequence
-/// will never see one.
+/// A place and a sequence, both under the lane's lock: who looks at the puts under way and then
+/// finds none of a lower sequence will never see one.
 fn take_place(volume: &Volume, lane: &Lane, state: &mut State, need: Need) -> Result<Option<(Place, u64)>> {
     let Some(place) = state.segments.place(need, lane.shared().as_ref()) else { return Ok(None) };
     match volume.shard.next_seq() {
@@ -225,7 +228,8 @@ fn take_place(volume: &Volume, lane: &Lane, state: &mut State, need: Need) -> Re
     }
 }
 
-/// Asks for the room of a put within its tenant's quota, until `deadline` where there is one; no claim for what counts for nobody.
+/// Asks for the room of a put within its tenant's quota, until `deadline` where there is one; no
+/// claim for what counts for nobody.
 fn claim_quota(
     volume: &Volume,
     spec: &PutSpec,

@@ -1,7 +1,9 @@
-//! What makes a put visible: its header has been written, so its record enters the table and waits for the journal.
+//! What makes a put visible: its header has been written, so its record enters the table and waits
+//! for the journal.
 //!
-//! Invariant: this happens only after every byte of the slot, the header last, has been written with its full length, and
-//! only into a segment that still takes records. What is refused after its header was written has it made unreadable.
+//! Invariant: this happens only after every byte of the slot, the header last, has been written
+//! with its full length, and only into a segment that still takes records. What is refused after
+//! its header was written has it made unreadable.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -37,7 +39,8 @@ impl Commit {
 
     fn end(mut self, result: Result<()>) {
         let done = self.over(result.is_ok());
-        // The key is free again before the caller is told: what it begins next must not find the put still in flight.
+        // The key is free again before the caller is told: what it begins next must not find the put still
+        // in flight.
         drop(self);
         if let Some(done) = done {
             done(result);
@@ -159,7 +162,8 @@ fn is_gone(reservation: &Reservation, record: &Record) -> bool {
     !reservation.shard.is_above_floor(tenant, record.sequence) || reservation.claim.is_removed()
 }
 
-/// Takes a segment out of use after a write error: no more puts, sealed with what is good, never used again.
+/// Takes a segment out of use after a write error: no more puts, sealed with what is good, never
+/// used again.
 pub(super) fn retire(lane: &Lane, place: Place) {
     if !lane.state().is_ok_and(|mut state| state.segments.retire(place.segment, place.epoch)) {
         return;

@@ -1,4 +1,5 @@
-//! A slot being written: from its allocation to the write of its header. `publish` goes on from there.
+//! A slot being written: from its allocation to the write of its header. `publish` goes on from
+//! there.
 
 use std::sync::Arc;
 
@@ -21,8 +22,8 @@ pub enum PutOutcome {
     Started(Put),
     /// The key is stored, or is being stored by another put of this process: nothing to do.
     AlreadyThere,
-    /// There is no room for it yet: no free segment is ready, or what the key named before is just being made unreadable. The
-    /// spec comes back, to try again with or to be shed.
+    /// There is no room for it yet: no free segment is ready, or what the key named before is just
+    /// being made unreadable. The spec comes back, to try again with or to be shed.
     NoRoom(Box<PutSpec>),
     /// It is not to be stored now, for a limit that was set; the spec comes back.
     NotAdmitted(Refusal, Box<PutSpec>),
@@ -33,13 +34,15 @@ pub enum PutOutcome {
 pub enum Refusal {
     /// The drive has been written as much as its write budget allows.
     Budget,
-    /// The tenant's chunks take all that one tenant may: its oldest are being given up, so that there will be room soon.
+    /// The tenant's chunks take all that one tenant may: its oldest are being given up, so that
+    /// there will be room soon.
     Quota,
 }
 
-/// A slot to write. The caller writes every extent (padded, padding zero) through `log.drive(put.drive()).write`, and commits
-/// when all of them have completed with their full length. Their buffers carry the put's [`hold`](Put::hold). Dropping it
-/// aborts: nothing becomes visible, the space is given back when its segment is sealed.
+/// A slot to write. The caller writes every extent (padded, padding zero) through
+/// `log.drive(put.drive()).write`, and commits when all of them have completed with their full
+/// length. Their buffers carry the put's [`hold`](Put::hold). Dropping it aborts: nothing becomes
+/// visible, the space is given back when its segment is sealed.
 #[derive(Debug)]
 pub struct Put {
     pub(super) spec: Box<PutSpec>,
@@ -99,11 +102,13 @@ impl Put {
         self.sequence
     }
 
-    /// Writes the header with the CRCs of all extents (of their unpadded bytes, in layer order), publishes the chunk and
-    /// queues its record for the journal. Returns at once; `done` is called once, on an I/O thread or the log's.
+    /// Writes the header with the CRCs of all extents (of their unpadded bytes, in layer order),
+    /// publishes the chunk and queues its record for the journal. Returns at once; `done` is
+    /// called once, on an I/O thread or the log's.
     ///
-    /// `done` gets `InvalidInput` for a wrong number of CRCs, `Internal` for TLVs that do not fit, the error of the header's write,
-    /// `TimedOut` where the put took so long that its segment was sealed without it.
+    /// `done` gets `InvalidInput` for a wrong number of CRCs, `Internal` for TLVs that do not fit,
+    /// the error of the header's write, `TimedOut` where the put took so long that its segment
+    /// was sealed without it.
     pub fn commit(self, layer_crcs: &[u32], done: PutDone) {
         let (buf, header_crc) = match self.header(layer_crcs) {
             Ok(header) => header,
@@ -137,7 +142,8 @@ impl Put {
         lane.submit_write(request.timeout(lane.ctx.options.io_timeout));
     }
 
-    /// Aborts because an extent could not be written, so that the log learns of the drive's trouble.
+    /// Aborts because an extent could not be written, so that the log learns of the drive's
+    /// trouble.
     pub fn fail(self, why: &Error) {
         self.health.note_error(why.kind());
         if matches!(why.kind(), ErrorKind::Io | ErrorKind::ShortIo) {

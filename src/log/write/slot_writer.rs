@@ -1,7 +1,9 @@
-//! A slot that is written in pieces, by several threads at once: what everybody who fills slots needs around a [`Put`].
+//! A slot that is written in pieces, by several threads at once: what everybody who fills slots
+//! needs around a [`Put`].
 //!
-//! Invariants: every write carries a share in the slot until it has really ended; the first one that fails gives the put up and
-//! tells the log why; a put that was given up ends before the write's caller is told, and is never committed.
+//! Invariants: every write carries a share in the slot until it has really ended; the first one
+//! that fails gives the put up and tells the log why; a put that was given up ends before the
+//! write's caller is told, and is never committed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -37,8 +39,8 @@ impl SlotWriter {
         }
     }
 
-    /// A write of the whole of `buf` to `offset` of the slot; whoever wants less of `buf` says so in the request. It is for
-    /// the [queue](Self::queue), again and again where that is full.
+    /// A write of the whole of `buf` to `offset` of the slot; whoever wants less of `buf` says so
+    /// in the request. It is for the [queue](Self::queue), again and again where that is full.
     #[must_use]
     pub fn request(&self, offset: u64, buf: Buf, done: impl FnOnce(Completion) + Send + 'static) -> Request {
         let put = Arc::clone(&self.put);
@@ -62,7 +64,8 @@ impl SlotWriter {
         &self.queue
     }
 
-    /// As [`Put::commit`], once every write has ended well. `done` gets `Internal` where one has failed, or after another commit.
+    /// As [`Put::commit`], once every write has ended well. `done` gets `Internal` where one has
+    /// failed, or after another commit.
     pub fn commit(&self, crcs: &[u32], done: PutDone) {
         let put = self.put.lock().take();
         match put {

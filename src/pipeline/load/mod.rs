@@ -1,7 +1,8 @@
 //! Loads: chunks read, verified and scattered into the caller's paged memory, layer by layer.
 //!
-//! A [`Load`] goes on by itself: reads are submitted, scattered and checked by the threads that the events happen on, whether
-//! or not somebody polls the handle. Dropping or cancelling it takes the caller's memory back.
+//! A [`Load`] goes on by itself: reads are submitted, scattered and checked by the threads that the
+//! events happen on, whether or not somebody polls the handle. Dropping or cancelling it takes the
+//! caller's memory back.
 
 use std::fmt;
 use std::pin::Pin;
@@ -32,8 +33,8 @@ pub struct LoadChunk {
     pub source: Arc<dyn ChunkSource>,
     /// Tokens that it holds.
     pub tokens: u32,
-    /// Tokens of the prefix that are usable once it is there: what the caller wants of it, and tokens after it that the
-    /// caller has already.
+    /// Tokens of the prefix that are usable once it is there: what the caller wants of it, and
+    /// tokens after it that the caller has already.
     pub covers: usize,
     /// Where its tokens go, one plan per KV cache group.
     pub plans: Vec<Arc<ChunkPlan>>,
@@ -47,13 +48,15 @@ pub struct LoadSpec {
     pub kv: Arc<PagedKv>,
     /// The chunks, in the order of the prefix.
     pub chunks: Vec<LoadChunk>,
-    /// All chunks' first layers come before any second layer; otherwise some chunks after others, the head of the prefix first.
+    /// All chunks' first layers come before any second layer; otherwise some chunks after others,
+    /// the head of the prefix first.
     pub layerwise: bool,
     /// Tokens before the first chunk, which the caller has already.
     pub base_tokens: usize,
     /// What the caller asked for beyond the chunks.
     pub absent: Option<Absent>,
-    /// Points in the caller's streams before which its memory must not be written: kernels submitted earlier may still use it.
+    /// Points in the caller's streams before which its memory must not be written: kernels
+    /// submitted earlier may still use it.
     pub after: Vec<Fence>,
     /// When the load gives up; without one it still does when nothing moves for long.
     pub deadline: Option<Instant>,
@@ -70,20 +73,23 @@ pub struct Absent {
     pub cause: MissCause,
 }
 
-/// A layer whose extents have all verified, or belong to failed chunks. On an accelerator: whose extents are all on their way
-/// into the caller's memory; [`Load::wait_layer_on`] has a stream wait for them, and [`Load::wait`] says what has verified.
+/// A layer whose extents have all verified, or belong to failed chunks. On an accelerator: whose
+/// extents are all on their way into the caller's memory; [`Load::wait_layer_on`] has a stream wait
+/// for them, and [`Load::wait`] says what has verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerReady {
     /// Which layer.
     pub layer: usize,
-    /// Tokens of the prefix that are usable as far as is known now; it may shrink until the load has finished.
+    /// Tokens of the prefix that are usable as far as is known now; it may shrink until the load
+    /// has finished.
     pub tokens: usize,
 }
 
 /// What a load achieved.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadResult {
-    /// Tokens from the start of the prefix that are usable: every layer has verified, or the caller had them already.
+    /// Tokens from the start of the prefix that are usable: every layer has verified, or the caller
+    /// had them already.
     pub tokens: usize,
     /// The server's blocks that must be computed, ascending. Their contents are undefined.
     pub failed_blocks: Vec<u32>,
@@ -128,10 +134,11 @@ pub(super) struct LoadInner {
     pump: Arc<LoadPump>,
 }
 
-/// A load under way: a [`Stream`] of its layers in order, or [`Load::wait_layer`] and [`Load::wait`] for callers without an
-/// executor. It makes progress whether it is polled or not.
+/// A load under way: a [`Stream`] of its layers in order, or [`Load::wait_layer`] and
+/// [`Load::wait`] for callers without an executor. It makes progress whether it is polled or not.
 ///
-/// Dropping it cancels it: when the drop returns, no byte of the caller's memory is written any more.
+/// Dropping it cancels it: when the drop returns, no byte of the caller's memory is written any
+/// more.
 pub struct Load {
     inner: Arc<LoadInner>,
 }
@@ -159,9 +166,10 @@ impl fmt::Debug for LoadTicket {
 pub struct Cancelled(Arc<LoadInner>);
 
 impl Cancelled {
-    /// Waits until no byte of the caller's memory can be written: on the host for microseconds, on an accelerator until the copies
-    /// that were submitted already are over, which is after the points in the caller's streams that they wait for. I/O that is
-    /// still in flight keeps its own staging memory and ends there.
+    /// Waits until no byte of the caller's memory can be written: on the host for microseconds, on
+    /// an accelerator until the copies that were submitted already are over, which is after the
+    /// points in the caller's streams that they wait for. I/O that is still in flight keeps its
+    /// own staging memory and ends there.
     pub fn wait(self) {
         self.0.seal();
     }
@@ -183,8 +191,8 @@ impl Load {
     /// Waits until layer `layer` and all before it are ready.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`] where there is no such layer; [`ErrorKind::Cancelled`]. What could not be loaded is no
-    /// error: it shows in the tokens and in [`Load::failed_blocks`].
+    /// [`ErrorKind::InvalidInput`] where there is no such layer; [`ErrorKind::Cancelled`]. What
+    /// could not be loaded is no error: it shows in the tokens and in [`Load::failed_blocks`].
     pub fn wait_layer(&self, layer: usize) -> Result<LayerReady> {
         let mut state = self.inner.state.lock();
         if layer >= state.layers() {
@@ -204,8 +212,9 @@ impl Load {
         }
     }
 
-    /// As [`Load::wait_layer`], and then makes what is submitted to `stream` from now on wait until the layer is in the caller's
-    /// memory. On an accelerator this blocks the host only until the layer's copies are among the device's work.
+    /// As [`Load::wait_layer`], and then makes what is submitted to `stream` from now on wait until
+    /// the layer is in the caller's memory. On an accelerator this blocks the host only until
+    /// the layer's copies are among the device's work.
     ///
     /// # Errors
     /// As [`Load::wait_layer`], and what the driver says.
@@ -216,8 +225,8 @@ impl Load {
         Ok(ready)
     }
 
-    /// As [`Load::wait_layer`], and then until the layer is in the caller's memory, also on an accelerator: for callers without a
-    /// stream.
+    /// As [`Load::wait_layer`], and then until the layer is in the caller's memory, also on an
+    /// accelerator: for callers without a stream.
     ///
     /// # Errors
     /// As [`Load::wait_layer`].
@@ -263,14 +272,15 @@ impl Load {
         self.inner.state.lock().is_wiping()
     }
 
-    /// The server's blocks known by now to need computing, in no order; complete when the load has finished.
+    /// The server's blocks known by now to need computing, in no order; complete when the load has
+    /// finished.
     #[must_use]
     pub fn failed_blocks(&self) -> Vec<u32> {
         self.inner.state.lock().result().failed_blocks.clone()
     }
 
-    /// The next layer in order, as the [`Stream`] gives it, for callers that share the handle: each layer is given once, and the
-    /// last waker is woken.
+    /// The next layer in order, as the [`Stream`] gives it, for callers that share the handle: each
+    /// layer is given once, and the last waker is woken.
     pub fn poll_layer(&self, cx: &Context<'_>) -> Poll<Option<LayerReady>> {
         let mut state = self.inner.state.lock();
         if state.cancelled || state.given >= state.layers() {

@@ -1,12 +1,16 @@
-//! Who reads next: all loads of an engine share staging and I/O depth, one read at a time, in turns.
+//! Who reads next: all loads of an engine share staging and I/O depth, one read at a time, in
+//! turns.
 //!
-//! Pumping happens on whatever thread freed a staging slot, ended a read or added a load; there is only one pumper at a time
-//! and nobody waits for it, a kick while somebody pumps makes that one go round again. One more thread watches deadlines,
-//! retries when an I/O queue was full, and ends loads when nothing has moved for long.
+//! Pumping happens on whatever thread freed a staging slot, ended a read or added a load; there is
+//! only one pumper at a time and nobody waits for it, a kick while somebody pumps makes that one go
+//! round again. One more thread watches deadlines, retries when an I/O queue was full, and ends
+//! loads when nothing has moved for long.
 //!
 //! Invariants:
-//! - A slot is taken only for a read that is then submitted, or to wipe what did not verify, which goes before reads.
-//! - Every event that could let a read go on kicks: a slot came back, a read ended, a load was added.
+//! - A slot is taken only for a read that is then submitted, or to wipe what did not verify, which
+//!   goes before reads.
+//! - Every event that could let a read go on kicks: a slot came back, a read ended, a load was
+//!   added.
 //! - No lock is held while a read is submitted or a callback runs.
 
 use std::collections::VecDeque;
@@ -64,8 +68,8 @@ struct Turns {
 }
 
 impl Turns {
-    /// The memory for `step`: a header that is read alone into another device's staging would not be seen here, so it gets
-    /// memory of its own; none where there is no such memory now.
+    /// The memory for `step`: a header that is read alone into another device's staging would not
+    /// be seen here, so it gets memory of its own; none where there is no such memory now.
     fn for_step(&mut self, step: &Step, slot: Buf) -> Option<Buf> {
         if slot.place() == Place::Host || !step.layers.is_empty() {
             return Some(slot);
@@ -123,7 +127,8 @@ impl LoadPump {
         &self.device
     }
 
-    /// Whether this is a child of the process that made the pump: its threads and the state of its locks are not here.
+    /// Whether this is a child of the process that made the pump: its threads and the state of its
+    /// locks are not here.
     pub(super) fn is_forked(&self) -> bool {
         std::process::id() != self.pid
     }
@@ -236,7 +241,8 @@ impl LoadPump {
         self.watch_changed.notify_all();
     }
 
-    /// Wipes layers of chunks as soon as there is a slot of staging to do it with; `false` where the load was given up.
+    /// Wipes layers of chunks as soon as there is a slot of staging to do it with; `false` where
+    /// the load was given up.
     pub(super) fn wipe(&self, load: &Arc<LoadInner>, wipes: Vec<(usize, Vec<usize>)>) -> bool {
         let mut turns = self.turns.lock();
         if load.is_given_up() {
@@ -248,7 +254,8 @@ impl LoadPump {
         true
     }
 
-    /// Forgets what waits to be wiped of a load that was given up; how many that were. Staging may be gone for long.
+    /// Forgets what waits to be wiped of a load that was given up; how many that were. Staging may
+    /// be gone for long.
     pub(super) fn forget_wipes(&self, load: &Arc<LoadInner>) -> usize {
         let mut turns = self.turns.lock();
         let before = turns.wipes.len();
@@ -375,7 +382,8 @@ impl LoadPump {
         while !(watch.closed && watch.active.is_empty()) {
             let now = Instant::now();
             let stalled = now >= watch.moved + stall;
-            // A load that was given up stays active until the device has left its memory, which nobody here waits for.
+            // A load that was given up stays active until the device has left its memory, which nobody here
+            // waits for.
             let waits = |l: &&Arc<LoadInner>| !l.is_given_up();
             let is_late = |l: &&Arc<LoadInner>| stalled || l.deadline.is_some_and(|d| d <= now);
             let late: Vec<_> = watch.active.iter().filter(waits).filter(is_late).cloned().collect();

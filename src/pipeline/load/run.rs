@@ -1,11 +1,13 @@
-//! What happens to one step of a load: read, scatter, check. Runs on the threads of the events: reads end on I/O threads,
-//! which hand over at once; scatters end on workers.
+//! What happens to one step of a load: read, scatter, check. Runs on the threads of the events:
+//! reads end on I/O threads, which hand over at once; scatters end on workers.
 //!
-//! Staging goes back before anything else is done with a step's outcome, so that the next read never waits for bookkeeping.
+//! Staging goes back before anything else is done with a step's outcome, so that the next read
+//! never waits for bookkeeping.
 //!
-//! What does not verify lies in the server's memory by then, and is overwritten with zeros before the load is over: turned bits can
-//! be NaN, and attention multiplies tokens that it masks with zero, which a NaN survives. A load that is ended before it is over
-//! wipes nothing more: its memory is the caller's again.
+//! What does not verify lies in the server's memory by then, and is overwritten with zeros before
+//! the load is over: turned bits can be NaN, and attention multiplies tokens that it masks with
+//! zero, which a NaN survives. A load that is ended before it is over wipes nothing more: its
+//! memory is the caller's again.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -77,7 +79,8 @@ impl LoadInner {
         });
     }
 
-    /// Layers of a chunk, the extents of which lie in staging where `place` says of their place in the slot.
+    /// Layers of a chunk, the extents of which lie in staging where `place` says of their place in
+    /// the slot.
     fn parts(&self, chunk: usize, layers: &[usize], place: impl Fn(u64) -> usize) -> Vec<Part> {
         let chunks = self.chunks.lock();
         let Some(chunk) = chunks.get(chunk) else { return Vec::new() };
@@ -125,8 +128,8 @@ impl LoadInner {
         });
     }
 
-    /// Why the chunk of a step is bad, if it is, by its header, the CRCs of what was scattered, and whether that was all of it.
-    /// What is wrong in the caller's memory is to be wiped.
+    /// Why the chunk of a step is bad, if it is, by its header, the CRCs of what was scattered, and
+    /// whether that was all of it. What is wrong in the caller's memory is to be wiped.
     fn judge(
         &self,
         step: &Step,
@@ -149,7 +152,8 @@ impl LoadInner {
         if is_whole {
             return judge(&mut state, step.chunk, header, wanted.iter().copied().zip(crcs));
         }
-        // What was left out of the caller's memory does not verify, whatever was read: the load cannot end on it.
+        // What was left out of the caller's memory does not verify, whatever was read: the load cannot end
+        // on it.
         state.wipe(step.chunk, wanted.to_vec());
         judge(&mut state, step.chunk, header, std::iter::empty()).or(Some(MissCause::Unmapped))
     }
@@ -194,8 +198,9 @@ impl LoadInner {
         });
     }
 
-    /// Tells the log of a bad chunk, before the caller can learn of it: a store that follows must find the chunk gone. What
-    /// a load has given up already is not reported again. Whether the state counts a report that is over now.
+    /// Tells the log of a bad chunk, before the caller can learn of it: a store that follows must
+    /// find the chunk gone. What a load has given up already is not reported again. Whether the
+    /// state counts a report that is over now.
     fn report(&self, chunk: usize, cause: MissCause) -> bool {
         let source = self.chunks.lock().get(chunk).map(|c| Arc::clone(&c.source));
         let Some(source) = source.filter(|_| self.state.lock().begin_report(chunk)) else { return false };
@@ -203,8 +208,8 @@ impl LoadInner {
         true
     }
 
-    /// Ends the whole load. Memory may be written until [`LoadInner::seal`] has returned, and the load is over when the device has
-    /// left it.
+    /// Ends the whole load. Memory may be written until [`LoadInner::seal`] has returned, and the
+    /// load is over when the device has left it.
     pub(super) fn end(self: &Arc<Self>, cause: MissCause) {
         self.given_up.store(true, Ordering::Release);
         self.gate.begin_close();
@@ -229,7 +234,8 @@ impl LoadInner {
         self.update(|state| state.sealed = true);
     }
 
-    /// Changes the state and wakes who waits for that; a finished load leaves the pump and lets its chunks' leases go.
+    /// Changes the state and wakes who waits for that; a finished load leaves the pump and lets its
+    /// chunks' leases go.
     fn update(self: &Arc<Self>, change: impl FnOnce(&mut LoadState)) {
         let mut change = Some(change);
         self.update_by(&mut |state| change.take().into_iter().for_each(|change| change(state)));
@@ -266,7 +272,8 @@ impl LoadInner {
     }
 }
 
-/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header says.
+/// Why the chunk is bad, if it is: its header, or an extent that does not have the CRC the header
+/// says.
 fn judge(
     state: &mut LoadState,
     chunk: usize,

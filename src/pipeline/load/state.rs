@@ -1,15 +1,17 @@
-//! The bookkeeping of one load, without threads, devices or clocks: which extents are asked for, which have verified, which
-//! layers are ready, what failed.
+//! The bookkeeping of one load, without threads, devices or clocks: which extents are asked for,
+//! which have verified, which layers are ready, what failed.
 //!
 //! Invariants:
-//! - A layer is ready when every extent of it has verified or belongs to a failed chunk, all layers before it are ready, and
-//!   no worker is inside a failed chunk's blocks any more, and what did not verify in them is wiped (the server may use failed
-//!   blocks as soon as it is told). On an accelerator it is ready when its scatters are among the device's work; verification
-//!   follows before the load finishes.
+//! - A layer is ready when every extent of it has verified or belongs to a failed chunk, all layers
+//!   before it are ready, and no worker is inside a failed chunk's blocks any more, and what did
+//!   not verify in them is wiped (the server may use failed blocks as soon as it is told). On an
+//!   accelerator it is ready when its scatters are among the device's work; verification follows
+//!   before the load finishes.
 //! - Chunks fail from some chunk to the end of the prefix, never in the middle.
-//! - Where layers do not matter, a damaged chunk is set aside and the others are read on: all that is damaged is found by one
-//!   load, so that what is computed instead can be stored again. The prefix ends before the first of them once all are judged;
-//!   until then nothing more is published.
+//! - Where layers do not matter, a damaged chunk is set aside and the others are read on: all that
+//!   is damaged is found by one load, so that what is computed instead can be stored again. The
+//!   prefix ends before the first of them once all are judged; until then nothing more is
+//!   published.
 //! - A CRC that comes before the header is kept and judged when the header has come.
 
 use std::ops::Range;
@@ -23,8 +25,8 @@ use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::Span;
 use crate::pipeline::order::LayerOrder;
 
-/// Chunks that a load reads together where layers do not matter: the head of the prefix is complete early, and reads are spread
-/// over the drive.
+/// Chunks that a load reads together where layers do not matter: the head of the prefix is complete
+/// early, and reads are spread over the drive.
 const WHOLE_BATCH: usize = 8;
 
 /// One read, and what is to be done with it.
@@ -77,7 +79,8 @@ pub(super) struct LoadState {
     busy_failed: usize,
     /// Chunks that are being reported as bad.
     reporting: usize,
-    /// What lies in the caller's memory and does not verify, or cannot any more, and nobody wipes yet: chunks and layers.
+    /// What lies in the caller's memory and does not verify, or cannot any more, and nobody wipes
+    /// yet: chunks and layers.
     wipes: Vec<(usize, Vec<usize>)>,
     /// Of these, and of those that are being wiped, how many.
     wiping: usize,
@@ -162,7 +165,8 @@ impl LoadState {
         Some(Step { chunk, span: Span::of(&state.layout, &layers, header)?, layers, header })
     }
 
-    /// Chunk and group of the `at`th read: batch after batch of chunks, in a batch group after group.
+    /// Chunk and group of the `at`th read: batch after batch of chunks, in a batch group after
+    /// group.
     fn place_of(&self, at: usize) -> (usize, usize) {
         let full = (self.batch * self.groups.len()).max(1);
         let (first, at) = (at / full * self.batch, at % full);
@@ -228,7 +232,8 @@ impl LoadState {
         }
     }
 
-    /// The scatter of `layers` of a chunk is among the device's work, or over; where known, it ends at `fence`.
+    /// The scatter of `layers` of a chunk is among the device's work, or over; where known, it ends
+    /// at `fence`.
     pub(super) fn submitted(&mut self, chunk: usize, layers: &[usize], fence: Option<&Fence>) {
         let alive = self.is_alive(chunk);
         let Some(state) = self.chunks.get_mut(chunk) else { return };
@@ -256,7 +261,8 @@ impl LoadState {
         step.layers.clone().filter(|&l| chunk.wanted.get(l).copied().unwrap_or(false)).collect()
     }
 
-    /// The CRCs in the header of `chunk`; `false` where an extent that came earlier should have another.
+    /// The CRCs in the header of `chunk`; `false` where an extent that came earlier should have
+    /// another.
     pub(super) fn header_came(&mut self, chunk: usize, crcs: Vec<u32>) -> bool {
         let Some(state) = self.chunks.get_mut(chunk) else { return true };
         state.expected = Some(crcs);
@@ -292,7 +298,8 @@ impl LoadState {
         true
     }
 
-    /// Whether a chunk that turned out bad is news; counts the report, until whose end nothing is published.
+    /// Whether a chunk that turned out bad is news; counts the report, until whose end nothing is
+    /// published.
     pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
         let news = !self.finished && self.is_alive(chunk);
         self.reporting += usize::from(news);
@@ -303,7 +310,8 @@ impl LoadState {
         self.reporting -= usize::from(begun);
     }
 
-    /// These layers of a chunk must not stay in the caller's memory as they are. Nothing is published until they are wiped.
+    /// These layers of a chunk must not stay in the caller's memory as they are. Nothing is
+    /// published until they are wiped.
     pub(super) fn wipe(&mut self, chunk: usize, layers: Vec<usize>) {
         if !layers.is_empty() {
             self.wiping += 1;
@@ -330,7 +338,8 @@ impl LoadState {
         self.result.bytes += bytes;
     }
 
-    /// Fails `chunk` for `cause` and all after it as without a prefix, or sets it aside. Nothing where it has failed before.
+    /// Fails `chunk` for `cause` and all after it as without a prefix, or sets it aside. Nothing
+    /// where it has failed before.
     pub(super) fn fail(&mut self, chunk: usize, cause: MissCause) {
         if self.finished || chunk >= self.first_failed {
             return;

@@ -1,7 +1,8 @@
 //! Stores: the caller's layers gathered into staging, written to slots, committed.
 //!
-//! The caller says which layers are computed; the rest happens on its own. The calls return at once: what staging, queues or
-//! the drive cannot take is shed and counted, unless the caller asked to wait for staging.
+//! The caller says which layers are computed; the rest happens on its own. The calls return at
+//! once: what staging, queues or the drive cannot take is shed and counted, unless the caller asked
+//! to wait for staging.
 
 use std::fmt;
 use std::future::Future;
@@ -45,14 +46,14 @@ pub struct StoreChunk {
 /// What happens to a store when staging is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backpressure {
-    /// What finds no staging while nothing moves for this long, or no slot to be written to, is shed, so that the server's
-    /// blocks come free.
+    /// What finds no staging while nothing moves for this long, or no slot to be written to, is
+    /// shed, so that the server's blocks come free.
     Shed {
         /// Patience; zero sheds at once.
         patience: Duration,
     },
-    /// It waits for staging, and for some seconds for reclaim to make room; only when nothing moves for two I/O time-outs it is
-    /// shed all the same.
+    /// It waits for staging, and for some seconds for reclaim to make room; only when nothing moves
+    /// for two I/O time-outs it is shed all the same.
     Wait,
 }
 
@@ -89,7 +90,8 @@ pub type FindChunks = Box<dyn FnOnce() -> Result<StorePlan> + Send>;
 pub enum StoreChunks {
     /// They are known.
     Known(StorePlan),
-    /// The store thread finds them, for callers that are in a hurry: nothing may depend on when that is.
+    /// The store thread finds them, for callers that are in a hurry: nothing may depend on when
+    /// that is.
     Later {
         /// What is counted as shed where the store is given up before they are found.
         at_most: usize,
@@ -104,7 +106,8 @@ pub struct StoreSpec {
     pub kv: Arc<PagedKv>,
     /// The chunks, or how they are found.
     pub chunks: StoreChunks,
-    /// Loads that the KV was computed from: nothing is published before all have verified, or at all if one does not.
+    /// Loads that the KV was computed from: nothing is published before all have verified, or at
+    /// all if one does not.
     pub depends_on: Vec<LoadTicket>,
     /// What happens when staging is taken.
     pub backpressure: Backpressure,
@@ -112,7 +115,8 @@ pub struct StoreSpec {
     pub deadline: Option<Instant>,
     /// A layer is gathered soon after it was given; otherwise more of a chunk is moved at once.
     pub layerwise: bool,
-    /// Whether all layers are computed; otherwise the caller says so, layer by layer or of all at once.
+    /// Whether all layers are computed; otherwise the caller says so, layer by layer or of all at
+    /// once.
     pub computed: Option<Computed>,
 }
 
@@ -149,7 +153,8 @@ impl StoreResult {
     }
 }
 
-/// What others than the store's threads look at again and again, for which they must not wait: the state that was left last.
+/// What others than the store's threads look at again and again, for which they must not wait: the
+/// state that was left last.
 struct Glance {
     finished: AtomicBool,
     /// Nothing of the caller's memory is read any more.
@@ -193,10 +198,11 @@ pub(super) struct StoreInner {
     pump: Arc<StorePump>,
 }
 
-/// A store under way; a [`Future`] of its result, or [`Store::wait`] for callers without an executor.
+/// A store under way; a [`Future`] of its result, or [`Store::wait`] for callers without an
+/// executor.
 ///
-/// Dropping it takes the caller's memory back: chunks that were not gathered completely are shed, the others are written and
-/// published in the background.
+/// Dropping it takes the caller's memory back: chunks that were not gathered completely are shed,
+/// the others are written and published in the background.
 pub struct Store {
     inner: Arc<StoreInner>,
 }
@@ -210,8 +216,8 @@ impl Store {
         self.announce(layer, None)
     }
 
-    /// Layer `layer` is computed by what was submitted to `stream` until now: its tokens are read after that. Returns at once.
-    /// Nothing where the stream is being captured into a graph.
+    /// Layer `layer` is computed by what was submitted to `stream` until now: its tokens are read
+    /// after that. Returns at once. Nothing where the stream is being captured into a graph.
     ///
     /// # Errors
     /// As [`Store::layer`], and what the driver says.
@@ -247,7 +253,8 @@ impl Store {
         self.inner.pump.notify();
     }
 
-    /// Whether the caller may change its blocks of all layers up to `layer`. Does not wait, but asks for their gather.
+    /// Whether the caller may change its blocks of all layers up to `layer`. Does not wait, but
+    /// asks for their gather.
     #[must_use]
     pub fn gathered(&self, layer: usize) -> bool {
         let mut state = self.inner.state.lock();
@@ -259,14 +266,15 @@ impl Store {
         done
     }
 
-    /// Whether the caller may change its blocks of all layers. Waits for nobody, and asks for nothing.
+    /// Whether the caller may change its blocks of all layers. Waits for nobody, and asks for
+    /// nothing.
     #[must_use]
     pub fn is_gathered(&self) -> bool {
         self.inner.glance.gathered.load(Ordering::Acquire)
     }
 
-    /// Waits until the caller may change its blocks of all layers up to `layer`: for staging, as the store's
-    /// [`Backpressure`] says. [`Store::release`] does not wait for staging.
+    /// Waits until the caller may change its blocks of all layers up to `layer`: for staging, as
+    /// the store's [`Backpressure`] says. [`Store::release`] does not wait for staging.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where not all these layers are computed.
@@ -292,9 +300,9 @@ impl Store {
         Ok(state)
     }
 
-    /// Makes what is submitted to `stream` from now on wait until the caller may change its blocks of all layers up to `layer`.
-    /// On an accelerator this blocks the host only until their gathers are among the device's work: for staging, as the store's
-    /// [`Backpressure`] says.
+    /// Makes what is submitted to `stream` from now on wait until the caller may change its blocks
+    /// of all layers up to `layer`. On an accelerator this blocks the host only until their
+    /// gathers are among the device's work: for staging, as the store's [`Backpressure`] says.
     ///
     /// # Errors
     /// As [`Store::wait_gathered`], and what the driver says.
@@ -317,14 +325,15 @@ impl Store {
         layers.checked_sub(1).map_or(Ok(()), |last| self.wait_gathered(last))
     }
 
-    /// Gives the caller its blocks back now: chunks that were not gathered completely are shed. Waits on the host for microseconds,
-    /// on an accelerator until the gathers that were submitted already are over.
+    /// Gives the caller its blocks back now: chunks that were not gathered completely are shed.
+    /// Waits on the host for microseconds, on an accelerator until the gathers that were
+    /// submitted already are over.
     pub fn release(&self) {
         self.inner.release(ShedCause::Cancelled);
     }
 
-    /// Waits until every chunk is stored, found to be there already, or shed. All layers must have been given, here or from
-    /// another thread.
+    /// Waits until every chunk is stored, found to be there already, or shed. All layers must have
+    /// been given, here or from another thread.
     #[must_use]
     pub fn wait(&self) -> StoreResult {
         let mut state = self.inner.state.lock();
@@ -347,7 +356,8 @@ impl Store {
         Some(state.result().clone())
     }
 
-    /// What the store achieved, as the [`Future`] gives it, for callers that share the handle: the last waker is woken.
+    /// What the store achieved, as the [`Future`] gives it, for callers that share the handle: the
+    /// last waker is woken.
     pub fn poll_result(&self, cx: &Context<'_>) -> Poll<StoreResult> {
         let mut state = self.inner.state.lock();
         if state.finished {

@@ -1,11 +1,13 @@
-//! The store thread: what opens slots, hands out staging, commits, and watches deadlines. Stores are served in the order of
-//! their arrival, so that the first one's blocks come free first.
+//! The store thread: what opens slots, hands out staging, commits, and watches deadlines. Stores
+//! are served in the order of their arrival, so that the first one's blocks come free first.
 //!
 //! Invariants:
-//! - The thread never waits for the caller, and waits for the drive only in what the log does to open a slot.
+//! - The thread never waits for the caller, and waits for the drive only in what the log does to
+//!   open a slot.
 //! - Every event that could let it go on notifies it.
-//! - What can be found out here, whenever that is, is not found out on the caller's thread: between its steps a server waits for every
-//!   microsecond. What must be decided in the order of the calls is not.
+//! - What can be found out here, whenever that is, is not found out on the caller's thread: between
+//!   its steps a server waits for every microsecond. What must be decided in the order of the calls
+//!   is not.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -54,7 +56,8 @@ struct Shared {
 }
 
 impl Shared {
-    /// Whether a store that is `listed` with so many bytes, or is to be with `new` ones, makes too many wait; alone it does not.
+    /// Whether a store that is `listed` with so many bytes, or is to be with `new` ones, makes too
+    /// many wait; alone it does not.
     fn is_too_much(&self, listed: u64, new: u64, options: &PipelineOptions) -> bool {
         let bytes = self.stores.iter().map(|store| store.glance.ungathered_bytes.load(Ordering::Relaxed)).sum::<u64>();
         bytes > listed && bytes + new > options.max_store_bytes
@@ -109,7 +112,8 @@ impl StorePump {
         &self.device
     }
 
-    /// The point that `stream` has reached, where the device has streams; none at all while it is being captured.
+    /// The point that `stream` has reached, where the device has streams; none at all while it is
+    /// being captured.
     pub(super) fn point_of(&self, stream: Stream) -> Result<Option<Option<Fence>>> {
         if self.device.place() == Place::Host {
             return Ok(Some(None));
@@ -144,7 +148,8 @@ impl StorePump {
         store
     }
 
-    /// As [`StorePump::start`] for each of `specs`: waking a thread costs more than all else that is done here.
+    /// As [`StorePump::start`] for each of `specs`: waking a thread costs more than all else that
+    /// is done here.
     pub(in crate::pipeline) fn start_all(self: &Arc<Self>, specs: Vec<StoreSpec>) -> Vec<Result<Store>> {
         let stores = specs.into_iter().map(|spec| self.prepare(spec)).collect();
         self.notify();
@@ -218,7 +223,8 @@ impl StorePump {
         Ok(())
     }
 
-    /// Finds the chunks of a store where its caller left that to this thread, and sheds them where too much waits already.
+    /// Finds the chunks of a store where its caller left that to this thread, and sheds them where
+    /// too much waits already.
     fn plan(&self, store: &StoreInner) {
         let Some(find) = store.unplanned.lock().take() else { return };
         if store.glance.finished.load(Ordering::Acquire) {

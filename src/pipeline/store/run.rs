@@ -31,7 +31,8 @@ pub(super) enum Pause {
 }
 
 impl StoreInner {
-    /// Submits gathers as long as there is something to gather and staging; opens slots on the way. Store thread only.
+    /// Submits gathers as long as there is something to gather and staging; opens slots on the way.
+    /// Store thread only.
     pub(super) fn advance(self: &Arc<Self>) -> Pause {
         loop {
             let next = self.state.lock().next();
@@ -158,8 +159,8 @@ impl StoreInner {
         self.pump.notify();
     }
 
-    /// Ends the store but for commits under way. What is read of the caller's memory after that goes nowhere; who waits for the
-    /// blocks waits for the device to have left them.
+    /// Ends the store but for commits under way. What is read of the caller's memory after that
+    /// goes nowhere; who waits for the blocks waits for the device to have left them.
     pub(super) fn end(&self, cause: ShedCause) {
         self.gate.begin_close();
         self.update(|state| state.shed_uncommitted(cause));

@@ -1,10 +1,12 @@
-//! The bookkeeping of one store, without threads, devices or clocks: which layers are computed, gathered, written, and which
-//! chunks are committed or shed.
+//! The bookkeeping of one store, without threads, devices or clocks: which layers are computed,
+//! gathered, written, and which chunks are committed or shed.
 //!
 //! Invariants:
-//! - A layer counts as gathered when every extent of it was gathered or belongs to a chunk that is over, and no worker reads
-//!   for a chunk that is over any more: the server may use its blocks then.
-//! - When a chunk is shed, chunks after it that were not opened yet are shed too: without their prefix they are of no use.
+//! - A layer counts as gathered when every extent of it was gathered or belongs to a chunk that is
+//!   over, and no worker reads for a chunk that is over any more: the server may use its blocks
+//!   then.
+//! - When a chunk is shed, chunks after it that were not opened yet are shed too: without their
+//!   prefix they are of no use.
 //! - A chunk is committed once, when all its extents were written in full.
 
 use std::ops::Range;
@@ -134,7 +136,8 @@ impl StoreState {
         self.settle();
     }
 
-    /// Layer `layer` is computed, on an accelerator at `fence`; `false` where there is no such layer.
+    /// Layer `layer` is computed, on an accelerator at `fence`; `false` where there is no such
+    /// layer.
     pub(super) fn announce(&mut self, layer: usize, fence: Option<Fence>) -> bool {
         let Some(a) = self.announced.get_mut(layer) else { return false };
         *a = true;
@@ -166,8 +169,8 @@ impl StoreState {
         layer < self.ready
     }
 
-    /// Layers up to `layer` are gathered without waiting for larger groups; whether that may let something begin. Where all layers
-    /// are computed, nothing waits for more of them.
+    /// Layers up to `layer` are gathered without waiting for larger groups; whether that may let
+    /// something begin. Where all layers are computed, nothing waits for more of them.
     pub(super) fn force(&mut self, layer: usize) -> bool {
         let is_news = self.forced <= layer && self.ready < self.announced.len();
         self.forced = self.forced.max(layer + 1);
@@ -184,7 +187,8 @@ impl StoreState {
         self.unplanned.is_none() && self.busy_over == 0 && self.left.iter().all(|&n| n == 0)
     }
 
-    /// Whether every gather of the layers up to `layer` is among the device's work, over, or given up.
+    /// Whether every gather of the layers up to `layer` is among the device's work, over, or given
+    /// up.
     pub(super) fn is_submitted(&self, layer: usize) -> bool {
         self.unplanned.is_none() && self.queued == 0 && self.order.is_complete(layer)
     }
@@ -213,7 +217,8 @@ impl StoreState {
                 }
             }
             let Some(step) = chunk.step(at, ready, forced, group_bytes) else { continue };
-            // With all layers there, chunk after chunk: heads of the chain first. Otherwise in turns, layer by layer.
+            // With all layers there, chunk after chunk: heads of the chain first. Otherwise in turns, layer by
+            // layer.
             self.cursor = if all { at } else { at + 1 };
             return Next::Gather(step);
         }
@@ -262,7 +267,8 @@ impl StoreState {
         true
     }
 
-    /// The gather of `step` is given to the device: its parts, and what must have happened before them.
+    /// The gather of `step` is given to the device: its parts, and what must have happened before
+    /// them.
     pub(super) fn submit(&mut self, step: &Step) -> (Vec<Part>, Vec<Fence>) {
         self.queued += 1;
         let mut after = Vec::new();
@@ -306,7 +312,8 @@ impl StoreState {
         step.layers.clone().filter_map(part).collect()
     }
 
-    /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives and it went well.
+    /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives
+    /// and it went well.
     pub(super) fn gathered(&mut self, step: &Step, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
         self.unqueue(step);
         let chunk = self.chunks.get_mut(step.chunk)?;
@@ -389,7 +396,8 @@ impl StoreState {
         }
     }
 
-    /// Gives up the first chunk that was not opened, and with it all others that were not, for the reason for which it found no room.
+    /// Gives up the first chunk that was not opened, and with it all others that were not, for the
+    /// reason for which it found no room.
     pub(super) fn shed_unopened(&mut self) {
         if let Some(first) = self.chunks.iter().position(|c| matches!(c.phase, Phase::Waiting(_))) {
             self.shed(first, self.refused);
@@ -448,7 +456,8 @@ impl StoreState {
         self.finished = self.living == 0;
     }
 
-    /// What no one needs of a store that is over, to be dropped where nobody waits: plans, checksums, sinks.
+    /// What no one needs of a store that is over, to be dropped where nobody waits: plans,
+    /// checksums, sinks.
     pub(super) fn take_leftovers(&mut self) -> impl Sized + use<> {
         let is_idle = self.finished && self.busy_over == 0 && self.queued == 0;
         is_idle.then(|| (std::mem::take(&mut self.chunks), std::mem::take(&mut self.computed)))

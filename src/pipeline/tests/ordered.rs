@@ -1,4 +1,5 @@
-//! The pipeline on a device whose work is submitted first and done later, as an accelerator's is: here, when the test says so.
+//! The pipeline on a device whose work is submitted first and done later, as an accelerator's is:
+//! here, when the test says so.
 
 use std::any::Any;
 use std::sync::Arc;

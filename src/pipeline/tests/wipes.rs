@@ -1,4 +1,5 @@
-//! What does not verify does not stay in the server's memory, however its load ends and in whatever order things came.
+//! What does not verify does not stay in the server's memory, however its load ends and in whatever
+//! order things came.
 
 use std::time::{Duration, Instant};
 

@@ -1,9 +1,11 @@
 //! loom's atomics and locks for the index room.
 //!
-//! loom takes sequentially consistent accesses for acquire and release ones; only its fences are sequentially consistent. So a
-//! store or an exchange of this kind is followed by a fence, as compilers do it for x86: then a load of another word after it
-//! cannot come before it. That is what the room's argument about leases rests upon. Such fences also order what is relaxed
-//! around them: an error in a relaxed access next to a sequentially consistent one may go unseen here (Miri has none).
+//! loom takes sequentially consistent accesses for acquire and release ones; only its fences are
+//! sequentially consistent. So a store or an exchange of this kind is followed by a fence, as
+//! compilers do it for x86: then a load of another word after it cannot come before it. That is
+//! what the room's argument about leases rests upon. Such fences also order what is relaxed
+//! around them: an error in a relaxed access next to a sequentially consistent one may go unseen
+//! here (Miri has none).
 
 use std::sync::atomic::Ordering;
 use std::sync::{OnceLock, PoisonError};
@@ -14,7 +16,8 @@ pub(super) use loom::sync::atomic::fence;
 pub(super) use loom::thread::yield_now;
 pub(super) use loom::thread::yield_now as spin_loop;
 
-/// Looks at a locked bucket before a reader gives up: one to see it locked, one after another thread has run.
+/// Looks at a locked bucket before a reader gives up: one to see it locked, one after another
+/// thread has run.
 pub(super) const ATTEMPTS: u32 = 2;
 /// The same of a reader in haste.
 pub(super) const HASTY_ATTEMPTS: u32 = 1;
@@ -23,8 +26,9 @@ pub(super) fn sleep(_: Duration) {
     yield_now();
 }
 
-/// A word. Of one that a model makes known to loom, before its threads start, loom takes care. Any other has the value that was
-/// stored last in the order in which loom lets threads run: right for words that do not change while several threads run.
+/// A word. Of one that a model makes known to loom, before its threads start, loom takes care. Any
+/// other has the value that was stored last in the order in which loom lets threads run: right for
+/// words that do not change while several threads run.
 #[derive(Debug, Default)]
 pub(super) struct AtomicU64 {
     known: OnceLock<loom::sync::atomic::AtomicU64>,

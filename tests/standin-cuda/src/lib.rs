@@ -1,10 +1,12 @@
 //! Tests only: a `libcuda.so.1` whose device memory is host memory and whose streams are threads.
 //!
-//! [`load`] puts it where `dlopen("libcuda.so.1")` of this process finds it; programs find it by `LD_LIBRARY_PATH` = [`DIR`].
-//! Tests hold streams, inject errors and read counters through [`Standin`], and play the server through [`Server`].
+//! [`load`] puts it where `dlopen("libcuda.so.1")` of this process finds it; programs find it by
+//! `LD_LIBRARY_PATH` = [`DIR`]. Tests hold streams, inject errors and read counters through
+//! [`Standin`], and play the server through [`Server`].
 //!
-//! Where [`ON_GPU`] is set, the machine's own driver is loaded instead, so that tests of what a GPU does run on one: streams are
-//! held by words that they poll, memory is peeked at by copies, and what only the stand-in knows is not asked.
+//! Where [`ON_GPU`] is set, the machine's own driver is loaded instead, so that tests of what a GPU
+//! does run on one: streams are held by words that they poll, memory is peeked at by copies, and
+//! what only the stand-in knows is not asked.
 #![expect(unsafe_code, reason = "calls into a shared library")]
 #![expect(clippy::expect_used, clippy::panic, reason = "a helper of tests fails by panicking")]
 
@@ -77,7 +79,8 @@ impl Standin {
         (!symbol.is_null()).then(|| unsafe { std::mem::transmute_copy::<*mut c_void, F>(&symbol) })
     }
 
-    /// A counter (`launches`, `copies`, `live_events` …), or the calls of a function by its name; 0 on a real GPU.
+    /// A counter (`launches`, `copies`, `live_events` …), or the calls of a function by its name; 0
+    /// on a real GPU.
     #[must_use]
     pub fn get(&self, key: &str) -> u64 {
         if self.is_real() {
@@ -149,7 +152,8 @@ impl Standin {
         self.set("refuse_register", u64::from(refuse), 0);
     }
 
-    /// Lets the `nth` call (from 1) from now on fail with `code`: of the function `name`, or of any where it is empty.
+    /// Lets the `nth` call (from 1) from now on fail with `code`: of the function `name`, or of any
+    /// where it is empty.
     pub fn inject(&self, name: &str, nth: u64, code: i32) {
         let name = CString::new(name).expect("a name");
         let inject: unsafe extern "C" fn(*const c_char, u64, c_int) = self.function("standin_inject");
@@ -192,7 +196,8 @@ impl Standin {
         self.hold_handle(stream, false);
     }
 
-    /// Stops (or lets go on) every stream that does not block the default stream, also those made later.
+    /// Stops (or lets go on) every stream that does not block the default stream, also those made
+    /// later.
     pub fn hold_side_streams(&self, on: bool) {
         self.hold_handle(u64::MAX, on);
     }
@@ -252,7 +257,8 @@ impl Standin {
         self.set("forget", 0, 0);
     }
 
-    /// Asserts that nothing made through the driver is left, and that nobody waited for a whole context.
+    /// Asserts that nothing made through the driver is left, and that nobody waited for a whole
+    /// context.
     pub fn assert_clean(&self) {
         if self.is_real() {
             return;

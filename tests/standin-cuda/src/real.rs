@@ -1,8 +1,9 @@
 //! The stand-in's controls on a real GPU, as far as a driver offers the means.
 //!
-//! Nothing here may wait for a stream that a test holds: copies go through a stream of their own that no default stream blocks, and
-//! a held stream polls a word of pinned memory, so that streams can be let go in any order. The context is retained for good, as the
-//! words must outlive every stream that polls them.
+//! Nothing here may wait for a stream that a test holds: copies go through a stream of their own
+//! that no default stream blocks, and a held stream polls a word of pinned memory, so that streams
+//! can be let go in any order. The context is retained for good, as the words must outlive every
+//! stream that polls them.
 #![expect(unsafe_code, reason = "calls into a shared library")]
 #![expect(clippy::expect_used, reason = "a helper of tests fails by panicking")]
 
@@ -57,7 +58,8 @@ impl Own {
     fn word(&self, at: usize) -> &AtomicU32 {
         assert!(at < WORDS, "no more than {WORDS} holds");
         let word = std::ptr::with_exposed_provenance_mut::<u32>(self.words).wrapping_add(at);
-        // SAFETY: inside the pinned memory, which is never freed, and which the host only touches through these.
+        // SAFETY: inside the pinned memory, which is never freed, and which the host only touches through
+        // these.
         unsafe { AtomicU32::from_ptr(word) }
     }
 }
@@ -74,8 +76,8 @@ struct Door {
 enum Hold {
     /// It polls this word until it is 1.
     Word(usize),
-    /// A function in it waits. The driver may run such functions one after another: these streams must be let go in the order in
-    /// which they were held.
+    /// A function in it waits. The driver may run such functions one after another: these streams
+    /// must be let go in the order in which they were held.
     Function(Arc<Door>),
 }
 

@@ -1,8 +1,9 @@
 //! A libcufile for tests, and what lets NVIDIA's own run where the machine lacks what it looks for.
 //!
-//! [`LIBRARY`] moves bytes with `pread` and `pwrite` and fails as [`Standin`] tells it; in other processes, as the environment
-//! variable [`VARIABLE`] tells it from the start (`driver_open=5011;way=nvfs;hang=driver_open;…`). [`INTERPOSER`] is for
-//! `LD_PRELOAD`. Never part of a release build.
+//! [`LIBRARY`] moves bytes with `pread` and `pwrite` and fails as [`Standin`] tells it; in other
+//! processes, as the environment variable [`VARIABLE`] tells it from the start
+//! (`driver_open=5011;way=nvfs;hang=driver_open;…`). [`INTERPOSER`] is for `LD_PRELOAD`. Never part
+//! of a release build.
 #![expect(unsafe_code, reason = "calls into a C library")]
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -10,8 +11,8 @@ use libloading::{Library, Symbol};
 
 /// The stand-in's file.
 pub const LIBRARY: &str = concat!(env!("OUT_DIR"), "/libcufile.so.0");
-/// Shows `/proc/modules` and a udev record to a library that is loaded with it: `FOREBAY_INTERPOSE_MODULES` and
-/// `FOREBAY_INTERPOSE_UDEV` name the files to show instead.
+/// Shows `/proc/modules` and a udev record to a library that is loaded with it:
+/// `FOREBAY_INTERPOSE_MODULES` and `FOREBAY_INTERPOSE_UDEV` name the files to show instead.
 pub const INTERPOSER: &str = concat!(env!("OUT_DIR"), "/libinterpose.so");
 /// What holds from the first call on.
 pub const VARIABLE: &str = "FOREBAY_STANDIN_CUFILE";
@@ -113,8 +114,8 @@ impl Standin {
         self.ask("standin_buffers")
     }
 
-    /// Calls that would be mistakes with NVIDIA's library: a handle that is not registered or whose descriptor was closed, memory
-    /// beyond its registration.
+    /// Calls that would be mistakes with NVIDIA's library: a handle that is not registered or whose
+    /// descriptor was closed, memory beyond its registration.
     #[must_use]
     pub fn misuse(&self) -> i64 {
         self.ask("standin_misuse")

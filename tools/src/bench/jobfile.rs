@@ -1,8 +1,9 @@
 //! fio job files: `[global]` sections give defaults to the job sections after them.
 //!
-//! Every key is an option of the command line under the same name, so a section is turned into arguments and parsed by the
-//! same parser. Options that fio has and we do not are reported by name and otherwise ignored: a job file written for fio
-//! still runs. Options that we do have are checked as strictly as on the command line.
+//! Every key is an option of the command line under the same name, so a section is turned into
+//! arguments and parsed by the same parser. Options that fio has and we do not are reported by name
+//! and otherwise ignored: a job file written for fio still runs. Options that we do have are
+//! checked as strictly as on the command line.
 
 use std::path::Path;
 
@@ -33,8 +34,8 @@ pub(crate) struct JobFile {
     pub(crate) ignored: Vec<String>,
 }
 
-/// Reads a job file; `sections` (where not empty) names the sections to run, and `overrides` are command-line arguments that
-/// win over the file's.
+/// Reads a job file; `sections` (where not empty) names the sections to run, and `overrides` are
+/// command-line arguments that win over the file's.
 pub(crate) fn read(path: &Path, sections: &[String]) -> Result<JobFile> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io("cannot read the job file", e).at(path))?;
     parse(&text, sections).map_err(|e| e.at(path))

@@ -1,7 +1,9 @@
-//! `forebay bench`: fio's options, output and JSON over Forebay's raw I/O engine and over the whole engine.
+//! `forebay bench`: fio's options, output and JSON over Forebay's raw I/O engine and over the whole
+//! engine.
 //!
-//! `options` and `jobfile` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the engine's modes. Every runner
-//! turns a [`job::Job`] into a [`crate::report::JobResult`]; what is printed from it is `report`'s business.
+//! `options` and `jobfile` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the
+//! engine's modes. Every runner turns a [`job::Job`] into a [`crate::report::JobResult`]; what is
+//! printed from it is `report`'s business.
 
 pub(crate) mod job;
 pub(crate) mod jobfile;

@@ -1,7 +1,8 @@
-//! Options of one benchmark job, in fio's vocabulary: the same list serves the command line and job files.
+//! Options of one benchmark job, in fio's vocabulary: the same list serves the command line and job
+//! files.
 //!
-//! Everything is optional here; [`super::job::Job`] has the defaults filled in and checked. Underscores and hyphens are both
-//! accepted where fio and clap differ.
+//! Everything is optional here; [`super::job::Job`] has the defaults filled in and checked.
+//! Underscores and hyphens are both accepted where fio and clap differ.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -155,8 +156,9 @@ pub(crate) struct JobOptions {
     /// I/O engine; fio's `io_uring`, `psync` and relatives mean ours.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Workload")]
     pub(crate) ioengine: Option<IoEngine>,
-    /// Where the memory lies that bytes are moved to and from: host, or a GPU as cuda:N. With a GPU, ioengine cufile means
-    /// cuFile in any mode (gdsio's GPU_DIRECT), uring and threads mean pinned host memory and a copy (CPU_GPU), auto the best.
+    /// Where the memory lies that bytes are moved to and from: host, or a GPU as cuda:N. With a
+    /// GPU, ioengine cufile means cuFile in any mode (gdsio's GPU_DIRECT), uring and threads
+    /// mean pinned host memory and a copy (CPU_GPU), auto the best.
     #[arg(long, value_name = "host|cuda:N", help_heading = "Workload")]
     pub(crate) device: Option<String>,
     /// Bytes per operation [default: 4k as in fio; the engine's own for its jobs].
@@ -238,8 +240,8 @@ pub(crate) struct KvOptions {
     #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_name = "0|1")]
     pub(crate) keep: Option<bool>,
-    /// Bytes that the cache may take; where less is left than is there, it evicts [default: room for all of the job beside what
-    /// the directory holds].
+    /// Bytes that the cache may take; where less is left than is there, it evicts [default: room
+    /// for all of the job beside what the directory holds].
     #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
     pub(crate) capacity: Option<u64>,
     /// Compare every loaded byte with a pattern made from key and position.
@@ -252,7 +254,8 @@ pub(crate) struct KvOptions {
     /// Chunks in the cache that is reopened.
     #[arg(long, value_parser = parse_tokens, value_name = "N")]
     pub(crate) chunks: Option<u64>,
-    /// Of each so many chunks of that cache one has been given up before it is reopened; 0 for none.
+    /// Of each so many chunks of that cache one has been given up before it is reopened; 0 for
+    /// none.
     #[arg(long, value_name = "N")]
     pub(crate) one_gone_of: Option<u64>,
 }

@@ -1,5 +1,5 @@
-//! The drive's own speed: large sequential `O_DIRECT` transfers of a file that has no name, through the raw queues, again and again
-//! between the requests served.
+//! The drive's own speed: large sequential `O_DIRECT` transfers of a file that has no name, through
+//! the raw queues, again and again between the requests served.
 
 use std::path::Path;
 use std::sync::Arc;

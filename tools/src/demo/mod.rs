@@ -1,8 +1,10 @@
-//! `forebay demo`: a request trace through the real engine, verified byte for byte, then killed and reopened.
+//! `forebay demo`: a request trace through the real engine, verified byte for byte, then killed and
+//! reopened.
 //!
-//! This process only supervises. The work is done by two children, one after the other, of which the first is killed in the
-//! middle of its life; each watches its standard input and removes the temporary directory when this process has gone away,
-//! so that nothing is left behind however the demo ends.
+//! This process only supervises. The work is done by two children, one after the other, of which
+//! the first is killed in the middle of its life; each watches its standard input and removes the
+//! temporary directory when this process has gone away, so that nothing is left behind however the
+//! demo ends.
 
 mod drive;
 mod text;
@@ -42,11 +44,12 @@ const HEADROOM_BYTES: u64 = (128 << 20) + drive::GAUGE_BYTES;
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct DemoArgs {
-    /// Directory on the drive to use; the demo works in a temporary directory inside it and removes that.
+    /// Directory on the drive to use; the demo works in a temporary directory inside it and removes
+    /// that.
     #[arg(long, default_value = ".", value_name = "DIR")]
     directory: PathBuf,
-    /// Trace in Mooncake's format [default: the whole conversation trace where it lies beside the checkout, else an excerpt
-    /// that comes with the program].
+    /// Trace in Mooncake's format [default: the whole conversation trace where it lies beside the
+    /// checkout, else an excerpt that comes with the program].
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Size of the cache.

@@ -1,5 +1,5 @@
-//! The working part of the demo, in processes of their own: one that serves the trace and is killed, one that opens what it
-//! left and checks it.
+//! The working part of the demo, in processes of their own: one that serves the trace and is
+//! killed, one that opens what it left and checks it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -175,7 +175,8 @@ impl Work<'_> {
     }
 }
 
-/// The counters once reclaim has done what the last stores call for: what it gives up after they were read would look lost.
+/// The counters once reclaim has done what the last stores call for: what it gives up after they
+/// were read would look lost.
 fn at_rest(engine: &Engine) -> Result<EngineStats> {
     let log = engine.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is not open"))?;
     log.at_rest(Instant::now() + REST)?;
@@ -235,7 +236,8 @@ impl Server {
         Ok((tokens, Some(alone.ticket)))
     }
 
-    /// One layer-wise load into poisoned blocks, with a pause after each layer, and the comparison of all its bytes.
+    /// One layer-wise load into poisoned blocks, with a pause after each layer, and the comparison
+    /// of all its bytes.
     fn load_once(&mut self, prompt: &Prompt, (slots, wanted): (&[i64], usize), compute: Duration) -> Result<Loaded> {
         self.paged.poison(0..wanted / CHUNK_TOKENS)?;
         let mapped = slots.get(..wanted).ok_or_else(|| Error::new(ErrorKind::Internal, "more found than asked"))?;

@@ -1,7 +1,8 @@
-//! What the demo works on: a small model, KV in shuffled blocks, and bytes that anybody can tell from a chunk's key.
+//! What the demo works on: a small model, KV in shuffled blocks, and bytes that anybody can tell
+//! from a chunk's key.
 //!
-//! Invariant: every stored byte is a function of chunk key, layer and offset, so that a later process verifies what an
-//! earlier one stored without being told anything.
+//! Invariant: every stored byte is a function of chunk key, layer and offset, so that a later
+//! process verifies what an earlier one stored without being told anything.
 
 use std::ops::Range;
 use std::path::Path;
@@ -27,7 +28,8 @@ pub(super) const LAYERS: usize = 16;
 const ROW_BYTES: usize = 32;
 /// Token ids are below this, as in a real vocabulary.
 const VOCABULARY: u64 = 128_000;
-/// Staging of loads: small, so that layers arrive one after another although the demo's extents are small.
+/// Staging of loads: small, so that layers arrive one after another although the demo's extents are
+/// small.
 const STAGING_BYTES: usize = 2 << 20;
 
 /// A model with the layers of a real one and heads small enough for a demo: 1 KiB per token.
@@ -58,7 +60,8 @@ pub(super) fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The token ids of a request's full blocks: a function of the trace's hash ids, equal where they are equal.
+/// The token ids of a request's full blocks: a function of the trace's hash ids, equal where they
+/// are equal.
 pub(super) fn token_ids(request: &Request) -> Vec<u32> {
     let full = request.blocks().filter(|(_, tokens)| *tokens == CHUNK_TOKENS as u64);
     let of_block = |(id, tokens): (u64, u64)| (0..tokens).map(move |i| (mix(mix(id) ^ i) % VOCABULARY) as u32);
@@ -105,7 +108,8 @@ impl Paged {
         Ok(Self { kv, memories, blocks: (0..blocks).collect(), random: 1 })
     }
 
-    /// Deals the blocks anew, as a server that has run for long does, and returns the slots of the first `tokens` tokens.
+    /// Deals the blocks anew, as a server that has run for long does, and returns the slots of the
+    /// first `tokens` tokens.
     pub(super) fn shuffle(&mut self, tokens: usize) -> Vec<i64> {
         for i in (1..self.blocks.len()).rev() {
             self.random = mix(self.random.wrapping_add(0x9e37_79b9_7f4a_7c15));

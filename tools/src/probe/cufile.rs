@@ -1,4 +1,5 @@
-//! The way of bytes between the drive and a GPU's memory: what cuFile's trial found, and what is used.
+//! The way of bytes between the drive and a GPU's memory: what cuFile's trial found, and what is
+//! used.
 
 use std::path::Path;
 

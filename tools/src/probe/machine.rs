@@ -1,4 +1,5 @@
-//! What the kernel says about the machine, from `/proc` and `/sys`; whatever cannot be read is left out.
+//! What the kernel says about the machine, from `/proc` and `/sys`; whatever cannot be read is left
+//! out.
 
 use std::fmt;
 use std::fs;
@@ -17,7 +18,8 @@ pub(super) struct Machine {
     pub(super) memory_bytes: u64,
     /// Whether `io_uring` is allowed here, in words.
     pub(super) io_uring: String,
-    /// Memory that this process may lock (registered buffers count on older kernels); null where there is no limit.
+    /// Memory that this process may lock (registered buffers count on older kernels); null where
+    /// there is no limit.
     pub(super) memlock_bytes: Option<u64>,
 }
 

@@ -1,8 +1,8 @@
 //! `forebay probe`: which I/O path this machine and a directory get, and why not a better one.
 //!
-//! The path is found by the same trial that a cache makes when it opens: a page is written, flushed and read back in the
-//! directory. `machine` reads what the kernel says about itself, `cufile` finds the path of GPU memory by a `trial` in a
-//! process of its own. Nothing is left behind.
+//! The path is found by the same trial that a cache makes when it opens: a page is written, flushed
+//! and read back in the directory. `machine` reads what the kernel says about itself, `cufile`
+//! finds the path of GPU memory by a `trial` in a process of its own. Nothing is left behind.
 
 mod cufile;
 mod machine;
@@ -35,7 +35,8 @@ pub(crate) struct ProbeArgs {
     /// The GPU to try cuFile with.
     #[arg(long, value_name = "N")]
     pub(crate) gpu: Option<u32>,
-    /// Try cuFile in this very process, which may hang or crash, and print what came of it on one line.
+    /// Try cuFile in this very process, which may hang or crash, and print what came of it on one
+    /// line.
     #[arg(long, hide = true, value_name = "DIR")]
     pub(crate) cufile_trial: Option<PathBuf>,
 }

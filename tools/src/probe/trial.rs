@@ -1,4 +1,5 @@
-//! `forebay probe --cufile-trial`: tries cuFile in this process, for a parent that kills it when it hangs.
+//! `forebay probe --cufile-trial`: tries cuFile in this process, for a parent that kills it when it
+//! hangs.
 //!
 //! Prints one line of JSON. Started by whoever opens a cache on a GPU, not meant for people.
 

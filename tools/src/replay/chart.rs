@@ -1,5 +1,5 @@
-//! Hit ratio, bytes admitted and write amplification over the capacity, as an SVG file: one line per policy, admission and number
-//! of ranks.
+//! Hit ratio, bytes admitted and write amplification over the capacity, as an SVG file: one line
+//! per policy, admission and number of ranks.
 
 use std::path::Path;
 

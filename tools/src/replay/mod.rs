@@ -1,8 +1,10 @@
-//! `forebay replay`: what a request trace would have found in a cache of a given size under a given policy.
+//! `forebay replay`: what a request trace would have found in a cache of a given size under a given
+//! policy.
 //!
-//! `trace` reads the requests, `chunks` has caches of single chunks, `sim` one that reclaims in segments, `real` is the log, `ranks`
-//! several logs side by side, `chart` draws the result. Another cache is replayed through the same loop by implementing [`ReplayCache`]; this module must
-//! not know how one works inside.
+//! `trace` reads the requests, `chunks` has caches of single chunks, `sim` one that reclaims in
+//! segments, `real` is the log, `ranks` several logs side by side, `chart` draws the result.
+//! Another cache is replayed through the same loop by implementing [`ReplayCache`]; this module
+//! must not know how one works inside.
 
 mod chart;
 mod chunks;
@@ -31,9 +33,11 @@ pub(crate) use trace::{BLOCK_TOKENS, Request, parse_trace, read_trace};
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct ReplayArgs {
-    /// Trace in Mooncake's format: one JSON object per line with timestamp, `input_length`, `output_length`, `hash_ids`.
+    /// Trace in Mooncake's format: one JSON object per line with timestamp, `input_length`,
+    /// `output_length`, `hash_ids`.
     pub(crate) trace: PathBuf,
-    /// Cache sizes in tokens, comma-separated, decimal (`3m` = 3,000,000); `unlimited` for a cache that keeps everything.
+    /// Cache sizes in tokens, comma-separated, decimal (`3m` = 3,000,000); `unlimited` for a cache
+    /// that keeps everything.
     #[arg(long, value_delimiter = ',', default_value = "3m,10m,20m", value_parser = size::parse_tokens, value_name = "N,…")]
     pub(crate) capacity_tokens: Vec<u64>,
     /// Policies, comma-separated; `default` is the one a cache uses without settings.
@@ -51,7 +55,8 @@ pub(crate) struct ReplayArgs {
     /// With --admission adaptive: share of the hits that it may cost by its own estimate.
     #[arg(long, default_value = "0.06", value_name = "SHARE")]
     pub(crate) admission_loss: f64,
-    /// Tokens of a tier in memory above the drive, which keeps what was used last; for simulated caches of single chunks.
+    /// Tokens of a tier in memory above the drive, which keeps what was used last; for simulated
+    /// caches of single chunks.
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
     pub(crate) memory_tokens: u64,
     /// When a block is offered to the drive, comma-separated; `evicted` with --memory-tokens.
@@ -63,21 +68,25 @@ pub(crate) struct ReplayArgs {
     /// With --engine real: where its files go, in a temporary directory that is removed.
     #[arg(long, default_value = ".", value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// With --engine real: bytes that its files take at most, all ranks together. What a log needs besides its slots is a part of
-    /// the capacity that a replay with few bytes makes larger than it is in service.
+    /// With --engine real: bytes that its files take at most, all ranks together. What a log needs
+    /// besides its slots is a part of the capacity that a replay with few bytes makes larger
+    /// than it is in service.
     #[arg(long, default_value = "3g", value_parser = size::parse_bytes, value_name = "SIZE")]
     pub(crate) log_bytes: u64,
-    /// With --engine real: tensor-parallel ranks with a log of their own each, comma-separated. A prompt is found as far as all
-    /// ranks have it.
+    /// With --engine real: tensor-parallel ranks with a log of their own each, comma-separated. A
+    /// prompt is found as far as all ranks have it.
     #[arg(long, value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64), value_name = "N,…")]
     pub(crate) ranks: Vec<u32>,
-    /// With --engine real: up to N blocks of a rank, drawn anew each time, are still on their way when the next request is looked up.
+    /// With --engine real: up to N blocks of a rank, drawn anew each time, are still on their way
+    /// when the next request is looked up.
     #[arg(long, default_value = "0", value_parser = clap::value_parser!(u64).range(..=4096), value_name = "N")]
     pub(crate) behind: u64,
-    /// With several ranks: blocks are stored in the prompt's order, but among N neighbours in any, of each rank's own.
+    /// With several ranks: blocks are stored in the prompt's order, but among N neighbours in any,
+    /// of each rank's own.
     #[arg(long, default_value = "4", value_name = "N")]
     pub(crate) window: usize,
-    /// With --engine real and one rank: the cache is closed and opened anew after every N requests, as servers are that get a new version.
+    /// With --engine real and one rank: the cache is closed and opened anew after every N requests,
+    /// as servers are that get a new version.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     pub(crate) restart_every: Option<u64>,
     /// Seed of the ranks' orders.

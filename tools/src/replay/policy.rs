@@ -1,7 +1,8 @@
 //! What a simulated cache gives up when it is full.
 //!
-//! A policy ranks *segments* (with a granularity of one block, each block is its own segment) and may ask that single blocks
-//! of a reclaimed segment be written again. It sees ids, sizes and times only; time is the number of touches, never a clock.
+//! A policy ranks *segments* (with a granularity of one block, each block is its own segment) and
+//! may ask that single blocks of a reclaimed segment be written again. It sees ids, sizes and times
+//! only; time is the number of touches, never a clock.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -85,7 +86,8 @@ pub(crate) trait Policy {
     fn opened(&mut self, segment: u64);
     /// `block`, which lies in `segment`, has been stored or found.
     fn touch(&mut self, segment: u64, block: &Block);
-    /// The segment to reclaim next; it is forgotten. `open` may still be appended to and is only given up alone.
+    /// The segment to reclaim next; it is forgotten. `open` may still be appended to and is only
+    /// given up alone.
     fn victim(&mut self, open: Option<u64>) -> Option<u64>;
     /// Whether `block` of a reclaimed segment is to be written again.
     fn keep(&mut self, block: &Block) -> bool;

@@ -1,8 +1,10 @@
-//! Ranks of a tensor-parallel server under replay: each has a log of its own, and a prompt is found as far as all of them have it.
+//! Ranks of a tensor-parallel server under replay: each has a log of its own, and a prompt is found
+//! as far as all of them have it.
 //!
-//! All ranks are asked to store the same blocks and have the same capacity. What differs is what differs in service: in which
-//! order a rank's blocks get their slots and their records, how many of them are still on their way when the next request is
-//! looked up, and when its log reclaims. The first two are drawn from a seed for each rank; the third is the log's own time.
+//! All ranks are asked to store the same blocks and have the same capacity. What differs is what
+//! differs in service: in which order a rank's blocks get their slots and their records, how many
+//! of them are still on their way when the next request is looked up, and when its log reclaims.
+//! The first two are drawn from a seed for each rank; the third is the log's own time.
 
 use std::path::Path;
 
@@ -43,7 +45,8 @@ struct Rank {
 }
 
 impl Ranks {
-    /// `count` empty logs below `directory`, each for `capacity_tokens` tokens of its part of the KV.
+    /// `count` empty logs below `directory`, each for `capacity_tokens` tokens of its part of the
+    /// KV.
     pub(super) fn open(
         (directory, most_bytes): (&Path, u64),
         policies: (PolicyKind, AdmissionPolicy, Offer),

@@ -1,9 +1,10 @@
-//! The engine's own log under replay, with holes for payload: slots are taken, headers written, segments sealed and reclaimed
-//! as in service, but no KV is written.
+//! The engine's own log under replay, with holes for payload: slots are taken, headers written,
+//! segments sealed and reclaimed as in service, but no KV is written.
 //!
-//! A slot stands for a block of the trace and is small whatever the model; capacity scales with it, so that the log holds as
-//! many tokens as were asked for, in segments of as many slots as with the model's bytes. The payload is a hole, and the CRCs in
-//! the headers are those of zeros, so that reclaim can move what it keeps.
+//! A slot stands for a block of the trace and is small whatever the model; capacity scales with it,
+//! so that the log holds as many tokens as were asked for, in segments of as many slots as with the
+//! model's bytes. The payload is a hole, and the CRCs in the headers are those of zeros, so that
+//! reclaim can move what it keeps.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -38,7 +39,8 @@ pub(super) struct RealCache {
     options: LogOptions,
     /// Requests between two restarts, and those since the last.
     restarts: (Option<usize>, usize),
-    /// Bytes that were moved, and written to the journal or of what the policy has learned, before the last.
+    /// Bytes that were moved, and written to the journal or of what the policy has learned, before
+    /// the last.
     earlier: (u64, u64),
     offer: Offer,
     admitted_tokens: u64,
@@ -61,8 +63,8 @@ fn reclaim_of(policy: PolicyKind) -> Result<Reclaim> {
 }
 
 impl RealCache {
-    /// An empty log of about `most_bytes` below `directory` for `capacity_tokens` tokens; writes are weighed by the model's bytes
-    /// per token.
+    /// An empty log of about `most_bytes` below `directory` for `capacity_tokens` tokens; writes
+    /// are weighed by the model's bytes per token.
     pub(super) fn open(
         (directory, most_bytes): (&Path, u64),
         (policy, admission, offer): (PolicyKind, AdmissionPolicy, Offer),
@@ -252,7 +254,8 @@ impl ReplayCache for RealCache {
 
     fn totals(&self) -> Totals {
         let stats = self.log.stats();
-        // What is moved are this log's small slots, each of which stands for a block; records are as large as they would be.
+        // What is moved are this log's small slots, each of which stands for a block; records are as large
+        // as they would be.
         let (moved, journal) = (
             self.earlier.0 + stats.moved_bytes,
             self.earlier.1 + stats.journal_bytes_written + stats.policy_bytes_written,

@@ -1,6 +1,7 @@
 //! A cache without payload: which blocks it holds, in which segments, and what it has written.
 //!
-//! Invariant: the tokens held never exceed the capacity. A block larger than the whole cache is not admitted.
+//! Invariant: the tokens held never exceed the capacity. A block larger than the whole cache is not
+//! admitted.
 
 use std::collections::HashMap;
 
@@ -82,7 +83,8 @@ impl SimCache {
         segment
     }
 
-    /// Gives up one segment. What the policy keeps is written again unless it would need another reclaim.
+    /// Gives up one segment. What the policy keeps is written again unless it would need another
+    /// reclaim.
     fn reclaim(&mut self) {
         let Some(victim) = self.policy.victim(self.open) else { return };
         if self.open == Some(victim) {
@@ -111,7 +113,8 @@ impl ReplayCache for SimCache {
             found_tokens += tokens;
             found.push((*segment, *block));
         }
-        // A chunk is useless without those before it: touching the tail first leaves the head as the newest.
+        // A chunk is useless without those before it: touching the tail first leaves the head as the
+        // newest.
         for (segment, block) in found.iter().rev() {
             self.policy.touch(*segment, block);
         }

@@ -1,7 +1,8 @@
 //! Request traces in Mooncake's format: one JSON object per line.
 //!
-//! `hash_ids` name the prompt's blocks of 512 tokens by their whole prefix: equal ids mean equal prefixes. The last block
-//! may be partial; its tokens follow from `input_length`. A line that breaks these rules is an error with its number.
+//! `hash_ids` name the prompt's blocks of 512 tokens by their whole prefix: equal ids mean equal
+//! prefixes. The last block may be partial; its tokens follow from `input_length`. A line that
+//! breaks these rules is an error with its number.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};

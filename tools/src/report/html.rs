@@ -1,4 +1,5 @@
-//! A report as one HTML page without outside resources: a table of results and two charts per job, drawn as inline SVG.
+//! A report as one HTML page without outside resources: a table of results and two charts per job,
+//! drawn as inline SVG.
 
 use std::fmt::Write as _;
 

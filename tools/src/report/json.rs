@@ -1,4 +1,5 @@
-//! Results in fio's JSON shape, so that scripts written for fio read them; what is beyond fio is under `forebay`.
+//! Results in fio's JSON shape, so that scripts written for fio read them; what is beyond fio is
+//! under `forebay`.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -1,7 +1,8 @@
 //! What a benchmark job has measured, and the forms in which it is printed.
 //!
-//! [`JobResult`] is the one model; `normal` prints it as fio does, `json` in fio's JSON shape, `html` as a page with charts.
-//! Nothing here measures: `recorder` collects latencies and bandwidth, `usage` reads what the kernel accounts.
+//! [`JobResult`] is the one model; `normal` prints it as fio does, `json` in fio's JSON shape,
+//! `html` as a page with charts. Nothing here measures: `recorder` collects latencies and
+//! bandwidth, `usage` reads what the kernel accounts.
 
 pub(crate) mod html;
 pub(crate) mod json;

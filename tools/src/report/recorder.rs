@@ -1,4 +1,5 @@
-//! Collects latencies and bandwidth of one direction of one worker, cheaply enough to sit on the completion path.
+//! Collects latencies and bandwidth of one direction of one worker, cheaply enough to sit on the
+//! completion path.
 
 use std::time::Duration;
 

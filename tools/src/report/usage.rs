@@ -1,6 +1,8 @@
-//! What the kernel accounts to this process: processor time, context switches, page faults, bytes from and to drives.
+//! What the kernel accounts to this process: processor time, context switches, page faults, bytes
+//! from and to drives.
 //!
-//! All from `/proc/self`, so no unsafe call is needed. The figures are the whole process's: jobs that run at once share them.
+//! All from `/proc/self`, so no unsafe call is needed. The figures are the whole process's: jobs
+//! that run at once share them.
 
 use std::fs;
 use std::time::Duration;

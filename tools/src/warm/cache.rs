@@ -1,8 +1,9 @@
 //! The cache as a [`Sink`]: pieces go through the engine as a server's KV would.
 //!
-//! A piece is laid into a small paged KV of its own (one block, which holds a chunk) and stored from there; several are under
-//! way at once, and the engine's staging makes the import wait. With `verify` each piece is loaded back as soon as it is
-//! stored and compared byte for byte, also where the cache had it already.
+//! A piece is laid into a small paged KV of its own (one block, which holds a chunk) and stored
+//! from there; several are under way at once, and the engine's staging makes the import wait. With
+//! `verify` each piece is loaded back as soon as it is stored and compared byte for byte, also
+//! where the cache had it already.
 
 use std::collections::VecDeque;
 use std::ops::Range;

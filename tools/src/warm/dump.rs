@@ -1,8 +1,10 @@
-//! A KV dump: its token ids and, for every layer, where its bytes lie and how they turn into an extent.
+//! A KV dump: its token ids and, for every layer, where its bytes lie and how they turn into an
+//! extent.
 //!
-//! Two forms are read (docs/warm.md): one file per prompt with named tensors, and the folder per prompt that vLLM's example
-//! connector writes. Both become a [`DumpInfo`]; nothing here reads KV data. Invariant: every byte range that a [`Stream`]
-//! can name lies inside its tensor, because shapes were checked against the header and the header against the file.
+//! Two forms are read (docs/warm.md): one file per prompt with named tensors, and the folder per
+//! prompt that vLLM's example connector writes. Both become a [`DumpInfo`]; nothing here reads KV
+//! data. Invariant: every byte range that a [`Stream`] can name lies inside its tensor, because
+//! shapes were checked against the header and the header against the file.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -89,7 +91,8 @@ fn bad(path: &Path, why: String) -> Error {
 }
 
 impl DumpInfo {
-    /// Reads the headers and token ids of the dump at `path`: a `.safetensors` file or a folder of layer files.
+    /// Reads the headers and token ids of the dump at `path`: a `.safetensors` file or a folder of
+    /// layer files.
     ///
     /// # Errors
     /// `InvalidInput` naming the file and the tensor that does not fit.
@@ -156,7 +159,8 @@ fn plane(heads: usize, head_bytes: usize) -> Option<PlaneSpec> {
     (heads > 0 && head_bytes > 0).then_some(plane)
 }
 
-/// One file per prompt: `token_ids`, and per layer `layers.N.k` with `layers.N.v`, or `layers.N.kv`.
+/// One file per prompt: `token_ids`, and per layer `layers.N.k` with `layers.N.v`, or
+/// `layers.N.kv`.
 fn single_file(path: &Path) -> Result<DumpInfo> {
     let file = header::read(path)?;
     let tokens = tokens::from_tensor(&file)?;
@@ -221,7 +225,8 @@ fn folder(path: &Path, shape: KvShape) -> Result<DumpInfo> {
     builder.finish("vllm-example", tokens.clone(), files, metadata)
 }
 
-/// The layer files of a folder by their layer's number; the sidecar and files without one are left out.
+/// The layer files of a folder by their layer's number; the sidecar and files without one are left
+/// out.
 pub(crate) fn layer_files(path: &Path) -> Result<BTreeMap<usize, PathBuf>> {
     let io = |e| Error::io("cannot list the folder", e).at(path);
     let mut files = BTreeMap::new();

@@ -1,7 +1,8 @@
 //! Headers of safetensors files, which are untrusted input.
 //!
-//! The crate `safetensors` parses and checks the JSON; around it this module bounds what is read, compares the header with
-//! the file's real length, and keeps only what a reader of byte ranges needs. No tensor data is touched here.
+//! The crate `safetensors` parses and checks the JSON; around it this module bounds what is read,
+//! compares the header with the file's real length, and keeps only what a reader of byte ranges
+//! needs. No tensor data is touched here.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -1,8 +1,9 @@
-//! `forebay warm`: fills a cache ahead of time, from KV dumps or by having a server compute prompts (`prompts`).
+//! `forebay warm`: fills a cache ahead of time, from KV dumps or by having a server compute prompts
+//! (`prompts`).
 //!
-//! `scan` finds dumps, `header`, `tokens` and `dump` understand them, `reader` reads them with many reads in flight, `sink`
-//! is where the pieces go. The forms are described in docs/warm.md. Dumps are untrusted input: a bad one is reported and
-//! skipped, and the exit status says so.
+//! `scan` finds dumps, `header`, `tokens` and `dump` understand them, `reader` reads them with many
+//! reads in flight, `sink` is where the pieces go. The forms are described in docs/warm.md. Dumps
+//! are untrusted input: a bad one is reported and skipped, and the exit status says so.
 
 mod cache;
 mod dump;
@@ -52,13 +53,15 @@ enum WarmCommand {
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct ImportArgs {
-    /// Dumps: safetensors files, folders that vLLM's example connector wrote, or folders that hold either.
+    /// Dumps: safetensors files, folders that vLLM's example connector wrote, or folders that hold
+    /// either.
     #[arg(required = true, value_name = "PATH")]
     pub(crate) paths: Vec<PathBuf>,
     /// Cache directory to fill.
     #[arg(long, visible_alias = "cache-dir", value_name = "DIR")]
     pub(crate) directory: Option<PathBuf>,
-    /// Settings file of the cache to fill, as the server's; --directory and --chunk-tokens outrank it.
+    /// Settings file of the cache to fill, as the server's; --directory and --chunk-tokens outrank
+    /// it.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Name of a model that is no preset; its shape is taken from the first dump.

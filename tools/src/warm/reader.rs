@@ -1,9 +1,10 @@
 //! Reads dumps with many reads in flight and bounded memory, and hands the pieces over in order.
 //!
-//! A thread of its own runs the reads: on tokio-uring where the kernel allows it, else on a pool of threads. Pieces of a
-//! dump arrive in the order of their tokens and dumps in the order given, so that a chunk's parents are stored before it.
-//! Invariant: the bytes being read stay within the budget (one piece is always allowed); a dump that fails is reported once
-//! and none of its pieces follows.
+//! A thread of its own runs the reads: on tokio-uring where the kernel allows it, else on a pool of
+//! threads. Pieces of a dump arrive in the order of their tokens and dumps in the order given, so
+//! that a chunk's parents are stored before it. Invariant: the bytes being read stay within the
+//! budget (one piece is always allowed); a dump that fails is reported once and none of its pieces
+//! follows.
 
 mod backend;
 

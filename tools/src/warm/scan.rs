@@ -10,8 +10,9 @@ use super::dump::layer_files;
 /// Folders are searched this deep.
 const MAX_DEPTH: usize = 8;
 
-/// All dumps at or below `paths`, each once, in the order of their names. A folder with layer files is one dump; any other
-/// `.safetensors` file is one too. Symlinks are followed only where the user names them.
+/// All dumps at or below `paths`, each once, in the order of their names. A folder with layer files
+/// is one dump; any other `.safetensors` file is one too. Symlinks are followed only where the user
+/// names them.
 ///
 /// # Errors
 /// What listing folders reports; `NotFound` for a path that is not there.

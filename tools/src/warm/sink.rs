@@ -26,12 +26,14 @@ pub(crate) struct Imported {
     pub(crate) lost_chunks: u64,
 }
 
-/// A cache that takes pieces of dumps. The reading thread asks [`Sink::missing`] while the main thread stores.
+/// A cache that takes pieces of dumps. The reading thread asks [`Sink::missing`] while the main
+/// thread stores.
 pub(crate) trait Sink: Send + Sync {
     /// Tokens of a chunk: pieces end at its multiples.
     fn chunk_tokens(&self) -> usize;
 
-    /// The tokens of `dump` that the cache lacks, cut at chunks; this is what makes an import resumable.
+    /// The tokens of `dump` that the cache lacks, cut at chunks; this is what makes an import
+    /// resumable.
     ///
     /// # Errors
     /// `Incompatible` where the dump is not of the cache's model.

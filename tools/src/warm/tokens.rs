@@ -21,7 +21,8 @@ pub(crate) const TENSOR: &str = "token_ids";
 /// The token ids in the tensor `token_ids` of `file`.
 ///
 /// # Errors
-/// `InvalidInput` where it is missing, of the wrong type or shape, or holds an id below 0 or beyond 32 bits.
+/// `InvalidInput` where it is missing, of the wrong type or shape, or holds an id below 0 or beyond
+/// 32 bits.
 pub(crate) fn from_tensor(file: &TensorFile) -> Result<Vec<u32>> {
     let bad = |why: String| Error::new(ErrorKind::InvalidInput, why).at(&file.path);
     let tensor = file.tensors.get(TENSOR).ok_or_else(|| {

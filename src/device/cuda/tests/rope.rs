@@ -1,4 +1,5 @@
-//! Rotary shifts: the kernel against the host's loops, and both against rotation in double precision.
+//! Rotary shifts: the kernel against the host's loops, and both against rotation in double
+//! precision.
 
 use std::sync::Arc;
 

@@ -75,7 +75,8 @@ pub(super) fn merge(
     Ok(merged)
 }
 
-/// One segment. Where the index is whole, only slots that it names count: the others were never published.
+/// One segment. Where the index is whole, only slots that it names count: the others were never
+/// published.
 fn one(
     (number, ring_is_whole): (u32, bool),
     mut evidence: Evidence,

@@ -1,7 +1,8 @@
 //! Making index.kv anew: from the slots in data.kv, and from whatever is left of the old index.
 //!
-//! Within a segment the highest epoch counts that anything speaks of: its region, a record of the ring, or a slot. Every intact slot
-//! of it counts, but where the index is whole only those that it names: the others were never published.
+//! Within a segment the highest epoch counts that anything speaks of: its region, a record of the
+//! ring, or a slot. Every intact slot of it counts, but where the index is whole only those that it
+//! names: the others were never published.
 
 mod merge;
 mod old;
@@ -60,12 +61,14 @@ pub fn rebuild_bytes(files: &LaneFiles) -> u64 {
     data.and_then(|f| f.metadata().map_err(|e| Error::io("cannot look at a file", e))).map_or(0, |m| 2 * m.len())
 }
 
-/// Makes the index of a lane anew. `sibling` is the superblock of another lane of the same shard, if there is one: where this
-/// lane's own is lost, it tells what namespace and sizes are; without it they are derived from the slots and the directory.
+/// Makes the index of a lane anew. `sibling` is the superblock of another lane of the same shard,
+/// if there is one: where this lane's own is lost, it tells what namespace and sizes are; without
+/// it they are derived from the slots and the directory.
 ///
 /// # Errors
-/// `Locked` where a process writes the lane; `Incompatible` for one of a newer version; `Corrupt` where neither index nor data
-/// hold anything by which the lane could be known; those of reading and writing.
+/// `Locked` where a process writes the lane; `Incompatible` for one of a newer version; `Corrupt`
+/// where neither index nor data hold anything by which the lane could be known; those of reading
+/// and writing.
 pub fn rebuild(
     files: &LaneFiles,
     sibling: Option<&Superblock>,
@@ -139,7 +142,8 @@ fn derive(
         let segment = u64::from(s.header.segment);
         (s.base / segment, u64::from(s.base.is_multiple_of(segment)))
     });
-    // With only its first segment in use, a lane's data.kv is one segment long, or two where the next one was ready.
+    // With only its first segment in use, a lane's data.kv is one segment long, or two where the next
+    // one was ready.
     let least = slots.iter().map(|s| s.start + s.bytes()).max().unwrap_or(0).next_multiple_of(COARSE_BYTES as u64);
     let of_sibling = sibling.map(|s| s.segment_bytes).filter(|bytes| *bytes >= least);
     let whole = len.next_multiple_of(COARSE_BYTES as u64).max(COARSE_BYTES as u64);

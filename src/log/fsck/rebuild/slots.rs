@@ -1,6 +1,7 @@
 //! The slots of a data.kv, found by their headers alone, and checked with every extent.
 //!
-//! Every page is looked at: a slot of an earlier use of its segment may still name a length that reaches over newer ones.
+//! Every page is looked at: a slot of an earlier use of its segment may still name a length that
+//! reaches over newer ones.
 
 use std::fs::File;
 
@@ -26,7 +27,8 @@ pub(super) struct FoundSlot {
     pub(super) base: u64,
 }
 
-/// All intact slot headers of a file of `len` bytes, in order. `progress` is told of bytes looked at.
+/// All intact slot headers of a file of `len` bytes, in order. `progress` is told of bytes looked
+/// at.
 pub(super) fn find(data: &File, len: u64, progress: &dyn Fn(u64)) -> Result<Vec<FoundSlot>> {
     let mut found = Vec::new();
     let mut buf = vec![0; WINDOW_BYTES + MAX_HEADER_BYTES];

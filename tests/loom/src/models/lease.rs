@@ -1,4 +1,5 @@
-//! Leases against the writer that wants to use a segment again: whoever comes second sees the other.
+//! Leases against the writer that wants to use a segment again: whoever comes second sees the
+//! other.
 
 use loom::thread;
 
@@ -95,8 +96,9 @@ fn threads_of_one_process_share_a_record_until_the_last_guard_goes() {
     });
 }
 
-/// A later expiry takes a new record before the old one ends. The writer looks at records in order: it must not pass the place
-/// of the new one before it is there and the place of the old one after it has gone.
+/// A later expiry takes a new record before the old one ends. The writer looks at records in order:
+/// it must not pass the place of the new one before it is there and the place of the old one after
+/// it has gone.
 #[test]
 fn a_lease_that_is_made_longer_has_no_hole() {
     explore(3, &["longer", "refrained", "used again"], |tally| {
@@ -124,7 +126,8 @@ fn a_lease_that_is_made_longer_has_no_hole() {
     });
 }
 
-/// There is one record. Its lease has expired when another process takes it; the end of the first must not end the second.
+/// There is one record. Its lease has expired when another process takes it; the end of the first
+/// must not end the second.
 #[test]
 fn the_end_of_an_expired_lease_ends_no_other() {
     explore(3, &["leased", "full", "used again", "refrained"], |tally| {

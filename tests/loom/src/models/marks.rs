@@ -1,8 +1,8 @@
 //! Marks, which other processes make beside the table's writer.
 //!
-//! That a mark never meets a later entry in the same slot is not for loom: it does not know that what the writer stores after an
-//! exchange which read its store before is the later of the two, and lets readers see either. A test of the index goes through
-//! that with real threads.
+//! That a mark never meets a later entry in the same slot is not for loom: it does not know that
+//! what the writer stores after an exchange which read its store before is the later of the two,
+//! and lets readers see either. A test of the index goes through that with real threads.
 
 use super::*;
 

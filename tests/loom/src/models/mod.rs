@@ -1,8 +1,8 @@
 //! What must hold in every interleaving that loom finds.
 //!
-//! A model is a function that loom runs again and again, each time with another order of the threads' steps and another choice
-//! among the values that a load may see. It also counts what its threads found, so that a model in which nothing ever meets
-//! anything fails too.
+//! A model is a function that loom runs again and again, each time with another order of the
+//! threads' steps and another choice among the values that a load may see. It also counts what its
+//! threads found, so that a model in which nothing ever meets anything fails too.
 
 mod lease;
 mod marks;
@@ -40,8 +40,8 @@ impl Tally {
     }
 }
 
-/// Goes through the interleavings of `model` with at most `preemptions` switches away from a thread that could go on, or
-/// `LOOM_MAX_PREEMPTIONS`, and expects that each of `outcomes` was met.
+/// Goes through the interleavings of `model` with at most `preemptions` switches away from a thread
+/// that could go on, or `LOOM_MAX_PREEMPTIONS`, and expects that each of `outcomes` was met.
 fn explore(preemptions: usize, outcomes: &[&'static str], model: impl Fn(&Tally) + Sync + Send + 'static) {
     let tally = Tally::default();
     let mut builder = loom::model::Builder::new();
@@ -60,9 +60,10 @@ fn explore(preemptions: usize, outcomes: &[&'static str], model: impl Fn(&Tally)
     }
 }
 
-/// Runs `writer` on this thread and `reader` on another. The writer's steps come first in the first interleaving, which loom
-/// then takes apart: its partial-order reduction knows the last access to a word only, so that a store would hide behind its own
-/// thread's load of the word before it from a reader that came before both.
+/// Runs `writer` on this thread and `reader` on another. The writer's steps come first in the first
+/// interleaving, which loom then takes apart: its partial-order reduction knows the last access to
+/// a word only, so that a store would hide behind its own thread's load of the word before it from
+/// a reader that came before both.
 fn race(writer: impl FnOnce(), reader: impl FnOnce() + 'static) {
     let thread = loom::thread::spawn(reader);
     writer();
@@ -77,8 +78,9 @@ fn again(map: &Mapping, access: Access) -> Mapping {
     Mapping { memory: map.memory.clone(), access }
 }
 
-/// A writer's table of so many buckets, and a reader's mapping of it. loom knows the first line of each bucket, and of the
-/// entries in its first slot these of the eight words: all are treated alike, and each doubles the number of ways to read them.
+/// A writer's table of so many buckets, and a reader's mapping of it. loom knows the first line of
+/// each bucket, and of the entries in its first slot these of the eight words: all are treated
+/// alike, and each doubles the number of ways to read them.
 fn table(buckets: usize, words: &[usize]) -> (Table, Table) {
     let end = HEADER_WORDS + buckets * BUCKET_WORDS;
     let map = Mapping::anonymous(end as u64 * 8).unwrap();
@@ -99,7 +101,8 @@ fn shared(table: &Table) -> Table {
     Table::with(map, &header, false).unwrap()
 }
 
-/// A writer's lane with so many segments (sealed, in their first use), lease records and places for touches.
+/// A writer's lane with so many segments (sealed, in their first use), lease records and places for
+/// touches.
 fn lane(segments: u32, records: u64, ring: u64) -> Lane {
     let words = HEADER_WORDS + segments as usize * 4 + records as usize * 4 + ring as usize;
     let map = Mapping::anonymous(words as u64 * 8).unwrap();

@@ -1,5 +1,6 @@
-//! All together, in the order in which the log does it: a chunk is looked up, leased and read, while its segment is condemned,
-//! its entry removed, its place written again and published under another key.
+//! All together, in the order in which the log does it: a chunk is looked up, leased and read,
+//! while its segment is condemned, its entry removed, its place written again and published under
+//! another key.
 
 use super::*;
 

@@ -90,7 +90,8 @@ fn an_entry_in_a_slot_used_before_is_not_mixed_with_what_was_there() {
     });
 }
 
-/// Seven entries in the first of two buckets, all of whose keys have it as their home, and two keys more of that kind.
+/// Seven entries in the first of two buckets, all of whose keys have it as their home, and two keys
+/// more of that kind.
 fn full_home() -> (Table, Table, [ChunkKey; 2]) {
     let (writer, reader) = table(2, VERSION);
     let mut keys = (1..).map(|n| key(n, n)).filter(|k| place(tag_of(k), 2).0 == 0);
@@ -162,7 +163,8 @@ fn whoever_finds_an_entry_finds_what_was_stored_before_it() {
     });
 }
 
-/// The way of a table that grows: copied, put in the old one's place, the old one marked, and only then written to.
+/// The way of a table that grows: copied, put in the old one's place, the old one marked, and only
+/// then written to.
 #[test]
 fn readers_of_a_table_that_grows_find_what_stays_and_learn_of_what_is_new() {
     explore(2, &["told", "old table", "new table"], |tally| {

@@ -1,4 +1,5 @@
-//! Fills a log with chunks through its real store path; the payload stays holes, headers and journal are written.
+//! Fills a log with chunks through its real store path; the payload stays holes, headers and
+//! journal are written.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,7 +61,8 @@ pub(super) fn key(n: u64) -> ChunkKey {
 /// A chunk whose put has ended: key, parent, depth, and how.
 type Ended = ((ChunkKey, ChunkKey, u32), Result<()>);
 
-/// Stores chunks, a bounded number of them at once. Puts shed because the index is growing are tried again.
+/// Stores chunks, a bounded number of them at once. Puts shed because the index is growing are
+/// tried again.
 pub(super) struct Filler<'a> {
     log: &'a Log,
     told: Sender<Ended>,

@@ -1,7 +1,7 @@
 //! Loads and stores layer by layer beside simulated attention, one prompt at a time.
 //!
-//! Each prompt is moved twice, without attention and with it, one right after the other, so that both see the same drive.
-//! Attention is a wait that burns no processor, as on an accelerator.
+//! Each prompt is moved twice, without attention and with it, one right after the other, so that
+//! both see the same drive. Attention is a wait that burns no processor, as on an accelerator.
 
 use std::time::{Duration, Instant};
 
@@ -130,7 +130,8 @@ fn store_one(session: &Session, kv: &Kv, n: u64, time: Duration) -> Result<(u64,
     Ok((done.bytes, asked.elapsed()))
 }
 
-/// `--rw layerstore`. Odd prompts are stored with attention, so the cache holds twice `--size`, and a prompt to warm up.
+/// `--rw layerstore`. Odd prompts are stored with attention, so the cache holds twice `--size`, and
+/// a prompt to warm up.
 pub(super) fn store(job: &Job) -> Result<JobResult> {
     let session = Session::open(job, 3)?;
     let kv = session.kv(job.randseed)?;

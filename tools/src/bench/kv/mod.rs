@@ -1,7 +1,8 @@
 //! The engine's modes of `bench`: load, store, layerload, layerstore, lookup, reopen.
 //!
-//! `session` opens a cache and makes prompts and paged KV, `pattern` their bytes; `whole`, `layers`, `lookup` and `reopen` run
-//! the modes; `fill` writes index entries whose payload is holes. Memory is laid out and made resident before a clock starts.
+//! `session` opens a cache and makes prompts and paged KV, `pattern` their bytes; `whole`,
+//! `layers`, `lookup` and `reopen` run the modes; `fill` writes index entries whose payload is
+//! holes. Memory is laid out and made resident before a clock starts.
 
 mod fill;
 mod layers;

@@ -1,7 +1,8 @@
-//! The bytes of the benchmark's KV: a pure function of prompt, layer, plane and token, so that another process can check them.
+//! The bytes of the benchmark's KV: a pure function of prompt, layer, plane and token, so that
+//! another process can check them.
 //!
-//! A row is what one token has in one plane, or one block of an opaque layer. Rows go through the paged view, block table
-//! and all; layout and block size do not change them.
+//! A row is what one token has in one plane, or one block of an opaque layer. Rows go through the
+//! paged view, block table and all; layout and block size do not change them.
 
 use std::sync::Arc;
 
@@ -21,7 +22,8 @@ type Visit<'a> = dyn FnMut(&HostMemory, usize, &[u8]) -> Result<()> + 'a;
 pub(super) struct Kv {
     /// As the engine sees it.
     pub(super) paged: Arc<PagedKv>,
-    /// The memory where it is the host's, else a copy of it, through which patterns are laid out and checked.
+    /// The memory where it is the host's, else a copy of it, through which patterns are laid out
+    /// and checked.
     memories: Vec<Arc<HostMemory>>,
     /// Slot of each token.
     pub(super) slots: Arc<[i64]>,

@@ -1,7 +1,8 @@
 //! How soon a cache answers after kill -9, and what memory its index takes.
 //!
-//! Two children of this program, told by an environment variable what they are: one stores and is killed while it stores, the
-//! other opens what is left. The parent measures from the start of the second to its answer.
+//! Two children of this program, told by an environment variable what they are: one stores and is
+//! killed while it stores, the other opens what is left. The parent measures from the start of the
+//! second to its answer.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, Stdio};
@@ -86,7 +87,8 @@ fn say(text: &str) -> Result<()> {
     writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|e| Error::io("cannot answer", e))
 }
 
-/// The child that stores: says when the chunks asked for are durable, then goes on until it is killed.
+/// The child that stores: says when the chunks asked for are durable, then goes on until it is
+/// killed.
 fn fill_until_killed(job: &Job) -> Result<JobResult> {
     let log = fill::open(job, &Place::of(job)?, job.kv.chunks)?;
     let mut filler = fill::Filler::new(&log);

@@ -1,6 +1,8 @@
-//! What a job of the engine works with: an open cache, prompts, and paged KV with a shuffled block table.
+//! What a job of the engine works with: an open cache, prompts, and paged KV with a shuffled block
+//! table.
 //!
-//! Without `--keep` the cache lies in a temporary folder of the job's directory, so nothing else is ever removed.
+//! Without `--keep` the cache lies in a temporary folder of the job's directory, so nothing else is
+//! ever removed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,8 +44,9 @@ impl Place {
         Ok(Self { dir: temporary.path().to_owned(), _temporary: Some(temporary) })
     }
 
-    /// Bytes that the cache may take: what the user says, else room for what the job stores beside everything that is there, so
-    /// that a small job evicts nothing of a cache that a larger one left.
+    /// Bytes that the cache may take: what the user says, else room for what the job stores beside
+    /// everything that is there, so that a small job evicts nothing of a cache that a larger
+    /// one left.
     pub(super) fn capacity(&self, job: &Job, stores: u64) -> Result<u64> {
         match job.kv.capacity {
             Some(bytes) => Ok(bytes),

@@ -1,7 +1,8 @@
 //! Loads and stores of whole prompts, several at once.
 //!
-//! A worker's time is that of its loads or stores; filling and checking memory between them is not counted. Without
-//! `--verify` and `--keep` stores take their bytes from memory that was filled once.
+//! A worker's time is that of its loads or stores; filling and checking memory between them is not
+//! counted. Without `--verify` and `--keep` stores take their bytes from memory that was filled
+//! once.
 
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};

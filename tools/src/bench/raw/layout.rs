@@ -1,7 +1,8 @@
 //! Files for raw jobs: real data, no holes.
 //!
-//! A file that is to be read and is missing, too short or sparse is written in full with incompressible data; reading holes
-//! would measure nothing. A file that is only written is reserved (fallocate), as fio does.
+//! A file that is to be read and is missing, too short or sparse is written in full with
+//! incompressible data; reading holes would measure nothing. A file that is only written is
+//! reserved (fallocate), as fio does.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

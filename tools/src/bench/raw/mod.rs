@@ -1,7 +1,8 @@
 //! Block I/O as fio does it, through the same queues that the engine uses.
 //!
-//! `layout` makes the files, `pattern` says which block comes next, `worker` keeps the queue full. A job's clock starts when
-//! its files are laid out and its queues are open; nothing but I/O happens while it runs.
+//! `layout` makes the files, `pattern` says which block comes next, `worker` keeps the queue full.
+//! A job's clock starts when its files are laid out and its queues are open; nothing but I/O
+//! happens while it runs.
 
 mod layout;
 pub(crate) mod pattern;

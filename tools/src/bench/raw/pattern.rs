@@ -1,7 +1,7 @@
 //! Which block comes next, and whether it is read or written.
 //!
-//! Random passes visit every block of the file exactly once in an order that only the seed decides, as fio does with its
-//! random map, but without memory for one.
+//! Random passes visit every block of the file exactly once in an order that only the seed decides,
+//! as fio does with its random map, but without memory for one.
 
 /// A small deterministic generator (splitmix64).
 #[derive(Clone, Debug)]
@@ -26,7 +26,8 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A permutation of `0..count`: a four-round Feistel network over the next even number of bits, walked until it lands inside.
+/// A permutation of `0..count`: a four-round Feistel network over the next even number of bits,
+/// walked until it lands inside.
 #[derive(Clone, Debug)]
 struct Permutation {
     count: u64,

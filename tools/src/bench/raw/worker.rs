@@ -1,8 +1,9 @@
 //! One worker of a raw job: keeps its queue at the wanted depth until its work or its time is over.
 //!
-//! Completions resubmit from the I/O thread itself, so no other thread is on the way of an operation. Invariant: the number
-//! of buffers in flight or waiting is the iodepth until the worker ends, then falls to zero; only then [`Worker::wait`]
-//! returns true. The first error ends the worker and is returned by [`Worker::finish`].
+//! Completions resubmit from the I/O thread itself, so no other thread is on the way of an
+//! operation. Invariant: the number of buffers in flight or waiting is the iodepth until the worker
+//! ends, then falls to zero; only then [`Worker::wait`] returns true. The first error ends the
+//! worker and is returned by [`Worker::finish`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! ARC (Megiddo and Modha, FAST 2003): what was used once and what was used again, and a ghost of each that moves the border.
+//! ARC (Megiddo and Modha, FAST 2003): what was used once and what was used again, and a ghost of
+//! each that moves the border.
 
 use super::queue::Queue;
 use super::{Block, ChunkCache};

@@ -1,7 +1,8 @@
 //! The offline optimum: gives up, or does not even store, what is used again last.
 //!
-//! A chunk is used by every request whose prompt has it. A prefix is used at least as soon as what follows it, and at equal
-//! times the deeper chunk goes first; so what is held is always whole prefixes, and the optimum for chunks is that for prefixes.
+//! A chunk is used by every request whose prompt has it. A prefix is used at least as soon as what
+//! follows it, and at equal times the deeper chunk goes first; so what is held is always whole
+//! prefixes, and the optimum for chunks is that for prefixes.
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;

@@ -1,4 +1,5 @@
-//! LIRS (Jiang and Zhang, SIGMETRICS 2002): what is used again soon after its last use stays, the rest has a small queue.
+//! LIRS (Jiang and Zhang, SIGMETRICS 2002): what is used again soon after its last use stays, the
+//! rest has a small queue.
 
 use std::collections::HashSet;
 

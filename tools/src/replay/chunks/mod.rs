@@ -1,8 +1,10 @@
-//! Caches of single chunks under replay, without a log: the policies that the engine's is measured against, and the optimum.
+//! Caches of single chunks under replay, without a log: the policies that the engine's is measured
+//! against, and the optimum.
 //!
-//! Every chunk takes one slot, whatever tokens it has, as in the log. A request is told to a policy from the end of its prompt
-//! to the beginning, because a chunk without its prefix is useless: so the head is what was used last. Policies know neither
-//! clock nor payload, and the same sequence of calls gives the same answers.
+//! Every chunk takes one slot, whatever tokens it has, as in the log. A request is told to a policy
+//! from the end of its prompt to the beginning, because a chunk without its prefix is useless: so
+//! the head is what was used last. Policies know neither clock nor payload, and the same sequence
+//! of calls gives the same answers.
 
 mod arc;
 mod belady;
@@ -42,7 +44,8 @@ pub(super) trait ChunkCache {
     fn store(&mut self, block: &Block) -> bool;
 }
 
-/// The cache of `slots` chunks that goes by `policy`; `next` is what [`next_uses`] says of the trace.
+/// The cache of `slots` chunks that goes by `policy`; `next` is what [`next_uses`] says of the
+/// trace.
 fn build(policy: PolicyKind, slots: usize, next: &NextUses) -> Box<dyn ChunkCache> {
     match policy {
         PolicyKind::Fifo => Box::new(ordered::Fifo::new(slots)),
@@ -100,7 +103,8 @@ impl ChunkSim {
         }
     }
 
-    /// Tells the cache of chunks in the order that it wants; `told` says of each whether it is told, and whether it may store it.
+    /// Tells the cache of chunks in the order that it wants; `told` says of each whether it is
+    /// told, and whether it may store it.
     fn tell(&mut self, blocks: &[Block], told: impl Fn(usize) -> Option<bool>) {
         let all = blocks.iter().enumerate().filter_map(|(at, block)| Some((block, told(at)?)));
         let mut all: Vec<_> = all.collect();

@@ -44,7 +44,8 @@ impl Queue {
         self.order.first_key_value().map(|(_, &id)| id)
     }
 
-    /// The first at or after a position, from which a hand goes on: the position after it, and the id.
+    /// The first at or after a position, from which a hand goes on: the position after it, and the
+    /// id.
     pub(super) fn from(&self, position: u64) -> Option<(u64, u64)> {
         self.order.range(position..).next().map(|(&at, &id)| (at + 1, id))
     }

@@ -1,4 +1,5 @@
-//! S3-FIFO (Yang et al., SOSP 2023): a small queue on probation, a main queue with second chances, a ghost of what left the small one.
+//! S3-FIFO (Yang et al., SOSP 2023): a small queue on probation, a main queue with second chances,
+//! a ghost of what left the small one.
 
 use std::collections::HashMap;
 

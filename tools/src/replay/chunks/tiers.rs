@@ -1,8 +1,10 @@
-//! What lies above a simulated drive and before it: a tier in memory, and the policy that says what the drive stores at all.
+//! What lies above a simulated drive and before it: a tier in memory, and the policy that says what
+//! the drive stores at all.
 //!
-//! The memory holds what prompts used last. What it has is not asked of the drive. The policy is the engine's own, told in the order of the
-//! prompt: chunks that are loaded from the drive are used, those behind what the drive has are offered, in memory or not, as the
-//! connector does. With [`Offer::Evicted`] what was wanted then is written when the memory gives it up.
+//! The memory holds what prompts used last. What it has is not asked of the drive. The policy is
+//! the engine's own, told in the order of the prompt: chunks that are loaded from the drive are
+//! used, those behind what the drive has are offered, in memory or not, as the connector does. With
+//! [`Offer::Evicted`] what was wanted then is written when the memory gives it up.
 
 use std::collections::HashMap;
 
@@ -90,8 +92,8 @@ impl Gate {
         Self(Admission::new(admission, slots as u64))
     }
 
-    /// Which chunks of a prompt, for which so many tokens were `generated`, the drive may have, where its first `there` are on it, and
-    /// those of them that `loaded` says are loaded.
+    /// Which chunks of a prompt, for which so many tokens were `generated`, the drive may have,
+    /// where its first `there` are on it, and those of them that `loaded` says are loaded.
     pub(super) fn decide(
         &mut self,
         (prompt, generated): (&[Block], Option<u32>),

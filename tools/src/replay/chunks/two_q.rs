@@ -1,5 +1,5 @@
-//! 2Q, the full version (Johnson and Shasha, VLDB 1994): a quarter of the slots first in first out, a ghost of half as many
-//! names as there are slots, and what returns from it in an LRU.
+//! 2Q, the full version (Johnson and Shasha, VLDB 1994): a quarter of the slots first in first out,
+//! a ghost of half as many names as there are slots, and what returns from it in an LRU.
 
 use super::queue::Queue;
 use super::{Block, ChunkCache};

@@ -1,7 +1,8 @@
 //! Which prompts are done, in a file, so that an interrupted run goes on where it stopped.
 //!
-//! One digest per line, appended and synced after each answer. A last line that a crash cut short names no prompt, so that
-//! prompt is sent again; a file that holds anything else is refused, because it is somebody else's.
+//! One digest per line, appended and synced after each answer. A last line that a crash cut short
+//! names no prompt, so that prompt is sent again; a file that holds anything else is refused,
+//! because it is somebody else's.
 
 use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
@@ -41,7 +42,8 @@ impl Journal {
         let done = whole.lines().map(str::to_owned).collect();
         let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
         if !cut.is_empty() {
-            // Its line would become part of the next one. A cut digest names no prompt whether or not it is closed here.
+            // Its line would become part of the next one. A cut digest names no prompt whether or not it is
+            // closed here.
             file.set_len((text.len() - cut.len()) as u64).and_then(|()| file.flush()).map_err(failed)?;
         }
         Ok(Self { done, file: Some((path.to_owned(), Mutex::new(file))) })

@@ -1,10 +1,11 @@
 //! A vLLM of our own for the time of one warming, where none is running.
 //!
-//! It is started with the connector (which also loads: a prefix that is stored is not computed again), waited for until it answers,
-//! and asked to stop (SIGTERM) so that it flushes; one that does not is killed. Its output goes to this program's standard error.
+//! It is started with the connector (which also loads: a prefix that is stored is not computed
+//! again), waited for until it answers, and asked to stop (SIGTERM) so that it flushes; one that
+//! does not is killed. Its output goes to this program's standard error.
 //!
-//! It does not outlive this program: it stays in the terminal's foreground group, so that Ctrl-C reaches it too, and the kernel
-//! sends it SIGTERM where this program ends in another way.
+//! It does not outlive this program: it stays in the terminal's foreground group, so that Ctrl-C
+//! reaches it too, and the kernel sends it SIGTERM where this program ends in another way.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -22,8 +23,8 @@ const STOP_PATIENCE: Duration = Duration::from_secs(60);
 const SHUTDOWN_S: u64 = 30;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Becomes vLLM's server in a Python that gets SIGTERM when the process of the first argument ends. It asks for that itself: between
-/// fork and exec that could only be done by unsafe code here.
+/// Becomes vLLM's server in a Python that gets SIGTERM when the process of the first argument ends.
+/// It asks for that itself: between fork and exec that could only be done by unsafe code here.
 const SERVER: &str = "\
 import ctypes, os, runpy, signal, sys
 parent = int(sys.argv.pop(1))

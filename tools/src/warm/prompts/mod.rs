@@ -1,8 +1,8 @@
 //! `forebay warm prompts`: fills a cache by having a server compute prompts ahead of their users.
 //!
-//! `source` reads the prompts, `server` sends each as a one-token request, `journal` remembers which are done; `launch` starts a
-//! server where none is running. The server does the storing, with its connector; this program never opens the cache, so it may run
-//! beside it.
+//! `source` reads the prompts, `server` sends each as a one-token request, `journal` remembers
+//! which are done; `launch` starts a server where none is running. The server does the storing,
+//! with its connector; this program never opens the cache, so it may run beside it.
 
 mod journal;
 mod launch;
@@ -36,7 +36,8 @@ const SHOWN_FAILURES: usize = 20;
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct PromptsArgs {
-    /// Prompts: JSON lines with `prompt`, `prompt_token_ids` or `messages`; with --trace a request trace.
+    /// Prompts: JSON lines with `prompt`, `prompt_token_ids` or `messages`; with --trace a request
+    /// trace.
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// The file is a request trace in Mooncake's format; its token ids are made up.
@@ -202,7 +203,8 @@ fn estimate(args: &PromptsArgs, prompts: &[Prompt], summary: &mut Summary) -> Re
     Ok(())
 }
 
-/// Sends all prompts from several threads; an error is one of our own (the journal cannot be written).
+/// Sends all prompts from several threads; an error is one of our own (the journal cannot be
+/// written).
 fn send(
     prompts: &[Prompt],
     (server, model, jobs): (&Server, &str, usize),

@@ -1,7 +1,8 @@
 //! An OpenAI-compatible server: what it serves, and one-token requests to it.
 //!
-//! A request that the server cannot take now (429, 502, 503, a connection that breaks) is tried again with growing pauses; what it refuses
-//! for good is the prompt's failure, with the server's own words.
+//! A request that the server cannot take now (429, 502, 503, a connection that breaks) is tried
+//! again with growing pauses; what it refuses for good is the prompt's failure, with the server's
+//! own words.
 
 use std::time::Duration;
 

@@ -1,8 +1,9 @@
 //! Prompts from JSON lines or from a request trace.
 //!
-//! A line holds one prompt in the words of an OpenAI-compatible server: `prompt` (a text or token ids), `text`,
-//! `prompt_token_ids` or `messages`, and optionally `cache_salt` and `model` (a `LoRA` name). A file is read to its end before the
-//! first request is sent, so that a broken line is reported before hours of work and not after them.
+//! A line holds one prompt in the words of an OpenAI-compatible server: `prompt` (a text or token
+//! ids), `text`, `prompt_token_ids` or `messages`, and optionally `cache_salt` and `model` (a
+//! `LoRA` name). A file is read to its end before the first request is sent, so that a broken line
+//! is reported before hours of work and not after them.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read as _};
@@ -160,8 +161,8 @@ fn wrong_line(path: &Path, line: usize, what: &str) -> Error {
         .advice("a line is one JSON object, for example {\"prompt\": \"You are …\"} or {\"messages\": [{\"role\": \"system\", \"content\": \"…\"}]}")
 }
 
-/// Prompts with the lengths and the shared prefixes of a trace's requests. Traces hold no text: the token ids are made from
-/// the blocks' ids, below `vocab_size`.
+/// Prompts with the lengths and the shared prefixes of a trace's requests. Traces hold no text: the
+/// token ids are made from the blocks' ids, below `vocab_size`.
 pub(crate) fn of_trace(requests: &[Request], vocab_size: u32) -> Vec<Prompt> {
     let range = u64::from(vocab_size.saturating_sub(FIRST_TOKEN).max(1));
     let tokens = |id: u64, count: u64| {

@@ -1,6 +1,8 @@
-//! The two ways to have many reads in flight: tokio-uring, and a pool of threads where the kernel refuses `io_uring`.
+//! The two ways to have many reads in flight: tokio-uring, and a pool of threads where the kernel
+//! refuses `io_uring`.
 //!
-//! A backend starts the reads of a task and later waits for their end; it never reorders results and knows no events.
+//! A backend starts the reads of a task and later waits for their end; it never reorders results
+//! and knows no events.
 
 use std::fs::File;
 use std::future::Future;
