@@ -146,8 +146,8 @@ impl PagedLayout {
     }
 
     /// A layout of one memory in which a block holds all layers: `[blocks][layers]…`. With
-    /// [`KvLayout::Hnd`] and [`Packing::Row`] a block is `[layers][heads][block_tokens][k bytes
-    /// + v bytes]`.
+    /// [`KvLayout::Hnd`] and [`Packing::Row`] a block is
+    /// `[layers][heads][block_tokens][k bytes + v bytes]`.
     ///
     /// # Errors
     /// As [`PagedLayout::custom`], and for packings that do not keep the planes of a block
