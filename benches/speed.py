@@ -123,8 +123,8 @@ class Bench:
         size = self.args.size
         for model, target in (("llama-3.1-8b", 0.95), ("deepseek-v3", 0.90)):
             cache = self.store_cache(model, size, "--tokens", PROMPT_TOKENS)
-            # By their own clocks: each process takes 2 GiB to load into, and a virtual machine may give
-            # them in 0.4 s or in 5.
+            # By their own clocks: each process takes 2 GiB to load into, which a virtual machine may
+            # give in 0.4 s or in 5.
             outside = lambda got: got["bytes"] / got["wall"]
             proof = lambda runs: "; device bytes per loaded byte {:.4f}; whole processes from outside, start included: {:.3f}".format(
                 min(a["job"]["forebay"]["device_read_bytes"] / a["bytes"] for a, _ in runs),

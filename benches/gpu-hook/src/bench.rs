@@ -233,8 +233,8 @@ impl Bench {
                 tell(&told, result.err());
             }
         });
-        // SAFETY: `len` bytes of the slot that `done` owns and of the unit's own part of the pinned memory,
-        // which the bench keeps and only this run uses.
+        // SAFETY: `len` bytes of the slot that `done` owns and of the unit's own part of the pinned
+        // memory, which the bench keeps and only this run uses.
         unsafe { mover.to_device(Copying { device, host, len, done }) };
         Ok(())
     }

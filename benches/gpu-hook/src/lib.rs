@@ -43,8 +43,8 @@ fn text(given: *const c_char) -> Result<String> {
 }
 
 fn hook<'a>(given: *mut Hook) -> Result<&'a mut Hook> {
-    // SAFETY: null, or made by `fb_open`, not yet closed, and used by one thread at a time (contract of
-    // the interface).
+    // SAFETY: null, or made by `fb_open`, not yet closed, and used by one thread at a time
+    // (contract of the interface).
     unsafe { given.as_mut() }.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "a null bench"))
 }
 

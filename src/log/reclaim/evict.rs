@@ -71,7 +71,7 @@ pub(super) fn make_room(volume: &Volume) -> bool {
         tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was given up");
         0
     });
-    super::settle(&own);
+    settle(&own);
     tidy(volume, &own, most);
     freed > 0
 }
@@ -283,15 +283,15 @@ fn wait_for_pause(volume: &Volume, deadline: Instant) {
     }
 }
 
-/// Makes the holes durable, and notes that. Where that fails they stay as they are until the next
-/// time.
-pub(super) fn settle(lane: &Lane) {
-    if lane.is_settled() {
-        return;
-    }
-    if let Err(e) = lane.settle() {
+/// Makes durable that what was given up is gone, and notes that on the drive: otherwise the next
+/// opening looks at each of the slots. Where that fails they stay as they are until the next time.
+pub(in crate::log) fn settle(lane: &Lane) {
+    if !lane.is_settled()
+        && let Err(e) = lane.settle()
+    {
         tracing::warn!(lane = %lane.dir.display(), error = %e, "what was given up is not durable yet");
     }
+    write_lists(lane);
 }
 
 /// Writes the lists of what is gone where they are not as they should be.

@@ -135,7 +135,7 @@ impl Maintenance {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment still cannot be freed");
             }
             drop(one);
-            super::settle(lane);
+            evict::settle(lane);
         }
     }
 }

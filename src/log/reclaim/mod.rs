@@ -15,17 +15,9 @@ mod remove;
 mod segment;
 mod space;
 
+pub(super) use evict::settle;
 pub(super) use maintenance::{Maintenance, at_rest, helpers, run};
 pub(super) use orphans::delete;
-
-use super::lane::Lane;
-
-/// Makes durable that what was given up is gone, and notes that on the drive: otherwise the
-/// next opening looks at each of the slots.
-pub(super) fn settle(lane: &Lane) {
-    evict::settle(lane);
-    evict::write_lists(lane);
-}
 
 /// Parts of it, for tests that decide what goes and when.
 #[cfg(test)]

@@ -130,7 +130,7 @@ fn what_a_killed_writer_had_flushed_is_there() {
 }
 
 #[test]
-fn a_killed_writers_overwrites_and_removals_stay() {
+fn a_killed_writers_removals_and_new_values_stay() {
     let dir = temp();
     let mut hits = 0;
     // Until some were served: a kill often comes between a removal and a store.

@@ -105,12 +105,12 @@ fn one(
             known.iter().find(|k| (k.page, k.sequence, half(&k.key)) == (r.page, r.sequence, half(&r.key)))
         };
         let record = record_of_header(&slot.header, slot.crc);
-        let known = named(&record);
-        let counts = !is_whole || known.is_some();
+        let in_index = named(&record);
+        let counts = !is_whole || in_index.is_some();
         if slot.is_intact(data, len)? {
             end = slot.start + slot.bytes();
             // The index knows how hot a chunk was.
-            let hotness = known.map_or(0, |k| k.hotness);
+            let hotness = in_index.map_or(0, |r| r.hotness);
             records.extend(counts.then_some(Record { hotness, ..record }));
         } else if counts {
             let what = "an extent is damaged or cut off".to_owned();
