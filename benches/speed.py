@@ -73,7 +73,7 @@ class Bench:
     # -- measuring --------------------------------------------------------------------------------------------------------
     def sweep(self, rw, size):
         best, table = None, []
-        points = [(bs, d, j) for bs in ("256k", "1m", "4m") for d in (8, 32, 64) for j in (1, 2)]
+        points = [(bs, d, j) for bs in ("256k", "1m", "4m") for d in (4, 8, 32) for j in (1, 2)]
         for point in points:
             rates = []
             for _ in range(self.args.sweep_runs):

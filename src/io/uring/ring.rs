@@ -22,6 +22,12 @@ pub(super) const BELL: u64 = u64::MAX;
 pub(super) const CANCEL: u64 = u64::MAX - 1;
 
 const FILE_SLOTS: usize = 64;
+/// The block layer merges neighbours that the kernel gets in one call, but not of up to this many
+/// entries.
+const UNMERGED: usize = 2;
+/// Blocks from this size on are not to be merged: a drive writes two of 1 MiB side by side sooner
+/// than one of 2 MiB.
+const LARGE_BYTES: usize = 256 << 10;
 
 /// What waiting for completions found.
 #[derive(Debug, PartialEq, Eq)]
@@ -79,12 +85,16 @@ impl Ring {
         self.push(e.user_data(BELL));
     }
 
-    /// Queues one block; it goes to the kernel with the next `submit` or `wait`. True where its
+    /// Queues one block; it goes to the kernel with the next `submit` or `wait`, if not at once. True where its
     /// file is newly registered.
     pub(super) fn push_piece(&mut self, piece: &Piece, slot: u64) -> bool {
         let window = self.window(piece);
         let (fixed, fresh) = self.file(piece);
         self.push(entry(piece, fixed, window).user_data(slot));
+        if piece.span.len >= LARGE_BYTES && self.uring.submission().len() >= UNMERGED {
+            // A broken ring shows at the next wait.
+            let _ = self.submit();
+        }
         fresh
     }
 

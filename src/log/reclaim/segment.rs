@@ -205,9 +205,12 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let has_moved = !copies.is_empty();
     plan.drop.extend(moves::publish_copies(volume, &own, lane, copies)?);
     let now_s = volume.ctx.now_s();
+    // Not what the own lane has too, which is why it was not moved there.
+    let is_elsewhere = |r: &Record| lane.number != own.number && own.get(&r.key).is_some();
     let is_live = |r: &&Record| r.expiry_s == 0 || u64::from(r.expiry_s) > now_s;
-    volume.ctx.counters.evicted.add(plan.drop.iter().filter(is_live).count() as u64);
-    volume.ctx.evicted.push(plan.drop.iter());
+    let given_up = || plan.drop.iter().filter(|r: &&Record| !is_elsewhere(r));
+    volume.ctx.counters.evicted.add(given_up().filter(is_live).count() as u64);
+    volume.ctx.evicted.push(given_up());
     finish(volume, victim, &records, has_moved).map(|()| true)
 }
 
