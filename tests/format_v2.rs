@@ -111,7 +111,8 @@ fn fill(log: &Log) {
         start_position: 4096,
         expiry_s: EXPIRY_S,
         group: 3,
-        token_ids: Some((100..116).collect()),
+        // Unknown to the reader, which skips it.
+        tlvs: vec![(1, (100..116u32).flat_map(u32::to_le_bytes).collect())],
         ..chunk(1)
     };
     store_chunk(log, first);

@@ -28,9 +28,16 @@ const FILE_KEY: &str = "config_file";
 /// A settings file is a few lines; more than this is another file named by mistake.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Variables of LMCache itself that are not settings of a cache.
-const LMCACHE_OTHERS: [&str; 6] =
-    ["LOG_LEVEL", "LOG_FORMAT", "USE_EXPERIMENTAL", "TRACK_USAGE", "DEBUG", "FORCE_SKIP_SAVE"];
+/// Variables of LMCache itself that are not settings of a cache, and what to use instead of those
+/// that a user would miss.
+const LMCACHE_OTHERS: [(&str, &str); 6] = [
+    ("LOG_LEVEL", "FOREBAY_LOG sets the log level of the tools, the server's own settings that of the connector"),
+    ("LOG_FORMAT", ""),
+    ("USE_EXPERIMENTAL", ""),
+    ("TRACK_USAGE", ""),
+    ("DEBUG", ""),
+    ("FORCE_SKIP_SAVE", "mode: ro stores nothing"),
+];
 
 type ReadFile = Box<dyn Fn(&Path) -> std::io::Result<String>>;
 
@@ -179,8 +186,20 @@ impl Loader {
         let mut layer = Flatten { layer: Layer::new(), warnings, strict: false };
         for (name, value) in &self.env {
             let Some(key) = name.strip_prefix(prefix) else { continue };
-            let aside = key == CONFIG_FILE || (prefix == LMCACHE_PREFIX && LMCACHE_OTHERS.contains(&key));
-            if aside || key.is_empty() || value.is_empty() {
+            if key == CONFIG_FILE || key.is_empty() || value.is_empty() {
+                continue;
+            }
+            let other = LMCACHE_OTHERS.iter().find(|(other, _)| prefix == LMCACHE_PREFIX && *other == key);
+            if let Some((_, instead)) = other {
+                if !instead.is_empty() {
+                    layer.warnings.push(Warning {
+                        kind: WarningKind::UnknownKey,
+                        key: key.to_ascii_lowercase(),
+                        origin: Some(Origin::Env(name.clone())),
+                        message: "not a setting of Forebay, ignored".into(),
+                        advice: (*instead).to_owned(),
+                    });
+                }
                 continue;
             }
             let Some(text) = value.to_str() else {

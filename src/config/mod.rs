@@ -339,7 +339,8 @@ impl Settings {
     /// [`ErrorKind::Config`] where no cache directory is set.
     pub fn require_drives(&self) -> Result<&[DriveSettings]> {
         if self.drives.is_empty() {
-            return Err(Error::new(ErrorKind::Config, "no cache_dir is set")
+            let why = if self.local_cpu { "; local_cpu alone is not active yet" } else { "" };
+            return Err(Error::new(ErrorKind::Config, format!("no cache_dir is set{why}"))
                 .advice("set cache_dir (or gds_path) to a directory on a local NVMe drive"));
         }
         Ok(&self.drives)

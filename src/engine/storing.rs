@@ -144,7 +144,6 @@ impl Inner {
             start_position: chunk.tokens.start as u64,
             tenant: prompt.tenant(),
             expiry_s,
-            token_ids: prompt.tokens().get(chunk.tokens.clone()).map(<[u32]>::to_vec),
             ..PutSpec::chunk(chunk.key, prompt.parent_of(chunk.index), chunk.tokens.len() as u32, chunk.index as u32)
         }
     }

@@ -16,7 +16,7 @@ pub const COARSE_BYTES: usize = 64 << 10;
 pub const HEADER_FIXED_BYTES: usize = 512;
 /// Bytes of one entry of the layer table.
 pub const LAYER_ENTRY_BYTES: usize = 16;
-/// Bytes every header keeps free for TLVs besides the token ids.
+/// Bytes every header keeps free for TLVs.
 pub const TLV_RESERVE_BYTES: usize = 512;
 
 /// Place of one extent.
@@ -50,7 +50,7 @@ impl SlotLayout {
     #[must_use]
     pub fn of_chunk(geometry: &Geometry, tokens: u32) -> Self {
         let lens: Vec<usize> = geometry.layers.iter().map(|l| l.extent_bytes(tokens as usize)).collect();
-        Self::new(&lens, geometry.chunk_tokens as usize * 4)
+        Self::new(&lens, 0)
     }
 
     /// The layout of a slot with one extent of `len` bytes: an object or a part of one, with

@@ -15,8 +15,6 @@ pub const CHECKSUM_CRC32: u16 = 1;
 /// Largest header a decoder accepts, in bytes.
 pub const MAX_HEADER_BYTES: usize = 1 << 20;
 
-/// TLV with the chunk's token ids, 4 bytes each.
-pub const TLV_TOKEN_IDS: u16 = 1;
 /// TLV with an object's name.
 pub const TLV_OBJECT_NAME: u16 = 2;
 

@@ -7,7 +7,7 @@ use super::record::{KeyKind, Record, RecordKind};
 use super::sealed::{
     GONE_PER_PAGE, GonePage, RegionHeader, RegionLayout, SegmentState, decode_records, encode_region, region_bytes,
 };
-use super::slot::{SlotHeader, TLV_TOKEN_IDS};
+use super::slot::{SlotHeader, TLV_OBJECT_NAME};
 use super::superblock::Superblock;
 use super::*;
 use crate::geometry::Geometry;
@@ -62,7 +62,7 @@ fn header(layout: &SlotLayout) -> SlotHeader {
         sequence: 77,
         pages: layout.pages(),
         layers: SlotHeader::layer_table(layout, &crcs),
-        tlvs: vec![(TLV_TOKEN_IDS, vec![1; 64]), (99, vec![2; 3])],
+        tlvs: vec![(TLV_OBJECT_NAME, vec![1; 64]), (99, vec![2; 3])],
         ..SlotHeader::new(KeyKind::Chain, ChunkKey([9; 32]))
     }
 }

@@ -82,9 +82,8 @@ fn more_room_never_finds_less_and_an_unlimited_cache_admits_each_block_once() {
 #[test]
 fn the_table_names_policies_and_ratios() {
     let trace = excerpt();
-    let run =
-        forebay(folder().path(), &["replay", &trace, "--capacity-tokens", "1m", "--segment-tokens", "64k"]).expect(0);
-    for part in ["policy", "hit ratio", "default", "1M tokens"] {
+    let run = forebay(folder().path(), &["replay", &trace, "--capacity-tokens", "1m"]).expect(0);
+    for part in ["policy", "hit ratio", "prefix", "1M tokens"] {
         assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
     }
 }

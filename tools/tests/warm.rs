@@ -105,6 +105,14 @@ fn an_import_is_verified_resumable_and_found_again() {
     let json = forebay(dir.path(), &import).expect(0).json();
     assert_eq!((&json["stored_chunks"], &json["bytes_read"]), (&0.into(), &0.into()), "all is there");
     assert_eq!(json["dumps"][0]["tokens_present"], 40);
+    tiny(&dir.path().join("b.safetensors"), 48);
+    let look = ["warm", "import", "b.safetensors", "--directory", "cache", "--model", "tiny", "--json", "--dry-run"];
+    let json = forebay(dir.path(), &look).expect(0).json();
+    assert_eq!((&json["dumps"][0]["tokens_present"], &json["bytes_read"]), (&32.into(), &0.into()), "a prefix of it");
+    let json = forebay(dir.path(), &[&look[..], &["--verify"]].concat()).expect(0).json();
+    assert_eq!((&json["dumps"][0]["tokens_present"], &json["bytes_read"]), (&32.into(), &(48 * 1024).into()));
+    let none = ["warm", "import", "b.safetensors", "--config", "no.yaml", "--model", "tiny", "--dry-run"];
+    assert!(forebay(dir.path(), &none).expect(1).stderr.contains("no.yaml"));
     let json = forebay(dir.path(), &[&import[..], &["--verify"]].concat()).expect(0).json();
     assert_eq!(
         (&json["verified_bytes"], &json["wrong_bytes"], &json["lost_chunks"]),

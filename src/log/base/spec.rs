@@ -36,8 +36,6 @@ pub struct PutSpec {
     pub key_kind: KeyKind,
     /// KV cache group of the server.
     pub group: u16,
-    /// The chunk's token ids, to be kept with it.
-    pub token_ids: Option<Vec<u32>>,
     /// Further fields of the header: type and bytes. What does not fit the layout's header fails
     /// the commit.
     pub tlvs: Vec<(u16, Vec<u8>)>,
@@ -63,7 +61,6 @@ impl PutSpec {
             expiry_s: 0,
             key_kind: KeyKind::Chain,
             group: 0,
-            token_ids: None,
             tlvs: Vec::new(),
             layout: None,
             length: 0,

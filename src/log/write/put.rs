@@ -8,7 +8,7 @@ use super::reservation::{PutDone, Reservation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::format::record::{Record, RecordKind};
-use crate::format::slot::{SlotHeader, TLV_TOKEN_IDS};
+use crate::format::slot::SlotHeader;
 use crate::io::{AlignedBuf, Completion, DirectFile, Queue, Request};
 use crate::key::ChunkKey;
 use crate::log::base::health::Health;
@@ -160,7 +160,7 @@ impl Put {
         }
         let spec = &self.spec;
         let place = self.reservation.place;
-        let mut header = SlotHeader {
+        let header = SlotHeader {
             group: spec.group,
             parent: spec.parent,
             tenant: spec.tenant,
@@ -180,9 +180,6 @@ impl Put {
             tlvs: spec.tlvs.clone(),
             ..SlotHeader::new(spec.key_kind, spec.key)
         };
-        if let Some(ids) = &spec.token_ids {
-            header.tlvs.push((TLV_TOKEN_IDS, ids.iter().flat_map(|id| id.to_le_bytes()).collect()));
-        }
         let (bytes, crc) = header.encode(&self.layout)?;
         Ok((aligned(&bytes)?, crc))
     }

@@ -40,8 +40,8 @@ pub(crate) struct ReplayArgs {
     /// that keeps everything.
     #[arg(long, value_delimiter = ',', default_value = "3m,10m,20m", value_parser = size::parse_tokens, value_name = "N,…")]
     pub(crate) capacity_tokens: Vec<u64>,
-    /// Policies, comma-separated; `default` is the one a cache uses without settings.
-    #[arg(long, value_delimiter = ',', default_value = "default", value_name = "NAME,…")]
+    /// Policies, comma-separated; `prefix` is the one a cache uses without settings.
+    #[arg(long, value_delimiter = ',', default_value = "prefix", value_name = "NAME,…")]
     pub(crate) policy: Vec<PolicyKind>,
     /// Model whose bytes per token turn tokens into bytes.
     #[arg(long, default_value = "llama-3.1-8b", value_name = "PRESET")]
@@ -110,7 +110,7 @@ for each of them (above 1 where a policy moves chunks to keep them): of all, of 
 Examples:
   forebay replay trace.jsonl
   forebay replay trace.jsonl --policy fifo,lru,s3fifo,2q,arc,gdsf,lirs,sieve,prefix,optimum --chart replay.svg
-  forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,default --json
+  forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,prefix --json
   forebay replay trace.jsonl --policy prefix --admission all,second_touch,adaptive --memory-tokens 3m --capacity-tokens 5m
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8

@@ -29,12 +29,12 @@ pub(crate) enum PolicyKind {
     Lirs,
     /// SIEVE.
     Sieve,
-    /// What chunks of the same kind did before: a policy for chains.
+    /// What chunks of the same kind did before: a policy for chains, and what a cache does without
+    /// settings.
+    #[value(alias = "default")]
     Prefix,
     /// The offline optimum: gives up what is used again last.
     Optimum,
-    /// What a cache does without settings.
-    Default,
 }
 
 impl PolicyKind {
@@ -51,14 +51,13 @@ impl PolicyKind {
             Self::Sieve => "sieve",
             Self::Prefix => "prefix",
             Self::Optimum => "optimum",
-            Self::Default => "default",
         }
     }
 
     /// A fresh policy for segments; `None` where there is none of that name.
     pub(crate) fn for_segments(self) -> Option<Box<dyn Policy>> {
         match self {
-            Self::Lru | Self::Default => Some(Box::new(Ordered::new(true))),
+            Self::Lru => Some(Box::new(Ordered::new(true))),
             Self::Fifo => Some(Box::new(Ordered::new(false))),
             _ => None,
         }

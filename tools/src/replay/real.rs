@@ -54,7 +54,7 @@ fn reclaim_of(policy: PolicyKind) -> Result<Reclaim> {
     Ok(match policy {
         PolicyKind::Lru => Reclaim::Lru,
         PolicyKind::Fifo => Reclaim::Fifo,
-        PolicyKind::Prefix | PolicyKind::Default => Reclaim::Prefix,
+        PolicyKind::Prefix => Reclaim::Prefix,
         other => {
             return Err(Error::new(ErrorKind::Config, format!("the engine has no policy {:?}", other.name()))
                 .advice("use prefix, lru or fifo, or --engine sim"));

@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 
 use super::dump::DumpInfo;
 use super::piece::Piece;
-use super::sink::{Imported, Sink};
+use super::sink::{Imported, Scope, Sink};
 
 /// Pieces that are being stored at once.
 const UNDER_WAY: usize = 8;
@@ -35,6 +35,16 @@ pub(super) enum Model {
     Known(Box<Geometry>),
     /// The first dump's shape under this name.
     Named(String),
+}
+
+impl Model {
+    /// The shape, where it is known before any dump.
+    pub(super) fn geometry(&self) -> Option<&Geometry> {
+        match self {
+            Self::Known(geometry) => Some(geometry),
+            Self::Named(_) => None,
+        }
+    }
 }
 
 /// A cache under import.
@@ -192,9 +202,6 @@ impl Sink for CacheSink {
         let engine = self.engine_for(dump)?;
         dump.check(engine.geometry())?;
         let all = dump.tokens.len();
-        if self.verify {
-            return Ok(std::iter::once(0..all).collect());
-        }
         let closed = || Error::new(ErrorKind::Closed, "the cache has been closed");
         let log = engine.log().ok_or_else(closed)?;
         let prompt = engine.prompt(&dump.tokens, &extra(dump));
@@ -206,6 +213,10 @@ impl Sink for CacheSink {
             missing.push(tail);
         }
         Ok(missing)
+    }
+
+    fn scope(&self) -> Scope {
+        if self.verify { Scope::All } else { Scope::Missing }
     }
 
     fn store(&self, piece: Piece) -> Result<()> {

@@ -21,7 +21,7 @@ use std::time::Instant;
 
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table, presets};
-use forebay::config::{DriveSettings, Loader, Settings};
+use forebay::config::{DriveSettings, Loader, Mode, Settings};
 use forebay::geometry::Geometry;
 use forebay::{Error, ErrorKind, Result};
 use serde::Serialize;
@@ -121,13 +121,15 @@ struct DumpReport {
     dtype: Option<String>,
     bytes: u64,
     chunks: usize,
-    tokens_present: usize,
+    /// Not known where no cache was named.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tokens_present: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
 
 impl DumpReport {
-    fn of(dump: &DumpInfo, present: usize, chunk_tokens: usize) -> Self {
+    fn of(dump: &DumpInfo, present: Option<usize>, chunk_tokens: usize) -> Self {
         Self {
             path: dump.path.clone(),
             form: Some(dump.form),
@@ -143,7 +145,7 @@ impl DumpReport {
 
     fn failed(path: PathBuf, error: &Error) -> Self {
         let error = Some(error.to_string());
-        let (tokens, layers, chunks, tokens_present) = (0, 0, 0, 0);
+        let (tokens, layers, chunks, tokens_present) = (0, 0, 0, None);
         Self { path, form: None, tokens, layers, dtype: None, bytes: 0, chunks, tokens_present, error }
     }
 }
@@ -201,25 +203,13 @@ fn import(args: &ImportArgs, context: &Context) -> Result<Outcome> {
 /// Where the pieces go.
 fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Sink>> {
     let model_chunk = geometry.as_ref().map(|g| g.chunk_tokens);
-    if args.dry_run {
+    if args.dry_run && args.config.is_none() && args.directory.is_none() {
         let chunk_tokens = args.chunk_tokens.or(model_chunk).unwrap_or(256) as usize;
-        return Ok(Arc::new(DryRun { geometry, chunk_tokens, read: args.verify }));
+        return Ok(Arc::new(DryRun { cache: None, geometry, chunk_tokens, read: args.verify }));
     }
-    let mut settings = match &args.config {
-        Some(file) => {
-            let (settings, warnings) = Loader::process().file(file).load()?;
-            warnings.iter().for_each(|w| tracing::warn!("{w}"));
-            settings
-        }
-        None => {
-            let mut settings = settings_at(args)?;
-            settings.chunk_size = model_chunk.unwrap_or(256);
-            settings
-        }
-    };
-    if let Some(directory) = &args.directory {
-        let absolute = std::path::absolute(directory).map_err(|e| Error::io("no such path", e).at(directory))?;
-        settings.drives = vec![DriveSettings::new(absolute)];
+    let mut settings = settings_of(args)?;
+    if args.config.is_none() && settings.chunk_size == Settings::default().chunk_size {
+        settings.chunk_size = model_chunk.unwrap_or(settings.chunk_size);
     }
     settings.chunk_size = args.chunk_tokens.unwrap_or(settings.chunk_size);
     let model = match (geometry, &args.model_name) {
@@ -230,15 +220,32 @@ fn open_sink(args: &ImportArgs, geometry: Option<Geometry>) -> Result<Arc<dyn Si
                 .advice("name a preset with --model, or the server's model with --model-name"));
         }
     };
+    if args.dry_run {
+        let chunk_tokens = settings.chunk_size as usize;
+        settings.mode = Mode::Ro;
+        // What an import would make is empty.
+        let is_there = !settings.drives.is_empty() && settings.drives.iter().all(|drive| drive.path.exists());
+        let cache = is_there.then(|| Box::new(CacheSink::new(settings, model.clone(), false)) as Box<dyn Sink>);
+        let geometry = model.geometry().cloned();
+        return Ok(Arc::new(DryRun { cache, geometry, chunk_tokens, read: args.verify }));
+    }
     Ok(Arc::new(CacheSink::new(settings, model, args.verify)))
 }
 
-fn settings_at(args: &ImportArgs) -> Result<Settings> {
-    let directory = args.directory.as_ref().ok_or_else(|| {
-        Error::new(ErrorKind::InvalidInput, "no cache to fill")
-            .advice("name it with --directory, or its settings with --config; --dry-run stores nothing")
-    })?;
-    Ok(Settings::at(directory))
+/// The settings that a server has: of the file, and of the environment.
+fn settings_of(args: &ImportArgs) -> Result<Settings> {
+    if args.directory.is_none() && args.config.is_none() {
+        return Err(Error::new(ErrorKind::InvalidInput, "no cache to fill")
+            .advice("name it with --directory, or its settings with --config; --dry-run stores nothing"));
+    }
+    let loader = args.config.iter().fold(Loader::process(), |loader, file| loader.file(file));
+    let (mut settings, warnings) = loader.load()?;
+    warnings.iter().for_each(|w| tracing::warn!("{w}"));
+    if let Some(directory) = &args.directory {
+        let absolute = std::path::absolute(directory).map_err(|e| Error::io("no such path", e).at(directory))?;
+        settings.drives = vec![DriveSettings::new(absolute)];
+    }
+    Ok(settings)
 }
 
 /// Moves everything from the reader into the sink.
@@ -282,7 +289,7 @@ fn text(summary: &Summary) -> String {
             d.path.display().to_string(),
             d.form.unwrap_or_default().to_owned(),
             d.tokens.to_string(),
-            d.tokens_present.to_string(),
+            d.tokens_present.map_or_else(|| "-".to_owned(), |n| n.to_string()),
             d.layers.to_string(),
             d.dtype.clone().unwrap_or_default(),
             show_bytes(d.bytes as f64),

@@ -19,7 +19,7 @@ use forebay::{Error, Result};
 
 use super::dump::{DumpInfo, KvShape};
 use super::piece::Piece;
-use super::sink::Sink;
+use super::sink::{Scope, Sink};
 use backend::{Backend, Task, Threads, Uring};
 
 /// How dumps are read.
@@ -42,8 +42,8 @@ pub(crate) enum Event {
     Begin {
         /// The dump.
         dump: Arc<DumpInfo>,
-        /// Tokens that need not be read.
-        present: usize,
+        /// Tokens that the cache has, where one was looked into.
+        present: Option<usize>,
     },
     /// Some of its tokens.
     Piece(Piece),
@@ -168,9 +168,14 @@ impl Run<'_> {
             Err(error) => return self.push(backend, queue, Slot::Event(Event::Failed { path, error })),
         };
         let wanted: usize = missing.iter().map(ExactSizeIterator::len).sum();
-        let present = dump.tokens.len().saturating_sub(wanted);
+        let present = self.sink.has_cache().then(|| dump.tokens.len().saturating_sub(wanted));
+        let read = match self.sink.scope() {
+            Scope::Missing => missing,
+            Scope::All => std::iter::once(0..dump.tokens.len()).collect(),
+            Scope::Headers => Vec::new(),
+        };
         self.push(backend, queue, Slot::Event(Event::Begin { dump: Arc::clone(&dump), present }))?;
-        for tokens in missing.into_iter().flat_map(|range| cut(range, self.sink.chunk_tokens())) {
+        for tokens in read.into_iter().flat_map(|range| cut(range, self.sink.chunk_tokens())) {
             if queue.failed.as_ref() == Some(&path) {
                 break;
             }

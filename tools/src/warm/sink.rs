@@ -39,6 +39,16 @@ pub(crate) trait Sink: Send + Sync {
     /// `Incompatible` where the dump is not of the cache's model.
     fn missing(&self, dump: &DumpInfo) -> Result<Vec<Range<usize>>>;
 
+    /// What is read of each dump.
+    fn scope(&self) -> Scope {
+        Scope::Missing
+    }
+
+    /// Whether [`Sink::missing`] has looked into a cache.
+    fn has_cache(&self) -> bool {
+        true
+    }
+
     /// Stores a piece; those of one dump come in order. Storing what is already there is no error.
     fn store(&self, piece: Piece) -> Result<()>;
 
@@ -46,9 +56,21 @@ pub(crate) trait Sink: Send + Sync {
     fn finish(&self) -> Result<Imported>;
 }
 
-/// Wants everything and stores nothing: `--dry-run`.
-#[derive(Debug)]
+/// What is read of a dump.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// What the cache lacks.
+    Missing,
+    /// Every byte.
+    All,
+    /// The headers only.
+    Headers,
+}
+
+/// Looks and stores nothing: `--dry-run`.
 pub(crate) struct DryRun {
+    /// The cache that an import would fill, where there is one; it is only looked into.
+    pub(crate) cache: Option<Box<dyn Sink>>,
     /// What dumps are checked against.
     pub(crate) geometry: Option<Geometry>,
     /// Tokens of a chunk.
@@ -66,7 +88,16 @@ impl Sink for DryRun {
         if let Some(geometry) = &self.geometry {
             dump.check(geometry)?;
         }
-        Ok(if self.read { std::iter::once(0..dump.tokens.len()).collect() } else { Vec::new() })
+        let all = || Ok(std::iter::once(0..dump.tokens.len()).collect());
+        self.cache.as_ref().map_or_else(all, |cache| cache.missing(dump))
+    }
+
+    fn scope(&self) -> Scope {
+        if self.read { Scope::All } else { Scope::Headers }
+    }
+
+    fn has_cache(&self) -> bool {
+        self.cache.is_some()
     }
 
     fn store(&self, _: Piece) -> Result<()> {

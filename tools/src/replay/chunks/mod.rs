@@ -49,7 +49,7 @@ pub(super) trait ChunkCache {
 fn build(policy: PolicyKind, slots: usize, next: &NextUses) -> Box<dyn ChunkCache> {
     match policy {
         PolicyKind::Fifo => Box::new(ordered::Fifo::new(slots)),
-        PolicyKind::Lru | PolicyKind::Default => Box::new(ordered::Lru::new(slots)),
+        PolicyKind::Lru => Box::new(ordered::Lru::new(slots)),
         PolicyKind::Sieve => Box::new(ordered::Sieve::new(slots)),
         PolicyKind::S3Fifo => Box::new(s3fifo::S3Fifo::new(slots)),
         PolicyKind::TwoQ => Box::new(two_q::TwoQ::new(slots)),
