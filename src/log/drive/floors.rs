@@ -29,16 +29,20 @@ pub(in crate::log) fn read(shard_dir: &Path) -> Result<Floors> {
     open(shard_dir)?.map_or_else(|| Ok(Floors::default()), |file| decode(&file))
 }
 
-/// The same once it is durable: a call that has failed may have written what a power cut takes
-/// back, and removals leave alone what lies below a floor.
+/// The same once both copies hold it durably: a call that has failed may have written one, which a
+/// power cut takes back or a turned bit makes unreadable, and removals leave alone what lies below
+/// a floor. The caller holds the shard's lock.
 ///
 /// # Errors
-/// As [`read`]; those of flushing.
+/// As [`read`]; those of writing.
 pub(in crate::log) fn read_durably(shard_dir: &Path) -> Result<Floors> {
-    if let Some(file) = open(shard_dir)? {
-        flush(&file)?;
+    let Some(file) = open(shard_dir)? else { return Ok(Floors::default()) };
+    flush(&file)?;
+    let floors = decode(&file)?;
+    if floors != Floors::default() {
+        write(shard_dir, &floors)?;
     }
-    read(shard_dir)
+    Ok(floors)
 }
 
 fn open(shard_dir: &Path) -> Result<Option<DirectFile>> {
@@ -67,7 +71,8 @@ fn decode(file: &DirectFile) -> Result<Floors> {
     })
 }
 
-/// Writes the floors, both copies one after the other, each durable before the next.
+/// Writes the floors, both copies one after the other, each durable before the next. A copy that
+/// is there already is not written again: it may be the only one.
 ///
 /// # Errors
 /// Those of writing: then the floors may be the old or the new ones after a crash.
@@ -77,6 +82,13 @@ pub(in crate::log) fn write(shard_dir: &Path, floors: &Floors) -> Result<()> {
     let mut copy = AlignedBuf::zeroed(FLOORS_BYTES)?;
     copy.copy_from_slice(&floors.encode());
     for offset in [0, FLOORS_BYTES as u64] {
+        let mut there = AlignedBuf::zeroed(FLOORS_BYTES)?;
+        if file.len()? >= offset + FLOORS_BYTES as u64 {
+            file.read_at(&mut there, offset)?;
+        }
+        if *there == *copy {
+            continue;
+        }
         file.write_at(&copy, offset)?;
         flush(&file)?;
     }

@@ -128,3 +128,25 @@ fn each_copy_of_a_floor_is_durable_before_the_next_and_nobody_sees_one_that_cann
     assert_eq!(*floors.done.lock(), ["write 0", "flush", "write 1", "flush"]);
     assert!((0..3).all(|n| !has(&log, n)));
 }
+
+#[test]
+fn who_opens_brings_both_copies_to_the_newer_floors_and_leaves_alone_the_one_that_has_them() {
+    let dir = temp();
+    let floors = Arc::new(Floors::default());
+    let _mounted = mount(dir.path(), Arc::new(Mounted(Arc::clone(&floors))));
+    let log = open(dir.path());
+    (0..3).for_each(|n| assert!(store(&log, n)));
+    log.clear().unwrap();
+    drop(log);
+    for copy in [1, 0] {
+        // As a call that failed after the first copy leaves it, or a turned bit.
+        floors.bytes.lock().as_mut().unwrap()[copy * FLOORS_BYTES..(copy + 1) * FLOORS_BYTES].fill(copy as u8);
+        reboot(dir.path());
+        floors.done.lock().clear();
+        let log = open(dir.path());
+        assert!((0..3).all(|n| !has(&log, n)));
+        assert_eq!(*floors.done.lock(), ["flush".to_owned(), format!("write {copy}"), "flush".to_owned()]);
+        let bytes = floors.bytes.lock().clone().unwrap();
+        assert_eq!(bytes[..FLOORS_BYTES], bytes[FLOORS_BYTES..]);
+    }
+}
