@@ -19,6 +19,8 @@ import tempfile
 import time
 
 GIB = 1 << 30
+#: Where the table lies in the page.
+BEGIN, END = "<!-- speed.py begins -->", "<!-- speed.py ends -->"
 MIB = 1 << 20
 LAYERS = {"llama-3.1-8b": 32, "deepseek-v3": 61}
 PROMPT_TOKENS = 2048  # of loads: 256 MiB of llama-3.1-8b, so that the destination is a small part of what is moved
@@ -41,9 +43,6 @@ class Bench:
     def __init__(self, args, directory):
         self.args, self.dir = args, directory
         self.rows, self.notes = {}, {}
-        kept = args.merge and json.load(open(args.merge, encoding="utf-8"))
-        if kept:
-            self.rows, self.notes = kept["rows"], kept["notes"]
         self.fio_file = os.path.join(directory, "fio.bin")
         self.write_file = os.path.join(directory, "fio-write.bin")
 
@@ -228,21 +227,34 @@ class Bench:
 
     # -- the page ---------------------------------------------------------------------------------------------------------
     def write(self, path):
-        fio = run(["fio", "--version"])["out"].strip()
-        lines = [
-            "# Benchmarks", "",
-            f"Commit {run(['git', 'rev-parse', '--short', 'HEAD'])['out'].strip()}. Written by `make bench` (`benches/speed.py`); every pair is in benchmarks.json. Ratios are of whole processes run in turn on the same file system;",
-            f"rates by the programs' own clocks; payload bytes only, medians. {time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, kernel {platform.release()},",
-            f"{filesystem(self.dir)}, {fio}. {self.args.size / GIB:.0f} GiB a run. The drive is shared and its speed swings: only ratios tell something.", "",
-            "| what | target | measured | |", "|---|---|---|---|",
-        ]
-        lines += [f"| {title} | {row['target']} | **{row['figure']}** | {row['detail']} |" for title, row in self.rows.items()]
-        lines += ["", *(f"- {name}: {text}" for name, text in self.notes.items()), ""]
+        """Puts the rows measured into the .json and the table of the .md beside it; other rows stay. Without a path they are printed."""
+        commit = run(["git", "rev-parse", "--short", "HEAD"])["out"].strip()
+        machine = (f"{cpu_name()}, {os.cpu_count()} cores, kernel {platform.release()}, {filesystem(self.dir)}, "
+                   f"{run(['fio', '--version'])['out'].strip()}, {self.args.size / GIB:.0f} GiB a run")
+        for row in self.rows.values():
+            row.update(commit=commit, machine=machine)
+        if path is None:
+            print("\n".join(table(self.rows, self.notes)))
+            return
+        data = os.path.splitext(path)[0] + ".json"
+        with open(data, encoding="utf-8") as kept:
+            kept = json.load(kept)
+        kept["rows"].update(self.rows)
+        kept["notes"].update(self.notes)
+        with open(data, "w", encoding="utf-8") as out:
+            json.dump(kept, out, indent=1)
+        with open(path, encoding="utf-8") as page:
+            before, rest = page.read().split(BEGIN)
         with open(path, "w", encoding="utf-8") as out:
-            out.write("\n".join(lines))
-        if path.endswith(".md"):
-            with open(path[:-3] + ".json", "w", encoding="utf-8") as out:
-                json.dump({"rows": self.rows, "notes": self.notes}, out, indent=1)
+            out.write("\n".join([before + BEGIN, *table(kept["rows"], kept["notes"]), END + rest.split(END)[1]]))
+
+
+def table(rows, notes):
+    """The lines of the table."""
+    lines = ["| what | target | measured | commit, day | |", "|---|---|---|---|---|"]
+    for title, row in rows.items():
+        lines.append(f"| {title} | {row['target']} | **{row['figure']}** | {row.get('commit', '?')}, {row['date'][:10]} | {row['detail']} |")
+    return [*lines, "", *(f"- {name}: {text}" for name, text in notes.items()), ""]
 
 
 def prompt_bytes(model, tokens):
@@ -311,8 +323,7 @@ def main():
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--sweep-runs", type=int, default=1)
     parser.add_argument("--only", help="comma-separated parts: loads,overlap,stores,mixed,lookups,reopen")
-    parser.add_argument("--write", help="write the table to this file, and every pair to the .json beside it")
-    parser.add_argument("--merge", help="keep the rows of this .json that are not measured again")
+    parser.add_argument("--write", help="put what was measured into the table of this page and into the .json beside it")
     args = parser.parse_args()
     parts = (args.only or "loads,overlap,stores,mixed,lookups,reopen").split(",")
     directory = tempfile.mkdtemp(prefix="forebay-bench-", dir=args.dir)
@@ -333,7 +344,7 @@ def main():
         for part, measure in (("lookups", bench.lookups), ("reopen", bench.reopen)):
             if part in parts:
                 measure()
-        bench.write(args.write or "/dev/stdout")
+        bench.write(args.write)
     finally:
         progress("removing what was measured with")
         set_huge_pages(huge_pages)
