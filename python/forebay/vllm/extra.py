@@ -11,26 +11,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from forebay.vllm.adapters import Adapters
+
 SKIP_SAVE = "forebay.skip_save"
 SKIP_LOAD = "forebay.skip_load"
 #: What a producer answers and a consumer is asked with: tokens from the start whose KV the producer stores.
 TRANSFERRED = "num_transferred_tokens"
 
 
-def cacheable(request: Request) -> bool:
-    """Whether token ids and `extra` together identify the request's KV."""
-    return request.prompt_embeds is None and request.prompt_is_token_ids is None and bool(request.prompt_token_ids)
+class NotCacheable(Exception):
+    """Nothing that is known of a request identifies its KV."""
 
 
-def extra(request: Request) -> dict[str, Any] | None:
-    """The part of the key that is not token ids, or None for a plain text request."""
+def extra(request: Request, adapters: Adapters) -> dict[str, Any] | None:
+    """The part of the key that is not token ids, or None for a plain text request.
+
+    Raises `NotCacheable` where token ids and this together do not identify the request's KV.
+    """
+    if request.prompt_embeds is not None or request.prompt_is_token_ids is not None or not request.prompt_token_ids:
+        raise NotCacheable
     found: dict[str, Any] = {}
     items = [_item(feature) for feature in request.mm_features or ()]
     if items:
         found["multimodal"] = items
     lora = request.lora_request
     if lora is not None:
-        found["lora"] = {"name": lora.lora_name, "path": lora.lora_path, "digest": _lora_digest(lora)}
+        if (digest := adapters.digest(lora)) is None:
+            raise NotCacheable
+        base, is_3d = lora.base_model_name or "", int(lora.is_3d_lora_weight)
+        found["lora"] = {"name": lora.lora_name, "path": lora.lora_path, "digest": f"{base}:{is_3d}:{digest}"}
     if request.cache_salt:
         found["cache_salt"] = request.cache_salt
     return found or None
@@ -56,7 +65,3 @@ def _item(feature: Any) -> tuple[str, int, int]:
     # The identifier carries the LoRA prefix that matters for encoder outputs; mm_hash may be absent.
     place = feature.mm_position
     return feature.identifier, int(place.offset), int(place.length)
-
-
-def _lora_digest(lora: Any) -> str:
-    return f"{lora.base_model_name or ''}:{int(lora.is_3d_lora_weight)}"

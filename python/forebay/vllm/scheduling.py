@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import extra, geometry
+from forebay.vllm.adapters import Adapters
 from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.settings import Settings
@@ -38,18 +39,23 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
         self._resting = False
+        self._adapters = Adapters()
         self._announcer = announcer
 
     def arrived(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
-        if self._resting or not extra.cacheable(request) or getattr(request, "resumable", False):
+        if self._resting or getattr(request, "resumable", False):
+            return
+        try:
+            key = extra.extra(request, self._adapters)
+        except extra.NotCacheable:
             return
         skip_save, skip_load = extra.skips(request)
         self._requests[request.request_id] = request
         self._side.add(
             request.request_id,
             request.prompt_token_ids,
-            extra=extra.extra(request),
+            extra=key,
             skip_save=skip_save,
             skip_load=skip_load,
             transferred=extra.transferred(request),
