@@ -63,3 +63,16 @@ fn layers_lookups_and_reopening_report_their_figures_and_leave_nothing() {
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn text_says_what_the_overlap_is_and_that_bytes_are_moved_twice() {
+    let dir = folder();
+    let arguments = "bench --rw layerload --model tiny --tokens 64 --compute-us 50";
+    let run = forebay(dir.path(), &arguments.split(' ').collect::<Vec<_>>()).expect(0);
+    for part in ["overlap_efficiency=", "(max(load, compute) + min(load, compute) / layers) / wall", "io= counts both"]
+    {
+        assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
+    }
+    let help = forebay(dir.path(), &["bench", "--help"]).expect(0).stdout;
+    assert!(help.contains("min(load, compute) / layers"), "{help}");
+}

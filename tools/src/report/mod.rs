@@ -142,7 +142,8 @@ pub(crate) struct ForebayFigures {
     /// Bytes that differ from the pattern (`--verify`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) wrong_bytes: Option<u64>,
-    /// `(max(load, compute) + min(load, compute) / layers) / wall`.
+    /// `(max(load, compute) + min(load, compute) / layers) / wall`; above 1 where a load beside
+    /// attention was faster than the one without it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) overlap_efficiency: Option<f64>,
     /// Equal loads at once: time of the slowest by that of the fastest.
@@ -206,6 +207,8 @@ pub(crate) struct JobResult {
     pub(crate) sample_interval: Duration,
     /// Figures beyond fio's.
     pub(crate) forebay: ForebayFigures,
+    /// What a reader of the figures must know to read them rightly.
+    pub(crate) notes: Vec<String>,
 }
 
 impl JobResult {

@@ -18,6 +18,14 @@ use crate::report::{ForebayFigures, JobResult, Recorder, UsageMeter};
 /// The end of a wait that is spun, because sleeping is not precise.
 const SPIN: Duration = Duration::from_micros(120);
 
+/// What to know about the bytes of a job with attention.
+const TWICE: &str = "each prompt is moved without attention and once more with it: io= counts both, and BW is over the \
+time of both, attention included";
+
+fn notes(job: &Job) -> Vec<String> {
+    if job.kv.compute.is_zero() { Vec::new() } else { vec![TWICE.to_owned()] }
+}
+
 fn compute(time: Duration) {
     let end = Instant::now() + time;
     if time > SPIN {
@@ -107,7 +115,7 @@ pub(super) fn load(job: &Job) -> Result<JobResult> {
         ..times.figures(job, layers)
     };
     session.close()?;
-    Ok(JobResult { read: recorder.result(busy), ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { read: recorder.result(busy), notes: notes(job), ..result(job, elapsed, usage, figures) })
 }
 
 /// Stores prompt `n` with `time` of attention before each layer; bytes and wall time.
@@ -160,5 +168,5 @@ pub(super) fn store(job: &Job) -> Result<JobResult> {
     let (usage, elapsed) = (usage.stop(), start.elapsed());
     let figures = ForebayFigures { path: session.path()?, ..times.figures(job, layers) };
     session.close()?;
-    Ok(JobResult { write: recorder.result(busy), ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { write: recorder.result(busy), notes: notes(job), ..result(job, elapsed, usage, figures) })
 }

@@ -49,6 +49,7 @@ fn result(job: &Job, elapsed: Duration, usage: Usage, forebay: ForebayFigures) -
         usage,
         sample_interval: SAMPLE_INTERVAL,
         forebay,
+        notes: Vec::new(),
     }
 }
 

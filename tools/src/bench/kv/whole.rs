@@ -72,6 +72,15 @@ fn share(session: &Session, job: &Job, index: usize) -> Vec<u64> {
     if own.is_empty() { vec![(index % session.prompts) as u64] } else { own }
 }
 
+/// What to know about the bytes where workers share prompts.
+fn shared(session: &Session, job: &Job) -> Vec<String> {
+    let (prompts, workers) = (session.prompts, job.numjobs);
+    if prompts >= workers {
+        return Vec::new();
+    }
+    vec![format!("{workers} workers load {prompts} prompts, some of them more than once: io= counts every load")]
+}
+
 /// Stores what is not there yet of the first `prompts` prompts, untimed.
 pub(super) fn lay_out(session: &Session, seed: u64) -> Result<()> {
     let mut kv = None;
@@ -130,8 +139,9 @@ pub(super) fn load(job: &Job) -> Result<JobResult> {
         ..ForebayFigures::default()
     };
     let read = totals.recorder.result(totals.busy);
+    let notes = shared(&session, job);
     session.close()?;
-    Ok(JobResult { read, ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { read, notes, ..result(job, elapsed, usage, figures) })
 }
 
 fn load_share(

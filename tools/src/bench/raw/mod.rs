@@ -93,6 +93,7 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         usage,
         sample_interval: SAMPLE_INTERVAL,
         forebay: ForebayFigures { path, direct: Some(direct), ..ForebayFigures::default() },
+        notes: Vec::new(),
     })
 }
 
