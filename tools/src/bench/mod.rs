@@ -1,10 +1,11 @@
 //! `forebay bench`: fio's options, output and JSON over Forebay's raw I/O engine and over the whole
 //! engine.
 //!
-//! `options` and `jobfile` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the
+//! `options`, `jobfile` and `fio_keys` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the
 //! engine's modes. Every runner turns a [`job::Job`] into a [`crate::report::JobResult`]; what is
 //! printed from it is `report`'s business.
 
+mod fio_keys;
 pub(crate) mod job;
 pub(crate) mod jobfile;
 mod kv;
@@ -14,7 +15,7 @@ pub(crate) mod raw;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
-use forebay::{Error, Result};
+use forebay::{Error, ErrorKind, Result};
 
 use crate::out::{self, Context, Outcome};
 use crate::report::{self, JobResult};
@@ -96,14 +97,33 @@ fn jobs(args: &BenchArgs) -> Result<Vec<Job>> {
     let Some(path) = &args.job_file else {
         return Ok(vec![Job::new(args.options.clone(), "forebay")?]);
     };
+    if args.options != JobOptions::default() {
+        return Err(misplaced(path, &args.options));
+    }
     let file = jobfile::read(path, &args.section)?;
     if !file.ignored.is_empty() {
         eprintln!(
-            "forebay: warning: options of the job file that forebay does not have were ignored: {}",
+            "forebay: warning: options of the job file that forebay does not have, and that change no figure, were ignored: {}",
             file.ignored.join(", ")
         );
     }
     file.jobs.into_iter().map(|(name, options)| Job::new(options, &name)).collect()
+}
+
+/// A word that is a job file by its place, beside options of a job: most often the value of an
+/// option that takes none, as fio's `--verify crc32c`.
+fn misplaced(word: &Path, options: &JobOptions) -> Error {
+    let switches = options.switches();
+    let error = Error::new(
+        ErrorKind::InvalidInput,
+        format!("{word:?} stands where a job file does, and options of a job beside it"),
+    );
+    if word.exists() || switches.is_empty() {
+        return error.advice("put the options into the job file, or leave it out and give them all here");
+    }
+    let verify =
+        if switches.contains(&"--verify") { "; --verify compares every byte and knows no methods" } else { "" };
+    error.advice(format!("{} takes no value, or =0 or =1: remove {word:?}{verify}", switches.join(" or ")))
 }
 
 /// Jobs that run at once: a `stonewall` starts a new group.
