@@ -19,6 +19,7 @@ use forebay::{Error, ErrorKind, Result};
 
 use crate::out::{self, Context, Outcome};
 use crate::report::{self, JobResult};
+use crate::stop;
 use job::Job;
 use options::JobOptions;
 
@@ -68,14 +69,31 @@ pub(crate) enum OutputFormat {
 /// Runs `forebay bench`.
 pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     let jobs = jobs(args)?;
+    // A child of ours ends with its parent, which removes what it made.
+    if !kv::is_child() {
+        stop::listen()?;
+    }
     let json = context.json || args.output_format == OutputFormat::Json;
     let context = Context { json, ..*context };
     let mut results: Vec<JobResult> = Vec::with_capacity(jobs.len());
     for (group, members) in groups(jobs).into_iter().enumerate() {
-        for mut result in run_group(&members, &context)? {
-            result.group = group;
-            results.push(result.complete());
+        for result in run_group(&members, &context)? {
+            match result {
+                Ok(mut result) => {
+                    result.group = group;
+                    results.push(result.complete());
+                }
+                Err(e) if stop::is_end(&e) => {}
+                Err(e) => return Err(e),
+            }
         }
+        if stop::asked() {
+            break;
+        }
+    }
+    if let Some(signal) = stop::signal().filter(|_| results.is_empty()) {
+        eprintln!("forebay: interrupted before anything was measured");
+        return Ok(Outcome::Interrupted(signal));
     }
     let text = if json { out::to_json(&report::json::document(&results))? } else { report::normal::document(&results) };
     match &args.output {
@@ -84,6 +102,10 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     }
     if let Some(path) = &args.html {
         write_file(path, &report::html::document(&results)?)?;
+    }
+    if let Some(signal) = stop::signal() {
+        eprintln!("forebay: interrupted: the figures are of what ran until then");
+        return Ok(Outcome::Interrupted(signal));
     }
     let problem = results.iter().any(|r| r.forebay.wrong_bytes.unwrap_or(0) > 0 || r.forebay.corrupt.unwrap_or(0) > 0);
     Ok(if problem { Outcome::Problem } else { Outcome::Done })
@@ -138,20 +160,25 @@ fn groups(jobs: Vec<Job>) -> Vec<Vec<Job>> {
     groups
 }
 
-fn run_group(members: &[Job], context: &Context) -> Result<Vec<JobResult>> {
+/// The result of each job of a group, or the error of what comes before all of them.
+fn run_group(members: &[Job], context: &Context) -> Result<Vec<Result<JobResult>>> {
     if let [job] = members {
-        return Ok(vec![run_job(job, context)?]);
+        return Ok(vec![run_job(job, context)]);
     }
     // Files are laid out before the clock of any job starts.
     for job in members.iter().filter(|j| j.rw.is_raw()) {
-        raw::prepare(job, context)?;
+        if let Err(e) = raw::prepare(job, context) {
+            return if stop::is_end(&e) { Ok(Vec::new()) } else { Err(e) };
+        }
     }
-    std::thread::scope(|scope| {
+    Ok(std::thread::scope(|scope| {
         let running: Vec<_> = members.iter().map(|job| scope.spawn(|| run_job(job, context))).collect();
         running.into_iter().map(|thread| thread.join().unwrap_or_else(|p| std::panic::resume_unwind(p))).collect()
-    })
+    }))
 }
 
 fn run_job(job: &Job, context: &Context) -> Result<JobResult> {
-    if job.rw.is_raw() { raw::run(job, context) } else { kv::run(job, context) }
+    let mut result = if job.rw.is_raw() { raw::run(job, context) } else { kv::run(job, context) }?;
+    result.forebay.interrupted = stop::asked().then_some(true);
+    Ok(result)
 }
