@@ -50,6 +50,9 @@ pub(crate) struct BenchArgs {
 const AFTER_HELP: &str = "\
 Jobs of a job file run at once, as in fio; `stonewall` makes a job wait for those before it. Processor figures are the \
 whole process's while a job runs. Sizes are fio's: k, m, g are powers of 1024. Missing files are laid out with real data.
+Options in a job file that change what fio measures and that forebay does not have are refused; others are ignored with a \
+warning. With --time_based, `store` goes on with other content while its time lasts, and the cache evicts. SIGINT and \
+SIGTERM end a run early: it prints what it has measured and removes its temporary cache; a second one ends it at once.
 
 Examples:
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme

@@ -233,7 +233,7 @@ pub(crate) struct KvOptions {
     pub(crate) layout: Option<Layout>,
     /// Simulated attention per layer, in microseconds. With it, `overlap_efficiency` is
     /// (max(load, compute) + min(load, compute) / layers) / wall, where load is the time of the
-    /// same prompt without attention: 1 is a perfect overlap, and above 1 the transfer beside
+    /// transfer without attention: 1 is a perfect overlap, and above 1 the transfer beside
     /// attention was faster than the one alone.
     #[arg(long = "compute-us", alias = "compute_us", value_name = "N")]
     pub(crate) compute_us: Option<u64>,

@@ -22,6 +22,11 @@ pub(crate) use usage::{Usage, UsageMeter};
 pub(crate) const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
+/// What `overlap_efficiency` is, where it is printed.
+pub(crate) const OVERLAP: &str = "overlap_efficiency = (max(load, compute) + min(load, compute) / layers) / wall, the \
+median over prompts; load is the time of the transfer without attention right before. 1 is a perfect overlap, and above \
+1 the transfer beside attention was faster than the one alone";
+
 /// Results of one direction of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct DirectionResult {

@@ -3,13 +3,8 @@
 use std::fmt::Write as _;
 
 use super::json::bandwidth;
-use super::{DirectionResult, JobResult, Latency, PERCENTILES};
+use super::{DirectionResult, JobResult, Latency, OVERLAP, PERCENTILES};
 use crate::size::{byte_unit, show_bytes, show_bytes_decimal, show_count};
-
-/// What `overlap_efficiency` is, where it is printed.
-const OVERLAP: &str = "overlap_efficiency = (max(load, compute) + min(load, compute) / layers) / wall, the median over \
-prompts; load is the time of the same prompt without attention right before. 1 is a perfect overlap, and above 1 the \
-transfer beside attention was faster than the one alone";
 
 /// All jobs of a run, with the run's totals.
 pub(crate) fn document(jobs: &[JobResult]) -> String {
