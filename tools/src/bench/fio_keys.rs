@@ -20,9 +20,10 @@ pub(super) enum Fate {
 const IMPLIED: [&str; 6] = ["group_reporting", "thread", "randrepeat", "invalidate", "fallocate", "clat_percentiles"];
 
 /// Keys that say what fio logs, shows and how it keeps its own books.
-const IGNORED: [&str; 54] = [
+const IGNORED: [&str; 60] = [
     "allow_mounted_write",
     "allrandrepeat",
+    "block_error_percentiles",
     "bwavgtime",
     "clocksource",
     "continue_on_error",
@@ -35,6 +36,7 @@ const IGNORED: [&str; 54] = [
     "disable_clat",
     "disable_lat",
     "disable_slat",
+    "disk_util",
     "error_dump",
     "fixedbufs",
     "gtod_cpu",
@@ -44,6 +46,7 @@ const IGNORED: [&str; 54] = [
     "iopsavgtime",
     "lat_percentiles",
     "log_alternate_epoch",
+    "log_alternate_epoch_clock_id",
     "log_avg_msec",
     "log_compression",
     "log_entries",
@@ -51,6 +54,7 @@ const IGNORED: [&str; 54] = [
     "log_hist_msec",
     "log_max_value",
     "log_offset",
+    "log_prio",
     "log_store_compressed",
     "log_unix_epoch",
     "mem",
@@ -63,10 +67,12 @@ const IGNORED: [&str; 54] = [
     "refill_buffers",
     "registerfiles",
     "scramble_buffers",
+    "significant_figures",
     "slat_percentiles",
     "softrandommap",
     "stats",
     "unified_rw_reporting",
+    "unique_filename",
     "unit_base",
     "use_os_rand",
     "userspace_reap",

@@ -22,7 +22,8 @@ pub(crate) fn document(jobs: &[JobResult]) -> String {
         );
         figures(&mut text, job);
     }
-    for group in jobs.chunk_by(|a, b| a.group == b.group) {
+    let moved = |group: &&[JobResult]| group.iter().any(|job| job.directions().next().is_some());
+    for group in jobs.chunk_by(|a, b| a.group == b.group).filter(moved) {
         totals(&mut text, group);
     }
     text
