@@ -22,6 +22,7 @@ mod report;
 mod scratch;
 mod size;
 mod stat;
+mod stop;
 mod warm;
 
 use std::ffi::OsString;

@@ -29,6 +29,8 @@ pub(crate) enum Outcome {
     Done,
     /// A problem was found and has been printed.
     Problem,
+    /// This signal ended the work early; what there was has been printed.
+    Interrupted(u8),
 }
 
 impl Outcome {
@@ -37,6 +39,8 @@ impl Outcome {
         match self {
             Self::Done => 0,
             Self::Problem => EXIT_PROBLEM,
+            // As a shell says of a program that a signal ended.
+            Self::Interrupted(signal) => 128 + signal,
         }
     }
 }

@@ -14,6 +14,8 @@ pub(crate) enum Unit {
     Bytes,
     /// Things, shown as a plain count.
     Count,
+    /// Nothing: the time that has passed.
+    Time,
 }
 
 /// A bar over `total` units with a label; `total` 0 shows a counter without an end.
@@ -26,6 +28,7 @@ pub(crate) fn bar(context: &Context, label: impl Into<Cow<'static, str>>, total:
         (Unit::Bytes, None) => "{msg} {spinner} {bytes} {binary_bytes_per_sec}",
         (Unit::Count, Some(_)) => "{msg} [{bar:30}] {pos}/{len} {eta}",
         (Unit::Count, None) => "{msg} {spinner} {pos}",
+        (Unit::Time, _) => "{msg} {spinner} {elapsed}",
     };
     let bar = ProgressBar::with_draw_target(length, target).with_message(label);
     match ProgressStyle::with_template(template) {

@@ -98,6 +98,13 @@ pub(crate) fn show_bytes(bytes: f64) -> String {
     show(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 }
 
+/// The unit in which [`show_bytes`] shows so many bytes, KiB at least, and its bytes.
+pub(crate) fn byte_unit(bytes: f64) -> (&'static str, f64) {
+    let units = [("TiB", 4), ("GiB", 3), ("MiB", 2)];
+    let fits = units.into_iter().map(|(name, power)| (name, 1024f64.powi(power))).find(|(_, unit)| bytes >= *unit);
+    fits.unwrap_or(("KiB", 1024.0))
+}
+
 /// Bytes for people, in decimal units: `3.7GB`.
 pub(crate) fn show_bytes_decimal(bytes: f64) -> String {
     show(bytes, 1000.0, &["B", "kB", "MB", "GB", "TB", "PB"])

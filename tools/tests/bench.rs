@@ -114,12 +114,12 @@ fn normal_output_reads_like_fio() {
 }
 
 #[test]
-fn job_files_run_in_groups_and_unknown_options_are_named() {
+fn job_files_run_in_groups_and_ignored_options_are_named() {
     let dir = folder();
-    let text = "[global]\nsize=1m\nbs=64k\nioengine=libaio\nzonemode=zbd\ngroup_reporting\n\n[one]\nrw=read\n\n[two]\nrw=write\n\n[three]\nstonewall\nrw=randread\nbs=4k\n";
+    let text = "[global]\nsize=1m\nbs=64k\nioengine=libaio\ngtod_reduce=1\ngroup_reporting\n\n[one]\nrw=read\n\n[two]\nrw=write\n\n[three]\nstonewall\nrw=randread\nbs=4k\n";
     std::fs::write(dir.path().join("job.fio"), text).unwrap();
     let run = bench(dir.path(), "job.fio --output-format=json --output result.json --html report.html").expect(0);
-    assert!(run.stderr.contains("ignored: [global] zonemode"), "{}", run.stderr);
+    assert!(run.stderr.contains("were ignored: [global] gtod_reduce"), "{}", run.stderr);
     assert_eq!(run.stdout, "");
     let json: Value = serde_json::from_str(&std::fs::read_to_string(dir.path().join("result.json")).unwrap()).unwrap();
     let jobs: Vec<_> = json["jobs"].as_array().unwrap().iter().map(|j| (&j["jobname"], &j["groupid"])).collect();
@@ -137,6 +137,32 @@ fn job_files_run_in_groups_and_unknown_options_are_named() {
 }
 
 #[test]
+fn job_files_with_options_that_would_change_the_figures_are_refused() {
+    let dir = folder();
+    for line in ["rate=1m", "ramp_time=1", "filesize=2m", "bssplit=4k/50:64k/50", "nrfiles=4", "fsync=1", "nonsense=1"]
+    {
+        std::fs::write(dir.path().join("job.fio"), format!("[one]\nrw=write\nsize=1m\n{line}\n")).unwrap();
+        let run = bench(dir.path(), "job.fio").expect(2);
+        let key = line.split('=').next().unwrap();
+        assert!(run.stderr.contains(&format!("[one] {key}")), "{line}: {}", run.stderr);
+        assert!(run.stderr.contains("remove it") || run.stderr.contains("use "), "{line}: {}", run.stderr);
+        assert_eq!(run.stdout, "", "{line}");
+    }
+}
+
+#[test]
+fn groups_have_totals_of_their_own() {
+    let dir = folder();
+    let text = "[global]\nsize=1m\nbs=64k\n[one]\nrw=read\n[two]\nrw=read\n[three]\nstonewall\nrw=write\nsize=2m\n";
+    std::fs::write(dir.path().join("job.fio"), text).unwrap();
+    let run = bench(dir.path(), "job.fio").expect(0);
+    let (_, status) = run.stdout.split_once("Run status group 0 (all jobs):").unwrap();
+    let (first, second) = status.split_once("Run status group 1 (all jobs):").unwrap();
+    assert!(first.contains("READ: ") && first.contains("io=2MiB") && !first.contains("WRITE"), "{first}");
+    assert!(second.contains("WRITE: ") && second.contains("io=2MiB") && !second.contains("READ"), "{second}");
+}
+
+#[test]
 fn mistakes_say_what_to_do() {
     let dir = folder();
     std::fs::write(dir.path().join("bad.fio"), "[a]\nrw=read\nbs=4q\n").unwrap();
@@ -150,6 +176,9 @@ fn mistakes_say_what_to_do() {
         ("--rw read --size 1m --device tpu", 2, "use host, cuda, or cuda:N"),
         ("--rw load --model gpt-5", 2, "llama-3.1-8b"),
         ("bad.fio", 2, "section [a]: invalid value '4q'"),
+        ("--rw load --verify crc32c", 2, "--verify takes no value, or =0 or =1: remove \"crc32c\""),
+        ("--rw read --size 1m --time_based 1", 2, "--time_based takes no value"),
+        ("bad.fio --bs 4k", 2, "put the options into the job file"),
         ("missing.fio", 1, "missing.fio"),
         ("--rw read --size 1m --directory nowhere", 1, "nowhere"),
     ] {
@@ -157,6 +186,8 @@ fn mistakes_say_what_to_do() {
         assert!(run.stderr.starts_with("forebay: ") && run.stderr.contains(want), "{arguments}: {}", run.stderr);
         assert_eq!(run.stdout, "", "{arguments}");
     }
+    let run = bench(dir.path(), "--rw load --verify=crc32c").expect(2);
+    assert!(run.stderr.contains("invalid value 'crc32c'"), "{}", run.stderr);
     let run = bench(dir.path(), "--rw sideways").expect(2);
     assert!(run.stderr.contains("randrw") && run.stderr.contains("layerload"), "{}", run.stderr);
 }

@@ -63,3 +63,52 @@ fn layers_lookups_and_reopening_report_their_figures_and_leave_nothing() {
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn text_says_what_the_overlap_is_and_that_bytes_are_moved_twice() {
+    let dir = folder();
+    let arguments = "bench --rw layerload --model tiny --tokens 64 --compute-us 50";
+    let run = forebay(dir.path(), &arguments.split(' ').collect::<Vec<_>>()).expect(0);
+    for part in ["overlap_efficiency=", "(max(load, compute) + min(load, compute) / layers) / wall", "io= counts both"]
+    {
+        assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
+    }
+    let help = forebay(dir.path(), &["bench", "--help"]).expect(0).stdout;
+    assert!(help.contains("min(load, compute) / layers"), "{help}");
+}
+
+#[test]
+fn stores_go_on_with_other_content_while_their_time_lasts() {
+    let dir = folder();
+    let time_based = "--rw store --model tiny --size 128k --tokens 128 --time_based --runtime 2";
+    let json = bench(dir.path(), &format!("{time_based} --capacity 64m")).expect(0).json();
+    let write = &json["jobs"][0]["write"];
+    assert!(write["io_bytes"].as_u64() > Some(128 << 10), "{write}");
+    // What an earlier run left is passed over, not stored a second time.
+    bench(dir.path(), &format!("--rw store {COMMON}")).expect(0);
+    let json = bench(dir.path(), &format!("{time_based} --directory cache --keep --verify")).expect(0).json();
+    let job = &json["jobs"][0];
+    assert!(job["write"]["io_bytes"].as_u64() > Some(128 << 10), "{job}");
+    assert!(job["notes"][0].as_str().unwrap().contains("were stored already"), "{job}");
+    // And all of it is what its keys say.
+    let load = COMMON.replace("--size 128k", "--size 512k");
+    let own = &bench(dir.path(), &format!("--rw load {load}")).expect(0).json()["jobs"][0]["forebay"];
+    assert_eq!((&own["misses"], &own["wrong_bytes"]), (&0.into(), &0.into()), "{own}");
+}
+
+#[test]
+fn stores_of_what_is_there_are_an_error_and_no_zeros() {
+    let dir = folder();
+    for rw in ["store", "layerstore"] {
+        let arguments = format!("--rw {rw} {}", COMMON.replace("cache", rw));
+        bench(dir.path(), &arguments).expect(0);
+        let run = bench(dir.path(), &arguments).expect(2);
+        assert!(run.stderr.contains("stored already") && run.stderr.contains("another --directory"), "{}", run.stderr);
+        assert_eq!(run.stdout, "");
+    }
+    // Half of it there is a figure over the other half.
+    let more = COMMON.replace("--size 128k", "--size 256k").replace("cache", "store");
+    let json = bench(dir.path(), &format!("--rw store {more}")).expect(0).json();
+    assert_eq!(json["jobs"][0]["write"]["io_bytes"], 128 << 10, "{json}");
+    assert!(json["jobs"][0]["notes"][0].as_str().unwrap().contains("passed over"), "{json}");
+}

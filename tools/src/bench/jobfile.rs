@@ -1,9 +1,9 @@
 //! fio job files: `[global]` sections give defaults to the job sections after them.
 //!
 //! Every key is an option of the command line under the same name, so a section is turned into
-//! arguments and parsed by the same parser. Options that fio has and we do not are reported by name
-//! and otherwise ignored: a job file written for fio still runs. Options that we do have are
-//! checked as strictly as on the command line.
+//! arguments and parsed by the same parser. Options that we do have are checked as strictly as on the
+//! command line. Of those that fio has and we do not, the ones that change what is measured are
+//! refused by name, and the others reported and ignored (`fio_keys`).
 
 use std::path::Path;
 
@@ -11,19 +11,8 @@ use clap::{Args as _, FromArgMatches as _};
 use forebay::{Error, ErrorKind, Result};
 use ini::{Ini, ParseOption};
 
+use super::fio_keys::{self, Fate};
 use super::options::JobOptions;
-
-/// fio options that say what this program does anyway; ignored without a word.
-const IMPLIED: [&str; 8] = [
-    "group_reporting",
-    "thread",
-    "randrepeat",
-    "norandommap",
-    "invalidate",
-    "fallocate",
-    "kb_base",
-    "clat_percentiles",
-];
 
 /// The jobs of a job file.
 #[derive(Debug)]
@@ -46,6 +35,7 @@ pub(crate) fn parse(text: &str, sections: &[String]) -> Result<JobFile> {
     let ini = load(text)?;
     let mut file = JobFile { jobs: Vec::new(), ignored: Vec::new() };
     let mut global: Vec<String> = Vec::new();
+    let mut refused: Vec<(String, String)> = Vec::new();
     for (section, properties) in &ini {
         let Some(section) = section else {
             if let Some((key, _)) = properties.iter().next() {
@@ -57,24 +47,37 @@ pub(crate) fn parse(text: &str, sections: &[String]) -> Result<JobFile> {
             }
             continue;
         };
+        let chosen = section == "global" || sections.is_empty() || sections.iter().any(|s| s == section);
+        if !chosen {
+            continue;
+        }
         let mut arguments = Vec::new();
         for (key, value) in properties.iter() {
+            let value = expand(value);
             if known(&command, key) {
-                arguments.push(format!("--{key}={}", expand(value)));
-            } else if !IMPLIED.contains(&key) {
-                file.ignored.push(format!("[{section}] {key}"));
+                arguments.push(format!("--{key}={value}"));
+                continue;
+            }
+            match fio_keys::fate(key, &value) {
+                Fate::Implied => {}
+                Fate::Ignored => file.ignored.push(format!("[{section}] {key}")),
+                Fate::Refused(advice) => refused.push((format!("[{section}] {key}"), format!("{key}: {advice}"))),
             }
         }
         if section == "global" {
             global.extend(arguments);
             continue;
         }
-        if !sections.is_empty() && !sections.iter().any(|s| s == section) {
+        let all = global.iter().chain(&arguments);
+        if !refused.is_empty() {
+            // The whole list comes at the end; another mistake must not hide it.
             continue;
         }
-        let all = global.iter().chain(&arguments);
         let options = command.clone().try_get_matches_from(all).and_then(|m| JobOptions::from_arg_matches(&m));
         file.jobs.push((section.to_owned(), options.map_err(|e| option_error(section, &e))?));
+    }
+    if !refused.is_empty() {
+        return Err(refusal(&refused));
     }
     if let Some(missing) = sections.iter().find(|s| !file.jobs.iter().any(|(name, _)| name == *s)) {
         return Err(Error::new(ErrorKind::InvalidInput, format!("no section [{missing}] in the job file")));
@@ -84,6 +87,18 @@ pub(crate) fn parse(text: &str, sections: &[String]) -> Result<JobFile> {
             .advice("add a section such as [job1] below [global]"));
     }
     Ok(file)
+}
+
+/// One error for all keys that change what is measured and that we do not have.
+fn refusal(keys: &[(String, String)]) -> Error {
+    let names: Vec<&str> = keys.iter().map(|(name, _)| name.as_str()).collect();
+    let mut advice: Vec<&str> = keys.iter().map(|(_, advice)| advice.as_str()).collect();
+    advice.dedup();
+    Error::new(
+        ErrorKind::InvalidInput,
+        format!("options that forebay does not have, and without which figures are not fio's: {}", names.join(", ")),
+    )
+    .advice(advice.join("; "))
 }
 
 /// The INI structure. fio allows options without a value (`time_based`); they read as 1.
@@ -147,7 +162,8 @@ size=64m
 time_based
 runtime=2
 group_reporting
-zonemode=zbd
+gtod_reduce=1
+ramp_time=0
 
 # another
 [seq]
@@ -173,13 +189,29 @@ size=1g
         assert_eq!((seq.rw, seq.bs, seq.size, seq.iodepth), (Some(Rw::Read), Some(1 << 20), Some(64 << 20), None));
         assert_eq!((seq.ioengine, seq.time_based, seq.stonewall), (Some(IoEngine::Uring), Some(true), None));
         assert_eq!((rand.size, rand.iodepth, rand.stonewall), (Some(1 << 30), Some(8), Some(true)));
-        assert_eq!(file.ignored, ["[global] zonemode"]);
+        assert_eq!(file.ignored, ["[global] gtod_reduce"]);
     }
 
     #[test]
     fn single_sections_can_be_chosen() {
         assert_eq!(parse(FILE, &["rand".to_owned()]).unwrap().jobs.len(), 1);
         assert!(parse(FILE, &["nope".to_owned()]).unwrap_err().to_string().contains("[nope]"));
+    }
+
+    #[test]
+    fn keys_that_change_what_is_measured_are_refused_together_and_by_name() {
+        let text =
+            "[global]\nsize=1m\nramp_time=5\n[a]\nrw=read\nrate=10m\ndescription=x\n[b]\nrw=write\nbssplit=4k/50\n";
+        let error = parse(text, &[]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        let said = error.to_string();
+        for part in ["[global] ramp_time", "[a] rate", "[b] bssplit", "bssplit: use bs"] {
+            assert!(said.contains(part), "{said:?} lacks {part:?}");
+        }
+        assert!(!said.contains("description"), "{said:?}");
+        // A section that is not run may hold what it wants.
+        let text = "[a]\nrw=read\nsize=1m\n[b]\nrw=write\nbssplit=4k/50\n";
+        assert_eq!(parse(text, &["a".to_owned()]).unwrap().jobs.len(), 1);
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! `forebay bench`: fio's options, output and JSON over Forebay's raw I/O engine and over the whole
 //! engine.
 //!
-//! `options` and `jobfile` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the
+//! `options`, `jobfile` and `fio_keys` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the
 //! engine's modes. Every runner turns a [`job::Job`] into a [`crate::report::JobResult`]; what is
 //! printed from it is `report`'s business.
 
+mod fio_keys;
 pub(crate) mod job;
 pub(crate) mod jobfile;
 mod kv;
@@ -14,10 +15,11 @@ pub(crate) mod raw;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
-use forebay::{Error, Result};
+use forebay::{Error, ErrorKind, Result};
 
 use crate::out::{self, Context, Outcome};
 use crate::report::{self, JobResult};
+use crate::stop;
 use job::Job;
 use options::JobOptions;
 
@@ -48,6 +50,9 @@ pub(crate) struct BenchArgs {
 const AFTER_HELP: &str = "\
 Jobs of a job file run at once, as in fio; `stonewall` makes a job wait for those before it. Processor figures are the \
 whole process's while a job runs. Sizes are fio's: k, m, g are powers of 1024. Missing files are laid out with real data.
+Options in a job file that change what fio measures and that forebay does not have are refused; others are ignored with a \
+warning. With --time_based, `store` goes on with other content while its time lasts, and the cache evicts. SIGINT and \
+SIGTERM end a run early: it prints what it has measured and removes its temporary cache; a second one ends it at once.
 
 Examples:
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
@@ -67,14 +72,31 @@ pub(crate) enum OutputFormat {
 /// Runs `forebay bench`.
 pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     let jobs = jobs(args)?;
+    // A child of ours ends with its parent, which removes what it made.
+    if !kv::is_child() {
+        stop::listen()?;
+    }
     let json = context.json || args.output_format == OutputFormat::Json;
     let context = Context { json, ..*context };
     let mut results: Vec<JobResult> = Vec::with_capacity(jobs.len());
     for (group, members) in groups(jobs).into_iter().enumerate() {
-        for mut result in run_group(&members, &context)? {
-            result.group = group;
-            results.push(result.complete());
+        for result in run_group(&members, &context)? {
+            match result {
+                Ok(mut result) => {
+                    result.group = group;
+                    results.push(result.complete());
+                }
+                Err(e) if stop::is_end(&e) => {}
+                Err(e) => return Err(e),
+            }
         }
+        if stop::asked() {
+            break;
+        }
+    }
+    if let Some(signal) = stop::signal().filter(|_| results.is_empty()) {
+        eprintln!("forebay: interrupted before anything was measured");
+        return Ok(Outcome::Interrupted(signal));
     }
     let text = if json { out::to_json(&report::json::document(&results))? } else { report::normal::document(&results) };
     match &args.output {
@@ -83,6 +105,10 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     }
     if let Some(path) = &args.html {
         write_file(path, &report::html::document(&results)?)?;
+    }
+    if let Some(signal) = stop::signal() {
+        eprintln!("forebay: interrupted: the figures are of what ran until then");
+        return Ok(Outcome::Interrupted(signal));
     }
     let problem = results.iter().any(|r| r.forebay.wrong_bytes.unwrap_or(0) > 0 || r.forebay.corrupt.unwrap_or(0) > 0);
     Ok(if problem { Outcome::Problem } else { Outcome::Done })
@@ -96,14 +122,33 @@ fn jobs(args: &BenchArgs) -> Result<Vec<Job>> {
     let Some(path) = &args.job_file else {
         return Ok(vec![Job::new(args.options.clone(), "forebay")?]);
     };
+    if args.options != JobOptions::default() {
+        return Err(misplaced(path, &args.options));
+    }
     let file = jobfile::read(path, &args.section)?;
     if !file.ignored.is_empty() {
         eprintln!(
-            "forebay: warning: options of the job file that forebay does not have were ignored: {}",
+            "forebay: warning: options of the job file that forebay does not have, and that change no figure, were ignored: {}",
             file.ignored.join(", ")
         );
     }
     file.jobs.into_iter().map(|(name, options)| Job::new(options, &name)).collect()
+}
+
+/// A word that is a job file by its place, beside options of a job: most often the value of an
+/// option that takes none, as fio's `--verify crc32c`.
+fn misplaced(word: &Path, options: &JobOptions) -> Error {
+    let switches = options.switches();
+    let error = Error::new(
+        ErrorKind::InvalidInput,
+        format!("{word:?} stands where a job file does, and options of a job beside it"),
+    );
+    if word.exists() || switches.is_empty() {
+        return error.advice("put the options into the job file, or leave it out and give them all here");
+    }
+    let verify =
+        if switches.contains(&"--verify") { "; --verify compares every byte and knows no methods" } else { "" };
+    error.advice(format!("{} takes no value, or =0 or =1: remove {word:?}{verify}", switches.join(" or ")))
 }
 
 /// Jobs that run at once: a `stonewall` starts a new group.
@@ -118,20 +163,25 @@ fn groups(jobs: Vec<Job>) -> Vec<Vec<Job>> {
     groups
 }
 
-fn run_group(members: &[Job], context: &Context) -> Result<Vec<JobResult>> {
+/// The result of each job of a group, or the error of what comes before all of them.
+fn run_group(members: &[Job], context: &Context) -> Result<Vec<Result<JobResult>>> {
     if let [job] = members {
-        return Ok(vec![run_job(job, context)?]);
+        return Ok(vec![run_job(job, context)]);
     }
     // Files are laid out before the clock of any job starts.
     for job in members.iter().filter(|j| j.rw.is_raw()) {
-        raw::prepare(job, context)?;
+        if let Err(e) = raw::prepare(job, context) {
+            return if stop::is_end(&e) { Ok(Vec::new()) } else { Err(e) };
+        }
     }
-    std::thread::scope(|scope| {
+    Ok(std::thread::scope(|scope| {
         let running: Vec<_> = members.iter().map(|job| scope.spawn(|| run_job(job, context))).collect();
         running.into_iter().map(|thread| thread.join().unwrap_or_else(|p| std::panic::resume_unwind(p))).collect()
-    })
+    }))
 }
 
 fn run_job(job: &Job, context: &Context) -> Result<JobResult> {
-    if job.rw.is_raw() { raw::run(job, context) } else { kv::run(job, context) }
+    let mut result = if job.rw.is_raw() { raw::run(job, context) } else { kv::run(job, context) }?;
+    result.forebay.interrupted = stop::asked().then_some(true);
+    Ok(result)
 }

@@ -31,9 +31,10 @@ pub(crate) enum Rw {
     Load,
     /// Stores of whole prompts through the engine.
     Store,
-    /// Loads layer by layer beside simulated attention.
+    /// Loads layer by layer beside simulated attention; each prompt without it, then with it.
     Layerload,
-    /// Stores layer by layer beside simulated attention.
+    /// Stores layer by layer beside simulated attention; each prompt without it, then another with
+    /// it.
     Layerstore,
     /// Lookups of a prompt among many entries.
     Lookup,
@@ -145,7 +146,7 @@ fn parse_bool(text: &str) -> Result<bool, String> {
 }
 
 /// Options of a job as given; `None` where they were not.
-#[derive(Clone, Debug, Default, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct JobOptions {
     /// Workload: raw I/O as in fio, or the engine.
     #[arg(long, alias = "readwrite", value_enum, value_name = "MODE", help_heading = "Workload")]
@@ -215,7 +216,7 @@ pub(crate) struct JobOptions {
 }
 
 /// Options of the engine's jobs.
-#[derive(Clone, Debug, Default, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct KvOptions {
     /// Model whose KV is moved.
@@ -230,7 +231,10 @@ pub(crate) struct KvOptions {
     /// Layout of the paged KV.
     #[arg(long, value_enum)]
     pub(crate) layout: Option<Layout>,
-    /// Simulated attention per layer, in microseconds.
+    /// Simulated attention per layer, in microseconds. With it, `overlap_efficiency` is
+    /// (max(load, compute) + min(load, compute) / layers) / wall, where load is the time of the
+    /// transfer without attention: 1 is a perfect overlap, and above 1 the transfer beside
+    /// attention was faster than the one alone.
     #[arg(long = "compute-us", alias = "compute_us", value_name = "N")]
     pub(crate) compute_us: Option<u64>,
     /// Thread blocks of the reshape kernels at most, on a GPU; 0 for no limit.
@@ -258,4 +262,20 @@ pub(crate) struct KvOptions {
     /// none.
     #[arg(long, value_name = "N")]
     pub(crate) one_gone_of: Option<u64>,
+}
+
+impl JobOptions {
+    /// The options given that take no value, or one behind `=` only: on a command line a word
+    /// after them is not theirs.
+    pub(crate) fn switches(&self) -> Vec<&'static str> {
+        let all = [
+            ("--time_based", self.time_based),
+            ("--stonewall", self.stonewall),
+            ("--end_fsync", self.end_fsync),
+            ("--unlink", self.unlink),
+            ("--keep", self.kv.keep),
+            ("--verify", self.kv.verify),
+        ];
+        all.into_iter().filter(|(_, value)| value.is_some()).map(|(name, _)| name).collect()
+    }
 }

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use forebay::{Error, ErrorKind, Result};
 use plotters::prelude::*;
 
-use super::{DirectionResult, JobResult, PERCENTILES};
+use super::{DirectionResult, JobResult, OVERLAP, PERCENTILES};
 use crate::size::{show_bytes, show_count};
 
 const STYLE: &str = "\
@@ -66,6 +66,10 @@ fn section(page: &mut String, job: &JobResult) -> Result<()> {
             let _ = write!(page, "<tr><td>{}</td><td>{}</td></tr>", escape(name), escape(&shown));
         }
         page.push_str("</table>");
+    }
+    let definition = job.forebay.overlap_efficiency.map(|_| OVERLAP);
+    for line in definition.into_iter().chain(job.notes.iter().map(String::as_str)) {
+        let _ = write!(page, "<p>{}</p>", escape(line));
     }
     if job.directions().next().is_some() {
         let _ = write!(page, "<figure>{}</figure>", percentile_chart(job).map_err(drawing)?);

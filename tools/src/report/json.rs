@@ -36,6 +36,7 @@ fn job(job: &JobResult) -> Value {
         "majf": job.usage.major_faults,
         "minf": job.usage.minor_faults,
         "forebay": job.forebay,
+        "notes": job.notes,
     })
 }
 

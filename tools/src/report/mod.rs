@@ -22,6 +22,11 @@ pub(crate) use usage::{Usage, UsageMeter};
 pub(crate) const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
+/// What `overlap_efficiency` is, where it is printed.
+pub(crate) const OVERLAP: &str = "overlap_efficiency = (max(load, compute) + min(load, compute) / layers) / wall, the \
+median over prompts; load is the time of the transfer without attention right before. 1 is a perfect overlap, and above \
+1 the transfer beside attention was faster than the one alone";
+
 /// Results of one direction of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct DirectionResult {
@@ -142,7 +147,8 @@ pub(crate) struct ForebayFigures {
     /// Bytes that differ from the pattern (`--verify`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) wrong_bytes: Option<u64>,
-    /// `(max(load, compute) + min(load, compute) / layers) / wall`.
+    /// `(max(load, compute) + min(load, compute) / layers) / wall`; above 1 where a load beside
+    /// attention was faster than the one without it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) overlap_efficiency: Option<f64>,
     /// Equal loads at once: time of the slowest by that of the fastest.
@@ -178,6 +184,9 @@ pub(crate) struct ForebayFigures {
     /// What the kernel says this process wrote to drives.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) device_write_bytes: Option<u64>,
+    /// Whether SIGINT or SIGTERM ended the job early: the figures are of what ran until then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) interrupted: Option<bool>,
     /// Whether files were opened with `O_DIRECT`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) direct: Option<bool>,
@@ -206,6 +215,8 @@ pub(crate) struct JobResult {
     pub(crate) sample_interval: Duration,
     /// Figures beyond fio's.
     pub(crate) forebay: ForebayFigures,
+    /// What a reader of the figures must know to read them rightly.
+    pub(crate) notes: Vec<String>,
 }
 
 impl JobResult {

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use super::json::bandwidth;
-use super::{DirectionResult, JobResult, Latency, PERCENTILES};
-use crate::size::{show_bytes, show_bytes_decimal, show_count};
+use super::{DirectionResult, JobResult, Latency, OVERLAP, PERCENTILES};
+use crate::size::{byte_unit, show_bytes, show_bytes_decimal, show_count};
 
 /// All jobs of a run, with the run's totals.
 pub(crate) fn document(jobs: &[JobResult]) -> String {
@@ -22,7 +22,10 @@ pub(crate) fn document(jobs: &[JobResult]) -> String {
         );
         figures(&mut text, job);
     }
-    totals(&mut text, jobs);
+    let moved = |group: &&[JobResult]| group.iter().any(|job| job.directions().next().is_some());
+    for group in jobs.chunk_by(|a, b| a.group == b.group).filter(moved) {
+        totals(&mut text, group);
+    }
     text
 }
 
@@ -43,10 +46,19 @@ fn direction(text: &mut String, word: &str, d: &DirectionResult, job: &JobResult
     percentiles(text, &d.clat);
     let stats = bandwidth(d, job.sample_interval.as_secs_f64());
     if stats.samples > 0 {
+        // The unit of the line above, so that the two are compared at sight.
+        let (unit, bytes) = byte_unit(bw);
+        let scale = bytes / 1024.0;
+        let digits = if bytes > 1024.0 { 2 } else { 0 };
         let _ = writeln!(
             text,
-            "   bw (  KiB/s): min={:>5.0}, max={:>5.0}, avg={:>7.2}, stdev={:.2}, samples={}",
-            stats.min, stats.max, stats.mean, stats.dev, stats.samples
+            "   bw ({:>7}): min={:>5.digits$}, max={:>5.digits$}, avg={:>7.2}, stdev={:.2}, samples={}",
+            format!("{unit}/s"),
+            stats.min / scale,
+            stats.max / scale,
+            stats.mean / scale,
+            stats.dev / scale,
+            stats.samples
         );
     }
 }
@@ -102,18 +114,27 @@ fn figures(text: &mut String, job: &JobResult) {
     if !list.is_empty() {
         let _ = writeln!(text, "  forebay      : {}", list.join(", "));
     }
+    if job.forebay.overlap_efficiency.is_some() {
+        let _ = writeln!(text, "  definition   : {OVERLAP}");
+    }
+    for note in &job.notes {
+        let _ = writeln!(text, "  note         : {note}");
+    }
 }
 
+/// The totals of the jobs of one group, which ran at once.
 fn totals(text: &mut String, jobs: &[JobResult]) {
-    let _ = writeln!(text, "\nRun status:");
+    let group = jobs.first().map_or(0, |job| job.group);
+    let _ = writeln!(text, "\nRun status group {group} (all jobs):");
     for (label, pick) in [("READ", (|j| &j.read) as fn(&JobResult) -> &DirectionResult), ("WRITE", |j| &j.write)] {
         let active: Vec<_> = jobs.iter().map(pick).filter(|d| d.total_ios > 0).collect();
         if active.is_empty() {
             continue;
         }
         let bytes: u64 = active.iter().map(|d| d.io_bytes).sum();
-        let bw: f64 = active.iter().map(|d| d.bytes_per_s()).sum();
         let run = active.iter().map(|d| d.runtime).max().unwrap_or_default();
+        // As fio: what the group moved over the time of its longest job.
+        let bw = if run.is_zero() { 0.0 } else { bytes as f64 / run.as_secs_f64() };
         let _ = writeln!(
             text,
             "  {label:>5}: bw={}/s ({}/s), io={} ({}), run={}msec",
@@ -123,5 +144,69 @@ fn totals(text: &mut String, jobs: &[JobResult]) {
             show_bytes_decimal(bytes as f64),
             run.as_millis()
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::report::recorder::{Recorder, Sample};
+    use crate::report::{ForebayFigures, Usage};
+
+    const MIB: u64 = 1 << 20;
+
+    /// A job that read `mib` MiB in `ms` milliseconds, in steps of one.
+    fn job(group: usize, mib: u64, ms: u64) -> JobResult {
+        let mut recorder = Recorder::new(Duration::from_millis(100));
+        for n in 0..mib {
+            let at = Duration::from_millis(n * ms / mib);
+            recorder.record(Sample { bytes: MIB, slat: Duration::ZERO, clat: Duration::from_millis(1), at });
+        }
+        JobResult {
+            name: format!("job{group}"),
+            rw: "read".to_owned(),
+            group,
+            options: Vec::new(),
+            read: recorder.result(Duration::from_millis(ms)),
+            write: DirectionResult::empty(),
+            elapsed: Duration::from_millis(ms),
+            usage: Usage::default(),
+            sample_interval: Duration::from_millis(100),
+            forebay: ForebayFigures::default(),
+            notes: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn each_group_has_totals_of_its_own_over_its_longest_job() {
+        let text = document(&[job(0, 100, 1000), job(0, 100, 2000), job(1, 50, 1000)]);
+        let (_, status) = text.split_once("\nRun status group 0 (all jobs):\n").unwrap();
+        let (first, second) = status.split_once("\nRun status group 1 (all jobs):\n").unwrap();
+        assert!(first.contains("READ: bw=100MiB/s") && first.contains("io=200MiB"), "{first}");
+        assert!(first.contains("run=2000msec"), "{first}");
+        assert!(second.contains("READ: bw=50MiB/s") && second.contains("io=50MiB"), "{second}");
+        assert!(!text.contains("WRITE"), "{text}");
+    }
+
+    #[test]
+    fn samples_have_the_unit_of_the_bandwidth_above_them() {
+        let text = document(&[job(0, 4096, 1000)]);
+        assert!(text.contains("BW=4GiB/s"), "{text}");
+        assert!(text.contains("bw (  GiB/s): min= "), "{text}");
+        assert!(document(&[job(0, 50, 1000)]).contains("bw (  MiB/s): min="));
+    }
+
+    #[test]
+    fn a_ratio_is_printed_with_its_definition_and_not_clamped() {
+        let mut one = job(0, 1, 1000);
+        assert!(!document(std::slice::from_ref(&one)).contains("definition"));
+        one.forebay.overlap_efficiency = Some(1.25);
+        one.notes.push("twice".to_owned());
+        let text = document(&[one]);
+        for part in ["overlap_efficiency=1.250", "min(load, compute) / layers) / wall", "note         : twice"] {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
     }
 }

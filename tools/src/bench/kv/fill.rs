@@ -9,9 +9,11 @@ use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::key::ChunkKey;
 use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
+use indicatif::ProgressBar;
 
 use super::session::Place;
 use crate::bench::job::Job;
+use crate::stop;
 
 /// Tokens of a chunk here.
 pub(super) const CHUNK_TOKENS: u32 = 256;
@@ -69,16 +71,20 @@ pub(super) struct Filler<'a> {
     heard: Receiver<Ended>,
     flying: u64,
     retries: u64,
+    bar: &'a ProgressBar,
 }
 
 impl<'a> Filler<'a> {
-    pub(super) fn new(log: &'a Log) -> Self {
+    /// Stores into `log`, and tells `bar` of each chunk.
+    pub(super) fn new(log: &'a Log, bar: &'a ProgressBar) -> Self {
         let (told, heard) = crossbeam_channel::unbounded();
-        Self { log, told, heard, flying: 0, retries: RETRIES }
+        Self { log, told, heard, flying: 0, retries: RETRIES, bar }
     }
 
-    /// Stores one chunk.
+    /// Stores one chunk, unless the work is to end.
     pub(super) fn put(&mut self, key: ChunkKey, parent: ChunkKey, depth: u32) -> Result<()> {
+        stop::check()?;
+        self.bar.inc(1);
         while self.flying >= IN_FLIGHT {
             self.hear()?;
         }

@@ -10,13 +10,24 @@ use forebay::{Error, ErrorKind, Result};
 
 use super::pattern::Kv;
 use super::session::Session;
-use super::{SAMPLE_INTERVAL, median, ms, result, whole};
+use super::{SAMPLE_INTERVAL, median, ms, nothing_new, result, whole};
 use crate::bench::job::Job;
+use crate::out::Context;
+use crate::progress::{self, Unit};
 use crate::report::recorder::Sample;
 use crate::report::{ForebayFigures, JobResult, Recorder, UsageMeter};
+use crate::stop;
 
 /// The end of a wait that is spun, because sleeping is not precise.
 const SPIN: Duration = Duration::from_micros(120);
+
+/// What to know about the bytes of a job with attention.
+const TWICE: &str = "each prompt is moved without attention and once more with it: io= counts both, and BW is over the \
+time of both, attention included";
+
+fn notes(job: &Job) -> Vec<String> {
+    if job.kv.compute.is_zero() { Vec::new() } else { vec![TWICE.to_owned()] }
+}
 
 fn compute(time: Duration) {
     let end = Instant::now() + time;
@@ -56,9 +67,9 @@ impl Times {
 }
 
 /// `--rw layerload`.
-pub(super) fn load(job: &Job) -> Result<JobResult> {
+pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     let session = Session::open(job, 1)?;
-    whole::lay_out(&session, job.randseed)?;
+    whole::lay_out(&session, job.randseed, context)?;
     let kv = session.kv(job.randseed)?;
     kv.touch()?;
     // The first load pays for staging that nobody has touched yet.
@@ -67,8 +78,12 @@ pub(super) fn load(job: &Job) -> Result<JobResult> {
     let layers = kv.paged.layout().num_layers();
     let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
     let (mut hits, mut misses, mut corrupt, mut wrong) = (0u64, 0u64, 0u64, 0u64);
+    let bar = progress::bar(context, "load by layer", session.prompts as u64, Unit::Count);
     let (usage, start) = (UsageMeter::start(), Instant::now());
     for n in 0..session.prompts as u64 {
+        if stop::asked() {
+            break;
+        }
         let prompt = session.prompt(n);
         let mut walls = [Duration::ZERO; 2];
         let runs = if job.kv.compute.is_zero() { 1 } else { 2 };
@@ -96,8 +111,13 @@ pub(super) fn load(job: &Job) -> Result<JobResult> {
             }
         }
         times.add((walls[0], walls[1]), job, layers);
+        bar.inc(1);
     }
     let (usage, elapsed) = (usage.stop(), start.elapsed());
+    bar.finish_and_clear();
+    if times.plain_ms.is_empty() {
+        stop::check()?;
+    }
     let figures = ForebayFigures {
         path: session.path()?,
         hits: Some(hits),
@@ -107,7 +127,7 @@ pub(super) fn load(job: &Job) -> Result<JobResult> {
         ..times.figures(job, layers)
     };
     session.close()?;
-    Ok(JobResult { read: recorder.result(busy), ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { read: recorder.result(busy), notes: notes(job), ..result(job, elapsed, usage, figures) })
 }
 
 /// Stores prompt `n` with `time` of attention before each layer; bytes and wall time.
@@ -132,7 +152,7 @@ fn store_one(session: &Session, kv: &Kv, n: u64, time: Duration) -> Result<(u64,
 
 /// `--rw layerstore`. Odd prompts are stored with attention, so the cache holds twice `--size`, and
 /// a prompt to warm up.
-pub(super) fn store(job: &Job) -> Result<JobResult> {
+pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     let session = Session::open(job, 3)?;
     let kv = session.kv(job.randseed)?;
     kv.touch()?;
@@ -140,8 +160,13 @@ pub(super) fn store(job: &Job) -> Result<JobResult> {
     // The first store pays for staging that nobody has touched yet, and for the first segment.
     store_one(&session, &kv, session.prompts as u64 * 2, Duration::ZERO)?;
     let (mut times, mut recorder, mut busy) = (Times::default(), Recorder::new(SAMPLE_INTERVAL), Duration::ZERO);
+    let bar = progress::bar(context, "store by layer", session.prompts as u64, Unit::Count);
+    let mut stored = 0;
     let (usage, start) = (UsageMeter::start(), Instant::now());
     for n in 0..session.prompts as u64 {
+        if stop::asked() {
+            break;
+        }
         let mut walls = [Duration::ZERO; 2];
         for (odd, time) in [(0, Duration::ZERO), (1, job.kv.compute)] {
             if odd == 1 && time.is_zero() {
@@ -149,10 +174,19 @@ pub(super) fn store(job: &Job) -> Result<JobResult> {
             }
             let (bytes, wall) = store_one(&session, &kv, n * 2 + odd, time)?;
             recorder.record(Sample { bytes, slat: Duration::ZERO, clat: wall, at: start.elapsed() });
+            stored += bytes;
             busy += wall;
             walls[odd as usize] = wall;
         }
         times.add((walls[0], walls[1]), job, layers);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    if times.plain_ms.is_empty() {
+        stop::check()?;
+    }
+    if stored == 0 {
+        return Err(nothing_new(job));
     }
     let flushing = Instant::now();
     session.engine.flush()?;
@@ -160,5 +194,5 @@ pub(super) fn store(job: &Job) -> Result<JobResult> {
     let (usage, elapsed) = (usage.stop(), start.elapsed());
     let figures = ForebayFigures { path: session.path()?, ..times.figures(job, layers) };
     session.close()?;
-    Ok(JobResult { write: recorder.result(busy), ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { write: recorder.result(busy), notes: notes(job), ..result(job, elapsed, usage, figures) })
 }

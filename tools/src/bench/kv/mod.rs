@@ -12,27 +12,30 @@ mod reopen;
 mod session;
 mod whole;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use forebay::Result;
+use forebay::{Error, ErrorKind, Result};
 
 use super::job::Job;
 use super::options::Rw;
 use crate::out::Context;
 use crate::report::{DirectionResult, ForebayFigures, JobResult, Usage};
+use crate::stop;
+
+pub(crate) use reopen::is_child;
 
 /// Interval of bandwidth samples.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Runs one of the engine's modes.
-pub(crate) fn run(job: &Job, _: &Context) -> Result<JobResult> {
+pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
     match job.rw {
-        Rw::Load => whole::load(job),
-        Rw::Store => whole::store(job),
-        Rw::Layerload => layers::load(job),
-        Rw::Layerstore => layers::store(job),
-        Rw::Lookup => lookup::run(job),
-        _ => reopen::run(job),
+        Rw::Load => whole::load(job, context),
+        Rw::Store => whole::store(job, context),
+        Rw::Layerload => layers::load(job, context),
+        Rw::Layerstore => layers::store(job, context),
+        Rw::Lookup => lookup::run(job, context),
+        _ => reopen::run(job, context),
     }
 }
 
@@ -49,7 +52,23 @@ fn result(job: &Job, elapsed: Duration, usage: Usage, forebay: ForebayFigures) -
         usage,
         sample_interval: SAMPLE_INTERVAL,
         forebay,
+        notes: Vec::new(),
     }
+}
+
+/// Whether a job that started at `start` has run for its time, or is to end.
+fn is_over(job: &Job, start: Instant) -> bool {
+    stop::asked() || job.runtime.is_some_and(|limit| start.elapsed() >= limit)
+}
+
+/// Where a job of stores found all that it would store in the cache already.
+fn nothing_new(job: &Job) -> Error {
+    Error::new(
+        ErrorKind::InvalidInput,
+        format!("job {:?}: all of it was stored already, nothing was measured", job.name),
+    )
+    .at(&job.directory)
+    .advice("give another --directory, leave --keep out, or add --time_based --runtime N to go on with other content")
 }
 
 /// Time in milliseconds.

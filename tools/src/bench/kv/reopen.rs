@@ -4,18 +4,24 @@
 //! killed while it stores, the other opens what is left. The parent measures from the start of the
 //! second to its answer.
 
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, Stdio};
-use std::time::Instant;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::process::{Child, ChildStdin, Stdio};
+use std::time::{Duration, Instant};
 
+use crossbeam_channel::{Receiver, RecvTimeoutError};
 use forebay::io::Program;
 use forebay::key::ChunkKey;
 use forebay::{Error, ErrorKind, Result};
+use indicatif::ProgressBar;
+use parking_lot::Mutex;
 
 use super::session::Place;
 use super::{fill, ms, result};
 use crate::bench::job::Job;
+use crate::out::Context;
+use crate::progress::{self, Unit};
 use crate::report::{ForebayFigures, JobResult, UsageMeter};
+use crate::stop;
 
 /// Says what a child does: `fill` or `open`.
 const ROLE: &str = "FOREBAY_BENCH_REOPEN";
@@ -23,29 +29,43 @@ const LOOKUPS: u64 = 10_000;
 /// Chunks given up with one call.
 const REMOVED_AT_ONCE: usize = 10_000;
 /// How long the background work of opening may take.
-const AT_REST: std::time::Duration = std::time::Duration::from_secs(60);
+const AT_REST: Duration = Duration::from_secs(60);
+
+/// How often the parent looks whether it is to end while it waits for a child.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Whether this process is one of the children.
+pub(crate) fn is_child() -> bool {
+    std::env::var_os(ROLE).is_some()
+}
 
 /// `--rw reopen`.
-pub(super) fn run(job: &Job) -> Result<JobResult> {
-    match std::env::var(ROLE).as_deref() {
-        Ok("fill") => return fill_until_killed(job),
+pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
+    let role = std::env::var(ROLE);
+    if role.is_ok() {
+        end_with_parent();
+    }
+    match role.as_deref() {
+        Ok("fill") => return fill_until_killed(job, context),
         Ok("open") => return open_and_answer(job),
         _ => {}
     }
     let place = Place::of(job)?;
     let (usage, start) = (UsageMeter::start(), Instant::now());
-    let (mut child, mut out) = spawn(job, &place, "fill")?;
-    let said = line(&mut out);
-    let killed = child.kill().and_then(|()| child.wait());
-    said?;
-    killed.map_err(|e| Error::io("cannot end the child", e))?;
+    let child = Kin::start(job, &place, "fill", context)?;
+    child.line()?;
+    child.kill()?;
+    stop::check()?;
     drop_caches();
+    let bar = progress::bar(context, "reopening", 0, Unit::Time);
+    bar.enable_steady_tick(LOOK);
     let asked = Instant::now();
-    let (mut child, mut out) = spawn(job, &place, "open")?;
-    let answer = line(&mut out);
+    let child = Kin::start(job, &place, "open", context)?;
+    child.line()?;
     let reopen = asked.elapsed();
-    let pss = answer.and_then(|_| line(&mut out));
-    let _ = child.wait();
+    let pss = child.line();
+    child.wait();
+    bar.finish_and_clear();
     let pss: f64 = pss?.trim().parse().map_err(|_| Error::new(ErrorKind::Internal, "the child told no memory"))?;
     let figures = ForebayFigures {
         reopen_ms: Some(ms(reopen)),
@@ -55,31 +75,83 @@ pub(super) fn run(job: &Job) -> Result<JobResult> {
     Ok(result(job, start.elapsed(), usage.stop(), figures))
 }
 
-fn spawn(job: &Job, place: &Place, role: &str) -> Result<(Child, BufReader<std::process::ChildStdout>)> {
-    let failed = |e| Error::io("cannot start a child", e);
-    let mut child = Program::this()
-        .map_err(failed)?
-        .command()
-        .args(["bench", "--rw", "reopen", "--keep", "--chunks", &job.kv.chunks.to_string(), "--directory"])
-        .arg(&place.dir)
-        .args(["--one-gone-of", &job.kv.one_gone_of.to_string()])
-        .args(job.kv.capacity.map(|bytes| format!("--capacity={bytes}")))
-        .env(ROLE, role)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .map_err(failed)?;
-    let out = child.stdout.take().ok_or_else(|| Error::new(ErrorKind::Internal, "a child without output"))?;
-    Ok((child, BufReader::new(out)))
+/// A child and what it says. It ends with its parent, however that ends: its standard input is
+/// closed then. Dropped, it is killed.
+struct Kin {
+    child: Mutex<Child>,
+    said: Receiver<std::io::Result<String>>,
+    _alive: Option<ChildStdin>,
 }
 
-fn line(out: &mut BufReader<std::process::ChildStdout>) -> Result<String> {
-    let mut text = String::new();
-    match out.read_line(&mut text) {
-        Ok(n) if n > 0 => Ok(text),
-        Ok(_) => Err(Error::new(ErrorKind::Internal, "a child ended before it answered; its error is above")),
-        Err(e) => Err(Error::io("cannot hear a child", e)),
+impl Kin {
+    fn start(job: &Job, place: &Place, role: &str, context: &Context) -> Result<Self> {
+        let failed = |e| Error::io("cannot start a child", e);
+        let mut child = Program::this()
+            .map_err(failed)?
+            .command()
+            .args(["bench", "--rw", "reopen", "--keep", "--chunks", &job.kv.chunks.to_string(), "--directory"])
+            .arg(&place.dir)
+            .args(["--one-gone-of", &job.kv.one_gone_of.to_string()])
+            .args(job.kv.capacity.map(|bytes| format!("--capacity={bytes}")))
+            .args((context.json || context.quiet).then_some("--quiet"))
+            .env(ROLE, role)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(failed)?;
+        let (alive, out) = (child.stdin.take(), child.stdout.take());
+        let (tell, said) = crossbeam_channel::unbounded();
+        let me = Self { child: Mutex::new(child), said, _alive: alive };
+        let out = out.ok_or_else(|| Error::new(ErrorKind::Internal, "a child without output"))?;
+        std::thread::Builder::new()
+            .name("child".to_owned())
+            .spawn(move || BufReader::new(out).lines().try_for_each(|line| tell.send(line).map_err(drop)))
+            .map_err(|e| Error::io("cannot start a thread", e))?;
+        Ok(me)
     }
+
+    /// The next line that the child says; an error where it ends without one, or the work is to
+    /// end.
+    fn line(&self) -> Result<String> {
+        loop {
+            match self.said.recv_timeout(LOOK) {
+                Ok(line) => return line.map_err(|e| Error::io("cannot hear a child", e)),
+                Err(RecvTimeoutError::Timeout) => stop::check()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    // Ctrl-C reaches the child too, and ends it.
+                    stop::check()?;
+                    let silent = "a child ended before it answered; its error is above";
+                    return Err(Error::new(ErrorKind::Internal, silent));
+                }
+            }
+        }
+    }
+
+    fn kill(&self) -> Result<()> {
+        let mut child = self.child.lock();
+        child.kill().and_then(|()| child.wait()).map_err(|e| Error::io("cannot end the child", e))?;
+        Ok(())
+    }
+
+    fn wait(&self) {
+        let _ = self.child.lock().wait();
+    }
+}
+
+impl Drop for Kin {
+    fn drop(&mut self) {
+        // Before its directory goes; a child that has ended already is fine.
+        let _ = self.kill();
+    }
+}
+
+/// Ends this child when its parent is gone, which nobody else would tell it.
+fn end_with_parent() {
+    std::thread::spawn(|| {
+        let mut nothing = [0; 1];
+        while std::io::stdin().read(&mut nothing).is_ok_and(|n| n > 0) {}
+        std::process::exit(1);
+    });
 }
 
 fn say(text: &str) -> Result<()> {
@@ -89,17 +161,20 @@ fn say(text: &str) -> Result<()> {
 
 /// The child that stores: says when the chunks asked for are durable, then goes on until it is
 /// killed.
-fn fill_until_killed(job: &Job) -> Result<JobResult> {
+fn fill_until_killed(job: &Job, context: &Context) -> Result<JobResult> {
     let log = fill::open(job, &Place::of(job)?, job.kv.chunks)?;
-    let mut filler = fill::Filler::new(&log);
+    let bar = progress::bar(context, "storing chunks", job.kv.chunks, Unit::Count);
+    let mut filler = fill::Filler::new(&log, &bar);
     (0..job.kv.chunks).try_for_each(|n| filler.entry(n))?;
     filler.finish()?;
+    bar.finish_and_clear();
     let gone: Vec<ChunkKey> = (0..job.kv.chunks).filter(|n| is_gone(job, *n)).map(fill::key).collect();
     for some in gone.chunks(REMOVED_AT_ONCE) {
         log.remove(some)?;
     }
     say("stored")?;
-    let mut filler = fill::Filler::new(&log);
+    let silent = ProgressBar::hidden();
+    let mut filler = fill::Filler::new(&log, &silent);
     // The room left is what the capacity has beyond the chunks; then it waits for its end.
     let _ = (job.kv.chunks..job.kv.chunks + job.kv.chunks / 8).try_for_each(|n| filler.entry(n));
     loop {

@@ -2,20 +2,26 @@
 //!
 //! A worker's time is that of its loads or stores; filling and checking memory between them is not
 //! counted. Without `--verify` and `--keep` stores take their bytes from memory that was filled
-//! once.
+//! once. A job of stores that runs for a time goes on with prompts beyond its own: other keys, so
+//! that every store writes, and the cache evicts where it is full.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use forebay::engine::{Backpressure, LoadRequest, MissCause, StoreRequest};
+use forebay::engine::{Backpressure, LoadRequest, MissCause, Prompt, StoreRequest};
 use forebay::{Error, ErrorKind, Result};
+use indicatif::ProgressBar;
 
 use super::pattern::Kv;
 use super::session::Session;
-use super::{SAMPLE_INTERVAL, ms, result};
+use super::{SAMPLE_INTERVAL, is_over, ms, nothing_new, result};
 use crate::bench::job::Job;
+use crate::out::Context;
+use crate::progress::{self, Unit};
 use crate::report::recorder::Sample;
 use crate::report::{ForebayFigures, JobResult, Recorder, UsageMeter};
+use crate::stop;
 
 /// What the workers found.
 struct Totals {
@@ -72,10 +78,22 @@ fn share(session: &Session, job: &Job, index: usize) -> Vec<u64> {
     if own.is_empty() { vec![(index % session.prompts) as u64] } else { own }
 }
 
+/// What to know about the bytes where workers share prompts.
+fn shared(session: &Session, job: &Job) -> Vec<String> {
+    let (prompts, workers) = (session.prompts, job.numjobs);
+    if prompts >= workers {
+        return Vec::new();
+    }
+    vec![format!("{workers} workers load {prompts} prompts, some of them more than once: io= counts every load")]
+}
+
 /// Stores what is not there yet of the first `prompts` prompts, untimed.
-pub(super) fn lay_out(session: &Session, seed: u64) -> Result<()> {
+pub(super) fn lay_out(session: &Session, seed: u64, context: &Context) -> Result<()> {
     let mut kv = None;
+    let bar = progress::bar(context, "laying out", session.prompts as u64 * session.prompt_bytes, Unit::Bytes);
     for n in 0..session.prompts as u64 {
+        stop::check()?;
+        bar.set_position(n * session.prompt_bytes);
         let prompt = session.prompt(n);
         if session.engine.lookup(&prompt, 0)?.matched_tokens == prompt.len() {
             continue;
@@ -90,11 +108,12 @@ pub(super) fn lay_out(session: &Session, seed: u64) -> Result<()> {
     if kv.is_some() {
         session.engine.flush()?;
     }
+    bar.finish_and_clear();
     Ok(())
 }
 
 /// Stores a prompt; its payload bytes.
-fn store_one(session: &Session, kv: &Kv, prompt: &forebay::engine::Prompt) -> Result<u64> {
+fn store_one(session: &Session, kv: &Kv, prompt: &Prompt) -> Result<u64> {
     let mut request = StoreRequest::new(prompt, &kv.paged, kv.slots.to_vec());
     request.backpressure = Backpressure::Wait;
     request.layerwise = Some(false);
@@ -108,14 +127,16 @@ fn store_one(session: &Session, kv: &Kv, prompt: &forebay::engine::Prompt) -> Re
 }
 
 /// `--rw load`.
-pub(super) fn load(job: &Job) -> Result<JobResult> {
+pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     let session = Session::open(job, 1)?;
-    lay_out(&session, job.randseed)?;
+    lay_out(&session, job.randseed, context)?;
     let kvs = memories(&session, job)?;
+    let bar = bar(context, "load", &session, job);
     let totals = Totals::new();
     let (usage, start) = (UsageMeter::start(), Instant::now());
-    workers(&kvs, |i, kv| load_share(&session, (job, i, start), kv, &totals))?;
+    workers(&kvs, |i, kv| load_share(&session, (job, i, start), kv, (&totals, &bar)))?;
     let (usage, elapsed) = (usage.stop(), start.elapsed());
+    bar.finish_and_clear();
     let totals = totals.into_inner().unwrap_or_else(PoisonError::into_inner);
     let (first, last) = (totals.firsts.iter().min(), totals.firsts.iter().max());
     let spread = first.zip(last).filter(|_| job.numjobs > 1).map(|(a, b)| b.as_secs_f64() / a.as_secs_f64().max(1e-9));
@@ -130,20 +151,25 @@ pub(super) fn load(job: &Job) -> Result<JobResult> {
         ..ForebayFigures::default()
     };
     let read = totals.recorder.result(totals.busy);
+    let notes = shared(&session, job);
     session.close()?;
-    Ok(JobResult { read, ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { read, notes, ..result(job, elapsed, usage, figures) })
 }
 
 fn load_share(
     session: &Session,
     (job, index, start): (&Job, usize, Instant),
     kv: &Kv,
-    totals: &Mutex<Totals>,
+    (totals, bar): (&Mutex<Totals>, &ProgressBar),
 ) -> Result<()> {
     let mut busy = Duration::ZERO;
     let prompts: Vec<_> = share(session, job, index).into_iter().map(|n| (n, session.prompt(n))).collect();
     loop {
         for (round, (n, prompt)) in prompts.iter().enumerate() {
+            // The first is loaded whatever the time, so that there is a figure.
+            if round > 0 && is_over(job, start) {
+                return Ok(());
+            }
             let asked = Instant::now();
             let mut request = LoadRequest::new(prompt, &kv.paged, kv.slots.to_vec());
             request.layerwise = Some(false);
@@ -156,14 +182,11 @@ fn load_share(
             if job.kv.verify {
                 kv.touch()?;
             }
+            let bytes = (done.tokens / prompt.chunk_tokens().max(1)) as u64 * session.prompt_bytes
+                / prompt.keys().len().max(1) as u64;
+            bar.inc(bytes);
             let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
-            t.recorder.record(Sample {
-                bytes: (done.tokens / prompt.chunk_tokens().max(1)) as u64 * session.prompt_bytes
-                    / prompt.keys().len().max(1) as u64,
-                slat,
-                clat: took.saturating_sub(slat),
-                at: start.elapsed(),
-            });
+            t.recorder.record(Sample { bytes, slat, clat: took.saturating_sub(slat), at: start.elapsed() });
             t.hits += (done.tokens / prompt.chunk_tokens().max(1)) as u64;
             t.misses += done.misses.iter().map(|(_, chunks)| *chunks as u64).sum::<u64>();
             t.corrupt += done.missed(MissCause::Corrupt) as u64;
@@ -174,53 +197,115 @@ fn load_share(
                 t.firsts.push(took);
             }
         }
-        if !(job.time_based && job.runtime.is_some_and(|limit| start.elapsed() < limit)) {
+        if !job.time_based || is_over(job, start) {
             return Ok(());
         }
     }
 }
 
+/// A bar over the payload of a job, without an end where its time decides.
+fn bar(context: &Context, label: &'static str, session: &Session, job: &Job) -> ProgressBar {
+    let total = if job.time_based { 0 } else { session.prompts as u64 * session.prompt_bytes };
+    progress::bar(context, label, total, Unit::Bytes)
+}
+
+/// The prompts that a job of stores has to store.
+struct Fresh<'a> {
+    session: &'a Session,
+    job: &'a Job,
+    /// Prompts passed over because they are stored.
+    stored: AtomicU64,
+}
+
+impl Fresh<'_> {
+    /// The next one of a worker from prompt `n` on; none where its share or the time is over.
+    fn from(&self, n: usize, start: Instant) -> Result<Option<(usize, Prompt)>> {
+        let mut share = (n..).step_by(self.job.numjobs);
+        while let Some(n) = share.next().filter(|n| self.job.time_based || *n < self.session.prompts) {
+            if is_over(self.job, start) {
+                break;
+            }
+            let prompt = self.session.prompt(n as u64);
+            if !self.session.engine.contains(&prompt)? {
+                return Ok(Some((n, prompt)));
+            }
+            self.stored.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(None)
+    }
+}
+
 /// `--rw store`.
-pub(super) fn store(job: &Job) -> Result<JobResult> {
+pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     let session = Session::open(job, 1)?;
     let kvs = memories(&session, job)?;
     let exact = job.kv.verify || job.kv.keep;
-    kvs.iter().zip(0..).try_for_each(|(kv, n)| kv.fill(if exact { n } else { 0 }))?;
+    let fresh = Fresh { session: &session, job, stored: AtomicU64::new(0) };
+    let firsts = (0..kvs.len()).map(|n| fresh.from(n, Instant::now())).collect::<Result<Vec<_>>>()?;
+    for (kv, first) in kvs.iter().zip(&firsts) {
+        kv.fill(first.as_ref().map_or(0, |(n, _)| if exact { *n as u64 } else { 0 }))?;
+    }
     // The next prompt is put into a second memory while the one before is stored.
     let spares = if exact { memories(&session, job)? } else { Vec::new() };
+    let firsts: Vec<_> = firsts.into_iter().map(Mutex::new).collect();
+    let bar = bar(context, "store", &session, job);
     let totals = Totals::new();
     let (usage, start) = (UsageMeter::start(), Instant::now());
     workers(&kvs, |index, kv| {
-        let mut busy = Duration::ZERO;
-        let (mut kv, mut spare) = (kv, spares.get(index));
-        for n in (index..session.prompts).step_by(job.numjobs) {
-            let prompt = session.prompt(n as u64);
-            let next = spare.filter(|_| n + job.numjobs < session.prompts);
-            let (bytes, clat) = std::thread::scope(|scope| {
-                let filled = next.map(|kv| scope.spawn(move || kv.fill((n + job.numjobs) as u64)));
-                let asked = Instant::now();
-                let stored = store_one(&session, kv, &prompt);
-                let clat = asked.elapsed();
-                let filled = filled.map_or(Ok(()), |t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)));
-                filled.and(stored).map(|bytes| (bytes, clat))
-            })?;
-            if let Some(next) = next {
-                spare = Some(std::mem::replace(&mut kv, next));
-            }
-            busy += clat;
-            let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
-            t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at: start.elapsed() });
-            t.busy = t.busy.max(busy);
-        }
-        Ok(())
+        let first = firsts.get(index).and_then(|f| f.lock().unwrap_or_else(PoisonError::into_inner).take());
+        store_share(&fresh, (first, start), (kv, spares.get(index)), (&totals, &bar))
     })?;
     let flushing = Instant::now();
     session.engine.flush()?;
     let flushed = flushing.elapsed();
     let (usage, elapsed) = (usage.stop(), start.elapsed());
+    bar.finish_and_clear();
     let totals = totals.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let stored = fresh.stored.into_inner();
     let figures = ForebayFigures { path: session.path()?, ..ForebayFigures::default() };
     let write = totals.recorder.result(totals.busy + flushed);
     session.close()?;
-    Ok(JobResult { write, ..result(job, elapsed, usage, figures) })
+    if write.io_bytes == 0 {
+        stop::check()?;
+        return Err(nothing_new(job));
+    }
+    let mut notes = Vec::new();
+    if stored > 0 {
+        notes.push(format!("{stored} prompts were stored already: they were passed over, and no figure counts them"));
+    }
+    Ok(JobResult { write, notes, ..result(job, elapsed, usage, figures) })
+}
+
+/// Stores one worker's prompts, the first of which is in `kv` already.
+fn store_share<'a>(
+    fresh: &Fresh<'_>,
+    (first, start): (Option<(usize, Prompt)>, Instant),
+    (mut kv, mut spare): (&'a Kv, Option<&'a Kv>),
+    (totals, bar): (&Mutex<Totals>, &ProgressBar),
+) -> Result<()> {
+    let (session, job) = (fresh.session, fresh.job);
+    let (mut busy, mut current) = (Duration::ZERO, first);
+    while let Some((n, prompt)) = current {
+        let next = fresh.from(n + job.numjobs, start)?;
+        let filling = spare.zip(next.as_ref());
+        let (bytes, clat) = std::thread::scope(|scope| {
+            let filled = filling.map(|(kv, (n, _))| scope.spawn(move || kv.fill(*n as u64)));
+            let asked = Instant::now();
+            let stored = store_one(session, kv, &prompt);
+            let clat = asked.elapsed();
+            let filled = filled.map_or(Ok(()), |t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)));
+            filled.and(stored).map(|bytes| (bytes, clat))
+        })?;
+        if let Some((filled, _)) = filling {
+            spare = Some(std::mem::replace(&mut kv, filled));
+        }
+        busy += clat;
+        bar.inc(bytes);
+        let mut t = totals.lock().unwrap_or_else(PoisonError::into_inner);
+        t.recorder.record(Sample { bytes, slat: Duration::ZERO, clat, at: start.elapsed() });
+        t.busy = t.busy.max(busy);
+        drop(t);
+        current = next.filter(|_| !is_over(job, start));
+    }
+    Ok(())
 }

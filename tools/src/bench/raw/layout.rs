@@ -15,6 +15,7 @@ use super::pattern::Rng;
 use crate::bench::job::Job;
 use crate::out::Context;
 use crate::progress::{self, Unit};
+use crate::stop;
 
 /// Bytes per write while a file is laid out.
 const STEP_BYTES: usize = 4 << 20;
@@ -77,11 +78,20 @@ fn make(job: &Job, context: &Context, path: &Path, size: u64) -> Result<()> {
     {
         return Ok(());
     }
+    let before = std::fs::metadata(path).map(|m| m.len()).ok();
     let file = DirectFile::open(path, FileOptions::create())?;
     reserve(&file, size)?;
     let bar = progress::bar(context, format!("laying out {}", path.display()), size, Unit::Bytes);
-    fill(&file, size, job.randseed, &bar)?;
+    let filled = fill(&file, size, job.randseed, &bar);
     bar.finish_and_clear();
+    if filled.is_err() {
+        // Half of it is holes that are reserved: the next run must not take it for laid out.
+        let undone = match before {
+            None => std::fs::remove_file(path).map_err(|e| Error::io("cannot remove the file", e).at(path)),
+            Some(length) => file.set_len(length),
+        };
+        return filled.and(undone);
+    }
     file.sync_data()
 }
 
@@ -99,6 +109,7 @@ fn fill(file: &DirectFile, size: u64, seed: u64, bar: &ProgressBar) -> Result<()
     let padded = size.next_multiple_of(IO_ALIGN as u64);
     let mut offset = 0;
     while offset < padded {
+        stop::check()?;
         let step = (padded - offset).min(STEP_BYTES as u64);
         for (i, page) in buffer.chunks_mut(IO_ALIGN).enumerate() {
             let number = offset / IO_ALIGN as u64 + i as u64;

@@ -23,6 +23,7 @@ use super::options::{IoEngine, Rw};
 use crate::out::Context;
 use crate::progress::{self, Unit};
 use crate::report::{DirectionResult, ForebayFigures, JobResult, UsageMeter};
+use crate::stop;
 use pattern::Pattern;
 use worker::{Plan, Worker};
 
@@ -73,6 +74,9 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         read.merge(&r);
         write.merge(&w);
     }
+    if read.total_ios + write.total_ios == 0 {
+        stop::check()?;
+    }
     let path = drives.first().map(|d| d.report.active.as_str().to_owned());
     for drive in drives {
         let deadline = Instant::now() + CLOSE_TIMEOUT;
@@ -93,6 +97,7 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         usage,
         sample_interval: SAMPLE_INTERVAL,
         forebay: ForebayFigures { path, direct: Some(direct), ..ForebayFigures::default() },
+        notes: Vec::new(),
     })
 }
 

@@ -19,6 +19,7 @@ use super::layout::fill_random;
 use super::pattern::Pattern;
 use crate::report::recorder::Sample;
 use crate::report::{DirectionResult, Recorder};
+use crate::stop;
 
 /// How long one operation may take.
 const IO_TIMEOUT: Duration = Duration::from_secs(60);
@@ -153,7 +154,7 @@ impl Worker {
     fn submit_next(self: &Arc<Self>, buf: Buf) {
         let step = {
             let mut state = self.state.lock();
-            let over = self.plan.runtime.is_some_and(|t| state.start.elapsed() >= t);
+            let over = stop::asked() || self.plan.runtime.is_some_and(|t| state.start.elapsed() >= t);
             if over || state.error.is_some() { None } else { state.pattern.next(self.plan.repeat) }
         };
         let Some(step) = step else { return self.retire(buf) };

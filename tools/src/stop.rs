@@ -1,0 +1,52 @@
+//! SIGINT and SIGTERM as a question that long work asks from time to time, so that it ends in
+//! order: prints what it has measured, removes what it has made.
+//!
+//! A second signal ends the process at once, for somebody who does not want to wait for that.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use forebay::{Error, ErrorKind, Result};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+
+/// The signal that came, 0 for none; empty while nobody listens.
+static CAME: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
+
+/// From now on SIGINT and SIGTERM do not end the process by themselves.
+pub(crate) fn listen() -> Result<()> {
+    let came = Arc::new(AtomicUsize::new(0));
+    if CAME.set(Arc::clone(&came)).is_err() {
+        return Ok(());
+    }
+    let again = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal must not find what it says itself.
+        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))
+            .and_then(|_| flag::register(signal, Arc::clone(&again)))
+            .and_then(|_| flag::register_usize(signal, Arc::clone(&came), signal as usize))
+            .map_err(|e| Error::io("cannot listen to signals", e))?;
+    }
+    Ok(())
+}
+
+/// The signal that asked for the end.
+pub(crate) fn signal() -> Option<u8> {
+    let came = CAME.get().map_or(0, |came| came.load(Ordering::Relaxed));
+    u8::try_from(came).ok().filter(|signal| *signal > 0)
+}
+
+/// Whether the work is to end.
+pub(crate) fn asked() -> bool {
+    signal().is_some()
+}
+
+/// An error where the work is to end; [`is_end`] knows it again.
+pub(crate) fn check() -> Result<()> {
+    if asked() { Err(Error::new(ErrorKind::Cancelled, "interrupted")) } else { Ok(()) }
+}
+
+/// Whether `error` comes from the end that was asked for.
+pub(crate) fn is_end(error: &Error) -> bool {
+    asked() && error.kind() == ErrorKind::Cancelled
+}
