@@ -53,13 +53,20 @@ pub(in crate::log) fn delete(lane: &Path) -> Result<()> {
     for name in paths::LANE_FILES {
         remove_file(&lane.join(name))?;
     }
-    std::fs::remove_dir(lane).map_err(|e| Error::io("cannot remove a lane's directory", e).at(lane))
+    std::fs::remove_dir(lane).map_err(|e| Error::io("cannot remove a lane's directory", e).at(lane))?;
+    // A power cut must not bring the lane back: removals do not look into it any more.
+    lane.parent().map_or(Ok(()), paths::sync_dir)
 }
 
 /// Removes adopted lanes that hold nothing any more.
 pub(super) fn remove_empty_lanes(volume: &Volume) {
     let lanes = volume.lanes();
     for lane in lanes.held().filter(|l| l.role == Role::Adopted && is_empty(l)) {
+        // Removals will not look into it any more, and a power cut may bring its files back.
+        if let Err(e) = lane.settle() {
+            tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
+            continue;
+        }
         let removed = volume.lock_shard().and_then(|_lock| {
             volume.forget(lane.number);
             let deleted = delete(&lane.dir);
