@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -40,7 +40,7 @@ cufile:
 # The bindings against NVIDIA's header and library at every version that changed them; part of `unit` where those can be fetched.
 check-abi:
 	$(PYTHON) cufile-sys/fetch_wheel.py target/cufile --require
-	FOREBAY_CHECK_ABI=required $(CARGO) test -p cufile-sys --locked --test check_abi -- --nocapture
+	FOREBAY_CHECK_ABI=required $(CARGO) test -p forebay-cufile-sys --locked --test check_abi -- --nocapture
 
 # The kernels' PTX from their sources, by NVIDIA's compiler from its Python wheel (kernels/README.md).
 kernels:
@@ -146,6 +146,10 @@ DIRECTORY ?= .
 bench-gpu:
 	test -d target/gpu || $(MAKE) gpu-pack
 	tests/gpu/bench.sh target/gpu $(DIRECTORY)
+
+# The two crates of the library as a registry would get them, each built from its package alone.
+package:
+	$(CARGO) package --locked -p forebay-cufile-sys -p forebay
 
 micro:
 	$(CARGO) bench -p forebay
