@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from forebay.vllm import checks, geometry, settings
+from forebay.vllm import checks, geometry, logs, settings
 from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.scheduling import SchedulerHalf
@@ -50,6 +50,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """As vLLM makes it: once for the scheduler, once in each worker."""
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.join()
         read = settings.read(self._kv_transfer_config.kv_connector_extra_config)
         checks.recompute_policy(vllm_config)
         kv = geometry.shape(vllm_config, kv_cache_config)

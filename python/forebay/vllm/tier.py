@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 import forebay
-from forebay.vllm import settings, tier_compat
+from forebay.vllm import logs, settings, tier_compat
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.tier_jobs import Rows, Transfers
 
@@ -56,6 +56,7 @@ class ForebayTier(SecondaryTierManager):
     ) -> None:
         """As vLLM's factory calls it; `extra` is the tier's section of the configuration."""
         tier_compat.check_version()
+        logs.join()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(extra.pop("locality", Locality.LOCAL.value))
         wants_events = settings.is_on(extra.pop("enable_kv_events", False))
