@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::admission::Admit;
 use super::eviction_feed::EvictionFeed;
@@ -25,6 +25,8 @@ pub(in crate::log) struct Ctx {
     pub(in crate::log) in_flight: Arc<InFlight>,
     pub(in crate::log) boot: BootId,
     pub(in crate::log) me: Holder,
+    /// When a bad chunk was last told of; 0 where none was.
+    pub(in crate::log) bad_told_ns: AtomicU64,
     full_layout: SlotLayout,
     pid: u32,
     closed: AtomicBool,
@@ -40,6 +42,7 @@ impl Ctx {
             sheds: ShedCounters::default(),
             evicted: EvictionFeed::default(),
             in_flight: Arc::default(),
+            bad_told_ns: AtomicU64::new(0),
             boot: boot_id()?,
             me: holder("self")?,
             pid: std::process::id(),

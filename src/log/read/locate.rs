@@ -4,6 +4,7 @@
 //! right. No lock is taken that anybody holds across I/O, and nothing is read from a drive.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::chunk::{Bad, Chunk};
@@ -20,6 +21,8 @@ use crate::log::lane::Lane;
 
 /// Keys looked up at once, so that a long prompt that misses early costs little.
 const BLOCK: usize = 64;
+/// A bad chunk is told of this often at most.
+const BAD_EVERY_NS: u64 = 60_000_000_000;
 
 impl Volume {
     /// Where a key lies on this drive, if it may be served.
@@ -237,13 +240,42 @@ impl Log {
         match why {
             Bad::Corrupt => {}
             Bad::Io => volume.note_bad_read(ErrorKind::Io),
-            Bad::TimedOut => return volume.note_bad_read(ErrorKind::TimedOut),
+            Bad::TimedOut => {
+                self.tell_bad(chunk, why);
+                return volume.note_bad_read(ErrorKind::TimedOut);
+            }
         }
         // Reclaim may have moved it away from under a load without a lease: then the copy is good.
         let here = (chunk.sequence, chunk.segment, chunk.epoch, chunk.page);
         let is_here = |e: &Entry| (e.seq, e.segment, e.epoch, e.page) == here;
         if let Some(entry) = chunk.lane.get(&chunk.key).filter(is_here) {
+            self.tell_bad(chunk, why);
             discard(volume, &chunk.lane, &entry);
+        }
+    }
+}
+
+impl Log {
+    /// One line a minute, with where it was: what lies on a failing drive goes bad by thousands.
+    fn tell_bad(&self, chunk: &Chunk, why: Bad) {
+        let now_ns = self.ctx.options.clock.boot_ns();
+        let told_ns = self.ctx.bad_told_ns.load(Ordering::Relaxed);
+        let is_due = told_ns == 0 || now_ns.saturating_sub(told_ns) >= BAD_EVERY_NS;
+        let is_first = || {
+            self.ctx.bad_told_ns.compare_exchange(told_ns, now_ns.max(1), Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        };
+        if is_due && is_first() {
+            let what = match why {
+                Bad::Corrupt => "is not what was stored and is dropped",
+                Bad::Io => "cannot be read and is dropped",
+                Bad::TimedOut => "was not read in time",
+            };
+            tracing::warn!(
+                file = %chunk.file.path().display(),
+                offset = chunk.slot_offset,
+                bad_chunks = self.ctx.counters.bad_chunks.get(),
+                "a chunk {what}: a miss; see the kernel log, and run `forebay fsck deep` on the cache"
+            );
         }
     }
 }
