@@ -1,10 +1,12 @@
 //! `forebay fsck`: checks of a cache's files, also beside servers; damage gives exit status 3. Only
-//! `rebuild` writes, and only to lanes that no server uses.
+//! `rebuild` and `repair` write, and only to lanes that no server uses.
 
-use std::path::PathBuf;
+mod repair;
+
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
-use forebay::log::fsck::{LaneFiles, RawLane, RebuildOptions, deep, lanes, rebuild, rebuild_bytes};
+use forebay::log::fsck::{LaneFiles, RawLane, RebuildOptions, budget_damage, deep, lanes, rebuild, rebuild_bytes};
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
@@ -27,11 +29,13 @@ pub(crate) enum FsckCommand {
     /// Make the index of damaged lanes anew, from their slots and what is left of the old index.
     #[command(after_help = REBUILD_HELP)]
     Rebuild(RebuildArgs),
+    /// Drop chunks whose bytes are damaged, lanes without data, and a damaged BUDGET file.
+    Repair(repair::RepairArgs),
 }
 
 const REBUILD_HELP: &str = "\
 Every byte of data.kv is read and checked. What is intact is found again, what was removed stays so, damaged \
-slots are left out. Servers that use the lane must be stopped.
+slots are left out; `fsck repair` is for those where the index is intact. Servers that use the lane must be stopped.
 
 Examples:
   forebay fsck rebuild /mnt/nvme --dry-run
@@ -71,6 +75,7 @@ pub(crate) fn run(command: &FsckCommand, context: &Context) -> Result<Outcome> {
         FsckCommand::Deep(place) => check_deep(place, context),
         FsckCommand::Dump(place) => dump(place),
         FsckCommand::Rebuild(args) => make_anew(args, context),
+        FsckCommand::Repair(args) => repair::run(args, context),
     }
 }
 
@@ -78,38 +83,72 @@ fn name(files: &LaneFiles) -> String {
     format!("{}/{}/{}", files.namespace, files.shard, files.name)
 }
 
+/// The command that helps a lane of which `what` is wrong, as it can be pasted.
+fn remedy(directory: &Path, files: &LaneFiles, what: &str) -> String {
+    let directory = quoted(directory);
+    if files.is_lost() {
+        return format!("forebay fsck repair {directory}");
+    }
+    // Of another version, a lane cannot be made anew: the error itself says what can be done.
+    match RawLane::read(files) {
+        Err(e) if e.kind() == ErrorKind::Incompatible => what.to_owned(),
+        _ => format!("forebay fsck rebuild {directory}"),
+    }
+}
+
+/// A path as a shell takes it.
+pub(crate) fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+,:@%=".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
+}
+
+/// What is wrong with the BUDGET file, and what helps.
+pub(crate) fn budget_report(directory: &Path) -> Result<Option<(String, String)>> {
+    Ok(budget_damage(directory)?.map(|e| match e.kind() {
+        ErrorKind::Incompatible => (e.to_string(), "update forebay".to_owned()),
+        _ => (e.to_string(), format!("forebay fsck repair {}", quoted(directory))),
+    }))
+}
+
 fn check(place: &Place, context: &Context) -> Result<Outcome> {
     let mut reports = Vec::new();
-    let mut clean = true;
+    let budget = budget_report(&place.directory)?;
+    let mut clean = budget.is_none();
     for files in lanes(&place.directory)? {
         let report = match RawLane::read(&files) {
             Ok(lane) => {
                 clean &= lane.damage.is_empty();
                 let c = lane.counts;
+                let help = lane.damage.first().map(|d| remedy(&place.directory, &files, &d.what));
                 let damage: Vec<Value> =
                     lane.damage.iter().map(|d| json!({"file": d.file, "offset": d.offset, "what": d.what})).collect();
                 json!({"lane": name(&files), "model": lane.superblock.model, "in_use": lane.in_use, "puts": c.puts,
                     "gone": c.gone, "sealed": c.sealed, "free": c.free, "open": c.open,
-                    "journal_pages": c.journal_pages, "disk_bytes": c.disk_bytes, "damage": damage})
+                    "journal_pages": c.journal_pages, "disk_bytes": c.disk_bytes, "damage": damage, "remedy": help})
             }
             Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound) => {
                 clean = false;
-                json!({"lane": name(&files), "in_use": files.in_use(), "damage": [{"what": e.to_string()}]})
+                let what = if files.is_lost() { "its data.kv is gone".to_owned() } else { e.to_string() };
+                let help = remedy(&place.directory, &files, &what);
+                json!({"lane": name(&files), "in_use": files.in_use(), "damage": [{"what": what}], "remedy": help})
             }
             Err(e) => return Err(e),
         };
         reports.push(report);
     }
     if context.json {
-        out::print_json(&json!({"clean": clean, "lanes": reports}))?;
+        let budget = budget.map(|(what, remedy)| json!({"what": what, "remedy": remedy}));
+        out::print_json(&json!({"clean": clean, "budget_damage": budget, "lanes": reports}))?;
     } else {
+        if let Some((what, remedy)) = &budget {
+            out::print(&format!("damaged: {what}; the cache does not open\n  remedy: {remedy}\n"))?;
+        }
         for r in &reports {
             let in_use = if r["in_use"] == true { ", in use by a server" } else { "" };
             let lane = r["lane"].as_str().unwrap_or_default();
             let holds = match (&r["puts"], &r["sealed"]) {
-                (Value::Null, _) | (_, Value::Null) => {
-                    "cannot be read; fsck rebuild restores what its data holds".to_owned()
-                }
+                (Value::Null, _) | (_, Value::Null) => "cannot be read".to_owned(),
                 (puts, sealed) => format!("{puts} puts, {sealed} sealed segments"),
             };
             out::print(&format!("{lane}: {holds}{in_use}\n"))?;
@@ -117,6 +156,10 @@ fn check(place: &Place, context: &Context) -> Result<Outcome> {
                 let what = d["what"].as_str().unwrap_or_default();
                 let place = d["file"].as_str().map_or_else(String::new, |file| format!("{file} at {}: ", d["offset"]));
                 out::print(&format!("  damaged: {place}{what}\n"))?;
+            }
+            // That of another version is in what was told.
+            if let Some(remedy) = r["remedy"].as_str().filter(|help| Some(*help) != r["damage"][0]["what"].as_str()) {
+                out::print(&format!("  remedy: {remedy}\n"))?;
             }
         }
     }
@@ -141,21 +184,33 @@ fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
             bad.push(json!({"lane": lane, "key": hex(&b.key.0), "offset": b.offset, "what": b.what}));
         }
     }
-    let clean = bad.is_empty() && index_damage == 0 && unreadable.is_empty();
+    let budget = budget_report(&place.directory)?;
+    let clean = bad.is_empty() && index_damage == 0 && unreadable.is_empty() && budget.is_none();
     if context.json {
+        let budget = budget.map(|(what, remedy)| json!({"what": what, "remedy": remedy}));
         out::print_json(&json!({"clean": clean, "slots": slots, "bytes": bytes, "absent": absent, "bad": bad,
-            "index_damage": index_damage, "unreadable_lanes": unreadable}))?;
+            "index_damage": index_damage, "unreadable_lanes": unreadable, "budget_damage": budget}))?;
     } else {
+        if let Some((what, _)) = &budget {
+            out::print(&format!("damaged: {what}; the cache does not open\n"))?;
+        }
         for b in &bad {
             out::print(&format!("bad: {} in {} at {}: {}\n", b["key"], b["lane"], b["offset"], b["what"]))?;
         }
         for lane in &unreadable {
             out::print(&format!("unreadable: {lane}\n"))?;
         }
-        let bad = bad.len();
+        let count = bad.len();
         out::print(&format!(
-            "{slots} slots, {bytes} bytes, {absent} absent, {bad} bad, {index_damage} index damages\n"
+            "{slots} slots, {bytes} bytes, {absent} absent, {count} bad, {index_damage} index damages\n"
         ))?;
+        let directory = quoted(&place.directory);
+        if index_damage > 0 || !unreadable.is_empty() {
+            out::print(&format!("what helps the index: forebay fsck check {directory}\n"))?;
+        }
+        if !bad.is_empty() || budget.is_some() {
+            out::print(&format!("remedy: forebay fsck repair {directory}\n"))?;
+        }
     }
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }
@@ -188,7 +243,13 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
     let options = RebuildOptions { dry_run: args.dry_run, backup: !args.no_backup };
     let mut reports = Vec::new();
     let mut clean = true;
+    let mut lost = Vec::new();
     for (files, raw) in all.iter().zip(&read) {
+        if files.is_lost() {
+            // There is nothing that an index could be made from.
+            lost.push(name(files));
+            continue;
+        }
         let damaged = !raw.as_ref().is_ok_and(|l| l.damage.is_empty());
         let chosen = args.lane.as_ref().map_or(damaged || args.all, |wanted| name(files) == *wanted);
         if !chosen {
@@ -208,8 +269,9 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
             "segments": done.segments,
             "old_records": done.old_records, "superblock_derived": done.derived, "left_out": left_out}));
     }
+    clean &= lost.is_empty();
     if context.json {
-        out::print_json(&json!({"dry_run": args.dry_run, "clean": clean, "lanes": reports}))?;
+        out::print_json(&json!({"dry_run": args.dry_run, "clean": clean, "lanes": reports, "lost_lanes": lost}))?;
         return Ok(if clean { Outcome::Done } else { Outcome::Problem });
     }
     let verb = if args.dry_run { "would be restored" } else { "restored" };
@@ -220,8 +282,12 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
             out::print(&format!("  left out: {} at {}: {}\n", b["key"], b["offset"], b["what"]))?;
         }
     }
-    if reports.is_empty() {
-        out::print("no lane is damaged; --all rebuilds all the same\n")?;
+    for lane in &lost {
+        let directory = quoted(&args.place.directory);
+        out::print(&format!("{lane}: its data.kv is gone; remedy: forebay fsck repair {directory}\n"))?;
+    }
+    if reports.is_empty() && lost.is_empty() {
+        out::print("no index is damaged; --all rebuilds all the same; `forebay fsck repair` drops damaged chunks\n")?;
     }
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }

@@ -12,6 +12,7 @@ use forebay::format::budget::BudgetPage;
 use forebay::log::fsck::{LaneFiles, RawLane, disk_bytes, live};
 use serde_json::{Value, json};
 
+use crate::fsck::budget_report;
 use crate::ls::{hex, now_s, shards};
 use crate::out::{self, Context, Outcome};
 use crate::size::{parse_bytes, show_bytes};
@@ -35,6 +36,9 @@ pub(crate) struct StatArgs {
 const AFTER_HELP: &str = "\
 A server's stores of the last moments may be missing. Ages are those of the oldest and newest chunk that is served.
 
+Space is taken in whole segments before it is filled: `reserved` is what of them holds no chunk yet, and counts against the capacity \
+(docs/configuration.md, Capacity). Exit status 3: a lane cannot be read, or the cache does not open.
+
 Examples:
   forebay stat /mnt/nvme
   forebay stat /mnt/nvme0 /mnt/nvme1 --capacity 2t --min-free 100g --json";
@@ -45,7 +49,7 @@ pub(crate) fn run(args: &StatArgs, context: &Context) -> Result<Outcome> {
     let mut complete = true;
     for directory in &args.directories {
         let drive = drive(args, directory)?;
-        complete &= drive["unreadable_lanes"].as_array().is_none_or(Vec::is_empty);
+        complete &= drive["unreadable_lanes"].as_array().is_none_or(Vec::is_empty) && drive["budget_damage"].is_null();
         drives.push(drive);
     }
     if context.json {
@@ -62,7 +66,10 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
     let (found, unreadable) = shards(directory)?;
     let (total, free) = forebay::io::file_system_bytes(directory)?;
     let budget = std::fs::read(directory.join("BUDGET")).ok().and_then(|bytes| BudgetPage::decode(&bytes).ok());
+    let budget_damage = budget_report(directory)?.map(|(what, remedy)| json!({"what": what, "remedy": remedy}));
     let disk_bytes = disk_bytes(directory)?;
+    let of_lanes: u64 = found.iter().flat_map(|(_, raw)| raw).map(|l| l.counts.disk_bytes).sum();
+    let reserved: u64 = found.iter().flat_map(|(_, raw)| raw).map(reserved_bytes).sum();
     let mut namespaces: BTreeMap<String, Vec<Value>> = BTreeMap::new();
     for (files, raw) in &found {
         let Some(first) = files.first() else { continue };
@@ -71,11 +78,17 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
     let namespaces: Vec<Value> =
         namespaces.into_iter().map(|(name, shards)| json!({"namespace": name, "shards": shards})).collect();
     Ok(json!({"directory": directory, "drive_id": budget.as_ref().map(|b| hex(&b.drive)),
-        "draining": budget.as_ref().map(|b| b.draining), "disk_bytes": disk_bytes,
+        "draining": budget.as_ref().map(|b| b.draining), "budget_damage": budget_damage, "disk_bytes": disk_bytes,
+        "reserved_bytes": reserved, "tables_bytes": disk_bytes.saturating_sub(of_lanes),
         "capacity_bytes": args.capacity, "capacity_left_bytes": args.capacity.map(|c| c.saturating_sub(disk_bytes)),
         "file_system_bytes": total, "free_bytes": free, "min_free_bytes": args.min_free,
         "free_above_floor_bytes": args.min_free.map(|floor| free.saturating_sub(floor)),
         "namespaces": namespaces, "unreadable_lanes": unreadable}))
+}
+
+/// Bytes of data.kv that hold no chunk: of segments that stores fill from here on.
+fn reserved_bytes(lane: &RawLane) -> u64 {
+    lane.counts.data_disk_bytes.saturating_sub(lane.counts.slot_bytes)
 }
 
 fn shard(files: &[LaneFiles], raw: &[RawLane]) -> Value {
@@ -101,7 +114,8 @@ fn shard(files: &[LaneFiles], raw: &[RawLane]) -> Value {
         };
         lanes.push(json!({"lane": f.name, "in_use": lane.in_use, "pid": pid, "chunks": of_chunks,
             "objects": of_objects, "live_bytes": live_bytes, "gone": c.gone,
-            "disk_bytes": c.disk_bytes, "segment_bytes": lane.superblock.segment_bytes, "segments": segments,
+            "disk_bytes": c.disk_bytes, "slot_bytes": c.slot_bytes, "reserved_bytes": reserved_bytes(lane),
+            "index_bytes": c.disk_bytes.saturating_sub(c.data_disk_bytes), "segment_bytes": lane.superblock.segment_bytes, "segments": segments,
             "leased_segments": shared.map(|s| s.leased), "damage": lane.damage.len(),
             "oldest_s": first.map(|b| age(b.created_ms)), "newest_s": last.map(|b| age(b.created_ms)),
             "writer_version": last.map(|b| b.writer_version)}));
@@ -143,6 +157,12 @@ fn show(drive: &Value) -> Result<()> {
         head += "; draining";
     }
     out::print(&format!("{head}; format version {VERSION}\n"))?;
+    if let (Some(what), Some(remedy)) =
+        (drive["budget_damage"]["what"].as_str(), drive["budget_damage"]["remedy"].as_str())
+    {
+        out::print(&format!("damaged: {what}; the cache does not open\n  remedy: {remedy}\n"))?;
+    }
+    out::print(&parts(drive))?;
     for namespace in drive["namespaces"].as_array().into_iter().flatten() {
         for shard in namespace["shards"].as_array().into_iter().flatten() {
             let (ns, name) = (plain(&namespace["namespace"]), plain(&shard["shard"]));
@@ -154,6 +174,22 @@ fn show(drive: &Value) -> Result<()> {
         out::print(&format!("unreadable: {}\n", plain(lane)))?;
     }
     Ok(())
+}
+
+/// What the bytes on the drive are: a small cache is mostly what is reserved for stores to come.
+fn parts(drive: &Value) -> String {
+    let lanes = || {
+        let shards = drive["namespaces"].as_array().into_iter().flatten().flat_map(|ns| ns["shards"].as_array());
+        shards.flatten().flat_map(|shard| shard["lanes"].as_array()).flatten()
+    };
+    let sum = |field: &str| show_bytes(lanes().map(|l| l[field].as_u64().unwrap_or(0)).sum::<u64>() as f64);
+    format!(
+        "of these {} slots of chunks and objects, {} reserved for stores to come, {} index, {} tables\n",
+        sum("slot_bytes"),
+        size(&drive["reserved_bytes"]),
+        sum("index_bytes"),
+        size(&drive["tables_bytes"])
+    )
 }
 
 fn table(shard: &Value) -> Table {

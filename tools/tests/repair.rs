@@ -1,4 +1,4 @@
-//! `forebay stat`, `purge` and `fsck rebuild` over caches of a real log, beside its server and
+//! `forebay stat`, `purge`, `fsck rebuild` and `fsck repair` over caches of a real log, beside its server and
 //! after it.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
 
@@ -207,4 +207,156 @@ fn a_cache_of_version_1_goes_by_the_command_that_the_refusal_names() {
     let log = open(dir.path());
     store(&log, 4, None);
     assert_eq!(stored(&log), [4]);
+}
+
+fn close(log: Arc<Log>) {
+    log.close(std::time::Instant::now() + Duration::from_secs(20)).unwrap();
+}
+
+/// Overwrites the slots of chunks with bytes that are nobody's: from `from` on within each, as many
+/// as `bytes`.
+fn damage(dir: &Path, chunks: &[u32], (from, bytes): (u64, usize)) {
+    let dump = forebay(dir, &["fsck", "dump", "."]).expect(0).stdout;
+    let data = File::options().write(true).open(lane(dir).join("data.kv")).unwrap();
+    for n in chunks {
+        let key: String = name(*n).0.iter().map(|b| format!("{b:02x}")).collect();
+        let line = dump.lines().find(|line| line.contains(&format!("\"key\":\"{key}\""))).unwrap();
+        let record: serde_json::Value = serde_json::from_str(line).unwrap();
+        let at = record["segment"].as_u64().unwrap() * (128 << 10) + record["page"].as_u64().unwrap() * 4096;
+        data.write_all_at(&vec![0xa5; bytes], at + from).unwrap();
+    }
+}
+
+#[test]
+fn repair_drops_what_deep_finds_bad_and_it_is_stored_again() {
+    let dir = folder();
+    let log = filled(dir.path());
+    let refused = forebay(dir.path(), &["fsck", "repair", "."]).expect(1).stderr;
+    assert!(refused.contains("a process writes this lane") && refused.contains("stop the servers"), "{refused}");
+    forebay(dir.path(), &["fsck", "repair", ".", "--dry-run"]).expect(0);
+    close(log);
+    let lanes = forebay(dir.path(), &["fsck", "check", ".", "--json"]).expect(0).json();
+    assert!(lanes["lanes"][0]["sealed"].as_u64() > Some(0) && lanes["lanes"][0]["open"] == 1, "{lanes}");
+    // Of sealed segments and of what is in the journal only: payload, and one with its header.
+    damage(dir.path(), &[1, 19], (8192, 100));
+    damage(dir.path(), &[8], (0, 8192));
+    let deep = forebay(dir.path(), &["fsck", "deep", "."]).expect(3).stdout;
+    assert!(deep.contains("2 bad") && deep.contains("1 absent") && deep.contains("forebay fsck repair ."), "{deep}");
+    let dry = forebay(dir.path(), &["fsck", "repair", ".", "--dry-run", "--json"]).expect(3).json();
+    assert_eq!((&dry["dropped_chunks"], &dry["absent"], &dry["clean"]), (&2.into(), &1.into(), &false.into()));
+    forebay(dir.path(), &["fsck", "deep", "."]).expect(3);
+    let done = forebay(dir.path(), &["fsck", "repair", ".", "--json"]).expect(0).json();
+    assert_eq!((&done["dropped_chunks"], &done["dropped_bytes"]), (&2.into(), &(2 * 4096).into()), "{done}");
+    assert_eq!((&done["absent"], &done["clean"], &done["slots"]), (&1.into(), &true.into(), &20.into()), "{done}");
+    let deep = forebay(dir.path(), &["fsck", "deep", ".", "--json"]).expect(0).json();
+    assert_eq!((&deep["slots"], &deep["absent"]), (&17.into(), &0.into()), "{deep}");
+    forebay(dir.path(), &["fsck", "check", "."]).expect(0);
+    let again = forebay(dir.path(), &["fsck", "repair", "."]).expect(0).stdout;
+    assert_eq!(again, "17 slots checked; 0 chunks, 0 bytes dropped\n");
+    let log = open(dir.path());
+    assert_eq!(stored(&log), (0..20).filter(|n| ![1, 8, 19].contains(n)).collect::<Vec<_>>());
+    [1, 8, 19].into_iter().for_each(|n| store(&log, n, None));
+    assert_eq!(stored(&log).len(), 20);
+    close(log);
+    let deep = forebay(dir.path(), &["fsck", "deep", ".", "--json"]).expect(0).json();
+    assert_eq!(deep["slots"], 20);
+}
+
+#[test]
+fn what_was_repaired_stays_gone_when_the_index_is_made_anew_from_the_slots() {
+    let dir = folder();
+    close(filled(dir.path()));
+    // The header is as it was: a rebuild would look at the slot.
+    damage(dir.path(), &[3, 4, 5], (8192, 4096));
+    forebay(dir.path(), &["fsck", "repair", ".", "-q"]).expect(0);
+    std::fs::remove_file(lane(dir.path()).join("index.kv")).unwrap();
+    let built = forebay(dir.path(), &["fsck", "rebuild", ".", "--json"]).expect(0).json();
+    assert_eq!((&built["lanes"][0]["chunks"], &built["lanes"][0]["left_out"]), (&17.into(), &serde_json::json!([])));
+    assert!(!stored(&open(dir.path())).contains(&4));
+}
+
+#[test]
+fn a_lane_whose_data_is_gone_goes_by_the_command_that_check_names() {
+    let dir = folder();
+    close(filled(dir.path()));
+    let lane = lane(dir.path());
+    std::fs::remove_file(lane.join("data.kv")).unwrap();
+    let check = forebay(dir.path(), &["fsck", "check", "."]).expect(3).stdout;
+    assert!(check.contains("data.kv is gone") && check.contains("remedy: forebay fsck repair .\n"), "{check}");
+    let rebuild = forebay(dir.path(), &["fsck", "rebuild", "."]).expect(3).stdout;
+    assert!(rebuild.contains("forebay fsck repair ."), "{rebuild}");
+    let dry = forebay(dir.path(), &["fsck", "repair", ".", "--dry-run"]).expect(3).stdout;
+    assert!(dry.contains("would be removed") && lane.exists(), "{dry}");
+    let done = forebay(dir.path(), &["fsck", "repair", "."]).expect(0).stdout;
+    assert!(done.contains("lane0: its data.kv is gone; removed"), "{done}");
+    assert!(!lane.exists());
+    forebay(dir.path(), &["fsck", "check", "."]).expect(0);
+    let log = open(dir.path());
+    store(&log, 4, None);
+    assert_eq!(stored(&log), [4]);
+}
+
+#[test]
+fn a_damaged_index_is_left_for_rebuild_and_said_so() {
+    let dir = folder();
+    close(filled(dir.path()));
+    std::fs::write(lane(dir.path()).join("index.kv"), vec![0; 1 << 20]).unwrap();
+    for arguments in [["fsck", "check", "."], ["fsck", "repair", "."]] {
+        let told = forebay(dir.path(), &arguments).expect(3).stdout;
+        assert!(told.contains("forebay fsck rebuild ."), "{told}");
+    }
+    forebay(dir.path(), &["fsck", "rebuild", "."]).expect(0);
+    forebay(dir.path(), &["fsck", "repair", "."]).expect(0);
+    assert_eq!(stored(&open(dir.path())).len(), 20);
+}
+
+#[test]
+fn a_zeroed_budget_is_named_and_written_anew() {
+    let dir = folder();
+    close(filled(dir.path()));
+    let path = dir.path().join("BUDGET");
+    let before = std::fs::read(&path).unwrap();
+    let capacity = ["stat", ".", "--json"];
+    assert!(forebay(dir.path(), &capacity).expect(0).json()["drives"][0]["budget_damage"].is_null());
+    std::fs::write(&path, vec![0; 4096]).unwrap();
+    for command in [&["fsck", "check", "."][..], &["fsck", "deep", "."], &["stat", "."]] {
+        let told = forebay(dir.path(), command).expect(3).stdout;
+        assert!(told.contains("BUDGET") && told.contains("remedy: forebay fsck repair ."), "{told}");
+    }
+    assert!(!forebay(dir.path(), &capacity).expect(3).json()["drives"][0]["budget_damage"].is_null());
+    forebay(dir.path(), &["fsck", "repair", ".", "--dry-run"]).expect(3);
+    assert!(std::fs::read(&path).unwrap().iter().all(|b| *b == 0));
+    let done = forebay(dir.path(), &["fsck", "repair", "."]).expect(0).stdout;
+    assert!(done.contains("BUDGET: damaged; written anew"), "{done}");
+    // It names the drive as its lanes do.
+    assert_eq!(std::fs::read(&path).unwrap()[16..32], before[16..32]);
+    forebay(dir.path(), &["fsck", "check", "."]).expect(0);
+    forebay(dir.path(), &["stat", "."]).expect(0);
+    assert_eq!(stored(&open(dir.path())).len(), 20);
+}
+
+#[test]
+fn a_budget_that_may_be_somebody_elses_is_left_alone() {
+    let dir = folder();
+    std::fs::write(dir.path().join("BUDGET"), b"income, expenses").unwrap();
+    let refused = forebay(dir.path(), &["fsck", "repair", "."]).expect(1).stderr;
+    assert!(refused.contains("remove the BUDGET file"), "{refused}");
+    assert_eq!(std::fs::read(dir.path().join("BUDGET")).unwrap(), b"income, expenses");
+}
+
+#[test]
+fn stat_tells_what_is_reserved_and_what_is_filled() {
+    let dir = folder();
+    let log = filled(dir.path());
+    let json = forebay(dir.path(), &["stat", ".", "--json"]).expect(0).json();
+    let drive = &json["drives"][0];
+    let lane = &drive["namespaces"][0]["shards"][0]["lanes"][0];
+    let of = |value: &serde_json::Value| value.as_u64().unwrap();
+    assert!(of(&lane["reserved_bytes"]) > 0 && of(&lane["slot_bytes"]) >= 20 * 4096, "{lane}");
+    let parts = of(&lane["slot_bytes"]) + of(&lane["reserved_bytes"]) + of(&lane["index_bytes"]);
+    assert_eq!(parts, of(&lane["disk_bytes"]));
+    assert_eq!(parts + of(&drive["tables_bytes"]), of(&drive["disk_bytes"]));
+    let text = forebay(dir.path(), &["stat", "."]).expect(0).stdout;
+    assert!(text.contains("reserved for stores to come"), "{text}");
+    drop(log);
 }

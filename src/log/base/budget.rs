@@ -110,8 +110,12 @@ fn read_or_make(file: &File, path: &Path, now_ms: u64) -> Result<BudgetPage> {
     }
     let mut bytes = vec![0; PAGE_BYTES.min(len as usize)];
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
-    BudgetPage::decode(&bytes)
-        .map_err(|e| e.at(path).advice("if this is a cache directory, remove the BUDGET file: it only names the drive"))
+    BudgetPage::decode(&bytes).map_err(|e| match e.kind() {
+        ErrorKind::Corrupt => {
+            e.at(path).advice("`forebay fsck repair CACHE_DIR` writes it anew: it only names the drive")
+        }
+        _ => e.at(path),
+    })
 }
 
 /// Bytes that the files below `dir` take on the drive; holes are not counted, symlinks not

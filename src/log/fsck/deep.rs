@@ -36,6 +36,8 @@ pub struct BadSlot {
     pub offset: u64,
     /// What is wrong with it.
     pub what: String,
+    /// Whether the drive was too slow to tell: the bytes may be right.
+    pub late: bool,
 }
 
 /// What a deep check found.
@@ -58,7 +60,19 @@ pub struct Deep {
 /// # Errors
 /// Where files or queues cannot be opened; a slot that cannot be read is told as bad.
 pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Deep> {
-    let records = listed(lanes, now_s);
+    let mut deep = check(files, lanes, &listed(lanes, now_s), progress)?;
+    still_there(files, lanes, now_s, &mut deep)?;
+    Ok(deep)
+}
+
+/// The same for some records, each with its lane's place in the list, of lanes that stay as they
+/// are meanwhile.
+pub(super) fn check(
+    files: &[LaneFiles],
+    lanes: &[RawLane],
+    records: &[(usize, Record)],
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Deep> {
     let drive = io::open_drive(&IoOptions::default())?;
     let disk = Disk(drive);
     let data: Vec<Arc<DirectFile>> = files.iter().map(|f| open_data(f).map(Arc::new)).collect::<Result<_>>()?;
@@ -69,21 +83,26 @@ pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn 
             let (Some(raw), Some(file)) = (lanes.get(*lane), data.get(*lane)) else { continue };
             let checked = Slot { disk: &disk, file, raw, record }.check();
             progress(u64::from(record.pages) * PAGE_BYTES as u64);
-            let slot = |what| BadSlot { lane: *lane, key: record.key, offset: raw.slot_offset(record), what };
+            let slot = |e: &Error| BadSlot {
+                lane: *lane,
+                key: record.key,
+                offset: raw.slot_offset(record),
+                what: e.to_string(),
+                late: e.kind() == ErrorKind::TimedOut,
+            };
             let mut result = result.lock();
             match checked {
                 Ok(bytes) => (result.slots, result.bytes) = (result.slots + 1, result.bytes + bytes),
-                Err(e) if e.kind() == ErrorKind::NotFound => result.gone.push(slot(e.to_string())),
+                Err(e) if e.kind() == ErrorKind::NotFound => result.gone.push(slot(&e)),
                 Err(e) => {
                     result.slots += 1;
-                    result.bad.push(slot(e.to_string()));
+                    result.bad.push(slot(&e));
                 }
             }
         }
     };
     std::thread::scope(|scope| (0..READERS.min(records.len())).for_each(|_| drop(scope.spawn(work))));
     let mut deep = result.into_inner();
-    still_there(files, lanes, now_s, &mut deep)?;
     deep.bad.sort_unstable_by_key(|bad| (bad.lane, bad.offset));
     deep.gone.sort_unstable_by_key(|gone| (gone.lane, gone.offset));
     Ok(deep)

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::config::dir::{Dir, FileOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::base::lock::{FileLock, is_taken};
-use crate::log::base::paths::LANE_LOCK as LOCK;
+use crate::log::base::paths::{DATA, LANE_LOCK as LOCK};
 
 /// The directory of one lane.
 #[derive(Debug)]
@@ -31,6 +31,12 @@ impl LaneFiles {
     pub fn in_use(&self) -> bool {
         // A server that opens just now may find the lane taken, and take another.
         self.dir.open_file_in(LOCK, &FileOptions::default()).is_ok_and(|file| is_taken(&file))
+    }
+
+    /// Whether its data.kv is gone, and with it all that its index could tell of.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.dir.open_file_in(DATA, &FileOptions::default()).is_err_and(|e| e.kind() == ErrorKind::NotFound)
     }
 
     /// Takes the lane's lock; `None` where a process writes the lane.

@@ -50,6 +50,10 @@ pub struct Counts {
     pub file_bytes: [u64; 2],
     /// Bytes of both that the file system has allocated.
     pub disk_bytes: u64,
+    /// Those of data.kv alone.
+    pub data_disk_bytes: u64,
+    /// Bytes of the slots whose puts count; what else data.kv takes is reserved for stores to come.
+    pub slot_bytes: u64,
 }
 
 /// What is known of a segment.
@@ -109,6 +113,7 @@ impl RawLane {
         lane.read_regions(&index)?;
         lane.add_unsealed(ring);
         lane.counts.puts = lane.records.len() as u64;
+        lane.counts.slot_bytes = lane.records.iter().map(|r| u64::from(r.pages) * PAGE_BYTES as u64).sum();
         Ok(lane)
     }
 
@@ -124,6 +129,7 @@ impl RawLane {
         let data = files.dir.open_file_in(DATA, &FileOptions::default())?.metadata().map_err(at)?;
         self.counts.file_bytes = [index.len(), data.len()];
         self.counts.disk_bytes = (index.blocks() + data.blocks()) * 512;
+        self.counts.data_disk_bytes = data.blocks() * 512;
         Ok(())
     }
 

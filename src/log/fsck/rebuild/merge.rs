@@ -114,7 +114,7 @@ fn one(
             records.extend(counts.then_some(Record { hotness, ..record }));
         } else if counts {
             let what = "an extent is damaged or cut off".to_owned();
-            merged.left_out.push(BadSlot { lane: 0, key: slot.header.key, offset: slot.start, what });
+            merged.left_out.push(BadSlot { lane: 0, key: slot.header.key, offset: slot.start, what, late: false });
         }
     }
     if records.is_empty() {
