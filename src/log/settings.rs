@@ -1,16 +1,33 @@
 //! From settings to the options of a log: what everything that opens one has in common.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::base::options::{DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
-use crate::config::{self, EvictionPolicy, IoEngine, Settings};
+
+use crate::config::{self, EvictionPolicy, IoEngine, Settings, Warning};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
+
+/// What has been told of cache directories: a process may open one many times, and what lies below
+/// it stays as it is.
+static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// Logs a warning, which names its directory, once in a process.
+fn tell_once(warning: &Warning) -> bool {
+    let is_news = TOLD.lock().insert(warning.to_string());
+    if is_news {
+        tracing::warn!("{warning}");
+    }
+    is_news
+}
 
 impl LogOptions {
     /// Options as the settings say, after a check of the cache directories. Staging regions, and
@@ -24,7 +41,7 @@ impl LogOptions {
         let mut each = Vec::with_capacity(drives.len());
         for drive in drives {
             for warning in CacheDir::open(&drive.path, &checks, &mounts)?.warnings {
-                tracing::warn!("{warning}");
+                tell_once(&warning);
             }
             let (size, _) = file_system_bytes(&drive.path)?;
             each.push(DriveOptions {
@@ -90,5 +107,24 @@ fn io_options(settings: &Settings) -> IoOptions {
         block_bytes: settings.block_size,
         numjobs: settings.max_concurrent_ops.min(16),
         ..IoOptions::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::WarningKind;
+
+    #[test]
+    fn of_each_directory_a_warning_is_told_once() {
+        let warning = |dir: &str| Warning {
+            kind: WarningKind::Permissions,
+            key: "cache_dir".into(),
+            origin: None,
+            message: format!("{dir} lies on a file system mounted with discard"),
+            advice: String::new(),
+        };
+        assert!(tell_once(&warning("/told/once")) && tell_once(&warning("/told/too")));
+        assert!(!tell_once(&warning("/told/once")));
     }
 }

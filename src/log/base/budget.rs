@@ -64,6 +64,19 @@ impl Budget {
         self.capacity_bytes
     }
 
+    /// What to tell of a directory that takes more than its capacity, as after that was lowered;
+    /// `None` where it does not.
+    pub(in crate::log) fn excess(&self) -> Option<String> {
+        let used = self.used_bytes().ok()?;
+        let over = used.checked_sub(self.capacity_bytes).filter(|over| *over > 0)?;
+        Some(format!(
+            "{} takes {used} bytes, {over} more than its capacity of {}: chunks are evicted to fit, and nothing is \
+             stored until they are; raise capacity to keep them",
+            self.root.display(),
+            self.capacity_bytes
+        ))
+    }
+
     /// Runs `take`, which allocates `bytes` more, if capacity and free floor allow it and `spare`
     /// bytes would be left of the capacity; all under the lock.
     ///
@@ -172,6 +185,17 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn a_capacity_below_what_is_there_is_told() {
+        let dir = tempfile::tempdir_in(".").unwrap();
+        assert_eq!(budget(dir.path(), 1 << 20).excess(), None);
+        fs::write(dir.path().join("x"), vec![1; 1 << 20]).unwrap();
+        let used = allocated_below(dir.path()).unwrap();
+        assert_eq!(budget(dir.path(), used).excess(), None);
+        let told = budget(dir.path(), used - 4096).excess().unwrap();
+        assert!(told.contains(" 4096 more than") && told.contains("chunks are evicted to fit"), "{told}");
     }
 
     #[test]

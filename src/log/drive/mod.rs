@@ -112,6 +112,8 @@ impl Volume {
         let capacity_bytes = drive.capacity_bytes.unwrap_or(options.capacity_bytes);
         let limits = (capacity_bytes, drive.min_free_bytes.unwrap_or(options.min_free_bytes));
         let budget = Arc::new(Budget::open(root, limits, options.clock.unix_ms(), options.io_timeout)?);
+        // Else a capacity that was mistyped empties the cache without a word.
+        budget.excess().iter().for_each(|told| tracing::warn!("{told}"));
         let namespace = paths::make_dir(root, &options.geometry.fingerprint().dir_name(), options.dir_mode)?;
         let shard_dir = paths::make_dir(&namespace, &options.geometry.shard_dir_name(), options.dir_mode)?;
         let _lock = ShardLock::take(&shard_dir, options.io_timeout)?;
