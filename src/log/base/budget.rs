@@ -70,8 +70,8 @@ impl Budget {
         let used = self.used_bytes().ok()?;
         let over = used.checked_sub(self.capacity_bytes).filter(|over| *over > 0)?;
         Some(format!(
-            "{} takes {used} bytes, {over} more than its capacity of {}: chunks are evicted to fit, and nothing is \
-             stored until they are; raise capacity to keep them",
+            "{} takes {used} bytes, {over} more than its capacity of {}: what is reserved is given back and \
+             chunks are evicted to fit, and until then nothing is stored; raise capacity to keep them",
             self.root.display(),
             self.capacity_bytes
         ))

@@ -173,7 +173,10 @@ fn show(args: &RepairArgs, context: &Context, report: &Report) -> Result<Outcome
         out::print(&format!("{would}dropped: {}\n", line(b)))?;
     }
     for b in &r.left {
-        out::print(&format!("left: {}\n  {}\n", line(b), b["remedy"].as_str().unwrap_or_default()))?;
+        // What is wrong with a lane of another version names the remedy itself.
+        let remedy = b["remedy"].as_str().filter(|remedy| Some(*remedy) != b["what"].as_str());
+        let remedy = remedy.map_or_else(String::new, |remedy| format!("  remedy: {remedy}\n"));
+        out::print(&format!("left: {}\n{remedy}", line(b)))?;
     }
     let (chunks, bytes) = (r.dropped.len(), r.dropped_bytes);
     let absent =
