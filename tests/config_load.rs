@@ -191,9 +191,9 @@ fn variables_of_other_programs_do_not_stop_a_server() {
     ];
     let (settings, warnings) = load("", &env).unwrap();
     assert_eq!(settings, Settings::default());
-    assert_eq!(unknown(&warnings), ["service_host", "chunk_siz", "log_level"]);
-    assert!(warnings[1].to_string().contains("did you mean chunk_size?"));
-    assert_eq!(warnings[1].origin, Some(Origin::Env("FOREBAY_CHUNK_SIZ".into())));
+    assert_eq!(unknown(&warnings), ["log_level", "service_host", "chunk_siz"]);
+    assert!(warnings[2].to_string().contains("did you mean chunk_size?"));
+    assert_eq!(warnings[2].origin, Some(Origin::Env("FOREBAY_CHUNK_SIZ".into())));
 }
 
 #[test]
