@@ -31,7 +31,7 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Variables of LMCache itself that are not settings of a cache, and what to use instead of those
 /// that a user would miss.
 const LMCACHE_OTHERS: [(&str, &str); 6] = [
-    ("LOG_LEVEL", "FOREBAY_LOG sets the log level of the tools, the server's own settings that of the connector"),
+    ("LOG_LEVEL", "FOREBAY_LOG sets the level of the tools, VLLM_LOGGING_LEVEL that of the connector"),
     ("LOG_FORMAT", ""),
     ("USE_EXPERIMENTAL", ""),
     ("TRACK_USAGE", ""),

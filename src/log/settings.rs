@@ -9,7 +9,6 @@ use parking_lot::Mutex;
 
 use super::base::options::{DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
-
 use crate::config::{self, EvictionPolicy, IoEngine, Settings, Warning};
 use crate::error::Result;
 use crate::geometry::Geometry;

@@ -85,8 +85,8 @@ impl Ring {
         self.push(e.user_data(BELL));
     }
 
-    /// Queues one block; it goes to the kernel with the next `submit` or `wait`, if not at once. True where its
-    /// file is newly registered.
+    /// Queues one block; it goes to the kernel with the next `submit` or `wait`, if not at once.
+    /// True where its file is newly registered.
     pub(super) fn push_piece(&mut self, piece: &Piece, slot: u64) -> bool {
         let window = self.window(piece);
         let (fixed, fresh) = self.file(piece);

@@ -79,7 +79,6 @@ pub fn remove_lost(files: &LaneFiles) -> Result<u64> {
     }
     let bytes = budget::allocated_below(dir)?;
     delete(dir)?;
-    paths::sync_dir(shard_dir)?;
     // Whoever reads the shard has its table in mind.
     let page = paths::open_small(&shard_dir.join(paths::SHARD_SHM), false);
     let page = page.and_then(|file| Shard::attach(&file, ctx::boot_id()?, Access::ReadWrite));

@@ -1,9 +1,9 @@
 //! `forebay bench`: fio's options, output and JSON over Forebay's raw I/O engine and over the whole
 //! engine.
 //!
-//! `options`, `jobfile` and `fio_keys` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs the
-//! engine's modes. Every runner turns a [`job::Job`] into a [`crate::report::JobResult`]; what is
-//! printed from it is `report`'s business.
+//! `options`, `jobfile` and `fio_keys` read jobs, `job` checks them, `raw` runs block I/O, `kv` runs
+//! the engine's modes. Every runner turns a [`job::Job`] into a [`crate::report::JobResult`]; what
+//! is printed from it is `report`'s business.
 
 mod fio_keys;
 pub(crate) mod job;
