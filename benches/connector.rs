@@ -36,8 +36,8 @@ fn tokens(n: usize, seed: usize) -> Vec<u32> {
     (0..n).map(|t| (t * 31 + seed * 7919) as u32).collect()
 }
 
-fn add(s: &mut Scheduler, req_id: &str, tokens: &[u32]) {
-    s.add(AddRequest::new(req_id, tokens, &Extra::default()));
+fn on_new_request(s: &mut Scheduler, req_id: &str, tokens: &[u32]) {
+    s.on_new_request(AddRequest::new(req_id, tokens, &Extra::default()));
 }
 
 /// One generated token of each request; each has a chunk full in one of so many steps.
@@ -52,8 +52,8 @@ fn decode(s: &mut Scheduler, names: &[String], step: usize) -> usize {
         resumed: false,
     });
     let input = StepInput { cached: cached.collect(), ..StepInput::default() };
-    let meta = s.step(&input, &mut |_, a, b| Some((a..b).map(|t| t as u32).collect()));
-    s.output(&StepOutput::default());
+    let meta = s.build_connector_meta(&input, &mut |_, a, b| Some((a..b).map(|t| t as u32).collect()));
+    s.update_connector_output(&StepOutput::default());
     meta.to_bytes().map_or(0, |b| b.len())
 }
 
@@ -63,8 +63,8 @@ fn connector(c: &mut Criterion) {
     let mut group = c.benchmark_group("connector");
     let long = tokens(32_768, 1);
     let Some(mut s) = scheduler(&engine) else { return };
-    add(&mut s, "long", &long);
-    group.bench_function("matched_again_32k_tokens", |b| b.iter(|| black_box(s.matched("long", 0))));
+    on_new_request(&mut s, "long", &long);
+    group.bench_function("matched_again_32k_tokens", |b| b.iter(|| black_box(s.get_num_new_matched_tokens("long", 0))));
     group.bench_function("add_and_matched_32k_tokens", |b| {
         let mut n = 0;
         b.iter_batched(
@@ -73,8 +73,8 @@ fn connector(c: &mut Criterion) {
                 format!("r{n}")
             },
             |name| {
-                add(&mut s, &name, &long);
-                let answer = s.matched(&name, 0);
+                on_new_request(&mut s, &name, &long);
+                let answer = s.get_num_new_matched_tokens(&name, 0);
                 s.request_finished(&name, None);
                 answer
             },
@@ -84,10 +84,10 @@ fn connector(c: &mut Criterion) {
     let names: Vec<String> = (0..REQUESTS).map(|i| format!("request-{i:08}")).collect();
     let table = vec![(1..=(PROMPT.div_ceil(BLOCK) + 17) as u32).collect::<Vec<u32>>()];
     for (i, name) in names.iter().enumerate() {
-        add(&mut s, name, &tokens(PROMPT, i));
+        on_new_request(&mut s, name, &tokens(PROMPT, i));
         let blocks = table.clone();
         let new = vec![NewRequest { req_id: name, blocks, num_computed: 0, num_scheduled: PROMPT }];
-        s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+        s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
     }
     let mut step = 0;
     group.bench_function("step_of_256_running_requests", |b| {

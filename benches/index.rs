@@ -11,8 +11,8 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use forebay::index::{
-    Access, BootId, Entry, EntryKind, Holder, Lane, LaneSpec, LeaseEnv, Recency, SegmentState, Survey, SurveyOptions,
-    Table, TableSpec,
+    Access, BootId, Entry, EntryKind, Holder, LaneSpec, LeaseEnv, Recency, SegmentState, SharedLane, Survey,
+    SurveyOptions, Table, TableSpec,
 };
 use forebay::key::ChunkKey;
 
@@ -166,7 +166,7 @@ fn lookups(c: &mut Criterion, entries: &[Entry]) {
 
 fn leases(c: &mut Criterion) {
     let spec = LaneSpec { segments: 64, lease_limit: None, boot: BOOT, generation: 1, writer: WRITER };
-    let lane = Lane::create(&file_of(Lane::file_bytes(64)), &spec).unwrap();
+    let lane = SharedLane::create(&file_of(SharedLane::file_bytes(64)), &spec).unwrap();
     lane.set_segment(0, SegmentState::Sealed, 1).unwrap();
     let alive = |_: &Holder| true;
     let env = LeaseEnv { now_ns: 0, alive: &alive };

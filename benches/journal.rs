@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use forebay::format::journal::{RECORDS_PER_PAGE, decode, encode};
 use forebay::format::record::{KeyKind, Record, RecordKind};
-use forebay::format::sealed::{RegionHeader, RegionLayout, SegmentState, decode_records, encode_region};
+use forebay::format::sealed::{RegionHeader, RegionLayout, RegionState, decode_records, encode_region};
 use forebay::geometry::Geometry;
 use forebay::io::{DirectFile, FileOptions};
 use forebay::key::ChunkKey;
@@ -70,7 +70,7 @@ fn filled(dir: &std::path::Path, chunks: u64) -> LogOptions {
             lane: superblock.lane,
             segment: segment as u32,
             epoch: 1,
-            state: SegmentState::Sealed,
+            state: RegionState::Sealed,
             count: records.len() as u32,
             min_sequence: records[0].sequence,
             max_sequence: records[records.len() - 1].sequence,

@@ -92,10 +92,10 @@ impl fmt::Display for ErrorKind {
 /// assert_eq!(e.to_string(), "chunk_size is 0; set chunk_size to a multiple of the block size");
 /// ```
 #[derive(Debug)]
-pub struct Error(Box<Inner>);
+pub struct Error(Box<ErrorInner>);
 
 #[derive(Debug)]
-struct Inner {
+struct ErrorInner {
     kind: ErrorKind,
     message: Cow<'static, str>,
     path: Option<PathBuf>,
@@ -108,7 +108,14 @@ impl Error {
     /// An error of `kind` described by `message`.
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
-        Self(Box::new(Inner { kind, message: message.into(), path: None, offset: None, advice: None, source: None }))
+        Self(Box::new(ErrorInner {
+            kind,
+            message: message.into(),
+            path: None,
+            offset: None,
+            advice: None,
+            source: None,
+        }))
     }
 
     /// An operating-system error met while doing `what`; the kind follows from the `errno`.

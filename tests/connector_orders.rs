@@ -41,26 +41,26 @@ fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
 }
 
 impl Pair {
-    fn add(&mut self, req_id: &str, n: usize) {
-        self.s.add(AddRequest::new(req_id, &engine_world::tokens(n, 1), &Extra::default()));
+    fn on_new_request(&mut self, req_id: &str, n: usize) {
+        self.s.on_new_request(AddRequest::new(req_id, &engine_world::tokens(n, 1), &Extra::default()));
     }
 
     /// Computes and stores a whole prompt in one step.
     fn store(&mut self, req_id: &str, n: usize, blocks: Vec<Vec<u32>>) {
-        self.add(req_id, n);
-        assert_eq!(self.s.matched(req_id, 0).tokens, Some(0));
-        self.s.allocated(req_id, &blocks, 0).unwrap();
+        self.on_new_request(req_id, n);
+        assert_eq!(self.s.get_num_new_matched_tokens(req_id, 0).tokens, Some(0));
+        self.s.update_state_after_alloc(req_id, &blocks, 0).unwrap();
         let new = vec![NewRequest { req_id, blocks, num_computed: 0, num_scheduled: n }];
-        let meta = self.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
-        self.w.begin(meta, None);
-        self.w.end_step(None);
+        let meta = self.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+        self.w.start_load_kv(meta, None);
+        self.w.wait_for_save(None);
     }
 
     fn order_load(&mut self, req_id: &str, n: usize, blocks: &[Vec<u32>]) -> StepMeta {
-        self.add(req_id, n);
-        let tokens = self.s.matched(req_id, 0).tokens.unwrap();
-        self.s.allocated(req_id, blocks, tokens).unwrap();
-        self.s.step(&StepInput::default(), &mut |_, _, _| None)
+        self.on_new_request(req_id, n);
+        let tokens = self.s.get_num_new_matched_tokens(req_id, 0).tokens.unwrap();
+        self.s.update_state_after_alloc(req_id, blocks, tokens).unwrap();
+        self.s.build_connector_meta(&StepInput::default(), &mut |_, _, _| None)
     }
 
     /// Waits until nothing is being stored and the worker has told of it.
@@ -68,7 +68,7 @@ impl Pair {
         let begun = Instant::now();
         while self.w.stats().storing > 0 {
             assert!(begun.elapsed() < Duration::from_secs(10), "the store does not end");
-            let _ = self.w.finished(&[]);
+            let _ = self.w.get_finished(&[]);
             std::thread::yield_now();
         }
     }
@@ -76,7 +76,7 @@ impl Pair {
     fn received(&mut self) -> Finished {
         let begun = Instant::now();
         loop {
-            let over = self.w.finished(&[]);
+            let over = self.w.get_finished(&[]);
             if !over.recving.is_empty() {
                 return over;
             }
@@ -100,7 +100,7 @@ fn window_blocks_are_gathered_before_the_step_ends_and_null_blocks_are_left_alon
     a.store("a", 100, stored.to_vec());
     // The server may give blocks to others as soon as the step has ended.
     a.kv.overwrite(0xEE);
-    a.w.close(Instant::now() + Duration::from_secs(10));
+    a.w.shutdown(Instant::now() + Duration::from_secs(10));
     assert_eq!(a.w.stats().stored_chunks, 7, "{:?}", a.w.stats());
 
     let (mut b, before) = (pair(&world, &engine, 9, 2), world.kv().filled(9));
@@ -109,9 +109,9 @@ fn window_blocks_are_gathered_before_the_step_ends_and_null_blocks_are_left_alon
     let loaded = [(20..45).collect::<Vec<u32>>(), window];
     let meta = b.order_load("b", 100, &loaded);
     assert_eq!((meta.loads[0].computed, meta.loads[0].stop), (0, 96));
-    b.w.begin(meta, None);
+    b.w.start_load_kv(meta, None);
     assert_eq!(b.received().recving, ["b"]);
-    assert_eq!((b.w.failed_requests().len(), b.w.failed_blocks().len()), (0, 0));
+    assert_eq!((b.w.failed_requests().len(), b.w.get_block_ids_with_load_errors().len()), (0, 0));
     for layer in 0..b.kv.layers() {
         let group = usize::from(world.shape.specs[layer].group);
         let tokens = if group == 0 { 0..96 } else { 76..96 };
@@ -133,16 +133,16 @@ fn stores_that_ended_at_once_are_looked_at_in_turns_and_none_holds_a_block_meanw
     let names: Vec<String> = (0..12).map(|i| format!("r{i}")).collect();
     let mut new = Vec::new();
     for (name, i) in names.iter().zip(0..) {
-        a.s.add(AddRequest::new(name, &engine_world::tokens(16, i), &Extra::default()));
+        a.s.on_new_request(AddRequest::new(name, &engine_world::tokens(16, i), &Extra::default()));
         let blocks = vec![(1 + 4 * i..5 + 4 * i).collect()];
-        assert_eq!(a.s.matched(name, 0).tokens, Some(0));
-        a.s.allocated(name, &blocks, 0).unwrap();
+        assert_eq!(a.s.get_num_new_matched_tokens(name, 0).tokens, Some(0));
+        a.s.update_state_after_alloc(name, &blocks, 0).unwrap();
         new.push(NewRequest { req_id: name, blocks, num_computed: 0, num_scheduled: 16 });
     }
-    let meta = a.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    let meta = a.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
     let step = meta.step;
-    a.w.begin(meta, None);
-    a.w.end_step(None);
+    a.w.start_load_kv(meta, None);
+    a.w.wait_for_save(None);
     let begun = Instant::now();
     while engine.stats().unwrap().active_stores > 0 {
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", engine.stats());
@@ -150,12 +150,12 @@ fn stores_that_ended_at_once_are_looked_at_in_turns_and_none_holds_a_block_meanw
     }
     let left = |a: &Pair| a.w.stats().storing;
     assert_eq!(left(&a), 12);
-    assert!(a.w.finished(&[]).sending.is_empty());
+    assert!(a.w.get_finished(&[]).sending.is_empty());
     assert_eq!(left(&a), 8);
-    let told = a.w.meta().unwrap();
+    let told = a.w.build_connector_worker_meta().unwrap();
     assert_eq!((left(&a), told.stored.len(), told.gathered_step), (4, 8, step), "the blocks of all are free");
-    let _ = a.w.finished(&[]);
-    assert_eq!((left(&a), a.w.meta().unwrap().stored.len()), (0, 4));
+    let _ = a.w.get_finished(&[]);
+    assert_eq!((left(&a), a.w.build_connector_worker_meta().unwrap().stored.len()), (0, 4));
     assert_eq!(a.w.stats().stored_chunks, 12);
 }
 
@@ -170,14 +170,14 @@ fn what_was_generated_reaches_the_policy_through_the_worker() {
         for (at, generated) in [1, 500].into_iter().enumerate() {
             let (name, seed) = (format!("r{round}-{at}"), 10 + 2 * round + at as u32);
             let blocks = vec![(1..1 + (CHUNK / BLOCK) as u32).collect::<Vec<u32>>()];
-            a.s.add(AddRequest::new(&name, &engine_world::tokens(CHUNK, seed), &Extra::default()));
-            assert_eq!(a.s.matched(&name, 0).tokens, Some(0));
-            a.s.allocated(&name, &blocks, 0).unwrap();
+            a.s.on_new_request(AddRequest::new(&name, &engine_world::tokens(CHUNK, seed), &Extra::default()));
+            assert_eq!(a.s.get_num_new_matched_tokens(&name, 0).tokens, Some(0));
+            a.s.update_state_after_alloc(&name, &blocks, 0).unwrap();
             let new = vec![NewRequest { req_id: &name, blocks, num_computed: 0, num_scheduled: CHUNK }];
-            let mut meta = a.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+            let mut meta = a.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
             meta.saves.iter_mut().for_each(|order| order.generated = Some(generated));
-            a.w.begin(meta, None);
-            a.w.end_step(None);
+            a.w.start_load_kv(meta, None);
+            a.w.wait_for_save(None);
             a.stores_end();
             // Of one kind all come back, of the other none.
             let p = engine_world::prompt(&engine, CHUNK, seed);
@@ -197,7 +197,7 @@ fn orders_that_do_not_fit_fail_and_are_reported() {
     let engine = Arc::new(world.open());
     let mut a = pair(&world, &engine, 5, 1);
     a.store("a", 64, vec![(1..17).collect()]);
-    a.w.close(Instant::now() + Duration::from_secs(10));
+    a.w.shutdown(Instant::now() + Duration::from_secs(10));
     let changes: [fn(&mut StepMeta); 5] = [
         |m| m.loads[0].prompt.start = 7,
         |m| m.loads[0].stop = usize::MAX,
@@ -210,11 +210,11 @@ fn orders_that_do_not_fit_fail_and_are_reported() {
         let mut meta = b.order_load("b", 64, &[(20..36).collect()]);
         change(&mut meta);
         let before = b.kv.everything();
-        b.w.begin(meta, None);
+        b.w.start_load_kv(meta, None);
         assert_eq!(b.received().recving, ["b"], "change {i}");
         assert_eq!(b.w.failed_requests(), ["b"], "change {i}");
         assert!(b.kv.everything() == before, "change {i}");
-        assert_eq!(b.w.meta().unwrap().failed, ["b"], "change {i}");
+        assert_eq!(b.w.build_connector_worker_meta().unwrap().failed, ["b"], "change {i}");
     }
 }
 
@@ -224,8 +224,8 @@ fn a_load_fails_from_its_first_bad_block_on_and_an_aborted_one_ends() {
     let engine = Arc::new(world.open());
     let mut a = pair(&world, &engine, 5, 1);
     a.store("a", 64, vec![(1..17).collect()]);
-    a.w.close(Instant::now() + Duration::from_secs(10));
-    let report = a.w.meta().unwrap();
+    a.w.shutdown(Instant::now() + Duration::from_secs(10));
+    let report = a.w.build_connector_worker_meta().unwrap();
     assert_eq!(
         report.stored.iter().map(|c| (c.start, c.tokens)).collect::<Vec<_>>(),
         [(0, 16), (16, 16), (32, 16), (48, 16)]
@@ -236,14 +236,17 @@ fn a_load_fails_from_its_first_bad_block_on_and_an_aborted_one_ends() {
     let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
     let log = engine.log().unwrap();
     log.remove(&prompt.keys()[2..3]).unwrap();
-    b.w.begin(meta, None);
+    b.w.start_load_kv(meta, None);
     assert_eq!(b.received().recving, ["b"]);
-    assert_eq!((b.w.failed_requests(), b.w.failed_blocks()), (vec!["b".to_owned()], (28..35).collect()));
+    assert_eq!(
+        (b.w.failed_requests(), b.w.get_block_ids_with_load_errors()),
+        (vec!["b".to_owned()], (28..35).collect())
+    );
     let mut c = pair(&world, &engine, 9, 1);
     let meta = c.order_load("c", 64, &[(20..36).collect()]);
-    c.w.begin(meta, None);
+    c.w.start_load_kv(meta, None);
     assert!(c.s.request_finished("c", None));
-    assert_eq!(c.w.finished(&["c"]), Finished { sending: vec![], recving: vec!["c".to_owned()] });
+    assert_eq!(c.w.get_finished(&["c"]), Finished { sending: vec![], recving: vec!["c".to_owned()] });
 }
 
 #[test]
@@ -252,7 +255,7 @@ fn after_a_failed_load_all_that_was_damaged_is_stored_again() {
     let engine = Arc::new(world.open());
     let mut a = pair(&world, &engine, 5, 1);
     a.store("a", 64, vec![(1..17).collect()]);
-    a.w.close(Instant::now() + Duration::from_secs(10));
+    a.w.shutdown(Instant::now() + Duration::from_secs(10));
     engine.flush().unwrap();
     let prompt = engine.prompt(&engine_world::tokens(64, 1), &Extra::default());
     for key in [prompt.keys()[1], prompt.keys()[3]] {
@@ -261,21 +264,29 @@ fn after_a_failed_load_all_that_was_damaged_is_stored_again() {
     }
     let mut b = pair(&world, &engine, 9, 1);
     let meta = b.order_load("b", 66, &[(20..37).collect()]);
-    b.w.begin(meta, None);
+    b.w.start_load_kv(meta, None);
     assert_eq!(b.received().recving, ["b"]);
-    let workers = b.w.meta().into_iter().collect();
-    b.s.output(&StepOutput { failed: vec!["b"], finished_recving: vec!["b"], workers, ..StepOutput::default() });
-    assert_eq!((b.s.matched("b", 0).tokens, engine.lookup(&prompt, 0).unwrap().matched_tokens), (Some(0), 16));
-    b.s.allocated("b", &[(20..37).collect()], 0).unwrap();
+    let workers = b.w.build_connector_worker_meta().into_iter().collect();
+    b.s.update_connector_output(&StepOutput {
+        failed: vec!["b"],
+        finished_recving: vec!["b"],
+        workers,
+        ..StepOutput::default()
+    });
+    assert_eq!(
+        (b.s.get_num_new_matched_tokens("b", 0).tokens, engine.lookup(&prompt, 0).unwrap().matched_tokens),
+        (Some(0), 16)
+    );
+    b.s.update_state_after_alloc("b", &[(20..37).collect()], 0).unwrap();
     let new = vec![NewRequest { req_id: "b", blocks: vec![(20..37).collect()], num_computed: 0, num_scheduled: 66 }];
-    let meta = b.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
-    b.w.begin(meta, None);
-    b.w.end_step(None);
-    b.w.close(Instant::now() + Duration::from_secs(10));
+    let meta = b.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None);
+    b.w.start_load_kv(meta, None);
+    b.w.wait_for_save(None);
+    b.w.shutdown(Instant::now() + Duration::from_secs(10));
     assert_eq!((b.w.stats().failed_loads, b.w.stats().stored_chunks, b.w.stats().already_there), (1, 2, 1));
     let mut c = pair(&world, &engine, 9, 1);
     let meta = c.order_load("c", 66, &[(20..37).collect()]);
-    c.w.begin(meta, None);
+    c.w.start_load_kv(meta, None);
     c.received();
     assert_eq!((c.w.stats().failed_loads, c.w.stats().loaded_tokens), (0, 64));
 }

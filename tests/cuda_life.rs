@@ -10,7 +10,7 @@ use forebay::ErrorKind;
 use forebay::config::Settings;
 use forebay::device::cuda::{CudaDevice, CudaMemory, CudaOptions, devices};
 use forebay::device::{Device, KvMemory, PagedKv, ScatterJob, Stream, open_device};
-use forebay::io::{Copying, Mover, Place};
+use forebay::io::{Copying, MemorySpace, Mover};
 
 mod cuda_world;
 
@@ -95,7 +95,10 @@ fn staging_shrinks_to_what_the_gpu_has() {
     let whole = make(16).unwrap();
     assert_eq!((whole.slots(), whole.slot_bytes()), (16, slot));
     let buf = whole.try_take().unwrap();
-    assert_eq!((buf.place(), buf.as_mut_ptr() as usize % (64 << 10), buf.as_slice().len()), (Place::Device(0), 0, 0));
+    assert_eq!(
+        (buf.place(), buf.as_mut_ptr() as usize % (64 << 10), buf.as_slice().len()),
+        (MemorySpace::Device(0), 0, 0)
+    );
     drop((whole, buf));
     lib.inject("cuMemAlloc_v2", 1, 2);
     assert_eq!(make(16).unwrap().slots(), 8, "the driver refused the first size");
@@ -152,7 +155,7 @@ fn the_servers_memory_is_never_freed_and_its_owner_kept_until_the_end() {
     let borrowed = unsafe { CudaMemory::from_raw(0, memory.address(), 4096, Some(owner)) }.unwrap();
     assert_eq!(
         (borrowed.place(), borrowed.len(), borrowed.as_mut_ptr() as u64),
-        (Place::Device(0), 4096, memory.address())
+        (MemorySpace::Device(0), 4096, memory.address())
     );
     assert_eq!(borrowed.read(0, &mut [0; 4]).unwrap_err().kind(), ErrorKind::Unsupported);
     let kv = PagedKv::new(vec![Arc::clone(&borrowed)], {
@@ -322,7 +325,7 @@ fn gpus_are_described_and_opened_by_name() {
         ("0000:f0:1f.7", (12, 8), 8 << 30)
     );
     let device = open_device("cuda:1", &Settings::default()).unwrap();
-    assert_eq!(device.place(), Place::Device(1));
+    assert_eq!(device.place(), MemorySpace::Device(1));
     let priorities: Vec<_> = lib.streams();
     assert!(!priorities.is_empty() && priorities.iter().all(|(_, flags, priority)| (*flags, *priority) == (1, 0)));
     let e = open_device("cuda:2", &Settings::default()).err().unwrap();

@@ -239,7 +239,7 @@ fn unpack(fixture: &str, dir: &Path) -> BTreeMap<String, PathBuf> {
 fn todays_code_serves_what_version_2_stored() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     unpack(FIXTURE, dir.path());
-    assert_golden(&Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap());
+    assert_golden(&Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap());
     for _ in 0..2 {
         let log = Log::open(options(dir.path())).unwrap();
         assert_golden(&log);
@@ -452,7 +452,7 @@ fn a_cache_of_version_1_is_refused_until_it_is_deleted() {
         );
     };
     refused(Log::open(options(dir.path())));
-    refused(Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }));
+    refused(Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }));
     let lane = lanes(dir.path()).unwrap().pop().unwrap();
     assert_eq!(RawLane::read(&lane).unwrap_err().kind(), ErrorKind::Incompatible);
     let error = rebuild(&lane, None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap_err();

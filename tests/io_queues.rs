@@ -86,8 +86,8 @@ unsafe impl forebay::io::IoBuf for Watched {
     fn len(&self) -> usize {
         self.0.len()
     }
-    fn place(&self) -> forebay::io::Place {
-        forebay::io::Place::Host
+    fn place(&self) -> forebay::io::MemorySpace {
+        forebay::io::MemorySpace::Host
     }
 }
 

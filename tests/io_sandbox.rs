@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use forebay::ErrorKind;
 use forebay::io::{
     AlignedBuf, Buf, Completion, DirectFile, Drive, EngineChoice, FileOptions, IO_ALIGN, IoBuf, IoOptions, IoPath,
-    MemRegion, Place, Request, open_drive, wait,
+    MemRegion, MemorySpace, Request, open_drive, wait,
 };
 
 const CHILD: &str = "FOREBAY_TEST_CHILD";
@@ -151,8 +151,8 @@ unsafe impl IoBuf for Part {
     fn len(&self) -> usize {
         self.2
     }
-    fn place(&self) -> Place {
-        Place::Host
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Host
     }
     fn region(&self) -> Option<(u64, usize)> {
         Some((self.0.id(), self.1))

@@ -4,7 +4,7 @@
 mod objects_world;
 
 use forebay::config::{Capacity, DriveSettings, Placement, Settings};
-use forebay::log::fsck::{LaneFiles, RawLane, RebuildOptions, deep, lanes, rebuild};
+use forebay::log::fsck::{LaneDir, RawLane, RebuildOptions, deep, lanes, rebuild};
 use forebay::objects::{ObjectCause, ObjectStore};
 use objects_world::*;
 
@@ -73,7 +73,7 @@ fn fsck_finds_nothing_wrong_with_objects() {
     assert_eq!(delete(&store, &["small 3", "small 4", "small 5", "one"]), [true; 4]);
     assert!(put(&store, vec![object("small 3", 2, 70), object("small 4", 2, 70)]).all_ok());
     close(&store);
-    let files: Vec<LaneFiles> = lanes(dir.path()).unwrap();
+    let files: Vec<LaneDir> = lanes(dir.path()).unwrap();
     let raw: Vec<RawLane> = files.iter().map(|f| RawLane::read(f).unwrap()).collect();
     let found = deep(&files, &raw, 0, &|_| {}).unwrap();
     assert!(found.bad.is_empty(), "{:?}", found.bad);

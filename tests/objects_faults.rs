@@ -13,7 +13,7 @@ use forebay::config::Capacity;
 use forebay::format::slot::SlotHeader;
 use forebay::io::{Fault, Op, Request};
 use forebay::key::object_key;
-use forebay::objects::{ObjectCause, ObjectGet, ObjectStore, Span};
+use forebay::objects::{ObjectCause, ObjectGet, ObjectMemory, ObjectStore};
 use objects_world::held::Hold;
 use objects_world::*;
 
@@ -251,7 +251,7 @@ fn a_get_whose_object_is_deleted_under_it_is_a_miss_and_no_damage() {
     options.drive_factory = Some(hold.drives());
     let store = ObjectStore::open_with(options).unwrap();
     assert!(put(&store, vec![object("a", 1, 300), object("b", 1, 400), object("c", 1, 100_000)]).all_ok());
-    let target = Span::from_vec(vec![0; 100_000]).unwrap();
+    let target = ObjectMemory::from_vec(vec![0; 100_000]).unwrap();
     for (key, cause) in [("a", ObjectCause::NotFound), ("b", ObjectCause::Corrupt), ("c", ObjectCause::NotFound)] {
         let chunk = store.log().unwrap().locate(&object_key(key.as_bytes()), LONG).unwrap();
         hold.begin();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use forebay::ErrorKind;
 use forebay::device::HostMemory;
 use forebay::io::Op;
-use forebay::objects::{BatchKind, OBJECT_METRICS, ObjectCause, ObjectGet, ObjectPut, ObjectStore, Span};
+use forebay::objects::{BatchKind, OBJECT_METRICS, ObjectCause, ObjectGet, ObjectMemory, ObjectPut, ObjectStore};
 use objects_world::held::Hold;
 use objects_world::*;
 
@@ -77,7 +77,7 @@ fn after_a_cancel_the_targets_are_not_written() {
         assert!(put_one(&store, "k", 1, size).ok);
         hold.begin();
         let memory = HostMemory::from_vec(vec![1; size]).unwrap();
-        let target = Span::whole(&memory);
+        let target = ObjectMemory::whole(&memory);
         let id = store.submit_get(vec![ObjectGet { key: b"k".to_vec(), target: target.clone() }]).unwrap();
         until(|| hold.kept() > 0);
         assert!(store.cancel(id));
@@ -97,7 +97,7 @@ fn close_ends_what_hangs_and_says_so() {
     let (store, hold) = held(dir.path(), Op::Read, 100);
     assert!(put_one(&store, "k", 1, 100_000).ok);
     hold.begin();
-    let target = Span::from_vec(vec![0xee; 100_000]).unwrap();
+    let target = ObjectMemory::from_vec(vec![0xee; 100_000]).unwrap();
     let id = store.submit_get(vec![ObjectGet { key: b"k".to_vec(), target: target.clone() }]).unwrap();
     until(|| hold.kept() == 1);
     assert_eq!(store.close(Instant::now()).unwrap_err().kind(), ErrorKind::TimedOut);
@@ -121,8 +121,8 @@ fn the_callers_memory_is_kept_until_the_batch_has_ended_and_no_longer() {
     // SAFETY: `bytes` outlives the store's use of it, and is only read meanwhile.
     let memory = unsafe { HostMemory::from_raw(bytes.as_mut_ptr(), bytes.len(), Some(Arc::clone(&owner))) }.unwrap();
     hold.begin();
-    let put = ObjectPut { key: b"k".to_vec(), value: Span::new(&memory, 100, 90_000).unwrap() };
-    assert!(Span::new(&memory, 99_999, 2).is_err());
+    let put = ObjectPut { key: b"k".to_vec(), value: ObjectMemory::new(&memory, 100, 90_000).unwrap() };
+    assert!(ObjectMemory::new(&memory, 99_999, 2).is_err());
     drop(memory);
     let id = store.submit_put(vec![put], Default::default()).unwrap();
     until(|| hold.kept() == 1);

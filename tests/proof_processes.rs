@@ -111,7 +111,7 @@ fn obey(log: &Arc<Log>, pinned: &mut Vec<(u32, Chunk)>, order: &str) -> String {
 
 fn act(role: &str) {
     let (mode, dir) = role.split_once(' ').unwrap();
-    let mode = if mode == "ro" { Mode::ReadOnly } else { Mode::ReadWrite };
+    let mode = if mode == "ro" { Mode::Ro } else { Mode::Rw };
     let log = Log::open(LogOptions { mode, ..options(Path::new(dir)) }).unwrap();
     let say = |answer: &str| {
         let mut out = std::io::stdout().lock();

@@ -40,7 +40,7 @@ struct Actor {
 }
 
 impl Actor {
-    fn start(seed: u64, number: u64, place: &Place) -> Self {
+    fn start(seed: u64, number: u64, place: &MemorySpace) -> Self {
         let role = format!("{seed} {number} {} {}", place.min_free, place.path.display());
         let mut process = child(TEST, &role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let out = BufReader::new(process.stdout.take().unwrap());
@@ -116,13 +116,13 @@ impl Drop for Actor {
 }
 
 /// Where the soak runs.
-struct Place {
+struct MemorySpace {
     path: PathBuf,
     min_free: u64,
     _disk: Option<LoopDisk>,
 }
 
-impl Place {
+impl MemorySpace {
     fn make(dir: &Path) -> Self {
         match LoopDisk::make("ext4", dir) {
             // Nobody else uses it: the floor can be where it is reached before the capacity is.
@@ -172,7 +172,7 @@ impl Soak {
         stats.into_iter().for_each(|(name, n)| *self.totals.entry(name).or_default() += n);
     }
 
-    fn sample(&mut self, steady: &Actor, place: &Place) {
+    fn sample(&mut self, steady: &Actor, place: &MemorySpace) {
         let used = allocated_below(&place.path.join("cache")).unwrap();
         let sample = Sample {
             seconds: self.begun.elapsed().as_secs_f64(),
@@ -222,7 +222,7 @@ impl Soak {
     }
 
     /// The table at the end, and the same as JSON where it is asked for.
-    fn report(&self, place: &Place) {
+    fn report(&self, place: &MemorySpace) {
         println!("{:<14}{:>10}{:>10}{:>10}{:>14}", "", "1st third", "2nd third", "3rd third", "growth/hour");
         let mut json =
             format!("{{\"seconds\": {}, \"kills\": {}, \"stops\": {}", self.length.as_secs(), self.kills, self.stops);
@@ -271,7 +271,7 @@ impl Soak {
 }
 
 /// Runs both processes; one of them is killed, or stopped, and started again.
-fn run(soak: &mut Soak, seed: u64, place: &Place) {
+fn run(soak: &mut Soak, seed: u64, place: &MemorySpace) {
     let mut rng = Rng(seed);
     let mut steady = Actor::start(rng.next(), 0, place);
     let mut other = Actor::start(rng.next(), 1, place);
@@ -343,7 +343,7 @@ fn soak() {
     let seed = number("FOREBAY_SEED", 1);
     println!("seed {seed}; again: FOREBAY_SEED={seed} FOREBAY_SOAK_SECONDS={}", length.as_secs());
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let place = Place::make(dir.path());
+    let place = MemorySpace::make(dir.path());
     let (begun, samples, totals) = (Instant::now(), Vec::new(), Stats::new());
     let mut soak = Soak { begun, length, samples, totals, kills: 0, stops: 0 };
     run(&mut soak, seed, &place);

@@ -7,7 +7,7 @@ use forebay::Result;
 use forebay::connector::{BlockSpan, LoadOrder, PromptPart, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
 use forebay::format::layout::SlotLayout;
 use forebay::format::record::{KeyKind, Record, RecordKind};
-use forebay::format::sealed::{self, RegionHeader, SegmentState};
+use forebay::format::sealed::{self, RegionHeader, RegionState};
 use forebay::format::slot::SlotHeader;
 use forebay::format::superblock::Superblock;
 use forebay::format::{PAGE_BYTES, journal, policy};
@@ -81,14 +81,14 @@ fn pages() -> Result<()> {
         lane: [1; 16],
         segment: 1,
         epoch: 2,
-        state: SegmentState::Sealed,
+        state: RegionState::Sealed,
         count: 3,
         min_sequence: 1 << 40,
         max_sequence: 1 << 40 | 2,
         sealed_ms: 1_700_000_000_000,
     };
     save("sealed_table", "three", &sealed::encode_region(&header, 0, &records()))?;
-    save("sealed_table", "free", &RegionHeader { state: SegmentState::Free, count: 0, ..header }.encode())?;
+    save("sealed_table", "free", &RegionHeader { state: RegionState::Free, count: 0, ..header }.encode())?;
     let geometry = Geometry::preset("tiny")?;
     let layout = SlotLayout::of_chunk(&geometry, geometry.chunk_tokens);
     let mut slot = SlotHeader::new(KeyKind::Chain, ChunkKey([5; 32]));

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 
-use forebay::index::{Access, BootId, Holder, Lane, LaneSpec, LeaseEnv, Table, TableSpec, TouchCursor};
+use forebay::index::{Access, BootId, Holder, LaneSpec, LeaseEnv, SharedLane, Table, TableSpec, TouchCursor};
 use forebay::key::ChunkKey;
 use rustix::fs::{MemfdFlags, memfd_create};
 
@@ -55,12 +55,12 @@ pub(crate) fn shared_table(input: &[u8]) {
 
 pub(crate) fn shared_lane(input: &[u8]) {
     let spec = LaneSpec { segments: SEGMENTS, lease_limit: None, boot: BOOT, generation: 1, writer: HOLDER };
-    let Some(file) = memory(Lane::file_bytes(SEGMENTS)) else { return };
-    if Lane::create(&file, &spec).is_err() {
+    let Some(file) = memory(SharedLane::file_bytes(SEGMENTS)) else { return };
+    if SharedLane::create(&file, &spec).is_err() {
         return;
     }
     scribble(&file, input);
-    let Ok(lane) = Lane::attach(&file, BOOT, HOLDER, Access::ReadWrite) else { return };
+    let Ok(lane) = SharedLane::attach(&file, BOOT, HOLDER, Access::ReadWrite) else { return };
     let env = LeaseEnv { now_ns: 5, alive: &|_| true };
     for segment in (0..=SEGMENTS).chain([u32::MAX]) {
         let _ = lane.segment(segment);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use forebay::device::cuda::CudaMemory;
 use forebay::device::{HostMemory, KvMemory};
-use forebay::io::Place;
+use forebay::io::MemorySpace;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView, PyString, PyTuple};
@@ -32,7 +32,7 @@ pub(crate) struct Described {
     /// Bytes of one element.
     pub(crate) itemsize: usize,
     /// Where it lies.
-    pub(crate) place: Place,
+    pub(crate) place: MemorySpace,
     /// Whether it must not be written.
     pub(crate) readonly: bool,
     /// The element's type as the object names it.
@@ -46,7 +46,7 @@ pub(crate) struct Raw {
     pub(crate) shape: Vec<usize>,
     pub(crate) strides: Option<Vec<i64>>,
     pub(crate) itemsize: usize,
-    pub(crate) place: Place,
+    pub(crate) place: MemorySpace,
     pub(crate) readonly: bool,
     pub(crate) format: String,
 }
@@ -112,7 +112,7 @@ impl Described {
     pub(crate) fn memory(&self) -> PyResult<Arc<dyn KvMemory>> {
         let (bytes, owner) = (self.bytes()?, Some(Arc::clone(&self.owner)));
         match self.place {
-            Place::Device(ordinal) => {
+            MemorySpace::Device(ordinal) => {
                 // SAFETY: the object described its memory so, and is kept by the owner; that no two of the caller's
                 // loads and stores concern the same slots at once is what docs/python.md asks of
                 // it.
@@ -125,7 +125,7 @@ impl Described {
 
     /// The memory, where it is the host's.
     pub(crate) fn host(&self) -> PyResult<Arc<HostMemory>> {
-        if self.place != Place::Host {
+        if self.place != MemorySpace::Host {
             return Err(to_py(&invalid("memory of a GPU where host memory is needed").advice("copy it to the host")));
         }
         let ptr = std::ptr::with_exposed_provenance_mut(self.address);
@@ -177,11 +177,11 @@ fn tensor(object: &Bound<'_, PyAny>) -> PyResult<Option<Described>> {
 }
 
 /// `cpu`, `cuda:1`, as a string or as whatever prints so.
-fn place_of(device: &Bound<'_, PyAny>) -> PyResult<Place> {
+fn place_of(device: &Bound<'_, PyAny>) -> PyResult<MemorySpace> {
     let name = device.str()?.to_string();
     match name.split_once(':').unwrap_or((&name, "0")) {
-        ("cpu" | "host", _) => Ok(Place::Host),
-        ("cuda", ordinal) if ordinal.parse::<u32>().is_ok() => Ok(Place::Device(ordinal.parse().unwrap_or(0))),
+        ("cpu" | "host", _) => Ok(MemorySpace::Host),
+        ("cuda", ordinal) if ordinal.parse::<u32>().is_ok() => Ok(MemorySpace::Device(ordinal.parse().unwrap_or(0))),
         _ => Err(to_py(&invalid(format!("memory on {name}")).advice("KV may be on cpu or cuda:N"))),
     }
 }
@@ -242,7 +242,7 @@ fn buffer(view: &Bound<'_, PyMemoryView>) -> PyResult<Described> {
         shape: view.getattr("shape")?.extract()?,
         strides: Some(view.getattr("strides")?.extract()?),
         itemsize: view.getattr("itemsize")?.extract()?,
-        place: Place::Host,
+        place: MemorySpace::Host,
         readonly,
         format: view.getattr("format")?.extract()?,
     };
@@ -264,7 +264,7 @@ fn array_interface(object: &Bound<'_, PyAny>) -> PyResult<Described> {
         shape: get("shape")?.extract()?,
         strides: interface.get_item("strides")?.map(|s| s.extract()).transpose()?.flatten(),
         itemsize: digits.parse().map_err(|_| to_py(&invalid(format!("an array of type {typestr:?}"))))?,
-        place: Place::Host,
+        place: MemorySpace::Host,
         readonly,
         format: typestr.clone(),
     };

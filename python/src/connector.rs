@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay::connector::{
-    AddRequest, CachedRequest, ChunkOf, ConnectorOptions, EngineLookup, Finished, Lookup, NewRequest, News,
-    RanksLookup, Scheduler, StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
+    AddRequest, CachedRequest, ConnectorOptions, EngineLookup, Finished, KvEvents, NewRequest, PrefixLookup,
+    RanksLookup, RequestChunk, Scheduler, StepInput, StepMeta, StepOutput, Worker, WorkerMeta, windowed_chunk_tokens,
 };
 use forebay::device::Stream;
 use forebay::engine::Engine;
@@ -47,18 +47,18 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// What each of `counters` grew by since `told`, which is what they are now afterwards; those that
+/// What each of `counters` grew by since `reported`, which holds the present values afterwards; those that
 /// did not are left out.
-fn grown<'py>(py: Python<'py>, told: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
-    let (dict, mut told) = (PyDict::new(py), told.lock());
-    told.resize(counters.len(), 0);
-    for ((name, now), told) in counters.iter().zip(told.iter_mut()).filter(|((_, now), told)| now > *told) {
-        dict.set_item(*name, now - std::mem::replace(told, *now))?;
+fn growth<'py>(py: Python<'py>, reported: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
+    let (dict, mut reported) = (PyDict::new(py), reported.lock());
+    reported.resize(counters.len(), 0);
+    for ((name, now), last) in counters.iter().zip(reported.iter_mut()).filter(|((_, now), last)| now > *last) {
+        dict.set_item(*name, now - std::mem::replace(last, *now))?;
     }
     Ok(dict)
 }
 
-/// What both sides are told in the same words.
+/// Options that both sides share.
 fn options(mut options: ConnectorOptions, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<ConnectorOptions> {
     let Some(keywords) = keywords else { return Ok(options) };
     for (name, value) in keywords.iter() {
@@ -121,15 +121,15 @@ fn borrowed(names: &[String]) -> Vec<&str> {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct SchedulerSide {
     scheduler: Mutex<Option<Scheduler>>,
-    told: Mutex<Vec<u64>>,
+    reported: Mutex<Vec<u64>>,
     chunk_tokens: u32,
 }
 
 impl SchedulerSide {
-    fn over(options: ConnectorOptions, lookup: Box<dyn Lookup>) -> PyResult<Self> {
+    fn over(options: ConnectorOptions, lookup: Box<dyn PrefixLookup>) -> PyResult<Self> {
         let chunk_tokens = options.chunk_tokens;
         let scheduler = Scheduler::new(options, lookup).py()?;
-        Ok(Self { scheduler: Mutex::new(Some(scheduler)), told: Mutex::default(), chunk_tokens })
+        Ok(Self { scheduler: Mutex::new(Some(scheduler)), reported: Mutex::default(), chunk_tokens })
     }
 
     fn with<T>(&self, run: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
@@ -190,7 +190,7 @@ impl SchedulerSide {
     /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it
     /// has stored or is storing.
     #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0))]
-    fn add(
+    fn on_new_request(
         &self,
         req_id: &str,
         tokens: &Bound<'_, PyAny>,
@@ -202,25 +202,30 @@ impl SchedulerSide {
         let tokens = convert::tokens(tokens)?;
         let extra = convert::extra(extra)?;
         self.with(|s| {
-            s.add(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load, transferred });
+            s.on_new_request(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load, transferred });
             Ok(())
         })
     }
 
     /// How many tokens beyond `num_computed_tokens` can be loaded (None: ask again at the next
     /// step), and whether they load before the request is scheduled.
-    fn matched(&self, req_id: &str, num_computed_tokens: usize) -> PyResult<(Option<usize>, bool)> {
+    fn get_num_new_matched_tokens(&self, req_id: &str, num_computed_tokens: usize) -> PyResult<(Option<usize>, bool)> {
         self.with(|s| {
-            let matched = s.matched(req_id, num_computed_tokens);
+            let matched = s.get_num_new_matched_tokens(req_id, num_computed_tokens);
             Ok((matched.tokens, matched.asynchronous))
         })
     }
 
     /// The server gave the request blocks for `num_external_tokens` tokens of the last answer; 0
     /// drops the answer.
-    fn allocated(&self, req_id: &str, block_ids: &Bound<'_, PyAny>, num_external_tokens: usize) -> PyResult<()> {
+    fn update_state_after_alloc(
+        &self,
+        req_id: &str,
+        block_ids: &Bound<'_, PyAny>,
+        num_external_tokens: usize,
+    ) -> PyResult<()> {
         let blocks = blocks(block_ids)?;
-        self.with(|s| s.allocated(req_id, &blocks, num_external_tokens).py())
+        self.with(|s| s.update_state_after_alloc(req_id, &blocks, num_external_tokens).py())
     }
 
     /// What the server scheduled, as bytes for the workers; empty where they have nothing to do.
@@ -230,7 +235,7 @@ impl SchedulerSide {
     /// by req_id, resumed ids). Unknown requests are passed over. `tokens_of(req_id, start, stop)`
     /// gives ids of final generated tokens.
     #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
-    fn step<'py>(
+    fn build_connector_meta<'py>(
         &self,
         py: Python<'py>,
         new: Vec<NewRow<'py>>,
@@ -261,7 +266,7 @@ impl SchedulerSide {
                 None
             })
         };
-        let meta = self.with(|s| Ok(s.step(&input, &mut ask)))?;
+        let meta = self.with(|s| Ok(s.build_connector_meta(&input, &mut ask)))?;
         match failed {
             Some(e) => Err(e),
             None => Ok(PyBytes::new(py, &meta.to_bytes().py()?)),
@@ -287,7 +292,7 @@ impl SchedulerSide {
 
     /// What the workers reported after a step.
     #[pyo3(signature = (finished_sending=None, finished_recving=None, failed=None, worker_meta=None))]
-    fn output(
+    fn update_connector_output(
         &self,
         finished_sending: Option<&Bound<'_, PyAny>>,
         finished_recving: Option<&Bound<'_, PyAny>>,
@@ -298,7 +303,7 @@ impl SchedulerSide {
         let workers = worker_meta.unwrap_or_default();
         let workers = workers.iter().map(|b| WorkerMeta::from_bytes(b)).collect::<forebay::Result<_>>().py()?;
         self.with(|s| {
-            s.output(&StepOutput {
+            s.update_connector_output(&StepOutput {
                 finished_sending: borrowed(&sending),
                 finished_recving: borrowed(&recving),
                 failed: borrowed(&failed),
@@ -312,22 +317,22 @@ impl SchedulerSide {
     /// stored, found, missing, evicted), or None where nothing did. A chunk is (req_id, key,
     /// first token, tokens); `stored` are keys of ordered chunks that every worker has
     /// committed, `evicted` keys of known ones that some worker has dropped for room.
-    fn take_news<'py>(&self, py: Python<'py>) -> PyResult<Option<NewsOf<'py>>> {
-        let news = self.with(|s| Ok(s.take_news()))?;
-        if news == News::default() {
+    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Option<EventRows<'py>>> {
+        let events = self.with(|s| Ok(s.take_events()))?;
+        if events == KvEvents::default() {
             return Ok(None);
         }
-        let chunks = |of: Vec<ChunkOf>| {
+        let chunks = |of: Vec<RequestChunk>| {
             of.into_iter().map(|c| (c.req_id, PyBytes::new(py, &c.key), c.start, c.tokens)).collect::<Vec<_>>()
         };
         let keys = |of: &[[u8; 32]]| of.iter().map(|key| PyBytes::new(py, key)).collect::<Vec<_>>();
-        let (stored, evicted) = (keys(&news.stored), keys(&news.evicted));
-        Ok(Some((chunks(news.ordered), stored, chunks(news.found), chunks(news.missing), evicted)))
+        let (stored, evicted) = (keys(&events.stored), keys(&events.evicted));
+        Ok(Some((chunks(events.ordered), stored, chunks(events.found), chunks(events.missing), evicted)))
     }
 
     /// Looks everything up anew.
-    fn reset(&self) -> PyResult<bool> {
-        self.with(|s| Ok(s.reset()))
+    fn reset_cache(&self) -> PyResult<bool> {
+        self.with(|s| Ok(s.reset_cache()))
     }
 
     /// Counts.
@@ -337,17 +342,17 @@ impl SchedulerSide {
     }
 
     /// What each count grew by since the last call; those that did not grow are absent.
-    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn get_kv_connector_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.with(|s| Ok(s.stats().counters()))?;
-        grown(py, &self.told, &counters)
+        growth(py, &self.reported, &counters)
     }
 
     /// Forgets all requests and closes the caches that it opened itself; later calls raise.
-    fn close(&self, py: Python<'_>) {
+    fn shutdown(&self, py: Python<'_>) {
         let scheduler = self.scheduler.lock().take();
         py.detach(|| {
             if let Some(mut scheduler) = scheduler {
-                scheduler.close();
+                scheduler.shutdown();
             }
         });
     }
@@ -356,7 +361,7 @@ impl SchedulerSide {
 /// A chunk of a request: its name, the chunk's key, first token, tokens.
 type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
 /// Chunks ordered, keys stored, chunks found, chunks missing, keys evicted.
-type NewsOf<'py> =
+type EventRows<'py> =
     (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>);
 
 /// A request that runs for the first time: its name, its blocks per group, tokens computed and
@@ -427,7 +432,7 @@ impl Row {
 #[pyclass(frozen, module = "forebay.connector")]
 pub(crate) struct WorkerSide {
     worker: Mutex<Option<Worker>>,
-    told: Mutex<Vec<u64>>,
+    reported: Mutex<Vec<u64>>,
 }
 
 impl WorkerSide {
@@ -460,15 +465,15 @@ impl WorkerSide {
             ConnectorOptions::new(engine.settings(), engine.geometry(), (&block_tokens, num_blocks)).py()?;
         let options = self::options(of_engine, options)?;
         let worker = Worker::new(options, engine, kv).py()?;
-        Ok(Self { worker: Mutex::new(Some(worker)), told: Mutex::default() })
+        Ok(Self { worker: Mutex::new(Some(worker)), reported: Mutex::default() })
     }
 
     /// Starts the loads of a step. `stream`: the handle of the stream that runs the model.
     #[pyo3(signature = (meta, stream=None))]
-    fn begin(&self, py: Python<'_>, meta: &[u8], stream: Option<u64>) -> PyResult<()> {
+    fn start_load_kv(&self, py: Python<'_>, meta: &[u8], stream: Option<u64>) -> PyResult<()> {
         let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
-            w.begin(meta, stream_of(stream));
+            w.start_load_kv(meta, stream_of(stream));
             Ok(())
         })
     }
@@ -476,50 +481,50 @@ impl WorkerSide {
     /// Layer-wise only: returns when layer `layer` of the step's loads is there, or makes `stream`
     /// wait for it.
     #[pyo3(signature = (layer, stream=None))]
-    fn wait_layer(&self, py: Python<'_>, layer: usize, stream: Option<u64>) -> PyResult<()> {
-        self.with(py, |w| w.wait_layer(layer, stream_of(stream)).py())
+    fn wait_for_layer_load(&self, py: Python<'_>, layer: usize, stream: Option<u64>) -> PyResult<()> {
+        self.with(py, |w| w.wait_for_layer_load(layer, stream_of(stream)).py())
     }
 
     /// Layer-wise only: layer `layer` of the step is computed; its gathers may begin.
     #[pyo3(signature = (layer, stream=None))]
-    fn save_layer(&self, py: Python<'_>, layer: usize, stream: Option<u64>) -> PyResult<()> {
-        self.with(py, |w| w.save_layer(layer, stream_of(stream)).py())
+    fn save_kv_layer(&self, py: Python<'_>, layer: usize, stream: Option<u64>) -> PyResult<()> {
+        self.with(py, |w| w.save_kv_layer(layer, stream_of(stream)).py())
     }
 
     /// The step is computed: starts its stores. Never waits for a drive.
     #[pyo3(signature = (stream=None))]
-    fn end_step(&self, py: Python<'_>, stream: Option<u64>) -> PyResult<()> {
+    fn wait_for_save(&self, py: Python<'_>, stream: Option<u64>) -> PyResult<()> {
         self.with(py, |w| {
-            w.end_step(stream_of(stream));
+            w.wait_for_save(stream_of(stream));
             Ok(())
         })
     }
 
     /// Before the step of `meta` overwrites blocks of preempted requests: their gathers are over or
     /// given up on return.
-    fn preempt(&self, py: Python<'_>, meta: &[u8]) -> PyResult<()> {
+    fn handle_preemptions(&self, py: Python<'_>, meta: &[u8]) -> PyResult<()> {
         let meta = StepMeta::from_bytes(meta).py()?;
         self.with(py, |w| {
-            w.preempt(&meta);
+            w.handle_preemptions(&meta);
             Ok(())
         })
     }
 
     /// Requests whose blocks may be freed, and requests whose load is over.
     #[pyo3(signature = (finished_req_ids=None))]
-    fn finished(
+    fn get_finished(
         &self,
         py: Python<'_>,
         finished_req_ids: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<(HashSet<String>, HashSet<String>)> {
         let ended = names(finished_req_ids)?;
-        let Finished { sending, recving } = self.with(py, |w| Ok(w.finished(&borrowed(&ended))))?;
+        let Finished { sending, recving } = self.with(py, |w| Ok(w.get_finished(&borrowed(&ended))))?;
         Ok((sending.into_iter().collect(), recving.into_iter().collect()))
     }
 
     /// Blocks whose load failed since the last call.
-    fn failed_blocks(&self, py: Python<'_>) -> PyResult<HashSet<u32>> {
-        self.with(py, |w| Ok(w.failed_blocks().into_iter().collect()))
+    fn get_block_ids_with_load_errors(&self, py: Python<'_>) -> PyResult<HashSet<u32>> {
+        self.with(py, |w| Ok(w.get_block_ids_with_load_errors().into_iter().collect()))
     }
 
     /// Requests whose load failed since the last call.
@@ -528,8 +533,8 @@ impl WorkerSide {
     }
 
     /// What the scheduler side is told, as bytes; None where there is nothing to say.
-    fn meta<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let Some(meta) = self.with(py, |w| Ok(w.meta()))? else { return Ok(None) };
+    fn build_connector_worker_meta<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let Some(meta) = self.with(py, |w| Ok(w.build_connector_worker_meta()))? else { return Ok(None) };
         Ok(Some(PyBytes::new(py, &meta.to_bytes().py()?)))
     }
 
@@ -540,17 +545,17 @@ impl WorkerSide {
     }
 
     /// What each count grew by since the last call; those that did not grow are absent.
-    fn grown<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn get_kv_connector_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.with(py, |w| Ok(w.stats().counters()))?;
-        grown(py, &self.told, &counters)
+        growth(py, &self.reported, &counters)
     }
 
     /// Cancels loads, waits up to `timeout_ms` for stores, gives the rest up; later calls raise.
     #[pyo3(signature = (timeout_ms=CLOSE_TIMEOUT_MS))]
-    fn close(&self, py: Python<'_>, timeout_ms: u64) {
+    fn shutdown(&self, py: Python<'_>, timeout_ms: u64) {
         py.detach(|| {
             if let Some(mut worker) = self.worker.lock().take() {
-                worker.close(Instant::now() + Duration::from_millis(timeout_ms.min(MAX_TIMEOUT_MS)));
+                worker.shutdown(Instant::now() + Duration::from_millis(timeout_ms.min(MAX_TIMEOUT_MS)));
             }
         });
     }

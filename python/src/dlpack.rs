@@ -6,7 +6,7 @@
 
 use std::ffi::c_void;
 
-use forebay::io::Place;
+use forebay::io::MemorySpace;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -83,8 +83,8 @@ pub(crate) fn describe(object: &Bound<'_, PyAny>) -> PyResult<Described> {
     // SAFETY: the protocol's struct, alive as long as `owner`.
     let tensor = unsafe { &(*managed).tensor };
     let place = match (tensor.device_type, u32::try_from(tensor.device_id)) {
-        (kind, _) if HOSTS.contains(&kind) => Place::Host,
-        (CUDA, Ok(ordinal)) => Place::Device(ordinal),
+        (kind, _) if HOSTS.contains(&kind) => MemorySpace::Host,
+        (CUDA, Ok(ordinal)) => MemorySpace::Device(ordinal),
         (kind, _) => return Err(to_py(&invalid(format!("DLPack memory on a device of kind {kind}")))),
     };
     let bits = usize::from(tensor.bits) * usize::from(tensor.lanes);

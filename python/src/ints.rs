@@ -1,7 +1,7 @@
 //! Sequences of integers and booleans: from lists, or straight from buffers.
 #![expect(unsafe_code, reason = "reads the elements of a caller's buffer")]
 
-use forebay::io::Place;
+use forebay::io::MemorySpace;
 use pyo3::prelude::*;
 
 use crate::buffer::{Described, describe};
@@ -40,7 +40,7 @@ fn is_buffer(object: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 fn elements(object: &Bound<'_, PyAny>) -> PyResult<(Described, Element)> {
     let buffer = describe(object)?;
-    let fits = buffer.shape.len() == 1 && buffer.place == Place::Host;
+    let fits = buffer.shape.len() == 1 && buffer.place == MemorySpace::Host;
     match Element::of(&buffer).filter(|_| fits) {
         Some(element) => Ok((buffer, element)),
         None => {

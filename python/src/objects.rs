@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::objects::{ObjectCompletion, ObjectGet, ObjectPut, ObjectStore, PutOptions, Span};
+use forebay::objects::{ObjectCompletion, ObjectGet, ObjectMemory, ObjectPut, ObjectStore, PutOptions};
 use forebay::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -87,7 +87,7 @@ impl PyObjectStore {
 }
 
 /// The host memory of a buffer, dense, and writable where it is written.
-fn span(object: &Bound<'_, PyAny>, write: bool) -> PyResult<Span> {
+fn span(object: &Bound<'_, PyAny>, write: bool) -> PyResult<ObjectMemory> {
     let buffer = describe(object)?;
     if !buffer.is_dense() {
         return Err(to_py(&invalid("a buffer with gaps").advice("give contiguous memory")));
@@ -96,9 +96,9 @@ fn span(object: &Bound<'_, PyAny>, write: bool) -> PyResult<Span> {
         return Err(to_py(&invalid("a read-only buffer to read an object into")));
     }
     if buffer.bytes()? == 0 {
-        return Span::from_vec(Vec::new()).py();
+        return ObjectMemory::from_vec(Vec::new()).py();
     }
-    Ok(Span::whole(&buffer.host()?))
+    Ok(ObjectMemory::whole(&buffer.host()?))
 }
 
 fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {

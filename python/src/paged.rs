@@ -260,7 +260,7 @@ impl PyPagedKv {
     #[getter]
     fn device(&self) -> String {
         match self.0.place() {
-            forebay::io::Place::Device(n) => format!("cuda:{n}"),
+            forebay::io::MemorySpace::Device(n) => format!("cuda:{n}"),
             _ => "cpu".to_owned(),
         }
     }

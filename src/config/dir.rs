@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 mod mounts;
 mod node;
 
-pub use mounts::{FsKind, Mount, MountTable};
+pub use mounts::{FsKind, MountPoint, MountTable};
 pub use node::numa_node;
 
 /// What the checks of a cache directory depend on.
@@ -49,7 +49,7 @@ pub struct CacheDir {
     /// The kind of its file system.
     pub kind: FsKind,
     /// Its mount, where the mount table knows it.
-    pub mount: Option<Mount>,
+    pub mount: Option<MountPoint>,
     /// What was found worth telling.
     pub warnings: Vec<Warning>,
 }
@@ -150,7 +150,7 @@ fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
     std::fs::set_permissions(path, Permissions::from_mode(mode))
 }
 
-fn discards(path: &Path, kind: FsKind, mount: &Mount) -> Warning {
+fn discards(path: &Path, kind: FsKind, mount: &MountPoint) -> Warning {
     let point = mount.mount_point.display();
     Warning {
         kind: WarningKind::FileSystem(kind),
@@ -167,7 +167,7 @@ fn discards(path: &Path, kind: FsKind, mount: &Mount) -> Warning {
 fn judge_file_system(
     path: &Path,
     kind: FsKind,
-    mount: Option<&Mount>,
+    mount: Option<&MountPoint>,
     options: &DirOptions,
     warnings: &mut Vec<Warning>,
 ) -> Result<()> {
@@ -189,7 +189,7 @@ fn judge_file_system(
 
 /// How a file inside the cache is opened.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct FileOptions {
+pub struct CacheFileOptions {
     /// Open for writing as well as reading.
     pub write: bool,
     /// Make the file where it is missing, with these permission bits.
@@ -256,7 +256,7 @@ impl Dir {
     /// # Errors
     /// [`ErrorKind::Config`] where `name` is a symlink or no regular file, [`ErrorKind::NotFound`]
     /// where it is missing and not to be made, otherwise the kind of the I/O error.
-    pub fn open_file_in(&self, name: &str, options: &FileOptions) -> Result<File> {
+    pub fn open_file_in(&self, name: &str, options: &CacheFileOptions) -> Result<File> {
         let path = self.reach(name)?;
         let refused = |e| self.refused(name, "file", e);
         let mut open = OpenOptions::new();

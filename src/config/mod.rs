@@ -30,7 +30,7 @@ pub use choices::{
     OnOpenFailure, Placement, StoreWhen,
 };
 pub use load::Loader;
-pub use place::Place;
+pub use place::CacheIdentity;
 pub use warning::{Feature, Origin, Warning, WarningKind};
 
 const MIB: usize = 1 << 20;

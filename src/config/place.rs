@@ -12,13 +12,13 @@ use super::Settings;
 
 /// A digest over the machine's boot and a cache's directories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Place([u8; 32]);
+pub struct CacheIdentity([u8; 32]);
 
 impl Settings {
     /// Where the cache lies; `None` where a directory is not there or the machine cannot be told
     /// from others.
     #[must_use]
-    pub fn place(&self) -> Option<Place> {
+    pub fn cache_identity(&self) -> Option<CacheIdentity> {
         let boot = fs::read("/proc/sys/kernel/random/boot_id").ok()?;
         let mut digest = blake3::Hasher::new_derive_key("forebay 1 place of a cache");
         digest.update(&(boot.len() as u64).to_le_bytes()).update(&boot);
@@ -26,7 +26,7 @@ impl Settings {
             let found = fs::metadata(dir).ok()?;
             digest.update(&found.dev().to_le_bytes()).update(&found.ino().to_le_bytes());
         }
-        (!self.drives.is_empty()).then(|| Place(*digest.finalize().as_bytes()))
+        (!self.drives.is_empty()).then(|| CacheIdentity(*digest.finalize().as_bytes()))
     }
 }
 
@@ -38,17 +38,17 @@ mod tests {
     fn a_place_is_its_directories_and_not_their_names() {
         let at = tempfile::tempdir().unwrap();
         let (one, other, link) = (at.path().join("one"), at.path().join("other"), at.path().join("link"));
-        assert_eq!(Settings::at(&one).place(), None, "no directory, no place");
-        assert_eq!(Settings::default().place(), None);
+        assert_eq!(Settings::at(&one).cache_identity(), None, "no directory, no place");
+        assert_eq!(Settings::default().cache_identity(), None);
         fs::create_dir(&one).unwrap();
         fs::create_dir(&other).unwrap();
         std::os::unix::fs::symlink(&one, &link).unwrap();
-        let place = Settings::at(&one).place();
+        let place = Settings::at(&one).cache_identity();
         assert!(place.is_some());
-        assert_eq!(place, Settings::at(&link).place());
-        assert_ne!(place, Settings::at(&other).place());
+        assert_eq!(place, Settings::at(&link).cache_identity());
+        assert_ne!(place, Settings::at(&other).cache_identity());
         let mut both = Settings::at(&one);
         both.drives.extend(Settings::at(&other).drives);
-        assert_ne!(place, both.place());
+        assert_ne!(place, both.cache_identity());
     }
 }

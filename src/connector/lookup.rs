@@ -9,7 +9,7 @@ use crate::error::Result;
 
 /// A question that goes to the workers with the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct PendingQuestion {
     /// Its number, which the answers repeat.
     pub number: u64,
     /// The request.
@@ -19,7 +19,7 @@ pub struct Wanted {
 }
 
 /// Says how much of a prompt can be loaded on every rank.
-pub trait Lookup: Send {
+pub trait PrefixLookup: Send {
     /// Tokens from the start of a request's prompt that are stored on every rank; `None` where that
     /// is not known yet: ask again at the next step. It must return within microseconds, and
     /// may not say `None` for ever.
@@ -32,7 +32,7 @@ pub trait Lookup: Send {
     fn reported(&mut self, _report: &WorkerMeta) {}
 
     /// The next question to the workers, if there is one.
-    fn wanted(&mut self) -> Option<Wanted> {
+    fn wanted(&mut self) -> Option<PendingQuestion> {
         None
     }
 
@@ -70,7 +70,7 @@ impl EngineLookup {
     }
 }
 
-impl Lookup for EngineLookup {
+impl PrefixLookup for EngineLookup {
     fn stored_tokens(&mut self, _req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
         Ok(Some(least(self.engines.iter().map(AsRef::as_ref), prompt)?.unwrap_or(0)))
     }

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::hello::Hello;
+use super::worker_identity::WorkerIdentity;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
@@ -102,8 +102,8 @@ pub struct StepMeta {
     pub questions: Vec<Question>,
     /// The ranks that answer them.
     pub asked: Vec<u32>,
-    /// The ranks whose [`Hello`] has arrived, so that they need not say it again.
-    pub heard: Vec<u32>,
+    /// The ranks whose [`WorkerIdentity`] has arrived, so that they need not say it again.
+    pub acknowledged: Vec<u32>,
     /// The ranks that store nothing, because an earlier one stores the same KV in the same place;
     /// `None` where nothing has changed.
     pub silent: Option<Vec<u32>>,
@@ -119,7 +119,7 @@ impl StepMeta {
             && self.held.is_empty()
             && self.give_up.is_empty()
             && self.questions.is_empty()
-            && self.heard.is_empty()
+            && self.acknowledged.is_empty()
             && self.silent.is_none()
     }
 
@@ -180,7 +180,7 @@ pub struct WorkerMeta {
     /// Numbers of questions, and the tokens that are stored here of each, since the last report.
     pub answers: Vec<(u64, u64)>,
     /// Who this is, until the scheduler has heard it.
-    pub hello: Option<Hello>,
+    pub identity: Option<WorkerIdentity>,
 }
 
 impl WorkerMeta {

@@ -14,29 +14,29 @@
 //!   nothing of a step whose load failed is.
 //! - Blocks of a finished request come free when the gathers of its stores are over or given up,
 //!   not before.
-//! - An answer of [`Scheduler::matched`] holds nothing: it may be dropped.
+//! - An answer of [`Scheduler::get_num_new_matched_tokens`] holds nothing: it may be dropped.
 //!
 //! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a
 //! drive.
 
-mod hello;
 mod lookup;
 mod meta;
 mod options;
 mod ranks;
 mod scheduler;
 mod worker;
+mod worker_identity;
 
-pub use hello::Hello;
-pub use lookup::{EngineLookup, Lookup, Wanted};
+pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
 pub use meta::{BlockSpan, LoadOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
 pub use options::{ConnectorOptions, Role, block_multiple, effective_chunk_tokens, windowed_chunk_tokens};
 pub use ranks::RanksLookup;
 pub use scheduler::{
-    AddRequest, CachedRequest, ChunkOf, Matched, NewRequest, News, Scheduler, SchedulerStats, StepInput, StepOutput,
-    TokensOf,
+    AddRequest, CachedRequest, KvEvents, Matched, NewRequest, RequestChunk, Scheduler, SchedulerStats, StepInput,
+    StepOutput, TokensOf,
 };
 pub use worker::{Finished, Worker, WorkerStats};
+pub use worker_identity::WorkerIdentity;
 
 #[cfg(test)]
 mod tests;

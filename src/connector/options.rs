@@ -105,7 +105,7 @@ pub struct ConnectorOptions {
     pub gather_patience_ms: u64,
     /// Blocks of finished requests that may wait for gathers; beyond it they are given up.
     pub max_held_blocks: usize,
-    /// What becomes of chunks is remembered for [`super::Scheduler::take_news`].
+    /// What becomes of chunks is remembered for [`super::Scheduler::take_events`].
     pub events: bool,
     /// Workers that serve the scheduler.
     pub workers: usize,

@@ -12,10 +12,10 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::hello::Hello;
-use super::lookup::{Lookup, Wanted, least};
+use super::lookup::{PendingQuestion, PrefixLookup, least};
 use super::meta::WorkerMeta;
-use crate::config::{Place, Settings};
+use super::worker_identity::WorkerIdentity;
+use crate::config::{CacheIdentity, Settings};
 use crate::engine::{Engine, Prompt};
 use crate::error::Result;
 use crate::geometry::Geometry;
@@ -26,9 +26,9 @@ const FRESH: Duration = Duration::from_secs(1);
 
 /// Which KV a cache holds, and where it lies: the same for workers that can use each other's.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct Shard(String, String);
+struct CacheShard(String, String);
 
-impl Shard {
+impl CacheShard {
     fn of(geometry: &Geometry) -> Self {
         Self(geometry.fingerprint().dir_name(), geometry.shard_dir_name())
     }
@@ -36,15 +36,15 @@ impl Shard {
 
 /// A rank, once it has said who it is.
 #[derive(Debug)]
-struct Rank {
-    hello: Hello,
-    shard: Option<Shard>,
+struct KnownRank {
+    identity: WorkerIdentity,
+    shard: Option<CacheShard>,
     is_seen: bool,
 }
 
 /// A request that the workers were asked about.
 #[derive(Debug)]
-struct Asked {
+struct AskedRequest {
     number: u64,
     tokens: usize,
     since: Instant,
@@ -60,12 +60,12 @@ pub struct RanksLookup {
     settings: Settings,
     patience: Duration,
     workers: u32,
-    ranks: BTreeMap<u32, Rank>,
-    tables: BTreeMap<Shard, Engine>,
+    ranks: BTreeMap<u32, KnownRank>,
+    tables: BTreeMap<CacheShard, Engine>,
     /// Since when lookups miss a rank that has not said who it is.
     missing_since: Option<Instant>,
     is_silent_said: bool,
-    requests: HashMap<String, Asked>,
+    requests: HashMap<String, AskedRequest>,
     open: HashMap<u64, String>,
     queue: VecDeque<String>,
     next: u64,
@@ -91,19 +91,20 @@ impl RanksLookup {
         }
     }
 
-    fn met(&mut self, number: u32, hello: &Hello) {
-        if number >= self.workers || self.ranks.get(&number).is_some_and(|rank| rank.hello == *hello) {
+    fn identified(&mut self, number: u32, identity: &WorkerIdentity) {
+        if number >= self.workers || self.ranks.get(&number).is_some_and(|rank| rank.identity == *identity) {
             return;
         }
-        let geometry = hello.geometry().inspect_err(|e| {
+        let geometry = identity.geometry().inspect_err(|e| {
             tracing::warn!(error = %e, rank = number, "a worker describes KV that cannot be; nothing of it is looked up here");
         });
-        let shard = geometry.as_ref().ok().map(Shard::of);
-        let is_near = hello.place.is_some() && hello.place == self.settings.place();
+        let shard = geometry.as_ref().ok().map(CacheShard::of);
+        let is_near = identity.place.is_some() && identity.place == self.settings.cache_identity();
         let is_seen = is_near && geometry.is_ok_and(|geometry| self.sees(geometry));
         tracing::info!(rank = number, is_seen, "a worker has said which KV it has");
-        self.ranks.insert(number, Rank { hello: hello.clone(), shard, is_seen });
-        let seen: Vec<&Shard> = self.ranks.values().filter(|r| r.is_seen).filter_map(|r| r.shard.as_ref()).collect();
+        self.ranks.insert(number, KnownRank { identity: identity.clone(), shard, is_seen });
+        let seen: Vec<&CacheShard> =
+            self.ranks.values().filter(|r| r.is_seen).filter_map(|r| r.shard.as_ref()).collect();
         self.tables.retain(|shard, _| seen.contains(&shard));
         // What it said before its start is of another process.
         self.requests.clear();
@@ -117,7 +118,7 @@ impl RanksLookup {
 
     /// Whether the cache of `geometry` is open here.
     fn sees(&mut self, geometry: Geometry) -> bool {
-        let shard = Shard::of(&geometry);
+        let shard = CacheShard::of(&geometry);
         if self.tables.contains_key(&shard) {
             return true;
         }
@@ -142,7 +143,7 @@ impl RanksLookup {
         self.next += 1;
         let (number, since) = (self.next, Instant::now());
         let least = self.requests.get(req_id).and_then(|asked| asked.least);
-        let asked = Asked { number, tokens, since, is_open: true, answers: BTreeMap::new(), least };
+        let asked = AskedRequest { number, tokens, since, is_open: true, answers: BTreeMap::new(), least };
         if let Some(before) = self.requests.insert(req_id.to_owned(), asked) {
             self.open.remove(&before.number);
         }
@@ -164,7 +165,7 @@ impl RanksLookup {
     }
 }
 
-impl Lookup for RanksLookup {
+impl PrefixLookup for RanksLookup {
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
         let seen = least(self.tables.values(), prompt)?;
         let upto = seen.unwrap_or(prompt.len());
@@ -192,18 +193,18 @@ impl Lookup for RanksLookup {
     }
 
     fn reported(&mut self, report: &WorkerMeta) {
-        if let Some(hello) = &report.hello {
-            self.met(report.rank, hello);
+        if let Some(identity) = &report.identity {
+            self.identified(report.rank, identity);
         }
         for answer in &report.answers {
             self.answered(report.rank, *answer);
         }
     }
 
-    fn wanted(&mut self) -> Option<Wanted> {
+    fn wanted(&mut self) -> Option<PendingQuestion> {
         while let Some(req_id) = self.queue.pop_front() {
             if let Some(asked) = self.requests.get(&req_id).filter(|asked| asked.is_open) {
-                return Some(Wanted { number: asked.number, tokens: asked.tokens, req_id });
+                return Some(PendingQuestion { number: asked.number, tokens: asked.tokens, req_id });
             }
         }
         None
@@ -218,10 +219,10 @@ impl Lookup for RanksLookup {
             return None;
         }
         self.is_silent_said = true;
-        let mut stores: Vec<(Place, &Shard)> = Vec::new();
+        let mut stores: Vec<(CacheIdentity, &CacheShard)> = Vec::new();
         let mut silent = Vec::new();
         for (number, rank) in &self.ranks {
-            let (Some(place), Some(shard)) = (rank.hello.place, rank.shard.as_ref()) else { continue };
+            let (Some(place), Some(shard)) = (rank.identity.place, rank.shard.as_ref()) else { continue };
             if stores.contains(&(place, shard)) {
                 silent.push(*number);
             } else {

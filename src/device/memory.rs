@@ -9,16 +9,16 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::region::{Region, RegionOptions};
+use super::region::{HostRegion, RegionOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::LayerSpec;
-use crate::io::{MemRegion, Place};
+use crate::io::{MemRegion, MemorySpace};
 use crate::paged::PagedLayout;
 
 /// Memory that holds paged KV.
 ///
 /// # Safety
-/// `len` bytes from `as_mut_ptr` stay valid for reads and writes, by the means of their [`Place`],
+/// `len` bytes from `as_mut_ptr` stay valid for reads and writes, by the means of their [`MemorySpace`],
 /// as long as the value lives, and neither changes.
 pub unsafe trait KvMemory: Send + Sync + 'static {
     /// Address of the first byte, in the address space of its place.
@@ -30,7 +30,7 @@ pub unsafe trait KvMemory: Send + Sync + 'static {
         self.len() == 0
     }
     /// Where the bytes lie.
-    fn place(&self) -> Place;
+    fn place(&self) -> MemorySpace;
 
     /// Copies bytes out, from `offset` on, and waits for that. For tools, tests and small things.
     ///
@@ -68,8 +68,8 @@ unsafe impl KvMemory for HostMemory {
     fn len(&self) -> usize {
         self.len
     }
-    fn place(&self) -> Place {
-        Place::Host
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Host
     }
 
     fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
@@ -87,7 +87,7 @@ impl HostMemory {
     /// # Errors
     /// What the operating system says of the allocation.
     pub fn alloc_zeroed(len: usize) -> Result<Arc<Self>> {
-        let region = Region::new(len.max(1), &RegionOptions::default())?;
+        let region = HostRegion::new(len.max(1), &RegionOptions::default())?;
         let ptr = NonNull::new(region.as_mut_ptr())
             .ok_or_else(|| Error::new(ErrorKind::Internal, "a mapping at address 0"))?;
         Ok(Arc::new(Self { ptr, len, _owner: Some(region) }))
@@ -183,7 +183,7 @@ impl fmt::Debug for HostMemory {
 pub struct PagedKv {
     memories: Vec<Arc<dyn KvMemory>>,
     layout: PagedLayout,
-    place: Place,
+    place: MemorySpace,
 }
 
 impl PagedKv {
@@ -217,7 +217,7 @@ impl PagedKv {
                 .advice("check block count, strides and dtype against the server's tensor"));
             }
         }
-        let place = memories.first().map_or(Place::Host, |m| m.place());
+        let place = memories.first().map_or(MemorySpace::Host, |m| m.place());
         if memories.iter().any(|m| m.place() != place) {
             return Err(Error::new(ErrorKind::InvalidInput, "paged KV: memories of one cache in different places"));
         }
@@ -248,7 +248,7 @@ impl PagedKv {
 
     /// Where the memories lie.
     #[must_use]
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> MemorySpace {
         self.place
     }
 

@@ -15,7 +15,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::io::{Buf, Mover, Place};
+use crate::io::{Buf, MemorySpace, Mover};
 use crate::paged::ChunkPlan;
 
 pub mod cuda;
@@ -36,7 +36,7 @@ pub use gate::{Gate, GateGuard, OwnedGuard};
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
 pub use open::open_device;
-pub use region::{HugePages, PageKind, Region, RegionOptions};
+pub use region::{HostRegion, HugePages, PageKind, RegionOptions};
 pub use rope::{RopeShift, RopeStyle, RopeTable};
 pub use staging::{FreeHook, StagingOptions, StagingPool};
 
@@ -143,7 +143,7 @@ pub struct Gathered {
 /// bounded by the staging buffers that its jobs hold.
 pub trait Device: Send + Sync {
     /// Where the paged memory lies that this device works on.
-    fn place(&self) -> Place;
+    fn place(&self) -> MemorySpace;
 
     /// Moves extents into paged KV. Scatters run before gathers.
     fn scatter(&self, job: ScatterJob);

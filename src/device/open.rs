@@ -9,12 +9,12 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// A device's name, understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Name {
+enum DeviceName {
     Host,
     Cuda(u32),
 }
 
-impl Name {
+impl DeviceName {
     fn of(name: &str) -> Result<Self> {
         let bad = || {
             Error::new(ErrorKind::Config, format!("{name:?} is no device"))
@@ -35,12 +35,12 @@ impl Name {
 /// # Errors
 /// [`ErrorKind::Config`] for a name that is none, and what keeps the device from being used.
 pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
-    match Name::of(name)? {
-        Name::Host => {
+    match DeviceName::of(name)? {
+        DeviceName::Host => {
             let options = HostOptions { workers: settings.worker_threads(), ..HostOptions::default() };
             Ok(HostDevice::new(&options)?)
         }
-        Name::Cuda(ordinal) => {
+        DeviceName::Cuda(ordinal) => {
             let (max_ctas, numa) = (settings.kernel_ctas, settings.numa);
             Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, numa, ..CudaOptions::default() })?)
         }
@@ -54,16 +54,16 @@ mod tests {
     #[test]
     fn names_are_understood_or_refused_with_what_to_write() {
         for (name, meant) in [
-            ("host", Name::Host),
-            ("CPU", Name::Host),
-            ("cuda", Name::Cuda(0)),
-            ("cuda:3", Name::Cuda(3)),
-            (" gpu:1 ", Name::Cuda(1)),
+            ("host", DeviceName::Host),
+            ("CPU", DeviceName::Host),
+            ("cuda", DeviceName::Cuda(0)),
+            ("cuda:3", DeviceName::Cuda(3)),
+            (" gpu:1 ", DeviceName::Cuda(1)),
         ] {
-            assert_eq!(Name::of(name).unwrap(), meant, "{name}");
+            assert_eq!(DeviceName::of(name).unwrap(), meant, "{name}");
         }
         for name in ["", "cuda:", "cuda:x", "cuda:-1", "host:1", "tpu", "cuda:99999999999"] {
-            let e = Name::of(name).unwrap_err();
+            let e = DeviceName::of(name).unwrap_err();
             assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is no device"), "{name}: {e}");
         }
     }

@@ -51,7 +51,7 @@ pub(super) struct Blocks {
 
 /// Which way the bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum KvDirection {
     IntoKv,
     OutOfKv,
 }

@@ -64,7 +64,7 @@ pub struct RegionOptions {
 
 /// An anonymous private mapping of zero bytes.
 #[derive(Debug)]
-pub struct Region {
+pub struct HostRegion {
     ptr: NonNull<u8>,
     len: usize,
     /// Where the mapping begins, and its length.
@@ -75,12 +75,12 @@ pub struct Region {
 }
 
 // SAFETY: the mapping belongs to no thread, and this type only gives out its address.
-unsafe impl Send for Region {}
+unsafe impl Send for HostRegion {}
 // SAFETY: as for Send.
-unsafe impl Sync for Region {}
+unsafe impl Sync for HostRegion {}
 
 // SAFETY: address and length never change, and the mapping lives as long as the value.
-unsafe impl MemRegion for Region {
+unsafe impl MemRegion for HostRegion {
     fn id(&self) -> u64 {
         self.id
     }
@@ -92,7 +92,7 @@ unsafe impl MemRegion for Region {
     }
 }
 
-impl Region {
+impl HostRegion {
     /// A region of `len` bytes, aligned to 2 MiB where it is at least that long, to 64 KiB from
     /// there on, else to a page.
     ///
@@ -213,7 +213,7 @@ pub(super) fn next_id() -> u64 {
     NEXT_ID.fetch_add(1, Ordering::Relaxed)
 }
 
-impl Drop for Region {
+impl Drop for HostRegion {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours, and whoever holds addresses into it also holds this value.
         unsafe { libc::munmap(self.base.as_ptr().cast::<c_void>(), self.mapped_len) };
@@ -242,7 +242,7 @@ mod tests {
         for hugepages in [HugePages::Off, HugePages::Transparent, HugePages::On] {
             for numa in [None, Some(0), Some(900), Some(5000)] {
                 for len in [1, 4097, SLOT_ALIGN, HUGE_BYTES - 1, HUGE_BYTES, 3 * HUGE_BYTES + 5] {
-                    let r = Region::new(len, &RegionOptions { hugepages, numa }).unwrap();
+                    let r = HostRegion::new(len, &RegionOptions { hugepages, numa }).unwrap();
                     assert_eq!(r.len(), len);
                     assert_eq!(r.as_mut_ptr() as usize % alignment(len), 0);
                     // SAFETY: the last byte of a region that only this test uses.
@@ -250,14 +250,14 @@ mod tests {
                 }
             }
         }
-        assert!(Region::new(0, &RegionOptions::default()).is_err());
-        assert!(Region::new(usize::MAX, &RegionOptions::default()).is_err());
+        assert!(HostRegion::new(0, &RegionOptions::default()).is_err());
+        assert!(HostRegion::new(usize::MAX, &RegionOptions::default()).is_err());
     }
 
     #[test]
     fn regions_have_different_ids() {
-        let a = Region::new(1, &RegionOptions::default()).unwrap();
-        let b = Region::new(1, &RegionOptions::default()).unwrap();
+        let a = HostRegion::new(1, &RegionOptions::default()).unwrap();
+        let b = HostRegion::new(1, &RegionOptions::default()).unwrap();
         assert_ne!(a.id(), b.id());
     }
 }

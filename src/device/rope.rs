@@ -13,7 +13,7 @@ use std::sync::Arc;
 use super::floats::FloatKind;
 use super::{KvMemory, PagedKv};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::Place;
+use crate::io::MemorySpace;
 use crate::paged::{ChunkPlan, PlaneView};
 
 /// Which elements of a head are turned together.
@@ -257,7 +257,7 @@ unsafe fn write(base: *mut u8, index: usize, kind: FloatKind, value: f32) {
 /// or lies in device memory.
 pub(super) fn shift_on_host(kv: &PagedKv, shift: &RopeShift) -> Result<()> {
     let rows = shift.rows(kv)?;
-    if kv.place() != Place::Host {
+    if kv.place() != MemorySpace::Host {
         return Err(invalid(format!("the host device cannot turn keys in {:?}", kv.place())));
     }
     // SAFETY: the place is the host, also the table's, which `rows` compared; what others do with the

@@ -15,11 +15,11 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
 
-use super::region::{HugePages, Region, RegionOptions};
+use super::region::{HostRegion, HugePages, RegionOptions};
 use crate::config::Settings;
 use crate::config::dir::numa_node;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Buf, IoBuf, MemRegion, Place};
+use crate::io::{Buf, IoBuf, MemRegion, MemorySpace};
 
 const SMALL_ALIGN: usize = 4 << 10;
 const LARGE_ALIGN: usize = 64 << 10;
@@ -53,7 +53,7 @@ pub type FreeHook = Arc<dyn Fn() + Send + Sync>;
 /// A pool of staging buffers.
 pub struct StagingPool {
     region: Arc<dyn MemRegion>,
-    place: Place,
+    place: MemorySpace,
     slot_bytes: usize,
     slots: usize,
     free: Mutex<Vec<u32>>,
@@ -77,8 +77,8 @@ impl StagingPool {
             .advice("raise the staging size or lower the chunk size"));
         }
         let wishes = RegionOptions { hugepages: options.hugepages, numa: options.numa };
-        let region = Region::new(slots * slot_bytes, &wishes)?;
-        Self::over(region, Place::Host, slot_bytes)
+        let region = HostRegion::new(slots * slot_bytes, &wishes)?;
+        Self::over(region, MemorySpace::Host, slot_bytes)
     }
 
     /// A pool over a region made elsewhere, for example in an accelerator's memory. The region must
@@ -86,7 +86,7 @@ impl StagingPool {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] where no slot, or more than 2³² slots, fit.
-    pub fn over(region: Arc<dyn MemRegion>, place: Place, slot_bytes: usize) -> Result<Arc<Self>> {
+    pub fn over(region: Arc<dyn MemRegion>, place: MemorySpace, slot_bytes: usize) -> Result<Arc<Self>> {
         let slot_bytes = Self::rounded(slot_bytes)?;
         let slots = region.len() / slot_bytes;
         let Some(count) = u32::try_from(slots).ok().filter(|&n| n > 0) else {
@@ -114,7 +114,7 @@ impl StagingPool {
     #[must_use]
     pub fn try_take(self: &Arc<Self>) -> Option<Buf> {
         let slot = self.free.lock().pop()?;
-        Some(Buf::new(Slot { pool: Arc::clone(self), offset: slot as usize * self.slot_bytes, slot }))
+        Some(Buf::new(StagingSlot { pool: Arc::clone(self), offset: slot as usize * self.slot_bytes, slot }))
     }
 
     /// Bytes of one slot.
@@ -170,7 +170,7 @@ impl fmt::Debug for StagingPool {
     }
 }
 
-struct Slot {
+struct StagingSlot {
     pool: Arc<StagingPool>,
     offset: usize,
     slot: u32,
@@ -179,14 +179,14 @@ struct Slot {
 // SAFETY: the free list gives each slot to one owner at a time; slots do not overlap, lie in the
 // region, and the region lives as long as the pool that this holds. Anonymous memory is
 // initialised.
-unsafe impl IoBuf for Slot {
+unsafe impl IoBuf for StagingSlot {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.pool.region.as_mut_ptr().wrapping_add(self.offset)
     }
     fn len(&self) -> usize {
         self.pool.slot_bytes
     }
-    fn place(&self) -> Place {
+    fn place(&self) -> MemorySpace {
         self.pool.place
     }
     fn region(&self) -> Option<(u64, usize)> {
@@ -194,7 +194,7 @@ unsafe impl IoBuf for Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for StagingSlot {
     fn drop(&mut self) {
         self.pool.give_back(self.slot);
     }

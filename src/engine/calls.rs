@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::adapter::LogSource;
 use super::plan::Planner;
-use super::{Engine, Inner, LoadRequest, Lookup, Prompt, StoreRequest, storing};
+use super::{Engine, EngineInner, LoadRequest, Lookup, Prompt, StoreRequest, storing};
 use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::Place;
+use crate::io::MemorySpace;
 use crate::key::{self, ChunkKey, Extra};
 use crate::log::{Chunk, Log};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
@@ -66,7 +66,7 @@ impl Engine {
         let planner = Planner::new(&inner.geometry, &request.kv, &request.slots, wanted)?;
         let timeout = request.timeout_ms.map(Duration::from_millis);
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
-        let mut gathering = Gathering {
+        let mut planner = LoadPlanner {
             inner,
             planner: &planner,
             prompt: &request.prompt,
@@ -81,8 +81,8 @@ impl Engine {
                 deadline,
             },
         };
-        gathering.run(timeout.unwrap_or(LOAD_LEASE))?;
-        let load = inner.pipeline.load(gathering.spec)?;
+        planner.run(timeout.unwrap_or(LOAD_LEASE))?;
+        let load = inner.pipeline.load(planner.spec)?;
         if !inner.options.settings.enable_async_loading {
             let _ = load.wait();
         }
@@ -200,7 +200,7 @@ fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, Chun
     fitting.find_map(|len| prompt.partial_key(at, len).filter(|k| log.contains(k)).map(|k| (len, k)))
 }
 
-impl Inner {
+impl EngineInner {
     pub(super) fn check_prompt(&self, prompt: &Prompt) -> Result<()> {
         if prompt.chunk_tokens() == self.geometry.chunk_tokens as usize {
             return Ok(());
@@ -227,7 +227,7 @@ impl Inner {
     /// What the caller's stream must have done before its memory is written.
     fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
         let device = &self.options.device;
-        let Some(stream) = stream.filter(|_| device.place() != Place::Host) else { return Ok(Vec::new()) };
+        let Some(stream) = stream.filter(|_| device.place() != MemorySpace::Host) else { return Ok(Vec::new()) };
         let captured = || {
             Error::new(ErrorKind::InvalidInput, "a load cannot start on a stream that is being captured into a graph")
                 .advice("start loads before the graph is captured or replayed")
@@ -241,15 +241,15 @@ impl Inner {
 }
 
 /// Finds the chunks of a load one by one.
-struct Gathering<'a> {
-    inner: &'a Inner,
+struct LoadPlanner<'a> {
+    inner: &'a EngineInner,
     planner: &'a Planner<'a>,
     prompt: &'a Prompt,
     wanted: usize,
     spec: LoadSpec,
 }
 
-impl Gathering<'_> {
+impl LoadPlanner<'_> {
     fn run(&mut self, lease: Duration) -> Result<()> {
         let step = self.prompt.chunk_tokens();
         let mut at = 0;

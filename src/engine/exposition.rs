@@ -2,7 +2,7 @@
 //! Prometheus text.
 
 use super::stats::EngineStats;
-use super::{Engine, Inner};
+use super::{Engine, EngineInner};
 use crate::error::Result;
 use crate::io::IoCounts;
 use crate::metrics::{Description, Exposition, Kind, metric_table};
@@ -94,7 +94,7 @@ impl Engine {
     }
 }
 
-impl Inner {
+impl EngineInner {
     fn expose_calls(&self, e: &mut Exposition, s: &EngineStats) {
         e.value(&LOOKUPS, &[], s.lookups as f64);
         e.value(&LOOKUP_TOKENS, &["hit"], s.matched_tokens as f64);

@@ -114,16 +114,16 @@ impl EngineOptions {
     }
 }
 
-struct Inner {
+struct EngineInner {
     options: EngineOptions,
     geometry: Geometry,
     pipeline: Pipeline,
     opening: Arc<Opening>,
-    counters: stats::Counters,
+    counters: stats::EngineCounters,
     pid: u32,
 }
 
-impl Inner {
+impl EngineInner {
     /// The log, while the cache is open.
     fn log(&self) -> Option<&Arc<Log>> {
         self.opening.log()
@@ -134,7 +134,7 @@ impl Inner {
 ///
 /// Dropping it ends loads and stores under way; [`Engine::close`] waits for them.
 pub struct Engine {
-    inner: Arc<Inner>,
+    inner: Arc<EngineInner>,
 }
 
 impl Engine {
@@ -169,13 +169,13 @@ impl Engine {
         let pipeline_options = open::pipeline_options(&options.settings, &geometry, &*options.device)?;
         let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
         let opening = open::opening(&options, &geometry, (&pipeline_options, pipeline.is_loading()))?;
-        let (counters, pid) = (stats::Counters::default(), std::process::id());
-        let inner = Arc::new(Inner { options, geometry, pipeline, opening, counters, pid });
+        let (counters, pid) = (stats::EngineCounters::default(), std::process::id());
+        let inner = Arc::new(EngineInner { options, geometry, pipeline, opening, counters, pid });
         Ok(Self { inner })
     }
 
     /// Refuses a forked child.
-    fn check(&self) -> Result<&Inner> {
+    fn check(&self) -> Result<&EngineInner> {
         if std::process::id() == self.inner.pid {
             return Ok(&self.inner);
         }

@@ -8,7 +8,7 @@ use crate::device::{Device, StagingOptions, StagingPool};
 use crate::error::{Error, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{Geometry, LayerKind};
-use crate::io::{CufileChoice, DeviceSide, IoOptions, Place};
+use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
 use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 
@@ -77,7 +77,7 @@ pub(super) fn pipeline_options(
 ) -> Result<PipelineOptions> {
     let layout = SlotLayout::of_chunk(geometry, geometry.chunk_tokens);
     let least = min_slot_bytes(&layout);
-    let host = device.place() == Place::Host;
+    let host = device.place() == MemorySpace::Host;
     let whole_group_bytes = if host { WHOLE_GROUP_BYTES } else { DEVICE_GROUP_BYTES };
     let best = whole_group_bytes + (layout.header_offset + layout.header_bytes) as usize;
     let pool = |bytes: usize, key: &str| -> Result<Arc<StagingPool>> {

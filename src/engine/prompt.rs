@@ -6,10 +6,10 @@ use crate::key::{self, Chain, ChunkKey, Extra};
 
 /// Token ids with what else decides their KV, and the keys of their chunks. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Prompt(Arc<Inner>);
+pub struct Prompt(Arc<PromptInner>);
 
 #[derive(Clone, Debug)]
-struct Inner {
+struct PromptInner {
     tokens: Vec<u32>,
     extra: Extra,
     chain: Chain,
@@ -20,7 +20,7 @@ impl Prompt {
     /// Hashes `tokens` in chunks of `chunk_tokens`.
     #[must_use]
     pub fn new(tokens: &[u32], chunk_tokens: u32, extra: &Extra) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(PromptInner {
             tokens: tokens.to_vec(),
             extra: extra.clone(),
             chain: Chain::new(tokens, chunk_tokens, extra),
@@ -31,7 +31,7 @@ impl Prompt {
     /// The same prompt with more tokens at its end; only new chunks are hashed.
     #[must_use]
     pub fn extended(&self, more: &[u32]) -> Self {
-        let mut inner = Inner::clone(&self.0);
+        let mut inner = PromptInner::clone(&self.0);
         inner.tokens.extend_from_slice(more);
         inner.chain.extend(&inner.tokens, &inner.extra);
         Self(Arc::new(inner))

@@ -19,7 +19,7 @@ pub struct SlotMapping {
 
 /// How many tokens of a range lie somewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mapped {
+pub(super) enum MappedTokens {
     Nowhere,
     InPart,
     Whole,
@@ -32,7 +32,7 @@ impl SlotMapping {
     }
 
     /// Whether the tokens in `range` lie somewhere, in every group.
-    pub(super) fn mapped(&self, range: &Range<usize>) -> Mapped {
+    pub(super) fn mapped(&self, range: &Range<usize>) -> MappedTokens {
         let bits = self.mask.as_ref().map(|mask| mask.get(range.clone()).unwrap_or_default());
         let is_kept = |at: usize| bits.is_none_or(|bits| bits.get(at) == Some(&true));
         let of = |group: &Arc<[i64]>| {
@@ -41,9 +41,9 @@ impl SlotMapping {
         };
         let (least, most) = self.groups.iter().map(of).fold((range.len(), 0), |(a, b), n| (a.min(n), b.max(n)));
         match (least, most) {
-            (_, 0) => Mapped::Nowhere,
-            (least, _) if least < range.len() => Mapped::InPart,
-            _ => Mapped::Whole,
+            (_, 0) => MappedTokens::Nowhere,
+            (least, _) if least < range.len() => MappedTokens::InPart,
+            _ => MappedTokens::Whole,
         }
     }
 
@@ -204,13 +204,13 @@ mod tests {
     fn tokens_are_mapped_where_every_group_has_a_slot_for_each_and_the_mask_lets_it() {
         let whole: Arc<[i64]> = Arc::from([4, 5, 6, 7]);
         let mapped = |mapping: &SlotMapping| [mapping.mapped(&(0..2)), mapping.mapped(&(2..4))];
-        assert_eq!(mapped(&SlotMapping::new(Arc::clone(&whole))), [Mapped::Whole, Mapped::Whole]);
-        assert_eq!(mapped(&SlotMapping::new(vec![-1, -1, 6, -1])), [Mapped::Nowhere, Mapped::InPart]);
+        assert_eq!(mapped(&SlotMapping::new(Arc::clone(&whole))), [MappedTokens::Whole, MappedTokens::Whole]);
+        assert_eq!(mapped(&SlotMapping::new(vec![-1, -1, 6, -1])), [MappedTokens::Nowhere, MappedTokens::InPart]);
         let window: Arc<[i64]> = Arc::from([-1, -1, 6, 7]);
         let both = SlotMapping::per_group(vec![Arc::clone(&whole), window]);
-        assert_eq!(mapped(&both), [Mapped::InPart, Mapped::Whole]);
+        assert_eq!(mapped(&both), [MappedTokens::InPart, MappedTokens::Whole]);
         let masked = both.masked([false, false, true, false]);
-        assert_eq!(mapped(&masked), [Mapped::Nowhere, Mapped::InPart]);
-        assert_eq!(SlotMapping::new(whole).mapped(&(2..6)), Mapped::Nowhere, "beyond its end nothing is known");
+        assert_eq!(mapped(&masked), [MappedTokens::Nowhere, MappedTokens::InPart]);
+        assert_eq!(SlotMapping::new(whole).mapped(&(2..6)), MappedTokens::Nowhere, "beyond its end nothing is known");
     }
 }

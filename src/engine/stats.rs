@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{Engine, Inner};
+use super::{Engine, EngineInner};
 use crate::device::StagingPool;
 use crate::error::Result;
 use crate::log::LogStats;
@@ -13,7 +13,7 @@ use crate::pipeline::{MissCause, ShedCause};
 
 /// Counters of calls that reach neither pipeline nor log.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct EngineCounters {
     pub(super) lookups: AtomicU64,
     pub(super) looked_up_tokens: AtomicU64,
     pub(super) matched_tokens: AtomicU64,
@@ -21,7 +21,7 @@ pub(super) struct Counters {
     pub(super) hash_seconds: Histogram,
 }
 
-impl Counters {
+impl EngineCounters {
     pub(super) fn lookup(&self, tokens: usize, matched: usize, took: Duration) {
         self.lookups.fetch_add(1, Ordering::Relaxed);
         self.looked_up_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
@@ -135,7 +135,7 @@ impl Engine {
     }
 }
 
-impl Inner {
+impl EngineInner {
     pub(super) fn stats(&self) -> EngineStats {
         let (pipeline, of) = (&self.pipeline, self.pipeline.stats());
         let get = |a: &AtomicU64| a.load(Ordering::Relaxed);

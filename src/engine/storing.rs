@@ -6,16 +6,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::plan::Planner;
-use super::request::Mapped;
-use super::{Inner, StoreRequest, adapter};
+use super::request::MappedTokens;
+use super::{EngineInner, StoreRequest, adapter};
 use crate::error::Result;
 use crate::format::layout::SlotLayout;
 use crate::key::ChunkKey;
-use crate::log::{Candidate, Log, PutSpec};
+use crate::log::{Log, PutSpec, StoreCandidate};
 use crate::pipeline::{ShedCause, StoreChunk, StoreChunks, StorePlan, StoreSpec};
 
 /// A chunk that a store is asked for: its place in the chain, its key and its tokens.
-struct Wanted {
+struct ChunkToStore {
     index: usize,
     key: ChunkKey,
     tokens: Range<usize>,
@@ -23,12 +23,12 @@ struct Wanted {
 
 /// The chunks of a request that are to be written, and what has become of the others.
 struct Chosen {
-    chunks: Vec<Wanted>,
+    chunks: Vec<ChunkToStore>,
     already_there: usize,
     shed: Vec<(ShedCause, usize)>,
 }
 
-impl Inner {
+impl EngineInner {
     /// What `request` asks for, its chunks found at once.
     pub(super) fn store_spec(&self, request: &StoreRequest) -> Result<StoreSpec> {
         let spec = self.empty_spec(request)?;
@@ -65,17 +65,17 @@ impl Inner {
     }
 
     /// The chunks of the first `wanted` tokens.
-    fn chunks_to_store(&self, request: &StoreRequest, wanted: usize) -> Vec<Wanted> {
+    fn chunks_to_store(&self, request: &StoreRequest, wanted: usize) -> Vec<ChunkToStore> {
         let (prompt, step) = (&request.prompt, request.prompt.chunk_tokens());
         let full = wanted / step.max(1);
         let keys = prompt.keys().iter().take(full).enumerate();
-        let mut chunks: Vec<Wanted> =
-            keys.map(|(index, &key)| Wanted { index, key, tokens: index * step..(index + 1) * step }).collect();
+        let mut chunks: Vec<ChunkToStore> =
+            keys.map(|(index, &key)| ChunkToStore { index, key, tokens: index * step..(index + 1) * step }).collect();
         let tail = full * step..wanted;
         if request.save_unfull.unwrap_or(self.options.settings.save_unfull_chunk)
             && let Some(key) = prompt.partial_key(full, tail.len())
         {
-            chunks.push(Wanted { index: full, key, tokens: tail });
+            chunks.push(ChunkToStore { index: full, key, tokens: tail });
         }
         chunks
     }
@@ -90,15 +90,15 @@ impl Inner {
         let keys: Vec<ChunkKey> = wanted.iter().map(|c| c.key).collect();
         let already_there = log.lookup(&keys);
         let mut chunks = wanted.split_off(already_there);
-        let is_mapped = |c: &&Wanted| request.slots.maps(c.tokens.start);
-        let mut brought: Vec<Candidate> = wanted.iter().filter(is_mapped).map(|c| candidate(request, c)).collect();
+        let is_mapped = |c: &&ChunkToStore| request.slots.maps(c.tokens.start);
+        let mut brought: Vec<StoreCandidate> = wanted.iter().filter(is_mapped).map(|c| candidate(request, c)).collect();
         let mut unmapped = 0;
         chunks.retain(|chunk| {
             let mapped = request.slots.mapped(&chunk.tokens);
-            unmapped += usize::from(mapped == Mapped::InPart);
-            mapped == Mapped::Whole
+            unmapped += usize::from(mapped == MappedTokens::InPart);
+            mapped == MappedTokens::Whole
         });
-        let candidates: Vec<Candidate> = chunks.iter().map(|c| candidate(request, c)).collect();
+        let candidates: Vec<StoreCandidate> = chunks.iter().map(|c| candidate(request, c)).collect();
         let admitted = log.admit(&candidates);
         brought.extend_from_slice(candidates.get(..admitted).unwrap_or_default());
         log.note_brought(&brought);
@@ -134,7 +134,7 @@ impl Inner {
         Ok(plan)
     }
 
-    fn put_spec(&self, log: &Log, request: &StoreRequest, chunk: &Wanted) -> PutSpec {
+    fn put_spec(&self, log: &Log, request: &StoreRequest, chunk: &ChunkToStore) -> PutSpec {
         let prompt = &request.prompt;
         let expiry_s = request.ttl.map_or(0, |ttl| {
             let at = log.options().clock.unix_s().saturating_add(ttl.as_secs().max(1));
@@ -150,7 +150,7 @@ impl Inner {
 }
 
 /// What `request` asks for; where the tokens of its chunks lie is to be found by the store thread.
-pub(super) fn later(inner: &Arc<Inner>, request: StoreRequest) -> Result<StoreSpec> {
+pub(super) fn later(inner: &Arc<EngineInner>, request: StoreRequest) -> Result<StoreSpec> {
     let spec = inner.empty_spec(&request)?;
     let chosen = inner.choose(&request);
     if chosen.chunks.is_empty() {
@@ -167,8 +167,8 @@ pub(super) fn later(inner: &Arc<Inner>, request: StoreRequest) -> Result<StoreSp
     Ok(StoreSpec { chunks: StoreChunks::Later { at_most, find: Box::new(find) }, ..spec })
 }
 
-fn candidate(request: &StoreRequest, chunk: &Wanted) -> Candidate {
-    Candidate {
+fn candidate(request: &StoreRequest, chunk: &ChunkToStore) -> StoreCandidate {
+    StoreCandidate {
         key: chunk.key,
         parent: request.prompt.parent_of(chunk.index),
         tokens: chunk.tokens.len() as u32,

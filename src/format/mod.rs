@@ -33,7 +33,7 @@ pub const INCOMPAT_KNOWN: u32 = 0;
 
 /// What a structure's feature words allow this version to do with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum FeatureAccess {
     /// Read and write.
     Write,
     /// Read only: it has features that a writer must know and this version does not.
@@ -44,13 +44,13 @@ pub enum Access {
 
 /// Judges feature words.
 #[must_use]
-pub const fn access(ro_compat: u32, incompat: u32) -> Access {
+pub const fn access(ro_compat: u32, incompat: u32) -> FeatureAccess {
     if incompat & !INCOMPAT_KNOWN != 0 {
-        Access::Refuse
+        FeatureAccess::Refuse
     } else if ro_compat & !RO_COMPAT_KNOWN != 0 {
-        Access::ReadOnly
+        FeatureAccess::ReadOnly
     } else {
-        Access::Write
+        FeatureAccess::Write
     }
 }
 

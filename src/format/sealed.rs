@@ -14,7 +14,7 @@ const CRC_AT: usize = 8;
 
 /// What the region says of its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SegmentState {
+pub enum RegionState {
     /// Nothing in it is valid; its next use has the page's epoch.
     Free,
     /// Sealed: the records that follow are all it holds.
@@ -31,7 +31,7 @@ pub struct RegionHeader {
     /// Epoch of the segment.
     pub epoch: u32,
     /// State of the segment.
-    pub state: SegmentState,
+    pub state: RegionState,
     /// Records that follow.
     pub count: u32,
     /// Lowest sequence among them.
@@ -48,7 +48,7 @@ impl RegionHeader {
     pub fn encode(&self) -> Vec<u8> {
         let mut b = vec![0; PAGE_BYTES];
         le::put_bytes(&mut b, 0, MAGIC);
-        le::put_u32(&mut b, 12, u32::from(self.state == SegmentState::Sealed));
+        le::put_u32(&mut b, 12, u32::from(self.state == RegionState::Sealed));
         le::put_bytes(&mut b, 16, &self.lane);
         le::put_u32(&mut b, 32, self.segment);
         le::put_u32(&mut b, 36, self.epoch);
@@ -74,8 +74,8 @@ impl RegionHeader {
             return Err(corrupt("a sealed region's first page fails its CRC"));
         }
         let state = match le::get_u32(b, 12) {
-            0 => SegmentState::Free,
-            1 => SegmentState::Sealed,
+            0 => RegionState::Free,
+            1 => RegionState::Sealed,
             _ => return Err(corrupt("a sealed region is in an unknown state")),
         };
         Ok(Some(Self {

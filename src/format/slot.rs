@@ -2,7 +2,7 @@
 
 use super::layout::{HEADER_FIXED_BYTES, LAYER_ENTRY_BYTES, SlotLayout};
 use super::record::KeyKind;
-use super::{Access, PAGE_BYTES, access, corrupt, crc_with_hole, le};
+use super::{FeatureAccess, PAGE_BYTES, access, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;
 
@@ -192,7 +192,9 @@ impl SlotHeader {
         if le::get_u32(b, CRC_AT) != sum {
             return Err(corrupt("a slot header fails its CRC"));
         }
-        if access(le::get_u32(b, 20), le::get_u32(b, 24)) == Access::Refuse || le::get_u16(b, 134) != CHECKSUM_CRC32 {
+        if access(le::get_u32(b, 20), le::get_u32(b, 24)) == FeatureAccess::Refuse
+            || le::get_u16(b, 134) != CHECKSUM_CRC32
+        {
             return Err(Error::new(
                 ErrorKind::Incompatible,
                 "a slot was written with features this version does not know",

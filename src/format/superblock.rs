@@ -1,7 +1,7 @@
 //! The superblock of a lane: two pages, A and B, of which the one with the higher generation
 //! counts. Each is flushed before the other may be written again.
 
-use super::{Access, PAGE_BYTES, VERSION, access, corrupt, crc_with_hole, le};
+use super::{FeatureAccess, PAGE_BYTES, VERSION, access, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
 
 const MAGIC: &[u8; 8] = b"FBSUPER1";
@@ -91,7 +91,7 @@ impl Superblock {
         let version = le::get_u32(b, 12);
         let sum_is_right = le::get_u32(b, CRC_AT) == crc_with_hole(b, CRC_AT);
         let features = [le::get_u32(b, 16), le::get_u32(b, 20), le::get_u32(b, 24)];
-        if version > VERSION || (sum_is_right && access(features[1], features[2]) == Access::Refuse) {
+        if version > VERSION || (sum_is_right && access(features[1], features[2]) == FeatureAccess::Refuse) {
             return Err(Error::new(
                 ErrorKind::Incompatible,
                 format!("format version {version} is newer than this program's"),
@@ -148,7 +148,7 @@ impl Superblock {
 
     /// How this version may use the lane.
     #[must_use]
-    pub fn access(&self) -> Access {
+    pub fn access(&self) -> FeatureAccess {
         access(self.features[1], self.features[2])
     }
 

@@ -5,7 +5,7 @@ use super::floors::Floors;
 use super::layout::{COARSE_BYTES, SlotLayout};
 use super::record::{KeyKind, Record, RecordKind};
 use super::sealed::{
-    GONE_PER_PAGE, GonePage, RegionHeader, RegionLayout, SegmentState, decode_records, encode_region, region_bytes,
+    GONE_PER_PAGE, GonePage, RegionHeader, RegionLayout, RegionState, decode_records, encode_region, region_bytes,
 };
 use super::slot::{SlotHeader, TLV_OBJECT_NAME};
 use super::superblock::Superblock;
@@ -78,7 +78,7 @@ fn structures_come_back_as_they_were_written() {
         lane: [1; 16],
         segment: 2,
         epoch: 3,
-        state: SegmentState::Sealed,
+        state: RegionState::Sealed,
         count: records.len() as u32,
         min_sequence: 4,
         max_sequence: 5,
@@ -136,7 +136,7 @@ fn a_newer_version_or_unknown_feature_is_refused_and_not_called_damage() {
     let odd = Superblock { features: [0, 0, 1], ..superblock(1) };
     assert_eq!(Superblock::decode(&odd.encode()).unwrap_err().kind(), ErrorKind::Incompatible);
     let ro = Superblock { features: [1, 1, 0], ..superblock(1) };
-    assert_eq!(Superblock::decode(&ro.encode()).unwrap().access(), Access::ReadOnly);
+    assert_eq!(Superblock::decode(&ro.encode()).unwrap().access(), FeatureAccess::ReadOnly);
 }
 
 /// What is written to the places of a region's parts, for so many records.

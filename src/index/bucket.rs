@@ -70,7 +70,7 @@ pub(super) enum Hint {
 
 /// Which key is looked for.
 #[derive(Clone, Copy)]
-pub(super) struct Wanted {
+pub(super) struct SearchKey {
     pub(super) tag: u16,
     pub(super) lo: u64,
     /// None: the first word alone decides.
@@ -145,7 +145,7 @@ impl Bucket<'_> {
 
     /// Looks for a key.
     #[inline]
-    pub(super) fn scan(&self, wanted: Wanted, patience: Patience) -> Scan {
+    pub(super) fn scan(&self, wanted: SearchKey, patience: Patience) -> Scan {
         self.consistent(patience, |b| {
             let tags = b.tags();
             for slot in 0..SLOTS_PER_BUCKET {

@@ -32,7 +32,7 @@ const SHARED: u32 = 2;
 const CHANGING: u32 = 3;
 const LOST: u32 = 4;
 
-struct Slot {
+struct GuardSlot {
     state: AtomicU32,
     start: AtomicUsize,
     bytes: AtomicUsize,
@@ -42,8 +42,8 @@ struct Slot {
     last: AtomicUsize,
 }
 
-static ALL: [Slot; SLOTS] = [const {
-    Slot {
+static ALL: [GuardSlot; SLOTS] = [const {
+    GuardSlot {
         state: AtomicU32::new(FREE),
         start: AtomicUsize::new(0),
         bytes: AtomicUsize::new(0),
@@ -82,7 +82,8 @@ impl Guard {
     pub(super) fn of(file: &File, start: usize, bytes: usize, writable: bool) -> Option<Self> {
         let file = file.try_clone().ok()?;
         INSTALL.call_once(install);
-        let claim = |s: &Slot| s.state.compare_exchange(FREE, CLAIMED, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let claim =
+            |s: &GuardSlot| s.state.compare_exchange(FREE, CLAIMED, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         let number = ALL.iter().position(claim)?;
         let slot = ALL.get(number)?;
         slot.start.store(start, Ordering::Relaxed);
@@ -141,7 +142,7 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
 
 /// Puts memory of this process where the fault was; whether it was in a guarded mapping.
 fn exchange(address: usize) -> bool {
-    let within = |slot: &&Slot| {
+    let within = |slot: &&GuardSlot| {
         let (start, bytes) = (slot.start.load(Ordering::Relaxed), slot.bytes.load(Ordering::Relaxed));
         slot.state.load(Ordering::Acquire) >= SHARED && (start..start.saturating_add(bytes)).contains(&address)
     };

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN, read_only};
-use super::lease::{Held, LeaseEnv};
+use super::lease::{LeaseEnv, LeaseRecord};
 use super::mapping::{Access, Mapping};
 use super::sync::{AtomicU64, Mutex};
 use crate::error::{Error, ErrorKind, Result};
@@ -31,7 +31,7 @@ pub(super) const W_RING_HEAD: usize = W_OWN + 8;
 
 /// How often the holder has made slots unreadable, and up to which of these times that is durable.
 const W_ERASED: usize = W_OWN + 16;
-const W_SETTLED: usize = W_ERASED + 1;
+const W_DURABLE: usize = W_ERASED + 1;
 /// How often others have marked entries as removed.
 const W_REMOVALS: usize = W_ERASED + 2;
 /// Generation of the floors below which the holder has made everything unreadable, durably.
@@ -111,7 +111,7 @@ fn words_for(segments: u64, records: u64, ring: u64) -> u64 {
 }
 
 #[derive(Debug)]
-pub(super) struct Inner {
+pub(super) struct MappedLane {
     pub(super) map: Mapping,
     pub(super) segments: u32,
     pub(super) lease_limit: usize,
@@ -120,7 +120,7 @@ pub(super) struct Inner {
     pub(super) holder: Holder,
     is_writer: bool,
     /// Leases of this process, by segment and epoch.
-    pub(super) held: Mutex<HashMap<(u32, u32), Held>>,
+    pub(super) held: Mutex<HashMap<(u32, u32), LeaseRecord>>,
     pub(super) nonce: AtomicU32,
     /// The process that made this object: a forked child must not end its parent's leases.
     pub(super) process: u32,
@@ -128,11 +128,11 @@ pub(super) struct Inner {
 
 /// The shared state of a lane; clones are the same lane.
 #[derive(Clone, Debug)]
-pub struct Lane {
-    pub(super) inner: Arc<Inner>,
+pub struct SharedLane {
+    pub(super) inner: Arc<MappedLane>,
 }
 
-impl Lane {
+impl SharedLane {
     /// Bytes of a lane file for `segments`, a multiple of 4096.
     #[must_use]
     pub fn file_bytes(segments: u32) -> u64 {
@@ -199,7 +199,7 @@ impl Lane {
             return Err(Error::new(ErrorKind::Corrupt, "the lane file's sections lie beyond its end"));
         }
         Ok(Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(MappedLane {
                 map,
                 segments: segments as u32,
                 lease_limit: limit as usize,
@@ -341,15 +341,15 @@ impl Lane {
         self.add_word(W_ERASED);
     }
 
-    /// A number for [`settle`](Self::settle), to be read before the flush.
+    /// A number for [`mark_erasures_durable`](Self::mark_erasures_durable), to be read before the flush.
     #[must_use]
     pub fn erasures(&self) -> u64 {
         self.inner.map.load_acquire(W_ERASED)
     }
 
     /// All that had been made unreadable by the time of [`erasures`](Self::erasures) is so durably.
-    pub fn settle(&self, erasures: u64) {
-        if let Some(word) = self.inner.map.word(W_SETTLED) {
+    pub fn mark_erasures_durable(&self, erasures: u64) {
+        if let Some(word) = self.inner.map.word(W_DURABLE) {
             word.fetch_max(erasures, Ordering::SeqCst);
         }
     }
@@ -357,9 +357,9 @@ impl Lane {
     /// Whether slots that no entry names may be readable again after a power cut, until data.kv is
     /// flushed.
     #[must_use]
-    pub fn is_settled(&self) -> bool {
-        let settled = self.inner.map.load_acquire(W_SETTLED);
-        self.erasures() <= settled
+    pub fn erasures_are_durable(&self) -> bool {
+        let durable = self.inner.map.load_acquire(W_DURABLE);
+        self.erasures() <= durable
     }
 
     /// Somebody who does not hold the lane has marked entries as removed.
@@ -403,7 +403,7 @@ impl Lane {
     }
 }
 
-impl Inner {
+impl MappedLane {
     fn segment_word(&self, segment: u32) -> Option<usize> {
         (segment < self.segments).then_some(HEADER_WORDS + segment as usize * SEGMENT_WORDS)
     }

@@ -20,7 +20,7 @@
 use std::sync::atomic::Ordering;
 
 use super::header::Holder;
-use super::lane::{Inner, Lane, W_RECORDS_HIGH};
+use super::lane::{MappedLane, SharedLane, W_RECORDS_HIGH};
 use super::sync::AtomicU64;
 
 const CLAIMING: u64 = 1 << 63;
@@ -59,7 +59,7 @@ pub enum LeaseRefused {
 
 /// This process's record for one use of a segment.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Held {
+pub(super) struct LeaseRecord {
     record: usize,
     owner: u64,
     expiry_ns: u64,
@@ -69,7 +69,7 @@ pub(super) struct Held {
 /// A lease; dropping it ends it.
 #[derive(Debug)]
 pub struct LeaseGuard {
-    lane: Lane,
+    lane: SharedLane,
     segment: u32,
     epoch: u32,
     expiry_ns: u64,
@@ -111,7 +111,7 @@ impl Drop for LeaseGuard {
     }
 }
 
-impl Lane {
+impl SharedLane {
     /// Takes a lease on a use of a segment until `expiry_ns` of the boot clock.
     ///
     /// # Errors
@@ -160,7 +160,7 @@ impl Lane {
         }
         let lasting = expiry_ns.saturating_add(expiry_ns.saturating_sub(env.now_ns) / 2);
         let (record, owner) = inner.publish(segment, epoch, lasting, (env, in_share))?;
-        let mine = Held { record, owner, expiry_ns: lasting, guards: 1 };
+        let mine = LeaseRecord { record, owner, expiry_ns: lasting, guards: 1 };
         if let Some(old) = held.insert((segment, epoch), mine) {
             inner.end(old.record, old.owner);
             if let Some(mine) = held.get_mut(&(segment, epoch)) {
@@ -193,7 +193,7 @@ fn target_of(segment: u32, epoch: u32) -> u64 {
     u64::from(segment) << 32 | u64::from(epoch)
 }
 
-impl Inner {
+impl MappedLane {
     fn record_part(&self, record: usize, part: usize) -> Option<&AtomicU64> {
         self.map.word(self.record_word(record) + part)
     }
@@ -348,7 +348,7 @@ fn claim_time(now_ns: u64) -> u64 {
 
 #[cfg(test)]
 #[cfg(not(forebay_loom))]
-impl Inner {
+impl MappedLane {
     /// Claims a record as a process does that dies before it publishes.
     pub(super) fn die_claiming(&self, now_ns: u64) {
         let _ = self.claim(now_ns);

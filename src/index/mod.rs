@@ -6,10 +6,10 @@
 //! * **`table.shm`**, one per lane ([`Table`]): the entries. The lane's one writer inserts and
 //!   removes, everybody reads. Growing makes a new file that replaces the old one; the old one is
 //!   marked `moved`, and readers attach anew.
-//! * **`lane.shm`**, one per lane ([`Lane`]): segment states, leases, touch ring. It is apart from
+//! * **`lane.shm`**, one per lane ([`SharedLane`]): segment states, leases, touch ring. It is apart from
 //!   the table because it must outlive it: a lease taken before the table grew, or before the
 //!   writer died and another adopted the lane, still holds.
-//! * **`shard.shm`**, one per shard ([`Shard`]): sequence counter, lane generation, floors.
+//! * **`shard.shm`**, one per shard ([`SharedShard`]): sequence counter, lane generation, floors.
 //!
 //! # A bucket
 //! 512 bytes, eight cache lines. The first line holds the sequence word (odd while the writer is in
@@ -29,13 +29,13 @@
 //!   other buckets are not concerned.
 //! * Recency is kept on the writer's heap ([`Recency`]), never in the shared pages: lookups would
 //!   dirty them, and the kernel would write them to the drive over and over. Readers report what
-//!   they touch through a small ring ([`Lane::touch`]).
+//!   they touch through a small ring ([`SharedLane::touch`]).
 //! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::Lane::lease) for the
 //!   argument.
 //!
 //! * A file whose pages cannot be had any more (the file system has shut itself down, the drive
 //!   died, the file was cut) becomes memory of this process only, and says so ([`Table::is_lost`],
-//!   [`Lane::is_lost`], [`Shard::is_lost`]): `guard.rs`.
+//!   [`SharedLane::is_lost`], [`SharedShard::is_lost`]): `guard.rs`.
 //!
 //! This room does no I/O and has no clock: the log makes and opens the files (fallocated, so that a
 //! full file system raises no `SIGBUS`), and passes time, boot id, process identity and liveness.
@@ -65,16 +65,16 @@ pub use entry::{Entry, EntryKind, Mark, tag_of};
 #[cfg(not(forebay_loom))]
 pub(crate) use guard::losses;
 pub use header::{BootId, Holder};
-pub use lane::{CondemnRefused, Lane, LaneSpec, SegmentState, SegmentView};
+pub use lane::{CondemnRefused, LaneSpec, SegmentState, SegmentView, SharedLane};
 pub use lease::{LeaseEnv, LeaseGuard, LeaseRefused};
 pub use mapping::Access;
 pub use partials::{AddedPartial, PartialLengths};
 pub use policy::{
-    Admission, AdmissionPolicy, ChainChunk, ChunkSummary, NAME_BYTES, Offered, Prefix, Rank, Reclaim, SavedPrefix,
-    SavingPrefix, SegmentSummary,
+    AdmissionPolicy, AdmissionState, ChainChunk, ChunkSummary, EvictionRank, NAME_BYTES, Offered, Prefix, Reclaim,
+    SavedPrefix, SavingPrefix, SegmentSummary,
 };
 pub use recency::{Recency, Survey, SurveyOptions};
-pub use shard::Shard;
+pub use shard::SharedShard;
 pub use table::{Table, TableSpec};
 pub use touch::TouchCursor;
 pub use write::Inserted;

@@ -27,11 +27,11 @@ const TOTAL_WORDS: usize = W_TENANTS + 2 * TENANTS;
 
 /// A shard's shared counters.
 #[derive(Debug)]
-pub struct Shard {
+pub struct SharedShard {
     map: Mapping,
 }
 
-impl Shard {
+impl SharedShard {
     /// Bytes of a shard file.
     pub const FILE_BYTES: u64 = TOTAL_WORDS as u64 * 8;
 

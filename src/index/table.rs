@@ -8,7 +8,8 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::bucket::{
-    BUCKET_WORDS, Bucket, BucketMut, Hint, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, Wanted, entry_word, place,
+    BUCKET_WORDS, Bucket, BucketMut, Hint, Line, MAX_PROBE, Patience, SLOTS_PER_BUCKET, Scan, SearchKey, entry_word,
+    place,
 };
 use super::entry::{Entry, EntryKind, MARKS, Mark, SEQ_WORD, key_words};
 use super::header::{self, BootId, FileKind, HEADER_WORDS, Header, Holder, W_MOVED, W_OWN};
@@ -428,7 +429,7 @@ impl Table {
         let (home, tag) = place(lo, self.buckets);
         for b in self.path(home) {
             let bucket = self.bucket(b)?;
-            match bucket.scan(Wanted { tag, lo, hi }, self.patience(bucket)) {
+            match bucket.scan(SearchKey { tag, lo, hi }, self.patience(bucket)) {
                 Scan::Found(line) => return Some((line, (b * SLOTS_PER_BUCKET + line.2) as u32)),
                 Scan::Next => {}
                 Scan::End => return None,

@@ -7,14 +7,14 @@
 use std::sync::atomic::Ordering;
 
 use super::entry::key_words;
-use super::lane::{Lane, W_RING_HEAD};
+use super::lane::{SharedLane, W_RING_HEAD};
 use crate::key::ChunkKey;
 
 /// How far the writer has read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TouchCursor(u64);
 
-impl Lane {
+impl SharedLane {
     /// Reports keys as used. Nothing happens on a read-only mapping.
     pub fn touch<'a>(&self, keys: impl ExactSizeIterator<Item = &'a ChunkKey>) {
         let inner = &self.inner;

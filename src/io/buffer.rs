@@ -23,7 +23,7 @@ pub const IO_ALIGN: usize = 4096;
 /// Where a buffer's memory lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Place {
+pub enum MemorySpace {
     /// Memory that the CPU can read and write.
     Host,
     /// Memory of the accelerator with this ordinal; the CPU must not touch it.
@@ -34,7 +34,7 @@ pub enum Place {
 ///
 /// # Safety
 /// For as long as the value lives, `as_mut_ptr()..+len()` must be one valid, initialised allocation
-/// (for [`Place::Host`]: readable and writable by this process) that nothing else reads or writes,
+/// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else reads or writes,
 /// and `as_mut_ptr`, `len`, `place` and `region` must keep returning the same values. Dropping the
 /// value is what ends its use of the memory.
 pub unsafe trait IoBuf: Send + 'static {
@@ -50,7 +50,7 @@ pub unsafe trait IoBuf: Send + 'static {
     }
 
     /// Where the memory lies.
-    fn place(&self) -> Place;
+    fn place(&self) -> MemorySpace;
 
     /// Id of the [`MemRegion`] the memory lies in and its byte offset there, so that a queue that
     /// registered the region can skip mapping the pages for each request.
@@ -120,7 +120,7 @@ impl Buf {
 
     /// Where the memory lies.
     #[must_use]
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> MemorySpace {
         self.0.place()
     }
 
@@ -139,7 +139,7 @@ impl Buf {
     /// The bytes. Empty for memory that is not the host's.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
-        if self.is_empty() || self.place() != Place::Host {
+        if self.is_empty() || self.place() != MemorySpace::Host {
             return &[];
         }
         // SAFETY: the `IoBuf` contract: initialised host memory of this length that nobody else writes
@@ -150,7 +150,7 @@ impl Buf {
     /// The bytes, to be written. Empty for memory that is not the host's.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        if self.is_empty() || self.place() != Place::Host {
+        if self.is_empty() || self.place() != MemorySpace::Host {
             return &mut [];
         }
         // SAFETY: as in `as_slice`, and `&mut self` excludes other slices of it.
@@ -242,8 +242,8 @@ unsafe impl IoBuf for AlignedBuf {
         self.len
     }
 
-    fn place(&self) -> Place {
-        Place::Host
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Host
     }
 }
 
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(buf.as_mut_ptr() as usize % IO_ALIGN, 0);
         assert!(buf.as_slice().iter().all(|b| *b == 0));
         buf.as_mut_slice().fill(7);
-        assert_eq!((buf.len(), buf.as_slice()[4999], buf.place(), buf.region()), (5000, 7, Place::Host, None));
+        assert_eq!((buf.len(), buf.as_slice()[4999], buf.place(), buf.region()), (5000, 7, MemorySpace::Host, None));
     }
 
     #[test]

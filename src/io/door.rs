@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
-use super::{Backend, Queue, QueueSpec, broken, busy, closed, forked, left_over};
+use super::{Queue, QueueBackend, QueueSpec, broken, busy, closed, forked, left_over};
 use crate::error::{Error, Result};
 
 /// Time for the backend to answer callers after the deadline of a close.
@@ -170,7 +170,7 @@ impl<B: Behind> Queue for Door<B> {
     }
 }
 
-impl<B: Behind> Backend for Door<B> {
+impl<B: Behind> QueueBackend for Door<B> {
     fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected> {
         self.pass(request, stats, usize::MAX)
     }

@@ -22,7 +22,7 @@ const MAX_TRIES: u32 = 64;
 
 /// Part of a job that goes to the kernel as one transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
+pub(super) struct IoSpan {
     pub(super) job: usize,
     start: usize,
     pub(super) len: usize,
@@ -31,8 +31,8 @@ pub(super) struct Span {
 
 /// A span with what a system call needs; valid until the span's end is reported.
 #[derive(Clone, Copy)]
-pub(super) struct Piece {
-    pub(super) span: Span,
+pub(super) struct IoPiece {
+    pub(super) span: IoSpan,
     pub(super) op: Op,
     pub(super) fd: RawFd,
     pub(super) file_id: u64,
@@ -62,7 +62,7 @@ impl From<i32> for Failed {
 /// What became of a block: bytes moved, or why not.
 pub(super) type Moved = std::result::Result<usize, Failed>;
 
-struct Job {
+struct IoJob {
     seq: u64,
     op: Op,
     file: Arc<DirectFile>,
@@ -137,7 +137,7 @@ pub(super) struct Expired {
 
 /// All requests of one queue that have not ended.
 pub(super) struct Jobs {
-    slots: Vec<Option<Job>>,
+    slots: Vec<Option<IoJob>>,
     free: Vec<usize>,
     live: usize,
     next_seq: u64,
@@ -147,7 +147,7 @@ pub(super) struct Jobs {
     /// Flushes that wait for earlier writes, and those that wait no more.
     parked: Vec<usize>,
     ready: VecDeque<usize>,
-    retries: VecDeque<Span>,
+    retries: VecDeque<IoSpan>,
     /// No deadline is earlier than this; may be earlier than every deadline.
     next_check: Option<Instant>,
 }
@@ -173,7 +173,7 @@ impl Jobs {
         let far = || submitted + std::time::Duration::from_secs(86_400 * 365);
         let deadline = submitted.checked_add(r.timeout).unwrap_or_else(far);
         let caller = Caller::new(r.done, r.op, r.len, submitted, Arc::clone(&stats));
-        let job = Job {
+        let job = IoJob {
             seq: self.next_seq,
             op: r.op,
             file: r.file,
@@ -218,12 +218,12 @@ impl Jobs {
     }
 
     /// The next block for the kernel.
-    pub(super) fn next(&mut self) -> Option<Piece> {
+    pub(super) fn next(&mut self) -> Option<IoPiece> {
         self.next_within(self.block_bytes)
     }
 
     /// The next block, of at most `most` bytes. One that was cut before and is longer stays.
-    pub(super) fn next_within(&mut self, most: usize) -> Option<Piece> {
+    pub(super) fn next_within(&mut self, most: usize) -> Option<IoPiece> {
         let fits = self.retries.iter().position(|span| span.len <= most);
         if let Some(span) = fits.and_then(|at| self.retries.remove(at)) {
             return self.piece(span);
@@ -266,20 +266,20 @@ impl Jobs {
         None
     }
 
-    fn issue(&mut self, id: usize, most: usize) -> Option<Piece> {
+    fn issue(&mut self, id: usize, most: usize) -> Option<IoPiece> {
         let job = self.slots.get_mut(id)?.as_mut()?;
         let len = most.min(job.len - job.issued);
-        let span = Span { job: id, start: job.issued, len, tries: 0 };
+        let span = IoSpan { job: id, start: job.issued, len, tries: 0 };
         job.issued += len;
         job.outstanding += 1;
         self.piece(span)
     }
 
-    fn piece(&self, span: Span) -> Option<Piece> {
+    fn piece(&self, span: IoSpan) -> Option<IoPiece> {
         let job = self.slots.get(span.job)?.as_ref()?;
         let at = job.buf_offset + span.start;
         let buf = job.buf.as_ref();
-        Some(Piece {
+        Some(IoPiece {
             span,
             op: job.op,
             fd: job.file.as_raw_fd(),
@@ -339,7 +339,7 @@ impl Jobs {
 
     /// Takes a block back that no longer touches the job's memory although its end is not known.
     /// The job must be given up next.
-    pub(super) fn withdraw(&mut self, span: Span) {
+    pub(super) fn withdraw(&mut self, span: IoSpan) {
         if let Some(job) = self.slots.get_mut(span.job).and_then(Option::as_mut) {
             job.outstanding = job.outstanding.saturating_sub(1);
         }
@@ -347,25 +347,25 @@ impl Jobs {
 
     fn must_wait(&self, flush: usize) -> bool {
         let Some(f) = self.slots[flush].as_ref() else { return false };
-        let earlier = |j: &Job| j.op == Op::Write && j.seq < f.seq && j.file.id() == f.file.id();
+        let earlier = |j: &IoJob| j.op == Op::Write && j.seq < f.seq && j.file.id() == f.file.id();
         self.slots.iter().flatten().any(earlier)
     }
 
     /// The kernel is done with `span`: bytes moved, or an `errno` (positive). Gives the end of its
     /// job where this was the last.
-    pub(super) fn span_ended(&mut self, span: Span, moved: std::result::Result<usize, i32>) -> Option<Ended> {
+    pub(super) fn span_ended(&mut self, span: IoSpan, moved: std::result::Result<usize, i32>) -> Option<Ended> {
         self.block_ended(span, moved.map_err(Failed::Errno))
     }
 
     /// The same for backends with more to say.
-    pub(super) fn block_ended(&mut self, span: Span, moved: Moved) -> Option<Ended> {
+    pub(super) fn block_ended(&mut self, span: IoSpan, moved: Moved) -> Option<Ended> {
         let job = self.slots.get_mut(span.job)?.as_mut()?;
         let dying = job.failed.is_some() || job.caller.is_none();
         if let Err(Failed::Errno(libc::EAGAIN | libc::EINTR)) = moved
             && !dying
             && span.tries < MAX_TRIES
         {
-            self.retries.push_back(Span { tries: span.tries + 1, ..span });
+            self.retries.push_back(IoSpan { tries: span.tries + 1, ..span });
             return None;
         }
         job.outstanding -= 1;
@@ -444,11 +444,11 @@ impl Jobs {
     /// Tells every caller that the queue closes without them, or that it broke with an `errno`.
     pub(super) fn abandon(&mut self, broken: Option<i32>) -> Expired {
         self.next_check = None;
-        let error = |j: &Job| broken.map_or_else(super::closed, super::broken).at(j.file.path()).offset(j.offset);
+        let error = |j: &IoJob| broken.map_or_else(super::closed, super::broken).at(j.file.path()).offset(j.offset);
         self.give_up(|_| true, error)
     }
 
-    fn give_up(&mut self, which: impl Fn(&Job) -> bool, error: impl Fn(&Job) -> Error) -> Expired {
+    fn give_up(&mut self, which: impl Fn(&IoJob) -> bool, error: impl Fn(&IoJob) -> Error) -> Expired {
         let mut out = Expired::default();
         for id in 0..self.slots.len() {
             if !self.slots[id].as_ref().is_some_and(|j| j.caller.is_some() && which(j)) {
@@ -472,7 +472,7 @@ impl Jobs {
     }
 }
 
-fn failure(job: &Job, span: Span, moved: Moved) -> Option<Error> {
+fn failure(job: &IoJob, span: IoSpan, moved: Moved) -> Option<Error> {
     let at = job.offset + span.start as u64;
     let e = match moved {
         Ok(_) if job.op == Op::Flush => return None,

@@ -43,7 +43,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, ErrorKind, Result};
 
 pub use beneath::create_dirs_beneath;
-pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, Place};
+pub use buffer::{AlignedBuf, Buf, IO_ALIGN, IoBuf, MemRegion, MemorySpace};
 pub use cufile::{CufileCause, CufileReason, TrialCounters, TrialMemory, TrialReport, cufile_trial, try_cufile};
 pub use event::EventFd;
 pub use faulty::{Fault, Faulty, Plan};
@@ -210,7 +210,7 @@ impl Direction {
 struct QueueSpec {
     direction: Direction,
     /// The memory that it serves.
-    place: Place,
+    place: MemorySpace,
     options: IoOptions,
     gauge: Arc<ReadGauge>,
     notes: Notes,
@@ -220,7 +220,7 @@ struct QueueSpec {
 }
 
 /// A queue as other queues of this room use it.
-trait Backend: Queue {
+trait QueueBackend: Queue {
     /// [`Queue::submit`] for a part of a request of another queue: counted in `stats`, and not
     /// bounded, as the other queue is.
     fn submit_part(&self, request: Request, stats: &Arc<IoStats>) -> std::result::Result<(), Rejected>;

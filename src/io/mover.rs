@@ -8,7 +8,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::buffer::{Buf, MemRegion, Place};
+use super::buffer::{Buf, MemRegion, MemorySpace};
 use crate::error::{Error, ErrorKind, Result};
 
 /// One contiguous copy between host memory and an accelerator's.
@@ -38,7 +38,7 @@ impl fmt::Debug for Copying {
 /// through `done`.
 pub trait Mover: Send + Sync + 'static {
     /// The accelerator whose memory it reaches.
-    fn place(&self) -> Place;
+    fn place(&self) -> MemorySpace;
 
     /// Copies from host memory into the accelerator's.
     ///

@@ -14,14 +14,14 @@ use parking_lot::{Condvar, MutexGuard};
 
 use super::door::{Behind, Closing, Door, Frame, Taken};
 use super::file::DirectFile;
-use super::jobs::{Detached, Ended, Jobs, Moved, Piece, Span};
+use super::jobs::{Detached, Ended, IoPiece, IoSpan, Jobs, Moved};
 use super::throttle::WriteWindow;
 use super::{Buf, Direction, QueueSpec};
 use crate::error::{Error, Result};
 
 /// A block to be moved by a thread, which alone uses its memory until it reports the end.
-pub(super) struct Block<'a> {
-    pub(super) piece: &'a Piece,
+pub(super) struct BlockJob<'a> {
+    pub(super) piece: &'a IoPiece,
     pub(super) file: &'a Arc<DirectFile>,
     /// When the request that it is part of will have waited long enough.
     pub(super) deadline: Instant,
@@ -38,7 +38,7 @@ pub(super) trait Transfer: Send + Sync + 'static {
     fn enter(&self) {}
 
     /// Moves a block, or flushes a file; may block.
-    fn run(&self, block: &Block<'_>) -> Moved;
+    fn run(&self, block: &BlockJob<'_>) -> Moved;
 
     /// The part of a request's time that a call may take before it is taken for hung; the rest is
     /// for what waits behind it. `None` for until the request's time is up.
@@ -62,10 +62,10 @@ pub(super) trait Transfer: Send + Sync + 'static {
 }
 
 /// A queue served by a pool of threads.
-pub(super) type Pool = Door<Shared>;
+pub(super) type Pool = Door<PoolShared>;
 
-pub(super) struct Shared {
-    frame: Frame<State>,
+pub(super) struct PoolShared {
+    frame: Frame<PoolState>,
     transfer: Box<dyn Transfer>,
     /// Workers wait for blocks, the watchdog for deadlines.
     work: Condvar,
@@ -74,13 +74,13 @@ pub(super) struct Shared {
 
 /// A block in a transfer.
 struct Call {
-    span: Span,
+    span: IoSpan,
     /// When it will have taken too long.
     patience: Option<Instant>,
     hung: bool,
 }
 
-pub(super) struct State {
+pub(super) struct PoolState {
     jobs: Jobs,
     closing: Closing,
     window: WriteWindow,
@@ -98,7 +98,7 @@ pub(super) struct State {
     watched: bool,
 }
 
-impl State {
+impl PoolState {
     fn is_over(&self) -> bool {
         self.closing.has_begun() && self.jobs.live() == 0
     }
@@ -147,7 +147,7 @@ impl Pool {
     /// Starts the threads and their watchdog.
     pub(super) fn start(spec: QueueSpec, transfer: Box<dyn Transfer>) -> Result<Self> {
         let numjobs = spec.options.numjobs;
-        let state = State {
+        let state = PoolState {
             jobs: Jobs::new(spec.options.block_bytes),
             closing: Closing::default(),
             window: WriteWindow::new(numjobs),
@@ -160,8 +160,12 @@ impl Pool {
             watching_until: None,
             watched: true,
         };
-        let shared =
-            Arc::new(Shared { frame: Frame::new(spec, state), transfer, work: Condvar::new(), watch: Condvar::new() });
+        let shared = Arc::new(PoolShared {
+            frame: Frame::new(spec, state),
+            transfer,
+            work: Condvar::new(),
+            watch: Condvar::new(),
+        });
         let queue = Door(Arc::clone(&shared));
         for _ in 0..numjobs {
             spawn_worker(&shared, &mut shared.frame.state.lock())?;
@@ -172,25 +176,25 @@ impl Pool {
     }
 }
 
-fn spawn_worker(shared: &Arc<Shared>, state: &mut State) -> Result<()> {
+fn spawn_worker(shared: &Arc<PoolShared>, state: &mut PoolState) -> Result<()> {
     let worker = Arc::clone(shared);
     shared.spawn("fb", move || worker.work())?;
     state.alive += 1;
     Ok(())
 }
 
-impl Behind for Shared {
-    type State = State;
+impl Behind for PoolShared {
+    type State = PoolState;
 
-    fn frame(&self) -> &Frame<State> {
+    fn frame(&self) -> &Frame<PoolState> {
         &self.frame
     }
 
-    fn closing(state: &mut State) -> &mut Closing {
+    fn closing(state: &mut PoolState) -> &mut Closing {
         &mut state.closing
     }
 
-    fn take(&self, state: &mut State, (request, submitted, stats): Taken) -> bool {
+    fn take(&self, state: &mut PoolState, (request, submitted, stats): Taken) -> bool {
         let blocks = request.len.div_ceil(self.frame.spec.options.block_bytes).max(1);
         state.jobs.admit(request, submitted, stats);
         self.wake(state, blocks);
@@ -205,23 +209,23 @@ impl Behind for Shared {
         self.watch.notify_all();
     }
 
-    fn is_over(&self, state: &State) -> bool {
+    fn is_over(&self, state: &PoolState) -> bool {
         state.is_over() && state.alive == 0 && !state.watched
     }
 
-    fn left(&self, state: &State) -> usize {
+    fn left(&self, state: &PoolState) -> usize {
         state.jobs.live()
     }
 }
 
-impl Shared {
+impl PoolShared {
     fn spawn(&self, role: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
         let name = format!("{role}-{}", self.frame.spec.thread_name());
         let r = std::thread::Builder::new().name(name).stack_size(self.transfer.stack_bytes()).spawn(run);
         r.map(drop).map_err(|e| Error::io("cannot start an I/O thread", e))
     }
 
-    fn wake(&self, state: &mut State, blocks: usize) {
+    fn wake(&self, state: &mut PoolState, blocks: usize) {
         let n = blocks.min(state.idle.saturating_sub(state.woken));
         state.woken += n;
         for _ in 0..n {
@@ -229,7 +233,7 @@ impl Shared {
         }
     }
 
-    fn next(&self, state: &mut State) -> Option<Piece> {
+    fn next(&self, state: &mut PoolState) -> Option<IoPiece> {
         let writing = self.frame.spec.direction == Direction::Write;
         if writing && state.running.saturating_sub(state.hung) >= state.window.allowed() {
             return None;
@@ -262,7 +266,7 @@ impl Shared {
     }
 
     /// Moves one block with the lock released.
-    fn run(&self, state: &mut MutexGuard<'_, State>, piece: &Piece) -> Option<Ended> {
+    fn run(&self, state: &mut MutexGuard<'_, PoolState>, piece: &IoPiece) -> Option<Ended> {
         let file = Arc::clone(state.jobs.file(piece.span.job)?);
         let (deadline, whole) = state.jobs.deadline(piece.span.job)?;
         let patience = self.transfer.patience(whole).map(|p| Instant::now() + p);
@@ -272,7 +276,7 @@ impl Shared {
         }
         let queued_bytes = state.running * piece.span.len;
         let gauge = &self.frame.spec.gauge;
-        let block = Block { piece, file: &file, deadline };
+        let block = BlockJob { piece, file: &file, deadline };
         let moved = MutexGuard::unlocked(state, || match self.frame.spec.direction {
             Direction::Read => {
                 let light = gauge.read_starts();
@@ -334,7 +338,7 @@ impl Shared {
 
     /// Has reads answered that wait for hung calls, where there is other memory for them. On a
     /// thread of its own, as whatever holds the calls up may hold this up too.
-    fn serve_elsewhere(self: &Arc<Self>, state: &mut State, mut hung: Vec<usize>) {
+    fn serve_elsewhere(self: &Arc<Self>, state: &mut PoolState, mut hung: Vec<usize>) {
         hung.sort_unstable();
         hung.dedup();
         let awaited = |job| state.jobs.awaited_read(job).map(|(seq, bytes)| (job, seq, bytes));
@@ -357,7 +361,7 @@ impl Shared {
         }
     }
 
-    fn replace_hung(self: &Arc<Self>, state: &mut State) {
+    fn replace_hung(self: &Arc<Self>, state: &mut PoolState) {
         let numjobs = self.frame.spec.options.numjobs;
         while state.alive - state.hung.min(state.alive) < numjobs
             && state.alive < 2 * numjobs

@@ -14,8 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use super::router::{self, DevicePath};
 use super::uring::Uring;
-use super::{AlignedBuf, Completion, DirectFile, EngineChoice, IO_ALIGN, IoOptions, Place, Request, threads, wait};
-use super::{Backend, Direction, Queue, QueueSpec, ReadGauge};
+use super::{
+    AlignedBuf, Completion, DirectFile, EngineChoice, IO_ALIGN, IoOptions, MemorySpace, Request, threads, wait,
+};
+use super::{Direction, Queue, QueueBackend, QueueSpec, ReadGauge};
 use crate::error::{Error, ErrorKind, Result};
 
 /// A trial that takes longer has failed.
@@ -140,8 +142,8 @@ pub(super) fn open_host(options: &IoOptions) -> Result<Host> {
 
 /// The two queues for host memory, for other queues to build on.
 pub(super) struct Host {
-    pub(super) read: Arc<dyn Backend>,
-    pub(super) write: Arc<dyn Backend>,
+    pub(super) read: Arc<dyn QueueBackend>,
+    pub(super) write: Arc<dyn QueueBackend>,
     pub(super) gauge: Arc<ReadGauge>,
     pub(super) report: PathReport,
 }
@@ -152,13 +154,13 @@ impl Host {
     }
 }
 
-type Start = fn(QueueSpec) -> Result<Arc<dyn Backend>>;
+type Start = fn(QueueSpec) -> Result<Arc<dyn QueueBackend>>;
 
-fn start_uring(spec: QueueSpec) -> Result<Arc<dyn Backend>> {
+fn start_uring(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
     Ok(Arc::new(Uring::start(spec)?))
 }
 
-fn start_threads(spec: QueueSpec) -> Result<Arc<dyn Backend>> {
+fn start_threads(spec: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
     Ok(Arc::new(threads::start(spec)?))
 }
 
@@ -193,13 +195,13 @@ fn select(options: &IoOptions, backends: &[(IoPath, Start)]) -> Result<Host> {
     Err(Error::new(ErrorKind::Unsupported, format!("no I/O path works here ({})", why.join("; "))))
 }
 
-type Started = (Arc<dyn Backend>, Arc<dyn Backend>, Arc<ReadGauge>);
+type Started = (Arc<dyn QueueBackend>, Arc<dyn QueueBackend>, Arc<ReadGauge>);
 
 fn attempt(options: &IoOptions, start: Start, notes: &Notes) -> Result<Started> {
     let gauge = Arc::new(ReadGauge::default());
     let open = |direction| {
         let (options, gauge, notes) = (options.clone(), Arc::clone(&gauge), notes.clone());
-        start(QueueSpec { direction, place: Place::Host, options, gauge, notes, stats: Arc::default() })
+        start(QueueSpec { direction, place: MemorySpace::Host, options, gauge, notes, stats: Arc::default() })
     };
     let (read, write) = (open(Direction::Read)?, open(Direction::Write)?);
     trial(&*read, &*write, options.trial_dir.as_deref())?;
@@ -242,7 +244,7 @@ fn trial_file(dir: Option<&Path>) -> Result<DirectFile> {
 mod tests {
     use super::*;
 
-    fn refused(_: QueueSpec) -> Result<Arc<dyn Backend>> {
+    fn refused(_: QueueSpec) -> Result<Arc<dyn QueueBackend>> {
         Err(Error::io("io_uring cannot be set up", std::io::Error::from_raw_os_error(libc::ENOSYS)))
     }
 

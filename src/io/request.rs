@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::buffer::{Buf, Place};
+use super::buffer::{Buf, MemorySpace};
 use super::file::DirectFile;
 use super::stats::IoStats;
 use crate::error::{Error, ErrorKind, Result};
@@ -130,7 +130,7 @@ impl Request {
     }
 
     /// Whether a backend that reaches the memory at `place` can serve it.
-    pub(super) fn check(&self, place: Place) -> Result<()> {
+    pub(super) fn check(&self, place: MemorySpace) -> Result<()> {
         let bad = |why: &'static str| Error::new(ErrorKind::InvalidInput, why).at(self.file.path()).offset(self.offset);
         let Some(buf) = &self.buf else {
             return if self.op == Op::Flush { Ok(()) } else { Err(bad("a transfer needs a buffer")) };
@@ -149,7 +149,7 @@ impl Request {
             return Err(Error::new(ErrorKind::Unsupported, message).at(self.file.path()));
         }
         // Memory of an accelerator is reached by copies and by libraries that take any address.
-        let address = if place == Place::Host { buf.as_mut_ptr() as usize + self.buf_offset } else { 0 };
+        let address = if place == MemorySpace::Host { buf.as_mut_ptr() as usize + self.buf_offset } else { 0 };
         self.file.check_alignment(address, self.offset, self.len)
     }
 

@@ -13,30 +13,31 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::bounce::{Bounce, pinned};
-use super::cufile::{self, Health};
+use super::cufile::{self, CufileHealth};
 use super::pool::Pool;
 use super::probe::{Host, open_host};
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
 use super::{
-    Backend, Buf, DeviceSide, DirectFile, Direction, Drive, IoOptions, IoPath, Place, Queue, QueueSpec, closed, forked,
+    Buf, DeviceSide, DirectFile, Direction, Drive, IoOptions, IoPath, MemorySpace, Queue, QueueBackend, QueueSpec,
+    closed, forked,
 };
 use crate::error::Result;
 
 /// The path of an accelerator's bytes now, and why not a better one. It gets worse while the queues
 /// run if the better one fails.
 #[derive(Clone)]
-pub struct DevicePath(Arc<Mutex<Found>>);
+pub struct DevicePath(Arc<Mutex<CurrentPath>>);
 
 #[derive(Clone, Debug)]
-struct Found {
+struct CurrentPath {
     active: IoPath,
     reasons: Vec<(IoPath, String)>,
 }
 
 impl DevicePath {
     pub(super) fn new(active: IoPath, reasons: Vec<(IoPath, String)>) -> Self {
-        Self(Arc::new(Mutex::new(Found { active, reasons })))
+        Self(Arc::new(Mutex::new(CurrentPath { active, reasons })))
     }
 
     /// `from` is no longer used: everything goes through pinned memory from here on.
@@ -86,9 +87,9 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     tracing::info!(drive = options.name, path = active.as_str(), "I/O path chosen for the accelerator's memory");
     let path = DevicePath::new(active, found.reasons);
     let health = found.ready.as_ref().map(|r| r.health(path.clone(), host.report.notes.clone()));
-    let start = |direction, below: &Arc<dyn Backend>, region| -> Result<Arc<dyn Queue>> {
+    let start = |direction, below: &Arc<dyn QueueBackend>, region| -> Result<Arc<dyn Queue>> {
         let spec = || spec(options, &host, direction, side.mover.place());
-        let bounce: Arc<dyn Backend> =
+        let bounce: Arc<dyn QueueBackend> =
             Arc::new(Bounce::start(spec(), Arc::clone(below), Arc::clone(&side.mover), region)?);
         let direct = match found.ready.as_ref().zip(health.as_ref()) {
             None => None,
@@ -106,7 +107,7 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     Ok(Drive { read, write, report: host.report })
 }
 
-fn spec(options: &IoOptions, host: &Host, direction: Direction, place: Place) -> QueueSpec {
+fn spec(options: &IoOptions, host: &Host, direction: Direction, place: MemorySpace) -> QueueSpec {
     let below = if direction == Direction::Read { &host.read } else { &host.write };
     QueueSpec {
         direction,
@@ -121,10 +122,10 @@ fn spec(options: &IoOptions, host: &Host, direction: Direction, place: Place) ->
 /// A queue for both kinds of memory.
 struct Router {
     /// cuFile's, and whether it is still used.
-    direct: Option<(Pool, Arc<Health>)>,
-    bounce: Arc<dyn Backend>,
-    host: Arc<dyn Backend>,
-    place: Place,
+    direct: Option<(Pool, Arc<CufileHealth>)>,
+    bounce: Arc<dyn QueueBackend>,
+    host: Arc<dyn QueueBackend>,
+    place: MemorySpace,
     closing: AtomicBool,
     pid: u32,
 }

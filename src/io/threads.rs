@@ -4,7 +4,7 @@
 
 use super::QueueSpec;
 use super::jobs::{Failed, Moved};
-use super::pool::{Block, Pool, Transfer};
+use super::pool::{BlockJob, Pool, Transfer};
 use super::request::Op;
 use crate::error::Result;
 
@@ -16,7 +16,7 @@ pub(super) fn start(spec: QueueSpec) -> Result<Pool> {
 struct Posix;
 
 impl Transfer for Posix {
-    fn run(&self, block: &Block<'_>) -> Moved {
+    fn run(&self, block: &BlockJob<'_>) -> Moved {
         let piece = block.piece;
         let (fd, ptr, len, offset) = (piece.fd, piece.ptr.cast(), piece.span.len, piece.offset as libc::off_t);
         // SAFETY: the job table keeps file and buffer until this block's end is reported, the request's

@@ -64,7 +64,7 @@ pub use recovery::reader as recover;
 pub use recovery::scan;
 #[doc(hidden)]
 pub use turn::Turn;
-pub use write::{Candidate, Put, PutDone, PutOutcome, Refusal, SlotWriter};
+pub use write::{Put, PutDone, PutOutcome, Refusal, SlotWriter, StoreCandidate};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
@@ -155,7 +155,10 @@ impl Log {
         }
         let flushed = self.flush_until(deadline);
         self.stop_threads(false);
-        self.volumes.iter().filter(|v| !v.is_lost()).for_each(|v| v.lanes().held().for_each(|l| reclaim::settle(l)));
+        self.volumes
+            .iter()
+            .filter(|v| !v.is_lost())
+            .for_each(|v| v.lanes().held().for_each(|l| reclaim::flush_evictions(l)));
         if flushed.is_ok() && !self.ctx.options.foreground {
             let close = |v: &Arc<Volume>| v.own().filter(|_| !v.is_lost()).iter().for_each(|l| v.policy.close(l));
             self.volumes.iter().for_each(close);
@@ -175,7 +178,7 @@ impl Log {
     /// `TimedOut` at `deadline`; `Closed`, `Forked`.
     pub fn at_rest(&self, deadline: Instant) -> Result<()> {
         self.ctx.check()?;
-        if self.ctx.options.mode == Mode::ReadOnly || self.ctx.options.foreground {
+        if self.ctx.options.mode == Mode::Ro || self.ctx.options.foreground {
             return Ok(());
         }
         reclaim::at_rest(self, deadline)
@@ -339,7 +342,7 @@ fn check_options(options: &LogOptions) -> Result<()> {
 
 fn open_queues(options: &LogOptions, number: usize, dir: &Path) -> Result<Drive> {
     let mut io = options.io.clone();
-    if io.device.is_some() && options.mode == Mode::ReadWrite {
+    if io.device.is_some() && options.mode == Mode::Rw {
         // Whether cuFile reaches a GPU depends on the file system that the cache lies on.
         io.trial_dir = Some(dir.to_owned());
     }

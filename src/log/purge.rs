@@ -11,13 +11,13 @@ use std::time::Duration;
 use super::base::lock::{FileLock, ShardLock};
 use super::base::{budget, ctx, paths};
 use super::drive::floors;
-use super::fsck::{LaneFiles, RawLane, lanes};
+use super::fsck::{LaneDir, RawLane, lanes};
 use super::reclaim::delete;
 use super::recovery::try_lock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record};
-use crate::index::{Access, EntryKind, Shard, Table};
+use crate::index::{Access, EntryKind, SharedShard, Table};
 use crate::io::{DirectFile, FileOptions};
 
 pub use super::drive::What;
@@ -44,7 +44,7 @@ pub struct Purged {
 }
 
 /// A lane of the shard.
-struct Found {
+struct PurgeLane {
     name: String,
     dir: PathBuf,
     /// Held where no other process writes it.
@@ -54,10 +54,10 @@ struct Found {
 
 /// A shard under its lock: nobody takes, makes or adopts a lane of it, and nobody else raises a
 /// floor.
-struct Place {
+struct LockedShard {
     dir: PathBuf,
-    lanes: Vec<Found>,
-    page: Option<Shard>,
+    lanes: Vec<PurgeLane>,
+    page: Option<SharedShard>,
     _lock: ShardLock,
 }
 
@@ -69,7 +69,7 @@ struct Place {
 /// tenants are being removed; `Permission`, `NoSpace`, `Io`: the removal may then have been made in
 /// part.
 pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Result<Purged> {
-    let place = Place::enter(cache_dir, namespace, shard)?;
+    let place = LockedShard::enter(cache_dir, namespace, shard)?;
     let unreadable = place.lanes.iter().filter(|l| l.raw.is_err() && what != What::All);
     let mut purged = Purged {
         lanes_in_use: place.lanes.iter().filter(|l| l.lock.is_none()).count() as u64,
@@ -92,22 +92,22 @@ pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Resu
     Ok(purged)
 }
 
-impl Place {
+impl LockedShard {
     fn enter(cache_dir: &Path, namespace: &str, shard: &str) -> Result<Self> {
-        let is_its = |l: &LaneFiles| l.namespace == namespace && l.shard == shard;
+        let is_its = |l: &LaneDir| l.namespace == namespace && l.shard == shard;
         let dir = cache_dir.join(namespace).join(shard);
         if !lanes(cache_dir)?.iter().any(is_its) {
             return Err(Error::new(ErrorKind::NotFound, "there is no lane in this shard").at(dir));
         }
         let lock = ShardLock::take(&dir, PATIENCE)?;
         let page = paths::open_small(&dir.join(paths::SHARD_SHM), false);
-        let page = page.and_then(|file| Shard::attach(&file, ctx::boot_id()?, Access::ReadWrite)).ok();
+        let page = page.and_then(|file| SharedShard::attach(&file, ctx::boot_id()?, Access::ReadWrite)).ok();
         let mut found = Vec::new();
         // Listed again: a lane may have come or gone before the lock was had.
         for files in lanes(cache_dir)?.into_iter().filter(is_its) {
             let dir = files.path().to_path_buf();
             let lock = try_lock(&dir)?;
-            found.push(Found { name: files.name.clone(), dir, lock, raw: RawLane::read(&files) });
+            found.push(PurgeLane { name: files.name.clone(), dir, lock, raw: RawLane::read(&files) });
         }
         if page.is_none() && found.iter().any(|l| l.lock.is_none()) {
             return Err(Error::new(ErrorKind::Busy, "a process writes a lane whose shard page cannot be opened")
@@ -155,7 +155,7 @@ impl Place {
             purged.lanes_deleted += 1;
             purged.freed_bytes += bytes;
         }
-        self.page.iter().for_each(Shard::bump_lanes);
+        self.page.iter().for_each(SharedShard::bump_lanes);
         Ok(())
     }
 

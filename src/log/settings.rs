@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::base::options::{DriveOptions, LogOptions, Mode, OnIncompatible, Placement};
+use super::base::options::{DriveOptions, LogOptions};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Settings, Warning};
 use crate::error::Result;
@@ -58,10 +58,7 @@ impl LogOptions {
         };
         Ok(Self {
             dirs: drives.iter().map(|d| d.path.clone()).collect(),
-            mode: match settings.mode {
-                config::Mode::Rw => Mode::ReadWrite,
-                config::Mode::Ro => Mode::ReadOnly,
-            },
+            mode: settings.mode,
             drives: each,
             policy,
             admission: match settings.admission {
@@ -71,15 +68,9 @@ impl LogOptions {
             },
             write_budget_dwpd: settings.write_budget_dwpd,
             ttl: settings.ttl,
-            on_incompatible: match settings.on_incompatible {
-                config::OnIncompatible::Refuse => OnIncompatible::Refuse,
-                config::OnIncompatible::Recreate => OnIncompatible::Recreate,
-            },
+            on_incompatible: settings.on_incompatible,
             dir_mode: settings.dir_mode,
-            placement: match settings.placement {
-                config::Placement::Chain => Placement::Chain,
-                config::Placement::Stripe => Placement::Stripe,
-            },
+            placement: settings.placement,
             commit_interval: settings.commit_interval(),
             lease_share: settings.lease_share,
             reclaim_write_budget: settings.reclaim_write_budget,

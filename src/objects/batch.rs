@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::completions::Completions;
-use super::stats::Counters;
+use super::stats::ObjectCounters;
 use crate::device::Gate;
 use crate::error::{Error, ErrorKind};
 
@@ -181,24 +181,30 @@ struct Results {
 }
 
 /// A batch under way.
-pub(super) struct Batch {
+pub(super) struct ObjectBatch {
     pub(super) id: u64,
     pub(super) kind: BatchKind,
     /// Entered by whoever touches the caller's memory.
     pub(super) gate: Gate,
     results: Mutex<Results>,
-    told: Arc<Completions>,
-    counters: Arc<Counters>,
+    completions: Arc<Completions>,
+    counters: Arc<ObjectCounters>,
     started: std::time::Instant,
 }
 
-impl Batch {
-    pub(super) fn new(id: u64, kind: BatchKind, keys: usize, told: Arc<Completions>, counters: Arc<Counters>) -> Self {
+impl ObjectBatch {
+    pub(super) fn new(
+        id: u64,
+        kind: BatchKind,
+        keys: usize,
+        completions: Arc<Completions>,
+        counters: Arc<ObjectCounters>,
+    ) -> Self {
         let results = Mutex::new(Results { each: vec![None; keys], left: keys });
-        Self { id, kind, gate: Gate::new(), results, told, counters, started: std::time::Instant::now() }
+        Self { id, kind, gate: Gate::new(), results, completions, counters, started: std::time::Instant::now() }
     }
 
-    fn settle(&self, at: &[usize], result: KeyResult) {
+    fn record(&self, at: &[usize], result: KeyResult) {
         let mut results = self.results.lock();
         if results.left == 0 {
             return;
@@ -223,7 +229,7 @@ impl Batch {
     /// Ends the batch now: what has no result yet gets `cause`. The caller has closed the gate.
     pub(super) fn give_up(&self, cause: ObjectCause) {
         let all: Vec<usize> = (0..self.results.lock().each.len()).collect();
-        self.settle(&all, KeyResult::no(cause));
+        self.record(&all, KeyResult::no(cause));
     }
 
     fn finish(&self, results: Vec<KeyResult>) {
@@ -231,7 +237,7 @@ impl Batch {
         self.counters.finished(self.kind, took);
         let failure = results.iter().enumerate().find_map(|(i, r)| Some((i, r.cause.filter(|c| c.is_failure())?)));
         let error = failure.map(|(i, c)| format!("key {i} of {}: {}", results.len(), c.as_str()));
-        self.told.finish(ObjectCompletion { id: self.id, kind: self.kind, results, error, took });
+        self.completions.finish(ObjectCompletion { id: self.id, kind: self.kind, results, error, took });
     }
 
     /// Ends a batch that has no keys.
@@ -244,12 +250,12 @@ impl Batch {
 
 /// The right to answer for a key, or for several times the same key, of a batch.
 pub(super) struct Ticket {
-    pub(super) batch: Arc<Batch>,
+    pub(super) batch: Arc<ObjectBatch>,
     at: Vec<usize>,
 }
 
 impl Ticket {
-    pub(super) fn new(batch: &Arc<Batch>, at: usize) -> Self {
+    pub(super) fn new(batch: &Arc<ObjectBatch>, at: usize) -> Self {
         Self { batch: Arc::clone(batch), at: vec![at] }
     }
 
@@ -258,20 +264,20 @@ impl Ticket {
         self.at.append(&mut other.at);
     }
 
-    pub(super) fn settle(mut self, result: KeyResult) {
+    pub(super) fn answer(mut self, result: KeyResult) {
         let at = std::mem::take(&mut self.at);
-        self.batch.settle(&at, result);
+        self.batch.record(&at, result);
     }
 
     pub(super) fn no(self, cause: ObjectCause) {
-        self.settle(KeyResult::no(cause));
+        self.answer(KeyResult::no(cause));
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.at.is_empty() {
-            self.batch.settle(&self.at, KeyResult::no(ObjectCause::Internal));
+            self.batch.record(&self.at, KeyResult::no(ObjectCause::Internal));
         }
     }
 }

@@ -7,13 +7,13 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::batch::{Batch, BatchKind, ObjectCompletion};
-use super::stats::Counters;
+use super::batch::{BatchKind, ObjectBatch, ObjectCompletion};
+use super::stats::ObjectCounters;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::EventFd;
 
 #[derive(Default)]
-struct State {
+struct CompletionState {
     next_id: u64,
     active: HashMap<u64, Active>,
     ended: VecDeque<ObjectCompletion>,
@@ -23,20 +23,20 @@ struct State {
 }
 
 struct Active {
-    batch: Arc<Batch>,
+    batch: Arc<ObjectBatch>,
     keys: usize,
 }
 
 pub(super) struct Completions {
-    state: Mutex<State>,
+    state: Mutex<CompletionState>,
     ended: Condvar,
     fd: EventFd,
     max_keys: usize,
 }
 
 /// A batch that has begun, and how many of its keys the queue has room for.
-pub(super) struct Begun {
-    pub(super) batch: Arc<Batch>,
+pub(super) struct BegunBatch {
+    pub(super) batch: Arc<ObjectBatch>,
     pub(super) taken: usize,
 }
 
@@ -50,7 +50,12 @@ impl Completions {
     }
 
     /// Begins a batch of `keys` keys.
-    pub(super) fn begin(self: &Arc<Self>, kind: BatchKind, keys: usize, counters: &Arc<Counters>) -> Result<Begun> {
+    pub(super) fn begin(
+        self: &Arc<Self>,
+        kind: BatchKind,
+        keys: usize,
+        counters: &Arc<ObjectCounters>,
+    ) -> Result<BegunBatch> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::new(ErrorKind::Closed, "the object store is closed"));
@@ -59,9 +64,9 @@ impl Completions {
         let id = state.next_id;
         let taken = keys.min(self.max_keys.saturating_sub(state.keys));
         state.keys += taken;
-        let batch = Arc::new(Batch::new(id, kind, keys, Arc::clone(self), Arc::clone(counters)));
+        let batch = Arc::new(ObjectBatch::new(id, kind, keys, Arc::clone(self), Arc::clone(counters)));
         state.active.insert(id, Active { batch: Arc::clone(&batch), keys: taken });
-        Ok(Begun { batch, taken })
+        Ok(BegunBatch { batch, taken })
     }
 
     pub(super) fn finish(&self, completion: ObjectCompletion) {
@@ -111,7 +116,7 @@ impl Completions {
         }
     }
 
-    pub(super) fn active(&self, id: u64) -> Option<Arc<Batch>> {
+    pub(super) fn active(&self, id: u64) -> Option<Arc<ObjectBatch>> {
         self.state.lock().active.get(&id).map(|a| Arc::clone(&a.batch))
     }
 
@@ -126,7 +131,7 @@ impl Completions {
     }
 
     /// Waits until no batch is under way; those that are left at the deadline.
-    pub(super) fn wait_idle(&self, deadline: Instant) -> Vec<Arc<Batch>> {
+    pub(super) fn wait_idle(&self, deadline: Instant) -> Vec<Arc<ObjectBatch>> {
         let mut state = self.state.lock();
         while !state.active.is_empty() && Instant::now() < deadline {
             self.ended.wait_until(&mut state, deadline);

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::batch::ObjectCause;
-use super::removal::Removal;
-use super::stats::Counters;
-use super::work::Work;
+use super::removal::RemovalThread;
+use super::stats::ObjectCounters;
+use super::work::Workers;
 use crate::error::{Error, ErrorKind};
 use crate::io::{Queue, Rejected, Request};
 use crate::key::ChunkKey;
@@ -22,9 +22,9 @@ const BUSY_PAUSE: Duration = Duration::from_millis(1);
 
 pub(super) struct Core {
     pub(super) opening: Arc<Opening>,
-    pub(super) work: Arc<Work>,
-    pub(super) counters: Arc<Counters>,
-    pub(super) removal: Removal,
+    pub(super) work: Arc<Workers>,
+    pub(super) counters: Arc<ObjectCounters>,
+    pub(super) removal: RemovalThread,
     pub(super) io_timeout: Duration,
     /// A put has waited for room in vain, and none has found any since: those after it do not wait.
     pub(super) starved: AtomicBool,

@@ -8,7 +8,7 @@ use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::core::Core;
 use super::names::{PART_BYTES, Version, is_name};
 use super::read::SlotRead;
-use super::request::{ObjectGet, Span};
+use super::request::{ObjectGet, ObjectMemory};
 use crate::index::EntryKind;
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Chunk, Log};
@@ -34,18 +34,18 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
         let length = found.length();
         if length > target.len() {
             let cause = Some(ObjectCause::TooShort);
-            ticket.settle(KeyResult { ok: false, len: length as u64, cause });
+            ticket.answer(KeyResult { ok: false, len: length as u64, cause });
             continue;
         }
         match found {
-            Found::Parts(parts) => parts.start(core, &log, (name, target.part(0, length), ticket)),
-            Found::Whole(chunk) => {
+            FoundObject::Parts(parts) => parts.start(core, &log, (name, target.part(0, length), ticket)),
+            FoundObject::Whole(chunk) => {
                 let (batch, target) = (Arc::clone(&ticket.batch), target.part(0, length));
                 let read = SlotRead { log: Arc::clone(&log), chunk, target, name: Some(name), batch };
                 read.start(
                     core,
                     Box::new(move |_, end| match end {
-                        Ok(_) => ticket.settle(KeyResult::yes(length as u64)),
+                        Ok(_) => ticket.answer(KeyResult::yes(length as u64)),
                         Err(cause) => ticket.no(cause),
                     }),
                 );
@@ -54,12 +54,12 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
     }
 }
 
-enum Found {
+enum FoundObject {
     Whole(Chunk),
-    Parts(Parts),
+    Parts(FoundParts),
 }
 
-impl Found {
+impl FoundObject {
     fn length(&self) -> usize {
         match self {
             Self::Whole(chunk) => chunk.length as usize,
@@ -89,7 +89,7 @@ pub(super) fn presence(log: &Log, key: &ChunkKey) -> Presence {
     }
 }
 
-struct Parts {
+struct FoundParts {
     version: Version,
     head: Chunk,
     chunks: Vec<Chunk>,
@@ -97,12 +97,12 @@ struct Parts {
 
 /// Finds an object, and leases all of it. Where it was removed and stored anew between the look at
 /// its head and the look at its parts, there is another head.
-fn find(core: &Core, log: &Log, name: &[u8]) -> Option<Found> {
+fn find(core: &Core, log: &Log, name: &[u8]) -> Option<FoundObject> {
     let key = object_key(name);
     for _ in 0..TRIES {
         let head = log.locate(&key, core.pin()).filter(|c| c.kind == EntryKind::Object)?;
         let Some(version) = Version::of(&key, head.length, head.tenant, head.depth) else {
-            return Some(Found::Whole(head));
+            return Some(FoundObject::Whole(head));
         };
         let keys = version.keys();
         let chunks: Vec<Chunk> = keys.iter().map_while(|part| log.locate(part, core.pin())).collect();
@@ -111,7 +111,7 @@ fn find(core: &Core, log: &Log, name: &[u8]) -> Option<Found> {
             && full.iter().all(|c| c.length as usize == PART_BYTES)
             && (1..=PART_BYTES as u64).contains(&last.length);
         if is_whole {
-            return Some(Found::Parts(Parts { version, head, chunks }));
+            return Some(FoundObject::Parts(FoundParts { version, head, chunks }));
         }
         if log.peek(&key).is_none_or(|now| now.sequence == head.sequence) {
             return None;
@@ -135,8 +135,8 @@ impl Gather {
     }
 }
 
-impl Parts {
-    fn start(self, core: &Arc<Core>, log: &Arc<Log>, (name, target, ticket): (Vec<u8>, Span, Ticket)) {
+impl FoundParts {
+    fn start(self, core: &Arc<Core>, log: &Arc<Log>, (name, target, ticket): (Vec<u8>, ObjectMemory, Ticket)) {
         let total = target.len() as u64;
         let batch = Arc::clone(&ticket.batch);
         let left = self.chunks.len() + 1;
@@ -145,13 +145,13 @@ impl Parts {
             let mut gather = gather.lock();
             let Some(ticket) = gather.ended(result) else { return };
             match gather.failed {
-                None => ticket.settle(KeyResult::yes(total)),
+                None => ticket.answer(KeyResult::yes(total)),
                 Some(cause) => ticket.no(cause),
             }
         };
         let own = Arc::clone(&gather);
         let expected = self.version.head(total);
-        let Ok(said) = Span::from_vec(vec![0; expected.len()]) else { return };
+        let Ok(said) = ObjectMemory::from_vec(vec![0; expected.len()]) else { return };
         let head = SlotRead {
             log: Arc::clone(log),
             chunk: self.head,
@@ -194,7 +194,7 @@ pub(super) fn exists(core: &Arc<Core>, names: Vec<(Vec<u8>, Ticket)>) {
             log.lookup(&parts) == parts.len() && log.lookup(&[key]) == 1
         });
         if there {
-            ticket.settle(KeyResult::yes(0));
+            ticket.answer(KeyResult::yes(0));
         } else {
             ticket.no(ObjectCause::NotFound);
         }

@@ -54,12 +54,12 @@ use std::time::{Duration, Instant};
 pub use batch::{BatchKind, KeyResult, ObjectCause, ObjectCompletion};
 pub use names::{MAX_KEY_BYTES, MAX_OBJECT_BYTES, PART_BYTES};
 pub use open::ObjectOptions;
-pub use request::{ObjectGet, ObjectPut, Span};
+pub use request::{ObjectGet, ObjectMemory, ObjectPut};
 pub use stats::{KindStats, OBJECT_METRICS, ObjectStats};
 
 use self::core::Core;
 use batch::{KeyResult as Answer, Ticket};
-use completions::{Begun, Completions};
+use completions::{BegunBatch, Completions};
 
 use crate::config::Settings;
 use crate::error::{Error, ErrorKind, Result};
@@ -119,12 +119,12 @@ impl ObjectStore {
     /// Begins a batch; the items that the queue has room for, with the right to answer for them.
     fn begin<T>(&self, kind: BatchKind, items: Vec<T>) -> Result<(u64, Vec<(T, Ticket)>)> {
         self.check()?;
-        let Begun { batch, taken } = self.completions.begin(kind, items.len(), &self.core.counters)?;
+        let BegunBatch { batch, taken } = self.completions.begin(kind, items.len(), &self.core.counters)?;
         let mut all: Vec<(T, Ticket)> = Vec::with_capacity(items.len());
         let items = items.into_iter().enumerate();
         all.extend(items.map(|(at, item)| (item, Ticket::new(&batch, at))));
         for (_, ticket) in all.drain(taken..) {
-            ticket.settle(Answer::no(ObjectCause::QueueFull));
+            ticket.answer(Answer::no(ObjectCause::QueueFull));
         }
         batch.finish_if_empty();
         Ok((batch.id, all))

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::core::Core;
 use super::names::PART_BYTES;
-use super::removal::Removal;
-use super::work::Work;
+use super::removal::RemovalThread;
+use super::work::Workers;
 use crate::config::Settings;
 use crate::device::{StagingOptions, StagingPool};
 use crate::error::{Error, Result};
@@ -93,8 +93,8 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let opening =
         Opening::start(Box::new(move || open_log(&options, Arc::clone(&geometry), &pools)), on_failure, every)?;
     let io_timeout = settings.io_timeout();
-    let removal = Removal::start(Arc::clone(&opening))?;
-    let work = Work::new(load_pool, store_pool, (settings.worker_threads(), io_timeout + io_timeout / 2))?;
+    let removal = RemovalThread::start(Arc::clone(&opening))?;
+    let work = Workers::new(load_pool, store_pool, (settings.worker_threads(), io_timeout + io_timeout / 2))?;
     let (counters, starved) = (Arc::default(), AtomicBool::new(false));
     Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved, storing: Default::default() }))
 }

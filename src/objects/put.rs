@@ -15,17 +15,17 @@ use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::core::Core;
 use super::get::{Presence, presence};
 use super::names::{self, MAX_OBJECT_BYTES, PART_BYTES, Version, is_name};
-use super::request::{ObjectPut, Span};
+use super::request::{ObjectMemory, ObjectPut};
 use super::write::{SlotWrite, Stored};
 use crate::format::record::KeyKind;
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Mode, PutSpec};
 
 /// One object to be stored.
-struct Item {
+struct PutItem {
     key: ChunkKey,
     name: Vec<u8>,
-    source: Span,
+    source: ObjectMemory,
     ticket: Ticket,
 }
 
@@ -34,7 +34,7 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Optio
     let log = core.log();
     let refuse = match &log {
         None => Some(ObjectCause::Closed),
-        Some(log) if log.options().mode == Mode::ReadOnly => Some(ObjectCause::ReadOnly),
+        Some(log) if log.options().mode == Mode::Ro => Some(ObjectCause::ReadOnly),
         Some(_) => None,
     };
     let (Some(log), None) = (log, refuse) else {
@@ -46,7 +46,7 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Optio
     for item in first_of_each(items) {
         match presence(&log, &item.key) {
             Presence::Missing => missing.push(item),
-            Presence::Whole => item.ticket.settle(KeyResult::was_there()),
+            Presence::Whole => item.ticket.answer(KeyResult::was_there()),
             Presence::Broken(_) => broken.push(item),
         }
     }
@@ -60,7 +60,7 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Optio
 }
 
 /// On a worker: starts the writes of objects that were not there a moment ago.
-fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<Item>, expiry_s: u32) {
+fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<PutItem>, expiry_s: u32) {
     for item in items {
         match item.source.len() {
             0..=PART_BYTES => alone(core, log, item, expiry_s),
@@ -80,9 +80,9 @@ fn expiry(log: &Log, ttl: Option<std::time::Duration>) -> u32 {
 }
 
 /// Checks the items; of several puts of one key the first is made, and answers for all.
-fn first_of_each(items: Vec<(ObjectPut, Ticket)>) -> Vec<Item> {
+fn first_of_each(items: Vec<(ObjectPut, Ticket)>) -> Vec<PutItem> {
     let mut places: HashMap<ChunkKey, usize> = HashMap::new();
-    let mut all: Vec<Item> = Vec::with_capacity(items.len());
+    let mut all: Vec<PutItem> = Vec::with_capacity(items.len());
     for (ObjectPut { key: name, value: source }, ticket) in items {
         if !is_name(&name) {
             ticket.no(ObjectCause::BadKey);
@@ -93,7 +93,7 @@ fn first_of_each(items: Vec<(ObjectPut, Ticket)>) -> Vec<Item> {
             let place = *places.entry(key).or_insert(all.len());
             match all.get_mut(place) {
                 Some(first) => first.ticket.absorb(ticket),
-                None => all.push(Item { key, name, source, ticket }),
+                None => all.push(PutItem { key, name, source, ticket }),
             }
         }
     }
@@ -101,24 +101,24 @@ fn first_of_each(items: Vec<(ObjectPut, Ticket)>) -> Vec<Item> {
 }
 
 /// Answers for an object of `len` bytes.
-fn settle(ticket: Ticket, len: u64, end: Result<Stored, ObjectCause>) {
+fn answer(ticket: Ticket, len: u64, end: Result<Stored, ObjectCause>) {
     match end {
-        Ok(Stored::Written) => ticket.settle(KeyResult::yes(len)),
-        Ok(Stored::WasThere) => ticket.settle(KeyResult::was_there()),
+        Ok(Stored::Written) => ticket.answer(KeyResult::yes(len)),
+        Ok(Stored::WasThere) => ticket.answer(KeyResult::was_there()),
         Err(cause) => ticket.no(cause),
     }
 }
 
 /// An object in a slot of its own.
-fn alone(core: &Arc<Core>, log: &Arc<Log>, item: Item, expiry_s: u32) {
-    let Item { key, name, source, ticket } = item;
+fn alone(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, expiry_s: u32) {
+    let PutItem { key, name, source, ticket } = item;
     let len = source.len() as u64;
     let mut spec = PutSpec::object(key, len, KeyKind::Object);
     spec.tlvs.push(names::name_tlv(&name));
     spec.expiry_s = expiry_s;
     let batch = Arc::clone(&ticket.batch);
     let write = SlotWrite { log: Arc::clone(log), spec: Box::new(spec), source, batch };
-    write.start(core, Box::new(move |_, end| settle(ticket, len, end)));
+    write.start(core, Box::new(move |_, end| answer(ticket, len, end)));
 }
 
 /// This process's right to store an object in parts; it ends with the value.
@@ -150,23 +150,23 @@ struct Large {
 }
 
 /// How many parts have not ended, the first failure, and what comes then.
-struct Parts {
+struct PartsLeft {
     left: usize,
     failed: Option<ObjectCause>,
     large: Option<Large>,
 }
 
-fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: Item, expiry_s: u32) {
-    let Item { key, name, source, ticket } = item;
+fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, expiry_s: u32) {
+    let PutItem { key, name, source, ticket } = item;
     let Some(storing) = Storing::begin(core, key) else {
-        return ticket.settle(KeyResult::was_there());
+        return ticket.answer(KeyResult::was_there());
     };
     let count = source.len().div_ceil(PART_BYTES);
     let version = Version { object: key, nonce: names::nonce(), parts: count as u32 };
     let batch = Arc::clone(&ticket.batch);
     let total = source.len() as u64;
     let large = Large { log: Arc::clone(log), version, name, total, expiry_s, ticket, storing };
-    let parts = Arc::new(Mutex::new(Parts { left: count, failed: None, large: Some(large) }));
+    let parts = Arc::new(Mutex::new(PartsLeft { left: count, failed: None, large: Some(large) }));
     for (n, part) in version.keys().into_iter().enumerate() {
         let source = source.part(n * PART_BYTES, PART_BYTES);
         let mut spec = PutSpec::object(part, source.len() as u64, KeyKind::ObjectPart);
@@ -178,7 +178,7 @@ fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: Item, expiry_s: u32) {
     }
 }
 
-fn part_ended(core: &Arc<Core>, parts: &Mutex<Parts>, end: Result<(), ObjectCause>) {
+fn part_ended(core: &Arc<Core>, parts: &Mutex<PartsLeft>, end: Result<(), ObjectCause>) {
     core.counters.parts.fetch_add(u64::from(end.is_ok()), Ordering::Relaxed);
     let mut parts = parts.lock();
     parts.failed = parts.failed.or(end.err());
@@ -199,14 +199,14 @@ impl Large {
     /// Removes the parts, as no head names them.
     fn give_up(self, core: &Core, end: Result<Stored, ObjectCause>) {
         core.removal.clean(self.version.keys());
-        self.settle(end);
+        self.answer(end);
     }
 
-    fn settle(self, end: Result<Stored, ObjectCause>) {
+    fn answer(self, end: Result<Stored, ObjectCause>) {
         let Self { total, ticket, storing, .. } = self;
         // First: what the caller does next must not find the put still under way.
         drop(storing);
-        settle(ticket, total, end);
+        answer(ticket, total, end);
     }
 
     /// Writes the head.
@@ -218,7 +218,7 @@ impl Large {
         spec.depth = self.version.parts;
         spec.expiry_s = self.expiry_s;
         let (log, spec, batch) = (Arc::clone(&self.log), Box::new(spec), Arc::clone(&self.ticket.batch));
-        match Span::from_vec(head) {
+        match ObjectMemory::from_vec(head) {
             Ok(source) => {
                 let write = SlotWrite { log, spec, source, batch };
                 write.start(core, Box::new(move |core, end| self.published(core, end)));
@@ -229,7 +229,7 @@ impl Large {
 
     fn published(self, core: &Core, end: Result<Stored, ObjectCause>) {
         match end {
-            Ok(Stored::Written) => self.settle(end),
+            Ok(Stored::Written) => self.answer(end),
             // Another put was quicker, or it failed.
             Ok(Stored::WasThere) | Err(_) => self.give_up(core, end),
         }

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::batch::{Batch, ObjectCause};
+use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
 use super::names::has_name;
-use super::request::Span;
-use super::work::{Staged, Way};
+use super::request::ObjectMemory;
+use super::work::{Staged, StagingClass};
 use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, Request};
 use crate::log::{Bad, Chunk, Log};
@@ -41,10 +41,10 @@ pub(super) struct SlotRead {
     pub(super) log: Arc<Log>,
     pub(super) chunk: Chunk,
     /// As long as the object.
-    pub(super) target: Span,
+    pub(super) target: ObjectMemory,
     /// The name that the header must have; parts have none.
     pub(super) name: Option<Vec<u8>>,
-    pub(super) batch: Arc<Batch>,
+    pub(super) batch: Arc<ObjectBatch>,
 }
 
 struct Reading {
@@ -63,7 +63,7 @@ impl SlotRead {
 
     /// Queues its pieces; `done` gets the header once all is well.
     pub(super) fn start(self, core: &Arc<Core>, done: Done<SlotHeader>) {
-        let piece_bytes = core.work.pool(Way::Load).slot_bytes();
+        let piece_bytes = core.work.pool(StagingClass::Load).slot_bytes();
         let pieces = self.bytes().div_ceil(piece_bytes);
         let state = Mutex::new((Pieces::new(pieces), None));
         let reading = Arc::new(Reading { read: self, piece_bytes, state, done: Mutex::new(Some(done)) });
@@ -71,7 +71,7 @@ impl SlotRead {
             let (core, reading) = (Arc::clone(core), Arc::clone(&reading));
             Box::new(move |buf| reading.piece(&core, n, buf))
         };
-        core.work.stage(Way::Load, (0..pieces).map(job).collect());
+        core.work.stage(StagingClass::Load, (0..pieces).map(job).collect());
     }
 }
 

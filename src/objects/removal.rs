@@ -23,12 +23,12 @@ enum Message {
 }
 
 /// The way to the thread.
-pub(super) struct Removal {
+pub(super) struct RemovalThread {
     send: Mutex<Option<Sender<Message>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Removal {
+impl RemovalThread {
     pub(super) fn start(opening: Arc<Opening>) -> Result<Self> {
         let (send, receive) = crossbeam_channel::unbounded();
         let spawned =
@@ -121,7 +121,7 @@ fn delete(log: Option<&Arc<Log>>, names: Vec<(Vec<u8>, Ticket)>) {
     match log.remove(&keys) {
         Ok(there) => {
             for (ticket, there) in tickets.into_iter().zip(there.into_iter().take(heads)) {
-                if there { ticket.settle(KeyResult::yes(0)) } else { ticket.no(ObjectCause::NotFound) }
+                if there { ticket.answer(KeyResult::yes(0)) } else { ticket.no(ObjectCause::NotFound) }
             }
         }
         Err(e) => {

@@ -13,13 +13,13 @@ const TILE: usize = 64 << 10;
 
 /// A piece of the caller's memory. Its owner is kept until the batch that uses it has ended.
 #[derive(Clone)]
-pub struct Span {
+pub struct ObjectMemory {
     memory: Arc<HostMemory>,
     offset: usize,
     len: usize,
 }
 
-impl Span {
+impl ObjectMemory {
     /// `len` bytes of `memory` from `offset` on. Memory that is not Rust's comes from
     /// [`HostMemory::from_raw`].
     ///
@@ -113,9 +113,9 @@ impl Span {
     }
 }
 
-impl fmt::Debug for Span {
+impl fmt::Debug for ObjectMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Span({} bytes at {} of {:?})", self.len, self.offset, self.memory)
+        write!(f, "ObjectMemory({} bytes at {} of {:?})", self.len, self.offset, self.memory)
     }
 }
 
@@ -125,7 +125,7 @@ pub struct ObjectPut {
     /// Its key, 1 B to 1 KiB.
     pub key: Vec<u8>,
     /// Its bytes, 1 B to 1 GiB; must not change until the batch has ended.
-    pub value: Span,
+    pub value: ObjectMemory,
 }
 
 /// One object to read.
@@ -134,5 +134,5 @@ pub struct ObjectGet {
     /// Its key.
     pub key: Vec<u8>,
     /// Where to; at least as long as the object. What is in it after a failed get is not said.
-    pub target: Span,
+    pub target: ObjectMemory,
 }

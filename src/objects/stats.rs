@@ -31,13 +31,13 @@ impl Default for PerKind {
 
 /// Live counters of an object store.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct ObjectCounters {
     kinds: [PerKind; 4],
     pub(super) parts: AtomicU64,
     already_there: AtomicU64,
 }
 
-impl Counters {
+impl ObjectCounters {
     fn of(&self, kind: BatchKind) -> &PerKind {
         let [put, get, exists, delete] = &self.kinds;
         match kind {
@@ -129,7 +129,7 @@ metric_table! {
     LIVE = Gauge "forebay_object_live_bytes" [] "Bytes of objects' slots that can be found.";
 }
 
-impl Counters {
+impl ObjectCounters {
     fn snapshot_of(&self, kind: BatchKind) -> KindStats {
         let of = self.of(kind);
         let get = |n: &AtomicU64| n.load(Ordering::Relaxed);

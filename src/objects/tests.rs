@@ -52,7 +52,7 @@ fn an_object_that_has_lost_a_part_is_stored_anew() {
     let key = object_key(b"k");
     let log = store.log().unwrap();
     let put = |version: u8| {
-        let value = Span::from_vec(vec![version; names::PART_BYTES + 1]).unwrap();
+        let value = ObjectMemory::from_vec(vec![version; names::PART_BYTES + 1]).unwrap();
         let id = store.submit_put(vec![ObjectPut { key: b"k".to_vec(), value }], PutOptions::default()).unwrap();
         store.wait(id, DROP_PATIENCE * 10).unwrap().results[0]
     };
@@ -65,7 +65,7 @@ fn an_object_that_has_lost_a_part_is_stored_anew() {
     assert_eq!(put(3), yes, "the head that nobody can read is in nobody's way");
     assert_eq!(get::presence(&log, &key), get::Presence::Whole);
     assert!(lost.keys().iter().all(|part| !log.contains(part)), "what was left of it is gone");
-    let target = Span::from_vec(vec![0; names::PART_BYTES + 1]).unwrap();
+    let target = ObjectMemory::from_vec(vec![0; names::PART_BYTES + 1]).unwrap();
     let id = store.submit_get(vec![ObjectGet { key: b"k".to_vec(), target: target.clone() }]).unwrap();
     assert!(store.wait(id, DROP_PATIENCE * 10).unwrap().all_ok());
     assert!(target.to_vec().unwrap().iter().all(|b| *b == 3));

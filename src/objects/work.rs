@@ -27,7 +27,7 @@ pub(super) type Staged = Box<dyn FnOnce(std::result::Result<Buf, ObjectCause>) +
 
 /// Which staging a job wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum StagingClass {
     /// Reading.
     Load,
     /// Going on with a slot that is being written.
@@ -41,7 +41,7 @@ pub(super) enum Way {
 const MANY: usize = 4096;
 
 #[derive(Default)]
-struct State {
+struct WorkState {
     ready: VecDeque<Job>,
     loads: VecDeque<Staged>,
     stores: VecDeque<Staged>,
@@ -55,15 +55,15 @@ struct State {
     stop: bool,
 }
 
-enum Next {
+enum NextJob {
     Run(Job),
     Stage(Staged, Buf),
     GiveUp(Vec<Staged>, ObjectCause),
     Stop,
 }
 
-pub(super) struct Work {
-    state: Mutex<State>,
+pub(super) struct Workers {
+    state: Mutex<WorkState>,
     changed: Condvar,
     load_pool: Arc<StagingPool>,
     store_pool: Arc<StagingPool>,
@@ -71,26 +71,26 @@ pub(super) struct Work {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-impl State {
-    fn queue(&mut self, way: Way) -> &mut VecDeque<Staged> {
+impl WorkState {
+    fn queue(&mut self, way: StagingClass) -> &mut VecDeque<Staged> {
         match way {
-            Way::Load => &mut self.loads,
-            Way::Store => &mut self.stores,
-            Way::Open => &mut self.opens,
+            StagingClass::Load => &mut self.loads,
+            StagingClass::Store => &mut self.stores,
+            StagingClass::Open => &mut self.opens,
         }
     }
 
     /// Whether a staging buffer is all that a job of this kind waits for.
-    fn wants(&self, way: Way) -> bool {
+    fn wants(&self, way: StagingClass) -> bool {
         match way {
-            Way::Load => !self.loads.is_empty(),
-            Way::Store => !self.stores.is_empty(),
-            Way::Open => !self.opens.is_empty() && self.without_room == 0,
+            StagingClass::Load => !self.loads.is_empty(),
+            StagingClass::Store => !self.stores.is_empty(),
+            StagingClass::Open => !self.opens.is_empty() && self.without_room == 0,
         }
     }
 
     fn wants_any(&self) -> bool {
-        [Way::Load, Way::Store, Way::Open].into_iter().any(|way| self.wants(way))
+        [StagingClass::Load, StagingClass::Store, StagingClass::Open].into_iter().any(|way| self.wants(way))
     }
 
     fn staged(&self) -> usize {
@@ -107,7 +107,7 @@ impl State {
     }
 }
 
-impl Work {
+impl Workers {
     pub(super) fn new(
         load_pool: Arc<StagingPool>,
         store_pool: Arc<StagingPool>,
@@ -137,10 +137,10 @@ impl Work {
         Ok(work)
     }
 
-    pub(super) fn pool(&self, way: Way) -> &Arc<StagingPool> {
+    pub(super) fn pool(&self, way: StagingClass) -> &Arc<StagingPool> {
         match way {
-            Way::Load => &self.load_pool,
-            Way::Store | Way::Open => &self.store_pool,
+            StagingClass::Load => &self.load_pool,
+            StagingClass::Store | StagingClass::Open => &self.store_pool,
         }
     }
 
@@ -152,7 +152,7 @@ impl Work {
 
     /// Runs `add` on the queues, unless they are closed: then gives the job back, to be dropped
     /// outside the lock.
-    fn add<T>(&self, job: T, add: impl FnOnce(&mut State, T)) -> Option<T> {
+    fn add<T>(&self, job: T, add: impl FnOnce(&mut WorkState, T)) -> Option<T> {
         let mut state = self.state.lock();
         if state.stop {
             return Some(job);
@@ -175,7 +175,7 @@ impl Work {
     }
 
     /// Jobs that each want a staging buffer.
-    pub(super) fn stage(&self, way: Way, jobs: Vec<Staged>) {
+    pub(super) fn stage(&self, way: StagingClass, jobs: Vec<Staged>) {
         let refused = self.add(jobs, |state, jobs| {
             if !state.wants_any() {
                 state.moved = Some(Instant::now());
@@ -194,36 +194,40 @@ impl Work {
         WithoutRoom(Arc::clone(self))
     }
 
-    fn next(&self) -> Next {
+    fn next(&self) -> NextJob {
         let mut state = self.state.lock();
         loop {
             if state.stop {
-                return Next::Stop;
+                return NextJob::Stop;
             }
             let now = Instant::now();
             if let Some(job) = state.ready.pop_front().or_else(|| state.take_due(now)) {
-                return Next::Run(job);
+                return NextJob::Run(job);
             }
-            let stores_first = [Way::Store, Way::Open, Way::Load];
-            let order = if state.prefers_stores { stores_first } else { [Way::Load, Way::Store, Way::Open] };
+            let stores_first = [StagingClass::Store, StagingClass::Open, StagingClass::Load];
+            let order = if state.prefers_stores {
+                stores_first
+            } else {
+                [StagingClass::Load, StagingClass::Store, StagingClass::Open]
+            };
             for way in order {
                 if state.wants(way)
                     && let Some(buf) = self.pool(way).try_take()
                     && let Some(job) = state.queue(way).pop_front()
                 {
-                    state.prefers_stores = way == Way::Load;
+                    state.prefers_stores = way == StagingClass::Load;
                     state.moved = Some(now);
-                    return Next::Stage(job, buf);
+                    return NextJob::Stage(job, buf);
                 }
             }
             if state.staged() < MANY
                 && let Some(job) = state.begins.pop_front()
             {
-                return Next::Run(job);
+                return NextJob::Run(job);
             }
             let stalled_at = state.wants_any().then(|| state.moved.unwrap_or(now) + self.patience);
             if stalled_at.is_some_and(|at| at <= now) {
-                return Next::GiveUp(state.take_staged(), ObjectCause::TimedOut);
+                return NextJob::GiveUp(state.take_staged(), ObjectCause::TimedOut);
             }
             match state.later.iter().map(|(when, _)| *when).chain(stalled_at).min() {
                 Some(until) => drop(self.changed.wait_until(&mut state, until)),
@@ -235,10 +239,10 @@ impl Work {
     fn run(&self) {
         loop {
             let run = match self.next() {
-                Next::Stop => return,
-                Next::Run(job) => catch_unwind(AssertUnwindSafe(job)),
-                Next::Stage(job, buf) => catch_unwind(AssertUnwindSafe(|| job(Ok(buf)))),
-                Next::GiveUp(jobs, cause) => {
+                NextJob::Stop => return,
+                NextJob::Run(job) => catch_unwind(AssertUnwindSafe(job)),
+                NextJob::Stage(job, buf) => catch_unwind(AssertUnwindSafe(|| job(Ok(buf)))),
+                NextJob::GiveUp(jobs, cause) => {
                     catch_unwind(AssertUnwindSafe(|| jobs.into_iter().for_each(|job| job(Err(cause)))))
                 }
             };
@@ -252,7 +256,7 @@ impl Work {
     pub(super) fn stop(&self) {
         let mut state = self.state.lock();
         let staged = state.take_staged();
-        let State { ready, begins, later, .. } = std::mem::take(&mut *state);
+        let WorkState { ready, begins, later, .. } = std::mem::take(&mut *state);
         state.stop = true;
         drop(state);
         self.changed.notify_all();
@@ -268,7 +272,7 @@ impl Work {
 }
 
 /// A put waits for room in the log.
-pub(super) struct WithoutRoom(Arc<Work>);
+pub(super) struct WithoutRoom(Arc<Workers>);
 
 impl Drop for WithoutRoom {
     fn drop(&mut self) {

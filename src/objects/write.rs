@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::batch::{Batch, ObjectCause};
+use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
-use super::request::Span;
-use super::work::{Staged, Way, WithoutRoom};
+use super::request::ObjectMemory;
+use super::work::{Staged, StagingClass, WithoutRoom};
 use crate::error::ErrorKind;
 use crate::format::layout::Extent;
 use crate::io::{Buf, Completion, Request};
@@ -85,16 +85,16 @@ fn payload(put: &Put) -> Extent {
 pub(super) struct SlotWrite {
     pub(super) log: Arc<Log>,
     pub(super) spec: Box<PutSpec>,
-    pub(super) source: Span,
-    pub(super) batch: Arc<Batch>,
+    pub(super) source: ObjectMemory,
+    pub(super) batch: Arc<ObjectBatch>,
 }
 
 struct Writing {
     slot: SlotWriter,
     payload: Extent,
     piece_bytes: usize,
-    source: Span,
-    batch: Arc<Batch>,
+    source: ObjectMemory,
+    batch: Arc<ObjectBatch>,
     state: Mutex<Pieces>,
     done: Mutex<Option<Done<Stored>>>,
 }
@@ -108,7 +108,7 @@ impl SlotWrite {
             Ok(buf) => self.begin(&own, buf, done),
             Err(cause) => done(&own, Err(cause)),
         });
-        core.work.stage(Way::Open, vec![first]);
+        core.work.stage(StagingClass::Open, vec![first]);
     }
 
     fn begin(self, core: &Arc<Core>, buf: Buf, done: Done<Stored>) {
@@ -125,9 +125,14 @@ impl SlotWrite {
 }
 
 impl Writing {
-    fn start(core: &Arc<Core>, put: Put, (source, batch): (Span, Arc<Batch>), (buf, done): (Buf, Done<Stored>)) {
+    fn start(
+        core: &Arc<Core>,
+        put: Put,
+        (source, batch): (ObjectMemory, Arc<ObjectBatch>),
+        (buf, done): (Buf, Done<Stored>),
+    ) {
         let payload = payload(&put);
-        let piece_bytes = core.work.pool(Way::Store).slot_bytes();
+        let piece_bytes = core.work.pool(StagingClass::Store).slot_bytes();
         let pieces = (payload.padded_len as usize).div_ceil(piece_bytes).max(1);
         let writing = Arc::new(Self {
             slot: SlotWriter::new(put),
@@ -142,7 +147,7 @@ impl Writing {
             let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
             Box::new(move |buf| writing.piece(&core, n, buf))
         };
-        core.work.stage(Way::Store, (1..pieces).map(job).collect());
+        core.work.stage(StagingClass::Store, (1..pieces).map(job).collect());
         writing.piece(core, 0, Ok(buf));
     }
 

@@ -13,4 +13,4 @@ mod layout;
 mod plan;
 
 pub use layout::{KvLayout, KvShape, LayerView, Packing, PagedLayout, PlaneView};
-pub use plan::{BlockUse, ChunkPlan, Run};
+pub use plan::{BlockUse, ChunkPlan, TokenRun};

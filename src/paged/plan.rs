@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Consecutive tokens of a chunk in consecutive slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct TokenRun {
     /// First token, counted from the start of the chunk.
     pub token: u32,
     /// Slot of the first token: block id × block tokens + place in the block.
@@ -36,7 +36,7 @@ pub struct BlockUse {
 /// one plan, per group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkPlan {
-    runs: Vec<Run>,
+    runs: Vec<TokenRun>,
     pieces: Vec<BlockUse>,
     block_ids: Vec<u32>,
     block_tokens: u32,
@@ -96,7 +96,7 @@ impl ChunkPlan {
         self.tokens += 1;
         match self.runs.last_mut() {
             Some(r) if r.token + r.len == token && r.slot + u64::from(r.len) == slot => r.len += 1,
-            _ => self.runs.push(Run { token, slot, len: 1 }),
+            _ => self.runs.push(TokenRun { token, slot, len: 1 }),
         }
         let bt = self.block_tokens;
         let (index, block) = (token / bt, (slot / u64::from(bt)) as u32);
@@ -115,7 +115,7 @@ impl ChunkPlan {
 
     /// The mapped tokens as runs, in the order of the tokens. A run may cross the bounds of blocks.
     #[must_use]
-    pub fn runs(&self) -> &[Run] {
+    pub fn runs(&self) -> &[TokenRun] {
         &self.runs
     }
 
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn consecutive_slots_become_one_run_across_blocks() {
         let plan = ChunkPlan::new(&[6, 7, 8, -1, 2, 3, 9], None, 4, 4).unwrap();
-        let runs = [(0, 6, 3), (4, 2, 2), (6, 9, 1)].map(|(token, slot, len)| Run { token, slot, len });
+        let runs = [(0, 6, 3), (4, 2, 2), (6, 9, 1)].map(|(token, slot, len)| TokenRun { token, slot, len });
         assert_eq!(plan.runs(), runs);
         assert_eq!(plan.block_ids(), [0, 1, 2]);
         assert_eq!((plan.tokens(), plan.chunk_tokens()), (6, 7));
@@ -212,7 +212,7 @@ mod tests {
     #[test]
     fn a_masked_token_is_in_no_run() {
         let plan = ChunkPlan::new(&[0, 1, 2, 3], Some(&[true, false, true, true]), 2, 2).unwrap();
-        let runs = [(0, 0, 1), (2, 2, 2)].map(|(token, slot, len)| Run { token, slot, len });
+        let runs = [(0, 0, 1), (2, 2, 2)].map(|(token, slot, len)| TokenRun { token, slot, len });
         assert_eq!(plan.runs(), runs);
         let none = ChunkPlan::new(&[0, 1], Some(&[false, false]), 2, 2).unwrap();
         assert!(none.is_empty() && none.block_ids().is_empty());

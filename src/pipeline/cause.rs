@@ -142,18 +142,18 @@ const _: () = assert!(MissCause::ALL.len() <= MAX_CAUSES && ShedCause::ALL.len()
 
 /// Chunks by cause.
 #[derive(Debug)]
-pub struct Counters<C> {
+pub struct CauseCounters<C> {
     counts: [AtomicU64; MAX_CAUSES],
     of: PhantomData<fn(C)>,
 }
 
-impl<C> Default for Counters<C> {
+impl<C> Default for CauseCounters<C> {
     fn default() -> Self {
         Self { counts: array::from_fn(|_| AtomicU64::new(0)), of: PhantomData }
     }
 }
 
-impl<C: Cause> Counters<C> {
+impl<C: Cause> CauseCounters<C> {
     /// Counts `n` chunks.
     pub fn count(&self, cause: C, n: usize) {
         if let Some(count) = self.counts.get(cause.index()) {

@@ -18,7 +18,7 @@ const LEAST_GROUP_BYTES: usize = 128 << 10;
 
 /// Where a group's bytes lie on disk and in staging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
+pub(super) struct GroupSpan {
     /// Offset from the start of the slot.
     pub(super) offset: u64,
     /// Bytes to move.
@@ -27,7 +27,7 @@ pub(super) struct Span {
     pub(super) buf_offset: usize,
 }
 
-impl Span {
+impl GroupSpan {
     /// The span of `layers` and, where asked, the header; `None` where that is nothing.
     pub(super) fn of(layout: &SlotLayout, layers: &Range<usize>, header: bool) -> Option<Self> {
         let extents = layout.extents.get(layers.clone()).unwrap_or_default();
@@ -97,7 +97,7 @@ pub(super) fn layer_groups(layouts: &[&SlotLayout], limits: GroupLimits) -> Resu
     let limit = group_bytes.min(slot_bytes);
     let fits = |range: &Range<usize>, header: bool| {
         layouts.iter().all(|layout| {
-            Span::of(layout, range, header).is_some_and(|span| {
+            GroupSpan::of(layout, range, header).is_some_and(|span| {
                 let bytes = payload(layout, range);
                 let cut = layerwise && bytes > LEAST_GROUP_BYTES && range.len() > most_layers(range.start, layers);
                 span.staging_bytes() <= slot_bytes && (range.len() == 1 || bytes <= limit && !cut)
@@ -170,7 +170,7 @@ mod tests {
                     let layers: Vec<usize> = groups.iter().cloned().flatten().collect();
                     assert_eq!(layers, (0..g.layers.len()).collect::<Vec<_>>());
                     for (i, range) in groups.iter().enumerate() {
-                        let span = Span::of(&full, range, i == 0).unwrap();
+                        let span = GroupSpan::of(&full, range, i == 0).unwrap();
                         assert!(span.staging_bytes() <= slot_bytes);
                         assert!(i == 0 || span.buf_offset == 0);
                     }
@@ -208,7 +208,7 @@ mod tests {
     fn extents_keep_their_alignment_in_staging_beside_the_header() {
         let g = Geometry::preset("llama-3.1-8b").unwrap();
         let layout = SlotLayout::of_chunk(&g, 256);
-        let span = Span::of(&layout, &(0..1), true).unwrap();
+        let span = GroupSpan::of(&layout, &(0..1), true).unwrap();
         assert_eq!((span.offset, span.buf_offset, span.len), (60 << 10, 60 << 10, (1 << 20) + 4096));
         assert_eq!(span.staging_offset(layout.extents[0].offset), 64 << 10);
     }

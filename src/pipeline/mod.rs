@@ -33,7 +33,7 @@ mod seam;
 mod stats;
 mod store;
 
-pub use cause::{Cause, Counters, MAX_CAUSES, MissCause, ShedCause};
+pub use cause::{Cause, CauseCounters, MAX_CAUSES, MissCause, ShedCause};
 pub use groups::min_slot_bytes;
 pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
 pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource};

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::cause::{Counters, MissCause, ShedCause};
+use super::cause::{CauseCounters, MissCause, ShedCause};
 use super::load::LoadResult;
 use super::store::StoreResult;
 use crate::metrics::Histogram;
@@ -12,9 +12,9 @@ use crate::metrics::Histogram;
 #[derive(Debug, Default)]
 pub struct PipelineStats {
     /// Chunks missed, by cause.
-    pub misses: Counters<MissCause>,
+    pub misses: CauseCounters<MissCause>,
     /// Chunks shed, by cause.
-    pub sheds: Counters<ShedCause>,
+    pub sheds: CauseCounters<ShedCause>,
     /// Seconds from the start of a load to its end.
     pub load_seconds: Histogram,
     /// Seconds from the start of a store to its end.

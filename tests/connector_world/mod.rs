@@ -70,7 +70,7 @@ pub(crate) struct Server {
     next: usize,
     pub(crate) tally: Tally,
     layerwise: bool,
-    /// The next step is scheduled before the worker's word on the last one is heard.
+    /// The next step is scheduled before the worker's word on the last one is acknowledged.
     pub(crate) is_ahead: bool,
     late: VecDeque<Report>,
 }
@@ -178,7 +178,7 @@ impl Server {
     pub(crate) fn add(&mut self, tokens: Vec<u32>, prompt: usize) -> String {
         let id = format!("r{}", self.next);
         self.next += 1;
-        self.s.add(AddRequest::new(&id, &tokens[..prompt], &Extra::default()));
+        self.s.on_new_request(AddRequest::new(&id, &tokens[..prompt], &Extra::default()));
         let state = State::Waiting;
         self.reqs.insert(
             id.clone(),
@@ -289,7 +289,7 @@ impl Server {
             };
             if was != State::Running {
                 let blocks = [self.reqs[&id].blocks.clone()];
-                self.s.allocated(&id, &blocks, loaded).unwrap();
+                self.s.update_state_after_alloc(&id, &blocks, loaded).unwrap();
             }
             self.reqs.get_mut(&id).unwrap().state = State::Running;
             plan.push(Planned { id, new, from, to, was });
@@ -322,9 +322,9 @@ impl Server {
             return Some(0);
         }
         let computed = self.reqs[id].computed;
-        let answer = self.s.matched(id, computed);
+        let answer = self.s.get_num_new_matched_tokens(id, computed);
         for _ in 0..self.rng.below(3) {
-            assert_eq!(self.s.matched(id, computed), answer);
+            assert_eq!(self.s.get_num_new_matched_tokens(id, computed), answer);
         }
         let Some(tokens) = answer.tokens else {
             self.tally.waited += 1;
@@ -337,7 +337,7 @@ impl Server {
         assert!(computed + tokens < self.reqs[id].tokens.len() && (computed + tokens).is_multiple_of(BLOCK));
         if self.grow(id, computed + tokens).is_some() && self.rng.below(10) > 0 {
             let blocks = [self.reqs[id].blocks.clone()];
-            self.s.allocated(id, &blocks, tokens).unwrap();
+            self.s.update_state_after_alloc(id, &blocks, tokens).unwrap();
             self.reqs.get_mut(id).unwrap().state = State::Loading { stop: computed + tokens };
         }
         None
@@ -371,7 +371,7 @@ impl Server {
             }
         }
         let (reqs, placeholder) = (&self.reqs, self.rng.below(2) as usize);
-        let meta = self.s.step(&input, &mut |id, a, b| {
+        let meta = self.s.build_connector_meta(&input, &mut |id, a, b| {
             let planned = plan.iter().find(|p| p.id == id)?;
             let last = planned.to - placeholder.min(planned.to - planned.from);
             Some(reqs[id].tokens.get(a..b.min(last))?.to_vec())
@@ -385,11 +385,11 @@ impl Server {
         // A request may have lost its blocks to one after it.
         plan.retain(|p| self.reqs[&p.id].state == State::Running);
         let meta = self.meta(&plan);
-        self.w.preempt(&meta);
+        self.w.handle_preemptions(&meta);
         self.scribble();
-        self.w.begin(meta, None);
+        self.w.start_load_kv(meta, None);
         for layer in 0..self.kv.layers() {
-            self.w.wait_layer(layer, None).unwrap();
+            self.w.wait_for_layer_load(layer, None).unwrap();
         }
         if !self.layerwise {
             for p in &plan {
@@ -398,8 +398,8 @@ impl Server {
             }
         }
         plan.iter().for_each(|p| self.compute(&p.id, p.from, p.to));
-        (0..self.kv.layers()).for_each(|layer| self.w.save_layer(layer, None).unwrap());
-        self.w.end_step(None);
+        (0..self.kv.layers()).for_each(|layer| self.w.save_kv_layer(layer, None).unwrap());
+        self.w.wait_for_save(None);
         self.report(plan);
     }
 
@@ -407,10 +407,11 @@ impl Server {
     /// where this server is ahead.
     fn report(&mut self, plan: Vec<Planned>) {
         let finished = std::mem::take(&mut self.finished);
-        let over = self.w.finished(&finished.iter().map(String::as_str).collect::<Vec<_>>());
-        let bad: HashSet<u32> = self.w.failed_blocks().into_iter().collect();
+        let over = self.w.get_finished(&finished.iter().map(String::as_str).collect::<Vec<_>>());
+        let bad: HashSet<u32> = self.w.get_block_ids_with_load_errors().into_iter().collect();
         let failed = self.w.failed_requests();
-        let report = self.w.meta().map(|m| WorkerMeta::from_bytes(&m.to_bytes().unwrap()).unwrap());
+        let report =
+            self.w.build_connector_worker_meta().map(|m| WorkerMeta::from_bytes(&m.to_bytes().unwrap()).unwrap());
         for p in &plan {
             let req = self.reqs.get_mut(&p.id).unwrap();
             let used = &req.blocks[..p.to.div_ceil(BLOCK)];
@@ -434,7 +435,7 @@ impl Server {
 
     fn deliver(&mut self) {
         let Report { over, bad, failed, report } = self.late.pop_front().unwrap();
-        self.s.output(&StepOutput {
+        self.s.update_connector_output(&StepOutput {
             finished_sending: over.sending.iter().map(String::as_str).collect(),
             finished_recving: over.recving.iter().map(String::as_str).collect(),
             failed: failed.iter().map(String::as_str).collect(),
@@ -495,6 +496,6 @@ impl Server {
         assert_eq!(self.free.len(), BLOCKS - 1, "blocks are lost");
         let stats = self.s.stats();
         assert_eq!((stats.requests, stats.held_requests, stats.held_blocks), (0, 0, 0));
-        self.w.close(Instant::now() + Duration::from_secs(5));
+        self.w.shutdown(Instant::now() + Duration::from_secs(5));
     }
 }

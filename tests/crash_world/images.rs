@@ -420,7 +420,7 @@ impl Laid {
         Self { dir }
     }
 
-    pub fn lanes(&self) -> Vec<fsck::LaneFiles> {
+    pub fn lanes(&self) -> Vec<fsck::LaneDir> {
         fsck::lanes(&self.dir).unwrap_or_default()
     }
 }
@@ -442,7 +442,7 @@ fn write_sparse(path: &Path, content: &Content) {
 }
 
 /// The records of slots that a deep check finds intact, and nothing covers.
-pub fn intact(files: &[fsck::LaneFiles], lanes: &[fsck::RawLane], now_s: u64) -> Vec<Record> {
+pub fn intact(files: &[fsck::LaneDir], lanes: &[fsck::RawLane], now_s: u64) -> Vec<Record> {
     let deep = fsck::deep(files, lanes, now_s, &|_| ()).unwrap();
     let is_bad = |lane: usize, r: &Record| {
         let at = lanes[lane].slot_offset(r);

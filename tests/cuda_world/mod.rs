@@ -72,7 +72,7 @@ impl World {
             m.poke(0, &noise(seed + i as u64, m.len()));
         }
         let ordinal = match self.device.place() {
-            forebay::io::Place::Device(n) => n,
+            forebay::io::MemorySpace::Device(n) => n,
             other => panic!("{other:?}"),
         };
         let borrowed = memories.iter().map(|m| borrow(ordinal, m)).collect();

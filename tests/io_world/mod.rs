@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use forebay::io::{
     AlignedBuf, Buf, Completion, Copying, CufileChoice, DeviceSide, DirectFile, Drive, EngineChoice, FileOptions,
-    IoBuf, IoOptions, MemRegion, Mover, Place, Request, open_drive, wait,
+    IoBuf, IoOptions, MemRegion, MemorySpace, Mover, Request, open_drive, wait,
 };
 use forebay::{Error, ErrorKind};
 
 pub const LONG: Duration = Duration::from_secs(20);
-pub const DEVICE: Place = Place::Device(0);
+pub const DEVICE: MemorySpace = MemorySpace::Device(0);
 
 /// A region of heap memory.
 pub struct Heap(AlignedBuf, u64);
@@ -59,7 +59,7 @@ unsafe impl IoBuf for DeviceMemory {
     fn len(&self) -> usize {
         self.bytes
     }
-    fn place(&self) -> Place {
+    fn place(&self) -> MemorySpace {
         DEVICE
     }
     fn region(&self) -> Option<(u64, usize)> {
@@ -173,7 +173,7 @@ impl TestMover {
 }
 
 impl Mover for TestMover {
-    fn place(&self) -> Place {
+    fn place(&self) -> MemorySpace {
         DEVICE
     }
     // SAFETY: the contract of the trait, passed on to the thread that copies.

@@ -11,7 +11,8 @@ use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
 use forebay::io::{Fault, Faulty, Request, open_drive};
 use forebay::log::{Clock, DriveFactory, SystemClock};
 use forebay::objects::{
-    KeyResult, ObjectCause, ObjectCompletion, ObjectGet, ObjectOptions, ObjectPut, ObjectStore, PutOptions, Span,
+    KeyResult, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectOptions, ObjectPut, ObjectStore,
+    PutOptions,
 };
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -73,7 +74,7 @@ fn hash_of(key: &str) -> u64 {
 }
 
 pub(crate) fn object(key: &str, version: u64, len: usize) -> ObjectPut {
-    ObjectPut { key: key.into(), value: Span::from_vec(value(key, version, len)).unwrap() }
+    ObjectPut { key: key.into(), value: ObjectMemory::from_vec(value(key, version, len)).unwrap() }
 }
 
 pub(crate) fn put(store: &ObjectStore, items: Vec<ObjectPut>) -> ObjectCompletion {
@@ -87,7 +88,7 @@ pub(crate) fn put_one(store: &ObjectStore, key: &str, version: u64, len: usize) 
 
 /// A get of `keys` into memory of `room` bytes each.
 pub(crate) fn get(store: &ObjectStore, keys: &[&str], room: usize) -> Vec<(KeyResult, Vec<u8>)> {
-    let spans: Vec<Span> = keys.iter().map(|_| Span::from_vec(vec![0xee; room]).unwrap()).collect();
+    let spans: Vec<ObjectMemory> = keys.iter().map(|_| ObjectMemory::from_vec(vec![0xee; room]).unwrap()).collect();
     let items = keys.iter().zip(&spans).map(|(k, s)| ObjectGet { key: (*k).into(), target: s.clone() }).collect();
     let id = store.submit_get(items).unwrap();
     let done = store.wait(id, LONG).unwrap();

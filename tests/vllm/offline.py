@@ -81,7 +81,7 @@ class ZeroStored:
 
         self.on = False
         self.tensors: list[Any] = []
-        register, end_step = WorkerHalf.register, WorkerHalf.end_step
+        register, wait_for_save = WorkerHalf.register_kv_caches, WorkerHalf.wait_for_save
 
         def registered(half: WorkerHalf, kv_caches: dict[str, Any]) -> None:
             self.tensors.extend(kv_caches.values())
@@ -90,9 +90,9 @@ class ZeroStored:
         def ended(half: WorkerHalf, meta: Any) -> None:
             for tensor in self.tensors if self.on else ():
                 tensor.zero_()
-            end_step(half, meta)
+            wait_for_save(half, meta)
 
-        WorkerHalf.register, WorkerHalf.end_step = registered, ended  # type: ignore[method-assign]
+        WorkerHalf.register_kv_caches, WorkerHalf.wait_for_save = registered, ended  # type: ignore[method-assign]
 
 
 TOLD = ("forebay_stored", "forebay_saves", "forebay_already_there", "kv_offload")

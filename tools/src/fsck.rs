@@ -6,7 +6,7 @@ mod repair;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
-use forebay::log::fsck::{LaneFiles, RawLane, RebuildOptions, budget_damage, deep, lanes, rebuild, rebuild_bytes};
+use forebay::log::fsck::{LaneDir, RawLane, RebuildOptions, budget_damage, deep, lanes, rebuild, rebuild_bytes};
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
@@ -19,13 +19,13 @@ use crate::progress::{self, Unit};
 pub(crate) enum FsckCommand {
     /// Check the structures of every lane's index.
     #[command(after_help = "Examples:\n  forebay fsck check /mnt/nvme\n  forebay fsck check /mnt/nvme --json")]
-    Check(Place),
+    Check(MemorySpace),
     /// Also read every slot that is served and check every CRC.
     #[command(after_help = "Examples:\n  forebay fsck deep /mnt/nvme")]
-    Deep(Place),
+    Deep(MemorySpace),
     /// Print every record of the indexes, one JSON object a line.
     #[command(after_help = "Examples:\n  forebay fsck dump /mnt/nvme | head")]
-    Dump(Place),
+    Dump(MemorySpace),
     /// Make the index of damaged lanes anew, from their slots and what is left of the old index.
     #[command(after_help = REBUILD_HELP)]
     Rebuild(RebuildArgs),
@@ -45,7 +45,7 @@ Examples:
 #[derive(Debug, Args)]
 pub(crate) struct RebuildArgs {
     #[command(flatten)]
-    place: Place,
+    place: MemorySpace,
     /// Only this lane, as `fsck check` names it: NAMESPACE/SHARD/laneN.
     #[arg(long, value_name = "LANE")]
     lane: Option<String>,
@@ -62,7 +62,7 @@ pub(crate) struct RebuildArgs {
 
 /// Where to look.
 #[derive(Debug, Args)]
-pub(crate) struct Place {
+pub(crate) struct MemorySpace {
     /// The cache directory.
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
@@ -79,12 +79,12 @@ pub(crate) fn run(command: &FsckCommand, context: &Context) -> Result<Outcome> {
     }
 }
 
-fn name(files: &LaneFiles) -> String {
+fn name(files: &LaneDir) -> String {
     format!("{}/{}/{}", files.namespace, files.shard, files.name)
 }
 
 /// The command that helps a lane of which `what` is wrong, as it can be pasted.
-fn remedy(directory: &Path, files: &LaneFiles, what: &str) -> String {
+fn remedy(directory: &Path, files: &LaneDir, what: &str) -> String {
     let directory = quoted(directory);
     if files.is_lost() {
         return format!("forebay fsck repair {directory}");
@@ -111,7 +111,7 @@ pub(crate) fn budget_report(directory: &Path) -> Result<Option<(String, String)>
     }))
 }
 
-fn check(place: &Place, context: &Context) -> Result<Outcome> {
+fn check(place: &MemorySpace, context: &Context) -> Result<Outcome> {
     let mut reports = Vec::new();
     let budget = budget_report(&place.directory)?;
     let mut clean = budget.is_none();
@@ -166,7 +166,7 @@ fn check(place: &Place, context: &Context) -> Result<Outcome> {
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }
 
-fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
+fn check_deep(place: &MemorySpace, context: &Context) -> Result<Outcome> {
     let mut bad = Vec::new();
     let (mut slots, mut bytes, mut index_damage, mut absent) = (0, 0, 0, 0);
     let (found, unreadable) = shards(&place.directory)?;
@@ -215,7 +215,7 @@ fn check_deep(place: &Place, context: &Context) -> Result<Outcome> {
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }
 
-fn dump(place: &Place) -> Result<Outcome> {
+fn dump(place: &MemorySpace) -> Result<Outcome> {
     let (found, unreadable) = shards(&place.directory)?;
     for (files, raw) in &found {
         for (f, lane) in files.iter().zip(raw) {
@@ -255,7 +255,7 @@ fn make_anew(args: &RebuildArgs, context: &Context) -> Result<Outcome> {
         if !chosen {
             continue;
         }
-        let same = |l: &LaneFiles| (&l.namespace, &l.shard) == (&files.namespace, &files.shard);
+        let same = |l: &LaneDir| (&l.namespace, &l.shard) == (&files.namespace, &files.shard);
         let siblings = all.iter().zip(&read).filter(|(l, _)| same(l) && l.name != files.name);
         let sibling = siblings.filter_map(|(_, raw)| raw.as_ref().ok()).map(|l| &l.superblock).next();
         let bar = progress::bar(context, format!("rebuilding {}", files.name), rebuild_bytes(files), Unit::Bytes);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use forebay::log::fsck::{LaneFiles, RawLane, lanes, live};
+use forebay::log::fsck::{LaneDir, RawLane, lanes, live};
 use forebay::{ErrorKind, Result};
 use serde_json::{Value, json};
 
@@ -30,7 +30,7 @@ pub(crate) struct LsArgs {
 }
 
 /// The lanes of one shard, with what their indexes say.
-pub(crate) type Shard = (Vec<LaneFiles>, Vec<RawLane>);
+pub(crate) type Shard = (Vec<LaneDir>, Vec<RawLane>);
 
 /// The readable lanes of each shard, and what is wrong with the others.
 pub(crate) fn shards(directory: &Path) -> Result<(Vec<Shard>, Vec<String>)> {

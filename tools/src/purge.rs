@@ -7,7 +7,7 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 
 use clap::Args;
-use forebay::log::fsck::{LaneFiles, lanes, live};
+use forebay::log::fsck::{LaneDir, lanes, live};
 use forebay::log::purge::{What, purge};
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
@@ -147,7 +147,7 @@ fn targets(args: &PurgeArgs, what: What) -> Result<Vec<Target>> {
     let (found, _) = shards(&args.directory)?;
     let mut targets: Vec<Target> = Vec::new();
     for files in lanes(&args.directory)? {
-        let LaneFiles { namespace, shard, .. } = &files;
+        let LaneDir { namespace, shard, .. } = &files;
         if args.namespace.as_ref().is_some_and(|ns| ns != namespace) {
             continue;
         }

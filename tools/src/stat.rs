@@ -9,7 +9,7 @@ use comfy_table::{Table, presets};
 use forebay::Result;
 use forebay::format::VERSION;
 use forebay::format::budget::BudgetPage;
-use forebay::log::fsck::{LaneFiles, RawLane, disk_bytes, live};
+use forebay::log::fsck::{LaneDir, RawLane, disk_bytes, live};
 use serde_json::{Value, json};
 
 use crate::fsck::budget_report;
@@ -91,7 +91,7 @@ fn reserved_bytes(lane: &RawLane) -> u64 {
     lane.counts.data_disk_bytes.saturating_sub(lane.counts.slot_bytes)
 }
 
-fn shard(files: &[LaneFiles], raw: &[RawLane]) -> Value {
+fn shard(files: &[LaneDir], raw: &[RawLane]) -> Value {
     let now = now_s();
     let served = live(raw, now);
     let age = |created_ms: u64| now.saturating_sub(created_ms / 1000);

@@ -28,7 +28,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._met: dict[tuple[int, str], tuple[Listing, str]] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def digest(self, lora: LoRARequest) -> str | None:
         """Digest of the adapter's files; None where nobody can say which weights vLLM computes with."""
@@ -49,8 +49,8 @@ class Adapters:
         return digest
 
     def _unknown(self, lora: LoRARequest, why: str) -> None:
-        if lora.lora_name not in self._told:
-            self._told.add(lora.lora_name)
+        if lora.lora_name not in self._reported:
+            self._reported.add(lora.lora_name)
             logger.warning("requests with the LoRA adapter %s are not cached: %s", lora.lora_name, why)
 
 

@@ -97,39 +97,39 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Hashes the prompt."""
         assert self._scheduler is not None
-        self._scheduler.arrived(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load; may be asked again and the answer be dropped."""
         assert self._scheduler is not None
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The blocks to load into."""
         assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """This step's loads and stores."""
         assert self._scheduler is not None
-        return self._scheduler.step(scheduler_output)
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers reported."""
         assert self._scheduler is not None
-        self._scheduler.output(connector_output)
+        self._scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must be kept for now, and what a producer's client is told."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request)
+        return self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must be kept for now, and what a producer's client is told."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request)
+        return self._scheduler.request_finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: what cannot be loaded is refused at the start. Of a group with a sliding window a load brings the blocks
@@ -139,49 +139,49 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """For the number of tokens that vLLM's block hashes are made of."""
         if self._scheduler is not None:
-            self._scheduler.bind(gpu_block_pool.hash_block_size)
+            self._scheduler.bind_gpu_block_pool(gpu_block_pool.hash_block_size)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Blocks that can be loaded from now on, or cannot any more."""
-        return () if self._scheduler is None else self._scheduler.events()
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """After new weights: nothing stored so far is offered again."""
-        return None if self._scheduler is None else self._scheduler.reset()
+        return None if self._scheduler is None else self._scheduler.reset_cache()
 
     # The workers' calls.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Opens the cache over these tensors."""
         assert self._worker is not None
-        self._worker.register(kv_caches)
+        self._worker.register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before preempted requests' blocks are overwritten."""
         assert self._worker is not None and isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.preempt(kv_connector_metadata)
+        self._worker.handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Starts this step's loads."""
         assert self._worker is not None
-        self._worker.begin(self._step())
+        self._worker.start_load_kv(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Of use layer by layer only."""
         if self._worker is not None:
-            self._worker.wait_layer(layer_name)
+            self._worker.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
         """Of use layer by layer only."""
         if self._worker is not None:
-            self._worker.save_layer(layer_name)
+            self._worker.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Starts this step's stores; never waits for a drive."""
         assert self._worker is not None
-        self._worker.end_step(self._step())
+        self._worker.wait_for_save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """For callers that do not ask for failures."""
@@ -191,18 +191,18 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that are over, loads that failed, and requests whose blocks may be freed."""
         assert self._worker is not None
-        sending, recving, failed = self._worker.results(finished_req_ids)
+        sending, recving, failed = self._worker.get_transfer_results(finished_req_ids)
         return KVConnectorTransferResults(finished_sending=sending, finished_recving=recving, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Layer by layer only; otherwise failures are told by request."""
         assert self._worker is not None
-        return self._worker.failed_blocks()
+        return self._worker.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """What the scheduler is told."""
         assert self._worker is not None
-        return self._worker.meta()
+        return self._worker.build_connector_worker_meta()
 
     # Both.
 
@@ -210,14 +210,14 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call."""
         half = self._scheduler or self._worker
         assert half is not None
-        grown = half.grown()
+        grown = half.get_kv_connector_stats()
         return ForebayStats(grown) if grown else None
 
     def shutdown(self) -> None:
         """Finishes the stores that have begun and closes the cache."""
         for half in (self._scheduler, self._worker):
             if half is not None:
-                half.close()
+                half.shutdown()
 
     def _step(self) -> StepMetadata:
         meta = self._get_connector_metadata()

@@ -32,7 +32,7 @@ Chunk = tuple[str, bytes, int, int]
 MAX_ORDERED = 4096
 #: Announced chunks whose hashes are kept, about a kilobyte each, to take them back when they are evicted; older ones are taken back
 #: when a lookup misses them.
-MAX_TOLD = 16384
+MAX_ANNOUNCED = 16384
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,20 @@ class Announcer:
         ]
         self._hash_tokens = 0
         self._ordered: OrderedDict[bytes, list[Stored]] = OrderedDict()
-        self._told: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
+        self._announced: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
     def bind(self, hash_tokens: int) -> None:
         """vLLM hashes so many tokens at a time."""
         self._hash_tokens = hash_tokens
 
-    def tell(
+    def publish(
         self,
         requests: dict[str, Request],
-        news: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[bytes]],
+        chunk_events: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[bytes]],
     ) -> None:
         """Takes what the state machine tells of chunks; hashes of requests that are gone by then are not known any more."""
-        ordered, stored, found, missing, evicted = news
+        ordered, stored, found, missing, evicted = chunk_events
         for req_id, key, start, tokens in ordered:
             if (request := requests.get(req_id)) is not None:
                 self._ordered[key] = self._of(request, start, tokens)
@@ -118,19 +118,19 @@ class Announcer:
             if (request := requests.get(req_id)) is not None:
                 self._announce(key, self._of(request, start, tokens))
         for req_id, key, start, tokens in missing:
-            self._told.pop(key, None)
+            self._announced.pop(key, None)
             if (request := requests.get(req_id)) is not None:
                 self._take_back((part.group.index, part.hashes) for part in self._of(request, start, tokens))
         for key in evicted:
-            self._take_back(self._told.pop(key, ()))
+            self._take_back(self._announced.pop(key, ()))
 
     def _announce(self, key: bytes, parts: list[Stored]) -> None:
         if not parts:
             return
         self._events.extend(part.event() for part in parts)
-        self._told[key] = [(part.group.index, part.hashes) for part in parts]
-        if len(self._told) > MAX_TOLD:
-            self._told.popitem(last=False)
+        self._announced[key] = [(part.group.index, part.hashes) for part in parts]
+        if len(self._announced) > MAX_ANNOUNCED:
+            self._announced.popitem(last=False)
 
     def _take_back(self, parts: Iterable[tuple[int, list[Any]]]) -> None:
         self._events.extend(
@@ -140,7 +140,7 @@ class Announcer:
     def cleared(self) -> None:
         """Nothing that was announced is served any more."""
         self._ordered.clear()
-        self._told.clear()
+        self._announced.clear()
         self._events = [AllBlocksCleared()]
 
     def take(self) -> list[KVCacheEvent]:

@@ -42,7 +42,7 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self._announcer = announcer
 
-    def arrived(self, request: Request) -> None:
+    def on_new_request(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
         if self._resting or getattr(request, "resumable", False):
             return
@@ -52,7 +52,7 @@ class SchedulerHalf:
             return
         skip_save, skip_load = extra.skips(request)
         self._requests[request.request_id] = request
-        self._side.add(
+        self._side.on_new_request(
             request.request_id,
             request.prompt_token_ids,
             extra=key,
@@ -61,20 +61,20 @@ class SchedulerHalf:
             transferred=extra.transferred(request),
         )
 
-    def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens` that can be loaded, and whether between steps."""
         if request.request_id not in self._requests:
             return 0, False
-        tokens, asynchronous = self._side.matched(request.request_id, num_computed_tokens)
+        tokens, asynchronous = self._side.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
         return tokens, bool(tokens) and asynchronous
 
-    def allocated(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         """vLLM gave the request these blocks, the last of them for `num_external_tokens` to load."""
         if request.request_id not in self._requests:
             return
-        self._side.allocated(request.request_id, [list(group) for group in block_ids], num_external_tokens)
+        self._side.update_state_after_alloc(request.request_id, [list(group) for group in block_ids], num_external_tokens)
 
-    def step(self, output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do around this step."""
         scheduled, cached, known = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._requests
         new = [
@@ -84,14 +84,14 @@ class SchedulerHalf:
         ]
         # vLLM's lists as they are: this runs in every step for every running request.
         running = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, scheduled, cached.resumed_req_ids)
-        step = self._side.step(
+        step = self._side.build_connector_meta(
             new,
             None if self._resting else running,
             output.finished_req_ids,
             output.preempted_req_ids,
             tokens_of=self._tokens_of,
         )
-        self._tell()
+        self._publish()
         held, self._held = frozenset(self._held), set()
         return StepMetadata(step, bool(output.preempted_req_ids), held)
 
@@ -100,27 +100,27 @@ class SchedulerHalf:
         request = self._requests.get(req_id)
         return [] if request is None else list(request.all_token_ids[start:stop])
 
-    def output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What the workers reported at the end of a step."""
         meta = output.kv_connector_worker_meta
         parts = meta.parts if type(meta) is WorkerMetadata else None
-        self._side.output(output.finished_sending, output.finished_recving, output.failed_recving, parts)
-        self._tell()
+        self._side.update_connector_output(output.finished_sending, output.finished_recving, output.failed_recving, parts)
+        self._publish()
 
-    def _tell(self) -> None:
-        if self._announcer is not None and not self._resting and (news := self._side.take_news()) is not None:
-            self._announcer.tell(self._requests, news)
+    def _publish(self) -> None:
+        if self._announcer is not None and not self._resting and (chunk_events := self._side.take_events()) is not None:
+            self._announcer.publish(self._requests, chunk_events)
 
-    def bind(self, hash_tokens: int) -> None:
+    def bind_gpu_block_pool(self, hash_tokens: int) -> None:
         """vLLM hashes so many tokens at a time."""
         if self._announcer is not None:
             self._announcer.bind(hash_tokens)
 
-    def events(self) -> list[KVCacheEvent]:
+    def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""
         return [] if self._announcer is None else self._announcer.take()
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must keep the finished request's blocks until the workers report it as sent, and what a producer's client
         hands to the consumer."""
         handover = None
@@ -136,13 +136,13 @@ class SchedulerHalf:
         of_vllm = self._side.is_loading(req_id)
         keep = self._side.request_finished(req_id, request.num_output_tokens) and not of_vllm
         # What is stored from now on is told of by the request's hashes.
-        self._tell()
+        self._publish()
         del self._requests[req_id]
         if keep:
             self._held.add(req_id)
         return keep
 
-    def reset(self) -> bool:
+    def reset_cache(self) -> bool:
         """vLLM's weights may have changed in place: from now on nothing is loaded and nothing is stored.
 
         What the weights are now is not known, so what they compute has no namespace; that of the start would be wrong.
@@ -159,10 +159,10 @@ class SchedulerHalf:
         """Counters of the state machine."""
         return {f"scheduler_{name}": value for name, value in self._side.stats().items()}
 
-    def grown(self) -> dict[str, int]:
+    def get_kv_connector_stats(self) -> dict[str, int]:
         """What they grew by since the last call."""
-        return {f"scheduler_{name}": value for name, value in self._side.grown().items()}
+        return {f"scheduler_{name}": value for name, value in self._side.get_kv_connector_stats().items()}
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Closes the cache; safe to call again."""
-        self._side.close()
+        self._side.shutdown()

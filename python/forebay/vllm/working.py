@@ -32,7 +32,7 @@ class WorkerHalf:
         self._held: set[str] = set()
         self._failed: set[str] = set()
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Opens the cache over vLLM's tensors."""
         import forebay
         from forebay.connector import WorkerSide
@@ -60,37 +60,37 @@ class WorkerHalf:
 
         return torch.cuda.current_stream().cuda_stream
 
-    def preempt(self, meta: StepMetadata) -> None:
+    def handle_preemptions(self, meta: StepMetadata) -> None:
         """Before blocks of preempted requests are overwritten."""
         if self._side is not None and meta.preempts:
-            self._side.preempt(meta.step)
+            self._side.handle_preemptions(meta.step)
 
-    def begin(self, meta: StepMetadata) -> None:
+    def start_load_kv(self, meta: StepMetadata) -> None:
         """Starts this step's loads."""
         self._held |= meta.held
         if self._side is not None and meta.step:
-            self._side.begin(meta.step, stream=self._stream())
+            self._side.start_load_kv(meta.step, stream=self._stream())
 
-    def wait_layer(self, name: str) -> None:
+    def wait_for_layer_load(self, name: str) -> None:
         """Layer by layer: until this layer is loaded."""
         if self._side is not None and self._settings.layerwise and name in self._layer_of:
-            self._side.wait_layer(self._layer_of[name], stream=self._stream())
+            self._side.wait_for_layer_load(self._layer_of[name], stream=self._stream())
 
-    def save_layer(self, name: str) -> None:
+    def save_kv_layer(self, name: str) -> None:
         """Layer by layer: this layer is computed."""
         if self._side is not None and self._settings.layerwise and name in self._layer_of:
-            self._side.save_layer(self._layer_of[name], stream=self._stream())
+            self._side.save_kv_layer(self._layer_of[name], stream=self._stream())
 
-    def end_step(self, meta: StepMetadata) -> None:
+    def wait_for_save(self, meta: StepMetadata) -> None:
         """Starts this step's stores."""
         if self._side is not None and meta.step:
-            self._side.end_step(stream=self._stream())
+            self._side.wait_for_save(stream=self._stream())
 
-    def results(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Requests whose blocks may be freed, whose loads are over, and which of these failed."""
         if self._side is None:
             return set(), set(), set()
-        sending, recving = self._side.finished(set(finished_req_ids))
+        sending, recving = self._side.get_finished(set(finished_req_ids))
         # vLLM frees what is reported as sent at once, and fails on a request that it did not keep.
         sending = set(sending) & self._held
         self._held -= sending
@@ -101,26 +101,26 @@ class WorkerHalf:
         self._failed -= failed
         return sending, set(recving), failed
 
-    def failed_blocks(self) -> set[int]:
-        """Layer by layer: blocks whose load failed. Whole requests are reported by `results` instead, for any number of groups."""
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Layer by layer: blocks whose load failed. Whole requests are reported by `get_transfer_results` instead, for any number of groups."""
         if self._side is None or not self._settings.layerwise:
             return set()
-        return set(self._side.failed_blocks())
+        return set(self._side.get_block_ids_with_load_errors())
 
-    def meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """What the scheduler is told."""
-        part = None if self._side is None else self._side.meta()
+        part = None if self._side is None else self._side.build_connector_worker_meta()
         return WorkerMetadata([part]) if part else None
 
     def stats(self) -> dict[str, Any]:
         """Counters of the state machine."""
         return {} if self._side is None else self._side.stats()
 
-    def grown(self) -> dict[str, int]:
+    def get_kv_connector_stats(self) -> dict[str, int]:
         """What they grew by since the last call."""
-        return {} if self._side is None else self._side.grown()
+        return {} if self._side is None else self._side.get_kv_connector_stats()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Waits for what is being stored, then closes the cache; safe to call again.
 
         A cache that fails now, such as one whose files are gone, loses what was not stored and stops no server's end.
@@ -129,7 +129,7 @@ class WorkerHalf:
 
         side, engine, self._side, self._engine = self._side, self._engine, None, None
         if side is not None:
-            side.close()
+            side.shutdown()
         if engine is None:
             return
         try:

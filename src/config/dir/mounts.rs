@@ -72,7 +72,7 @@ impl FsKind {
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mount {
+pub struct MountPoint {
     /// Where it is mounted.
     pub mount_point: PathBuf,
     /// The file system's type, as the kernel names it.
@@ -89,7 +89,7 @@ pub struct Mount {
 
 /// The mounts that this process sees, in the order in which they were made.
 #[derive(Clone, Debug, Default)]
-pub struct MountTable(Vec<Mount>);
+pub struct MountTable(Vec<MountPoint>);
 
 impl MountTable {
     /// The mounts of this process; none where /proc is not there.
@@ -106,7 +106,7 @@ impl MountTable {
 
     /// The mount that holds `path`, which must be free of symlinks.
     #[must_use]
-    pub fn of(&self, path: &Path) -> Option<&Mount> {
+    pub fn of(&self, path: &Path) -> Option<&MountPoint> {
         // Of two mounts on one directory the later one hides the earlier; max_by_key gives the last
         // maximum.
         let holding = self.0.iter().filter(|mount| path.starts_with(&mount.mount_point));
@@ -115,12 +115,12 @@ impl MountTable {
 }
 
 /// `36 35 98:0 /root /mount/point rw,noatime master:1 - ext4 /dev/sda1 rw,errors=continue`
-fn parse_line(line: &[u8]) -> Option<Mount> {
+fn parse_line(line: &[u8]) -> Option<MountPoint> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').filter(|field| !field.is_empty()).collect();
     let dash = fields.iter().position(|field| *field == b"-")?;
     let text = |i: usize| Some(String::from_utf8_lossy(&unescape(fields.get(i)?)).into_owned());
     let says = |i: usize, what: &[u8]| fields.get(i).is_some_and(|o| o.split(|b| *b == b',').any(|o| o == what));
-    Some(Mount {
+    Some(MountPoint {
         mount_point: PathBuf::from(OsString::from_vec(unescape(fields.get(4)?))),
         fs_type: text(dash + 1)?,
         source: text(dash + 2)?,
@@ -166,7 +166,7 @@ broken line
 45 27 0:54 /
 ";
 
-    fn mount(path: &str) -> Mount {
+    fn mount(path: &str) -> MountPoint {
         MountTable::parse(TEXT.as_bytes()).of(Path::new(path)).cloned().unwrap()
     }
 

@@ -43,7 +43,8 @@ fn dir_mode_holds_whatever_the_umask_is() {
     let shared = DirOptions { dir_mode: 0o770, ..options(Mode::Rw) };
     let root = CacheDir::open(&path, &shared, &MountTable::default()).unwrap().root;
     root.create_dir_in("lane0", 0o770).unwrap();
-    root.open_file_in("f", &FileOptions { write: true, create: Some(0o660), ..FileOptions::default() }).unwrap();
+    root.open_file_in("f", &CacheFileOptions { write: true, create: Some(0o660), ..CacheFileOptions::default() })
+        .unwrap();
     assert_eq!(
         [mode_of(&path), mode_of(&path.join("lane0")), mode_of(&path.join("f"))].map(|m| format!("{m:o}")),
         ["770", "770", "660"]
@@ -163,11 +164,11 @@ fn the_way_to_the_cache_may_be_a_symlink_but_nothing_inside_it() {
     symlink(outside.join("made"), cache.join("data.kv")).unwrap();
 
     let root = CacheDir::open(&top.path().join("link"), &options(Mode::Rw), &MountTable::default()).unwrap().root;
-    let create = FileOptions { write: true, create: Some(0o600), ..FileOptions::default() };
+    let create = CacheFileOptions { write: true, create: Some(0o600), ..CacheFileOptions::default() };
     let errors = [
         root.open_dir_in("ns").map(drop).unwrap_err(),
         root.create_dir_in("ns", 0o700).map(drop).unwrap_err(),
-        root.open_file_in("index.kv", &FileOptions::default()).map(drop).unwrap_err(),
+        root.open_file_in("index.kv", &CacheFileOptions::default()).map(drop).unwrap_err(),
         root.open_file_in("index.kv", &create).map(drop).unwrap_err(),
         root.open_file_in("data.kv", &create).map(drop).unwrap_err(),
     ];
@@ -189,7 +190,7 @@ fn exchanging_a_parent_for_a_symlink_leads_nowhere_else() {
     let ns = root.create_dir_in("ns", 0o700).unwrap();
     std::fs::rename(&cache, top.path().join("moved")).unwrap();
     symlink(&outside, &cache).unwrap();
-    let create = FileOptions { write: true, create: Some(0o600), ..FileOptions::default() };
+    let create = CacheFileOptions { write: true, create: Some(0o600), ..CacheFileOptions::default() };
     ns.open_file_in("LOCK", &create).unwrap();
     assert!(top.path().join("moved/ns/LOCK").exists());
     assert!(!outside.join("ns/LOCK").exists());
@@ -200,19 +201,19 @@ fn only_single_names_and_regular_files_are_opened() {
     let top = temp();
     let root = Dir::open_root(top.path()).unwrap();
     for name in ["", ".", "..", "a/b", "/etc/passwd", "../x", "a\0b"] {
-        let e = root.open_file_in(name, &FileOptions::default()).unwrap_err();
+        let e = root.open_file_in(name, &CacheFileOptions::default()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidInput, "{name:?}");
     }
     root.create_dir_in("d", 0o700).unwrap();
-    assert_eq!(root.open_file_in("d", &FileOptions::default()).unwrap_err().kind(), ErrorKind::Config);
-    assert_eq!(root.open_file_in("gone", &FileOptions::default()).unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(root.open_file_in("d", &CacheFileOptions::default()).unwrap_err().kind(), ErrorKind::Config);
+    assert_eq!(root.open_file_in("gone", &CacheFileOptions::default()).unwrap_err().kind(), ErrorKind::NotFound);
     std::fs::write(top.path().join("f"), b"x").unwrap();
     assert_eq!(root.open_dir_in("f").unwrap_err().kind(), ErrorKind::Config);
-    let exclusive = FileOptions { write: true, create: Some(0o600), exclusive: true, flags: 0 };
+    let exclusive = CacheFileOptions { write: true, create: Some(0o600), exclusive: true, flags: 0 };
     assert!(root.open_file_in("f", &exclusive).is_err());
     let status = std::process::Command::new("mkfifo").arg(top.path().join("pipe")).status();
     if status.is_ok_and(|status| status.success()) {
-        let e = root.open_file_in("pipe", &FileOptions::default()).unwrap_err();
+        let e = root.open_file_in("pipe", &CacheFileOptions::default()).unwrap_err();
         assert!(e.to_string().contains("a FIFO, socket or device lies where"), "{e}");
     }
 }
@@ -221,7 +222,7 @@ fn only_single_names_and_regular_files_are_opened() {
 fn names_are_listed_renamed_and_removed() {
     let top = temp();
     let root = Dir::open_root(top.path()).unwrap();
-    let create = FileOptions { write: true, create: Some(0o600), ..FileOptions::default() };
+    let create = CacheFileOptions { write: true, create: Some(0o600), ..CacheFileOptions::default() };
     for name in ["b", "a"] {
         root.open_file_in(name, &create).unwrap();
     }

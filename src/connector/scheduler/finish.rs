@@ -4,26 +4,32 @@
 use std::collections::HashMap;
 
 use super::super::meta::StepMeta;
-use super::tracker::{LoadState, Tracker};
+use super::tracker::{RequestLoad, Tracker};
 use super::{Scheduler, StepOutput};
 
 /// Finished requests whose blocks the server keeps until the workers report them as sent.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct HeldRequests {
     /// Blocks of each.
     requests: HashMap<String, usize>,
     blocks: usize,
     /// Those that the workers were not told of yet.
-    news: Vec<String>,
+    unsent: Vec<String>,
     /// Those among them that do not wait for gathers.
     give_up: Vec<String>,
     /// Per worker, the step up to which all gathers are over.
     gathered: Vec<u64>,
 }
 
-impl Held {
+impl HeldRequests {
     pub(super) fn new(workers: usize) -> Self {
-        Self { requests: HashMap::new(), blocks: 0, news: Vec::new(), give_up: Vec::new(), gathered: vec![0; workers] }
+        Self {
+            requests: HashMap::new(),
+            blocks: 0,
+            unsent: Vec::new(),
+            give_up: Vec::new(),
+            gathered: vec![0; workers],
+        }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -36,8 +42,8 @@ impl Held {
 
     /// Those that the workers are told of with the next step, and those among them that are given
     /// up.
-    pub(super) fn take_news(&mut self) -> (Vec<String>, Vec<String>) {
-        (std::mem::take(&mut self.news), std::mem::take(&mut self.give_up))
+    pub(super) fn take_unsent(&mut self) -> (Vec<String>, Vec<String>) {
+        (std::mem::take(&mut self.unsent), std::mem::take(&mut self.give_up))
     }
 
     /// Whether so many blocks more are no more than `most`.
@@ -56,7 +62,7 @@ impl Held {
         self.release(req_id);
         self.requests.insert(req_id.to_owned(), blocks);
         self.blocks += blocks;
-        self.news.push(req_id.to_owned());
+        self.unsent.push(req_id.to_owned());
         let too_many = self.blocks > most;
         if too_many {
             self.give_up.push(req_id.to_owned());
@@ -74,8 +80,9 @@ impl Scheduler {
     /// has reported. One within a step ends with it and is never reported.
     #[must_use]
     pub fn is_loading(&self, req_id: &str) -> bool {
-        let is_under_way =
-            |t: &Tracker| t.asynchronous && matches!(t.load, LoadState::Ordered { .. } | LoadState::InFlight { .. });
+        let is_under_way = |t: &Tracker| {
+            t.asynchronous && matches!(t.load, RequestLoad::Ordered { .. } | RequestLoad::InFlight { .. })
+        };
         self.requests.get(req_id).is_some_and(is_under_way)
     }
 
@@ -85,7 +92,7 @@ impl Scheduler {
     /// next step, and reported then. `generated` tokens were generated for it, where the caller
     /// knows.
     pub fn request_finished(&mut self, req_id: &str, generated: Option<u32>) -> bool {
-        let is_loading = self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::InFlight { .. }));
+        let is_loading = self.requests.get(req_id).is_some_and(|t| matches!(t.load, RequestLoad::InFlight { .. }));
         self.load_over(req_id);
         if !is_loading {
             self.save_at_end(req_id, generated);
@@ -100,13 +107,13 @@ impl Scheduler {
     }
 
     /// What the workers reported. Unknown requests are passed over: they ended meanwhile.
-    pub fn output(&mut self, output: &StepOutput<'_>) {
+    pub fn update_connector_output(&mut self, output: &StepOutput<'_>) {
         for report in &output.workers {
             self.rate.measured(report);
-            self.chronicle.reported(report);
+            self.event_log.reported(report);
             self.lookup.reported(report);
-            if report.hello.is_some() {
-                self.heard.push(report.rank);
+            if report.identity.is_some() {
+                self.acknowledged.push(report.rank);
             }
             if let Some(gathered) = self.held.gathered.get_mut(report.rank as usize) {
                 *gathered = report.gathered_step.max(*gathered);
@@ -130,7 +137,7 @@ impl Scheduler {
         self.stats.failed_loads += 1;
         // On other workers it may still be under way: its end is reported apart.
         tracker.load_failed();
-        if self.chronicle.is_on() {
+        if self.event_log.is_on() {
             // Chunks that turned out to be damaged are gone by now.
             self.stored(req_id);
         }
@@ -139,7 +146,7 @@ impl Scheduler {
     /// The server takes a request's blocks away in this step. A load that was ordered for it is of
     /// later: it is not sent yet, and goes to blocks that were given after.
     pub(super) fn preempt(&mut self, req_id: &str, meta: &mut StepMeta) {
-        if !self.requests.get(req_id).is_some_and(|t| matches!(t.load, LoadState::Ordered { .. })) {
+        if !self.requests.get(req_id).is_some_and(|t| matches!(t.load, RequestLoad::Ordered { .. })) {
             self.load_over(req_id);
         }
         let Some(tracker) = self.requests.get_mut(req_id) else { return };

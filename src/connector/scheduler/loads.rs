@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::super::meta::{LoadOrder, StepMeta, WorkerMeta};
-use super::tracker::{LoadState, Tracker};
+use super::tracker::{RequestLoad, Tracker};
 use super::{Matched, Scheduler};
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::ChunkKey;
@@ -48,9 +48,9 @@ impl LoadRate {
 
 impl Scheduler {
     /// How much can be loaded for a request of which the server has `num_computed` tokens. May be
-    /// asked again and again; an answer that is not followed by [`Scheduler::allocated`] holds
+    /// asked again and again; an answer that is not followed by [`Scheduler::update_state_after_alloc`] holds
     /// nothing.
-    pub fn matched(&mut self, req_id: &str, num_computed: usize) -> Matched {
+    pub fn get_num_new_matched_tokens(&mut self, req_id: &str, num_computed: usize) -> Matched {
         self.stats.queries += 1;
         let asynchronous = !self.options.layerwise;
         let nothing = Matched { tokens: Some(0), asynchronous: false };
@@ -58,10 +58,10 @@ impl Scheduler {
             return nothing;
         }
         let Some(tracker) = self.requests.get_mut(req_id) else { return nothing };
-        if tracker.skip_load || matches!(tracker.load, LoadState::Ordered { .. } | LoadState::InFlight { .. }) {
+        if tracker.skip_load || matches!(tracker.load, RequestLoad::Ordered { .. } | RequestLoad::InFlight { .. }) {
             return nothing;
         }
-        tracker.load = LoadState::Idle;
+        tracker.load = RequestLoad::Idle;
         let Some(found) = self.stored(req_id) else {
             self.stats.asking += 1;
             return Matched { tokens: None, asynchronous };
@@ -90,7 +90,7 @@ impl Scheduler {
             && self.rate.is_longer_than(self.sync_tokens + tokens, self.options.max_sync_stall_ms);
         self.stats.stalling += u64::from(stalls);
         tracker.asynchronous = asynchronous || stalls;
-        tracker.load = LoadState::Answered { computed: num_computed, tokens };
+        tracker.load = RequestLoad::Answered { computed: num_computed, tokens };
         Matched { tokens: Some(tokens), asynchronous: tracker.asynchronous }
     }
 
@@ -115,7 +115,7 @@ impl Scheduler {
             self.stats.queried_tokens += tracker.prompt.len() as u64;
         }
         tracker.found = Some((found, Instant::now()));
-        self.chronicle.looked_up(req_id, &tracker.prompt, found);
+        self.event_log.looked_up(req_id, &tracker.prompt, found);
         Some(found)
     }
 
@@ -126,19 +126,19 @@ impl Scheduler {
     /// # Errors
     /// [`ErrorKind::InvalidInput`] for more tokens than were offered, and where the blocks do not
     /// hold them; nothing is loaded then.
-    pub fn allocated(&mut self, req_id: &str, blocks: &[Vec<u32>], num_external: usize) -> Result<()> {
+    pub fn update_state_after_alloc(&mut self, req_id: &str, blocks: &[Vec<u32>], num_external: usize) -> Result<()> {
         let Some(tracker) = self.requests.get_mut(req_id) else { return Ok(()) };
         tracker.replace(blocks);
         tracker.waiting_since = None;
         let (computed, offered) = match tracker.load {
-            LoadState::Answered { computed, tokens } => (computed, tokens),
-            LoadState::Idle => (0, 0),
-            LoadState::Ordered { .. } | LoadState::InFlight { .. } if num_external == 0 => return Ok(()),
-            LoadState::Ordered { .. } | LoadState::InFlight { .. } => {
+            RequestLoad::Answered { computed, tokens } => (computed, tokens),
+            RequestLoad::Idle => (0, 0),
+            RequestLoad::Ordered { .. } | RequestLoad::InFlight { .. } if num_external == 0 => return Ok(()),
+            RequestLoad::Ordered { .. } | RequestLoad::InFlight { .. } => {
                 return Err(Error::new(ErrorKind::InvalidInput, format!("a second load for {req_id}")));
             }
         };
-        tracker.load = LoadState::Idle;
+        tracker.load = RequestLoad::Idle;
         if num_external == 0 {
             return Ok(());
         }
@@ -150,7 +150,7 @@ impl Scheduler {
             )
             .advice("give allocated() what matched() answered last, and blocks that hold it"));
         }
-        tracker.load = LoadState::Ordered { computed, stop };
+        tracker.load = RequestLoad::Ordered { computed, stop };
         let until = Instant::now() + Duration::from_millis(self.options.load_timeout_ms);
         for key in keys_of(tracker, (computed, stop)) {
             self.loading.insert(*key, until);
@@ -167,15 +167,15 @@ impl Scheduler {
         self.sync_tokens = 0;
         for req_id in std::mem::take(&mut self.ordered) {
             let Some(tracker) = self.requests.get_mut(&req_id) else { continue };
-            let LoadState::Ordered { computed, stop } = tracker.load else { continue };
+            let RequestLoad::Ordered { computed, stop } = tracker.load else { continue };
             let Some(spans) = tracker.spans((computed, stop), &self.options.block_tokens) else {
-                tracker.load = LoadState::Idle;
+                tracker.load = RequestLoad::Idle;
                 continue;
             };
             // The chunk that `stop` lies in is found by its whole content.
             let chunk = tracker.prompt.chunk_tokens().max(1);
             let prompt = tracker.part((stop / chunk + 1) * chunk);
-            tracker.load = LoadState::InFlight { computed, stop };
+            tracker.load = RequestLoad::InFlight { computed, stop };
             self.stats.loads += 1;
             self.stats.load_tokens += (stop - computed) as u64;
             let (epoch, asynchronous) = (tracker.epoch, tracker.asynchronous);
@@ -190,11 +190,11 @@ impl Scheduler {
     /// The load of a request is over, or will not be.
     pub(super) fn load_over(&mut self, req_id: &str) {
         let Some(tracker) = self.requests.get_mut(req_id) else { return };
-        if let LoadState::Ordered { computed, stop } | LoadState::InFlight { computed, stop } = tracker.load {
+        if let RequestLoad::Ordered { computed, stop } | RequestLoad::InFlight { computed, stop } = tracker.load {
             for key in keys_of(tracker, (computed, stop)) {
                 self.loading.remove(key);
             }
-            tracker.load = LoadState::Idle;
+            tracker.load = RequestLoad::Idle;
         }
     }
 }

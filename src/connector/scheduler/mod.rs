@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::lookup::Lookup;
+use super::lookup::PrefixLookup;
 use super::meta::{Question, SaveOrder, StepMeta, WorkerMeta};
 use super::options::{ConnectorOptions, Role};
 use crate::engine::Prompt;
@@ -19,12 +19,12 @@ use crate::error::Result;
 use crate::key::{ChunkKey, Extra};
 
 mod finish;
+mod kv_events;
 mod loads;
-mod news;
 mod saves;
 mod tracker;
 
-pub use news::{ChunkOf, News};
+pub use kv_events::{KvEvents, RequestChunk};
 use tracker::Tracker;
 
 /// Tokens that the questions of one step may bring to the workers, unless one question has more.
@@ -137,7 +137,7 @@ pub struct SchedulerStats {
     pub held_requests: usize,
     /// Their blocks.
     pub held_blocks: usize,
-    /// Answers given to [`Scheduler::matched`].
+    /// Answers given to [`Scheduler::get_num_new_matched_tokens`].
     pub queries: u64,
     /// Tokens of requests that were looked up for the first time.
     pub queried_tokens: u64,
@@ -225,21 +225,21 @@ impl SchedulerStats {
 /// The scheduler's side of the connector.
 pub struct Scheduler {
     options: ConnectorOptions,
-    lookup: Box<dyn Lookup>,
+    lookup: Box<dyn PrefixLookup>,
     requests: HashMap<String, Tracker>,
     /// Requests whose load goes out with the next step.
     ordered: Vec<String>,
     /// Stores of requests that have ended, which go out with the next step.
     due: Vec<SaveOrder>,
     /// Workers that have said who they are since the last step.
-    heard: Vec<u32>,
+    acknowledged: Vec<u32>,
     /// Chunks being loaded, and when nobody waits for them any more.
     loading: HashMap<ChunkKey, Instant>,
-    held: finish::Held,
+    held: finish::HeldRequests,
     rate: loads::LoadRate,
     /// Tokens that are loaded within the next step.
     sync_tokens: usize,
-    chronicle: news::Chronicle,
+    event_log: kv_events::EventLog,
     step: u64,
     stats: SchedulerStats,
 }
@@ -249,17 +249,17 @@ impl Scheduler {
     ///
     /// # Errors
     /// As [`ConnectorOptions::validate`].
-    pub fn new(options: ConnectorOptions, lookup: Box<dyn Lookup>) -> Result<Self> {
+    pub fn new(options: ConnectorOptions, lookup: Box<dyn PrefixLookup>) -> Result<Self> {
         options.validate()?;
         Ok(Self {
-            held: finish::Held::new(options.workers),
-            chronicle: news::Chronicle::new(&options),
+            held: finish::HeldRequests::new(options.workers),
+            event_log: kv_events::EventLog::new(&options),
             options,
             lookup,
             requests: HashMap::new(),
             ordered: Vec::new(),
             due: Vec::new(),
-            heard: Vec::new(),
+            acknowledged: Vec::new(),
             loading: HashMap::new(),
             rate: loads::LoadRate::default(),
             sync_tokens: 0,
@@ -275,7 +275,7 @@ impl Scheduler {
     }
 
     /// Takes a request up and hashes its prompt. One that is known already keeps its state.
-    pub fn add(&mut self, request: AddRequest<'_>) {
+    pub fn on_new_request(&mut self, request: AddRequest<'_>) {
         if self.knows(request.req_id) {
             return;
         }
@@ -298,7 +298,7 @@ impl Scheduler {
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that
     /// resets its caches.
-    pub fn reset(&mut self) -> bool {
+    pub fn reset_cache(&mut self) -> bool {
         for (req_id, tracker) in &mut self.requests {
             tracker.forget_stored();
             self.lookup.forget(req_id);
@@ -311,8 +311,8 @@ impl Scheduler {
     /// What became of chunks since the last call; nothing where [`ConnectorOptions::events`] is
     /// off.
     #[must_use]
-    pub fn take_news(&mut self) -> News {
-        self.chronicle.take()
+    pub fn take_events(&mut self) -> KvEvents {
+        self.event_log.take()
     }
 
     /// Counts.
@@ -328,12 +328,12 @@ impl Scheduler {
     }
 
     /// Forgets all requests.
-    pub fn close(&mut self) {
+    pub fn shutdown(&mut self) {
         self.requests.clear();
         self.ordered.clear();
         self.due.clear();
         self.loading.clear();
-        self.held = finish::Held::new(self.options.workers);
+        self.held = finish::HeldRequests::new(self.options.workers);
     }
 
     /// Whether a request that has run before must be told of in a step: `num_computed` as in
@@ -349,7 +349,7 @@ impl Scheduler {
 
     /// What the server scheduled becomes what the workers do. `tokens_of` is asked for generated
     /// tokens, and only where the settings want them stored and a chunk of them is full.
-    pub fn step(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
+    pub fn build_connector_meta(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
         self.step += 1;
         let mut meta = StepMeta { step: self.step, saves: std::mem::take(&mut self.due), ..StepMeta::default() };
         for req_id in &input.preempted {
@@ -374,17 +374,17 @@ impl Scheduler {
                 self.save(request.req_id, computed, (tokens_of, &mut meta));
             }
         }
-        (meta.held, meta.give_up) = self.held.take_news();
+        (meta.held, meta.give_up) = self.held.take_unsent();
         meta
     }
 
     /// Puts what the lookup wants to know of the workers into a step, before anything else that
     /// brings them tokens.
     fn send_questions(&mut self, meta: &mut StepMeta) {
-        meta.heard = std::mem::take(&mut self.heard);
+        meta.acknowledged = std::mem::take(&mut self.acknowledged);
         meta.silent = self.lookup.silent();
         if let Some(silent) = &meta.silent {
-            self.chronicle.set_writers(self.options.workers.saturating_sub(silent.len()));
+            self.event_log.set_writers(self.options.workers.saturating_sub(silent.len()));
         }
         let mut tokens = 0;
         while tokens < QUESTION_TOKENS

@@ -90,7 +90,7 @@ impl Scheduler {
         tracker.last_save = step;
         self.stats.saves += 1;
         self.stats.save_tokens += (stop - there) as u64;
-        self.chronicle.ordered(req_id, &tracker.prompt, (there, stop));
+        self.event_log.ordered(req_id, &tracker.prompt, (there, stop));
         let (prompt, epoch) = (tracker.part(stop), tracker.epoch);
         Some(SaveOrder { req_id: req_id.to_owned(), prompt, start: there, stop, spans, epoch, generated })
     }

@@ -10,7 +10,7 @@ use crate::key::Extra;
 
 /// Where a request is on the way from an answer to loaded blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LoadState {
+pub(super) enum RequestLoad {
     /// Nothing is under way.
     Idle,
     /// The server was told that so many tokens beyond `computed` can be loaded.
@@ -53,7 +53,7 @@ pub(super) struct Tracker {
     pub(super) promised_since: Option<Instant>,
     /// Since when it waits for another request's load.
     pub(super) waiting_since: Option<Instant>,
-    pub(super) load: LoadState,
+    pub(super) load: RequestLoad,
     /// The load is over before the request is scheduled; otherwise it runs within the request's
     /// first step.
     pub(super) asynchronous: bool,
@@ -79,7 +79,7 @@ impl Tracker {
             promised: 0,
             promised_since: None,
             waiting_since: None,
-            load: LoadState::Idle,
+            load: RequestLoad::Idle,
             asynchronous: true,
             epoch: 0,
         }
@@ -124,9 +124,9 @@ impl Tracker {
     /// Takes all its blocks away, but for those of a load that is about to be sent; what is stored
     /// is looked up anew.
     pub(super) fn preempt(&mut self) {
-        if !matches!(self.load, LoadState::Ordered { .. }) {
+        if !matches!(self.load, RequestLoad::Ordered { .. }) {
             self.blocks.clear();
-            self.load = LoadState::Idle;
+            self.load = RequestLoad::Idle;
         }
         self.waiting_since = None;
         self.forget_stored();

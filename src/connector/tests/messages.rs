@@ -11,9 +11,9 @@ fn messages_come_back_as_they_were() {
         cache_salt: Some("salt".into()),
     };
     let mut s = side(32);
-    s.s.add(AddRequest::new("a", &tokens(100), &extra));
-    s.matched("a", 0);
-    s.allocated("a", 25, 32);
+    s.s.on_new_request(AddRequest::new("a", &tokens(100), &extra));
+    s.get_num_new_matched_tokens("a", 0);
+    s.update_state_after_alloc("a", 25, 32);
     let meta = s.first("a", (32, 100));
     assert_eq!((meta.loads.len(), meta.saves.len()), (1, 1));
     assert_eq!(Extra::from(&meta.loads[0].prompt.extra), extra);
@@ -83,7 +83,7 @@ fn no_chunk_is_lost_to_a_window_however_a_prompt_is_cut() {
             let mut s = side_with(0, |o| {
                 (o.chunk_tokens, o.block_tokens, o.windows) = (size, vec![block as u32], vec![Some(window)]);
             });
-            s.add("a", 200);
+            s.on_new_request("a", 200);
             let mut found = saved(&s.first_in("a", (0, step), vec![blocks(200)]));
             for from in (step..200).step_by(step) {
                 found.extend(saved(&s.next("a", (from, (from + step).min(200)), (&[], 0))));

@@ -11,9 +11,9 @@ use crate::engine::Prompt;
 use crate::error::{Error, ErrorKind, Result};
 use crate::key::Extra;
 
+mod kv_events;
 mod loads;
 mod messages;
-mod news;
 mod ranks;
 mod saves;
 
@@ -34,7 +34,7 @@ impl Told {
     }
 }
 
-impl Lookup for Told {
+impl PrefixLookup for Told {
     fn stored_tokens(&mut self, _req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
         let mut told = self.0.lock();
         told.1 += 1;
@@ -98,26 +98,26 @@ fn blocks(n: usize) -> Vec<u32> {
 }
 
 impl Side {
-    fn add(&mut self, req_id: &str, n: usize) {
-        self.s.add(AddRequest::new(req_id, &tokens(n), &Extra::default()));
+    fn on_new_request(&mut self, req_id: &str, n: usize) {
+        self.s.on_new_request(AddRequest::new(req_id, &tokens(n), &Extra::default()));
     }
 
     /// A prompt of 100 tokens of which another server says that it stores the first `transferred`.
     fn add_promised(&mut self, req_id: &str, transferred: usize) {
         let (tokens, extra) = (tokens(100), Extra::default());
-        self.s.add(AddRequest { transferred, ..AddRequest::new(req_id, &tokens, &extra) });
+        self.s.on_new_request(AddRequest { transferred, ..AddRequest::new(req_id, &tokens, &extra) });
     }
 
-    fn matched(&mut self, req_id: &str, computed: usize) -> Option<usize> {
-        self.s.matched(req_id, computed).tokens
+    fn get_num_new_matched_tokens(&mut self, req_id: &str, computed: usize) -> Option<usize> {
+        self.s.get_num_new_matched_tokens(req_id, computed).tokens
     }
 
-    fn allocated(&mut self, req_id: &str, num_blocks: usize, external: usize) {
-        self.s.allocated(req_id, &[blocks(num_blocks)], external).unwrap();
+    fn update_state_after_alloc(&mut self, req_id: &str, num_blocks: usize, external: usize) {
+        self.s.update_state_after_alloc(req_id, &[blocks(num_blocks)], external).unwrap();
     }
 
     fn idle(&mut self) -> StepMeta {
-        self.s.step(&StepInput::default(), &mut |_, _, _| None)
+        self.s.build_connector_meta(&StepInput::default(), &mut |_, _, _| None)
     }
 
     /// A step that computes `computed.0..computed.1` of a request for the first time.
@@ -127,7 +127,7 @@ impl Side {
 
     fn first_in(&mut self, req_id: &str, (from, to): (usize, usize), blocks: Vec<Vec<u32>>) -> StepMeta {
         let new = vec![NewRequest { req_id, blocks, num_computed: from, num_scheduled: to - from }];
-        self.s.step(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None)
+        self.s.build_connector_meta(&StepInput { new, ..StepInput::default() }, &mut |_, _, _| None)
     }
 
     /// A later step of a request that gets `more` blocks; generated tokens are final up to
@@ -141,25 +141,25 @@ impl Side {
             resumed: false,
         }];
         let mut ids = |_: &str, a: usize, b: usize| Some((a..b.min(final_to)).map(|t| t as u32).collect());
-        self.s.step(&StepInput { cached, ..StepInput::default() }, &mut ids)
+        self.s.build_connector_meta(&StepInput { cached, ..StepInput::default() }, &mut ids)
     }
 
     fn preempt(&mut self, req_id: &str) -> StepMeta {
-        self.s.step(&StepInput { preempted: vec![req_id], ..StepInput::default() }, &mut |_, _, _| None)
+        self.s.build_connector_meta(&StepInput { preempted: vec![req_id], ..StepInput::default() }, &mut |_, _, _| None)
     }
 
     fn gathered(&mut self, step: u64) {
         let report = WorkerMeta { gathered_step: step, ..WorkerMeta::default() };
-        self.s.output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+        self.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
     }
 
     fn received(&mut self, req_id: &str) {
-        self.s.output(&StepOutput { finished_recving: vec![req_id], ..StepOutput::default() });
+        self.s.update_connector_output(&StepOutput { finished_recving: vec![req_id], ..StepOutput::default() });
     }
 
     fn failed(&mut self, req_id: &str) {
         let output = StepOutput { finished_recving: vec![req_id], failed: vec![req_id], ..StepOutput::default() };
-        self.s.output(&output);
+        self.s.update_connector_output(&output);
     }
 
     fn stats(&self) -> SchedulerStats {

@@ -32,17 +32,17 @@ impl Far {
     /// Both workers have said who they are.
     fn met(patience_ms: u64) -> Self {
         let mut far = Self::new(patience_ms);
-        far.hello(0);
-        far.hello(1);
+        far.identity(0);
+        far.identity(1);
         far
     }
 
-    fn hello(&mut self, rank: u32) {
-        self.say(WorkerMeta { hello: Some(Hello::of(&geometry(rank as u16), None)), ..report(rank) });
+    fn identity(&mut self, rank: u32) {
+        self.say(WorkerMeta { identity: Some(WorkerIdentity::of(&geometry(rank as u16), None)), ..report(rank) });
     }
 
     fn say(&mut self, report: WorkerMeta) {
-        self.side.s.output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+        self.side.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
     }
 
     fn answer(&mut self, rank: u32, number: u64, tokens: u64) {
@@ -60,60 +60,60 @@ impl Far {
 #[test]
 fn the_least_that_any_rank_says_is_offered_once_all_have_said_it() {
     let mut far = Far::met(60_000);
-    far.side.add("a", 100);
-    assert_eq!(far.side.matched("a", 0), None);
+    far.side.on_new_request("a", 100);
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), None);
     let number = far.question();
     assert!(far.side.idle().questions.is_empty(), "asked once");
     far.answer(1, number, 64);
-    assert_eq!(far.side.matched("a", 0), None);
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), None);
     far.answer(0, number, 32);
-    assert_eq!(far.side.matched("a", 0), Some(32));
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), Some(32));
     assert_eq!((far.side.stats().unseen_ranks, far.side.stats().questions, far.side.stats().asking), (2, 1, 2));
     // No claim goes beyond what was asked, and answers to nothing change nothing.
-    far.side.add("b", 50);
-    assert_eq!(far.side.matched("b", 0), None);
+    far.side.on_new_request("b", 50);
+    assert_eq!(far.side.get_num_new_matched_tokens("b", 0), None);
     let number = far.question();
     far.answer(0, number + 1, 48);
     far.answer(7, number, 0);
     far.answer(0, number, u64::MAX);
     far.answer(1, number, u64::MAX);
-    assert_eq!(far.side.matched("b", 0), Some(48), "the last token is computed");
+    assert_eq!(far.side.get_num_new_matched_tokens("b", 0), Some(48), "the last token is computed");
 }
 
 #[test]
 fn what_a_rank_said_before_it_started_anew_counts_no_more() {
     let mut far = Far::met(60_000);
-    far.side.add("a", 100);
-    far.side.matched("a", 0);
+    far.side.on_new_request("a", 100);
+    far.side.get_num_new_matched_tokens("a", 0);
     let old = far.question();
     far.answer(0, old, 64);
-    far.hello(1);
+    far.identity(1);
     far.answer(1, old, 64);
-    assert_eq!(far.side.matched("a", 0), None, "of another process");
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), None, "of another process");
     let new = far.question();
     far.answer(0, new, 64);
     far.answer(1, new, 16);
-    assert_eq!(far.side.matched("a", 0), Some(16));
-    // The same process says it again until it is heard: nothing is forgotten.
-    let same = WorkerMeta { hello: Some(Hello::of(&geometry(1), None)), ..report(1) };
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), Some(16));
+    // The same process says it again until it is acknowledged: nothing is forgotten.
+    let same = WorkerMeta { identity: Some(WorkerIdentity::of(&geometry(1), None)), ..report(1) };
     far.say(same.clone());
-    far.side.add("b", 100);
-    far.side.matched("b", 0);
+    far.side.on_new_request("b", 100);
+    far.side.get_num_new_matched_tokens("b", 0);
     let number = far.question();
     far.say(same);
     far.answer(0, number, 80);
     far.answer(1, number, 80);
-    assert_eq!(far.side.matched("b", 0), Some(80));
+    assert_eq!(far.side.get_num_new_matched_tokens("b", 0), Some(80));
 }
 
 #[test]
 fn nobody_waits_longer_than_the_patience() {
     // Ranks that never say who they are, and ranks that never answer.
     for mut far in [Far::new(0), Far::met(0)] {
-        far.side.add("a", 100);
+        far.side.on_new_request("a", 100);
         let mut answers = Vec::new();
         for _ in 0..3 {
-            answers.push(far.side.matched("a", 0));
+            answers.push(far.side.get_num_new_matched_tokens("a", 0));
             far.side.idle();
         }
         assert_eq!(answers.last(), Some(&Some(0)), "{answers:?}");
@@ -125,8 +125,8 @@ fn a_step_asks_for_so_many_tokens_and_ended_requests_for_none() {
     let mut far = Far::met(60_000);
     let long = 40_000;
     for req_id in ["a", "b", "c", "d"] {
-        far.side.add(req_id, long);
-        assert_eq!(far.side.matched(req_id, 0), None);
+        far.side.on_new_request(req_id, long);
+        assert_eq!(far.side.get_num_new_matched_tokens(req_id, 0), None);
     }
     far.side.s.request_finished("a", None);
     let steps: Vec<Vec<String>> =
@@ -137,37 +137,37 @@ fn a_step_asks_for_so_many_tokens_and_ended_requests_for_none() {
 #[test]
 fn workers_stop_saying_who_they_are_and_one_of_a_shard_in_a_place_stores() {
     let mut far = Far::new(60_000);
-    let place = Settings::at(std::env::temp_dir()).place();
+    let place = Settings::at(std::env::temp_dir()).cache_identity();
     assert!(place.is_some());
     let mla = Geometry { shard: Shard::default(), ..geometry(0) };
-    far.say(WorkerMeta { hello: Some(Hello::of(&mla, place)), ..report(0) });
+    far.say(WorkerMeta { identity: Some(WorkerIdentity::of(&mla, place)), ..report(0) });
     let meta = far.side.idle();
-    assert_eq!((meta.heard, meta.silent), (vec![0], None), "not before all are known");
-    far.say(WorkerMeta { hello: Some(Hello::of(&mla, place)), ..report(1) });
+    assert_eq!((meta.acknowledged, meta.silent), (vec![0], None), "not before all are known");
+    far.say(WorkerMeta { identity: Some(WorkerIdentity::of(&mla, place)), ..report(1) });
     let meta = far.side.idle();
-    assert_eq!((meta.heard, meta.silent), (vec![1], Some(vec![1])));
+    assert_eq!((meta.acknowledged, meta.silent), (vec![1], Some(vec![1])));
     assert!(far.side.idle().is_empty(), "said once");
     // On another machine the same KV is stored there too.
-    far.say(WorkerMeta { hello: Some(Hello::of(&mla, None)), ..report(1) });
+    far.say(WorkerMeta { identity: Some(WorkerIdentity::of(&mla, None)), ..report(1) });
     assert_eq!(far.side.idle().silent, Some(Vec::new()));
 }
 
 #[test]
 fn descriptions_of_kv_that_cannot_be_are_no_hits_and_no_panic() {
     let mut far = Far::new(0);
-    let text = serde_json::to_string(&Hello::of(&geometry(0), None)).unwrap();
+    let text = serde_json::to_string(&WorkerIdentity::of(&geometry(0), None)).unwrap();
     for (from, to) in [("\"chunk_tokens\":16", "\"chunk_tokens\":0"), ("\"tp\":[0,2]", "\"tp\":[2,2]")] {
         assert!(text.contains(from), "{text}");
-        let hello: Hello = serde_json::from_str(&text.replace(from, to)).unwrap();
-        assert!(hello.geometry().is_err());
-        far.say(WorkerMeta { hello: Some(hello), ..report(0) });
-        far.say(WorkerMeta { hello: Some(Hello::of(&geometry(1), None)), ..report(9) });
+        let identity: WorkerIdentity = serde_json::from_str(&text.replace(from, to)).unwrap();
+        assert!(identity.geometry().is_err());
+        far.say(WorkerMeta { identity: Some(identity), ..report(0) });
+        far.say(WorkerMeta { identity: Some(WorkerIdentity::of(&geometry(1), None)), ..report(9) });
     }
-    far.hello(1);
-    far.side.add("a", 100);
-    assert_eq!(far.side.matched("a", 0), None);
+    far.identity(1);
+    far.side.on_new_request("a", 100);
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), None);
     let number = far.question();
     far.answer(0, number, 0);
     far.answer(1, number, 64);
-    assert_eq!(far.side.matched("a", 0), Some(0));
+    assert_eq!(far.side.get_num_new_matched_tokens("a", 0), Some(0));
 }

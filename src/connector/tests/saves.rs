@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn whole_chunks_are_stored_as_their_last_token_is_computed() {
     let mut s = side(0);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     assert_eq!(saved(&s.first("a", (0, 40))), [(0, 32)]);
     assert_eq!(saved(&s.next("a", (40, 47), (&[50], 0))), []);
     let meta = s.next("a", (47, 48), (&[51], 0));
@@ -19,21 +19,21 @@ fn whole_chunks_are_stored_as_their_last_token_is_computed() {
 #[test]
 fn what_is_stored_already_is_skipped_but_not_because_the_server_has_it() {
     let mut s = side(40);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     assert_eq!(saved(&s.first("a", (0, 100))), [(32, 96)]);
     s.told.say(Some(0));
-    s.add("b", 100);
-    assert_eq!(s.matched("b", 64), Some(0));
+    s.on_new_request("b", 100);
+    assert_eq!(s.get_num_new_matched_tokens("b", 64), Some(0));
     assert_eq!(saved(&s.first("b", (64, 100))), [(0, 96)], "chunk 0 was evicted while the server kept the prefix");
     s.told.say(Some(100));
-    s.add("c", 100);
+    s.on_new_request("c", 100);
     assert_eq!(saved(&s.first("c", (0, 100))), []);
 }
 
 #[test]
 fn generated_tokens_are_stored_once_their_ids_are_final() {
     let mut s = side_with(0, |o| o.save_decode_cache = true);
-    s.add("a", 20);
+    s.on_new_request("a", 20);
     assert_eq!(saved(&s.first_in("a", (0, 20), vec![blocks(30)])), [(0, 16)]);
     assert_eq!(saved(&s.next("a", (20, 32), (&[], 31))), [], "the last id is a placeholder");
     let meta = s.next("a", (32, 33), (&[], 33));
@@ -46,27 +46,27 @@ fn generated_tokens_are_stored_once_their_ids_are_final() {
 #[test]
 fn the_end_of_a_prompt_is_stored_where_the_settings_say_so_in_whole_blocks() {
     let mut s = side_with(0, |o| o.save_unfull_chunk = true);
-    s.add("a", 43);
+    s.on_new_request("a", 43);
     assert_eq!(saved(&s.first_in("a", (0, 42), vec![blocks(30)])), [(0, 32)]);
     assert_eq!(saved(&s.next("a", (42, 43), (&[], 0))), [(32, 40)]);
     assert_eq!(saved(&s.next("a", (43, 44), (&[], 0))), [], "once");
-    s.add("b", 35);
+    s.on_new_request("b", 35);
     assert_eq!(saved(&s.first("b", (0, 35))), [(0, 32)], "3 tokens fill no block");
     s.told.say(Some(40));
-    s.add("c", 43);
+    s.on_new_request("c", 43);
     assert_eq!(saved(&s.first("c", (0, 43))), [], "it is there");
 }
 
 #[test]
 fn preemption_gives_gathers_up_and_a_resumed_request_goes_on_with_its_new_blocks() {
     let mut s = side(0);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     s.first("a", (0, 40));
     s.gathered(1);
     s.next("a", (40, 64), (&blocks(6), 0));
     assert_eq!(s.preempt("a").preempted, ["a"]);
     s.told.say(Some(32));
-    assert_eq!(s.matched("a", 0), Some(32));
+    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32));
     let cached = vec![CachedRequest {
         req_id: "a",
         new_blocks: Some(vec![(100..125).collect()]),
@@ -74,8 +74,8 @@ fn preemption_gives_gathers_up_and_a_resumed_request_goes_on_with_its_new_blocks
         num_scheduled: 100,
         resumed: true,
     }];
-    s.s.allocated("a", &[(100..125).collect()], 0).unwrap();
-    let meta = s.s.step(&StepInput { cached, ..StepInput::default() }, &mut |_, _, _| None);
+    s.s.update_state_after_alloc("a", &[(100..125).collect()], 0).unwrap();
+    let meta = s.s.build_connector_meta(&StepInput { cached, ..StepInput::default() }, &mut |_, _, _| None);
     assert_eq!(saved(&meta), [(32, 96)]);
     assert_eq!(meta.saves[0].spans[0].ids[0], 108);
     assert_eq!(meta.saves[0].prompt.start, 64, "its tokens are sent once");
@@ -86,8 +86,8 @@ fn preemption_gives_gathers_up_and_a_resumed_request_goes_on_with_its_new_blocks
 #[test]
 fn blocks_are_held_exactly_while_gathers_may_read_them() {
     let mut s = side(0);
-    s.add("a", 100);
-    s.add("b", 100);
+    s.on_new_request("a", 100);
+    s.on_new_request("b", 100);
     s.first("a", (0, 40));
     s.gathered(1);
     assert!(!s.s.request_finished("a", None), "gathered");
@@ -98,9 +98,9 @@ fn blocks_are_held_exactly_while_gathers_may_read_them() {
     let meta = s.idle();
     assert_eq!((meta.held.as_slice(), meta.give_up.len()), (["b".to_owned()].as_slice(), 0));
     assert!(s.idle().held.is_empty(), "told once");
-    s.s.output(&StepOutput { finished_sending: vec!["b"], ..StepOutput::default() });
+    s.s.update_connector_output(&StepOutput { finished_sending: vec!["b"], ..StepOutput::default() });
     assert_eq!(s.stats().held_blocks, 0);
-    s.add("c", 10);
+    s.on_new_request("c", 10);
     s.first("c", (0, 10));
     assert!(!s.s.request_finished("c", None), "nothing of it was stored");
 }
@@ -109,7 +109,7 @@ fn blocks_are_held_exactly_while_gathers_may_read_them() {
 fn beyond_the_bound_held_requests_are_given_up_but_still_held_until_that_is_done() {
     let mut s = side_with(0, |o| o.max_held_blocks = 25);
     for name in ["a", "b", "c"] {
-        s.add(name, 40);
+        s.on_new_request(name, 40);
         s.first(name, (0, 40));
     }
     assert!(["a", "b", "c"].map(|name| s.s.request_finished(name, None)) == [true; 3]);
@@ -125,7 +125,7 @@ fn at_the_end() -> Side {
 #[test]
 fn what_waits_for_the_end_is_stored_in_the_step_after_it_with_what_was_generated() {
     let mut s = side_with(0, |o| (o.store_when, o.save_unfull_chunk) = (StoreWhen::Finished, true));
-    s.add("a", 43);
+    s.on_new_request("a", 43);
     assert_eq!(saved(&s.first("a", (0, 20))), []);
     assert_eq!(saved(&s.next("a", (20, 43), (&blocks(6), 0))), []);
     assert_eq!(saved(&s.next("a", (43, 44), (&[], 0))), []);
@@ -140,7 +140,7 @@ fn what_waits_for_the_end_is_stored_in_the_step_after_it_with_what_was_generated
     assert_eq!(meta.saves[0].spans, [BlockSpan { first: 0, ids: [blocks(5), blocks(5)].concat() }]);
     assert!(s.idle().is_empty(), "once");
     s.told.say(Some(40));
-    s.add("b", 43);
+    s.on_new_request("b", 43);
     s.first("b", (0, 43));
     assert!(!s.s.request_finished("b", Some(7)), "it is there");
     assert!(s.idle().is_empty());
@@ -149,7 +149,7 @@ fn what_waits_for_the_end_is_stored_in_the_step_after_it_with_what_was_generated
 #[test]
 fn generated_tokens_that_wait_for_the_end_are_stored_too() {
     let mut s = side_with(0, |o| (o.store_when, o.save_decode_cache) = (StoreWhen::Finished, true));
-    s.add("a", 20);
+    s.on_new_request("a", 20);
     assert_eq!(saved(&s.first_in("a", (0, 20), vec![blocks(12)])), []);
     assert_eq!(saved(&s.next("a", (20, 33), (&[], 33))), []);
     s.s.request_finished("a", Some(13));
@@ -160,15 +160,15 @@ fn generated_tokens_that_wait_for_the_end_are_stored_too() {
 #[test]
 fn what_a_preemption_takes_waits_no_more_and_a_load_that_failed_begins_anew() {
     let mut s = at_the_end();
-    s.add("a", 40);
+    s.on_new_request("a", 40);
     s.first("a", (0, 40));
     assert!(s.preempt("a").preempted.is_empty(), "nothing reads its blocks");
     assert!(!s.s.request_finished("a", None));
     assert!(s.idle().is_empty());
     s.told.say(Some(16));
-    s.add("b", 40);
-    s.matched("b", 0);
-    s.allocated("b", 10, 16);
+    s.on_new_request("b", 40);
+    s.get_num_new_matched_tokens("b", 0);
+    s.update_state_after_alloc("b", 10, 16);
     s.first("b", (16, 32));
     s.told.say(Some(0));
     s.failed("b");
@@ -179,14 +179,14 @@ fn what_a_preemption_takes_waits_no_more_and_a_load_that_failed_begins_anew() {
 #[test]
 fn what_would_hold_too_much_at_the_end_is_stored_as_it_is_computed_or_not_at_all() {
     let mut s = side_with(0, |o| (o.store_when, o.max_held_blocks) = (StoreWhen::Finished, 25));
-    s.add("long", 100);
+    s.on_new_request("long", 100);
     assert_eq!(saved(&s.first("long", (0, 48))), [], "12 blocks");
     let meta = s.next("long", (48, 64), (&blocks(4), 0));
     assert_eq!((saved(&meta), meta.saves[0].generated), (vec![(0, 64)], None));
     assert_eq!(saved(&s.next("long", (64, 80), (&blocks(4), 0))), [(64, 80)]);
     s.gathered(3);
     assert!(!s.s.request_finished("long", Some(3)));
-    s.add("chatty", 40);
+    s.on_new_request("chatty", 40);
     assert_eq!(saved(&s.first("chatty", (0, 40))), [], "10 blocks");
     let meta = s.next("chatty", (40, 52), (&blocks(3), 0));
     assert_eq!((saved(&meta), meta.saves[0].generated), (vec![(0, 32)], None), "it has grown by what was generated");
@@ -194,7 +194,7 @@ fn what_would_hold_too_much_at_the_end_is_stored_as_it_is_computed_or_not_at_all
     s.gathered(6);
     assert!(!s.s.request_finished("chatty", Some(24)));
     for name in ["a", "b", "c"] {
-        s.add(name, 48);
+        s.on_new_request(name, 48);
         s.first(name, (0, 48));
     }
     assert_eq!(["a", "b", "c"].map(|name| s.s.request_finished(name, Some(1))), [true, true, false]);
@@ -204,10 +204,10 @@ fn what_would_hold_too_much_at_the_end_is_stored_as_it_is_computed_or_not_at_all
 #[test]
 fn stores_that_are_due_do_not_outlive_a_reset() {
     let mut s = at_the_end();
-    s.add("a", 40);
+    s.on_new_request("a", 40);
     s.first("a", (0, 40));
     assert!(s.s.request_finished("a", None));
-    s.s.reset();
+    s.s.reset_cache();
     let meta = s.idle();
     assert_eq!(
         (meta.saves.len(), meta.held.as_slice()),
@@ -219,7 +219,7 @@ fn stores_that_are_due_do_not_outlive_a_reset() {
 #[test]
 fn every_worker_must_have_gathered() {
     let mut s = side_with(0, |o| o.workers = 2);
-    s.add("a", 40);
+    s.on_new_request("a", 40);
     s.first("a", (0, 40));
     s.gathered(1);
     assert!(s.s.request_finished("a", None));
@@ -228,9 +228,10 @@ fn every_worker_must_have_gathered() {
 #[test]
 fn a_request_that_ends_without_a_question_has_its_gathers_given_up_in_that_step() {
     let mut s = side(0);
-    s.add("a", 40);
+    s.on_new_request("a", 40);
     s.first("a", (0, 40));
-    let meta = s.s.step(&StepInput { finished: vec!["a"], ..StepInput::default() }, &mut |_, _, _| None);
+    let meta =
+        s.s.build_connector_meta(&StepInput { finished: vec!["a"], ..StepInput::default() }, &mut |_, _, _| None);
     assert_eq!((meta.preempted.as_slice(), meta.held.len()), (["a".to_owned()].as_slice(), 0));
     assert!(!s.s.knows("a"));
 }
@@ -239,16 +240,16 @@ fn a_request_that_ends_without_a_question_has_its_gathers_given_up_in_that_step(
 fn chunks_whose_window_blocks_are_gone_are_not_stored() {
     let window = |o: &mut ConnectorOptions| (o.block_tokens, o.windows) = (vec![4, 4], vec![None, Some(20)]);
     let mut s = side_with(0, window);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     assert_eq!(saved(&s.first_in("a", (0, 50), vec![blocks(25), blocks(25)])), [(0, 48)]);
     let mut s = side_with(0, window);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     let mut tail = blocks(25);
     tail[..9].fill(0);
     assert_eq!(saved(&s.first_in("a", (56, 100), vec![blocks(25), tail])), [(48, 96)], "the null block holds nothing");
     assert_eq!(s.stats().skipped_window_tokens, 48);
     let mut s = side_with(0, window);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     let meta = s.first_in("a", (60, 100), vec![blocks(25), blocks(25)]);
     assert_eq!(saved(&meta), [(48, 96)], "what lay before the window may be another's");
     assert_eq!(meta.saves[0].spans.len(), 2);
@@ -257,23 +258,23 @@ fn chunks_whose_window_blocks_are_gone_are_not_stored() {
 #[test]
 fn a_reset_looks_everything_up_anew() {
     let mut s = side(0);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     s.first("a", (0, 40));
-    assert!(s.s.reset());
+    assert!(s.s.reset_cache());
     assert_eq!(saved(&s.next("a", (40, 48), (&blocks(2), 0))), [(0, 48)]);
-    s.s.close();
+    s.s.shutdown();
     assert_eq!(s.stats().requests, 0);
 }
 
 #[test]
 fn a_request_preempted_and_taken_up_again_for_one_step_keeps_its_new_load() {
     let mut s = side(0);
-    s.add("a", 100);
+    s.on_new_request("a", 100);
     s.first("a", (0, 40));
     s.told.say(Some(32));
-    s.s.reset();
-    assert_eq!(s.matched("a", 0), Some(32));
-    s.allocated("a", 8, 32);
+    s.s.reset_cache();
+    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32));
+    s.update_state_after_alloc("a", 8, 32);
     let meta = s.preempt("a");
     assert_eq!((meta.preempted.as_slice(), loaded(&meta)), (["a".to_owned()].as_slice(), vec![(0, 32)]));
 }

@@ -206,7 +206,7 @@ impl Worker {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn wait_layer(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
+    pub fn wait_for_layer_load(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
         for loading in self.loads.iter().filter(|l| !l.order.asynchronous && layer < l.load.layers()) {
             match stream {
                 Some(stream) => loading.load.wait_layer_on(layer, stream)?,

@@ -1,8 +1,8 @@
 //! The worker's side: it starts the loads and stores that the scheduler's side ordered, over one
 //! engine and one paged KV cache, and says when they are over.
 //!
-//! Invariants: no call waits for a drive, but for [`Worker::wait_layer`], which is there to wait,
-//! and [`Worker::close`]. Blocks are read only while a request is known and not reported as sent;
+//! Invariants: no call waits for a drive, but for [`Worker::wait_for_layer_load`], which is there to wait,
+//! and [`Worker::shutdown`]. Blocks are read only while a request is known and not reported as sent;
 //! nothing computed in a step whose load failed is stored.
 
 use std::collections::{HashMap, HashSet};
@@ -11,9 +11,9 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::hello::Hello;
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
+use super::worker_identity::WorkerIdentity;
 use crate::device::{PagedKv, Stream};
 use crate::engine::{Computed, Engine, Prompt};
 use crate::error::Result;
@@ -118,7 +118,7 @@ pub struct Worker {
     failed_requests: HashSet<String>,
     step: u64,
     /// What the scheduler has not heard yet.
-    hello: Option<Hello>,
+    identity: Option<WorkerIdentity>,
     /// Another worker stores the same KV.
     is_silent: bool,
     report: WorkerMeta,
@@ -133,7 +133,7 @@ impl Worker {
     pub fn new(options: ConnectorOptions, engine: Arc<Engine>, kv: Arc<PagedKv>) -> Result<Self> {
         options.validate()?;
         Ok(Self {
-            hello: Some(Hello::new(&engine)),
+            identity: Some(WorkerIdentity::new(&engine)),
             is_silent: options.silent,
             options,
             engine,
@@ -154,22 +154,22 @@ impl Worker {
     }
 
     /// Gives blocks back that this step may overwrite: when it returns, no gather of the preempted
-    /// requests reads them any more. To be called before the step runs; [`Worker::begin`] does
+    /// requests reads them any more. To be called before the step runs; [`Worker::start_load_kv`] does
     /// it too.
-    pub fn preempt(&mut self, meta: &StepMeta) {
+    pub fn handle_preemptions(&mut self, meta: &StepMeta) {
         self.give_up(&meta.preempted);
     }
 
     /// Begins a step: starts its loads, and remembers its stores. `stream` is the one whose kernels
     /// use the memory. Never waits for a drive.
-    pub fn begin(&mut self, meta: StepMeta, stream: Option<Stream>) {
-        self.preempt(&meta);
+    pub fn start_load_kv(&mut self, meta: StepMeta, stream: Option<Stream>) {
+        self.handle_preemptions(&meta);
         self.step = self.step.max(meta.step);
         self.held.extend(meta.held);
         self.give_up(&meta.give_up);
         self.is_silent = meta.silent.map_or(self.is_silent, |silent| silent.contains(&self.options.rank));
-        if meta.heard.contains(&self.options.rank) {
-            self.hello = None;
+        if meta.acknowledged.contains(&self.options.rank) {
+            self.identity = None;
         }
         let is_asked = meta.asked.contains(&self.options.rank);
         for question in &meta.questions {
@@ -189,7 +189,7 @@ impl Worker {
     /// gathers, which copy from memory to memory, because the server may give blocks of running
     /// requests away: for at most [`ConnectorOptions::gather_patience_ms`], then the stores are
     /// given up.
-    pub fn end_step(&mut self, stream: Option<Stream>) {
+    pub fn wait_for_save(&mut self, stream: Option<Stream>) {
         self.end_loads_of_step();
         // Told at the start that all is computed, the store's thread is woken once.
         self.start_saves(Some(stream.map_or(Computed::Now, Computed::On)));
@@ -198,7 +198,7 @@ impl Worker {
 
     /// What has come to an end since the last call. `finished` are requests that the server has
     /// finished: their loads are cancelled, and what this side keeps of them goes.
-    pub fn finished(&mut self, finished: &[&str]) -> Finished {
+    pub fn get_finished(&mut self, finished: &[&str]) -> Finished {
         self.end_requests(finished);
         self.poll_loads();
         self.poll_saves();
@@ -208,7 +208,7 @@ impl Worker {
     /// The server's blocks that were to be loaded and must be computed instead, ascending, since
     /// the last call: all that hold a token from the first one on that is not verified. Of use
     /// with one KV cache group, where an id names one block.
-    pub fn failed_blocks(&mut self) -> Vec<u32> {
+    pub fn get_block_ids_with_load_errors(&mut self) -> Vec<u32> {
         let mut blocks: Vec<u32> = std::mem::take(&mut self.failed_blocks).into_iter().collect();
         blocks.sort_unstable();
         blocks
@@ -223,24 +223,24 @@ impl Worker {
 
     /// What the scheduler's side has to know of this worker; `None` where nothing has changed since
     /// the last call.
-    pub fn meta(&mut self) -> Option<WorkerMeta> {
+    pub fn build_connector_worker_meta(&mut self) -> Option<WorkerMeta> {
         self.poll_loads();
         self.poll_saves();
         if self.options.events {
             self.report.evicted = self.engine.take_evicted(EVICTED).into_iter().map(|key| key.0).collect();
         }
         let gathered_step = self.gathered_step();
-        let is_news = gathered_step != self.report.gathered_step
+        let has_changed = gathered_step != self.report.gathered_step
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
             || self.report.loaded_tokens > 0
             || !self.report.answers.is_empty()
             || !self.report.evicted.is_empty()
-            || self.hello.is_some();
+            || self.identity.is_some();
         let next = WorkerMeta { rank: self.options.rank, gathered_step, ..WorkerMeta::default() };
         let report = std::mem::replace(&mut self.report, next);
-        let hello = self.hello.clone();
-        is_news.then_some(WorkerMeta { rank: self.options.rank, gathered_step, hello, ..report })
+        let identity = self.identity.clone();
+        has_changed.then_some(WorkerMeta { rank: self.options.rank, gathered_step, identity, ..report })
     }
 
     /// Counts.
@@ -250,7 +250,7 @@ impl Worker {
     }
 
     /// Cancels loads and waits until `deadline` for stores; what is not written then is given up.
-    pub fn close(&mut self, deadline: Instant) {
+    pub fn shutdown(&mut self, deadline: Instant) {
         self.loads.clear();
         self.wait_saves(deadline);
         self.prompts.clear();

@@ -144,7 +144,7 @@ impl Worker {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn save_layer(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
+    pub fn save_kv_layer(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
         for saving in self.saves.iter().filter(|s| !s.announced && layer < self.kv.layout().num_layers()) {
             match stream {
                 Some(stream) => saving.store.layer_on(layer, stream)?,

@@ -1,9 +1,9 @@
 //! Jobs of many chunks and layers as one launch: checked, described for the kernels, and their tile
 //! CRCs put together.
 //!
-//! A batch is built by [`Batch::push`], laid out at its device address by [`Batch::encode`]
+//! A batch is built by [`LaunchBatch::push`], laid out at its device address by [`LaunchBatch::encode`]
 //! (planes, then slot tables), and launched as `forebay_scatter*` or `forebay_gather*` over
-//! [`Batch::num_planes`] and [`Batch::num_tiles`]. All jobs of a batch go the same way.
+//! [`LaunchBatch::num_planes`] and [`LaunchBatch::num_tiles`]. All jobs of a batch go the same way.
 //!
 //! Invariants: a job that is refused leaves the batch as it was; every address in a plane was
 //! checked by `resolve`; planes are never empty and their tiles follow each other without gaps.
@@ -13,9 +13,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::crc::Combined;
-use super::plane::{Divisor, Plane, TILE_BYTES, elem_bytes};
+use super::plane::{Divisor, LaunchPlane, TILE_BYTES, elem_bytes};
 use super::tables::Tables;
-use crate::device::parts::{self, Body, Resolved, Way, resolve};
+use crate::device::parts::{self, Body, KvDirection, Resolved, resolve};
 use crate::device::{PagedKv, Part};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::MAX_EXTENT_BYTES;
@@ -23,20 +23,20 @@ use crate::paged::ChunkPlan;
 
 /// Jobs of one launch.
 #[derive(Default)]
-pub(super) struct Batch {
-    planes: Vec<Plane>,
+pub(super) struct LaunchBatch {
+    planes: Vec<LaunchPlane>,
     tables: Tables,
-    jobs: Vec<Job>,
+    jobs: Vec<BatchJob>,
     num_tiles: usize,
 }
 
-struct Job {
+struct BatchJob {
     /// The planes of each part, without its padding.
     parts: Vec<Range<usize>>,
     skipped_blocks: Vec<u32>,
 }
 
-impl Batch {
+impl LaunchBatch {
     /// A batch of no jobs.
     pub(super) fn new() -> Self {
         Self::default()
@@ -50,14 +50,14 @@ impl Batch {
     /// more than [`MAX_EXTENT_BYTES`] and where a launch would have too many tiles.
     pub(super) fn push(
         &mut self,
-        way: Way,
+        way: KvDirection,
         kv: &PagedKv,
         parts: &[Part],
         (staging_addr, staging_len): (u64, usize),
     ) -> Result<usize> {
         let resolved = parts.iter().map(|p| resolve(kv, p, staging_len)).collect::<Result<Vec<_>>>()?;
         self.check_size(parts, &resolved)?;
-        let mut job = Job { parts: Vec::with_capacity(parts.len()), skipped_blocks: Vec::new() };
+        let mut job = BatchJob { parts: Vec::with_capacity(parts.len()), skipped_blocks: Vec::new() };
         for (part, resolved) in parts.iter().zip(&resolved) {
             let first = self.planes.len();
             let extent_addr = staging_addr + resolved.extent.start as u64;
@@ -66,7 +66,7 @@ impl Batch {
             if matches!(resolved.body, Body::Blocks(_)) {
                 job.skipped_blocks.extend(resolved.plan.skipped_blocks(resolved.tokens));
             }
-            if way == Way::OutOfKv {
+            if way == KvDirection::OutOfKv {
                 let padding = resolved.padded_end - resolved.extent.end;
                 self.push_padding(extent_addr + resolved.extent.len() as u64, padding);
             }
@@ -94,16 +94,16 @@ impl Batch {
 
     /// Bytes of the blob.
     pub(super) fn blob_bytes(&self) -> usize {
-        self.planes.len() * size_of::<Plane>() + self.tables.bytes()
+        self.planes.len() * size_of::<LaunchPlane>() + self.tables.bytes()
     }
 
     /// The blob for the device address `blob_addr`, a multiple of 8: the planes from there on, then
     /// their slot tables.
     pub(super) fn encode(&self, blob_addr: u64) -> Vec<u8> {
         let mut blob = Vec::with_capacity(self.blob_bytes());
-        let slots_addr = blob_addr + (self.planes.len() * size_of::<Plane>()) as u64;
+        let slots_addr = blob_addr + (self.planes.len() * size_of::<LaunchPlane>()) as u64;
         for plane in &self.planes {
-            Plane { slots: slots_addr + plane.slots, ..*plane }.encode(&mut blob);
+            LaunchPlane { slots: slots_addr + plane.slots, ..*plane }.encode(&mut blob);
         }
         self.tables.encode(&mut blob);
         blob
@@ -162,7 +162,7 @@ impl Batch {
                 }
             }
             Body::Blocks(blocks) => {
-                let plane = Plane {
+                let plane = LaunchPlane {
                     staging: extent_addr,
                     paged: blocks.base as u64,
                     slots: self.tables.of_blocks(plan, part.tokens),
@@ -180,19 +180,19 @@ impl Batch {
     fn push_padding(&mut self, staging: u64, bytes: usize) {
         if bytes > 0 {
             let slots = self.tables.of_nothing();
-            self.push_plane(Plane { staging, slots, heads: 1, ..EMPTY }, 1, bytes);
+            self.push_plane(LaunchPlane { staging, slots, heads: 1, ..EMPTY }, 1, bytes);
         }
     }
 
     /// Appends a plane of `rows` (token, head) rows of `row_bytes` bytes.
-    fn push_plane(&mut self, plane: Plane, rows: usize, row_bytes: usize) {
+    fn push_plane(&mut self, plane: LaunchPlane, rows: usize, row_bytes: usize) {
         if rows == 0 {
             return;
         }
-        let Plane { staging, paged, block_stride, token_stride, head_stride, heads, .. } = plane;
+        let LaunchPlane { staging, paged, block_stride, token_stride, head_stride, heads, .. } = plane;
         let elem_bytes = elem_bytes(&[staging, paged, block_stride, token_stride, head_stride, row_bytes as u64]);
         let head_elems = row_bytes as u32 / elem_bytes;
-        let plane = Plane {
+        let plane = LaunchPlane {
             bytes: (rows * row_bytes) as u64,
             first_tile: self.num_tiles as u32,
             elem_bytes,
@@ -206,7 +206,7 @@ impl Batch {
     }
 }
 
-const EMPTY: Plane = Plane {
+const EMPTY: LaunchPlane = LaunchPlane {
     staging: 0,
     paged: 0,
     slots: 0,
@@ -225,11 +225,11 @@ const EMPTY: Plane = Plane {
 /// A plane without what depends on its element size, and the bytes of its (token, head) rows. Heads
 /// without gaps between them are one head: one division less for the kernel, and larger elements
 /// where only whole tokens are multiples of 16.
-fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (Plane, usize) {
+fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (LaunchPlane, usize) {
     let joined = plane.heads == 1 || plane.head_stride == plane.head_bytes;
     let (heads, head_stride, row_bytes) =
         if joined { (1, 0, plane.token_bytes) } else { (plane.heads as u32, plane.head_stride, plane.head_bytes) };
-    let described = Plane {
+    let described = LaunchPlane {
         staging: extent_addr + plane.at as u64,
         paged: plane.base as u64,
         slots,
@@ -263,8 +263,8 @@ mod tests {
     }
 
     fn elements(kv: &PagedKv, staging: u64, offset: usize) -> Vec<(u32, u32, u32)> {
-        let mut batch = Batch::new();
-        batch.push(Way::IntoKv, kv, &[part(0, offset, &plan(&[0, 5, -1]))], (staging, 1 << 20)).unwrap();
+        let mut batch = LaunchBatch::new();
+        batch.push(KvDirection::IntoKv, kv, &[part(0, offset, &plan(&[0, 5, -1]))], (staging, 1 << 20)).unwrap();
         batch.planes.iter().map(|p| (p.elem_bytes, p.heads, p.head_elems)).collect()
     }
 
@@ -298,9 +298,9 @@ mod tests {
     fn layers_share_a_plans_table_and_chunks_do_not() {
         let kv = kv(KvLayout::Nhd, 1, 64, 3);
         let (a, b) = (plan(&[9, 1, -1]), plan(&[0, 2]));
-        let mut batch = Batch::new();
+        let mut batch = LaunchBatch::new();
         let parts: Vec<Part> = (0..3).flat_map(|l| [part(l, 0, &a), part(l, 4096, &b)]).collect();
-        assert_eq!(batch.push(Way::IntoKv, &kv, &parts, (1 << 40, 1 << 20)).unwrap(), 0);
+        assert_eq!(batch.push(KvDirection::IntoKv, &kv, &parts, (1 << 40, 1 << 20)).unwrap(), 0);
         assert_eq!(batch.num_planes(), 12);
         assert_eq!(batch.blob_bytes(), 12 * 88 + 5 * 8);
         let blob = batch.encode(1 << 20);
@@ -316,28 +316,28 @@ mod tests {
     fn a_job_that_is_refused_leaves_the_batch_as_it_was() {
         let kv = kv(KvLayout::Nhd, 1, 64, 2);
         let a = plan(&[1, 2, 3]);
-        let mut batch = Batch::new();
-        batch.push(Way::OutOfKv, &kv, &[part(0, 0, &a)], (4096, 4096)).unwrap();
+        let mut batch = LaunchBatch::new();
+        batch.push(KvDirection::OutOfKv, &kv, &[part(0, 0, &a)], (4096, 4096)).unwrap();
         let before = batch.encode(0);
         let huge = Part { padded_len: MAX_EXTENT_BYTES + 1, ..part(1, 0, &a) };
         let bad = [part(2, 0, &a), part(1, 4000, &a), huge];
         let expected = ["has 2 layers", "do not fit into", "largest extent"];
         for (bad, expected) in bad.into_iter().zip(expected) {
             let len = if expected == "largest extent" { usize::MAX } else { 4096 };
-            let error = batch.push(Way::OutOfKv, &kv, &[part(1, 0, &a), bad], (4096, len)).unwrap_err();
+            let error = batch.push(KvDirection::OutOfKv, &kv, &[part(1, 0, &a), bad], (4096, len)).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");
             assert_eq!(error.kind(), ErrorKind::InvalidInput);
         }
         assert_eq!((batch.encode(0), batch.crcs(&[0; 2]).len()), (before, 1));
-        assert_eq!(batch.push(Way::OutOfKv, &kv, &[part(1, 0, &a)], (4096, 4096)).unwrap(), 1);
+        assert_eq!(batch.push(KvDirection::OutOfKv, &kv, &[part(1, 0, &a)], (4096, 4096)).unwrap(), 1);
     }
 
     #[test]
     fn a_part_of_no_tokens_has_the_crc_of_nothing() {
         let kv = kv(KvLayout::Nhd, 1, 64, 1);
-        let mut batch = Batch::new();
+        let mut batch = LaunchBatch::new();
         assert!(batch.is_empty());
-        batch.push(Way::IntoKv, &kv, &[part(0, 0, &plan(&[]))], (4096, 4096)).unwrap();
+        batch.push(KvDirection::IntoKv, &kv, &[part(0, 0, &plan(&[]))], (4096, 4096)).unwrap();
         assert_eq!((batch.num_planes(), batch.num_tiles(), batch.blob_bytes()), (0, 0, 0));
         assert_eq!(batch.crcs(&[]), [[crc32fast::hash(b"")]]);
     }

@@ -43,7 +43,7 @@ impl EventPool {
     ///
     /// The caller knows that `stream` is a live stream of this context. Points of one stream whose
     /// `order` is known cover those before them.
-    pub(super) fn record(self: &Arc<Self>, stream: CUstream, order: Option<Order>) -> CudaResult<Arc<CudaPoint>> {
+    pub(super) fn record(self: &Arc<Self>, stream: CUstream, order: Option<RecordOrder>) -> CudaResult<Arc<CudaPoint>> {
         let event = match self.free.lock().pop() {
             Some(event) => event,
             None => Self::create()?,
@@ -97,7 +97,7 @@ impl Drop for EventPool {
 
 /// Which record of which of our own streams a point is; both numbers are unique and grow.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Order {
+pub(super) struct RecordOrder {
     pub(super) stream: u64,
     pub(super) record: u64,
 }
@@ -107,7 +107,7 @@ pub(super) struct Order {
 pub(super) struct CudaPoint {
     event: Handle,
     pool: Arc<EventPool>,
-    order: Option<Order>,
+    order: Option<RecordOrder>,
     passed: AtomicBool,
 }
 

@@ -4,14 +4,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::events::CudaPoint;
-use super::plane::Plane;
-use crate::device::parts::Way;
+use super::plane::LaunchPlane;
+use crate::device::parts::KvDirection;
 use crate::device::{Fence, Gate, GatherJob, Gathered, Launched, PagedKv, Part, ScatterJob, Scattered};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Buf, Place};
+use crate::io::{Buf, MemorySpace};
 
 /// A scatter or a gather.
-pub(super) struct Job {
+pub(super) struct CopyJob {
     pub(super) kv: Arc<PagedKv>,
     pub(super) staging: Buf,
     pub(super) parts: Vec<Part>,
@@ -32,14 +32,14 @@ enum Done {
 
 /// What became of a job.
 #[derive(Default)]
-pub(super) struct Outcome {
+pub(super) struct JobOutcome {
     pub(super) crcs: Vec<u32>,
     pub(super) skipped: bool,
     pub(super) skipped_blocks: Vec<u32>,
     pub(super) error: Option<Error>,
 }
 
-impl Outcome {
+impl JobOutcome {
     pub(super) fn failed(error: Error) -> Self {
         Self { error: Some(error), ..Self::default() }
     }
@@ -49,7 +49,7 @@ impl Outcome {
     }
 }
 
-impl From<ScatterJob> for Job {
+impl From<ScatterJob> for CopyJob {
     fn from(job: ScatterJob) -> Self {
         let ScatterJob { kv, staging, parts, zeros, gate, after, launched, done } = job;
         let (bytes, blob_bytes) = sizes(&kv, &parts);
@@ -57,7 +57,7 @@ impl From<ScatterJob> for Job {
     }
 }
 
-impl From<GatherJob> for Job {
+impl From<GatherJob> for CopyJob {
     fn from(job: GatherJob) -> Self {
         let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
         let (bytes, blob_bytes) = sizes(&kv, &parts);
@@ -65,17 +65,17 @@ impl From<GatherJob> for Job {
     }
 }
 
-impl Job {
-    pub(super) fn way(&self) -> Way {
+impl CopyJob {
+    pub(super) fn way(&self) -> KvDirection {
         match self.done {
-            Done::Scatter(_) => Way::IntoKv,
-            Done::Gather(_) => Way::OutOfKv,
+            Done::Scatter(_) => KvDirection::IntoKv,
+            Done::Gather(_) => KvDirection::OutOfKv,
         }
     }
 
     /// Refuses memory and fences that are not of GPU `ordinal`.
     pub(super) fn check(&self, ordinal: u32) -> Result<()> {
-        let here = Place::Device(ordinal);
+        let here = MemorySpace::Device(ordinal);
         let (staging, kv) = (self.staging.place(), self.kv.place());
         if (staging, kv) != (here, here) {
             return Err(Error::new(
@@ -100,11 +100,11 @@ impl Job {
     }
 
     /// Ends the job; must be called outside locks and guards.
-    pub(super) fn finish(self, outcome: Outcome) {
+    pub(super) fn finish(self, outcome: JobOutcome) {
         let Self { kv, staging, parts, gate, after, launched, done, .. } = self;
         // Whoever hears of the end may expect that nothing of it is still held.
         drop((kv, parts, gate, after, launched));
-        let Outcome { crcs, skipped, skipped_blocks, error } = outcome;
+        let JobOutcome { crcs, skipped, skipped_blocks, error } = outcome;
         contained(|| match done {
             Done::Scatter(done) => done(Scattered { staging, crcs, skipped, skipped_blocks, error }),
             Done::Gather(done) => done(Gathered { staging, crcs, skipped, skipped_blocks, error }),
@@ -120,7 +120,7 @@ fn sizes(kv: &PagedKv, parts: &[Part]) -> (usize, usize) {
         let spec = kv.spec(part.layer);
         bytes = bytes.saturating_add(spec.map_or(0, |s| s.extent_bytes(part.tokens).max(part.padded_len)));
         let planes = spec.map_or(1, |s| s.planes.len().max(1)) + 1;
-        blob = blob.saturating_add(planes * size_of::<Plane>());
+        blob = blob.saturating_add(planes * size_of::<LaunchPlane>());
         let plan = Arc::as_ptr(&part.plan);
         if last != Some(plan) {
             blob = blob.saturating_add(part.tokens.saturating_add(2).saturating_mul(size_of::<i64>()));

@@ -14,12 +14,12 @@ use parking_lot::Mutex;
 use super::context::Context;
 use super::driver::{CudaResult, check};
 use super::events::EventPool;
-use super::slot::Slot;
+use super::slot::LaunchSlot;
 use super::streams::OwnStream;
 use crate::device::KvMemory;
 use crate::device::region::next_id;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{MemRegion, Place};
+use crate::io::{MemRegion, MemorySpace};
 
 /// Bytes to which staging is aligned, as direct I/O into GPU memory wants it.
 const ALIGN: usize = 64 << 10;
@@ -108,10 +108,10 @@ pub struct CudaMemory {
     ordinal: u32,
     address: u64,
     len: usize,
-    owner: Owner,
+    owner: MemoryOwner,
 }
 
-enum Owner {
+enum MemoryOwner {
     Foreign { _keeps: Option<Arc<dyn Any + Send + Sync>> },
     Own { _alloc: DeviceAlloc, tools: Arc<Tools> },
 }
@@ -129,7 +129,7 @@ pub(super) struct Tools {
 pub(super) struct Bench {
     pub(super) stream: OwnStream,
     /// For launches; made when first needed.
-    pub(super) slot: Option<Slot>,
+    pub(super) slot: Option<LaunchSlot>,
 }
 
 // SAFETY: address and length never change; foreign memory is valid by the contract of `from_raw`,
@@ -141,8 +141,8 @@ unsafe impl KvMemory for CudaMemory {
     fn len(&self) -> usize {
         self.len
     }
-    fn place(&self) -> Place {
-        Place::Device(self.ordinal)
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Device(self.ordinal)
     }
 
     fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
@@ -177,14 +177,19 @@ impl CudaMemory {
                 format!("KV memory of {len} bytes at {address:#x} of GPU {ordinal}"),
             ));
         }
-        Ok(Arc::new(Self { ordinal, address, len, owner: Owner::Foreign { _keeps: owner } }))
+        Ok(Arc::new(Self { ordinal, address, len, owner: MemoryOwner::Foreign { _keeps: owner } }))
     }
 
     /// Memory of our own; the context must be current.
     pub(super) fn alloc(tools: &Arc<Tools>, len: usize) -> Result<Arc<Self>> {
         let alloc = DeviceAlloc::new(&tools.context, len.max(1))?;
         let (ordinal, address) = (tools.context.ordinal(), alloc.address());
-        Ok(Arc::new(Self { ordinal, address, len, owner: Owner::Own { _alloc: alloc, tools: Arc::clone(tools) } }))
+        Ok(Arc::new(Self {
+            ordinal,
+            address,
+            len,
+            owner: MemoryOwner::Own { _alloc: alloc, tools: Arc::clone(tools) },
+        }))
     }
 
     /// Copies bytes out, from `offset` on, and waits for them.
@@ -221,7 +226,7 @@ impl CudaMemory {
     }
 
     fn run(&self, submit: impl FnOnce(&OwnStream) -> CudaResult) -> Result<()> {
-        let Owner::Own { tools, .. } = &self.owner else {
+        let MemoryOwner::Own { tools, .. } = &self.owner else {
             return Err(Error::new(ErrorKind::Unsupported, "the server's memory is not read or written directly"));
         };
         tools.context.usable()?;

@@ -22,14 +22,15 @@ use super::staging::{StagingOptions, StagingPool};
 use super::{Device, GatherJob, KvMemory, ScatterJob};
 use crate::config::Numa;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Mover, Place};
+use crate::io::{MemorySpace, Mover};
 
 mod batch;
+mod complete;
 mod context;
 mod crc;
-mod crew;
 mod driver;
 mod events;
+mod executor;
 mod info;
 mod job;
 mod kernels;
@@ -38,7 +39,6 @@ mod mover;
 mod pinned;
 mod plane;
 mod pool;
-mod reap;
 mod rope;
 mod slot;
 mod streams;
@@ -51,8 +51,8 @@ mod turn;
 mod tests;
 
 use context::Context;
-use crew::{Crew, Threads};
 use events::EventPool;
+use executor::{Executor, Threads};
 use job::point;
 use kernels::Kernels;
 use memory::{Bench, Tools};
@@ -115,8 +115,9 @@ impl CudaDevice {
         let kernels = Kernels::load(&context, options.checksums)?;
         let events = EventPool::new(Arc::clone(&context));
         let made = (&context, &events, &kernels);
-        let scatters = Crew::new(made, SCATTER_LANES, options.max_ctas)?.start(&format!("{}-load", options.name))?;
-        let gathers = Crew::new(made, GATHER_LANES, options.max_ctas)?.start(&format!("{}-store", options.name))?;
+        let scatters =
+            Executor::new(made, SCATTER_LANES, options.max_ctas)?.start(&format!("{}-load", options.name))?;
+        let gathers = Executor::new(made, GATHER_LANES, options.max_ctas)?.start(&format!("{}-store", options.name))?;
         let numa = match options.numa {
             Numa::Auto => info.numa_node,
             Numa::Off => None,
@@ -147,8 +148,8 @@ impl CudaDevice {
 }
 
 impl Device for CudaDevice {
-    fn place(&self) -> Place {
-        Place::Device(self.context.ordinal())
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Device(self.context.ordinal())
     }
 
     fn scatter(&self, job: ScatterJob) {

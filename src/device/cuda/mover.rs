@@ -24,25 +24,25 @@ use super::threads;
 use crate::device::region::{HugePages, RegionOptions};
 use crate::device::staging::StagingPool;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Buf, Copying, MemRegion, Mover, Place};
+use crate::io::{Buf, Copying, MemRegion, MemorySpace, Mover};
 
 /// Copies for one GPU. Dropping it finishes all of them first.
 pub(super) struct CudaMover {
     context: Arc<Context>,
     numa: Option<u32>,
-    lanes: [Lane; 2],
+    lanes: [CopyStream; 2],
     /// Memory lent to reads whose own is with calls that hang: freeing it would wait for the GPU,
     /// so it is lent again.
     spares: Mutex<Vec<Arc<StagingPool>>>,
 }
 
-struct Lane {
+struct CopyStream {
     send: Mutex<Option<Sender<Copying>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
+enum CopyDirection {
     ToDevice,
     ToHost,
 }
@@ -66,10 +66,10 @@ impl CudaMover {
         let mover = Self {
             context: Arc::clone(context),
             numa,
-            lanes: [Lane::empty(), Lane::empty()],
+            lanes: [CopyStream::empty(), CopyStream::empty()],
             spares: Mutex::default(),
         };
-        for (lane, direction) in mover.lanes.iter().zip([Direction::ToDevice, Direction::ToHost]) {
+        for (lane, direction) in mover.lanes.iter().zip([CopyDirection::ToDevice, CopyDirection::ToHost]) {
             lane.start(context, events, name, direction)?;
         }
         Ok(Arc::new(mover))
@@ -90,22 +90,28 @@ impl CudaMover {
     }
 }
 
-impl Lane {
+impl CopyStream {
     fn empty() -> Self {
         Self { send: Mutex::default(), threads: Mutex::default() }
     }
 
-    fn start(&self, context: &Arc<Context>, events: &Arc<EventPool>, name: &str, direction: Direction) -> Result<()> {
+    fn start(
+        &self,
+        context: &Arc<Context>,
+        events: &Arc<EventPool>,
+        name: &str,
+        direction: CopyDirection,
+    ) -> Result<()> {
         let stream = Arc::new(OwnStream::new(context)?);
         let (send, copies) = unbounded::<Copying>();
-        let (sent, landing) = unbounded::<Sent>();
-        let suffix = if direction == Direction::ToDevice { "in" } else { "out" };
+        let (sent, completions) = unbounded::<Sent>();
+        let suffix = if direction == CopyDirection::ToDevice { "in" } else { "out" };
         let (submitting, events) = (Arc::clone(&stream), Arc::clone(events));
         self.spawn(context, format!("{name}-{suffix}"), move || {
             submit_all(&submitting, &events, direction, (&copies, &sent))
         })?;
-        self.spawn(context, format!("{name}-{suffix}-reap"), move || {
-            landing.iter().for_each(|sent| land(&stream, sent));
+        self.spawn(context, format!("{name}-{suffix}-done"), move || {
+            completions.iter().for_each(|sent| complete(&stream, sent));
         })?;
         *self.send.lock() = Some(send);
         Ok(())
@@ -120,16 +126,16 @@ impl Lane {
 fn submit_all(
     stream: &OwnStream,
     events: &Arc<EventPool>,
-    direction: Direction,
+    direction: CopyDirection,
     (copies, sent): (&Receiver<Copying>, &Sender<Sent>),
 ) {
     for copying in copies {
         // SAFETY: the contract of `Mover`: both memories are the copy's until `done` is called, which
-        // `land` does.
+        // `complete` does.
         let submitted = unsafe {
             match direction {
-                Direction::ToDevice => stream.copy_in(copying.device, copying.host, copying.len),
-                Direction::ToHost => stream.copy_out(copying.host, copying.device, copying.len),
+                CopyDirection::ToDevice => stream.copy_in(copying.device, copying.host, copying.len),
+                CopyDirection::ToHost => stream.copy_out(copying.host, copying.device, copying.len),
             }
         };
         let (point, error) = match stream.record(events) {
@@ -142,7 +148,7 @@ fn submit_all(
     }
 }
 
-fn land(stream: &OwnStream, Sent { copying, point, error }: Sent) {
+fn complete(stream: &OwnStream, Sent { copying, point, error }: Sent) {
     let waited = stream.pass(point.as_deref());
     drop(point);
     let result = match error {
@@ -157,8 +163,8 @@ fn end(copying: Copying, result: Result<()>) {
 }
 
 impl Mover for CudaMover {
-    fn place(&self) -> Place {
-        Place::Device(self.context.ordinal())
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Device(self.context.ordinal())
     }
 
     // SAFETY: the caller's promise is passed on with the copy; `submit_all` relies on it.

@@ -13,7 +13,7 @@ use cudarc::driver::sys;
 
 use super::context::Context;
 use super::driver::{CudaError, CudaResult, check};
-use crate::device::region::{Region, RegionOptions};
+use crate::device::region::{HostRegion, RegionOptions};
 use crate::error::Result;
 use crate::io::MemRegion;
 
@@ -23,14 +23,14 @@ const PAGE_BYTES: usize = 4096;
 /// Anonymous memory, registered where the driver allows it.
 pub(super) struct PinnedRegion {
     context: Arc<Context>,
-    region: Arc<Region>,
+    region: Arc<HostRegion>,
     registered: bool,
 }
 
 impl PinnedRegion {
     /// `len` bytes, every page touched, near the GPU where `wishes` name its NUMA node.
     pub(super) fn new(context: &Arc<Context>, len: usize, wishes: &RegionOptions) -> Result<Arc<Self>> {
-        let region = Region::new(len, wishes)?;
+        let region = HostRegion::new(len, wishes)?;
         for offset in (0..len).step_by(PAGE_BYTES) {
             // SAFETY: inside the fresh region that nobody else has; written so that its pages exist before they
             // are pinned.
@@ -47,7 +47,7 @@ impl PinnedRegion {
     }
 }
 
-fn register(context: &Context, region: &Region) -> CudaResult {
+fn register(context: &Context, region: &HostRegion) -> CudaResult {
     let _entered = context.enter()?;
     // SAFETY: the whole of a live mapping, which stays until `PinnedRegion::drop` has unregistered it.
     let code = unsafe { sys::cuMemHostRegister_v2(region.as_mut_ptr().cast(), region.len(), PORTABLE) };
@@ -84,7 +84,7 @@ impl Drop for PinnedRegion {
 
 /// The driver's pinned memory, which kernels can reach.
 #[derive(Debug)]
-pub(super) struct Mapped {
+pub(super) struct MappedPinned {
     context: Arc<Context>,
     host: NonNull<u8>,
     device: u64,
@@ -92,11 +92,11 @@ pub(super) struct Mapped {
 }
 
 // SAFETY: the memory belongs to no thread, and its owner decides who touches it.
-unsafe impl Send for Mapped {}
+unsafe impl Send for MappedPinned {}
 // SAFETY: as for Send; shared references only give out the address.
-unsafe impl Sync for Mapped {}
+unsafe impl Sync for MappedPinned {}
 
-impl Mapped {
+impl MappedPinned {
     /// `len` zero bytes; the context must be current.
     pub(super) fn new(context: &Arc<Context>, len: usize) -> CudaResult<Self> {
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
@@ -144,7 +144,7 @@ impl Mapped {
     }
 }
 
-impl Drop for Mapped {
+impl Drop for MappedPinned {
     fn drop(&mut self) {
         if !self.context.is_ours() {
             return;

@@ -17,7 +17,7 @@ pub(super) const SKIP: i64 = -1;
 /// One plane of one layer of one chunk.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Plane {
+pub(super) struct LaunchPlane {
     /// Address of the plane's first byte in staging.
     pub(super) staging: u64,
     /// Address of block 0, token 0, head 0 in the paged KV.
@@ -39,16 +39,20 @@ pub(super) struct Plane {
 }
 
 const _: () = {
-    assert!(size_of::<Plane>() == 88 && align_of::<Plane>() == 8);
-    assert!(offset_of!(Plane, staging) == 0 && offset_of!(Plane, paged) == 8 && offset_of!(Plane, slots) == 16);
-    assert!(offset_of!(Plane, block_stride) == 24 && offset_of!(Plane, token_stride) == 32);
-    assert!(offset_of!(Plane, head_stride) == 40 && offset_of!(Plane, bytes) == 48);
-    assert!(offset_of!(Plane, first_tile) == 56 && offset_of!(Plane, elem_bytes) == 60);
-    assert!(offset_of!(Plane, heads) == 64 && offset_of!(Plane, head_elems) == 68);
-    assert!(offset_of!(Plane, heads_div) == 72 && offset_of!(Plane, elems_div) == 80);
+    assert!(size_of::<LaunchPlane>() == 88 && align_of::<LaunchPlane>() == 8);
+    assert!(
+        offset_of!(LaunchPlane, staging) == 0
+            && offset_of!(LaunchPlane, paged) == 8
+            && offset_of!(LaunchPlane, slots) == 16
+    );
+    assert!(offset_of!(LaunchPlane, block_stride) == 24 && offset_of!(LaunchPlane, token_stride) == 32);
+    assert!(offset_of!(LaunchPlane, head_stride) == 40 && offset_of!(LaunchPlane, bytes) == 48);
+    assert!(offset_of!(LaunchPlane, first_tile) == 56 && offset_of!(LaunchPlane, elem_bytes) == 60);
+    assert!(offset_of!(LaunchPlane, heads) == 64 && offset_of!(LaunchPlane, head_elems) == 68);
+    assert!(offset_of!(LaunchPlane, heads_div) == 72 && offset_of!(LaunchPlane, elems_div) == 80);
 };
 
-impl Plane {
+impl LaunchPlane {
     /// Tiles of the plane.
     pub(super) fn tiles(&self) -> usize {
         (self.bytes as usize).div_ceil(TILE_BYTES)

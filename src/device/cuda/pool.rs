@@ -7,7 +7,7 @@ use super::info::GpuInfo;
 use super::memory::{DeviceRegion, free_bytes};
 use crate::device::{StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::Place;
+use crate::io::MemorySpace;
 
 /// Slots below which a pool is of no use: one is filled while the other is emptied.
 const FEWEST_SLOTS: usize = 2;
@@ -42,10 +42,10 @@ pub(super) fn make(context: &Arc<Context>, info: &GpuInfo, options: &StagingOpti
             gpu = info.ordinal,
             wished_bytes = wished * slot_bytes,
             bytes = slots * slot_bytes,
-            "the GPU has no room for as much staging as is set; loads and stores have less in flight"
+            "the GPU has no room for as much staging as is set; loads and stores have less in pending"
         );
     }
-    StagingPool::over(region, Place::Device(info.ordinal), slot_bytes)
+    StagingPool::over(region, MemorySpace::Device(info.ordinal), slot_bytes)
 }
 
 /// Bytes that a pool may have on a GPU with `free` bytes and such a window.

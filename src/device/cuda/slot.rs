@@ -1,5 +1,5 @@
 //! Where a batch's descriptors go up and its checksums come back: one slot for each launch in
-//! flight.
+//! launch.
 //!
 //! Invariant: a slot's memory is only touched by the host while no launch of the slot is under way.
 //! Memory that has become too small is kept until the slot goes, so that nothing is freed while the
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::context::Context;
 use super::driver::CudaResult;
 use super::memory::DeviceAlloc;
-use super::pinned::Mapped;
+use super::pinned::MappedPinned;
 use super::streams::OwnStream;
 
 /// Bytes of descriptors that jobs are merged up to.
@@ -22,37 +22,37 @@ const CRC_BYTES: usize = size_of::<u32>();
 
 /// Memory for the descriptors and checksums of one launch.
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(super) struct LaunchSlot {
     context: Arc<Context>,
-    now: Memory,
-    outgrown: Vec<Memory>,
+    now: SlotMemory,
+    outgrown: Vec<SlotMemory>,
 }
 
 #[derive(Debug)]
-struct Memory {
-    upload: Mapped,
+struct SlotMemory {
+    upload: MappedPinned,
     blob: DeviceAlloc,
     blob_bytes: usize,
-    crcs: Mapped,
+    crcs: MappedPinned,
     tiles: usize,
 }
 
-impl Memory {
+impl SlotMemory {
     fn new(context: &Arc<Context>, blob_bytes: usize, tiles: usize) -> CudaResult<Self> {
         Ok(Self {
-            upload: Mapped::new(context, blob_bytes)?,
+            upload: MappedPinned::new(context, blob_bytes)?,
             blob: DeviceAlloc::new(context, blob_bytes)?,
             blob_bytes,
-            crcs: Mapped::new(context, tiles * CRC_BYTES)?,
+            crcs: MappedPinned::new(context, tiles * CRC_BYTES)?,
             tiles,
         })
     }
 }
 
-impl Slot {
+impl LaunchSlot {
     /// A slot for batches of usual size; the context must be current.
     pub(super) fn new(context: &Arc<Context>) -> CudaResult<Self> {
-        let now = Memory::new(context, BLOB_BYTES, TILES)?;
+        let now = SlotMemory::new(context, BLOB_BYTES, TILES)?;
         Ok(Self { context: Arc::clone(context), now, outgrown: Vec::new() })
     }
 
@@ -70,7 +70,7 @@ impl Slot {
     ) -> CudaResult {
         if bytes > self.now.blob_bytes || tiles > self.now.tiles {
             let blob_bytes = bytes.next_power_of_two().max(self.now.blob_bytes);
-            let grown = Memory::new(&self.context, blob_bytes, tiles.next_power_of_two().max(self.now.tiles))?;
+            let grown = SlotMemory::new(&self.context, blob_bytes, tiles.next_power_of_two().max(self.now.tiles))?;
             self.outgrown.push(std::mem::replace(&mut self.now, grown));
         }
         let blob = encode(self.now.blob.address());

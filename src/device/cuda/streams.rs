@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUresult, CUstream, CUstream_flags_enum as Flags
 
 use super::context::Context;
 use super::driver::{CudaResult, check};
-use super::events::{CudaPoint, EventPool, Order};
+use super::events::{CudaPoint, EventPool, RecordOrder};
 use crate::device::Stream as Foreign;
 
 /// The number of the stream that is made next.
@@ -51,7 +51,7 @@ impl OwnStream {
     /// The point that the stream's work has reached.
     pub(super) fn record(&self, events: &Arc<EventPool>) -> CudaResult<Arc<CudaPoint>> {
         let record = self.records.fetch_add(1, Ordering::Relaxed);
-        events.record(self.raw, Some(Order { stream: self.id, record }))
+        events.record(self.raw, Some(RecordOrder { stream: self.id, record }))
     }
 
     /// Makes later work wait for `point`.

@@ -5,10 +5,10 @@ use super::CudaDevice;
 use super::job::point;
 use super::kernels::{Kernel, Launch};
 use super::rope::RopeBatch;
-use super::slot::Slot;
+use super::slot::LaunchSlot;
 use crate::device::{Fence, Gate, PagedKv, RopeShift};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::Place;
+use crate::io::MemorySpace;
 
 impl CudaDevice {
     /// Turns keys in place from their old positions to new ones, after the fences, and waits for
@@ -21,7 +21,7 @@ impl CudaDevice {
     /// be turned or not.
     pub fn rope_shift(&self, kv: &PagedKv, shifts: &[RopeShift], gate: &Gate, after: &[Fence]) -> Result<bool> {
         self.context.usable()?;
-        let here = Place::Device(self.context.ordinal());
+        let here = MemorySpace::Device(self.context.ordinal());
         if kv.place() != here {
             return Err(Error::new(
                 ErrorKind::InvalidInput,
@@ -44,7 +44,7 @@ impl CudaDevice {
         let tools = &mut *tools;
         let slot = match &mut tools.slot {
             Some(slot) => slot,
-            none => none.insert(Slot::new(&self.context)?),
+            none => none.insert(LaunchSlot::new(&self.context)?),
         };
         let stream = &tools.stream;
         let submit = || {

@@ -4,18 +4,18 @@
 use super::copy::{Stores, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
 use super::scatter::{Cursor, line};
-use super::{Outcome, host_only};
-use crate::device::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
+use super::{CopyOutcome, host_only};
+use crate::device::parts::{Blocks, Body, KvDirection, Plane, Resolved, resolve};
 use crate::device::{Gate, GatherJob};
 use crate::error::Result;
 
 /// Runs a job inside its gate.
-pub(super) fn run(job: &mut GatherJob) -> Result<Outcome> {
+pub(super) fn run(job: &mut GatherJob) -> Result<CopyOutcome> {
     host_only(&job.staging, job.kv.place())?;
     let staging = job.staging.as_mut_slice();
     let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
-    let Some(_guard) = job.gate.enter() else { return Ok(Outcome::skipped()) };
-    let mut outcome = Outcome { crcs: Vec::with_capacity(parts.len()), ..Outcome::default() };
+    let Some(_guard) = job.gate.enter() else { return Ok(CopyOutcome::skipped()) };
+    let mut outcome = CopyOutcome { crcs: Vec::with_capacity(parts.len()), ..CopyOutcome::default() };
     for part in &parts {
         let padded = staging.get_mut(part.extent.start..part.padded_end).unwrap_or_default();
         let (extent, padding) = padded.split_at_mut(part.extent.len());
@@ -29,7 +29,7 @@ pub(super) fn run(job: &mut GatherJob) -> Result<Outcome> {
             }
         };
         if !finished {
-            return Ok(Outcome::skipped());
+            return Ok(CopyOutcome::skipped());
         }
         outcome.crcs.push(crc.finish());
     }
@@ -52,7 +52,7 @@ fn gather_plane(plane: &Plane, part: &Resolved<'_>, extent: &mut [u8], gate: &Ga
             tile.fill(0);
         }
         for &run in runs.overlapping(tokens.end) {
-            for (token, from, grid) in plane.grids(run, &tokens, Way::OutOfKv) {
+            for (token, from, grid) in plane.grids(run, &tokens, KvDirection::OutOfKv) {
                 let dst = tile.as_mut_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
                 // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile,
                 // their slots in blocks that the layout was checked to keep inside its memory,

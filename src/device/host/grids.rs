@@ -3,17 +3,17 @@
 use std::ops::Range;
 
 use super::copy::{Axis, Grid};
-use crate::device::parts::{Plane, Way};
-use crate::paged::Run;
+use crate::device::parts::{KvDirection, Plane};
+use crate::paged::TokenRun;
 
 impl Plane {
     /// Cuts the tokens of `run` that lie in `tokens` into grids: for each, the first token, the
     /// offset from `base` in the paged KV, and the copy.
     pub(super) fn grids(
         &self,
-        run: Run,
+        run: TokenRun,
         tokens: &Range<usize>,
-        way: Way,
+        way: KvDirection,
     ) -> impl Iterator<Item = (usize, usize, Grid)> {
         let first = (run.token as usize).max(tokens.start);
         let end = (run.token as usize + run.len as usize).min(tokens.end);
@@ -35,10 +35,10 @@ impl Plane {
         })
     }
 
-    fn grid(&self, tokens: usize, way: Way) -> Grid {
+    fn grid(&self, tokens: usize, way: KvDirection) -> Grid {
         let axis = |count, extent, kv| match way {
-            Way::IntoKv => Axis { count, src: extent, dst: kv },
-            Way::OutOfKv => Axis { count, src: kv, dst: extent },
+            KvDirection::IntoKv => Axis { count, src: extent, dst: kv },
+            KvDirection::OutOfKv => Axis { count, src: kv, dst: extent },
         };
         let heads = axis(self.heads, self.head_bytes, self.head_stride);
         let tokens = axis(tokens, self.token_bytes, self.token_stride);

@@ -19,7 +19,7 @@ use super::{
     StagingPool,
 };
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Buf, Place};
+use crate::io::{Buf, MemorySpace};
 
 mod copy;
 mod crc;
@@ -47,18 +47,18 @@ impl Default for HostOptions {
 
 /// KV in host memory, moved by a pool of threads. Dropping it finishes all jobs first.
 pub struct HostDevice {
-    shared: Arc<Shared>,
+    shared: Arc<HostShared>,
     workers: Mutex<Vec<JoinHandle<()>>>,
 }
 
 #[derive(Default)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct HostShared {
+    queue: Mutex<HostQueue>,
     wake: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct HostQueue {
     scatters: VecDeque<ScatterJob>,
     gathers: VecDeque<GatherJob>,
     /// Scatters picked while a gather waited.
@@ -67,21 +67,21 @@ struct Queue {
     closed: bool,
 }
 
-enum Job {
+enum HostJob {
     Scatter(ScatterJob),
     Gather(GatherJob),
 }
 
-impl Queue {
-    fn pick(&mut self) -> Option<Job> {
+impl HostQueue {
+    fn pick(&mut self) -> Option<HostJob> {
         let turn = self.passed + 1 >= GATHER_TURN || self.scatters.is_empty();
         let gather = if turn { self.gathers.pop_front() } else { None };
         if let Some(job) = gather {
             self.passed = 0;
-            return Some(Job::Gather(job));
+            return Some(HostJob::Gather(job));
         }
         self.passed = if self.gathers.is_empty() { 0 } else { self.passed + 1 };
-        self.scatters.pop_front().map(Job::Scatter)
+        self.scatters.pop_front().map(HostJob::Scatter)
     }
 }
 
@@ -118,8 +118,8 @@ impl HostDevice {
 }
 
 impl Device for HostDevice {
-    fn place(&self) -> Place {
-        Place::Host
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Host
     }
 
     fn scatter(&self, job: ScatterJob) {
@@ -177,7 +177,7 @@ impl Drop for HostDevice {
     }
 }
 
-impl Shared {
+impl HostShared {
     fn work(&self) {
         let mut queue = self.queue.lock();
         loop {
@@ -186,8 +186,8 @@ impl Shared {
                     queue.running += 1;
                     drop(queue);
                     match job {
-                        Job::Scatter(job) => finish_scatter(job, scatter::run),
-                        Job::Gather(job) => finish_gather(job, gather::run),
+                        HostJob::Scatter(job) => finish_scatter(job, scatter::run),
+                        HostJob::Gather(job) => finish_gather(job, gather::run),
                     }
                     queue = self.queue.lock();
                     queue.running -= 1;
@@ -201,13 +201,13 @@ impl Shared {
 
 /// What the copy loops say of a job that did not fail.
 #[derive(Default)]
-struct Outcome {
+struct CopyOutcome {
     crcs: Vec<u32>,
     skipped: bool,
     skipped_blocks: Vec<u32>,
 }
 
-impl Outcome {
+impl CopyOutcome {
     fn skipped() -> Self {
         Self { skipped: true, ..Self::default() }
     }
@@ -217,31 +217,31 @@ fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the device has been closed")
 }
 
-fn guarded(run: impl FnOnce() -> Result<Outcome>) -> (Outcome, Option<Error>) {
+fn guarded(run: impl FnOnce() -> Result<CopyOutcome>) -> (CopyOutcome, Option<Error>) {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(mut outcome)) => {
             outcome.skipped_blocks.sort_unstable();
             outcome.skipped_blocks.dedup();
             (outcome, None)
         }
-        Ok(Err(e)) => (Outcome::default(), Some(e)),
-        Err(_) => (Outcome::default(), Some(Error::new(ErrorKind::Internal, "a copy job panicked"))),
+        Ok(Err(e)) => (CopyOutcome::default(), Some(e)),
+        Err(_) => (CopyOutcome::default(), Some(Error::new(ErrorKind::Internal, "a copy job panicked"))),
     }
 }
 
-fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<Outcome>) {
-    if job.zeros && job.staging.place() == Place::Host {
+fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<CopyOutcome>) {
+    if job.zeros && job.staging.place() == MemorySpace::Host {
         job.staging.as_mut_slice().fill(0);
     }
-    let (Outcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&job));
+    let (CopyOutcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&job));
     let ScatterJob { kv, staging, parts, gate, done, .. } = job;
     // Whoever hears of the end may expect that nothing of it is still held.
     drop((kv, parts, gate));
     call(|| done(Scattered { staging, crcs, skipped, skipped_blocks, error }));
 }
 
-fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<Outcome>) {
-    let (Outcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&mut job));
+fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<CopyOutcome>) {
+    let (CopyOutcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&mut job));
     let GatherJob { kv, staging, parts, gate, done, .. } = job;
     drop((kv, parts, gate));
     call(|| done(Gathered { staging, crcs, skipped, skipped_blocks, error }));
@@ -253,9 +253,9 @@ fn call(done: impl FnOnce()) {
     }
 }
 
-fn host_only(staging: &Buf, kv: Place) -> Result<()> {
+fn host_only(staging: &Buf, kv: MemorySpace) -> Result<()> {
     match (staging.place(), kv) {
-        (Place::Host, Place::Host) => Ok(()),
+        (MemorySpace::Host, MemorySpace::Host) => Ok(()),
         (s, k) => Err(Error::new(
             ErrorKind::InvalidInput,
             format!("the host device cannot move bytes between staging in {s:?} and KV in {k:?}"),

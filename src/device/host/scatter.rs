@@ -3,21 +3,21 @@
 
 use super::copy::{Axis, Drain, Grid, Stores, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
-use super::{Outcome, host_only};
-use crate::device::parts::{Blocks, Body, Plane, Resolved, Way, resolve};
+use super::{CopyOutcome, host_only};
+use crate::device::parts::{Blocks, Body, KvDirection, Plane, Resolved, resolve};
 use crate::device::{Gate, ScatterJob};
 use crate::error::Result;
 use crate::paged::ChunkPlan;
 
 /// Runs a job inside its gate.
-pub(super) fn run(job: &ScatterJob) -> Result<Outcome> {
+pub(super) fn run(job: &ScatterJob) -> Result<CopyOutcome> {
     host_only(&job.staging, job.kv.place())?;
     let staging = job.staging.as_slice();
     let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
-    let Some(_guard) = job.gate.enter() else { return Ok(Outcome::skipped()) };
+    let Some(_guard) = job.gate.enter() else { return Ok(CopyOutcome::skipped()) };
     // Dropped before the guard, whichever way this ends: who has closed the gate may use the memory.
     let _drain = Drain;
-    let mut outcome = Outcome { crcs: Vec::with_capacity(parts.len()), ..Outcome::default() };
+    let mut outcome = CopyOutcome { crcs: Vec::with_capacity(parts.len()), ..CopyOutcome::default() };
     for part in &parts {
         let extent = staging.get(part.extent.clone()).unwrap_or_default();
         let mut crc = ExtentCrc::new();
@@ -31,7 +31,7 @@ pub(super) fn run(job: &ScatterJob) -> Result<Outcome> {
             }
         };
         if !finished {
-            return Ok(Outcome::skipped());
+            return Ok(CopyOutcome::skipped());
         }
         outcome.crcs.push(crc.finish());
     }
@@ -57,7 +57,7 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut P
         let tile = extent.get(row(tokens.start)..row(tokens.end)).unwrap_or_default();
         pass.crc.update(tile);
         for &run in runs.overlapping(tokens.end) {
-            for (token, to, grid) in plane.grids(run, &tokens, Way::IntoKv) {
+            for (token, to, grid) in plane.grids(run, &tokens, KvDirection::IntoKv) {
                 let src = tile.as_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
                 // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile,
                 // their slots in blocks that the layout was checked to keep inside its memory,
@@ -113,7 +113,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// The runs with tokens below `end` that have not ended in an earlier tile.
-    pub(super) fn overlapping(&mut self, end: usize) -> &'a [crate::paged::Run] {
+    pub(super) fn overlapping(&mut self, end: usize) -> &'a [crate::paged::TokenRun] {
         let runs = self.plan.runs().get(self.next..).unwrap_or_default();
         let count = runs.partition_point(|r| (r.token as usize) < end);
         let ended = runs.partition_point(|r| r.token as usize + r.len as usize <= end);

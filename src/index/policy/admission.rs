@@ -77,7 +77,7 @@ pub struct Offered {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Name {
+struct ChunkName {
     /// The group it was told with.
     group: u64,
     /// New ends of its chain up to its own.
@@ -92,7 +92,7 @@ struct Name {
 
 /// New chunks of one kind that came together.
 #[derive(Debug)]
-struct Group {
+struct AdmissionGroup {
     kind: usize,
     born: u64,
     /// How far its waiting has been counted.
@@ -127,7 +127,7 @@ impl Default for Spans {
 
 /// The state of an admission policy, of one cache.
 #[derive(Debug)]
-pub struct Admission {
+pub struct AdmissionState {
     policy: AdmissionPolicy,
     /// Chunks that the cache has room for.
     room: u64,
@@ -135,8 +135,8 @@ pub struct Admission {
     clock: u64,
     learned: u64,
     /// The younger generation first.
-    names: [HashMap<u64, Name>; 2],
-    groups: VecDeque<Group>,
+    names: [HashMap<u64, ChunkName>; 2],
+    groups: VecDeque<AdmissionGroup>,
     first_group: u64,
     kinds: Vec<Seen>,
     /// Chunks that came back, any time.
@@ -144,7 +144,7 @@ pub struct Admission {
     last: u64,
 }
 
-impl Admission {
+impl AdmissionState {
     /// For a cache with room for `room` chunks.
     #[must_use]
     pub fn new(policy: AdmissionPolicy, room: u64) -> Self {
@@ -205,18 +205,18 @@ impl Admission {
                 AdmissionPolicy::SecondTouch => true,
                 _ => self.groups.back().is_some_and(|g| g.refused),
             };
-        self.remember(chunk.tag, Name { group, ends, place, back: false, refused });
+        self.remember(chunk.tag, ChunkName { group, ends, place, back: false, refused });
         if self.clock - self.learned >= (self.room / 16).max(64) {
             self.learn();
         }
         !refused
     }
 
-    fn name(&self, tag: u64) -> Option<Name> {
+    fn name(&self, tag: u64) -> Option<ChunkName> {
         self.names.iter().find_map(|generation| generation.get(&tag)).copied()
     }
 
-    fn remember(&mut self, tag: u64, name: Name) {
+    fn remember(&mut self, tag: u64, name: ChunkName) {
         let [young, old] = &mut self.names;
         old.remove(&tag);
         young.insert(tag, name);
@@ -232,19 +232,19 @@ impl Admission {
         if adaptive && let Some(seen) = self.kinds.get_mut(kind) {
             seen.offered += 1.0;
             let now = self.clock;
-            let near = |g: &&mut Group| g.kind == kind && place > 0 && now - g.born < GROUP;
+            let near = |g: &&mut AdmissionGroup| g.kind == kind && place > 0 && now - g.born < GROUP;
             match self.groups.back_mut().filter(near) {
                 Some(group) => group.waiting += 1,
                 None => {
                     let refused = seen.refuses();
-                    self.groups.push_back(Group { kind, born: now, told: now, waiting: 1, refused });
+                    self.groups.push_back(AdmissionGroup { kind, born: now, told: now, waiting: 1, refused });
                 }
             }
         }
         (self.first_group + self.groups.len() as u64).saturating_sub(1)
     }
 
-    fn returned(&mut self, tag: u64, mut name: Name) {
+    fn returned(&mut self, tag: u64, mut name: ChunkName) {
         self.hits += 1.0;
         if !name.back {
             name.back = true;

@@ -10,14 +10,14 @@ fn chunk(chain: u64, depth: u64) -> Offered {
 }
 
 /// Offers chunks of one prompt; how many are stored.
-fn offer(admission: &mut Admission, chain: u64, depths: std::ops::Range<u64>) -> usize {
+fn offer(admission: &mut AdmissionState, chain: u64, depths: std::ops::Range<u64>) -> usize {
     let end = depths.end;
     depths.filter(|&at| admission.offer(&Offered { behind: (end - at - 1) as u32, ..chunk(chain, at) })).count()
 }
 
 #[test]
 fn all_stores_everything_and_remembers_nothing() {
-    let mut all = Admission::new(AdmissionPolicy::All, 100);
+    let mut all = AdmissionState::new(AdmissionPolicy::All, 100);
     assert_eq!((offer(&mut all, 1, 0..10), all.names()), (10, 0));
     all.used(chunk(1, 0).tag);
     assert_eq!(all.names(), 0);
@@ -25,7 +25,7 @@ fn all_stores_everything_and_remembers_nothing() {
 
 #[test]
 fn second_touch_stores_what_is_offered_again() {
-    let mut second = Admission::new(AdmissionPolicy::SecondTouch, 100);
+    let mut second = AdmissionState::new(AdmissionPolicy::SecondTouch, 100);
     assert_eq!(offer(&mut second, 1, 0..4), 0);
     assert_eq!(offer(&mut second, 1, 0..6), 4, "what is new behind it waits for its own second time");
     assert_eq!(offer(&mut second, 1, 4..6), 2);
@@ -34,7 +34,7 @@ fn second_touch_stores_what_is_offered_again() {
 
 #[test]
 fn what_follows_a_refused_chunk_is_refused_though_its_name_is_known() {
-    let mut second = Admission::new(AdmissionPolicy::SecondTouch, 100);
+    let mut second = AdmissionState::new(AdmissionPolicy::SecondTouch, 100);
     assert!(!second.offer(&chunk(1, 1)), "its own parent is not known");
     assert!(!second.offer(&chunk(1, 0)));
     assert!(!second.offer(&chunk(1, 1)), "the first time that its parent is refused before it");
@@ -43,14 +43,14 @@ fn what_follows_a_refused_chunk_is_refused_though_its_name_is_known() {
 
 #[test]
 fn names_are_forgotten_by_generations_and_bounded() {
-    let mut second = Admission::new(AdmissionPolicy::SecondTouch, 1);
+    let mut second = AdmissionState::new(AdmissionPolicy::SecondTouch, 1);
     for chain in 0..50_000 {
         offer(&mut second, chain, 0..1);
         assert!(second.names() <= 2 * NAME_BOUNDS.0);
     }
     assert_eq!(offer(&mut second, 0, 0..1), 0, "forgotten");
     assert_eq!(offer(&mut second, 49_999, 0..1), 1);
-    let mut adaptive = Admission::new(ADAPTIVE, 100);
+    let mut adaptive = AdmissionState::new(ADAPTIVE, 100);
     for chain in 0..50_000 {
         offer(&mut adaptive, chain, 0..1);
         assert!(adaptive.groups.len() as u64 <= 2 * 100 + 64 + 1, "{}", adaptive.groups.len());
@@ -58,7 +58,7 @@ fn names_are_forgotten_by_generations_and_bounded() {
 }
 
 /// Prompts of 40 chunks that never come back, and of 3 that all do.
-fn mixed(admission: &mut Admission, rounds: u64) -> [usize; 3] {
+fn mixed(admission: &mut AdmissionState, rounds: u64) -> [usize; 3] {
     let mut stored = [0; 3];
     for round in 0..rounds {
         stored[0] += offer(admission, 1_000_000 + round, 0..40);
@@ -74,10 +74,10 @@ fn mixed(admission: &mut Admission, rounds: u64) -> [usize; 3] {
 
 #[test]
 fn adaptive_learns_which_kinds_come_back() {
-    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    let mut adaptive = AdmissionState::new(ADAPTIVE, 2000);
     let [_, short, _] = mixed(&mut adaptive, 500);
     assert_eq!(short, 1500, "what comes back is stored from the first time on");
-    let [long, short, partial] = mixed(&mut Admission { names: Default::default(), ..adaptive }, 500);
+    let [long, short, partial] = mixed(&mut AdmissionState { names: Default::default(), ..adaptive }, 500);
     assert_eq!(short, 1500);
     assert_eq!(long, 0);
     assert_eq!(partial, 0);
@@ -85,16 +85,16 @@ fn adaptive_learns_which_kinds_come_back() {
 
 #[test]
 fn adaptive_stores_everything_until_it_has_seen_something() {
-    let mut adaptive = Admission::new(ADAPTIVE, 100_000);
+    let mut adaptive = AdmissionState::new(ADAPTIVE, 100_000);
     assert_eq!(offer(&mut adaptive, 1, 0..500), 500);
-    let mut careful = Admission::new(AdmissionPolicy::Adaptive { loss: 0.0 }, 1000);
+    let mut careful = AdmissionState::new(AdmissionPolicy::Adaptive { loss: 0.0 }, 1000);
     let [long, short, partial] = mixed(&mut careful, 500);
     assert_eq!((long, short, partial), (20_000, 1500, 500), "no loss allowed, nothing is certain");
 }
 
 #[test]
 fn an_end_that_is_offered_in_pieces_is_refused_from_where_it_is_too_long() {
-    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    let mut adaptive = AdmissionState::new(ADAPTIVE, 2000);
     mixed(&mut adaptive, 500);
     let pieces = [0..4, 4..8, 8..40].map(|piece| offer(&mut adaptive, 50_000_000, piece));
     assert_eq!(pieces, [4, 4, 0], "nothing of a middling length has been seen");
@@ -103,7 +103,7 @@ fn an_end_that_is_offered_in_pieces_is_refused_from_where_it_is_too_long() {
 
 #[test]
 fn a_kind_that_returns_again_is_stored_again() {
-    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    let mut adaptive = AdmissionState::new(ADAPTIVE, 2000);
     mixed(&mut adaptive, 500);
     let base = 10_000_000;
     let mut stored = 0;
@@ -118,7 +118,7 @@ fn a_kind_that_returns_again_is_stored_again() {
 
 #[test]
 fn the_same_calls_decide_the_same() {
-    let (mut a, mut b) = (Admission::new(ADAPTIVE, 300), Admission::new(ADAPTIVE, 300));
+    let (mut a, mut b) = (AdmissionState::new(ADAPTIVE, 300), AdmissionState::new(ADAPTIVE, 300));
     assert_eq!(mixed(&mut a, 700), mixed(&mut b, 700));
     assert_eq!(format!("{:?}", a.kinds), format!("{:?}", b.kinds));
 }
@@ -148,7 +148,7 @@ fn lengths_ends_and_answers_have_kinds_of_their_own() {
 
 #[test]
 fn what_was_generated_tells_chunks_apart_that_are_alike_otherwise() {
-    let mut adaptive = Admission::new(ADAPTIVE, 2000);
+    let mut adaptive = AdmissionState::new(ADAPTIVE, 2000);
     let mut stored = [0; 2];
     for round in 0..600 {
         for (at, generated) in [(0, 1), (1, 500)] {
@@ -166,7 +166,7 @@ fn what_was_generated_tells_chunks_apart_that_are_alike_otherwise() {
 
 #[test]
 fn of_the_last_kind_a_part_is_refused() {
-    let mut adaptive = Admission::new(AdmissionPolicy::Adaptive { loss: 0.1 }, 4000);
+    let mut adaptive = AdmissionState::new(AdmissionPolicy::Adaptive { loss: 0.1 }, 4000);
     let mut stored = 0;
     for round in 0..2000 {
         let admitted = offer(&mut adaptive, round, 0..4);
@@ -184,7 +184,7 @@ fn of_the_last_kind_a_part_is_refused() {
 
 #[test]
 fn what_mostly_returns_is_never_refused() {
-    let mut adaptive = Admission::new(AdmissionPolicy::Adaptive { loss: 0.5 }, 2000);
+    let mut adaptive = AdmissionState::new(AdmissionPolicy::Adaptive { loss: 0.5 }, 2000);
     for round in 0..1000 {
         assert_eq!(offer(&mut adaptive, round, 0..3), 3);
         if round >= 4 {

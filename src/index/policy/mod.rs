@@ -12,7 +12,7 @@ mod reuse;
 
 use std::cmp::Reverse;
 
-pub use admission::{Admission, AdmissionPolicy, NAME_BYTES, Offered};
+pub use admission::{AdmissionPolicy, AdmissionState, NAME_BYTES, Offered};
 pub use prefix::{ChainChunk, Prefix, SavedPrefix, SavingPrefix};
 
 /// What a policy sees of a segment.
@@ -52,7 +52,7 @@ pub struct ChunkSummary {
 
 /// How soon a segment goes: the least goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Rank(pub u64, pub u64);
+pub struct EvictionRank(pub u64, pub u64);
 
 /// An order of reclaim of whole segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -70,16 +70,16 @@ pub enum Reclaim {
 impl Reclaim {
     /// How soon a sealed segment goes.
     #[must_use]
-    pub fn rank(self, segment: &SegmentSummary) -> Rank {
+    pub fn rank(self, segment: &SegmentSummary) -> EvictionRank {
         match self {
-            Self::Prefix => Rank(segment.live_bytes, segment.first_seq),
+            Self::Prefix => EvictionRank(segment.live_bytes, segment.first_seq),
             Self::Lru => {
                 // In 64ths of the hottest possible, so that nearly equal segments go by age and
                 // sampling noise decides nothing.
                 let hot = (u128::from(segment.hot_bytes) * 64).checked_div(u128::from(segment.live_bytes)).unwrap_or(0);
-                Rank((hot as u64) << 32 | u64::from(segment.last_touch), segment.first_seq)
+                EvictionRank((hot as u64) << 32 | u64::from(segment.last_touch), segment.first_seq)
             }
-            Self::Fifo => Rank(segment.first_seq, u64::from(segment.segment)),
+            Self::Fifo => EvictionRank(segment.first_seq, u64::from(segment.segment)),
         }
     }
 

@@ -27,7 +27,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 pub use saved::{SavedPrefix, SavingPrefix};
 
 use super::reuse::{FRESH, KINDS, Reuse};
-use groups::{Group, Groups, Order, Sort, Worths};
+use groups::{ChunkGroup, Groups, Order, Sort, Worths};
 use records::Records;
 use young::Young;
 
@@ -352,7 +352,7 @@ impl Prefix {
     }
 
     fn make_group(&mut self, sort: Sort) -> u32 {
-        let number = self.groups.add(Group::new(sort, self.clock, 0));
+        let number = self.groups.add(ChunkGroup::new(sort, self.clock, 0));
         // Where nothing is ordered, it will be before the least is asked for.
         if let Some(group) = self.groups.get(number).filter(|_| !self.order.is_empty()) {
             self.young.add(number, group);
@@ -388,7 +388,7 @@ impl Prefix {
             return number;
         }
         // Neighbours may change places: then the chunk before it comes after it.
-        let near = |g: &Group| {
+        let near = |g: &ChunkGroup| {
             self.chunks.depths(g.held).is_some_and(|(first, last)| {
                 let within = first.saturating_sub(DISORDER)..=last.saturating_add(DISORDER);
                 within.contains(&chunk.depth) && !self.chunks.has_depth(g.held, chunk.depth)
@@ -445,7 +445,7 @@ impl Prefix {
             self.sort();
         }
         while let Some((_, number)) = self.order.last() {
-            if self.groups.get(number).is_some_and(Group::is_held) {
+            if self.groups.get(number).is_some_and(ChunkGroup::is_held) {
                 break;
             }
             self.order.pop();

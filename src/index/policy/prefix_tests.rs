@@ -243,7 +243,7 @@ fn what_was_learned_is_known_after_a_restart() {
     let mut after = Prefix::restored(&read_again(&saved), 2000).unwrap();
     check(&after);
     let known = |p: &Prefix| {
-        let known = |(n, k): (u32, records::Record)| (k.tag, k.depth(), k.is_held(), p.bytes(n));
+        let known = |(n, k): (u32, records::ChunkRecord)| (k.tag, k.depth(), k.is_held(), p.bytes(n));
         p.chunks.iter().map(known).collect::<HashSet<_>>()
     };
     assert_eq!(known(&after), known(&before));
@@ -251,7 +251,7 @@ fn what_was_learned_is_known_after_a_restart() {
     assert!(saved_again(&mut after) == saved, "it would be saved the same");
     // It finds as much as one that went on, and more than one that begins anew with the same chunks.
     let mut anew = Prefix::new(2000);
-    let mut held: Vec<_> = before.chunks.iter().map(|(_, k)| k).filter(records::Record::is_held).collect();
+    let mut held: Vec<_> = before.chunks.iter().map(|(_, k)| k).filter(records::ChunkRecord::is_held).collect();
     held.sort_unstable_by_key(|k| k.tag);
     for k in held {
         anew.stored(&ChainChunk { tag: k.tag, parent: 0, depth: k.depth(), bytes: 10, partial: false });

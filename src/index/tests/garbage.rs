@@ -27,7 +27,7 @@ fn use_table(t: &Table) {
     assert!(seen <= t.slots());
 }
 
-fn use_lane(lane: &Lane) {
+fn use_lane(lane: &SharedLane) {
     let env = LeaseEnv { now_ns: 5, alive: &alive };
     for segment in [0, 1, 63, 64, u32::MAX] {
         let _ = lane.segment(segment);
@@ -51,8 +51,8 @@ fn empty_short_and_foreign_files_are_refused() {
             for access in [Access::ReadOnly, Access::ReadWrite] {
                 let kinds = [
                     Table::attach(&file, BOOT, access).unwrap_err().kind(),
-                    Lane::attach(&file, BOOT, holder(2), access).unwrap_err().kind(),
-                    Shard::attach(&file, BOOT, access).unwrap_err().kind(),
+                    SharedLane::attach(&file, BOOT, holder(2), access).unwrap_err().kind(),
+                    SharedShard::attach(&file, BOOT, access).unwrap_err().kind(),
                 ];
                 assert_eq!(kinds, [ErrorKind::Corrupt; 3]);
             }
@@ -67,7 +67,7 @@ fn empty_short_and_foreign_files_are_refused() {
 fn a_file_of_another_kind_boot_or_version_is_refused() {
     let file = file_of(Table::file_bytes(100).unwrap());
     Table::create(&file, &table_spec(100, 1)).unwrap();
-    assert_eq!(Shard::attach(&file, BOOT, Access::ReadOnly).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(SharedShard::attach(&file, BOOT, Access::ReadOnly).unwrap_err().kind(), ErrorKind::Corrupt);
     let other = Table::attach(&file, BootId([3, 4]), Access::ReadOnly).unwrap_err();
     assert_eq!(other.kind(), ErrorKind::Incompatible);
     overwrite(&file, &u64::MAX.to_le_bytes(), 8);
@@ -112,16 +112,16 @@ proptest! {
 
     #[test]
     fn garbage_lanes_do_no_harm(seed: u64, flip in 0usize..4096, body: bool) {
-        let bytes = Lane::file_bytes(64);
+        let bytes = SharedLane::file_bytes(64);
         let file = file_of(bytes);
-        let writer = Lane::create(&file, &lane_spec(64, None)).unwrap();
+        let writer = SharedLane::create(&file, &lane_spec(64, None)).unwrap();
         if body {
             overwrite(&file, &noise(seed, bytes as usize - 128), 128);
         } else {
             overwrite(&file, &[seed as u8], flip as u64);
         }
         use_lane(&writer);
-        if let Ok(lane) = Lane::attach(&file, BOOT, holder(3), Access::ReadWrite) {
+        if let Ok(lane) = SharedLane::attach(&file, BOOT, holder(3), Access::ReadWrite) {
             use_lane(&lane);
         }
     }

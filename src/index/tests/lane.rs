@@ -15,15 +15,15 @@ fn env(now_ns: u64) -> LeaseEnv<'static> {
 }
 
 struct Both {
-    writer: Lane,
-    reader: Lane,
+    writer: SharedLane,
+    reader: SharedLane,
     file: std::fs::File,
 }
 
 fn both(segments: u32, limit: Option<u32>) -> Both {
-    let file = file_of(Lane::file_bytes(segments));
-    let writer = Lane::create(&file, &lane_spec(segments, limit)).unwrap();
-    let reader = Lane::attach(&file, BOOT, holder(2), Access::ReadWrite).unwrap();
+    let file = file_of(SharedLane::file_bytes(segments));
+    let writer = SharedLane::create(&file, &lane_spec(segments, limit)).unwrap();
+    let reader = SharedLane::attach(&file, BOOT, holder(2), Access::ReadWrite).unwrap();
     for s in 0..segments {
         writer.set_segment(s, SegmentState::Sealed, 1).unwrap();
     }
@@ -63,7 +63,7 @@ fn an_expired_lease_protects_nothing_and_its_guard_harms_nothing() {
     assert!(b.writer.try_condemn(0, &env(end - 1)).is_err());
     assert_eq!(b.writer.sweep_leases(&env(end)), 1);
     // Another process gets the same record; ending the expired lease must not end its lease.
-    let third = Lane::attach(&b.file, BOOT, holder(3), Access::ReadWrite).unwrap();
+    let third = SharedLane::attach(&b.file, BOOT, holder(3), Access::ReadWrite).unwrap();
     let other = third.lease(1, 1, end + 100, &env(end)).unwrap();
     drop(old);
     assert_eq!(b.writer.try_condemn(1, &env(end)).unwrap_err(), CondemnRefused::Leased(holder(3)));
@@ -87,7 +87,7 @@ fn a_later_expiry_extends_the_lease_for_all_guards() {
 fn leases_of_the_dead_are_taken_away() {
     let b = both(8, Some(1));
     let guard = b.reader.lease(0, 1, u64::MAX, &env(0)).unwrap();
-    let third = Lane::attach(&b.file, BOOT, holder(3), Access::ReadWrite).unwrap();
+    let third = SharedLane::attach(&b.file, BOOT, holder(3), Access::ReadWrite).unwrap();
     assert_eq!(third.lease(1, 1, 100, &env(0)).unwrap_err(), LeaseRefused::Share);
     let dead = |h: &Holder| *h != holder(2);
     let env_dead = LeaseEnv { now_ns: 0, alive: &dead };
@@ -133,7 +133,7 @@ fn a_process_that_dies_while_claiming_leaks_nothing() {
 #[test]
 fn a_read_only_process_gets_no_lease() {
     let b = both(8, None);
-    let ro = Lane::attach(&b.file, BOOT, holder(4), Access::ReadOnly).unwrap();
+    let ro = SharedLane::attach(&b.file, BOOT, holder(4), Access::ReadOnly).unwrap();
     assert_eq!(ro.lease(0, 1, 100, &env(0)).unwrap_err(), LeaseRefused::ReadOnly);
     assert_eq!(ro.segment(0).unwrap().state, SegmentState::Sealed);
     ro.touch([key(1)].iter());
@@ -146,14 +146,14 @@ fn a_new_writer_keeps_the_leases_it_finds() {
     let guard = b.reader.lease(2, 1, 100, &env(0)).unwrap();
     drop(b.writer);
     let spec = LaneSpec { writer: holder(9), ..lane_spec(8, None) };
-    let next = Lane::resume(&b.file, &spec).unwrap();
+    let next = SharedLane::resume(&b.file, &spec).unwrap();
     assert_eq!(b.reader.writer(), holder(9));
     next.set_segment(2, SegmentState::Sealed, 1).unwrap();
     assert_eq!(next.try_condemn(2, &env(0)).unwrap_err(), CondemnRefused::Leased(holder(2)));
     drop(guard);
     next.try_condemn(2, &env(0)).unwrap();
     let other = LaneSpec { segments: 9, ..spec };
-    assert_eq!(Lane::resume(&b.file, &other).unwrap_err().kind(), ErrorKind::Incompatible);
+    assert_eq!(SharedLane::resume(&b.file, &other).unwrap_err().kind(), ErrorKind::Incompatible);
     next.mark_moved();
     assert!(b.reader.moved());
 }
@@ -184,7 +184,7 @@ fn a_leased_segment_is_never_overwritten() {
     let rounds = if cfg!(miri) { 20 } else { 400 };
     std::thread::scope(|s| {
         for r in 0..2 {
-            let lane = Lane::attach(&b.file, BOOT, holder(10 + r), Access::ReadWrite).unwrap();
+            let lane = SharedLane::attach(&b.file, BOOT, holder(10 + r), Access::ReadWrite).unwrap();
             let (contents, stop, leases) = (&contents, &stop, &leases);
             s.spawn(move || {
                 let mut n = r;

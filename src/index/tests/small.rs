@@ -145,25 +145,25 @@ fn a_file_used_before_is_cleared() {
 
 #[test]
 fn the_shard_page_counts_for_all() {
-    let file = file_of(Shard::FILE_BYTES);
-    let a = Shard::create(&file, BOOT, holder(1)).unwrap();
-    let b = Shard::attach(&file, BOOT, Access::ReadWrite).unwrap();
-    let ro = Shard::attach(&file, BOOT, Access::ReadOnly).unwrap();
+    let file = file_of(SharedShard::FILE_BYTES);
+    let a = SharedShard::create(&file, BOOT, holder(1)).unwrap();
+    let b = SharedShard::attach(&file, BOOT, Access::ReadWrite).unwrap();
+    let ro = SharedShard::attach(&file, BOOT, Access::ReadOnly).unwrap();
     a.raise_to(3 << 40);
     b.raise_to(2 << 40);
     assert_eq!([a.next_seq().unwrap(), b.next_seq().unwrap()], [(3 << 40) + 1, (3 << 40) + 2]);
     assert_eq!(ro.next_seq().unwrap_err().kind(), ErrorKind::Permission);
     b.bump_lanes();
     assert_eq!((ro.last_seq(), ro.lane_generation()), ((3 << 40) + 2, 1));
-    let other_boot = Shard::attach(&file, BootId([9, 9]), Access::ReadOnly).unwrap_err();
+    let other_boot = SharedShard::attach(&file, BootId([9, 9]), Access::ReadOnly).unwrap_err();
     assert_eq!(other_boot.kind(), ErrorKind::Incompatible);
 }
 
 #[test]
 fn floors_of_everything_and_of_tenants_are_seen_by_all_and_never_sink() {
-    let file = file_of(Shard::FILE_BYTES);
-    let a = Shard::create(&file, BOOT, holder(1)).unwrap();
-    let ro = Shard::attach(&file, BOOT, Access::ReadOnly).unwrap();
+    let file = file_of(SharedShard::FILE_BYTES);
+    let a = SharedShard::create(&file, BOOT, holder(1)).unwrap();
+    let ro = SharedShard::attach(&file, BOOT, Access::ReadOnly).unwrap();
     assert!(!ro.has_tenant_floors() && ro.is_above_floor(Some(7), 1) && ro.is_above_floor(None, 1));
     a.set_floors(1, 5, &[(7, 20), (8, 10)]);
     let above = |tenant, seqs: [u64; 2]| seqs.map(|seq| ro.is_above_floor(tenant, seq));

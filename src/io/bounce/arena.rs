@@ -9,12 +9,12 @@ pub(super) const UNIT_BYTES: usize = 64 << 10;
 
 /// A run of units that somebody holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct ArenaRun {
     first: usize,
     units: usize,
 }
 
-impl Run {
+impl ArenaRun {
     /// Its offset in the memory in bytes.
     pub(super) fn offset(self) -> usize {
         self.first * UNIT_BYTES
@@ -36,7 +36,7 @@ impl Arena {
 
     /// A run for `wanted` bytes, or the longest one that is free if that is `enough` bytes at
     /// least. Gives the run and how many of the wanted bytes fit.
-    pub(super) fn take(&mut self, wanted: usize, enough: usize) -> Option<(Run, usize)> {
+    pub(super) fn take(&mut self, wanted: usize, enough: usize) -> Option<(ArenaRun, usize)> {
         let wanted_units = wanted.div_ceil(UNIT_BYTES).max(1);
         let enough_units = enough.div_ceil(UNIT_BYTES).clamp(1, wanted_units);
         if self.free < enough_units {
@@ -47,7 +47,7 @@ impl Arena {
         Some((run, wanted.min(run.units * UNIT_BYTES)))
     }
 
-    pub(super) fn give(&mut self, run: Run) {
+    pub(super) fn give(&mut self, run: ArenaRun) {
         self.mark(run, false);
     }
 
@@ -57,13 +57,13 @@ impl Arena {
     }
 
     /// The first run of `units`, else the longest.
-    fn first_fit(&self, units: usize) -> Option<Run> {
-        let mut longest: Option<Run> = None;
+    fn first_fit(&self, units: usize) -> Option<ArenaRun> {
+        let mut longest: Option<ArenaRun> = None;
         let mut at = 0;
         while let Some(first) = self.used.iter().skip(at).position(|u| !u).map(|n| at + n) {
             let len = self.used.iter().skip(first).take(units).take_while(|u| !**u).count();
             if longest.is_none_or(|r| len > r.units) {
-                longest = Some(Run { first, units: len });
+                longest = Some(ArenaRun { first, units: len });
             }
             if len == units {
                 break;
@@ -73,7 +73,7 @@ impl Arena {
         longest
     }
 
-    fn mark(&mut self, run: Run, used: bool) {
+    fn mark(&mut self, run: ArenaRun, used: bool) {
         for unit in self.used.iter_mut().skip(run.first).take(run.units) {
             *unit = used;
         }

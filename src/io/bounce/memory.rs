@@ -1,6 +1,6 @@
 //! The pinned host memory of a bounce queue, lent out piece by piece.
 //!
-//! Invariant: a piece is nobody else's from [`Memory::take`] until its [`Slot`] is dropped, by
+//! Invariant: a piece is nobody else's from [`BounceMemory::take`] until its [`PinnedSlot`] is dropped, by
 //! whoever holds it then: a drive that hangs keeps the slot, not the accelerator's memory.
 #![expect(unsafe_code, reason = "pieces of a region are handed to the kernel by address")]
 
@@ -8,11 +8,11 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use super::Shared;
-use super::arena::{Arena, Run, UNIT_BYTES};
+use super::BounceShared;
+use super::arena::{Arena, ArenaRun, UNIT_BYTES};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::jobs::Upcoming;
-use crate::io::{IoBuf, MemRegion, Mover, Place};
+use crate::io::{IoBuf, MemRegion, MemorySpace, Mover};
 
 /// Largest piece: a copy of this size runs at full speed, and its latency is small against the read
 /// of the next.
@@ -24,24 +24,24 @@ const ENOUGH_BYTES: usize = 1 << 20;
 /// Less pinned memory than this is not tried.
 const LEAST_BYTES: usize = 1 << 20;
 
-pub(super) struct Memory {
+pub(super) struct BounceMemory {
     region: Arc<dyn MemRegion>,
     arena: Mutex<Arena>,
     piece_bytes: usize,
     /// Whom to tell that a slot is free.
-    queue: Weak<Shared>,
+    queue: Weak<BounceShared>,
 }
 
-impl Memory {
+impl BounceMemory {
     /// `region` must pass [`check`].
-    pub(super) fn new(region: Arc<dyn MemRegion>, queue: Weak<Shared>) -> Arc<Self> {
+    pub(super) fn new(region: Arc<dyn MemRegion>, queue: Weak<BounceShared>) -> Arc<Self> {
         let arena = Mutex::new(Arena::new(region.len()));
         let piece_bytes = (region.len() / MIN_PIECES / UNIT_BYTES * UNIT_BYTES).clamp(UNIT_BYTES, MAX_PIECE_BYTES);
         Arc::new(Self { region, arena, piece_bytes, queue })
     }
 
     /// Memory for a piece of what is `next`, and how many bytes of it fit.
-    pub(super) fn take(self: &Arc<Self>, next: Upcoming) -> Option<(Slot, usize)> {
+    pub(super) fn take(self: &Arc<Self>, next: Upcoming) -> Option<(PinnedSlot, usize)> {
         let wanted = next.bytes.min(self.piece_bytes);
         let mut arena = self.arena.lock();
         let enough = match next.cut {
@@ -50,7 +50,7 @@ impl Memory {
             false => ENOUGH_BYTES,
         };
         let (run, len) = arena.take(wanted, enough)?;
-        Some((Slot { memory: Arc::clone(self), run, len, tells: true }, len))
+        Some((PinnedSlot { memory: Arc::clone(self), run, len, tells: true }, len))
     }
 }
 
@@ -77,15 +77,15 @@ pub(in crate::io) fn pinned(mover: &dyn Mover, wanted: usize) -> Result<(Arc<dyn
 }
 
 /// A piece of the memory in use.
-pub(super) struct Slot {
-    memory: Arc<Memory>,
-    run: Run,
+pub(super) struct PinnedSlot {
+    memory: Arc<BounceMemory>,
+    run: ArenaRun,
     len: usize,
     /// Whether its end is news for the queue.
     tells: bool,
 }
 
-impl Slot {
+impl PinnedSlot {
     /// Gives back what was taken for nothing, under the queue's lock.
     pub(super) fn put_back(mut self) {
         self.tells = false;
@@ -95,7 +95,7 @@ impl Slot {
 // SAFETY: the arena gives every run to one slot at a time, the region is one valid mapping for as
 // long as it lives, and the slot keeps it. Whoever made the region answers for its bytes being
 // initialised.
-unsafe impl IoBuf for Slot {
+unsafe impl IoBuf for PinnedSlot {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.memory.region.as_mut_ptr().wrapping_add(self.run.offset())
     }
@@ -104,8 +104,8 @@ unsafe impl IoBuf for Slot {
         self.len
     }
 
-    fn place(&self) -> Place {
-        Place::Host
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Host
     }
 
     fn region(&self) -> Option<(u64, usize)> {
@@ -113,7 +113,7 @@ unsafe impl IoBuf for Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for PinnedSlot {
     fn drop(&mut self) {
         self.memory.arena.lock().give(self.run);
         if self.tells

@@ -21,26 +21,26 @@ use std::time::Instant;
 use parking_lot::{Condvar, MutexGuard};
 
 use super::door::{Behind, Closing, Door, Frame, Taken};
-use super::jobs::{Ended, Expired, Jobs, Moved, Span};
+use super::jobs::{Ended, Expired, IoSpan, Jobs, Moved};
 use super::stats::IoStats;
-use super::{Backend, MemRegion, Mover, QueueSpec};
+use super::{MemRegion, Mover, QueueBackend, QueueSpec};
 use crate::error::{Error, Result};
 
-use memory::Memory;
+use memory::BounceMemory;
 pub(super) use memory::pinned;
 
 /// A queue by way of pinned memory.
-pub(super) type Bounce = Door<Shared>;
+pub(super) type Bounce = Door<BounceShared>;
 
-pub(super) struct Shared {
-    frame: Frame<State>,
-    host: Arc<dyn Backend>,
+pub(super) struct BounceShared {
+    frame: Frame<BounceState>,
+    host: Arc<dyn QueueBackend>,
     mover: Arc<dyn Mover>,
-    memory: Arc<Memory>,
+    memory: Arc<BounceMemory>,
     /// What the parts of requests count in, so that they do not count as requests.
     parts: Arc<IoStats>,
     watch: Condvar,
-    me: Weak<Shared>,
+    me: Weak<BounceShared>,
 }
 
 /// Where a piece is.
@@ -50,12 +50,12 @@ enum Stage {
     Copy,
 }
 
-pub(super) struct State {
+pub(super) struct BounceState {
     jobs: Jobs,
     closing: Closing,
     /// Pieces under way, by a number that is never used again; one that is not here any more was
     /// given up.
-    parts: HashMap<u64, (Span, Stage)>,
+    parts: HashMap<u64, (IoSpan, Stage)>,
     next_part: u64,
     /// A thread is starting pieces; there may be more to start than it has seen.
     pumping: bool,
@@ -64,7 +64,7 @@ pub(super) struct State {
     watched: bool,
 }
 
-impl State {
+impl BounceState {
     fn is_over(&self) -> bool {
         self.closing.has_begun() && self.jobs.live() == 0
     }
@@ -96,12 +96,12 @@ impl Bounce {
     /// Starts the queue over `host`, which must serve the same direction, through `pinned`.
     pub(super) fn start(
         spec: QueueSpec,
-        host: Arc<dyn Backend>,
+        host: Arc<dyn QueueBackend>,
         mover: Arc<dyn Mover>,
         pinned: Arc<dyn MemRegion>,
     ) -> Result<Self> {
         memory::check(&*pinned)?;
-        let state = State {
+        let state = BounceState {
             jobs: Jobs::new(usize::MAX),
             closing: Closing::default(),
             parts: HashMap::new(),
@@ -111,11 +111,11 @@ impl Bounce {
             watching_until: None,
             watched: true,
         };
-        let shared = Arc::new_cyclic(|me: &Weak<Shared>| Shared {
+        let shared = Arc::new_cyclic(|me: &Weak<BounceShared>| BounceShared {
             frame: Frame::new(spec, state),
             host,
             mover,
-            memory: Memory::new(pinned, Weak::clone(me)),
+            memory: BounceMemory::new(pinned, Weak::clone(me)),
             parts: Arc::default(),
             watch: Condvar::new(),
             me: Weak::clone(me),
@@ -128,18 +128,18 @@ impl Bounce {
     }
 }
 
-impl Behind for Shared {
-    type State = State;
+impl Behind for BounceShared {
+    type State = BounceState;
 
-    fn frame(&self) -> &Frame<State> {
+    fn frame(&self) -> &Frame<BounceState> {
         &self.frame
     }
 
-    fn closing(state: &mut State) -> &mut Closing {
+    fn closing(state: &mut BounceState) -> &mut Closing {
         &mut state.closing
     }
 
-    fn take(&self, state: &mut State, (request, submitted, stats): Taken) -> bool {
+    fn take(&self, state: &mut BounceState, (request, submitted, stats): Taken) -> bool {
         state.jobs.admit(request, submitted, stats);
         if state.watching_until.is_none_or(|t| state.jobs.next_check().is_some_and(|d| d < t)) {
             self.watch.notify_one();
@@ -155,16 +155,16 @@ impl Behind for Shared {
         self.watch.notify_all();
     }
 
-    fn is_over(&self, state: &State) -> bool {
+    fn is_over(&self, state: &BounceState) -> bool {
         state.is_over() && !state.watched
     }
 
-    fn left(&self, state: &State) -> usize {
+    fn left(&self, state: &BounceState) -> usize {
         state.jobs.live()
     }
 }
 
-impl Shared {
+impl BounceShared {
     /// Starts what can be started. One thread does it at a time, so that pieces reach the host's
     /// queue in order.
     fn pump(&self) {

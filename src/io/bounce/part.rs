@@ -7,16 +7,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::memory::Slot;
-use super::{Shared, Stage, State};
+use super::memory::PinnedSlot;
+use super::{BounceShared, BounceState, Stage};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::jobs::{Failed, Jobs, Piece, Upcoming};
+use crate::io::jobs::{Failed, IoPiece, Jobs, Upcoming};
 use crate::io::{Buf, Completion, Copying, DirectFile, Op, Request};
 
 /// A piece that is about to start.
 pub(super) struct Start {
     part: u64,
-    piece: Piece,
+    piece: IoPiece,
     file: Arc<DirectFile>,
     /// Its pinned memory; none for a flush.
     slot: Option<Buf>,
@@ -32,9 +32,9 @@ struct Target {
 }
 
 /// Calls back exactly once, also where a mover forgets to.
-struct Told<F: FnOnce(Result<()>)>(Option<F>);
+struct CallOnce<F: FnOnce(Result<()>)>(Option<F>);
 
-impl<F: FnOnce(Result<()>)> Told<F> {
+impl<F: FnOnce(Result<()>)> CallOnce<F> {
     fn tell(mut self, result: Result<()>) {
         if let Some(f) = self.0.take() {
             f(result);
@@ -42,7 +42,7 @@ impl<F: FnOnce(Result<()>)> Told<F> {
     }
 }
 
-impl<F: FnOnce(Result<()>)> Drop for Told<F> {
+impl<F: FnOnce(Result<()>)> Drop for CallOnce<F> {
     fn drop(&mut self) {
         if let Some(f) = self.0.take() {
             f(Err(Error::new(ErrorKind::Internal, "an accelerator's copy was lost")));
@@ -50,20 +50,20 @@ impl<F: FnOnce(Result<()>)> Drop for Told<F> {
     }
 }
 
-fn next_of(jobs: &mut Jobs, most: usize) -> Option<(Piece, Arc<DirectFile>, Instant)> {
+fn next_of(jobs: &mut Jobs, most: usize) -> Option<(IoPiece, Arc<DirectFile>, Instant)> {
     let piece = jobs.next_within(most)?;
     Some((piece, Arc::clone(jobs.file(piece.span.job)?), jobs.deadline(piece.span.job)?.0))
 }
 
-impl Shared {
+impl BounceShared {
     /// The next piece for which there is memory.
-    pub(super) fn next(&self, state: &mut State) -> Option<Start> {
+    pub(super) fn next(&self, state: &mut BounceState) -> Option<Start> {
         let (slot, len) = match state.jobs.upcoming()? {
             Upcoming { bytes: 0, .. } => (None, usize::MAX),
             wanted => self.memory.take(wanted).map(|(slot, len)| (Some(slot), len))?,
         };
         let Some((piece, file, deadline)) = next_of(&mut state.jobs, len) else {
-            slot.into_iter().for_each(Slot::put_back);
+            slot.into_iter().for_each(PinnedSlot::put_back);
             return None;
         };
         let slot = slot.map(Buf::new);
@@ -110,7 +110,7 @@ impl Shared {
                 }
                 let (mover, host) = (Arc::clone(&self.mover), slot.as_mut_ptr());
                 debug_assert!(slot.len() >= target.len, "the slot was taken for this piece");
-                let told = Told(Some(move |r: Result<()>| {
+                let told = CallOnce(Some(move |r: Result<()>| {
                     drop(slot);
                     self.part_ended(target.part, r.map(|()| target.len).map_err(Failed::Because));
                 }));
@@ -133,7 +133,7 @@ impl Shared {
     fn copy_out(&self, target: Target, slot: Buf, at: (Arc<DirectFile>, u64, Instant)) {
         let Some(me) = self.me.upgrade() else { return };
         let host = slot.as_mut_ptr();
-        let told = Told(Some(move |r: Result<()>| me.was_copied(target, r.map(|()| slot), at)));
+        let told = CallOnce(Some(move |r: Result<()>| me.was_copied(target, r.map(|()| slot), at)));
         let copying = Copying { device: target.device, host, len: target.len, done: Box::new(move |r| told.tell(r)) };
         // SAFETY: as in `was_read`: the slot is ours until `done`, and the job table keeps the request's
         // memory.

@@ -34,7 +34,7 @@ const HANDLE_ALREADY_REGISTERED: i32 = 5028;
 
 /// The functions that we need; a library without one of them is not used.
 #[derive(Clone, Copy)]
-struct Calls {
+struct CufileCalls {
     handle_register: unsafe extern "C" fn(*mut Handle, *mut Descr) -> CuFileError,
     handle_deregister: unsafe extern "C" fn(Handle),
     buf_register: unsafe extern "C" fn(*const c_void, usize, i32) -> CuFileError,
@@ -43,7 +43,7 @@ struct Calls {
     write: unsafe extern "C" fn(Handle, *const c_void, usize, i64, i64) -> isize,
 }
 
-impl Calls {
+impl CufileCalls {
     fn of(s: &sys::Symbols) -> Option<Self> {
         Some(Self {
             handle_register: s.handle_register?,
@@ -59,17 +59,17 @@ impl Calls {
 /// The open driver.
 pub(super) struct Driver {
     library: CuFile,
-    calls: Calls,
+    calls: CufileCalls,
     version: Option<Version>,
     pid: u32,
     me: Weak<Self>,
-    files: Mutex<HashMap<u64, Arc<Entry>>>,
+    files: Mutex<HashMap<u64, Arc<FileRegistration>>>,
     regions: Mutex<HashMap<u64, Weak<Registered>>>,
 }
 
 /// A file's registration, made by whichever thread needs it first while the others wait.
 #[derive(Default)]
-struct Entry(OnceLock<Result<Registration, Refused>>);
+struct FileRegistration(OnceLock<Result<Registration, Refused>>);
 
 /// Why a file could not be registered.
 #[derive(Clone, Debug)]
@@ -101,7 +101,7 @@ pub(super) type Trouble = (usize, CufileReason);
 
 /// Where a block lies: memory known to cuFile by `base`, and the offset in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
+pub(super) struct RegisteredSpan {
     pub(super) base: *mut u8,
     pub(super) offset: usize,
     pub(super) len: usize,
@@ -125,7 +125,7 @@ impl Driver {
         }
         environment::prepare();
         let library = CuFile::open().map_err(|e| CufileReason::new(CufileCause::NoLibrary, tried(&e)))?;
-        let calls = Calls::of(library.symbols()).zip(library.symbols().driver_open);
+        let calls = CufileCalls::of(library.symbols()).zip(library.symbols().driver_open);
         let Some((calls, driver_open)) = calls else {
             return Err(CufileReason::new(CufileCause::BadLibrary, library.path().display().to_string()));
         };
@@ -193,7 +193,7 @@ impl Driver {
     pub(super) unsafe fn transfer(
         &self,
         file: &Arc<DirectFile>,
-        span: Span,
+        span: RegisteredSpan,
         at: (u64, bool),
     ) -> Result<Result<usize, TransferError>, Refused> {
         let entry = self.entry(file);
@@ -213,7 +213,7 @@ impl Driver {
     }
 
     /// The file's entry; new ones are forgotten when the file is closed.
-    fn entry(&self, file: &Arc<DirectFile>) -> Arc<Entry> {
+    fn entry(&self, file: &Arc<DirectFile>) -> Arc<FileRegistration> {
         let mut files = self.files.lock();
         if let Some(entry) = files.get(&file.id()) {
             return Arc::clone(entry);
@@ -337,12 +337,12 @@ impl Registered {
     }
 
     /// The first part of `len` bytes at `offset` that lies in one piece.
-    pub(super) fn first(&self, offset: usize, len: usize) -> Span {
+    pub(super) fn first(&self, offset: usize, len: usize) -> RegisteredSpan {
         let (at, within) = (offset / PIECE_BYTES, offset % PIECE_BYTES);
         let len = len.min(PIECE_BYTES - within);
         match self.pieces.get(at) {
-            Some(true) => Span { base: self.piece(at).0, offset: within, len },
-            _ => Span { base: self.region.as_mut_ptr().wrapping_add(offset), offset: 0, len },
+            Some(true) => RegisteredSpan { base: self.piece(at).0, offset: within, len },
+            _ => RegisteredSpan { base: self.region.as_mut_ptr().wrapping_add(offset), offset: 0, len },
         }
     }
 }

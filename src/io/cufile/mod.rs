@@ -22,14 +22,14 @@ use std::sync::Arc;
 
 use super::pool::Pool;
 use super::router::DevicePath;
-use super::{Backend, CufileChoice, DeviceSide, IoPath, Notes, Place, QueueSpec};
+use super::{CufileChoice, DeviceSide, IoPath, MemorySpace, Notes, QueueBackend, QueueSpec};
 use crate::error::Result;
 
 use driver::{Driver, Registered};
-use transfer::Cufile;
+use transfer::CufileTransfers;
 
 pub use reason::{CufileCause, CufileReason};
-pub(super) use transfer::Health;
+pub(super) use transfer::CufileHealth;
 pub use trial::{TrialCounters, TrialMemory, TrialReport, cufile_trial};
 
 /// cuFile, open and ready for the queues of a drive.
@@ -41,7 +41,7 @@ pub(super) struct Ready {
 }
 
 /// What there is of cuFile, and why there is no more.
-pub(super) struct Found {
+pub(super) struct CufileSupport {
     pub(super) ready: Option<Ready>,
     pub(super) reasons: Vec<(IoPath, String)>,
 }
@@ -82,26 +82,26 @@ pub fn try_cufile(dir: &Path, gpu: Option<u32>) -> TrialReport {
 ///
 /// # Errors
 /// `Unsupported` with the reason where the settings insist on it and it does not work.
-pub(super) fn open(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> Result<Found> {
+pub(super) fn open(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> Result<CufileSupport> {
     let found = attempt(side, dir, notes);
     match found {
         Ok(found) => Ok(found),
         Err(reason) if side.cufile == CufileChoice::Force => Err(reason.into_error()),
         Err(reason) => {
             tracing::info!(%reason, "cuFile is not used");
-            Ok(Found { ready: None, reasons: against_all(&reason) })
+            Ok(CufileSupport { ready: None, reasons: against_all(&reason) })
         }
     }
 }
 
-fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result::Result<Found, CufileReason> {
+fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result::Result<CufileSupport, CufileReason> {
     if side.cufile == CufileChoice::Never {
         return Err(CufileReason::plain(CufileCause::Never));
     }
     let report = try_out(side.mover.place(), dir)?;
     let compat = report.verdict == Some(IoPath::CufileCompat);
     let (Some(path), false) = (report.verdict, compat && side.cufile != CufileChoice::Force) else {
-        return Ok(Found { ready: None, reasons: report.reasons() });
+        return Ok(CufileSupport { ready: None, reasons: report.reasons() });
     };
     // Registering memory takes a thread that can use the accelerator, which the caller's need not
     // become.
@@ -118,7 +118,7 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
     if let Some(version) = ready.driver.version() {
         notes.add(format!("libcufile {version}"));
     }
-    Ok(Found { ready: Some(ready), reasons: better_than(path) })
+    Ok(CufileSupport { ready: Some(ready), reasons: better_than(path) })
 }
 
 fn register(driver: &Arc<Driver>, side: &DeviceSide, notes: &Notes) -> Vec<Arc<Registered>> {
@@ -133,11 +133,11 @@ fn register(driver: &Arc<Driver>, side: &DeviceSide, notes: &Notes) -> Vec<Arc<R
     regions
 }
 
-fn try_out(place: Place, dir: Option<&Path>) -> std::result::Result<TrialReport, CufileReason> {
+fn try_out(place: MemorySpace, dir: Option<&Path>) -> std::result::Result<TrialReport, CufileReason> {
     let dir = dir.ok_or_else(|| CufileReason::plain(CufileCause::NoDirectory))?;
     let gpu = match place {
-        Place::Device(ordinal) => Some(ordinal),
-        Place::Host => None,
+        MemorySpace::Device(ordinal) => Some(ordinal),
+        MemorySpace::Host => None,
     };
     let report = try_cufile(dir, gpu);
     match report.reason {
@@ -168,20 +168,20 @@ fn better_than(path: IoPath) -> Vec<(IoPath, String)> {
 
 impl Ready {
     /// What the queues of a drive share: whether cuFile is still used.
-    pub(super) fn health(&self, path: DevicePath, notes: Notes) -> Arc<Health> {
-        Health::new(self.path, path, notes)
+    pub(super) fn health(&self, path: DevicePath, notes: Notes) -> Arc<CufileHealth> {
+        CufileHealth::new(self.path, path, notes)
     }
 
     /// Starts the queue of one direction over `below`, which must serve the same.
     pub(super) fn start(
         &self,
         spec: QueueSpec,
-        below: Arc<dyn Backend>,
+        below: Arc<dyn QueueBackend>,
         side: &DeviceSide,
-        health: Arc<Health>,
+        health: Arc<CufileHealth>,
     ) -> Result<Pool> {
         let (driver, regions, mover) = (Arc::clone(&self.driver), Arc::clone(&self.regions), Arc::clone(&side.mover));
         let at = (health, spec.direction);
-        Pool::start(spec, Box::new(Cufile::new(driver, regions, below, mover, at)))
+        Pool::start(spec, Box::new(CufileTransfers::new(driver, regions, below, mover, at)))
     }
 }

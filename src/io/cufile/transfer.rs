@@ -16,13 +16,15 @@ use crossbeam_channel::{Sender, bounded};
 use cufile_sys::TransferError;
 use parking_lot::Mutex;
 
-use super::driver::{Driver, Refused, Registered, Span};
+use super::driver::{Driver, Refused, Registered, RegisteredSpan};
 use super::reason::{CufileCause, CufileReason};
 use crate::error::{Error, ErrorKind};
 use crate::io::jobs::{Detached, Failed, Moved};
-use crate::io::pool::{Block, Transfer};
+use crate::io::pool::{BlockJob, Transfer};
 use crate::io::router::DevicePath;
-use crate::io::{Backend, Buf, Completion, Direction, IoBuf, IoPath, IoStats, Mover, Notes, Op, Place, Request};
+use crate::io::{
+    Buf, Completion, Direction, IoBuf, IoPath, IoStats, MemorySpace, Mover, Notes, Op, QueueBackend, Request,
+};
 
 /// The path's faults after which it is given up.
 const MAX_FAULTS: u32 = 3;
@@ -30,7 +32,7 @@ const MAX_FAULTS: u32 = 3;
 const FORGIVEN_AFTER: u32 = 1024;
 
 /// Whether cuFile is still used by the queues of one drive.
-pub(in crate::io) struct Health {
+pub(in crate::io) struct CufileHealth {
     down: std::sync::atomic::AtomicBool,
     faults: AtomicU32,
     good: AtomicU32,
@@ -39,7 +41,7 @@ pub(in crate::io) struct Health {
     notes: Notes,
 }
 
-impl Health {
+impl CufileHealth {
     pub(super) fn new(using: IoPath, path: DevicePath, notes: Notes) -> Arc<Self> {
         let down = std::sync::atomic::AtomicBool::new(false);
         Arc::new(Self { down, faults: AtomicU32::new(0), good: AtomicU32::new(0), path, using, notes })
@@ -78,19 +80,19 @@ impl Health {
 }
 
 /// The transfers of one direction.
-pub(super) struct Cufile {
+pub(super) struct CufileTransfers {
     driver: Arc<Driver>,
     regions: Mutex<Arc<Vec<Arc<Registered>>>>,
-    below: Arc<dyn Backend>,
+    below: Arc<dyn QueueBackend>,
     mover: Arc<dyn Mover>,
-    health: Arc<Health>,
+    health: Arc<CufileHealth>,
     direction: Direction,
     /// What parts of requests count in at the queue below.
     parts: Arc<IoStats>,
 }
 
 /// What came of cuFile's attempt.
-enum Outcome {
+enum Attempt {
     Done,
     /// It is the drive's or the file's.
     Drive(i32),
@@ -100,19 +102,19 @@ enum Outcome {
     Path(CufileReason),
 }
 
-impl Cufile {
+impl CufileTransfers {
     pub(super) fn new(
         driver: Arc<Driver>,
         regions: Arc<Vec<Arc<Registered>>>,
-        below: Arc<dyn Backend>,
+        below: Arc<dyn QueueBackend>,
         mover: Arc<dyn Mover>,
-        at: (Arc<Health>, Direction),
+        at: (Arc<CufileHealth>, Direction),
     ) -> Self {
         let (health, direction) = at;
         Self { driver, regions: Mutex::new(regions), below, mover, health, direction, parts: Arc::default() }
     }
 
-    fn by_cufile(&self, block: &Block<'_>) -> Outcome {
+    fn by_cufile(&self, block: &BlockJob<'_>) -> Attempt {
         let regions = Arc::clone(&self.regions.lock());
         let (piece, mut moved) = (block.piece, 0);
         while moved < piece.span.len {
@@ -120,7 +122,7 @@ impl Cufile {
             let found = piece.region.and_then(|(id, at)| Some((regions.iter().find(|r| r.id() == id)?, at)));
             let span = match found {
                 Some((region, at)) => region.first(at + moved, left),
-                None => Span { base: piece.ptr.wrapping_add(moved), offset: 0, len: left },
+                None => RegisteredSpan { base: piece.ptr.wrapping_add(moved), offset: 0, len: left },
             };
             let at = (piece.offset + moved as u64, piece.op == Op::Write);
             // SAFETY: the block is ours until its end is reported; region and address name the same memory
@@ -130,19 +132,19 @@ impl Cufile {
                 Ok(Ok(n)) if n == span.len => moved += n,
                 Ok(Ok(n)) => {
                     let detail = format!("{} moved {n} of {} bytes", self.call(), span.len);
-                    return Outcome::Path(CufileReason::new(CufileCause::Failed, detail));
+                    return Attempt::Path(CufileReason::new(CufileCause::Failed, detail));
                 }
                 Ok(Err(e)) => {
                     let errno = match &e {
                         TransferError::System(e) => e.raw_os_error().filter(|errno| is_the_drives(*errno)),
                         TransferError::CuFile(_) => None,
                     };
-                    let path = || Outcome::Path(CufileReason::of_transfer(self.call(), &e));
-                    return errno.map_or_else(path, Outcome::Drive);
+                    let path = || Attempt::Path(CufileReason::of_transfer(self.call(), &e));
+                    return errno.map_or_else(path, Attempt::Drive);
                 }
             }
         }
-        Outcome::Done
+        Attempt::Done
     }
 
     fn call(&self) -> &'static str {
@@ -150,7 +152,7 @@ impl Cufile {
     }
 
     /// Serves a block by the queue below, and returns only when its memory is no longer in use.
-    fn by_the_queue_below(&self, block: &Block<'_>) -> Moved {
+    fn by_the_queue_below(&self, block: &BlockJob<'_>) -> Moved {
         let piece = block.piece;
         let left = block.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let (end, ended) = bounded(1);
@@ -175,25 +177,25 @@ impl Cufile {
     }
 }
 
-impl Transfer for Cufile {
+impl Transfer for CufileTransfers {
     fn enter(&self) {
         if let Err(e) = self.mover.bind_thread() {
             tracing::warn!(error = %e, "a thread of cuFile's queue cannot use the accelerator");
         }
     }
 
-    fn run(&self, block: &Block<'_>) -> Moved {
+    fn run(&self, block: &BlockJob<'_>) -> Moved {
         if block.piece.op == Op::Flush || block.piece.stream || self.health.is_down() {
             return self.by_the_queue_below(block);
         }
         match self.by_cufile(block) {
-            Outcome::Done => {
+            Attempt::Done => {
                 self.health.went_well();
                 Ok(block.piece.span.len)
             }
-            Outcome::Drive(errno) => Err(Failed::Errno(errno)),
-            Outcome::NotThisFile => self.by_the_queue_below(block),
-            Outcome::Path(reason) => {
+            Attempt::Drive(errno) => Err(Failed::Errno(errno)),
+            Attempt::NotThisFile => self.by_the_queue_below(block),
+            Attempt::Path(reason) => {
                 let moved = self.by_the_queue_below(block);
                 if moved.is_ok() {
                     self.health.fault(&reason);
@@ -248,18 +250,18 @@ fn is_the_drives(errno: i32) -> bool {
 }
 
 /// Files that cuFile refuses for what they are: unlinked, unnamed, not for direct I/O.
-fn of_refusal(refused: Refused) -> Outcome {
+fn of_refusal(refused: Refused) -> Attempt {
     if matches!(refused.err, 5018..=5020 | 5031) {
-        return Outcome::NotThisFile;
+        return Attempt::NotThisFile;
     }
-    Outcome::Path(refused.reason)
+    Attempt::Path(refused.reason)
 }
 
 /// A block's memory, lent to the queue below.
 struct Lent {
     at: usize,
     len: usize,
-    place: Place,
+    place: MemorySpace,
     /// Closed when the memory is no longer used.
     _free: Sender<()>,
 }
@@ -275,7 +277,7 @@ unsafe impl IoBuf for Lent {
         self.len
     }
 
-    fn place(&self) -> Place {
+    fn place(&self) -> MemorySpace {
         self.place
     }
 }

@@ -19,7 +19,7 @@ use super::nvfs::Served;
 use super::reason::{CufileCause, CufileReason};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::os::file_system_magic;
-use crate::io::{Buf, Copying, DirectFile, FileOptions, IoPath, MemRegion, Mover, Place};
+use crate::io::{Buf, Copying, DirectFile, FileOptions, IoPath, MemRegion, MemorySpace, Mover};
 
 /// Memory for a trial: an accelerator's with the means to look at it, or the host's.
 pub struct TrialMemory {
@@ -244,7 +244,7 @@ unsafe impl MemRegion for Own {
 impl TrialMemory {
     /// Sets the memory's bytes.
     fn put(&mut self, content: &[u8]) -> Result<()> {
-        if self.buf.place() == Place::Host {
+        if self.buf.place() == MemorySpace::Host {
             self.buf.as_mut_slice().copy_from_slice(content);
             return Ok(());
         }
@@ -256,7 +256,7 @@ impl TrialMemory {
 
     /// The memory's bytes.
     fn get(&mut self) -> Result<Vec<u8>> {
-        if self.buf.place() == Place::Host {
+        if self.buf.place() == MemorySpace::Host {
             return Ok(self.buf.as_slice().to_vec());
         }
         let (mover, pinned) = self.pinned()?;

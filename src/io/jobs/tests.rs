@@ -35,7 +35,7 @@ impl Bench {
         rx
     }
 
-    fn end(&mut self, span: Span, moved: std::result::Result<usize, i32>) {
+    fn end(&mut self, span: IoSpan, moved: std::result::Result<usize, i32>) {
         if let Some(e) = self.jobs.span_ended(span, moved) {
             e.deliver();
         }

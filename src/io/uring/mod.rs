@@ -18,13 +18,13 @@ use super::file::FileWatcher;
 use super::{EventFd, QueueSpec};
 use crate::error::{Error, ErrorKind, Result};
 
-use owner::Owner;
+use owner::RingOwner;
 
 /// A queue served by a ring.
-pub(super) type Uring = Door<Shared>;
+pub(super) type Uring = Door<RingShared>;
 
 /// What callers and the owner share.
-pub(super) struct Shared {
+pub(super) struct RingShared {
     frame: Frame<Inbox>,
     bell: EventFd,
 }
@@ -48,12 +48,12 @@ impl Uring {
     /// `Unsupported` or `Permission` where the kernel or a sandbox refuses, `Io` otherwise.
     pub(super) fn start(spec: QueueSpec) -> Result<Self> {
         let name = format!("fb-{}", spec.thread_name());
-        let shared = Arc::new(Shared { frame: Frame::new(spec, Inbox::default()), bell: EventFd::new()? });
+        let shared = Arc::new(RingShared { frame: Frame::new(spec, Inbox::default()), bell: EventFd::new()? });
         // The ring takes commands from the thread that made it only, so the owner makes it and reports
         // back.
         let (tx, rx) = crossbeam_channel::bounded(1);
         let owned = Arc::clone(&shared);
-        let body = move || match Owner::new(Arc::clone(&owned)) {
+        let body = move || match RingOwner::new(Arc::clone(&owned)) {
             Ok(owner) => {
                 let _ = tx.send(Ok(()));
                 owner.run();
@@ -67,7 +67,7 @@ impl Uring {
     }
 }
 
-impl Behind for Shared {
+impl Behind for RingShared {
     type State = Inbox;
 
     fn frame(&self) -> &Frame<Inbox> {
@@ -101,7 +101,7 @@ impl Behind for Shared {
     }
 }
 
-impl FileWatcher for Shared {
+impl FileWatcher for RingShared {
     fn file_closed(&self, file_id: u64) {
         if self.frame.is_forked() {
             return;

@@ -9,18 +9,18 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use super::Shared;
+use super::RingShared;
 use super::ring::{BELL, CANCEL, Ring, Waited};
 use crate::error::Result;
 use crate::io::Direction;
 use crate::io::door::{Closing, Taken};
 use crate::io::file::FileWatcher;
-use crate::io::jobs::{Ended, Expired, Jobs, Span};
+use crate::io::jobs::{Ended, Expired, IoSpan, Jobs};
 use crate::io::pace::ReadWindow;
 use crate::io::throttle::WriteWindow;
 
 struct InKernel {
-    span: Span,
+    span: IoSpan,
     started: Instant,
     /// Bytes in the kernel when it started, itself included.
     queued_bytes: usize,
@@ -29,8 +29,8 @@ struct InKernel {
     stuck: bool,
 }
 
-pub(super) struct Owner {
-    shared: Arc<Shared>,
+pub(super) struct RingOwner {
+    shared: Arc<RingShared>,
     ring: Ring,
     jobs: Jobs,
     window: WriteWindow,
@@ -48,9 +48,9 @@ pub(super) struct Owner {
     abandon_at: Option<Instant>,
 }
 
-impl Owner {
+impl RingOwner {
     /// Makes the ring. Has to run on the thread that will run the owner.
-    pub(super) fn new(shared: Arc<Shared>) -> Result<Self> {
+    pub(super) fn new(shared: Arc<RingShared>) -> Result<Self> {
         let depth = shared.frame.spec.options.iodepth;
         let slots = 2 * depth;
         let ring = Ring::new(&shared.frame.spec, slots, shared.bell.as_raw_fd())?;
@@ -100,7 +100,7 @@ impl Owner {
             if let Waited::Broken(errno) = self.ring.wait(limit) {
                 return self.broken(errno);
             }
-            self.reap();
+            self.take_completions();
         }
         let shared = Arc::clone(&self.shared);
         // The ring goes first: whoever waits for the close may unmap the regions it registered.
@@ -166,15 +166,15 @@ impl Owner {
             if self.ring.push_piece(&piece, slot as u64)
                 && let Some(file) = self.jobs.file(span.job)
             {
-                let watcher: Weak<Shared> = Arc::downgrade(&self.shared);
+                let watcher: Weak<RingShared> = Arc::downgrade(&self.shared);
                 file.watch(watcher as Weak<dyn FileWatcher>);
             }
         }
     }
 
-    fn reap(&mut self) {
+    fn take_completions(&mut self) {
         let mut completions = std::mem::take(&mut self.completions);
-        self.ring.reap(&mut completions);
+        self.ring.take_completions(&mut completions);
         let now = Instant::now();
         for (mark, result, more) in completions.drain(..) {
             match mark {

@@ -13,7 +13,7 @@ use io_uring::{IoUring, cqueue, opcode, squeue, types};
 
 use super::tables::{FileSlot, FileTable, Window, Windows};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::jobs::Piece;
+use crate::io::jobs::IoPiece;
 use crate::io::{MemRegion, Notes, Op, QueueSpec};
 
 /// Completion of the bell's poll; block completions carry their slot.
@@ -87,7 +87,7 @@ impl Ring {
 
     /// Queues one block; it goes to the kernel with the next `submit` or `wait`, if not at once.
     /// True where its file is newly registered.
-    pub(super) fn push_piece(&mut self, piece: &Piece, slot: u64) -> bool {
+    pub(super) fn push_piece(&mut self, piece: &IoPiece, slot: u64) -> bool {
         let window = self.window(piece);
         let (fixed, fresh) = self.file(piece);
         self.push(entry(piece, fixed, window).user_data(slot));
@@ -114,7 +114,7 @@ impl Ring {
         }
     }
 
-    fn file(&mut self, piece: &Piece) -> (Option<u32>, bool) {
+    fn file(&mut self, piece: &IoPiece) -> (Option<u32>, bool) {
         match self.files.find(piece.file_id) {
             FileSlot::At(i) => (Some(i), false),
             FileSlot::New(i) => match self.uring.submitter().register_files_update(i, &[piece.fd]) {
@@ -136,7 +136,7 @@ impl Ring {
         }
     }
 
-    fn window(&mut self, piece: &Piece) -> Option<u16> {
+    fn window(&mut self, piece: &IoPiece) -> Option<u16> {
         let (id, at) = piece.region?;
         match self.windows.find(id, at, piece.span.len) {
             Window::At(i) => Some(i),
@@ -181,7 +181,7 @@ impl Ring {
     }
 
     /// Takes all completions: slot or mark, result, whether more will follow for the same entry.
-    pub(super) fn reap(&mut self, into: &mut Vec<(u64, i32, bool)>) {
+    pub(super) fn take_completions(&mut self, into: &mut Vec<(u64, i32, bool)>) {
         into.extend(self.uring.completion().map(|c| (c.user_data(), c.result(), cqueue::more(c.flags()))));
     }
 }
@@ -194,7 +194,7 @@ fn look_at(r: std::io::Result<usize>) -> Waited {
     }
 }
 
-fn entry(piece: &Piece, file: Option<u32>, window: Option<u16>) -> squeue::Entry {
+fn entry(piece: &IoPiece, file: Option<u32>, window: Option<u16>) -> squeue::Entry {
     let len = piece.span.len as u32;
     // The crate seals the trait that both kinds of descriptor share, so the choice between them cannot
     // be a function.

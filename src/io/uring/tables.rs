@@ -74,13 +74,13 @@ impl FileTable {
 /// The windows of registered memory of a ring.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
-    regions: HashMap<u64, Region>,
+    regions: HashMap<u64, RegisteredRegion>,
     total: usize,
     disabled: bool,
 }
 
 #[derive(Debug)]
-struct Region {
+struct RegisteredRegion {
     len: usize,
     window_bytes: usize,
     first: usize,
@@ -111,7 +111,7 @@ impl Windows {
             if out.total + n > MAX_WINDOWS {
                 break;
             }
-            let region = Region { len: r.len(), window_bytes, first: out.total, registered: vec![false; n] };
+            let region = RegisteredRegion { len: r.len(), window_bytes, first: out.total, registered: vec![false; n] };
             out.regions.insert(r.id(), region);
             out.total += n;
         }

@@ -4,11 +4,11 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::options::LogOptions;
 use crate::format::layout::SlotLayout;
-use crate::index::{Admission, AdmissionPolicy};
+use crate::index::{AdmissionPolicy, AdmissionState};
 
 /// The policy's state; `None` where everything is stored.
 #[derive(Debug, Default)]
-pub(in crate::log) struct Admit(Option<Mutex<Admission>>);
+pub(in crate::log) struct Admit(Option<Mutex<AdmissionState>>);
 
 impl Admit {
     pub(in crate::log) fn new(options: &LogOptions) -> Self {
@@ -19,11 +19,11 @@ impl Admit {
             .map(|drive| options.drive(drive).capacity_bytes.unwrap_or(options.capacity_bytes))
             .fold(0, u64::saturating_add);
         let slot = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens).slot_bytes.max(1);
-        Self(Some(Mutex::new(Admission::new(options.admission, capacity / slot))))
+        Self(Some(Mutex::new(AdmissionState::new(options.admission, capacity / slot))))
     }
 
     /// The policy, where there is one.
-    pub(in crate::log) fn policy(&self) -> Option<MutexGuard<'_, Admission>> {
+    pub(in crate::log) fn policy(&self) -> Option<MutexGuard<'_, AdmissionState>> {
         self.0.as_ref().map(Mutex::lock)
     }
 

@@ -9,7 +9,7 @@ use super::eviction_feed::EvictionFeed;
 use super::in_flight::InFlight;
 use super::options::{LogOptions, Mode};
 use super::spec::OBJECT_TLV_BYTES;
-use super::stats::{Counters, ShedCounters};
+use super::stats::{LogCounters, ShedCounters};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::index::{BootId, Entry, EntryKind, Holder, LeaseEnv};
@@ -18,7 +18,7 @@ use crate::index::{BootId, Entry, EntryKind, Holder, LeaseEnv};
 #[derive(Debug)]
 pub(in crate::log) struct Ctx {
     pub(in crate::log) options: LogOptions,
-    pub(in crate::log) counters: Counters,
+    pub(in crate::log) counters: LogCounters,
     pub(in crate::log) sheds: ShedCounters,
     pub(in crate::log) evicted: EvictionFeed,
     pub(in crate::log) admit: Admit,
@@ -38,7 +38,7 @@ impl Ctx {
             admit: Admit::new(&options),
             full_layout: SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens),
             options,
-            counters: Counters::default(),
+            counters: LogCounters::default(),
             sheds: ShedCounters::default(),
             evicted: EvictionFeed::default(),
             in_flight: Arc::default(),
@@ -65,7 +65,7 @@ impl Ctx {
     /// As [`check`](Self::check), for calls that write.
     pub(in crate::log) fn check_writable(&self) -> Result<()> {
         self.check()?;
-        if self.options.mode == Mode::ReadOnly {
+        if self.options.mode == Mode::Ro {
             return Err(Error::new(ErrorKind::Unsupported, "the cache is open read-only"));
         }
         Ok(())

@@ -14,19 +14,19 @@ const ROW: Duration = Duration::from_secs(120);
 
 /// One drive's health.
 #[derive(Debug)]
-pub(in crate::log) struct Health {
-    state: Mutex<State>,
+pub(in crate::log) struct DriveHealth {
+    state: Mutex<HealthState>,
     pause: Duration,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct HealthState {
     errors: u32,
     last: Option<Instant>,
     alone_until: Option<Instant>,
 }
 
-impl Health {
+impl DriveHealth {
     pub(in crate::log) fn new(pause: Duration) -> Self {
         Self { state: Mutex::default(), pause }
     }
@@ -36,7 +36,7 @@ impl Health {
             Ok(()) => {
                 let mut state = self.state.lock();
                 if state.errors > 0 {
-                    *state = State::default();
+                    *state = HealthState::default();
                 }
             }
             Err(e) => self.note_error(e.kind()),
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn a_drive_pauses_after_errors_in_a_row_and_comes_back() {
-        let health = Health::new(Duration::from_secs(3600));
+        let health = DriveHealth::new(Duration::from_secs(3600));
         let io = || Err(Error::new(ErrorKind::Io, "broken"));
         for _ in 0..LIMIT - 1 {
             health.note(&io());
@@ -86,7 +86,7 @@ mod tests {
             health.note(&io());
         }
         assert!(!health.is_good());
-        let health = Health::new(Duration::ZERO);
+        let health = DriveHealth::new(Duration::ZERO);
         for _ in 0..LIMIT {
             health.note(&io());
         }

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::Record;
-use crate::format::sealed::{RegionHeader, RegionLayout, SegmentState, encode_region};
+use crate::format::sealed::{RegionHeader, RegionLayout, RegionState, encode_region};
 use crate::format::superblock::Superblock;
 
 /// A segment as its region is to describe it.
@@ -17,7 +17,7 @@ use crate::format::superblock::Superblock;
 pub(in crate::log) struct SegmentImage {
     pub(in crate::log) number: u32,
     pub(in crate::log) epoch: u32,
-    pub(in crate::log) state: SegmentState,
+    pub(in crate::log) state: RegionState,
     pub(in crate::log) sealed_ms: u64,
     pub(in crate::log) records: Vec<Record>,
 }

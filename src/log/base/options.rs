@@ -6,42 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::clock::{Clock, SystemClock};
+pub use crate::config::{Mode, OnIncompatible, Placement};
 use crate::error::Result;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{self, IoOptions};
-
-/// Whether the log may write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Mode {
-    /// Looks up, loads and stores.
-    #[default]
-    ReadWrite,
-    /// Looks up and loads; writes nothing, also works on a read-only mount.
-    ReadOnly,
-}
-
-/// What to do with a lane that this version cannot use (newer format, other layers) or whose
-/// superblock is damaged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum OnIncompatible {
-    /// Fail to open.
-    #[default]
-    Refuse,
-    /// Delete the lane and begin anew.
-    Recreate,
-}
-
-/// How chunks are spread over several drives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Placement {
-    /// Chunks that are stored together lie on one drive, and what goes on where one prompt had got
-    /// to beside it: a dead drive costs its share of the prefixes.
-    #[default]
-    Chain,
-    /// By key: a prompt's chunks are read from all drives at once, and a dead drive costs holes.
-    Stripe,
-}
 
 /// Makes the queues of a drive: its number, its directory, the settings. Tests put faulty queues in
 /// here.

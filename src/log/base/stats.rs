@@ -174,8 +174,8 @@ macro_rules! counters {
     ($($name:ident),* $(,)?) => {
         /// The live counters behind [`LogStats`].
         #[derive(Debug, Default)]
-        pub(in crate::log) struct Counters { $(pub(in crate::log) $name: Count,)* }
-        impl Counters {
+        pub(in crate::log) struct LogCounters { $(pub(in crate::log) $name: Count,)* }
+        impl LogCounters {
             /// Copies the plain counters.
             pub(in crate::log) fn fill(&self, s: &mut LogStats) { $(s.$name = self.$name.get();)* }
         }

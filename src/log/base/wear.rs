@@ -36,11 +36,11 @@ pub(in crate::log) struct Wear {
     drive_bytes: u64,
     /// Drive writes per day that puts may bring it to.
     dwpd: Option<f64>,
-    state: Mutex<State>,
+    state: Mutex<WearState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct WearState {
     opened_ns: u64,
     now_ns: u64,
     /// What the queue had written when it was looked at last.
@@ -59,7 +59,7 @@ impl Wear {
     pub(in crate::log) fn new(drive_bytes: u64, dwpd: Option<f64>, (now_ns, queue_bytes): (u64, u64)) -> Self {
         let drive_bytes = drive_bytes.max(1);
         let day = dwpd.unwrap_or(0.0) * drive_bytes as f64;
-        let state = State {
+        let state = WearState {
             opened_ns: now_ns,
             now_ns,
             queue_bytes,
@@ -119,7 +119,7 @@ impl Wear {
         bytes as f64 / self.drive_bytes as f64 * (DAY_NS / ns as f64)
     }
 
-    fn advance(&self, state: &mut State, now_ns: u64, queue_bytes: u64) {
+    fn advance(&self, state: &mut WearState, now_ns: u64, queue_bytes: u64) {
         let span = (now_ns / SPAN_NS).max(state.span);
         for gone in (state.span + 1..=span).take(DAY as usize) {
             if let Some(bytes) = state.history.get_mut((gone % DAY) as usize) {

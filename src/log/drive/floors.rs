@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::floors::{FLOORS_BYTES, Floors, MOST_TENANTS};
-use crate::index::Shard;
+use crate::index::SharedShard;
 use crate::io::{AlignedBuf, DirectFile, FileOptions};
 use crate::log::base::paths;
 
@@ -105,10 +105,10 @@ fn flush(file: &DirectFile) -> Result<()> {
 ///
 /// # Errors
 /// `Busy` where too many tenants have a floor; those of writing.
-pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&Shard>, what: What, sequence: u64) -> Result<()> {
+pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&SharedShard>, what: What, sequence: u64) -> Result<()> {
     let mut floors = match read(shard_dir) {
         Err(e) if e.kind() == ErrorKind::Corrupt && what == What::All => {
-            Floors { generation: page.map_or(0, Shard::floors_generation), ..Floors::default() }
+            Floors { generation: page.map_or(0, SharedShard::floors_generation), ..Floors::default() }
         }
         floors => floors?,
     };
@@ -132,7 +132,7 @@ pub(in crate::log) fn raise(shard_dir: &Path, page: Option<&Shard>, what: What, 
 ///
 /// # Errors
 /// Those of writing.
-pub(in crate::log) fn drop_tenants(shard_dir: &Path, page: &Shard) -> Result<()> {
+pub(in crate::log) fn drop_tenants(shard_dir: &Path, page: &SharedShard) -> Result<()> {
     let mut floors = read(shard_dir)?;
     floors.tenants.clear();
     floors.generation += 1;
@@ -142,7 +142,7 @@ pub(in crate::log) fn drop_tenants(shard_dir: &Path, page: &Shard) -> Result<()>
 }
 
 /// Shows the floors to all processes.
-pub(in crate::log) fn show(page: &Shard, floors: &Floors) {
+pub(in crate::log) fn show(page: &SharedShard, floors: &Floors) {
     page.raise_to(floors.everything.max(floors.tenants.iter().map(|(_, seq)| *seq).max().unwrap_or(0)));
     page.set_floors(floors.generation, floors.everything, &floors.tenants);
 }

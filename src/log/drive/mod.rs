@@ -17,21 +17,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::{Mutex, RwLock};
 
 pub use floors::What;
-pub(super) use quota::{Claim, Quota};
+pub(super) use quota::{Quota, QuotaClaim};
 pub(super) use waiting::Waiting;
 
 use super::base::budget::Budget;
 use super::base::ctx::Ctx;
-use super::base::health::Health;
+use super::base::health::DriveHealth;
 use super::base::lock::ShardLock;
 use super::base::options::Mode;
 use super::base::paths;
 use super::base::wear::{Wear, WearStats};
-use super::lane::{Lane, Role};
+use super::lane::{Lane, LaneRole};
 use super::policy::PolicyFile;
-use super::recovery::{Candidate, LaneFiles, Summary, Surroundings, try_lock, write_superblock};
+use super::recovery::{LaneCandidate, LaneFiles, Summary, Surroundings, try_lock, write_superblock};
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{self, Access, Entry, EntryKind, Shard};
+use crate::index::{self, Access, Entry, EntryKind, SharedShard};
 use crate::io;
 
 /// The lanes of a drive, at one moment.
@@ -67,13 +67,13 @@ pub(super) struct Volume {
     pub(super) id: [u8; 16],
     pub(super) io: io::Drive,
     pub(super) budget: Option<Arc<Budget>>,
-    pub(super) health: Arc<Health>,
+    pub(super) health: Arc<DriveHealth>,
     pub(super) wear: Wear,
     /// What each tenant may take; `None` without a limit.
     pub(super) quota: Option<Arc<Quota>>,
     /// Of reads: whether they come back at all.
-    pub(super) answers: Health,
-    pub(super) shard: Arc<Shard>,
+    pub(super) answers: DriveHealth,
+    pub(super) shard: Arc<SharedShard>,
     lanes: RwLock<Arc<Lanes>>,
     seen_lanes: AtomicU64,
     draining: AtomicBool,
@@ -97,8 +97,8 @@ impl Volume {
         helpers: Helpers,
     ) -> Result<Self> {
         match ctx.options.mode {
-            Mode::ReadWrite => Self::open_writable(ctx, (number, root), io, helpers),
-            Mode::ReadOnly => Self::open_read_only(ctx, (number, root), io, helpers),
+            Mode::Rw => Self::open_writable(ctx, (number, root), io, helpers),
+            Mode::Ro => Self::open_read_only(ctx, (number, root), io, helpers),
         }
     }
 
@@ -136,15 +136,15 @@ impl Volume {
         let shard_dir = root.join(geometry.fingerprint().dir_name()).join(geometry.shard_dir_name());
         let path = shard_dir.join(paths::SHARD_SHM);
         let attached = match paths::open_small(&path, false) {
-            Ok(file) => Shard::attach(&file, ctx.boot, Access::ReadWrite),
+            Ok(file) => SharedShard::attach(&file, ctx.boot, Access::ReadWrite),
             Err(_) => File::open(&path)
                 .map_err(|e| Error::io("cannot open the shard page", e))
-                .and_then(|file| Shard::attach(&file, ctx.boot, Access::ReadOnly)),
+                .and_then(|file| SharedShard::attach(&file, ctx.boot, Access::ReadOnly)),
         };
         let shard = match attached {
             Ok(shard) => shard,
             Err(_) => {
-                let shard = Shard::anonymous(ctx.boot, ctx.me)?;
+                let shard = SharedShard::anonymous(ctx.boot, ctx.me)?;
                 floors::show(&shard, &floors::read(&shard_dir)?);
                 shard
             }
@@ -154,7 +154,7 @@ impl Volume {
         volume.seen_lanes.store(volume.shard.lane_generation(), Ordering::Release);
         let mut lanes = Lanes::default();
         for (number, dir) in paths::lanes(&volume.shard_dir)? {
-            match volume.surroundings().open_foreign(Candidate { number, dir: dir.clone(), lock: None }) {
+            match volume.surroundings().open_foreign(LaneCandidate { number, dir: dir.clone(), lock: None }) {
                 Ok((lane, summary)) => {
                     volume.note(summary);
                     lanes.all.push(lane);
@@ -173,7 +173,7 @@ impl Volume {
         number: usize,
         (root, shard_dir): (PathBuf, PathBuf),
         io: io::Drive,
-        (budget, shard, helpers): (Option<Arc<Budget>>, Shard, Helpers),
+        (budget, shard, helpers): (Option<Arc<Budget>>, SharedShard, Helpers),
     ) -> Self {
         let drive_bytes = ctx.options.drive(number).drive_bytes;
         let drive_bytes = drive_bytes.unwrap_or_else(|| io::file_system_bytes(&root).map_or(0, |(all, _)| all));
@@ -188,10 +188,10 @@ impl Volume {
             id: budget.as_ref().map(|b| b.page.drive).unwrap_or_default(),
             io,
             budget,
-            health: Arc::new(Health::new(ctx.options.io_timeout)),
+            health: Arc::new(DriveHealth::new(ctx.options.io_timeout)),
             wear,
             quota: Quota::new(ctx.options.drive(number).tenant_bytes.or(ctx.options.tenant_bytes)),
-            answers: Health::new(ctx.options.io_timeout),
+            answers: DriveHealth::new(ctx.options.io_timeout),
             shard: Arc::new(shard),
             lanes: RwLock::default(),
             seen_lanes: AtomicU64::new(0),
@@ -225,7 +225,7 @@ impl Volume {
     /// the others.
     fn take_lanes(&self) -> Result<Lanes> {
         let around = self.surroundings();
-        let mut free: Vec<(Candidate, LaneFiles)> = Vec::new();
+        let mut free: Vec<(LaneCandidate, LaneFiles)> = Vec::new();
         let mut taken = Vec::new();
         let mut mount_generation = self.shard.last_seq() >> 40;
         let mut next_number = 0;
@@ -235,9 +235,9 @@ impl Volume {
                 Some(lock) => {
                     let files = around.open_or_recreate(&dir)?;
                     mount_generation = mount_generation.max(files.superblock.mount_generation);
-                    free.push((Candidate { number, dir, lock: Some(lock) }, files));
+                    free.push((LaneCandidate { number, dir, lock: Some(lock) }, files));
                 }
-                None => taken.push(Candidate { number, dir, lock: None }),
+                None => taken.push(LaneCandidate { number, dir, lock: None }),
             }
         }
         if free.is_empty() {
@@ -255,8 +255,8 @@ impl Volume {
         }
         mount_generation += 1;
         for (i, (candidate, mut files)) in free.into_iter().enumerate() {
-            let role = if i == 0 { Role::Own } else { Role::Adopted };
-            if role == Role::Own {
+            let role = if i == 0 { LaneRole::Own } else { LaneRole::Adopted };
+            if role == LaneRole::Own {
                 files.superblock.mount_generation = mount_generation;
                 files.superblock.generation += 1;
                 write_superblock(&files.index, &files.superblock)?;
@@ -266,7 +266,7 @@ impl Volume {
             let (lane, summary) = around.open_held(candidate, files, role)?;
             self.note(summary);
             match role {
-                Role::Own => {
+                LaneRole::Own => {
                     lanes.own = Some(Arc::clone(&lane));
                     lanes.all.insert(0, lane);
                 }
@@ -281,13 +281,13 @@ impl Volume {
         self.shard.raise_to(summary.max_sequence);
     }
 
-    fn new_lane(&self, around: &Surroundings, number: u32) -> Result<(Candidate, LaneFiles)> {
+    fn new_lane(&self, around: &Surroundings, number: u32) -> Result<(LaneCandidate, LaneFiles)> {
         let dir = paths::make_dir(&self.shard_dir, &paths::lane_dir(number), self.ctx.options.dir_mode)?;
         let lock = try_lock(&dir)?.ok_or_else(|| {
             Error::new(ErrorKind::Locked, "another process took the lane that was just made").at(&dir)
         })?;
         let files = around.create(&dir)?;
-        Ok((Candidate { number, dir, lock: Some(lock) }, files))
+        Ok((LaneCandidate { number, dir, lock: Some(lock) }, files))
     }
 
     /// The lanes as they are now. A lane that another process has opened since is attached to
@@ -321,7 +321,7 @@ impl Volume {
         lanes.all.extend(before.all.iter().filter(stays).filter(|l| l.is_held() || l.shared().is_some()).cloned());
         let known: HashSet<u32> = lanes.all.iter().map(|l| l.number).collect();
         for (number, dir) in there.into_iter().filter(|(n, _)| !known.contains(n)) {
-            match self.surroundings().open_foreign(Candidate { number, dir, lock: None }) {
+            match self.surroundings().open_foreign(LaneCandidate { number, dir, lock: None }) {
                 Ok((lane, _)) => lanes.all.push(lane),
                 Err(e) => tracing::debug!(lane = number, error = %e, "a lane of another process is not ready"),
             }
@@ -341,7 +341,7 @@ impl Volume {
             let Some(lock) = try_lock(&dir)? else { continue };
             let around = self.surroundings();
             let opened = around.open_files(&dir, true).and_then(|files| {
-                around.open_held(Candidate { number, dir: dir.clone(), lock: Some(lock) }, files, Role::Adopted)
+                around.open_held(LaneCandidate { number, dir: dir.clone(), lock: Some(lock) }, files, LaneRole::Adopted)
             });
             match opened {
                 Ok((lane, summary)) => {
@@ -463,27 +463,27 @@ impl std::fmt::Debug for Volume {
 }
 
 /// Whether an entry lies above its floor and has not expired by now.
-pub(super) fn shows(shard: &Shard, entry: &Entry, now_s: u64) -> bool {
+pub(super) fn shows(shard: &SharedShard, entry: &Entry, now_s: u64) -> bool {
     let expiry = u64::from(entry.expiry_s);
     is_above_floor(shard, entry) && (expiry == 0 || expiry > now_s)
 }
 
-fn is_above_floor(shard: &Shard, entry: &Entry) -> bool {
+fn is_above_floor(shard: &SharedShard, entry: &Entry) -> bool {
     // Only chunks have a tenant: objects say something else in its place.
     let tenant = (entry.kind == EntryKind::Chunk).then_some(entry.tenant);
     shard.is_above_floor(tenant, entry.seq)
 }
 
 /// Attaches to the shard page, or makes it where this boot has none. Under the shard's lock.
-fn open_shard(ctx: &Ctx, shard_dir: &Path) -> Result<Shard> {
+fn open_shard(ctx: &Ctx, shard_dir: &Path) -> Result<SharedShard> {
     let path = shard_dir.join(paths::SHARD_SHM);
     if let Ok(file) = paths::open_small(&path, false)
-        && let Ok(shard) = Shard::attach(&file, ctx.boot, Access::ReadWrite)
+        && let Ok(shard) = SharedShard::attach(&file, ctx.boot, Access::ReadWrite)
     {
         return Ok(shard);
     }
-    let file = paths::new_shared(shard_dir, paths::SHARD_SHM, Shard::FILE_BYTES)?;
-    let shard = Shard::create(&file, ctx.boot, ctx.me)?;
+    let file = paths::new_shared(shard_dir, paths::SHARD_SHM, SharedShard::FILE_BYTES)?;
+    let shard = SharedShard::create(&file, ctx.boot, ctx.me)?;
     paths::put_in_place(shard_dir, paths::SHARD_SHM)?;
     Ok(shard)
 }

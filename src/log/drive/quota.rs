@@ -43,7 +43,7 @@ impl Quota {
     }
 
     /// A claim on the room of one slot; `None` where the tenant has no room left.
-    pub(in crate::log) fn claim(self: &Arc<Self>, volume: &Volume, tenant: u64, bytes: u64) -> Option<Claim> {
+    pub(in crate::log) fn claim(self: &Arc<Self>, volume: &Volume, tenant: u64, bytes: u64) -> Option<QuotaClaim> {
         // Before the lanes' locks: a claim ends after its put is in the table, and without the lane's lock.
         let mut taken = self.taken.lock();
         let others: u64 = [&taken.claimed, &taken.foreign].iter().filter_map(|map| map.get(&tenant)).sum();
@@ -53,7 +53,7 @@ impl Quota {
             return None;
         }
         *taken.claimed.entry(tenant).or_default() += bytes;
-        Some(Claim { quota: Arc::clone(self), tenant, bytes })
+        Some(QuotaClaim { quota: Arc::clone(self), tenant, bytes })
     }
 
     /// Counts what the lanes of other processes hold.
@@ -110,13 +110,13 @@ fn held_by(volume: &Volume, tenant: u64) -> u64 {
 
 /// Room of a tenant that a put has claimed, until the put is over.
 #[derive(Debug)]
-pub(in crate::log) struct Claim {
+pub(in crate::log) struct QuotaClaim {
     quota: Arc<Quota>,
     tenant: u64,
     bytes: u64,
 }
 
-impl Drop for Claim {
+impl Drop for QuotaClaim {
     fn drop(&mut self) {
         let mut taken = self.quota.taken.lock();
         if let Some(claimed) = taken.claimed.get_mut(&self.tenant) {

@@ -6,7 +6,7 @@ use parking_lot::MutexGuard;
 
 use super::Volume;
 use crate::error::{Error, ErrorKind, Result};
-use crate::log::lane::{Lane, State};
+use crate::log::lane::{Lane, LaneState};
 
 /// How often who waits looks.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -35,8 +35,8 @@ impl Waiting {
         &mut self,
         volume: &Volume,
         lane: &'a Lane,
-        mut state: MutexGuard<'a, State>,
-    ) -> Result<Option<MutexGuard<'a, State>>> {
+        mut state: MutexGuard<'a, LaneState>,
+    ) -> Result<Option<MutexGuard<'a, LaneState>>> {
         let Some(deadline) = self.deadline else { return Ok(None) };
         // The attempt that fails first may have begun earlier.
         let (refusals, refusal) = state.segments.refusals();

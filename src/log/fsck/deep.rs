@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::places::LaneFiles;
+use super::places::LaneDir;
 use super::raw::{RawLane, listed};
-use crate::config::dir::FileOptions;
+use crate::config::dir::CacheFileOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::layout::COARSE_BYTES;
@@ -59,7 +59,7 @@ pub struct Deep {
 ///
 /// # Errors
 /// Where files or queues cannot be opened; a slot that cannot be read is told as bad.
-pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Deep> {
+pub fn deep(files: &[LaneDir], lanes: &[RawLane], now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Deep> {
     let mut deep = check(files, lanes, &listed(lanes, now_s), progress)?;
     still_there(files, lanes, now_s, &mut deep)?;
     Ok(deep)
@@ -68,20 +68,20 @@ pub fn deep(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, progress: &(dyn 
 /// The same for some records, each with its lane's place in the list, of lanes that stay as they
 /// are meanwhile.
 pub(super) fn check(
-    files: &[LaneFiles],
+    files: &[LaneDir],
     lanes: &[RawLane],
     records: &[(usize, Record)],
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Deep> {
     let drive = io::open_drive(&IoOptions::default())?;
-    let disk = Disk(drive);
+    let disk = DeepReads(drive);
     let data: Vec<Arc<DirectFile>> = files.iter().map(|f| open_data(f).map(Arc::new)).collect::<Result<_>>()?;
     let next = AtomicUsize::new(0);
     let result = Mutex::new(Deep::default());
     let work = || {
         while let Some((lane, record)) = records.get(next.fetch_add(1, Ordering::Relaxed)) {
             let (Some(raw), Some(file)) = (lanes.get(*lane), data.get(*lane)) else { continue };
-            let checked = Slot { disk: &disk, file, raw, record }.check();
+            let checked = SlotCheck { disk: &disk, file, raw, record }.check();
             progress(u64::from(record.pages) * PAGE_BYTES as u64);
             let slot = |e: &Error| BadSlot {
                 lane: *lane,
@@ -109,7 +109,7 @@ pub(super) fn check(
 }
 
 /// A server may have reused a slot while it was read: what it no longer lists was no damage.
-fn still_there(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, deep: &mut Deep) -> Result<()> {
+fn still_there(files: &[LaneDir], lanes: &[RawLane], now_s: u64, deep: &mut Deep) -> Result<()> {
     if deep.bad.is_empty() || !lanes.iter().any(|l| l.in_use) {
         return Ok(());
     }
@@ -120,17 +120,17 @@ fn still_there(files: &[LaneFiles], lanes: &[RawLane], now_s: u64, deep: &mut De
     Ok(())
 }
 
-fn open_data(files: &LaneFiles) -> Result<DirectFile> {
-    let direct = FileOptions { flags: libc::O_DIRECT, ..FileOptions::default() };
+fn open_data(files: &LaneDir) -> Result<DirectFile> {
+    let direct = CacheFileOptions { flags: libc::O_DIRECT, ..CacheFileOptions::default() };
     let opened = files.dir.open_file_in(DATA, &direct);
     // File systems that refuse O_DIRECT are read through the page cache.
-    let file = opened.or_else(|_| files.dir.open_file_in(DATA, &FileOptions::default()))?;
+    let file = opened.or_else(|_| files.dir.open_file_in(DATA, &CacheFileOptions::default()))?;
     Ok(DirectFile::from_file(file, files.file(DATA)))
 }
 
-struct Disk(Drive);
+struct DeepReads(Drive);
 
-impl Disk {
+impl DeepReads {
     /// Reads `len` bytes, rounded up to pages.
     fn read(&self, file: &Arc<DirectFile>, offset: u64, len: usize) -> Result<Buf> {
         let buf = Buf::new(AlignedBuf::zeroed(len.next_multiple_of(PAGE_BYTES).max(PAGE_BYTES))?);
@@ -141,8 +141,8 @@ impl Disk {
     }
 }
 
-struct Slot<'a> {
-    disk: &'a Disk,
+struct SlotCheck<'a> {
+    disk: &'a DeepReads,
     file: &'a Arc<DirectFile>,
     raw: &'a RawLane,
     record: &'a Record,
@@ -152,7 +152,7 @@ fn bad<T>(what: impl Into<String>) -> Result<T> {
     Err(Error::new(ErrorKind::Corrupt, what.into()))
 }
 
-impl Slot<'_> {
+impl SlotCheck<'_> {
     /// Checks the slot; gives its payload bytes.
     fn check(&self) -> Result<u64> {
         let (header, crc) = self.header()?;

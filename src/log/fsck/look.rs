@@ -4,9 +4,9 @@
 use std::io::Read as _;
 use std::path::Path;
 
-use super::places::LaneFiles;
+use super::places::LaneDir;
 use super::raw::{RawLane, read_up_to};
-use crate::config::dir::FileOptions;
+use crate::config::dir::CacheFileOptions;
 use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::layout::COARSE_BYTES;
@@ -18,7 +18,7 @@ use crate::log::base::{budget, ctx};
 
 /// A lane as its running processes share it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Shared {
+pub struct LaneActivity {
     /// Process that writes it, or wrote it last, in its own PID namespace.
     pub writer_pid: u32,
     /// Segments that take puts.
@@ -52,18 +52,18 @@ pub fn disk_bytes(cache_dir: &Path) -> Result<u64> {
     budget::allocated_below(cache_dir)
 }
 
-impl LaneFiles {
+impl LaneDir {
     /// What the lane's processes of this boot share; `None` where there are none, or that may not
     /// be read.
     #[must_use]
-    pub fn shared(&self) -> Option<Shared> {
-        let file = self.dir.open_file_in(LANE_SHM, &FileOptions::default()).ok()?;
+    pub fn shared(&self) -> Option<LaneActivity> {
+        let file = self.dir.open_file_in(LANE_SHM, &CacheFileOptions::default()).ok()?;
         let lane =
-            index::Lane::attach(&file, ctx::boot_id().ok()?, ctx::holder("self").ok()?, Access::ReadOnly).ok()?;
-        let mut shared = Shared {
+            index::SharedLane::attach(&file, ctx::boot_id().ok()?, ctx::holder("self").ok()?, Access::ReadOnly).ok()?;
+        let mut shared = LaneActivity {
             writer_pid: lane.writer().pid,
             leased: lane.leased_segments(crate::io::boot_clock_ns()) as u64,
-            ..Shared::default()
+            ..LaneActivity::default()
         };
         for view in (0..lane.segments()).filter_map(|n| lane.segment(n)) {
             match view.state {
@@ -81,7 +81,7 @@ impl LaneFiles {
     /// The process that took the lane's lock last, as it has written there.
     #[must_use]
     pub fn lock_pid(&self) -> Option<u32> {
-        let file = self.dir.open_file_in(LANE_LOCK, &FileOptions::default()).ok()?;
+        let file = self.dir.open_file_in(LANE_LOCK, &CacheFileOptions::default()).ok()?;
         let mut text = String::new();
         file.take(64).read_to_string(&mut text).ok()?;
         text.strip_prefix("pid ")?.trim().parse().ok()
@@ -90,7 +90,7 @@ impl LaneFiles {
     /// Reads the header of a record's slot; `None` where it is damaged or gone.
     #[must_use]
     pub fn born(&self, raw: &RawLane, record: &Record) -> Option<Born> {
-        let data = self.dir.open_file_in(DATA, &FileOptions::default()).ok()?;
+        let data = self.dir.open_file_in(DATA, &CacheFileOptions::default()).ok()?;
         let slot_bytes = record.pages as usize * PAGE_BYTES;
         let mut bytes = vec![0; (COARSE_BYTES + MAX_HEADER_BYTES).min(slot_bytes)];
         let first = bytes.len().min(COARSE_BYTES);

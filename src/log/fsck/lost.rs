@@ -6,12 +6,12 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use super::places::LaneFiles;
+use super::places::LaneDir;
 use super::raw::RawLane;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::budget::BudgetPage;
-use crate::index::{Access, Shard};
+use crate::index::{Access, SharedShard};
 use crate::log::base::lock::{FileLock, ShardLock};
 use crate::log::base::{budget, ctx, paths};
 use crate::log::reclaim::delete;
@@ -69,7 +69,7 @@ pub fn repair_budget(cache_dir: &Path, lanes: &[&RawLane], now_ms: u64) -> Resul
 /// # Errors
 /// `Locked` where a process writes the lane; `TimedOut` where the shard is not to be had; those of
 /// removing.
-pub fn remove_lost(files: &LaneFiles) -> Result<u64> {
+pub fn remove_lost(files: &LaneDir) -> Result<u64> {
     let dir = files.path();
     let shard_dir = dir.parent().ok_or_else(|| Error::new(ErrorKind::Internal, "a lane without a shard").at(dir))?;
     let _shard = ShardLock::take(shard_dir, PATIENCE)?;
@@ -81,13 +81,13 @@ pub fn remove_lost(files: &LaneFiles) -> Result<u64> {
     delete(dir)?;
     // Whoever reads the shard has its table in mind.
     let page = paths::open_small(&shard_dir.join(paths::SHARD_SHM), false);
-    let page = page.and_then(|file| Shard::attach(&file, ctx::boot_id()?, Access::ReadWrite));
-    page.iter().for_each(Shard::bump_lanes);
+    let page = page.and_then(|file| SharedShard::attach(&file, ctx::boot_id()?, Access::ReadWrite));
+    page.iter().for_each(SharedShard::bump_lanes);
     Ok(bytes)
 }
 
 /// What is said of a lane that a process writes.
-pub(super) fn in_use(files: &LaneFiles) -> Error {
+pub(super) fn in_use(files: &LaneDir) -> Error {
     Error::new(ErrorKind::Locked, "a process writes this lane")
         .at(files.path())
         .advice("stop the servers that use the cache; while they run, each drops a bad chunk when a load meets it")

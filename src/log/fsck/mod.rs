@@ -15,9 +15,9 @@ mod rebuild;
 mod repair;
 
 pub use deep::{BadSlot, Deep, deep};
-pub use look::{Born, Shared, disk_bytes};
+pub use look::{Born, LaneActivity, disk_bytes};
 pub use lost::{budget_damage, remove_lost, repair_budget};
-pub use places::{LaneFiles, lanes};
+pub use places::{LaneDir, lanes};
 pub use raw::{Counts, Damage, Kept, RawLane, listed, live};
 pub use rebuild::{RebuildOptions, Rebuilt, rebuild, rebuild_bytes};
 pub use repair::{Repaired, repair};

@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::config::dir::{Dir, FileOptions};
+use crate::config::dir::{CacheFileOptions, Dir};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::base::lock::{FileLock, is_taken};
 use crate::log::base::paths::{DATA, LANE_LOCK as LOCK};
 
 /// The directory of one lane.
 #[derive(Debug)]
-pub struct LaneFiles {
+pub struct LaneDir {
     /// Directory name of the namespace: the first half of the geometry's fingerprint.
     pub namespace: String,
     /// Directory name of the shard.
@@ -19,7 +19,7 @@ pub struct LaneFiles {
     pub(super) dir: Dir,
 }
 
-impl LaneFiles {
+impl LaneDir {
     /// Where it lies.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -30,13 +30,13 @@ impl LaneFiles {
     #[must_use]
     pub fn in_use(&self) -> bool {
         // A server that opens just now may find the lane taken, and take another.
-        self.dir.open_file_in(LOCK, &FileOptions::default()).is_ok_and(|file| is_taken(&file))
+        self.dir.open_file_in(LOCK, &CacheFileOptions::default()).is_ok_and(|file| is_taken(&file))
     }
 
     /// Whether its data.kv is gone, and with it all that its index could tell of.
     #[must_use]
     pub fn is_lost(&self) -> bool {
-        self.dir.open_file_in(DATA, &FileOptions::default()).is_err_and(|e| e.kind() == ErrorKind::NotFound)
+        self.dir.open_file_in(DATA, &CacheFileOptions::default()).is_err_and(|e| e.kind() == ErrorKind::NotFound)
     }
 
     /// Takes the lane's lock; `None` where a process writes the lane.
@@ -44,7 +44,7 @@ impl LaneFiles {
     /// # Errors
     /// What opening and locking the file gives.
     pub fn lock(&self) -> Result<Option<FileLock>> {
-        let create = FileOptions { write: true, create: Some(0o600), ..FileOptions::default() };
+        let create = CacheFileOptions { write: true, create: Some(0o600), ..CacheFileOptions::default() };
         FileLock::take(self.dir.open_file_in(LOCK, &create)?, self.path())
     }
 
@@ -73,7 +73,7 @@ impl LaneFiles {
 ///
 /// # Errors
 /// `NotFound` and `Permission` for the directory; `InvalidInput` where it is no cache directory.
-pub fn lanes(cache_dir: &Path) -> Result<Vec<LaneFiles>> {
+pub fn lanes(cache_dir: &Path) -> Result<Vec<LaneDir>> {
     let root = Dir::open_root(cache_dir)?;
     let mut found = Vec::new();
     let names = root.names()?;
@@ -83,7 +83,7 @@ pub fn lanes(cache_dir: &Path) -> Result<Vec<LaneFiles>> {
             let Ok(shard_dir) = ns.open_dir_in(&shard) else { continue };
             for name in shard_dir.names()?.into_iter().filter(|n| is_lane(n)) {
                 let Ok(dir) = shard_dir.open_dir_in(&name) else { continue };
-                found.push(LaneFiles { namespace: namespace.clone(), shard: shard.clone(), name, dir });
+                found.push(LaneDir { namespace: namespace.clone(), shard: shard.clone(), name, dir });
             }
         }
     }
@@ -92,7 +92,7 @@ pub fn lanes(cache_dir: &Path) -> Result<Vec<LaneFiles>> {
             .at(cache_dir)
             .advice("give the cache_dir of a server; it holds a file BUDGET"));
     }
-    let number = |l: &LaneFiles| l.name.strip_prefix("lane").and_then(|n| n.parse::<u32>().ok());
+    let number = |l: &LaneDir| l.name.strip_prefix("lane").and_then(|n| n.parse::<u32>().ok());
     found.sort_by(|a, b| (&a.namespace, &a.shard, number(a)).cmp(&(&b.namespace, &b.shard, number(b))));
     Ok(found)
 }

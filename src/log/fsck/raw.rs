@@ -5,12 +5,12 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
-use super::places::LaneFiles;
-use crate::config::dir::FileOptions;
+use super::places::LaneDir;
+use crate::config::dir::CacheFileOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::floors::Floors;
 use crate::format::record::{KeyKind, RECORD_BYTES, Record, RecordKind};
-use crate::format::sealed::{GonePage, RegionHeader, RegionLayout, SegmentState, decode_records};
+use crate::format::sealed::{GonePage, RegionHeader, RegionLayout, RegionState, decode_records};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, journal};
 use crate::log::base::paths::{DATA, INDEX};
@@ -93,9 +93,9 @@ impl RawLane {
     /// # Errors
     /// `Corrupt` where neither superblock is intact, `Incompatible` where the lane is of a newer
     /// version; I/O errors. Other damage is told in the result.
-    pub fn read(files: &LaneFiles) -> Result<Self> {
+    pub fn read(files: &LaneDir) -> Result<Self> {
         let in_use = files.in_use();
-        let index = files.dir.open_file_in(INDEX, &FileOptions::default())?;
+        let index = files.dir.open_file_in(INDEX, &CacheFileOptions::default())?;
         let mut damage = Vec::new();
         let superblock = superblock(files, &index, &mut damage)?;
         let mut lane = Self {
@@ -123,10 +123,10 @@ impl RawLane {
         u64::from(record.segment) * self.superblock.segment_bytes + u64::from(record.page) * PAGE_BYTES as u64
     }
 
-    fn measure(&mut self, files: &LaneFiles, index: &File) -> Result<()> {
+    fn measure(&mut self, files: &LaneDir, index: &File) -> Result<()> {
         let at = |e| Error::io("cannot look at a file", e).at(files.path());
         let index = index.metadata().map_err(at)?;
-        let data = files.dir.open_file_in(DATA, &FileOptions::default())?.metadata().map_err(at)?;
+        let data = files.dir.open_file_in(DATA, &CacheFileOptions::default())?.metadata().map_err(at)?;
         self.counts.file_bytes = [index.len(), data.len()];
         self.counts.disk_bytes = (index.blocks() + data.blocks()) * 512;
         self.counts.data_disk_bytes = data.blocks() * 512;
@@ -195,7 +195,7 @@ impl RawLane {
                     continue;
                 }
             };
-            let free = header.state == SegmentState::Free;
+            let free = header.state == RegionState::Free;
             self.segments.insert(n, Kept { epoch: header.epoch, free, since_ms: header.sealed_ms });
             if free {
                 self.counts.free += 1;
@@ -308,7 +308,7 @@ pub fn live(lanes: &[RawLane], now_s: u64) -> Vec<(usize, Record)> {
     found
 }
 
-fn superblock(files: &LaneFiles, index: &File, damage: &mut Vec<Damage>) -> Result<Superblock> {
+fn superblock(files: &LaneDir, index: &File, damage: &mut Vec<Damage>) -> Result<Superblock> {
     let mut pages = vec![0; 2 * PAGE_BYTES];
     read_up_to(index, &mut pages, 0)?;
     let (a, b) = pages.split_at(PAGE_BYTES);

@@ -12,15 +12,15 @@ use std::os::unix::fs::FileExt as _;
 
 use super::deep::{BadSlot, Deep, check, deep};
 use super::lost::in_use;
-use super::places::LaneFiles;
+use super::places::LaneDir;
 use super::raw::{RawLane, listed, read_up_to};
-use crate::config::dir::FileOptions;
+use crate::config::dir::CacheFileOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::journal::{self, JournalPage, RECORDS_PER_PAGE};
 use crate::format::layout::COARSE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
-use crate::format::sealed::{GONE_PER_PAGE, GonePage, RegionHeader, RegionLayout, SegmentState};
+use crate::format::sealed::{GONE_PER_PAGE, GonePage, RegionHeader, RegionLayout, RegionState};
 use crate::io::{self, DirectFile};
 use crate::log::base::lock::FileLock;
 use crate::log::base::paths::{DATA, INDEX, TABLE_SHM};
@@ -48,7 +48,7 @@ pub struct Repaired {
 /// # Errors
 /// `Locked` where a process writes one of the lanes, unless nothing is to be written; `Corrupt`
 /// where a lane's index is damaged; those of reading and writing.
-pub fn repair(files: &[LaneFiles], dry_run: bool, now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Repaired> {
+pub fn repair(files: &[LaneDir], dry_run: bool, now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Repaired> {
     let mut done = Repaired::default();
     if dry_run {
         let raw = read(files)?;
@@ -56,7 +56,7 @@ pub fn repair(files: &[LaneFiles], dry_run: bool, now_s: u64, progress: &(dyn Fn
         done.note(&raw, found);
         return Ok(done);
     }
-    let take = |f: &LaneFiles| f.lock()?.ok_or_else(|| in_use(f));
+    let take = |f: &LaneDir| f.lock()?.ok_or_else(|| in_use(f));
     let _locks: Vec<FileLock> = files.iter().map(take).collect::<Result<_>>()?;
     let mut checked: HashSet<(usize, u32, u32, u32)> = HashSet::new();
     // Again for what comes to light behind a slot that was dropped: another copy of its key.
@@ -78,8 +78,8 @@ pub fn repair(files: &[LaneFiles], dry_run: bool, now_s: u64, progress: &(dyn Fn
     }
 }
 
-fn read(files: &[LaneFiles]) -> Result<Vec<RawLane>> {
-    let read = |f: &LaneFiles| {
+fn read(files: &[LaneDir]) -> Result<Vec<RawLane>> {
+    let read = |f: &LaneDir| {
         let raw = RawLane::read(f)?;
         match raw.damage.first() {
             None => Ok(raw),
@@ -112,7 +112,7 @@ impl Repaired {
 
 /// A lane whose lock is held, and whose files are written.
 struct LaneRepair<'a> {
-    files: &'a LaneFiles,
+    files: &'a LaneDir,
     raw: &'a RawLane,
     index: File,
     /// By segment, the epoch in which its region says that it is sealed.
@@ -120,8 +120,8 @@ struct LaneRepair<'a> {
 }
 
 impl<'a> LaneRepair<'a> {
-    fn open(files: &'a LaneFiles, raw: &'a RawLane) -> Result<Self> {
-        let index = files.dir.open_file_in(INDEX, &FileOptions { write: true, ..FileOptions::default() })?;
+    fn open(files: &'a LaneDir, raw: &'a RawLane) -> Result<Self> {
+        let index = files.dir.open_file_in(INDEX, &CacheFileOptions { write: true, ..CacheFileOptions::default() })?;
         Ok(Self { files, raw, index, sealed: HashMap::new() })
     }
 
@@ -182,7 +182,7 @@ impl<'a> LaneRepair<'a> {
                 read_up_to(&self.index, &mut page, self.region_offset(segment))?;
                 let lane = self.raw.superblock.lane;
                 let header = RegionHeader::decode(&page)?.filter(|h| h.lane == lane && h.segment == segment);
-                let epoch = header.filter(|h| h.state == SegmentState::Sealed).map(|h| h.epoch);
+                let epoch = header.filter(|h| h.state == RegionState::Sealed).map(|h| h.epoch);
                 self.sealed.insert(segment, epoch);
                 epoch
             }

@@ -14,7 +14,7 @@ use parking_lot::MutexGuard;
 
 pub(super) use seal::{known_records, seal_full, try_write_gone};
 
-use super::lane::{Batch, Lane, State, aligned, grow, wants_growth};
+use super::lane::{Lane, LaneState, RecordBatch, aligned, grow, wants_growth};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::journal::{self, RECORDS_PER_PAGE};
@@ -26,7 +26,7 @@ const RETRY_AFTER_ERROR: Duration = Duration::from_millis(100);
 
 /// What there is to do.
 #[derive(Clone, Copy, Debug, Default)]
-struct Work {
+struct JournalWork {
     deferred: bool,
     grow: bool,
     pages: bool,
@@ -65,7 +65,7 @@ pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
     some
 }
 
-fn do_work(lane: &Arc<Lane>, work: Work) {
+fn do_work(lane: &Arc<Lane>, work: JournalWork) {
     if work.deferred && !lane.submit_deferred() && !work.stop {
         std::thread::sleep(RETRY);
     }
@@ -87,10 +87,10 @@ fn do_work(lane: &Arc<Lane>, work: Work) {
     lane.progress.notify_all();
 }
 
-fn work_of(lane: &Lane, state: &State, is_due: bool) -> Work {
+fn work_of(lane: &Lane, state: &LaneState, is_due: bool) -> JournalWork {
     let flush = state.pending.asked();
     let hurry = is_due || flush.is_some() || state.life.stop;
-    Work {
+    JournalWork {
         deferred: state.puts.has_deferred(),
         grow: wants_growth(lane, state),
         pages: state.pending.wants_page(hurry),
@@ -101,13 +101,13 @@ fn work_of(lane: &Lane, state: &State, is_due: bool) -> Work {
     }
 }
 
-impl Work {
+impl JournalWork {
     fn is_some(&self) -> bool {
         self.deferred || self.grow || self.pages || self.seal || self.flush.is_some() || self.stop
     }
 }
 
-fn wait_for_work(lane: &Lane) -> Option<Work> {
+fn wait_for_work(lane: &Lane) -> Option<JournalWork> {
     let mut state = lane.state().ok()?;
     loop {
         if state.life.abandoned {
@@ -160,7 +160,7 @@ fn write_pages(lane: &Lane, partial: bool) -> Result<()> {
     Ok(())
 }
 
-fn take_batch(lane: &Lane, partial: bool) -> Result<Option<Batch>> {
+fn take_batch(lane: &Lane, partial: bool) -> Result<Option<RecordBatch>> {
     let mut state = lane.state()?;
     if !state.pending.wants_page(partial) {
         return Ok(None);
@@ -176,7 +176,7 @@ fn take_batch(lane: &Lane, partial: bool) -> Result<Option<Batch>> {
 }
 
 /// The ring is full: seals the segments that keep its oldest page.
-fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
+fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, LaneState>) -> Result<MutexGuard<'a, LaneState>> {
     if state.segments.is_open_among(&state.pending.oldest()) {
         if state.segments.ready() == 0 {
             state.segments.want();
@@ -189,7 +189,7 @@ fn make_room<'a>(lane: &'a Lane, mut state: MutexGuard<'a, State>) -> Result<Mut
     lane.state()
 }
 
-fn write_batch(lane: &Lane, batch: &Batch) -> Result<()> {
+fn write_batch(lane: &Lane, batch: &RecordBatch) -> Result<()> {
     let pages = batch.records.chunks(RECORDS_PER_PAGE);
     let mut buf = AlignedBuf::zeroed(pages.len() * PAGE_BYTES)?;
     for ((number, page), to) in (batch.first..).zip(pages).zip(buf.chunks_exact_mut(PAGE_BYTES)) {
@@ -202,7 +202,7 @@ fn write_batch(lane: &Lane, batch: &Batch) -> Result<()> {
     Ok(())
 }
 
-fn hold_batch(lane: &Lane, batch: &Batch) -> Result<()> {
+fn hold_batch(lane: &Lane, batch: &RecordBatch) -> Result<()> {
     let mut state = lane.state()?;
     for (number, page) in (batch.first..).zip(batch.records.chunks(RECORDS_PER_PAGE)) {
         let live = page.iter().filter(|r| state.segments.takes_records(r.segment, r.epoch));
@@ -219,7 +219,7 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
         trouble(lane, e);
     }
     let Ok(mut state) = lane.state() else { return };
-    let State { pending, segments, .. } = &mut *state;
+    let LaneState { pending, segments, .. } = &mut *state;
     pending.answer(asked, outcome, || segments.unsealed_records());
 }
 
@@ -270,7 +270,7 @@ fn late(lane: &Lane) -> Error {
     Error::new(ErrorKind::TimedOut, "the flush did not end in time").at(&lane.dir)
 }
 
-fn flush_records<'a>(lane: &'a Arc<Lane>, mut state: MutexGuard<'a, State>, deadline: Instant) -> Result<()> {
+fn flush_records<'a>(lane: &'a Arc<Lane>, mut state: MutexGuard<'a, LaneState>, deadline: Instant) -> Result<()> {
     let asked = state.pending.ask();
     lane.work.notify_one();
     if lane.ctx.options.foreground {

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use super::{Lane, State, aligned};
+use super::{Lane, LaneState, aligned};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::{KeyKind, Record, RecordKind};
@@ -93,7 +93,7 @@ pub(in crate::log) fn region_header(lane: &Lane, (segment, epoch): (u32, u32), r
         lane: *lane.id(),
         segment,
         epoch,
-        state: sealed::SegmentState::Sealed,
+        state: sealed::RegionState::Sealed,
         count: records.len() as u32,
         min_sequence: records.iter().map(|r| r.sequence).min().unwrap_or(0),
         max_sequence: records.iter().map(|r| r.sequence).max().unwrap_or(0),
@@ -126,7 +126,7 @@ fn flush_region(lane: &Lane) -> Result<()> {
 
 /// The region holds the records durably: the ring's pages need not any more, nor must those that
 /// wait be written there.
-fn recycle(state: &mut State, segment_use: (u32, u32)) {
+fn recycle(state: &mut LaneState, segment_use: (u32, u32)) {
     state.pending.note_success();
     state.pending.recycle(segment_use);
 }

@@ -18,7 +18,7 @@ const WINDOW_BYTES: u64 = 1 << 20;
 
 /// A slot within its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::log) struct Slot {
+pub(in crate::log) struct SlotRange {
     /// First page and number of pages.
     pub(in crate::log) page: u32,
     pub(in crate::log) pages: u32,
@@ -26,7 +26,7 @@ pub(in crate::log) struct Slot {
     pub(in crate::log) header_at: u32,
 }
 
-impl Slot {
+impl SlotRange {
     /// The slot of an entry, laid out like this.
     pub(in crate::log) fn of(entry: &Entry, layout: &SlotLayout) -> Self {
         Self { page: entry.page, pages: entry.pages, header_at: layout.header_offset }
@@ -44,7 +44,7 @@ impl Lane {
     ///
     /// # Errors
     /// Where the drive takes neither holes nor zeros: some of them may still be readable.
-    pub(in crate::log) fn erase(&self, segment: u32, slots: &[Slot]) -> Result<u64> {
+    pub(in crate::log) fn erase(&self, segment: u32, slots: &[SlotRange]) -> Result<u64> {
         let mut freed = 0;
         for run in slots.chunk_by(|a, b| a.page + a.pages == b.page) {
             let Some(first) = run.first() else { continue };
@@ -105,7 +105,7 @@ impl Lane {
     ///
     /// # Errors
     /// Those of writing.
-    pub(in crate::log) fn blank(&self, segment: u32, slot: &Slot) -> Result<()> {
+    pub(in crate::log) fn blank(&self, segment: u32, slot: &SlotRange) -> Result<()> {
         self.write(&self.data, self.header_offset(segment, slot), AlignedBuf::zeroed(PAGE_BYTES)?)
     }
 
@@ -114,7 +114,7 @@ impl Lane {
     pub(in crate::log) fn blank_soon(
         self: &Arc<Self>,
         segment: u32,
-        slot: &Slot,
+        slot: &SlotRange,
         wrap: impl FnOnce(Buf) -> Buf,
         done: impl FnOnce(Result<()>) + Send + 'static,
     ) {
@@ -128,7 +128,7 @@ impl Lane {
         self.submit_write(request.timeout(self.ctx.options.io_timeout));
     }
 
-    fn header_offset(&self, segment: u32, slot: &Slot) -> u64 {
+    fn header_offset(&self, segment: u32, slot: &SlotRange) -> u64 {
         self.slot_offset(segment, slot.page) + u64::from(slot.header_at)
     }
 
@@ -136,23 +136,23 @@ impl Lane {
     ///
     /// # Errors
     /// Those of flushing.
-    pub(in crate::log) fn settle(&self) -> Result<()> {
+    pub(in crate::log) fn flush_erasures(&self) -> Result<()> {
         let shared = self.shared();
         let erasures = shared.as_ref().map(|s| s.erasures());
         let gone = if self.is_held() { self.state()?.segments.gone_counts() } else { Vec::new() };
         self.flush_data()?;
         if let Some((shared, erasures)) = shared.zip(erasures) {
-            shared.settle(erasures);
+            shared.mark_erasures_durable(erasures);
         }
         if !gone.is_empty() {
-            self.state()?.segments.settle_gone(&gone);
+            self.state()?.segments.mark_gone_durable(&gone);
         }
         Ok(())
     }
 
     /// Whether all that was made unreadable is so durably.
-    pub(in crate::log) fn is_settled(&self) -> bool {
-        self.shared().is_none_or(|s| s.is_settled())
+    pub(in crate::log) fn erasures_are_durable(&self) -> bool {
+        self.shared().is_none_or(|s| s.erasures_are_durable())
     }
 
     /// Whether an error says that the drive takes no more, rather than that it is slow.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{Lane, Place, State};
+use super::{Lane, LaneState, SlotPlace};
 use crate::io::Buf;
 
 /// A place in a segment, given back when dropped: the segment may be sealed, and later reclaimed,
@@ -11,36 +11,36 @@ use crate::io::Buf;
 /// drive has really ended the write: what is written after a time-out can so not land in a later
 /// use of the segment.
 #[derive(Debug)]
-pub(in crate::log) struct Held {
+pub(in crate::log) struct HeldSlot {
     lane: Arc<Lane>,
-    place: Place,
+    place: SlotPlace,
     sequence: u64,
     ended: AtomicBool,
 }
 
-impl Held {
+impl HeldSlot {
     /// Of a place for the slot of this sequence, which has been [begun](super::Puts::begin) under
     /// the same lock.
-    pub(in crate::log) fn new(lane: &Arc<Lane>, place: Place, sequence: u64) -> Arc<Self> {
+    pub(in crate::log) fn new(lane: &Arc<Lane>, place: SlotPlace, sequence: u64) -> Arc<Self> {
         Arc::new(Self { lane: Arc::clone(lane), place, sequence, ended: AtomicBool::new(false) })
     }
 
     /// Gives the place back under the lane's lock, as nothing is being written to it any more.
-    pub(in crate::log) fn end(&self, state: &mut State) {
+    pub(in crate::log) fn end(&self, state: &mut LaneState) {
         if !self.ended.swap(true, Ordering::Relaxed) {
             self.give_back(state);
         }
     }
 }
 
-impl Held {
-    fn give_back(&self, state: &mut State) {
+impl HeldSlot {
+    fn give_back(&self, state: &mut LaneState) {
         state.segments.end_put(self.place);
         state.puts.end(self.sequence);
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldSlot {
     fn drop(&mut self) {
         if *self.ended.get_mut() {
             return;
@@ -56,7 +56,7 @@ impl Drop for Held {
 /// ([`Buf::with`](crate::io::Buf::with)) keeps the place from being used again until its I/O has
 /// ended, also where nobody waits for that any more.
 #[derive(Clone, Debug)]
-pub struct Hold(pub(in crate::log) Arc<Held>);
+pub struct Hold(pub(in crate::log) Arc<HeldSlot>);
 
 impl Hold {
     /// The buffer of a write to the place.

@@ -18,7 +18,7 @@ pub(in crate::log) struct IndexWrites(Mutex<Vec<Range<u64>>>);
 /// A share in a place, which ends with the write: it goes with the buffer
 /// ([`Buf::with`](crate::io::Buf::with)).
 #[derive(Debug)]
-pub(in crate::log) struct Claim {
+pub(in crate::log) struct WriteClaim {
     all: Arc<IndexWrites>,
     place: Range<u64>,
 }
@@ -28,7 +28,7 @@ impl IndexWrites {
     ///
     /// # Errors
     /// `Busy` while an earlier write to any of it has not ended.
-    pub(in crate::log) fn claim(self: &Arc<Self>, place: Range<u64>) -> Result<Arc<Claim>> {
+    pub(in crate::log) fn claim(self: &Arc<Self>, place: Range<u64>) -> Result<Arc<WriteClaim>> {
         let mut all = self.0.lock();
         if all.iter().any(|other| overlap(other, &place)) {
             return Err(Error::new(
@@ -37,7 +37,7 @@ impl IndexWrites {
             ));
         }
         all.push(place.clone());
-        Ok(Arc::new(Claim { all: Arc::clone(self), place }))
+        Ok(Arc::new(WriteClaim { all: Arc::clone(self), place }))
     }
 
     /// Whether a write to any of the place has not ended.
@@ -46,7 +46,7 @@ impl IndexWrites {
     }
 }
 
-impl Drop for Claim {
+impl Drop for WriteClaim {
     fn drop(&mut self) {
         let mut all = self.all.0.lock();
         if let Some(at) = all.iter().position(|other| *other == self.place) {

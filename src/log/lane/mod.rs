@@ -12,7 +12,7 @@
 //!
 //! Invariant, on which `remove` relies: every slot with an intact header that was ever published is
 //! named by an entry of its lane's table, or its having been made unreadable is counted in the
-//! lane's erasures ([`index::Lane::is_settled`]).
+//! lane's erasures ([`index::SharedLane::erasures_are_durable`]).
 
 mod erase;
 mod held;
@@ -34,17 +34,17 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
-pub(super) use erase::Slot;
-pub(super) use held::Held;
+pub(super) use erase::SlotRange;
+pub(super) use held::HeldSlot;
 pub use held::Hold;
 pub(super) use io::aligned;
-pub(super) use pending::{Batch, Pending};
+pub(super) use pending::{Pending, RecordBatch};
 pub(super) use puts::{Puts, Unpublished};
-pub(super) use segments::{FoundSegment, Need, Phase, Place, RESERVE_BYTES, Segment, Segments, expiry_of};
+pub(super) use segments::{FoundSegment, Need, RESERVE_BYTES, Segment, SegmentPhase, Segments, SlotPlace, expiry_of};
 pub(super) use tables::{
     Growth, anonymous_table, grow, growth_bytes, make_table, shared_state, show_table, wants_growth,
 };
-pub(super) use usage::{Told, Usage, slot_bytes, tenant_of};
+pub(super) use usage::{PolicyEvent, Usage, slot_bytes, tenant_of};
 
 use self::index_writes::IndexWrites;
 use super::base::budget::Budget;
@@ -61,7 +61,7 @@ use crate::key::ChunkKey;
 
 /// What this process is to a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
+pub(super) enum LaneRole {
     /// It appends to it.
     Own,
     /// It looks after it, its writer being gone.
@@ -82,7 +82,7 @@ pub(super) struct Life {
 
 /// State of a held lane.
 #[derive(Debug, Default)]
-pub(super) struct State {
+pub(super) struct LaneState {
     pub(super) segments: Segments,
     pub(super) pending: Pending,
     pub(super) puts: Puts,
@@ -93,7 +93,7 @@ pub(super) struct State {
     chunk_tokens: u32,
 }
 
-impl State {
+impl LaneState {
     /// Of a lane of this shape whose table has so many slots.
     pub(super) fn new(sb: &Superblock, slots: usize) -> Self {
         let pages = u32::try_from(sb.segment_bytes / PAGE_BYTES as u64).unwrap_or(u32::MAX);
@@ -122,7 +122,7 @@ impl State {
     ///
     /// # Errors
     /// `NoSpace` where the table must grow first.
-    pub(super) fn enter(&mut self, table: &Table, shared: Option<&index::Lane>, record: &Record) -> Result<bool> {
+    pub(super) fn enter(&mut self, table: &Table, shared: Option<&index::SharedLane>, record: &Record) -> Result<bool> {
         let entry = entry_of(record);
         let inserted = table.insert(&entry)?;
         self.entered(table, shared, (record, &entry), inserted)
@@ -132,7 +132,7 @@ impl State {
     pub(super) fn entered(
         &mut self,
         table: &Table,
-        shared: Option<&index::Lane>,
+        shared: Option<&index::SharedLane>,
         (record, entry): (&Record, &Entry),
         inserted: Inserted,
     ) -> Result<bool> {
@@ -158,7 +158,7 @@ impl State {
     pub(super) fn leave(
         &mut self,
         table: &Table,
-        shared: Option<&index::Lane>,
+        shared: Option<&index::SharedLane>,
         (key, seq): (&ChunkKey, u64),
     ) -> Result<Option<Entry>> {
         let is_it = table.get_marked(key).is_some_and(|(entry, ..)| entry.seq == seq);
@@ -175,7 +175,7 @@ impl State {
     pub(super) fn leave_where(
         &mut self,
         table: &Table,
-        shared: Option<&index::Lane>,
+        shared: Option<&index::SharedLane>,
         which: impl Fn(&Entry) -> bool,
     ) -> Result<u64> {
         table.remove_where(|slot, entry| {
@@ -183,14 +183,14 @@ impl State {
             if goes {
                 live(shared, entry, -1);
                 self.usage.left(Some(slot), entry);
-                self.usage.tell(Told::Forgotten(index::tag_of(&entry.key)));
+                self.usage.observe(PolicyEvent::Forgotten(index::tag_of(&entry.key)));
             }
             goes
         })
     }
 }
 
-fn live(shared: Option<&index::Lane>, entry: &Entry, chunks: i64) {
+fn live(shared: Option<&index::SharedLane>, entry: &Entry, chunks: i64) {
     if let Some(shared) = shared {
         drop(shared.add_live(entry.segment, live_bytes(entry) as i64 * chunks, chunks));
     }
@@ -238,7 +238,7 @@ pub struct Lane {
     pub(super) ctx: Arc<Ctx>,
     pub(super) number: u32,
     pub(super) dir: PathBuf,
-    pub(super) role: Role,
+    pub(super) role: LaneRole,
     pub(super) superblock: Superblock,
     pub(super) data: Arc<DirectFile>,
     pub(super) index: Arc<DirectFile>,
@@ -247,9 +247,9 @@ pub struct Lane {
     /// Under which space is granted; in held lanes.
     pub(super) budget: Option<Arc<Budget>>,
     table: RwLock<Arc<Table>>,
-    shared: RwLock<Option<index::Lane>>,
+    shared: RwLock<Option<index::SharedLane>>,
     /// Present in held lanes only.
-    state: Option<Mutex<State>>,
+    state: Option<Mutex<LaneState>>,
     /// Held while slots are made unreadable: from the marks on their entries until these have left
     /// the table.
     pub(super) erasing: Mutex<()>,
@@ -270,15 +270,15 @@ pub(super) struct LaneParts {
     pub(super) ctx: Arc<Ctx>,
     pub(super) number: u32,
     pub(super) dir: PathBuf,
-    pub(super) role: Role,
+    pub(super) role: LaneRole,
     pub(super) superblock: Superblock,
     pub(super) data: Arc<DirectFile>,
     pub(super) index: Arc<DirectFile>,
     pub(super) io: Drive,
     pub(super) budget: Option<Arc<Budget>>,
     pub(super) table: Table,
-    pub(super) shared: Option<index::Lane>,
-    pub(super) state: Option<State>,
+    pub(super) shared: Option<index::SharedLane>,
+    pub(super) state: Option<LaneState>,
     pub(super) lock: Option<FileLock>,
 }
 
@@ -322,7 +322,7 @@ impl Lane {
     ///
     /// # Errors
     /// `Internal` for a foreign lane.
-    pub(super) fn state(&self) -> Result<MutexGuard<'_, State>> {
+    pub(super) fn state(&self) -> Result<MutexGuard<'_, LaneState>> {
         self.state
             .as_ref()
             .map(Mutex::lock)
@@ -332,11 +332,11 @@ impl Lane {
     /// The table as it is now.
     pub(super) fn table(&self) -> Arc<Table> {
         let table = Arc::clone(&self.table.read());
-        if self.role == Role::Foreign && table.moved() { self.attach_anew().unwrap_or(table) } else { table }
+        if self.role == LaneRole::Foreign && table.moved() { self.attach_anew().unwrap_or(table) } else { table }
     }
 
     /// The shared segment states, leases and touch ring.
-    pub(super) fn shared(&self) -> Option<index::Lane> {
+    pub(super) fn shared(&self) -> Option<index::SharedLane> {
         self.shared.read().clone()
     }
 
@@ -394,7 +394,7 @@ impl Lane {
     }
 
     /// Waits until the maintenance or journal thread has got on, or `until`.
-    pub(super) fn wait_for_progress(&self, state: &mut MutexGuard<'_, State>, until: Instant) -> bool {
+    pub(super) fn wait_for_progress(&self, state: &mut MutexGuard<'_, LaneState>, until: Instant) -> bool {
         !self.progress.wait_until(state, until).timed_out()
     }
 }
@@ -407,10 +407,10 @@ pub(super) fn attach_table(ctx: &Ctx, dir: &Path) -> Result<Table> {
 }
 
 /// Opens the shared state of a lane that somebody else writes.
-pub(super) fn attach_shared(ctx: &Ctx, dir: &Path) -> Result<index::Lane> {
+pub(super) fn attach_shared(ctx: &Ctx, dir: &Path) -> Result<index::SharedLane> {
     let path = dir.join(paths::LANE_SHM);
     let (access, file) = open_shared(&path)?;
-    index::Lane::attach(&file, ctx.boot, ctx.me, access).map_err(|e| e.at(&path))
+    index::SharedLane::attach(&file, ctx.boot, ctx.me, access).map_err(|e| e.at(&path))
 }
 
 fn open_shared(path: &Path) -> Result<(Access, File)> {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::ring::{Ring, SegmentUse};
+use super::ring::{JournalRing, SegmentUse};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::journal::RECORDS_PER_PAGE;
 use crate::format::record::Record;
@@ -16,7 +16,7 @@ const RING_RESERVE: u64 = 8;
 const BROKEN_AFTER: u32 = 8;
 
 /// Records for a run of pages that do not wrap around the ring's end.
-pub(in crate::log) struct Batch {
+pub(in crate::log) struct RecordBatch {
     /// Number of the first page.
     pub(in crate::log) first: u64,
     pub(in crate::log) records: Vec<Record>,
@@ -25,7 +25,7 @@ pub(in crate::log) struct Batch {
 /// Records and flushes that wait.
 #[derive(Debug, Default)]
 pub(in crate::log) struct Pending {
-    ring: Ring,
+    ring: JournalRing,
     /// Oldest first.
     records: VecDeque<Record>,
     since: Option<Instant>,
@@ -41,7 +41,7 @@ pub(in crate::log) struct Pending {
 
 impl Pending {
     pub(in crate::log) fn new(ring_pages: u32, next_page: u64) -> Self {
-        Self { ring: Ring::new(ring_pages, next_page), ..Self::default() }
+        Self { ring: JournalRing::new(ring_pages, next_page), ..Self::default() }
     }
 
     /// A record waits for a page.
@@ -80,7 +80,7 @@ impl Pending {
 
     /// Takes records for the next pages: for full ones, and for the last one too where `partial`
     /// says so.
-    pub(in crate::log) fn take_batch(&mut self, partial: bool) -> Option<Batch> {
+    pub(in crate::log) fn take_batch(&mut self, partial: bool) -> Option<RecordBatch> {
         let waiting = self.records.len();
         let pages = if partial { waiting.div_ceil(RECORDS_PER_PAGE) } else { waiting / RECORDS_PER_PAGE };
         let limit = pages.min(PAGES_PER_WRITE).min(self.usable() as usize);
@@ -96,7 +96,7 @@ impl Pending {
         let take = (count * RECORDS_PER_PAGE).min(waiting);
         let records: Vec<Record> = self.records.drain(..take).collect();
         self.forget_time();
-        Some(Batch { first, records })
+        Some(RecordBatch { first, records })
     }
 
     /// Whether there is a page to be written.
@@ -116,7 +116,7 @@ impl Pending {
     }
 
     /// A batch could not be written.
-    pub(in crate::log) fn put_back(&mut self, batch: Batch) {
+    pub(in crate::log) fn put_back(&mut self, batch: RecordBatch) {
         for record in batch.records.into_iter().rev() {
             self.records.push_front(record);
         }

@@ -11,13 +11,13 @@ pub(in crate::log) type SegmentUse = (u32, u32);
 
 /// The ring of one lane.
 #[derive(Debug, Default)]
-pub(in crate::log) struct Ring {
+pub(in crate::log) struct JournalRing {
     pages: u64,
     next: u64,
     held: VecDeque<(u64, Vec<SegmentUse>)>,
 }
 
-impl Ring {
+impl JournalRing {
     /// A ring of `pages` pages, of which none is held; the next page written is number `next`.
     pub(in crate::log) fn new(pages: u32, next: u64) -> Self {
         Self { pages: u64::from(pages), next, held: VecDeque::new() }
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn a_page_is_free_again_when_every_segment_in_it_and_before_it_is_sealed() {
-        let mut ring = Ring::new(4, 10);
+        let mut ring = JournalRing::new(4, 10);
         for uses in [vec![(0, 1)], vec![(0, 1), (1, 1), (0, 1)], vec![(1, 1)]] {
             let number = ring.take();
             ring.hold(number, uses);
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_page_that_could_not_be_written_is_skipped() {
-        let mut ring = Ring::new(2, 0);
+        let mut ring = JournalRing::new(2, 0);
         let number = ring.take();
         ring.hold(number, vec![(0, 1)]);
         ring.take();

@@ -15,7 +15,7 @@ use crate::index::{self, SegmentState};
 
 /// What a segment is in, as its holder sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::log) enum Phase {
+pub(in crate::log) enum SegmentPhase {
     /// Holds nothing and has no space on the drive.
     Absent,
     /// Holds nothing and has its space: ready to be opened.
@@ -35,7 +35,7 @@ pub(in crate::log) enum Phase {
 /// One segment of a held lane.
 #[derive(Clone, Debug)]
 pub(in crate::log) struct Segment {
-    phase: Phase,
+    phase: SegmentPhase,
     epoch: u32,
     next_page: u32,
     pending: u32,
@@ -61,7 +61,7 @@ pub(in crate::log) struct Segment {
 impl Segment {
     fn absent(epoch: u32) -> Self {
         Self {
-            phase: Phase::Absent,
+            phase: SegmentPhase::Absent,
             epoch,
             next_page: 0,
             pending: 0,
@@ -87,7 +87,7 @@ impl Segment {
         self.records.push(record);
     }
 
-    pub(in crate::log) fn phase(&self) -> Phase {
+    pub(in crate::log) fn phase(&self) -> SegmentPhase {
         self.phase
     }
 
@@ -103,12 +103,12 @@ impl Segment {
 
     /// Whether it is sealed and nothing is being written to it any more.
     pub(in crate::log) fn is_at_rest(&self) -> bool {
-        self.phase == Phase::Sealed && self.pending == 0
+        self.phase == SegmentPhase::Sealed && self.pending == 0
     }
 
     /// Whether it takes space on the drive.
     pub(in crate::log) fn is_in_use(&self) -> bool {
-        self.phase != Phase::Absent
+        self.phase != SegmentPhase::Absent
     }
 
     /// Whether everything that was stored in it has expired.
@@ -117,7 +117,7 @@ impl Segment {
     }
 
     fn takes_records(&self, epoch: u32) -> bool {
-        self.epoch == epoch && matches!(self.phase, Phase::Open | Phase::Full)
+        self.epoch == epoch && matches!(self.phase, SegmentPhase::Open | SegmentPhase::Full)
     }
 }
 
@@ -133,7 +133,7 @@ pub(in crate::log) fn expiry_of(record: &Record) -> u64 {
 /// A segment as a recovery found it.
 #[derive(Clone, Debug)]
 pub(in crate::log) struct FoundSegment {
-    pub(in crate::log) phase: Phase,
+    pub(in crate::log) phase: SegmentPhase,
     pub(in crate::log) epoch: u32,
     pub(in crate::log) sequences: (u64, u64),
     pub(in crate::log) last_expiry_s: u64,
@@ -146,7 +146,7 @@ pub(in crate::log) struct FoundSegment {
 
 /// A place given to a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::log) struct Place {
+pub(in crate::log) struct SlotPlace {
     pub(in crate::log) segment: u32,
     pub(in crate::log) epoch: u32,
     pub(in crate::log) page: u32,
@@ -241,7 +241,7 @@ impl Segments {
 
     /// Gives a place in the open segment, opening the next one if it does not fit; `None` where
     /// none is ready. The open one is kept while no next one is ready.
-    pub(in crate::log) fn place(&mut self, need: Need, shared: Option<&index::Lane>) -> Option<Place> {
+    pub(in crate::log) fn place(&mut self, need: Need, shared: Option<&index::SharedLane>) -> Option<SlotPlace> {
         if let Some(place) = self.place_in_open(need) {
             return Some(place);
         }
@@ -254,7 +254,7 @@ impl Segments {
         self.place_in_open(need)
     }
 
-    fn place_in_open(&mut self, need: Need) -> Option<Place> {
+    fn place_in_open(&mut self, need: Need) -> Option<SlotPlace> {
         let (pages, records) = (self.pages, self.records);
         let number = self.open?;
         let segment = self.get_mut(number)?;
@@ -265,18 +265,18 @@ impl Segments {
         }
         segment.next_page = end;
         segment.pending += 1;
-        Some(Place { segment: number, epoch: segment.epoch, page })
+        Some(SlotPlace { segment: number, epoch: segment.epoch, page })
     }
 
     /// A slot of this sequence has been given a place in the segment.
-    pub(in crate::log) fn note_sequence(&mut self, place: Place, sequence: u64) {
+    pub(in crate::log) fn note_sequence(&mut self, place: SlotPlace, sequence: u64) {
         if let Some(segment) = self.of_use(place.segment, place.epoch) {
             segment.first_seq = segment.first_seq.min(sequence);
         }
     }
 
     /// A put of the place has ended, published or not.
-    pub(in crate::log) fn end_put(&mut self, place: Place) {
+    pub(in crate::log) fn end_put(&mut self, place: SlotPlace) {
         if let Some(segment) = self.of_use(place.segment, place.epoch) {
             segment.pending = segment.pending.saturating_sub(1);
         }
@@ -286,16 +286,16 @@ impl Segments {
     pub(in crate::log) fn close_open(&mut self) {
         let Some(number) = self.open.take() else { return };
         if let Some(segment) = self.get_mut(number) {
-            segment.phase = Phase::Full;
+            segment.phase = SegmentPhase::Full;
             segment.full_since = Some(Instant::now());
         }
     }
 
-    fn open_next(&mut self, shared: Option<&index::Lane>) {
+    fn open_next(&mut self, shared: Option<&index::SharedLane>) {
         let Some(number) = self.ready.pop_front() else { return };
         let Some(segment) = self.get_mut(number) else { return };
         let epoch = segment.epoch;
-        *segment = Segment { phase: Phase::Open, ..Segment::absent(epoch) };
+        *segment = Segment { phase: SegmentPhase::Open, ..Segment::absent(epoch) };
         self.open = Some(number);
         if let Some(shared) = shared {
             // A segment beyond the shared file's range cannot be leased; everything else works.
@@ -331,7 +331,7 @@ impl Segments {
 
     /// Records of segments that are not sealed, in their order.
     pub(in crate::log) fn unsealed_records(&self) -> Vec<Record> {
-        let unsealed = self.list.iter().filter(|s| matches!(s.phase, Phase::Open | Phase::Full));
+        let unsealed = self.list.iter().filter(|s| matches!(s.phase, SegmentPhase::Open | SegmentPhase::Full));
         let mut records: Vec<Record> = unsealed.flat_map(|s| s.records.iter().copied()).collect();
         records.sort_by_key(|r| r.sequence);
         records
@@ -342,11 +342,11 @@ impl Segments {
     pub(in crate::log) fn note_gone(&mut self, segment: u32, epoch: u32, page: u32) -> bool {
         let Some(s) = self.of_use(segment, epoch) else { return false };
         match s.phase {
-            Phase::Open | Phase::Full => {
+            SegmentPhase::Open | SegmentPhase::Full => {
                 s.records.retain(|r| r.page != page);
                 return true;
             }
-            Phase::Sealing | Phase::Sealed | Phase::Condemned if !s.gone.contains(&page) => {
+            SegmentPhase::Sealing | SegmentPhase::Sealed | SegmentPhase::Condemned if !s.gone.contains(&page) => {
                 s.gone.push(page);
                 s.going.push(page);
                 s.gone_changed = true;
@@ -366,7 +366,7 @@ impl Segments {
     /// The pages of the list of gone slots that are to be written, with the number of the first;
     /// `None` where nothing has changed, or the segment's region is not there yet.
     pub(in crate::log) fn gone_pages(&mut self, segment: u32, lane: &[u8; 16]) -> Option<Vec<GonePage>> {
-        let s = self.get_mut(segment).filter(|s| s.phase == Phase::Sealed && s.gone_changed)?;
+        let s = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Sealed && s.gone_changed)?;
         s.gone_changed = false;
         let (epoch, settled) = (s.epoch, s.settled);
         let page = |(i, slots): (usize, &[u32])| GonePage {
@@ -388,7 +388,7 @@ impl Segments {
 
     /// Segments whose list on the drive is not as it is here.
     pub(in crate::log) fn gone_changed(&self) -> Vec<u32> {
-        self.iter().filter(|(_, s)| s.phase == Phase::Sealed && s.gone_changed).map(|(n, _)| n).collect()
+        self.iter().filter(|(_, s)| s.phase == SegmentPhase::Sealed && s.gone_changed).map(|(n, _)| n).collect()
     }
 
     /// Slots that are gone and may be readable again after a power cut, by segment.
@@ -398,7 +398,7 @@ impl Segments {
     }
 
     /// How many slots of each segment are unreadable, in the order in which they were listed, for
-    /// [`settle_gone`](Self::settle_gone), to be asked before a flush.
+    /// [`mark_gone_durable`](Self::mark_gone_durable), to be asked before a flush.
     pub(in crate::log) fn gone_counts(&self) -> Vec<(u32, u32, usize)> {
         let count = |s: &Segment| s.gone.iter().take_while(|page| !s.going.contains(page)).count();
         let counts =
@@ -407,7 +407,7 @@ impl Segments {
     }
 
     /// These are unreadable durably.
-    pub(in crate::log) fn settle_gone(&mut self, counts: &[(u32, u32, usize)]) {
+    pub(in crate::log) fn mark_gone_durable(&mut self, counts: &[(u32, u32, usize)]) {
         for (segment, epoch, count) in counts {
             if let Some(s) = self.of_use(*segment, *epoch) {
                 s.settled = s.settled.max((*count).min(s.gone.len()));
@@ -422,31 +422,31 @@ impl Segments {
     pub(in crate::log) fn next_full(&self, patience: Duration) -> Option<u32> {
         let ready = |s: &Segment| {
             let waited = || s.full_since.is_some_and(|since| since.elapsed() >= patience);
-            s.phase == Phase::Full && (s.pending == 0 || waited())
+            s.phase == SegmentPhase::Full && (s.pending == 0 || waited())
         };
         self.iter().find(|(_, s)| ready(s)).map(|(n, _)| n)
     }
 
     /// Since when the full segment waits that has waited for longest.
     pub(in crate::log) fn full_since(&self) -> Option<Instant> {
-        self.list.iter().filter(|s| s.phase == Phase::Full).filter_map(|s| s.full_since).min()
+        self.list.iter().filter(|s| s.phase == SegmentPhase::Full).filter_map(|s| s.full_since).min()
     }
 
     pub(in crate::log) fn has_unsealed_full(&self) -> bool {
-        self.list.iter().any(|s| matches!(s.phase, Phase::Full | Phase::Sealing))
+        self.list.iter().any(|s| matches!(s.phase, SegmentPhase::Full | SegmentPhase::Sealing))
     }
 
     /// A full segment is being sealed: no record is added from here on. Its epoch and records.
     pub(in crate::log) fn begin_seal(&mut self, segment: u32) -> Option<(u32, Vec<Record>)> {
-        let s = self.get_mut(segment).filter(|s| s.phase == Phase::Full)?;
-        s.phase = Phase::Sealing;
+        let s = self.get_mut(segment).filter(|s| s.phase == SegmentPhase::Full)?;
+        s.phase = SegmentPhase::Sealing;
         Some((s.epoch, std::mem::take(&mut s.records)))
     }
 
     /// Its seal is durable, and took so many bytes of its region.
     pub(in crate::log) fn end_seal(&mut self, segment: u32, region_used: u64) {
         if let Some(s) = self.get_mut(segment) {
-            s.phase = Phase::Sealed;
+            s.phase = SegmentPhase::Sealed;
             s.region_used = region_used;
             s.full_since = None;
         }
@@ -455,7 +455,7 @@ impl Segments {
     /// It could not be sealed.
     pub(in crate::log) fn undo_seal(&mut self, segment: u32, mut records: Vec<Record>) {
         if let Some(s) = self.get_mut(segment) {
-            s.phase = Phase::Full;
+            s.phase = SegmentPhase::Full;
             let gone = std::mem::take(&mut s.gone);
             records.retain(|r| !gone.contains(&r.page));
             s.records = records;
@@ -500,7 +500,8 @@ impl Segments {
     /// Whether a segment that is not sealed may hold slots up to this sequence that no record
     /// names: they go with its seal.
     pub(in crate::log) fn may_hide_below(&self, sequence: u64) -> bool {
-        let unsealed = |s: &&Segment| matches!(s.phase, Phase::Open | Phase::Full | Phase::Sealing);
+        let unsealed =
+            |s: &&Segment| matches!(s.phase, SegmentPhase::Open | SegmentPhase::Full | SegmentPhase::Sealing);
         self.list.iter().filter(unsealed).any(|s| s.first_seq <= sequence)
     }
 
@@ -534,7 +535,7 @@ impl Segments {
 
     /// The number that a new segment gets.
     pub(in crate::log) fn next_unused(&self) -> u32 {
-        let unused = |s: &Segment| s.phase == Phase::Absent && !s.retired;
+        let unused = |s: &Segment| s.phase == SegmentPhase::Absent && !s.retired;
         self.list.iter().position(unused).unwrap_or(self.list.len()) as u32
     }
 
@@ -544,7 +545,7 @@ impl Segments {
             self.list.push(Segment::absent(1));
         }
         if let Some(s) = self.get_mut(segment) {
-            *s = Segment { phase: Phase::Ready, ..Segment::absent(s.epoch) };
+            *s = Segment { phase: SegmentPhase::Ready, ..Segment::absent(s.epoch) };
         }
         self.ready.push_back(segment);
         self.wanted = false;
@@ -555,7 +556,7 @@ impl Segments {
     pub(in crate::log) fn take_ready(&mut self) -> Option<u32> {
         let number = self.ready.pop_back()?;
         if let Some(segment) = self.get_mut(number) {
-            segment.phase = Phase::Absent;
+            segment.phase = SegmentPhase::Absent;
         }
         Some(number)
     }
@@ -576,14 +577,14 @@ impl Segments {
 
     /// Nothing in it is served from here on; `false` where it is not a sealed one of that use.
     pub(in crate::log) fn condemn(&mut self, segment: u32, epoch: u32) -> bool {
-        let Some(s) = self.of_use(segment, epoch).filter(|s| s.phase == Phase::Sealed) else { return false };
-        s.phase = Phase::Condemned;
+        let Some(s) = self.of_use(segment, epoch).filter(|s| s.phase == SegmentPhase::Sealed) else { return false };
+        s.phase = SegmentPhase::Condemned;
         true
     }
 
     /// Segments that are condemned, as after a write error.
     pub(in crate::log) fn condemned(&self) -> usize {
-        self.list.iter().filter(|s| s.phase == Phase::Condemned).count()
+        self.list.iter().filter(|s| s.phase == SegmentPhase::Condemned).count()
     }
 
     /// It holds nothing any more and has no space.
@@ -639,7 +640,7 @@ mod tests {
         assert!(segments.gone_counts().is_empty(), "it is listed, and still readable");
         segments.has_gone(0, 1, 2);
         let counts = segments.gone_counts();
-        segments.settle_gone(&counts);
+        segments.mark_gone_durable(&counts);
         assert!(segments.gone_pages(0, &[7; 16]).unwrap()[0].settled == 1 && segments.gone_changed().is_empty());
     }
 }

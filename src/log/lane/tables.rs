@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Lane, State, attach_shared, attach_table};
+use super::{Lane, LaneState, attach_shared, attach_table};
 use crate::error::{ErrorKind, Result};
 use crate::index::{self, LaneSpec, Recency, Table, TableSpec};
 use crate::log::base::ctx::Ctx;
@@ -68,7 +68,7 @@ pub(in crate::log) fn show_table(ctx: &Ctx, dir: &Path) -> Result<()> {
 
 /// Takes over the lane's shared state, or makes it anew where it does not fit: for so many
 /// segments, of which so many fill the capacity.
-pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::Lane> {
+pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::SharedLane> {
     // Of what the capacity holds: with chunks given up singly there are more segments, which together
     // hold no more.
     let share = (f64::from(full) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
@@ -81,13 +81,13 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
     };
     let path = dir.join(paths::LANE_SHM);
     if let Ok(file) = paths::open_small(&path, false)
-        && let Ok(shared) = index::Lane::resume(&file, &spec)
+        && let Ok(shared) = index::SharedLane::resume(&file, &spec)
     {
         return Ok(shared);
     }
     let old = attach_shared(ctx, dir).ok();
-    let file = paths::new_shared(dir, paths::LANE_SHM, index::Lane::file_bytes(segments))?;
-    let shared = index::Lane::create(&file, &spec)?;
+    let file = paths::new_shared(dir, paths::LANE_SHM, index::SharedLane::file_bytes(segments))?;
+    let shared = index::SharedLane::create(&file, &spec)?;
     paths::put_in_place(dir, paths::LANE_SHM)?;
     if let Some(old) = old {
         old.mark_moved();
@@ -96,7 +96,7 @@ pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32
 }
 
 /// Whether the table should grow now: it is nearly full, or puts wait that found no place in it.
-pub(in crate::log) fn wants_growth(lane: &Lane, state: &State) -> bool {
+pub(in crate::log) fn wants_growth(lane: &Lane, state: &LaneState) -> bool {
     let wanted = state.puts.has_unpublished() || lane.table().wants_growth();
     wanted && state.growth.after.is_none_or(|after| Instant::now() >= after)
 }

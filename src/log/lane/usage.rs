@@ -11,18 +11,18 @@ use crate::index::{ChainChunk, Entry, EntryKind, Prefix, Recency, Table, TouchCu
 
 /// The policy for chains.
 #[derive(Debug, Default)]
-enum Chain {
+enum ChainPolicy {
     /// Another policy is chosen.
     #[default]
     Off,
     /// It is being read.
-    Coming(Vec<Told>),
+    Coming(Vec<PolicyEvent>),
     Here(Box<Prefix>),
 }
 
 /// What the policy for chains is told.
 #[derive(Debug)]
-pub(in crate::log) enum Told {
+pub(in crate::log) enum PolicyEvent {
     /// A prompt uses a chunk.
     Used(u64),
     /// A lookup has found a chunk.
@@ -52,9 +52,9 @@ pub(in crate::log) struct Usage {
     cursor: Option<TouchCursor>,
     /// Bytes that the chunks of each tenant take.
     tenants: HashMap<u64, u64>,
-    chain: Chain,
+    chain: ChainPolicy,
     /// Callers say what prompts use and bring: lookups are not taken for uses.
-    is_told: bool,
+    is_externally_driven: bool,
 }
 
 impl Usage {
@@ -158,61 +158,65 @@ impl Usage {
 
     /// The policy is chosen, and will be here soon.
     pub(in crate::log) fn expect_chain(&mut self) {
-        self.chain = Chain::Coming(Vec::new());
+        self.chain = ChainPolicy::Coming(Vec::new());
     }
 
     /// The policy is here; it is told what has waited for it.
     pub(in crate::log) fn set_chain(&mut self, prefix: Box<Prefix>) {
-        let Chain::Coming(told) = std::mem::replace(&mut self.chain, Chain::Here(prefix)) else { return };
-        told.into_iter().for_each(|told| self.tell(told));
+        let ChainPolicy::Coming(waiting) = std::mem::replace(&mut self.chain, ChainPolicy::Here(prefix)) else {
+            return;
+        };
+        waiting.into_iter().for_each(|event| self.observe(event));
     }
 
     /// Whether the policy is chosen.
     pub(in crate::log) fn has_chain(&self) -> bool {
-        !matches!(self.chain, Chain::Off)
+        !matches!(self.chain, ChainPolicy::Off)
     }
 
     /// The policy, if it is chosen and here.
     pub(in crate::log) fn chain(&self) -> Option<&Prefix> {
         match &self.chain {
-            Chain::Here(prefix) => Some(prefix),
+            ChainPolicy::Here(prefix) => Some(prefix),
             _ => None,
         }
     }
 
     pub(in crate::log) fn chain_mut(&mut self) -> Option<&mut Prefix> {
         match &mut self.chain {
-            Chain::Here(prefix) => Some(prefix),
+            ChainPolicy::Here(prefix) => Some(prefix),
             _ => None,
         }
     }
 
     /// Callers say what prompts use and bring from now on.
-    pub(in crate::log) fn set_told(&mut self) {
-        self.is_told = true;
+    pub(in crate::log) fn set_externally_driven(&mut self) {
+        self.is_externally_driven = true;
     }
 
     /// Tells the policy.
-    pub(in crate::log) fn tell(&mut self, told: Told) {
-        let is_told = self.is_told;
+    pub(in crate::log) fn observe(&mut self, event: PolicyEvent) {
+        let is_externally_driven = self.is_externally_driven;
         let chain = match &mut self.chain {
-            Chain::Off => return,
-            Chain::Coming(waiting) => return waiting.push(told),
-            Chain::Here(chain) => chain,
+            ChainPolicy::Off => return,
+            ChainPolicy::Coming(waiting) => return waiting.push(event),
+            ChainPolicy::Here(chain) => chain,
         };
-        match told {
-            Told::Used(tag) => chain.used(tag),
-            Told::Touched(tag) if !is_told => chain.touched(tag),
-            Told::Touched(_) => {}
-            Told::Stored(chunk) => _ = chain.stored(&chunk),
-            Told::Begun(chunk) if is_told && chain.knows(chunk.tag) => {}
-            Told::Begun(chunk) => _ = chain.stored(&chunk),
-            Told::There(tag, bytes) => chain.put_back(tag, bytes),
-            Told::Moved(chunk) if chain.holds(chunk.tag) => {}
-            Told::Moved(chunk) if is_told && chain.knows(chunk.tag) => chain.put_back(chunk.tag, chunk.bytes),
-            Told::Moved(chunk) => _ = chain.stored(&chunk),
-            Told::Dropped(tag) if is_told => chain.dropped(tag),
-            Told::Dropped(tag) | Told::Forgotten(tag) => chain.forget(tag),
+        match event {
+            PolicyEvent::Used(tag) => chain.used(tag),
+            PolicyEvent::Touched(tag) if !is_externally_driven => chain.touched(tag),
+            PolicyEvent::Touched(_) => {}
+            PolicyEvent::Stored(chunk) => _ = chain.stored(&chunk),
+            PolicyEvent::Begun(chunk) if is_externally_driven && chain.knows(chunk.tag) => {}
+            PolicyEvent::Begun(chunk) => _ = chain.stored(&chunk),
+            PolicyEvent::There(tag, bytes) => chain.put_back(tag, bytes),
+            PolicyEvent::Moved(chunk) if chain.holds(chunk.tag) => {}
+            PolicyEvent::Moved(chunk) if is_externally_driven && chain.knows(chunk.tag) => {
+                chain.put_back(chunk.tag, chunk.bytes)
+            }
+            PolicyEvent::Moved(chunk) => _ = chain.stored(&chunk),
+            PolicyEvent::Dropped(tag) if is_externally_driven => chain.dropped(tag),
+            PolicyEvent::Dropped(tag) | PolicyEvent::Forgotten(tag) => chain.forget(tag),
         }
     }
 }

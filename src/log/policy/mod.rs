@@ -1,9 +1,9 @@
 //! What the policy for chains is told, and its file.
 
-mod feed;
+mod events;
 mod file;
 
-pub(super) use feed::{
+pub(super) use events::{
     expect, forget, is_chosen, load, note_begun, note_brought, note_dropped, note_moved, note_published, note_touches,
     note_used,
 };

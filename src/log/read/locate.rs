@@ -79,7 +79,7 @@ impl Volume {
 /// Whether a load would get a lease on the entry: reclaim has not condemned its segment. The same
 /// mark decides about leases, so that a lookup promises nothing that a load does not find. Where
 /// there is no mark, leases are not given anyway.
-fn is_staying(shared: Option<&index::Lane>, entry: &Entry) -> bool {
+fn is_staying(shared: Option<&index::SharedLane>, entry: &Entry) -> bool {
     shared
         .and_then(|s| s.segment(entry.segment))
         .is_none_or(|view| view.epoch == entry.epoch && matches!(view.state, SegmentState::Open | SegmentState::Sealed))

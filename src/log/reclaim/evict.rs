@@ -25,7 +25,7 @@ use crate::format::record::{KeyKind, Record, RecordKind};
 use crate::index::{Entry, EntryKind, Mark, tag_of};
 use crate::log::base::sizes;
 use crate::log::drive::Volume;
-use crate::log::lane::{Lane, Phase, Role, Slot, Told, slot_bytes};
+use crate::log::lane::{Lane, LaneRole, PolicyEvent, SegmentPhase, SlotRange, slot_bytes};
 use crate::log::{journal, policy};
 
 /// Of the capacity, the part that is given up at once: one of so many.
@@ -55,13 +55,13 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     let Some(own) = volume.own() else { return false };
     let can = own.state().is_ok_and(|state| state.usage.chain().is_some()) && !own.has_no_holes();
     let others =
-        volume.lanes().held().any(|lane| lane.role != Role::Own && lane.data.allocated_bytes().unwrap_or(0) > 0);
+        volume.lanes().held().any(|lane| lane.role != LaneRole::Own && lane.data.allocated_bytes().unwrap_or(0) > 0);
     let capacity = volume.budget.as_ref().map_or(u64::MAX, |b| b.capacity_bytes());
     let most = sizes::most_segments(capacity, &own.superblock, own.ctx.slot_bytes());
     if !can || others || in_use(&own) > most + TOO_MANY {
         return false;
     }
-    if has_dead(&own) && segment::reclaim_dead(volume, Role::Own) > 0 && !has_dead(&own) {
+    if has_dead(&own) && segment::reclaim_dead(volume, LaneRole::Own) > 0 && !has_dead(&own) {
         return true;
     }
     let doomed = own.state().map_or(0, |s| s.usage.chain().map_or(0, |c| c.doomed_bytes()));
@@ -71,7 +71,7 @@ pub(super) fn make_room(volume: &Volume) -> bool {
         tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was given up");
         0
     });
-    settle(&own);
+    flush_evictions(&own);
     tidy(volume, &own, most);
     freed > 0
 }
@@ -199,7 +199,7 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
         let mut state = lane.state()?;
         let table = lane.table();
         going.iter().try_for_each(|e| table.unmark(&e.key, e.seq, Mark::Leaving))?;
-        going.iter().for_each(|e| state.usage.tell(Told::There(tag_of(&e.key), slot_bytes(e))));
+        going.iter().for_each(|e| state.usage.observe(PolicyEvent::There(tag_of(&e.key), slot_bytes(e))));
         return Ok(Evicted::default());
     }
     tell(volume, lane, (first.segment, first.epoch), &going);
@@ -221,7 +221,7 @@ pub(super) fn erase_marked(
     let mut freed = 0;
     for run in going.chunk_by(|a, b| a.page + a.pages == b.page) {
         patience.into_iter().for_each(|until| wait_for_pause(volume, until));
-        let slots: Vec<Slot> = run.iter().map(|e| Slot::of(e, &lane.ctx.layout_of(e))).collect();
+        let slots: Vec<SlotRange> = run.iter().map(|e| SlotRange::of(e, &lane.ctx.layout_of(e))).collect();
         freed += lane.erase(first.segment, &slots)?;
         forget(lane, run)?;
     }
@@ -285,9 +285,9 @@ fn wait_for_pause(volume: &Volume, deadline: Instant) {
 
 /// Makes durable that what was given up is gone, and notes that on the drive: otherwise the next
 /// opening looks at each of the slots. Where that fails they stay as they are until the next time.
-pub(in crate::log) fn settle(lane: &Lane) {
-    if !lane.is_settled()
-        && let Err(e) = lane.settle()
+pub(in crate::log) fn flush_evictions(lane: &Lane) {
+    if !lane.erasures_are_durable()
+        && let Err(e) = lane.flush_erasures()
     {
         tracing::warn!(lane = %lane.dir.display(), error = %e, "what was given up is not durable yet");
     }
@@ -309,7 +309,7 @@ pub(super) fn sweep(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
         let _one = lane.erasing.lock();
         let Some(first) = of_segment.first() else { continue };
         let phase = lane.state()?.segments.get(first.segment).filter(|s| s.epoch() == first.epoch).map(|s| s.phase());
-        if phase.is_some_and(|p| !matches!(p, Phase::Absent | Phase::Ready)) {
+        if phase.is_some_and(|p| !matches!(p, SegmentPhase::Absent | SegmentPhase::Ready)) {
             erase_marked(volume, lane, of_segment, None)?;
         }
         let mut state = lane.state()?;

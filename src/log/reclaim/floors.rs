@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::index::{Entry, EntryKind, Mark};
 use crate::log::base::paths;
 use crate::log::drive::{Volume, floors};
-use crate::log::lane::{Lane, Role};
+use crate::log::lane::{Lane, LaneRole};
 
 /// Makes what lies below the floors unreadable in the lanes that this process holds, where that has
 /// not been done.
@@ -22,11 +22,11 @@ pub(super) fn apply(volume: &Volume) -> Result<()> {
         if !sweep_tenants(volume, lane)? {
             continue;
         }
-        lane.settle()?;
+        lane.flush_erasures()?;
         shared.set_floors_done(generation);
     }
     if changed {
-        segment::reclaim_dead(volume, Role::Own);
+        segment::reclaim_dead(volume, LaneRole::Own);
     }
     if volume.shard.tenants() > 0 {
         drop_tenants(volume, generation)?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::{evict, floors, orphans, pressure, quota, segment, space};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::drive::{Helpers, Volume};
-use crate::log::lane::Role;
+use crate::log::lane::LaneRole;
 use crate::log::{Log, policy};
 
 /// How often it looks by itself.
@@ -125,9 +125,9 @@ impl Maintenance {
             }
         }
         segment::reclaim_expired(volume);
-        segment::reclaim_dead(volume, Role::Adopted);
+        segment::reclaim_dead(volume, LaneRole::Adopted);
         orphans::remove_empty_lanes(volume);
-        pressure::relieve(volume);
+        pressure::grant_space(volume);
         space::shrink(volume);
         for lane in volume.lanes().held() {
             let one = lane.erasing.lock();
@@ -135,7 +135,7 @@ impl Maintenance {
                 tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment still cannot be freed");
             }
             drop(one);
-            evict::settle(lane);
+            evict::flush_evictions(lane);
         }
     }
 }

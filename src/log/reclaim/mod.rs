@@ -15,7 +15,7 @@ mod remove;
 mod segment;
 mod space;
 
-pub(super) use evict::settle;
+pub(super) use evict::flush_evictions;
 pub(super) use maintenance::{Maintenance, at_rest, helpers, run};
 pub(super) use orphans::delete;
 
@@ -27,7 +27,7 @@ pub(super) mod steps {
     use crate::error::Result;
     use crate::index::Entry;
     use crate::log::drive::Volume;
-    use crate::log::lane::{Lane, Role};
+    use crate::log::lane::{Lane, LaneRole};
 
     /// Gives up chunks of sealed segments; how many, and how many bytes were given back.
     pub(in crate::log) fn evict(volume: &Volume, lane: &Arc<Lane>, chosen: Vec<Entry>) -> Result<(u64, u64)> {
@@ -38,7 +38,7 @@ pub(super) mod steps {
         super::segment::reclaim_one(volume)
     }
 
-    pub(in crate::log) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
+    pub(in crate::log) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
         super::segment::reclaim_dead(volume, role)
     }
 }

@@ -15,13 +15,13 @@ use crate::index::Mark;
 use crate::io::AlignedBuf;
 use crate::log::base::in_flight::KeyClaim;
 use crate::log::drive::Volume;
-use crate::log::lane::{Held, Hold, Lane, Need, Place, Slot, aligned};
+use crate::log::lane::{HeldSlot, Hold, Lane, Need, SlotPlace, SlotRange, aligned};
 use crate::log::policy;
 
 /// A slot written again and not published yet.
 pub(super) struct Copy {
     record: Record,
-    place: Place,
+    place: SlotPlace,
     header_crc: u32,
     header_at: u32,
     slot_bytes: u64,
@@ -55,7 +55,7 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
         state.segments.note_sequence(place, record.sequence);
         place
     };
-    let hold = Hold(Held::new(own, place, record.sequence));
+    let hold = Hold(HeldSlot::new(own, place, record.sequence));
     let header_crc = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header)?;
     let header_at = header_offset as u32;
     Ok(Some(Copy { record: *record, place, header_crc, header_at, slot_bytes: len as u64, hold, claim }))
@@ -90,7 +90,7 @@ impl Copy {
     /// Makes it unreadable: nobody knows of it, and a rebuild must not find it.
     fn blank(&self, own: &Lane) -> Result<()> {
         let pages = (self.slot_bytes / PAGE_BYTES as u64) as u32;
-        own.blank(self.place.segment, &Slot { page: self.place.page, pages, header_at: self.header_at })?;
+        own.blank(self.place.segment, &SlotRange { page: self.place.page, pages, header_at: self.header_at })?;
         own.shared().iter().for_each(|s| s.note_erasure());
         Ok(())
     }
@@ -121,7 +121,7 @@ fn verify(slot: &[u8], header: &SlotHeader) -> Result<()> {
 
 fn rewrite(
     own: &Lane,
-    (place, hold): (Place, &Hold),
+    (place, hold): (SlotPlace, &Hold),
     (slot, header_offset): (&[u8], usize),
     header: &mut SlotHeader,
 ) -> Result<u32> {

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::log::base::lock::ShardLock;
 use crate::log::base::paths;
 use crate::log::drive::Volume;
-use crate::log::lane::{Lane, Role};
+use crate::log::lane::{Lane, LaneRole};
 use crate::log::recovery::{remove_file, try_lock};
 
 /// Removes the least recently written lane of another namespace or shard that no process holds;
@@ -61,9 +61,9 @@ pub(in crate::log) fn delete(lane: &Path) -> Result<()> {
 /// Removes adopted lanes that hold nothing any more.
 pub(super) fn remove_empty_lanes(volume: &Volume) {
     let lanes = volume.lanes();
-    for lane in lanes.held().filter(|l| l.role == Role::Adopted && is_empty(l)) {
+    for lane in lanes.held().filter(|l| l.role == LaneRole::Adopted && is_empty(l)) {
         // Removals will not look into it any more, and a power cut may bring its files back.
-        if let Err(e) = lane.settle() {
+        if let Err(e) = lane.flush_erasures() {
             tracing::debug!(lane = %lane.dir.display(), error = %e, "an empty lane is not removed yet");
             continue;
         }

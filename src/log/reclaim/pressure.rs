@@ -25,7 +25,7 @@ fn holds(volume: &Volume) -> usize {
 }
 
 /// Tells the others that no room can be had.
-pub(super) fn tell(volume: &Volume) {
+pub(super) fn request_space(volume: &Volume) {
     if holds(volume) >= MODEST {
         return;
     }
@@ -33,15 +33,15 @@ pub(super) fn tell(volume: &Volume) {
     let written = paths::open_small(&volume.root.join(NAME), true)
         .and_then(|mut file| writeln!(file, "{:>10}", std::process::id()).map_err(|e| Error::io("cannot write", e)));
     if let Err(e) = written {
-        tracing::debug!(error = %e, "nobody can be told that room is needed");
+        tracing::debug!(error = %e, "nobody can be written that room is needed");
     }
 }
 
 /// Gives one segment back if somebody needs room and this process has plenty.
-pub(super) fn relieve(volume: &Volume) {
+pub(super) fn grant_space(volume: &Volume) {
     let path = volume.root.join(NAME);
-    let Ok(told) = fs::metadata(&path).and_then(|m| m.modified()) else { return };
-    let is_recent = SystemTime::now().duration_since(told).is_ok_and(|age| age < LASTS);
+    let Ok(written) = fs::metadata(&path).and_then(|m| m.modified()) else { return };
+    let is_recent = SystemTime::now().duration_since(written).is_ok_and(|age| age < LASTS);
     if !is_recent || holds(volume) <= MODEST {
         return;
     }

@@ -37,7 +37,7 @@ pub(super) fn enforce(volume: &Volume) {
             tracing::debug!(lane = %own.dir.display(), error = %e, "a tenant at its quota gave nothing up");
         }
     }
-    evict::settle(&own);
+    evict::flush_evictions(&own);
 }
 
 fn give_up(volume: &Volume, own: &Arc<Lane>, tenant: u64, bytes: u64) -> Result<()> {

@@ -15,7 +15,7 @@ use crate::index::{Entry, EntryKind, LeaseGuard, LeaseRefused, Mark};
 use crate::key::ChunkKey;
 use crate::log::Log;
 use crate::log::drive::{Volume, What, floors};
-use crate::log::lane::{Lane, Slot};
+use crate::log::lane::{Lane, SlotRange};
 use crate::log::policy;
 use crate::log::recovery::reader::header_of_slot;
 
@@ -89,7 +89,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
         return Err(Error::new(ErrorKind::Unsupported, "the drive is not open for writing").at(&volume.root));
     }
     let until = Instant::now() + volume.ctx.options.io_timeout;
-    let removal = Removal { volume, keys, until, by_others: Cell::new(false) };
+    let removal = KeyRemoval { volume, keys, until, by_others: Cell::new(false) };
     let mut outcome = Ok(());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
     // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked at
@@ -117,7 +117,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     for lane in &volume.lanes().all {
         // Slots that went earlier, and that no entry names any more, may still be readable after a power
         // cut.
-        if removal.by_others.get() || !lane.is_settled() || touched.iter().any(|l| l.number == lane.number) {
+        if removal.by_others.get() || !lane.erasures_are_durable() || touched.iter().any(|l| l.number == lane.number) {
             outcome = outcome.and(flush(lane));
         }
     }
@@ -126,7 +126,7 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
 
 /// Makes durable what has been made unreadable in a lane.
 fn flush(lane: &Lane) -> Result<()> {
-    lane.settle()?;
+    lane.flush_erasures()?;
     if lane.is_held() {
         evict::write_lists(lane);
     }
@@ -134,7 +134,7 @@ fn flush(lane: &Lane) -> Result<()> {
 }
 
 /// Keys that are being removed from one drive.
-struct Removal<'a> {
+struct KeyRemoval<'a> {
     volume: &'a Volume,
     keys: &'a [ChunkKey],
     until: Instant,
@@ -142,7 +142,7 @@ struct Removal<'a> {
     by_others: Cell<bool>,
 }
 
-impl Removal<'_> {
+impl KeyRemoval<'_> {
     /// Makes the keys' slots in a lane unreadable; how many there were.
     fn in_lane(&self, lane: &Arc<Lane>) -> Result<usize> {
         if !lane.is_held() {
@@ -227,7 +227,7 @@ impl Removal<'_> {
         if !is_still(Some(Mark::Removed)) {
             return Ok(false);
         }
-        lane.blank(entry.segment, &Slot::of(entry, &lane.ctx.layout_of(entry)))?;
+        lane.blank(entry.segment, &SlotRange::of(entry, &lane.ctx.layout_of(entry)))?;
         if let Some(shared) = lane.shared() {
             shared.note_removal();
         }

@@ -21,10 +21,10 @@ use super::moves;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::record::Record;
-use crate::format::sealed::{RegionHeader, SegmentState as RegionState};
+use crate::format::sealed::{RegionHeader, RegionState};
 use crate::index::{self, ChunkSummary, Reclaim, SegmentState, SegmentSummary, Survey, SurveyOptions};
 use crate::log::drive::Volume;
-use crate::log::lane::{Lane, Phase, Role, Segment, State, aligned, partial_length};
+use crate::log::lane::{Lane, LaneRole, LaneState, Segment, SegmentPhase, aligned, partial_length};
 use crate::log::{journal, policy};
 
 /// Share of the live bytes that counts as hot, in percent.
@@ -82,7 +82,7 @@ pub(super) fn reclaim_one(volume: &Volume) -> bool {
 
 /// Reclaims what holds nothing any more in the held lanes of a role: adopted ones can be removed
 /// then. How many segments were tried.
-pub(super) fn reclaim_dead(volume: &Volume, role: Role) -> usize {
+pub(super) fn reclaim_dead(volume: &Volume, role: LaneRole) -> usize {
     let mut count = 0;
     for lane in volume.lanes().held().filter(|l| l.role == role) {
         let Ok((sealed, hot_since)) = survey(lane, &HashSet::new(), 1) else { continue };
@@ -123,7 +123,7 @@ fn expired_segments(lane: &Lane) -> Vec<u32> {
 /// The next victim among the sealed segments of all lanes that this process holds.
 fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     let policy = policy_of(volume);
-    let mut best: Option<(index::Rank, Victim)> = None;
+    let mut best: Option<(index::EvictionRank, Victim)> = None;
     for lane in volume.lanes().held() {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
         let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
@@ -136,7 +136,7 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
         let Some(segment) = empty.or_else(|| policy.victim(&sealed)) else { continue };
         let rank = match sealed.iter().find(|s| s.segment == segment) {
             Some(summary) if summary.live_chunks > 0 => policy.rank(summary),
-            _ => index::Rank(0, 0),
+            _ => index::EvictionRank(0, 0),
         };
         if best.as_ref().is_none_or(|(least, _)| rank < *least) {
             best = Victim::of(lane, segment, hot_since).map(|victim| (rank, victim)).or(best);
@@ -149,8 +149,8 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
 /// are others, objects, or no holes, the order is that of use.
 fn policy_of(volume: &Volume) -> Reclaim {
     let thins = |lane: &Arc<Lane>| {
-        let holds = |s: &State| s.usage.chain().is_some_and(|c| c.held_bytes() > 0) && !lane.has_no_holes();
-        lane.role == Role::Own && lane.state().is_ok_and(|s| holds(&s))
+        let holds = |s: &LaneState| s.usage.chain().is_some_and(|c| c.held_bytes() > 0) && !lane.has_no_holes();
+        lane.role == LaneRole::Own && lane.state().is_ok_and(|s| holds(&s))
     };
     let is_for_chains = volume.own().is_some_and(|own| policy::is_chosen(&own));
     if is_for_chains && !volume.lanes().held().all(thins) { Reclaim::Lru } else { volume.ctx.options.policy }
@@ -235,7 +235,7 @@ fn finish(volume: &Volume, victim: &Victim, records: &[Record], has_moved: bool)
 pub(super) fn finish_condemned(volume: &Volume, lane: &Arc<Lane>) -> Result<()> {
     let condemned: Vec<u32> = {
         let state = lane.state()?;
-        state.segments.iter().filter(|(_, s)| s.phase() == Phase::Condemned).map(|(n, _)| n).collect()
+        state.segments.iter().filter(|(_, s)| s.phase() == SegmentPhase::Condemned).map(|(n, _)| n).collect()
     };
     for victim in condemned.into_iter().filter_map(|n| Victim::of(lane, n, 0)) {
         if lane.is_writing_region(victim.segment) {

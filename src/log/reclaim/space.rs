@@ -29,7 +29,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
                     || !poor && orphans::remove_one(volume);
                 if !helped {
                     if poor {
-                        pressure::tell(volume);
+                        pressure::request_space(volume);
                     }
                     tracing::debug!(drive = %volume.root.display(), error = %e, "no segment can be had");
                     return;

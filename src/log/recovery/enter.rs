@@ -6,7 +6,7 @@ use crate::format::record::Record;
 use crate::format::superblock::Superblock;
 use crate::index::{self, Entry, Inserted, SegmentState, Table};
 use crate::log::base::ctx::Ctx;
-use crate::log::lane::{FoundSegment, Pending, Phase, State, entry_of, expiry_of};
+use crate::log::lane::{FoundSegment, LaneState, Pending, SegmentPhase, entry_of, expiry_of};
 
 /// Records entered at once: the table's memory is fetched ahead within a batch.
 const BATCH: usize = 512;
@@ -24,8 +24,8 @@ pub(in crate::log) struct Summary {
 pub(super) struct Recovery<'a> {
     ctx: &'a Ctx,
     table: Table,
-    shared: Option<index::Lane>,
-    state: State,
+    shared: Option<index::SharedLane>,
+    state: LaneState,
     superblock: &'a Superblock,
     /// By segment, when the last of its puts expires.
     expiries: Vec<u64>,
@@ -35,8 +35,13 @@ pub(super) struct Recovery<'a> {
 }
 
 impl<'a> Recovery<'a> {
-    pub(super) fn new(superblock: &'a Superblock, ctx: &'a Ctx, table: Table, shared: Option<index::Lane>) -> Self {
-        let state = State::new(superblock, table.slots());
+    pub(super) fn new(
+        superblock: &'a Superblock,
+        ctx: &'a Ctx,
+        table: Table,
+        shared: Option<index::SharedLane>,
+    ) -> Self {
+        let state = LaneState::new(superblock, table.slots());
         if let Some(shared) = &shared {
             for segment in 0..shared.segments() {
                 drop(shared.set_live(segment, 0, 0));
@@ -96,7 +101,7 @@ impl<'a> Recovery<'a> {
 
     /// What was found, ready to be used, and the entries that lost against others of their keys:
     /// their slots may be there all the same, and nobody would know of them.
-    pub(super) fn finish(mut self, found: FoundIndex) -> Result<(State, Table, Summary, Vec<Entry>)> {
+    pub(super) fn finish(mut self, found: FoundIndex) -> Result<(LaneState, Table, Summary, Vec<Entry>)> {
         self.enter()?;
         let counters = &self.ctx.counters;
         counters.damaged_records.add(found.damaged);
@@ -109,12 +114,12 @@ impl<'a> Recovery<'a> {
         self.state.usage.end_recovery();
         for (number, segment) in (0u32..).zip(found.segments) {
             let phase = match segment.state {
-                FoundState::Free => Phase::Absent,
-                FoundState::Sealed => Phase::Sealed,
-                FoundState::Unsealed => Phase::Full,
+                FoundState::Free => SegmentPhase::Absent,
+                FoundState::Sealed => SegmentPhase::Sealed,
+                FoundState::Unsealed => SegmentPhase::Full,
             };
             if let Some(shared) = &self.shared {
-                let state = if phase == Phase::Absent { SegmentState::Free } else { SegmentState::Sealed };
+                let state = if phase == SegmentPhase::Absent { SegmentState::Free } else { SegmentState::Sealed };
                 drop(shared.set_segment(number, state, segment.epoch));
                 drop(shared.set_first_seq(number, segment.min_sequence));
             }

@@ -7,4 +7,4 @@ mod regions;
 pub mod scan;
 
 pub(super) use enter::Summary;
-pub(super) use open::{Candidate, LaneFiles, Surroundings, remove_file, try_lock, write_superblock};
+pub(super) use open::{LaneCandidate, LaneFiles, Surroundings, remove_file, try_lock, write_superblock};

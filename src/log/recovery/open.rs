@@ -12,7 +12,7 @@ use super::scan::record_of_header;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::slot::SlotHeader;
 use crate::format::superblock::Superblock;
-use crate::format::{Access, PAGE_BYTES};
+use crate::format::{FeatureAccess, PAGE_BYTES};
 use crate::index::{Entry, Table};
 use crate::io::{self, AlignedBuf, DirectFile, FileOptions};
 use crate::log::base::budget::Budget;
@@ -23,12 +23,12 @@ use crate::log::base::paths;
 use crate::log::base::sizes::{self, Sizes};
 use crate::log::journal;
 use crate::log::lane::{
-    Lane, LaneParts, Phase, Role, Slot, anonymous_table, attach_shared, attach_table, make_table, shared_state,
-    show_table,
+    Lane, LaneParts, LaneRole, SegmentPhase, SlotRange, anonymous_table, attach_shared, attach_table, make_table,
+    shared_state, show_table,
 };
 
 /// A lane directory whose lock this process has, or that it may only look at.
-pub(in crate::log) struct Candidate {
+pub(in crate::log) struct LaneCandidate {
     pub(in crate::log) number: u32,
     pub(in crate::log) dir: PathBuf,
     /// The lock file, locked; `None` for a lane of another process, or in read-only mode.
@@ -120,7 +120,7 @@ impl Surroundings {
     /// The data of lanes of other processes are written too, where they may be: a removal makes
     /// slots unreadable there.
     fn open_data(&self, path: &Path, write: bool) -> Result<DirectFile> {
-        let removes = self.ctx.options.mode == Mode::ReadWrite;
+        let removes = self.ctx.options.mode == Mode::Rw;
         match DirectFile::open(path, FileOptions::read_write()) {
             Err(e) if !write && e.kind() != ErrorKind::NotFound => DirectFile::open(path, FileOptions::read_only()),
             _ if !write && !removes => DirectFile::open(path, FileOptions::read_only()),
@@ -185,7 +185,7 @@ impl Surroundings {
         if sb.chunk_tokens != geometry.chunk_tokens {
             return refuse("the lane was written with another chunk size");
         }
-        if write && sb.access() != Access::Write {
+        if write && sb.access() != FeatureAccess::Write {
             return refuse("the lane has features that this version can read but not write");
         }
         Ok(())
@@ -194,15 +194,15 @@ impl Surroundings {
     /// Recovers a lane whose lock this process has.
     pub(in crate::log) fn open_held(
         &self,
-        candidate: Candidate,
+        candidate: LaneCandidate,
         files: LaneFiles,
-        role: Role,
+        role: LaneRole,
     ) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = files;
         let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
         let shared = shared_state(ctx, &candidate.dir, segments)?;
-        if role == Role::Adopted {
+        if role == LaneRole::Adopted {
             // What the writer that died had not flushed is believed too, and so must not be lost with the next
             // power cut: a segment that it was giving up, for one. Of the own lane the superblock
             // has just been written, and flushed with all else.
@@ -232,14 +232,14 @@ impl Surroundings {
             state: Some(state),
             lock: candidate.lock,
         });
-        settle(&lane, &twins)?;
+        finish_recovery(&lane, &twins)?;
         show_table(ctx, &lane.dir)?;
         Ok((lane, summary))
     }
 
     /// Attaches to a lane that another process writes, or reads it into memory where there is
     /// nothing to attach to.
-    pub(in crate::log) fn open_foreign(&self, candidate: Candidate) -> Result<(Arc<Lane>, Summary)> {
+    pub(in crate::log) fn open_foreign(&self, candidate: LaneCandidate) -> Result<(Arc<Lane>, Summary)> {
         let ctx = &self.ctx;
         let LaneFiles { index, data, superblock } = self.open_files(&candidate.dir, false)?;
         let mut summary = Summary { mount_generation: superblock.mount_generation, ..Summary::default() };
@@ -248,7 +248,7 @@ impl Surroundings {
         let (table, shared) = match attached {
             Ok((table, shared)) => (table, Some(shared)),
             // Its writer is about to make the table; the next scan attaches.
-            Err(e) if ctx.options.mode == Mode::ReadWrite => return Err(e),
+            Err(e) if ctx.options.mode == Mode::Rw => return Err(e),
             Err(_) => {
                 let (table, found) = read_into_memory(ctx, &index, &data, &superblock)?;
                 summary = found;
@@ -259,7 +259,7 @@ impl Surroundings {
             ctx: Arc::clone(ctx),
             number: candidate.number,
             dir: candidate.dir,
-            role: Role::Foreign,
+            role: LaneRole::Foreign,
             superblock,
             data,
             index,
@@ -320,16 +320,16 @@ fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Super
 /// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of
 /// free segments back, and makes unreadable once more what may not be so durably. All of this
 /// before anybody is told that a slot is gone.
-fn settle(lane: &Lane, twins: &[Entry]) -> Result<()> {
+fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
     journal::seal_full(lane)?;
     let (absent, unsettled) = {
         let state = lane.state()?;
         let absent: Vec<u32> =
-            state.segments.iter().filter(|(_, s)| s.phase() == Phase::Absent).map(|(n, _)| n).collect();
+            state.segments.iter().filter(|(_, s)| s.phase() == SegmentPhase::Absent).map(|(n, _)| n).collect();
         (absent, state.segments.unsettled())
     };
     let data_bytes = lane.data.len()?;
-    let mut is_punched = !lane.is_settled() || !unsettled.is_empty() || !twins.is_empty();
+    let mut is_punched = !lane.erasures_are_durable() || !unsettled.is_empty() || !twins.is_empty();
     for number in absent {
         let offset = u64::from(number) * lane.segment_bytes();
         if offset < data_bytes {
@@ -341,7 +341,7 @@ fn settle(lane: &Lane, twins: &[Entry]) -> Result<()> {
         erase_listed(lane, segment, &gone)?;
     }
     twins.iter().try_for_each(|twin| erase_twin(lane, twin))?;
-    if is_punched { lane.settle() } else { Ok(()) }
+    if is_punched { lane.flush_erasures() } else { Ok(()) }
 }
 
 /// Whether slots may lie in a free segment: it may also have space that was never written.
@@ -355,7 +355,7 @@ fn erase_listed(lane: &Lane, segment: u32, gone: &[u32]) -> Result<()> {
         let offset = lane.slot_offset(segment, *page);
         let Some((header_at, header)) = reader::header_of_slot(&lane.data, offset)? else { continue };
         if (header.segment, header.page) == (segment, *page) && header.lane == *lane.id() {
-            lane.erase(segment, &[Slot { page: *page, pages: header.pages, header_at }])?;
+            lane.erase(segment, &[SlotRange { page: *page, pages: header.pages, header_at }])?;
         }
     }
     Ok(())
@@ -390,7 +390,7 @@ fn erase_twin(lane: &Lane, twin: &Entry) -> Result<()> {
         None => (*twin, of_twin),
     };
     let Some((header_at, header)) = found else { return Ok(()) };
-    lane.erase(goes.segment, &[Slot { page: goes.page, pages: header.pages, header_at }])?;
+    lane.erase(goes.segment, &[SlotRange { page: goes.page, pages: header.pages, header_at }])?;
     let mut state = lane.state()?;
     state.segments.note_gone(goes.segment, goes.epoch, goes.page);
     state.segments.has_gone(goes.segment, goes.epoch, goes.page);

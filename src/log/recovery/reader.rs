@@ -15,13 +15,13 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use super::regions::{Region, Regions};
+use super::regions::{RegionRead, Regions};
 use super::scan::{self, ScanSegment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::journal::{self, JournalPage};
 use crate::format::layout::COARSE_BYTES;
 use crate::format::record::{Record, RecordKind};
-use crate::format::sealed::{RegionHeader, SegmentState};
+use crate::format::sealed::{RegionHeader, RegionState};
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, crc};
@@ -48,7 +48,7 @@ pub enum FoundState {
 
 /// A segment as found.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct ReadSegment {
     /// State.
     pub state: FoundState,
     /// Epoch of its current use; of its next one if it is free.
@@ -69,7 +69,7 @@ pub struct Found {
     damaged: bool,
 }
 
-impl Found {
+impl ReadSegment {
     fn new(state: FoundState, epoch: u32) -> Self {
         let (gone, records) = (Vec::new(), Vec::new());
         Self { state, epoch, count: 0, min_sequence: 0, max_sequence: 0, records, gone, settled: 0, damaged: false }
@@ -85,7 +85,7 @@ impl Found {
 #[derive(Clone, Debug, Default)]
 pub struct FoundIndex {
     /// Segments, by number.
-    pub segments: Vec<Found>,
+    pub segments: Vec<ReadSegment>,
     /// Number of the next journal page.
     pub next_page: u64,
     /// Greatest sequence seen.
@@ -169,15 +169,15 @@ impl<'a> Reader<'a> {
         let capacity = sizes::region_records(sb.region_bytes) as u32;
         for judged in headers {
             let found = match judged? {
-                Judged::Header(h) if h.state == SegmentState::Sealed => Found {
+                Judged::Header(h) if h.state == RegionState::Sealed => ReadSegment {
                     count: h.count.min(capacity),
                     min_sequence: h.min_sequence,
                     max_sequence: h.max_sequence,
-                    ..Found::new(FoundState::Sealed, h.epoch)
+                    ..ReadSegment::new(FoundState::Sealed, h.epoch)
                 },
-                Judged::Header(h) => Found::new(FoundState::Free, h.epoch),
-                Judged::Nothing => Found::new(FoundState::Free, 1),
-                Judged::Damaged => Found { damaged: true, ..Found::new(FoundState::Free, 1) },
+                Judged::Header(h) => ReadSegment::new(FoundState::Free, h.epoch),
+                Judged::Nothing => ReadSegment::new(FoundState::Free, 1),
+                Judged::Damaged => ReadSegment { damaged: true, ..ReadSegment::new(FoundState::Free, 1) },
             };
             self.found.damaged += u64::from(found.damaged);
             self.found.segments.push(found);
@@ -236,7 +236,7 @@ impl<'a> Reader<'a> {
         self.found.damaged += damaged;
         let most = of_ring.keys().max().map_or(0, |n| (u64::from(*n) + 1).min(MAX_SEGMENTS)) as usize;
         while self.found.segments.len() < most {
-            self.found.segments.push(Found::new(FoundState::Free, 1));
+            self.found.segments.push(ReadSegment::new(FoundState::Free, 1));
         }
         let capacity = sizes::region_records(self.superblock.region_bytes);
         for (number, (epoch, mut records)) in of_ring {
@@ -248,7 +248,7 @@ impl<'a> Reader<'a> {
             records.dedup();
             records.truncate(capacity);
             let damaged = segment.damaged;
-            *segment = Found { records, damaged, ..Found::new(FoundState::Unsealed, epoch) };
+            *segment = ReadSegment { records, damaged, ..ReadSegment::new(FoundState::Unsealed, epoch) };
             segment.measure();
         }
         Ok(())
@@ -306,7 +306,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The records that the slot headers of a segment stand for, of epochs that count.
-    fn headers(&self, number: u32, counts: impl Fn(u32, &Found) -> bool) -> Result<Vec<Record>> {
+    fn headers(&self, number: u32, counts: impl Fn(u32, &ReadSegment) -> bool) -> Result<Vec<Record>> {
         let Some(segment) = self.found.segments.get(number as usize) else { return Ok(Vec::new()) };
         let sb = self.superblock;
         let what = ScanSegment { lane: sb.lane, segment: number, segment_bytes: sb.segment_bytes };
@@ -335,9 +335,9 @@ impl<'a> Reader<'a> {
         Regions { index: self.index, superblock: self.superblock, index_bytes: self.index_bytes }
     }
 
-    fn wanted(&self) -> Vec<Region> {
+    fn wanted(&self) -> Vec<RegionRead> {
         let sealed = (0u32..).zip(&self.found.segments).filter(|(_, s)| s.state == FoundState::Sealed && s.count > 0);
-        sealed.map(|(number, s)| Region { number, epoch: s.epoch, count: s.count }).collect()
+        sealed.map(|(number, s)| RegionRead { number, epoch: s.epoch, count: s.count }).collect()
     }
 
     /// Gives the records of the sealed table; which segments have damaged ones.

@@ -20,14 +20,14 @@ const AHEAD: usize = 2 * READERS;
 
 /// A region to be read.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Region {
+pub(super) struct RegionRead {
     /// Its segment, and the epoch and number of its records.
     pub(super) number: u32,
     pub(super) epoch: u32,
     pub(super) count: u32,
 }
 
-impl Region {
+impl RegionRead {
     fn bytes(&self, layout: RegionLayout) -> usize {
         layout.records_at() - PAGE_BYTES + (self.count as usize * RECORD_BYTES).next_multiple_of(PAGE_BYTES)
     }
@@ -42,7 +42,7 @@ pub(super) struct Gone {
 }
 
 /// Records of a part of a region.
-pub(super) struct Piece {
+pub(super) struct RegionPiece {
     pub(super) segment: u32,
     /// Those of slots that are not gone.
     pub(super) records: Vec<Record>,
@@ -66,7 +66,11 @@ impl Regions<'_> {
     ///
     /// # Errors
     /// Those of reading, and what `sink` returns.
-    pub(super) fn for_each_piece(&self, wanted: &[Region], sink: &mut dyn FnMut(Piece) -> Result<()>) -> Result<()> {
+    pub(super) fn for_each_piece(
+        &self,
+        wanted: &[RegionRead],
+        sink: &mut dyn FnMut(RegionPiece) -> Result<()>,
+    ) -> Result<()> {
         let layout = RegionLayout::of(self.superblock.region_bytes);
         let all: usize = wanted.iter().map(|region| region.bytes(layout)).sum();
         // Not worth threads.
@@ -105,7 +109,12 @@ impl Regions<'_> {
         })
     }
 
-    fn read(&self, region: &Region, buf: &mut AlignedBuf, sink: &mut dyn FnMut(Piece) -> Result<()>) -> Result<()> {
+    fn read(
+        &self,
+        region: &RegionRead,
+        buf: &mut AlignedBuf,
+        sink: &mut dyn FnMut(RegionPiece) -> Result<()>,
+    ) -> Result<()> {
         let sb = self.superblock;
         let layout = RegionLayout::of(sb.region_bytes);
         let (number, epoch) = (region.number, region.epoch);
@@ -150,10 +159,10 @@ impl Regions<'_> {
             }
             let first = list == 0 && !std::mem::replace(&mut told, list == 0);
             let gone = (first && !gone.slots.is_empty()).then(|| std::mem::take(&mut gone));
-            sink(Piece { segment: number, records, damaged: (take - intact) as u64, gone })?;
+            sink(RegionPiece { segment: number, records, damaged: (take - intact) as u64, gone })?;
         }
         if left > 0 {
-            sink(Piece { segment: number, records: Vec::new(), damaged: left as u64, gone: None })?;
+            sink(RegionPiece { segment: number, records: Vec::new(), damaged: left as u64, gone: None })?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::support::*;
 use crate::index::AdmissionPolicy;
 use crate::key::ChunkKey;
-use crate::log::{Candidate, Clock, DriveOptions, Log, LogOptions, PutOutcome, Refusal, SystemClock};
+use crate::log::{Clock, DriveOptions, Log, LogOptions, PutOutcome, Refusal, StoreCandidate, SystemClock};
 
 const HOUR_NS: u64 = 3_600_000_000_000;
 
@@ -24,8 +24,8 @@ impl Clock for Boot {
     }
 }
 
-fn run(keys: std::ops::Range<u64>) -> Vec<Candidate> {
-    let candidate = |n: u64| Candidate {
+fn run(keys: std::ops::Range<u64>) -> Vec<StoreCandidate> {
+    let candidate = |n: u64| StoreCandidate {
         key: key(n),
         parent: key(n.wrapping_sub(1)),
         tokens: CHUNK_TOKENS,
@@ -67,7 +67,7 @@ fn what_loads_use_counts_for_the_policy() {
         let log = Log::open(LogOptions { admission, ..options(dir.path()) }).unwrap();
         let mut refused = 0;
         for n in 0..2000 {
-            let one = [Candidate { parent: ChunkKey([0; 32]), ..run(n..n + 1)[0] }];
+            let one = [StoreCandidate { parent: ChunkKey([0; 32]), ..run(n..n + 1)[0] }];
             refused += 1 - log.admit(&one);
             // Of a kind that mostly comes back nothing is refused.
             (0..uses).filter(|_| n.is_multiple_of(4)).for_each(|_| log.note_used(&[key(n)]));

@@ -205,7 +205,7 @@ fn a_reader_of_a_stopped_cache_finds_everything_and_writes_nothing() {
     for file in ["table.shm", "lane.shm"] {
         std::fs::remove_file(lane_file(dir.path(), file)).unwrap();
     }
-    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
     assert!((0..30).all(|n| has(&reader, n) == (n != 4)));
     assert_eq!(reader.begin_put(spec(77)).unwrap_err().kind(), ErrorKind::Unsupported);
     assert_eq!(reader.remove(&[key(1)]).unwrap_err().kind(), ErrorKind::Unsupported);

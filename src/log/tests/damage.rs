@@ -13,7 +13,7 @@ use crate::error::ErrorKind;
 use crate::format::record::{RECORD_BYTES, Record};
 use crate::format::superblock::Superblock;
 use crate::io::{DirectFile, FileOptions};
-use crate::log::lane::Role;
+use crate::log::lane::LaneRole;
 use crate::log::{Log, LogOptions, Mode, OnIncompatible, PutSpec, reclaim, recover};
 
 const KEYS: u64 = 60;
@@ -45,7 +45,7 @@ fn make(dir: &Path) {
 }
 
 fn reader(dir: &Path) -> crate::Result<Arc<Log>> {
-    Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir) })
+    Log::open(LogOptions { mode: Mode::Ro, ..options(dir) })
 }
 
 fn all_records(index: &DirectFile, data: &DirectFile, superblock: &Superblock, mut visit: impl FnMut(&Record)) {
@@ -149,7 +149,7 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     log.seal(soon()).unwrap();
     assert!(store(&log, 50));
     log.flush().unwrap();
-    assert_eq!(reclaim::steps::reclaim_dead(&log.volumes[0], Role::Own), 1, "the chunks' segment");
+    assert_eq!(reclaim::steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1, "the chunks' segment");
     log.abandon();
     drop(log);
     let path = lane_file(dir.path(), "index.kv");

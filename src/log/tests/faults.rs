@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::io::{self, Fault, Faulty, Op, Request};
-use crate::log::lane::Role;
+use crate::log::lane::LaneRole;
 use crate::log::reclaim::steps;
 use crate::log::{Log, LogOptions, PutOutcome, Turn, journal};
 
@@ -202,14 +202,14 @@ fn a_removal_that_failed_is_made_durable_when_it_is_asked_for_again_by_whomever(
     assert!(!has(&log, 1), "not served, and not removed yet");
     assert_eq!(remove(), Err(ErrorKind::Io), "no entry names it, and it may still come back");
     switch.set(NONE);
-    assert!(!own.is_settled());
+    assert!(!own.erasures_are_durable());
     assert_eq!(remove(), Ok(vec![false]));
-    assert!(own.is_settled());
+    assert!(own.erasures_are_durable());
     switch.set(DATA_FLUSH_EIO);
     assert_eq!(log.remove(&[key(2)]).map_err(|e| e.kind()), Err(ErrorKind::Io));
     let other = open(dir.path());
     assert_eq!(other.remove(&[key(2)]).unwrap(), [false]);
-    assert!(own.is_settled(), "another process has flushed the lane's data");
+    assert!(own.erasures_are_durable(), "another process has flushed the lane's data");
     switch.set(NONE);
     other.abandon();
     let log = crash(log);
@@ -245,7 +245,7 @@ fn what_a_segment_holds_is_known_where_its_region_cannot_be_read() {
     assert!(guessed.iter().all(|(_, sequence)| sequences.contains(&Some(*sequence))));
     // With nothing else in them, it goes first.
     log.remove(&[key(0), key(1), key(3)]).unwrap();
-    assert_eq!(steps::reclaim_dead(&log.volumes[0], Role::Own), 1);
+    assert_eq!(steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
     assert_eq!(lane.table().len(), 0);
 }
 
@@ -263,7 +263,7 @@ fn the_region_of_a_segment_that_is_given_up_says_so_although_a_write_fails() {
     log.flush().unwrap();
     (0..5).for_each(|n| drop(log.remove(&[key(n)]).unwrap()));
     switch.set(INDEX_EIO_ONCE);
-    assert_eq!(steps::reclaim_dead(&log.volumes[0], Role::Own), 1);
+    assert_eq!(steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
     assert_eq!(switch.fault.load(Ordering::SeqCst), NONE, "a write has failed");
     assert_eq!(log.volumes[0].own().unwrap().state().unwrap().segments.condemned(), 0);
     let log = crash(log);
@@ -280,7 +280,7 @@ fn what_is_stored_where_a_segment_was_given_up_outlives_a_crash() {
     assert!(store(&log, 50));
     let given_up = log.locate(&key(0), PIN).unwrap().segment;
     log.remove(&(0..5).map(key).collect::<Vec<_>>()).unwrap();
-    assert_eq!(steps::reclaim_dead(&log.volumes[0], Role::Own), 1);
+    assert_eq!(steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
     (60..100).for_each(|n| assert!(store(&log, n)));
     assert!((60..100).any(|n| log.locate(&key(n), PIN).unwrap().segment == given_up));
     log.flush().unwrap();

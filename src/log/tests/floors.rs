@@ -145,7 +145,7 @@ fn a_put_under_way_when_its_floor_is_raised_is_refused_and_its_header_unreadable
         let dir = temp();
         let log = open(dir.path());
         let (put, other) = (begin(&log, of(1, ACME)).unwrap().unwrap(), begin(&log, of(2, 5)).unwrap().unwrap());
-        let place = Place::of_put(&put);
+        let place = SlotPlace::of_put(&put);
         let crcs = [write_extents(&log, &put, 1, 0).unwrap(), write_extents(&log, &other, 2, 0).unwrap()];
         let g = geometry();
         let outside = |what| drop(purge(dir.path(), &g.fingerprint().dir_name(), &g.shard_dir_name(), what).unwrap());
@@ -196,7 +196,7 @@ fn the_floor_of_a_tenant_is_dropped_when_everything_of_it_is_unreadable_and_not_
     store_for(&log, 3, ACME);
     store_for(&other, 4, ACME);
     store_for(&log, 5, 0);
-    let places: Vec<_> = (0..5).map(|n| Place::of(&log, n)).collect();
+    let places: Vec<_> = (0..5).map(|n| SlotPlace::of(&log, n)).collect();
     let put = begin(&log, of(6, ACME)).unwrap().unwrap();
     assert_eq!(log.remove_tenant(ACME).unwrap(), 5);
     let is_kept = |why: &str| {
@@ -239,7 +239,7 @@ fn what_is_stored_again_for_a_removed_tenant_leaves_no_older_slot_behind() {
     log.seal(soon()).unwrap();
     // There is room.
     store_for(&log, 9, 0);
-    let place = Place::of(&log, 1);
+    let place = SlotPlace::of(&log, 1);
     log.remove_tenant(ACME).unwrap();
     assert!(matches!(log.begin_put(of(1, ACME)).unwrap(), PutOutcome::NoRoom(_)), "its old slot is still there");
     assert!(matches!(log.begin_put(of(2, ACME)).unwrap(), PutOutcome::Started(_)), "another key need not wait");

@@ -1,10 +1,10 @@
 use std::os::unix::fs::FileExt as _;
 
 use super::support::{has, key, options, soon, store, temp, version};
-use crate::log::fsck::{LaneFiles, RawLane, deep, lanes, live, repair};
+use crate::log::fsck::{LaneDir, RawLane, deep, lanes, live, repair};
 use crate::log::{Log, LogOptions};
 
-fn read(dir: &std::path::Path) -> (Vec<LaneFiles>, Vec<RawLane>) {
+fn read(dir: &std::path::Path) -> (Vec<LaneDir>, Vec<RawLane>) {
     let files = lanes(dir).unwrap();
     let raw = files.iter().map(|f| RawLane::read(f).unwrap()).collect();
     (files, raw)

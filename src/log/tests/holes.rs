@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 const CAPACITY: u64 = 16 << 20;
 const CHAIN: u64 = 8;
 
-pub(super) fn thinned(dir: &Path) -> LogOptions {
+pub(super) fn hole_punching(dir: &Path) -> LogOptions {
     let policy = crate::index::Reclaim::Prefix;
     LogOptions { capacity_bytes: CAPACITY, segment_bytes: Some(512 << 10), policy, ..options(dir) }
 }
@@ -50,7 +50,7 @@ fn all_load(log: &Log, keys: &[u64]) {
 #[test]
 fn single_chunks_go_their_space_is_used_again_and_none_comes_back() {
     let dir = temp();
-    let log = Log::open(thinned(dir.path())).unwrap();
+    let log = Log::open(hole_punching(dir.path())).unwrap();
     let used: Vec<_> = (0..4).map(key).collect();
     for chain in 0..400 {
         fill(&log, chain * CHAIN..(chain + 1) * CHAIN);
@@ -75,7 +75,7 @@ fn single_chunks_go_their_space_is_used_again_and_none_comes_back() {
 #[test]
 fn a_leased_segment_keeps_its_bytes() {
     let dir = temp();
-    let log = Log::open(thinned(dir.path())).unwrap();
+    let log = Log::open(hole_punching(dir.path())).unwrap();
     fill(&log, 0..30);
     log.seal(soon()).unwrap();
     let leased = log.locate(&key(13), PIN).unwrap();
@@ -91,7 +91,7 @@ fn a_leased_segment_keeps_its_bytes() {
 #[test]
 fn logs_that_are_asked_the_same_hold_the_same_whenever_their_writes_end() {
     let dirs = [temp(), temp()];
-    let logs: Vec<Arc<Log>> = dirs.iter().map(|d| Log::open(thinned(d.path())).unwrap()).collect();
+    let logs: Vec<Arc<Log>> = dirs.iter().map(|d| Log::open(hole_punching(d.path())).unwrap()).collect();
     for chain in 0..400u64 {
         // As ranks do: what one of them misses all are told to store.
         let again = chain % 7 * CHAIN;
@@ -142,7 +142,7 @@ pub(super) fn evict(log: &Log, keys: &[u64]) -> (u64, u64) {
 /// The same, durably.
 pub(super) fn give_up(log: &Log, keys: &[u64]) {
     assert_eq!(evict(log, keys), (keys.len() as u64, keys.len() as u64 * SLOT_BYTES));
-    reclaim::settle(&log.volumes[0].own().unwrap());
+    reclaim::flush_evictions(&log.volumes[0].own().unwrap());
 }
 
 fn kind(log: &Log, n: u64) -> Option<EntryKind> {
@@ -150,7 +150,7 @@ fn kind(log: &Log, n: u64) -> Option<EntryKind> {
 }
 
 fn filled(dir: &Path, keys: std::ops::Range<u64>) -> Arc<Log> {
-    let log = Log::open(thinned(dir)).unwrap();
+    let log = Log::open(hole_punching(dir)).unwrap();
     fill(&log, keys);
     log.seal(soon()).unwrap();
     log
@@ -178,12 +178,12 @@ fn what_was_given_up_is_gone_after_every_way_of_opening_and_for_fsck() {
     assert!(gone.iter().all(|n| kind(&log, *n).is_none()), "nothing of it takes room in the index");
     let log = reopen(log);
     assert_eq!(held(&log, 0..120), stays, "after a clean stop");
-    let reader = Log::open(LogOptions { mode: crate::log::Mode::ReadOnly, ..thinned(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: crate::log::Mode::Ro, ..hole_punching(dir.path()) }).unwrap();
     assert_eq!(held(&reader, 0..120), stays, "beside the writer");
     drop(reader);
     log.close(soon()).unwrap();
     drop(log);
-    let reader = Log::open(LogOptions { mode: crate::log::Mode::ReadOnly, ..thinned(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: crate::log::Mode::Ro, ..hole_punching(dir.path()) }).unwrap();
     assert_eq!(held(&reader, 0..120), stays, "without a writer");
     drop(reader);
 
@@ -200,7 +200,7 @@ fn what_was_given_up_is_gone_after_every_way_of_opening_and_for_fsck() {
         }
         let rebuilt = rebuild(&files[0], None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap();
         assert!(rebuilt.left_out.is_empty() && rebuilt.chunks == stays.len() as u64, "{rebuilt:?}");
-        let log = Log::open(thinned(dir.path())).unwrap();
+        let log = Log::open(hole_punching(dir.path())).unwrap();
         assert_eq!(held(&log, 0..120), stays, "after a rebuild");
         log.close(soon()).unwrap();
     }
@@ -227,7 +227,7 @@ fn what_was_stored_again_and_given_up_brings_no_older_slot_back() {
     std::fs::remove_file(lane_file(dir.path(), "index.kv")).unwrap();
     let files = lanes(dir.path()).unwrap();
     rebuild(&files[0], None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap();
-    let log = Log::open(thinned(dir.path())).unwrap();
+    let log = Log::open(hole_punching(dir.path())).unwrap();
     none(&log, "after a rebuild from the data alone");
     assert!((0..10).chain(20..40).all(|n| has(&log, n)));
 }
@@ -236,7 +236,7 @@ fn what_was_stored_again_and_given_up_brings_no_older_slot_back() {
 fn what_was_stored_again_and_given_up_brings_no_slot_of_another_lane_back() {
     let dir = temp();
     let older = filled(dir.path(), 0..20);
-    let log = Log::open(thinned(dir.path())).unwrap();
+    let log = Log::open(hole_punching(dir.path())).unwrap();
     log.remove(&[key(7)]).unwrap();
     assert!(store_spec(&log, chained(7), 7, 1).unwrap());
     log.seal(soon()).unwrap();
@@ -245,13 +245,13 @@ fn what_was_stored_again_and_given_up_brings_no_slot_of_another_lane_back() {
     log.abandon();
     older.abandon();
     drop((log, older));
-    assert_eq!(version(&Log::open(thinned(dir.path())).unwrap(), 7, 2), None);
+    assert_eq!(version(&Log::open(hole_punching(dir.path())).unwrap(), 7, 2), None);
 }
 
 #[test]
 fn a_leased_chunk_is_not_given_up_and_served_again() {
     let dir = temp();
-    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
     fill(&log, 0..30);
     log.seal(soon()).unwrap();
     let leased = log.locate(&key(13), PIN).unwrap();
@@ -268,32 +268,32 @@ fn a_leased_chunk_is_not_given_up_and_served_again() {
 #[test]
 fn what_is_listed_as_gone_and_not_known_to_be_so_is_made_unreadable_again_by_the_next_opening() {
     let dir = temp();
-    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
     fill(&log, 0..30);
     log.seal(soon()).unwrap();
     let gone = [3, 4, 11];
-    let places: Vec<_> = gone.iter().map(|n| Place::of(&log, *n)).collect();
-    let pages: Vec<_> = places.iter().map(Place::page).collect();
+    let places: Vec<_> = gone.iter().map(|n| SlotPlace::of(&log, *n)).collect();
+    let pages: Vec<_> = places.iter().map(SlotPlace::page).collect();
     assert_eq!(evict(&log, &gone), (3, 3 * SLOT_BYTES));
-    assert!(!log.volumes[0].own().unwrap().is_settled() && places.iter().all(|place| !place.is_readable()));
+    assert!(!log.volumes[0].own().unwrap().erasures_are_durable() && places.iter().all(|place| !place.is_readable()));
     log.abandon();
     drop(log);
     places.iter().zip(&pages).for_each(|(place, page)| place.write(page));
     reboot(dir.path());
-    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
     assert_eq!(log.lookup(&[key(3)]), 0, "it is not even promised");
     assert!(places.iter().all(|place| !place.is_readable()));
     assert_eq!(held(&log, 0..30).len(), 27);
     log.abandon();
     drop(log);
     rebuild_from_data(dir.path());
-    assert_eq!(held(&Log::open(thinned(dir.path())).unwrap(), 0..30).len(), 27);
+    assert_eq!(held(&Log::open(hole_punching(dir.path())).unwrap(), 0..30).len(), 27);
 }
 
 #[test]
 fn what_goes_from_a_segment_that_is_not_sealed_is_not_promised_by_the_next_opening() {
     let dir = temp();
-    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
     fill(&log, 0..10);
     log.flush().unwrap();
     log.remove(&[key(3)]).unwrap();
@@ -324,7 +324,7 @@ impl Amid {
             }));
             Ok(drive)
         };
-        let options = LogOptions { foreground: true, drive_factory: Some(Arc::new(factory)), ..thinned(dir) };
+        let options = LogOptions { foreground: true, drive_factory: Some(Arc::new(factory)), ..hole_punching(dir) };
         (Log::open(options).unwrap(), amid)
     }
 
@@ -368,7 +368,7 @@ fn what_goes_while_the_drive_is_flushed_is_not_taken_for_durable() {
     log.remove(&[key(3)]).unwrap();
     assert!(amid.has_met.load(Ordering::SeqCst));
     let own = log.volumes[0].own().unwrap();
-    assert!(!own.is_settled() && !own.state().unwrap().segments.unsettled().is_empty());
+    assert!(!own.erasures_are_durable() && !own.state().unwrap().segments.unsettled().is_empty());
     log.remove(&[key(5)]).unwrap();
-    assert!(own.is_settled() && own.state().unwrap().segments.unsettled().is_empty());
+    assert!(own.erasures_are_durable() && own.state().unwrap().segments.unsettled().is_empty());
 }

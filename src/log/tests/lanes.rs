@@ -27,7 +27,7 @@ fn two_writers_and_a_reader_hit_each_others_chunks() {
     let b = open(dir.path());
     (0..10).for_each(|n| assert!(store(&a, n)));
     (10..20).for_each(|n| assert!(store(&b, n)));
-    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
     for log in [&a, &b, &reader] {
         assert!((0..20).all(|n| has(log, n)));
         assert_eq!(log.lookup(&(0..20).map(key).collect::<Vec<_>>()), 20);
@@ -103,7 +103,7 @@ fn a_reader_follows_a_lane_from_writer_to_writer() {
     let dir = temp();
     let mut a = open(dir.path());
     assert!(store(&a, 0));
-    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
     assert!(has(&reader, 0));
     for n in 1..4 {
         a.flush().unwrap();
@@ -127,7 +127,7 @@ fn a_readers_lease_keeps_the_writer_from_reclaiming() {
     let log = Log::open(small).unwrap();
     (0..30).for_each(|n| assert!(store(&log, n)));
     log.seal(soon()).unwrap();
-    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
     let leased = reader.locate(&key(3), PIN).unwrap();
     assert!(leased.is_leased());
     (30..400).for_each(|n| assert!(store(&log, n)));
@@ -138,7 +138,7 @@ fn a_readers_lease_keeps_the_writer_from_reclaiming() {
 fn the_index_grows_under_readers() {
     let dir = temp();
     let log = open(dir.path());
-    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
     // A table begins with room for about a thousand entries.
     for n in 0..1600 {
         assert!(store(&log, n));
@@ -267,7 +267,7 @@ fn rest_is_waited_for_on_every_drive_until_the_deadline_and_a_reader_is_always_a
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(log.stats().chunks, held, "nothing goes where nothing comes");
     assert_eq!(log.at_rest(Instant::now()).unwrap_err().kind(), ErrorKind::TimedOut);
-    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
     reader.at_rest(Instant::now()).unwrap();
     log.close(soon()).unwrap();
     assert_eq!(log.at_rest(soon()).unwrap_err().kind(), ErrorKind::Closed);

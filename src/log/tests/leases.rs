@@ -11,7 +11,7 @@ use super::support::*;
 use crate::io::{self, Faulty, Op, Request};
 use crate::log::{Bad, Log, LogOptions};
 
-/// Stops the keeper before it writes to one of the files.
+/// Stops the maintenance thread before it writes to one of the files.
 #[derive(Default)]
 struct Gate {
     /// The file before which it stops, and whether it has.
@@ -32,7 +32,10 @@ impl Gate {
     fn wait_until_it_stops(&self) {
         let mut stop = self.stop_at.lock();
         while !stop.1 {
-            assert!(!self.changed.wait_for(&mut stop, Duration::from_secs(20)).timed_out(), "the keeper came not by");
+            assert!(
+                !self.changed.wait_for(&mut stop, Duration::from_secs(20)).timed_out(),
+                "the maintenance thread did not come by"
+            );
         }
     }
 

@@ -143,23 +143,24 @@ fn what_is_leased_while_it_is_moved_is_removed_with_the_slot_in_which_it_stays()
     *meddler.deeds.lock() = vec![lease];
     store_until_met(&log, &meddler, 1);
     let (key, chunk) = leased.lock().pop().unwrap();
-    let place = Place::of_chunk(&chunk);
+    let place = SlotPlace::of_chunk(&chunk);
     assert!(place.is_readable() && load_key(&log, &key).is_ok());
     assert_eq!(log.remove(&[key]).unwrap(), [true]);
     assert!(!place.is_readable());
 }
 
 /// A chunk that was moved, and of which both slots are there: where it lay, and where it lies.
-fn half_moved(dir: &Path) -> (Arc<Log>, ChunkKey, [Place; 2]) {
+fn half_moved(dir: &Path) -> (Arc<Log>, ChunkKey, [SlotPlace; 2]) {
     let (log, meddler) = meddled(dir);
-    let moved: Arc<Mutex<Vec<(ChunkKey, Place)>>> = Arc::default();
+    let moved: Arc<Mutex<Vec<(ChunkKey, SlotPlace)>>> = Arc::default();
     let to = Arc::clone(&moved);
-    let note: Deed = Box::new(move |log, key| to.lock().push((*key, Place::of_chunk(&log.locate(key, PIN).unwrap()))));
+    let note: Deed =
+        Box::new(move |log, key| to.lock().push((*key, SlotPlace::of_chunk(&log.locate(key, PIN).unwrap()))));
     *meddler.deeds.lock() = vec![note];
     meddler.frees_fail.store(true, Ordering::SeqCst);
     store_until_met(&log, &meddler, 1);
     let (key, old) = moved.lock().pop().unwrap();
-    let new = Place::of_chunk(&log.locate(&key, PIN).unwrap());
+    let new = SlotPlace::of_chunk(&log.locate(&key, PIN).unwrap());
     assert!(old.is_readable() && new.is_readable(), "its segment could not be freed");
     meddler.frees_fail.store(false, Ordering::SeqCst);
     (log, key, [old, new])

@@ -166,7 +166,7 @@ fn two_writers_and_a_reader_share_a_directory_and_one_may_die() {
     let mut a = Process::spawn("store 0", dir.path());
     a.next("open ");
     let mut b = Process::spawn("store 100000", dir.path());
-    let reader_options = LogOptions { mode: Mode::ReadOnly, ..shared_options(dir.path()) };
+    let reader_options = LogOptions { mode: Mode::Ro, ..shared_options(dir.path()) };
     let (from_a, from_b) = (a.next("flushed "), b.next("flushed "));
     let reader = Log::open(reader_options).unwrap();
     assert!(has(&reader, from_a) && has(&reader, from_b));

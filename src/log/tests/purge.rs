@@ -45,7 +45,7 @@ fn a_clear_beside_servers_holds_at_once_and_for_ever() {
     (0..20).for_each(|n| assert!(store(&log, n)));
     let other = Log::open(options(dir.path())).unwrap();
     (20..40).for_each(|n| assert!(store(&other, n)));
-    let reader = Log::open(LogOptions { mode: Mode::ReadOnly, ..options(dir.path()) }).unwrap();
+    let reader = Log::open(LogOptions { mode: Mode::Ro, ..options(dir.path()) }).unwrap();
     assert!((0..40).all(|n| has(&reader, n)));
     let purged = run(dir.path(), What::All);
     assert_eq!((purged.lanes_in_use, purged.lanes_deleted, purged.unreadable.len()), (2, 0, 0));

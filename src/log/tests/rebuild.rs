@@ -10,7 +10,7 @@ use super::support::*;
 use crate::Result;
 use crate::error::ErrorKind;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
-use crate::log::fsck::{LaneFiles, RawLane, RebuildOptions, Rebuilt, deep, lanes, live, rebuild};
+use crate::log::fsck::{LaneDir, RawLane, RebuildOptions, Rebuilt, deep, lanes, live, rebuild};
 use crate::log::{Log, LogOptions, PutSpec, reclaim};
 
 const KEYS: u64 = 80;
@@ -52,7 +52,7 @@ fn make(dir: &Path) {
     log.abandon();
 }
 
-fn only(dir: &Path) -> LaneFiles {
+fn only(dir: &Path) -> LaneDir {
     let mut all = lanes(dir).unwrap();
     assert_eq!(all.len(), 1);
     all.pop().unwrap()

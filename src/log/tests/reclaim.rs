@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const CAPACITY: u64 = 4 << 20;
 
 fn small(dir: &Path) -> LogOptions {
-    // Whole segments go; single chunks are the subject of thin.rs.
+    // Whole segments go; single chunks are the subject of holes.rs.
     LogOptions {
         capacity_bytes: CAPACITY,
         segment_bytes: Some(128 << 10),

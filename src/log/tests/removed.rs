@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::holes::{chained, give_up, thinned};
+use super::holes::{chained, give_up, hole_punching};
 use super::support::*;
 use crate::error::ErrorKind;
 use crate::index::Mark;
@@ -43,12 +43,12 @@ fn a_removal_makes_the_header_unreadable_in_the_own_lane() {
         if sealed {
             log.seal(soon()).unwrap();
         }
-        let places: Vec<_> = (0..6).map(|n| Place::of(&log, n)).collect();
-        assert!(places.iter().all(Place::is_readable));
+        let places: Vec<_> = (0..6).map(|n| SlotPlace::of(&log, n)).collect();
+        assert!(places.iter().all(SlotPlace::is_readable));
         assert_eq!(log.remove(&[key(2), key(3)]).unwrap(), [true, true]);
         assert!((0..6).all(|n| places[n].is_readable() != (2..=3).contains(&n)), "sealed: {sealed}");
         assert_eq!((mark_of(&log, 2), mark_of(&log, 1)), (None, Some(None)), "its entry is gone");
-        assert!(log.volumes[0].own().unwrap().is_settled());
+        assert!(log.volumes[0].own().unwrap().erasures_are_durable());
         log.flush().unwrap();
         log.abandon();
         assert_eq!(after_all(dir.path(), 0..6), [vec![0, 1, 4, 5], vec![0, 1, 4, 5]], "sealed: {sealed}");
@@ -66,7 +66,7 @@ fn a_removal_makes_the_header_unreadable_in_an_adopted_lane() {
     drop(other);
     log.turn(Turn::Scan);
     assert_eq!(log.stats().adopted_lanes, 1);
-    let place = Place::of(&log, 1);
+    let place = SlotPlace::of(&log, 1);
     assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
     assert!(!place.is_readable() && !has(&log, 1) && has(&log, 2));
     log.abandon();
@@ -79,7 +79,7 @@ fn a_removal_makes_the_header_unreadable_in_the_lane_of_another_process_at_once(
     let (holder, log) = (still(dir.path()), still(dir.path()));
     (0..4).for_each(|n| assert!(store(&holder, n)));
     holder.flush().unwrap();
-    let place = Place::of(&holder, 1);
+    let place = SlotPlace::of(&holder, 1);
     assert_eq!(log.remove(&[key(1)]).unwrap(), [true]);
     // The other process has done nothing yet.
     assert!(!place.is_readable() && !has(&holder, 1) && has(&holder, 2));
@@ -112,11 +112,11 @@ fn what_was_removed_in_another_process_can_be_stored_anew_by_both() {
 fn a_removal_waits_for_an_eviction_in_another_process_and_leaves_nothing() {
     for goes in [false, true] {
         let dir = temp();
-        let holder = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
-        let log = Log::open(thinned(dir.path())).unwrap();
+        let holder = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
+        let log = Log::open(hole_punching(dir.path())).unwrap();
         (0..4).for_each(|n| assert!(store_spec(&holder, chained(n), n, 0).unwrap()));
         holder.seal(soon()).unwrap();
-        let place = Place::of(&holder, 1);
+        let place = SlotPlace::of(&holder, 1);
         let sequence = holder.peek(&key(1)).unwrap().sequence;
         let table = holder.volumes[0].own().unwrap().table();
         assert!(table.mark(&key(1), sequence, Mark::Leaving).unwrap());
@@ -170,7 +170,7 @@ fn what_was_found_bad_can_be_stored_anew_when_its_slot_is_unreadable() {
     let dir = temp();
     let log = still(dir.path());
     (0..3).for_each(|n| assert!(store(&log, n)));
-    let place = Place::of(&log, 1);
+    let place = SlotPlace::of(&log, 1);
     log.report_bad(&log.locate(&key(1), PIN).unwrap(), Bad::Corrupt);
     assert!(!has(&log, 1));
     assert!(matches!(log.begin_put(spec(1)).unwrap(), PutOutcome::NoRoom(_)), "not while the old slot can be read");
@@ -192,7 +192,7 @@ fn a_removal_makes_what_was_found_bad_unreadable_before_it_returns() {
     let dir = temp();
     let log = still(dir.path());
     (0..3).for_each(|n| assert!(store(&log, n)));
-    let place = Place::of(&log, 1);
+    let place = SlotPlace::of(&log, 1);
     log.report_bad(&log.locate(&key(1), PIN).unwrap(), Bad::Corrupt);
     assert!(place.is_readable());
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
@@ -204,7 +204,7 @@ fn a_key_can_be_stored_at_once_although_a_put_of_it_was_under_way_when_it_was_re
     let dir = temp();
     let log = open(dir.path());
     let put = begin(&log, spec(5)).unwrap().unwrap();
-    let place = Place::of_put(&put);
+    let place = SlotPlace::of_put(&put);
     let crcs = write_extents(&log, &put, 5, 0).unwrap();
     log.remove(&[key(5)]).unwrap();
     assert!(store_spec(&log, spec(5), 5, 1).unwrap(), "the first one will not be published");
@@ -217,10 +217,10 @@ fn a_key_can_be_stored_at_once_although_a_put_of_it_was_under_way_when_it_was_re
 #[test]
 fn what_is_evicted_and_then_removed_is_gone() {
     let dir = temp();
-    let log = Log::open(LogOptions { foreground: true, ..thinned(dir.path()) }).unwrap();
+    let log = Log::open(LogOptions { foreground: true, ..hole_punching(dir.path()) }).unwrap();
     (0..4).for_each(|n| assert!(store_spec(&log, chained(n), n, 0).unwrap()));
     log.seal(soon()).unwrap();
-    let place = Place::of(&log, 1);
+    let place = SlotPlace::of(&log, 1);
     give_up(&log, &[1]);
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
     assert!(!place.is_readable());

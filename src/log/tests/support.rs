@@ -218,12 +218,12 @@ pub(super) fn reboot(dir: &Path) {
 
 /// A place where a slot's header lies, or lay.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct SlotPlace {
     file: std::path::PathBuf,
     offset: u64,
 }
 
-impl Place {
+impl SlotPlace {
     /// Of a key that is there.
     pub(super) fn of(log: &Log, n: u64) -> Self {
         Self::of_chunk(&log.locate(&key(n), PIN).unwrap_or_else(|| panic!("key {n} is not there")))

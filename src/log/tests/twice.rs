@@ -32,7 +32,7 @@ fn a_key_in_two_lanes_is_served_and_listed_once_and_removed_from_both() {
     let dir = temp();
     let [first, second] = twice(dir.path());
     assert!([&first, &second].iter().all(|log| has(log, 1) && has(log, 2) && listed(log) == 2));
-    let places = [Place::of(&first, 1), Place::of(&second, 1)];
+    let places = [SlotPlace::of(&first, 1), SlotPlace::of(&second, 1)];
     let reader = open(dir.path());
     assert_eq!(reader.remove(&[key(1)]).unwrap(), [true]);
     assert!(places.iter().all(|place| !place.is_readable()), "in neither lane");
@@ -59,7 +59,7 @@ fn what_one_lane_loses_the_other_still_serves() {
     let [first, second] = twice(dir.path());
     first.flush().unwrap();
     second.flush().unwrap();
-    let place = Place::of(&first, 1);
+    let place = SlotPlace::of(&first, 1);
     place.write(&[0; 4096]);
     // The first load finds out, and tells the log; from then on the other slot is found.
     drop(load(&first, 1));
@@ -71,7 +71,7 @@ fn a_put_whose_key_another_process_has_stored_meanwhile_keeps_nothing() {
     let dir = temp();
     let (a, b) = (open(dir.path()), open(dir.path()));
     let mine = begin(&a, spec(1)).unwrap().unwrap();
-    let place = Place::of_put(&mine);
+    let place = SlotPlace::of_put(&mine);
     let crcs = write_extents(&a, &mine, 1, 0).unwrap();
     assert!(store(&b, 1));
     let before = a.stats();
@@ -91,18 +91,18 @@ fn gaps_of_a_sealed_segment_are_given_back() {
     let log = crate::log::Log::open(crate::log::LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
     assert!(store(&log, 0));
     let put = begin(&log, spec(1)).unwrap().unwrap();
-    let place = Place::of_put(&put);
+    let place = SlotPlace::of_put(&put);
     drop(write_extents(&log, &put, 1, 0).unwrap());
     // As if its header had been written, and its record had not.
-    place.write(&Place::of(&log, 0).page());
+    place.write(&SlotPlace::of(&log, 0).page());
     assert!(place.is_readable());
     drop(put);
     assert!(store(&log, 2));
-    let good = [Place::of(&log, 0), Place::of(&log, 2)];
+    let good = [SlotPlace::of(&log, 0), SlotPlace::of(&log, 2)];
     let disk = log.stats().disk_bytes;
     log.seal(soon()).unwrap();
     assert!(place.page().iter().all(|b| *b == 0));
-    assert!(good.iter().all(Place::is_readable));
+    assert!(good.iter().all(SlotPlace::is_readable));
     assert!(disk - log.stats().disk_bytes >= (256 << 10) - 5 * SLOT_BYTES, "the slot, and the segment's unused end");
     log.turn(Turn::Maintain);
     assert!(has(&log, 0) && !has(&log, 1) && has(&log, 2));

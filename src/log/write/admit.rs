@@ -14,7 +14,7 @@ use crate::log::{Log, policy};
 
 /// A chunk that could be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Candidate {
+pub struct StoreCandidate {
     /// Its key.
     pub key: ChunkKey,
     /// The key of the chunk before it; zero for the first.
@@ -32,7 +32,7 @@ impl Log {
     /// others are of no use behind one that is not. They are in the prompt's order, and each is
     /// offered once for a prompt. Those that are not to be stored are
     /// counted. [`begin_put`](Self::begin_put) does not ask: what must be stored is stored.
-    pub fn admit(&self, run: &[Candidate]) -> usize {
+    pub fn admit(&self, run: &[StoreCandidate]) -> usize {
         let Some(mut state) = self.ctx.admit.policy() else { return run.len() };
         let full = self.ctx.options.geometry.chunk_tokens;
         let mut admitted = None;
@@ -59,9 +59,9 @@ impl Log {
     /// not to be stored not. The policy for chains hears of them here, in the order of the
     /// calls, and not when their slots are opened, which is up to I/O. With several
     /// drives it hears of them then.
-    pub fn note_brought(&self, run: &[Candidate]) {
+    pub fn note_brought(&self, run: &[StoreCandidate]) {
         if let Some(lane) = self.only_lane() {
-            let slot_bytes = |c: &Candidate| match c.tokens == self.ctx.options.geometry.chunk_tokens {
+            let slot_bytes = |c: &StoreCandidate| match c.tokens == self.ctx.options.geometry.chunk_tokens {
                 true => self.ctx.slot_bytes(),
                 false => self.chunk_layout(c.tokens).slot_bytes,
             };

@@ -13,8 +13,8 @@ use crate::key::ChunkKey;
 use crate::log::base::in_flight::KeyClaim;
 use crate::log::base::options::Placement;
 use crate::log::base::spec::PutSpec;
-use crate::log::drive::{Claim, Volume, Waiting};
-use crate::log::lane::{Held, Lane, Need, Place, State};
+use crate::log::drive::{QuotaClaim, Volume, Waiting};
+use crate::log::lane::{HeldSlot, Lane, LaneState, Need, SlotPlace};
 use crate::log::{Log, policy};
 
 /// How often who waits for room within a quota looks for it.
@@ -93,7 +93,7 @@ impl Log {
         }
         let Some((lane, place, sequence)) = reserved? else { return Ok(PutOutcome::NoRoom(spec)) };
         self.ctx.counters.puts.add(1);
-        let held = Held::new(&lane, place, sequence);
+        let held = HeldSlot::new(&lane, place, sequence);
         let (lanes, shard) = (volume.lanes(), Arc::clone(&volume.shard));
         let reservation = Reservation { lane, place, held, claim, lanes, shard, _quota: quota, ended: false };
         let health = Arc::clone(&volume.health);
@@ -161,7 +161,7 @@ impl Log {
         spec: &PutSpec,
         layout: &SlotLayout,
         deadline: Option<Instant>,
-    ) -> Result<Option<(Arc<Lane>, Place, u64)>> {
+    ) -> Result<Option<(Arc<Lane>, SlotPlace, u64)>> {
         let lane = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed").at(&volume.root))?;
         policy::note_begun(&lane, spec, layout.slot_bytes);
         let need = Need { pages: layout.pages(), align: layout.align / PAGE_BYTES as u32 };
@@ -203,7 +203,7 @@ fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
     found.is_some_and(|(entry, _, mark)| mark.is_some() || volume.is_tenant_removed(&entry))
 }
 
-fn check_writable(lane: &Lane, state: &State) -> Result<()> {
+fn check_writable(lane: &Lane, state: &LaneState) -> Result<()> {
     if state.pending.is_broken() {
         lane.ctx.sheds.no_space.add(1);
         return Err(Error::new(ErrorKind::Busy, "the lane takes nothing after write errors").at(&lane.dir));
@@ -213,7 +213,7 @@ fn check_writable(lane: &Lane, state: &State) -> Result<()> {
 
 /// A place and a sequence, both under the lane's lock: who looks at the puts under way and then
 /// finds none of a lower sequence will never see one.
-fn take_place(volume: &Volume, lane: &Lane, state: &mut State, need: Need) -> Result<Option<(Place, u64)>> {
+fn take_place(volume: &Volume, lane: &Lane, state: &mut LaneState, need: Need) -> Result<Option<(SlotPlace, u64)>> {
     let Some(place) = state.segments.place(need, lane.shared().as_ref()) else { return Ok(None) };
     match volume.shard.next_seq() {
         Ok(sequence) => {
@@ -235,7 +235,7 @@ fn claim_quota(
     spec: &PutSpec,
     bytes: u64,
     deadline: Option<Instant>,
-) -> std::result::Result<Option<Claim>, Refusal> {
+) -> std::result::Result<Option<QuotaClaim>, Refusal> {
     let is_chunk = matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment);
     let Some(quota) = volume.quota.as_ref().filter(|_| is_chunk && spec.tenant != 0) else { return Ok(None) };
     loop {

@@ -7,7 +7,7 @@ mod put;
 mod reservation;
 mod slot_writer;
 
-pub use admit::Candidate;
+pub use admit::StoreCandidate;
 pub use put::{Put, PutOutcome, Refusal};
 pub use reservation::PutDone;
 pub use slot_writer::SlotWriter;

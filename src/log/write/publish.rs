@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::reservation::{PutDone, Reservation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{KeyKind, Record};
-use crate::log::lane::{Hold, Lane, Place, Slot, State, Unpublished};
+use crate::log::lane::{Hold, Lane, LaneState, SlotPlace, SlotRange, Unpublished};
 use crate::log::policy;
 
 /// A put whose header is being written. Dropped without an end it answers its caller all the same.
@@ -63,7 +63,7 @@ impl Commit {
     /// It is not published although its header has been written.
     fn refuse(self, why: Error) {
         let (lane, place) = (Arc::clone(&self.reservation.lane), self.reservation.place);
-        let slot = Slot { page: place.page, pages: self.record.pages, header_at: self.header_at };
+        let slot = SlotRange { page: place.page, pages: self.record.pages, header_at: self.header_at };
         let hold = Hold(Arc::clone(&self.reservation.held));
         lane.blank_soon(place.segment, &slot, |buf| hold.on(buf), drop);
         self.end(Err(why));
@@ -132,7 +132,7 @@ fn publish(mut commit: Commit) {
     }
 }
 
-fn enter(lane: &Lane, state: &mut State, commit: &mut Commit) -> Result<()> {
+fn enter(lane: &Lane, state: &mut LaneState, commit: &mut Commit) -> Result<()> {
     let place = commit.reservation.place;
     if !state.segments.takes_records(place.segment, place.epoch) {
         return Err(Error::new(ErrorKind::TimedOut, "the put took so long that its segment was sealed without it"));
@@ -164,7 +164,7 @@ fn is_gone(reservation: &Reservation, record: &Record) -> bool {
 
 /// Takes a segment out of use after a write error: no more puts, sealed with what is good, never
 /// used again.
-pub(super) fn retire(lane: &Lane, place: Place) {
+pub(super) fn retire(lane: &Lane, place: SlotPlace) {
     if !lane.state().is_ok_and(|mut state| state.segments.retire(place.segment, place.epoch)) {
         return;
     }

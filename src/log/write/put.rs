@@ -11,7 +11,7 @@ use crate::format::record::{Record, RecordKind};
 use crate::format::slot::SlotHeader;
 use crate::io::{AlignedBuf, Completion, DirectFile, Queue, Request};
 use crate::key::ChunkKey;
-use crate::log::base::health::Health;
+use crate::log::base::health::DriveHealth;
 use crate::log::base::spec::PutSpec;
 use crate::log::lane::{Hold, aligned};
 
@@ -49,7 +49,7 @@ pub struct Put {
     pub(super) layout: SlotLayout,
     pub(super) drive: usize,
     pub(super) sequence: u64,
-    pub(super) health: Arc<Health>,
+    pub(super) health: Arc<DriveHealth>,
     pub(super) reservation: Reservation,
 }
 

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::index::Shard;
+use crate::index::SharedShard;
 use crate::key::ChunkKey;
 use crate::log::base::in_flight::KeyClaim;
-use crate::log::drive::{Claim, Lanes, shows};
-use crate::log::lane::{Held, Lane, Place};
+use crate::log::drive::{Lanes, QuotaClaim, shows};
+use crate::log::lane::{HeldSlot, Lane, SlotPlace};
 
 /// Told once whether a put was published.
 pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
@@ -16,15 +16,15 @@ pub type PutDone = Box<dyn FnOnce(Result<()>) + Send>;
 #[derive(Debug)]
 pub(super) struct Reservation {
     pub(super) lane: Arc<Lane>,
-    pub(super) place: Place,
-    pub(super) held: Arc<Held>,
+    pub(super) place: SlotPlace,
+    pub(super) held: Arc<HeldSlot>,
     pub(super) claim: KeyClaim,
     /// The drive's lanes when it began: another process may store the same key meanwhile.
     pub(super) lanes: Arc<Lanes>,
     /// Where floors are.
-    pub(super) shard: Arc<Shard>,
+    pub(super) shard: Arc<SharedShard>,
     /// Its part of its tenant's quota.
-    pub(super) _quota: Option<Claim>,
+    pub(super) _quota: Option<QuotaClaim>,
     /// It was published, or counted as aborted.
     pub(super) ended: bool,
 }

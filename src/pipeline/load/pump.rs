@@ -21,11 +21,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::state::Step;
+use super::state::ReadStep;
 use super::{Load, LoadInner, LoadResult, LoadSpec, LoadState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{AlignedBuf, Buf, Place, Rejected, Request};
+use crate::io::{AlignedBuf, Buf, MemorySpace, Rejected, Request};
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::{GroupLimits, layer_groups};
 use crate::pipeline::{PipelineOptions, PipelineStats};
@@ -70,8 +70,8 @@ struct Turns {
 impl Turns {
     /// The memory for `step`: a header that is read alone into another device's staging would not
     /// be seen here, so it gets memory of its own; none where there is no such memory now.
-    fn for_step(&mut self, step: &Step, slot: Buf) -> Option<Buf> {
-        if slot.place() == Place::Host || !step.layers.is_empty() {
+    fn for_step(&mut self, step: &ReadStep, slot: Buf) -> Option<Buf> {
+        if slot.place() == MemorySpace::Host || !step.layers.is_empty() {
             return Some(slot);
         }
         self.spare = Some(slot);
@@ -141,7 +141,7 @@ impl LoadPump {
     pub(in crate::pipeline) fn start(self: &Arc<Self>, spec: LoadSpec) -> Result<Load> {
         let layouts: Vec<_> = spec.chunks.iter().map(|c| c.source.layout()).collect();
         let group_bytes = if spec.layerwise { self.options.group_bytes } else { self.options.whole_group_bytes };
-        let header_apart = self.device.place() != Place::Host;
+        let header_apart = self.device.place() != MemorySpace::Host;
         let limits =
             GroupLimits { group_bytes, layerwise: spec.layerwise, slot_bytes: self.pool.slot_bytes(), header_apart };
         let groups = layer_groups(&layouts, limits)?;
@@ -272,7 +272,7 @@ impl LoadPump {
         turns.wipes.pop_front().map(|wipe| (wipe, buf))
     }
 
-    fn next(&self) -> Option<(Arc<LoadInner>, Step, Buf)> {
+    fn next(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf)> {
         loop {
             let mut turns = self.turns.lock();
             let reading = self.reading.load(Ordering::Acquire);
@@ -319,7 +319,7 @@ impl LoadPump {
     }
 
     /// A read of `step` is over.
-    pub(super) fn read_ended(&self, step: &Step, well: bool) {
+    pub(super) fn read_ended(&self, step: &ReadStep, well: bool) {
         self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
         self.turns.lock().blocked = false;
         if well {

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::LoadInner;
-use super::state::{LoadState, Step};
+use super::state::{LoadState, ReadStep};
 use crate::device::{Part, ScatterJob, Scattered};
 use crate::error::Result;
 use crate::io::{Buf, Completion, Request};
@@ -22,7 +22,7 @@ use crate::pipeline::seam::ChunkSource;
 
 impl LoadInner {
     /// The read of `step` into `buf`; `None` where the load has let its chunks go.
-    pub(super) fn request(self: &Arc<Self>, step: &Step, buf: Buf) -> Option<(Arc<dyn ChunkSource>, Request)> {
+    pub(super) fn request(self: &Arc<Self>, step: &ReadStep, buf: Buf) -> Option<(Arc<dyn ChunkSource>, Request)> {
         let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
         let (load, told) = (Arc::clone(self), step.clone());
         let done = Box::new(move |completion: Completion| load.read_done(told, completion));
@@ -31,7 +31,7 @@ impl LoadInner {
         Some((source, request))
     }
 
-    fn read_done(self: &Arc<Self>, step: Step, Completion { result, buf, .. }: Completion) {
+    fn read_done(self: &Arc<Self>, step: ReadStep, Completion { result, buf, .. }: Completion) {
         let pump = Arc::clone(&self.pump);
         pump.read_ended(&step, result.is_ok());
         match (result, buf) {
@@ -46,7 +46,7 @@ impl LoadInner {
         pump.kick();
     }
 
-    fn scatter(self: &Arc<Self>, step: Step, staging: Buf) {
+    fn scatter(self: &Arc<Self>, step: ReadStep, staging: Buf) {
         let wanted = {
             let mut state = self.state.lock();
             if !state.begin_scatter(&step) {
@@ -97,7 +97,7 @@ impl LoadInner {
         layers.iter().filter_map(part).collect()
     }
 
-    fn scatter_done(self: &Arc<Self>, step: Step, wanted: Vec<usize>, out: Scattered) {
+    fn scatter_done(self: &Arc<Self>, step: ReadStep, wanted: Vec<usize>, out: Scattered) {
         let source = self.chunks.lock().get(step.chunk).map(|c| Arc::clone(&c.source));
         let header = match (&source, step.header) {
             (Some(source), true) => {
@@ -132,7 +132,7 @@ impl LoadInner {
     /// whether that was all of it. What is wrong in the caller's memory is to be wiped.
     fn judge(
         &self,
-        step: &Step,
+        step: &ReadStep,
         wanted: &[usize],
         scattered: Result<(Vec<u32>, bool)>,
         header: Result<Option<Vec<u32>>>,

@@ -22,7 +22,7 @@ use super::{LayerReady, LoadChunk, LoadResult, LoadSpec};
 use crate::device::Fence;
 use crate::format::layout::SlotLayout;
 use crate::pipeline::cause::MissCause;
-use crate::pipeline::groups::Span;
+use crate::pipeline::groups::GroupSpan;
 use crate::pipeline::order::LayerOrder;
 
 /// Chunks that a load reads together where layers do not matter: the head of the prefix is complete
@@ -31,15 +31,15 @@ const WHOLE_BATCH: usize = 8;
 
 /// One read, and what is to be done with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct ReadStep {
     pub(super) chunk: usize,
     /// Layers that are read; of these, the ones in the chunk's plan are scattered.
     pub(super) layers: Range<usize>,
     pub(super) header: bool,
-    pub(super) span: Span,
+    pub(super) span: GroupSpan,
 }
 
-struct ChunkState {
+struct LoadChunkState {
     covers: usize,
     layout: SlotLayout,
     /// Layers that the caller wants.
@@ -61,7 +61,7 @@ struct ChunkState {
 }
 
 pub(super) struct LoadState {
-    chunks: Vec<ChunkState>,
+    chunks: Vec<LoadChunkState>,
     /// Per layer: extents of living chunks that have not verified.
     remaining: Vec<usize>,
     /// Scatters that are to be submitted, and where those submitted end.
@@ -92,7 +92,7 @@ pub(super) struct LoadState {
     batch: usize,
     /// Groups × chunks asked for so far.
     cursor: usize,
-    retry: Option<Step>,
+    retry: Option<ReadStep>,
     complete: bool,
     result: LoadResult,
     pub(super) finished: bool,
@@ -115,7 +115,7 @@ impl LoadState {
             result.failed_blocks.extend_from_slice(&absent.blocks);
         }
         let mut state = Self {
-            chunks: chunks.iter().map(|c| ChunkState::new(c, layers)).collect(),
+            chunks: chunks.iter().map(|c| LoadChunkState::new(c, layers)).collect(),
             remaining: vec![0; layers],
             order: LayerOrder::new(Vec::new()),
             by_order,
@@ -150,7 +150,7 @@ impl LoadState {
     }
 
     /// The read of one group of one chunk; `None` where none of its layers is wanted.
-    fn step(&self, chunk: usize, group: usize) -> Option<Step> {
+    fn step(&self, chunk: usize, group: usize) -> Option<ReadStep> {
         let state = self.chunks.get(chunk).filter(|c| c.missing_count > 0)?;
         let layers = self.groups.get(group)?.clone();
         let header = group == 0;
@@ -162,7 +162,7 @@ impl LoadState {
             _ if header => layers.start..layers.start,
             _ => return None,
         };
-        Some(Step { chunk, span: Span::of(&state.layout, &layers, header)?, layers, header })
+        Some(ReadStep { chunk, span: GroupSpan::of(&state.layout, &layers, header)?, layers, header })
     }
 
     /// Chunk and group of the `at`th read: batch after batch of chunks, in a batch group after
@@ -175,7 +175,7 @@ impl LoadState {
     }
 
     /// The next read, or none for now or for ever.
-    pub(super) fn next_step(&mut self) -> Option<Step> {
+    pub(super) fn next_step(&mut self) -> Option<ReadStep> {
         if self.finished {
             return None;
         }
@@ -202,7 +202,7 @@ impl LoadState {
     }
 
     /// Takes a read back that could not be submitted.
-    pub(super) fn unread(&mut self, step: Step) {
+    pub(super) fn unread(&mut self, step: ReadStep) {
         self.retry = Some(step);
     }
 
@@ -212,7 +212,7 @@ impl LoadState {
     }
 
     /// Whether the layers of `step` may be scattered; counts the scatter.
-    pub(super) fn begin_scatter(&mut self, step: &Step) -> bool {
+    pub(super) fn begin_scatter(&mut self, step: &ReadStep) -> bool {
         if self.finished || self.cancelled || !self.is_alive(step.chunk) {
             return false;
         }
@@ -223,7 +223,7 @@ impl LoadState {
     }
 
     /// A scatter that [`LoadState::begin_scatter`] counted has left the caller's memory.
-    pub(super) fn end_scatter(&mut self, step: &Step) {
+    pub(super) fn end_scatter(&mut self, step: &ReadStep) {
         if let Some(chunk) = self.chunks.get_mut(step.chunk) {
             chunk.scattering -= 1;
         }
@@ -256,7 +256,7 @@ impl LoadState {
     }
 
     /// The layers of `step` that are scattered.
-    pub(super) fn wanted(&self, step: &Step) -> Vec<usize> {
+    pub(super) fn wanted(&self, step: &ReadStep) -> Vec<usize> {
         let Some(chunk) = self.chunks.get(step.chunk) else { return Vec::new() };
         step.layers.clone().filter(|&l| chunk.wanted.get(l).copied().unwrap_or(false)).collect()
     }
@@ -448,7 +448,7 @@ impl LoadState {
     }
 }
 
-impl ChunkState {
+impl LoadChunkState {
     fn new(chunk: &LoadChunk, layers: usize) -> Self {
         let needed = |l: usize| chunk.plan_of(l).is_some_and(|p| !p.is_empty());
         let missing: Vec<bool> = (0..layers).map(needed).collect();

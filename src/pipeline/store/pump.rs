@@ -22,7 +22,7 @@ use super::{
 };
 use crate::device::{Device, Fence, Gate, PagedKv, StagingPool, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::Place;
+use crate::io::MemorySpace;
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::min_slot_bytes;
 use crate::pipeline::{PipelineOptions, PipelineStats};
@@ -42,12 +42,12 @@ pub(in crate::pipeline) struct StorePump {
     device: Arc<dyn Device>,
     pool: Arc<StagingPool>,
     pid: u32,
-    shared: Mutex<Shared>,
+    shared: Mutex<PumpShared>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct PumpShared {
     stores: Vec<Arc<StoreInner>>,
     retries: Vec<Retry>,
     dirty: bool,
@@ -55,7 +55,7 @@ struct Shared {
     closed: bool,
 }
 
-impl Shared {
+impl PumpShared {
     /// Whether a store that is `listed` with so many bytes, or is to be with `new` ones, makes too
     /// many wait; alone it does not.
     fn is_too_much(&self, listed: u64, new: u64, options: &PipelineOptions) -> bool {
@@ -83,7 +83,7 @@ impl StorePump {
             device,
             pool: Arc::clone(&options.store_pool),
             pid: std::process::id(),
-            shared: Mutex::new(Shared {
+            shared: Mutex::new(PumpShared {
                 stores: Vec::new(),
                 retries: Vec::new(),
                 dirty: false,
@@ -115,7 +115,7 @@ impl StorePump {
     /// The point that `stream` has reached, where the device has streams; none at all while it is
     /// being captured.
     pub(super) fn point_of(&self, stream: Stream) -> Result<Option<Option<Fence>>> {
-        if self.device.place() == Place::Host {
+        if self.device.place() == MemorySpace::Host {
             return Ok(Some(None));
         }
         if self.device.is_capturing(stream)? {
@@ -399,7 +399,7 @@ impl StorePump {
         }
     }
 
-    fn wake_at(&self, shared: &Shared, waits: Waits) -> Option<Instant> {
+    fn wake_at(&self, shared: &PumpShared, waits: Waits) -> Option<Instant> {
         let deadlines = shared.stores.iter().filter_map(|s| s.deadline);
         let patience =
             shared.stores.iter().filter(|_| waits.for_staging).map(|s| shared.moved + self.patience(s.backpressure));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::StoreInner;
-use super::state::{Next, Step};
+use super::state::{NextStep, StoreStep};
 use crate::device::{GatherJob, Gathered};
 use crate::error::{ErrorKind, Result};
 use crate::io::{Buf, Completion, Rejected, Request};
@@ -14,7 +14,7 @@ use crate::pipeline::seam::ChunkSink;
 /// A write that a full queue refused.
 pub(super) struct Retry {
     store: Arc<StoreInner>,
-    step: Step,
+    step: StoreStep,
     sink: Arc<dyn ChunkSink>,
     request: Box<Request>,
 }
@@ -37,8 +37,8 @@ impl StoreInner {
         loop {
             let next = self.state.lock().next();
             match next {
-                Next::Nothing => return Pause::Idle,
-                Next::Begin(chunk, begin) => {
+                NextStep::Nothing => return Pause::Idle,
+                NextStep::Begin(chunk, begin) => {
                     let begun = begin();
                     let mut open = true;
                     self.update(|state| open = state.begun(chunk, begun));
@@ -47,7 +47,7 @@ impl StoreInner {
                     }
                     *self.no_room_since.lock() = None;
                 }
-                Next::Gather(step) => match self.pump.pool().try_take() {
+                NextStep::Gather(step) => match self.pump.pool().try_take() {
                     Some(buf) => self.gather(step, buf),
                     None => {
                         self.state.lock().ungather(&step);
@@ -58,7 +58,7 @@ impl StoreInner {
         }
     }
 
-    fn gather(self: &Arc<Self>, step: Step, staging: Buf) {
+    fn gather(self: &Arc<Self>, step: StoreStep, staging: Buf) {
         let (parts, after) = self.state.lock().submit(&step);
         let store = Arc::clone(self);
         let launched = {
@@ -77,7 +77,7 @@ impl StoreInner {
         });
     }
 
-    fn gather_done(self: &Arc<Self>, step: Step, out: Gathered) {
+    fn gather_done(self: &Arc<Self>, step: StoreStep, out: Gathered) {
         if let Some(e) = &out.error {
             tracing::warn!(error = %e, "a gather failed");
         }
@@ -100,7 +100,7 @@ impl StoreInner {
         self.write(step, sink, request);
     }
 
-    fn write(self: &Arc<Self>, step: Step, sink: Arc<dyn ChunkSink>, request: Request) {
+    fn write(self: &Arc<Self>, step: StoreStep, sink: Arc<dyn ChunkSink>, request: Request) {
         let Err(Rejected { request, error }) = sink.submit(request) else { return };
         if error.kind() == ErrorKind::Busy {
             return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, request });
@@ -110,7 +110,7 @@ impl StoreInner {
         self.pump.notify();
     }
 
-    fn write_done(&self, step: &Step, Completion { result, buf, .. }: Completion) {
+    fn write_done(&self, step: &StoreStep, Completion { result, buf, .. }: Completion) {
         self.update(|state| match &result {
             Ok(()) => state.written(step),
             Err(e) => {

@@ -18,29 +18,29 @@ use crate::device::{Fence, Part, add_fence};
 use crate::format::layout::SlotLayout;
 use crate::paged::ChunkPlan;
 use crate::pipeline::cause::ShedCause;
-use crate::pipeline::groups::{Span, group_end};
+use crate::pipeline::groups::{GroupSpan, group_end};
 use crate::pipeline::order::LayerOrder;
 use crate::pipeline::seam::{BeginPut, Begun, ChunkSink};
 
 /// A gather and the write that follows it.
 #[derive(Clone, Debug)]
-pub(super) struct Step {
+pub(super) struct StoreStep {
     pub(super) chunk: usize,
     pub(super) layers: Range<usize>,
-    pub(super) span: Span,
+    pub(super) span: GroupSpan,
 }
 
 /// What the store thread can do next.
-pub(super) enum Next {
+pub(super) enum NextStep {
     /// Open the slot of a chunk.
     Begin(usize, BeginPut),
     /// Gather and write.
-    Gather(Step),
+    Gather(StoreStep),
     /// Nothing until something changes.
     Nothing,
 }
 
-enum Phase {
+enum StorePhase {
     Waiting(BeginPut),
     Opening,
     Open(Arc<dyn ChunkSink>),
@@ -48,12 +48,12 @@ enum Phase {
     Over,
 }
 
-struct ChunkState {
+struct StoreChunkState {
     layout: SlotLayout,
     tokens: u32,
     plans: Vec<Arc<ChunkPlan>>,
     layer_groups: Arc<[usize]>,
-    phase: Phase,
+    phase: StorePhase,
     /// Layers before it have been given to a gather.
     next: usize,
     gathered: Vec<bool>,
@@ -67,7 +67,7 @@ struct ChunkState {
 pub(super) struct StoreState {
     /// Chunks that it may have, as long as nobody knows which.
     unplanned: Option<usize>,
-    chunks: Vec<ChunkState>,
+    chunks: Vec<StoreChunkState>,
     announced: Vec<bool>,
     /// Per layer: points of the caller's streams at which it is computed.
     computed: Vec<Vec<Fence>>,
@@ -129,11 +129,11 @@ impl StoreState {
         self.result.already_there += plan.already_there;
         plan.shed.iter().for_each(|&(cause, chunks)| self.result.count_shed(cause, chunks));
         self.living = plan.chunks.len();
-        self.chunks = plan.chunks.into_iter().map(|c| ChunkState::new(c, layers)).collect();
+        self.chunks = plan.chunks.into_iter().map(|c| StoreChunkState::new(c, layers)).collect();
         self.order = LayerOrder::new(vec![self.living; layers]);
         self.left = vec![self.living; layers];
-        self.ungathered = self.chunks.iter().map(ChunkState::ungathered_bytes).sum();
-        self.settle();
+        self.ungathered = self.chunks.iter().map(StoreChunkState::ungathered_bytes).sum();
+        self.update_finished();
     }
 
     /// Layer `layer` is computed, on an accelerator at `fence`; `false` where there is no such
@@ -201,28 +201,28 @@ impl StoreState {
     }
 
     /// What to do next; a begun or gathered step is counted as under way.
-    pub(super) fn next(&mut self) -> Next {
+    pub(super) fn next(&mut self) -> NextStep {
         if self.finished || self.ready == 0 {
-            return Next::Nothing;
+            return NextStep::Nothing;
         }
         for i in 0..self.chunks.len() {
             let at = (self.cursor + i) % self.chunks.len();
             let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
             let all = ready == self.announced.len();
             let Some(chunk) = self.chunks.get_mut(at) else { continue };
-            if let Phase::Waiting(_) = chunk.phase {
+            if let StorePhase::Waiting(_) = chunk.phase {
                 self.cursor = at;
-                if let Phase::Waiting(begin) = std::mem::replace(&mut chunk.phase, Phase::Opening) {
-                    return Next::Begin(at, begin);
+                if let StorePhase::Waiting(begin) = std::mem::replace(&mut chunk.phase, StorePhase::Opening) {
+                    return NextStep::Begin(at, begin);
                 }
             }
             let Some(step) = chunk.step(at, ready, forced, group_bytes) else { continue };
             // With all layers there, chunk after chunk: heads of the chain first. Otherwise in turns, layer by
             // layer.
             self.cursor = if all { at } else { at + 1 };
-            return Next::Gather(step);
+            return NextStep::Gather(step);
         }
-        Next::Nothing
+        NextStep::Nothing
     }
 
     /// Whether a gather waits for staging.
@@ -233,7 +233,7 @@ impl StoreState {
     }
 
     /// Takes back a gather that could not be submitted.
-    pub(super) fn ungather(&mut self, step: &Step) {
+    pub(super) fn ungather(&mut self, step: &StoreStep) {
         if let Some(chunk) = self.chunks.get_mut(step.chunk) {
             chunk.next = step.layers.start;
             chunk.gathering -= 1;
@@ -245,15 +245,15 @@ impl StoreState {
     pub(super) fn begun(&mut self, chunk: usize, begun: Begun) -> bool {
         match begun {
             Begun::NotYet(why, begin) => {
-                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, Phase::Opening)) {
-                    c.phase = Phase::Waiting(begin);
+                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
+                    c.phase = StorePhase::Waiting(begin);
                     self.refused = why;
                     return false;
                 }
             }
             Begun::Open(sink) => {
-                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, Phase::Opening)) {
-                    c.phase = Phase::Open(sink);
+                if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
+                    c.phase = StorePhase::Open(sink);
                 }
             }
             Begun::AlreadyThere => {
@@ -269,7 +269,7 @@ impl StoreState {
 
     /// The gather of `step` is given to the device: its parts, and what must have happened before
     /// them.
-    pub(super) fn submit(&mut self, step: &Step) -> (Vec<Part>, Vec<Fence>) {
+    pub(super) fn submit(&mut self, step: &StoreStep) -> (Vec<Part>, Vec<Fence>) {
         self.queued += 1;
         let mut after = Vec::new();
         let computed = self.computed.get(step.layers.clone()).unwrap_or_default();
@@ -278,17 +278,17 @@ impl StoreState {
     }
 
     /// The gather of `step` is among the device's work and ends at `fence`.
-    pub(super) fn submitted(&mut self, step: &Step, fence: &Fence) {
+    pub(super) fn submitted(&mut self, step: &StoreStep, fence: &Fence) {
         step.layers.clone().for_each(|layer| self.order.ends_at(layer, fence));
         self.unqueue(step);
     }
 
     /// The gather of `step` waits no more in the device's queue.
-    fn unqueue(&mut self, step: &Step) {
+    fn unqueue(&mut self, step: &StoreStep) {
         let Some(chunk) = self.chunks.get_mut(step.chunk) else { return };
         let Some(awaited) = chunk.awaited.get_mut(step.layers.clone()).filter(|a| a.contains(&true)) else { return };
         self.queued -= 1;
-        if matches!(chunk.phase, Phase::Over) {
+        if matches!(chunk.phase, StorePhase::Over) {
             return awaited.fill(false);
         }
         for (layer, awaited) in step.layers.clone().zip(awaited) {
@@ -297,7 +297,7 @@ impl StoreState {
         }
     }
 
-    fn parts(&self, step: &Step) -> Vec<Part> {
+    fn parts(&self, step: &StoreStep) -> Vec<Part> {
         let Some(chunk) = self.chunks.get(step.chunk) else { return Vec::new() };
         let part = |layer: usize| {
             let extent = chunk.layout.extents.get(layer)?;
@@ -314,11 +314,11 @@ impl StoreState {
 
     /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives
     /// and it went well.
-    pub(super) fn gathered(&mut self, step: &Step, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
+    pub(super) fn gathered(&mut self, step: &StoreStep, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
         self.unqueue(step);
         let chunk = self.chunks.get_mut(step.chunk)?;
         chunk.gathering -= 1;
-        let Phase::Open(sink) = &chunk.phase else {
+        let StorePhase::Open(sink) = &chunk.phase else {
             self.busy_over -= 1;
             return None;
         };
@@ -347,7 +347,7 @@ impl StoreState {
     }
 
     /// A write of the step's extents went well.
-    pub(super) fn written(&mut self, step: &Step) {
+    pub(super) fn written(&mut self, step: &StoreStep) {
         if let Some(chunk) = self.chunks.get_mut(step.chunk) {
             chunk.written += step.layers.len();
         }
@@ -357,10 +357,10 @@ impl StoreState {
     pub(super) fn take_complete(&mut self) -> Vec<(usize, Arc<dyn ChunkSink>, Vec<u32>)> {
         let mut complete = Vec::new();
         for (i, chunk) in self.chunks.iter_mut().enumerate() {
-            if chunk.written < chunk.crcs.len() || !matches!(chunk.phase, Phase::Open(_)) {
+            if chunk.written < chunk.crcs.len() || !matches!(chunk.phase, StorePhase::Open(_)) {
                 continue;
             }
-            if let Phase::Open(sink) = std::mem::replace(&mut chunk.phase, Phase::Committing) {
+            if let StorePhase::Open(sink) = std::mem::replace(&mut chunk.phase, StorePhase::Committing) {
                 complete.push((i, sink, std::mem::take(&mut chunk.crcs)));
             }
         }
@@ -388,7 +388,7 @@ impl StoreState {
     /// Gives up `chunk`, and the chunks after it that were not opened. Nothing where it is over.
     pub(super) fn shed(&mut self, chunk: usize, cause: ShedCause) {
         for at in chunk..self.chunks.len() {
-            let unopened = self.chunks.get(at).is_some_and(|c| matches!(c.phase, Phase::Waiting(_)));
+            let unopened = self.chunks.get(at).is_some_and(|c| matches!(c.phase, StorePhase::Waiting(_)));
             if self.is_living(at) && (at == chunk || unopened) {
                 self.result.count_shed(cause, 1);
                 self.over(at);
@@ -399,7 +399,7 @@ impl StoreState {
     /// Gives up the first chunk that was not opened, and with it all others that were not, for the
     /// reason for which it found no room.
     pub(super) fn shed_unopened(&mut self) {
-        if let Some(first) = self.chunks.iter().position(|c| matches!(c.phase, Phase::Waiting(_))) {
+        if let Some(first) = self.chunks.iter().position(|c| matches!(c.phase, StorePhase::Waiting(_))) {
             self.shed(first, self.refused);
         }
     }
@@ -408,7 +408,7 @@ impl StoreState {
     fn shed_unplanned(&mut self, cause: ShedCause) {
         if let Some(at_most) = self.unplanned.take() {
             self.result.count_shed(cause, at_most);
-            self.settle();
+            self.update_finished();
         }
     }
 
@@ -426,19 +426,19 @@ impl StoreState {
     pub(super) fn shed_uncommitted(&mut self, cause: ShedCause) {
         self.shed_unplanned(cause);
         for at in 0..self.chunks.len() {
-            if self.chunks.get(at).is_some_and(|c| !matches!(c.phase, Phase::Committing)) {
+            if self.chunks.get(at).is_some_and(|c| !matches!(c.phase, StorePhase::Committing)) {
                 self.shed(at, cause);
             }
         }
     }
 
     fn is_living(&self, chunk: usize) -> bool {
-        self.chunks.get(chunk).is_some_and(|c| !matches!(c.phase, Phase::Over))
+        self.chunks.get(chunk).is_some_and(|c| !matches!(c.phase, StorePhase::Over))
     }
 
     fn over(&mut self, chunk: usize) {
         let Some(c) = self.chunks.get_mut(chunk) else { return };
-        c.phase = Phase::Over;
+        c.phase = StorePhase::Over;
         self.busy_over += c.gathering;
         self.ungathered -= c.ungathered_bytes();
         for (left, &done) in self.left.iter_mut().zip(&c.gathered) {
@@ -449,10 +449,10 @@ impl StoreState {
         }
         c.gathered.fill(true);
         self.living -= 1;
-        self.settle();
+        self.update_finished();
     }
 
-    fn settle(&mut self) {
+    fn update_finished(&mut self) {
         self.finished = self.living == 0;
     }
 
@@ -465,7 +465,8 @@ impl StoreState {
 
     /// Whether nothing is left to do but to wait for commits.
     pub(super) fn only_commits(&self) -> bool {
-        self.unplanned.is_none() && self.chunks.iter().all(|c| matches!(c.phase, Phase::Committing | Phase::Over))
+        self.unplanned.is_none()
+            && self.chunks.iter().all(|c| matches!(c.phase, StorePhase::Committing | StorePhase::Over))
     }
 
     pub(super) fn result(&self) -> &StoreResult {
@@ -478,14 +479,14 @@ impl StoreState {
     }
 }
 
-impl ChunkState {
+impl StoreChunkState {
     fn new(chunk: StoreChunk, layers: usize) -> Self {
         Self {
             layout: chunk.layout,
             tokens: chunk.tokens,
             plans: chunk.plans,
             layer_groups: chunk.layer_groups,
-            phase: Phase::Waiting(chunk.begin),
+            phase: StorePhase::Waiting(chunk.begin),
             next: 0,
             gathered: vec![false; layers],
             awaited: vec![true; layers],
@@ -499,8 +500,8 @@ impl ChunkState {
         self.layout.extents.iter().zip(&self.gathered).filter(|(_, g)| !**g).map(|(e, _)| u64::from(e.len)).sum()
     }
 
-    fn peek(&self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<Step> {
-        if !matches!(self.phase, Phase::Open(_)) || self.next >= ready {
+    fn peek(&self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<StoreStep> {
+        if !matches!(self.phase, StorePhase::Open(_)) || self.next >= ready {
             return None;
         }
         let (end, full) = group_end(&self.layout, self.next, ready, group_bytes);
@@ -508,10 +509,10 @@ impl ChunkState {
             return None;
         }
         let layers = self.next..end;
-        Some(Step { chunk: at, span: Span::of(&self.layout, &layers, false)?, layers })
+        Some(StoreStep { chunk: at, span: GroupSpan::of(&self.layout, &layers, false)?, layers })
     }
 
-    fn step(&mut self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<Step> {
+    fn step(&mut self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<StoreStep> {
         let step = self.peek(at, ready, forced, group_bytes)?;
         self.next = step.layers.end;
         self.gathering += 1;

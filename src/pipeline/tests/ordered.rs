@@ -14,7 +14,7 @@ use crate::device::{
     Device, Fence, GatherJob, HostDevice, HostOptions, KvMemory, Point, ScatterJob, StagingOptions, StagingPool, Stream,
 };
 use crate::error::{ErrorKind, Result};
-use crate::io::Place;
+use crate::io::MemorySpace;
 use crate::pipeline::{MissCause, StoreResult};
 
 const T: usize = TOKENS as usize;
@@ -145,8 +145,8 @@ impl Later {
 }
 
 impl Device for Later {
-    fn place(&self) -> Place {
-        Place::Device(0)
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Device(0)
     }
 
     fn scatter(&self, job: ScatterJob) {

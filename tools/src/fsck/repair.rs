@@ -6,12 +6,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use forebay::log::fsck::{
-    BadSlot, LaneFiles, RawLane, budget_damage, disk_bytes, lanes, remove_lost, repair, repair_budget,
+    BadSlot, LaneDir, RawLane, budget_damage, disk_bytes, lanes, remove_lost, repair, repair_budget,
 };
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
-use super::{Place, name, remedy};
+use super::{MemorySpace, name, remedy};
 use crate::ls::{hex, now_s};
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
@@ -22,7 +22,7 @@ use crate::size::show_bytes;
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct RepairArgs {
     #[command(flatten)]
-    place: Place,
+    place: MemorySpace,
     /// Say what would be dropped, and write nothing. Exit status 3 where there is something.
     #[arg(long)]
     dry_run: bool,
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
     }
     let mut report = Report::default();
     budget(args, &all, &mut report)?;
-    let mut shards: Vec<Vec<LaneFiles>> = Vec::new();
+    let mut shards: Vec<Vec<LaneDir>> = Vec::new();
     for files in all {
         if files.is_lost() {
             let bytes = if args.dry_run { disk_bytes(files.path())? } else { remove_lost(&files)? };
@@ -83,7 +83,7 @@ pub(crate) fn run(args: &RepairArgs, context: &Context) -> Result<Outcome> {
             report.left.push(json!({"lane": name(&files), "what": what, "remedy": remedy}));
             continue;
         }
-        let same = |s: &&mut Vec<LaneFiles>| {
+        let same = |s: &&mut Vec<LaneDir>| {
             s.first().is_some_and(|f| (&f.namespace, &f.shard) == (&files.namespace, &files.shard))
         };
         match shards.iter_mut().find(same) {
@@ -105,7 +105,7 @@ fn told(e: Error) -> Result<String> {
     }
 }
 
-fn budget(args: &RepairArgs, all: &[LaneFiles], report: &mut Report) -> Result<()> {
+fn budget(args: &RepairArgs, all: &[LaneDir], report: &mut Report) -> Result<()> {
     let directory: &Path = &args.place.directory;
     if budget_damage(directory)?.is_none() {
         return Ok(());
@@ -119,8 +119,8 @@ fn budget(args: &RepairArgs, all: &[LaneFiles], report: &mut Report) -> Result<(
     repair_budget(directory, &raw.iter().collect::<Vec<_>>(), now_ms)
 }
 
-fn slots(args: &RepairArgs, context: &Context, files: &[LaneFiles], report: &mut Report) -> Result<()> {
-    let data = |f: &LaneFiles| RawLane::read(f).map_or(0, |raw| raw.counts.file_bytes[1]);
+fn slots(args: &RepairArgs, context: &Context, files: &[LaneDir], report: &mut Report) -> Result<()> {
+    let data = |f: &LaneDir| RawLane::read(f).map_or(0, |raw| raw.counts.file_bytes[1]);
     let bar = progress::bar(context, "checking", files.iter().map(data).sum(), Unit::Bytes);
     let done = repair(files, args.dry_run, now_s(), &|n| bar.inc(n));
     bar.finish_and_clear();

@@ -32,11 +32,11 @@ pub(super) struct Disorder {
 
 /// All ranks of a server.
 pub(super) struct Ranks {
-    ranks: Vec<Rank>,
+    ranks: Vec<EvictionRank>,
     offer: Offer,
 }
 
-struct Rank {
+struct EvictionRank {
     cache: RealCache,
     rng: Rng,
     disorder: Disorder,
@@ -60,7 +60,7 @@ impl Ranks {
                 (capacity_tokens, bytes_per_token),
             )?;
             let rng = Rng::new(disorder.seed.wrapping_mul(1 << 16).wrapping_add(u64::from(number)));
-            Ok(Rank { cache, rng, disorder, behind: Vec::new() })
+            Ok(EvictionRank { cache, rng, disorder, behind: Vec::new() })
         };
         let ranks = (0..count).map(rank).collect::<Result<_>>()?;
         Ok(Self { ranks, offer: policies.2 })
@@ -73,7 +73,7 @@ fn shuffle<T>(rng: &mut Rng, items: &mut [T]) {
     }
 }
 
-impl Rank {
+impl EvictionRank {
     /// Publishes what is on its way, in any order, but for a few blocks; their answers.
     fn catch_up(&mut self) -> Answers {
         shuffle(&mut self.rng, &mut self.behind);
@@ -102,7 +102,7 @@ impl ReplayCache for Ranks {
         let blocks = Blocks::of(request, self.offer);
         let keys: &[ChunkKey] = blocks.keys();
         let mut usable = blocks.len();
-        let answers: Vec<Answers> = self.ranks.iter_mut().map(Rank::catch_up).collect();
+        let answers: Vec<Answers> = self.ranks.iter_mut().map(EvictionRank::catch_up).collect();
         for (rank, answers) in self.ranks.iter_mut().zip(&answers) {
             rank.cache.admit(answers)?;
             usable = usable.min(rank.cache.find(keys));

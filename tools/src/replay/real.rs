@@ -16,7 +16,7 @@ use forebay::format::layout::{Extent, SlotLayout};
 use forebay::geometry::{DType, Geometry, LayerSpec};
 use forebay::index::{AdmissionPolicy, Reclaim};
 use forebay::key::ChunkKey;
-use forebay::log::{Candidate, Log, LogOptions, Put, PutOutcome, PutSpec};
+use forebay::log::{Log, LogOptions, Put, PutOutcome, PutSpec, StoreCandidate};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -189,7 +189,7 @@ impl RealCache {
     pub(super) fn wanted(&self, blocks: &Blocks, found: usize) -> usize {
         self.log.note_used(blocks.keys.get(..found).unwrap_or_default());
         let parent = |at: usize| at.checked_sub(1).and_then(|p| blocks.keys.get(p)).copied();
-        let candidate = |(at, (key, tokens)): (usize, (&ChunkKey, &u64))| Candidate {
+        let candidate = |(at, (key, tokens)): (usize, (&ChunkKey, &u64))| StoreCandidate {
             key: *key,
             parent: parent(at).unwrap_or(ChunkKey([0; 32])),
             tokens: (*tokens).clamp(1, BLOCK_TOKENS) as u32,
@@ -197,7 +197,7 @@ impl RealCache {
             generated: blocks.generated,
         };
         let all = blocks.keys.iter().zip(&blocks.tokens).enumerate();
-        let rest: Vec<Candidate> = all.skip(found).map(candidate).collect();
+        let rest: Vec<StoreCandidate> = all.skip(found).map(candidate).collect();
         let admitted = self.log.admit(&rest);
         self.log.note_brought(rest.get(..admitted).unwrap_or_default());
         found + admitted

@@ -59,20 +59,20 @@ pub(super) struct CacheSink {
 
 #[derive(Default)]
 struct State {
-    free: Vec<Place>,
+    free: Vec<MemorySpace>,
     under_way: VecDeque<UnderWay>,
     done: Imported,
 }
 
 /// Paged KV for one piece.
-struct Place {
+struct MemorySpace {
     kv: Arc<PagedKv>,
     memories: Vec<Arc<HostMemory>>,
 }
 
 struct UnderWay {
     store: Store,
-    place: Place,
+    place: MemorySpace,
     prompt: Prompt,
     piece: Piece,
 }
@@ -144,7 +144,7 @@ fn extra(dump: &DumpInfo) -> Extra {
     Extra { cache_salt: dump.metadata.get("cache_salt").cloned(), ..Extra::default() }
 }
 
-impl Place {
+impl MemorySpace {
     fn new(geometry: &Geometry) -> Result<Self> {
         let shape = KvShape {
             layout: KvLayout::Nhd,
@@ -227,7 +227,7 @@ impl Sink for CacheSink {
         }
         let place = match state.free.pop() {
             Some(place) => place,
-            None => Place::new(engine.geometry())?,
+            None => MemorySpace::new(engine.geometry())?,
         };
         place.lay(&piece)?;
         let tokens = piece.dump.tokens.get(..piece.tokens.end).unwrap_or_default();

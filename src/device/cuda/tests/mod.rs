@@ -8,8 +8,8 @@ use std::sync::{Arc, mpsc};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
-use crate::device::cuda::batch::Batch;
-use crate::device::parts::Way;
+use crate::device::cuda::batch::LaunchBatch;
+use crate::device::parts::KvDirection;
 use crate::device::{
     Device, Gate, GatherJob, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part, ScatterJob,
     StagingOptions, StagingPool,
@@ -105,14 +105,14 @@ struct Outcome {
     skipped_blocks: Vec<u32>,
 }
 
-fn by_host(way: Way, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
+fn by_host(way: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
     let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
     let (tx, rx) = mpsc::channel();
     let (kv, gate) = (Arc::clone(kv), Arc::new(Gate::new()));
     let outcome =
         |staging: Buf, crcs, skipped_blocks| Outcome { staging: staging.as_slice().to_vec(), crcs, skipped_blocks };
     match way {
-        Way::IntoKv => device.scatter(ScatterJob {
+        KvDirection::IntoKv => device.scatter(ScatterJob {
             kv,
             staging,
             parts,
@@ -122,7 +122,7 @@ fn by_host(way: Way, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outco
             launched: None,
             done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, s.skipped_blocks)).unwrap()),
         }),
-        Way::OutOfKv => device.gather(GatherJob {
+        KvDirection::OutOfKv => device.gather(GatherJob {
             kv,
             staging,
             parts,
@@ -135,8 +135,8 @@ fn by_host(way: Way, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outco
     rx.recv().unwrap()
 }
 
-fn by_kernel(way: Way, kv: &PagedKv, jobs: &[Vec<Part>], case: &Case) -> Vec<Outcome> {
-    let mut batch = Batch::new();
+fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], case: &Case) -> Vec<Outcome> {
+    let mut batch = LaunchBatch::new();
     let mut stagings: Vec<Buf> = jobs.iter().enumerate().map(|(i, p)| staging(p, case.seed + i as u64)).collect();
     for (i, (parts, staging)) in jobs.iter().zip(&mut stagings).enumerate() {
         let bytes = staging.as_mut_slice();
@@ -151,10 +151,10 @@ fn by_kernel(way: Way, kv: &PagedKv, jobs: &[Vec<Part>], case: &Case) -> Vec<Out
     }
     let mut crcs = vec![0xdead_beefu32; batch.num_tiles() as usize];
     let name = match (way, case.with_crc) {
-        (Way::IntoKv, true) => c"forebay_scatter_crc",
-        (Way::IntoKv, false) => c"forebay_scatter",
-        (Way::OutOfKv, true) => c"forebay_gather_crc",
-        (Way::OutOfKv, false) => c"forebay_gather",
+        (KvDirection::IntoKv, true) => c"forebay_scatter_crc",
+        (KvDirection::IntoKv, false) => c"forebay_scatter",
+        (KvDirection::OutOfKv, true) => c"forebay_gather_crc",
+        (KvDirection::OutOfKv, false) => c"forebay_gather",
     };
     let args = (blob.as_ptr() as u64, batch.num_planes(), batch.num_tiles(), crcs.as_mut_ptr() as u64);
     if batch.num_tiles() > 0 {
@@ -170,7 +170,7 @@ fn by_kernel(way: Way, kv: &PagedKv, jobs: &[Vec<Part>], case: &Case) -> Vec<Out
     stagings.iter().zip(batch.crcs(&crcs)).enumerate().map(outcome).collect()
 }
 
-fn check(way: Way, case: &Case) {
+fn check(way: KvDirection, case: &Case) {
     let jobs = case.parts();
     let (kv, memories) = case.kv();
     let (host_kv, host_memories) = case.kv();
@@ -236,11 +236,11 @@ proptest! {
 
     #[test]
     fn kernels_scatter_what_the_host_device_scatters(case in case()) {
-        check(Way::IntoKv, &case);
+        check(KvDirection::IntoKv, &case);
     }
 
     #[test]
     fn kernels_gather_what_the_host_device_gathers(case in case()) {
-        check(Way::OutOfKv, &case);
+        check(KvDirection::OutOfKv, &case);
     }
 }

@@ -23,7 +23,7 @@ const GONE: u32 = 6;
 const _: () = assert!((MOST_USES as u32) < GONE);
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Group {
+pub(super) struct ChunkGroup {
     /// When it was used.
     pub(super) born: u64,
     /// Eight times the chunks that it ever had, and its sort.
@@ -39,7 +39,7 @@ pub(super) struct Group {
     serial: u32,
 }
 
-impl Group {
+impl ChunkGroup {
     pub(super) fn new(sort: Sort, born: u64, length: u32) -> Self {
         let sort = match sort {
             Sort::Partial => 0,
@@ -106,7 +106,7 @@ impl Group {
 /// All groups. A group's number is used again when it is forgotten.
 #[derive(Debug)]
 pub(super) struct Groups {
-    all: Vec<Group>,
+    all: Vec<ChunkGroup>,
     free: Vec<u32>,
     /// Numbers in the order in which they were made.
     made: Vec<u32>,
@@ -122,15 +122,15 @@ impl Groups {
         self.made.len()
     }
 
-    pub(super) fn get(&self, number: u32) -> Option<&Group> {
+    pub(super) fn get(&self, number: u32) -> Option<&ChunkGroup> {
         self.all.get(number as usize)
     }
 
-    pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut Group> {
+    pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut ChunkGroup> {
         self.all.get_mut(number as usize)
     }
 
-    pub(super) fn add(&mut self, mut group: Group) -> u32 {
+    pub(super) fn add(&mut self, mut group: ChunkGroup) -> u32 {
         group.serial = self.serial;
         self.serial = self.serial.wrapping_add(1);
         let number = self.free.pop().unwrap_or(self.all.len() as u32);
@@ -143,7 +143,7 @@ impl Groups {
     }
 
     /// In the order in which they were made.
-    pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = (u32, &Group)> {
+    pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = (u32, &ChunkGroup)> {
         self.made.iter().filter_map(|number| Some((*number, self.get(*number)?)))
     }
 
@@ -158,7 +158,7 @@ impl Groups {
     }
 
     /// Those made since `serial` was the next one's, each with what was the next one's after it.
-    pub(super) fn since(&self, serial: u32) -> impl Iterator<Item = (u32, u32, &Group)> {
+    pub(super) fn since(&self, serial: u32) -> impl Iterator<Item = (u32, u32, &ChunkGroup)> {
         let first = self.oldest();
         // Around: by the distance from the oldest.
         let from = if serial.wrapping_sub(first) > self.serial.wrapping_sub(first) { first } else { serial };
@@ -170,7 +170,7 @@ impl Groups {
 
     /// Keeps those of which `stays` says so, asked in the order in which they were made. The
     /// others' numbers are used again, so nobody may have one afterwards.
-    pub(super) fn retain(&mut self, mut stays: impl FnMut(u32, &Group) -> bool) {
+    pub(super) fn retain(&mut self, mut stays: impl FnMut(u32, &ChunkGroup) -> bool) {
         let all = &mut self.all;
         let free = &mut self.free;
         self.made.retain(|number| {
@@ -211,7 +211,7 @@ impl Worths {
     }
 
     /// Which of the worths a group has; a less one has a greater rank.
-    pub(super) fn rank(&self, group: &Group, clock: u64) -> u16 {
+    pub(super) fn rank(&self, group: &ChunkGroup, clock: u64) -> u16 {
         self.ranks.get(group.kind() * SPANS + span(clock - group.born)).copied().unwrap_or(0)
     }
 }

@@ -16,7 +16,7 @@ const MOST_DEPTH: u32 = (1 << 31) - 1;
 
 /// A chunk that is known. Records that are not in use are chained by `left`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Record {
+pub(super) struct ChunkRecord {
     pub(super) tag: u64,
     /// Number of its group; [`NONE`] where the record is not in use.
     pub(super) group: u32,
@@ -28,9 +28,9 @@ pub(super) struct Record {
     right: u32,
 }
 
-const UNUSED: Record = Record { tag: 0, group: NONE, depth_held: 0, left: NONE, right: NONE };
+const UNUSED: ChunkRecord = ChunkRecord { tag: 0, group: NONE, depth_held: 0, left: NONE, right: NONE };
 
-impl Record {
+impl ChunkRecord {
     pub(super) fn depth(&self) -> u32 {
         self.depth_held >> 1
     }
@@ -47,7 +47,7 @@ impl Record {
 /// All records.
 #[derive(Debug)]
 pub(super) struct Records {
-    all: Vec<Record>,
+    all: Vec<ChunkRecord>,
     free: u32,
     names: Names,
     /// Sizes of chunks that are not of their group's size.
@@ -75,11 +75,11 @@ impl Records {
         Self { all: Vec::new(), free: NONE, names: Names::new(), odd: HashMap::new() }
     }
 
-    pub(super) fn get(&self, number: u32) -> Record {
+    pub(super) fn get(&self, number: u32) -> ChunkRecord {
         self.all.get(number as usize).copied().unwrap_or(UNUSED)
     }
 
-    fn change(&mut self, number: u32, change: impl FnOnce(&mut Record)) {
+    fn change(&mut self, number: u32, change: impl FnOnce(&mut ChunkRecord)) {
         if let Some(record) = self.all.get_mut(number as usize) {
             change(record);
         }
@@ -108,7 +108,7 @@ impl Records {
         if !self.names.insert(tag, number, in_use(&self.all)) {
             return None;
         }
-        let record = Record { tag, ..UNUSED };
+        let record = ChunkRecord { tag, ..UNUSED };
         if reused == NONE {
             push(&mut self.all, record);
         } else {
@@ -125,12 +125,12 @@ impl Records {
         let name = |n: u32| all.get(n as usize).map_or(0, |r| r.tag);
         self.names.remove(name(number), name);
         let free = self.free;
-        self.change(number, |r| *r = Record { left: free, ..UNUSED });
+        self.change(number, |r| *r = ChunkRecord { left: free, ..UNUSED });
         self.free = number;
     }
 
     /// All, in no order that means anything.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, Record)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, ChunkRecord)> {
         (0..).zip(self.all.iter().copied()).filter(|(_, r)| r.group != NONE)
     }
 
@@ -254,7 +254,7 @@ impl Records {
 
     /// The least and the greatest depth in a tree.
     pub(super) fn depths(&self, root: u32) -> Option<(u32, u32)> {
-        let end = |step: fn(&Record) -> u32| {
+        let end = |step: fn(&ChunkRecord) -> u32| {
             let mut at = self.get(root);
             while step(&at) != NONE {
                 at = self.get(step(&at));
@@ -288,7 +288,12 @@ impl Records {
         self.walk(root, |r| r.right, |r| r.left)
     }
 
-    fn walk(&self, root: u32, first: fn(&Record) -> u32, then: fn(&Record) -> u32) -> impl Iterator<Item = u32> {
+    fn walk(
+        &self,
+        root: u32,
+        first: fn(&ChunkRecord) -> u32,
+        then: fn(&ChunkRecord) -> u32,
+    ) -> impl Iterator<Item = u32> {
         let mut above = Vec::new();
         let mut next = root;
         std::iter::from_fn(move || {
@@ -317,7 +322,7 @@ impl Records {
 
     /// Takes a record out of the ring of what went.
     pub(super) fn ring_remove(&mut self, ring: &mut u32, number: u32) {
-        let Record { left, right, .. } = self.get(number);
+        let ChunkRecord { left, right, .. } = self.get(number);
         self.change(left, |r| r.right = right);
         self.change(right, |r| r.left = left);
         if *ring == number {
@@ -334,6 +339,6 @@ impl Records {
 }
 
 /// Names of the records that are in use.
-fn in_use(all: &[Record]) -> impl Iterator<Item = (u32, u64)> + Clone {
+fn in_use(all: &[ChunkRecord]) -> impl Iterator<Item = (u32, u64)> + Clone {
     (0..).zip(all).filter(|(_, r)| r.group != NONE).map(|(number, r)| (number, r.tag))
 }

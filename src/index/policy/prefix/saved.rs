@@ -10,7 +10,7 @@
 //! the low ones first; docs/format.md has the order).
 
 use super::super::reuse::{KINDS, SPANS, Seen};
-use super::groups::{Group, MOST_LENGTH, Sort};
+use super::groups::{ChunkGroup, MOST_LENGTH, Sort};
 use super::names::NONE;
 use super::{MOST_USES, Prefix, Reuse};
 
@@ -65,7 +65,7 @@ struct Head {
 
 /// What follows the head.
 enum Item {
-    Group {
+    ChunkGroup {
         sort: Sort,
         born: u64,
         length: u32,
@@ -97,9 +97,9 @@ fn put_seen(bytes: &mut Vec<u8>, seen: &Seen) {
 }
 
 /// What is left to be read.
-struct Reader<'a>(&'a [u8]);
+struct SavedReader<'a>(&'a [u8]);
 
-impl Reader<'_> {
+impl SavedReader<'_> {
     fn byte(&mut self) -> Option<u8> {
         let (first, rest) = self.0.split_first()?;
         self.0 = rest;
@@ -168,7 +168,7 @@ impl Reader<'_> {
             if (held, ghosts) == (0, 0) {
                 return None;
             }
-            tell(Item::Group { sort, born, length, bytes })?;
+            tell(Item::ChunkGroup { sort, born, length, bytes })?;
             let mut depth = 0;
             for _ in 0..held {
                 let (tag, step, bytes) = self.chunk(bytes)?;
@@ -205,7 +205,7 @@ impl SavedPrefix {
     /// Takes bytes; `None` where they are no state of a policy of this version.
     #[must_use]
     pub fn decode(bytes: Vec<u8>) -> Option<Self> {
-        let mut reader = Reader(&bytes);
+        let mut reader = SavedReader(&bytes);
         let head = reader.head()?;
         reader.groups(&head, |_| Some(()))?;
         Some(Self { bytes })
@@ -263,7 +263,7 @@ impl Prefix {
         SavedPrefix { bytes }
     }
 
-    fn save_group(&self, group: &Group, saving: &mut SavingPrefix) {
+    fn save_group(&self, group: &ChunkGroup, saving: &mut SavingPrefix) {
         let ghosts = self.chunks.ring(group.ghosts);
         let went = ghosts.clone().count() as u64;
         let less = saving.leave_out.min(went);
@@ -304,7 +304,7 @@ impl Prefix {
     #[must_use]
     pub fn restored(saved: &SavedPrefix, room_bytes: u64) -> Option<Self> {
         let mut new = Self::new(room_bytes);
-        let mut reader = Reader(&saved.bytes);
+        let mut reader = SavedReader(&saved.bytes);
         let head = reader.head()?;
         new.clock = head.clock;
         new.learned = head.learned;
@@ -329,8 +329,8 @@ impl Prefix {
         self.look(part.iter().filter_map(tag));
         for item in part.drain(..) {
             match item {
-                Item::Group { sort, born, length, bytes } => {
-                    let mut group = Group::new(sort, born, length);
+                Item::ChunkGroup { sort, born, length, bytes } => {
+                    let mut group = ChunkGroup::new(sort, born, length);
                     group.bytes = bytes;
                     *now = self.groups.add(group);
                 }

@@ -3,7 +3,7 @@
 //! goes.
 
 use super::super::reuse::{KINDS, Reuse, span, start};
-use super::groups::Group;
+use super::groups::ChunkGroup;
 
 /// Of which nothing is held.
 const EMPTY: u8 = u8::MAX;
@@ -35,7 +35,7 @@ impl Young {
     }
 
     /// A group was made.
-    pub(super) fn add(&mut self, number: u32, group: &Group) {
+    pub(super) fn add(&mut self, number: u32, group: &ChunkGroup) {
         if self.kinds.len().is_multiple_of(64) {
             self.of_kind.iter_mut().for_each(|bits| bits.push(0));
         }
@@ -45,7 +45,7 @@ impl Young {
     }
 
     /// A group has changed, a young one or another.
-    pub(super) fn changed(&mut self, group: &Group) {
+    pub(super) fn changed(&mut self, group: &ChunkGroup) {
         let at = group.serial().wrapping_sub(self.first) as usize;
         let Some(kind) = self.kinds.get_mut(at) else { return };
         let was = std::mem::replace(kind, if group.is_held() { group.kind() as u8 } else { EMPTY });

@@ -8,7 +8,7 @@ use super::old::{OldIndex, OldRegion};
 use super::slots::FoundSlot;
 use crate::error::Result;
 use crate::format::record::{Record, RecordKind};
-use crate::format::sealed::SegmentState;
+use crate::format::sealed::RegionState;
 use crate::format::superblock::Superblock;
 use crate::log::base::half;
 use crate::log::base::image::SegmentImage;
@@ -86,7 +86,7 @@ fn one(
     let epoch = evidence.epoch();
     evidence.slots.retain(|s| s.header.epoch == epoch);
     let region = evidence.region.take().filter(|r| r.header.epoch == epoch);
-    let sealed = region.filter(|r| r.header.state == SegmentState::Sealed);
+    let sealed = region.filter(|r| r.header.state == RegionState::Sealed);
     let newest = evidence.slots.iter().map(|s| s.header.created_ms).max().unwrap_or(0);
     let sealed_ms = sealed.as_ref().map_or(newest, |r| r.header.sealed_ms);
     let is_whole = sealed.as_ref().map_or(ring_is_whole, |r| r.whole);
@@ -118,8 +118,8 @@ fn one(
         }
     }
     if records.is_empty() {
-        return Ok(SegmentImage { number, epoch, state: SegmentState::Free, sealed_ms, records });
+        return Ok(SegmentImage { number, epoch, state: RegionState::Free, sealed_ms, records });
     }
     records.sort_unstable_by_key(|r| (r.sequence, r.page));
-    Ok(SegmentImage { number, epoch, state: SegmentState::Sealed, sealed_ms, records })
+    Ok(SegmentImage { number, epoch, state: RegionState::Sealed, sealed_ms, records })
 }

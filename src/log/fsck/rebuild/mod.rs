@@ -17,8 +17,8 @@ use self::merge::{Merged, merge};
 use self::old::OldIndex;
 use self::slots::FoundSlot;
 use super::deep::BadSlot;
-use super::places::LaneFiles;
-use crate::config::dir::FileOptions;
+use super::places::LaneDir;
+use crate::config::dir::CacheFileOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::budget::BudgetPage;
 use crate::format::layout::COARSE_BYTES;
@@ -56,8 +56,8 @@ pub struct Rebuilt {
 
 /// Bytes that [`rebuild`] tells its progress of, at most.
 #[must_use]
-pub fn rebuild_bytes(files: &LaneFiles) -> u64 {
-    let data = files.dir.open_file_in(DATA, &FileOptions::default());
+pub fn rebuild_bytes(files: &LaneDir) -> u64 {
+    let data = files.dir.open_file_in(DATA, &CacheFileOptions::default());
     data.and_then(|f| f.metadata().map_err(|e| Error::io("cannot look at a file", e))).map_or(0, |m| 2 * m.len())
 }
 
@@ -70,7 +70,7 @@ pub fn rebuild_bytes(files: &LaneFiles) -> u64 {
 /// where neither index nor data hold anything by which the lane could be known; those of reading
 /// and writing.
 pub fn rebuild(
-    files: &LaneFiles,
+    files: &LaneDir,
     sibling: Option<&Superblock>,
     options: RebuildOptions,
     progress: &dyn Fn(u64),
@@ -80,7 +80,7 @@ pub fn rebuild(
             .at(files.path())
             .advice("stop the servers that use the cache; a lane that is served needs no rebuild")
     })?;
-    let data = files.dir.open_file_in(DATA, &FileOptions::default())?;
+    let data = files.dir.open_file_in(DATA, &CacheFileOptions::default())?;
     let len = data.metadata().map_err(|e| Error::io("cannot look at a file", e).at(files.file(DATA)))?.len();
     let old = read_old(files)?;
     let slots = slots::find(&data, len, progress)?;
@@ -105,9 +105,9 @@ pub fn rebuild(
 }
 
 /// The old index, or, where an earlier rebuild was cut off, what it had put aside.
-fn read_old(files: &LaneFiles) -> Result<OldIndex> {
+fn read_old(files: &LaneDir) -> Result<OldIndex> {
     for name in [INDEX, INDEX_BACKUP] {
-        match files.dir.open_file_in(name, &FileOptions::default()) {
+        match files.dir.open_file_in(name, &CacheFileOptions::default()) {
             Ok(file) => {
                 let len =
                     file.metadata().map_err(|e| Error::io("cannot look at a file", e).at(files.file(name)))?.len();
@@ -130,7 +130,7 @@ fn most_named<K: Copy + Ord + std::hash::Hash>(votes: impl Iterator<Item = (K, u
 
 /// A superblock for a lane that has lost both.
 fn derive(
-    files: &LaneFiles,
+    files: &LaneDir,
     (old, slots): (&OldIndex, &[FoundSlot]),
     sibling: Option<&Superblock>,
     len: u64,
@@ -200,14 +200,14 @@ fn fit(superblock: &mut Superblock, merged: &Merged, derived: bool) {
 }
 
 fn put_in_place(
-    files: &LaneFiles,
+    files: &LaneDir,
     (data, superblock): (&File, &Superblock),
     merged: &Merged,
     backup: bool,
 ) -> Result<()> {
     let dir = &files.dir;
     remove(files, INDEX_NEW)?;
-    let create = FileOptions { write: true, create: Some(0o600), exclusive: true, ..FileOptions::default() };
+    let create = CacheFileOptions { write: true, create: Some(0o600), exclusive: true, ..CacheFileOptions::default() };
     let new = dir.open_file_in(INDEX_NEW, &create)?;
     like(&new, data, &files.file(INDEX_NEW))?;
     image::write_index(&new, superblock, &merged.segments).inspect_err(|_| drop(remove(files, INDEX_NEW)))?;
@@ -234,7 +234,7 @@ fn like(file: &File, model: &File, path: &Path) -> Result<()> {
     file.set_permissions(std::fs::Permissions::from_mode(wanted.mode() & 0o777)).map_err(failed)
 }
 
-fn remove(files: &LaneFiles, name: &str) -> Result<()> {
+fn remove(files: &LaneDir, name: &str) -> Result<()> {
     match files.dir.remove_file_in(name) {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         outcome => outcome,

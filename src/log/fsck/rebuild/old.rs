@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::format::journal;
 use crate::format::record::{RECORD_BYTES, Record};
-use crate::format::sealed::{RegionHeader, RegionLayout, SegmentState, decode_records};
+use crate::format::sealed::{RegionHeader, RegionLayout, RegionState, decode_records};
 use crate::format::superblock::Superblock;
 
 /// Bytes read at once.
@@ -109,7 +109,7 @@ impl OldIndex {
         let Some(sb) = self.superblock.as_ref() else {
             return Ok(OldRegion { header, records: Vec::new(), whole: false });
         };
-        if header.state == SegmentState::Free {
+        if header.state == RegionState::Free {
             return Ok(OldRegion { header, records: Vec::new(), whole: true });
         }
         let count = header.count.min(MAX_RECORDS);

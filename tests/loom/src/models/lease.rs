@@ -6,7 +6,7 @@ use loom::thread;
 use super::*;
 
 /// Condemns the segment and writes its next use, unless it is leased; whether it was.
-fn use_again(writer: &Lane, bytes: &Bytes, now_ns: u64) -> bool {
+fn use_again(writer: &SharedLane, bytes: &Bytes, now_ns: u64) -> bool {
     if let Err(refused) = writer.try_condemn(0, &env(now_ns)) {
         assert!(matches!(refused, CondemnRefused::Leased(_)), "{refused:?}");
         return false;

@@ -103,25 +103,25 @@ fn shared(table: &Table) -> Table {
 
 /// A writer's lane with so many segments (sealed, in their first use), lease records and places for
 /// touches.
-fn lane(segments: u32, records: u64, ring: u64) -> Lane {
+fn lane(segments: u32, records: u64, ring: u64) -> SharedLane {
     let words = HEADER_WORDS + segments as usize * 4 + records as usize * 4 + ring as usize;
     let map = Mapping::anonymous(words as u64 * 8).unwrap();
     let header = header(FileKind::Lane, words, [u64::from(segments), u64::from(segments), records, ring]);
     [W_RECORDS_HIGH, W_RING_HEAD].into_iter().chain(HEADER_WORDS..words).for_each(|i| {
         map.memory.word(i).unwrap().know();
     });
-    let lane = Lane::with(map, &header, holder(1), true).unwrap();
+    let lane = SharedLane::with(map, &header, holder(1), true).unwrap();
     (0..segments).for_each(|s| lane.set_segment(s, SegmentState::Sealed, 1).unwrap());
     lane
 }
 
 /// The same lane in another process.
-fn attached(lane: &Lane, pid: u32) -> Lane {
+fn attached(lane: &SharedLane, pid: u32) -> SharedLane {
     let inner = &lane.inner;
     let params = [inner.segments.into(), inner.lease_limit as u64, inner.records as u64, inner.ring as u64];
     let map = again(&inner.map, Access::ReadWrite);
     let header = header(FileKind::Lane, map.words(), params);
-    Lane::with(map, &header, holder(pid), false).unwrap()
+    SharedLane::with(map, &header, holder(pid), false).unwrap()
 }
 
 fn alive(_: &Holder) -> bool {

@@ -11,7 +11,7 @@ use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
 use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
 
-use super::session::Place;
+use super::session::MemorySpace;
 use crate::bench::job::Job;
 use crate::stop;
 
@@ -33,7 +33,7 @@ fn is_passing(error: &Error) -> bool {
 }
 
 /// Opens a log for `chunks` chunks in the job's place.
-pub(super) fn open(job: &Job, place: &Place, chunks: u64) -> Result<Arc<Log>> {
+pub(super) fn open(job: &Job, place: &MemorySpace, chunks: u64) -> Result<Arc<Log>> {
     let dir = &place.dir;
     let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 4)];
     let geometry = Geometry::new("bench-index", DType::named("bfloat16")?, layers, CHUNK_TOKENS)?;

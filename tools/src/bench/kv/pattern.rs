@@ -9,7 +9,7 @@ use std::sync::Arc;
 use forebay::Result;
 use forebay::device::{HostMemory, PagedKv};
 use forebay::geometry::LayerKind;
-use forebay::io::Place;
+use forebay::io::MemorySpace;
 
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Bytes that are copied at once between the host's and another memory.
@@ -42,7 +42,7 @@ impl Kv {
 
     /// Whether the memory that the engine sees is not the host's.
     fn is_apart(&self) -> bool {
-        self.paged.place() != Place::Host
+        self.paged.place() != MemorySpace::Host
     }
 
     /// Copies the host's copy into the engine's memory, or back.

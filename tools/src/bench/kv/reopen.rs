@@ -15,7 +15,7 @@ use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
 use parking_lot::Mutex;
 
-use super::session::Place;
+use super::session::MemorySpace;
 use super::{fill, ms, result};
 use crate::bench::job::Job;
 use crate::out::Context;
@@ -50,7 +50,7 @@ pub(super) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         Ok("open") => return open_and_answer(job),
         _ => {}
     }
-    let place = Place::of(job)?;
+    let place = MemorySpace::of(job)?;
     let (usage, start) = (UsageMeter::start(), Instant::now());
     let child = Kin::start(job, &place, "fill", context)?;
     child.line()?;
@@ -84,7 +84,7 @@ struct Kin {
 }
 
 impl Kin {
-    fn start(job: &Job, place: &Place, role: &str, context: &Context) -> Result<Self> {
+    fn start(job: &Job, place: &MemorySpace, role: &str, context: &Context) -> Result<Self> {
         let failed = |e| Error::io("cannot start a child", e);
         let mut child = Program::this()
             .map_err(failed)?
@@ -162,7 +162,7 @@ fn say(text: &str) -> Result<()> {
 /// The child that stores: says when the chunks asked for are durable, then goes on until it is
 /// killed.
 fn fill_until_killed(job: &Job, context: &Context) -> Result<JobResult> {
-    let log = fill::open(job, &Place::of(job)?, job.kv.chunks)?;
+    let log = fill::open(job, &MemorySpace::of(job)?, job.kv.chunks)?;
     let bar = progress::bar(context, "storing chunks", job.kv.chunks, Unit::Count);
     let mut filler = fill::Filler::new(&log, &bar);
     (0..job.kv.chunks).try_for_each(|n| filler.entry(n))?;
@@ -185,7 +185,7 @@ fn fill_until_killed(job: &Job, context: &Context) -> Result<JobResult> {
 /// The child that opens: answers when the lookups were right, then says its memory.
 fn open_and_answer(job: &Job) -> Result<JobResult> {
     let started = Instant::now();
-    let log = fill::open(job, &Place::of(job)?, job.kv.chunks)?;
+    let log = fill::open(job, &MemorySpace::of(job)?, job.kv.chunks)?;
     let chunks = job.kv.chunks.max(1);
     let step = (chunks / LOOKUPS).max(1);
     for i in 0..LOOKUPS {

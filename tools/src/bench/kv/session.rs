@@ -26,12 +26,12 @@ const COPY_THREADS: usize = 4;
 const CLOSE: Duration = Duration::from_secs(60);
 
 /// A cache directory that goes away if it is the job's own.
-pub(super) struct Place {
+pub(super) struct MemorySpace {
     pub(super) dir: std::path::PathBuf,
     _temporary: Option<Scratch>,
 }
 
-impl Place {
+impl MemorySpace {
     /// The job's directory where it is kept, else a folder in it.
     pub(super) fn of(job: &Job) -> Result<Self> {
         let make = |e| Error::io("cannot make the cache's directory", e).at(&job.directory);
@@ -69,7 +69,7 @@ pub(super) struct Session {
     layout: PagedLayout,
     block_tokens: u32,
     num_blocks: u32,
-    _place: Place,
+    _place: MemorySpace,
 }
 
 impl Session {
@@ -85,7 +85,7 @@ impl Session {
         let prompt_bytes = geometry.chunk_bytes(chunk as usize) as u64 * (tokens / chunk);
         let prompts = (job.size.unwrap_or(prompt_bytes) / prompt_bytes).max(1);
         let need = prompts.saturating_mul(prompt_bytes).saturating_mul(copies);
-        let place = Place::of(job)?;
+        let place = MemorySpace::of(job)?;
         let slot = geometry.chunk_bytes(chunk as usize) as u64 + (1 << 20);
         let stores = (need + need / 3).saturating_add(slot * 16 + (256 << 20));
         let settings = settings(job, &place, place.capacity(job, stores)?, geometry.chunk_tokens);
@@ -139,7 +139,7 @@ impl Session {
 
     /// Paged KV where the device works, and the host's memory or copy of it.
     fn memory(&self) -> Result<(Arc<PagedKv>, Vec<Arc<HostMemory>>)> {
-        if self.device.place() == forebay::io::Place::Host {
+        if self.device.place() == forebay::io::MemorySpace::Host {
             return PagedKv::alloc_zeroed(self.layout.clone());
         }
         let sizes = self.layout.memory_bytes();
@@ -187,7 +187,7 @@ fn paged_layout(job: &Job, geometry: &Geometry) -> KvLayout {
     }
 }
 
-fn settings(job: &Job, place: &Place, capacity: u64, chunk_tokens: u32) -> Settings {
+fn settings(job: &Job, place: &MemorySpace, capacity: u64, chunk_tokens: u32) -> Settings {
     let mut settings = Settings::at(&place.dir);
     settings.chunk_size = chunk_tokens;
     settings.capacity = Capacity::Bytes(capacity);
@@ -227,7 +227,7 @@ mod tests {
             let kv = KvOptions { keep: Some(true), capacity, ..KvOptions::default() };
             let directory = Some(dir.path().to_owned());
             let job = Job::new(JobOptions { rw: Some(Rw::Load), directory, kv, ..JobOptions::default() }, "j").unwrap();
-            Place::of(&job).unwrap().capacity(&job, 1 << 20).unwrap()
+            MemorySpace::of(&job).unwrap().capacity(&job, 1 << 20).unwrap()
         };
         assert!(capacity(None) >= 3 << 20, "{}", capacity(None));
         assert_eq!(capacity(Some(1 << 20)), 1 << 20);

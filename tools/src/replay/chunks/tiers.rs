@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 use clap::ValueEnum;
-use forebay::index::{Admission, AdmissionPolicy, Offered};
+use forebay::index::{AdmissionPolicy, AdmissionState, Offered};
 
 use super::Block;
 use super::queue::Queue;
@@ -85,11 +85,11 @@ impl Memory {
 
 /// The policy before the drive.
 #[derive(Debug)]
-pub(super) struct Gate(Admission);
+pub(super) struct Gate(AdmissionState);
 
 impl Gate {
     pub(super) fn new(admission: AdmissionPolicy, slots: usize) -> Self {
-        Self(Admission::new(admission, slots as u64))
+        Self(AdmissionState::new(admission, slots as u64))
     }
 
     /// Which chunks of a prompt, for which so many tokens were `generated`, the drive may have,

@@ -7,7 +7,7 @@
 //! wait for each other through a stream's order. A job that finds its lanes taken stays in the
 //! queue.
 //!
-//! Must not: call back with the desk locked, or wait on the submitting thread for anything but
+//! Must not: call back with the queue locked, or wait on the submitting thread for anything but
 //! room.
 
 use std::collections::VecDeque;
@@ -18,12 +18,12 @@ use std::time::Duration;
 use crossbeam_channel::{Sender, unbounded};
 use parking_lot::{Condvar, Mutex};
 
+use super::complete::PendingLaunch;
 use super::context::Context;
 use super::events::EventPool;
-use super::job::{Job, Outcome, same};
+use super::job::{CopyJob, JobOutcome, same};
 use super::kernels::Kernels;
-use super::reap::Flight;
-use super::slot::{BLOB_BYTES, Slot};
+use super::slot::{BLOB_BYTES, LaunchSlot};
 use super::streams::OwnStream;
 use super::threads;
 use crate::device::Fence;
@@ -37,47 +37,47 @@ const MERGED_BYTES: usize = 64 << 20;
 /// How often fences are asked where a job waits for one without a lane.
 const POLL: Duration = Duration::from_micros(500);
 
-/// What all threads of a crew share.
-pub(super) struct Crew {
+/// What all threads of an executor share.
+pub(super) struct Executor {
     pub(super) context: Arc<Context>,
     pub(super) events: Arc<EventPool>,
     pub(super) kernels: Arc<Kernels>,
     pub(super) max_ctas: u32,
     pub(super) streams: Vec<OwnStream>,
-    desk: Mutex<Desk>,
+    queue: Mutex<JobQueue>,
     wake: Condvar,
 }
 
-struct Desk {
-    queue: VecDeque<Job>,
-    lanes: Vec<Lane>,
+struct JobQueue {
+    jobs: VecDeque<CopyJob>,
+    lanes: Vec<StreamLane>,
     /// Jobs taken from the queue whose `done` has not returned.
     running: usize,
     closed: bool,
 }
 
-struct Lane {
-    free: Vec<Slot>,
+struct StreamLane {
+    free: Vec<LaunchSlot>,
     in_flight: usize,
     /// What the work in it waits for, as far as it had not passed when the work was taken.
     after: Vec<Fence>,
 }
 
 /// Jobs for one launch.
-pub(super) struct Work {
+pub(super) struct LaunchWork {
     pub(super) lane: usize,
-    pub(super) slot: Slot,
-    pub(super) jobs: Vec<Job>,
+    pub(super) slot: LaunchSlot,
+    pub(super) jobs: Vec<CopyJob>,
 }
 
 enum Pick {
-    Work(Work),
+    LaunchWork(LaunchWork),
     Wait,
     Poll,
     End,
 }
 
-impl Desk {
+impl JobQueue {
     fn lane_for(&self, after: &[Fence]) -> Option<usize> {
         let has_room = |lane: &usize| self.lanes.get(*lane).is_some_and(|l| !l.free.is_empty());
         if after.is_empty() {
@@ -89,21 +89,21 @@ impl Desk {
     }
 
     fn pick(&mut self) -> Pick {
-        let mut asked = Asked::default();
+        let mut asked = FenceCache::default();
         let mut ahead = false;
-        for at in 0..self.queue.len() {
-            let Some(job) = self.queue.get(at) else { break };
+        for at in 0..self.jobs.len() {
+            let Some(job) = self.jobs.get(at) else { break };
             let after = asked.ahead(job);
             match self.lane_for(&after) {
                 Some(lane) => {
                     if let Some(work) = self.take(at, lane, after, &mut asked) {
-                        return Pick::Work(work);
+                        return Pick::LaunchWork(work);
                     }
                 }
                 None => ahead |= !after.is_empty(),
             }
         }
-        match (self.queue.is_empty(), ahead) {
+        match (self.jobs.is_empty(), ahead) {
             (true, _) if self.closed => Pick::End,
             (false, true) => Pick::Poll,
             _ => Pick::Wait,
@@ -113,11 +113,11 @@ impl Desk {
     /// Takes the job at `first`, and those behind it that can go along: which wait for the very
     /// same, as a launch starts when the last of its jobs may. The launch is full with the
     /// first of them that does not fit: none overtakes another.
-    fn take(&mut self, first: usize, lane: usize, after: Vec<Fence>, asked: &mut Asked) -> Option<Work> {
+    fn take(&mut self, first: usize, lane: usize, after: Vec<Fence>, asked: &mut FenceCache) -> Option<LaunchWork> {
         let slot = self.lanes.get_mut(lane)?.free.pop()?;
         let (mut bytes, mut blob, mut at) = (0usize, 0usize, first);
         let mut jobs = Vec::new();
-        while let Some(job) = self.queue.get(at) {
+        while let Some(job) = self.jobs.get(at) {
             if !same_all(&asked.ahead(job), &after) {
                 at += 1;
                 continue;
@@ -127,14 +127,14 @@ impl Desk {
                 break;
             }
             (bytes, blob) = (b, d);
-            jobs.extend(self.queue.remove(at));
+            jobs.extend(self.jobs.remove(at));
         }
         self.running += jobs.len();
         if let Some(lane) = self.lanes.get_mut(lane) {
             lane.in_flight += 1;
             lane.after = after;
         }
-        Some(Work { lane, slot, jobs })
+        Some(LaunchWork { lane, slot, jobs })
     }
 }
 
@@ -146,11 +146,11 @@ fn same_all(a: &[Fence], b: &[Fence]) -> bool {
 
 /// Whether fences have passed, each asked once.
 #[derive(Default)]
-struct Asked(Vec<(Fence, bool)>);
+struct FenceCache(Vec<(Fence, bool)>);
 
-impl Asked {
+impl FenceCache {
     /// The fences that the job waits for and that have not passed.
-    fn ahead(&mut self, job: &Job) -> Vec<Fence> {
+    fn ahead(&mut self, job: &CopyJob) -> Vec<Fence> {
         job.after.iter().filter(|after| !self.has_passed(after)).cloned().collect()
     }
 
@@ -164,77 +164,77 @@ impl Asked {
     }
 }
 
-impl Crew {
-    /// A crew of `lanes` lanes; the context must be current.
+impl Executor {
+    /// An executor of `lanes` lanes; the context must be current.
     pub(super) fn new(
         (context, events, kernels): (&Arc<Context>, &Arc<EventPool>, &Arc<Kernels>),
         lanes: usize,
         max_ctas: u32,
     ) -> Result<Arc<Self>> {
         let mut streams = Vec::new();
-        let mut desks = Vec::new();
+        let mut made = Vec::new();
         for _ in 0..lanes {
             streams.push(OwnStream::new(context)?);
             let mut free = Vec::new();
             for _ in 0..SLOTS {
-                free.push(Slot::new(context)?);
+                free.push(LaunchSlot::new(context)?);
             }
-            desks.push(Lane { free, in_flight: 0, after: Vec::new() });
+            made.push(StreamLane { free, in_flight: 0, after: Vec::new() });
         }
-        let desk = Desk { queue: VecDeque::new(), lanes: desks, running: 0, closed: false };
+        let queue = JobQueue { jobs: VecDeque::new(), lanes: made, running: 0, closed: false };
         Ok(Arc::new(Self {
             context: Arc::clone(context),
             events: Arc::clone(events),
             kernels: Arc::clone(kernels),
             max_ctas,
             streams,
-            desk: Mutex::new(desk),
+            queue: Mutex::new(queue),
             wake: Condvar::new(),
         }))
     }
 
     /// Starts the threads, named `name`.
     pub(super) fn start(self: &Arc<Self>, name: &str) -> Result<Threads> {
-        let mut threads = Threads { crew: Arc::clone(self), handles: Mutex::default() };
-        let mut landings = Vec::new();
+        let mut threads = Threads { executor: Arc::clone(self), handles: Mutex::default() };
+        let mut completions = Vec::new();
         for lane in 0..self.streams.len() {
-            let (tx, rx) = unbounded::<Box<Flight>>();
-            let crew = Arc::clone(self);
-            let reap = move || rx.iter().for_each(|flight| crew.land(lane, *flight));
-            threads.spawn(format!("{name}-reap{lane}"), reap)?;
-            landings.push(tx);
+            let (tx, rx) = unbounded::<Box<PendingLaunch>>();
+            let executor = Arc::clone(self);
+            let complete = move || rx.iter().for_each(|pending| executor.complete(lane, *pending));
+            threads.spawn(format!("{name}-done{lane}"), complete)?;
+            completions.push(tx);
         }
-        let crew = Arc::clone(self);
-        threads.spawn(format!("{name}-submit"), move || crew.work(&landings))?;
+        let executor = Arc::clone(self);
+        threads.spawn(format!("{name}-submit"), move || executor.work(&completions))?;
         Ok(threads)
     }
 
-    fn submit(&self, job: Job) {
+    fn submit(&self, job: CopyJob) {
         if let Err(e) = self.context.usable() {
-            return job.finish(Outcome::failed(e));
+            return job.finish(JobOutcome::failed(e));
         }
-        let mut desk = self.desk.lock();
-        if desk.closed {
-            drop(desk);
-            return job.finish(Outcome::failed(closed()));
+        let mut queue = self.queue.lock();
+        if queue.closed {
+            drop(queue);
+            return job.finish(JobOutcome::failed(closed()));
         }
-        desk.queue.push_back(job);
-        drop(desk);
+        queue.jobs.push_back(job);
+        drop(queue);
         self.wake.notify_one();
     }
 
-    fn work(&self, landings: &[Sender<Box<Flight>>]) {
-        let mut desk = self.desk.lock();
+    fn work(&self, completions: &[Sender<Box<PendingLaunch>>]) {
+        let mut queue = self.queue.lock();
         loop {
-            match desk.pick() {
-                Pick::Work(work) => {
-                    drop(desk);
-                    self.launch(work, landings);
-                    desk = self.desk.lock();
+            match queue.pick() {
+                Pick::LaunchWork(work) => {
+                    drop(queue);
+                    self.launch(work, completions);
+                    queue = self.queue.lock();
                 }
-                Pick::Wait => self.wake.wait(&mut desk),
+                Pick::Wait => self.wake.wait(&mut queue),
                 Pick::Poll => {
-                    self.wake.wait_for(&mut desk, POLL);
+                    self.wake.wait_for(&mut queue, POLL);
                 }
                 Pick::End => return,
             }
@@ -242,28 +242,28 @@ impl Crew {
     }
 
     fn jobs(&self) -> usize {
-        let desk = self.desk.lock();
-        desk.queue.len() + desk.running
+        let queue = self.queue.lock();
+        queue.jobs.len() + queue.running
     }
 
     /// A launch is over, and its slot free.
-    pub(super) fn free_lane(&self, lane: usize, slot: Slot) {
-        let mut desk = self.desk.lock();
-        if let Some(lane) = desk.lanes.get_mut(lane) {
+    pub(super) fn free_lane(&self, lane: usize, slot: LaunchSlot) {
+        let mut queue = self.queue.lock();
+        if let Some(lane) = queue.lanes.get_mut(lane) {
             lane.free.push(slot);
             lane.in_flight -= 1;
             if lane.in_flight == 0 {
                 lane.after.clear();
             }
         }
-        drop(desk);
+        drop(queue);
         self.wake.notify_one();
     }
 
     /// Ends a job that was taken from the queue.
-    pub(super) fn finish(&self, job: Job, outcome: Outcome) {
+    pub(super) fn finish(&self, job: CopyJob, outcome: JobOutcome) {
         job.finish(outcome);
-        self.desk.lock().running -= 1;
+        self.queue.lock().running -= 1;
     }
 }
 
@@ -271,27 +271,27 @@ fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the device has been closed")
 }
 
-/// The threads of a crew; they end when it is closed and has nothing left to do.
+/// The threads of an executor; they end when it is closed and has nothing left to do.
 pub(super) struct Threads {
-    crew: Arc<Crew>,
+    executor: Arc<Executor>,
     handles: Mutex<Vec<(ThreadId, JoinHandle<()>)>>,
 }
 
 impl Threads {
     fn spawn(&mut self, name: String, run: impl FnOnce() + Send + 'static) -> Result<()> {
-        let handle = threads::spawn(&self.crew.context, name, run)?;
+        let handle = threads::spawn(&self.executor.context, name, run)?;
         self.handles.lock().push((handle.thread().id(), handle));
         Ok(())
     }
 
     /// Queues a job.
-    pub(super) fn submit(&self, job: Job) {
-        self.crew.submit(job);
+    pub(super) fn submit(&self, job: CopyJob) {
+        self.executor.submit(job);
     }
 
     /// Jobs that wait or run.
     pub(super) fn jobs(&self) -> usize {
-        self.crew.jobs()
+        self.executor.jobs()
     }
 
     /// Whether the calling thread is one of these.
@@ -302,8 +302,8 @@ impl Threads {
 
     /// Lets the threads end when all jobs are done.
     pub(super) fn begin_close(&self) {
-        self.crew.desk.lock().closed = true;
-        self.crew.wake.notify_all();
+        self.executor.queue.lock().closed = true;
+        self.executor.wake.notify_all();
     }
 
     /// Waits for the threads to end.
@@ -327,7 +327,7 @@ impl Drop for Threads {
     /// Ends threads that were started for a device that could not be opened, and forgets those that
     /// a forked child does not have: there the lock may be held for good.
     fn drop(&mut self) {
-        if !self.crew.context.is_ours() {
+        if !self.executor.context.is_ours() {
             std::mem::take(self.handles.get_mut()).into_iter().for_each(std::mem::forget);
         } else if !self.handles.get_mut().is_empty() {
             self.begin_close();

@@ -15,7 +15,7 @@ use crate::index::{ChainChunk, Entry, EntryKind, Reclaim, tag_of};
 use crate::key::ChunkKey;
 use crate::log::base::sizes;
 use crate::log::base::spec::PutSpec;
-use crate::log::lane::{Lane, RESERVE_BYTES, State, Told, slot_bytes};
+use crate::log::lane::{Lane, LaneState, PolicyEvent, RESERVE_BYTES, slot_bytes};
 
 /// Of the capacity, the part that the files beside the slots may take, besides the regions: one of
 /// so many.
@@ -145,51 +145,51 @@ pub(in crate::log) fn note_begun(lane: &Lane, spec: &PutSpec, bytes: u64) {
         partial: spec.tokens < state.chunk_tokens(),
     };
     // What callers have told of, they decide on; puts begin in any order.
-    state.usage.tell(Told::Begun(chunk));
+    state.usage.observe(PolicyEvent::Begun(chunk));
 }
 
 /// A prompt brings these chunks, in its order.
 pub(in crate::log) fn note_brought(lane: &Lane, chunks: impl Iterator<Item = ChainChunk>) {
     let Ok(mut state) = lane.state() else { return };
-    state.usage.set_told();
-    chunks.for_each(|chunk| state.usage.tell(Told::Stored(chunk)));
+    state.usage.set_externally_driven();
+    chunks.for_each(|chunk| state.usage.observe(PolicyEvent::Stored(chunk)));
 }
 
 /// A prompt uses these chunks, in its order.
 pub(in crate::log) fn note_used(lane: &Lane, tags: impl Iterator<Item = u64>) {
     let Ok(mut state) = lane.state() else { return };
-    state.usage.set_told();
-    tags.for_each(|tag| state.usage.tell(Told::Used(tag)));
+    state.usage.set_externally_driven();
+    tags.for_each(|tag| state.usage.observe(PolicyEvent::Used(tag)));
 }
 
 /// A chunk is there now. One that was given up before, while it was still being stored, is offered
 /// again.
-pub(in crate::log) fn note_published(state: &mut State, record: &Record) {
+pub(in crate::log) fn note_published(state: &mut LaneState, record: &Record) {
     if matches!(record.key_kind, KeyKind::Chain | KeyKind::Segment) {
-        state.usage.tell(Told::There(tag_of(&record.key), u64::from(record.pages) * PAGE_BYTES as u64));
+        state.usage.observe(PolicyEvent::There(tag_of(&record.key), u64::from(record.pages) * PAGE_BYTES as u64));
     }
 }
 
 /// A chunk came into the lane by another way.
-pub(in crate::log) fn note_moved(state: &mut State, entry: &Entry) {
+pub(in crate::log) fn note_moved(state: &mut LaneState, entry: &Entry) {
     if entry.kind == EntryKind::Chunk {
         let chunk = chunk_of(entry, state.chunk_tokens());
-        state.usage.tell(Told::Moved(chunk));
+        state.usage.observe(PolicyEvent::Moved(chunk));
     }
 }
 
 /// A chunk went with its segment, at a moment that others who are told the same do not share.
-pub(in crate::log) fn note_dropped(state: &mut State, key: &ChunkKey) {
-    state.usage.tell(Told::Dropped(tag_of(key)));
+pub(in crate::log) fn note_dropped(state: &mut LaneState, key: &ChunkKey) {
+    state.usage.observe(PolicyEvent::Dropped(tag_of(key)));
 }
 
 /// A chunk is gone in another way than by the policy.
-pub(in crate::log) fn forget(state: &mut State, key: &ChunkKey) {
-    state.usage.tell(Told::Forgotten(tag_of(key)));
+pub(in crate::log) fn forget(state: &mut LaneState, key: &ChunkKey) {
+    state.usage.observe(PolicyEvent::Forgotten(tag_of(key)));
 }
 
 /// Reads what was touched since the last time.
-pub(in crate::log) fn note_touches(lane: &Lane, state: &mut State) {
+pub(in crate::log) fn note_touches(lane: &Lane, state: &mut LaneState) {
     let Some(shared) = lane.shared() else { return };
     let table = lane.table();
     let mut cursor = state.usage.cursor().take().unwrap_or_else(|| shared.touch_cursor());
@@ -197,7 +197,7 @@ pub(in crate::log) fn note_touches(lane: &Lane, state: &mut State) {
         if let Some(slot) = table.slot_of_tag(tag) {
             state.usage.touched(&table, slot);
         }
-        state.usage.tell(Told::Touched(tag));
+        state.usage.observe(PolicyEvent::Touched(tag));
     });
     *state.usage.cursor() = Some(cursor);
 }

@@ -9,18 +9,18 @@ use std::hash::{BuildHasher as _, RandomState};
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Place;
+use crate::config::CacheIdentity;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::geometry::{DType, Geometry, LayerSpec, Shard};
 
 /// A worker's description of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hello {
+pub struct WorkerIdentity {
     /// Drawn anew by every start of the worker.
     incarnation: u64,
     /// Where its cache lies; `None` where there is none.
-    pub(super) place: Option<Place>,
+    pub(super) place: Option<CacheIdentity>,
     model: String,
     dtype: DType,
     layers: Vec<LayerSpec>,
@@ -29,17 +29,17 @@ pub struct Hello {
     identity: BTreeMap<String, String>,
 }
 
-impl Hello {
+impl WorkerIdentity {
     /// Of a worker over this engine.
     #[must_use]
     pub fn new(engine: &Engine) -> Self {
-        let place = engine.is_up().then(|| engine.settings().place()).flatten();
+        let place = engine.is_up().then(|| engine.settings().cache_identity()).flatten();
         Self::of(engine.geometry(), place)
     }
 
     /// Of a worker with this geometry, whose cache lies in `place`.
     #[must_use]
-    pub fn of(geometry: &Geometry, place: Option<Place>) -> Self {
+    pub fn of(geometry: &Geometry, place: Option<CacheIdentity>) -> Self {
         Self {
             incarnation: RandomState::new().hash_one(std::process::id()),
             place,

@@ -20,7 +20,7 @@ const MAX_KNOWN: usize = 1 << 20;
 
 /// A chunk of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChunkOf {
+pub struct RequestChunk {
     /// The request.
     pub req_id: String,
     /// The chunk's key.
@@ -31,17 +31,17 @@ pub struct ChunkOf {
     pub tokens: usize,
 }
 
-/// What became of chunks since the last call of [`super::Scheduler::take_news`].
+/// What became of chunks since the last call of [`super::Scheduler::take_events`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct News {
+pub struct KvEvents {
     /// Chunks whose store was ordered.
-    pub ordered: Vec<ChunkOf>,
+    pub ordered: Vec<RequestChunk>,
     /// Keys of ordered chunks that every worker has committed.
     pub stored: Vec<[u8; 32]>,
     /// Chunks that a lookup found, of which nobody was told before.
-    pub found: Vec<ChunkOf>,
+    pub found: Vec<RequestChunk>,
     /// Chunks that were stored or found before, and that a lookup misses.
-    pub missing: Vec<ChunkOf>,
+    pub missing: Vec<RequestChunk>,
     /// Keys of chunks that were stored or found before, and that a worker has dropped for room.
     pub evicted: Vec<[u8; 32]>,
 }
@@ -77,21 +77,21 @@ impl<K: Copy + Eq + Hash, V> Bounded<K, V> {
 
 /// What was told of chunks, and what is still to be told.
 #[derive(Debug)]
-pub(super) struct Chronicle {
+pub(super) struct EventLog {
     is_on: bool,
     writers: usize,
-    news: News,
+    events: KvEvents,
     /// Ordered chunks, and the workers that have committed them.
     ordered: Bounded<ChunkKey, HashSet<u32>>,
     known: Bounded<ChunkKey, ()>,
 }
 
-impl Chronicle {
+impl EventLog {
     pub(super) fn new(options: &ConnectorOptions) -> Self {
         Self {
             is_on: options.events,
             writers: options.writers(),
-            news: News::default(),
+            events: KvEvents::default(),
             ordered: Bounded::new(MAX_ORDERED),
             known: Bounded::new(MAX_KNOWN),
         }
@@ -106,8 +106,8 @@ impl Chronicle {
         self.is_on
     }
 
-    pub(super) fn take(&mut self) -> News {
-        std::mem::take(&mut self.news)
+    pub(super) fn take(&mut self) -> KvEvents {
+        std::mem::take(&mut self.events)
     }
 
     /// A store of the tokens `start..stop` was ordered.
@@ -121,7 +121,7 @@ impl Chronicle {
             let partial = (tokens < size).then(|| prompt.partial_key(i, tokens));
             let Some(key) = partial.unwrap_or_else(|| prompt.keys().get(i).copied()) else { continue };
             if !self.known.map.contains_key(&key) && self.ordered.insert(key, HashSet::new()) {
-                self.news.ordered.push(chunk_of(req_id, key, (i * size, tokens)));
+                self.events.ordered.push(chunk_of(req_id, key, (i * size, tokens)));
             }
         }
     }
@@ -138,13 +138,13 @@ impl Chronicle {
             if ranks.len() >= self.writers {
                 self.ordered.map.remove(&key);
                 self.known.insert(key, ());
-                self.news.stored.push(key.0);
+                self.events.stored.push(key.0);
             }
         }
         // After what was stored: a worker names only what is not there when it reports.
         for key in &report.evicted {
             if self.known.map.remove(&ChunkKey(*key)).is_some() {
-                self.news.evicted.push(*key);
+                self.events.evicted.push(*key);
             }
         }
     }
@@ -159,17 +159,17 @@ impl Chronicle {
         for (i, key) in prompt.keys().iter().enumerate().take(found / size) {
             if self.known.insert(*key, ()) {
                 self.ordered.map.remove(key);
-                self.news.found.push(chunk_of(req_id, *key, (i * size, size)));
+                self.events.found.push(chunk_of(req_id, *key, (i * size, size)));
             }
         }
         if let Some(key) = prompt.keys().get(found / size)
             && self.known.map.remove(key).is_some()
         {
-            self.news.missing.push(chunk_of(req_id, *key, (found / size * size, size)));
+            self.events.missing.push(chunk_of(req_id, *key, (found / size * size, size)));
         }
     }
 }
 
-fn chunk_of(req_id: &str, key: ChunkKey, (start, tokens): (usize, usize)) -> ChunkOf {
-    ChunkOf { req_id: req_id.to_owned(), key: key.0, start, tokens }
+fn chunk_of(req_id: &str, key: ChunkKey, (start, tokens): (usize, usize)) -> RequestChunk {
+    RequestChunk { req_id: req_id.to_owned(), key: key.0, start, tokens }
 }

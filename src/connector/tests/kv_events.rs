@@ -1,0 +1,101 @@
+//! What is told of chunks.
+
+use super::*;
+
+fn chunks(of: &[RequestChunk]) -> Vec<(usize, usize)> {
+    of.iter().map(|c| (c.start, c.tokens)).collect()
+}
+
+fn commit(s: &mut Side, rank: u32, stored: &[RequestChunk]) {
+    let chunk =
+        |c: &RequestChunk| StoredChunk { key: c.key, parent: [0; 32], start: c.start as u64, tokens: c.tokens as u32 };
+    let report = WorkerMeta { rank, stored: stored.iter().map(chunk).collect(), ..WorkerMeta::default() };
+    s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+}
+
+fn keys(of: &[RequestChunk]) -> Vec<[u8; 32]> {
+    of.iter().map(|c| c.key).collect()
+}
+
+#[test]
+fn a_chunk_counts_as_stored_when_every_worker_has_committed_it() {
+    let mut s = side_with(0, |o| (o.events, o.workers) = (true, 2));
+    s.on_new_request("a", 100);
+    s.first("a", (0, 40));
+    let events = s.s.take_events();
+    assert_eq!((chunks(&events.ordered), events.stored.len()), (vec![(0, 16), (16, 16)], 0));
+    assert_eq!(events.ordered[0].req_id, "a");
+    commit(&mut s, 0, &events.ordered);
+    commit(&mut s, 0, &events.ordered);
+    assert_eq!(s.s.take_events(), KvEvents::default(), "one worker twice is not two");
+    s.s.request_finished("a", None);
+    commit(&mut s, 1, &events.ordered[1..]);
+    assert_eq!(s.s.take_events().stored, keys(&events.ordered[1..]));
+    commit(&mut s, 1, &events.ordered);
+    assert_eq!(s.s.take_events().stored, keys(&events.ordered[..1]), "each once");
+}
+
+#[test]
+fn lookups_tell_what_is_there_already_and_what_is_gone() {
+    let mut s = side_with(48, |o| o.events = true);
+    s.on_new_request("a", 100);
+    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(48));
+    let events = s.s.take_events();
+    assert_eq!((chunks(&events.found), events.missing.len()), (vec![(0, 16), (16, 16), (32, 16)], 0));
+    s.on_new_request("b", 100);
+    assert_eq!(s.get_num_new_matched_tokens("b", 0), Some(48));
+    assert_eq!(s.s.take_events(), KvEvents::default(), "told before");
+    s.told.say(Some(16));
+    s.on_new_request("c", 100);
+    assert_eq!(s.get_num_new_matched_tokens("c", 0), Some(16));
+    let events = s.s.take_events();
+    assert_eq!((chunks(&events.missing), events.missing[0].req_id.as_str()), (vec![(16, 16)], "c"));
+    s.on_new_request("d", 100);
+    s.get_num_new_matched_tokens("d", 0);
+    assert_eq!(s.s.take_events(), KvEvents::default(), "told once");
+}
+
+#[test]
+fn a_chunk_that_cannot_be_loaded_is_told_at_once_and_again_when_it_is_stored_anew() {
+    let mut s = side_with(48, |o| o.events = true);
+    s.on_new_request("a", 100);
+    s.get_num_new_matched_tokens("a", 0);
+    s.update_state_after_alloc("a", 12, 48);
+    s.idle();
+    let found = s.s.take_events().found;
+    s.told.say(Some(32));
+    s.failed("a");
+    let missing = s.s.take_events().missing;
+    assert_eq!(missing, found[2..]);
+    s.first("a", (0, 48));
+    let events = s.s.take_events();
+    assert_eq!(events.ordered, missing);
+    commit(&mut s, 0, &missing);
+    assert_eq!(s.s.take_events().stored, keys(&missing));
+}
+
+#[test]
+fn nothing_is_remembered_where_nobody_asks() {
+    let mut s = side(32);
+    s.on_new_request("a", 100);
+    s.get_num_new_matched_tokens("a", 0);
+    s.first("a", (0, 100));
+    s.failed("a");
+    assert_eq!(s.s.take_events(), KvEvents::default());
+}
+
+#[test]
+fn what_a_worker_has_evicted_is_taken_back_once_if_it_was_told() {
+    let mut s = side_with(32, |o| (o.events, o.workers) = (true, 2));
+    s.on_new_request("a", 100);
+    s.get_num_new_matched_tokens("a", 0);
+    let found = s.s.take_events().found;
+    let gone = |keys: &[[u8; 32]]| WorkerMeta { rank: 1, evicted: keys.to_vec(), ..WorkerMeta::default() };
+    let report = gone(&[found[1].key, [9; 32]]);
+    s.s.update_connector_output(&StepOutput { workers: vec![report.clone(), report], ..StepOutput::default() });
+    assert_eq!(s.s.take_events(), KvEvents { evicted: vec![found[1].key], ..KvEvents::default() });
+    // Found again, it is told again.
+    s.on_new_request("b", 100);
+    s.get_num_new_matched_tokens("b", 0);
+    assert_eq!(keys(&s.s.take_events().found), [found[1].key]);
+}

@@ -1,0 +1,71 @@
+//! From a launch that is over to its jobs' ends.
+//!
+//! Nothing of a launch is touched before its stream has passed it: then its checksums are read, its
+//! slot goes back, and only then are the checksums put together, the gates left, and the jobs told:
+//! the next launch does not wait for the host's arithmetic.
+#![expect(unsafe_code, reason = "reads checksums that the GPU has written")]
+
+use std::sync::Arc;
+
+use super::batch::LaunchBatch;
+use super::driver::CudaError;
+use super::events::CudaPoint;
+use super::executor::Executor;
+use super::job::{CopyJob, JobOutcome};
+use super::slot::LaunchSlot;
+use crate::device::OwnedGuard;
+use crate::error::{Error, ErrorKind};
+
+/// A launch under way, and all that it uses.
+pub(super) struct PendingLaunch {
+    pub(super) slot: LaunchSlot,
+    pub(super) batch: LaunchBatch,
+    pub(super) entries: Vec<LaunchEntry>,
+    /// Where its work ends; none where no event could be recorded.
+    pub(super) point: Option<Arc<CudaPoint>>,
+    /// Why its jobs fail, whatever the GPU does.
+    pub(super) error: Option<CudaError>,
+}
+
+/// A job in a launch.
+pub(super) struct LaunchEntry {
+    pub(super) job: CopyJob,
+    pub(super) guard: OwnedGuard,
+    /// Its number in the batch.
+    pub(super) number: usize,
+}
+
+impl Executor {
+    /// Waits for a launch, and ends its jobs.
+    pub(super) fn complete(&self, lane: usize, pending: PendingLaunch) {
+        let waited = self.streams.get(lane).map_or(Ok(()), |s| s.pass(pending.point.as_deref()));
+        let PendingLaunch { slot, batch, entries, point, error } = pending;
+        let checked = self.kernels.are_checked();
+        let tile_crcs = match error.or(waited.err()) {
+            None if !checked => Ok(Vec::new()),
+            // SAFETY: the stream has passed the launch.
+            None => Ok(unsafe { slot.read_crcs(batch.num_tiles()) }),
+            Some(e) => Err(e),
+        };
+        drop(point);
+        self.free_lane(lane, slot);
+        let crcs = tile_crcs.map(|all| if checked { batch.crcs(&all) } else { vec![Vec::new(); entries.len()] });
+        for LaunchEntry { job, guard, number } in entries {
+            let outcome = match &crcs {
+                Ok(crcs) => outcome_of(crcs.get(number), batch.skipped_blocks(number)),
+                Err(e) => JobOutcome::failed((*e).into()),
+            };
+            drop(guard);
+            self.finish(job, outcome);
+        }
+    }
+}
+
+fn outcome_of(crcs: Option<&Vec<u32>>, skipped_blocks: &[u32]) -> JobOutcome {
+    match crcs {
+        Some(crcs) => {
+            JobOutcome { crcs: crcs.clone(), skipped_blocks: skipped_blocks.to_vec(), ..JobOutcome::default() }
+        }
+        None => JobOutcome::failed(Error::new(ErrorKind::Internal, "a copy job is not in its batch")),
+    }
+}
