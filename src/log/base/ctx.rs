@@ -25,7 +25,7 @@ pub(in crate::log) struct Ctx {
     pub(in crate::log) in_flight: Arc<InFlight>,
     pub(in crate::log) boot: BootId,
     pub(in crate::log) me: Holder,
-    /// When a bad chunk was last told of; 0 where none was.
+    /// When a bad chunk was last logged; 0 where none was.
     pub(in crate::log) bad_told_ns: AtomicU64,
     full_layout: SlotLayout,
     pid: u32,

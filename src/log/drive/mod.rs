@@ -422,7 +422,7 @@ impl Volume {
         let lane_lost = |l: &Arc<Lane>| l.table().is_lost() || l.shared().is_some_and(|shared| shared.is_lost());
         let lost = self.shard.is_lost() || self.lanes.read().all.iter().any(lane_lost);
         if lost && !self.lost.swap(true, Ordering::Relaxed) {
-            tracing::error!(drive = %self.root.display(), "the drive's file system is gone: the cache on it is left alone until it is opened anew");
+            tracing::error!(drive = %self.root.display(), "the drive's file system is gone: the cache on it is not used until it is opened again");
         }
         lost
     }

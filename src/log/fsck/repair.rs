@@ -1,9 +1,9 @@
 //! Dropping what a deep check finds bad, so that it is stored anew.
 //!
-//! A bad slot is made unreadable, that is flushed, and then the index is told that the slot is gone:
-//! in the list of its segment's region, or, while that is not sealed, by a record in the journal.
-//! A crash in between leaves a slot without a header, which a lookup may promise and no load
-//! serves. It is done to lanes that no process writes: the table of one that is written is its
+//! A bad slot is made unreadable, that is flushed, and then the index records that the slot is
+//! gone: in the list of its segment's region, or, while that is not sealed, by a record in the
+//! journal. A crash in between leaves a slot without a header, which a lookup may promise and no
+//! load serves. It is done to lanes that no process writes: the table of one that is written is its
 //! writer's, which drops bad chunks itself when a load meets them.
 
 use std::collections::{HashMap, HashSet};

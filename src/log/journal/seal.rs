@@ -148,7 +148,7 @@ fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
 /// The same; where it cannot be written it is tried again later.
 pub(in crate::log) fn try_write_gone(lane: &Lane, segment: u32) {
     if let Err(e) = write_gone(lane, segment) {
-        tracing::debug!(lane = %lane.dir.display(), error = %e, "a list of what is gone was not written");
+        tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment's list of evicted slots was not written");
     }
 }
 

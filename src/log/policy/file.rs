@@ -19,8 +19,8 @@ use crate::log::lane::Lane;
 /// Of the capacity, the part that the file may take: one of so many, but this many bytes always.
 const SHARE: u64 = 1024;
 const LEAST_BYTES: u64 = 64 << 10;
-/// It is written anew when the policy was told of one of so many chunks that it holds, but not for
-/// fewer than so many.
+/// It is written anew when the policy got events of one of so many chunks that it holds, but not
+/// for fewer than so many.
 const TURNOVER: u64 = 16;
 const FEWEST: u64 = 1024;
 /// And no sooner than this.
@@ -68,10 +68,10 @@ impl PolicyFile {
         match self.try_write(lane) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
-                tracing::debug!(lane = %lane.dir.display(), error = %e, "what the policy has learned is not kept: no room");
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "the eviction policy's state is not saved: no space");
             }
             Err(e) => {
-                tracing::warn!(lane = %lane.dir.display(), error = %e, "what the policy has learned is not kept");
+                tracing::warn!(lane = %lane.dir.display(), error = %e, "the eviction policy's state is not saved");
             }
         }
     }
@@ -102,7 +102,7 @@ impl PolicyFile {
             Ok(saved) => saved.and_then(|saved| Prefix::restored(&saved, room_bytes)),
             Err(e) => {
                 let dir = lane.dir.display();
-                tracing::warn!(lane = %dir, error = %e, "what the policy had learned is lost: it begins anew");
+                tracing::warn!(lane = %dir, error = %e, "the eviction policy's saved state is lost; it starts anew");
                 None
             }
         };

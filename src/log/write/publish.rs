@@ -39,8 +39,8 @@ impl Commit {
 
     fn end(mut self, result: Result<()>) {
         let done = self.over(result.is_ok());
-        // The key is free again before the caller is told: what it begins next must not find the put still
-        // in flight.
+        // The key is free again before the caller is notified: what it begins next must not find
+        // the put still in flight.
         drop(self);
         if let Some(done) = done {
             done(result);
