@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -20,6 +20,7 @@ test: lint unit doc python vllm-harness vllm-ci kernels-check
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(PYTHON) benches/figures.py --check > /dev/null
 
 # The loom models compile the index room once more under another name, where its examples do not.
 unit: cufile
@@ -108,6 +109,16 @@ mutants:
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
 bench: build
 	$(PYTHON) benches/speed.py --forebay $(FOREBAY) --write docs/benchmarks.md
+
+# The charts of the docs from their committed figures.
+charts:
+	test -d target/charts || $(PYTHON) -m venv target/charts
+	target/charts/bin/pip install --quiet matplotlib==3.10.9
+	target/charts/bin/python benches/charts.py
+
+# Figures of the docs that are older than what they measure.
+figures:
+	$(PYTHON) benches/figures.py
 
 # The Python wheel for users, with optimisation, into target/wheels.
 wheel:

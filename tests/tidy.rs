@@ -297,22 +297,67 @@ fn nothing_is_left_for_later_in_the_code() {
     assert_clean("unfinished", &findings);
 }
 
+/// Folders directly inside `parent` that hold sources, with their names.
+fn rooms_in(root: &Path, parent: &str) -> Vec<String> {
+    let mut rooms: Vec<String> = fs::read_dir(root.join(parent))
+        .unwrap()
+        .filter_map(|entry| {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            (entry.path().is_dir() && name != "tests").then_some(name)
+        })
+        .collect();
+    rooms.sort();
+    rooms
+}
+
 #[test]
-fn architecture_md_leads_to_every_file() {
+fn architecture_md_names_every_room() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let text = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
-    let mut findings = Vec::new();
-    for source in sources(&["src", "tools/src", "python/src", "cufile-sys/src"]) {
-        let mut parts = source.path.rsplit('/');
-        let (name, folder) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
-        let is_named = text.contains(name) || text.contains(&format!("`{}`", name.trim_end_matches(".rs")));
-        // A folder within a room, or a command's, stands for its files; a room does not.
-        let is_room =
-            source.path.matches('/').count() <= 2 && !source.path.starts_with("tools/src/") || folder == "src";
-        let has_folder = !is_room && text.contains(&format!("`{folder}/`"));
-        if !is_named && !has_folder && !["lib.rs", "main.rs", "mod.rs", "tests.rs"].contains(&name) {
-            findings.push(source.path);
+    let rooms = rooms_in(root, "src").into_iter().map(|room| format!("`src/{room}/`"));
+    let of_the_log = rooms_in(root, "src/log").into_iter().map(|room| format!("`{room}/`"));
+    let missing: Vec<String> = rooms.chain(of_the_log).filter(|room| !text.contains(room)).collect();
+    assert_clean("not in ARCHITECTURE.md", &missing);
+}
+
+/// Every page of the repository, but what build tools write.
+fn pages(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if path.is_dir() && name != "target" && !name.starts_with('.') {
+            pages(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "md") {
+            found.push(path);
         }
     }
-    assert_clean("neither the file nor its folder within a room is in ARCHITECTURE.md", &findings);
+}
+
+#[test]
+fn pages_are_at_most_120_columns_wide_and_their_links_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (mut paths, mut wide, mut broken) = (Vec::new(), Vec::new(), Vec::new());
+    pages(root, &mut paths);
+    assert!(paths.len() > 15, "{} pages", paths.len());
+    for path in paths {
+        let text = fs::read_to_string(&path).unwrap();
+        let mut is_code = false;
+        for (at, line) in text.lines().enumerate() {
+            let place = format!("{}:{}", path.strip_prefix(root).unwrap().display(), at + 1);
+            is_code ^= line.trim_start().starts_with("```");
+            if !is_code && !line.trim_start().starts_with('|') && line.chars().count() > 120 {
+                wide.push(place.clone());
+            }
+            for target in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+                let file = target.split('#').next().unwrap_or_default();
+                let is_here = !is_code && !file.is_empty() && !file.contains("://");
+                if is_here && !path.parent().unwrap().join(file).exists() {
+                    broken.push(format!("{place}: {target}"));
+                }
+            }
+        }
+    }
+    assert_clean("wider than 120 columns", &wide);
+    assert_clean("links to files that are not there", &broken);
 }
