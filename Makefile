@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -14,7 +14,7 @@ demo: build
 	$(FOREBAY) demo
 
 # Everything CI runs. What NVIDIA's wheels are needed for is named at the end where they could not be fetched.
-test: lint unit doc python vllm-harness vllm-ci kernels-check
+test: lint unit doc python lmcache-ci vllm-harness vllm-ci kernels-check
 	@test -s $(CUFILE_LIB) || echo 'NOT TESTED HERE: NVIDIA'"'"'s own libcufile; its wheels could not be fetched'
 
 lint:
@@ -129,6 +129,7 @@ wheel:
 # Real vLLM on this machine's CPU, with the wheel that python/test.sh has built. Its environment (906 MB to fetch) is made outside the
 # checkout and used again; where it cannot be made these fail. `vllm-ci` is the share that `make test` runs.
 VLLM = $(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.whl)
+LMCACHE = $(PYTHON) tests/lmcache/prepare.py $$(ls target/wheels-python/forebay-*.whl)
 vllm-ci: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=20 -m ci
 
@@ -138,6 +139,13 @@ vllm-test: python
 # vLLM's schedulers, of 0.32 and 0.33, around a runner that knows every byte of KV: two minutes each. FOREBAY_SOAK_SEEDS=1000 for more.
 vllm-harness: python
 	python=$$($(VLLM)) && cd tests/vllm && for version in 0.32 0.33; do $$python -m pytest -q harness --vllm $$version || exit 1; done
+
+# LMCache's own server and tools over Forebay (docs/lmcache.md). `lmcache-ci` is the part of `make test`: a minute.
+lmcache-ci: python
+	python=$$($(LMCACHE)) && cd tests/lmcache && $$python -m pytest -q --durations=5 -m ci
+
+lmcache-test: python
+	python=$$($(LMCACHE)) && cd tests/lmcache && $$python -m pytest -q --durations=10
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

@@ -106,7 +106,11 @@ fn a_full_lmcache_file_loads_and_its_own_keys_are_warnings() {
 
 #[test]
 fn variables_of_lmcache_that_a_user_would_miss_say_what_to_use() {
-    let others = [("LMCACHE_FORCE_SKIP_SAVE", "true"), ("LMCACHE_LOG_LEVEL", "DEBUG"), ("LMCACHE_DEBUG", "1")];
+    let others = [
+        ("LMCACHE_FORCE_SKIP_SAVE", "true"),
+        ("LMCACHE_LOG_LEVEL", "DEBUG"),
+        ("LMCACHE_COORDINATOR_URL", "http://c:1"),
+    ];
     let (_, warnings) = Loader::bare().env(others).load().unwrap();
     assert_eq!(unknown(&warnings), ["force_skip_save", "log_level"]);
     assert!(warnings[0].to_string().contains("mode: ro"), "{}", warnings[0]);

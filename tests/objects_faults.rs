@@ -251,8 +251,9 @@ fn a_get_whose_object_is_deleted_under_it_is_a_miss_and_no_damage() {
     options.drive_factory = Some(hold.drives());
     let store = ObjectStore::open_with(options).unwrap();
     assert!(put(&store, vec![object("a", 1, 300), object("b", 1, 400), object("c", 1, 100_000)]).all_ok());
-    let target = ObjectMemory::from_vec(vec![0; 100_000]).unwrap();
-    for (key, cause) in [("a", ObjectCause::NotFound), ("b", ObjectCause::Corrupt), ("c", ObjectCause::NotFound)] {
+    use ObjectCause::{Corrupt, NotFound};
+    for (key, length, cause) in [("a", 300, NotFound), ("b", 400, Corrupt), ("c", 100_000, NotFound)] {
+        let target = ObjectMemory::from_vec(vec![0; length]).unwrap();
         let chunk = store.log().unwrap().locate(&object_key(key.as_bytes()), LONG).unwrap();
         hold.begin();
         let get = store.submit_get(vec![ObjectGet { key: key.into(), target: target.clone() }]).unwrap();
@@ -260,7 +261,7 @@ fn a_get_whose_object_is_deleted_under_it_is_a_miss_and_no_damage() {
         // The header may be unreadable at once, whatever of the slot is being read.
         let file = std::fs::File::options().write(true).open(chunk.file.path()).unwrap();
         file.write_all_at(&[0; 4096], chunk.header_offset()).unwrap();
-        if cause == ObjectCause::NotFound {
+        if cause == NotFound {
             assert_eq!(delete(&store, &[key]), [true]);
         }
         hold.release();

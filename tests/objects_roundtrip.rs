@@ -171,7 +171,7 @@ fn wrong_keys_and_lengths_are_told_by_key() {
             object("ok", 1, 70_000),
         ],
     );
-    use ObjectCause::{BadKey, BadLength, NotFound, TooShort};
+    use ObjectCause::{BadKey, BadLength, NotFound, WrongLength};
     let causes: Vec<_> = done.results.iter().map(|r| r.cause).collect();
     assert_eq!(causes, [Some(BadKey), Some(BadKey), Some(BadLength), None, None]);
     assert!(done.error.unwrap().contains("key 0 of 5: bad_key"));
@@ -179,10 +179,10 @@ fn wrong_keys_and_lengths_are_told_by_key() {
     assert_eq!(exists(&store, &["", &long, &longest, "no"]), [false, false, true, false]);
     assert_eq!(get_one(&store, "no", 5), Err(NotFound));
     assert_eq!(get_one(&store, &longest, 5), Ok(value(&longest, 1, 5)));
-    for room in [0, 1, 69_999] {
-        let (result, bytes) = get(&store, &["ok"], room).remove(0);
-        assert_eq!((result.ok, result.len, result.cause), (false, 70_000, Some(TooShort)));
-        assert!(bytes.iter().all(|b| *b == 0xee), "nothing is written where there is too little room");
+    for room in [0, 1, 69_999, 70_001, 140_000] {
+        let (result, bytes) = get_exactly(&store, &["ok"], room).remove(0);
+        assert_eq!((result.ok, result.len, result.cause), (false, 70_000, Some(WrongLength)));
+        assert!(bytes.iter().all(|b| *b == 0xee), "nothing is written where the length is another");
     }
     let empty = store.submit_get(Vec::new()).unwrap();
     assert_eq!(store.wait(empty, LONG).unwrap().results, []);

@@ -101,6 +101,18 @@ fn span(object: &Bound<'_, PyAny>, write: bool) -> PyResult<ObjectMemory> {
     Ok(ObjectMemory::whole(&buffer.host()?))
 }
 
+/// Keys with their memory: of a dict, or of (key, buffer) pairs, in which a key may come twice.
+fn pairs(items: &Bound<'_, PyAny>, write: bool) -> PyResult<Vec<(Vec<u8>, ObjectMemory)>> {
+    if let Ok(items) = items.cast::<PyDict>() {
+        return items.iter().map(|(key, value)| Ok((convert::bytes(&key)?, span(&value, write)?))).collect();
+    }
+    let pair = |item: PyResult<Bound<'_, PyAny>>| {
+        let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item?.extract()?;
+        Ok((convert::bytes(&key)?, span(&value, write)?))
+    };
+    items.try_iter()?.map(pair).collect()
+}
+
 fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
     if keys.is_instance_of::<pyo3::types::PyString>() || keys.is_instance_of::<pyo3::types::PyBytes>() {
         return Err(to_py(&invalid("one key where a list of keys is needed")));
@@ -128,16 +140,17 @@ impl PyObjectStore {
         Ok(py.detach(|| store.is_up()))
     }
 
-    /// Stores a dict of keys and buffers. An object that is there already stays as it is, and
+    /// Stores buffers under keys: a dict, or (key, buffer) pairs. An object that is there already stays as it is, and
     /// counts as stored. One answer for each key, in order.
     #[pyo3(signature = (items, ttl_s=None))]
-    fn put(&self, py: Python<'_>, items: &Bound<'_, PyDict>, ttl_s: Option<f64>) -> PyResult<Vec<bool>> {
+    fn put(&self, py: Python<'_>, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<Vec<bool>> {
         let id = self.submit_put(py, items, ttl_s)?;
         self.finish(py, id)
     }
 
-    /// Reads objects into the buffers of a dict. An answer for each key, in order.
-    fn get(&self, py: Python<'_>, items: &Bound<'_, PyDict>) -> PyResult<Vec<bool>> {
+    /// Reads objects into buffers: a dict, or (key, buffer) pairs. A buffer must have the object's
+    /// length. An answer for each key, in order.
+    fn get(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let id = self.submit_get(py, items)?;
         self.finish(py, id)
     }
@@ -157,22 +170,16 @@ impl PyObjectStore {
     /// Begins a put and returns its number. The buffers must not change until its completion is
     /// there.
     #[pyo3(signature = (items, ttl_s=None))]
-    fn submit_put(&self, py: Python<'_>, items: &Bound<'_, PyDict>, ttl_s: Option<f64>) -> PyResult<u64> {
-        let mut puts = Vec::with_capacity(items.len());
-        for (key, value) in items {
-            puts.push(ObjectPut { key: convert::bytes(&key)?, value: span(&value, false)? });
-        }
+    fn submit_put(&self, py: Python<'_>, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<u64> {
+        let puts = pairs(items, false)?.into_iter().map(|(key, value)| ObjectPut { key, value }).collect();
         let ttl = ttl_s.map(|s| Duration::try_from_secs_f64(s).map_err(|e| to_py(&invalid(format!("ttl_s: {e}")))));
         let (store, options) = (self.get_store()?, PutOptions { ttl: ttl.transpose()? });
         py.detach(|| store.submit_put(puts, options)).py()
     }
 
     /// Begins a get and returns its number.
-    fn submit_get(&self, py: Python<'_>, items: &Bound<'_, PyDict>) -> PyResult<u64> {
-        let mut gets = Vec::with_capacity(items.len());
-        for (key, value) in items {
-            gets.push(ObjectGet { key: convert::bytes(&key)?, target: span(&value, true)? });
-        }
+    fn submit_get(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let gets = pairs(items, true)?.into_iter().map(|(key, target)| ObjectGet { key, target }).collect();
         let store = self.get_store()?;
         py.detach(|| store.submit_get(gets)).py()
     }

@@ -72,8 +72,27 @@ def test_batches_end_on_a_descriptor(objs: forebay.ObjectStore) -> None:
     objs.submit_get({"k": short, "none": bytearray(1)})
     assert poll.poll(30_000)
     (got,) = objs.drain_completions()
-    assert got.results == [False, False] and got.lengths[0] == 5 and got.causes == ["too_short", "not_found"]
+    assert got.results == [False, False] and got.lengths[0] == 5 and got.causes == ["wrong_length", "not_found"]
     assert objs.cancel(got.id) is False
+
+
+def test_a_buffer_of_another_length_is_not_written(objs: forebay.ObjectStore) -> None:
+    assert objs.put({"k": b"value"}) == [True]
+    for length in (4, 6):
+        buffer = bytearray(b"." * length)
+        assert objs.get({"k": buffer}) == [False] and buffer == b"." * length
+    buffer = bytearray(5)
+    assert objs.get({"k": buffer}) == [True] and buffer == b"value"
+
+
+def test_a_key_may_come_twice_in_a_list_of_pairs(objs: forebay.ObjectStore) -> None:
+    assert objs.put([("k", b"first"), ("k", b"other")]) == [True, True]
+    one, two = bytearray(5), bytearray(5)
+    assert objs.get([("k", one), ("k", two)]) == [True, True]
+    assert one == two == b"first"
+    for wrong in ([("k",)], ["k"], 5):
+        with pytest.raises((TypeError, ValueError)):
+            objs.get(wrong)  # type: ignore[arg-type]
 
 
 def test_they_survive_a_restart_and_namespaces_are_apart(cache: Path) -> None:

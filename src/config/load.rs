@@ -29,12 +29,20 @@ const FILE_KEY: &str = "config_file";
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Variables of LMCache itself that are not settings of a cache, and what to use instead of those
-/// that a user would miss.
-const LMCACHE_OTHERS: [(&str, &str); 6] = [
+/// that a user would miss. A name that ends with `_` stands for all that begin with it.
+const LMCACHE_OTHERS: [(&str, &str); 14] = [
     ("LOG_LEVEL", "FOREBAY_LOG sets the level of the tools, VLLM_LOGGING_LEVEL that of the connector"),
     ("LOG_FORMAT", ""),
     ("USE_EXPERIMENTAL", ""),
     ("TRACK_USAGE", ""),
+    ("USAGE_TRACK_", ""),
+    ("DISABLE_BANNER", ""),
+    ("MP_TRANSFER_MODE", ""),
+    ("MQ_TIMEOUT", ""),
+    ("COORDINATOR_", ""),
+    ("RUNTIME_PLUGIN_", ""),
+    ("RESP_", ""),
+    ("AEROSPIKE_", ""),
     ("DEBUG", ""),
     ("FORCE_SKIP_SAVE", "mode: ro stores nothing"),
 ];
@@ -189,7 +197,8 @@ impl Loader {
             if key == CONFIG_FILE || key.is_empty() || value.is_empty() {
                 continue;
             }
-            let other = LMCACHE_OTHERS.iter().find(|(other, _)| prefix == LMCACHE_PREFIX && *other == key);
+            let is_other = |other: &str| key == other || other.ends_with('_') && key.starts_with(other);
+            let other = LMCACHE_OTHERS.iter().find(|(other, _)| prefix == LMCACHE_PREFIX && is_other(other));
             if let Some((_, instead)) = other {
                 if !instead.is_empty() {
                     layer.warnings.push(Warning {

@@ -42,8 +42,8 @@ causes! {
     Io = "io",
     /// A transfer passed its deadline, or nothing moved for long.
     TimedOut = "timed_out",
-    /// The object is longer than the memory given for it; the result says how long.
-    TooShort = "too_short",
+    /// The memory given for the object has another length than it; the result says how long it is.
+    WrongLength = "wrong_length",
     /// Capacity, free-space floor or drive leave no room.
     NoSpace = "no_space",
     /// The drive's write budget is used up.
@@ -131,7 +131,7 @@ pub struct KeyResult {
     /// Exists: there. Delete: it was there.
     pub ok: bool,
     /// Put: bytes written, 0 where the object was there already. Get: bytes of the object, where
-    /// known (also for [`ObjectCause::TooShort`]). Otherwise 0.
+    /// known (also for [`ObjectCause::WrongLength`]). Otherwise 0.
     pub len: u64,
     /// Why not; `None` exactly where `ok`.
     pub cause: Option<ObjectCause>,

@@ -32,15 +32,15 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
             continue;
         };
         let length = found.length();
-        if length > target.len() {
-            let cause = Some(ObjectCause::TooShort);
+        if length != target.len() {
+            let cause = Some(ObjectCause::WrongLength);
             ticket.answer(KeyResult { ok: false, len: length as u64, cause });
             continue;
         }
         match found {
-            FoundObject::Parts(parts) => parts.start(core, &log, (name, target.part(0, length), ticket)),
+            FoundObject::Parts(parts) => parts.start(core, &log, (name, target, ticket)),
             FoundObject::Whole(chunk) => {
-                let (batch, target) = (Arc::clone(&ticket.batch), target.part(0, length));
+                let (batch, target) = (Arc::clone(&ticket.batch), target);
                 let read = SlotRead { log: Arc::clone(&log), chunk, target, name: Some(name), batch };
                 read.start(
                     core,

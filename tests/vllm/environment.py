@@ -140,13 +140,14 @@ def make(env: Path) -> Path:
     return python
 
 
-def over(base: Path, wheel: Path) -> Path:
-    """The Python of a small environment that has all of `base` and this wheel."""
-    env = HERE.parent.parent / "target" / "venv-vllm"
+def over(base: Path, *wheels: Path, name: str = "venv-vllm", more: tuple[Path, ...] = ()) -> Path:
+    """The Python of a small environment in target/ that has all of `base`, the packages in `more`, and these wheels."""
+    env = HERE.parent.parent / "target" / name
     python = env / "bin" / "python"
     output(base, "-m", "venv", "--clear", "--without-pip", env)
-    (purelib(python) / "vllm.pth").write_text(f"{purelib(base)}\n")
-    output(base, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    (purelib(python) / "base.pth").write_text("".join(f"{folder}\n" for folder in (*more, purelib(base))))
+    for wheel in wheels:
+        output(base, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", wheel)
     return python
 
 

@@ -1,0 +1,27 @@
+"""Fixtures: a cache directory, LMCache's own adapter over it, and what LMCache's processes need."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+
+
+def spec(cache: Path, **settings: Any) -> str:
+    """The JSON line that a user gives to `--l2-adapter`, as in docs/lmcache.md."""
+    params = {"cache_dir": str(cache), "capacity": "1GiB", **settings}
+    return json.dumps(
+        {"type": "native_plugin", "module_path": "forebay.lmcache", "class_name": "Connector", "adapter_params": params}
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """An empty directory for a cache."""
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
