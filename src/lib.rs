@@ -21,3 +21,8 @@ pub mod paged;
 pub mod pipeline;
 
 pub use error::{Error, ErrorKind, Result};
+
+/// Compiles README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct ReadmeExample;

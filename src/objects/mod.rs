@@ -18,17 +18,17 @@
 //! ```no_run
 //! use std::time::Duration;
 //! use forebay::config::Settings;
-//! use forebay::objects::{ObjectGet, ObjectPut, ObjectStore, PutOptions, Span};
+//! use forebay::objects::{ObjectGet, ObjectPut, ObjectStore, PutOptions, ObjectMemory};
 //!
 //! let store = ObjectStore::open(&Settings::at("/mnt/nvme/forebay"), "my-stack serde 3")?;
-//! let value = Span::from_vec(vec![7; 300_000])?;
+//! let value = ObjectMemory::from_vec(vec![7; 300_000])?;
 //! let put = store.submit_put(vec![ObjectPut { key: b"page 1".to_vec(), value }], PutOptions::default())?;
 //! assert!(store.wait(put, Duration::from_secs(10))?.all_ok());
 //!
-//! let target = Span::from_vec(vec![0; 1 << 20])?;
+//! let target = ObjectMemory::from_vec(vec![0; 300_000])?;
 //! let get = store.submit_get(vec![ObjectGet { key: b"page 1".to_vec(), target: target.clone() }])?;
 //! let got = store.wait(get, Duration::from_secs(10))?;
-//! assert_eq!(got.results[0].len, 300_000);
+//! assert!(got.all_ok());
 //! # Ok::<(), forebay::Error>(())
 //! ```
 
