@@ -34,7 +34,7 @@ impl Engine {
             found.full_chunks = log.lookup(prompt.keys());
             found.matched_tokens = found.full_chunks * prompt.chunk_tokens();
             let mut keys: Vec<ChunkKey> = prompt.keys().iter().take(found.full_chunks).copied().collect();
-            if let Some((len, key)) = longest_partial(log, prompt, found.full_chunks) {
+            if let Some((len, key)) = longest_partial(&log, prompt, found.full_chunks) {
                 found.matched_tokens += len;
                 keys.push(key);
             }
@@ -235,7 +235,7 @@ impl EngineInner {
         device.fence(stream)?.map(|fence| vec![fence]).ok_or_else(captured)
     }
 
-    fn open_log(&self) -> Result<&Arc<Log>> {
+    fn open_log(&self) -> Result<Arc<Log>> {
         self.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the cache is disabled or closed"))
     }
 }
@@ -274,7 +274,7 @@ impl LoadPlanner<'_> {
         let log = self.inner.log()?;
         let chunk = log.locate(key, lease)?;
         log.note_used(std::slice::from_ref(key));
-        Some((Arc::clone(log), chunk))
+        Some((log, chunk))
     }
 
     /// The tokens from `at` on, where chunk `i` is not stored in full.
@@ -287,7 +287,7 @@ impl LoadPlanner<'_> {
             self.has_already(self.wanted - at);
             return Ok(());
         }
-        let partial = self.inner.log().and_then(|log| longest_partial(log, self.prompt, i));
+        let partial = self.inner.log().and_then(|log| longest_partial(&log, self.prompt, i));
         if let Some((len, key)) = partial
             && let Some(found) = self.locate(&key, lease)
         {

@@ -125,7 +125,7 @@ struct EngineInner {
 
 impl EngineInner {
     /// The log, while the cache is open.
-    fn log(&self) -> Option<&Arc<Log>> {
+    fn log(&self) -> Option<Arc<Log>> {
         self.opening.log()
     }
 }
@@ -210,7 +210,7 @@ impl Engine {
     /// The chunk log, for programs that look after the cache; `None` where it is disabled or
     /// closed.
     #[must_use]
-    pub fn log(&self) -> Option<&Arc<Log>> {
+    pub fn log(&self) -> Option<Arc<Log>> {
         self.check().ok()?.log()
     }
 

@@ -121,8 +121,8 @@ impl EngineInner {
             } else {
                 SlotLayout::of_chunk(&self.geometry, tokens)
             };
-            let put = Box::new(PutSpec { root, near, ..self.put_spec(log, request, chunk) });
-            let log = Arc::clone(log);
+            let put = Box::new(PutSpec { root, near, ..self.put_spec(&log, request, chunk) });
+            let log = Arc::clone(&log);
             plan.chunks.push(StoreChunk {
                 layout,
                 tokens,

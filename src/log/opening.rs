@@ -6,10 +6,10 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::Log;
 use crate::config::OnOpenFailure;
@@ -21,7 +21,7 @@ pub type OpenLog = Box<dyn Fn() -> Result<Arc<Log>> + Send>;
 /// A log that is open, will be, or has been.
 #[derive(Default)]
 pub struct Opening {
-    log: OnceLock<Arc<Log>>,
+    log: RwLock<Option<Arc<Log>>>,
     why_disabled: Mutex<Option<Error>>,
     closed: AtomicBool,
     stopped: Mutex<bool>,
@@ -69,12 +69,14 @@ impl Opening {
     }
 
     fn opened(&self, log: Arc<Log>) {
-        if self.log.set(Arc::clone(&log)).is_ok() {
+        let mut open = self.log.write();
+        if !self.closed.load(Ordering::Acquire) {
             *self.why_disabled.lock() = None;
+            *open = Some(log);
+            return;
         }
-        if self.closed.load(Ordering::Acquire)
-            && let Err(e) = log.close(Instant::now())
-        {
+        drop(open);
+        if let Err(e) = log.close(Instant::now()) {
             tracing::warn!(error = %e, "a cache that was opened too late was not closed cleanly");
         }
     }
@@ -93,8 +95,8 @@ impl Opening {
 
     /// The log, while it is open.
     #[must_use]
-    pub fn log(&self) -> Option<&Arc<Log>> {
-        self.log.get().filter(|_| !self.closed.load(Ordering::Acquire))
+    pub fn log(&self) -> Option<Arc<Log>> {
+        self.log.read().clone()
     }
 
     /// Why there is no log yet, in words.
@@ -115,8 +117,11 @@ impl Opening {
     /// As [`Log::close`].
     pub fn close(&self, deadline: Instant) -> Result<()> {
         self.stop_trying();
-        let log = self.log().cloned();
+        let mut open = self.log.write();
         self.closed.store(true, Ordering::Release);
+        // Taken out: files and mappings go with the last user, and the file system can be unmounted.
+        let log = open.take();
+        drop(open);
         log.map_or(Ok(()), |log| log.close(deadline))
     }
 }

@@ -35,7 +35,7 @@ pub(super) struct Core {
 
 impl Core {
     pub(super) fn log(&self) -> Option<Arc<Log>> {
-        self.opening.log().cloned()
+        self.opening.log()
     }
 
     /// How long a lease is asked for.

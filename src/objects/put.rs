@@ -229,6 +229,11 @@ impl Large {
 
     fn published(self, core: &Core, end: Result<Stored, ObjectCause>) {
         match end {
+            // The last parts may have taken the place of the first.
+            Ok(Stored::Written) if presence(&self.log, &self.version.object) != Presence::Whole => {
+                core.removal.clean(vec![self.version.object]);
+                self.give_up(core, Err(ObjectCause::NoSpace));
+            }
             Ok(Stored::Written) => self.answer(end),
             // Another put was quicker, or it failed.
             Ok(Stored::WasThere) | Err(_) => self.give_up(core, end),

@@ -74,7 +74,8 @@ impl RemovalThread {
 
 fn run(opening: &Opening, receive: &Receiver<Message>) {
     while let Ok(message) = receive.recv() {
-        let log = opening.log();
+        let open = opening.log();
+        let log = open.as_ref();
         match message {
             Message::Delete(names) => delete(log, names),
             Message::Clean(keys) => clean(log, &keys),

@@ -52,8 +52,9 @@ pub struct LogOptions {
     /// Most bytes that the chunks of one tenant, which is a cache salt, may take on each drive;
     /// `None` for no limit.
     pub tenant_bytes: Option<u64>,
-    /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at least four
-    /// chunks and at most 1 GiB. Counts when a lane is made.
+    /// Bytes of a segment, rounded up to 64 KiB; `None` for 1/64 of the capacity, at most 1 GiB, at
+    /// least four chunks where eight such segments fit, else at least one. Counts when a lane is
+    /// made.
     pub segment_bytes: Option<u64>,
     /// What goes first when room is needed.
     pub policy: Reclaim,

@@ -17,6 +17,8 @@ const RECORD_PER_BYTES: u64 = 16 << 10;
 const MAX_RECORDS: u64 = 1 << 16;
 const MAX_RING_PAGES: u64 = 8192;
 const MIN_RING_PAGES: u64 = 128;
+/// One is written, one is ready for the next chunk, and one is given up while another is served.
+const LEAST_SEGMENTS: u64 = 4;
 
 /// Sizes of a lane's parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +35,7 @@ impl Sizes {
         let slot = SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens).slot_bytes;
         let wanted = match options.segment_bytes {
             Some(bytes) => bytes.max(slot),
-            None => (capacity_bytes / 64).min(GIB).max(4 * slot),
+            None => (capacity_bytes / 64).min(GIB).max((capacity_bytes / 8).min(4 * slot)).max(slot),
         };
         let segment_bytes = wanted.max(COARSE_BYTES as u64).next_multiple_of(COARSE_BYTES as u64);
         if segment_bytes > MAX_SEGMENT_BYTES {
@@ -42,6 +44,19 @@ impl Sizes {
                 format!("a segment of {segment_bytes} bytes is beyond {MAX_SEGMENT_BYTES}"),
             )
             .advice("lower segment_bytes or chunk_size"));
+        }
+        let least = LEAST_SEGMENTS * segment_bytes;
+        if options.segment_bytes.is_none() && capacity_bytes < least {
+            let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+            return Err(Error::new(
+                ErrorKind::Config,
+                format!(
+                    "capacity: nothing could be stored in {} MiB, a slot takes up to {}",
+                    mib(capacity_bytes),
+                    mib(slot)
+                ),
+            )
+            .advice(format!("use at least {}MiB for each drive", mib(least))));
         }
         let share = capacity_bytes / 64 / PAGE_BYTES as u64;
         let sizes = Self::of(segment_bytes, segment_bytes / slot, share);
@@ -120,9 +135,14 @@ mod tests {
         assert_eq!(of(&options(2, 1, 16, 64 << 30)), 1 << 30);
         assert_eq!(of(&options(2, 1, 16, 4 << 40)), 1 << 30);
         assert_eq!(of(&options(2, 1, 16, 64 << 20)), 1 << 20);
-        let large = options(32, 8, 256, 64 << 20);
-        let slot = SlotLayout::of_chunk(&large.geometry, 256).slot_bytes;
-        assert_eq!(of(&large), 4 * slot, "a segment holds at least four chunks");
+        let large = |capacity: u64| options(32, 8, 256, capacity);
+        let slot = SlotLayout::of_chunk(&large(0).geometry, 256).slot_bytes;
+        assert_eq!(of(&large(4 << 30)), 4 * slot, "a segment holds at least four chunks");
+        assert_eq!(of(&large(16 * slot)), 2 * slot, "but there are eight segments");
+        assert_eq!(of(&large(4 * slot)), slot, "and a segment holds a chunk");
+        let error = Sizes::plan(&large(4 * slot - 1), 4 * slot - 1).unwrap_err();
+        let least = (4 * slot).div_ceil(1 << 20);
+        assert!(error.to_string().contains(&format!("at least {least}MiB")), "{error}");
     }
 
     #[test]
