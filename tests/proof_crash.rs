@@ -167,7 +167,7 @@ fn crashes_at_every_write_lose_nothing_flushed_and_bring_nothing_back() {
     };
     let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
     assert!(get(&all.served) > images, "the images hold next to nothing");
-    assert!(get(&all.hole_evicted) > 0, "no chunk was given up as a hole");
+    assert!(get(&all.hole_evicted) > 0, "no chunk was evicted as a hole");
     assert!(get(&all.kills) > 0 && get(&all.deepest) > 2, "no process was killed, or no image worked on");
 }
 

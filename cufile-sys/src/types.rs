@@ -55,7 +55,7 @@ impl Descr {
     }
 }
 
-/// `cufileRDMAInfo_t`: what a user-space file system is told of the memory.
+/// `cufileRDMAInfo_t`: what a user-space file system needs to know of the memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RdmaInfo {

@@ -47,8 +47,8 @@ fn counts<'py>(py: Python<'py>, stats: &impl Serialize) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// What each of `counters` grew by since `reported`, which holds the present values afterwards; those that
-/// did not are left out.
+/// What each of `counters` grew by since `reported`, which holds the present values afterwards;
+/// those that did not are left out.
 fn growth<'py>(py: Python<'py>, reported: &Mutex<Vec<u64>>, counters: &[(&str, u64)]) -> PyResult<Bound<'py, PyDict>> {
     let (dict, mut reported) = (PyDict::new(py), reported.lock());
     reported.resize(counters.len(), 0);
@@ -313,7 +313,7 @@ impl SchedulerSide {
         })
     }
 
-    /// What became of chunks since the last call, where the option `events` is on: (ordered,
+    /// KV events since the last call, where the option `events` is on: (ordered,
     /// stored, found, missing, evicted), or None where nothing did. A chunk is (req_id, key,
     /// first token, tokens); `stored` are keys of ordered chunks that every worker has
     /// committed, `evicted` keys of known ones that some worker has dropped for room.
@@ -532,7 +532,7 @@ impl WorkerSide {
         self.with(py, |w| Ok(w.failed_requests().into_iter().collect()))
     }
 
-    /// What the scheduler side is told, as bytes; None where there is nothing to say.
+    /// The report for the scheduler side, as bytes; None where nothing has changed.
     fn build_connector_worker_meta<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let Some(meta) = self.with(py, |w| Ok(w.build_connector_worker_meta()))? else { return Ok(None) };
         Ok(Some(PyBytes::new(py, &meta.to_bytes().py()?)))

@@ -1,4 +1,4 @@
-//! Waiting without the GIL: in slices, so that Ctrl-C is heard, and for asyncio through a
+//! Waiting without the GIL: in slices, so that Ctrl-C works, and for asyncio through a
 //! descriptor that an event loop watches.
 //!
 //! A waker is woken by threads of the engine, which never take the GIL: it writes to an eventfd and

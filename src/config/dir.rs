@@ -65,7 +65,8 @@ impl CacheDir {
     /// network file system.
     pub fn open(path: &Path, options: &DirOptions, mounts: &MountTable) -> Result<Self> {
         let writable = options.mode == Mode::Rw;
-        // A read-only mount is told before mkdir fails on it with a message that names no remedy.
+        // A read-only mount is reported before mkdir fails on it with a message that names no
+        // remedy.
         let existing = path.canonicalize().ok();
         let nearest = existing.clone().or_else(|| path.parent()?.canonicalize().ok());
         let mount = nearest.as_deref().and_then(|path| mounts.of(path)).cloned();

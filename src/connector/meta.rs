@@ -102,7 +102,7 @@ pub struct StepMeta {
     pub questions: Vec<Question>,
     /// The ranks that answer them.
     pub asked: Vec<u32>,
-    /// The ranks whose [`WorkerIdentity`] has arrived, so that they need not say it again.
+    /// The ranks whose [`WorkerIdentity`] has arrived; they stop sending it.
     pub acknowledged: Vec<u32>,
     /// The ranks that store nothing, because an earlier one stores the same KV in the same place;
     /// `None` where nothing has changed.
@@ -179,7 +179,7 @@ pub struct WorkerMeta {
     pub evicted: Vec<[u8; 32]>,
     /// Numbers of questions, and the tokens that are stored here of each, since the last report.
     pub answers: Vec<(u64, u64)>,
-    /// Who this is, until the scheduler has heard it.
+    /// Who this is, until the scheduler has acknowledged it.
     pub identity: Option<WorkerIdentity>,
 }
 

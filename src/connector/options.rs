@@ -1,4 +1,5 @@
-//! What both sides of the connector are told once, and the rounding that follows from it. No state.
+//! Options that both sides of the connector get once, and the rounding that follows from it. No
+//! state.
 
 use std::fmt;
 use std::str::FromStr;

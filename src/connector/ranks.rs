@@ -34,7 +34,7 @@ impl CacheShard {
     }
 }
 
-/// A rank, once it has said who it is.
+/// A rank, once its identity is known.
 #[derive(Debug)]
 struct KnownRank {
     identity: WorkerIdentity,
@@ -96,12 +96,12 @@ impl RanksLookup {
             return;
         }
         let geometry = identity.geometry().inspect_err(|e| {
-            tracing::warn!(error = %e, rank = number, "a worker describes KV that cannot be; nothing of it is looked up here");
+            tracing::warn!(error = %e, rank = number, "a worker's identity describes impossible KV; its cache is not looked up here");
         });
         let shard = geometry.as_ref().ok().map(CacheShard::of);
         let is_near = identity.place.is_some() && identity.place == self.settings.cache_identity();
         let is_seen = is_near && geometry.is_ok_and(|geometry| self.sees(geometry));
-        tracing::info!(rank = number, is_seen, "a worker has said which KV it has");
+        tracing::info!(rank = number, is_seen, "a worker's identity is known");
         self.ranks.insert(number, KnownRank { identity: identity.clone(), shard, is_seen });
         let seen: Vec<&CacheShard> =
             self.ranks.values().filter(|r| r.is_seen).filter_map(|r| r.shard.as_ref()).collect();

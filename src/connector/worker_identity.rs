@@ -1,4 +1,4 @@
-//! What a worker says of itself once: which shard of the model it has, and where its cache lies.
+//! A worker's identity, sent once: which shard of the model it has, and where its cache lies.
 //! Plain data.
 //!
 //! The scheduler learns from it what no configuration tells it: the layers of each pipeline stage,
@@ -14,7 +14,7 @@ use crate::engine::Engine;
 use crate::error::Result;
 use crate::geometry::{DType, Geometry, LayerSpec, Shard};
 
-/// A worker's description of itself.
+/// Which KV a worker has, and where its cache lies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerIdentity {
     /// Drawn anew by every start of the worker.

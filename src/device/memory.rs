@@ -18,8 +18,8 @@ use crate::paged::PagedLayout;
 /// Memory that holds paged KV.
 ///
 /// # Safety
-/// `len` bytes from `as_mut_ptr` stay valid for reads and writes, by the means of their [`MemorySpace`],
-/// as long as the value lives, and neither changes.
+/// `len` bytes from `as_mut_ptr` stay valid for reads and writes, by the means of their
+/// [`MemorySpace`], as long as the value lives, and neither changes.
 pub unsafe trait KvMemory: Send + Sync + 'static {
     /// Address of the first byte, in the address space of its place.
     fn as_mut_ptr(&self) -> *mut u8;

@@ -17,7 +17,7 @@ enum DeviceName {
 impl DeviceName {
     fn of(name: &str) -> Result<Self> {
         let bad = || {
-            Error::new(ErrorKind::Config, format!("{name:?} is no device"))
+            Error::new(ErrorKind::Config, format!("{name:?} is not a device"))
                 .advice("use host, cuda, or cuda:N with the number of a GPU")
         };
         let lower = name.trim().to_ascii_lowercase();

@@ -141,8 +141,8 @@ impl Engine {
     /// Opens the cache that `settings` name, for `geometry` on `device`.
     ///
     /// # Errors
-    /// Settings that are wrong or contradict each other, staging that cannot be had, and, with
-    /// `on_open_failure: fail`, what keeps the cache from being opened. Otherwise such a cache
+    /// Settings that are wrong or contradict each other, staging that cannot be allocated, and,
+    /// with `on_open_failure: fail`, what keeps the cache from being opened. Otherwise such a cache
     /// is disabled: see [`Engine::is_up`].
     pub fn open(settings: &Settings, geometry: Geometry, device: Arc<dyn Device>) -> Result<Self> {
         Self::open_with(EngineOptions::new(settings, geometry, device))
@@ -253,7 +253,7 @@ impl Drop for Engine {
         }
         self.inner.pipeline.close(Instant::now());
         if let Err(e) = self.close(Instant::now() + DROP_PATIENCE) {
-            tracing::warn!(error = %e, "the cache was not closed in order");
+            tracing::warn!(error = %e, "the cache was not closed cleanly");
         }
     }
 }

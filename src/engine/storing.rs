@@ -81,7 +81,7 @@ impl EngineInner {
     }
 
     /// Decides what is written, and tells the policy what the prompt brings: in the order of the
-    /// calls, so that ranks that are told the same decide the same.
+    /// calls, so that ranks with the same inputs decide the same.
     fn choose(&self, request: &StoreRequest) -> Chosen {
         let mut wanted = self.chunks_to_store(request, self.wanted(request));
         let Some(log) = self.log() else {

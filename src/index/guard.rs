@@ -1,4 +1,4 @@
-//! What keeps a process alive when a page of shared memory cannot be had any more.
+//! What keeps a process alive when a page of shared memory can no longer be read.
 //!
 //! The shared files lie on the cache's file system. XFS raises `SIGBUS` at a store into a page it
 //! has written out once it has shut itself down, as it does when its drive dies, and every file
@@ -133,8 +133,9 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
     unsafe { *libc::__errno_location() = errno };
     // SAFETY: asks for a number.
     if ours || code == libc::SI_TKILL && sender == unsafe { libc::getpid() } {
-        // A handler that was installed later, such as Python's faulthandler, has told of a fault, put this
-        // one back, and raised the signal for it. The fault itself comes again when we return.
+        // A handler that was installed later, such as Python's faulthandler, has reported a fault,
+        // put this one back, and raised the signal for it. The fault itself comes again when we
+        // return.
         return;
     }
     pass_on(signal, info, context);

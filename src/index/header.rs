@@ -55,7 +55,7 @@ impl BootId {
     }
 }
 
-/// A process, told apart from later ones with the same number, and from those of other PID
+/// A process, distinguished from later ones with the same number, and from those of other PID
 /// namespaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Holder {

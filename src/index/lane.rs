@@ -341,7 +341,8 @@ impl SharedLane {
         self.add_word(W_ERASED);
     }
 
-    /// A number for [`mark_erasures_durable`](Self::mark_erasures_durable), to be read before the flush.
+    /// A number for [`mark_erasures_durable`](Self::mark_erasures_durable), to be read before the
+    /// flush.
     #[must_use]
     pub fn erasures(&self) -> u64 {
         self.inner.map.load_acquire(W_ERASED)

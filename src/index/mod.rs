@@ -6,8 +6,8 @@
 //! * **`table.shm`**, one per lane ([`Table`]): the entries. The lane's one writer inserts and
 //!   removes, everybody reads. Growing makes a new file that replaces the old one; the old one is
 //!   marked `moved`, and readers attach anew.
-//! * **`lane.shm`**, one per lane ([`SharedLane`]): segment states, leases, touch ring. It is apart from
-//!   the table because it must outlive it: a lease taken before the table grew, or before the
+//! * **`lane.shm`**, one per lane ([`SharedLane`]): segment states, leases, touch ring. It is apart
+//!   from the table because it must outlive it: a lease taken before the table grew, or before the
 //!   writer died and another adopted the lane, still holds.
 //! * **`shard.shm`**, one per shard ([`SharedShard`]): sequence counter, lane generation, floors.
 //!
@@ -33,7 +33,7 @@
 //! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::Lane::lease) for the
 //!   argument.
 //!
-//! * A file whose pages cannot be had any more (the file system has shut itself down, the drive
+//! * A file whose pages can no longer be read (the file system has shut itself down, the drive
 //!   died, the file was cut) becomes memory of this process only, and says so ([`Table::is_lost`],
 //!   [`SharedLane::is_lost`], [`SharedShard::is_lost`]): `guard.rs`.
 //!

@@ -34,9 +34,9 @@ pub enum MemorySpace {
 ///
 /// # Safety
 /// For as long as the value lives, `as_mut_ptr()..+len()` must be one valid, initialised allocation
-/// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else reads or writes,
-/// and `as_mut_ptr`, `len`, `place` and `region` must keep returning the same values. Dropping the
-/// value is what ends its use of the memory.
+/// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else reads or
+/// writes, and `as_mut_ptr`, `len`, `place` and `region` must keep returning the same values.
+/// Dropping the value is what ends its use of the memory.
 pub unsafe trait IoBuf: Send + 'static {
     /// First byte of the memory.
     fn as_mut_ptr(&self) -> *mut u8;
@@ -184,7 +184,7 @@ impl AlignedBuf {
     /// memory.
     pub fn zeroed(len: usize) -> Result<Self> {
         let layout = Self::layout(len).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidInput, format!("{len} bytes is no length for an aligned buffer"))
+            Error::new(ErrorKind::InvalidInput, format!("{len} bytes is not a valid length for an aligned buffer"))
         })?;
         // SAFETY: the layout's size is not zero.
         let ptr = unsafe { alloc_zeroed(layout) };

@@ -2,7 +2,7 @@
 //! all backends.
 //!
 //! A backend is a [`Behind`]: it says what its lock guards, takes what passed the door, and ends
-//! when it was told to close. Invariants: a request is counted in flight before the backend has it,
+//! when `close` was called. Invariants: a request is counted in flight before the backend has it,
 //! and only where it is taken; after the close began none is taken; a forked child gets an error
 //! and touches neither the lock nor a thread.
 
@@ -36,12 +36,12 @@ impl Closing {
         self.begun
     }
 
-    /// When those who still wait are to be told; the earliest of several closes counts.
+    /// When those who still wait are turned away; the earliest of several closes counts.
     pub(super) fn abandon_at(&self) -> Option<Instant> {
         self.abandon_at
     }
 
-    /// Whether those who still wait are to be told now.
+    /// Whether those who still wait are turned away now.
     pub(super) fn abandons(&self, now: Instant) -> bool {
         self.abandon_at.is_some_and(|t| t <= now)
     }

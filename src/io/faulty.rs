@@ -36,7 +36,7 @@ pub enum Fault {
     Ignore,
     /// It is not taken: `Busy`.
     Busy,
-    /// It ends as it ends, but its caller is told so much later.
+    /// It ends as it ends, but its completion is delayed by so much.
     Delay(Duration),
 }
 

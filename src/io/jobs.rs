@@ -3,8 +3,8 @@
 //! flush.
 //!
 //! Invariants: a job's buffer leaves the table only when none of its blocks is outstanding; its
-//! caller is told once; a flush is issued only when no earlier write to its file is outstanding. No
-//! I/O, no lock, no clock of its own: backends call in.
+//! caller gets one completion; a flush is issued only when no earlier write to its file is
+//! outstanding. No I/O, no lock, no clock of its own: backends call in.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};

@@ -78,7 +78,7 @@ pub trait Queue: Send + Sync {
     fn stats(&self) -> &Arc<IoStats>;
 
     /// Takes no more requests and waits until every one in flight has ended. At `deadline` callers
-    /// still waiting are told `Closed`; what the kernel still holds stays allocated until it
+    /// still waiting get `Closed`; what the kernel still holds stays allocated until it
     /// lets go. Not to be called from a `done`.
     ///
     /// # Errors

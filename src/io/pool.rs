@@ -357,7 +357,7 @@ impl PoolShared {
             }
         };
         if let Err(e) = self.spawn("fb-spare", serve) {
-            tracing::warn!(error = %e, "hung reads stay where they are");
+            tracing::warn!(error = %e, "hung reads keep their buffers");
         }
     }
 

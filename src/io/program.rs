@@ -47,7 +47,7 @@ pub fn set_program(program: Program) {
     let _ = SAID.set(program);
 }
 
-/// What [`set_program`] was told.
+/// What [`set_program`] was given.
 pub(super) fn said() -> Option<&'static Program> {
     SAID.get()
 }

@@ -1,4 +1,4 @@
-//! One transfer between memory and a file: what is asked, and how its end is told.
+//! One transfer between memory and a file: the request and its completion.
 //!
 //! Invariant: a request that a queue accepted is answered exactly once, also when a backend fails:
 //! a [`Caller`] that is dropped unanswered answers `Internal`.
@@ -54,7 +54,7 @@ pub struct Request {
     pub buf_offset: usize,
     /// Bytes to move; 0 for a flush only.
     pub len: usize,
-    /// After this long the caller is told `TimedOut`, whatever the drive does.
+    /// After this long the caller gets `TimedOut`, whatever the drive does.
     pub timeout: Duration,
     /// Called exactly once if the request is accepted.
     pub done: Done,

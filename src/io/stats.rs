@@ -1,7 +1,7 @@
 //! Counters of one queue, for metrics to read.
 //!
 //! Invariant: a request that was accepted is counted in flight until its I/O has really ended, also
-//! when its caller was already told of a time-out.
+//! when its caller already has a time-out.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub struct IoStats {
 pub struct IoCounts {
     /// Requests accepted whose I/O has not ended.
     pub in_flight: usize,
-    /// Of these, requests whose caller was told of a time-out while their buffer waits for the I/O
+    /// Of these, requests whose caller has a time-out while their buffer waits for the I/O
     /// to end.
     pub quarantined: usize,
     /// Requests accepted.

@@ -75,7 +75,7 @@ impl ReadGauge {
                 blend(&self.beside, baseline, FADE_SHIFT);
             }
             (false, false) => _ = blend(&self.beside, sample, WEIGHT_SHIFT),
-            // Writes came or went meanwhile: it tells of neither.
+            // Writes came or went meanwhile: the sample means nothing.
             _ => {}
         }
     }

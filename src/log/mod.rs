@@ -10,7 +10,7 @@
 //! whole is a floor; two lanes may hold the same key.
 //!
 //! The rooms, each of which knows only those before it: `base` (options, names, counters), `lane`
-//! (files and state of one lane), `journal`, `policy` (what the eviction policy is told),
+//! (files and state of one lane), `journal`, `policy` (events for the eviction policy),
 //! `recovery`, `drive` (lanes of one drive, floors, quotas), `write`, `read`, `reclaim` (and the
 //! maintenance thread); above them this file, `turn`, `opening`, `settings`, `fsck`, `purge`.
 //!
@@ -184,7 +184,7 @@ impl Log {
         reclaim::at_rest(self, deadline)
     }
 
-    /// Gives everything up as a crash would, but for what the kernel has already been told to
+    /// Gives everything up as a crash would, but for what the kernel has already been asked to
     /// write: for tests.
     #[doc(hidden)]
     pub fn abandon(&self) {
@@ -321,7 +321,7 @@ impl Log {
 impl Drop for Log {
     fn drop(&mut self) {
         if let Err(e) = self.close(Instant::now() + self.ctx.options.io_timeout) {
-            tracing::warn!(error = %e, "the cache was not closed well");
+            tracing::warn!(error = %e, "the cache was not closed cleanly");
         }
     }
 }

@@ -57,7 +57,7 @@ impl Opening {
                 }
                 match open() {
                     Ok(log) => {
-                        tracing::info!("the cache has been opened at last");
+                        tracing::info!("the cache is open now");
                         return opening.opened(log);
                     }
                     Err(e) => opening.failed(e),
@@ -75,7 +75,7 @@ impl Opening {
         if self.closed.load(Ordering::Acquire)
             && let Err(e) = log.close(Instant::now())
         {
-            tracing::warn!(error = %e, "a cache that was opened too late was not closed well");
+            tracing::warn!(error = %e, "a cache that was opened too late was not closed cleanly");
         }
     }
 
@@ -84,7 +84,7 @@ impl Opening {
         *self.why_disabled.lock() = Some(error);
     }
 
-    /// Waits for `time`; whether it was told to stop.
+    /// Waits for `time`; whether it was asked to stop.
     fn wait(&self, time: Duration) -> bool {
         let mut stopped = self.stopped.lock();
         let _ = self.changed.wait_while_for(&mut stopped, |stopped| !*stopped, time);
@@ -121,7 +121,7 @@ impl Opening {
     }
 }
 
-/// A wrong call is told, a broken cache is lived with.
+/// A wrong call is an error; a broken cache is not.
 fn is_callers_fault(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Internal)
 }

@@ -15,8 +15,8 @@ use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
 
-/// What has been told of cache directories: a process may open one many times, and what lies below
-/// it stays as it is.
+/// Warnings that were logged of cache directories: a process may open one many times, and what lies
+/// below it stays as it is.
 static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// Logs a warning, which names its directory, once in a process.

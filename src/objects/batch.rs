@@ -1,6 +1,6 @@
 //! One submitted batch: its keys' results as they come, and how it ends.
 //!
-//! Invariant: every key gets exactly one result, and the batch is told once, when the last has
+//! Invariant: every key gets exactly one result, and the batch completes once, when the last has
 //! come; a [`Ticket`] that is dropped unused counts as an internal error.
 
 use std::sync::Arc;

@@ -91,8 +91,8 @@ impl ObjectStore {
     /// (serialisation, layout, model) belongs in it.
     ///
     /// # Errors
-    /// Settings that are wrong, staging that cannot be had, and, with `on_open_failure: fail`, what
-    /// keeps the cache from being opened. Otherwise such a store is disabled (see
+    /// Settings that are wrong, staging that cannot be allocated, and, with `on_open_failure:
+    /// fail`, what keeps the cache from being opened. Otherwise such a store is disabled (see
     /// [`is_up`](Self::is_up)), and opening is tried again.
     pub fn open(settings: &Settings, namespace: &str) -> Result<Self> {
         Self::open_with(ObjectOptions::new(settings, namespace))
@@ -322,7 +322,7 @@ impl Drop for ObjectStore {
             batch.give_up(ObjectCause::Closed);
         }
         if let Err(e) = self.close(Instant::now() + DROP_PATIENCE) {
-            tracing::warn!(error = %e, "the object store was not closed in order");
+            tracing::warn!(error = %e, "the object store was not closed cleanly");
         }
     }
 }

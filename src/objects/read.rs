@@ -1,7 +1,7 @@
 //! Reading slots: in pieces through staging, each checked and copied by a worker.
 //!
 //! Invariants: nothing is called read before the slot's header matched the index, its name the key
-//! asked for, and the CRC over all of its bytes the header. A slot's end is told after its last
+//! asked for, and the CRC over all of its bytes the header. A slot's end is reported after its last
 //! piece has ended, so that nothing of it is written later.
 
 use std::sync::Arc;
@@ -19,8 +19,8 @@ use crate::log::{Bad, Chunk, Log};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
-/// Why an object could not be read of its slot, for the caller; the log is told of a slot that is
-/// bad.
+/// Why an object could not be read of its slot, for the caller; a slot is reported to the log that
+/// is bad.
 fn judge(log: &Log, chunk: &Chunk, cause: ObjectCause) -> ObjectCause {
     let why = match cause {
         ObjectCause::Corrupt => Bad::Corrupt,

@@ -93,7 +93,7 @@ fn run(opening: &Opening, receive: &Receiver<Message>) {
 
 fn clean(log: Option<&Arc<Log>>, keys: &[ChunkKey]) {
     if let Some(Err(e)) = log.map(|log| log.remove(keys)) {
-        tracing::debug!(error = %e, "parts of no object are left until their segment is reclaimed");
+        tracing::debug!(error = %e, "parts of an unfinished object stay until their segment is reclaimed");
     }
 }
 

@@ -1,7 +1,7 @@
 //! Writing slots: in pieces through staging, each copied and summed by a worker, then committed.
 //!
 //! Invariants: a slot is committed only after each of its pieces was copied inside the gate and
-//! written in full. A slot's end is told after its last piece has ended, so that nothing of the
+//! written in full. A slot's end is reported after its last piece has ended, so that nothing of the
 //! caller's memory is read later. A place in the log is taken only when staging for the first piece
 //! is at hand: a place that waits keeps its segment from being sealed.
 
@@ -100,7 +100,7 @@ struct Writing {
 }
 
 impl SlotWrite {
-    /// Queues it; `done` is told what has become of it.
+    /// Queues it; `done` is called with the result.
     pub(super) fn start(self, core: &Arc<Core>, done: Done<Stored>) {
         let own = Arc::clone(core);
         let first: Staged = Box::new(move |buf| match buf {
@@ -196,7 +196,7 @@ impl Writing {
     }
 }
 
-/// Writes the header and publishes; `done` is told on an I/O thread.
+/// Writes the header and publishes; `done` is called on an I/O thread.
 fn commit(core: &Arc<Core>, slot: &SlotWriter, crc: u32, done: Done<Stored>) {
     let core = Arc::clone(core);
     let told = move |result: crate::error::Result<()>| {

@@ -157,7 +157,7 @@ fn check(place: &MemorySpace, context: &Context) -> Result<Outcome> {
                 let place = d["file"].as_str().map_or_else(String::new, |file| format!("{file} at {}: ", d["offset"]));
                 out::print(&format!("  damaged: {place}{what}\n"))?;
             }
-            // That of another version is in what was told.
+            // That of another version is in the error.
             if let Some(remedy) = r["remedy"].as_str().filter(|help| Some(*help) != r["damage"][0]["what"].as_str()) {
                 out::print(&format!("  remedy: {remedy}\n"))?;
             }

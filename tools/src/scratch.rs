@@ -1,4 +1,4 @@
-//! A temporary directory for a cache, removed without stalling on a drive that is told of every
+//! A temporary directory for a cache, removed without stalling on a drive that discards every
 //! freed extent.
 
 use std::path::Path;

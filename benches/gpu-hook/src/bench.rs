@@ -100,7 +100,7 @@ impl Bench {
     /// A bench of `chunks` chunks of `model` on `device`.
     ///
     /// # Errors
-    /// An unknown model or device, and memory that cannot be had.
+    /// An unknown model or device, and memory that cannot be allocated.
     pub fn open(device: &str, model: &str, chunks: usize, kernels: Kernels) -> Result<Self> {
         let device = kernels.open(device)?;
         let geometry = Geometry::preset(model)?;

@@ -62,7 +62,7 @@ def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> None:
         )
     if len(kv.block_tokens) > 1:
         raise Unsupported(
-            "use_layerwise with several KV cache groups: vLLM cannot be told of a failed load; start with "
+            "use_layerwise with several KV cache groups: a failed load cannot be reported to vLLM; start with "
             "--disable-hybrid-kv-cache-manager, or leave use_layerwise off"
         )
     if any(window is not None for window in kv.windows):

@@ -120,14 +120,14 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept for now, and what a producer's client is told."""
+        """Whether the blocks must be kept for now, and what is handed to a producer's client."""
         assert self._scheduler is not None
         return self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept for now, and what a producer's client is told."""
+        """Whether the blocks must be kept for now, and what is handed to a producer's client."""
         assert self._scheduler is not None
         return self._scheduler.request_finished(request)
 
@@ -195,12 +195,12 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_sending=sending, finished_recving=recving, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Layer by layer only; otherwise failures are told by request."""
+        """Layer by layer only; otherwise failures are reported by request."""
         assert self._worker is not None
         return self._worker.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """What the scheduler is told."""
+        """The report for the scheduler."""
         assert self._worker is not None
         return self._worker.build_connector_worker_meta()
 

@@ -1,4 +1,4 @@
-"""KV events: what other programs (routers) are told of the blocks that Forebay can serve, in vLLM's words and block hashes.
+"""KV events: which blocks Forebay can serve, for other programs (routers), as vLLM's events with its block hashes.
 
 A chunk is announced when every worker has committed it, or when a lookup finds it stored by an earlier run or another process.
 It is taken back when a worker of this server has evicted it, or when a lookup misses it: other processes on the same drives evict too,
@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Stored:
-    """What is told of a chunk in one group, kept small until the chunk is committed."""
+    """The event of a chunk in one group, kept small until the chunk is committed."""
 
     group: Group
     hashes: list[Any]
@@ -77,7 +77,7 @@ class Stored:
 
 
 class Announcer:
-    """Turns what became of chunks into events, until vLLM takes them."""
+    """Turns the state machine's events into vLLM's, until vLLM takes them."""
 
     def __init__(self, kv_cache_config: KVCacheConfig, block_tokens: tuple[int, ...]) -> None:
         """For KV cache groups with blocks of so many tokens. Nothing is announced before `bind`."""
@@ -104,7 +104,7 @@ class Announcer:
         requests: dict[str, Request],
         chunk_events: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[bytes]],
     ) -> None:
-        """Takes what the state machine tells of chunks; hashes of requests that are gone by then are not known any more."""
+        """Turns the state machine's events into vLLM's; hashes of requests that have ended are no longer known."""
         ordered, stored, found, missing, evicted = chunk_events
         for req_id, key, start, tokens in ordered:
             if (request := requests.get(req_id)) is not None:

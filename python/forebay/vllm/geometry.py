@@ -191,7 +191,7 @@ def fitted(kv: Shape, settings: Settings) -> Settings:
 
 
 def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str, Any]:
-    """What both state machines are told alike."""
+    """Options that both state machines share."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     return {

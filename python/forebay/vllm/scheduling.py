@@ -135,7 +135,7 @@ class SchedulerHalf:
         # An aborted load: vLLM itself keeps these blocks until it is reported over, and would free them twice.
         of_vllm = self._side.is_loading(req_id)
         keep = self._side.request_finished(req_id, request.num_output_tokens) and not of_vllm
-        # What is stored from now on is told of by the request's hashes.
+        # Later events of this request need its hashes, which go now.
         self._publish()
         del self._requests[req_id]
         if keep:

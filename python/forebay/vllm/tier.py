@@ -3,7 +3,7 @@
 vLLM copies blocks to its CPU tier and hands each of them on to here; a block that has left the CPU tier is brought back there
 first. One object holds one block of the CPU tier, of all ranks, under vLLM's block hash and group.
 
-A block that cannot be read, or fails its check, is a failed key of its load; vLLM then asks again, is told that it is a miss,
+A block that cannot be read, or fails its check, is a failed key of its load; vLLM then asks again, gets a miss,
 and computes it.
 """
 
@@ -133,7 +133,7 @@ class ForebayTier(SecondaryTierManager):
         """Waits until nothing touches the CPU tier any more.
 
         vLLM calls it only from `reset_cache`, before a sleep or new weights, and does not say which. New weights make every
-        stored block wrong, so the tier rests from here on unless it was told that they never change.
+        stored block wrong, so the tier rests from here on unless the settings say that they never change.
         """
         self._transfers.drain()
         if not self._keep_after_reset and not self._transfers.rests:

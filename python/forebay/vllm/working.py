@@ -108,7 +108,7 @@ class WorkerHalf:
         return set(self._side.get_block_ids_with_load_errors())
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """What the scheduler is told."""
+        """The report for the scheduler."""
         part = None if self._side is None else self._side.build_connector_worker_meta()
         return WorkerMetadata([part]) if part else None
 

@@ -83,7 +83,7 @@ pub struct MountPoint {
     pub device: String,
     /// The mount or its file system is read-only.
     pub read_only: bool,
-    /// Space that files give back is told to the drive at once, before the file system goes on.
+    /// Freed space is discarded on the drive at once, before the file system goes on.
     pub discards: bool,
 }
 

@@ -13,7 +13,7 @@ pub(super) struct HeldRequests {
     /// Blocks of each.
     requests: HashMap<String, usize>,
     blocks: usize,
-    /// Those that the workers were not told of yet.
+    /// Those not yet sent to the workers.
     unsent: Vec<String>,
     /// Those among them that do not wait for gathers.
     give_up: Vec<String>,
@@ -40,7 +40,7 @@ impl HeldRequests {
         self.blocks
     }
 
-    /// Those that the workers are told of with the next step, and those among them that are given
+    /// Those that go to the workers with the next step, and those among them that are given
     /// up.
     pub(super) fn take_unsent(&mut self) -> (Vec<String>, Vec<String>) {
         (std::mem::take(&mut self.unsent), std::mem::take(&mut self.give_up))

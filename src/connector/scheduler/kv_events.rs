@@ -1,4 +1,4 @@
-//! What became of chunks, for a server that tells others which KV it can serve: stores that were
+//! KV events, for a server that tells others which KV it can serve: stores that were
 //! ordered, those that every worker has committed, and what lookups found or missed.
 //!
 //! Invariants: nothing is kept where [`ConnectorOptions::events`] is off; what is kept is bounded.
@@ -31,14 +31,14 @@ pub struct RequestChunk {
     pub tokens: usize,
 }
 
-/// What became of chunks since the last call of [`super::Scheduler::take_events`].
+/// KV events since the last call of [`super::Scheduler::take_events`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KvEvents {
     /// Chunks whose store was ordered.
     pub ordered: Vec<RequestChunk>,
     /// Keys of ordered chunks that every worker has committed.
     pub stored: Vec<[u8; 32]>,
-    /// Chunks that a lookup found, of which nobody was told before.
+    /// Chunks that a lookup found, that no event has named before.
     pub found: Vec<RequestChunk>,
     /// Chunks that were stored or found before, and that a lookup misses.
     pub missing: Vec<RequestChunk>,
@@ -75,7 +75,7 @@ impl<K: Copy + Eq + Hash, V> Bounded<K, V> {
     }
 }
 
-/// What was told of chunks, and what is still to be told.
+/// Events that were given out, and those still to be given out.
 #[derive(Debug)]
 pub(super) struct EventLog {
     is_on: bool,

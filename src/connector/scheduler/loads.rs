@@ -48,8 +48,8 @@ impl LoadRate {
 
 impl Scheduler {
     /// How much can be loaded for a request of which the server has `num_computed` tokens. May be
-    /// asked again and again; an answer that is not followed by [`Scheduler::update_state_after_alloc`] holds
-    /// nothing.
+    /// asked again and again; an answer that is not followed by
+    /// [`Scheduler::update_state_after_alloc`] holds nothing.
     pub fn get_num_new_matched_tokens(&mut self, req_id: &str, num_computed: usize) -> Matched {
         self.stats.queries += 1;
         let asynchronous = !self.options.layerwise;

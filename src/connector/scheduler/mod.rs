@@ -231,7 +231,7 @@ pub struct Scheduler {
     ordered: Vec<String>,
     /// Stores of requests that have ended, which go out with the next step.
     due: Vec<SaveOrder>,
-    /// Workers that have said who they are since the last step.
+    /// Workers whose identity has arrived since the last step.
     acknowledged: Vec<u32>,
     /// Chunks being loaded, and when nobody waits for them any more.
     loading: HashMap<ChunkKey, Instant>,
@@ -290,7 +290,7 @@ impl Scheduler {
     }
 
     /// Tokens from a request's start that are stored or were ordered to be, or will be at its end;
-    /// what another server is told in [`AddRequest::transferred`].
+    /// what another server gets in [`AddRequest::transferred`].
     #[must_use]
     pub fn transferred(&self, req_id: &str) -> usize {
         self.requests.get(req_id).and_then(Tracker::reached).unwrap_or(0)
@@ -308,7 +308,7 @@ impl Scheduler {
         true
     }
 
-    /// What became of chunks since the last call; nothing where [`ConnectorOptions::events`] is
+    /// KV events since the last call; none where [`ConnectorOptions::events`] is
     /// off.
     #[must_use]
     pub fn take_events(&mut self) -> KvEvents {
@@ -336,10 +336,10 @@ impl Scheduler {
         self.held = finish::HeldRequests::new(self.options.workers);
     }
 
-    /// Whether a request that has run before must be told of in a step: `num_computed` as in
+    /// Whether a request that has run before must be listed in a step: `num_computed` as in
     /// [`CachedRequest`], `most_scheduled` the most tokens that the step computes of any
     /// request. Most requests of most steps fill no chunk, and what is looked at of each
-    /// is what a step costs. Requests with new blocks must always be told of.
+    /// is what a step costs. Requests with new blocks must always be listed.
     #[must_use]
     pub fn looks_at(&self, num_computed: usize, most_scheduled: usize) -> bool {
         let chunk = self.options.chunk_tokens.max(1) as usize;

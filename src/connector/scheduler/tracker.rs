@@ -13,11 +13,11 @@ use crate::key::Extra;
 pub(super) enum RequestLoad {
     /// Nothing is under way.
     Idle,
-    /// The server was told that so many tokens beyond `computed` can be loaded.
+    /// The server has the answer that so many tokens beyond `computed` can be loaded.
     Answered { computed: usize, tokens: usize },
     /// The server gave blocks; the next step carries the load.
     Ordered { computed: usize, stop: usize },
-    /// The workers were told.
+    /// The load was sent to the workers.
     InFlight { computed: usize, stop: usize },
 }
 

@@ -1,4 +1,4 @@
-//! What is told of chunks.
+//! KV events of chunks.
 
 use super::*;
 
@@ -94,7 +94,7 @@ fn what_a_worker_has_evicted_is_taken_back_once_if_it_was_told() {
     let report = gone(&[found[1].key, [9; 32]]);
     s.s.update_connector_output(&StepOutput { workers: vec![report.clone(), report], ..StepOutput::default() });
     assert_eq!(s.s.take_events(), KvEvents { evicted: vec![found[1].key], ..KvEvents::default() });
-    // Found again, it is told again.
+    // Found again, it gets another event.
     s.on_new_request("b", 100);
     s.get_num_new_matched_tokens("b", 0);
     assert_eq!(keys(&s.s.take_events().found), [found[1].key]);

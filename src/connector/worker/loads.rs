@@ -129,7 +129,7 @@ impl Worker {
         self.failed_requests.insert(order.req_id.clone());
         self.report.failed.push(order.req_id.clone());
         if order.asynchronous && self.options.layerwise {
-            // A server that is told of blocks would take them for blocks of this step.
+            // A server would take reported blocks for blocks of this step.
             return;
         }
         for ((group, tokens), span) in self.options.block_tokens.iter().enumerate().zip(&order.spans) {

@@ -1,9 +1,9 @@
 //! The worker's side: it starts the loads and stores that the scheduler's side ordered, over one
 //! engine and one paged KV cache, and says when they are over.
 //!
-//! Invariants: no call waits for a drive, but for [`Worker::wait_for_layer_load`], which is there to wait,
-//! and [`Worker::shutdown`]. Blocks are read only while a request is known and not reported as sent;
-//! nothing computed in a step whose load failed is stored.
+//! Invariants: no call waits for a drive, but for [`Worker::wait_for_layer_load`], which is there
+//! to wait, and [`Worker::shutdown`]. Blocks are read only while a request is known and not
+//! reported as sent; nothing computed in a step whose load failed is stored.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -117,7 +117,7 @@ pub struct Worker {
     failed_blocks: HashSet<u32>,
     failed_requests: HashSet<String>,
     step: u64,
-    /// What the scheduler has not heard yet.
+    /// What the scheduler has not acknowledged yet.
     identity: Option<WorkerIdentity>,
     /// Another worker stores the same KV.
     is_silent: bool,
@@ -154,8 +154,8 @@ impl Worker {
     }
 
     /// Gives blocks back that this step may overwrite: when it returns, no gather of the preempted
-    /// requests reads them any more. To be called before the step runs; [`Worker::start_load_kv`] does
-    /// it too.
+    /// requests reads them any more. To be called before the step runs; [`Worker::start_load_kv`]
+    /// does it too.
     pub fn handle_preemptions(&mut self, meta: &StepMeta) {
         self.give_up(&meta.preempted);
     }

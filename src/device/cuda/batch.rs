@@ -1,8 +1,9 @@
 //! Jobs of many chunks and layers as one launch: checked, described for the kernels, and their tile
 //! CRCs put together.
 //!
-//! A batch is built by [`LaunchBatch::push`], laid out at its device address by [`LaunchBatch::encode`]
-//! (planes, then slot tables), and launched as `forebay_scatter*` or `forebay_gather*` over
+//! A batch is built by [`LaunchBatch::push`], laid out at its device address by
+//! [`LaunchBatch::encode`] (planes, then slot tables), and launched as `forebay_scatter*` or
+//! `forebay_gather*` over
 //! [`LaunchBatch::num_planes`] and [`LaunchBatch::num_tiles`]. All jobs of a batch go the same way.
 //!
 //! Invariants: a job that is refused leaves the batch as it was; every address in a plane was

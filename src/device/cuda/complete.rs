@@ -1,8 +1,8 @@
 //! From a launch that is over to its jobs' ends.
 //!
 //! Nothing of a launch is touched before its stream has passed it: then its checksums are read, its
-//! slot goes back, and only then are the checksums put together, the gates left, and the jobs told:
-//! the next launch does not wait for the host's arithmetic.
+//! slot goes back, and only then are the checksums put together, the gates left, and the jobs
+//! completed: the next launch does not wait for the host's arithmetic.
 #![expect(unsafe_code, reason = "reads checksums that the GPU has written")]
 
 use std::sync::Arc;

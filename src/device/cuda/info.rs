@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute_enum as Attribute};
 use super::driver::{CudaResult, check, init};
 use crate::error::Result;
 
-/// Where the system tells of PCI devices.
+/// Where the system lists PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 /// Lines of a `resource` file that are the device's own windows; behind them come its ROM and those
 /// of its virtual functions.

@@ -102,7 +102,7 @@ impl CopyJob {
     /// Ends the job; must be called outside locks and guards.
     pub(super) fn finish(self, outcome: JobOutcome) {
         let Self { kv, staging, parts, gate, after, launched, done, .. } = self;
-        // Whoever hears of the end may expect that nothing of it is still held.
+        // Whoever is notified of the end may expect that nothing of it is still held.
         drop((kv, parts, gate, after, launched));
         let JobOutcome { crcs, skipped, skipped_blocks, error } = outcome;
         contained(|| match done {

@@ -39,7 +39,7 @@ impl Executor {
         }
     }
 
-    /// Enters the gates and describes the jobs; those that end here are told.
+    /// Enters the gates and describes the jobs; those that end here are completed.
     fn describe_jobs(&self, way: KvDirection, jobs: Vec<CopyJob>) -> (LaunchBatch, Vec<LaunchEntry>) {
         let mut inside = Vec::with_capacity(jobs.len());
         for job in jobs {
@@ -111,13 +111,13 @@ impl Executor {
         }
         for entry in entries.iter().filter(|r| r.job.zeros) {
             let (address, len) = staging_of(&entry.job);
-            // SAFETY: staging in device memory, which the job owns and the launch holds until the stream has
-            // passed all of this.
+            // SAFETY: staging in device memory, which the job owns and the launch holds until the
+            // stream has passed all of this.
             unsafe { stream.fill(address, 0, len)? };
         }
         let size = (batch.blob_bytes(), batch.num_tiles() as usize);
-        // SAFETY: the slot was free, and the launch keeps it until the completing thread has seen the stream pass what
-        // is submitted here.
+        // SAFETY: the slot was free, and the launch keeps it until the completing thread has seen
+        // the stream pass what is submitted here.
         unsafe { slot.upload(stream, size, |address| batch.encode(address))? };
         let kernel = match way {
             KvDirection::IntoKv => Kernel::Scatter,

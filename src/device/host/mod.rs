@@ -235,7 +235,7 @@ fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<C
     }
     let (CopyOutcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&job));
     let ScatterJob { kv, staging, parts, gate, done, .. } = job;
-    // Whoever hears of the end may expect that nothing of it is still held.
+    // Whoever is notified of the end may expect that nothing of it is still held.
     drop((kv, parts, gate));
     call(|| done(Scattered { staging, crcs, skipped, skipped_blocks, error }));
 }

@@ -9,7 +9,7 @@
 //! far as that is known, how much was generated where that is known, and whether it fills a chunk.
 //!
 //! Invariants: the state is a function of the calls, in their order: no clock, no I/O, no
-//! randomness, no order of a hash table, so that ranks that are told the same decide the same. What
+//! randomness, no order of a hash table, so that ranks with the same inputs decide the same. What
 //! follows a refused chunk is refused: nothing could find it. Memory is bounded by two generations
 //! of names. Names are lost with the process.
 
@@ -24,11 +24,12 @@ const NAMES: u64 = 4;
 const NAME_BOUNDS: (u64, u64) = (4096, 1 << 19);
 /// Bytes that a name takes, about: the entry and its share of a hash table that is half full.
 pub const NAME_BYTES: u64 = 80;
-/// New ends of a chain that are told apart; more count as so many.
+/// New ends of a chain that are distinguished; more count as so many.
 const ENDS: usize = 3;
-/// Lengths of a new end that are told apart, one for each doubling; longer ones count as the last.
+/// Lengths of a new end that are distinguished, one for each doubling; longer ones count as the
+/// last.
 const LENGTHS: usize = 10;
-/// From so many generated tokens on answers are told apart.
+/// From so many generated tokens on answers are distinguished.
 const ANSWERS: [u32; 3] = [10, 60, 300];
 /// Rows of kinds for each number of new ends: the answer is not known, or one of those.
 const ROWS: usize = ANSWERS.len() + 2;
@@ -42,7 +43,7 @@ const PRIOR_CHUNKS: f64 = 50.0;
 const MOST_RETURNING: f64 = 0.5;
 /// Share of the chunks that return within the drive's reach before anything has been seen.
 const FIRST_GUESS: f64 = 0.25;
-/// Most new chunks that are told as one group.
+/// Most new chunks that are taken as one group.
 const GROUP: u64 = 256;
 
 /// Which chunks are stored.
@@ -78,7 +79,7 @@ pub struct Offered {
 
 #[derive(Clone, Copy, Debug)]
 struct ChunkName {
-    /// The group it was told with.
+    /// The group it came with.
     group: u64,
     /// New ends of its chain up to its own.
     ends: u8,

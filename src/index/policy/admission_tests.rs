@@ -1,4 +1,4 @@
-//! Admission, told by hand.
+//! Admission, with events made by hand.
 
 use super::*;
 

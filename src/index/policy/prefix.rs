@@ -8,7 +8,7 @@
 //! learned about what comes back later than the cache remembers.
 //!
 //! Invariants: the state is a function of the calls, in their order: no clock, no randomness, no
-//! order of a hash table, so that ranks that are told the same give up the same. What is held is
+//! order of a hash table, so that ranks with the same inputs evict the same. What is held is
 //! never more than the room. Memory is bounded by what is held and [`GHOSTS`] names for each chunk
 //! held.
 //!
@@ -37,12 +37,12 @@ const GHOSTS: u64 = 8;
 const GHOST_BOUNDS: (u64, u64) = (4096, 1 << 21);
 /// Chunks of a prompt may come this far out of order.
 const DISORDER: u32 = 16;
-/// Times of a use that are told apart; more count as so many.
+/// Times of a use that are distinguished; more count as so many.
 const MOST_USES: u8 = 5;
 
 const PARTIAL: usize = 0;
 const USED: usize = 1;
-/// Lengths of a prompt's new end that are told apart: two doublings each.
+/// Lengths of a prompt's new end that are distinguished: two doublings each.
 const LENGTHS: usize = 5;
 const _: () = assert!(USED + MOST_USES as usize == FRESH && FRESH + LENGTHS == KINDS);
 
@@ -130,8 +130,8 @@ impl Prefix {
         self.chunks.reserve(chunks);
     }
 
-    /// Brings near what being told of these chunks will need. Where there are many, in parts of 64
-    /// or so, that halves the time.
+    /// Prefetches the memory that noting these chunks will need. Where there are many, in parts of
+    /// 64 or so, that halves the time.
     pub fn look(&self, tags: impl Iterator<Item = u64>) {
         self.chunks.look(tags);
     }
@@ -157,7 +157,7 @@ impl Prefix {
     }
 
     /// A prompt uses a chunk, and it is held again if it was given up. Whether it is still on the
-    /// drive does not count: ranks that are told the same must decide the same.
+    /// drive does not count: ranks with the same inputs must decide the same.
     pub fn used(&mut self, tag: u64) {
         let Some(number) = self.chunks.find(tag) else { return };
         let known = self.chunks.get(number);
@@ -262,7 +262,7 @@ impl Prefix {
         self.spare(tag);
     }
 
-    /// Whether it has heard of a chunk and remembers it, held or not.
+    /// Whether it knows a chunk, held or evicted.
     #[must_use]
     pub fn knows(&self, tag: u64) -> bool {
         self.chunks.find(tag).is_some() || self.doomed_now.contains_key(&tag)

@@ -1,4 +1,4 @@
-//! The policy for chains, told by hand.
+//! The policy for chains, with events made by hand.
 
 use std::collections::HashSet;
 
@@ -392,7 +392,7 @@ fn what_does_not_hold_together_is_refused() {
         ("too deep", 21, Number(1 << 32)),
         ("deeper than can be told", 21, Number(u64::MAX)),
         ("a chunk of a tebibyte", 22, Number(1 << 40)),
-        ("what went too deep", 30, Number(1 << 33)),
+        ("evicted too deep", 30, Number(1 << 33)),
     ];
     for (what, at, part) in changes {
         let mut changed = said();

@@ -1,7 +1,8 @@
 //! The pinned host memory of a bounce queue, lent out piece by piece.
 //!
-//! Invariant: a piece is nobody else's from [`BounceMemory::take`] until its [`PinnedSlot`] is dropped, by
-//! whoever holds it then: a drive that hangs keeps the slot, not the accelerator's memory.
+//! Invariant: a piece is nobody else's from [`BounceMemory::take`] until its [`PinnedSlot`] is
+//! dropped, by whoever holds it then: a drive that hangs keeps the slot, not the accelerator's
+//! memory.
 #![expect(unsafe_code, reason = "pieces of a region are handed to the kernel by address")]
 
 use std::sync::{Arc, Weak};

@@ -357,7 +357,7 @@ impl Drop for Registered {
             // SAFETY: registered by `register`; no transfer into it runs, as those hold this value.
             let e = unsafe { (self.driver.calls.buf_deregister)(base.cast()) };
             if let Err(e) = e.check() {
-                tracing::warn!(error = %e, "cuFile does not let go of a piece of memory");
+                tracing::warn!(error = %e, "cuFile could not deregister memory");
             }
         }
     }

@@ -3,11 +3,11 @@
 //!
 //! `launch` runs the `trial` in a program of its own; only where that moved bytes the right way
 //! does `driver` open the library here. `transfer` is what the threads of a [`Pool`] do with a
-//! block; `environment` is what the library is told before it is loaded; `nvfs` reads the kernel
+//! block; `environment` is what is set before the library is loaded; `nvfs` reads the kernel
 //! module's counters; `reason` says why it is not used. Calls are synchronous on long-lived
 //! handles: cuFile's batches report success for short transfers in several versions. Invariants:
 //! nothing of cuFile is called where its driver would hang; what fails for the path's sake is
-//! served by the queue below, and no caller hears of it.
+//! served by the queue below, and no caller notices.
 
 mod driver;
 mod environment;

@@ -1,7 +1,7 @@
 //! How the threads of a cuFile queue move a block: one synchronous call, its length checked, and
 //! the same block again through the queue below where cuFile is at fault.
 //!
-//! Invariants: a caller never hears of a fault of the path, only of the drive's: those the queue
+//! Invariants: a caller never sees a fault of the path, only of the drive's: those the queue
 //! below has found too, or `errno`s that no other path would avoid; a short count is never taken
 //! for success; a block is given to the queue below only after cuFile's call has returned. A read
 //! that waits for a call which hangs is served into spare memory, and its own stays behind; a write

@@ -1,7 +1,7 @@
 //! The `io_uring` backend: one owner thread per queue, which alone touches its ring.
 //!
 //! Callers' requests go into a locked inbox; the owner is woken through an eventfd that the ring
-//! polls, only where it sleeps. The [`owner`] issues blocks, reaps completions and tells callers;
+//! polls, only where it sleeps. The [`owner`] issues blocks, takes completions and tells callers;
 //! the [`ring`] knows the kernel's interface; [`tables`] remembers which memory and files are
 //! registered. Invariants: the inbox lock is never held over a system call or a callback; nobody
 //! polls or ticks: an idle owner sleeps in the kernel without a timer; the ring, its jobs and their

@@ -1,9 +1,9 @@
-//! The owner thread of a ring: takes requests, issues blocks, reaps completions, tells callers.
+//! The owner thread of a ring: takes requests, issues blocks, takes completions, tells callers.
 //!
-//! Invariants: new blocks go to the kernel before callers are told, so that the drive never idles
-//! for a callback; a block that hangs past its time-out does not count against the depth, up to as
-//! many again as the depth; the thread ends only when nothing is in the kernel, except where the
-//! ring itself is broken: then everything it may still write to is leaked.
+//! Invariants: new blocks go to the kernel before callers are notified, so that the drive never
+//! idles for a callback; a block that hangs past its time-out does not count against the depth, up
+//! to as many again as the depth; the thread ends only when nothing is in the kernel, except where
+//! the ring itself is broken: then everything it may still write to is leaked.
 
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Weak};
@@ -240,7 +240,7 @@ impl RingOwner {
         }
     }
 
-    /// The ring no longer takes calls. Callers are told; what the kernel may still write to is
+    /// The ring no longer takes calls. Callers get an error; what the kernel may still write to is
     /// never freed.
     fn broken(mut self, errno: i32) {
         let error = std::io::Error::from_raw_os_error(errno);

@@ -188,7 +188,7 @@ impl Ring {
 
 fn look_at(r: std::io::Result<usize>) -> Waited {
     match r.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO)) {
-        // Too many completions wait: reaping them is the cure.
+        // Too many completions wait: taking them is the cure.
         Ok(_) | Err(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Waited::Look,
         Err(errno) => Waited::Broken(errno),
     }

@@ -64,7 +64,7 @@ impl Budget {
         self.capacity_bytes
     }
 
-    /// What to tell of a directory that takes more than its capacity, as after that was lowered;
+    /// A warning about a directory that takes more than its capacity, as after that was lowered;
     /// `None` where it does not.
     pub(in crate::log) fn excess(&self) -> Option<String> {
         let used = self.used_bytes().ok()?;

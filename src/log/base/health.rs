@@ -9,7 +9,7 @@ use crate::error::{ErrorKind, Result};
 
 /// Errors in a row after which a drive is left alone.
 const LIMIT: u32 = 4;
-/// Errors further apart are not in a row, even if nobody has told of what went well between them.
+/// Errors further apart are not in a row, even if no success between them was reported.
 const ROW: Duration = Duration::from_secs(120);
 
 /// One drive's health.

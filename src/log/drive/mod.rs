@@ -422,7 +422,7 @@ impl Volume {
         let lane_lost = |l: &Arc<Lane>| l.table().is_lost() || l.shared().is_some_and(|shared| shared.is_lost());
         let lost = self.shard.is_lost() || self.lanes.read().all.iter().any(lane_lost);
         if lost && !self.lost.swap(true, Ordering::Relaxed) {
-            tracing::error!(drive = %self.root.display(), "the drive's file system is gone: the cache on it is left alone until it is opened anew");
+            tracing::error!(drive = %self.root.display(), "the drive's file system is gone: the cache on it is not used until it is opened again");
         }
         lost
     }
@@ -432,7 +432,7 @@ impl Volume {
         if !self.is_lost() {
             return Ok(());
         }
-        let e = Error::new(ErrorKind::Io, "the memory that processes share is out of reach: the file system is gone")
+        let e = Error::new(ErrorKind::Io, "the shared memory can no longer be read: the file system is gone")
             .at(&self.root);
         Err(e.advice("mount the file system again, and restart the processes that use the cache"))
     }

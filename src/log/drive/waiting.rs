@@ -42,7 +42,7 @@ impl Waiting {
         let (refusals, refusal) = state.segments.refusals();
         self.refusals = self.refusals.min(refusals);
         if let Some((kind, why)) = refusal.filter(|_| refusals > self.refusals + 1) {
-            return Err(Error::new(*kind, format!("no segment can be had: {why}")).at(&lane.dir));
+            return Err(Error::new(*kind, format!("no free segment: {why}")).at(&lane.dir));
         }
         let now = Instant::now();
         if now >= deadline || volume.ctx.is_closed() || self.helped {

@@ -54,11 +54,11 @@ pub struct Deep {
     pub bad: Vec<BadSlot>,
 }
 
-/// Checks every slot that the lanes of one shard list. `progress` is told of slot bytes done, from
+/// Checks every slot that the lanes of one shard list. `progress` gets the slot bytes done, from
 /// several threads.
 ///
 /// # Errors
-/// Where files or queues cannot be opened; a slot that cannot be read is told as bad.
+/// Where files or queues cannot be opened; a slot that cannot be read is reported as bad.
 pub fn deep(files: &[LaneDir], lanes: &[RawLane], now_s: u64, progress: &(dyn Fn(u64) + Sync)) -> Result<Deep> {
     let mut deep = check(files, lanes, &listed(lanes, now_s), progress)?;
     still_there(files, lanes, now_s, &mut deep)?;

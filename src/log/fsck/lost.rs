@@ -75,7 +75,7 @@ pub fn remove_lost(files: &LaneDir) -> Result<u64> {
     let _shard = ShardLock::take(shard_dir, PATIENCE)?;
     let _lane = files.lock()?.ok_or_else(|| in_use(files))?;
     if !files.is_lost() {
-        return Err(Error::new(ErrorKind::Busy, "the lane has just been made anew").at(dir));
+        return Err(Error::new(ErrorKind::Busy, "the lane has just been recreated").at(dir));
     }
     let bytes = budget::allocated_below(dir)?;
     delete(dir)?;

@@ -3,7 +3,7 @@
 //!
 //! But for [`rebuild`] and [`repair`], which need lanes to themselves, it only reads, needs no
 //! geometry and leaves no lock held, and so works beside servers and on read-only mounts. What a
-//! server has stored in the last moments may be missing from what is told here; reports say whether
+//! server has stored in the last moments may be missing from the reports; reports say whether
 //! a lane was in use.
 
 mod deep;

@@ -33,7 +33,7 @@ impl LaneDir {
         self.dir.open_file_in(LOCK, &CacheFileOptions::default()).is_ok_and(|file| is_taken(&file))
     }
 
-    /// Whether its data.kv is gone, and with it all that its index could tell of.
+    /// Whether its data.kv is gone, and with it all that its index refers to.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.dir.open_file_in(DATA, &CacheFileOptions::default()).is_err_and(|e| e.kind() == ErrorKind::NotFound)

@@ -92,7 +92,7 @@ impl RawLane {
     ///
     /// # Errors
     /// `Corrupt` where neither superblock is intact, `Incompatible` where the lane is of a newer
-    /// version; I/O errors. Other damage is told in the result.
+    /// version; I/O errors. Other damage is in the result.
     pub fn read(files: &LaneDir) -> Result<Self> {
         let in_use = files.in_use();
         let index = files.dir.open_file_in(INDEX, &CacheFileOptions::default())?;

@@ -1,9 +1,9 @@
 //! Dropping what a deep check finds bad, so that it is stored anew.
 //!
-//! A bad slot is made unreadable, that is flushed, and then the index is told that the slot is gone:
-//! in the list of its segment's region, or, while that is not sealed, by a record in the journal.
-//! A crash in between leaves a slot without a header, which a lookup may promise and no load
-//! serves. It is done to lanes that no process writes: the table of one that is written is its
+//! A bad slot is made unreadable, that is flushed, and then the index records that the slot is
+//! gone: in the list of its segment's region, or, while that is not sealed, by a record in the
+//! journal. A crash in between leaves a slot without a header, which a lookup may promise and no
+//! load serves. It is done to lanes that no process writes: the table of one that is written is its
 //! writer's, which drops bad chunks itself when a load meets them.
 
 use std::collections::{HashMap, HashSet};
@@ -244,7 +244,7 @@ impl<'a> LaneRepair<'a> {
             free.push(decoded.map_or(Ok(true), |page| self.is_over(&page))?);
         }
         let full = || {
-            Error::new(ErrorKind::NoSpace, "the journal has no page left to note what is gone")
+            Error::new(ErrorKind::NoSpace, "the journal has no page left for the eviction's record")
                 .at(self.files.file(INDEX))
                 .advice("start a server and stop it, which seals what the journal holds, and repair again")
         };

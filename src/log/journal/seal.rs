@@ -148,7 +148,7 @@ fn write_gone(lane: &Lane, segment: u32) -> Result<()> {
 /// The same; where it cannot be written it is tried again later.
 pub(in crate::log) fn try_write_gone(lane: &Lane, segment: u32) {
     if let Err(e) = write_gone(lane, segment) {
-        tracing::debug!(lane = %lane.dir.display(), error = %e, "a list of what is gone was not written");
+        tracing::debug!(lane = %lane.dir.display(), error = %e, "a segment's list of evicted slots was not written");
     }
 }
 
@@ -158,7 +158,7 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     let page = lane.read(&lane.index, offset, PAGE_BYTES)?;
     let header = RegionHeader::decode(page.as_slice())?
         .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
-        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region belongs to an earlier use"))?;
     if header.count == 0 {
         return Ok(Vec::new());
     }

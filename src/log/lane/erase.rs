@@ -110,7 +110,7 @@ impl Lane {
     }
 
     /// The same without waiting; `wrap` may add to the buffer what must live as long as the write,
-    /// `done` is told how it ended.
+    /// `done` is called with the result.
     pub(in crate::log) fn blank_soon(
         self: &Arc<Self>,
         segment: u32,

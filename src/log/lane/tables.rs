@@ -31,7 +31,7 @@ impl Growth {
         self.after
     }
 
-    /// Whether room is wanted, which is told once.
+    /// Whether room is wanted; true once.
     pub(in crate::log) fn take_starved(&mut self) -> bool {
         std::mem::take(&mut self.starved)
     }

@@ -2,7 +2,7 @@
 //! policy for chains. No I/O.
 //!
 //! The policy for chains is read from a file after the lane has been opened, in the background.
-//! What it is to be told meanwhile waits, in its order.
+//! Events that come meanwhile wait, in their order.
 
 use std::collections::HashMap;
 
@@ -20,7 +20,7 @@ enum ChainPolicy {
     Here(Box<Prefix>),
 }
 
-/// What the policy for chains is told.
+/// An event for the policy for chains.
 #[derive(Debug)]
 pub(in crate::log) enum PolicyEvent {
     /// A prompt uses a chunk.
@@ -29,7 +29,7 @@ pub(in crate::log) enum PolicyEvent {
     Touched(u64),
     /// A chunk is stored, or a prompt brings one that is there.
     Stored(ChainChunk),
-    /// As `Stored`, of a chunk that callers decide on where they have told of it.
+    /// As `Stored`; ignored where callers drive the policy and have reported the chunk.
     Begun(ChainChunk),
     /// A chunk is on the drive: its tag and the bytes of its slot.
     There(u64, u64),
@@ -53,7 +53,8 @@ pub(in crate::log) struct Usage {
     /// Bytes that the chunks of each tenant take.
     tenants: HashMap<u64, u64>,
     chain: ChainPolicy,
-    /// Callers say what prompts use and bring: lookups are not taken for uses.
+    /// Externally driven: callers report what prompts use and bring; lookups are not taken for
+    /// uses.
     is_externally_driven: bool,
 }
 
@@ -161,7 +162,7 @@ impl Usage {
         self.chain = ChainPolicy::Coming(Vec::new());
     }
 
-    /// The policy is here; it is told what has waited for it.
+    /// The policy is here; the events that have waited for it are applied.
     pub(in crate::log) fn set_chain(&mut self, prefix: Box<Prefix>) {
         let ChainPolicy::Coming(waiting) = std::mem::replace(&mut self.chain, ChainPolicy::Here(prefix)) else {
             return;
@@ -189,12 +190,12 @@ impl Usage {
         }
     }
 
-    /// Callers say what prompts use and bring from now on.
+    /// From now on callers report what prompts use and bring.
     pub(in crate::log) fn set_externally_driven(&mut self) {
         self.is_externally_driven = true;
     }
 
-    /// Tells the policy.
+    /// Applies an event to the policy.
     pub(in crate::log) fn observe(&mut self, event: PolicyEvent) {
         let is_externally_driven = self.is_externally_driven;
         let chain = match &mut self.chain {

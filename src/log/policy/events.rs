@@ -1,12 +1,12 @@
-//! What the policy for chains is told, and when: every use and every put, in the order in which
+//! The events of the policy for chains: every use and every put, in the order in which
 //! they are asked for.
 //!
 //! An engine with one drive says what prompts use and bring, in the order of its calls
 //! ([`note_used`], [`note_brought`]): so the policy's state depends on nothing else, neither on
-//! when I/O ends or a thread wakes nor on what else a rank happens to hold. Ranks that are told the
-//! same give up the same. Where nobody says it, lookups are taken for uses, of whatever process:
-//! they are read from the touch ring before each put is told, on the thread that begins the put.
-//! Objects are not told: they go with their segments.
+//! when I/O ends or a thread wakes nor on what else a rank happens to hold. Ranks with the
+//! same inputs evict the same. Where nobody says it, lookups are taken for uses, of whatever
+//! process: they are read from the touch ring before each put's event, on the thread that begins
+//! the put. Objects have no events: they go with their segments.
 
 use super::file::PolicyFile;
 use crate::format::PAGE_BYTES;
@@ -25,7 +25,7 @@ const RESERVE_SHARE: u64 = 128;
 /// Segments whose slots cannot be given up singly: open, full, or ready.
 const UNSEALED: u64 = 3;
 
-/// Chunks that the policy hears of at once when it is loaded.
+/// Chunks that the policy takes at once when it is loaded.
 const AT_ONCE: usize = 64;
 /// Chunks that it has room for from the start, at most: 16 million.
 const MOST_RESERVED: u64 = 1 << 24;
@@ -42,7 +42,7 @@ pub(in crate::log) fn is_chosen(lane: &Lane) -> bool {
     lane.ctx.options.policy == Reclaim::Prefix
 }
 
-/// The own lane is open: if the policy is the chosen one, what it is told waits from now on until
+/// The own lane is open: if the policy is the chosen one, its events wait from now on until
 /// it has been [loaded](load).
 pub(in crate::log) fn expect(lane: &Lane) {
     if let Ok(mut state) = lane.state()
@@ -63,7 +63,7 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     let table = lane.table();
     chain.reserve((capacity / lane.ctx.slot_bytes().max(1)).min(MOST_RESERVED).max(table.len()) as usize);
     chain.compare(|tag| table.slot_of_tag(tag).is_some());
-    // Of what it holds it only hears that it is there; the rest it hears of in its order.
+    // Of what it holds it only learns that it is there; the rest it takes in order.
     let mut others: Vec<Other> = Vec::new();
     table.for_each(|slot, entry| {
         let tag = tag_of(&entry.key);
@@ -144,7 +144,7 @@ pub(in crate::log) fn note_begun(lane: &Lane, spec: &PutSpec, bytes: u64) {
         bytes,
         partial: spec.tokens < state.chunk_tokens(),
     };
-    // What callers have told of, they decide on; puts begin in any order.
+    // Callers decide about what they have reported; puts begin in any order.
     state.usage.observe(PolicyEvent::Begun(chunk));
 }
 
@@ -178,7 +178,7 @@ pub(in crate::log) fn note_moved(state: &mut LaneState, entry: &Entry) {
     }
 }
 
-/// A chunk went with its segment, at a moment that others who are told the same do not share.
+/// A chunk went with its segment, at a moment that other ranks with the same inputs do not share.
 pub(in crate::log) fn note_dropped(state: &mut LaneState, key: &ChunkKey) {
     state.usage.observe(PolicyEvent::Dropped(tag_of(key)));
 }

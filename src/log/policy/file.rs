@@ -19,8 +19,8 @@ use crate::log::lane::Lane;
 /// Of the capacity, the part that the file may take: one of so many, but this many bytes always.
 const SHARE: u64 = 1024;
 const LEAST_BYTES: u64 = 64 << 10;
-/// It is written anew when the policy was told of one of so many chunks that it holds, but not for
-/// fewer than so many.
+/// It is written anew when the policy got events of one of so many chunks that it holds, but not
+/// for fewer than so many.
 const TURNOVER: u64 = 16;
 const FEWEST: u64 = 1024;
 /// And no sooner than this.
@@ -68,10 +68,10 @@ impl PolicyFile {
         match self.try_write(lane) {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::NoSpace => {
-                tracing::debug!(lane = %lane.dir.display(), error = %e, "what the policy has learned is not kept: no room");
+                tracing::debug!(lane = %lane.dir.display(), error = %e, "the eviction policy's state is not saved: no space");
             }
             Err(e) => {
-                tracing::warn!(lane = %lane.dir.display(), error = %e, "what the policy has learned is not kept");
+                tracing::warn!(lane = %lane.dir.display(), error = %e, "the eviction policy's state is not saved");
             }
         }
     }
@@ -102,7 +102,7 @@ impl PolicyFile {
             Ok(saved) => saved.and_then(|saved| Prefix::restored(&saved, room_bytes)),
             Err(e) => {
                 let dir = lane.dir.display();
-                tracing::warn!(lane = %dir, error = %e, "what the policy had learned is lost: it begins anew");
+                tracing::warn!(lane = %dir, error = %e, "the eviction policy's saved state is lost; it starts anew");
                 None
             }
         };
@@ -123,7 +123,7 @@ fn most_bytes(capacity: u64) -> u64 {
 
 /// The policy's state, in about `most_bytes`; `None` where it takes more.
 fn saved(lane: &Lane, most_bytes: u64) -> Result<Option<Vec<u8>>> {
-    let gone = || Error::new(ErrorKind::Internal, "no policy to be kept");
+    let gone = || Error::new(ErrorKind::Internal, "no policy to save");
     let begun = lane.state()?.usage.chain().map(|chain| chain.save(most_bytes)).ok_or_else(gone)?;
     let Some(mut saving) = begun else { return Ok(None) };
     while !lane.state()?.usage.chain().ok_or_else(gone)?.save_more(&mut saving, AT_ONCE) {}

@@ -1,4 +1,4 @@
-//! What the policy for chains is told, and its file.
+//! The events of the policy for chains, and its file.
 
 mod events;
 mod file;

@@ -21,7 +21,7 @@ use crate::log::lane::Lane;
 
 /// Keys looked up at once, so that a long prompt that misses early costs little.
 const BLOCK: usize = 64;
-/// A bad chunk is told of this often at most.
+/// A bad chunk is logged this often at most.
 const BAD_EVERY_NS: u64 = 60_000_000_000;
 
 impl Volume {
@@ -32,7 +32,7 @@ impl Volume {
         }
         let lanes = self.lanes();
         // Of several the one stored last: another may be the place of one that was removed, which its lane
-        // has not heard of yet.
+        // has not seen yet.
         let there = lanes.all.iter().filter_map(|lane| {
             let entry = lane.get(key).filter(|e| self.shows(e) && is_staying(lane.shared().as_ref(), e))?;
             Some((lane, entry))
@@ -202,7 +202,7 @@ impl Log {
     /// as in the index, key, place, epoch and layout as they must be.
     ///
     /// # Errors
-    /// `Corrupt` where anything differs: a miss, to be told to [`report_bad`](Self::report_bad).
+    /// `Corrupt` where anything differs: a miss, for [`report_bad`](Self::report_bad).
     pub fn check_header(&self, chunk: &Chunk, bytes: &[u8]) -> Result<SlotHeader> {
         let wrong = |what: &'static str| {
             Err(Error::new(ErrorKind::Corrupt, what).at(chunk.file.path()).offset(chunk.header_offset()))

@@ -68,7 +68,7 @@ pub(super) fn make_room(volume: &Volume) -> bool {
     // All that has been given up already at once, within bounds, because each time costs flushes.
     let bytes = own.segment_bytes().max(doomed.min(capacity / BATCH_SHARE));
     let freed = evict_some(volume, &own, bytes).unwrap_or_else(|e| {
-        tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was given up");
+        tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk was evicted");
         0
     });
     flush_evictions(&own);
@@ -115,7 +115,7 @@ fn evict_some(volume: &Volume, own: &Arc<Lane>, bytes: u64) -> Result<u64> {
 fn trim_regions(own: &Lane) -> Result<()> {
     let tails = own.state()?.segments.take_region_tails();
     for (number, used) in tails {
-        // Granted anew with the segment. Where it cannot be had, the region keeps its space.
+        // Granted anew with the segment. Where it cannot be allocated, the region keeps its space.
         drop(own.index.punch_hole(own.region_offset(number) + used, own.superblock.region_bytes - used));
     }
     Ok(())
@@ -289,7 +289,7 @@ pub(in crate::log) fn flush_evictions(lane: &Lane) {
     if !lane.erasures_are_durable()
         && let Err(e) = lane.flush_erasures()
     {
-        tracing::warn!(lane = %lane.dir.display(), error = %e, "what was given up is not durable yet");
+        tracing::warn!(lane = %lane.dir.display(), error = %e, "evictions are not durable yet");
     }
     write_lists(lane);
 }

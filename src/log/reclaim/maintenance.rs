@@ -142,7 +142,7 @@ impl Maintenance {
 
 fn apply_floors(volume: &Volume) {
     if let Err(e) = floors::apply(volume) {
-        tracing::warn!(drive = %volume.root.display(), error = %e, "what lies below a floor still takes room");
+        tracing::warn!(drive = %volume.root.display(), error = %e, "chunks removed as a whole still take space");
     }
 }
 
@@ -152,7 +152,7 @@ fn sweep(volume: &Volume) {
         let Some(removals) = lane.shared().map(|s| s.removals()).filter(|n| *n != lane.swept()) else { continue };
         match evict::sweep(volume, lane) {
             Ok(()) => lane.set_swept(removals),
-            Err(e) => tracing::warn!(lane = %lane.dir.display(), error = %e, "what was removed still takes room"),
+            Err(e) => tracing::warn!(lane = %lane.dir.display(), error = %e, "removed chunks still take space"),
         }
     }
 }

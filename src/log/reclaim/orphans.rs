@@ -44,7 +44,7 @@ pub(super) fn remove_one(volume: &Volume) -> bool {
 fn try_remove(volume: &Volume, shard: &Path, lane: &Path) -> Result<bool> {
     let _shard_lock = ShardLock::take(shard, volume.ctx.options.io_timeout)?;
     let Some(_lock) = try_lock(lane)? else { return Ok(false) };
-    tracing::info!(lane = %lane.display(), "room is needed: an orphaned lane is removed");
+    tracing::info!(lane = %lane.display(), "an orphaned lane is removed to make space");
     delete(lane)?;
     Ok(true)
 }

@@ -1,5 +1,5 @@
 //! Space pressure between processes: one whose lanes hold next to nothing, and that finds no room,
-//! says so; those that hold a lot give some back.
+//! requests space; those that hold a lot grant some.
 //!
 //! The message is a small file beside the lanes, rewritten while the pressure lasts. Nothing
 //! depends on it being read.
@@ -24,7 +24,7 @@ fn holds(volume: &Volume) -> usize {
     volume.lanes().held().map(|lane| lane.state().map_or(0, |s| s.segments.in_use())).sum()
 }
 
-/// Tells the others that no room can be had.
+/// Asks the other processes for space.
 pub(super) fn request_space(volume: &Volume) {
     if holds(volume) >= MODEST {
         return;
@@ -33,11 +33,11 @@ pub(super) fn request_space(volume: &Volume) {
     let written = paths::open_small(&volume.root.join(NAME), true)
         .and_then(|mut file| writeln!(file, "{:>10}", std::process::id()).map_err(|e| Error::io("cannot write", e)));
     if let Err(e) = written {
-        tracing::debug!(error = %e, "nobody can be written that room is needed");
+        tracing::debug!(error = %e, "cannot ask other processes for space");
     }
 }
 
-/// Gives one segment back if somebody needs room and this process has plenty.
+/// Grants a request for space: gives one segment back if this process has plenty.
 pub(super) fn grant_space(volume: &Volume) {
     let path = volume.root.join(NAME);
     let Ok(written) = fs::metadata(&path).and_then(|m| m.modified()) else { return };

@@ -34,7 +34,7 @@ pub(super) fn enforce(volume: &Volume) {
     quota.forget_refused();
     for (tenant, bytes) in excess {
         if let Err(e) = give_up(volume, &own, tenant, bytes) {
-            tracing::debug!(lane = %own.dir.display(), error = %e, "a tenant at its quota gave nothing up");
+            tracing::debug!(lane = %own.dir.display(), error = %e, "no chunk of a tenant at its quota was evicted");
         }
     }
     evict::flush_evictions(&own);

@@ -31,7 +31,7 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
                     if poor {
                         pressure::request_space(volume);
                     }
-                    tracing::debug!(drive = %volume.root.display(), error = %e, "no segment can be had");
+                    tracing::debug!(drive = %volume.root.display(), error = %e, "no free segment");
                     return;
                 }
             }
@@ -47,9 +47,9 @@ fn refused(lane: &Lane, why: &Error) {
     drop(state);
     lane.progress.notify_all();
     if is_news {
-        tracing::warn!(lane = %lane.dir.display(), error = %why, "no segment can be had: nothing more is stored on this drive");
+        tracing::warn!(lane = %lane.dir.display(), error = %why, "no free segment: stores to this drive are dropped");
     } else {
-        tracing::debug!(lane = %lane.dir.display(), error = %why, "no segment can be had");
+        tracing::debug!(lane = %lane.dir.display(), error = %why, "no free segment");
     }
 }
 

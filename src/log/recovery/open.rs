@@ -134,14 +134,14 @@ impl Surroundings {
     pub(in crate::log) fn open_or_recreate(&self, dir: &Path) -> Result<LaneFiles> {
         match self.open_files(dir, true) {
             Err(e) if e.kind() == ErrorKind::NotFound && !paths::is_there(&dir.join(paths::DATA)) => {
-                tracing::warn!(lane = %dir.display(), "data.kv is gone, and with it all chunks of the lane, which is made anew");
+                tracing::warn!(lane = %dir.display(), "data.kv is missing: the chunks of the lane are lost, and the lane is recreated");
                 self.make_anew(dir)
             }
             Err(e)
                 if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Incompatible | ErrorKind::NotFound)
                     && self.ctx.options.on_incompatible == OnIncompatible::Recreate =>
             {
-                tracing::warn!(lane = %dir.display(), error = %e, "the lane is made anew, as on_incompatible says");
+                tracing::warn!(lane = %dir.display(), error = %e, "the lane is recreated, as on_incompatible says");
                 self.make_anew(dir)
             }
             outcome => outcome,
@@ -319,7 +319,7 @@ fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Super
 
 /// Seals what a crash left unsealed, before its ring pages may be overwritten; gives the space of
 /// free segments back, and makes unreadable once more what may not be so durably. All of this
-/// before anybody is told that a slot is gone.
+/// before anybody may learn that a slot is gone.
 fn finish_recovery(lane: &Lane, twins: &[Entry]) -> Result<()> {
     journal::seal_full(lane)?;
     let (absent, unsettled) = {

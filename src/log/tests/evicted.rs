@@ -1,4 +1,4 @@
-//! What is told of chunks that reclaim has dropped.
+//! The eviction feed: chunks that reclaim has dropped.
 
 use std::collections::HashSet;
 
@@ -33,6 +33,6 @@ fn keys_that_reclaim_drops_are_told_once_and_only_if_somebody_asks() {
     assert_eq!(distinct.len(), told.len(), "each once");
     let gone = before.iter().filter(|n| !has(&log, **n)).count();
     assert!(gone > 0 && before.iter().filter(|n| distinct.contains(&key(**n))).count() <= gone);
-    assert!(told.iter().all(|k| !log.contains(k)), "what is told is not served");
+    assert!(told.iter().all(|k| !log.contains(k)), "what is reported is not served");
     assert!(told.len() >= 7, "{} told of {gone} gone", told.len());
 }

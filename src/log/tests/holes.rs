@@ -93,7 +93,7 @@ fn logs_that_are_asked_the_same_hold_the_same_whenever_their_writes_end() {
     let dirs = [temp(), temp()];
     let logs: Vec<Arc<Log>> = dirs.iter().map(|d| Log::open(hole_punching(d.path())).unwrap()).collect();
     for chain in 0..400u64 {
-        // As ranks do: what one of them misses all are told to store.
+        // As ranks do: what one of them misses all are asked to store.
         let again = chain % 7 * CHAIN;
         if logs.iter().map(|log| log.lookup(&[key(again)])).min() == Some(0) && again < chain * CHAIN {
             for log in &logs {

@@ -61,7 +61,7 @@ fn an_overwrite_or_removal_in_one_lane_counts_in_all() {
     b.abandon();
     let a = open(dir.path());
     // The first load of what another process has removed may find that out, where its lane's holder had
-    // not heard of it.
+    // not seen it.
     (0..6).for_each(|n| _ = version(&a, n, 3));
     check(&a);
     let b = open(dir.path());

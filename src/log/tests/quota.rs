@@ -72,7 +72,8 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
         for from in (0..1000).step_by(20) {
             fill(&log, from..from + 20, OURS);
             let used: Vec<_> = (0..4).map(key).collect();
-            // On a busy machine the maintenance thread may hear late of a use; then a server stores the chunk again.
+            // On a busy machine the maintenance thread may see a use late; then a server stores the
+            // chunk again.
             for n in (0..4).skip(log.lookup(&used)) {
                 again += u64::from(store_spec(&log, of_tenant(n, OURS), n, 0).unwrap());
             }
@@ -85,7 +86,8 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
         assert!(ours.len() as u64 * SLOT_BYTES > QUOTA * 8 / 10, "{policy:?}: only {} chunks are left", ours.len());
         assert!((990..1000).all(|n| ours.contains(&n)), "{policy:?}: the newest went");
         assert_eq!(held(&log, 5000..5100).len() + held(&log, 6000..6400).len(), 500, "{policy:?}: others paid for it");
-        // The maintenance thread may just have given up more; a crash may bring that back, and loses nothing else.
+        // The maintenance thread may just have given up more; a crash may bring that back, and
+        // loses nothing else.
         let ours: Vec<u64> = ours.into_iter().filter(|n| has(&log, *n)).collect();
         let log = crash(log);
         let after = held(&log, 0..1000);

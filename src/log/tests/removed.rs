@@ -87,7 +87,7 @@ fn a_removal_makes_the_header_unreadable_in_the_lane_of_another_process_at_once(
     assert_eq!(log.remove(&[key(1)]).unwrap(), [false]);
     assert!(matches!(holder.begin_put(spec(1)).unwrap(), PutOutcome::NoRoom(_)), "its old slot is not given back yet");
     holder.turn(Turn::Maintain);
-    assert_eq!(mark_of(&holder, 1), None, "it has heard of it");
+    assert_eq!(mark_of(&holder, 1), None, "it has seen it");
     log.abandon();
     holder.abandon();
     assert_eq!(after_all(dir.path(), 0..4), [vec![0, 2, 3], vec![0, 2, 3]]);

@@ -139,9 +139,9 @@ fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
         }
     };
     assert_ne!(refused.kind(), ErrorKind::NoSpace);
-    assert!(refused.to_string().contains("no segment can be had"), "{refused}");
+    assert!(refused.to_string().contains("no free segment"), "{refused}");
     assert!(has(&log, 0));
-    // Who asks again is told again, and not by what was told before.
+    // Who asks again gets a new answer, and not the one before.
     std::fs::rename(dir.path().join("elsewhere"), &cache).unwrap();
     let again = log.begin_put_within(spec(1_000_000), Duration::from_secs(3600)).unwrap();
     assert!(matches!(again, PutOutcome::Started(_)));

@@ -44,7 +44,7 @@ fn a_key_in_two_lanes_is_served_and_listed_once_and_removed_from_both() {
     reboot(dir.path());
     let log = open(dir.path());
     assert!(!has(&log, 1) && has(&log, 2), "also when one process holds both lanes");
-    // Where a lane's process had not heard of the removal, each look at a slot finds out.
+    // Where a lane's process had not seen the removal, each look at a slot finds out.
     assert!(!has(&log, 1) && !has(&log, 1) && listed(&log) == 1);
     log.abandon();
     drop(log);

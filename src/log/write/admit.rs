@@ -1,9 +1,9 @@
 //! Which of the chunks that a prompt brings are stored at all; and what callers say of prompts, for
 //! this and for the policy for chains.
 //!
-//! One state of admission for all drives of the log. All is told by callers, in the order of their
-//! calls, never by what I/O does, so that tensor-parallel ranks decide alike. Where everything is
-//! stored, admission locks and remembers nothing.
+//! One state of admission for all drives of the log. All is reported by callers, in the order of
+//! their calls, never by what I/O does, so that tensor-parallel ranks decide alike. Where
+//! everything is stored, admission locks and remembers nothing.
 
 use std::sync::Arc;
 
@@ -56,9 +56,9 @@ impl Log {
     }
 
     /// What a prompt stores, in its order: chunks that are there already among them, those that are
-    /// not to be stored not. The policy for chains hears of them here, in the order of the
+    /// not to be stored not. The policy for chains gets them here, in the order of the
     /// calls, and not when their slots are opened, which is up to I/O. With several
-    /// drives it hears of them then.
+    /// drives it gets them then.
     pub fn note_brought(&self, run: &[StoreCandidate]) {
         if let Some(lane) = self.only_lane() {
             let slot_bytes = |c: &StoreCandidate| match c.tokens == self.ctx.options.geometry.chunk_tokens {

@@ -3,7 +3,7 @@
 //!
 //! Invariants: every write carries a share in the slot until it has really ended; the first one
 //! that fails gives the put up and tells the log why; a put that was given up ends before the
-//! write's caller is told, and is never committed.
+//! write's caller is notified, and is never committed.
 
 use std::fmt;
 use std::sync::Arc;

@@ -328,12 +328,12 @@ impl LoadPump {
         }
     }
 
-    /// Counts a load that is over, before anybody is told.
+    /// Counts a load that is over, before anybody is notified.
     pub(super) fn count(&self, result: &LoadResult, took: Duration) {
         self.stats.load_finished(result, took);
     }
 
-    /// A load is over: it is forgotten here, and those who depend on it are told.
+    /// A load is over: it is forgotten here, and those who depend on it are notified.
     pub(super) fn finished(&self, load: &LoadInner) {
         {
             let mut watch = self.watch.lock();

@@ -4,9 +4,9 @@
 //! Invariants:
 //! - A layer is ready when every extent of it has verified or belongs to a failed chunk, all layers
 //!   before it are ready, and no worker is inside a failed chunk's blocks any more, and what did
-//!   not verify in them is wiped (the server may use failed blocks as soon as it is told). On an
-//!   accelerator it is ready when its scatters are among the device's work; verification follows
-//!   before the load finishes.
+//!   not verify in them is wiped (the server may use failed blocks as soon as they are reported).
+//!   On an accelerator it is ready when its scatters are among the device's work; verification
+//!   follows before the load finishes.
 //! - Chunks fail from some chunk to the end of the prefix, never in the middle.
 //! - Where layers do not matter, a damaged chunk is set aside and the others are read on: all that
 //!   is damaged is found by one load, so that what is computed instead can be stored again. The

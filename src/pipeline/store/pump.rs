@@ -64,7 +64,7 @@ impl PumpShared {
     }
 }
 
-/// What some store waits for that no event may tell of.
+/// What some store waits for without an event.
 #[derive(Clone, Copy, Default)]
 struct Waits {
     for_staging: bool,
@@ -289,7 +289,7 @@ impl StorePump {
         }
     }
 
-    /// Counts a store that is over, before anybody is told.
+    /// Counts a store that is over, before anybody is notified.
     pub(super) fn count(&self, result: &StoreResult, took: Duration) {
         self.stats.store_finished(result, took);
     }

@@ -56,7 +56,7 @@ struct Later {
     running: Mutex<Vec<(Arc<Mark>, Job)>>,
     changed: Condvar,
     marks: AtomicUsize,
-    /// What streams were made to wait for, and what jobs were told to wait for.
+    /// What streams were made to wait for, and what jobs had to wait for.
     waits: Mutex<Vec<Vec<usize>>>,
     afters: Mutex<Vec<Vec<usize>>>,
     capturing: AtomicBool,
@@ -338,7 +338,7 @@ fn gathers_wait_for_their_layers_and_streams_wait_for_gathers() {
         assert_eq!(std::mem::take(&mut *device.afters.lock()), [[computed]; 2]);
         store.wait_gathered_on(layer, STREAM).unwrap();
         assert_eq!(device.waits.lock().last().unwrap(), &[*submitted.iter().max().unwrap()]);
-        assert!(!store.gathered(layer), "the host is told later");
+        assert!(!store.gathered(layer), "the host learns it later");
     }
     device.run();
     store.wait_gathered_all().unwrap();

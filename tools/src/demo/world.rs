@@ -2,7 +2,7 @@
 //! from a chunk's key.
 //!
 //! Invariant: every stored byte is a function of chunk key, layer and offset, so that a later
-//! process verifies what an earlier one stored without being told anything.
+//! process verifies what an earlier one stored without any help.
 
 use std::ops::Range;
 use std::path::Path;

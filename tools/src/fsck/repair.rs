@@ -36,7 +36,7 @@ anew (whether the drive was being drained is forgotten). A damaged index is left
 Servers that use the cache must be stopped: only the process that writes a lane may change it. A server that runs drops a bad chunk \
 itself when a load meets it.
 
-Exit status 0: all is good now; 3: something is left to do, which is told.
+Exit status 0: all is good now; 3: something is left to do, which is named.
 
 Examples:
   forebay fsck repair /mnt/nvme --dry-run

@@ -57,7 +57,7 @@ impl Calls {
                 self.store_chain(chain, len / 2..len);
             }
             10 => {
-                // One that begins as others do, told whole.
+                // One that begins as others do, all of it reported.
                 let begin = self.below(8);
                 self.store_chain(begin, 0..5);
                 self.store(2_000_000 + self.once, 5, tag(begin, 4));

@@ -30,7 +30,7 @@ pub(super) struct ChunkGroup {
     length_sort: u32,
     /// Chunks that belong to it, ghosts among them.
     pub(super) waiting: u32,
-    /// The tree of what is held of it, and the ring of what went.
+    /// The tree of its held chunks, and the ring of its evicted ones.
     pub(super) held: u32,
     pub(super) ghosts: u32,
     /// Bytes of its chunks, but of those that are of another size.
@@ -97,7 +97,7 @@ impl ChunkGroup {
         self.held != NONE
     }
 
-    /// How far its waiting has been told to `Reuse`, which was told of all groups at `learned`.
+    /// How far its waiting has been counted in `Reuse`, which counted all groups at `learned`.
     pub(super) fn told(&self, learned: u64) -> u64 {
         self.born.max(learned)
     }

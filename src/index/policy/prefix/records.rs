@@ -3,9 +3,9 @@
 //! A cache of a terabyte has a million chunks and more, and a server has little memory to spare for
 //! them: so a record has no allocation of its own, and its two links serve whatever it is. What is
 //! held of a group is a search tree by depth and name (a treap: its shape depends on numbers mixed
-//! from the names, so no order of arrival makes it deep); what went is a ring in the order in which
-//! it went. Sizes are the group's, as chunks of a prompt are mostly of one; what differs stands
-//! aside.
+//! from the names, so no order of arrival makes it deep); evicted chunks are a ring in the order in
+//! which they went. Sizes are the group's, as chunks of a prompt are mostly of one; what differs
+//! stands aside.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ pub(super) struct ChunkRecord {
     pub(super) group: u32,
     /// Twice its depth, and one where it is held.
     depth_held: u32,
-    /// In the tree of what is held, or in the ring of what went, the one before it and the one
+    /// In the tree of held chunks, or in the ring of evicted ones, the one before it and the one
     /// after it.
     left: u32,
     right: u32,
@@ -307,7 +307,7 @@ impl Records {
         })
     }
 
-    /// Puts a record at the end of the ring of what went, whose first is `ring`.
+    /// Puts a record at the end of the ring of evicted chunks, whose first is `ring`.
     pub(super) fn ring_push(&mut self, ring: &mut u32, number: u32) {
         if *ring == NONE {
             *ring = number;
@@ -320,7 +320,7 @@ impl Records {
         self.change(first, |r| r.left = number);
     }
 
-    /// Takes a record out of the ring of what went.
+    /// Takes a record out of the ring of evicted chunks.
     pub(super) fn ring_remove(&mut self, ring: &mut u32, number: u32) {
         let ChunkRecord { left, right, .. } = self.get(number);
         self.change(left, |r| r.right = right);

@@ -20,7 +20,7 @@ pub struct SavedPrefix {
     bytes: Vec<u8>,
 }
 
-/// Of this version: that of the encoding, and kinds and spans of age that are told apart.
+/// Of this version: that of the encoding, and kinds and spans of age that are distinguished.
 const SHAPE: [u8; 3] = [2, KINDS as u8, SPANS as u8];
 /// More uses, and more time, than anything can have been seen for.
 const MOST_SEEN: f64 = 1e30;
@@ -32,7 +32,7 @@ const MOST_TIME: u64 = 1 << 60;
 const HEAD_BYTES: u64 = 3 + 3 * 10;
 const NUMBER_BYTES: u64 = 3 + 8;
 const GROUP_BYTES: u64 = 1 + 10 + 5 + 5 + 2 * 5;
-/// Names of what went that are saved at most: reading them is a part of what a restart takes.
+/// Names of evicted chunks that are saved at most: reading them is a part of what a restart takes.
 const MOST_GHOSTS: u64 = 1 << 19;
 /// What is read before it is put in its place.
 const PART: usize = 64;
@@ -225,8 +225,8 @@ impl Prefix {
         self.held
     }
 
-    /// Begins to save the state in about `most_bytes`; the oldest names of what went are left out
-    /// if need be. `None` where what is held alone takes more.
+    /// Begins to save the state in about `most_bytes`; the oldest names of evicted chunks are left
+    /// out if need be. `None` where what is held alone takes more.
     #[must_use]
     pub fn save(&self, most_bytes: u64) -> Option<SavingPrefix> {
         let (uses, waited) = self.reuse.seen();

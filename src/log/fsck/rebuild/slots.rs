@@ -27,7 +27,7 @@ pub(super) struct FoundSlot {
     pub(super) base: u64,
 }
 
-/// All intact slot headers of a file of `len` bytes, in order. `progress` is told of bytes looked
+/// All intact slot headers of a file of `len` bytes, in order. `progress` gets the bytes looked
 /// at.
 pub(super) fn find(data: &File, len: u64, progress: &dyn Fn(u64)) -> Result<Vec<FoundSlot>> {
     let mut found = Vec::new();

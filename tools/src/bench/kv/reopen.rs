@@ -115,7 +115,7 @@ impl Kin {
     fn line(&self) -> Result<String> {
         loop {
             match self.said.recv_timeout(LOOK) {
-                Ok(line) => return line.map_err(|e| Error::io("cannot hear a child", e)),
+                Ok(line) => return line.map_err(|e| Error::io("cannot read a child's output", e)),
                 Err(RecvTimeoutError::Timeout) => stop::check()?,
                 Err(RecvTimeoutError::Disconnected) => {
                     // Ctrl-C reaches the child too, and ends it.

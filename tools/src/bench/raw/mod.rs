@@ -29,7 +29,7 @@ use worker::{Plan, Worker};
 
 pub(crate) use layout::prepare;
 
-/// How often the progress bar is told.
+/// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 /// Interval of bandwidth samples.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);

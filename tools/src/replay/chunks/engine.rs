@@ -5,7 +5,7 @@ use forebay::index::{ChainChunk, Prefix};
 use super::{Block, ChunkCache};
 use crate::replay::BLOCK_TOKENS;
 
-/// The policy, told of chunks in the order of the prompt, as the log tells it.
+/// The policy, with events of chunks in the order of the prompt, as in the log.
 pub(super) struct Engine {
     policy: Prefix,
 }

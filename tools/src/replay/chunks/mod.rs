@@ -1,7 +1,7 @@
 //! Caches of single chunks under replay, without a log: the policies that the engine's is measured
 //! against, and the optimum.
 //!
-//! Every chunk takes one slot, whatever tokens it has, as in the log. A request is told to a policy
+//! Every chunk takes one slot, whatever tokens it has, as in the log. A request goes to a policy
 //! from the end of its prompt to the beginning, because a chunk without its prefix is useless: so
 //! the head is what was used last. Policies know neither clock nor payload, and the same sequence
 //! of calls gives the same answers.
@@ -34,7 +34,7 @@ pub(super) trait ChunkCache {
     fn holds(&self, id: u64) -> bool;
     /// A request begins: its number in the trace.
     fn begin(&mut self, _request: usize) {}
-    /// Whether it is told of a request from the beginning of its prompt, against the rule.
+    /// Whether it gets a request from the beginning of its prompt, against the rule.
     fn wants_heads_first(&self) -> bool {
         false
     }

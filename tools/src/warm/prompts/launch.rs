@@ -38,7 +38,7 @@ runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__', alte
 pub(crate) struct Launch<'a> {
     /// Python with vLLM and forebay.
     pub(crate) python: &'a Path,
-    /// Model, as vLLM is told.
+    /// Model, as vLLM's command line has it.
     pub(crate) model: &'a str,
     /// Cache directory to fill.
     pub(crate) cache_dir: &'a Path,
