@@ -64,7 +64,7 @@ mod tests {
         }
         for name in ["", "cuda:", "cuda:x", "cuda:-1", "host:1", "tpu", "cuda:99999999999"] {
             let e = DeviceName::of(name).unwrap_err();
-            assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is no device"), "{name}: {e}");
+            assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is not a device"), "{name}: {e}");
         }
     }
 }
