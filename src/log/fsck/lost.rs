@@ -64,7 +64,7 @@ pub fn repair_budget(cache_dir: &Path, lanes: &[&RawLane], now_ms: u64) -> Resul
     file.set_len(PAGE_BYTES as u64).and_then(|()| file.sync_all()).map_err(failed)
 }
 
-/// Removes a lane that [is lost](LaneFiles::is_lost); how many bytes of the drive that gives back.
+/// Removes a lane that [is lost](LaneDir::is_lost); how many bytes of the drive that gives back.
 ///
 /// # Errors
 /// `Locked` where a process writes the lane; `TimedOut` where the shard is not to be had; those of
