@@ -272,8 +272,8 @@ fn code_may_name_the_file_below_its_own_keys_and_the_environment() {
     let (settings, _) = loader().set("config_file", "/etc/f.yaml").load().unwrap();
     assert_eq!((settings.chunk_size, settings.load_timeout_ms, settings.min_load_tokens), (64, 5, 3));
     let wrong = |e: forebay::Error, part: &str| assert!(e.to_string().contains(part), "{e}");
-    wrong(loader().set("config_file", 7).load().unwrap_err(), "config_file (set in code): 7 is no path");
-    wrong(loader().set("config_file", "").load().unwrap_err(), "is no path");
+    wrong(loader().set("config_file", 7).load().unwrap_err(), "config_file (set in code): 7 is not a path");
+    wrong(loader().set("config_file", "").load().unwrap_err(), "is not a path");
     let two = loader().file("/etc/g.yaml").set("config_file", "/etc/f.yaml");
     wrong(two.load().unwrap_err(), "names another file");
     let missing = Loader::bare().set("config_file", "/nowhere/f.yaml").load().unwrap_err();

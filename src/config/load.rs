@@ -163,8 +163,11 @@ impl Loader {
     fn take_file_of_code(&mut self) -> Result<()> {
         let Some(named) = self.code.remove(FILE_KEY).filter(|named| !named.is_null()) else { return Ok(()) };
         let path = named.as_str().filter(|path| !path.is_empty()).ok_or_else(|| {
-            Error::new(ErrorKind::Config, format!("{FILE_KEY} ({}): {} is no path", Origin::Code, value::show(&named)))
-                .advice("write the path of a YAML or JSON file with settings")
+            Error::new(
+                ErrorKind::Config,
+                format!("{FILE_KEY} ({}): {} is not a path", Origin::Code, value::show(&named)),
+            )
+            .advice("write the path of a YAML or JSON file with settings")
         })?;
         if self.file.as_ref().is_some_and(|file| file != Path::new(path)) {
             return Err(Error::new(ErrorKind::Config, format!("{FILE_KEY} names another file than the caller"))

@@ -17,7 +17,7 @@ enum DeviceName {
 impl DeviceName {
     fn of(name: &str) -> Result<Self> {
         let bad = || {
-            Error::new(ErrorKind::Config, format!("{name:?} is no device"))
+            Error::new(ErrorKind::Config, format!("{name:?} is not a device"))
                 .advice("use host, cuda, or cuda:N with the number of a GPU")
         };
         let lower = name.trim().to_ascii_lowercase();
@@ -64,7 +64,7 @@ mod tests {
         }
         for name in ["", "cuda:", "cuda:x", "cuda:-1", "host:1", "tpu", "cuda:99999999999"] {
             let e = DeviceName::of(name).unwrap_err();
-            assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is no device"), "{name}: {e}");
+            assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is not a device"), "{name}: {e}");
         }
     }
 }

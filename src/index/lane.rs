@@ -1,8 +1,8 @@
 //! What a lane's processes share beside its entries: segment states, leases, touch ring.
 //!
 //! The file has a fixed size and lives as long as the lane does within one boot: growing the table
-//! leaves it alone, and a writer that adopts the lane [resumes](Lane::resume) it, so that leases
-//! taken from the writer before it still hold.
+//! leaves it alone, and a writer that adopts the lane [resumes](SharedLane::resume) it, so that
+//! leases taken from the writer before it still hold.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -30,8 +30,8 @@
 //! * Recency is kept on the writer's heap ([`Recency`]), never in the shared pages: lookups would
 //!   dirty them, and the kernel would write them to the drive over and over. Readers report what
 //!   they touch through a small ring ([`SharedLane::touch`]).
-//! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::Lane::lease) for the
-//!   argument.
+//! * A segment with a live lease is not reclaimed: see [`lease`](crate::index::SharedLane::lease)
+//!   for the argument.
 //!
 //! * A file whose pages can no longer be read (the file system has shut itself down, the drive
 //!   died, the file was cut) becomes memory of this process only, and says so ([`Table::is_lost`],

@@ -76,7 +76,7 @@ impl SharedShard {
     pub fn next_seq(&self) -> Result<u64> {
         let seq = self.map.word(W_SEQ).map(|w| w.fetch_add(1, Ordering::SeqCst) + 1).ok_or_else(read_only)?;
         if self.is_lost() {
-            return Err(Error::new(ErrorKind::Io, "the page of the shard's sequences is out of reach"));
+            return Err(Error::new(ErrorKind::Io, "the shard's shared page can no longer be read"));
         }
         Ok(seq)
     }

@@ -184,7 +184,7 @@ impl AlignedBuf {
     /// memory.
     pub fn zeroed(len: usize) -> Result<Self> {
         let layout = Self::layout(len).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidInput, format!("{len} bytes is no length for an aligned buffer"))
+            Error::new(ErrorKind::InvalidInput, format!("{len} bytes is not a valid length for an aligned buffer"))
         })?;
         // SAFETY: the layout's size is not zero.
         let ptr = unsafe { alloc_zeroed(layout) };

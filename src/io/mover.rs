@@ -65,7 +65,7 @@ pub trait Mover: Send + Sync + 'static {
     /// # Errors
     /// `Unsupported` where there is none to be had: such a read times out. What the driver says.
     fn spare(&self, _bytes: usize) -> Result<Buf> {
-        Err(Error::new(ErrorKind::Unsupported, "this accelerator lends no memory"))
+        Err(Error::new(ErrorKind::Unsupported, "this accelerator has no spare memory"))
     }
 
     /// Makes the accelerator usable from the calling thread; for threads that call libraries which

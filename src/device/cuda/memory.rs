@@ -227,7 +227,10 @@ impl CudaMemory {
 
     fn run(&self, submit: impl FnOnce(&OwnStream) -> CudaResult) -> Result<()> {
         let MemoryOwner::Own { tools, .. } = &self.owner else {
-            return Err(Error::new(ErrorKind::Unsupported, "the server's memory is not read or written directly"));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "the drive cannot read or write the server's memory directly",
+            ));
         };
         tools.context.usable()?;
         let _entered = tools.context.enter()?;

@@ -135,9 +135,10 @@ pub(in crate::log) fn boot_id() -> Result<BootId> {
 
 pub(in crate::log) fn holder(pid: &str) -> Result<Holder> {
     let path = format!("/proc/{pid}/stat");
-    let stat = fs::read_to_string(&path).map_err(|e| Error::io("cannot read who this process is", e).at(&path))?;
+    let stat =
+        fs::read_to_string(&path).map_err(|e| Error::io("cannot read this process's /proc entry", e).at(&path))?;
     let link = fs::read_link(format!("/proc/{pid}/ns/pid")).map(|l| l.to_string_lossy().into_owned());
     let link = link.unwrap_or_else(|_| ns_link(0));
     Holder::parse(&stat, &link)
-        .ok_or_else(|| Error::new(ErrorKind::Unsupported, "cannot parse who this process is").at(&path))
+        .ok_or_else(|| Error::new(ErrorKind::Unsupported, "cannot parse this process's /proc entry").at(&path))
 }

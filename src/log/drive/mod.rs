@@ -432,7 +432,7 @@ impl Volume {
         if !self.is_lost() {
             return Ok(());
         }
-        let e = Error::new(ErrorKind::Io, "the memory that processes share is out of reach: the file system is gone")
+        let e = Error::new(ErrorKind::Io, "the shared memory can no longer be read: the file system is gone")
             .at(&self.root);
         Err(e.advice("mount the file system again, and restart the processes that use the cache"))
     }

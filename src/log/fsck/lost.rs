@@ -64,7 +64,7 @@ pub fn repair_budget(cache_dir: &Path, lanes: &[&RawLane], now_ms: u64) -> Resul
     file.set_len(PAGE_BYTES as u64).and_then(|()| file.sync_all()).map_err(failed)
 }
 
-/// Removes a lane that [is lost](LaneFiles::is_lost); how many bytes of the drive that gives back.
+/// Removes a lane that [is lost](LaneDir::is_lost); how many bytes of the drive that gives back.
 ///
 /// # Errors
 /// `Locked` where a process writes the lane; `TimedOut` where the shard is not to be had; those of
@@ -75,7 +75,7 @@ pub fn remove_lost(files: &LaneDir) -> Result<u64> {
     let _shard = ShardLock::take(shard_dir, PATIENCE)?;
     let _lane = files.lock()?.ok_or_else(|| in_use(files))?;
     if !files.is_lost() {
-        return Err(Error::new(ErrorKind::Busy, "the lane has just been made anew").at(dir));
+        return Err(Error::new(ErrorKind::Busy, "the lane has just been recreated").at(dir));
     }
     let bytes = budget::allocated_below(dir)?;
     delete(dir)?;

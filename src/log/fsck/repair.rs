@@ -244,7 +244,7 @@ impl<'a> LaneRepair<'a> {
             free.push(decoded.map_or(Ok(true), |page| self.is_over(&page))?);
         }
         let full = || {
-            Error::new(ErrorKind::NoSpace, "the journal has no page left to note what is gone")
+            Error::new(ErrorKind::NoSpace, "the journal has no page left for the eviction's record")
                 .at(self.files.file(INDEX))
                 .advice("start a server and stop it, which seals what the journal holds, and repair again")
         };

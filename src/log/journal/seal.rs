@@ -158,7 +158,7 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     let page = lane.read(&lane.index, offset, PAGE_BYTES)?;
     let header = RegionHeader::decode(page.as_slice())?
         .filter(|h| h.lane == *lane.id() && h.segment == segment && h.epoch == epoch)
-        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region speaks of another use"))?;
+        .ok_or_else(|| Error::new(ErrorKind::Corrupt, "a segment's region belongs to an earlier use"))?;
     if header.count == 0 {
         return Ok(Vec::new());
     }

@@ -37,7 +37,7 @@ impl Lane {
         let request = Request::read(Arc::clone(file), offset, buf.into(), drop).timeout(self.ctx.options.io_timeout);
         let c = io::wait(&*self.io.read, request);
         c.result?;
-        c.buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read gave its buffer not back"))
+        c.buf.ok_or_else(|| Error::new(ErrorKind::Internal, "a read did not give its buffer back"))
     }
 
     /// Makes what was written to data.kv durable.

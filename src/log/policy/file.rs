@@ -123,7 +123,7 @@ fn most_bytes(capacity: u64) -> u64 {
 
 /// The policy's state, in about `most_bytes`; `None` where it takes more.
 fn saved(lane: &Lane, most_bytes: u64) -> Result<Option<Vec<u8>>> {
-    let gone = || Error::new(ErrorKind::Internal, "no policy to be kept");
+    let gone = || Error::new(ErrorKind::Internal, "no policy to save");
     let begun = lane.state()?.usage.chain().map(|chain| chain.save(most_bytes)).ok_or_else(gone)?;
     let Some(mut saving) = begun else { return Ok(None) };
     while !lane.state()?.usage.chain().ok_or_else(gone)?.save_more(&mut saving, AT_ONCE) {}

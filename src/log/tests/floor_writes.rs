@@ -97,7 +97,7 @@ impl DiskFile for File {
 
     fn write_at(&self, buf: &[u8], offset: u64) -> Result<()> {
         if self.0.fails.load(Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::Io, "the drive takes nothing"));
+            return Err(Error::new(ErrorKind::Io, "the drive accepts no stores"));
         }
         let mut bytes = self.0.bytes.lock();
         let bytes = bytes.get_or_insert_default();

@@ -138,7 +138,7 @@ impl Log {
         };
         chosen.ok_or_else(|| {
             self.ctx.sheds.drive.add(1);
-            Error::new(ErrorKind::Busy, "no drive takes puts")
+            Error::new(ErrorKind::Busy, "no drive accepts stores")
         })
     }
 
@@ -206,7 +206,7 @@ fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
 fn check_writable(lane: &Lane, state: &LaneState) -> Result<()> {
     if state.pending.is_broken() {
         lane.ctx.sheds.no_space.add(1);
-        return Err(Error::new(ErrorKind::Busy, "the lane takes nothing after write errors").at(&lane.dir));
+        return Err(Error::new(ErrorKind::Busy, "the lane accepts no stores after write errors").at(&lane.dir));
     }
     Ok(())
 }

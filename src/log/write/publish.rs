@@ -139,7 +139,7 @@ fn enter(lane: &Lane, state: &mut LaneState, commit: &mut Commit) -> Result<()> 
     }
     let (table, shared) = (lane.table(), lane.shared());
     if table.is_lost() || shared.as_ref().is_some_and(|shared| shared.is_lost()) {
-        return Err(Error::new(ErrorKind::Io, "the memory that processes share is out of reach").at(&lane.dir));
+        return Err(Error::new(ErrorKind::Io, "the shared memory can no longer be read").at(&lane.dir));
     }
     if is_gone(&commit.reservation, &commit.record) {
         return Err(Error::new(ErrorKind::Cancelled, "the key was removed while it was being stored"));
