@@ -5,8 +5,8 @@ mod objects_world;
 
 use std::time::Duration;
 
-use forebay::config::{IoEngine, Mode};
-use forebay::objects::{ObjectCause, ObjectStore, PutOptions};
+use forebay::config::{Capacity, IoEngine, Mode};
+use forebay::objects::{ObjectCause, ObjectOptions, ObjectStore, PutOptions};
 use objects_world::*;
 
 const MIB: usize = 1 << 20;
@@ -241,4 +241,51 @@ fn namespaces_do_not_meet_and_readers_see_the_writer() {
     assert_eq!(delete(&store, &["k"]), [true]);
     assert_eq!(exists(&second, &["k"]), [false]);
     assert_eq!(exists(&reader, &["k"]), [false]);
+}
+
+#[test]
+fn a_small_capacity_holds_most_of_itself_or_is_refused() {
+    let dir = dir();
+    let open = |capacity: u64| {
+        let mut settings = settings(dir.path());
+        settings.capacity = Capacity::Bytes(capacity);
+        ObjectStore::open_with(ObjectOptions::new(&settings, "test"))
+    };
+    let refused = open(32 << 20).unwrap_err();
+    assert!(refused.to_string().contains("use at least 6"), "{refused}");
+    let store = open(128 << 20).unwrap();
+    let keys: Vec<String> = (0..128).map(|n| n.to_string()).collect();
+    assert!(keys.iter().all(|key| put_one(&store, key, 1, 1_000_000).ok));
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let held = exists(&store, &keys).into_iter().filter(|there| *there).count();
+    assert!(held >= 80, "{held} of 128 MB are held");
+}
+
+#[test]
+fn a_value_whose_parts_evict_each_other_is_not_stored() {
+    let dir = dir();
+    let mut settings = settings(dir.path());
+    settings.capacity = Capacity::Bytes(128 << 20);
+    let store = ObjectStore::open_with(ObjectOptions::new(&settings, "test")).unwrap();
+    assert_eq!(put_one(&store, "large", 1, 120 << 20).cause, Some(ObjectCause::NoSpace));
+    assert_eq!(exists(&store, &["large"]), [false]);
+    assert!(put_one(&store, "small", 1, 1 << 20).ok);
+    assert_eq!(get_one(&store, "small", 1 << 20).unwrap(), value("small", 1, 1 << 20));
+}
+
+#[test]
+fn a_closed_store_holds_no_file_and_no_mapping() {
+    let dir = dir();
+    let path = dir.path().canonicalize().unwrap();
+    let path = path.to_str().unwrap();
+    let open_files = || {
+        let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        links.filter_map(|fd| fd.path().read_link().ok()).filter(|file| file.starts_with(path)).count()
+    };
+    let mappings = || std::fs::read_to_string("/proc/self/maps").unwrap().matches(path).count();
+    let store = open(dir.path());
+    assert!(put_one(&store, "k", 1, 100_000).ok);
+    assert!(open_files() > 0 && mappings() > 0);
+    close(&store);
+    until(|| open_files() == 0 && mappings() == 0);
 }
