@@ -20,6 +20,7 @@ test: lint unit doc python lmcache-ci vllm-harness vllm-ci kernels-check
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy -p forebay-python --locked -- -D warnings
 	$(PYTHON) benches/figures.py --check > /dev/null
 
 # The loom models compile the index room once more under another name, where its examples do not.
@@ -27,8 +28,11 @@ unit: cufile
 	FOREBAY_CUFILE_PATH="$$(cat $(CUFILE_LIB) 2>/dev/null)" $(CARGO) nextest run --workspace --locked --no-fail-fast
 	$(CARGO) test --doc --workspace --exclude forebay-loom --locked
 
+# All pages with the rooms below the public API, then the public API alone: its pages must not link to what is not in it, and it stays small.
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc -p forebay --no-deps --locked --target-dir target/public
+	@items=$$(grep -o '<li>' target/public/doc/forebay/all.html | wc -l); echo "$$items public items"; test $$items -le 150
 
 # The Python package: builds the wheel, installs it into a virtual environment of its own and runs its tests there.
 python:
@@ -124,7 +128,7 @@ figures:
 wheel:
 	$(PYTHON) -m venv target/venv-wheel
 	target/venv-wheel/bin/pip install --quiet --disable-pip-version-check maturin==1.16.0
-	target/venv-wheel/bin/maturin build --release --locked --manifest-path python/Cargo.toml --interpreter target/venv-wheel/bin/python --out target/wheels
+	python/wheel.sh release target/venv-wheel target/wheels
 
 # Real vLLM on this machine's CPU, with the wheel that python/test.sh has built. Its environment (906 MB to fetch) is made outside the
 # checkout and used again; where it cannot be made these fail. `vllm-ci` is the share that `make test` runs.

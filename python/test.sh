@@ -15,8 +15,7 @@ if [ "$(cat $venv/pins 2>/dev/null)" != "$pins" ]; then
     $venv/bin/pip install --quiet --disable-pip-version-check $pins
     echo "$pins" >$venv/pins
 fi
-rm -rf $wheels
-$venv/bin/maturin build --quiet --profile dev --locked --manifest-path python/Cargo.toml --interpreter $venv/bin/python --out $wheels
+python/wheel.sh dev $venv $wheels
 $venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $wheels/forebay-*.whl
 # Not from python/, where the sources would shadow what is installed.
 pytest=("$PWD/$venv/bin/python" -m pytest -q -p no:cacheprovider --rootdir python)

@@ -261,6 +261,19 @@ fn only_the_device_side_knows_cuda() {
     assert_clean("CUDA outside its rooms", &findings);
 }
 
+/// Every process of a serving engine loads the extension module.
+#[test]
+fn what_only_the_program_needs_is_not_in_the_extension_module() {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let arguments = ["tree", "--offline", "-p", "forebay-python", "-e", "normal", "--prefix", "none"];
+    let tree = std::process::Command::new(cargo).args(arguments).output().unwrap();
+    let tree = String::from_utf8(tree.stdout).unwrap();
+    assert!(tree.contains("forebay-cufile-sys"), "{tree}");
+    for package in ["forebay-tools", "plotters", "ureq", "tokio-uring", "clap"] {
+        assert!(!tree.contains(package), "{package} is in the Python extension module");
+    }
+}
+
 #[test]
 fn files_are_short_and_say_what_they_are_for() {
     let mut findings = Vec::new();

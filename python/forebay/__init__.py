@@ -3,9 +3,8 @@
 `Engine` stores and loads the paged KV of prompts, `ObjectStore` keeps bytes under string keys; docs/python.md is the reference.
 """
 
-import sys
-
 from forebay import _forebay
+from forebay._cli import program_path as _program_path
 from forebay._forebay import (
     Busy,
     Cancelled,
@@ -74,6 +73,6 @@ __all__ = [
     "__version__",
 ]
 
-if sys.executable:
-    # The engine tries cuFile in a program of its own, which is this package's.
-    _forebay._set_program([sys.executable, "-m", "forebay"])
+# The engine tries cuFile in a process of its own, which is this package's program.
+if (_program := _program_path()) is not None:
+    _forebay._set_program(_program)

@@ -1,15 +1,15 @@
-"""The `forebay` program, as the package's script and as `python -m forebay`."""
+"""Where the `forebay` program lies that the package brings."""
 
 from __future__ import annotations
 
-import signal
-import sys
-
-from forebay import _forebay
+import sysconfig
+from pathlib import Path
 
 
-def main() -> None:
-    """Runs the program with the command line's arguments and exits with its code."""
-    # Ctrl-C ends it as it does any program; Python's own handler would only note it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(_forebay.main(["forebay", *sys.argv[1:]]))
+def program_path() -> Path | None:
+    """The program's file, or None where the package was installed without it."""
+    # The usual place; then that of `pip install --target`, whose programs lie beside the packages.
+    for folder in (Path(sysconfig.get_path("scripts")), Path(__file__).parents[1] / "bin"):
+        if (program := folder / "forebay").is_file():
+            return program
+    return None

@@ -11,9 +11,9 @@ use std::any::Any;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
 
+use forebay::device::MemorySpace;
 use forebay::device::cuda::CudaMemory;
 use forebay::device::{HostMemory, KvMemory};
-use forebay::io::MemorySpace;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView, PyString, PyTuple};

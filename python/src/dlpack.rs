@@ -6,7 +6,7 @@
 
 use std::ffi::c_void;
 
-use forebay::io::MemorySpace;
+use forebay::device::MemorySpace;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -123,7 +123,7 @@ impl PyEngine {
         let geometry = geometry.get().0.clone();
         let opened = py.detach(|| {
             let device = open_device(&name, &settings)?;
-            let on_host = device.place() == forebay::io::MemorySpace::Host;
+            let on_host = device.place() == forebay::device::MemorySpace::Host;
             Ok((Engine::open(&settings, geometry, device)?, on_host))
         });
         let (engine, on_host) = opened.py()?;

@@ -1,7 +1,7 @@
 //! Sequences of integers and booleans: from lists, or straight from buffers.
 #![expect(unsafe_code, reason = "reads the elements of a caller's buffer")]
 
-use forebay::io::MemorySpace;
+use forebay::device::MemorySpace;
 use pyo3::prelude::*;
 
 use crate::buffer::{Described, describe};

@@ -44,7 +44,7 @@ mod module {
     #[pymodule_export]
     use super::paged::PyPagedKv;
     #[pymodule_export]
-    use super::program::{_set_program, main};
+    use super::program::_set_program;
     #[pymodule_export]
     use super::store::{PyStore, PyStoreResult};
 

@@ -260,7 +260,7 @@ impl PyPagedKv {
     #[getter]
     fn device(&self) -> String {
         match self.0.place() {
-            forebay::io::MemorySpace::Device(n) => format!("cuda:{n}"),
+            forebay::device::MemorySpace::Device(n) => format!("cuda:{n}"),
             _ => "cpu".to_owned(),
         }
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use forebay::io::EventFd;
+use forebay::engine::EventFd;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 

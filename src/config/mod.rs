@@ -3,7 +3,7 @@
 //!
 //! Every limit of the engine is a field here with its unit, and every bad value has its own error
 //! with advice; the rooms above read typed fields and parse nothing. `docs/configuration.md` lists
-//! every key, and a test keeps it complete. [`dir`] checks the cache directories and opens what
+//! every key, and a test keeps it complete. The module `dir` checks the cache directories and opens what
 //! lies inside them without following a symlink out.
 //!
 //! This room must not open the cache, start threads, or know any other room but `error`; the
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, ErrorKind, Result};
 
 mod choices;
-pub mod dir;
+internals!(mod dir);
 mod keys;
 mod load;
 mod place;

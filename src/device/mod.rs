@@ -3,7 +3,7 @@
 //!
 //! A [`Device`] scatters extents from staging into paged KV and gathers them back, taking the
 //! CRC-32 of every unpadded extent in the same pass. Jobs own what they need (staging, layout,
-//! plan) until their `done` is called, so a caller may go away at any time; the [`Gate`] is how it
+//! plan) until their `done` is called, so a caller may go away at any time; the gate of a job is how it
 //! takes its memory back.
 //!
 //! Invariants:
@@ -14,15 +14,15 @@
 
 use std::sync::Arc;
 
-use crate::error::{Error, Result};
-use crate::io::{Buf, MemorySpace, Mover};
-use crate::paged::ChunkPlan;
+use crate::error::Result;
+use crate::io::Mover;
 
 pub mod cuda;
 mod fence;
 mod floats;
 mod gate;
 mod host;
+mod job;
 mod memory;
 mod open;
 mod parts;
@@ -30,112 +30,20 @@ mod region;
 mod rope;
 mod staging;
 
-pub use fence::{Fence, Point, Stream, add_fence};
-pub use floats::FloatKind;
-pub use gate::{Gate, GateGuard, OwnedGuard};
+pub use crate::io::MemorySpace;
+pub use fence::Stream;
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
 pub use open::open_device;
-pub use region::{HostRegion, HugePages, PageKind, RegionOptions};
-pub use rope::{RopeShift, RopeStyle, RopeTable};
-pub use staging::{FreeHook, StagingOptions, StagingPool};
+pub use region::HugePages;
 
-/// One layer of one chunk in a job: where its extent lies in staging and where its tokens lie in
-/// the paged KV.
-///
-/// The spec of the layer is the one that the paged KV's layout was checked against.
-#[derive(Clone, Debug)]
-pub struct Part {
-    /// Layer, an index into the paged KV's layers.
-    pub layer: usize,
-    /// Offset of the extent in the staging buffer, in bytes.
-    pub staging_offset: usize,
-    /// Tokens of the extent (of the stored chunk, not of the mask).
-    pub tokens: usize,
-    /// Bytes of the extent with its padding, which a gather sets to zero; a scatter only reads the
-    /// unpadded bytes.
-    pub padded_len: usize,
-    /// The slots of the chunk's tokens in the KV cache group of this layer.
-    pub plan: Arc<ChunkPlan>,
-}
-
-/// Told that a job is among the accelerator's work.
-pub type Launched = Box<dyn FnOnce(Fence) + Send>;
-
-/// From staging into paged KV.
-pub struct ScatterJob {
-    /// Target.
-    pub kv: Arc<PagedKv>,
-    /// Source; comes back through `done`.
-    pub staging: Buf,
-    /// What to move.
-    pub parts: Vec<Part>,
-    /// Staging is set to zero first, whatever it held: the slots get zeros.
-    pub zeros: bool,
-    /// Entered before the first byte is written and left before `done`; a closed gate skips the
-    /// job.
-    pub gate: Arc<Gate>,
-    /// On an accelerator: no byte of the paged KV is written before these points have passed.
-    pub after: Vec<Fence>,
-    /// On an accelerator: called at most once, before `done`, when the job is among the
-    /// accelerator's work and not yet over, with the point at which its use of the paged KV
-    /// ends. Must be short. Never called by the host device.
-    pub launched: Option<Launched>,
-    /// Called once, on a worker.
-    pub done: Box<dyn FnOnce(Scattered) + Send>,
-}
-
-/// What became of a [`ScatterJob`].
-pub struct Scattered {
-    /// The staging buffer.
-    pub staging: Buf,
-    /// CRC-32 of each part's unpadded extent, in the order of the parts; empty where the job failed
-    /// or was skipped.
-    pub crcs: Vec<u32>,
-    /// The gate was or became closed: nothing, or only some of the tokens, was written.
-    pub skipped: bool,
-    /// Blocks of opaque layers that were left alone because not all of their tokens were in the
-    /// plan, ascending.
-    pub skipped_blocks: Vec<u32>,
-    /// Why the job failed, where it did.
-    pub error: Option<Error>,
-}
-
-/// From paged KV into staging.
-pub struct GatherJob {
-    /// Source.
-    pub kv: Arc<PagedKv>,
-    /// Target; comes back through `done`. Tokens that the plan does not map become zero bytes.
-    pub staging: Buf,
-    /// What to move.
-    pub parts: Vec<Part>,
-    /// Entered before the first byte is read and left before `done`; a closed gate skips the job.
-    pub gate: Arc<Gate>,
-    /// On an accelerator: no byte of the paged KV is read before these points have passed.
-    pub after: Vec<Fence>,
-    /// On an accelerator: called at most once, before `done`, when the job is among the
-    /// accelerator's work and not yet over, with the point at which its use of the paged KV
-    /// ends. Must be short. Never called by the host device.
-    pub launched: Option<Launched>,
-    /// Called once, on a worker.
-    pub done: Box<dyn FnOnce(Gathered) + Send>,
-}
-
-/// What became of a [`GatherJob`].
-pub struct Gathered {
-    /// The staging buffer.
-    pub staging: Buf,
-    /// CRC-32 of each part's unpadded extent, in the order of the parts; empty where the job failed
-    /// or was skipped.
-    pub crcs: Vec<u32>,
-    /// The gate was or became closed: the staging bytes mean nothing.
-    pub skipped: bool,
-    /// Blocks of opaque layers that are zero in staging because not all of their tokens were in the
-    /// plan, ascending.
-    pub skipped_blocks: Vec<u32>,
-    /// Why the job failed, where it did.
-    pub error: Option<Error>,
-}
+internals!(use fence::{Fence, Point, add_fence});
+internals!(use floats::FloatKind);
+internals!(use gate::{Gate, GateGuard, OwnedGuard});
+internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
+internals!(use region::{HostRegion, PageKind, RegionOptions});
+internals!(use rope::{RopeShift, RopeStyle, RopeTable});
+internals!(use staging::{FreeHook, StagingOptions, StagingPool});
 
 /// A mover of KV between staging and paged memory.
 ///
@@ -146,9 +54,11 @@ pub trait Device: Send + Sync {
     fn place(&self) -> MemorySpace;
 
     /// Moves extents into paged KV. Scatters run before gathers.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn scatter(&self, job: ScatterJob);
 
     /// Moves tokens out of paged KV.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn gather(&self, job: GatherJob);
 
     /// Zeroed memory for paged KV where this device works; for tools and tests, servers bring their
@@ -161,7 +71,8 @@ pub trait Device: Send + Sync {
     /// A staging pool whose memory suits this device.
     ///
     /// # Errors
-    /// As [`StagingPool::new`].
+    /// What the operating system or the driver says of the memory.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn staging_pool(&self, options: &StagingOptions) -> Result<Arc<StagingPool>>;
 
     /// The point that the work submitted to the caller's stream has reached now; `None` where there
@@ -170,6 +81,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// What the driver says.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn fence(&self, _stream: Stream) -> Result<Option<Fence>> {
         Ok(None)
     }
@@ -179,6 +91,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// What the driver says.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn is_capturing(&self, _stream: Stream) -> Result<bool> {
         Ok(false)
     }
@@ -188,17 +101,20 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// What the driver says.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn wait(&self, _stream: Stream, _fences: &[Fence]) -> Result<()> {
         Ok(())
     }
 
     /// Copies between the device's staging and host memory, for queues; `None` where staging is
     /// host memory.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn mover(&self) -> Option<Arc<dyn Mover>> {
         None
     }
 
     /// Jobs that wait or run.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn jobs(&self) -> usize;
 
     /// Finishes all jobs and stops; jobs submitted later fail with [`crate::ErrorKind::Closed`].

@@ -179,7 +179,7 @@ impl Engine {
     }
 
     /// Up to `most` of the keys of chunks that reclaim of this process has dropped since the first
-    /// call; see [`Log::take_evicted`].
+    /// call, each once; a bounded number of them waits to be taken.
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<ChunkKey> {
         self.log().map(|log| log.take_evicted(most)).unwrap_or_default()

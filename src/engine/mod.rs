@@ -65,11 +65,12 @@ mod request;
 mod stats;
 mod storing;
 
+pub use crate::io::{EventFd, set_program};
 pub use crate::pipeline::{
     Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, ShedCause, Store,
     StoreResult,
 };
-pub use exposition::METRICS;
+internals!(use exposition::METRICS);
 pub use prompt::Prompt;
 pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};
 pub use stats::{EngineStats, StagingStats};
@@ -91,10 +92,13 @@ pub struct EngineOptions {
     /// Bytes of a segment; `None` follows from the capacity.
     pub segment_bytes: Option<u64>,
     /// Makes the drives' queues; `None` for the best that this machine gives.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub drive_factory: Option<DriveFactory>,
     /// Time, as chunks' ages are measured; `None` for the machine's.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub clock: Option<Arc<dyn Clock>>,
     /// How often a cache that could not be opened is tried again.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub reopen_every: Duration,
 }
 
@@ -210,6 +214,7 @@ impl Engine {
     /// The chunk log, for programs that look after the cache; `None` where it is disabled or
     /// closed.
     #[must_use]
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub fn log(&self) -> Option<Arc<Log>> {
         self.check().ok()?.log()
     }

@@ -53,7 +53,7 @@ pub use mover::{Copying, CufileChoice, DeviceSide, Mover};
 pub(crate) use os::trim_heap;
 pub use os::{boot_clock_ns, file_system_bytes};
 pub use probe::{Drive, IoPath, Notes, PathReport, open_drive};
-pub use program::{Program, set_program};
+pub use program::set_program;
 pub use remove::{remove_file, remove_tree, unlink};
 pub use request::{Completion, Done, Op, Rejected, Request};
 pub use router::DevicePath;

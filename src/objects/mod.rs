@@ -232,7 +232,7 @@ impl ObjectStore {
     /// Makes every put durable that has been answered.
     ///
     /// # Errors
-    /// As [`Log::flush`]; [`ErrorKind::Closed`] where the store is disabled or closed.
+    /// What the drive says of a write or a flush; [`ErrorKind::Closed`] where the store is disabled or closed.
     pub fn flush(&self) -> Result<()> {
         self.check()?;
         let log = self.core.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the object store is not open"))?;
@@ -278,6 +278,7 @@ impl ObjectStore {
     /// The log, for programs that look after the cache; `None` where the store is disabled or
     /// closed.
     #[must_use]
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub fn log(&self) -> Option<Arc<Log>> {
         self.check().ok().and_then(|()| self.core.log())
     }

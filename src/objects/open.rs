@@ -43,10 +43,13 @@ pub struct ObjectOptions {
     /// an object.
     pub segment_bytes: Option<u64>,
     /// Makes the drives' queues; `None` for the best that this machine gives.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub drive_factory: Option<DriveFactory>,
     /// Time, as objects' ages are measured; `None` for the machine's.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub clock: Option<Arc<dyn Clock>>,
     /// How often a cache that could not be opened is tried again.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub reopen_every: Duration,
 }
 

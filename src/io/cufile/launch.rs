@@ -6,7 +6,7 @@
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
@@ -14,7 +14,7 @@ use crossbeam_channel::bounded;
 use super::environment;
 use super::reason::{CufileCause, CufileReason};
 use super::trial::{TrialReport, file_of};
-use crate::io::program::{self, Program};
+use crate::io::program;
 
 /// Names the `forebay` program.
 pub(super) const PROGRAM_VARIABLE: &str = "FOREBAY_PROGRAM";
@@ -24,25 +24,25 @@ pub(super) const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks whether the program has ended, after it has answered.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
-/// The `forebay` program: the one that is named, the one that the process said, the one next to
+/// The `forebay` program: the one that is named, the one that the process gave, the one next to
 /// this program, or the first on the search path.
-pub(super) fn program() -> Option<Program> {
+pub(super) fn program() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os(PROGRAM_VARIABLE).filter(|p| !p.is_empty()) {
-        return Some(PathBuf::from(named).into());
+        return Some(PathBuf::from(named));
     }
-    if let Some(said) = program::said() {
-        return Some(said.clone());
+    if let Some(given) = program::given() {
+        return Some(given.to_owned());
     }
     let here = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("forebay")));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|dir| dir.join("forebay"));
-    here.into_iter().chain(on_path).find(|p| p.is_file()).map(Program::from)
+    here.into_iter().chain(on_path).find(|p| p.is_file())
 }
 
 /// Tries cuFile in `dir` with memory of the accelerator with this ordinal.
-pub(super) fn run(program: &Program, dir: &Path, gpu: Option<u32>, timeout: Duration) -> TrialReport {
+pub(super) fn run(program: &Path, dir: &Path, gpu: Option<u32>, timeout: Duration) -> TrialReport {
     match started(program, dir, gpu).map_err(|e| {
-        CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.path.display()))
+        CufileReason::new(CufileCause::NoProgram, format!("{} cannot be started: {e}", program.display()))
     }) {
         Ok(child) => {
             let file = file_of(dir, child.id());
@@ -55,8 +55,8 @@ pub(super) fn run(program: &Program, dir: &Path, gpu: Option<u32>, timeout: Dura
     }
 }
 
-fn started(program: &Program, dir: &Path, gpu: Option<u32>) -> std::io::Result<Child> {
-    let mut command = program.command();
+fn started(program: &Path, dir: &Path, gpu: Option<u32>) -> std::io::Result<Child> {
+    let mut command = Command::new(program);
     command.arg("probe").arg("--json").arg("--cufile-trial").arg(dir);
     if let Some(gpu) = gpu {
         command.arg("--gpu").arg(gpu.to_string());
@@ -125,7 +125,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(20);
 
     /// A program that does what the script says.
-    fn script(dir: &tempfile::TempDir, text: &str) -> Program {
+    fn script(dir: &tempfile::TempDir, text: &str) -> PathBuf {
         let path = dir.path().join("forebay");
         std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_program_that_cannot_be_started_is_named() {
-        let reason = run(&PathBuf::from("/no/such/forebay").into(), Path::new("/"), None, LONG).reason.unwrap();
+        let reason = run(Path::new("/no/such/forebay"), Path::new("/"), None, LONG).reason.unwrap();
         assert_eq!(reason.cause, CufileCause::NoProgram);
         assert!(reason.to_string().contains("/no/such/forebay") && reason.to_string().contains("FOREBAY_PROGRAM"));
     }

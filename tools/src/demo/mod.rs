@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use forebay::config::EvictionPolicy;
-use forebay::io::{Program, file_system_bytes};
+use forebay::io::file_system_bytes;
 use forebay::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -189,8 +189,8 @@ impl Part {
         }
     }
 
-    fn command(self, program: &Program, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Command {
-        let mut command = program.command();
+    fn command(self, program: &Path, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Command {
+        let mut command = Command::new(program);
         command.args(["demo", "--part", self.name(), "--directory"]).arg(dir);
         command.args(["--capacity", &args.capacity.to_string(), "--served", &served.to_string()]);
         if let Some(policy) = args.eviction_policy.to_possible_value() {
@@ -212,7 +212,7 @@ impl Part {
     /// Runs this part in a child, which is killed as soon as it has reported.
     fn run<T: DeserializeOwned>(self, args: &DemoArgs, dir: &Path, (served, context): (usize, &Context)) -> Result<T> {
         let failed = |what: &str, e: std::io::Error| Error::io(format!("the demo's {} part: {what}", self.name()), e);
-        let program = Program::this().map_err(|e| failed("cannot find this program", e))?;
+        let program = std::env::current_exe().map_err(|e| failed("cannot find this program", e))?;
         let mut command = self.command(&program, args, dir, (served, context));
         // A group of its own: an interrupt from the terminal ends this process, and the child cleans up.
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);

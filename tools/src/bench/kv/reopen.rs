@@ -5,11 +5,10 @@
 //! second to its answer.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::process::{Child, ChildStdin, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use forebay::io::Program;
 use forebay::key::ChunkKey;
 use forebay::{Error, ErrorKind, Result};
 use indicatif::ProgressBar;
@@ -86,9 +85,7 @@ struct Kin {
 impl Kin {
     fn start(job: &Job, place: &MemorySpace, role: &str, context: &Context) -> Result<Self> {
         let failed = |e| Error::io("cannot start a child", e);
-        let mut child = Program::this()
-            .map_err(failed)?
-            .command()
+        let mut child = Command::new(std::env::current_exe().map_err(failed)?)
             .args(["bench", "--rw", "reopen", "--keep", "--chunks", &job.kv.chunks.to_string(), "--directory"])
             .arg(&place.dir)
             .args(["--one-gone-of", &job.kv.one_gone_of.to_string()])

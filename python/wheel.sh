@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Builds the wheel: the extension module, and the `forebay` program beside it.
+# Usage: wheel.sh PROFILE VENV OUT, where VENV has maturin.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+profile=$1 venv=$2 out=$3
+program=$("${CARGO:-cargo}" build --profile "$profile" --locked -p forebay-tools --bin forebay --message-format json-render-diagnostics |
+    sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
+mkdir -p python/forebay.data/scripts
+strip -o python/forebay.data/scripts/forebay "${program:?the program was not built}"
+rm -rf "$out"
+"$venv/bin/maturin" build --quiet --profile "$profile" --locked --manifest-path python/Cargo.toml --interpreter "$venv/bin/python" --out "$out"
