@@ -38,14 +38,16 @@
 //! // The prompt's 512 tokens lie in the first 32 blocks, and are stored.
 //! let tokens: Vec<u32> = (0..512).collect();
 //! let prompt = engine.prompt(&tokens, &Extra::default());
-//! let store = engine.store(StoreRequest::new(&prompt, &kv, (0..512).collect()))?;
+//! let slots: Vec<i64> = (0..512).collect();
+//! let store = engine.store(StoreRequest::new(&prompt, &kv, slots))?;
 //! store.all_layers();
 //! assert_eq!(store.wait().stored, 2);
 //!
 //! // Later they are found, and loaded into the last 32 blocks, one layer after the other.
 //! let hit = engine.lookup(&prompt, 512)?;
 //! assert_eq!(hit.matched_tokens, 512);
-//! let load = engine.load(LoadRequest::new(&prompt, &kv, (512..1024).collect()))?;
+//! let slots: Vec<i64> = (512..1024).collect();
+//! let load = engine.load(LoadRequest::new(&prompt, &kv, slots))?;
 //! for layer in 0..load.layers() {
 //!     assert_eq!(load.wait_layer(layer)?.tokens, 512);
 //! }
