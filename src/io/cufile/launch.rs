@@ -129,7 +129,7 @@ mod tests {
         let path = dir.path().join("forebay");
         std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        path.into()
+        path
     }
 
     fn cause_of(text: &str, timeout: Duration) -> CufileReason {
