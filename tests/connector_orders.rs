@@ -2,15 +2,17 @@
 //! window, and orders that do not fit.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use forebay::config::Admission;
+use forebay::config::{Admission, Capacity};
 use forebay::connector::{
     AddRequest, ConnectorOptions, EngineLookup, Finished, NewRequest, Scheduler, StepInput, StepMeta, StepOutput,
     Worker,
 };
 use forebay::engine::Engine;
+use forebay::geometry::{LayerKind, LayerSpec};
+use forebay::io::{IoStats, Queue, Rejected, Request, open_drive};
 use forebay::key::Extra;
 
 use engine_world::{BLOCK, BLOCKS, CHUNK, Kv, Shape, World};
@@ -289,4 +291,113 @@ fn after_a_failed_load_all_that_was_damaged_is_stored_again() {
     c.w.start_load_kv(meta, None);
     c.received();
     assert_eq!((c.w.stats().failed_loads, c.w.stats().loaded_tokens), (0, 64));
+}
+
+/// Reads that pass are noted; from `hold_from` on they wait until the test lets them go.
+#[derive(Default)]
+struct ReadGate {
+    hold_from: Option<u64>,
+    passed: Vec<(u64, usize)>,
+    held: Vec<Request>,
+}
+
+struct GatedQueue {
+    inner: Arc<dyn Queue>,
+    gate: Arc<Mutex<ReadGate>>,
+}
+
+impl Queue for GatedQueue {
+    fn submit(&self, request: Request) -> Result<(), Rejected> {
+        let mut gate = self.gate.lock().unwrap();
+        if gate.hold_from.is_some_and(|from| request.offset >= from) {
+            gate.held.push(request);
+            return Ok(());
+        }
+        gate.passed.push((request.offset, request.len));
+        drop(gate);
+        self.inner.submit(request)
+    }
+
+    fn stats(&self) -> &Arc<IoStats> {
+        self.inner.stats()
+    }
+
+    fn close(&self, deadline: Instant) -> forebay::error::Result<()> {
+        self.inner.close(deadline)
+    }
+}
+
+/// The engine's promise to the model: attention of layer 0 runs while the drive still reads the
+/// others. Every read behind layer 0 is held until layer 0 has been waited for and checked.
+#[test]
+fn layer_0_is_ready_while_every_later_read_is_held() {
+    const LAYERS: usize = 4;
+    const LAYER_BYTES: u64 = 1 << 20;
+    let spec = LayerSpec::kv(LayerKind::Full, 32, 1024);
+    let shape = Shape { specs: vec![spec; LAYERS], ..Shape::plain() };
+    let mut world = World::new(shape);
+    world.settings.capacity = Capacity::Bytes(256 << 20);
+    (world.settings.staging, world.settings.store_staging) = (32 << 20, 32 << 20);
+    let gate = Arc::new(Mutex::new(ReadGate::default()));
+    let inner: Arc<Mutex<Option<Arc<dyn Queue>>>> = Arc::default();
+    let (to_gate, to_inner) = (Arc::clone(&gate), Arc::clone(&inner));
+    world.drives = Some(Arc::new(move |_, _, options| {
+        let mut drive = open_drive(options)?;
+        *to_inner.lock().unwrap() = Some(Arc::clone(&drive.read));
+        drive.read = Arc::new(GatedQueue { inner: drive.read, gate: Arc::clone(&to_gate) });
+        Ok(drive)
+    }));
+    let engine = Arc::new(world.open());
+    let mut o = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], BLOCKS)).unwrap();
+    (o.layerwise, o.load_timeout_ms) = (true, 5000);
+    let mut first = pair(&world, &engine, 5, 1);
+    let ids: Vec<u32> = (1..=(CHUNK / BLOCK) as u32 + 1).collect();
+    first.store("a", CHUNK + 1, vec![ids.clone()]);
+    first.stores_end();
+    let load = |req_id: &str, at_layer_0: &mut dyn FnMut(&Kv)| {
+        let kv = world.kv().filled(6);
+        let mut p = Pair {
+            s: Scheduler::new(o.clone(), Box::new(EngineLookup::new(vec![Arc::clone(&engine)]))).unwrap(),
+            w: Worker::new(o.clone(), Arc::clone(&engine), Arc::clone(&kv.kv)).unwrap(),
+            kv,
+        };
+        let meta = p.order_load(req_id, CHUNK + 1, &[ids.clone()]);
+        assert_eq!(meta.loads.len(), 1);
+        assert!(!meta.loads[0].asynchronous);
+        p.w.start_load_kv(meta, None);
+        p.w.wait_for_layer_load(0, None).unwrap();
+        at_layer_0(&p.kv);
+        (1..LAYERS).for_each(|layer| p.w.wait_for_layer_load(layer, None).unwrap());
+        p.w.wait_for_save(None);
+        assert_eq!(p.w.stats().failed_loads, 0, "a wait ended by its time-out");
+        p.kv
+    };
+    let slots: Vec<i64> = (BLOCK as i64..(BLOCK + CHUNK) as i64).collect();
+
+    // Where layer 0 ends in the file: a load that nothing holds shows it.
+    gate.lock().unwrap().passed.clear();
+    let whole = load("b", &mut |_| {});
+    engine_world::assert_same("nothing held", (&first.kv, &slots), (&whole, &slots));
+    let mut passed = std::mem::take(&mut gate.lock().unwrap().passed);
+    passed.sort_unstable();
+    let (start, len) = passed[0];
+    assert!(passed.len() >= LAYERS && (len as u64) < 2 * LAYER_BYTES, "layers share a read: {passed:?}");
+
+    gate.lock().unwrap().hold_from = Some(start + len as u64);
+    let gated = load("c", &mut |kv| {
+        for &slot in &slots {
+            assert_eq!(first.kv.slot(0, slot as usize), kv.slot(0, slot as usize), "layer 0");
+        }
+        let last = LAYERS - 1;
+        assert_ne!(first.kv.slot(last, slots[0] as usize), kv.slot(last, slots[0] as usize));
+        let held = {
+            let mut gate = gate.lock().unwrap();
+            gate.hold_from = None;
+            std::mem::take(&mut gate.held)
+        };
+        assert!(held.len() >= LAYERS - 1, "{} reads were still to come", held.len());
+        let inner = inner.lock().unwrap().clone().unwrap();
+        held.into_iter().for_each(|request| assert!(inner.submit(request).is_ok()));
+    });
+    engine_world::assert_same("later layers held", (&first.kv, &slots), (&gated, &slots));
 }
