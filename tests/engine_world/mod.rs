@@ -241,7 +241,8 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(shape: Shape) -> Self {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let drive = std::env::var("FOREBAY_TEST_DRIVE").unwrap_or_else(|_| env!("CARGO_TARGET_TMPDIR").to_owned());
+        let dir = tempfile::tempdir_in(drive).unwrap();
         let mut settings = Settings::at(dir.path());
         settings.chunk_size = CHUNK as u32;
         settings.capacity = Capacity::Bytes(64 << 20);

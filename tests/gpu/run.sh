@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Runs the device's tests on this machine's GPU; where there is none, on the stand-in, which shows that all of it runs.
+# Runs the device's tests on this machine's GPU, and says which of cuFile's ways (GDS, P2P, compat) work between it and a
+# drive; where there is no GPU, on the stand-in, which shows that all of it runs. FOREBAY_TEST_DRIVE names a directory on
+# the NVMe drive to test; without it the tests' own directory is used.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(realpath "${1:?folder made by pack.sh}")
@@ -7,6 +9,9 @@ mkdir -p "$(cat "$dir/tmpdir")"
 skip=()
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
     export FOREBAY_TEST_GPU=1
+    # cuFile is tried in a program of its own first.
+    FOREBAY_PROGRAM="$dir/forebay"
+    export FOREBAY_PROGRAM
     # A held stream must not share its way into the GPU with others.
     export CUDA_DEVICE_MAX_CONNECTIONS=32
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
@@ -20,6 +25,7 @@ else
 fi
 status=0
 ran=0
+ways=
 for test in "$dir"/tests/*; do
     echo "== $(basename "$test")"
     # Each test in a process of its own, as device and stand-in are per process.
@@ -30,8 +36,9 @@ for test in "$dir"/tests/*; do
     fi
     for name in $names; do
         ran=$((ran + 1))
-        if timeout 120 "$test" --exact "$name" --test-threads 1 >"$dir/last.log" 2>&1; then
+        if timeout 120 "$test" --exact "$name" --test-threads 1 --nocapture >"$dir/last.log" 2>&1; then
             echo "ok   $name"
+            ways+=$(sed -n 's/^CUFILE \(.*\)$/  \1\\n/p' "$dir/last.log")
         else
             echo "FAIL $name"
             tail -30 "$dir/last.log"
@@ -56,6 +63,8 @@ else
     echo "FAIL the Python package could not be installed"
     status=1
 fi
+echo "cuFile's ways between the drive and the GPU:"
+printf '%b' "$ways"
 echo "$ran tests ran"
 [ "$ran" -gt 0 ] || status=1
 exit $status

@@ -66,6 +66,13 @@ impl Child {
         Self { scratch, command, test }
     }
 
+    /// A child that sees this machine as it is, with its own libraries.
+    pub fn unaided(test: &'static str) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args([test, "--exact", "--nocapture"]).env(CHILD, test);
+        Self { scratch: tempfile::tempdir().unwrap(), command, test }
+    }
+
     pub fn env(mut self, name: &str, value: impl AsRef<std::ffi::OsStr>) -> Self {
         self.command.env(name, value);
         self
@@ -96,6 +103,7 @@ impl Child {
         let output = self.command.output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success() && text.contains("1 passed"), "{} in a child: {text}", self.test);
+        text.lines().filter(|line| line.starts_with("CUFILE ")).for_each(|line| println!("{line}"));
     }
 }
 
