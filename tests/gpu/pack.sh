@@ -30,7 +30,7 @@ cp "$standin" "$out/standin/"
 mkdir -p "$out/wheels"
 "${MAKE:-make}" wheel
 cp target/wheels/forebay-*.whl "$out/wheels/"
-python3 -m pip download --quiet --disable-pip-version-check --only-binary :all: --dest "$out/wheels" pytest
+python3 -m pip download --quiet --disable-pip-version-check --only-binary :all: --dest "$out/wheels" pytest numpy
 cp -r python/tests "$out/python-tests"
 find "$out/python-tests" -name __pycache__ -prune -exec rm -r {} +
 du -sh "$out"

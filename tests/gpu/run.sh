@@ -38,7 +38,7 @@ for test in "$dir"/tests/*; do
         ran=$((ran + 1))
         if timeout 120 "$test" --exact "$name" --test-threads 1 --nocapture >"$dir/last.log" 2>&1; then
             echo "ok   $name"
-            ways+=$(sed -n 's/^CUFILE \(.*\)$/  \1\\n/p' "$dir/last.log")
+            ways+=$(sed -n 's/^.*CUFILE \(cufile-.*\)$/  \1\\n/p' "$dir/last.log")
         else
             echo "FAIL $name"
             tail -30 "$dir/last.log"
@@ -54,7 +54,7 @@ if [ -n "${FOREBAY_TEST_GPU:-}" ] && command -v compute-sanitizer >/dev/null; th
 fi
 # The Python package over this GPU's memory, with torch tensors where torch is installed.
 rm -rf "$dir/site"
-if "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$dir/wheels" --target "$dir/site" forebay pytest; then
+if "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$dir/wheels" --target "$dir/site" forebay pytest numpy; then
     driver=()
     if [ -z "${FOREBAY_TEST_GPU:-}" ]; then driver=(LD_LIBRARY_PATH="$dir/standin"); fi
     env "${driver[@]}" PYTHONPATH="$dir/site" "${PYTHON:-python3}" -m pytest -q -p no:cacheprovider --rootdir "$dir/python-tests" "$dir/python-tests/cuda" || status=1
