@@ -361,7 +361,7 @@ fn layer_0_is_ready_while_every_later_read_is_held() {
             w: Worker::new(o.clone(), Arc::clone(&engine), Arc::clone(&kv.kv)).unwrap(),
             kv,
         };
-        let meta = p.order_load(req_id, CHUNK + 1, &[ids.clone()]);
+        let meta = p.order_load(req_id, CHUNK + 1, std::slice::from_ref(&ids));
         assert_eq!(meta.loads.len(), 1);
         assert!(!meta.loads[0].asynchronous);
         p.w.start_load_kv(meta, None);

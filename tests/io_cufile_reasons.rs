@@ -73,7 +73,7 @@ refused! {
     no_udev_record: "handle_register=5027" => "no udev record", "/run/udev/data", "mount /run/udev read-only", "5027";
     no_permission: "handle_register=5025" => "not permitted", "/dev/nvidia-fs", "5025";
     no_direct_io: "handle_register=5020" => "O_DIRECT is refused", "ext4 or xfs";
-    file_system: "handle_register=5008" => "does not support the file system", "docs/gds-setup.md";
+    file_system: "handle_register=5008" => "does not support the file system", "forebay probe --gpu";
     pinning: "buf_register=5036" => "could not be pinned", "gpu_staging", "BAR1";
     crash: "crash=driver_open" => "crashed", "signal 6", "--cufile-trial";
     wrong_bytes: "flip=1" => "other bytes than it had written";

@@ -3,15 +3,16 @@
 //! Invariant: every step goes from an open directory to one component of the path with
 //! `O_NOFOLLOW`, so that somebody who exchanges a component for a symlink in between gains nothing.
 //! The root itself is the operator's word and may be a symlink.
-#![expect(unsafe_code, reason = "openat and mkdirat have no wrapper in the standard library")]
 
 use std::ffi::{CString, OsStr};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Component, Path};
+
+use rustix::fs::{Mode, OFlags, mkdirat, openat};
+use rustix::io::{Errno, retry_on_intr};
 
 use super::file::{FileOptions, symlink_error};
 use crate::error::{Error, ErrorKind, Result};
@@ -28,12 +29,9 @@ pub fn create_dirs_beneath(root: impl AsRef<Path>, relative: impl AsRef<Path>, m
     let mut path = root.to_path_buf();
     for name in names(relative.as_ref())? {
         path.push(OsStr::from_bytes(name.as_bytes()));
-        // SAFETY: the name is a C string; the descriptor is open.
-        if unsafe { libc::mkdirat(dir.as_raw_fd(), name.as_ptr(), mode) } < 0 {
-            let e = io::Error::last_os_error();
-            if e.kind() != io::ErrorKind::AlreadyExists {
-                return Err(Error::io("cannot make the directory", e).at(&path));
-            }
+        match mkdirat(&dir, &name, Mode::from_raw_mode(mode)) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(e) => return Err(Error::io("cannot make the directory", e.into()).at(&path)),
         }
         dir = step(&dir, &name).map_err(|e| step_error(e).at(&path))?;
     }
@@ -52,15 +50,11 @@ pub(super) fn parent(root: &Path, relative: &Path) -> Result<(File, CString)> {
 }
 
 /// Opens the file `name` in `dir`; a symlink gives `ELOOP`.
-pub(super) fn open_in(dir: &File, name: &CString, options: FileOptions, flags: i32) -> io::Result<File> {
-    let mut flags = flags | libc::O_NOFOLLOW | libc::O_CLOEXEC;
-    flags |= if options.write { libc::O_RDWR } else { libc::O_RDONLY };
-    if options.create | options.create_new {
-        flags |= libc::O_CREAT;
-    }
-    if options.create_new {
-        flags |= libc::O_EXCL;
-    }
+pub(super) fn open_in(dir: &File, name: &CString, options: FileOptions, flags: OFlags) -> io::Result<File> {
+    let mut flags = flags | OFlags::NOFOLLOW;
+    flags |= if options.write { OFlags::RDWR } else { OFlags::RDONLY };
+    flags.set(OFlags::CREATE, options.create | options.create_new);
+    flags.set(OFlags::EXCL, options.create_new);
     open_at(dir, name, flags, options.mode)
 }
 
@@ -86,22 +80,12 @@ fn open_root(root: &Path) -> Result<File> {
 }
 
 fn step(dir: &File, name: &CString) -> io::Result<File> {
-    open_at(dir, name, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC, 0)
+    open_at(dir, name, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW, 0)
 }
 
-fn open_at(dir: &File, name: &CString, flags: i32, mode: u32) -> io::Result<File> {
-    loop {
-        // SAFETY: the name is a C string; the descriptor is open.
-        let fd = unsafe { libc::openat(dir.as_raw_fd(), name.as_ptr(), flags, mode) };
-        if fd >= 0 {
-            // SAFETY: the descriptor was just made and has no other owner.
-            return Ok(unsafe { File::from_raw_fd(fd) });
-        }
-        let e = io::Error::last_os_error();
-        if e.kind() != io::ErrorKind::Interrupted {
-            return Err(e);
-        }
-    }
+fn open_at(dir: &File, name: &CString, flags: OFlags, mode: u32) -> io::Result<File> {
+    let open = || openat(dir, name, flags | OFlags::CLOEXEC, Mode::from_raw_mode(mode));
+    Ok(File::from(retry_on_intr(open)?))
 }
 
 /// `O_DIRECTORY` with `O_NOFOLLOW` on a symlink gives `ENOTDIR`, as on a file.

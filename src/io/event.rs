@@ -1,9 +1,10 @@
 //! A descriptor that a caller's poll loop can wait on.
-#![expect(unsafe_code, reason = "eventfd has no safe wrapper in the standard library")]
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+
+use rustix::event::{EventfdFlags, eventfd};
 
 use crate::error::{Error, Result};
 
@@ -17,13 +18,8 @@ impl EventFd {
     /// # Errors
     /// What the operating system says.
     pub fn new() -> Result<Self> {
-        // SAFETY: takes no pointers.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(Error::io("cannot make an eventfd", std::io::Error::last_os_error()));
-        }
-        // SAFETY: just made, and nobody else has it.
-        Ok(Self(File::from(unsafe { OwnedFd::from_raw_fd(fd) })))
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        Ok(Self(File::from(fd.map_err(|e| Error::io("cannot make an eventfd", e.into()))?)))
     }
 
     /// Makes it readable.

@@ -4,17 +4,18 @@
 //! Invariants: files are made with mode 0600 and never opened through a symlink at their last
 //! component; a file that refuses `O_DIRECT` is opened buffered and says so. The synchronous
 //! helpers are for opening and recovery; what runs beside a server goes through a queue.
-#![expect(unsafe_code, reason = "statx, fallocate and fdatasync have no safe wrapper in the standard library")]
 
 use std::fmt;
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
+use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, OFlags, SeekFrom, StatxFlags};
+use rustix::io::{Errno, retry_on_intr};
 
 use super::beneath;
 use super::buffer::IO_ALIGN;
@@ -120,15 +121,15 @@ impl DirectFile {
     fn open_by(
         path: &Path,
         options: FileOptions,
-        open: impl Fn(FileOptions, i32) -> std::result::Result<File, OpenError>,
+        open: impl Fn(FileOptions, OFlags) -> std::result::Result<File, OpenError>,
     ) -> Result<Self> {
         if !options.direct {
-            return Ok(Self::wrap(open(options, 0)?, path, false));
+            return Ok(Self::wrap(open(options, OFlags::empty())?, path, false));
         }
-        match open(options, libc::O_DIRECT) {
+        match open(options, OFlags::DIRECT) {
             Ok(file) => {
                 let mut file = Self::wrap(file, path, true);
-                match dio_alignment(file.as_raw_fd()) {
+                match dio_alignment(&file.file) {
                     Some(a) if a.offset == 0 => file.make_buffered()?,
                     Some(a) => file.alignment = a,
                     None => {}
@@ -138,7 +139,7 @@ impl DirectFile {
             // The kernel makes the file before it refuses O_DIRECT, so the second try must not insist on making it.
             Err(OpenError { errno: Some(libc::EINVAL), .. }) => {
                 let again = FileOptions { create_new: false, create: options.create | options.create_new, ..options };
-                Ok(Self::wrap(open(again, 0)?, path, false))
+                Ok(Self::wrap(open(again, OFlags::empty())?, path, false))
             }
             Err(e) => Err(e.into()),
         }
@@ -170,21 +171,15 @@ impl DirectFile {
     /// # Errors
     /// `Io` when the kernel has none to give.
     pub fn in_memory() -> Result<Self> {
-        // SAFETY: the name is a C string; the call touches nothing else of ours.
-        let fd = unsafe { libc::memfd_create(c"forebay".as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(Error::io("cannot make a file in memory", std::io::Error::last_os_error()));
-        }
-        // SAFETY: the descriptor was just made and has no other owner.
-        let file = unsafe { File::from_raw_fd(fd) };
-        Ok(Self::wrap(file, Path::new("memory"), false))
+        let fd = rustix::fs::memfd_create("forebay", MemfdFlags::CLOEXEC)
+            .map_err(|e| Error::io("cannot make a file in memory", e.into()))?;
+        Ok(Self::wrap(File::from(fd), Path::new("memory"), false))
     }
 
     fn wrap(file: File, path: &Path, direct: bool) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let side = if direct { IO_ALIGN } else { 1 };
-        // SAFETY: a system call without pointers on an open descriptor; it moves nothing.
-        let stream = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_CUR) } < 0;
+        let stream = rustix::fs::tell(&file).is_err();
         Self {
             file,
             path: path.to_path_buf(),
@@ -209,14 +204,11 @@ impl DirectFile {
     /// Turns `O_DIRECT` off again where `statx` says that the file cannot do it (or does it through
     /// the page cache).
     fn make_buffered(&mut self) -> Result<()> {
-        // SAFETY: plain fcntl calls on a descriptor that we own.
-        let rc = unsafe {
-            let flags = libc::fcntl(self.as_raw_fd(), libc::F_GETFL);
-            libc::fcntl(self.as_raw_fd(), libc::F_SETFL, flags & !libc::O_DIRECT)
-        };
         self.direct = false;
         self.alignment = Alignment { memory: 1, offset: 1 };
-        self.check(rc, "cannot turn direct I/O off")
+        rustix::fs::fcntl_getfl(&self.file)
+            .and_then(|flags| rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT))
+            .map_err(|e| Error::io("cannot turn direct I/O off", e.into()).at(&self.path))
     }
 
     /// Id of this open file; unique in the process and never used again.
@@ -323,7 +315,7 @@ impl DirectFile {
     pub fn allocate(&self, offset: u64, len: u64) -> Result<()> {
         match &self.mounted {
             Some(f) => f.allocate(offset, len),
-            None => self.fallocate(0, offset, len, "cannot reserve space"),
+            None => self.fallocate(FallocateFlags::empty(), offset, len, "cannot reserve space"),
         }
     }
 
@@ -336,7 +328,7 @@ impl DirectFile {
         if let Some(f) = &self.mounted {
             return f.punch_hole(offset, len);
         }
-        self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len, "cannot punch a hole")
+        self.fallocate(FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len, "cannot punch a hole")
     }
 
     /// Where from `offset` on the next byte lies that has space on the drive; `None` if there is
@@ -350,33 +342,24 @@ impl DirectFile {
             return f.next_data(offset);
         }
         let what = "cannot ask for holes";
-        let Ok(at) = libc::off_t::try_from(offset) else {
+        if i64::try_from(offset).is_err() {
             return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
-        };
-        // SAFETY: a system call without pointers on a descriptor that we own; nobody uses the position that
-        // it moves.
-        let found = unsafe { libc::lseek(self.as_raw_fd(), at, libc::SEEK_DATA) };
-        let error = std::io::Error::last_os_error();
-        match error.raw_os_error() {
-            _ if found >= 0 => Ok(Some(found as u64)),
-            Some(libc::ENXIO) => Ok(None),
-            Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(Some(offset)),
-            _ => Err(Error::io(what, error).at(&self.path).offset(offset)),
+        }
+        // Nobody uses the position that this moves.
+        match rustix::fs::seek(&self.file, SeekFrom::Data(offset)) {
+            Ok(found) => Ok(Some(found)),
+            Err(Errno::NXIO) => Ok(None),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(Some(offset)),
+            Err(e) => Err(Error::io(what, e.into()).at(&self.path).offset(offset)),
         }
     }
 
-    fn fallocate(&self, mode: i32, offset: u64, len: u64, what: &'static str) -> Result<()> {
-        let (Ok(at), Ok(n)) = (libc::off_t::try_from(offset), libc::off_t::try_from(len)) else {
+    fn fallocate(&self, mode: FallocateFlags, offset: u64, len: u64, what: &'static str) -> Result<()> {
+        if i64::try_from(offset).is_err() || i64::try_from(len).is_err() {
             return Err(Error::new(ErrorKind::InvalidInput, what).at(&self.path).offset(offset));
-        };
-        loop {
-            // SAFETY: a system call on a descriptor that we own; it touches no memory of ours.
-            let rc = unsafe { libc::fallocate(self.as_raw_fd(), mode, at, n) };
-            match self.check(rc, what) {
-                Err(e) if is_eintr(&e) => {}
-                r => return r.map_err(|e| e.offset(offset)),
-            }
         }
+        retry_on_intr(|| rustix::fs::fallocate(&self.file, mode, offset, len))
+            .map_err(|e| Error::io(what, e.into()).at(&self.path).offset(offset))
     }
 
     /// Makes what was written durable, and the metadata needed to find it.
@@ -424,13 +407,6 @@ impl DirectFile {
         let Alignment { memory, offset: side } = self.alignment;
         let message = format!("{len} bytes at address {address:#x} break the alignment of {memory} and {side} bytes");
         Err(Error::new(ErrorKind::InvalidInput, message).at(&self.path).offset(offset))
-    }
-
-    fn check(&self, rc: i32, what: &'static str) -> Result<()> {
-        if rc == 0 {
-            return Ok(());
-        }
-        Err(Error::io(what, std::io::Error::last_os_error()).at(&self.path))
     }
 
     /// Tells `watcher` when this file is dropped.
@@ -483,14 +459,14 @@ impl From<OpenError> for Error {
     }
 }
 
-fn open_raw(path: &Path, options: FileOptions, flags: i32) -> std::result::Result<File, OpenError> {
+fn open_raw(path: &Path, options: FileOptions, flags: OFlags) -> std::result::Result<File, OpenError> {
     let opened = File::options()
         .read(true)
         .write(options.write)
         .create(options.create)
         .create_new(options.create_new)
         .mode(options.mode)
-        .custom_flags(flags | libc::O_NOFOLLOW)
+        .custom_flags((flags | OFlags::NOFOLLOW).bits() as i32)
         .open(path);
     opened.map_err(|e| open_error(path, e))
 }
@@ -506,23 +482,14 @@ pub(super) fn symlink_error() -> Error {
         .advice("remove it: the cache is never opened through symlinks")
 }
 
-fn is_eintr(e: &Error) -> bool {
-    use std::error::Error as _;
-    let source = e.source().and_then(|s| s.downcast_ref::<std::io::Error>());
-    source.and_then(std::io::Error::raw_os_error) == Some(libc::EINTR)
-}
-
-/// What the kernel says direct I/O on `fd` needs; `None` where it is too old to say, offset 0 where
-/// it cannot do it.
-fn dio_alignment(fd: RawFd) -> Option<Alignment> {
-    // SAFETY: `statx` is plain integers, for which zero bytes are valid.
-    let mut st: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: the path is an empty C string, `st` is a valid place for the result.
-    let rc = unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut st) };
-    if rc != 0 || st.stx_mask & libc::STATX_DIOALIGN == 0 {
-        return None;
-    }
-    Some(Alignment { memory: st.stx_dio_mem_align.max(1) as usize, offset: st.stx_dio_offset_align as usize })
+/// What the kernel says direct I/O on `file` needs; `None` where it is too old to say, offset 0
+/// where it cannot do it.
+fn dio_alignment(file: &File) -> Option<Alignment> {
+    let st = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
+    StatxFlags::from_bits_retain(st.stx_mask).contains(StatxFlags::DIOALIGN).then(|| Alignment {
+        memory: st.stx_dio_mem_align.max(1) as usize,
+        offset: st.stx_dio_offset_align as usize,
+    })
 }
 
 #[cfg(test)]

@@ -5,13 +5,12 @@
 //! extents, which took half an hour to remove. Turning all of it into one unwritten extent first
 //! takes milliseconds.
 
-#![expect(unsafe_code, reason = "fallocate has no safe wrapper in the standard library")]
-
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
+
+use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::error::{Error, Result};
 
@@ -66,9 +65,7 @@ fn join_extents(path: &Path) {
     if !meta.is_file() || meta.nlink() != 1 || meta.blocks() == 0 {
         return;
     }
-    let Ok(len) = libc::off_t::try_from(meta.len()) else { return };
-    // SAFETY: a system call without pointers on a descriptor that is open here.
-    unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, 0, len) };
+    let _ = fallocate(&file, FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, 0, meta.len());
 }
 
 #[cfg(test)]

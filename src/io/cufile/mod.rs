@@ -151,13 +151,13 @@ fn better_than(path: IoPath) -> Vec<(IoPath, String)> {
     let nvidia_fs = Path::new("/proc/driver/nvidia-fs/version").exists();
     let gds = if nvidia_fs {
         "cuFile did not send the bytes through nvidia-fs, which is loaded: the file system, RAID or the drive's place on the PCIe \
-         bus may forbid it; see dmesg and docs/gds-setup.md"
+         bus may forbid it; see dmesg and the page GPUDirect Storage of Forebay's documentation"
             .to_owned()
     } else {
         CufileReason::plain(CufileCause::NoNvidiaFs).to_string()
     };
     let p2p = "cuFile did not send the bytes peer to peer: that takes libcufile 1.15 (CUDA 13), the driver's open kernel modules, kernel 6.2 or \
-               later, and an NVMe drive without RAID 0; see docs/gds-setup.md"
+               later, and an NVMe drive without RAID 0"
         .to_owned();
     match path {
         IoPath::CufileGds => Vec::new(),

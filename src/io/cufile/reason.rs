@@ -39,7 +39,7 @@ macro_rules! causes {
 
 causes! {
     /// The settings say `never`.
-    Never = "never": "the settings choose `cufile = never`", "";
+    Never = "never": "the settings choose `cufile: never`", "";
     /// There is no accelerator to serve.
     NoDevice = "no_device": "these queues serve host memory, which cuFile does not", "";
     /// The queues were opened without a directory to try cuFile in.
@@ -62,7 +62,7 @@ causes! {
         system on an NVMe drive into the container";
     /// A file system that cuFile does not know.
     Filesystem = "filesystem": "cuFile does not support the file system or drive here", "use ext4 (data=ordered) or xfs on a local \
-        NVMe drive; see docs/gds-setup.md";
+        NVMe drive; `forebay probe --gpu N` shows what this one is";
     /// No record of the block device.
     NoUdev = "no_udev": "cuFile found no udev record of the block device (/run/udev/data/bMAJOR:MINOR with ID_FS_USAGE)",
         "run udevd on the host; in a container mount /run/udev read-only";
@@ -94,10 +94,10 @@ causes! {
         its last words";
     /// It works, but not directly.
     CompatOnly = "compat_only": "cuFile works here only through the host's memory (compatibility mode), which is slower than \
-        Forebay's own path", "for a direct path see docs/gds-setup.md; `cufile = force` uses it all the same";
+        Forebay's own path", "`forebay probe --gpu N` lists what each direct path needs; `cufile: force` uses it all the same";
     /// It works, and does not say how.
     NoStatistics = "no_statistics": "this libcufile is too old to say which way its bytes go", "install 1.15 (CUDA 13) or later; \
-        `cufile = force` uses it all the same";
+        `cufile: force` uses it all the same";
     /// It moved other bytes.
     WrongBytes = "wrong_bytes": "cuFile read other bytes than it had written", "do not use it on this machine; report it with the \
         library's version";

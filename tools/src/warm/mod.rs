@@ -177,8 +177,9 @@ fn import(args: &ImportArgs, context: &Context) -> Result<Outcome> {
     let geometry = args.model.as_deref().map(Geometry::preset).transpose()?;
     let paths = scan::find(&args.paths)?;
     if paths.is_empty() {
-        return Err(Error::new(ErrorKind::NotFound, "no dump found")
-            .advice("name .safetensors files, or folders that hold them (docs/warm.md describes the forms)"));
+        return Err(Error::new(ErrorKind::NotFound, "no dump found").advice(
+            "name .safetensors files, or folders that hold them (`forebay warm import --help` says which forms)",
+        ));
     }
     let sink = open_sink(args, geometry)?;
     let options =
