@@ -3,7 +3,7 @@
 //!
 //! A way that is not set up here is reported with its reason and is no failure. Wrong bytes, or a
 //! way that opens and then serves nothing, are failures.
-#![expect(clippy::unwrap_used, reason = "tests")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 #[path = "io_world/child.rs"]
 mod child;

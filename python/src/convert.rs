@@ -18,7 +18,12 @@ use crate::ints::{bools, ints};
 
 /// Settings from a dict, a settings file's path, or (`None`) file and environment alone.
 pub(crate) fn settings(config: Option<&Bound<'_, PyAny>>) -> PyResult<Settings> {
-    let mut loader = Loader::process();
+    settings_of(config, "code")
+}
+
+/// The same; `name` is what messages call the place that `config` was written in.
+fn settings_of(config: Option<&Bound<'_, PyAny>>, name: &str) -> PyResult<Settings> {
+    let mut loader = Loader::process().code_name(name);
     if let Some(config) = config {
         if config.is_instance_of::<PyString>() || config.hasattr("__fspath__")? {
             loader = loader.file(config.extract::<std::path::PathBuf>()?);
@@ -34,11 +39,16 @@ pub(crate) fn settings(config: Option<&Bound<'_, PyAny>>) -> PyResult<Settings> 
 }
 
 /// The settings in effect, as a dict of plain values by their own names: what `config` gives (a
-/// dict, or a settings file's path), the environment, and the settings file.
+/// dict, or a settings file's path), the environment, and the settings file. Errors call the place
+/// of the dict's keys `name`.
 #[pyfunction]
-#[pyo3(name = "settings", signature = (config=None))]
-pub(crate) fn resolved<'py>(py: Python<'py>, config: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
-    let text = Value::Object(settings(config)?.to_map()).to_string();
+#[pyo3(name = "settings", signature = (config=None, *, name="code"))]
+pub(crate) fn resolved<'py>(
+    py: Python<'py>,
+    config: Option<&Bound<'py, PyAny>>,
+    name: &str,
+) -> PyResult<Bound<'py, PyAny>> {
+    let text = Value::Object(settings_of(config, name)?.to_map()).to_string();
     py.import("json")?.call_method1("loads", (text,))
 }
 
@@ -48,7 +58,7 @@ fn json_map(config: &Bound<'_, PyAny>) -> PyResult<Map<String, Value>> {
     arguments.set_item("default", py.import("os")?.getattr("fspath")?)?;
     let bad = |what: String| {
         let e = Error::new(ErrorKind::Config, format!("the config {what}"));
-        to_py(&e.advice("give a dict of settings; docs/configuration.md lists them"))
+        to_py(&e.advice("give a dict of settings; the page Configuration of Forebay's documentation lists them"))
     };
     let text: String = py
         .import("json")?

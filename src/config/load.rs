@@ -67,6 +67,7 @@ pub struct Loader {
     files: ReadFile,
     file: Option<PathBuf>,
     code: Map<String, Value>,
+    code_name: String,
 }
 
 impl Loader {
@@ -74,13 +75,19 @@ impl Loader {
     #[must_use]
     pub fn process() -> Self {
         let vars = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
-        Self { env: vars.collect(), files: Box::new(read_file), file: None, code: Map::new() }
+        Self {
+            env: vars.collect(),
+            files: Box::new(read_file),
+            file: None,
+            code: Map::new(),
+            code_name: "code".to_owned(),
+        }
     }
 
     /// No environment, and the files of this process.
     #[must_use]
     pub fn bare() -> Self {
-        Self { env: Vec::new(), files: Box::new(read_file), file: None, code: Map::new() }
+        Self { env: Vec::new(), files: Box::new(read_file), file: None, code: Map::new(), code_name: "code".to_owned() }
     }
 
     /// Takes these environment variables in place of the process's.
@@ -118,6 +125,14 @@ impl Loader {
         self
     }
 
+    /// What errors and warnings call the source of [`Loader::set`] and [`Loader::map`]: the place
+    /// where the user wrote them, such as `kv_connector_extra_config`.
+    #[must_use]
+    pub fn code_name(mut self, name: impl Into<String>) -> Self {
+        self.code_name = name.into();
+        self
+    }
+
     /// Reads all sources and gives the settings with what was found worth telling.
     ///
     /// # Errors
@@ -137,7 +152,7 @@ impl Loader {
             given.extend(self.env_layer(prefix, &mut warnings)?);
         }
         let mut layer = Flatten { layer: Layer::new(), warnings: &mut warnings, strict: true };
-        layer.mapping("", self.code, &Origin::Code)?;
+        layer.mapping("", self.code, &Origin::Code(self.code_name.clone()))?;
         given.extend(layer.layer);
 
         let settings = settings_of(&given)?;
@@ -165,7 +180,7 @@ impl Loader {
         let path = named.as_str().filter(|path| !path.is_empty()).ok_or_else(|| {
             Error::new(
                 ErrorKind::Config,
-                format!("{FILE_KEY} ({}): {} is not a path", Origin::Code, value::show(&named)),
+                format!("{FILE_KEY} ({}): {} is not a path", Origin::Code(self.code_name.clone()), value::show(&named)),
             )
             .advice("write the path of a YAML or JSON file with settings")
         })?;

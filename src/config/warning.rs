@@ -15,8 +15,8 @@ pub enum Origin {
     File(PathBuf),
     /// An environment variable, by name.
     Env(String),
-    /// The calling program.
-    Code,
+    /// The calling program, which may say under which name its user knows these settings.
+    Code(String),
 }
 
 impl fmt::Display for Origin {
@@ -24,7 +24,7 @@ impl fmt::Display for Origin {
         match self {
             Self::File(path) => write!(f, "in {}", path.display()),
             Self::Env(name) => write!(f, "in the environment variable {name}"),
-            Self::Code => f.write_str("set in code"),
+            Self::Code(name) => write!(f, "set in {name}"),
         }
     }
 }

@@ -45,6 +45,6 @@ def read(extra: Mapping[str, Any]) -> Settings:
     """The settings that `kv_connector_extra_config` gives; its keys outrank the environment and the file that it names."""
     from forebay.connector import settings
 
-    resolved, without = settings(dict(extra)), settings({})
+    resolved, without = settings(dict(extra), name="kv_connector_extra_config"), settings({})
     # Only what differs: a key that is given counts as asked for, and may bring a warning.
     return Settings({key: value for key, value in resolved.items() if value != without[key]}, resolved)
