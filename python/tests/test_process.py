@@ -14,6 +14,7 @@ from conftest import config, geometry
 
 import forebay
 from forebay import _forebay
+from forebay.connector import settings
 
 BLOCK_NUMPY = """
 import sys
@@ -69,6 +70,8 @@ def test_errors_have_a_kind_and_advice(cache: Path) -> None:
         forebay.Engine({"cache_dir": cache, "chunk_sise": 1}, geometry())
     assert raised.value.kind == "config" and raised.value.advice
     assert isinstance(raised.value, forebay.ForebayError)
+    with pytest.raises(forebay.ConfigError, match="set in kv_connector_extra_config"):
+        settings({"capacity": "lots"}, name="kv_connector_extra_config")
     with pytest.raises(forebay.ConfigError, match="tpu"):
         forebay.Engine(config(cache), geometry(), device="tpu")
     with pytest.raises(forebay.ConfigError, match="the config is a list"):
