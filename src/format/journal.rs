@@ -50,6 +50,15 @@ pub fn encode(number: u64, lane: &[u8; 16], records: &[Record]) -> Vec<u8> {
 /// [`crate::ErrorKind::Corrupt`] where the page is not a journal page of this version or its header
 /// is damaged.
 pub fn decode(page: &[u8]) -> Result<JournalPage> {
+    decode_some(page, &|_, _| true)
+}
+
+/// The same, with the records of those segments and epochs alone that are `wanted`; the others are
+/// not checked.
+///
+/// # Errors
+/// As [`decode`].
+pub(crate) fn decode_some(page: &[u8], wanted: &dyn Fn(u32, u32) -> bool) -> Result<JournalPage> {
     let header = page
         .get(..HEADER_BYTES)
         .filter(|_| page.len() == PAGE_BYTES)
@@ -65,10 +74,14 @@ pub fn decode(page: &[u8]) -> Result<JournalPage> {
     let mut out = JournalPage {
         number: le::get_u64(header, 8),
         lane: le::get_bytes(header, 16),
-        records: Vec::with_capacity(count),
+        records: Vec::new(),
         damaged: 0,
     };
-    for bytes in body.chunks_exact(RECORD_BYTES).take(count) {
+    let is_wanted = |bytes: &&[u8]| {
+        let (segment, epoch) = Record::place_of(bytes);
+        wanted(segment, epoch)
+    };
+    for bytes in body.chunks_exact(RECORD_BYTES).take(count).filter(is_wanted) {
         match Record::decode(bytes) {
             Ok(record) => out.records.push(record),
             Err(_) => out.damaged += 1,

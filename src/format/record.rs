@@ -152,6 +152,11 @@ impl Record {
         b
     }
 
+    /// Segment and epoch of a record's bytes, which may be damaged.
+    pub(super) fn place_of(bytes: &[u8]) -> (u32, u32) {
+        (le::get_u32(bytes, 88), le::get_u32(bytes, 92))
+    }
+
     /// Reads a record.
     ///
     /// # Errors

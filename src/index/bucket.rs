@@ -1,9 +1,9 @@
 //! One bucket: its words, the sequence that makes reads whole, and the bounded wait for a writer.
 //!
-//! Words of a bucket: `0` sequence (odd while written); `1`, `2` seven tags of 16 bits (0 is an
-//! empty slot) and, on top, the number of entries that passed this bucket because it was full; `3`
-//! seven kinds of 8 bits; `4..8` unused; then seven entries of eight words. Readers follow Boehm's
-//! sequence lock: load the sequence, read, fence, compare. A writer is within a bucket for some ten
+//! Words of a bucket: `0` sequence (odd while written); `1..5` fifteen tags of 16 bits (0 is an
+//! empty slot) and, on top, the number of entries that passed this bucket because it was full; `5`
+//! fifteen kinds of 4 bits; `6`, `7` unused; then fifteen entries of eight words. So a search reads
+//! one cache line, and mostly one more: the entry's. Readers follow Boehm's sequence lock: load the sequence, read, fence, compare. A writer is within a bucket for some ten
 //! nanoseconds, unless the kernel took its processor away: then a miss would cost far more than a
 //! wait, so readers spin, yield, and at last sleep, but no more than [`ATTEMPTS`] times, a few
 //! milliseconds in all: a writer that died in a bucket must not hang them.
@@ -16,17 +16,20 @@ use super::mapping::Block;
 use super::sync::{self, ATTEMPTS, AtomicU64, HASTY_ATTEMPTS, fence};
 
 /// Entries of a bucket.
-pub const SLOTS_PER_BUCKET: usize = 7;
+pub const SLOTS_PER_BUCKET: usize = 15;
 /// Buckets an entry may lie in: its home and the ones at triangular distances after it. The
-/// furthest entry among twenty million, at seven eighths full, lies 30 steps away (straight on it
-/// would be 111); the mean is 0.27.
+/// furthest entry among twenty million, at fifteen sixteenths full, lies 40 steps away; the mean is
+/// 0.24.
 pub const MAX_PROBE: usize = 48;
 /// Words of a bucket.
-pub(super) const BUCKET_WORDS: usize = 64;
+pub(super) const BUCKET_WORDS: usize = 128;
 
 const SEQ: usize = 0;
 const TAGS: usize = 1;
-const KINDS: usize = 3;
+const TAG_WORDS: usize = 4;
+const LAST_TAGS: usize = TAGS + TAG_WORDS - 1;
+const KINDS: usize = 5;
+const KIND_BITS: usize = 4;
 const FIRST_LINE: usize = 8;
 const OVERFLOW_SHIFT: u32 = 48;
 const OVERFLOW_MAX: u64 = 0xffff;
@@ -91,18 +94,56 @@ pub(super) const fn entry_word(slot: usize, word: usize) -> usize {
     FIRST_LINE + slot * ENTRY_WORDS + word
 }
 
+/// Some slots of a bucket, the first one first.
+struct Slots(u16);
+
+impl Iterator for Slots {
+    type Item = usize;
+
+    #[inline]
+    fn next(&mut self) -> Option<usize> {
+        let slot = (self.0 != 0).then(|| self.0.trailing_zeros() as usize);
+        self.0 &= self.0.wrapping_sub(1);
+        slot
+    }
+}
+
 /// Read access to a bucket.
 #[derive(Clone, Copy)]
 pub(super) struct Bucket<'a>(pub(super) Block<'a, BUCKET_WORDS>);
 
-fn tag_at(tags: [u64; 2], slot: usize) -> u16 {
-    let word = if slot < 4 { tags[0] } else { tags[1] };
-    (word >> (slot % 4 * 16)) as u16
+/// The tags of a bucket, in words.
+#[derive(Clone, Copy)]
+struct Tags([u64; TAG_WORDS]);
+
+impl Tags {
+    /// Slots that have this tag, one bit each.
+    #[inline]
+    fn slots(self, tag: u16) -> Slots {
+        const ONES: u64 = 0x0001_0001_0001_0001;
+        const LOW: u64 = 0x7fff * ONES;
+        let mask = self.0.iter().rev().fold(0u16, |mask, word| {
+            let differs = word ^ u64::from(tag) * ONES;
+            // The top bit of each part that is zero.
+            let equal = !((differs & LOW) + LOW | differs | LOW) >> 15;
+            mask << 4 | ((equal | equal >> 15 | equal >> 30 | equal >> 45) & 0xf) as u16
+        });
+        Slots(mask & ((1 << SLOTS_PER_BUCKET) - 1))
+    }
+
+    fn is_free(self, slot: usize) -> bool {
+        self.0.get(slot / 4).is_none_or(|word| word >> (slot % 4 * 16) & 0xffff == 0)
+    }
+
+    /// Whether entries have passed the bucket.
+    fn was_passed(self) -> bool {
+        self.0[TAG_WORDS - 1] >> OVERFLOW_SHIFT != 0
+    }
 }
 
 impl Bucket<'_> {
-    fn tags(&self) -> [u64; 2] {
-        [self.0.load(TAGS), self.0.load(TAGS + 1)]
+    fn tags(&self) -> Tags {
+        Tags(std::array::from_fn(|i| self.0.load(TAGS + i)))
     }
 
     /// Runs `read` until it ran on a bucket that nobody wrote meanwhile; none after a bounded
@@ -135,7 +176,7 @@ impl Bucket<'_> {
     }
 
     fn kind(&self, slot: usize) -> Option<EntryKind> {
-        EntryKind::from_byte((self.0.load(KINDS) >> (slot * 8)) as u8)
+        EntryKind::from_byte((self.0.load(KINDS) >> (slot * KIND_BITS) & 0xf) as u8)
     }
 
     /// The sequence word.
@@ -148,10 +189,7 @@ impl Bucket<'_> {
     pub(super) fn scan(&self, wanted: SearchKey, patience: Patience) -> Scan {
         self.consistent(patience, |b| {
             let tags = b.tags();
-            for slot in 0..SLOTS_PER_BUCKET {
-                if tag_at(tags, slot) != wanted.tag {
-                    continue;
-                }
+            for slot in tags.slots(wanted.tag) {
                 let line = b.line(slot);
                 if line[0] == wanted.lo
                     && wanted.hi.is_none_or(|hi| line[1] == hi)
@@ -160,7 +198,7 @@ impl Bucket<'_> {
                     return Scan::Found((line, kind, slot));
                 }
             }
-            if tags[1] >> OVERFLOW_SHIFT == 0 { Scan::End } else { Scan::Next }
+            if tags.was_passed() { Scan::Next } else { Scan::End }
         })
         .unwrap_or_else(|| Scan::Locked(self.sequence()))
     }
@@ -169,10 +207,10 @@ impl Bucket<'_> {
     #[inline]
     pub(super) fn hint(&self, tag: u16) -> Hint {
         let tags = self.tags();
-        match (0..SLOTS_PER_BUCKET).find(|slot| tag_at(tags, *slot) == tag) {
+        match tags.slots(tag).next() {
             Some(slot) => Hint::Line(FIRST_LINE + slot * ENTRY_WORDS),
-            None if tags[1] >> OVERFLOW_SHIFT == 0 => Hint::Nothing,
-            None => Hint::Beyond,
+            None if tags.was_passed() => Hint::Beyond,
+            None => Hint::Nothing,
         }
     }
 
@@ -181,7 +219,7 @@ impl Bucket<'_> {
         self.consistent(patience, |b| {
             let tags = b.tags();
             std::array::from_fn(|slot| {
-                if tag_at(tags, slot) == 0 {
+                if tags.is_free(slot) {
                     return None;
                 }
                 b.kind(slot).map(|kind| (b.line(slot), kind, slot))
@@ -205,8 +243,8 @@ impl BucketMut<'_> {
         }
     }
 
-    fn tags(&self) -> [u64; 2] {
-        [self.load(TAGS), self.load(TAGS + 1)]
+    fn tags(&self) -> Tags {
+        Tags(std::array::from_fn(|i| self.load(TAGS + i)))
     }
 
     fn locked(&self, write: impl FnOnce(&Self)) {
@@ -221,12 +259,11 @@ impl BucketMut<'_> {
 
     /// A slot without an entry.
     pub(super) fn free_slot(&self) -> Option<usize> {
-        let tags = self.tags();
-        (0..SLOTS_PER_BUCKET).find(|slot| tag_at(tags, *slot) == 0)
+        self.tags().slots(0).next()
     }
 
     fn set_tag(&self, slot: usize, tag: u16) {
-        let at = TAGS + usize::from(slot >= 4);
+        let at = TAGS + slot / 4;
         let shift = slot % 4 * 16;
         self.store(at, self.load(at) & !(0xffff << shift) | u64::from(tag) << shift);
     }
@@ -237,8 +274,8 @@ impl BucketMut<'_> {
             for (i, value) in line.iter().enumerate() {
                 b.store(FIRST_LINE + slot * ENTRY_WORDS + i, *value);
             }
-            let shift = slot * 8;
-            b.store(KINDS, b.load(KINDS) & !(0xff << shift) | (kind as u64) << shift);
+            let shift = slot * KIND_BITS;
+            b.store(KINDS, b.load(KINDS) & !(0xf << shift) | (kind as u64) << shift);
             b.set_tag(slot, tag);
         });
     }
@@ -252,13 +289,13 @@ impl BucketMut<'_> {
     /// maximum, which only makes misses go on longer. One atomic word: readers need no lock for
     /// it.
     pub(super) fn pass(&self, on: bool) {
-        let word = self.load(TAGS + 1);
+        let word = self.load(LAST_TAGS);
         let count = match (word >> OVERFLOW_SHIFT, on) {
             (OVERFLOW_MAX, _) => OVERFLOW_MAX,
             (n, true) => n + 1,
             (n, false) => n.saturating_sub(1),
         };
-        self.store(TAGS + 1, word & !(OVERFLOW_MAX << OVERFLOW_SHIFT) | count << OVERFLOW_SHIFT);
+        self.store(LAST_TAGS, word & !(OVERFLOW_MAX << OVERFLOW_SHIFT) | count << OVERFLOW_SHIFT);
         // The mark must be seen no later than the entry it announces.
         fence(Ordering::Release);
     }
@@ -269,7 +306,7 @@ impl BucketMut<'_> {
 impl BucketMut<'_> {
     /// Entries that passed the bucket.
     pub(super) fn passed(&self) -> u64 {
-        self.load(TAGS + 1) >> OVERFLOW_SHIFT
+        self.load(LAST_TAGS) >> OVERFLOW_SHIFT
     }
 
     /// Leaves the bucket as a writer does that dies within it.

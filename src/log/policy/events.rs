@@ -27,8 +27,6 @@ const UNSEALED: u64 = 3;
 
 /// Chunks that the policy takes at once when it is loaded.
 const AT_ONCE: usize = 64;
-/// Chunks that it has room for from the start, at most: 16 million.
-const MOST_RESERVED: u64 = 1 << 24;
 
 /// A chunk of the table that the policy's file does not hold.
 struct Other {
@@ -61,22 +59,27 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     let capacity = capacity(lane);
     let mut chain = file.restore(lane, room_bytes(lane, capacity));
     let table = lane.table();
-    chain.reserve((capacity / lane.ctx.slot_bytes().max(1)).min(MOST_RESERVED).max(table.len()) as usize);
+    chain.reserve(table.len() as usize);
     chain.compare(|tag| table.slot_of_tag(tag).is_some());
     // Of what it holds it only learns that it is there; the rest it takes in order.
-    let mut others: Vec<Other> = Vec::new();
+    let mut new: Vec<Other> = Vec::with_capacity(table.len().saturating_sub(chain.held()) as usize);
     table.for_each(|slot, entry| {
         let tag = tag_of(&entry.key);
         if entry.kind == EntryKind::Chunk && chain.holds(tag) {
             chain.put_back(tag, slot_bytes(entry));
         } else if entry.kind == EntryKind::Chunk {
-            others.push(Other { seq: entry.seq, slot, chunk: chunk_of(entry, lane.superblock.chunk_tokens) });
+            new.push(Other { seq: entry.seq, slot, chunk: chunk_of(entry, lane.superblock.chunk_tokens) });
         }
     });
-    others.sort_unstable_by_key(|other| other.seq);
-    let (known, new): (Vec<_>, Vec<_>) = others.into_iter().partition(|other| chain.knows(other.chunk.tag));
-    // What it was given up for is still there.
-    known.iter().for_each(|other| chain.put_back(other.chunk.tag, other.chunk.bytes));
+    new.sort_unstable_by_key(|other| other.seq);
+    new.retain(|other| {
+        let is_known = chain.knows(other.chunk.tag);
+        if is_known {
+            // What it was given up for is still there.
+            chain.put_back(other.chunk.tag, other.chunk.bytes);
+        }
+        !is_known
+    });
     for some in new.chunks(AT_ONCE) {
         chain.look(some.iter().map(|other| other.chunk.tag));
         some.iter().for_each(|other| _ = chain.stored(&other.chunk));
@@ -88,7 +91,7 @@ pub(in crate::log) fn load(lane: &Lane, file: &PolicyFile) {
     if let Ok(mut state) = lane.state() {
         state.usage.set_chain(Box::new(chain));
     }
-    drop((known, new));
+    drop(new);
     // Of a cache of a million chunks, 20 MB.
     crate::io::trim_heap();
 }

@@ -140,7 +140,9 @@ fn read(lane: &Lane) -> Result<Option<SavedPrefix>> {
     };
     // Whatever lies there, no more is read than could have been written.
     let most = most_bytes(lane.budget.as_ref().map_or(0, |b| b.capacity_bytes())) + FRAME_BYTES;
-    let mut bytes = Vec::new();
+    // At once: as it grew, it would leave holes in the heap.
+    let there = file.metadata().map_or(0, |m| m.len()).min(most);
+    let mut bytes = Vec::with_capacity(there as usize);
     file.take(most).read_to_end(&mut bytes).map_err(|e| Error::io("cannot read", e).at(&path))?;
     let (of, payload) = policy::decode(&bytes).map_err(|e| e.at(&path))?;
     if of != lane.superblock.lane {

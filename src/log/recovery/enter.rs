@@ -29,7 +29,6 @@ pub(super) struct Recovery<'a> {
     superblock: &'a Superblock,
     /// By segment, when the last of its puts expires.
     expiries: Vec<u64>,
-    batch: Vec<(Record, Entry)>,
     /// What another record of its key has kept out of the table, or taken its place in it.
     twins: Vec<Entry>,
 }
@@ -47,28 +46,25 @@ impl<'a> Recovery<'a> {
                 drop(shared.set_live(segment, 0, 0));
             }
         }
-        let batch = Vec::with_capacity(BATCH);
-        Self { ctx, table, shared, state, superblock, expiries: Vec::new(), batch, twins: Vec::new() }
+        Self { ctx, table, shared, state, superblock, expiries: Vec::new(), twins: Vec::new() }
     }
 
-    /// Takes a record; it enters the table with the next batch.
-    pub(super) fn take(&mut self, record: &Record) -> Result<()> {
-        let segment = record.segment as usize;
-        if segment >= self.expiries.len() && record.segment < MAX_SEGMENTS {
+    /// Enters records of one segment. What finds no place in the table, which was made for all
+    /// records (only an unlucky spread can fill a stretch of it), is a miss.
+    pub(super) fn take(&mut self, records: &[Record]) -> Result<()> {
+        let Some(first) = records.first() else { return Ok(()) };
+        let segment = first.segment as usize;
+        if segment >= self.expiries.len() && first.segment < MAX_SEGMENTS {
             self.expiries.resize(segment + 1, 0);
         }
         if let Some(last) = self.expiries.get_mut(segment) {
-            *last = expiry_of(record).max(*last);
+            *last = records.iter().map(expiry_of).fold(*last, u64::max);
         }
-        self.batch.push((*record, entry_of(record)));
-        if self.batch.len() >= BATCH { self.enter() } else { Ok(()) }
+        records.chunks(BATCH).try_for_each(|batch| self.enter(batch))
     }
 
-    /// Enters the batch. What finds no place in the table, which was made for all records (only an
-    /// unlucky spread can fill a stretch of it), is a miss.
-    fn enter(&mut self) -> Result<()> {
-        let batch = std::mem::take(&mut self.batch);
-        let entries: Vec<Entry> = batch.iter().map(|(_, entry)| *entry).collect();
+    fn enter(&mut self, records: &[Record]) -> Result<()> {
+        let entries: Vec<Entry> = records.iter().map(entry_of).collect();
         let mut rest = entries.as_slice();
         let mut outcomes: Vec<Option<Inserted>> = Vec::with_capacity(entries.len());
         while !rest.is_empty() {
@@ -82,7 +78,7 @@ impl<'a> Recovery<'a> {
             }
             rest = entries.get(outcomes.len()..).unwrap_or_default();
         }
-        for ((record, entry), inserted) in batch.iter().zip(outcomes) {
+        for ((record, entry), inserted) in records.iter().zip(&entries).zip(outcomes) {
             let Some(inserted) = inserted else { continue };
             let place = |e: &Entry| (e.segment, e.epoch, e.page);
             if let Some(other) = inserted.other.filter(|other| place(other) != place(entry)) {
@@ -94,15 +90,12 @@ impl<'a> Recovery<'a> {
                 outcome => drop(outcome?),
             }
         }
-        self.batch = batch;
-        self.batch.clear();
         Ok(())
     }
 
     /// What was found, ready to be used, and the entries that lost against others of their keys:
     /// their slots may be there all the same, and nobody would know of them.
     pub(super) fn finish(mut self, found: FoundIndex) -> Result<(LaneState, Table, Summary, Vec<Entry>)> {
-        self.enter()?;
         let counters = &self.ctx.counters;
         counters.damaged_records.add(found.damaged);
         counters.recovered_records.add(found.records);

@@ -1,5 +1,6 @@
 //! What is found at opening: lanes made, recovered, attached to.
 
+mod ahead;
 mod enter;
 mod open;
 pub mod reader;

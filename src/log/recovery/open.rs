@@ -215,7 +215,7 @@ impl Surroundings {
         // All of it is about to be written, in no order: one sweep costs less than a fault per page.
         table.populate();
         let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
-        let found = reader.replay(&mut |record| recovery.take(record))?;
+        let found = reader.replay(&mut |records| recovery.take(records))?;
         let (state, table, summary, twins) = recovery.finish(found)?;
         let lane = Lane::new(LaneParts {
             ctx: Arc::clone(ctx),
@@ -312,7 +312,7 @@ fn read_into_memory(ctx: &Ctx, index: &DirectFile, data: &DirectFile, sb: &Super
     let reader = Reader::survey(index, data, sb)?;
     let table = anonymous_table(ctx, reader.expected())?;
     let mut recovery = Recovery::new(sb, ctx, table, None);
-    let found = reader.replay(&mut |record| recovery.take(record))?;
+    let found = reader.replay(&mut |records| recovery.take(records))?;
     let (_, table, summary, _) = recovery.finish(found)?;
     Ok((table, summary))
 }

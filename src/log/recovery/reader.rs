@@ -15,21 +15,20 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use super::regions::{RegionRead, Regions};
+use super::ahead::{self, Give, READ_BYTES};
+use super::regions::{Judged, RegionPiece, RegionRead, Regions};
 use super::scan::{self, ScanSegment};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::journal::{self, JournalPage};
+use crate::format::journal;
 use crate::format::layout::COARSE_BYTES;
 use crate::format::record::{Record, RecordKind};
-use crate::format::sealed::{RegionHeader, RegionState};
+use crate::format::sealed::RegionState;
 use crate::format::slot::{MAX_HEADER_BYTES, SlotHeader};
 use crate::format::superblock::Superblock;
 use crate::format::{PAGE_BYTES, crc};
 use crate::io::{AlignedBuf, DirectFile};
 use crate::log::base::sizes;
 
-/// Bytes read at once.
-const READ_BYTES: usize = 1 << 20;
 /// Segments are numbered with 24 bits.
 const MAX_SEGMENTS: u64 = 1 << 24;
 /// Threads that read the regions' first pages, where there are many.
@@ -145,7 +144,8 @@ impl<'a> Reader<'a> {
 
     /// Records that [`replay`](Self::replay) will give, at most.
     pub(in crate::log) fn expected(&self) -> u64 {
-        self.found.segments.iter().map(|s| u64::from(s.count) + s.records.len() as u64).sum()
+        let left = |s: &ReadSegment| u64::from(s.count).saturating_sub(s.gone.len() as u64);
+        self.found.segments.iter().map(|s| left(s) + s.records.len() as u64).sum()
     }
 
     fn survey_regions(&mut self) -> Result<()> {
@@ -154,9 +154,9 @@ impl<'a> Reader<'a> {
         let count = regions.max(self.data_bytes.div_ceil(sb.segment_bytes)).min(MAX_SEGMENTS) as u32;
         let readers = READERS.min(count as usize / READERS).max(1);
         let share = count.div_ceil(readers as u32).max(1);
-        let reader = &*self;
+        let regions = self.regions();
         let headers = std::thread::scope(|scope| {
-            let read = |from: u32| move || (from..count.min(from + share)).map(|n| reader.region_header(n)).collect();
+            let read = |from: u32| move || (from..count.min(from + share)).map(|n| regions.header(n)).collect();
             let threads: Vec<_> =
                 (1..readers as u32).filter(|i| i * share < count).map(|i| scope.spawn(read(i * share))).collect();
             let mut headers: Vec<Result<Judged>> = read(0)();
@@ -169,13 +169,15 @@ impl<'a> Reader<'a> {
         let capacity = sizes::region_records(sb.region_bytes) as u32;
         for judged in headers {
             let found = match judged? {
-                Judged::Header(h) if h.state == RegionState::Sealed => ReadSegment {
+                Judged::Header(h, gone) if h.state == RegionState::Sealed => ReadSegment {
                     count: h.count.min(capacity),
+                    gone: gone.slots,
+                    settled: gone.settled,
                     min_sequence: h.min_sequence,
                     max_sequence: h.max_sequence,
                     ..ReadSegment::new(FoundState::Sealed, h.epoch)
                 },
-                Judged::Header(h) => ReadSegment::new(FoundState::Free, h.epoch),
+                Judged::Header(h, _) => ReadSegment::new(FoundState::Free, h.epoch),
                 Judged::Nothing => ReadSegment::new(FoundState::Free, 1),
                 Judged::Damaged => ReadSegment { damaged: true, ..ReadSegment::new(FoundState::Free, 1) },
             };
@@ -185,43 +187,22 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn region_header(&self, number: u32) -> Result<Judged> {
-        let sb = self.superblock;
-        let offset = sb.regions_offset + u64::from(number) * sb.region_bytes;
-        if offset + PAGE_BYTES as u64 > self.index_bytes {
-            return Ok(Judged::Nothing);
-        }
-        let mut page = AlignedBuf::zeroed(PAGE_BYTES)?;
-        self.index.read_at(&mut page, offset)?;
-        Ok(match RegionHeader::decode(&page) {
-            Ok(header) => {
-                header.filter(|h| h.lane == sb.lane && h.segment == number).map_or(Judged::Nothing, Judged::Header)
-            }
-            Err(_) => Judged::Damaged,
-        })
-    }
-
     /// Keeps the ring's records of segments that are not sealed in the epoch that they name, or a
     /// later one.
     fn read_ring(&mut self) -> Result<()> {
         let (mut next_page, mut damaged) = (0, 0);
         let mut of_ring: HashMap<u32, (u32, Vec<Record>)> = HashMap::new();
         let segments = &self.found.segments;
-        for_each_page(self.index, self.superblock, &mut |page| {
-            let Some(page) = page else {
-                damaged += 1;
-                return;
-            };
-            next_page = next_page.max(page.number + 1);
-            damaged += u64::from(page.damaged);
-            for record in page.records {
-                // Records of an older use than the region speaks of are over.
-                let is_over = segments.get(record.segment as usize).is_some_and(|s| {
-                    record.epoch < s.epoch || record.epoch == s.epoch && s.state == FoundState::Sealed
-                });
-                if is_over {
-                    continue;
-                }
+        // Records of an older use than the region speaks of are over.
+        let counts = |segment: u32, epoch: u32| {
+            segments
+                .get(segment as usize)
+                .is_none_or(|s| epoch > s.epoch || epoch == s.epoch && s.state != FoundState::Sealed)
+        };
+        self.for_each_ring_piece(&counts, &mut |piece| {
+            next_page = next_page.max(piece.next_page);
+            damaged += piece.damaged;
+            for record in piece.records {
                 let (epoch, records) = of_ring.entry(record.segment).or_default();
                 if record.epoch > *epoch {
                     *epoch = record.epoch;
@@ -231,6 +212,7 @@ impl<'a> Reader<'a> {
                     records.push(record);
                 }
             }
+            Ok(())
         })?;
         self.found.next_page = next_page;
         self.found.damaged += damaged;
@@ -254,21 +236,51 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Gives all records that count to `sink`, in no particular order: of two records of a key the
-    /// one with the higher sequence is the later one.
+    /// Reads the ring's pages of this lane, and of their records those whose segment and epoch count.
+    fn for_each_ring_piece(
+        &self,
+        counts: &(dyn Fn(u32, u32) -> bool + Sync),
+        sink: Give<'_, RingPiece>,
+    ) -> Result<()> {
+        let page = PAGE_BYTES as u64;
+        let (sb, index) = (self.superblock, self.index);
+        let end = (sb.ring_offset + u64::from(sb.ring_pages) * page).min(self.index_bytes / page * page);
+        let bytes = end.saturating_sub(sb.ring_offset) as usize;
+        let read = |i: usize, buf: &mut AlignedBuf, give: Give<'_, RingPiece>| {
+            let at = i * READ_BYTES;
+            let Some(to) = buf.get_mut(..READ_BYTES.min(bytes.saturating_sub(at))) else { return Ok(()) };
+            index.read_at(to, sb.ring_offset + at as u64)?;
+            let mut piece = RingPiece::default();
+            for page in to.chunks_exact(PAGE_BYTES) {
+                match journal::decode_some(page, counts) {
+                    Ok(page) if page.lane == sb.lane => {
+                        piece.next_page = piece.next_page.max(page.number + 1);
+                        piece.damaged += u64::from(page.damaged);
+                        piece.records.extend(page.records);
+                    }
+                    Ok(_) => {}
+                    Err(_) if *page == [0; PAGE_BYTES] => {}
+                    Err(_) => piece.damaged += 1,
+                }
+            }
+            give(piece)
+        };
+        ahead::read_pieces((bytes.div_ceil(READ_BYTES), bytes), &read, sink)
+    }
+
+    /// Gives all records that count to `sink`, those of one segment at a time and in no particular
+    /// order: of two records of a key the one with the higher sequence is the later one.
     ///
     /// # Errors
     /// Those of reading, and what `sink` returns. Damage is counted and never an error.
-    pub(in crate::log) fn replay(mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<FoundIndex> {
+    pub(in crate::log) fn replay(mut self, sink: &mut dyn FnMut(&[Record]) -> Result<()>) -> Result<FoundIndex> {
         let damaged = self.replay_regions(sink)?;
         for number in damaged {
             let named = self.named(number)?;
             let gone = self.found.segments.get(number as usize).map(|s| s.gone.clone()).unwrap_or_default();
-            for record in self.headers(number, |epoch, found| epoch == found.epoch)? {
-                if !named.contains(&(record.page, record.key)) && !gone.contains(&record.page) {
-                    self.give(&record, sink)?;
-                }
-            }
+            let mut found = self.headers(number, |epoch, found| epoch == found.epoch)?;
+            found.retain(|record| !named.contains(&(record.page, record.key)) && !gone.contains(&record.page));
+            self.give(number, &found, sink)?;
         }
         for number in 0..self.found.segments.len() as u32 {
             let Some(segment) = self.found.segments.get(number as usize) else { break };
@@ -277,7 +289,7 @@ impl<'a> Reader<'a> {
             }
             let records = self.found.segments.get_mut(number as usize).map(|s| std::mem::take(&mut s.records));
             let records = records.unwrap_or_default();
-            records.iter().try_for_each(|record| self.give(record, sink))?;
+            self.give(number, &records, sink)?;
             if let Some(segment) = self.found.segments.get_mut(number as usize) {
                 segment.records = records;
             }
@@ -332,91 +344,55 @@ impl<'a> Reader<'a> {
     }
 
     fn regions(&self) -> Regions<'a> {
-        Regions { index: self.index, superblock: self.superblock, index_bytes: self.index_bytes }
+        let (index_bytes, data_bytes) = (self.index_bytes, self.data_bytes);
+        Regions { index: self.index, superblock: self.superblock, index_bytes, data_bytes }
     }
 
     fn wanted(&self) -> Vec<RegionRead> {
         let sealed = (0u32..).zip(&self.found.segments).filter(|(_, s)| s.state == FoundState::Sealed && s.count > 0);
-        sealed.map(|(number, s)| RegionRead { number, epoch: s.epoch, count: s.count }).collect()
+        let read = |(number, s): (u32, &ReadSegment)| {
+            let gone = s.gone.iter().copied().collect();
+            RegionRead { number, epoch: s.epoch, count: s.count, gone }
+        };
+        sealed.map(read).collect()
     }
 
     /// Gives the records of the sealed table; which segments have damaged ones.
-    fn replay_regions(&mut self, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<Vec<u32>> {
-        let wanted = self.wanted();
+    fn replay_regions(&mut self, sink: &mut dyn FnMut(&[Record]) -> Result<()>) -> Result<Vec<u32>> {
         let mut damaged = Vec::new();
-        self.regions().for_each_piece(&wanted, &mut |piece| {
+        self.regions().for_each_piece(&self.wanted(), &mut |piece| {
             if piece.damaged > 0 {
-                self.found.damaged += piece.damaged;
                 damaged.push(piece.segment);
             }
-            if let Some(gone) = piece.gone
-                && let Some(segment) = self.found.segments.get_mut(piece.segment as usize)
-            {
-                segment.settled = gone.settled;
-                segment.gone = gone.slots;
-            }
-            piece.records.iter().try_for_each(|record| self.give(record, sink))
+            self.give_piece(&piece, sink)
         })?;
+        damaged.sort_unstable();
         damaged.dedup();
         Ok(damaged)
     }
 
-    fn give(&mut self, record: &Record, sink: &mut dyn FnMut(&Record) -> Result<()>) -> Result<()> {
-        self.found.max_sequence = self.found.max_sequence.max(record.sequence);
-        if !self.lies_in_data(record) {
-            // Cut off.
-            self.found.damaged += 1;
-            return Ok(());
-        }
-        self.found.records += 1;
-        sink(record)
+    /// Gives records that are not of the sealed table.
+    fn give(&mut self, segment: u32, records: &[Record], sink: &mut dyn FnMut(&[Record]) -> Result<()>) -> Result<()> {
+        let regions = self.regions();
+        let mut piece = RegionPiece { segment, ..RegionPiece::default() };
+        records.iter().for_each(|record| piece.add(*record, regions.lies_in_data(record)));
+        self.give_piece(&piece, sink)
     }
 
-    /// Whether a put's slot lies within its segment and within data.kv, which may have been cut
-    /// short.
-    fn lies_in_data(&self, r: &Record) -> bool {
-        let page = PAGE_BYTES as u64;
-        let end = (u64::from(r.page) + u64::from(r.pages)) * page;
-        let segment_bytes = self.superblock.segment_bytes;
-        end <= segment_bytes && u64::from(r.segment) * segment_bytes + end <= self.data_bytes && r.pages > 0
+    fn give_piece(&mut self, piece: &RegionPiece, sink: &mut dyn FnMut(&[Record]) -> Result<()>) -> Result<()> {
+        self.found.max_sequence = self.found.max_sequence.max(piece.max_sequence);
+        self.found.damaged += piece.damaged + piece.cut_off;
+        self.found.records += piece.records.len() as u64;
+        sink(&piece.records)
     }
 }
 
-/// What the first page of a region says.
-enum Judged {
-    Header(RegionHeader),
-    Nothing,
-    Damaged,
-}
-
-/// Visits the pages of this lane in the ring, in place order; `None` for one that is damaged.
-///
-/// # Errors
-/// Those of reading.
-pub fn for_each_page(
-    index: &DirectFile,
-    superblock: &Superblock,
-    visit: &mut dyn FnMut(Option<JournalPage>),
-) -> Result<()> {
-    let ring_bytes = u64::from(superblock.ring_pages) * PAGE_BYTES as u64;
-    let end = (superblock.ring_offset + ring_bytes).min(index.len()? / PAGE_BYTES as u64 * PAGE_BYTES as u64);
-    let mut buf = AlignedBuf::zeroed(READ_BYTES.min(ring_bytes as usize))?;
-    let mut at = superblock.ring_offset;
-    while at < end {
-        let len = buf.len().min((end - at) as usize);
-        let Some(to) = buf.get_mut(..len) else { break };
-        index.read_at(to, at)?;
-        for page in to.chunks_exact(PAGE_BYTES) {
-            match journal::decode(page) {
-                Ok(page) if page.lane == superblock.lane => visit(Some(page)),
-                Ok(_) => {}
-                Err(_) if *page == [0; PAGE_BYTES] => {}
-                Err(_) => visit(None),
-            }
-        }
-        at += len as u64;
-    }
-    Ok(())
+/// Records of a part of the ring.
+#[derive(Default)]
+struct RingPiece {
+    next_page: u64,
+    damaged: u64,
+    records: Vec<Record>,
 }
 
 /// The header of a slot that starts at `offset`, and where it lies in the slot; `None` where none

@@ -49,8 +49,8 @@ fn reader(dir: &Path) -> crate::Result<Arc<Log>> {
 }
 
 fn all_records(index: &DirectFile, data: &DirectFile, superblock: &Superblock, mut visit: impl FnMut(&Record)) {
-    let mut sink = |r: &Record| {
-        visit(r);
+    let mut sink = |records: &[Record]| {
+        records.iter().for_each(&mut visit);
         Ok(())
     };
     recover::Reader::survey(index, data, superblock).unwrap().replay(&mut sink).unwrap();

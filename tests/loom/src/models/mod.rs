@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 
 use loom::cell::UnsafeCell;
 
-use super::bucket::{BUCKET_WORDS, place};
+use super::bucket::{BUCKET_WORDS, SLOTS_PER_BUCKET, place};
 use super::header::{FileKind, HEADER_WORDS, Header, W_MOVED};
 use super::lane::{W_RECORDS_HIGH, W_RING_HEAD};
 use super::mapping::Mapping;
@@ -78,15 +78,16 @@ fn again(map: &Mapping, access: Access) -> Mapping {
     Mapping { memory: map.memory.clone(), access }
 }
 
-/// A writer's table of so many buckets, and a reader's mapping of it. loom knows the first line of
-/// each bucket, and of the entries in its first slot these of the eight words: all are treated
-/// alike, and each doubles the number of ways to read them.
+/// A writer's table of so many buckets, and a reader's mapping of it. loom knows of each bucket the
+/// sequence, the words of the first and the last tag and that of the kinds, and of the entry in its
+/// first slot these of the eight words: all are treated alike, and each doubles the number of ways
+/// to read them.
 fn table(buckets: usize, words: &[usize]) -> (Table, Table) {
     let end = HEADER_WORDS + buckets * BUCKET_WORDS;
     let map = Mapping::anonymous(end as u64 * 8).unwrap();
     let header = header(FileKind::Table, end, [buckets as u64, 100, 0, 0]);
     for bucket in (HEADER_WORDS..end).step_by(BUCKET_WORDS) {
-        let used = (bucket..bucket + 4).chain(words.iter().map(|w| bucket + 8 + w));
+        let used = [0, 1, 4, 5].map(|word| bucket + word).into_iter().chain(words.iter().map(|w| bucket + 8 + w));
         used.for_each(|i| map.memory.word(i).unwrap().know());
     }
     [W_MOVED, W_LEN].into_iter().for_each(|i| map.memory.word(i).unwrap().know());

@@ -90,13 +90,13 @@ fn an_entry_in_a_slot_used_before_is_not_mixed_with_what_was_there() {
     });
 }
 
-/// Seven entries in the first of two buckets, all of whose keys have it as their home, and two keys
+/// The first of two buckets, full of entries all of whose keys have it as their home, and two keys
 /// more of that kind.
 fn full_home() -> (Table, Table, [ChunkKey; 2]) {
     let (writer, reader) = table(2, VERSION);
     let mut keys = (1..).map(|n| key(n, n)).filter(|k| place(tag_of(k), 2).0 == 0);
-    for k in keys.by_ref().take(7) {
-        assert!(writer.insert(&entry(k, 1)).unwrap().slot < 7);
+    for k in keys.by_ref().take(SLOTS_PER_BUCKET) {
+        assert!(writer.insert(&entry(k, 1)).unwrap().slot < SLOTS_PER_BUCKET as u32);
     }
     (writer, reader, std::array::from_fn(|_| keys.next().unwrap()))
 }
@@ -107,7 +107,7 @@ fn an_entry_that_was_seen_beyond_its_full_bucket_is_found_by_its_key() {
         let (writer, reader, [beyond, _]) = full_home();
         let told = tally.clone();
         race(
-            || assert!(writer.insert(&entry(beyond, 1)).unwrap().slot >= 7),
+            || assert!(writer.insert(&entry(beyond, 1)).unwrap().slot >= SLOTS_PER_BUCKET as u32),
             move || {
                 let mut seen = false;
                 // The second bucket, as whoever lists entries reads it.
