@@ -69,8 +69,7 @@ fn the_flat_file_loads_as_users_write_it() {
     assert_eq!(settings.chunk_size, 64);
     assert!(settings.local_cpu);
     assert_eq!(settings.max_local_cpu_size, 60 << 30);
-    assert_eq!(not_active(&warnings), [("local_cpu", Feature::HostTier), ("max_local_cpu_size", Feature::HostTier)]);
-    assert_eq!(warnings.len(), 2);
+    assert_eq!(warnings, []);
     let e = settings.require_drives().unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Config);
     assert!(e.to_string().contains("set cache_dir"), "{e}");
@@ -115,7 +114,7 @@ fn variables_of_lmcache_that_a_user_would_miss_say_what_to_use() {
     assert_eq!(unknown(&warnings), ["force_skip_save", "log_level"]);
     assert!(warnings[0].to_string().contains("mode: ro"), "{}", warnings[0]);
     let (settings, _) = Loader::bare().set("local_cpu", true).load().unwrap();
-    assert!(settings.require_drives().unwrap_err().to_string().contains("local_cpu alone is not active yet"));
+    assert!(settings.require_drives().unwrap_err().to_string().contains("a drive has too"));
 }
 
 #[test]

@@ -50,12 +50,11 @@ const RELATED: [(&str, &str); 9] = [
     ("local_cpu_use_hugepages", "hugepages"),
 ];
 
-/// Settings whose feature does nothing yet.
-const NOT_ACTIVE: [(&str, Feature); 9] = [
+/// Settings whose feature does nothing yet, or is off.
+const NOT_ACTIVE: [(&str, Feature); 8] = [
     ("remote_url", Feature::Remote),
     ("remote_serde", Feature::Remote),
     ("enable_rdma", Feature::Rdma),
-    ("local_cpu", Feature::HostTier),
     ("max_local_cpu_size", Feature::HostTier),
     ("enable_blending", Feature::Blending),
     ("blend_check_layers", Feature::Blending),
@@ -204,19 +203,18 @@ fn distance(a: &str, b: &str) -> usize {
     row.last().copied().unwrap_or(0)
 }
 
-/// Warnings about settings that ask for something that is not active yet.
+/// Warnings about settings that ask for something that is not active.
 pub(super) fn not_active(given: &Layer, settings: &Settings) -> Vec<Warning> {
-    let switched_off = |key: &str, on: bool| given.contains_key(key) && !on;
-    let host_off = switched_off("local_cpu", settings.local_cpu);
-    let blending_off = switched_off("enable_blending", settings.enable_blending);
+    let blending_off = given.contains_key("enable_blending") && !settings.enable_blending;
     let asks = |key: &str, feature: Feature| match feature {
-        Feature::HostTier if host_off => false,
+        // Off is what is meant where local_cpu says so, and a slip where nothing does.
+        Feature::HostTier => !given.contains_key("local_cpu") && settings.max_local_cpu_size > 0,
         Feature::Blending if blending_off => false,
-        _ => match key {
-            "enable_rdma" => settings.enable_rdma,
-            "max_local_cpu_size" => settings.max_local_cpu_size > 0,
-            _ => true,
-        },
+        _ => key != "enable_rdma" || settings.enable_rdma,
+    };
+    let words = |feature: Feature| match feature {
+        Feature::HostTier => ("is off, the setting has no effect", "set local_cpu: true to turn it on"),
+        _ => ("is not active yet, the setting has no effect", ""),
     };
     NOT_ACTIVE
         .iter()
@@ -226,8 +224,8 @@ pub(super) fn not_active(given: &Layer, settings: &Settings) -> Vec<Warning> {
             kind: WarningKind::NotActive(feature),
             key: given.written.clone(),
             origin: Some(given.origin.clone()),
-            message: format!("{} is not active yet, the setting has no effect", feature.as_str()),
-            advice: String::new(),
+            message: format!("{} {}", feature.as_str(), words(feature).0),
+            advice: words(feature).1.to_owned(),
         })
         .collect()
 }

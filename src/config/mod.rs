@@ -212,10 +212,10 @@ pub struct Settings {
     pub remote_url: Option<String>,
     /// Encoding towards the remote tier; not active yet.
     pub remote_serde: Option<String>,
-    /// A tier in host memory above the drives; not active yet.
+    /// Chunks loaded or stored lately are kept in host memory, above the drives.
     #[serde(deserialize_with = "value::loose")]
     pub local_cpu: bool,
-    /// Bytes of the host tier (plain numbers in files are GiB, as in LMCache); not active yet.
+    /// Bytes of that memory, of each process (plain numbers in files are GiB, as in LMCache).
     #[serde(with = "value::gigabytes")]
     pub max_local_cpu_size: u64,
     /// Reuse of chunks at other positions; not active yet.
@@ -285,7 +285,7 @@ impl Default for Settings {
             remote_url: None,
             remote_serde: None,
             local_cpu: false,
-            max_local_cpu_size: 0,
+            max_local_cpu_size: 5 << 30,
             enable_blending: false,
             blend_check_layers: Vec::new(),
             blend_recompute_ratios: Vec::new(),
@@ -339,7 +339,7 @@ impl Settings {
     /// [`ErrorKind::Config`] where no cache directory is set.
     pub fn require_drives(&self) -> Result<&[DriveSettings]> {
         if self.drives.is_empty() {
-            let why = if self.local_cpu { "; local_cpu alone is not active yet" } else { "" };
+            let why = if self.local_cpu { "; local_cpu keeps chunks in memory that a drive has too" } else { "" };
             return Err(Error::new(ErrorKind::Config, format!("no cache_dir is set{why}"))
                 .advice("set cache_dir (or gds_path) to a directory on a local NVMe drive"));
         }

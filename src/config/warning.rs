@@ -29,7 +29,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A part of the design that settings may already name but that does nothing yet.
+/// A part of the design that settings may name and that does nothing: not yet, or because it is off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Feature {
@@ -51,7 +51,7 @@ impl Feature {
             Self::Remote => "the remote tier",
             Self::Rdma => "RDMA",
             Self::Blending => "blending",
-            Self::HostTier => "the host memory tier",
+            Self::HostTier => "the memory tier",
         }
     }
 }
@@ -60,7 +60,7 @@ impl Feature {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WarningKind {
-    /// The setting is understood but its feature does nothing yet.
+    /// The setting is understood but its feature does nothing.
     NotActive(Feature),
     /// The key is not a setting; it was ignored.
     UnknownKey,

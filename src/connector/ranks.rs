@@ -77,7 +77,8 @@ impl RanksLookup {
     #[must_use]
     pub fn new(settings: &Settings, workers: usize, patience: Duration) -> Self {
         Self {
-            settings: settings.clone(),
+            // Nothing is loaded here.
+            settings: Settings { local_cpu: false, ..settings.clone() },
             patience,
             workers: u32::try_from(workers).unwrap_or(u32::MAX),
             ranks: BTreeMap::new(),

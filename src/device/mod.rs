@@ -20,6 +20,7 @@ use crate::io::Mover;
 pub mod cuda;
 mod fence;
 mod floats;
+mod frame;
 mod gate;
 mod host;
 mod job;
@@ -39,6 +40,7 @@ pub use region::HugePages;
 
 internals!(use fence::{Fence, Point, add_fence});
 internals!(use floats::FloatKind);
+internals!(use frame::{Frame, FrameFill});
 internals!(use gate::{Gate, GateGuard, OwnedGuard});
 internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
 internals!(use region::{HostRegion, PageKind, RegionOptions});

@@ -7,6 +7,7 @@ use crate::format::layout::SlotLayout;
 use crate::io::{Buf, Done, Rejected, Request};
 use crate::log::{Bad, Chunk, Log, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::pipeline::{Begun, ChunkSink, ChunkSource, MissCause, ShedCause};
+use crate::tier::FrameId;
 
 /// A chunk that was located; its lease lives as long as this.
 pub(super) struct LogSource {
@@ -33,6 +34,10 @@ impl ChunkSource for LogSource {
         }
     }
 
+    fn frame_id(&self) -> Option<FrameId> {
+        Some(FrameId { key: self.chunk.key, sequence: self.chunk.sequence })
+    }
+
     fn check_header(&self, bytes: &[u8]) -> Result<Vec<u32>> {
         let header = self.log.check_header(&self.chunk, bytes)?;
         if header.layers.len() != self.chunk.layout.extents.len() {
@@ -53,7 +58,7 @@ impl ChunkSource for LogSource {
 }
 
 /// A slot that is being written.
-struct LogSink(SlotWriter);
+struct LogSink(SlotWriter, FrameId);
 
 impl ChunkSink for LogSink {
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
@@ -62,6 +67,10 @@ impl ChunkSink for LogSink {
 
     fn submit(&self, request: Request) -> Result<(), Rejected> {
         self.0.queue().submit(request)
+    }
+
+    fn frame_id(&self) -> Option<FrameId> {
+        Some(self.1)
     }
 
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {
@@ -73,7 +82,10 @@ impl ChunkSink for LogSink {
 pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>) -> Begun {
     let again = |why, log, spec| Begun::NotYet(why, Box::new(move || begin(log, spec)));
     match log.begin_put(spec) {
-        Ok(PutOutcome::Started(put)) => Begun::Open(Arc::new(LogSink(SlotWriter::new(put)))),
+        Ok(PutOutcome::Started(put)) => {
+            let id = FrameId { key: *put.key(), sequence: put.sequence() };
+            Begun::Open(Arc::new(LogSink(SlotWriter::new(put), id)))
+        }
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
         Ok(PutOutcome::NoRoom(spec)) => again(ShedCause::NoSpace, log, spec),
         // The tenant's oldest chunks are being given up.

@@ -150,7 +150,9 @@ impl Engine {
             // parent.
             keys.extend((1..prompt.chunk_tokens()).map_while(|len| prompt.partial_key(at, len)));
         }
-        Ok(log.remove(&keys)?.iter().filter(|there| **there).count())
+        let removed = log.remove(&keys)?.iter().filter(|there| **there).count();
+        inner.sweep_memory(&log);
+        Ok(removed)
     }
 
     /// Removes everything stored under a cache salt; how many chunks that were.
@@ -158,7 +160,11 @@ impl Engine {
     /// # Errors
     /// As [`Engine::remove`].
     pub fn remove_tenant(&self, cache_salt: &str) -> Result<u64> {
-        self.check()?.open_log()?.remove_tenant(key::tenant(Some(cache_salt)))
+        let (inner, tenant) = (self.check()?, key::tenant(Some(cache_salt)));
+        let log = inner.open_log()?;
+        let removed = log.remove_tenant(tenant)?;
+        inner.sweep_memory(&log);
+        Ok(removed)
     }
 
     /// Removes everything of this geometry and shard.
@@ -166,7 +172,11 @@ impl Engine {
     /// # Errors
     /// As [`Engine::remove`].
     pub fn clear(&self) -> Result<()> {
-        self.check()?.open_log()?.clear()
+        let inner = self.check()?;
+        let log = inner.open_log()?;
+        log.clear()?;
+        inner.sweep_memory(&log);
+        Ok(())
     }
 
     /// Makes every chunk durable whose store has finished. Chunks that are not flushed survive a
@@ -233,6 +243,13 @@ impl EngineInner {
                 .advice("start loads before the graph is captured or replayed")
         };
         device.fence(stream)?.map(|fence| vec![fence]).ok_or_else(captured)
+    }
+
+    /// Gives back the memory of chunks that the drives do not have any more.
+    fn sweep_memory(&self, log: &Log) {
+        if let Some(tier) = self.pipeline.memory() {
+            tier.retain(|id| log.peek(&id.key).is_some_and(|there| there.sequence == id.sequence));
+        }
     }
 
     fn open_log(&self) -> Result<Arc<Log>> {

@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::io::IoCounts;
 use crate::metrics::{Description, Exposition, Kind, metric_table};
 use crate::pipeline::{MissCause, ShedCause};
+use crate::tier::MemoryStats;
 
 metric_table! {
     /// Every metric of an engine.
@@ -34,6 +35,13 @@ metric_table! {
     STORE_SECONDS = Histogram "forebay_store_seconds" [] "Time of a store, from its call to its last commit.";
     STAGING_BYTES = Gauge "forebay_staging_bytes" ["pool"] "Bytes of staging memory.";
     STAGING_FREE = Gauge "forebay_staging_free_bytes" ["pool"] "Bytes of staging memory that nobody holds.";
+    MEMORY_BYTES = Gauge "forebay_memory_bytes" [] "Bytes that the memory tier may hold; 0 without one.";
+    MEMORY_USED = Gauge "forebay_memory_used_bytes" [] "Bytes of the memory tier's frames that hold a chunk or are being filled.";
+    MEMORY_LOOKUPS = Counter "forebay_memory_chunks_total" ["result"] "Chunks of loads: found in memory (hit), or not (miss).";
+    MEMORY_LOADED = Counter "forebay_memory_loaded_bytes_total" [] "Payload bytes that loads took from memory.";
+    MEMORY_FILLED = Counter "forebay_memory_filled_chunks_total" [] "Chunks that loads and stores brought into memory.";
+    MEMORY_EVICTED = Counter "forebay_memory_evicted_chunks_total" [] "Chunks that left memory to make room.";
+    MEMORY_DAMAGED = Counter "forebay_memory_damaged_chunks_total" [] "Chunks that failed their CRC in memory and were read from the drive.";
     QUARANTINED = Gauge "forebay_staging_quarantined" [] "Timed-out requests whose I/O has not ended; each holds a staging slot.";
     IO_IN_FLIGHT = Gauge "forebay_io_in_flight" ["drive", "direction"] "Requests that a queue has accepted and not ended.";
     IO_REQUESTS = Counter "forebay_io_requests_total" ["drive", "direction", "result"] "Requests by their end: ok, error, timeout, rejected.";
@@ -88,6 +96,7 @@ impl Engine {
         e.value(&UP, &[], f64::from(u8::from(stats.up)));
         inner.expose_calls(&mut e, &stats);
         expose_staging(&mut e, &stats);
+        expose_memory(&mut e, &stats.memory);
         inner.expose_drives(&mut e, &stats);
         expose_log(&mut e, &stats);
         Ok(e)
@@ -153,6 +162,17 @@ fn expose_staging(e: &mut Exposition, s: &EngineStats) {
         e.value(&STAGING_FREE, &[pool], (of.free * of.slot_bytes) as f64);
     }
     e.value(&QUARANTINED, &[], s.quarantined as f64);
+}
+
+fn expose_memory(e: &mut Exposition, of: &MemoryStats) {
+    e.value(&MEMORY_BYTES, &[], of.bytes as f64);
+    e.value(&MEMORY_USED, &[], of.used_bytes as f64);
+    e.value(&MEMORY_LOOKUPS, &["hit"], of.hits as f64);
+    e.value(&MEMORY_LOOKUPS, &["miss"], of.misses as f64);
+    e.value(&MEMORY_LOADED, &[], of.loaded_bytes as f64);
+    e.value(&MEMORY_FILLED, &[], of.filled as f64);
+    e.value(&MEMORY_EVICTED, &[], of.evicted as f64);
+    e.value(&MEMORY_DAMAGED, &[], of.damaged as f64);
 }
 
 fn expose_queue(e: &mut Exposition, (drive, direction): (&str, &str), counts: &IoCounts) {

@@ -71,6 +71,7 @@ pub use crate::pipeline::{
     StoreResult,
 };
 internals!(use exposition::METRICS);
+pub use crate::tier::MemoryStats;
 pub use prompt::Prompt;
 pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};
 pub use stats::{EngineStats, StagingStats};

@@ -11,6 +11,7 @@ use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
 use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
+use crate::tier::MemoryTier;
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
 const GROUP_BYTES: usize = 1 << 20;
@@ -92,11 +93,13 @@ pub(super) fn pipeline_options(
     } else {
         ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging"))
     };
+    let memory = memory_tier(settings, &layout, host)?;
     let load_pool = pool(loads.0, loads.1)?;
     let store_pool = pool(stores.0, stores.1)?;
     Ok(PipelineOptions {
         load_pool,
         store_pool,
+        memory,
         group_bytes: GROUP_BYTES,
         whole_group_bytes,
         window_bytes: window_bytes(settings, host),
@@ -104,6 +107,23 @@ pub(super) fn pipeline_options(
         max_store_bytes: (stores.0 as u64).saturating_mul(STORE_BACKLOG),
         io_timeout: settings.io_timeout(),
     })
+}
+
+/// The memory tier, where the settings ask for one and KV lies in host memory.
+fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<Option<Arc<MemoryTier>>> {
+    if !settings.local_cpu {
+        return Ok(None);
+    }
+    if !host {
+        tracing::warn!("local_cpu has no effect: the memory tier does not serve KV in a GPU's memory yet");
+        return Ok(None);
+    }
+    let (size, chunk) = (settings.max_local_cpu_size, layout.slot_bytes);
+    let bytes = usize::try_from(size).unwrap_or(usize::MAX);
+    let options = StagingOptions::of_settings(settings, bytes, usize::try_from(chunk).unwrap_or(usize::MAX));
+    let context =
+        |e: Error| Error::new(e.kind(), format!("max_local_cpu_size: {size} bytes, a chunk takes {chunk}")).source(e);
+    MemoryTier::new(&options).map(Some).map_err(context)
 }
 
 /// Opens the log, now or as soon as that works.

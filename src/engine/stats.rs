@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::log::LogStats;
 use crate::metrics::Histogram;
 use crate::pipeline::{MissCause, ShedCause};
+use crate::tier::MemoryStats;
 
 /// Counters of calls that reach neither pipeline nor log.
 #[derive(Debug, Default)]
@@ -93,6 +94,8 @@ pub struct EngineStats {
     pub load_staging: StagingStats,
     /// Staging of stores.
     pub store_staging: StagingStats,
+    /// The memory tier; nothing where there is none.
+    pub memory: MemoryStats,
     /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging
     /// slot.
     pub quarantined: usize,
@@ -159,6 +162,7 @@ impl EngineInner {
             sheds: ShedCause::ALL.iter().map(|&c| (c, of.sheds.of(c))).collect(),
             load_staging: StagingStats::of(pipeline.load_pool()),
             store_staging: StagingStats::of(pipeline.store_pool()),
+            memory: pipeline.memory().map(|tier| tier.stats()).unwrap_or_default(),
             ..EngineStats::default()
         };
         if let Some(log) = self.log() {

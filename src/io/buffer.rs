@@ -35,8 +35,9 @@ pub enum MemorySpace {
 /// # Safety
 /// For as long as the value lives, `as_mut_ptr()..+len()` must be one valid, initialised allocation
 /// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else reads or
-/// writes, and `as_mut_ptr`, `len`, `place` and `region` must keep returning the same values.
-/// Dropping the value is what ends its use of the memory.
+/// writes, and `as_mut_ptr`, `len`, `place`, `is_shared` and `region` must keep returning the same
+/// values. Dropping the value is what ends its use of the memory. Memory that is shared may be read
+/// by others too, and nothing writes it.
 pub unsafe trait IoBuf: Send + 'static {
     /// First byte of the memory.
     fn as_mut_ptr(&self) -> *mut u8;
@@ -51,6 +52,11 @@ pub unsafe trait IoBuf: Send + 'static {
 
     /// Where the memory lies.
     fn place(&self) -> MemorySpace;
+
+    /// Whether others may read the memory too: then nobody writes it.
+    fn is_shared(&self) -> bool {
+        false
+    }
 
     /// Id of the [`MemRegion`] the memory lies in and its byte offset there, so that a queue that
     /// registered the region can skip mapping the pages for each request.
@@ -130,6 +136,12 @@ impl Buf {
         self.0.as_mut_ptr()
     }
 
+    /// Whether others may read the memory too, so that nobody writes it.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.0.is_shared()
+    }
+
     /// The registered region it lies in and the byte offset there.
     #[must_use]
     pub fn region(&self) -> Option<(u64, usize)> {
@@ -147,10 +159,10 @@ impl Buf {
         unsafe { std::slice::from_raw_parts(self.as_mut_ptr(), self.len()) }
     }
 
-    /// The bytes, to be written. Empty for memory that is not the host's.
+    /// The bytes, to be written. Empty for memory that is not the host's, or shared.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        if self.is_empty() || self.place() != MemorySpace::Host {
+        if self.is_empty() || self.place() != MemorySpace::Host || self.is_shared() {
             return &mut [];
         }
         // SAFETY: as in `as_slice`, and `&mut self` excludes other slices of it.

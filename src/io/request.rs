@@ -138,6 +138,9 @@ impl Request {
         if self.op == Op::Flush {
             return Err(bad("a flush takes no buffer"));
         }
+        if self.op == Op::Read && buf.is_shared() {
+            return Err(bad("a read into memory that others read"));
+        }
         if self.len == 0 || self.buf_offset.checked_add(self.len).is_none_or(|end| end > buf.len()) {
             return Err(bad("the transfer is empty or ends beyond its buffer"));
         }

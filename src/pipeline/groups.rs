@@ -40,6 +40,12 @@ impl GroupSpan {
         Some(Self { offset: start, len: (end - start) as usize, buf_offset: (start - base) as usize })
     }
 
+    /// Where in a frame, which holds the whole slot, the bytes lie that staging would.
+    pub(super) fn frame_range(&self) -> Range<usize> {
+        let end = self.offset as usize + self.len;
+        end - self.staging_bytes()..end
+    }
+
     /// Where in staging a byte of the slot lies.
     pub(super) fn staging_offset(&self, slot_offset: u64) -> usize {
         (slot_offset - self.offset) as usize + self.buf_offset

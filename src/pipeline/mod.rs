@@ -16,6 +16,8 @@
 //!   caller closes.
 //! - Every load ends, whatever the drive does: requests have time-outs, loads have deadlines, and
 //!   when nothing moves at all everything that waits is given up.
+//! - What the memory tier has is taken from there and never waits for a drive. What turns out
+//!   damaged there is read from the drive, as if it had not been there.
 //! - A chunk is committed only after all its extents were written in full and every load it depends
 //!   on has verified.
 
@@ -24,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use crate::device::{Device, StagingPool};
 use crate::error::Result;
+use crate::tier::MemoryTier;
 
 mod cause;
 mod groups;
@@ -49,6 +52,8 @@ pub struct PipelineOptions {
     pub load_pool: Arc<StagingPool>,
     /// Staging of stores; the same holds.
     pub store_pool: Arc<StagingPool>,
+    /// Chunks kept in memory; `None` for none, and where staging is not the host's.
+    pub memory: Option<Arc<MemoryTier>>,
     /// Extents of one chunk are read and written together up to this many bytes, where layers
     /// matter.
     pub group_bytes: usize,
@@ -136,6 +141,12 @@ impl Pipeline {
     #[must_use]
     pub fn active_stores(&self) -> usize {
         self.stores.active()
+    }
+
+    /// The memory tier.
+    #[must_use]
+    pub fn memory(&self) -> Option<&Arc<MemoryTier>> {
+        self.loads.memory()
     }
 
     /// Staging of loads.

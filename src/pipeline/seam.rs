@@ -7,6 +7,7 @@ use super::cause::{MissCause, ShedCause};
 use crate::error::Result;
 use crate::format::layout::SlotLayout;
 use crate::io::{Buf, Done, Rejected, Request};
+use crate::tier::FrameId;
 
 /// A stored chunk: located, and leased for as long as the value lives.
 pub trait ChunkSource: Send + Sync {
@@ -30,6 +31,11 @@ pub trait ChunkSource: Send + Sync {
     /// [`crate::ErrorKind::Corrupt`] where it is damaged or the header of something else.
     fn check_header(&self, bytes: &[u8]) -> Result<Vec<u32>>;
 
+    /// What the memory tier knows it by; `None` where it is not to be kept there.
+    fn frame_id(&self) -> Option<FrameId> {
+        None
+    }
+
     /// Told that the chunk could not be read or is not what was stored, so that later lookups miss
     /// it.
     fn report_bad(&self, cause: MissCause);
@@ -45,6 +51,11 @@ pub trait ChunkSink: Send + Sync {
     /// # Errors
     /// [`Rejected`] where the queue is full or closed.
     fn submit(&self, request: Request) -> Result<(), Rejected>;
+
+    /// What the memory tier will know it by; `None` where it is not to be kept there.
+    fn frame_id(&self) -> Option<FrameId> {
+        None
+    }
 
     /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after
     /// every write has ended well; `done` is called once.

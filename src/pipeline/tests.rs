@@ -3,6 +3,7 @@
 
 mod disk;
 mod loads;
+mod memory;
 mod ordered;
 mod stores;
 mod wipes;

@@ -13,6 +13,7 @@
 //!   added.
 //! - No lock is held while a read is submitted or a callback runs.
 
+use std::cmp::Reverse;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -21,14 +22,15 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::state::ReadStep;
-use super::{Load, LoadInner, LoadResult, LoadSpec, LoadState};
+use super::state::{ChunkMemory, ReadStep};
+use super::{Load, LoadChunk, LoadInner, LoadResult, LoadSpec, LoadState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{AlignedBuf, Buf, MemorySpace, Rejected, Request};
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::{GroupLimits, layer_groups};
 use crate::pipeline::{PipelineOptions, PipelineStats};
+use crate::tier::{MemoryTier, Rank};
 
 /// How often a full I/O queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
@@ -145,7 +147,8 @@ impl LoadPump {
         let limits =
             GroupLimits { group_bytes, layerwise: spec.layerwise, slot_bytes: self.pool.slot_bytes(), header_apart };
         let groups = layer_groups(&layouts, limits)?;
-        let state = LoadState::new(&spec, groups, header_apart);
+        let memory = self.options.memory.as_ref().map(|tier| in_memory(tier, &spec)).unwrap_or_default();
+        let state = LoadState::new(&spec, groups, header_apart, memory);
         let finished = state.finished;
         if finished {
             self.count(state.result(), Duration::ZERO);
@@ -170,6 +173,9 @@ impl LoadPump {
             inner.end(MissCause::Closed);
             return Ok(Load { inner });
         }
+        if self.options.memory.is_some() {
+            inner.feed();
+        }
         self.turns.lock().queue.push_back(Arc::clone(&inner));
         self.kick();
         Ok(Load { inner })
@@ -186,6 +192,16 @@ impl LoadPump {
         watch.active.push(Arc::clone(load));
         self.watch_changed.notify_all();
         true
+    }
+
+    /// A load that may have had nothing left to read has something again.
+    pub(super) fn enqueue(&self, load: &Arc<LoadInner>) {
+        let mut turns = self.turns.lock();
+        if !turns.queue.iter().any(|other| Arc::ptr_eq(other, load)) {
+            turns.queue.push_back(Arc::clone(load));
+        }
+        drop(turns);
+        self.kick();
     }
 
     /// Something changed that may let a read go on.
@@ -220,7 +236,7 @@ impl LoadPump {
             load.state.lock().unread(step);
             let mut turns = self.turns.lock();
             turns.queue.push_front(load);
-            // A header's own memory is no slot that others could use.
+            // A header's own memory, or a frame's, is no slot that others could use.
             let own = match buf {
                 Some(buf) if buf.region().is_some() => turns.spare.replace(buf),
                 own => own,
@@ -289,12 +305,14 @@ impl LoadPump {
             let buf = turns.spare.take().or_else(|| self.pool.try_take())?;
             let load = turns.queue.pop_front();
             drop(turns);
-            let (step, more) = match &load {
+            let (step, frame, more) = match &load {
                 Some(load) => {
                     let mut state = load.state.lock();
-                    (state.next_step(), state.has_steps())
+                    let step = state.next_step();
+                    let frame = step.as_ref().and_then(|step| state.frame_part(step));
+                    (step, frame, state.has_steps())
                 }
-                None => (None, false),
+                None => (None, None, false),
             };
             let mut turns = self.turns.lock();
             if more && let Some(load) = &load {
@@ -302,7 +320,14 @@ impl LoadPump {
             }
             match (load, step) {
                 (Some(load), Some(step)) => {
-                    if let Some(buf) = turns.for_step(&step, buf) {
+                    let buf = match frame {
+                        Some(frame) => {
+                            turns.spare = Some(buf);
+                            Some(frame)
+                        }
+                        None => turns.for_step(&step, buf),
+                    };
+                    if let Some(buf) = buf {
                         return Some((load, step, buf));
                     }
                     load.state.lock().unread(step);
@@ -326,6 +351,11 @@ impl LoadPump {
             self.watch.lock().moved = Instant::now();
             self.stats.read(step.span.len as u64);
         }
+    }
+
+    /// A scatter out of memory is over: something moves.
+    pub(super) fn moved(&self) {
+        self.watch.lock().moved = Instant::now();
     }
 
     /// Counts a load that is over, before anybody is notified.
@@ -353,6 +383,11 @@ impl LoadPump {
     /// Slots of staging that reads or scatters hold or that hang.
     pub(in crate::pipeline) fn pool(&self) -> &Arc<StagingPool> {
         &self.pool
+    }
+
+    /// The memory tier.
+    pub(in crate::pipeline) fn memory(&self) -> Option<&Arc<MemoryTier>> {
+        self.options.memory.as_ref()
     }
 
     /// Waits for the loads under way until `deadline`, then ends them; later loads are refused.
@@ -423,4 +458,26 @@ impl LoadPump {
             self.kick();
         }
     }
+}
+
+/// Where the chunks of a load lie beside the drive. What is in memory is found, and kept there,
+/// before frames are taken for the others, heads of the prefix first.
+fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec) -> Vec<ChunkMemory> {
+    let (turn, layers) = (tier.turn(), spec.kv.layout().num_layers());
+    let rank = |at: usize| Rank { turn, depth: Reverse(at as u32) };
+    let find = |(at, chunk): (usize, &LoadChunk)| {
+        let hit = chunk.source.frame_id().and_then(|id| tier.get(id, rank(at)));
+        hit.map_or(ChunkMemory::Not, ChunkMemory::Hit)
+    };
+    let mut memory: Vec<ChunkMemory> = spec.chunks.iter().enumerate().map(find).collect();
+    for (at, (chunk, memory)) in spec.chunks.iter().zip(&mut memory).enumerate() {
+        let is_whole = || (0..layers).all(|l| chunk.plan_of(l).is_some_and(|plan| !plan.is_empty()));
+        if matches!(memory, ChunkMemory::Not)
+            && let Some(id) = chunk.source.frame_id().filter(|_| is_whole())
+            && let Some(filling) = tier.reserve(id, chunk.source.layout().slot_bytes, rank(at))
+        {
+            *memory = ChunkMemory::Filling(filling);
+        }
+    }
+    memory
 }

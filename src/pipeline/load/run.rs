@@ -35,7 +35,9 @@ impl LoadInner {
         let pump = Arc::clone(&self.pump);
         pump.read_ended(&step, result.is_ok());
         match (result, buf) {
-            (Ok(()), Some(buf)) => self.scatter(step, buf),
+            (Ok(()), Some(buf)) => {
+                self.scatter(step, buf);
+            }
             (Ok(()), None) => self.fail(step.chunk, MissCause::Internal),
             (Err(e), buf) => {
                 drop(buf);
@@ -46,21 +48,40 @@ impl LoadInner {
         pump.kick();
     }
 
-    fn scatter(self: &Arc<Self>, step: ReadStep, staging: Buf) {
+    /// Scatters what is in memory, as far as its turn allows; what turns out not to be there any
+    /// more is read.
+    pub(super) fn feed(self: &Arc<Self>) {
+        loop {
+            let mut state = self.state.lock();
+            let Some((step, frame)) = state.next_in_memory() else {
+                let reads = state.has_steps();
+                drop(state);
+                if reads {
+                    self.pump.enqueue(self);
+                }
+                return;
+            };
+            drop(state);
+            if !self.scatter(step, frame) {
+                self.state.lock().end_in_memory();
+            }
+        }
+    }
+
+    /// Whether there was anything to scatter.
+    fn scatter(self: &Arc<Self>, step: ReadStep, staging: Buf) -> bool {
         let wanted = {
             let mut state = self.state.lock();
             if !state.begin_scatter(&step) {
-                return;
+                return false;
             }
             state.wanted(&step)
         };
         let parts = self.parts(step.chunk, &wanted, |at| step.span.staging_offset(at));
         if parts.is_empty() {
-            return self.scatter_done(
-                step,
-                Vec::new(),
-                Scattered { staging, crcs: vec![], skipped: false, skipped_blocks: vec![], error: None },
-            );
+            let nothing = Scattered { staging, crcs: vec![], skipped: false, skipped_blocks: vec![], error: None };
+            self.scatter_done(step, Vec::new(), nothing);
+            return true;
         }
         let load = Arc::clone(self);
         let launched = {
@@ -77,6 +98,7 @@ impl LoadInner {
             launched: Some(Box::new(launched)),
             done: Box::new(move |out| load.scatter_done(step, wanted, out)),
         });
+        true
     }
 
     /// Layers of a chunk, the extents of which lie in staging where `place` says of their place in
@@ -107,6 +129,8 @@ impl LoadInner {
             _ => Ok(None),
         };
         let Scattered { staging, crcs, skipped, skipped_blocks, error } = out;
+        // Staging lies in a region, frames do not.
+        let framed = staging.region().is_none() && self.state.lock().is_framed(step.chunk, &staging);
         drop(staging);
         let moved = !skipped && error.is_none();
         let scattered = match error {
@@ -114,7 +138,7 @@ impl LoadInner {
             None => Some(Ok((crcs, skipped_blocks.is_empty()))),
             Some(e) => Some(Err(e)),
         };
-        let bad = scattered.and_then(|outcome| self.judge(&step, &wanted, outcome, header));
+        let bad = scattered.and_then(|outcome| self.judge((&step, framed), &wanted, outcome, header));
         let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
         self.update(|state| {
             state.end_report(reported);
@@ -125,14 +149,22 @@ impl LoadInner {
             if let Some(cause) = bad {
                 state.fail(step.chunk, cause);
             }
+            if step.in_memory {
+                state.end_in_memory();
+            }
         });
+        if step.in_memory {
+            self.pump.moved();
+            self.feed();
+        }
     }
 
     /// Why the chunk of a step is bad, if it is, by its header, the CRCs of what was scattered, and
-    /// whether that was all of it. What is wrong in the caller's memory is to be wiped.
+    /// whether that was all of it. What is wrong in the caller's memory is to be wiped, or, where it
+    /// came out of memory, to be read from the drive.
     fn judge(
         &self,
-        step: &ReadStep,
+        (step, framed): (&ReadStep, bool),
         wanted: &[usize],
         scattered: Result<(Vec<u32>, bool)>,
         header: Result<Option<Vec<u32>>>,
@@ -150,7 +182,16 @@ impl LoadInner {
         // Before it is judged: once it has verified, another scatter's end may be the end of the load.
         state.add_bytes(bytes);
         if is_whole {
-            return judge(&mut state, step.chunk, header, wanted.iter().copied().zip(crcs));
+            let extents = wanted.iter().copied().zip(crcs);
+            if step.in_memory {
+                state.came_from_memory(step.chunk, extents);
+                return None;
+            }
+            let bad = judge(&mut state, step.chunk, header, extents);
+            if framed {
+                state.framed(step.chunk, wanted.len());
+            }
+            return bad;
         }
         // What was left out of the caller's memory does not verify, whatever was read: the load cannot end
         // on it.

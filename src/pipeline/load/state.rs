@@ -13,7 +13,11 @@
 //!   prefix ends before the first of them once all are judged; until then nothing more is
 //!   published.
 //! - A CRC that comes before the header is kept and judged when the header has come.
+//! - Chunks that were in memory when the load began are asked for by a cursor of their own. Where
+//!   their bytes turn out damaged, these and all later ones of the chunk are read from the drive,
+//!   with its header.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
@@ -21,13 +25,31 @@ use std::task::Waker;
 use super::{LayerReady, LoadChunk, LoadResult, LoadSpec};
 use crate::device::Fence;
 use crate::format::layout::SlotLayout;
+use crate::io::Buf;
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::GroupSpan;
 use crate::pipeline::order::LayerOrder;
+use crate::tier::{Filling, Hit};
 
 /// Chunks that a load reads together where layers do not matter: the head of the prefix is complete
 /// early, and reads are spread over the drive.
 const WHOLE_BATCH: usize = 8;
+
+/// Scatters out of memory that a load has under way at most: its other reads, and other loads, get
+/// their turn on the workers.
+const MEMORY_AHEAD: usize = 8;
+
+/// Where a chunk of a load lies beside the drive.
+#[derive(Default)]
+pub(super) enum ChunkMemory {
+    /// Nowhere.
+    #[default]
+    Not,
+    /// In memory.
+    Hit(Hit),
+    /// What is read comes into memory.
+    Filling(Filling),
+}
 
 /// One read, and what is to be done with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,6 +58,8 @@ pub(super) struct ReadStep {
     /// Layers that are read; of these, the ones in the chunk's plan are scattered.
     pub(super) layers: Range<usize>,
     pub(super) header: bool,
+    /// The bytes are in memory.
+    pub(super) in_memory: bool,
     pub(super) span: GroupSpan,
 }
 
@@ -58,6 +82,13 @@ struct LoadChunkState {
     blocks: Vec<u32>,
     /// Why it was set aside.
     damage: Option<MissCause>,
+    memory: ChunkMemory,
+    /// It was in memory when the load began.
+    from_memory: bool,
+    /// Layers that lie in the frame that is being filled, and have verified.
+    framed: usize,
+    /// Layers that came out of memory damaged and that no read has replaced yet.
+    dirty: Vec<usize>,
 }
 
 pub(super) struct LoadState {
@@ -92,7 +123,15 @@ pub(super) struct LoadState {
     batch: usize,
     /// Groups × chunks asked for so far.
     cursor: usize,
-    retry: Option<ReadStep>,
+    /// Reads that go first: those that could not be submitted, and those of what was damaged in
+    /// memory.
+    again: VecDeque<ReadStep>,
+    /// Chunks that were in memory when the load began.
+    in_memory: usize,
+    /// As `cursor`, over the groups of these.
+    memory_cursor: usize,
+    /// Scatters out of memory that are under way.
+    from_memory: usize,
     complete: bool,
     result: LoadResult,
     pub(super) finished: bool,
@@ -102,8 +141,14 @@ pub(super) struct LoadState {
 }
 
 impl LoadState {
-    /// The state of a load that reads `groups`; `by_order` where the memory is an accelerator's.
-    pub(super) fn new(spec: &LoadSpec, groups: Vec<Range<usize>>, by_order: bool) -> Self {
+    /// The state of a load that reads `groups`; `by_order` where the server's memory is an
+    /// accelerator's. `memory` says of the chunks where they lie beside the drive.
+    pub(super) fn new(
+        spec: &LoadSpec,
+        groups: Vec<Range<usize>>,
+        by_order: bool,
+        memory: Vec<ChunkMemory>,
+    ) -> Self {
         let chunks = &spec.chunks;
         let layers = spec.kv.layout().num_layers();
         let mut result = LoadResult {
@@ -114,13 +159,17 @@ impl LoadState {
             result.count_miss(absent.cause, absent.chunks);
             result.failed_blocks.extend_from_slice(&absent.blocks);
         }
+        let memory = memory.into_iter().chain(std::iter::repeat_with(ChunkMemory::default));
+        let chunks: Vec<_> = chunks.iter().zip(memory).map(|(c, m)| LoadChunkState::new(c, layers, m)).collect();
         let mut state = Self {
-            chunks: chunks.iter().map(|c| LoadChunkState::new(c, layers)).collect(),
             remaining: vec![0; layers],
             order: LayerOrder::new(Vec::new()),
             by_order,
             ready: 0,
             first_failed: chunks.len(),
+            in_memory: chunks.iter().filter(|c| c.from_memory).count(),
+            memory_cursor: 0,
+            from_memory: 0,
             judges_all: !spec.layerwise,
             first_damaged: None,
             busy_failed: 0,
@@ -131,8 +180,9 @@ impl LoadState {
             cancelled: false,
             groups,
             batch: if spec.layerwise { chunks.len() } else { WHOLE_BATCH }.max(1),
+            chunks,
             cursor: 0,
-            retry: None,
+            again: VecDeque::new(),
             complete: spec.absent.is_none(),
             result,
             finished: false,
@@ -149,11 +199,12 @@ impl LoadState {
         state
     }
 
-    /// The read of one group of one chunk; `None` where none of its layers is wanted.
-    fn step(&self, chunk: usize, group: usize) -> Option<ReadStep> {
+    /// The read of one group of one chunk, with the header where that goes with the group; `None`
+    /// where none of its layers is wanted.
+    fn step(&self, chunk: usize, group: usize, header: bool) -> Option<ReadStep> {
         let state = self.chunks.get(chunk).filter(|c| c.missing_count > 0)?;
         let layers = self.groups.get(group)?.clone();
-        let header = group == 0;
+        let header = header && group == 0;
         let needed = |l: &usize| state.wanted.get(*l).copied().unwrap_or(false);
         let layers = match (layers.clone().find(needed), layers.clone().rfind(needed)) {
             // The header lies before the first extent: what is between is read with it.
@@ -162,7 +213,7 @@ impl LoadState {
             _ if header => layers.start..layers.start,
             _ => return None,
         };
-        Some(ReadStep { chunk, span: GroupSpan::of(&state.layout, &layers, header)?, layers, header })
+        ReadStep::new(state, chunk, layers, header)
     }
 
     /// Chunk and group of the `at`th read: batch after batch of chunks, in a batch group after
@@ -179,21 +230,121 @@ impl LoadState {
         if self.finished {
             return None;
         }
-        let retried = self.retry.take();
-        let retried = retried.filter(|s| self.is_alive(s.chunk));
-        if retried.is_some() {
-            return retried;
+        while let Some(step) = self.again.pop_front() {
+            if self.is_alive(step.chunk) {
+                return Some(step);
+            }
         }
         while self.has_steps() {
             let (chunk, group) = self.place_of(self.cursor);
             self.cursor += 1;
             if self.is_alive(chunk)
-                && let Some(step) = self.step(chunk, group)
+                && self.chunks.get(chunk).is_some_and(|c| !c.from_memory)
+                && let Some(step) = self.step(chunk, group, true)
             {
                 return Some(step);
             }
         }
         None
+    }
+
+    /// The next scatter out of memory, with its bytes; none for now or for ever. On the way, what
+    /// is not in memory any more is asked of the drive.
+    pub(super) fn next_in_memory(&mut self) -> Option<(ReadStep, Buf)> {
+        while !self.finished
+            && self.from_memory < MEMORY_AHEAD
+            && self.in_memory > 0
+            && self.memory_cursor < self.groups.len() * self.chunks.len()
+        {
+            let (chunk, group) = self.place_of(self.memory_cursor);
+            self.memory_cursor += 1;
+            let step = self.step(chunk, group, false).filter(|_| self.is_alive(chunk));
+            let Some((step, state)) = step.zip(self.chunks.get(chunk).filter(|c| c.from_memory)) else { continue };
+            match &state.memory {
+                ChunkMemory::Hit(hit) => {
+                    if let Some(view) = hit.view(step.span.frame_range()) {
+                        self.from_memory += 1;
+                        return Some((ReadStep { in_memory: true, ..step }, view));
+                    }
+                    self.not_in_memory(chunk, Vec::new());
+                    self.again.push_back(step);
+                }
+                _ => self.again.push_back(step),
+            }
+        }
+        None
+    }
+
+    /// A scatter out of memory is over, or was not begun.
+    pub(super) fn end_in_memory(&mut self) {
+        self.from_memory -= 1;
+    }
+
+    /// The part of a frame that is being filled with what `step` reads.
+    pub(super) fn frame_part(&self, step: &ReadStep) -> Option<Buf> {
+        match &self.chunks.get(step.chunk)?.memory {
+            ChunkMemory::Filling(fill) => fill.part(step.span.frame_range()),
+            _ => None,
+        }
+    }
+
+    /// Whether `staging` is a part of the frame that the chunk comes into.
+    pub(super) fn is_framed(&self, chunk: usize, staging: &Buf) -> bool {
+        let memory = self.chunks.get(chunk).map(|c| &c.memory);
+        matches!(memory, Some(ChunkMemory::Filling(fill)) if fill.holds(staging))
+    }
+
+    /// So many layers in the frame of a chunk have been judged; the chunk is in memory once all
+    /// have verified.
+    pub(super) fn framed(&mut self, chunk: usize, layers: usize) {
+        let Some(state) = self.chunks.get_mut(chunk) else { return };
+        state.framed += layers;
+        if state.missing_count > 0 || state.framed != state.wanted.len() {
+            return;
+        }
+        if let (ChunkMemory::Filling(fill), Some(crcs)) = (&state.memory, &state.expected) {
+            fill.publish(crcs);
+            state.memory = ChunkMemory::Not;
+        }
+    }
+
+    /// Layers of a chunk came out of memory with these CRCs. What is damaged is read from the
+    /// drive, unless the chunk is over: then it is wiped.
+    pub(super) fn came_from_memory(&mut self, chunk: usize, extents: impl Iterator<Item = (usize, u32)>) {
+        let alive = self.is_alive(chunk);
+        let mut bad = Vec::new();
+        for (layer, crc) in extents {
+            let Some(state) = self.chunks.get(chunk) else { return };
+            match &state.memory {
+                ChunkMemory::Hit(hit) if hit.crc(layer) == Some(crc) => {
+                    hit.loaded(state.layout.extents.get(layer).map_or(0, |e| u64::from(e.len)));
+                    self.verified_layer(chunk, layer, alive);
+                }
+                _ => bad.push(layer),
+            }
+        }
+        if bad.is_empty() {
+            return;
+        }
+        if alive { self.not_in_memory(chunk, bad) } else { self.wipe(chunk, bad) }
+    }
+
+    /// Nothing more of a chunk is taken from memory; its `dirty` layers are read again.
+    fn not_in_memory(&mut self, chunk: usize, dirty: Vec<usize>) {
+        let Some(state) = self.chunks.get_mut(chunk) else { return };
+        if let ChunkMemory::Hit(hit) = std::mem::take(&mut state.memory) {
+            hit.report_bad();
+            self.again.extend(ReadStep::new(state, chunk, 0..0, true));
+        }
+        for &layer in &dirty {
+            self.again.extend(ReadStep::new(state, chunk, layer..layer + 1, false));
+        }
+        state.dirty.extend(dirty);
+    }
+
+    /// Frames are nobody's any more.
+    fn let_memory_go(&mut self) {
+        self.chunks.iter_mut().for_each(|chunk| chunk.memory = ChunkMemory::Not);
     }
 
     /// Whether a chunk has neither failed nor been set aside.
@@ -203,12 +354,12 @@ impl LoadState {
 
     /// Takes a read back that could not be submitted.
     pub(super) fn unread(&mut self, step: ReadStep) {
-        self.retry = Some(step);
+        self.again.push_front(step);
     }
 
     /// Whether there may be reads that were not submitted yet.
     pub(super) fn has_steps(&self) -> bool {
-        !self.finished && (self.retry.is_some() || self.cursor < self.groups.len() * self.chunks.len())
+        !self.finished && (!self.again.is_empty() || self.cursor < self.groups.len() * self.chunks.len())
     }
 
     /// Whether the layers of `step` may be scattered; counts the scatter.
@@ -218,6 +369,8 @@ impl LoadState {
         }
         if let Some(chunk) = self.chunks.get_mut(step.chunk) {
             chunk.scattering += 1;
+            // What comes of them is this scatter's now.
+            chunk.dirty.retain(|layer| !step.layers.contains(layer));
         }
         true
     }
@@ -288,6 +441,13 @@ impl LoadState {
             self.wipe(chunk, vec![layer]);
             return false;
         }
+        self.verified_layer(chunk, layer, alive);
+        true
+    }
+
+    /// An extent has verified; `alive` where its chunk is.
+    fn verified_layer(&mut self, chunk: usize, layer: usize, alive: bool) {
+        let Some(state) = self.chunks.get_mut(chunk) else { return };
         if let Some(missing) = state.missing.get_mut(layer).filter(|m| **m) {
             *missing = false;
             state.missing_count -= 1;
@@ -295,7 +455,6 @@ impl LoadState {
                 *left -= 1;
             }
         }
-        true
     }
 
     /// Whether a chunk that turned out bad is news; counts the report, until whose end nothing is
@@ -362,7 +521,8 @@ impl LoadState {
     /// Layers do not wait for `chunk` any more, and nobody for its header.
     fn forget(&mut self, chunk: usize) {
         let Some(state) = self.chunks.get_mut(chunk) else { return };
-        let unjudged = std::mem::take(&mut state.early).into_iter().map(|(layer, _)| layer).collect();
+        let mut unjudged: Vec<usize> = std::mem::take(&mut state.early).into_iter().map(|(layer, _)| layer).collect();
+        unjudged.append(&mut state.dirty);
         self.wipe(chunk, unjudged);
         let Some(state) = self.chunks.get(chunk) else { return };
         for (left, &missing) in self.remaining.iter_mut().zip(&state.missing) {
@@ -422,6 +582,7 @@ impl LoadState {
             self.result.failed_blocks.sort_unstable();
             self.result.failed_blocks.dedup();
             self.result.cancelled = self.cancelled;
+            self.let_memory_go();
         }
         self.finished || self.ready > before
     }
@@ -448,8 +609,15 @@ impl LoadState {
     }
 }
 
+impl ReadStep {
+    /// A read of layers of a chunk from its drive.
+    fn new(state: &LoadChunkState, chunk: usize, layers: Range<usize>, header: bool) -> Option<Self> {
+        Some(Self { chunk, span: GroupSpan::of(&state.layout, &layers, header)?, layers, header, in_memory: false })
+    }
+}
+
 impl LoadChunkState {
-    fn new(chunk: &LoadChunk, layers: usize) -> Self {
+    fn new(chunk: &LoadChunk, layers: usize, memory: ChunkMemory) -> Self {
         let needed = |l: usize| chunk.plan_of(l).is_some_and(|p| !p.is_empty());
         let missing: Vec<bool> = (0..layers).map(needed).collect();
         let mut blocks: Vec<u32> = chunk.plans.iter().flat_map(|p| p.block_ids()).copied().collect();
@@ -467,6 +635,10 @@ impl LoadChunkState {
             scattering: 0,
             blocks,
             damage: None,
+            from_memory: matches!(memory, ChunkMemory::Hit(_)),
+            memory,
+            framed: 0,
+            dirty: Vec::new(),
         }
     }
 }

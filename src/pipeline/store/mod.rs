@@ -188,6 +188,8 @@ pub(super) struct StoreInner {
     backpressure: Backpressure,
     deadline: Option<Instant>,
     started: Instant,
+    /// Its turn in the memory tier.
+    turn: u64,
     /// How its chunks are found, until they are.
     unplanned: Mutex<Option<FindChunks>>,
     /// Since when it waits for a slot to write to.

@@ -26,6 +26,7 @@ use crate::io::MemorySpace;
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::min_slot_bytes;
 use crate::pipeline::{PipelineOptions, PipelineStats};
+use crate::tier::MemoryTier;
 
 /// How often a full I/O queue is tried again.
 const RETRY: Duration = Duration::from_millis(1);
@@ -133,6 +134,10 @@ impl StorePump {
         self.options.io_timeout
     }
 
+    pub(super) fn memory(&self) -> Option<&Arc<MemoryTier>> {
+        self.options.memory.as_ref()
+    }
+
     pub(in crate::pipeline) fn pool(&self) -> &Arc<StagingPool> {
         &self.pool
     }
@@ -185,6 +190,7 @@ impl StorePump {
             backpressure: spec.backpressure,
             deadline: spec.deadline,
             started: Instant::now(),
+            turn: self.memory().map_or(0, |tier| tier.turn()),
             unplanned: Mutex::new(unplanned),
             no_room_since: Mutex::new(None),
             glance: Glance::of(&state),

@@ -1,5 +1,6 @@
 //! What happens to one step of a store: gather on a worker, write, commit.
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -9,7 +10,8 @@ use crate::device::{GatherJob, Gathered};
 use crate::error::{ErrorKind, Result};
 use crate::io::{Buf, Completion, Rejected, Request};
 use crate::pipeline::cause::ShedCause;
-use crate::pipeline::seam::ChunkSink;
+use crate::pipeline::seam::{Begun, ChunkSink};
+use crate::tier::{Filling, Rank};
 
 /// A write that a full queue refused.
 pub(super) struct Retry {
@@ -40,14 +42,15 @@ impl StoreInner {
                 NextStep::Nothing => return Pause::Idle,
                 NextStep::Begin(chunk, begin) => {
                     let begun = begin();
+                    let frame = self.frame_for(chunk, &begun);
                     let mut open = true;
-                    self.update(|state| open = state.begun(chunk, begun));
+                    self.update(|state| open = state.begun(chunk, begun, frame));
                     if !open {
                         return Pause::NoRoom;
                     }
                     *self.no_room_since.lock() = None;
                 }
-                NextStep::Gather(step) => match self.pump.pool().try_take() {
+                NextStep::Gather(step, frame) => match frame.or_else(|| self.pump.pool().try_take()) {
                     Some(buf) => self.gather(step, buf),
                     None => {
                         self.state.lock().ungather(&step);
@@ -56,6 +59,14 @@ impl StoreInner {
                 },
             }
         }
+    }
+
+    /// A frame for a chunk whose slot is open.
+    fn frame_for(&self, chunk: usize, begun: &Begun) -> Option<Filling> {
+        let (tier, Begun::Open(sink)) = (self.pump.memory()?, begun) else { return None };
+        let bytes = self.state.lock().slot_bytes(chunk)?;
+        let depth = Reverse(u32::try_from(chunk).unwrap_or(u32::MAX));
+        tier.reserve(sink.frame_id()?, bytes, Rank { turn: self.turn, depth })
     }
 
     fn gather(self: &Arc<Self>, step: StoreStep, staging: Buf) {
@@ -88,7 +99,12 @@ impl StoreInner {
             Gathered { crcs, .. } => Ok(crcs.as_slice()),
         };
         let mut sink = None;
-        self.update(|state| sink = state.gathered(&step, crcs));
+        self.update(|state| {
+            if out.staging.region().is_none() {
+                state.gathered_into(&step, &out.staging);
+            }
+            sink = state.gathered(&step, crcs);
+        });
         let Some(sink) = sink else {
             drop(out.staging);
             return self.pump.notify();
@@ -111,6 +127,8 @@ impl StoreInner {
     }
 
     fn write_done(&self, step: &StoreStep, Completion { result, buf, .. }: Completion) {
+        // Before it counts: once the last write has, the frame is full and nobody's to write.
+        drop(buf);
         self.update(|state| match &result {
             Ok(()) => state.written(step),
             Err(e) => {
@@ -121,7 +139,6 @@ impl StoreInner {
         if result.is_ok() {
             self.pump.moved();
         }
-        drop(buf);
         self.pump.notify();
     }
 

@@ -16,11 +16,13 @@ use std::task::Waker;
 use super::{StoreChunk, StorePlan, StoreResult};
 use crate::device::{Fence, Part, add_fence};
 use crate::format::layout::SlotLayout;
+use crate::io::Buf;
 use crate::paged::ChunkPlan;
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::{GroupSpan, group_end};
 use crate::pipeline::order::LayerOrder;
 use crate::pipeline::seam::{BeginPut, Begun, ChunkSink};
+use crate::tier::Filling;
 
 /// A gather and the write that follows it.
 #[derive(Clone, Debug)]
@@ -34,8 +36,8 @@ pub(super) struct StoreStep {
 pub(super) enum NextStep {
     /// Open the slot of a chunk.
     Begin(usize, BeginPut),
-    /// Gather and write.
-    Gather(StoreStep),
+    /// Gather and write; into the chunk's frame, where it has one.
+    Gather(StoreStep, Option<Buf>),
     /// Nothing until something changes.
     Nothing,
 }
@@ -62,6 +64,10 @@ struct StoreChunkState {
     gathering: usize,
     written: usize,
     crcs: Vec<u32>,
+    /// The frame that it comes into.
+    frame: Option<Filling>,
+    /// Layers that were gathered there.
+    framed: usize,
 }
 
 pub(super) struct StoreState {
@@ -220,9 +226,15 @@ impl StoreState {
             // With all layers there, chunk after chunk: heads of the chain first. Otherwise in turns, layer by
             // layer.
             self.cursor = if all { at } else { at + 1 };
-            return NextStep::Gather(step);
+            let frame = chunk.frame.as_ref().and_then(|frame| frame.part(step.span.frame_range()));
+            return NextStep::Gather(step, frame);
         }
         NextStep::Nothing
+    }
+
+    /// Bytes of the slot of a chunk.
+    pub(super) fn slot_bytes(&self, chunk: usize) -> Option<u64> {
+        self.chunks.get(chunk).map(|c| c.layout.slot_bytes)
     }
 
     /// Whether a gather waits for staging.
@@ -241,8 +253,9 @@ impl StoreState {
         self.cursor = step.chunk;
     }
 
-    /// The answer for a chunk that is being opened; `false` where it must be tried again.
-    pub(super) fn begun(&mut self, chunk: usize, begun: Begun) -> bool {
+    /// The answer for a chunk that is being opened, with its frame; `false` where it must be tried
+    /// again.
+    pub(super) fn begun(&mut self, chunk: usize, begun: Begun, frame: Option<Filling>) -> bool {
         match begun {
             Begun::NotYet(why, begin) => {
                 if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
@@ -254,6 +267,7 @@ impl StoreState {
             Begun::Open(sink) => {
                 if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
                     c.phase = StorePhase::Open(sink);
+                    c.frame = frame;
                 }
             }
             Begun::AlreadyThere => {
@@ -312,6 +326,15 @@ impl StoreState {
         step.layers.clone().filter_map(part).collect()
     }
 
+    /// The layers of `step` lie in `staging`; whether that is the chunk's frame is noted.
+    pub(super) fn gathered_into(&mut self, step: &StoreStep, staging: &Buf) {
+        if let Some(chunk) = self.chunks.get_mut(step.chunk)
+            && chunk.frame.as_ref().is_some_and(|frame| frame.holds(staging))
+        {
+            chunk.framed += step.layers.len();
+        }
+    }
+
     /// A gather has left the caller's memory; gives the sink to write to, if the chunk still lives
     /// and it went well.
     pub(super) fn gathered(&mut self, step: &StoreStep, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
@@ -361,7 +384,9 @@ impl StoreState {
                 continue;
             }
             if let StorePhase::Open(sink) = std::mem::replace(&mut chunk.phase, StorePhase::Committing) {
-                complete.push((i, sink, std::mem::take(&mut chunk.crcs)));
+                let is_framed = chunk.frame.is_some();
+                let crcs = if is_framed { chunk.crcs.clone() } else { std::mem::take(&mut chunk.crcs) };
+                complete.push((i, sink, crcs));
             }
         }
         complete
@@ -375,6 +400,9 @@ impl StoreState {
         match result {
             Ok(()) => {
                 if let Some(c) = self.chunks.get(chunk) {
+                    if let Some(frame) = c.frame.as_ref().filter(|_| c.framed == c.crcs.len()) {
+                        frame.publish(&c.crcs);
+                    }
                     self.result.stored += 1;
                     self.result.tokens += c.tokens as usize;
                     self.result.bytes += c.layout.extents.iter().map(|e| u64::from(e.len)).sum::<u64>();
@@ -439,6 +467,7 @@ impl StoreState {
     fn over(&mut self, chunk: usize) {
         let Some(c) = self.chunks.get_mut(chunk) else { return };
         c.phase = StorePhase::Over;
+        c.frame = None;
         self.busy_over += c.gathering;
         self.ungathered -= c.ungathered_bytes();
         for (left, &done) in self.left.iter_mut().zip(&c.gathered) {
@@ -493,6 +522,8 @@ impl StoreChunkState {
             gathering: 0,
             written: 0,
             crcs: vec![0; layers],
+            frame: None,
+            framed: 0,
         }
     }
 

@@ -13,6 +13,7 @@ use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, DirectFile, Done, FileOptions, Op, Rejected, Request};
 use crate::key::ChunkKey;
 use crate::pipeline::{ChunkSink, ChunkSource, MissCause};
+use crate::tier::FrameId;
 
 /// How a transfer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,6 +149,10 @@ impl Disk {
         self.inside.lock().slots[slot][byte as usize] ^= 4;
     }
 
+    pub(super) fn bytes_of(&self, slot: usize) -> Vec<u8> {
+        self.inside.lock().slots[slot].clone()
+    }
+
     pub(super) fn log(&self) -> Vec<Seen> {
         self.inside.lock().log.clone()
     }
@@ -248,6 +253,10 @@ impl ChunkSource for Slot {
         Ok(header.layers.iter().map(|l| l.crc).collect())
     }
 
+    fn frame_id(&self) -> Option<FrameId> {
+        Some(FrameId { key: self.key, sequence: 1 })
+    }
+
     fn report_bad(&self, cause: MissCause) {
         self.disk.inside.lock().bad.push((self.slot, cause));
     }
@@ -260,6 +269,10 @@ impl ChunkSink for Slot {
 
     fn submit(&self, request: Request) -> Result<(), Rejected> {
         self.disk.submit(self.slot, request)
+    }
+
+    fn frame_id(&self) -> Option<FrameId> {
+        Some(FrameId { key: self.key, sequence: 1 })
     }
 
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {

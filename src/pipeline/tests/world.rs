@@ -110,6 +110,7 @@ impl World {
         let mut options = PipelineOptions {
             load_pool: pool(load_slots),
             store_pool: pool(store_slots),
+            memory: None,
             group_bytes: EXTENT,
             whole_group_bytes: EXTENT,
             window_bytes: 1 << 30,

@@ -1,0 +1,94 @@
+//! The frames that hold a chunk, and which of them goes next: the least recently used, and of what
+//! one prompt used together the deepest, since a chunk without its prefix is of no use.
+//!
+//! The drives below have the policy that learns. Above them recency does: what a conversation has
+//! used last is what it uses next.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use super::FrameId;
+use crate::device::Frame;
+use crate::key::ChunkKey;
+
+/// How long a chunk stays: the least goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Rank {
+    /// [Number](super::MemoryTier::turn) of the load or store that used it last.
+    pub turn: u64,
+    /// Its place among the chunks of that one.
+    pub depth: Reverse<u32>,
+}
+
+/// A chunk in its frame.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub(super) frame: Frame,
+    pub(super) sequence: u64,
+    pub(super) rank: Rank,
+    pub(super) crcs: Arc<[u32]>,
+}
+
+/// Frames by key and by rank.
+#[derive(Debug, Default)]
+pub(super) struct Ranked {
+    frames: HashMap<ChunkKey, Held>,
+    /// Lowest first; the key tells chunks of the same rank apart.
+    order: BTreeSet<(Rank, [u8; 32])>,
+}
+
+impl Ranked {
+    /// The frame of `id`, which is used now. One of an older put is dropped.
+    pub(super) fn touch(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
+        let held = self.frames.get_mut(&id.key)?;
+        if held.sequence != id.sequence {
+            if held.sequence < id.sequence {
+                self.take(&id.key);
+            }
+            return None;
+        }
+        self.order.remove(&(held.rank, id.key.0));
+        // Loads that began later may have looked before.
+        held.rank = held.rank.max(rank);
+        self.order.insert((held.rank, id.key.0));
+        Some((held.frame.clone(), Arc::clone(&held.crcs)))
+    }
+
+    /// A chunk has come; what it takes the place of, or itself where a newer put of it is there.
+    pub(super) fn insert(&mut self, key: ChunkKey, held: Held) -> Option<Held> {
+        if self.frames.get(&key).is_some_and(|there| there.sequence > held.sequence) {
+            return Some(held);
+        }
+        let before = self.take(&key);
+        self.order.insert((held.rank, key.0));
+        self.frames.insert(key, held);
+        before
+    }
+
+    /// Takes out the chunk that ranks lowest among those that nobody uses.
+    pub(super) fn evict(&mut self) -> Option<Held> {
+        let is_idle = |(_, key): &&(Rank, [u8; 32])| {
+            self.frames.get(&ChunkKey(*key)).is_some_and(|held| !held.frame.is_in_use())
+        };
+        let key = ChunkKey(self.order.iter().find(is_idle)?.1);
+        self.take(&key)
+    }
+
+    /// Takes out a chunk, if it is still the same.
+    pub(super) fn remove(&mut self, id: &FrameId) -> Option<Held> {
+        self.frames.get(&id.key).filter(|held| held.sequence == id.sequence)?;
+        self.take(&id.key)
+    }
+
+    /// All that is there.
+    pub(super) fn ids(&self) -> Vec<FrameId> {
+        self.frames.iter().map(|(key, held)| FrameId { key: *key, sequence: held.sequence }).collect()
+    }
+
+    fn take(&mut self, key: &ChunkKey) -> Option<Held> {
+        let held = self.frames.remove(key)?;
+        self.order.remove(&(held.rank, key.0));
+        Some(held)
+    }
+}
