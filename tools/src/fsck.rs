@@ -19,13 +19,13 @@ use crate::progress::{self, Unit};
 pub(crate) enum FsckCommand {
     /// Check the structures of every lane's index.
     #[command(after_help = "Examples:\n  forebay fsck check /mnt/nvme\n  forebay fsck check /mnt/nvme --json")]
-    Check(MemorySpace),
+    Check(CacheArgs),
     /// Also read every slot that is served and check every CRC.
     #[command(after_help = "Examples:\n  forebay fsck deep /mnt/nvme")]
-    Deep(MemorySpace),
+    Deep(CacheArgs),
     /// Print every record of the indexes, one JSON object a line.
     #[command(after_help = "Examples:\n  forebay fsck dump /mnt/nvme | head")]
-    Dump(MemorySpace),
+    Dump(CacheArgs),
     /// Make the index of damaged lanes anew, from their slots and what is left of the old index.
     #[command(after_help = REBUILD_HELP)]
     Rebuild(RebuildArgs),
@@ -45,7 +45,7 @@ Examples:
 #[derive(Debug, Args)]
 pub(crate) struct RebuildArgs {
     #[command(flatten)]
-    place: MemorySpace,
+    place: CacheArgs,
     /// Only this lane, as `fsck check` names it: NAMESPACE/SHARD/laneN.
     #[arg(long, value_name = "LANE")]
     lane: Option<String>,
@@ -62,7 +62,7 @@ pub(crate) struct RebuildArgs {
 
 /// Where to look.
 #[derive(Debug, Args)]
-pub(crate) struct MemorySpace {
+pub(crate) struct CacheArgs {
     /// The cache directory.
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
@@ -111,7 +111,7 @@ pub(crate) fn budget_report(directory: &Path) -> Result<Option<(String, String)>
     }))
 }
 
-fn check(place: &MemorySpace, context: &Context) -> Result<Outcome> {
+fn check(place: &CacheArgs, context: &Context) -> Result<Outcome> {
     let mut reports = Vec::new();
     let budget = budget_report(&place.directory)?;
     let mut clean = budget.is_none();
@@ -166,7 +166,7 @@ fn check(place: &MemorySpace, context: &Context) -> Result<Outcome> {
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }
 
-fn check_deep(place: &MemorySpace, context: &Context) -> Result<Outcome> {
+fn check_deep(place: &CacheArgs, context: &Context) -> Result<Outcome> {
     let mut bad = Vec::new();
     let (mut slots, mut bytes, mut index_damage, mut absent) = (0, 0, 0, 0);
     let (found, unreadable) = shards(&place.directory)?;
@@ -215,7 +215,7 @@ fn check_deep(place: &MemorySpace, context: &Context) -> Result<Outcome> {
     Ok(if clean { Outcome::Done } else { Outcome::Problem })
 }
 
-fn dump(place: &MemorySpace) -> Result<Outcome> {
+fn dump(place: &CacheArgs) -> Result<Outcome> {
     let (found, unreadable) = shards(&place.directory)?;
     for (files, raw) in &found {
         for (f, lane) in files.iter().zip(raw) {

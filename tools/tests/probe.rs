@@ -42,13 +42,63 @@ fn the_trial_of_cufile_prints_one_line_whatever_happens() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+/// Level, found and remedy of each finding about `check`.
+fn findings(json: &serde_json::Value, check: &str) -> Vec<(String, String, String)> {
+    let text = |v: &serde_json::Value| v.as_str().unwrap_or_default().to_owned();
+    let all = json["findings"].as_array().unwrap().iter().filter(|f| f["check"] == check);
+    all.map(|f| (text(&f["level"]), text(&f["found"]), text(&f["remedy"]))).collect()
+}
+
 #[test]
-fn people_get_the_same_in_words() {
+fn people_get_the_same_in_words_with_a_remedy_for_each_warning() {
     let dir = folder();
+    let json = forebay(dir.path(), &["probe", ".", "--json"]).expect(0).json();
     let run = forebay(dir.path(), &["probe", "."]).expect(0);
-    for part in ["kernel", "io_uring", "file system", "O_DIRECT", "path", "not cufile-gds: "] {
+    for part in ["kernel", "io_uring", "file system", "O_DIRECT", "path", "space"] {
         assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
     }
+    let lines = |word: &str| run.stdout.lines().filter(|l| l.starts_with(word)).count() as u64;
+    assert_eq!(json["warnings"].as_u64(), Some(lines("warn ")), "{}", run.stdout);
+    assert_eq!(json["failures"], 0);
+    assert_eq!(run.stdout.matches("remedy: ").count() as u64, lines("warn "), "{}", run.stdout);
+    let strict = forebay(dir.path(), &["probe", ".", "--strict"]);
+    assert_eq!(strict.code, if lines("warn ") > 0 { 3 } else { 0 }, "{}", strict.stdout);
+}
+
+#[test]
+fn the_servers_settings_are_judged_by_what_the_machine_has() {
+    let dir = folder();
+    let settings = |text: &str| {
+        std::fs::write(dir.path().join("forebay.yaml"), text).unwrap();
+        forebay(dir.path(), &["probe", ".", "--config", "forebay.yaml", "--json"])
+    };
+    let json = settings("capacity: 32MiB\nmin_free: 0").expect(0).json();
+    assert!(findings(&json, "space")[0].1.contains("capacity 32MiB"), "{json}");
+    assert_eq!(findings(&json, "space")[0].0, "ok");
+    let json = settings("capacity: 900TiB\nmin_free: 0").expect(0).json();
+    let (level, found, remedy) = &findings(&json, "space")[0];
+    assert_eq!(level, "warn");
+    assert!(found.contains("cannot grow beyond") && remedy.contains("set capacity"), "{found}; {remedy}");
+    let json = settings("capacity: lots").expect(3).json();
+    let (level, found, _) = &findings(&json, "settings")[0];
+    assert!(level == "fail" && found.contains("forebay.yaml"), "{found}");
+    let json = settings("staging: 1024GiB").json();
+    assert_eq!(findings(&json, "memory")[0].0, "warn", "{json}");
+}
+
+#[test]
+fn a_cache_that_does_not_open_is_a_failure_with_the_command_that_helps() {
+    let dir = folder();
+    let words = "--rw store --model tiny --size 16m --bs 1m --keep --directory cache --quiet";
+    let bench: Vec<&str> = ["bench"].into_iter().chain(words.split_whitespace()).collect();
+    std::fs::create_dir(dir.path().join("cache")).unwrap();
+    forebay(dir.path(), &bench).expect(0);
+    let json = forebay(dir.path(), &["probe", "cache", "--json"]).expect(0).json();
+    assert!(json["directory"]["cache"]["chunks_and_objects"].as_u64().unwrap() > 0, "{json}");
+    assert_eq!(findings(&json, "cache").len(), 1);
+    std::fs::write(dir.path().join("cache/BUDGET"), [0; 4096]).unwrap();
+    let run = forebay(dir.path(), &["probe", "cache"]).expect(3);
+    assert!(run.stdout.contains("remedy: forebay fsck repair ") && run.stdout.contains("1 failure"), "{}", run.stdout);
 }
 
 #[test]

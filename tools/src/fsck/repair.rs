@@ -11,7 +11,7 @@ use forebay::log::fsck::{
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
-use super::{MemorySpace, name, remedy};
+use super::{CacheArgs, name, remedy};
 use crate::ls::{hex, now_s};
 use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
@@ -22,7 +22,7 @@ use crate::size::show_bytes;
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct RepairArgs {
     #[command(flatten)]
-    place: MemorySpace,
+    place: CacheArgs,
     /// Say what would be dropped, and write nothing. Exit status 3 where there is something.
     #[arg(long)]
     dry_run: bool,

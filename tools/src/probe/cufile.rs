@@ -20,7 +20,7 @@ pub(super) struct Gpu {
     memory_bytes: u64,
     bar1_bytes: Option<u64>,
     pci_bus_id: String,
-    numa_node: Option<u32>,
+    pub(super) numa_node: Option<u32>,
 }
 
 impl Gpu {

@@ -1,11 +1,16 @@
 //! What the kernel says about the machine, from `/proc` and `/sys`; whatever cannot be read is left
-//! out.
+//! out. Nothing here judges.
 
 use std::fmt;
 use std::fs;
 use std::path::Path;
 
 use serde::Serialize;
+
+/// `CAP_IPC_LOCK`'s bit: a process that has it may lock what it likes.
+const CAP_IPC_LOCK: u32 = 14;
+/// Limits of a version 1 control group above this mean that there is none.
+const NO_LIMIT: u64 = 1 << 60;
 
 /// The machine.
 #[derive(Debug, Serialize)]
@@ -16,15 +21,36 @@ pub(super) struct Machine {
     pub(super) processors: usize,
     /// Memory.
     pub(super) memory_bytes: u64,
-    /// Whether `io_uring` is allowed here, in words.
-    pub(super) io_uring: String,
-    /// Memory that this process may lock (registered buffers count on older kernels); null where
-    /// there is no limit.
+    /// Memory that the control group grants, where it is limited.
+    pub(super) memory_limit_bytes: Option<u64>,
+    /// Whether `io_uring` is allowed here.
+    pub(super) io_uring: IoUring,
+    /// Memory that this process may lock, registered buffers included; null where there is no
+    /// limit.
     pub(super) memlock_bytes: Option<u64>,
+    /// Files that this process may have open.
+    pub(super) open_files: Option<u64>,
+    /// The chosen word of `transparent_hugepage/enabled`.
+    pub(super) transparent_hugepages: Option<String>,
+    /// `vm.nr_hugepages`.
+    pub(super) reserved_hugepages: u64,
+    /// NUMA nodes.
+    pub(super) numa_nodes: usize,
+}
+
+/// What the kernel answered when it was asked for a ring; a sandbox may refuse where the kernel
+/// itself would not.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct IoUring {
+    pub(super) available: bool,
+    /// What it answered where it refused.
+    pub(super) error: Option<String>,
+    /// `kernel.io_uring_disabled`: 1 allows it to `kernel.io_uring_group`, 2 to nobody.
+    pub(super) disabled: u8,
 }
 
 /// The drive below a file system.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct DriveFacts {
     /// Name of the block device.
     pub(super) name: String,
@@ -34,8 +60,14 @@ pub(super) struct DriveFacts {
     pub(super) nvme: bool,
     /// Whether the kernel takes it for a rotating disk.
     pub(super) rotational: bool,
+    /// Whether the processors encrypt it (dm-crypt).
+    pub(super) encrypted: bool,
+    /// The I/O scheduler in use.
+    pub(super) scheduler: Option<String>,
     /// Logical block size.
     pub(super) block_bytes: Option<u64>,
+    /// NUMA node, on machines with several.
+    pub(super) numa_node: Option<u32>,
 }
 
 impl fmt::Display for DriveFacts {
@@ -45,11 +77,11 @@ impl fmt::Display for DriveFacts {
             write!(f, " ({model})")?;
         }
         f.write_str(if self.nvme { ", NVMe" } else { ", not NVMe" })?;
-        if self.rotational {
-            f.write_str(", said to rotate")?;
-        }
         if let Some(bytes) = self.block_bytes {
             write!(f, ", blocks of {bytes} bytes")?;
+        }
+        if let Some(scheduler) = &self.scheduler {
+            write!(f, ", scheduler {scheduler}")?;
         }
         Ok(())
     }
@@ -64,31 +96,69 @@ pub(super) fn read() -> Machine {
     let memory_kib = read_trimmed("/proc/meminfo").and_then(|text| {
         text.lines().find_map(|l| l.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse().ok())
     });
+    let limits = read_trimmed("/proc/self/limits").unwrap_or_default();
+    let may_lock = has_capability(&read_trimmed("/proc/self/status").unwrap_or_default(), CAP_IPC_LOCK);
+    let groups = read_trimmed("/proc/self/cgroup").unwrap_or_default();
+    let reserved = read_trimmed("/proc/sys/vm/nr_hugepages").and_then(|n| n.parse().ok());
     Machine {
         kernel: read_trimmed("/proc/sys/kernel/osrelease").unwrap_or_else(|| "unknown".to_owned()),
         processors: std::thread::available_parallelism().map_or(1, Into::into),
         memory_bytes: memory_kib.map_or(0, |kib: u64| kib * 1024),
+        memory_limit_bytes: memory_limit(&groups, Path::new("/sys/fs/cgroup")),
         io_uring: io_uring(),
-        memlock_bytes: memlock(&read_trimmed("/proc/self/limits").unwrap_or_default()),
+        memlock_bytes: soft_limit(&limits, "Max locked memory").filter(|_| !may_lock),
+        open_files: soft_limit(&limits, "Max open files"),
+        transparent_hugepages: read_trimmed("/sys/kernel/mm/transparent_hugepage/enabled")
+            .and_then(|text| chosen(&text)),
+        reserved_hugepages: reserved.unwrap_or(0),
+        numa_nodes: numa_nodes(),
     }
 }
 
-/// Asks the kernel for a ring; a sandbox may refuse where the kernel itself would not.
-fn io_uring() -> String {
-    let sysctl = match read_trimmed("/proc/sys/kernel/io_uring_disabled").as_deref() {
-        Some("1") => " (kernel.io_uring_disabled = 1: members of kernel.io_uring_group only)",
-        Some("2") => " (kernel.io_uring_disabled = 2: refused to everybody)",
-        _ => "",
+fn io_uring() -> IoUring {
+    let disabled = read_trimmed("/proc/sys/kernel/io_uring_disabled").and_then(|n| n.parse().ok()).unwrap_or(0);
+    let refusal = tokio_uring::Runtime::new(tokio_uring::builder().entries(2)).err();
+    IoUring { available: refusal.is_none(), error: refusal.map(|e| e.to_string()), disabled }
+}
+
+/// A soft limit of `/proc/self/limits`; none where it is unlimited.
+fn soft_limit(limits: &str, name: &str) -> Option<u64> {
+    limits.lines().find_map(|l| l.strip_prefix(name)?.split_whitespace().next()?.parse().ok())
+}
+
+/// Whether `/proc/self/status` shows this capability as effective.
+fn has_capability(status: &str, bit: u32) -> bool {
+    let effective = status.lines().find_map(|l| u64::from_str_radix(l.strip_prefix("CapEff:")?.trim(), 16).ok());
+    effective.is_some_and(|set| set >> bit & 1 == 1)
+}
+
+/// The word in brackets, as sysfs shows the choice among several.
+fn chosen(text: &str) -> Option<String> {
+    Some(text.split_once('[')?.1.split_once(']')?.0.to_owned())
+}
+
+fn numa_nodes() -> usize {
+    let is_node = |name: &str| name.strip_prefix("node").is_some_and(|n| n.parse::<u32>().is_ok());
+    let entries = fs::read_dir("/sys/devices/system/node").map(|d| d.flatten().collect::<Vec<_>>());
+    entries.unwrap_or_default().iter().filter(|e| e.file_name().to_str().is_some_and(is_node)).count().max(1)
+}
+
+/// The least memory limit among the control groups that hold this process; `groups` is the text of
+/// `/proc/self/cgroup`, `root` where the groups are mounted.
+fn memory_limit(groups: &str, root: &Path) -> Option<u64> {
+    let of_line = |line: &str| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        let (mount, file) = match controllers {
+            "" => (root.to_path_buf(), "memory.max"),
+            list if list.split(',').any(|c| c == "memory") => (root.join("memory"), "memory.limit_in_bytes"),
+            _ => return None,
+        };
+        // Where the group's name space hides its path, the mount's top is the group.
+        let own = mount.join(path.trim_start_matches('/'));
+        let above = own.ancestors().take_while(|dir| dir.starts_with(&mount));
+        above.filter_map(|dir| read_trimmed(dir.join(file))?.parse::<u64>().ok()).filter(|n| *n < NO_LIMIT).min()
     };
-    match tokio_uring::Runtime::new(tokio_uring::builder().entries(2)) {
-        Ok(_) => format!("available{sysctl}"),
-        Err(e) => format!("refused: {e}{sysctl}"),
-    }
-}
-
-/// The soft limit of locked memory.
-fn memlock(limits: &str) -> Option<u64> {
-    limits.lines().find_map(|l| l.strip_prefix("Max locked memory")?.split_whitespace().next()?.parse().ok())
+    groups.lines().filter_map(of_line).min()
 }
 
 /// The drive with device number `major:minor`; a partition's facts are its disk's.
@@ -99,29 +169,69 @@ pub(super) fn drive(device: &str) -> Option<DriveFacts> {
     let found = fs::canonicalize(Path::new("/sys/dev/block").join(device)).ok()?;
     let disk = if found.join("partition").exists() { found.parent()?.to_path_buf() } else { found };
     let name = disk.file_name()?.to_str()?.to_owned();
-    let number = |file: &str| read_trimmed(disk.join("queue").join(file))?.parse::<u64>().ok();
+    let queue = |file: &str| read_trimmed(disk.join("queue").join(file));
+    let number = |file: &str| queue(file)?.parse::<u64>().ok();
     Some(DriveFacts {
         nvme: name.starts_with("nvme"),
         model: read_trimmed(disk.join("device/model")),
         rotational: number("rotational") == Some(1),
+        encrypted: read_trimmed(disk.join("dm/uuid")).is_some_and(|id| id.starts_with("CRYPT-")),
+        scheduler: queue("scheduler").map(|text| chosen(&text).unwrap_or(text)),
         block_bytes: number("logical_block_size"),
+        numa_node: None,
         name,
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use super::*;
+
     #[test]
-    fn the_locked_memory_limit_is_found_and_unlimited_is_none() {
+    fn limits_are_found_and_unlimited_is_none() {
         let text = "Limit Soft Hard\nMax locked memory         8388608              8388608              bytes\n";
-        assert_eq!(super::memlock(text), Some(8_388_608));
-        assert_eq!(super::memlock("Max locked memory         unlimited   unlimited  bytes"), None);
-        assert_eq!(super::memlock(""), None);
+        assert_eq!(soft_limit(text, "Max locked memory"), Some(8_388_608));
+        assert_eq!(soft_limit("Max locked memory         unlimited   unlimited  bytes", "Max locked memory"), None);
+        assert_eq!(soft_limit("", "Max open files"), None);
+    }
+
+    #[test]
+    fn the_capability_that_lifts_the_limit_of_locked_memory_is_seen() {
+        assert!(has_capability("Name:\tx\nCapEff:\t000001ffffffffff\n", CAP_IPC_LOCK));
+        assert!(has_capability("CapEff:\t0000000000004000", CAP_IPC_LOCK));
+        assert!(!has_capability("CapEff:\t00000000a80425fb", CAP_IPC_LOCK), "what Docker gives its root");
+        assert!(!has_capability("", CAP_IPC_LOCK));
+    }
+
+    #[test]
+    fn the_least_memory_limit_above_a_process_counts_in_both_versions_of_control_groups() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("pod/memory.max", "1000\n");
+        write("pod/box/memory.max", "max\n");
+        write("memory/a/b/memory.limit_in_bytes", "500\n");
+        write("memory/memory.limit_in_bytes", "9223372036854771712\n");
+        assert_eq!(memory_limit("0::/pod/box\n", root.path()), Some(1000));
+        assert_eq!(memory_limit("5:cpu:/\n4:hugetlb,memory:/a/b\n0::/\n", root.path()), Some(500));
+        assert_eq!(memory_limit("4:memory:/\n0::/elsewhere\n", root.path()), None);
+        assert_eq!(memory_limit("broken", Path::new("/nowhere")), None);
+    }
+
+    #[test]
+    fn a_choice_is_the_word_in_brackets() {
+        assert_eq!(chosen("none [mq-deadline] kyber").as_deref(), Some("mq-deadline"));
+        assert_eq!(chosen("none"), None);
     }
 
     #[test]
     fn a_device_number_never_leads_out_of_sys() {
-        assert!(super::drive("../../etc").is_none());
-        assert!(super::drive("").is_none());
+        assert!(drive("../../etc").is_none());
+        assert!(drive("").is_none());
     }
 }

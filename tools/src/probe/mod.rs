@@ -1,10 +1,14 @@
-//! `forebay probe`: which I/O path this machine and a directory get, and why not a better one.
+//! `forebay probe`: what would stop or slow a cache on this machine and in a directory, each with
+//! its remedy.
 //!
-//! The path is found by the same trial that a cache makes when it opens: a page is written, flushed
-//! and read back in the directory. `machine` reads what the kernel says about itself, `cufile`
-//! finds the path of GPU memory by a `trial` in a process of its own. Nothing is left behind.
+//! The I/O path is found by the same trial that a cache makes when it opens: a page is written,
+//! flushed and read back in the directory. `machine` reads what the kernel says about itself,
+//! `directory` what the cache lies on, `cufile` finds the path of GPU memory by a `trial` in a
+//! process of its own, and `checks` judges it all. Nothing is left behind.
 
+mod checks;
 mod cufile;
+mod directory;
 mod machine;
 mod trial;
 
@@ -13,14 +17,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use forebay::config::Mode;
-use forebay::config::dir::{CacheDir, DirOptions, FsKind, MountTable};
-use forebay::io::{DirectFile, IoOptions, IoPath, open_drive};
+use forebay::config::{Loader, Settings};
+use forebay::io::{IoOptions, IoPath, open_drive};
 use forebay::{Error, Result};
 use serde::Serialize;
 
 use crate::out::{self, Context, Outcome};
-use crate::size::show_bytes;
+use checks::{Finding, Level};
 
 /// Time that the trial's queues get to end.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,6 +38,13 @@ pub(crate) struct ProbeArgs {
     /// The GPU to try cuFile with.
     #[arg(long, value_name = "N")]
     pub(crate) gpu: Option<u32>,
+    /// Settings file of the server, to judge its capacity and memory here; variables of the
+    /// environment (FOREBAY_*) count as well.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Exit with status 3 for warnings too.
+    #[arg(long)]
+    pub(crate) strict: bool,
     /// Try cuFile in this very process, which may hang or crash, and print what came of it on one
     /// line.
     #[arg(long, hide = true, value_name = "DIR")]
@@ -42,41 +52,31 @@ pub(crate) struct ProbeArgs {
 }
 
 const AFTER_HELP: &str = "\
+Each line is `ok`, `warn` (a cache works, more slowly or less safely than it could) or `fail` (no cache opens here, or nothing can \
+be stored), with a remedy. The exit status is 3 for a failure, with --strict for a warning too, else 0.
 Paths of GPU memory from best to last: cufile-gds, cufile-p2p, bounce (the host's path into pinned memory, and a copy), \
-cufile-compat. Paths of host memory: io_uring, threads. cuFile is tried in a process of its own, for 30 seconds at most. The exit \
-status is 3 where the directory cannot hold a cache. docs/gds-setup.md says what to do about each reason.
+cufile-compat. Paths of host memory: io_uring, threads. cuFile is tried in a process of its own, for 30 seconds at most. \
+docs/gds-setup.md says more about the paths of GPU memory.
 
 Examples:
   forebay probe /mnt/nvme
-  forebay probe /mnt/nvme --gpu 1
-  forebay probe /mnt/nvme --json";
+  forebay probe /mnt/nvme --config forebay.yaml --strict
+  forebay probe /mnt/nvme --gpu 1 --json";
 
 /// All that was found.
 #[derive(Debug, Serialize)]
 struct Report {
     version: &'static str,
+    /// Of the findings, so many of each level but ok.
+    warnings: usize,
+    failures: usize,
+    findings: Vec<Finding>,
     machine: machine::Machine,
-    directory: Directory,
+    directory: directory::Directory,
     #[serde(skip_serializing_if = "Option::is_none")]
     path: Option<PathFound>,
     #[serde(skip_serializing_if = "Option::is_none")]
     gpu: Option<cufile::GpuSide>,
-}
-
-/// The directory and what it lies on.
-#[derive(Debug, Serialize)]
-struct Directory {
-    path: PathBuf,
-    usable: bool,
-    fs_type: Option<String>,
-    fs_kind: &'static str,
-    mount_point: Option<PathBuf>,
-    source: Option<String>,
-    drive: Option<machine::DriveFacts>,
-    direct_io: Option<bool>,
-    memory_alignment: Option<usize>,
-    offset_alignment: Option<usize>,
-    problems: Vec<String>,
 }
 
 /// The path of host memory and the reasons against the better ones.
@@ -110,76 +110,57 @@ pub(crate) fn run(args: &ProbeArgs, context: &Context) -> Result<Outcome> {
     }
     let path = &args.directory;
     std::fs::metadata(path).map_err(|e| Error::io("cannot probe the directory", e).at(path))?;
-    let mut directory = directory(path);
-    let found = if directory.usable {
-        match probe_path(path) {
-            Ok(found) => Some(found),
-            Err(e) => {
-                directory.usable = false;
-                directory.problems.push(e.to_string());
-                None
-            }
-        }
-    } else {
-        None
-    };
-    let gpu = found.is_some().then(|| cufile::probe(path, args.gpu));
-    let report = Report { version: env!("CARGO_PKG_VERSION"), machine: machine::read(), directory, path: found, gpu };
+    let report = report(args, path);
     if context.json {
         out::print_json(&report)?;
     } else {
         out::print(&text(&report))?;
     }
-    Ok(if report.directory.usable { Outcome::Done } else { Outcome::Problem })
+    let bad = report.failures > 0 || (args.strict && report.warnings > 0);
+    Ok(if bad { Outcome::Problem } else { Outcome::Done })
 }
 
-fn directory(path: &Path) -> Directory {
-    let mounts = MountTable::read();
-    let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    let mount = mounts.of(&real);
-    let kind = mount.map_or(FsKind::Unknown, |m| FsKind::of(&m.fs_type));
-    let mut directory = Directory {
-        path: real.clone(),
-        usable: true,
-        fs_type: mount.map(|m| m.fs_type.clone()),
-        fs_kind: kind_name(kind),
-        mount_point: mount.map(|m| m.mount_point.clone()),
-        source: mount.map(|m| m.source.clone()),
-        drive: mount.and_then(|m| machine::drive(&m.device)),
-        direct_io: None,
-        memory_alignment: None,
-        offset_alignment: None,
-        problems: Vec::new(),
-    };
-    let options = DirOptions { mode: Mode::Rw, dir_mode: 0o700, allow_any_filesystem: false };
-    match CacheDir::open(path, &options, &mounts) {
-        Ok(dir) => directory.problems.extend(dir.warnings.iter().map(|w| format!("{}; {}", w.message, w.advice))),
+fn report(args: &ProbeArgs, path: &Path) -> Report {
+    let mut of_settings = Vec::new();
+    let settings = settings(args, &mut of_settings);
+    let machine = machine::read();
+    let mut of_directory = Vec::new();
+    let mut directory = directory::look(path, &mut of_directory);
+    let found = directory
+        .usable
+        .then(|| probe_path(path))
+        .and_then(|found| found.inspect_err(|e| of_directory.push(Finding::of_error("path", e))).ok());
+    directory.usable = found.is_some();
+    let gpu = found.is_some().then(|| cufile::probe(path, args.gpu));
+    let mut findings = checks::machine(&machine, &settings);
+    findings.push(checks::io_uring(&machine.io_uring, found.as_ref()));
+    findings.extend(of_settings);
+    findings.extend(checks::directory(&directory, &settings));
+    findings.extend(of_directory);
+    if let Some(path) = &found {
+        let notes = path.notes.iter().map(|note| format!("; {note}")).collect::<String>();
+        let said = format!("{} for host memory (gdsio: {}){notes}", path.active, path.transfer_type);
+        findings.push(Finding::ok("path", said));
+    }
+    findings.extend(gpu.iter().flat_map(|side| checks::gpu(side, &directory)));
+    let count = |level| findings.iter().filter(|f| f.level == level).count();
+    let (warnings, failures) = (count(Level::Warn), count(Level::Fail));
+    Report { version: env!("CARGO_PKG_VERSION"), warnings, failures, findings, machine, directory, path: found, gpu }
+}
+
+/// The settings that a server would get from the environment and a file; the defaults, with a
+/// finding, where those are wrong.
+fn settings(args: &ProbeArgs, findings: &mut Vec<Finding>) -> Settings {
+    let loader = args.config.iter().fold(Loader::process(), |loader, file| loader.file(file));
+    match loader.load() {
+        Ok((settings, warnings)) => {
+            findings.extend(warnings.into_iter().map(|w| Finding::warn("settings", w.message, w.advice)));
+            settings
+        }
         Err(e) => {
-            directory.usable = false;
-            directory.problems.push(e.to_string());
+            findings.push(Finding::of_error("settings", &e));
+            Settings::default()
         }
-    }
-    if let Ok(file) = DirectFile::temporary_in(path) {
-        directory.direct_io = Some(file.is_direct());
-        directory.memory_alignment = Some(file.alignment().memory);
-        directory.offset_alignment = Some(file.alignment().offset);
-        if !file.is_direct() {
-            directory
-                .problems
-                .push("the file system refuses O_DIRECT: every byte takes a copy through the page cache".into());
-        }
-    }
-    directory
-}
-
-fn kind_name(kind: FsKind) -> &'static str {
-    match kind {
-        FsKind::Local => "local",
-        FsKind::Memory => "memory",
-        FsKind::Overlay => "overlay",
-        FsKind::Network => "network",
-        FsKind::Fuse => "fuse",
-        _ => "unknown",
     }
 }
 
@@ -201,66 +182,18 @@ fn probe_path(path: &Path) -> Result<PathFound> {
 }
 
 fn text(report: &Report) -> String {
-    let (m, d) = (&report.machine, &report.directory);
-    let mut text = String::new();
-    let mut line = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<12} {value}");
-    };
-    line("forebay", report.version.to_owned());
-    line(
-        "kernel",
-        format!("{} ({} processors, {} of memory)", m.kernel, m.processors, show_bytes(m.memory_bytes as f64)),
-    );
-    line("io_uring", m.io_uring.clone());
-    if let Some(limit) = m.memlock_bytes {
-        line("memlock", show_bytes(limit as f64));
-    }
-    line("directory", d.path.display().to_string());
-    let source = d.source.as_deref().unwrap_or("?");
-    let mount = d.mount_point.as_deref().unwrap_or(Path::new("?")).display();
-    line("file system", format!("{} ({}), {source} on {mount}", d.fs_type.as_deref().unwrap_or("unknown"), d.fs_kind));
-    if let Some(drive) = &d.drive {
-        line("drive", drive.to_string());
-    }
-    line(
-        "O_DIRECT",
-        match (d.direct_io, d.memory_alignment, d.offset_alignment) {
-            (Some(true), Some(memory), Some(offset)) => {
-                format!("yes, memory aligned to {memory} and offsets to {offset} bytes")
-            }
-            (Some(_), ..) => "no".to_owned(),
-            (None, ..) => "not tried: no file can be made here".to_owned(),
-        },
-    );
-    if let Some(path) = &report.path {
-        line("path", format!("{} for host memory (gdsio: {})", path.active, path.transfer_type));
-        reasons(&path.not_active, &mut line);
-        for note in &path.notes {
-            line("", format!("note: {note}"));
+    let mut text = format!("forebay {} in {}\n", report.version, report.directory.path.display());
+    for f in &report.findings {
+        let _ = writeln!(text, "{:<5} {:<12} {}", f.level.word(), f.check, f.found);
+        if let Some(remedy) = &f.remedy {
+            let _ = writeln!(text, "{:<18} remedy: {remedy}", "");
         }
     }
-    if let Some(side) = &report.gpu {
-        side.gpus.iter().for_each(|gpu| line("gpu", gpu.line()));
-        side.no_gpu.iter().for_each(|why| line("gpu", format!("none: {why}")));
-        match (side.active, side.transfer_type) {
-            (Some(active), Some(kind)) => line("gpu path", format!("{active} for GPU memory (gdsio: {kind})")),
-            _ => line("gpu path", "none".to_owned()),
-        }
-        reasons(&side.not_active, &mut line);
-        side.library().into_iter().for_each(|text| line("cufile", text));
-    }
-    for problem in &d.problems {
-        line(if d.usable { "warning" } else { "problem" }, problem.clone());
-    }
-    text
-}
-
-/// A line for each path that is not used; a reason that holds for several is said once.
-fn reasons(list: &[Reason], line: &mut impl FnMut(&str, String)) {
-    let mut before = "";
-    for Reason { path, reason, .. } in list {
-        let said = if reason == before { "for the same reason" } else { reason };
-        line("", format!("not {path}: {said}"));
-        before = reason;
+    let plural = |n: usize, word: &str| if n == 1 { format!("1 {word}") } else { format!("{n} {word}s") };
+    let (warnings, failures) = (plural(report.warnings, "warning"), plural(report.failures, "failure"));
+    text + &match (report.failures, report.warnings) {
+        (0, 0) => "all is well\n".to_owned(),
+        (0, _) => format!("{warnings}: a cache works here, and could work better\n"),
+        _ => format!("{failures}, {warnings}: no cache works here until the failures are remedied\n"),
     }
 }

@@ -59,20 +59,20 @@ pub(super) struct CacheSink {
 
 #[derive(Default)]
 struct State {
-    free: Vec<MemorySpace>,
+    free: Vec<KvMemory>,
     under_way: VecDeque<UnderWay>,
     done: Imported,
 }
 
 /// Paged KV for one piece.
-struct MemorySpace {
+struct KvMemory {
     kv: Arc<PagedKv>,
     memories: Vec<Arc<HostMemory>>,
 }
 
 struct UnderWay {
     store: Store,
-    place: MemorySpace,
+    place: KvMemory,
     prompt: Prompt,
     piece: Piece,
 }
@@ -144,7 +144,7 @@ fn extra(dump: &DumpInfo) -> Extra {
     Extra { cache_salt: dump.metadata.get("cache_salt").cloned(), ..Extra::default() }
 }
 
-impl MemorySpace {
+impl KvMemory {
     fn new(geometry: &Geometry) -> Result<Self> {
         let shape = KvShape {
             layout: KvLayout::Nhd,
@@ -227,7 +227,7 @@ impl Sink for CacheSink {
         }
         let place = match state.free.pop() {
             Some(place) => place,
-            None => MemorySpace::new(engine.geometry())?,
+            None => KvMemory::new(engine.geometry())?,
         };
         place.lay(&piece)?;
         let tokens = piece.dump.tokens.get(..piece.tokens.end).unwrap_or_default();
