@@ -34,8 +34,8 @@ pub enum MemorySpace {
 ///
 /// # Safety
 /// For as long as the value lives, `as_mut_ptr()..+len()` must be one valid, initialised allocation
-/// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else reads or
-/// writes, and `as_mut_ptr`, `len`, `place` and `region` must keep returning the same values.
+/// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else writes, nor
+/// reads while a transfer or the owner writes it, and `as_mut_ptr`, `len`, `place` and `region` must keep returning the same values.
 /// Dropping the value is what ends its use of the memory.
 pub unsafe trait IoBuf: Send + 'static {
     /// First byte of the memory.
