@@ -84,7 +84,8 @@ fn staging(py: Python<'_>, s: StagingStats) -> PyResult<Bound<'_, PyDict>> {
 /// The object store's.
 pub(crate) fn objects<'py>(py: Python<'py>, s: &ObjectStats) -> PyResult<Bound<'py, PyDict>> {
     let (pending, there) = (s.pending_keys as u64, s.already_there);
-    let figures = [("parts", s.parts), ("already_there", there), ("pending_keys", pending)];
+    let figures =
+        [("parts", s.parts), ("already_there", there), ("pending_keys", pending), ("direct_bytes", s.direct_bytes)];
     let all = dict(py, &figures)?;
     all.set_item("up", s.log.is_some())?;
     for (name, of) in [("put", &s.puts), ("get", &s.gets), ("exists", &s.exists), ("delete", &s.deletes)] {

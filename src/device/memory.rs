@@ -9,10 +9,10 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::region::{HostRegion, RegionOptions};
+use super::region::{self, HostRegion, RegionOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::LayerSpec;
-use crate::io::{MemRegion, MemorySpace};
+use crate::io::{Buf, IoBuf, MemRegion, MemorySpace};
 use crate::paged::PagedLayout;
 
 /// Memory that holds paged KV.
@@ -155,6 +155,90 @@ impl HostMemory {
             ));
         }
         Ok(self.ptr.as_ptr().wrapping_add(offset))
+    }
+}
+
+impl HostMemory {
+    /// `len` bytes from `offset` on as a buffer for I/O, without a copy; `region` is their place in
+    /// a registered region. `released` is called when the I/O has really ended. Until then the
+    /// caller's loads and stores must not concern these bytes, unless they and the I/O only read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where the range is not inside.
+    pub(crate) fn io_buf(
+        self: &Arc<Self>,
+        (offset, len): (usize, usize),
+        region: Option<(u64, usize)>,
+        released: Box<dyn FnOnce() + Send>,
+    ) -> Result<Buf> {
+        let ptr = self.range(offset, len)?;
+        let memory = Arc::clone(self);
+        Ok(Buf::new(LentMemory {
+            _memory: memory,
+            ptr: ptr.expose_provenance(),
+            len,
+            region,
+            released: Some(released),
+        }))
+    }
+
+    /// The memory as a region for queues to register.
+    pub(crate) fn region(self: &Arc<Self>) -> Arc<dyn MemRegion> {
+        Arc::new(RegisteredMemory { memory: Arc::clone(self), id: region::next_id() })
+    }
+}
+
+/// A part of a memory while I/O uses it.
+struct LentMemory {
+    _memory: Arc<HostMemory>,
+    ptr: usize,
+    len: usize,
+    region: Option<(u64, usize)>,
+    released: Option<Box<dyn FnOnce() + Send>>,
+}
+
+// SAFETY: `io_buf` checked that the bytes lie in the memory, which is valid, initialised and kept
+// alive here; that nobody writes them meanwhile, nor reads them where the I/O writes, is the
+// contract of `from_raw` and `io_buf`. Address and length do not change.
+unsafe impl IoBuf for LentMemory {
+    fn as_mut_ptr(&self) -> *mut u8 {
+        std::ptr::with_exposed_provenance_mut(self.ptr)
+    }
+    fn len(&self) -> usize {
+        self.len
+    }
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Host
+    }
+    fn region(&self) -> Option<(u64, usize)> {
+        self.region
+    }
+}
+
+impl Drop for LentMemory {
+    fn drop(&mut self) {
+        if let Some(released) = self.released.take() {
+            released();
+        }
+    }
+}
+
+struct RegisteredMemory {
+    memory: Arc<HostMemory>,
+    id: u64,
+}
+
+// SAFETY: the memory is one valid mapping while this value keeps it (contract of `from_raw`), and
+// the id is taken once.
+unsafe impl MemRegion for RegisteredMemory {
+    fn id(&self) -> u64 {
+        self.id
+    }
+    fn as_mut_ptr(&self) -> *mut u8 {
+        KvMemory::as_mut_ptr(&*self.memory)
+    }
+    fn len(&self) -> usize {
+        KvMemory::len(&*self.memory)
     }
 }
 

@@ -34,10 +34,10 @@ pub enum MemorySpace {
 ///
 /// # Safety
 /// For as long as the value lives, `as_mut_ptr()..+len()` must be one valid, initialised allocation
-/// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else reads or
-/// writes, and `as_mut_ptr`, `len`, `place`, `is_shared` and `region` must keep returning the same
-/// values. Dropping the value is what ends its use of the memory. Memory that is shared may be read
-/// by others too, and nothing writes it.
+/// (for [`MemorySpace::Host`]: readable and writable by this process) that nothing else writes, nor
+/// reads while a transfer or the owner writes it, and `as_mut_ptr`, `len`, `place`, `is_shared` and
+/// `region` must keep returning the same values. Dropping the value is what ends its use of the
+/// memory. Memory that is shared may be read by others too, and nothing writes it.
 pub unsafe trait IoBuf: Send + 'static {
     /// First byte of the memory.
     fn as_mut_ptr(&self) -> *mut u8;

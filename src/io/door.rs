@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::request::{Rejected, Request};
 use super::stats::IoStats;
-use super::{Queue, QueueBackend, QueueSpec, broken, busy, closed, forked, left_over};
+use super::{MemRegion, Queue, QueueBackend, QueueSpec, broken, busy, closed, forked, left_over};
 use crate::error::{Error, Result};
 
 /// Time for the backend to answer callers after the deadline of a close.
@@ -90,6 +90,9 @@ pub(super) trait Behind: Send + Sync + 'static {
     /// Takes a request over, under the lock; true where [`Behind::taken`] is to follow.
     fn take(&self, state: &mut Self::State, taken: Taken) -> bool;
 
+    /// Memory to be registered; see [`Queue::register`].
+    fn register(&self, _region: &Arc<dyn MemRegion>) {}
+
     /// What is left to do for a request once the lock is released.
     fn taken(&self) {}
 
@@ -145,6 +148,12 @@ impl<B: Behind> Queue for Door<B> {
     fn submit(&self, request: Request) -> std::result::Result<(), Rejected> {
         let spec = &self.0.frame().spec;
         self.pass(request, &spec.stats, spec.options.queue_limit)
+    }
+
+    fn register(&self, region: &Arc<dyn MemRegion>) {
+        if !self.0.frame().is_forked() {
+            self.0.register(region);
+        }
     }
 
     fn stats(&self) -> &Arc<IoStats> {

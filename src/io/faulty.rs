@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::{Buf, Completion, Done, IoStats, Op, Queue, Rejected, Request};
+use super::{Buf, Completion, Done, IoStats, MemRegion, Op, Queue, Rejected, Request};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What happens to a chosen request.
@@ -201,6 +201,10 @@ impl Queue for Faulty {
         };
         Self::answer(request, result, keep);
         Ok(())
+    }
+
+    fn register(&self, region: &Arc<dyn MemRegion>) {
+        self.inner.register(region);
     }
 
     fn stats(&self) -> &Arc<IoStats> {

@@ -74,6 +74,10 @@ pub trait Queue: Send + Sync {
         self.stats().in_flight()
     }
 
+    /// Memory that buffers will lie in, to be registered with the kernel where the backend can. A
+    /// hint: transfers work without.
+    fn register(&self, _region: &Arc<dyn MemRegion>) {}
+
     /// The queue's counters.
     fn stats(&self) -> &Arc<IoStats>;
 

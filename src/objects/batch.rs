@@ -9,6 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::completions::Completions;
+use super::direct::Holds;
 use super::stats::ObjectCounters;
 use crate::device::Gate;
 use crate::error::{Error, ErrorKind};
@@ -188,6 +189,7 @@ pub(super) struct ObjectBatch {
     pub(super) kind: BatchKind,
     /// Entered by whoever touches the caller's memory.
     pub(super) gate: Gate,
+    pub(super) holds: Mutex<Holds>,
     results: Mutex<Results>,
     completions: Arc<Completions>,
     counters: Arc<ObjectCounters>,
@@ -203,7 +205,8 @@ impl ObjectBatch {
         counters: Arc<ObjectCounters>,
     ) -> Self {
         let results = Mutex::new(Results { each: vec![None; keys], left: keys });
-        Self { id, kind, gate: Gate::new(), results, completions, counters, started: std::time::Instant::now() }
+        let (gate, holds) = (Gate::new(), Mutex::default());
+        Self { id, kind, gate, holds, results, completions, counters, started: std::time::Instant::now() }
     }
 
     fn record(&self, at: &[usize], result: KeyResult) {
@@ -228,7 +231,20 @@ impl ObjectBatch {
         self.finish(each);
     }
 
-    /// Ends the batch now: what has no result yet gets `cause`. The caller has closed the gate.
+    /// Ends the batch: what has no result yet gets `cause`. Nothing of the caller's memory is
+    /// touched for it after the end, which comes now, or as soon as the kernel has let go of it.
+    pub(super) fn end_early(&self, cause: ObjectCause) {
+        self.gate.close();
+        let mut holds = self.holds.lock();
+        if holds.held > 0 {
+            holds.ending.get_or_insert(cause);
+            return;
+        }
+        drop(holds);
+        self.give_up(cause);
+    }
+
+    /// What has no result yet gets `cause`. The gate is closed and nothing is held.
     pub(super) fn give_up(&self, cause: ObjectCause) {
         let all: Vec<usize> = (0..self.results.lock().each.len()).collect();
         self.record(&all, KeyResult::no(cause));

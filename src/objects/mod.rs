@@ -9,7 +9,9 @@
 //! Invariants:
 //! - No byte counts as read before its CRC, its slot's header and the object's full name have been
 //!   checked.
-//! - The caller's memory is not touched after its batch has ended, however it ended.
+//! - The caller's memory is not touched after its batch has ended, however it ended. Registered
+//!   memory that the kernel has keeps its batch from ending; other memory the kernel never has.
+//! - The end of a batch is seen only after its submit has returned; a submit answers for everything.
 //! - What is stored is never written over: a key answers with the bytes of one put, or not at all.
 //! - What is full is refused with a cause; nothing waits for it.
 //!
@@ -35,6 +37,7 @@
 mod batch;
 mod completions;
 mod core;
+mod direct;
 mod get;
 mod listing;
 mod losses;
@@ -269,14 +272,22 @@ impl ObjectStore {
     }
 
     /// Declares memory of the caller's into which objects are read, and from which they are
-    /// written, without a copy where a piece of it and its place in the object are aligned to 4 KiB.
-    /// It is kept until the store is closed and dropped.
+    /// written, without a copy: runs of 64 KiB and more whose addresses, lengths and places in the
+    /// object are multiples of 4 KiB. It must stay mapped as it is, and is kept, until the store is
+    /// closed and dropped. Batches with such memory wait for the kernel; see
+    /// [`cancel`](Self::cancel).
     ///
     /// # Errors
     /// [`ErrorKind::Forked`].
     pub fn register_memory(&self, memory: &Arc<HostMemory>) -> Result<()> {
         self.check()?;
-        self.core.registered.lock().push(Arc::clone(memory));
+        let region = memory.region();
+        self.core.registered.add(Arc::clone(&region));
+        let Some(log) = self.core.log() else { return Ok(()) };
+        for drive in (0..log.drives()).filter_map(|n| log.drive(n)) {
+            drive.read.register(&region);
+            drive.write.register(&region);
+        }
         Ok(())
     }
 
@@ -309,14 +320,14 @@ impl ObjectStore {
         self.completions.wait(id, deadline)
     }
 
-    /// Ends a batch now: keys that are not answered yet get [`ObjectCause::Cancelled`]. After the
-    /// return nothing of the caller's memory is touched for it. Puts of it may or may not take
-    /// place. False where it has ended already.
+    /// Ends a batch: keys that are not answered yet get [`ObjectCause::Cancelled`], and after its
+    /// completion nothing of the caller's memory is touched for it. The completion is there at the
+    /// return, but where the kernel still uses registered memory of the batch: then it comes when
+    /// that has ended. Puts of it may or may not take place. False where it has ended already.
     pub fn cancel(&self, id: u64) -> bool {
         let batch = self.check().ok().and_then(|()| self.completions.active(id));
         let Some(batch) = batch else { return false };
-        batch.gate.close();
-        batch.give_up(ObjectCause::Cancelled);
+        batch.end_early(ObjectCause::Cancelled);
         true
     }
 
@@ -335,7 +346,7 @@ impl ObjectStore {
     }
 
     /// Takes no more batches, waits until `deadline` for those under way, ends those that are left
-    /// as by [`cancel`](Self::cancel) with [`ObjectCause::Closed`], flushes and gives the cache
+    /// as by [`cancel`](Self::cancel), with [`ObjectCause::Closed`], flushes and gives the cache
     /// up. Completions can still be taken.
     ///
     /// # Errors
@@ -345,8 +356,7 @@ impl ObjectStore {
         self.completions.close();
         let left = self.completions.wait_idle(deadline);
         for batch in &left {
-            batch.gate.close();
-            batch.give_up(ObjectCause::Closed);
+            batch.end_early(ObjectCause::Closed);
         }
         self.core.removal.stop();
         self.core.work.stop();
@@ -415,8 +425,7 @@ impl Drop for ObjectStore {
             return;
         }
         for batch in self.completions.wait_idle(Instant::now()) {
-            batch.gate.close();
-            batch.give_up(ObjectCause::Closed);
+            batch.end_early(ObjectCause::Closed);
         }
         if let Err(e) = self.close(Instant::now() + DROP_PATIENCE) {
             tracing::warn!(error = %e, "the object store was not closed cleanly");

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use super::core::Core;
+use super::direct::Registered;
 use super::names::PART_BYTES;
 use super::removal::RemovalThread;
 use super::work::Workers;
@@ -74,7 +75,9 @@ impl ObjectOptions {
 fn geometry(namespace: &str) -> Result<Geometry> {
     let dtype = DType { name: "bytes".to_owned(), bytes: 1 };
     let part = LayerSpec::opaque(1, PART_BYTES as u32);
-    Ok(Geometry::new(KIND, dtype, vec![part], 1)?.with_identity("namespace", namespace))
+    // As the model's name, so that tools show it.
+    let name = if namespace.is_empty() { "objects" } else { namespace };
+    Ok(Geometry::new(name, dtype, vec![part], 1)?.with_identity("kind", KIND).with_identity("namespace", namespace))
 }
 
 fn pool(settings: &Settings, bytes: usize, key: &str) -> Result<Arc<StagingPool>> {
@@ -93,21 +96,28 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let geometry = Arc::new(geometry(&options.namespace)?);
     let (on_failure, every) = (settings.on_open_failure, options.reopen_every);
     let pools = [Arc::clone(&load_pool), Arc::clone(&store_pool)];
-    let opening =
-        Opening::start(Box::new(move || open_log(&options, Arc::clone(&geometry), &pools)), on_failure, every)?;
+    let registered: Arc<Registered> = Arc::default();
+    let later = Arc::clone(&registered);
+    let open = move || open_log(&options, Arc::clone(&geometry), (&pools, &later));
+    let opening = Opening::start(Box::new(open), on_failure, every)?;
     let io_timeout = settings.io_timeout();
     let removal = RemovalThread::start(Arc::clone(&opening))?;
     let work = Workers::new(load_pool, store_pool, (settings.worker_threads(), io_timeout + io_timeout / 2))?;
     let (counters, starved) = (Arc::default(), AtomicBool::new(false));
-    let (storing, registered, pins, losses) = Default::default();
+    let (storing, pins, losses) = Default::default();
     Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved, storing, registered, pins, losses }))
 }
 
-fn open_log(options: &ObjectOptions, geometry: Arc<Geometry>, pools: &[Arc<StagingPool>]) -> Result<Arc<Log>> {
+fn open_log(
+    options: &ObjectOptions,
+    geometry: Arc<Geometry>,
+    (pools, registered): (&[Arc<StagingPool>], &Registered),
+) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, geometry)?;
-    // Staging bounds what gets and puts submit; the rest is for the log's own.
-    log.io.queue_limit = pools.iter().map(|p| p.slots()).sum::<usize>() + 256;
-    log.io.regions = pools.iter().map(|p| p.region()).collect();
+    // Staging, and as many permits for direct transfers, bound what gets and puts submit; the rest is
+    // for the log's own.
+    log.io.queue_limit = 2 * pools.iter().map(|p| p.slots()).sum::<usize>() + 256;
+    log.io.regions = pools.iter().map(|p| p.region()).chain(registered.all()).collect();
     log.drive_factory = options.drive_factory.clone();
     log.segment_bytes = options.segment_bytes;
     if let Some(clock) = &options.clock {

@@ -1,18 +1,21 @@
-//! Reading slots: in pieces through staging, each checked and copied by a worker.
+//! Reading slots: in pieces through staging, each checked and copied by a worker, or straight into
+//! registered memory, where a worker checks them.
 //!
 //! Invariants: nothing is called read before the slot's header matched the index, its name the key
 //! asked for, and the CRC over all of its bytes the header. A slot's end is reported after its last
 //! piece has ended, so that nothing of it is written later.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
 use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
+use super::direct::{self, DirectMemory, KernelHold, Piece, Verdict};
 use super::names::has_name;
 use super::request::ObjectMemory;
-use super::work::{Staged, StagingClass};
+use super::work::{Grant, Need, Permit, Staged, StagingClass};
 use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, Request};
 use crate::log::{Bad, Chunk, Log};
@@ -49,9 +52,11 @@ pub(super) struct SlotRead {
 
 struct Reading {
     read: SlotRead,
-    piece_bytes: usize,
+    pieces: Vec<Piece>,
     state: Mutex<(Pieces, Option<SlotHeader>)>,
     done: Mutex<Option<Done<SlotHeader>>>,
+    /// The drive's health knows of the time-out.
+    is_late: AtomicBool,
 }
 
 impl SlotRead {
@@ -63,40 +68,105 @@ impl SlotRead {
 
     /// Queues its pieces; `done` gets the header once all is well.
     pub(super) fn start(self, core: &Arc<Core>, done: Done<SlotHeader>) {
-        let piece_bytes = core.work.pool(StagingClass::Load).slot_bytes();
-        let pieces = self.bytes().div_ceil(piece_bytes);
-        let state = Mutex::new((Pieces::new(pieces), None));
-        let reading = Arc::new(Reading { read: self, piece_bytes, state, done: Mutex::new(Some(done)) });
-        let job = |n: usize| -> Staged {
+        let lead = self.chunk.layout.header_bytes as usize;
+        let staged_bytes = core.work.pool(StagingClass::Load).slot_bytes();
+        let pieces = direct::cut(&core.registered, &self.target, (lead, self.bytes()), staged_bytes);
+        let state = Mutex::new((Pieces::new(pieces.len()), None));
+        let needs: Vec<Need> = pieces.iter().map(Piece::need).collect();
+        let (done, is_late) = (Mutex::new(Some(done)), AtomicBool::new(false));
+        let reading = Arc::new(Reading { read: self, pieces, state, done, is_late });
+        let job = |(n, need): (usize, Need)| -> (Need, Staged) {
             let (core, reading) = (Arc::clone(core), Arc::clone(&reading));
-            Box::new(move |buf| reading.piece(&core, n, buf))
+            (need, Box::new(move |grant| reading.piece(&core, n, grant)))
         };
-        core.work.stage(StagingClass::Load, (0..pieces).map(job).collect());
+        core.work.stage(StagingClass::Load, needs.into_iter().enumerate().map(job).collect());
     }
 }
 
 impl Reading {
-    fn piece(self: Arc<Self>, core: &Arc<Core>, n: usize, buf: Outcome<Buf>) {
-        let buf = match buf {
+    fn piece(self: Arc<Self>, core: &Arc<Core>, n: usize, grant: Outcome<Grant>) {
+        let grant = match grant {
             Ok(_) if self.read.batch.gate.is_closed() => return self.ended(core, n, Err(ObjectCause::Cancelled)),
             Ok(_) if self.state.lock().0.has_failed() => return self.ended(core, n, Err(ObjectCause::Cancelled)),
-            Ok(buf) => buf,
+            Ok(grant) => grant,
             Err(cause) => return self.ended(core, n, Err(cause)),
         };
-        let at = n * self.piece_bytes;
+        let Some(&Piece { from, len, ref direct }) = self.pieces.get(n) else {
+            return self.ended(core, n, Err(ObjectCause::Internal));
+        };
+        match (grant, direct.clone()) {
+            (Grant::Permit(permit), Some(memory)) => self.direct(core, n, (memory, permit)),
+            (Grant::Buffer(buf), None) => {
+                let (own, again) = (Arc::clone(&self), Arc::clone(core));
+                let done = move |Completion { result, buf, .. }: Completion| match (result, buf) {
+                    (Ok(()), Some(buf)) => again.ready(move |core| own.check(core, n, buf)),
+                    (Ok(()), None) => own.ended(&again, n, Err(ObjectCause::Internal)),
+                    (Err(e), buf) => {
+                        drop(buf);
+                        own.ended(&again, n, Err(ObjectCause::of_transfer(&e)));
+                    }
+                };
+                self.submit(core, (from, len), buf, done);
+            }
+            _ => self.ended(core, n, Err(ObjectCause::Internal)),
+        }
+    }
+
+    fn submit(
+        &self,
+        core: &Arc<Core>,
+        (from, len): (usize, usize),
+        buf: Buf,
+        done: impl FnOnce(Completion) + Send + 'static,
+    ) {
         let chunk = &self.read.chunk;
+        let request = Request::read(Arc::clone(&chunk.file), chunk.header_offset() + from as u64, buf, done);
+        core.submit_read(&self.read.log, chunk.drive, Request { len, ..request });
+    }
+
+    /// Reads a piece into the caller's memory and checks it there. It has ended when the kernel has
+    /// let go of that memory, which may be long after the time-out.
+    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
+        let Some(hold) = KernelHold::new(&self.read.batch) else {
+            return self.ended(core, n, Err(ObjectCause::Cancelled));
+        };
+        let verdict: Verdict<crc32fast::Hasher> = Arc::default();
+        let (own, again) = (Arc::clone(&self), Arc::clone(core));
+        let released = move |end: Outcome<crc32fast::Hasher>| {
+            if end.is_ok()
+                && let Some(piece) = own.pieces.get(n)
+            {
+                again.counters.direct_bytes.fetch_add(piece.len as u64, Ordering::Relaxed);
+            }
+            own.ended(&again, n, end);
+            drop(permit);
+        };
+        let buf = match memory.lend(hold, &verdict, released) {
+            Ok(buf) => buf,
+            // The piece does not lie in its memory: the key's ticket answers as it is dropped.
+            Err(_) => return,
+        };
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let done = move |Completion { result, buf, .. }: Completion| match (result, buf) {
-            (Ok(()), Some(buf)) => again.ready(move |core| own.check(core, n, buf)),
-            (Ok(()), None) => own.ended(&again, n, Err(ObjectCause::Internal)),
-            (Err(e), buf) => {
+            (Ok(()), Some(buf)) => again.ready(move |_| {
+                let mut sum = crc32fast::Hasher::new();
+                sum.update(buf.as_slice());
+                *verdict.lock() = Some(Ok(sum));
                 drop(buf);
-                own.ended(&again, n, Err(ObjectCause::of_transfer(&e)));
+            }),
+            (Ok(()), None) => {}
+            (Err(e), buf) => {
+                let cause = ObjectCause::of_transfer(&e);
+                *verdict.lock() = Some(Err(cause));
+                if buf.is_none() && cause == ObjectCause::TimedOut {
+                    own.is_late.store(true, Ordering::Relaxed);
+                    judge(&own.read.log, &own.read.chunk, cause);
+                }
+                drop(buf);
             }
         };
-        let request = Request::read(Arc::clone(&chunk.file), chunk.header_offset() + at as u64, buf, done);
-        let request = Request { len: self.piece_bytes.min(self.read.bytes() - at), ..request };
-        core.submit_read(&self.read.log, chunk.drive, request);
+        let Some(piece) = self.pieces.get(n) else { return };
+        self.submit(core, (piece.from, piece.len), buf, done);
     }
 
     /// On a worker: checks and copies a piece.
@@ -109,7 +179,8 @@ impl Reading {
     fn copy(&self, n: usize, bytes: &[u8]) -> Outcome<crc32fast::Hasher> {
         let read = &self.read;
         let header_bytes = read.chunk.layout.header_bytes as usize;
-        let (from, length) = (n * self.piece_bytes, read.chunk.length as usize);
+        let &Piece { from, len: piece_bytes, .. } = self.pieces.get(n).ok_or(ObjectCause::Internal)?;
+        let length = read.chunk.length as usize;
         let mut skip = 0;
         if n == 0 {
             skip = header_bytes;
@@ -122,7 +193,7 @@ impl Reading {
         }
         // Where in the object the bytes of this piece begin, and how many of them are not padding.
         let at = (from + skip).saturating_sub(header_bytes);
-        let len = length.saturating_sub(at).min(self.piece_bytes - skip);
+        let len = length.saturating_sub(at).min(piece_bytes - skip);
         let payload = bytes.get(skip..skip + len).ok_or(ObjectCause::Internal)?;
         if payload.is_empty() {
             return Ok(crc32fast::Hasher::new());
@@ -139,7 +210,11 @@ impl Reading {
             let header = header.ok_or(ObjectCause::Internal)?;
             if header.layers.first().is_some_and(|l| l.crc == crc) { Ok(header) } else { Err(ObjectCause::Corrupt) }
         });
-        let end = end.map_err(|cause| judge(&self.read.log, &self.read.chunk, cause));
+        let is_judged = |cause| cause == ObjectCause::TimedOut && self.is_late.load(Ordering::Relaxed);
+        let end = end.map_err(|cause| match is_judged(cause) {
+            true => cause,
+            false => judge(&self.read.log, &self.read.chunk, cause),
+        });
         let done = self.done.lock().take();
         if let Some(done) = done {
             done(core, end);

@@ -94,6 +94,10 @@ impl ObjectMemory {
         Ok(bytes)
     }
 
+    pub(super) fn spans(&self) -> &[Span] {
+        &self.spans
+    }
+
     /// The part from `offset` on, of `len` bytes; cut off at the end.
     pub(super) fn part(&self, offset: usize, len: usize) -> Self {
         let (mut at, end) = (0, offset.saturating_add(len).min(self.len));

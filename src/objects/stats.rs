@@ -34,6 +34,7 @@ impl Default for PerKind {
 pub(super) struct ObjectCounters {
     kinds: [PerKind; 4],
     pub(super) parts: AtomicU64,
+    pub(super) direct_bytes: AtomicU64,
     already_there: AtomicU64,
 }
 
@@ -106,6 +107,8 @@ pub struct ObjectStats {
     pub deletes: KindStats,
     /// Parts written of large objects.
     pub parts: u64,
+    /// Bytes that went straight between the drive and registered memory.
+    pub direct_bytes: u64,
     /// Keys put that were there already, or were being stored: answered with yes, nothing written.
     pub already_there: u64,
     /// Keys of batches under way.
@@ -123,6 +126,7 @@ metric_table! {
     BYTES = Counter "forebay_object_bytes_total" ["op"] "Payload bytes of objects put and got.";
     SECONDS = Histogram "forebay_object_batch_seconds" ["op"] "Time of a batch, from its submit to its last key.";
     PARTS = Counter "forebay_object_parts_total" [] "Parts written of objects larger than 16 MiB.";
+    DIRECT = Counter "forebay_object_direct_bytes_total" [] "Bytes read into and written from registered memory without a copy.";
     THERE = Counter "forebay_object_already_there_total" [] "Keys put that were there already, or were being stored: answered with yes, nothing written.";
     PENDING = Gauge "forebay_object_pending_keys" [] "Keys of batches under way.";
     DISK = Gauge "forebay_object_disk_bytes" [] "Bytes that all files below the cache directories take, of all processes.";
@@ -149,6 +153,7 @@ impl ObjectCounters {
             exists: self.snapshot_of(BatchKind::Exists),
             deletes: self.snapshot_of(BatchKind::Delete),
             parts: self.parts.load(Ordering::Relaxed),
+            direct_bytes: self.direct_bytes.load(Ordering::Relaxed),
             already_there: self.already_there.load(Ordering::Relaxed),
             pending_keys,
             log,
@@ -171,6 +176,7 @@ impl ObjectCounters {
             e.histogram(&SECONDS, &[op], &self.of(kind).seconds);
         }
         e.value(&PARTS, &[], stats.parts as f64);
+        e.value(&DIRECT, &[], stats.direct_bytes as f64);
         e.value(&THERE, &[], stats.already_there as f64);
         e.value(&PENDING, &[], stats.pending_keys as f64);
         e.value(&DISK, &[], stats.log.as_ref().map_or(0.0, |l| l.disk_bytes as f64));

@@ -2,7 +2,7 @@
 //!
 //! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready*
 //! jobs (checks, copies) run first, because they give staging back; *staged* jobs run when a
-//! staging buffer of their direction is free, those that go on with a slot before those that open
+//! staging buffer of their direction is free, or a permit where they need no buffer, those that go on with a slot before those that open
 //! one; batches are planned when nothing better is to be done. While a put waits for room
 //! in the log no further slots are opened: the puts behind it would only take the staging that
 //! those under way need to end, and with them their segment. Invariants: every staged job is called
@@ -23,7 +23,22 @@ use crate::error::{Error, Result};
 use crate::io::Buf;
 
 pub(super) type Job = Box<dyn FnOnce() + Send>;
-pub(super) type Staged = Box<dyn FnOnce(std::result::Result<Buf, ObjectCause>) + Send>;
+pub(super) type Staged = Box<dyn FnOnce(std::result::Result<Grant, ObjectCause>) + Send>;
+
+/// What a staged job waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// A staging buffer.
+    Buffer,
+    /// Leave for a transfer without one.
+    Permit,
+}
+
+/// What a staged job has got.
+pub(super) enum Grant {
+    Buffer(Buf),
+    Permit(Permit),
+}
 
 /// Which staging a job wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,9 +58,11 @@ const MANY: usize = 4096;
 #[derive(Default)]
 struct WorkState {
     ready: VecDeque<Job>,
-    loads: VecDeque<Staged>,
-    stores: VecDeque<Staged>,
-    opens: VecDeque<Staged>,
+    loads: VecDeque<(Need, Staged)>,
+    stores: VecDeque<(Need, Staged)>,
+    opens: VecDeque<(Need, Staged)>,
+    /// Permits in use, of loads and of stores.
+    direct: [usize; 2],
     /// Puts that wait for room.
     without_room: usize,
     begins: VecDeque<Job>,
@@ -57,7 +74,7 @@ struct WorkState {
 
 enum NextJob {
     Run(Job),
-    Stage(Staged, Buf),
+    Stage(Staged, Grant),
     GiveUp(Vec<Staged>, ObjectCause),
     Stop,
 }
@@ -72,7 +89,7 @@ pub(super) struct Workers {
 }
 
 impl WorkState {
-    fn queue(&mut self, way: StagingClass) -> &mut VecDeque<Staged> {
+    fn queue(&mut self, way: StagingClass) -> &mut VecDeque<(Need, Staged)> {
         match way {
             StagingClass::Load => &mut self.loads,
             StagingClass::Store => &mut self.stores,
@@ -98,7 +115,8 @@ impl WorkState {
     }
 
     fn take_staged(&mut self) -> Vec<Staged> {
-        [&mut self.loads, &mut self.stores, &mut self.opens].into_iter().flat_map(|queue| queue.drain(..)).collect()
+        let queues = [&mut self.loads, &mut self.stores, &mut self.opens].into_iter();
+        queues.flat_map(|queue| queue.drain(..)).map(|(_, job)| job).collect()
     }
 
     fn take_due(&mut self, now: Instant) -> Option<Job> {
@@ -174,8 +192,8 @@ impl Workers {
         drop(self.add(job, |s, job| s.later.push((Instant::now() + wait, job))));
     }
 
-    /// Jobs that each want a staging buffer.
-    pub(super) fn stage(&self, way: StagingClass, jobs: Vec<Staged>) {
+    /// Jobs that each want a staging buffer or a permit.
+    pub(super) fn stage(&self, way: StagingClass, jobs: Vec<(Need, Staged)>) {
         let refused = self.add(jobs, |state, jobs| {
             if !state.wants_any() {
                 state.moved = Some(Instant::now());
@@ -183,7 +201,7 @@ impl Workers {
             state.queue(way).extend(jobs);
             self.changed.notify_all();
         });
-        for job in refused.into_iter().flatten() {
+        for (_, job) in refused.into_iter().flatten() {
             job(Err(ObjectCause::Closed));
         }
     }
@@ -194,7 +212,21 @@ impl Workers {
         WithoutRoom(Arc::clone(self))
     }
 
-    fn next(&self) -> NextJob {
+    /// What the next job of a queue waits for, if it is to be had.
+    fn grant(self: &Arc<Self>, state: &mut WorkState, way: StagingClass) -> Option<Grant> {
+        match state.queue(way).front()?.0 {
+            Need::Buffer => self.pool(way).try_take().map(Grant::Buffer),
+            Need::Permit => {
+                let place = usize::from(way != StagingClass::Load);
+                let most = self.pool(way).slots();
+                let used = state.direct.get_mut(place).filter(|used| **used < most)?;
+                *used += 1;
+                Some(Grant::Permit(Permit(Arc::clone(self), place)))
+            }
+        }
+    }
+
+    fn next(self: &Arc<Self>) -> NextJob {
         let mut state = self.state.lock();
         loop {
             if state.stop {
@@ -212,12 +244,12 @@ impl Workers {
             };
             for way in order {
                 if state.wants(way)
-                    && let Some(buf) = self.pool(way).try_take()
-                    && let Some(job) = state.queue(way).pop_front()
+                    && let Some(grant) = self.grant(&mut state, way)
+                    && let Some((_, job)) = state.queue(way).pop_front()
                 {
                     state.prefers_stores = way == StagingClass::Load;
                     state.moved = Some(now);
-                    return NextJob::Stage(job, buf);
+                    return NextJob::Stage(job, grant);
                 }
             }
             if state.staged() < MANY
@@ -236,12 +268,12 @@ impl Workers {
         }
     }
 
-    fn run(&self) {
+    fn run(self: &Arc<Self>) {
         loop {
             let run = match self.next() {
                 NextJob::Stop => return,
                 NextJob::Run(job) => catch_unwind(AssertUnwindSafe(job)),
-                NextJob::Stage(job, buf) => catch_unwind(AssertUnwindSafe(|| job(Ok(buf)))),
+                NextJob::Stage(job, grant) => catch_unwind(AssertUnwindSafe(|| job(Ok(grant)))),
                 NextJob::GiveUp(jobs, cause) => {
                     catch_unwind(AssertUnwindSafe(|| jobs.into_iter().for_each(|job| job(Err(cause)))))
                 }
@@ -268,6 +300,20 @@ impl Workers {
             job(Err(ObjectCause::Closed));
         }
         drop((ready, begins, later));
+    }
+}
+
+/// Leave for one transfer between the drive and the caller's memory; there are as many as staging
+/// buffers of the direction, so that such transfers fill the drive's queue no more than others.
+pub(super) struct Permit(Arc<Workers>, usize);
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        if let Some(used) = state.direct.get_mut(self.1) {
+            *used = used.saturating_sub(1);
+        }
+        self.0.changed.notify_one();
     }
 }
 

@@ -1,7 +1,8 @@
-//! Writing slots: in pieces through staging, each copied and summed by a worker, then committed.
+//! Writing slots: in pieces, each copied into staging and summed by a worker, or summed and written
+//! where it lies in registered memory; then committed.
 //!
-//! Invariants: a slot is committed only after each of its pieces was copied inside the gate and
-//! written in full. A slot's end is reported after its last piece has ended, so that nothing of the
+//! Invariants: a slot is committed only after each of its pieces was copied inside the gate, or
+//! summed under a hold, and written in full. A slot's end is reported after its last piece has ended, so that nothing of the
 //! caller's memory is read later. A place in the log is taken only when staging for the first piece
 //! is at hand: a place that waits keeps its segment from being sealed.
 
@@ -13,8 +14,9 @@ use parking_lot::Mutex;
 
 use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
+use super::direct::{self, DirectMemory, KernelHold, Piece, Verdict};
 use super::request::ObjectMemory;
-use super::work::{Staged, StagingClass, WithoutRoom};
+use super::work::{Grant, Need, Permit, Staged, StagingClass, WithoutRoom};
 use crate::error::ErrorKind;
 use crate::format::layout::Extent;
 use crate::io::{Buf, Completion, Request};
@@ -91,8 +93,9 @@ pub(super) struct SlotWrite {
 
 struct Writing {
     slot: SlotWriter,
-    payload: Extent,
-    piece_bytes: usize,
+    /// Of the payload.
+    pieces: Vec<Piece>,
+    payload_offset: u64,
     source: ObjectMemory,
     batch: Arc<ObjectBatch>,
     state: Mutex<Pieces>,
@@ -102,21 +105,26 @@ struct Writing {
 impl SlotWrite {
     /// Queues it; `done` is called with the result.
     pub(super) fn start(self, core: &Arc<Core>, done: Done<Stored>) {
+        let payload = self.spec.layout.as_ref().and_then(|layout| layout.extents.first());
+        let bytes = payload.map_or(0, |payload| payload.padded_len as usize);
+        let staged_bytes = core.work.pool(StagingClass::Store).slot_bytes();
+        let pieces = direct::cut(&core.registered, &self.source, (0, bytes), staged_bytes);
+        let need = pieces.first().map_or(Need::Buffer, Piece::need);
         let own = Arc::clone(core);
-        let first: Staged = Box::new(move |buf| match buf {
+        let first: Staged = Box::new(move |grant| match grant {
             Ok(_) if self.batch.gate.is_closed() => done(&own, Err(ObjectCause::Cancelled)),
-            Ok(buf) => self.begin(&own, buf, done),
+            Ok(grant) => self.begin(&own, (pieces, grant), done),
             Err(cause) => done(&own, Err(cause)),
         });
-        core.work.stage(StagingClass::Open, vec![first]);
+        core.work.stage(StagingClass::Open, vec![(need, first)]);
     }
 
-    fn begin(self, core: &Arc<Core>, buf: Buf, done: Done<Stored>) {
+    fn begin(self, core: &Arc<Core>, (pieces, grant): (Vec<Piece>, Grant), done: Done<Stored>) {
         let Self { log, spec, source, batch } = self;
         let then: Done<Option<Put>> = Box::new(move |core, put| match put {
-            Ok(Some(put)) => Writing::start(core, put, (source, batch), (buf, done)),
+            Ok(Some(put)) => Writing::start(core, put, (source, batch), (pieces, grant, done)),
             not => {
-                drop(buf);
+                drop(grant);
                 done(core, not.map(|_| Stored::WasThere));
             }
         });
@@ -129,51 +137,98 @@ impl Writing {
         core: &Arc<Core>,
         put: Put,
         (source, batch): (ObjectMemory, Arc<ObjectBatch>),
-        (buf, done): (Buf, Done<Stored>),
+        (pieces, grant, done): (Vec<Piece>, Grant, Done<Stored>),
     ) {
-        let payload = payload(&put);
-        let piece_bytes = core.work.pool(StagingClass::Store).slot_bytes();
-        let pieces = (payload.padded_len as usize).div_ceil(piece_bytes).max(1);
+        let needs: Vec<Need> = pieces.iter().map(Piece::need).collect();
         let writing = Arc::new(Self {
+            payload_offset: payload(&put).offset,
             slot: SlotWriter::new(put),
-            payload,
-            piece_bytes,
+            state: Mutex::new(Pieces::new(pieces.len())),
+            pieces,
             source,
             batch,
-            state: Mutex::new(Pieces::new(pieces)),
             done: Mutex::new(Some(done)),
         });
-        let job = |n: usize| -> Staged {
+        let job = |(n, need): (usize, Need)| -> (Need, Staged) {
             let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
-            Box::new(move |buf| writing.piece(&core, n, buf))
+            (need, Box::new(move |grant| writing.piece(&core, n, grant)))
         };
-        core.work.stage(StagingClass::Store, (1..pieces).map(job).collect());
-        writing.piece(core, 0, Ok(buf));
+        core.work.stage(StagingClass::Store, needs.into_iter().enumerate().skip(1).map(job).collect());
+        writing.piece(core, 0, Ok(grant));
     }
 
     /// On a worker.
-    fn piece(self: Arc<Self>, core: &Arc<Core>, n: usize, buf: Outcome<Buf>) {
-        let mut buf = match buf {
+    fn piece(self: Arc<Self>, core: &Arc<Core>, n: usize, grant: Outcome<Grant>) {
+        let grant = match grant {
             Ok(_) if self.state.lock().has_failed() => return self.ended(core, n, Err(ObjectCause::Cancelled)),
-            Ok(buf) => buf,
+            Ok(grant) => grant,
             Err(cause) => return self.ended(core, n, Err(cause)),
         };
-        let at = n * self.piece_bytes;
-        let len = (self.payload.padded_len as usize).saturating_sub(at).min(self.piece_bytes);
-        let sum = match self.fill(at, len, buf.as_mut_slice()) {
-            Ok(sum) => sum,
-            Err(cause) => {
-                drop(buf);
-                return self.ended(core, n, Err(cause));
+        let Some(&Piece { from, len, ref direct }) = self.pieces.get(n) else {
+            return self.ended(core, n, Err(ObjectCause::Internal));
+        };
+        match (grant, direct.clone()) {
+            (Grant::Permit(permit), Some(memory)) => self.direct(core, n, (memory, permit)),
+            (Grant::Buffer(mut buf), None) => {
+                let sum = match self.fill(from, len, buf.as_mut_slice()) {
+                    Ok(sum) => sum,
+                    Err(cause) => {
+                        drop(buf);
+                        return self.ended(core, n, Err(cause));
+                    }
+                };
+                let (own, again) = (Arc::clone(&self), Arc::clone(core));
+                let done = move |Completion { result, buf, .. }: Completion| {
+                    drop(buf);
+                    own.ended(&again, n, result.map_err(|e| ObjectCause::of_transfer(&e)).map(|()| sum));
+                };
+                self.submit(core, (from, len), buf, done);
             }
-        };
-        let (own, again) = (Arc::clone(&self), Arc::clone(core));
-        let done = move |Completion { result, buf, .. }: Completion| {
-            drop(buf);
-            own.ended(&again, n, result.map_err(|e| ObjectCause::of_transfer(&e)).map(|()| sum));
-        };
-        let request = self.slot.request(self.payload.offset + at as u64, buf, done);
+            _ => self.ended(core, n, Err(ObjectCause::Internal)),
+        }
+    }
+
+    fn submit(
+        &self,
+        core: &Arc<Core>,
+        (from, len): (usize, usize),
+        buf: Buf,
+        done: impl FnOnce(Completion) + Send + 'static,
+    ) {
+        let request = self.slot.request(self.payload_offset + from as u64, buf, done);
         core.submit(self.slot.queue(), Request { len, ..request });
+    }
+
+    /// Sums a piece up in the caller's memory and writes it from there. It has ended when the kernel
+    /// has let go of that memory.
+    fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
+        let Some(hold) = KernelHold::new(&self.batch) else {
+            return self.ended(core, n, Err(ObjectCause::Cancelled));
+        };
+        let verdict: Verdict<crc32fast::Hasher> = Arc::default();
+        let (own, again) = (Arc::clone(&self), Arc::clone(core));
+        let released = move |end: Outcome<crc32fast::Hasher>| {
+            if end.is_ok()
+                && let Some(piece) = own.pieces.get(n)
+            {
+                again.counters.direct_bytes.fetch_add(piece.len as u64, Ordering::Relaxed);
+            }
+            own.ended(&again, n, end);
+            drop(permit);
+        };
+        let buf = match memory.lend(hold, &verdict, released) {
+            Ok(buf) => buf,
+            // The piece does not lie in its memory: the key's ticket answers as it is dropped.
+            Err(_) => return,
+        };
+        let mut sum = crc32fast::Hasher::new();
+        sum.update(buf.as_slice());
+        let done = move |Completion { result, buf, .. }: Completion| {
+            *verdict.lock() = Some(result.map_err(|e| ObjectCause::of_transfer(&e)).map(|()| sum));
+            drop(buf);
+        };
+        let Some(piece) = self.pieces.get(n) else { return };
+        self.submit(core, (piece.from, piece.len), buf, done);
     }
 
     fn fill(&self, at: usize, len: usize, to: &mut [u8]) -> Outcome<crc32fast::Hasher> {

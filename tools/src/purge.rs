@@ -32,7 +32,8 @@ pub(crate) struct PurgeArgs {
     /// The same, by the salt's hash as `ls` shows it.
     #[arg(long, value_name = "HEX", group = "what", value_parser = parse_tenant)]
     tenant_id: Option<u64>,
-    /// Only this namespace, as `ls --namespaces` shows it. Alone, it means everything in it.
+    /// Only this namespace, as `ls --namespaces` shows it, or all of this model's name or object
+    /// store's namespace. Alone, it means everything in it.
     #[arg(long, value_name = "NS")]
     namespace: Option<String>,
     /// Do not ask.
@@ -145,10 +146,18 @@ fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Con
 /// The shards that hold something to be removed. Lanes that cannot be read belong to them as well.
 fn targets(args: &PurgeArgs, what: What) -> Result<Vec<Target>> {
     let (found, _) = shards(&args.directory)?;
+    let model_of = |files: &LaneDir| {
+        let same = |f: &LaneDir| (&f.namespace, &f.shard) == (&files.namespace, &files.shard);
+        let raw = found.iter().find(|(its, _)| its.first().is_some_and(same)).and_then(|(_, raw)| raw.first());
+        raw.map(|lane| lane.superblock.model.clone())
+    };
     let mut targets: Vec<Target> = Vec::new();
     for files in lanes(&args.directory)? {
         let LaneDir { namespace, shard, .. } = &files;
-        if args.namespace.as_ref().is_some_and(|ns| ns != namespace) {
+        if let Some(wanted) = &args.namespace
+            && wanted != namespace
+            && model_of(&files).as_ref() != Some(wanted)
+        {
             continue;
         }
         let in_use = usize::from(files.in_use());

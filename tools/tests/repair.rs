@@ -11,17 +11,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{folder, forebay};
+use forebay::config::{Capacity, MinFree, Settings};
 use forebay::format::crc;
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use forebay::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
 use forebay::key::{self, ChunkKey};
 use forebay::log::{Log, LogOptions, PutOutcome, PutSpec};
+use forebay::objects::{ObjectMemory, ObjectOptions, ObjectPut, ObjectStore, PutOptions};
 
 fn open(dir: &Path) -> Arc<Log> {
+    open_within(dir, 64 << 20)
+}
+
+fn open_within(dir: &Path, capacity_bytes: u64) -> Arc<Log> {
     let layers = vec![LayerSpec::kv(LayerKind::Full, 1, 64); 2];
     let geometry = Arc::new(Geometry::new("small", DType::named("bf16").unwrap(), layers, 16).unwrap());
     Log::open(LogOptions {
-        capacity_bytes: 64 << 20,
+        capacity_bytes,
         segment_bytes: Some(128 << 10),
         io: IoOptions { engine: EngineChoice::Threads, numjobs: 1, ..IoOptions::default() },
         ..LogOptions::new(dir, geometry)
@@ -104,6 +110,43 @@ fn stat_tells_of_a_cache_in_use() {
     let rows = forebay(dir.path(), &["ls", ".", "--age", "--json"]).expect(0).json();
     assert!(rows.as_array().unwrap().iter().all(|r| r["age_s"].as_u64().unwrap() < 1000), "{rows}");
     assert_eq!(stored(&log).len(), 19);
+}
+
+fn objects(dir: &Path, namespace: &str) -> ObjectStore {
+    let mut settings = Settings::at(dir);
+    settings.capacity = Capacity::Bytes(1 << 30);
+    settings.min_free = MinFree::Bytes(0);
+    settings.allow_any_filesystem = true;
+    let options = ObjectOptions { segment_bytes: Some(32 << 20), ..ObjectOptions::new(&settings, namespace) };
+    ObjectStore::open_with(options).unwrap()
+}
+
+#[test]
+fn engines_and_object_stores_share_a_cache_and_are_told_apart_by_name() {
+    let dir = folder();
+    let log = open_within(dir.path(), 1 << 30);
+    store(&log, 7, None);
+    let stores = ["lmcache/llama", "sglang/llama"].map(|name| objects(dir.path(), name));
+    for (store, value) in stores.iter().zip([b"one".to_vec(), b"other".to_vec()]) {
+        let value = ObjectMemory::from_vec(value).unwrap();
+        let id = store.submit_put(vec![ObjectPut { key: b"k".to_vec(), value }], PutOptions::default()).unwrap();
+        assert!(store.wait(id, Duration::from_secs(20)).unwrap().all_ok());
+        store.flush().unwrap();
+    }
+    log.flush().unwrap();
+    let lengths = |store: &ObjectStore| store.list(b"", 9, None).unwrap();
+    assert_eq!(stores.each_ref().map(lengths), [vec![(b"k".to_vec(), 3)], vec![(b"k".to_vec(), 5)]]);
+    let rows = forebay(dir.path(), &["ls", ".", "--namespaces", "--json"]).expect(0).json();
+    let mut models: Vec<_> = rows.as_array().unwrap().iter().map(|r| r["model"].as_str().unwrap()).collect();
+    models.sort_unstable();
+    assert_eq!(models, ["lmcache/llama", "sglang/llama", "small"]);
+    let stat = forebay(dir.path(), &["stat", "."]).expect(0).stdout;
+    assert!(models.iter().all(|model| stat.contains(model)), "{stat}");
+    forebay(dir.path(), &["purge", ".", "--namespace", "llama", "--yes"]).expect(1);
+    let done = forebay(dir.path(), &["purge", ".", "--namespace", "lmcache/llama", "--yes", "--json"]).expect(0).json();
+    assert_eq!(done["shards"].as_array().unwrap().len(), 1, "{done}");
+    assert_eq!(stores.each_ref().map(|store| lengths(store).len()), [0, 1]);
+    assert_eq!(stored(&log), [7]);
 }
 
 #[test]

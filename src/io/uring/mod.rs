@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use super::door::{Behind, Closing, Door, Frame, Taken};
 use super::file::FileWatcher;
-use super::{EventFd, QueueSpec};
+use super::{EventFd, MemRegion, QueueSpec};
 use crate::error::{Error, ErrorKind, Result};
 
 use owner::RingOwner;
@@ -34,6 +34,8 @@ pub(super) struct Inbox {
     requests: Vec<Taken>,
     /// Ids of files that were closed, to be forgotten by the ring's table.
     closed_files: Vec<u64>,
+    /// Memory to be registered.
+    regions: Vec<Arc<dyn MemRegion>>,
     /// The owner sleeps (or is about to) and wants the bell rung.
     sleeping: bool,
     closing: Closing,
@@ -85,6 +87,18 @@ impl Behind for RingShared {
 
     fn taken(&self) {
         self.bell.set();
+    }
+
+    fn register(&self, region: &Arc<dyn MemRegion>) {
+        let mut inbox = self.frame.state.lock();
+        if inbox.over {
+            return;
+        }
+        inbox.regions.push(Arc::clone(region));
+        if std::mem::take(&mut inbox.sleeping) {
+            drop(inbox);
+            self.bell.set();
+        }
     }
 
     fn rouse(&self) {

@@ -114,6 +114,7 @@ impl RingOwner {
         inbox.sleeping = false;
         std::mem::swap(&mut inbox.requests, &mut self.taken);
         let closed_files = std::mem::take(&mut inbox.closed_files);
+        let regions = std::mem::take(&mut inbox.regions);
         if self.closing != inbox.closing {
             self.closing = inbox.closing;
             self.abandon_at = self.closing.abandon_at();
@@ -125,13 +126,15 @@ impl RingOwner {
         for id in closed_files {
             self.ring.forget_file(id);
         }
+        regions.into_iter().for_each(|region| self.ring.add_region(region));
     }
 
     /// Says that the bell must be rung from now on; `false` when there is something to do first.
     fn lie_down(&self) -> bool {
         let mut inbox = self.shared.frame.state.lock();
         let news = inbox.closing != self.closing;
-        inbox.sleeping = inbox.requests.is_empty() && inbox.closed_files.is_empty() && !news;
+        let is_idle = inbox.requests.is_empty() && inbox.closed_files.is_empty() && inbox.regions.is_empty();
+        inbox.sleeping = is_idle && !news;
         inbox.sleeping
     }
 

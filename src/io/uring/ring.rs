@@ -67,15 +67,21 @@ impl Ring {
             ring.files.disable();
             ring.notes.add(format!("files are not registered: {e}"));
         }
-        let windows = ring.windows.total();
-        if windows > 0
-            && let Err(e) = ring.uring.submitter().register_buffers_sparse(windows as u32)
-        {
+        // With places for regions that come later.
+        let windows = ring.windows.capacity();
+        if let Err(e) = ring.uring.submitter().register_buffers_sparse(windows as u32) {
             ring.windows.disable();
             ring.notes.add(format!("buffers are not registered: {e}"));
         }
         ring.arm_bell();
         Ok(ring)
+    }
+
+    /// Memory that blocks may lie in from now on; it is kept as long as the ring.
+    pub(super) fn add_region(&mut self, region: Arc<dyn MemRegion>) {
+        if self.windows.add(&*region) {
+            self.regions.push(region);
+        }
     }
 
     /// Lets the bell wake the ring. Has to be repeated when a completion of it says that it was the

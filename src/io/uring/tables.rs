@@ -11,8 +11,10 @@ use crate::io::MemRegion;
 
 /// Smallest window of registered memory, and the unit of larger ones.
 const WINDOW_BYTES: usize = 16 << 20;
-/// Windows in a ring's table at most; the kernel takes 16384.
-const MAX_WINDOWS: usize = 8192;
+/// Windows of a ring's first regions at most, and of those that come later; the kernel takes 16384
+/// in all.
+const MAX_WINDOWS: usize = 4096;
+const SPARE_WINDOWS: usize = 4096;
 /// The kernel registers at most this much at once.
 const MAX_WINDOW_BYTES: usize = 1 << 30;
 
@@ -77,6 +79,7 @@ pub(super) struct Windows {
     regions: HashMap<u64, RegisteredRegion>,
     total: usize,
     disabled: bool,
+    frozen: bool,
 }
 
 #[derive(Debug)]
@@ -101,26 +104,35 @@ pub(super) enum Window {
 impl Windows {
     pub(super) fn new<'a>(regions: impl Iterator<Item = &'a dyn MemRegion> + Clone) -> Self {
         let total_bytes: usize = regions.clone().map(MemRegion::len).sum();
-        let window_bytes = total_bytes.div_ceil(MAX_WINDOWS / 2).next_multiple_of(WINDOW_BYTES).max(WINDOW_BYTES);
         let mut out = Self::default();
-        if window_bytes > MAX_WINDOW_BYTES {
-            return out;
-        }
         for r in regions {
-            let n = r.len().div_ceil(window_bytes);
-            if out.total + n > MAX_WINDOWS {
+            if !out.add_in_windows(r, total_bytes.div_ceil(MAX_WINDOWS / 2)) {
                 break;
             }
-            let region = RegisteredRegion { len: r.len(), window_bytes, first: out.total, registered: vec![false; n] };
-            out.regions.insert(r.id(), region);
-            out.total += n;
         }
         out
     }
 
+    /// Takes up a region that comes later; `false` where there is no place for it.
+    pub(super) fn add(&mut self, region: &dyn MemRegion) -> bool {
+        self.add_in_windows(region, region.len().div_ceil(SPARE_WINDOWS / 4))
+    }
+
+    fn add_in_windows(&mut self, region: &dyn MemRegion, least_bytes: usize) -> bool {
+        let window_bytes = least_bytes.next_multiple_of(WINDOW_BYTES).max(WINDOW_BYTES);
+        let n = region.len().div_ceil(window_bytes);
+        if self.frozen || window_bytes > MAX_WINDOW_BYTES || self.total + n > self.capacity() {
+            return false;
+        }
+        let (len, first) = (region.len(), self.total);
+        self.regions.insert(region.id(), RegisteredRegion { len, window_bytes, first, registered: vec![false; n] });
+        self.total += n;
+        true
+    }
+
     /// Entries that the ring's table needs.
-    pub(super) fn total(&self) -> usize {
-        self.total
+    pub(super) fn capacity(&self) -> usize {
+        MAX_WINDOWS + SPARE_WINDOWS
     }
 
     /// The window of `len` bytes at `offset` of a region. A new one counts as registered from here
@@ -162,6 +174,7 @@ impl Windows {
 
     /// No new windows from here on; those registered stay in use.
     pub(super) fn freeze(&mut self) {
+        self.frozen = true;
         self.regions.retain(|_, r| r.registered.iter().any(|x| *x));
         for r in self.regions.values_mut() {
             let last = r.registered.iter().rposition(|x| *x).map_or(0, |i| i + 1);
@@ -213,7 +226,7 @@ mod tests {
     #[test]
     fn windows_are_registered_once_when_first_used_and_cut_at_the_end() {
         let mut w = windows(&[Fake(1, WINDOW_BYTES + 4096), Fake(2, 4096)]);
-        assert_eq!(w.total(), 3);
+        assert_eq!(w.total, 3);
         let new = Window::New { index: 1, offset: WINDOW_BYTES, len: 4096 };
         assert_eq!((w.find(1, WINDOW_BYTES, 4096), w.find(1, WINDOW_BYTES, 4096)), (new, Window::At(1)));
         assert_eq!(w.find(2, 0, 4096), Window::New { index: 2, offset: 0, len: 4096 });
@@ -234,9 +247,21 @@ mod tests {
     }
 
     #[test]
+    fn regions_that_come_later_have_windows_of_their_own_until_there_is_no_place() {
+        let mut w = windows(&[Fake(1, WINDOW_BYTES)]);
+        assert!(w.add(&Fake(2, WINDOW_BYTES + 4096)));
+        let new = Window::New { index: 2, offset: WINDOW_BYTES, len: 4096 };
+        assert_eq!((w.find(2, WINDOW_BYTES, 4096), w.find(2, WINDOW_BYTES, 4096)), (new, Window::At(2)));
+        let added = (3..100).take_while(|id| w.add(&Fake(*id, 512 << 30))).count();
+        assert!((3..97).contains(&added) && w.total <= w.capacity(), "{added}");
+        w.freeze();
+        assert!(!w.add(&Fake(200, 4096)));
+    }
+
+    #[test]
     fn a_large_region_gets_larger_windows() {
         let mut w = windows(&[Fake(1, 256 << 30)]);
-        assert!(w.total() <= MAX_WINDOWS, "{}", w.total());
+        assert!(w.total <= MAX_WINDOWS, "{}", w.total);
         assert!(matches!(w.find(1, (256 << 30) - 1, 1), Window::New { .. }));
     }
 }

@@ -1,0 +1,97 @@
+//! Puts and gets of objects: throughput and processor time, through staging and straight from and
+//! into registered memory. Every byte is checked by the store.
+//!
+//! `cargo bench -p forebay --bench objects -- DIR [MIB]`: DIR is a directory on the drive to be
+//! measured, MIB how much is moved in each run. The runs of one size alternate; the median of seven
+//! counts.
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement")]
+
+use std::time::{Duration, Instant};
+
+use forebay::config::{Capacity, MinFree, Settings};
+use forebay::device::HostMemory;
+use forebay::objects::{ObjectGet, ObjectMemory, ObjectPut, ObjectStore, PutOptions};
+
+const LONG: Duration = Duration::from_secs(120);
+const RUNS: usize = 7;
+
+/// Processor seconds of this process.
+#[expect(unsafe_code, reason = "getrusage has no safe wrapper in the standard library")]
+fn cpu_s() -> f64 {
+    // SAFETY: all bit patterns of the struct are valid, and the call fills it in.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+        usage
+    };
+    let s = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
+    s(usage.ru_utime) + s(usage.ru_stime)
+}
+
+/// GiB a second, and processor seconds a GiB.
+fn measure(bytes: usize, run: impl FnOnce()) -> (f64, f64) {
+    let (cpu, start) = (cpu_s(), Instant::now());
+    run();
+    let gib = bytes as f64 / f64::from(1 << 30);
+    (gib / start.elapsed().as_secs_f64(), (cpu_s() - cpu) / gib)
+}
+
+fn median(mut all: Vec<(f64, f64)>) -> (f64, f64) {
+    let at = all.len() / 2;
+    all.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let rate = all[at].0;
+    all.sort_by(|a, b| a.1.total_cmp(&b.1));
+    (rate, all[at].1)
+}
+
+fn main() {
+    let mut args = std::env::args().skip(1).filter(|a| !a.starts_with("--"));
+    let Some(dir) = args.next() else {
+        println!("objects: give a directory on the drive to be measured");
+        return;
+    };
+    let total = args.next().map_or(512, |mib| mib.parse::<usize>().unwrap()) << 20;
+    let dir = tempfile::tempdir_in(dir).unwrap();
+    let mut settings = Settings::at(dir.path());
+    settings.capacity = Capacity::Bytes(8 * total as u64);
+    settings.min_free = MinFree::Bytes(0);
+    settings.allow_any_filesystem = true;
+    let stores: Vec<ObjectStore> =
+        ["staged", "direct"].iter().map(|name| ObjectStore::open(&settings, name).unwrap()).collect();
+    let arena = HostMemory::alloc_zeroed(total).unwrap();
+    let noise: Vec<u8> =
+        (0..total / 8).flat_map(|n| (n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
+    arena.write(0, &noise).unwrap();
+    drop(noise);
+    stores[1].register_memory(&arena).unwrap();
+    println!("{:>10} {:>4} {:>8} {:>8} {:>12}", "size", "op", "way", "GiB/s", "CPU s/GiB");
+    for size in [32 << 20, 256 << 10] {
+        let memory = |n: usize| ObjectMemory::new(&arena, n * size, size).unwrap();
+        let keys: Vec<Vec<u8>> = (0..total / size).map(|n| n.to_string().into_bytes()).collect();
+        let mut all: [[Vec<(f64, f64)>; 2]; 2] = Default::default();
+        for _ in 0..RUNS {
+            for (way, store) in stores.iter().enumerate() {
+                store.clear().unwrap();
+                let puts: Vec<_> =
+                    keys.iter().enumerate().map(|(n, key)| ObjectPut { key: key.clone(), value: memory(n) }).collect();
+                all[0][way].push(measure(total, || {
+                    let id = store.submit_put(puts, PutOptions::default()).unwrap();
+                    assert!(store.wait(id, LONG).unwrap().all_ok());
+                    store.flush().unwrap();
+                }));
+                let gets: Vec<_> =
+                    keys.iter().enumerate().map(|(n, key)| ObjectGet { key: key.clone(), target: memory(n) }).collect();
+                all[1][way].push(measure(total, || {
+                    let id = store.submit_get(gets).unwrap();
+                    assert!(store.wait(id, LONG).unwrap().all_ok());
+                }));
+            }
+        }
+        for (op, ways) in ["put", "get"].iter().zip(all) {
+            for (way, runs) in ["staged", "direct"].iter().zip(ways) {
+                let (rate, cpu) = median(runs);
+                println!("{:>6} KiB {op:>4} {way:>8} {rate:>8.2} {cpu:>12.3}", size >> 10);
+            }
+        }
+    }
+}

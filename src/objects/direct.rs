@@ -1,0 +1,174 @@
+//! Which bytes of a value go straight between the drive and the caller's memory, and the hold that
+//! keeps a batch from ending while they do.
+//!
+//! Invariants: only registered memory is given to the kernel; of a batch with such bytes under way
+//! the answer comes after the kernel has let go of them, whatever became of the transfer.
+
+use std::sync::Arc;
+
+use parking_lot::{Mutex, RwLock};
+
+use super::batch::{ObjectBatch, ObjectCause};
+use super::request::{ObjectMemory, Span};
+use super::work::Need;
+use crate::device::{HostMemory, KvMemory as _};
+use crate::error::Result;
+use crate::format::PAGE_BYTES;
+use crate::io::{Buf, MemRegion};
+
+/// Bytes of a direct transfer: large enough for the drive, small enough that the check of one
+/// finds it in the processor's cache and runs beside the next.
+const DIRECT_BYTES: usize = 1 << 20;
+/// Shorter runs are copied: that costs less than a transfer of their own.
+const LEAST_DIRECT_BYTES: usize = 64 << 10;
+
+/// The caller's registered memory.
+#[derive(Default)]
+pub(super) struct Registered(RwLock<Vec<Arc<dyn MemRegion>>>);
+
+impl Registered {
+    pub(super) fn add(&self, region: Arc<dyn MemRegion>) {
+        self.0.write().push(region);
+    }
+
+    pub(super) fn all(&self) -> Vec<Arc<dyn MemRegion>> {
+        self.0.read().clone()
+    }
+
+    /// The region that holds `len` bytes from `address` on, and their place in it.
+    fn find(&self, address: usize, len: usize) -> Option<(u64, usize)> {
+        self.0.read().iter().find_map(|region| {
+            let at = address.checked_sub(region.as_mut_ptr() as usize)?;
+            (at.checked_add(len)? <= region.len()).then_some((region.id(), at))
+        })
+    }
+}
+
+/// Bytes of a slot that are moved at once.
+pub(super) struct Piece {
+    /// Offset, from where the slot's transfer begins.
+    pub(super) from: usize,
+    pub(super) len: usize,
+    /// The memory, where they do not go through staging.
+    pub(super) direct: Option<DirectMemory>,
+}
+
+impl Piece {
+    /// What it has to wait for.
+    pub(super) fn need(&self) -> Need {
+        if self.direct.is_some() { Need::Permit } else { Need::Buffer }
+    }
+}
+
+/// Registered memory of one piece.
+#[derive(Clone)]
+pub(super) struct DirectMemory {
+    memory: Arc<HostMemory>,
+    offset: usize,
+    len: usize,
+    region: (u64, usize),
+}
+
+/// Cuts a transfer of `bytes` bytes, of which the value begins after `lead`, into pieces. Those that
+/// go through staging have `staged_bytes` bytes at most.
+pub(super) fn cut(
+    registered: &Registered,
+    memory: &ObjectMemory,
+    (lead, bytes): (usize, usize),
+    staged_bytes: usize,
+) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    let mut done = 0;
+    let mut stage_until = |pieces: &mut Vec<Piece>, until: usize, then: usize| {
+        while done < until {
+            let len = staged_bytes.min(until - done);
+            pieces.push(Piece { from: done, len, direct: None });
+            done += len;
+        }
+        done = then;
+    };
+    let mut at = lead;
+    for span in memory.spans() {
+        if let Some((skip, len, region)) = direct_run(registered, span, at) {
+            stage_until(&mut pieces, at + skip, at + skip + len);
+            // Of equal lengths, rather than a short one at the end.
+            let step = len.div_ceil(len.div_ceil(DIRECT_BYTES)).next_multiple_of(PAGE_BYTES);
+            for start in (0..len).step_by(step) {
+                let (len, offset) = (step.min(len - start), skip + start);
+                let memory = Arc::clone(&span.memory);
+                let direct =
+                    DirectMemory { memory, offset: span.offset + offset, len, region: (region.0, region.1 + offset) };
+                pieces.push(Piece { from: at + offset, len, direct: Some(direct) });
+            }
+        }
+        at += span.len;
+    }
+    stage_until(&mut pieces, bytes, bytes);
+    pieces
+}
+
+/// The part of a span, `at` bytes into a transfer, that can be moved directly: bytes before it, its
+/// length, and the region with the span's place in it.
+fn direct_run(registered: &Registered, span: &Span, at: usize) -> Option<(usize, usize, (u64, usize))> {
+    let address = (span.memory.as_mut_ptr() as usize).checked_add(span.offset)?;
+    let skip = at.next_multiple_of(PAGE_BYTES) - at;
+    let len = span.len.checked_sub(skip)? / PAGE_BYTES * PAGE_BYTES;
+    if len < LEAST_DIRECT_BYTES || !(address + skip).is_multiple_of(PAGE_BYTES) {
+        return None;
+    }
+    Some((skip, len, registered.find(address, span.len)?))
+}
+
+/// The kernel uses memory of a batch: it does not end before this does.
+pub(super) struct KernelHold(Arc<ObjectBatch>);
+
+impl KernelHold {
+    /// `None` where the batch ends already.
+    pub(super) fn new(batch: &Arc<ObjectBatch>) -> Option<Self> {
+        let _inside = batch.gate.enter()?;
+        batch.holds.lock().held += 1;
+        Some(Self(Arc::clone(batch)))
+    }
+}
+
+impl Drop for KernelHold {
+    fn drop(&mut self) {
+        let mut holds = self.0.holds.lock();
+        holds.held -= 1;
+        let over = holds.ending.filter(|_| holds.held == 0);
+        drop(holds);
+        if let Some(cause) = over {
+            self.0.give_up(cause);
+        }
+    }
+}
+
+/// What of a batch's memory the kernel uses, and why the batch ends as soon as that is nothing.
+#[derive(Default)]
+pub(super) struct Holds {
+    pub(super) held: usize,
+    pub(super) ending: Option<ObjectCause>,
+}
+
+/// What became of a direct transfer; said before its memory is let go.
+pub(super) type Verdict<T> = Arc<Mutex<Option<std::result::Result<T, ObjectCause>>>>;
+
+impl DirectMemory {
+    /// The memory as a buffer. `released` is called once it is let go, with what the verdict says
+    /// then, or with why the batch ended meanwhile.
+    pub(super) fn lend<T: Send + 'static>(
+        self,
+        hold: KernelHold,
+        verdict: &Verdict<T>,
+        released: impl FnOnce(std::result::Result<T, ObjectCause>) + Send + 'static,
+    ) -> Result<Buf> {
+        let verdict = Arc::clone(verdict);
+        let released = move || {
+            let said = verdict.lock().take().unwrap_or(Err(ObjectCause::Internal));
+            let ending = hold.0.holds.lock().ending;
+            released(ending.map_or(said, Err));
+            drop(hold);
+        };
+        self.memory.io_buf((self.offset, self.len), Some(self.region), Box::new(released))
+    }
+}
