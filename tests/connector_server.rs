@@ -23,7 +23,7 @@ const SEEDS: [u64; 4] = [1, 2, 3, 4];
 
 fn world() -> World {
     let mut world = World::plain();
-    world.settings.use_layerwise = false;
+    world.settings.use_layerwise = false.into();
     world.settings.save_unfull_chunk = false;
     world
 }
@@ -32,7 +32,7 @@ fn run(world: &World, seed: u64, steps: usize, change: impl Fn(&mut ConnectorOpt
     println!("seed {seed}");
     let engine = Arc::new(world.open());
     let mut server = Server::new(world, &engine, seed, change);
-    server.is_ahead = seed.is_multiple_of(2) && !world.settings.use_layerwise;
+    server.is_ahead = seed.is_multiple_of(2) && !world.settings.use_layerwise.is_on();
     server.run(steps);
     println!("{:?}\n{:?}\n{:?}", server.tally, server.s.stats(), server.w.stats());
     let tally = server.tally;
@@ -103,14 +103,14 @@ fn failing_reads_are_computed_and_nothing_wrong_is_read_stored_or_waited_for() {
 fn layerwise(seed: u64, fault: Option<Fault>) -> bool {
     println!("{fault:?}");
     let mut world = fault.map_or_else(world, |fault| with_faults(fault, 5).0);
-    world.settings.use_layerwise = true;
+    world.settings.use_layerwise = true.into();
     let (first, engine) = run(&world, seed, 80, |o| {
         usual(o);
         o.join_loads = false;
     });
     // What was stored is right: another server loads it without a fault, and checks it.
     drop(engine);
-    world.settings.use_layerwise = false;
+    world.settings.use_layerwise = false.into();
     let (second, _) = run(&World { drives: None, ..world }, seed, 80, usual);
     assert_eq!(second.failed, 0, "{second:?}");
     (fault.is_none() || first.failed > 0) && second.loaded_tokens > 0

@@ -14,10 +14,12 @@ from forebay.vllm.adapters import Adapters
 from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.settings import Settings
+from forebay.vllm.unverified import Unverified
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -41,6 +43,11 @@ class SchedulerHalf:
         self._resting = False
         self._adapters = Adapters()
         self._announcer = announcer
+        # Without prefix caching vLLM gives no request another one's blocks.
+        self._unverified = Unverified() if vllm_config.cache_config.enable_prefix_caching else None
+        # Of the last answer: its request, tokens that vLLM has of it, and whether the load runs within the step.
+        self._answer = ("", 0, False)
+        self._step = 0
 
     def on_new_request(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
@@ -63,9 +70,12 @@ class SchedulerHalf:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens` that can be loaded, and whether between steps."""
+        if self._unverified is not None and self._unverified.concerns(request):
+            return None, False
         if request.request_id not in self._requests:
             return 0, False
         tokens, asynchronous = self._side.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
+        self._answer = (request.request_id, num_computed_tokens, bool(tokens) and not asynchronous)
         return tokens, bool(tokens) and asynchronous
 
     def update_state_after_alloc(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
@@ -73,6 +83,11 @@ class SchedulerHalf:
         if request.request_id not in self._requests:
             return
         self._side.update_state_after_alloc(request.request_id, [list(group) for group in block_ids], num_external_tokens)
+        # vLLM allocates for an answer before it asks again.
+        req_id, computed, is_within_step = self._answer
+        is_within_step = is_within_step and req_id == request.request_id and num_external_tokens > 0
+        if self._unverified is not None and is_within_step:
+            self._unverified.began(request, computed, (block for group in block_ids for block in group), self._step + 1)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do around this step."""
@@ -90,7 +105,11 @@ class SchedulerHalf:
             output.finished_req_ids,
             output.preempted_req_ids,
             tokens_of=self._tokens_of,
+            num_scheduled=output.total_num_scheduled_tokens,
         )
+        self._step += 1
+        if self._unverified is not None:
+            self._unverified.scheduled(output)
         self._publish()
         held, self._held = frozenset(self._held), set()
         return StepMetadata(step, bool(output.preempted_req_ids), held)
@@ -104,17 +123,23 @@ class SchedulerHalf:
         """What the workers reported at the end of a step."""
         meta = output.kv_connector_worker_meta
         parts = meta.parts if type(meta) is WorkerMetadata else None
-        self._side.update_connector_output(output.finished_sending, output.finished_recving, output.failed_recving, parts)
+        failed = self._side.update_connector_output(
+            output.finished_sending, output.finished_recving, output.failed_recving, parts
+        )
+        if self._unverified is not None:
+            self._unverified.ended(self._side.verified_step(), failed)
         self._publish()
 
     def _publish(self) -> None:
         if self._announcer is not None and not self._resting and (chunk_events := self._side.take_events()) is not None:
             self._announcer.publish(self._requests, chunk_events)
 
-    def bind_gpu_block_pool(self, hash_tokens: int) -> None:
-        """vLLM hashes so many tokens at a time."""
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """vLLM's blocks."""
         if self._announcer is not None:
-            self._announcer.bind(hash_tokens)
+            self._announcer.bind(pool.hash_block_size)
+        if self._unverified is not None:
+            self._unverified.bind(pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""

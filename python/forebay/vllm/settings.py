@@ -7,11 +7,12 @@ parsed here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 #: What a user may add to the identity of the stored bytes, such as a digest of the weights.
 FINGERPRINT = "fingerprint"
+LAYERWISE = "use_layerwise"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,17 @@ class Settings:
     @property
     def layerwise(self) -> bool:
         """Loads layer by layer inside the forward pass instead of whole requests between steps."""
-        return bool(self.resolved["use_layerwise"])
+        return bool(self.resolved[LAYERWISE])
+
+    @property
+    def is_auto(self) -> bool:
+        """Layer-wise only where nothing speaks against it."""
+        return self.resolved[LAYERWISE] == "auto"
+
+    def whole(self) -> Settings:
+        """The same without layer-wise loads."""
+        off = {LAYERWISE: False}
+        return replace(self, engine=self.engine | off, resolved=self.resolved | off)
 
     @property
     def fingerprint(self) -> str:
