@@ -6,8 +6,11 @@ It looks up and decides; it touches no KV. Prompts are hashed once, when a reque
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine import FinishReason
 
 from forebay.vllm import extra, geometry
 from forebay.vllm.adapters import Adapters
@@ -41,6 +44,11 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
         self._resting = False
+        # Tokens whose load was ordered, of each request, and requests whose load failed: for the log.
+        self._ordered: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._load_limit = settings.load_limit
+        self._multiple = math.lcm(*kv.block_tokens)
         self._adapters = Adapters()
         self._announcer = announcer
         # Without prefix caching vLLM gives no request another one's blocks.
@@ -75,14 +83,27 @@ class SchedulerHalf:
         if request.request_id not in self._requests:
             return 0, False
         tokens, asynchronous = self._side.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
+        if tokens and self._load_limit is not None:
+            tokens = self._limited(request, num_computed_tokens, tokens)
         self._answer = (request.request_id, num_computed_tokens, bool(tokens) and not asynchronous)
         return tokens, bool(tokens) and asynchronous
+
+    def _limited(self, request: Request, computed: int, tokens: int) -> int:
+        """What the user's function leaves of `tokens`, in whole blocks; nothing where it fails."""
+        try:
+            most = int(self._load_limit(request, computed, tokens))
+        except Exception as error:
+            logger.warning("load_limit failed for request %s, which is computed: %r", request.request_id, error)
+            most = 0
+        return max(0, min(most, tokens)) // self._multiple * self._multiple
 
     def update_state_after_alloc(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         """vLLM gave the request these blocks, the last of them for `num_external_tokens` to load."""
         if request.request_id not in self._requests:
             return
         self._side.update_state_after_alloc(request.request_id, [list(group) for group in block_ids], num_external_tokens)
+        if num_external_tokens > 0:
+            self._ordered[request.request_id] = num_external_tokens
         # vLLM allocates for an answer before it asks again.
         req_id, computed, is_within_step = self._answer
         is_within_step = is_within_step and req_id == request.request_id and num_external_tokens > 0
@@ -126,6 +147,7 @@ class SchedulerHalf:
         failed = self._side.update_connector_output(
             output.finished_sending, output.finished_recving, output.failed_recving, parts
         )
+        self._failed.update(req_id for req_id in failed if req_id in self._requests)
         if self._unverified is not None:
             self._unverified.ended(self._side.verified_step(), failed)
         self._publish()
@@ -157,6 +179,10 @@ class SchedulerHalf:
         req_id = request.request_id
         if req_id not in self._requests:
             return False
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log(request)
+        self._ordered.pop(req_id, None)
+        self._failed.discard(req_id)
         # An aborted load: vLLM itself keeps these blocks until it is reported over, and would free them twice.
         of_vllm = self._side.is_loading(req_id)
         keep = self._side.request_finished(req_id, request.num_output_tokens) and not of_vllm
@@ -167,6 +193,23 @@ class SchedulerHalf:
             self._held.add(req_id)
         return keep
 
+    def _log(self, request: Request) -> None:
+        """What became of a request, in LMCache's words."""
+        req_id, (skip_save, skip_load) = request.request_id, extra.skips(request)
+        retrieved, stored = self._ordered.get(req_id, 0), self._side.transferred(req_id)
+        # vLLM ends a request whose load failed before it says that.
+        if req_id in self._failed or (retrieved and request.get_finished_reason() == FinishReason.ERROR):
+            not_more = "of the load that failed"
+        elif skip_load:
+            not_more = "as it was asked to skip loading"
+        else:
+            not_more = "as no more was stored, in vLLM's own cache, or worth it"
+        not_all = "as it was asked to skip storing" if skip_save else f"in chunks of {self._side.chunk_tokens}"
+        logger.debug(
+            "[req_id=%s] Retrieved %d out of %d prompt tokens, %s. Stored %d out of total %d tokens, %s",
+            req_id, retrieved, request.num_prompt_tokens, not_more, stored, request.num_tokens, not_all,
+        )
+
     def reset_cache(self) -> bool:
         """vLLM's weights may have changed in place: from now on nothing is loaded and nothing is stored.
 
@@ -176,6 +219,8 @@ class SchedulerHalf:
             logger.warning("the connector's cache was reset: Forebay loads and stores nothing until this server is restarted")
         self._resting = True
         self._requests.clear()
+        self._ordered.clear()
+        self._failed.clear()
         if self._announcer is not None:
             self._announcer.cleared()
         return True

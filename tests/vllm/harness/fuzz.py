@@ -165,7 +165,7 @@ class Fuzz:
         stop = tuple(self._tokens(12)) if self.source.random() < 0.5 else ()
         params: dict[str, Any] = {}
         if self.source.random() < 0.1:
-            name = self.source.choice(("forebay.skip_save", "forebay.skip_load"))
+            name = self.source.choice(("forebay.skip_save", "lmcache.skip_load"))
             params = {"kv_transfer_params": {name: True}}
         prompt, count = self._prompt(), self.source.randrange(1, OUTPUT_TOKENS)
         server.ask(f"r{self.sent}", prompt, count, stop, **params)
