@@ -35,7 +35,7 @@ const CASES: &[(&str, &str, &str)] = &[
     ("chunk_size", r#""many""#, "is not a whole number"),
     ("chunk_size", r#"1.5"#, "is not a whole number"),
     ("enable_async_loading", r#""maybe""#, "write true or false"),
-    ("use_layerwise", r#"2"#, "write true or false"),
+    ("use_layerwise", r#"2"#, "write true or false, or auto"),
     ("save_decode_cache", r#"[]"#, "write true or false"),
     ("save_unfull_chunk", r#""si""#, "write true or false"),
     ("max_concurrent_ops", r#"0"#, "use 1 to 4096"),

@@ -41,7 +41,7 @@ fn the_nested_file_loads_as_users_write_it() {
         expected.backend = Backend::Gds;
         expected.max_concurrent_ops = 4;
         expected.block_size = 1 << 20;
-        expected.use_layerwise = true;
+        expected.use_layerwise = true.into();
         expected.save_unfull_chunk = true;
         expected.enable_rdma = true;
         expected.remote_url = Some("tcp://cache-server:5000".into());
@@ -153,7 +153,7 @@ fn code_outranks_forebays_environment_then_lmcaches_then_the_file() {
     assert_eq!(settings.chunk_size, 32, "LMCACHE_ over the file");
     assert_eq!(settings.capacity, Capacity::Bytes(3 << 30), "FOREBAY_ over LMCACHE_");
     assert_eq!(settings.staging, 4 << 20, "code over everything");
-    assert!(settings.use_layerwise);
+    assert!(settings.use_layerwise.is_on());
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn the_environment_takes_mappings_lists_and_quotes() {
     assert_eq!(settings.workers, 3);
     assert_eq!(settings.remote_serde.as_deref(), Some("naive"));
     assert_eq!(settings.blend_check_layers, [1, 2]);
-    assert!(settings.use_layerwise);
+    assert!(settings.use_layerwise.is_on());
     assert_eq!(settings.ttl, None, "an empty variable is not set");
 }
 

@@ -7,13 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use forebay::config::StoreWhen;
-use forebay::connector::ConnectorOptions;
-use forebay::engine::Engine;
+use forebay::config::{EvictionPolicy, StoreWhen};
+use forebay::connector::{AddRequest, ConnectorOptions, EngineLookup, Scheduler};
+use forebay::engine::{Engine, Prompt};
 use forebay::io::{Fault, Op};
+use forebay::key::Extra;
 
 use connector_world::{Server, Tally};
-use engine_world::World;
+use engine_world::{BLOCK, CHUNK, World, load, prompt, slots, store};
 
 mod connector_world;
 mod engine_world;
@@ -23,7 +24,7 @@ const SEEDS: [u64; 4] = [1, 2, 3, 4];
 
 fn world() -> World {
     let mut world = World::plain();
-    world.settings.use_layerwise = false;
+    world.settings.use_layerwise = false.into();
     world.settings.save_unfull_chunk = false;
     world
 }
@@ -32,7 +33,7 @@ fn run(world: &World, seed: u64, steps: usize, change: impl Fn(&mut ConnectorOpt
     println!("seed {seed}");
     let engine = Arc::new(world.open());
     let mut server = Server::new(world, &engine, seed, change);
-    server.is_ahead = seed.is_multiple_of(2) && !world.settings.use_layerwise;
+    server.is_ahead = seed.is_multiple_of(2) && !world.settings.use_layerwise.is_on();
     server.run(steps);
     println!("{:?}\n{:?}\n{:?}", server.tally, server.s.stats(), server.w.stats());
     let tally = server.tally;
@@ -103,14 +104,14 @@ fn failing_reads_are_computed_and_nothing_wrong_is_read_stored_or_waited_for() {
 fn layerwise(seed: u64, fault: Option<Fault>) -> bool {
     println!("{fault:?}");
     let mut world = fault.map_or_else(world, |fault| with_faults(fault, 5).0);
-    world.settings.use_layerwise = true;
+    world.settings.use_layerwise = true.into();
     let (first, engine) = run(&world, seed, 80, |o| {
         usual(o);
         o.join_loads = false;
     });
     // What was stored is right: another server loads it without a fault, and checks it.
     drop(engine);
-    world.settings.use_layerwise = false;
+    world.settings.use_layerwise = false.into();
     let (second, _) = run(&World { drives: None, ..world }, seed, 80, usual);
     assert_eq!(second.failed, 0, "{second:?}");
     (fault.is_none() || first.failed > 0) && second.loaded_tokens > 0
@@ -161,4 +162,41 @@ fn few_held_blocks_give_stores_up_and_lose_no_block() {
         usual(o);
         (o.max_held_blocks, o.save_unfull_chunk) = (1, true);
     });
+}
+
+#[test]
+fn what_was_promised_is_kept_from_eviction_until_it_is_loaded() {
+    let mut world = world();
+    (world.settings.load_timeout_ms, world.settings.eviction_policy) = (60_000, EvictionPolicy::Lru);
+    let engine = Arc::new(world.open());
+    let (memory, map) = (world.kv().filled(1), slots(4 * CHUNK, 1));
+    let promised = prompt(&engine, 4 * CHUNK, 1);
+    assert_eq!(store(&engine, &promised, &memory, map.clone()).stored, 4);
+    let options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], 4 * CHUNK / BLOCK)).unwrap();
+    let mut s = Scheduler::new(options, Box::new(EngineLookup::new(vec![Arc::clone(&engine)]))).unwrap();
+    s.on_new_request(AddRequest::new("a", promised.tokens(), &Extra::default()));
+    let answer = s.get_num_new_matched_tokens("a", 0).tokens.unwrap();
+    assert!(answer > 3 * CHUNK && answer < 4 * CHUNK, "{answer}: all but the last block");
+    let mut seed = 100;
+    // Stores until everything that was stored before has had its turn, twice.
+    let mut turn_over = || {
+        let counts = || engine.stats().unwrap().log;
+        let (before, most) = (counts().evicted, seed + 20_000);
+        let mut until = None;
+        while until.is_none_or(|until| counts().evicted < until) {
+            seed += 1;
+            assert!(seed < most, "nothing is evicted: {:?}", counts());
+            store(&engine, &prompt(&engine, 4 * CHUNK, seed), &memory, map.clone());
+            let log = counts();
+            until = until.or((log.evicted > before).then_some(log.evicted + 2 * log.chunks));
+        }
+    };
+    let there = |p: &Prompt| engine.lookup(p, 0).unwrap().matched_tokens;
+    turn_over();
+    assert_eq!(there(&promised), 4 * CHUNK, "its turn has passed, and it is still there");
+    let loaded = world.kv();
+    assert_eq!(load(&engine, &promised, &loaded, map.clone()).tokens, 4 * CHUNK);
+    s.request_finished("a", None);
+    turn_over();
+    assert_eq!(there(&promised), 0, "nothing keeps it any more");
 }

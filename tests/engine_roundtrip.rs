@@ -260,7 +260,7 @@ fn the_settings_decide_what_is_stored_and_how_loads_return() {
     w.settings.save_unfull_chunk = false;
     w.settings.save_decode_cache = false;
     w.settings.enable_async_loading = false;
-    w.settings.use_layerwise = false;
+    w.settings.use_layerwise = false.into();
     let engine = w.open();
     let n = 3 * CHUNK + 5;
     let p = prompt(&engine, n, 1);

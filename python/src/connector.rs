@@ -233,8 +233,9 @@ impl SchedulerSide {
     /// `new`: (req_id, block ids per group, num_computed, num_scheduled) each. `cached`: (req_ids,
     /// new block ids per group of each or None, num_computed of each, a dict of num_scheduled
     /// by req_id, resumed ids). Unknown requests are passed over. `tokens_of(req_id, start, stop)`
-    /// gives ids of final generated tokens.
-    #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None))]
+    /// gives ids of final generated tokens. `num_scheduled`: tokens that the step computes in all.
+    #[pyo3(signature = (new, cached, finished=None, preempted=None, tokens_of=None, num_scheduled=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python call")]
     fn build_connector_meta<'py>(
         &self,
         py: Python<'py>,
@@ -243,10 +244,11 @@ impl SchedulerSide {
         finished: Option<&Bound<'py, PyAny>>,
         preempted: Option<&Bound<'py, PyAny>>,
         tokens_of: Option<&Bound<'py, PyAny>>,
+        num_scheduled: usize,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let (finished, preempted) = (names(finished)?, names(preempted)?);
-        let mut input =
-            StepInput { finished: borrowed(&finished), preempted: borrowed(&preempted), ..StepInput::default() };
+        let (finished, preempted) = (borrowed(&finished), borrowed(&preempted));
+        let mut input = StepInput { finished, preempted, num_scheduled, ..StepInput::default() };
         for (req_id, ids, num_computed, num_scheduled) in &new {
             let (num_computed, num_scheduled) = (*num_computed, *num_scheduled);
             input.new.push(NewRequest { req_id: req_id.to_str()?, blocks: ids.clone(), num_computed, num_scheduled });
@@ -290,7 +292,13 @@ impl SchedulerSide {
         self.with(|s| Ok(s.request_finished(req_id, generated)))
     }
 
-    /// What the workers reported after a step.
+    /// The step (the number of calls of `build_connector_meta`) up to which all loads within steps
+    /// are over on every worker.
+    fn verified_step(&self) -> PyResult<u64> {
+        self.with(|s| Ok(s.verified_step()))
+    }
+
+    /// What the workers reported after a step; requests whose load was reported as failed.
     #[pyo3(signature = (finished_sending=None, finished_recving=None, failed=None, worker_meta=None))]
     fn update_connector_output(
         &self,
@@ -298,18 +306,17 @@ impl SchedulerSide {
         finished_recving: Option<&Bound<'_, PyAny>>,
         failed: Option<&Bound<'_, PyAny>>,
         worker_meta: Option<Vec<Vec<u8>>>,
-    ) -> PyResult<()> {
+    ) -> PyResult<Vec<String>> {
         let (sending, recving, failed) = (names(finished_sending)?, names(finished_recving)?, names(failed)?);
         let workers = worker_meta.unwrap_or_default();
         let workers = workers.iter().map(|b| WorkerMeta::from_bytes(b)).collect::<forebay::Result<_>>().py()?;
         self.with(|s| {
-            s.update_connector_output(&StepOutput {
+            Ok(s.update_connector_output(&StepOutput {
                 finished_sending: borrowed(&sending),
                 finished_recving: borrowed(&recving),
                 failed: borrowed(&failed),
                 workers,
-            });
-            Ok(())
+            }))
         })
     }
 

@@ -72,6 +72,47 @@ pub enum StoreWhen {
     Finished,
 }
 
+/// Whether loads read layer by layer, and stores take layers as they are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layerwise {
+    /// Chunk by chunk.
+    #[default]
+    Off,
+    /// Layer by layer; a server that cannot do that refuses to start.
+    On,
+    /// Layer by layer where the server can do that.
+    Auto,
+}
+
+impl Layerwise {
+    /// Whether it is on where nothing speaks against it.
+    #[must_use]
+    pub const fn is_on(self) -> bool {
+        !matches!(self, Self::Off)
+    }
+}
+
+impl From<bool> for Layerwise {
+    fn from(is_on: bool) -> Self {
+        if is_on { Self::On } else { Self::Off }
+    }
+}
+
+impl Serialize for Layerwise {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if *self == Self::Auto { serializer.serialize_str("auto") } else { serializer.serialize_bool(self.is_on()) }
+    }
+}
+
+impl Loose for Layerwise {
+    fn loose(value: &Value) -> Result<Self, String> {
+        match value {
+            Value::String(text) if text.trim().eq_ignore_ascii_case("auto") => Ok(Self::Auto),
+            other => bool::loose(other).map(Self::from).map_err(|why| format!("{why}, or auto")),
+        }
+    }
+}
+
 /// What the server gets when the cache cannot be opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -26,8 +26,8 @@ mod value;
 mod warning;
 
 pub use choices::{
-    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, MinFree, Mode, Numa, OnIncompatible,
-    OnOpenFailure, Placement, StoreWhen,
+    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Layerwise, MinFree, Mode, Numa,
+    OnIncompatible, OnOpenFailure, Placement, StoreWhen,
 };
 pub use load::Loader;
 pub use place::CacheIdentity;
@@ -71,7 +71,7 @@ pub struct Settings {
     pub enable_async_loading: bool,
     /// Loads read layer by layer across all chunks, stores write a layer as soon as it is given.
     #[serde(deserialize_with = "value::loose")]
-    pub use_layerwise: bool,
+    pub use_layerwise: Layerwise,
     /// KV of generated tokens is stored too, not only that of prompts.
     #[serde(deserialize_with = "value::loose")]
     pub save_decode_cache: bool,
@@ -239,7 +239,7 @@ impl Default for Settings {
             drives: Vec::new(),
             chunk_size: 256,
             enable_async_loading: true,
-            use_layerwise: false,
+            use_layerwise: Layerwise::Off,
             save_decode_cache: false,
             save_unfull_chunk: false,
             store_when: StoreWhen::Computed,

@@ -1,10 +1,12 @@
 //! How much of a prompt is stored, as the scheduler asks it. Replaceable; two are here and in
 //! `ranks.rs`: for caches that the caller has opened, and for those that the workers say they have.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::meta::WorkerMeta;
-use crate::engine::{Engine, Prompt};
+use crate::engine::{Engine, Lookup, Prompt};
 use crate::error::Result;
 
 /// A question that goes to the workers with the next step.
@@ -27,6 +29,18 @@ pub trait PrefixLookup: Send {
     /// # Errors
     /// Whatever keeps it from answering; the scheduler takes it as nothing stored, and counts it.
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>>;
+
+    /// Keeps the first `tokens` of a request's prompt from eviction, as far as it can, for at most
+    /// `patience`; how many of them are still stored. Called before they are promised.
+    ///
+    /// # Errors
+    /// As [`PrefixLookup::stored_tokens`].
+    fn pin(&mut self, _req_id: &str, _prompt: &Prompt, tokens: usize, _patience: Duration) -> Result<usize> {
+        Ok(tokens)
+    }
+
+    /// The request's pins are not needed any more.
+    fn unpin(&mut self, _req_id: &str) {}
 
     /// What a worker said after a step.
     fn reported(&mut self, _report: &WorkerMeta) {}
@@ -52,7 +66,7 @@ pub trait PrefixLookup: Send {
         0
     }
 
-    /// The request has ended.
+    /// The request has ended; its pins go too.
     fn forget(&mut self, _req_id: &str) {}
 }
 
@@ -60,19 +74,71 @@ pub trait PrefixLookup: Send {
 #[derive(Debug)]
 pub struct EngineLookup {
     engines: Vec<Arc<Engine>>,
+    pins: Pins,
 }
 
 impl EngineLookup {
     /// Asks one engine per rank.
     #[must_use]
     pub fn new(engines: Vec<Arc<Engine>>) -> Self {
-        Self { engines }
+        Self { engines, pins: Pins::default() }
     }
 }
 
 impl PrefixLookup for EngineLookup {
     fn stored_tokens(&mut self, _req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
         Ok(Some(least(self.engines.iter().map(AsRef::as_ref), prompt)?.unwrap_or(0)))
+    }
+
+    fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
+        self.pins.pin(self.engines.iter().map(AsRef::as_ref), (req_id, prompt, tokens), patience)
+    }
+
+    fn unpin(&mut self, req_id: &str) {
+        self.pins.unpin(req_id);
+    }
+
+    fn forget(&mut self, req_id: &str) {
+        self.pins.unpin(req_id);
+    }
+}
+
+/// Leases on what was promised to requests whose load has not ended. They end by themselves.
+#[derive(Debug, Default)]
+pub(super) struct Pins {
+    of: HashMap<String, Pinned>,
+}
+
+#[derive(Debug)]
+struct Pinned {
+    tokens: usize,
+    since: Instant,
+    /// What holds the leases.
+    _found: Vec<Lookup>,
+}
+
+impl Pins {
+    /// As [`PrefixLookup::pin`], in all of `engines`.
+    pub(super) fn pin<'a>(
+        &mut self,
+        engines: impl Iterator<Item = &'a Engine>,
+        (req_id, prompt, tokens): (&str, &Prompt, usize),
+        patience: Duration,
+    ) -> Result<usize> {
+        // A server asks in every step until it has room for the request.
+        let is_fresh = |p: &Pinned| p.tokens == tokens && p.since.elapsed() < patience / 2;
+        if self.of.get(req_id).is_some_and(is_fresh) {
+            return Ok(tokens);
+        }
+        let pin_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+        let found = engines.map(|engine| engine.lookup(prompt, pin_ms)).collect::<Result<Vec<_>>>()?;
+        let there = found.iter().map(|f| f.matched_tokens).min().unwrap_or(tokens).min(tokens);
+        self.of.insert(req_id.to_owned(), Pinned { tokens: there, since: Instant::now(), _found: found });
+        Ok(there)
+    }
+
+    pub(super) fn unpin(&mut self, req_id: &str) {
+        self.of.remove(req_id);
     }
 }
 

@@ -166,6 +166,11 @@ pub struct WorkerMeta {
     pub rank: u32,
     /// The gathers of all steps up to this one are over or given up.
     pub gathered_step: u64,
+    /// The loads that ran within all steps up to this one are over.
+    pub loaded_step: u64,
+    /// Seconds that this step computed for without waiting for layers; 0 where no load ran within
+    /// a step since the last report.
+    pub computed_s: f64,
     /// Requests whose load failed since the last report.
     pub failed: Vec<String>,
     /// Chunks stored since the last report.
@@ -199,10 +204,13 @@ impl WorkerMeta {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let report: Self = read(bytes, "a worker's report")?;
         // Means are taken of it: what is no number would stay in them for ever.
-        if report.load_s.is_finite() && report.load_s >= 0.0 {
-            return Ok(report);
+        match [report.load_s, report.computed_s].iter().find(|s| !s.is_finite() || **s < 0.0) {
+            None => Ok(report),
+            Some(wrong) => Err(Error::new(
+                ErrorKind::InvalidInput,
+                format!("a worker reports {wrong} seconds of loading or computing"),
+            )),
         }
-        Err(Error::new(ErrorKind::InvalidInput, format!("a worker reports loads of {} seconds", report.load_s)))
     }
 }
 

@@ -164,7 +164,7 @@ impl ConnectorOptions {
             block_tokens: block_tokens.to_vec(),
             windows,
             num_blocks,
-            layerwise: settings.use_layerwise,
+            layerwise: settings.use_layerwise.is_on(),
             max_sync_stall_ms: settings.max_sync_stall_ms,
             save_decode_cache: settings.save_decode_cache,
             save_unfull_chunk: settings.save_unfull_chunk,

@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::lookup::{PendingQuestion, PrefixLookup, least};
+use super::lookup::{PendingQuestion, Pins, PrefixLookup, least};
 use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
 use crate::config::{CacheIdentity, Settings};
@@ -62,6 +62,7 @@ pub struct RanksLookup {
     workers: u32,
     ranks: BTreeMap<u32, KnownRank>,
     tables: BTreeMap<CacheShard, Engine>,
+    pins: Pins,
     /// Since when lookups miss a rank that has not said who it is.
     missing_since: Option<Instant>,
     is_silent_said: bool,
@@ -83,6 +84,7 @@ impl RanksLookup {
             workers: u32::try_from(workers).unwrap_or(u32::MAX),
             ranks: BTreeMap::new(),
             tables: BTreeMap::new(),
+            pins: Pins::default(),
             missing_since: None,
             is_silent_said: false,
             requests: HashMap::new(),
@@ -193,6 +195,14 @@ impl PrefixLookup for RanksLookup {
         Ok(Some(least.min(upto)))
     }
 
+    fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
+        self.pins.pin(self.tables.values(), (req_id, prompt, tokens), patience)
+    }
+
+    fn unpin(&mut self, req_id: &str) {
+        self.pins.unpin(req_id);
+    }
+
     fn reported(&mut self, report: &WorkerMeta) {
         if let Some(identity) = &report.identity {
             self.identified(report.rank, identity);
@@ -238,6 +248,7 @@ impl PrefixLookup for RanksLookup {
     }
 
     fn forget(&mut self, req_id: &str) {
+        self.pins.unpin(req_id);
         if let Some(asked) = self.requests.remove(req_id) {
             self.open.remove(&asked.number);
         }

@@ -74,7 +74,7 @@ impl Engine {
             spec: LoadSpec {
                 kv: Arc::clone(&request.kv),
                 chunks: Vec::new(),
-                layerwise: request.layerwise.unwrap_or(inner.options.settings.use_layerwise),
+                layerwise: request.layerwise.unwrap_or(inner.options.settings.use_layerwise.is_on()),
                 base_tokens: 0,
                 absent: None,
                 after: inner.fences(request.stream)?,

@@ -48,7 +48,7 @@ impl EngineInner {
             depends_on: request.depends_on.clone(),
             backpressure: request.backpressure,
             deadline,
-            layerwise: request.layerwise.unwrap_or(self.options.settings.use_layerwise),
+            layerwise: request.layerwise.unwrap_or(self.options.settings.use_layerwise.is_on()),
             computed: request.computed,
         })
     }

@@ -250,7 +250,7 @@ impl World {
         settings.staging = 4 << 20;
         settings.store_staging = 4 << 20;
         settings.save_unfull_chunk = true;
-        settings.use_layerwise = true;
+        settings.use_layerwise = true.into();
         settings.hugepages = false;
         settings.workers = 2;
         settings.on_open_failure = OnOpenFailure::Fail;

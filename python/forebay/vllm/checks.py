@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.forebay")
 
 
-def recompute_policy(vllm_config: VllmConfig) -> None:
-    """A failed load is a miss: vLLM recomputes, where its own default fails the request.
+def failure_policy(vllm_config: VllmConfig, settings: Settings) -> None:
+    """A failed load is a miss: vLLM recomputes, where its own default fails the request. That default stays for layer-wise loads,
+    from which vLLM cannot recompute.
 
     vLLM's scheduler reads the policy after it has made its connector. Inside MultiConnector only a copy is in reach, so the
     outer configuration must say it; where it is in reach and does not, the start is refused.
@@ -28,12 +29,15 @@ def recompute_policy(vllm_config: VllmConfig) -> None:
             "kv_load_failure_policy of MultiConnector is fail: a damaged cache file would fail requests; "
             'add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
         )
-    if transfer.kv_load_failure_policy != "recompute":
-        logger.warning(
-            "kv_load_failure_policy was %s, is now recompute: what cannot be loaded is computed",
-            transfer.kv_load_failure_policy,
-        )
-        transfer.kv_load_failure_policy = "recompute"
+    if transfer.kv_load_failure_policy == "recompute":
+        return
+    if settings.layerwise and outer is None:
+        logger.warning("kv_load_failure_policy is fail: with use_layerwise a request whose KV cannot be loaded ends with an error")
+        return
+    logger.warning(
+        "kv_load_failure_policy was %s, is now recompute: what cannot be loaded is computed", transfer.kv_load_failure_policy
+    )
+    transfer.kv_load_failure_policy = "recompute"
 
 
 def _outer(vllm_config: VllmConfig) -> str | None:
@@ -46,32 +50,44 @@ def _outer(vllm_config: VllmConfig) -> str | None:
     return transfer.kv_load_failure_policy
 
 
-def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> None:
-    """Refuses layer-wise loads where vLLM cannot recover from one that fails."""
-    if not settings.layerwise:
-        return
-    if vllm_config.scheduler_config.async_scheduling:
-        raise Unsupported(
-            "use_layerwise with asynchronous scheduling: after a failed load vLLM emits a token of the step in flight and then "
-            "waits forever for the last one; start with --no-async-scheduling, or leave use_layerwise off"
-        )
+def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> Settings:
+    """The settings: layer-wise loads are refused where a failed one could do harm, or with `auto` left off."""
+    if not settings.layerwise or (why := _unsound(vllm_config, kv)) is None:
+        return settings
+    if not settings.is_auto:
+        raise Unsupported(f"use_layerwise with {why}, or leave use_layerwise off")
+    logger.info("use_layerwise: auto is off with %s", why)
+    return settings.whole()
+
+
+def _unsound(vllm_config: VllmConfig, kv: Shape) -> str | None:
+    """What keeps vLLM from a right end after a failed layer-wise load, and the remedy."""
     if kv.ranks.pp > 1:
-        raise Unsupported(
-            "use_layerwise with pipeline parallelism: the next step may be under way before vLLM knows of a failed load; leave "
-            "use_layerwise off"
+        return (
+            "pipeline parallelism: the next steps may be under way before vLLM knows of a failed load; start with "
+            "--pipeline-parallel-size 1"
         )
     if len(kv.block_tokens) > 1:
-        raise Unsupported(
-            "use_layerwise with several KV cache groups: a failed load cannot be reported to vLLM; start with "
-            "--disable-hybrid-kv-cache-manager, or leave use_layerwise off"
-        )
+        return "several KV cache groups: a failed load cannot be reported to vLLM; start with --disable-hybrid-kv-cache-manager"
     if any(window is not None for window in kv.windows):
-        raise Unsupported(
-            "use_layerwise with a sliding window: after a failed load vLLM goes back to tokens whose window it has given away; start "
-            "with --disable-hybrid-kv-cache-manager where other layers have none, or leave use_layerwise off"
+        return (
+            "a sliding window: after a failed load vLLM goes back to tokens whose window it has given away; start with "
+            "--disable-hybrid-kv-cache-manager where other layers have none"
+        )
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    outer = _outer(vllm_config)
+    if outer is None and transfer.kv_load_failure_policy == "fail":
+        return None
+    fails = 'set "kv_load_failure_policy": "fail"' if outer is None else "use ForebayConnector without MultiConnector"
+    if vllm_config.scheduler_config.async_scheduling:
+        return (
+            "asynchronous scheduling and kv_load_failure_policy: recompute: after a failed load vLLM emits a token of the step in "
+            f"flight and then waits forever for the last one; {fails}, start with --no-async-scheduling"
         )
     if vllm_config.cache_config.enable_prefix_caching:
-        raise Unsupported(
-            "use_layerwise with prefix caching: after a failed load vLLM lets other requests use its blocks before they are "
-            "computed anew; start with --no-enable-prefix-caching, or leave use_layerwise off"
+        return (
+            "prefix caching and kv_load_failure_policy: recompute: after a failed load vLLM lets other requests use its blocks "
+            f"before they are computed anew; {fails}, start with --no-enable-prefix-caching"
         )
+    return None

@@ -52,10 +52,9 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         logs.join()
         read = settings.read(self._kv_transfer_config.kv_connector_extra_config)
-        checks.recompute_policy(vllm_config)
         kv = geometry.shape(vllm_config, kv_cache_config)
-        checks.layerwise(vllm_config, kv, read)
-        read = geometry.fitted(kv, read)
+        read = geometry.fitted(kv, checks.layerwise(vllm_config, kv, read))
+        checks.failure_policy(vllm_config, read)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -137,9 +136,9 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """For the number of tokens that vLLM's block hashes are made of."""
+        """vLLM's blocks and its prefix cache: for events, and for blocks whose load failed."""
         if self._scheduler is not None:
-            self._scheduler.bind_gpu_block_pool(gpu_block_pool.hash_block_size)
+            self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Blocks that can be loaded from now on, or cannot any more."""

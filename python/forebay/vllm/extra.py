@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
     from forebay.vllm.adapters import Adapters
 
-SKIP_SAVE = "forebay.skip_save"
-SKIP_LOAD = "forebay.skip_load"
+#: By our name and by LMCache's.
+SKIP_SAVE = ("forebay.skip_save", "lmcache.skip_save")
+SKIP_LOAD = ("forebay.skip_load", "lmcache.skip_load")
 #: What a producer answers and a consumer is asked with: tokens from the start whose KV the producer stores.
 TRANSFERRED = "num_transferred_tokens"
 
@@ -51,8 +52,8 @@ def skips(request: Request) -> tuple[bool, bool]:
     vLLM's own `skip_reading_prefix_cache` (prompt log probabilities) means that nothing may be loaded.
     """
     params = request.kv_transfer_params or {}
-    skip_load = bool(params.get(SKIP_LOAD)) or bool(request.skip_reading_prefix_cache)
-    return bool(params.get(SKIP_SAVE)), skip_load
+    skip_load = any(params.get(name) for name in SKIP_LOAD) or bool(request.skip_reading_prefix_cache)
+    return any(params.get(name) for name in SKIP_SAVE), skip_load
 
 
 def transferred(request: Request) -> int:

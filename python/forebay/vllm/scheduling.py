@@ -6,18 +6,23 @@ It looks up and decides; it touches no KV. Prompts are hashed once, when a reque
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine import FinishReason
 
 from forebay.vllm import extra, geometry
 from forebay.vllm.adapters import Adapters
 from forebay.vllm.events import Announcer
 from forebay.vllm.meta import StepMetadata, WorkerMetadata
 from forebay.vllm.settings import Settings
+from forebay.vllm.unverified import Unverified
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -39,8 +44,18 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
         self._resting = False
+        # Tokens whose load was ordered, of each request, and requests whose load failed: for the log.
+        self._ordered: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._load_limit = settings.load_limit
+        self._multiple = math.lcm(*kv.block_tokens)
         self._adapters = Adapters()
         self._announcer = announcer
+        # Without prefix caching vLLM gives no request another one's blocks.
+        self._unverified = Unverified() if vllm_config.cache_config.enable_prefix_caching else None
+        # Of the last answer: its request, tokens that vLLM has of it, and whether the load runs within the step.
+        self._answer = ("", 0, False)
+        self._step = 0
 
     def on_new_request(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
@@ -63,16 +78,37 @@ class SchedulerHalf:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens` that can be loaded, and whether between steps."""
+        if self._unverified is not None and self._unverified.concerns(request):
+            return None, False
         if request.request_id not in self._requests:
             return 0, False
         tokens, asynchronous = self._side.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
+        if tokens and self._load_limit is not None:
+            tokens = self._limited(request, num_computed_tokens, tokens)
+        self._answer = (request.request_id, num_computed_tokens, bool(tokens) and not asynchronous)
         return tokens, bool(tokens) and asynchronous
+
+    def _limited(self, request: Request, computed: int, tokens: int) -> int:
+        """What the user's function leaves of `tokens`, in whole blocks; nothing where it fails."""
+        try:
+            most = int(self._load_limit(request, computed, tokens))
+        except Exception as error:
+            logger.warning("load_limit failed for request %s, which is computed: %r", request.request_id, error)
+            most = 0
+        return max(0, min(most, tokens)) // self._multiple * self._multiple
 
     def update_state_after_alloc(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         """vLLM gave the request these blocks, the last of them for `num_external_tokens` to load."""
         if request.request_id not in self._requests:
             return
         self._side.update_state_after_alloc(request.request_id, [list(group) for group in block_ids], num_external_tokens)
+        if num_external_tokens > 0:
+            self._ordered[request.request_id] = num_external_tokens
+        # vLLM allocates for an answer before it asks again.
+        req_id, computed, is_within_step = self._answer
+        is_within_step = is_within_step and req_id == request.request_id and num_external_tokens > 0
+        if self._unverified is not None and is_within_step:
+            self._unverified.began(request, computed, (block for group in block_ids for block in group), self._step + 1)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do around this step."""
@@ -90,7 +126,11 @@ class SchedulerHalf:
             output.finished_req_ids,
             output.preempted_req_ids,
             tokens_of=self._tokens_of,
+            num_scheduled=output.total_num_scheduled_tokens,
         )
+        self._step += 1
+        if self._unverified is not None:
+            self._unverified.scheduled(output)
         self._publish()
         held, self._held = frozenset(self._held), set()
         return StepMetadata(step, bool(output.preempted_req_ids), held)
@@ -104,17 +144,24 @@ class SchedulerHalf:
         """What the workers reported at the end of a step."""
         meta = output.kv_connector_worker_meta
         parts = meta.parts if type(meta) is WorkerMetadata else None
-        self._side.update_connector_output(output.finished_sending, output.finished_recving, output.failed_recving, parts)
+        failed = self._side.update_connector_output(
+            output.finished_sending, output.finished_recving, output.failed_recving, parts
+        )
+        self._failed.update(req_id for req_id in failed if req_id in self._requests)
+        if self._unverified is not None:
+            self._unverified.ended(self._side.verified_step(), failed)
         self._publish()
 
     def _publish(self) -> None:
         if self._announcer is not None and not self._resting and (chunk_events := self._side.take_events()) is not None:
             self._announcer.publish(self._requests, chunk_events)
 
-    def bind_gpu_block_pool(self, hash_tokens: int) -> None:
-        """vLLM hashes so many tokens at a time."""
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """vLLM's blocks."""
         if self._announcer is not None:
-            self._announcer.bind(hash_tokens)
+            self._announcer.bind(pool.hash_block_size)
+        if self._unverified is not None:
+            self._unverified.bind(pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""
@@ -132,6 +179,10 @@ class SchedulerHalf:
         req_id = request.request_id
         if req_id not in self._requests:
             return False
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log(request)
+        self._ordered.pop(req_id, None)
+        self._failed.discard(req_id)
         # An aborted load: vLLM itself keeps these blocks until it is reported over, and would free them twice.
         of_vllm = self._side.is_loading(req_id)
         keep = self._side.request_finished(req_id, request.num_output_tokens) and not of_vllm
@@ -142,6 +193,23 @@ class SchedulerHalf:
             self._held.add(req_id)
         return keep
 
+    def _log(self, request: Request) -> None:
+        """What became of a request, in LMCache's words."""
+        req_id, (skip_save, skip_load) = request.request_id, extra.skips(request)
+        retrieved, stored = self._ordered.get(req_id, 0), self._side.transferred(req_id)
+        # vLLM ends a request whose load failed before it says that.
+        if req_id in self._failed or (retrieved and request.get_finished_reason() == FinishReason.ERROR):
+            not_more = "of the load that failed"
+        elif skip_load:
+            not_more = "as it was asked to skip loading"
+        else:
+            not_more = "as no more was stored, in vLLM's own cache, or worth it"
+        not_all = "as it was asked to skip storing" if skip_save else f"in chunks of {self._side.chunk_tokens}"
+        logger.debug(
+            "[req_id=%s] Retrieved %d out of %d prompt tokens, %s. Stored %d out of total %d tokens, %s",
+            req_id, retrieved, request.num_prompt_tokens, not_more, stored, request.num_tokens, not_all,
+        )
+
     def reset_cache(self) -> bool:
         """vLLM's weights may have changed in place: from now on nothing is loaded and nothing is stored.
 
@@ -151,6 +219,8 @@ class SchedulerHalf:
             logger.warning("the connector's cache was reset: Forebay loads and stores nothing until this server is restarted")
         self._resting = True
         self._requests.clear()
+        self._ordered.clear()
+        self._failed.clear()
         if self._announcer is not None:
             self._announcer.cleared()
         return True

@@ -6,12 +6,21 @@ parsed here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    LoadLimit = Callable[[Request, int, int], int]
 
 #: What a user may add to the identity of the stored bytes, such as a digest of the weights.
 FINGERPRINT = "fingerprint"
+LAYERWISE = "use_layerwise"
+#: A function of the user's own, `module:function`, that may lower what is loaded for a request. Of this package alone.
+LOAD_LIMIT = "load_limit"
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,24 @@ class Settings:
     """What the engine and the state machines get: keys that are not what this process's environment says alone."""
     resolved: dict[str, Any]
     """All of them."""
+    load_limit: LoadLimit | None = None
+    """Called with vLLM's request, the tokens that vLLM has of it, and those beyond them that can be loaded; says how many of the
+    latter may be."""
 
     @property
     def layerwise(self) -> bool:
         """Loads layer by layer inside the forward pass instead of whole requests between steps."""
-        return bool(self.resolved["use_layerwise"])
+        return bool(self.resolved[LAYERWISE])
+
+    @property
+    def is_auto(self) -> bool:
+        """Layer-wise only where nothing speaks against it."""
+        return self.resolved[LAYERWISE] == "auto"
+
+    def whole(self) -> Settings:
+        """The same without layer-wise loads."""
+        off = {LAYERWISE: False}
+        return replace(self, engine=self.engine | off, resolved=self.resolved | off)
 
     @property
     def fingerprint(self) -> str:
@@ -45,6 +67,22 @@ def read(extra: Mapping[str, Any]) -> Settings:
     """The settings that `kv_connector_extra_config` gives; its keys outrank the environment and the file that it names."""
     from forebay.connector import settings
 
-    resolved, without = settings(dict(extra), name="kv_connector_extra_config"), settings({})
+    extra = dict(extra)
+    load_limit = extra.pop(LOAD_LIMIT, None)
+    resolved, without = settings(extra, name="kv_connector_extra_config"), settings({})
     # Only what differs: a key that is given counts as asked for, and may bring a warning.
-    return Settings({key: value for key, value in resolved.items() if value != without[key]}, resolved)
+    engine = {key: value for key, value in resolved.items() if value != without[key]}
+    return Settings(engine, resolved, None if load_limit is None else _function(load_limit))
+
+
+def _function(named: Any) -> LoadLimit:
+    """What `module:function` names, or the function itself."""
+    if isinstance(named, str):
+        module, _, name = named.partition(":")
+        try:
+            named = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{LOAD_LIMIT} is {named!r}: {error}; write module:function, of a module that vLLM can import") from error
+    if not callable(named):
+        raise ValueError(f"{LOAD_LIMIT} is {named!r}, which cannot be called; write module:function")
+    return named

@@ -94,7 +94,7 @@ impl Scheduler {
     pub fn request_finished(&mut self, req_id: &str, generated: Option<u32>) -> bool {
         let is_loading = self.requests.get(req_id).is_some_and(|t| matches!(t.load, RequestLoad::InFlight { .. }));
         self.load_over(req_id);
-        if !is_loading {
+        if !is_loading && !self.unverified.has(req_id) {
             self.save_at_end(req_id, generated);
         }
         let Some(tracker) = self.requests.remove(req_id) else { return false };
@@ -106,10 +106,15 @@ impl Scheduler {
         is_saving || is_loading
     }
 
-    /// What the workers reported. Unknown requests are passed over: they ended meanwhile.
-    pub fn update_connector_output(&mut self, output: &StepOutput<'_>) {
+    /// What the workers reported. Unknown requests are passed over: they ended meanwhile. Returns
+    /// the requests, known or not, whose load was reported as failed.
+    pub fn update_connector_output(&mut self, output: &StepOutput<'_>) -> Vec<String> {
         for report in &output.workers {
-            self.rate.measured(report);
+            let (computed, ended) = self.unverified.reported(report);
+            self.rate.measured(report, computed);
+            for req_id in ended {
+                self.lookup.unpin(&req_id);
+            }
             self.event_log.reported(report);
             self.lookup.reported(report);
             if report.identity.is_some() {
@@ -120,7 +125,8 @@ impl Scheduler {
             }
         }
         let reported = output.workers.iter().flat_map(|w| w.failed.iter().map(String::as_str));
-        for req_id in output.failed.iter().copied().chain(reported) {
+        let failed: Vec<String> = output.failed.iter().copied().chain(reported).map(str::to_owned).collect();
+        for req_id in &failed {
             self.load_failed(req_id);
         }
         for req_id in &output.finished_recving {
@@ -129,6 +135,7 @@ impl Scheduler {
         for req_id in &output.finished_sending {
             self.held.release(req_id);
         }
+        failed
     }
 
     fn load_failed(&mut self, req_id: &str) {

@@ -1,6 +1,7 @@
 //! From a lookup to a load: what is offered, what the server allocated for it, and when it goes to
 //! the workers.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::super::meta::{LoadOrder, StepMeta, WorkerMeta};
@@ -16,26 +17,35 @@ const NEW_SHARE: f64 = 0.2;
 /// Of so many loads that are slower than computing, one is offered all the same, to measure again.
 const TRY_EVERY: u64 = 16;
 
-/// How fast loads are, as the workers measure it.
+/// How fast loads are, and how fast the server computes beside them, as the workers measure it.
 #[derive(Debug, Default)]
 pub(super) struct LoadRate {
     tokens_per_s: Option<f64>,
+    computed_per_s: Option<f64>,
     refused: u64,
 }
 
+/// A mean that follows new measurements.
+fn follow(mean: &mut Option<f64>, tokens: f64, seconds: f64) {
+    if tokens > 0.0 && seconds > 0.0 {
+        let now = tokens / seconds;
+        *mean = Some(mean.map_or(now, |old| old + NEW_SHARE * (now - old)));
+    }
+}
+
 impl LoadRate {
-    pub(super) fn measured(&mut self, report: &WorkerMeta) {
-        if report.loaded_tokens == 0 || report.load_s.is_nan() || report.load_s <= 0.0 {
-            return;
-        }
-        let now = report.loaded_tokens as f64 / report.load_s;
-        self.tokens_per_s = Some(self.tokens_per_s.map_or(now, |old| old + NEW_SHARE * (now - old)));
+    /// `computed`: tokens that the step computed whose loads the report is of.
+    pub(super) fn measured(&mut self, report: &WorkerMeta, computed: usize) {
+        follow(&mut self.tokens_per_s, report.loaded_tokens as f64, report.load_s);
+        follow(&mut self.computed_per_s, computed as f64, report.computed_s);
     }
 
-    /// Whether loading so many tokens is predicted to take more than `most_ms`; not before a load
-    /// was measured.
-    fn is_longer_than(&self, tokens: usize, most_ms: u64) -> bool {
-        self.tokens_per_s.is_some_and(|rate| tokens as f64 * 1000.0 > rate * most_ms as f64)
+    /// Whether loading so many tokens is predicted to take more than `most_ms` longer than
+    /// computing others meanwhile, at `recompute` tokens per second or as measured; not before a
+    /// load was measured.
+    fn stalls(&self, (tokens, computed): (usize, usize), recompute: Option<f64>, most_ms: u64) -> bool {
+        let ms = |tokens: usize, rate: Option<f64>| rate.map_or(0.0, |rate| tokens as f64 * 1000.0 / rate);
+        ms(tokens, self.tokens_per_s) - ms(computed, recompute.or(self.computed_per_s)) > most_ms as f64
     }
 
     /// Whether a load is slower than computing at `recompute` tokens per second.
@@ -46,10 +56,59 @@ impl LoadRate {
     }
 }
 
+/// Loads within steps, from their order to the workers' word that they are over: until then nobody
+/// knows whether what is computed from them is right.
+#[derive(Debug)]
+pub(super) struct UnverifiedLoads {
+    /// Step and request, in order.
+    loads: VecDeque<(u64, String)>,
+    /// Tokens computed in the steps that have such loads.
+    computed: VecDeque<(u64, usize)>,
+    /// Per worker, the step up to which all are over.
+    over: Vec<u64>,
+}
+
+impl UnverifiedLoads {
+    pub(super) fn new(workers: usize) -> Self {
+        Self { loads: VecDeque::new(), computed: VecDeque::new(), over: vec![0; workers] }
+    }
+
+    /// The step up to which all are over on every worker.
+    pub(super) fn over(&self) -> u64 {
+        self.over.iter().copied().min().unwrap_or(0)
+    }
+
+    pub(super) fn has(&self, req_id: &str) -> bool {
+        self.loads.iter().any(|(_, id)| id == req_id)
+    }
+
+    /// Step `step` has such loads, and computes so many tokens.
+    pub(super) fn ordered(&mut self, step: u64, loads: impl Iterator<Item = String>, computed: usize) {
+        let before = self.loads.len();
+        self.loads.extend(loads.map(|req_id| (step, req_id)));
+        if self.loads.len() > before {
+            self.computed.push_back((step, computed));
+        }
+    }
+
+    /// A worker's report; how many tokens the step computed whose loads it is of, 0 where it is of
+    /// none, and the requests whose loads are over on every worker by it.
+    pub(super) fn reported(&mut self, report: &WorkerMeta) -> (usize, Vec<String>) {
+        let computed = self.computed.iter().find(|(step, _)| *step == report.loaded_step).map_or(0, |(_, n)| *n);
+        if let Some(over) = self.over.get_mut(report.rank as usize) {
+            *over = report.loaded_step.max(*over);
+        }
+        let over = self.over();
+        self.computed.retain(|(step, _)| *step > over);
+        let ended = self.loads.iter().take_while(|(step, _)| *step <= over).count();
+        (computed, self.loads.drain(..ended).map(|(_, req_id)| req_id).collect())
+    }
+}
+
 impl Scheduler {
     /// How much can be loaded for a request of which the server has `num_computed` tokens. May be
     /// asked again and again; an answer that is not followed by
-    /// [`Scheduler::update_state_after_alloc`] holds nothing.
+    /// [`Scheduler::update_state_after_alloc`] holds nothing but leases that end by themselves.
     pub fn get_num_new_matched_tokens(&mut self, req_id: &str, num_computed: usize) -> Matched {
         self.stats.queries += 1;
         let asynchronous = !self.options.layerwise;
@@ -86,8 +145,14 @@ impl Scheduler {
             self.stats.slower_than_computing += 1;
             return nothing;
         }
-        let stalls = self.options.layerwise
-            && self.rate.is_longer_than(self.sync_tokens + tokens, self.options.max_sync_stall_ms);
+        let pinned = self.lookup.pin(req_id, &tracker.prompt, stop, patience).unwrap_or(0).min(stop);
+        let tokens = (pinned / multiple * multiple).saturating_sub(num_computed);
+        if tokens == 0 {
+            return nothing;
+        }
+        let rest = tracker.prompt.len().saturating_sub(num_computed + tokens);
+        let (both, most_ms) = ((self.sync_tokens + tokens, self.sync_computed + rest), self.options.max_sync_stall_ms);
+        let stalls = self.options.layerwise && self.rate.stalls(both, self.options.recompute_tokens_per_s, most_ms);
         self.stats.stalling += u64::from(stalls);
         tracker.asynchronous = asynchronous || stalls;
         tracker.load = RequestLoad::Answered { computed: num_computed, tokens };
@@ -140,6 +205,7 @@ impl Scheduler {
         };
         tracker.load = RequestLoad::Idle;
         if num_external == 0 {
+            self.lookup.unpin(req_id);
             return Ok(());
         }
         let stop = computed + num_external.min(offered);
@@ -157,14 +223,15 @@ impl Scheduler {
         }
         if !tracker.asynchronous {
             self.sync_tokens += stop - computed;
+            self.sync_computed += tracker.prompt.len().saturating_sub(stop);
         }
         self.ordered.push(req_id.to_owned());
         Ok(())
     }
 
     /// Puts the loads that were ordered into a step.
-    pub(super) fn send_loads(&mut self, meta: &mut StepMeta) {
-        self.sync_tokens = 0;
+    pub(super) fn send_loads(&mut self, meta: &mut StepMeta, num_scheduled: usize) {
+        (self.sync_tokens, self.sync_computed) = (0, 0);
         for req_id in std::mem::take(&mut self.ordered) {
             let Some(tracker) = self.requests.get_mut(&req_id) else { continue };
             let RequestLoad::Ordered { computed, stop } = tracker.load else { continue };
@@ -185,6 +252,8 @@ impl Scheduler {
             }
             meta.loads.push(LoadOrder { req_id, prompt, computed, stop, spans, epoch, asynchronous });
         }
+        let within = meta.loads.iter().filter(|l| !l.asynchronous).map(|l| l.req_id.clone());
+        self.unverified.ordered(self.step, within, num_scheduled);
     }
 
     /// The load of a request is over, or will not be.
@@ -195,6 +264,9 @@ impl Scheduler {
                 self.loading.remove(key);
             }
             tracker.load = RequestLoad::Idle;
+            if tracker.asynchronous {
+                self.lookup.unpin(req_id);
+            }
         }
     }
 }

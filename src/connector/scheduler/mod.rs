@@ -109,6 +109,8 @@ pub struct StepInput<'a> {
     pub finished: Vec<&'a str>,
     /// Requests whose blocks were taken away for this step.
     pub preempted: Vec<&'a str>,
+    /// Tokens that the step computes, of all requests; 0 where that is not known.
+    pub num_scheduled: usize,
 }
 
 /// What the workers reported after a step.
@@ -239,6 +241,11 @@ pub struct Scheduler {
     rate: loads::LoadRate,
     /// Tokens that are loaded within the next step.
     sync_tokens: usize,
+    /// Tokens of those requests' prompts that are computed meanwhile, in this step or later ones.
+    sync_computed: usize,
+    unverified: loads::UnverifiedLoads,
+    /// The last step has put stores off until loads are verified.
+    puts_off: bool,
     event_log: kv_events::EventLog,
     step: u64,
     stats: SchedulerStats,
@@ -251,8 +258,9 @@ impl Scheduler {
     /// As [`ConnectorOptions::validate`].
     pub fn new(options: ConnectorOptions, lookup: Box<dyn PrefixLookup>) -> Result<Self> {
         options.validate()?;
+        let workers = options.workers;
         Ok(Self {
-            held: finish::HeldRequests::new(options.workers),
+            held: finish::HeldRequests::new(workers),
             event_log: kv_events::EventLog::new(&options),
             options,
             lookup,
@@ -263,6 +271,9 @@ impl Scheduler {
             loading: HashMap::new(),
             rate: loads::LoadRate::default(),
             sync_tokens: 0,
+            sync_computed: 0,
+            unverified: loads::UnverifiedLoads::new(workers),
+            puts_off: false,
             step: 0,
             stats: SchedulerStats::default(),
         })
@@ -327,6 +338,14 @@ impl Scheduler {
         }
     }
 
+    /// The step up to which all loads within steps are over on every worker. What was computed from
+    /// later ones may turn out to be wrong: a server that shares blocks of equal prefixes must not
+    /// give it to other requests until then.
+    #[must_use]
+    pub fn verified_step(&self) -> u64 {
+        self.unverified.over()
+    }
+
     /// Forgets all requests.
     pub fn shutdown(&mut self) {
         self.requests.clear();
@@ -334,6 +353,7 @@ impl Scheduler {
         self.due.clear();
         self.loading.clear();
         self.held = finish::HeldRequests::new(self.options.workers);
+        self.unverified = loads::UnverifiedLoads::new(self.options.workers);
     }
 
     /// Whether a request that has run before must be listed in a step: `num_computed` as in
@@ -344,13 +364,14 @@ impl Scheduler {
     pub fn looks_at(&self, num_computed: usize, most_scheduled: usize) -> bool {
         let chunk = self.options.chunk_tokens.max(1) as usize;
         let into = num_computed % chunk;
-        self.options.save_unfull_chunk || into < PUT_OFF_TOKENS || into + most_scheduled >= chunk
+        self.puts_off || self.options.save_unfull_chunk || into < PUT_OFF_TOKENS || into + most_scheduled >= chunk
     }
 
     /// What the server scheduled becomes what the workers do. `tokens_of` is asked for generated
     /// tokens, and only where the settings want them stored and a chunk of them is full.
     pub fn build_connector_meta(&mut self, input: &StepInput<'_>, tokens_of: &mut TokensOf<'_>) -> StepMeta {
         self.step += 1;
+        self.puts_off = false;
         let mut meta = StepMeta { step: self.step, saves: std::mem::take(&mut self.due), ..StepMeta::default() };
         for req_id in &input.preempted {
             self.preempt(req_id, &mut meta);
@@ -359,7 +380,7 @@ impl Scheduler {
             self.finished_unasked(req_id, &mut meta);
         }
         self.send_questions(&mut meta);
-        self.send_loads(&mut meta);
+        self.send_loads(&mut meta, input.num_scheduled);
         for request in &input.new {
             if let Some(tracker) = self.requests.get_mut(request.req_id) {
                 tracker.replace(&request.blocks);

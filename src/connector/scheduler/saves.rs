@@ -20,7 +20,11 @@ impl Scheduler {
         computed: (usize, usize),
         (tokens_of, meta): (&mut TokensOf<'_>, &mut StepMeta),
     ) {
-        if !self.options.role.stores() || self.waits_for_others(meta) {
+        if !self.options.role.stores() {
+            return;
+        }
+        if self.waits_for_others(req_id, meta) {
+            self.puts_off = true;
             return;
         }
         let options = &self.options;
@@ -63,10 +67,10 @@ impl Scheduler {
         }
     }
 
-    /// Whether stores wait for the next step: other workers' loads within this one may fail, and
-    /// this worker would not know.
-    fn waits_for_others(&self, meta: &StepMeta) -> bool {
-        self.options.workers > 1 && meta.loads.iter().any(|l| !l.asynchronous)
+    /// Whether stores of a request wait for a later step: other workers' loads within this step, or
+    /// within one that is under way, may fail, and this worker would not know.
+    fn waits_for_others(&self, req_id: &str, meta: &StepMeta) -> bool {
+        self.options.workers > 1 && (meta.loads.iter().any(|l| !l.asynchronous) || self.unverified.has(req_id))
     }
 
     /// The order to store a request's tokens up to `stop` in step `step`, that are not stored yet;

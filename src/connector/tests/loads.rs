@@ -175,7 +175,7 @@ fn loads_that_are_not_worth_it_are_not_offered() {
     let offered = (0..32).filter(|_| s.get_num_new_matched_tokens("a", 0) == Some(48)).count();
     assert_eq!(offered, 2, "one of 16, to measure again");
     (0..40).for_each(|_| {
-        s.s.update_connector_output(&StepOutput { workers: vec![report(5000)], ..StepOutput::default() })
+        s.s.update_connector_output(&StepOutput { workers: vec![report(5000)], ..StepOutput::default() });
     });
     assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(48));
 }
@@ -195,7 +195,50 @@ fn layerwise_loads_run_within_their_step() {
     s.get_num_new_matched_tokens("a", 0);
     s.update_state_after_alloc("a", 25, 48);
     assert_eq!(saved(&s.first("a", (48, 100))), [], "another worker's part may fail");
-    assert_eq!(saved(&s.next("a", (100, 101), (&[99], 0))), [(48, 96)]);
+    assert!(s.s.looks_at(8, 1) && s.s.looks_at(24, 1), "what was put off is looked at again, wherever it is");
+    assert_eq!(saved(&s.next("a", (100, 101), (&[99], 0))), [], "a server that runs ahead does not know yet");
+    s.loaded(0, 1);
+    assert_eq!((s.s.verified_step(), saved(&s.next("a", (101, 102), (&[], 0)))), (0, vec![]), "one of two workers");
+    s.loaded(1, 1);
+    assert_eq!((s.s.verified_step(), saved(&s.next("a", (102, 103), (&[], 0)))), (1, vec![(48, 96)]));
+}
+
+#[test]
+fn what_was_computed_from_a_load_that_is_not_verified_is_not_stored_at_the_end() {
+    for verified in [true, false] {
+        let mut s =
+            side_with(48, |o| (o.layerwise, o.store_when, o.max_held_blocks) = (true, StoreWhen::Finished, 1000));
+        s.on_new_request("a", 100);
+        s.get_num_new_matched_tokens("a", 0);
+        s.update_state_after_alloc("a", 25, 48);
+        s.first("a", (48, 100));
+        if verified {
+            s.loaded(0, 1);
+        }
+        s.s.request_finished("a", None);
+        assert_eq!(saved(&s.idle()).len(), usize::from(verified));
+    }
+}
+
+#[test]
+fn computing_hides_a_load_within_its_step() {
+    let offered = |computed_s: f64, recompute: Option<f64>| {
+        let mut s = side_with(4800, |o| (o.layerwise, o.recompute_tokens_per_s) = (true, recompute));
+        s.on_new_request("a", 8000);
+        s.get_num_new_matched_tokens("a", 0);
+        s.update_state_after_alloc("a", 2000, 4800);
+        let new = vec![NewRequest { req_id: "a", blocks: vec![blocks(2000)], num_computed: 4800, num_scheduled: 3200 }];
+        s.s.build_connector_meta(&StepInput { new, num_scheduled: 3200, ..StepInput::default() }, &mut |_, _, _| None);
+        let report =
+            WorkerMeta { loaded_tokens: 4800, load_s: 0.1, loaded_step: 1, computed_s, ..WorkerMeta::default() };
+        s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+        s.on_new_request("b", 8000);
+        s.s.get_num_new_matched_tokens("b", 0).asynchronous
+    };
+    assert!(offered(0.0, None), "100 ms are more than 20, and nothing is known of computing");
+    assert!(offered(0.05, None), "50 ms longer than computing the rest");
+    assert!(!offered(0.09, None));
+    assert!(!offered(0.0, Some(32_000.0)), "the operator knows how long computing takes");
 }
 
 #[test]

@@ -153,6 +153,12 @@ impl Side {
         self.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
     }
 
+    /// A worker says that the loads within all steps up to `step` are over.
+    fn loaded(&mut self, rank: u32, step: u64) {
+        let report = WorkerMeta { rank, loaded_step: step, ..WorkerMeta::default() };
+        self.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+    }
+
     fn received(&mut self, req_id: &str) {
         self.s.update_connector_output(&StepOutput { finished_recving: vec![req_id], ..StepOutput::default() });
     }

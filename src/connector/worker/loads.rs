@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::super::meta::{BlockSpan, LoadOrder, PromptPart, Question};
 use super::Worker;
 use crate::device::Stream;
-use crate::engine::{Load, LoadRequest, LoadTicket, Prompt, SlotMapping};
+use crate::engine::{Load, LoadRequest, LoadTicket, Lookup, Prompt, SlotMapping};
 use crate::error::Result;
 use crate::key::Extra;
 
@@ -45,12 +45,14 @@ impl Worker {
     pub(super) fn answer(&mut self, question: &Question, is_asked: bool) {
         let prompt = self.learn(&question.req_id, &question.prompt);
         if is_asked {
-            let found = prompt.map_or(Ok(0), |prompt| self.engine.lookup(&prompt, 0).map(|found| found.matched_tokens));
+            let pin_ms = self.options.load_timeout_ms;
+            let found = prompt.map_or_else(|| Ok(Lookup::default()), |prompt| self.engine.lookup(&prompt, pin_ms));
             let found = found.unwrap_or_else(|e| {
                 tracing::warn!(error = %e, req_id = question.req_id, "a lookup failed; the request counts as not stored");
-                0
+                Lookup::default()
             });
-            self.report.answers.push((question.number, found as u64));
+            self.report.answers.push((question.number, found.matched_tokens as u64));
+            self.pins.insert(question.req_id.clone(), found);
         }
     }
 
@@ -104,7 +106,10 @@ impl Worker {
             stream,
             ..LoadRequest::new(&prompt, &self.kv, slots)
         };
-        match self.engine.load(request) {
+        let load = self.engine.load(request);
+        // It has leases of its own by now.
+        self.pins.remove(&order.req_id);
+        match load {
             Ok(load) => self.loads.push(Loading { order, load, started: Instant::now() }),
             Err(e) => {
                 tracing::warn!(error = %e, req_id = order.req_id, "a load was refused; the request is computed");
@@ -157,7 +162,11 @@ impl Worker {
     pub(super) fn end_loads_of_step(&mut self) {
         let (asynchronous, within) = std::mem::take(&mut self.loads).into_iter().partition(|l| l.order.asynchronous);
         self.loads = asynchronous;
+        if !within.is_empty() {
+            self.report.computed_s = self.began.elapsed().saturating_sub(self.waited).as_secs_f64();
+        }
         self.end_loads(within);
+        self.report.loaded_step = self.step;
     }
 
     fn end_loads(&mut self, over: Vec<Loading>) {
@@ -195,6 +204,7 @@ impl Worker {
         }
         for req_id in finished {
             self.prompts.remove(*req_id);
+            self.pins.remove(*req_id);
             self.poisoned.remove(*req_id);
         }
     }
@@ -207,12 +217,14 @@ impl Worker {
     /// # Errors
     /// What the driver says.
     pub fn wait_for_layer_load(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
+        let began = Instant::now();
         for loading in self.loads.iter().filter(|l| !l.order.asynchronous && layer < l.load.layers()) {
             match stream {
                 Some(stream) => loading.load.wait_layer_on(layer, stream)?,
                 None => loading.load.wait_layer_landed(layer)?,
             };
         }
+        self.waited += began.elapsed();
         Ok(())
     }
 }

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
@@ -15,7 +15,7 @@ use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use super::worker_identity::WorkerIdentity;
 use crate::device::{PagedKv, Stream};
-use crate::engine::{Computed, Engine, Prompt};
+use crate::engine::{Computed, Engine, Lookup, Prompt};
 use crate::error::Result;
 
 mod loads;
@@ -116,7 +116,13 @@ pub struct Worker {
     received: Vec<String>,
     failed_blocks: HashSet<u32>,
     failed_requests: HashSet<String>,
+    /// What was answered to the scheduler is kept from eviction until it is loaded, or for the
+    /// time-out of loads.
+    pins: HashMap<String, Lookup>,
     step: u64,
+    /// When the step began whose loads run within it, and how long it has waited for layers.
+    began: Instant,
+    waited: Duration,
     /// What the scheduler has not acknowledged yet.
     identity: Option<WorkerIdentity>,
     /// Another worker stores the same KV.
@@ -147,7 +153,10 @@ impl Worker {
             received: Vec::new(),
             failed_blocks: HashSet::new(),
             failed_requests: HashSet::new(),
+            pins: HashMap::new(),
             step: 0,
+            began: Instant::now(),
+            waited: Duration::ZERO,
             report: WorkerMeta::default(),
             stats: WorkerStats::default(),
         })
@@ -175,6 +184,7 @@ impl Worker {
         for question in &meta.questions {
             self.answer(question, is_asked);
         }
+        (self.began, self.waited) = (Instant::now(), Duration::ZERO);
         for order in meta.loads {
             self.start_load(order, stream);
         }
@@ -231,16 +241,18 @@ impl Worker {
         }
         let gathered_step = self.gathered_step();
         let has_changed = gathered_step != self.report.gathered_step
+            || self.report.computed_s > 0.0
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
             || self.report.loaded_tokens > 0
             || !self.report.answers.is_empty()
             || !self.report.evicted.is_empty()
             || self.identity.is_some();
-        let next = WorkerMeta { rank: self.options.rank, gathered_step, ..WorkerMeta::default() };
+        let (rank, loaded_step) = (self.options.rank, self.report.loaded_step);
+        let next = WorkerMeta { rank, gathered_step, loaded_step, ..WorkerMeta::default() };
         let report = std::mem::replace(&mut self.report, next);
         let identity = self.identity.clone();
-        has_changed.then_some(WorkerMeta { rank: self.options.rank, gathered_step, identity, ..report })
+        has_changed.then_some(WorkerMeta { rank, gathered_step, identity, ..report })
     }
 
     /// Counts.
@@ -252,6 +264,7 @@ impl Worker {
     /// Cancels loads and waits until `deadline` for stores; what is not written then is given up.
     pub fn shutdown(&mut self, deadline: Instant) {
         self.loads.clear();
+        self.pins.clear();
         self.wait_saves(deadline);
         self.prompts.clear();
         self.held.clear();

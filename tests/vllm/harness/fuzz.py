@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Tally:
     failed_loads: int = 0
     seeds_that_failed: int = 0
     excused: int = 0
+    errors: int = 0
     killed: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
 
@@ -113,6 +115,15 @@ def within_steps(made: Shape) -> Shape:
     return dataclasses.replace(made, asynchronous=False, prefix_caching=False, settings=settings)
 
 
+def failing(made: Shape) -> Shape:
+    """The same server as users start it: layer by layer within steps that are scheduled ahead, blocks of equal prefixes shared; a
+    request whose load fails ends with an error."""
+    source = random.Random(repr(made))
+    settings = made.settings | {"use_layerwise": source.choice((True, "auto")), "max_sync_stall_ms": source.choice((20, 20_000))}
+    ahead, caching = source.random() < 0.8, source.random() < 0.9
+    return dataclasses.replace(made, asynchronous=ahead, prefix_caching=caching, policy="fail", settings=settings)
+
+
 class Fuzz:
     """One run."""
 
@@ -124,19 +135,18 @@ class Fuzz:
         device: str = "cpu",
         windows: tuple[int | None, ...] = (None,),
         ranks: dict[str, Any] | None = None,
-        layerwise: bool = False,
+        change: Callable[[Shape], Shape] = lambda made: made,
     ) -> None:
-        """Of a seed, over caches in `folder`; `ranks`: fields of `Shape`; `layerwise`: all loads within steps."""
+        """Of a seed, over caches in `folder`; `ranks`: fields of `Shape`; `change`: what else is to be so."""
         self.source, self.folder, self.tally = random.Random(seed), folder, tally
-        self.device, self.windows, self.ranks, self.layerwise = device, windows, ranks or {}, layerwise
+        self.device, self.windows, self.ranks, self.change = device, windows, ranks or {}, change
         self.shape = with_ranks(self._drawn(), self.ranks)
         self.beginnings = [self._tokens(self.source.randrange(60, 230)) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.sent = 0
 
     def _drawn(self) -> Shape:
-        made = with_windows(shape(self.source, self.device), self.windows)
-        return within_steps(made) if self.layerwise else made
+        return self.change(with_windows(shape(self.source, self.device), self.windows))
 
     def _tokens(self, count: int) -> list[int]:
         return [self.source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(count)]
@@ -155,14 +165,24 @@ class Fuzz:
         stop = tuple(self._tokens(12)) if self.source.random() < 0.5 else ()
         params: dict[str, Any] = {}
         if self.source.random() < 0.1:
-            name = self.source.choice(("forebay.skip_save", "forebay.skip_load"))
+            name = self.source.choice(("forebay.skip_save", "lmcache.skip_load"))
             params = {"kv_transfer_params": {name: True}}
         prompt, count = self._prompt(), self.source.randrange(1, OUTPUT_TOKENS)
         server.ask(f"r{self.sent}", prompt, count, stop, **params)
 
+    @staticmethod
+    def _live(server: Server) -> list[str]:
+        return [r for r, a in server.asked.items() if a.finished is None and not a.aborted]
+
+    def _leaves(self, server: Server) -> None:
+        """Perhaps a client goes away while a step runs."""
+        if self.shape.policy == "fail" and self.source.random() < 0.02 and (live := self._live(server)):
+            self.tally.aborted += 1
+            server.abort(self.source.choice(live))
+
     def _happens(self, server: Server) -> None:
         """Perhaps something happens between two steps."""
-        live = [r for r, a in server.asked.items() if a.finished is None and not a.aborted]
+        live = self._live(server)
         draw = self.source.random()
         if draw < 0.02 and live:
             self.tally.aborted += 1
@@ -192,7 +212,7 @@ class Fuzz:
                     left -= burst
                     for _ in range(burst):
                         self._ask(server)
-                server.step()
+                server.step(before_update=lambda: self._leaves(server))
                 self._happens(server)
                 if steps_until_killed is not None and server.steps >= steps_until_killed:
                     self.tally.killed += 1
@@ -210,6 +230,7 @@ class Fuzz:
         self.tally.failed_loads += server.failed_loads
         self.tally.preemptions += server.preemptions
         self.tally.excused += server.runner.excused
+        self.tally.errors += server.errors
 
     def run(self) -> None:
         """All of it."""

@@ -1,6 +1,7 @@
 """A connector whose loads always fail: it promises a prompt's blocks within the step, loads nothing, and says so afterwards.
 
-It shows what vLLM does with a failed synchronous load, whoever's it is. Nothing of Forebay is in it.
+It shows what vLLM does with a failed synchronous load, whoever's it is. Nothing of Forebay is in it. Requests whose name begins with
+`plain` are promised nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RejectingConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """All whole blocks but the last token's, within the step."""
-        if request.request_id in self._promised:
+        if request.request_id in self._promised or request.request_id.startswith("plain"):
             return 0, False
         size = self._vllm_config.cache_config.block_size
         tokens = (request.num_prompt_tokens - 1) // size * size - num_computed_tokens

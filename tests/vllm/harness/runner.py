@@ -190,6 +190,10 @@ class Runner:
     """Wrong reads in steps whose load was reported as failed."""
     wrong: list[Mismatch] = field(default_factory=list)
     """Wrong reads in other steps."""
+    fails: bool = False
+    """Whether vLLM ends a request whose load failed: until it knows, the request goes on to read what was never loaded."""
+    doomed: set[str] = field(default_factory=set)
+    """Such requests."""
 
     def execute(self, step: SchedulerOutput, fresh: list[tuple[int, list[int]]]) -> list[ModelRunnerOutput]:
         """Runs a step; `fresh`: blocks that were taken from the pool for it, per group. One output per worker."""
@@ -266,6 +270,10 @@ class Runner:
             computed = -(-sequence.computed // (self.ranks[0].block_tokens * self.ranks[0].share.ranks))
             if any(invalid.intersection(table[:computed]) for table in sequence.blocks):
                 self.excused += 1
+                if self.fails:
+                    self.doomed.add(mismatch.req_id)
+            elif mismatch.req_id in self.doomed:
+                self.excused += 1
             elif self.strict:
                 raise WrongKv(str(mismatch))
             else:
@@ -286,6 +294,10 @@ class Runner:
         for req_id in step.finished_req_ids:
             self.sequences.pop(req_id, None)
             self.batch.discard(req_id)
+        # What begins anew reads what it has computed or loaded since.
+        self.doomed.difference_update(
+            step.finished_req_ids, step.scheduled_cached_reqs.resumed_req_ids, (r.req_id for r in step.scheduled_new_reqs)
+        )
         cached = step.scheduled_cached_reqs
         self.batch &= step.num_scheduled_tokens.keys() - cached.resumed_req_ids
         for new in step.scheduled_new_reqs:

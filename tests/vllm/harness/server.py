@@ -10,6 +10,7 @@ import copy
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ class Shape:
     events: bool = False
     """KV events are published, to `Server.events`."""
     role: str = "kv_both"
+    policy: str = "recompute"
+    """vLLM's `kv_load_failure_policy`."""
     device: str = "cpu"
     connector: str = "ForebayConnector"
     connector_module: str = "forebay.vllm"
@@ -184,7 +187,7 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
         kv_connector=shape.connector,
         kv_connector_module_path=shape.connector_module,
         kv_role=shape.role,
-        kv_load_failure_policy="recompute",
+        kv_load_failure_policy=shape.policy,
         kv_connector_extra_config=extra | shape.settings,
     )
     config = VllmConfig(
@@ -255,7 +258,7 @@ class Server:
         self.scheduler.use_v2_model_runner = shape.second_runner
         self.hasher = get_request_block_hasher(shape.block_tokens, sha256)
         ranks = [self._rank(config, folder, rank) for rank in range(shape.workers)]
-        self.runner = Runner(ranks, shape.asynchronous, shape.second_runner)
+        self.runner = Runner(ranks, shape.asynchronous, shape.second_runner, fails=shape.policy == "fail")
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.workers)
         self.events: list[Any] = []
         self._watch_events()
@@ -264,6 +267,9 @@ class Server:
         self.loaded_tokens = self.failed_loads = self.preemptions = self.steps = 0
         self._fresh: list[tuple[int, list[int]]] = []
         self._watch_pool()
+        self.own_loads: dict[str, set[int]] = {}
+        self._watch_loads()
+        self.errors = 0
         self._moved = time.monotonic()
 
     def _rank(self, config: VllmConfig, folder: Path, rank: int) -> Rank:
@@ -296,6 +302,24 @@ class Server:
             return events
 
         connector.take_events = watched
+
+    def _watch_loads(self) -> None:
+        """Learns which blocks are loaded for which request, so that an error of another one is noticed."""
+        connector, computed = self.scheduler.connector, dict[str, int]()
+        match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+        def asked(request: Request, num_computed: int) -> tuple[int | None, bool]:
+            computed[request.request_id] = num_computed
+            return match(request, num_computed)
+
+        def given(request: Request, blocks: Any, external: int) -> None:
+            if external > 0:
+                first, size = computed[request.request_id], self.shape.block_tokens
+                loaded = slice(first // size, -(-(first + external) // size))
+                self.own_loads[request.request_id] = {block for table in blocks.get_block_ids() for block in table[loaded]}
+            allocated(request, blocks, external)
+
+        connector.get_num_new_matched_tokens, connector.update_state_after_alloc = asked, given
 
     def _watch_pool(self) -> None:
         """Learns which blocks are given out: what is in them until they are computed or loaded is nobody's KV."""
@@ -346,8 +370,8 @@ class Server:
         """Whether a request waits for its load."""
         return any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.scheduler.requests.values())
 
-    def step(self) -> bool:
-        """One call of vLLM's `EngineCore.step`; whether there is more to do."""
+    def step(self, before_update: Callable[[], None] = lambda: None) -> bool:
+        """One call of vLLM's `EngineCore.step`; whether there is more to do. vLLM takes aborts just before it looks at a step's output."""
         if not self.scheduler.has_requests() and not self.queue:
             return False
         executed = False
@@ -361,6 +385,7 @@ class Server:
             executed = output.total_num_scheduled_tokens > 0
             if len(self.queue) < self.shape.steps_ahead and (executed or self.scheduler.has_requests()):
                 return True
+        before_update()
         self._update()
         if time.monotonic() - self._moved > HANGS_S:
             raise Hangs(f"nothing has happened for {HANGS_S:.0f} s: {self.describe()}")
@@ -384,6 +409,11 @@ class Server:
                 asked.output += out.new_token_ids
                 if out.finish_reason is not None:
                     asked.finished = str(out.finish_reason)
+                if asked.finished == "error" and out.finish_reason is not None:
+                    self.errors += 1
+                    own = self.own_loads.get(out.request_id, set()) & kv.invalid_block_ids
+                    is_own = own or out.request_id in kv.failed_recving or not self.runner.strict
+                    assert is_own, f"{out.request_id} ends for another request's load"
                 if out.kv_transfer_params is not None:
                     self.handed_over[out.request_id] = out.kv_transfer_params
                 if out.prefill_stats is not None:
@@ -415,7 +445,9 @@ class Server:
         """What was generated is right, and all of it is there, but for requests that were aborted."""
         for req_id, asked in self.asked.items():
             right = generated(asked.prompt, asked.max_tokens, asked.stop)
-            if asked.finished is None and (asked.aborted or not all_finished):
+            if asked.finished == "error" and self.shape.policy == "fail":
+                right = right[: len(asked.output)]
+            elif asked.finished is None and (asked.aborted or not all_finished):
                 right = right[: len(asked.output)]
             else:
                 assert asked.finished is not None, f"request {req_id} has not finished: {self.describe()}"

@@ -76,13 +76,82 @@ def test_vllm_shares_blocks_of_a_failed_synchronous_load_before_they_are_compute
         run(server)
 
 
+FAILING = REJECTING | {"policy": "fail"}
+AHEAD = pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "ahead"])
+
+
+@RUNNERS
+@AHEAD
+def test_vllm_ends_one_request_with_an_error_and_no_token(asynchronous: bool, second: bool, tmp_path: Path) -> None:
+    server = Server(Shape(asynchronous=asynchronous, second_runner=second, **FAILING), tmp_path)
+    server.runner.strict = False
+    server.ask("a", PROMPT, 6)
+    run(server)
+    assert (server.asked["a"].finished, server.asked["a"].output) == ("error", [])
+    # Nothing of it is left in the prefix cache.
+    server.runner.wrong.clear()
+    server.ask("plain", PROMPT, 6)
+    run(server)
+    assert server.asked["plain"].output == generated(PROMPT, 6)
+    assert not server.runner.wrong
+    server.check_empty()
+
+
+@RUNNERS
+@AHEAD
+def test_vllm_ends_requests_that_share_the_blocks_too(asynchronous: bool, second: bool, tmp_path: Path) -> None:
+    server = Server(Shape(asynchronous=asynchronous, second_runner=second, batch_tokens=512, **FAILING), tmp_path)
+    server.runner.strict = False
+    server.ask("a", PROMPT, 6)
+    server.ask("plain", [*PROMPT, 7], 6)
+    run(server)
+    assert [server.asked[name].finished for name in ("a", "plain")] == ["error", "error"]
+
+
+@RUNNERS
+@AHEAD
+def test_vllm_keeps_the_blocks_of_an_aborted_request_in_its_prefix_cache(
+    asynchronous: bool, second: bool, tmp_path: Path
+) -> None:
+    server = Server(Shape(asynchronous=asynchronous, second_runner=second, **FAILING), tmp_path)
+    server.runner.strict = False
+    server.ask("a", PROMPT, 6)
+    # As a client that goes away while the step runs.
+    while server.asked["a"].finished is None and not server.asked["a"].aborted:
+        server.step(before_update=lambda: server.abort("a"))
+    server.runner.wrong.clear()
+    server.ask("plain", [*PROMPT, 7], 6)
+    run(server)
+    assert server.runner.wrong, "it reads what was never loaded"
+    assert server.asked["plain"].output != generated([*PROMPT, 7], 6)
+
+
+@RUNNERS
+def test_vllm_preempts_no_request_before_the_failure_is_known(second: bool, tmp_path: Path) -> None:
+    # The running request needs a block in the step after the one that loads, and the other one has the last. Preempted, that one would
+    # be looked at by nobody, and its token would be sent.
+    server = Server(Shape(asynchronous=True, second_runner=second, blocks=11, **FAILING), tmp_path)
+    server.runner.strict = False
+    server.ask("plain", list(range(200, 245)), 20)
+    for _ in range(3):
+        server.step()
+    server.ask("a", PROMPT, 6)
+    run(server)
+    assert server.preemptions == 0
+    assert (server.asked["a"].finished, server.asked["a"].output) == ("error", [])
+    assert server.asked["plain"].output == generated(list(range(200, 245)), 20)
+
+
 @pytest.mark.parametrize(
     "shape, flag",
     [
         (Shape(asynchronous=True, prefix_caching=False), "--no-async-scheduling"),
         (Shape(prefix_caching=True), "--no-enable-prefix-caching"),
+        (Shape(policy="fail", windows=(50,)), "a sliding window"),
+        (Shape(policy="fail", windows=(None, 50)), "several KV cache groups"),
+        (Shape(policy="fail", stages=2), "--pipeline-parallel-size"),
     ],
-    ids=["async", "prefix-caching"],
+    ids=["async", "prefix-caching", "window", "groups", "stages"],
 )
 def test_layerwise_loads_are_refused_where_vllm_does_that(shape: Shape, flag: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=flag):

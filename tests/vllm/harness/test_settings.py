@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,40 @@ def test_layers_are_loaded_one_by_one_wherever_that_was_said(monkeypatch: pytest
 def test_what_is_wrong_is_said_at_the_start(tmp_path: Path, extra: dict[str, Any], says: str) -> None:
     with pytest.raises(forebay.ForebayError, match=says):
         Server(Shape(settings=extra), tmp_path)
+
+
+def test_what_became_of_a_request_is_one_line_at_debug_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.forebay")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.DEBUG, "vllm.forebay"):
+            loaded(tmp_path)
+            loaded(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[req_id=a]")]
+    first, second = dict.fromkeys(lines)
+    assert "Retrieved 0 out of 300 prompt tokens" in first and "Stored 288 out of total 304 tokens, in chunks of 32" in first
+    assert "Retrieved 288 out of 300 prompt tokens" in second
+
+
+def half(request: Any, computed: int, tokens: int) -> int:
+    """A user's function, by a name that the connector imports."""
+    assert (request.num_prompt_tokens, computed, tokens) == (300, 0, 288)
+    return 150
+
+
+def fails(*_: Any) -> int:
+    """Another one."""
+    raise RuntimeError("out of order")
+
+
+def test_a_function_of_the_users_own_lowers_what_is_loaded(tmp_path: Path) -> None:
+    assert loaded(tmp_path) == 0
+    assert loaded(tmp_path, load_limit="harness.test_settings:half") == 144, "whole blocks of 16"
+    assert loaded(tmp_path, load_limit=lambda *_: 10_000) == 288, "no more than there is"
+    assert loaded(tmp_path, load_limit=lambda *_: -1) == 0
+    assert loaded(tmp_path, load_limit=fails) == 0
+    for wrong in ("nowhere:half", "harness.test_settings:nothing", "harness.test_settings", 7):
+        with pytest.raises(ValueError, match="write module:function"):
+            Server(Shape(settings={"load_limit": wrong}), tmp_path)

@@ -45,7 +45,7 @@ pub(super) fn open_engine(dir: &Path, (capacity_bytes, policy): (u64, EvictionPo
     settings.capacity = Capacity::Bytes(capacity_bytes);
     settings.min_free = MinFree::Bytes(64 << 20);
     settings.eviction_policy = policy;
-    settings.use_layerwise = true;
+    settings.use_layerwise = true.into();
     settings.staging = STAGING_BYTES;
     settings.store_staging = 64 << 20;
     settings.hugepages = false;
