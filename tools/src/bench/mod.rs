@@ -58,6 +58,7 @@ Examples:
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
   forebay bench --rw randrw --rwmixread 80 --bs 64k --runtime 10 --time_based --size 1g --directory /mnt/nvme
   forebay bench nightly.fio --section seq --output-format json --output result.json --html report.html
+  forebay bench --rw randread --bs 4k --iodepth 16 --size 1g --output-format=json+ --output r.json --write_lat_log=r
   forebay bench --rw layerload --model llama-3.1-8b --tokens 32768 --compute-us 500 --verify --directory /mnt/nvme";
 
 /// Form of the results.
@@ -67,6 +68,9 @@ pub(crate) enum OutputFormat {
     Normal,
     /// fio's JSON shape.
     Json,
+    /// The same, with all buckets of the latencies.
+    #[value(name = "json+")]
+    JsonPlus,
 }
 
 /// Runs `forebay bench`.
@@ -76,7 +80,7 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     if !kv::is_child() {
         stop::listen()?;
     }
-    let json = context.json || args.output_format == OutputFormat::Json;
+    let json = context.json || args.output_format != OutputFormat::Normal;
     let context = Context { json, ..*context };
     let mut results: Vec<JobResult> = Vec::with_capacity(jobs.len());
     for (group, members) in groups(jobs).into_iter().enumerate() {
@@ -98,7 +102,12 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
         eprintln!("forebay: interrupted before anything was measured");
         return Ok(Outcome::Interrupted(signal));
     }
-    let text = if json { out::to_json(&report::json::document(&results))? } else { report::normal::document(&results) };
+    let text = if json {
+        out::to_json(&report::json::document(&results, args.output_format == OutputFormat::JsonPlus))?
+    } else {
+        report::normal::document(&results)
+    };
+    report::logs::write(&results)?;
     match &args.output {
         Some(path) => write_file(path, &text)?,
         None => out::print(&text)?,

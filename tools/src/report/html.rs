@@ -148,7 +148,8 @@ fn bandwidth_chart(job: &JobResult) -> DrawResult<String> {
     let interval = job.sample_interval.as_secs_f64();
     let rate = |bytes: u64| bytes as f64 / interval / f64::from(1 << 20);
     let samples = job.directions().map(|(_, d)| d.whole_samples().len()).max().unwrap_or(1);
-    let top = job.directions().flat_map(|(_, d)| d.whole_samples().iter().map(|&b| rate(b))).fold(1.0, f64::max) * 1.1;
+    let top =
+        job.directions().flat_map(|(_, d)| d.whole_samples().iter().map(|m| rate(m.bytes))).fold(1.0, f64::max) * 1.1;
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, (940, 320)).into_drawing_area();
@@ -163,7 +164,8 @@ fn bandwidth_chart(job: &JobResult) -> DrawResult<String> {
         chart.configure_mesh().x_desc("seconds").y_desc("MiB/s").light_line_style(WHITE).draw()?;
         for (word, d) in job.directions() {
             let colour = colour(word);
-            let points = d.whole_samples().iter().enumerate().map(|(i, &b)| ((i as f64 + 0.5) * interval, rate(b)));
+            let points =
+                d.whole_samples().iter().enumerate().map(|(i, m)| ((i as f64 + 0.5) * interval, rate(m.bytes)));
             chart
                 .draw_series(LineSeries::new(points, colour.stroke_width(2)))?
                 .label(word)
