@@ -171,6 +171,9 @@ fn job_files_run_in_groups_and_ignored_options_are_named() {
     );
     assert_eq!(json["jobs"][2]["read"]["total_ios"], 256);
     let html = std::fs::read_to_string(dir.path().join("report.html")).unwrap();
+    for part in ["<td>host</td>", "<td>file system</td>", " UTC</td>", "bench job.fio", "Summary"] {
+        assert!(html.contains(part), "{part:?} is not in the report");
+    }
     assert!(html.contains("<svg") && html.contains("three") && html.trim_end().ends_with("</html>"));
     let without_xmlns = html.replace("http://www.w3.org/2000/svg", "");
     assert!(!without_xmlns.contains("http"), "the report must not load anything");

@@ -207,6 +207,12 @@ impl Job {
         }
     }
 
+    /// The directory of its files or its cache.
+    pub(crate) fn place(&self) -> PathBuf {
+        let parent = self.filename.as_ref().and_then(|file| file.parent()).filter(|p| !p.as_os_str().is_empty());
+        parent.map_or_else(|| self.directory.clone(), Path::to_path_buf)
+    }
+
     /// The options that describe the job, in fio's spelling, for reports.
     pub(crate) fn described(&self) -> Vec<(String, String)> {
         let mut list: Vec<(&str, String)> = vec![

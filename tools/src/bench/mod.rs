@@ -18,6 +18,7 @@ use clap::{Args, ValueEnum};
 use forebay::{Error, ErrorKind, Result};
 
 use crate::out::{self, Context, Outcome};
+use crate::report::html::Head;
 use crate::report::{self, JobResult};
 use crate::stop;
 use job::Job;
@@ -76,6 +77,7 @@ pub(crate) enum OutputFormat {
 /// Runs `forebay bench`.
 pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     let jobs = jobs(args)?;
+    let place = jobs.first().map_or_else(PathBuf::new, Job::place);
     // A child of ours ends with its parent, which removes what it made.
     if !kv::is_child() {
         stop::listen()?;
@@ -113,7 +115,7 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
         None => out::print(&text)?,
     }
     if let Some(path) = &args.html {
-        write_file(path, &report::html::document(&results)?)?;
+        write_file(path, &report::html::document(&results, &head(&place, &results))?)?;
     }
     if let Some(signal) = stop::signal() {
         eprintln!("forebay: interrupted: the figures are of what ran until then");
@@ -121,6 +123,25 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     }
     let problem = results.iter().any(|r| r.forebay.wrong_bytes.unwrap_or(0) > 0 || r.forebay.corrupt.unwrap_or(0) > 0);
     Ok(if problem { Outcome::Problem } else { Outcome::Done })
+}
+
+/// Where and how the results were measured.
+fn head(place: &Path, results: &[JobResult]) -> Head {
+    let now = time::OffsetDateTime::now_utc();
+    let date = format!(
+        "{}-{:02}-{:02} {:02}:{:02} UTC",
+        now.year(),
+        u8::from(now.month()),
+        now.day(),
+        now.hour(),
+        now.minute()
+    );
+    let moved: u64 = results.iter().map(JobResult::io_bytes).sum();
+    let mut facts = vec![("date", date), ("forebay", env!("CARGO_PKG_VERSION").to_owned())];
+    facts.extend(crate::probe::facts(place));
+    facts.push(("moved", format!("{} by {} jobs", crate::size::show_bytes(moved as f64), results.len())));
+    let words: Vec<String> = std::env::args().map(|word| crate::fsck::quoted(Path::new(&word))).collect();
+    Head { facts, command: words.join(" ") }
 }
 
 fn write_file(path: &Path, text: &str) -> Result<()> {

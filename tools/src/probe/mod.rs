@@ -23,6 +23,7 @@ use forebay::{Error, Result};
 use serde::Serialize;
 
 use crate::out::{self, Context, Outcome};
+use crate::size::show_bytes;
 use checks::{Finding, Level};
 
 /// Time that the trial's queues get to end.
@@ -101,6 +102,22 @@ impl Reason {
     fn new(path: IoPath, reason: String) -> Self {
         Self { path: path.as_str(), transfer_type: cufile::transfer_type(path), reason }
     }
+}
+
+/// Machine and drive in words, for reports.
+pub(crate) fn facts(path: &Path) -> Vec<(&'static str, String)> {
+    let m = machine::read();
+    let mount = directory::mount(path);
+    let mut facts = vec![
+        ("host", m.host),
+        ("kernel", format!("Linux {}", m.kernel)),
+        ("machine", format!("{} processors, {} of memory", m.processors, show_bytes(m.memory_bytes as f64))),
+    ];
+    facts.extend(
+        mount.iter().map(|m| ("file system", format!("{}, {} on {}", m.fs_type, m.source, m.mount_point.display()))),
+    );
+    facts.extend(mount.and_then(|m| machine::drive(&m.device)).map(|drive| ("drive", drive.to_string())));
+    facts
 }
 
 /// Runs `forebay probe`.
