@@ -22,7 +22,7 @@ fn a_read_has_the_json_of_fio_and_moves_real_bytes() {
     let dir = folder();
     let run = bench(dir.path(), "--rw read --bs 64k --iodepth 4 --size 4m --numjobs 2 --output-format json").expect(0);
     let json = run.json();
-    assert!(json["forebay version"].as_str().unwrap().starts_with("forebay-"));
+    assert!(json["fio version"].as_str().unwrap().starts_with("forebay-"));
     let job = &json["jobs"][0];
     assert_eq!(job["jobname"], "forebay");
     assert_eq!(job["job options"]["rw"], "read");
@@ -50,6 +50,48 @@ fn a_read_has_the_json_of_fio_and_moves_real_bytes() {
         assert!(number(&own["device_read_bytes"]) >= f64::from(8 << 20), "{own}");
     }
     assert!(own.get("reopen_ms").is_none(), "figures of other modes are left out");
+}
+
+/// What fio_jsonplus_clat2csv (fio 3.33) and fio-plot (1.1.21) read of a result; both were run on
+/// one.
+#[test]
+fn the_tools_of_fio_find_what_they_read() {
+    let dir = folder();
+    let logs = "--write_bw_log --write_iops_log=other --write_lat_log=other";
+    let arguments = format!("--rw randrw --bs 4k --iodepth 4 --size 1m --time_based --runtime 550ms --name one {logs}");
+    let json = bench(dir.path(), &format!("{arguments} --output-format=json+")).expect(0).json();
+    assert!(json["fio version"].is_string());
+    let job = &json["jobs"][0];
+    for option in ["rw", "iodepth", "numjobs", "bs"] {
+        assert!(job["job options"][option].is_string(), "{option}");
+    }
+    assert_eq!(job["trim"]["total_ios"], 0);
+    assert!(job["trim"]["clat_ns"].get("bins").is_none(), "fio has no bins of nothing either");
+    for direction in ["read", "write"] {
+        let of = &job[direction];
+        for latency in ["slat_ns", "clat_ns", "lat_ns"] {
+            let bins = of[latency]["bins"].as_object().unwrap();
+            let sum: u64 = bins.values().map(|n| n.as_u64().unwrap()).sum();
+            assert_eq!(Some(sum), of["total_ios"].as_u64(), "{direction} {latency}");
+            assert!(bins.keys().all(|ns| ns.parse::<u64>().is_ok()));
+        }
+        for key in ["iops_min", "iops_max", "iops_mean", "iops_stddev", "iops_samples"] {
+            assert!(of[key].is_number(), "{key}");
+        }
+    }
+    let classes = ["latency_ns", "latency_us", "latency_ms"].map(|unit| job[unit].as_object().unwrap());
+    let percent: f64 = classes.iter().flat_map(|c| c.values()).map(number).sum();
+    assert!((percent - 100.0).abs() < 0.01, "{percent} % of the operations have a class");
+    for (name, least) in [("one_bw", 1), ("other_iops", 1), ("other_lat", 1), ("other_slat", 0), ("other_clat", 1)] {
+        let text = std::fs::read_to_string(dir.path().join(format!("{name}.1.log"))).unwrap();
+        let rows: Vec<Vec<u64>> =
+            text.lines().map(|l| l.split(", ").map(|field| field.parse().unwrap()).collect()).collect();
+        assert!(rows.iter().all(|row| row.len() == 5 && row[0] % 100 == 0 && row[1] >= least && row[2] <= 1), "{text}");
+        assert!([0, 1].iter().all(|direction| rows.iter().any(|row| row[2] == *direction)), "{name}: {text}");
+        assert!(rows.is_sorted_by_key(|row| row[0]), "{name}: {text}");
+    }
+    let plain = bench(dir.path(), "--rw read --bs 4k --size 64k --json").expect(0).json();
+    assert!(plain["jobs"][0]["read"]["clat_ns"].get("bins").is_none());
 }
 
 #[test]
@@ -116,7 +158,7 @@ fn normal_output_reads_like_fio() {
 #[test]
 fn job_files_run_in_groups_and_ignored_options_are_named() {
     let dir = folder();
-    let text = "[global]\nsize=1m\nbs=64k\nioengine=libaio\ngtod_reduce=1\ngroup_reporting\n\n[one]\nrw=read\n\n[two]\nrw=write\n\n[three]\nstonewall\nrw=randread\nbs=4k\n";
+    let text = "[global]\nsize=1m\nbs=64k\nioengine=libaio\ngtod_reduce=1\ngroup_reporting\nwrite_bw_log\n\n[one]\nrw=read\n\n[two]\nrw=write\n\n[three]\nstonewall\nrw=randread\nbs=4k\n";
     std::fs::write(dir.path().join("job.fio"), text).unwrap();
     let run = bench(dir.path(), "job.fio --output-format=json --output result.json --html report.html").expect(0);
     assert!(run.stderr.contains("were ignored: [global] gtod_reduce"), "{}", run.stderr);
@@ -129,9 +171,15 @@ fn job_files_run_in_groups_and_ignored_options_are_named() {
     );
     assert_eq!(json["jobs"][2]["read"]["total_ios"], 256);
     let html = std::fs::read_to_string(dir.path().join("report.html")).unwrap();
+    for part in ["<td>host</td>", "<td>file system</td>", " UTC</td>", "bench job.fio", "Summary"] {
+        assert!(html.contains(part), "{part:?} is not in the report");
+    }
     assert!(html.contains("<svg") && html.contains("three") && html.trim_end().ends_with("</html>"));
     let without_xmlns = html.replace("http://www.w3.org/2000/svg", "");
     assert!(!without_xmlns.contains("http"), "the report must not load anything");
+    for name in ["one_bw.1.log", "two_bw.2.log", "three_bw.3.log"] {
+        assert!(dir.path().join(name).is_file(), "{name}");
+    }
     let one = bench(dir.path(), "job.fio --section three --json").expect(0).json();
     assert_eq!(one["jobs"].as_array().unwrap().len(), 1);
 }

@@ -33,6 +33,7 @@ fn it_verifies_survives_the_kill_and_leaves_nothing_behind() {
     assert!(json["after_kill"]["held_tokens"].as_u64() >= json["served"]["held_tokens"].as_u64(), "{json}");
     let text = forebay(dir.path(), &[&arguments[..], &["--requests", "3"]].concat()).expect(0).stdout;
     assert!(text.contains("wrong bytes: 0") && text.contains("after kill -9"), "{text}");
+    assert!(text.contains("\nResult: ") && text.contains("every byte was right"), "{text}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "only the trace is left");
 }
 

@@ -3,12 +3,19 @@
 
 mod common;
 
-use common::{folder, forebay};
+use std::path::Path;
+
+use common::{Run, folder, forebay, forebay_with};
+
+/// Probes with a floor that a machine of tests has free, however full it is.
+fn probe(folder: &Path, arguments: &[&str]) -> Run {
+    forebay_with(folder, &[&["probe"], arguments].concat(), &[("FOREBAY_MIN_FREE", "0")])
+}
 
 #[test]
 fn the_active_path_is_named_with_the_reasons_against_better_ones() {
     let dir = folder();
-    let json = forebay(dir.path(), &["probe", "--json"]).expect(0).json();
+    let json = probe(dir.path(), &["--json"]).expect(0).json();
     let active = json["path"]["active"].as_str().unwrap();
     assert_eq!(json["path"]["transfer_type"], "CPU_ONLY");
     let against = |list: &serde_json::Value, path: &str| {
@@ -52,8 +59,8 @@ fn findings(json: &serde_json::Value, check: &str) -> Vec<(String, String, Strin
 #[test]
 fn people_get_the_same_in_words_with_a_remedy_for_each_warning() {
     let dir = folder();
-    let json = forebay(dir.path(), &["probe", ".", "--json"]).expect(0).json();
-    let run = forebay(dir.path(), &["probe", "."]).expect(0);
+    let json = probe(dir.path(), &[".", "--json"]).expect(0).json();
+    let run = probe(dir.path(), &["."]).expect(0);
     for part in ["kernel", "io_uring", "file system", "O_DIRECT", "path", "space"] {
         assert!(run.stdout.contains(part), "{part:?} is not in\n{}", run.stdout);
     }
@@ -61,7 +68,7 @@ fn people_get_the_same_in_words_with_a_remedy_for_each_warning() {
     assert_eq!(json["warnings"].as_u64(), Some(lines("warn ")), "{}", run.stdout);
     assert_eq!(json["failures"], 0);
     assert_eq!(run.stdout.matches("remedy: ").count() as u64, lines("warn "), "{}", run.stdout);
-    let strict = forebay(dir.path(), &["probe", ".", "--strict"]);
+    let strict = probe(dir.path(), &[".", "--strict"]);
     assert_eq!(strict.code, if lines("warn ") > 0 { 3 } else { 0 }, "{}", strict.stdout);
 }
 
@@ -70,7 +77,7 @@ fn the_servers_settings_are_judged_by_what_the_machine_has() {
     let dir = folder();
     let settings = |text: &str| {
         std::fs::write(dir.path().join("forebay.yaml"), text).unwrap();
-        forebay(dir.path(), &["probe", ".", "--config", "forebay.yaml", "--json"])
+        probe(dir.path(), &[".", "--config", "forebay.yaml", "--json"])
     };
     let json = settings("capacity: 32MiB\nmin_free: 0").expect(0).json();
     assert!(findings(&json, "space")[0].1.contains("capacity 32MiB"), "{json}");
@@ -93,22 +100,22 @@ fn a_cache_that_does_not_open_is_a_failure_with_the_command_that_helps() {
     let bench: Vec<&str> = ["bench"].into_iter().chain(words.split_whitespace()).collect();
     std::fs::create_dir(dir.path().join("cache")).unwrap();
     forebay(dir.path(), &bench).expect(0);
-    let json = forebay(dir.path(), &["probe", "cache", "--json"]).expect(0).json();
+    let json = probe(dir.path(), &["cache", "--json"]).expect(0).json();
     assert!(json["directory"]["cache"]["chunks_and_objects"].as_u64().unwrap() > 0, "{json}");
     assert_eq!(findings(&json, "cache").len(), 1);
     std::fs::write(dir.path().join("cache/BUDGET"), [0; 4096]).unwrap();
-    let run = forebay(dir.path(), &["probe", "cache"]).expect(3);
+    let run = probe(dir.path(), &["cache"]).expect(3);
     assert!(run.stdout.contains("remedy: forebay fsck repair ") && run.stdout.contains("1 failure"), "{}", run.stdout);
 }
 
 #[test]
 fn a_directory_that_is_not_there_is_an_error_and_is_not_made() {
     let dir = folder();
-    let run = forebay(dir.path(), &["probe", "nowhere"]).expect(1);
+    let run = probe(dir.path(), &["nowhere"]).expect(1);
     assert!(run.stderr.starts_with("forebay: ") && run.stderr.contains("nowhere"), "{}", run.stderr);
     assert!(!dir.path().join("nowhere").exists());
     std::fs::write(dir.path().join("file"), "").unwrap();
-    let run = forebay(dir.path(), &["probe", "file"]).expect(3);
+    let run = probe(dir.path(), &["file"]).expect(3);
     assert!(run.stdout.contains("not a directory"), "{}", run.stdout);
 }
 

@@ -20,7 +20,7 @@ pub(super) enum Fate {
 const IMPLIED: [&str; 6] = ["group_reporting", "thread", "randrepeat", "invalidate", "fallocate", "clat_percentiles"];
 
 /// Keys that say what fio logs, shows and how it keeps its own books.
-const IGNORED: [&str; 60] = [
+const IGNORED: [&str; 57] = [
     "allow_mounted_write",
     "allrandrepeat",
     "block_error_percentiles",
@@ -76,11 +76,8 @@ const IGNORED: [&str; 60] = [
     "unit_base",
     "use_os_rand",
     "userspace_reap",
-    "write_bw_log",
     "write_hist_log",
     "write_iolog",
-    "write_iops_log",
-    "write_lat_log",
 ];
 
 /// Keys that change what is measured: the value that asks for nothing (or none), what to do.

@@ -7,6 +7,7 @@ use forebay::geometry::PRESETS;
 use forebay::{Error, ErrorKind, Result};
 
 use super::options::{IoEngine, JobOptions, Layout, Rw};
+use crate::report::logs::LogNames;
 
 /// Largest number of operations in flight that a worker may ask for.
 const HOST: &str = "host";
@@ -55,6 +56,8 @@ pub(crate) struct Job {
     pub(crate) end_fsync: bool,
     /// Remove the files afterwards.
     pub(crate) unlink: bool,
+    /// Files of values over time.
+    pub(crate) logs: LogNames,
     /// Options of the engine's jobs.
     pub(crate) kv: KvJob,
 }
@@ -103,7 +106,11 @@ impl Job {
             invalid(&name, "no workload").advice("add --rw read|write|randread|randwrite|rw|randrw or an engine mode")
         })?;
         let kv = options.kv;
+        let log = |prefix: Option<String>| prefix.map(|p| if p.is_empty() { name.clone() } else { p });
+        let (bw, iops, lat) = (options.write_bw_log, options.write_iops_log, options.write_lat_log);
+        let logs = LogNames { bw: log(bw), iops: log(iops), lat: log(lat) };
         let job = Self {
+            logs,
             rw,
             ioengine: options.ioengine.unwrap_or(IoEngine::Auto),
             device: options.device.unwrap_or_else(|| HOST.to_owned()),
@@ -198,6 +205,12 @@ impl Job {
             Some(f) => self.directory.join(f),
             None => self.directory.join(format!("{}.{index}.0", self.name)),
         }
+    }
+
+    /// The directory of its files or its cache.
+    pub(crate) fn place(&self) -> PathBuf {
+        let parent = self.filename.as_ref().and_then(|file| file.parent()).filter(|p| !p.as_os_str().is_empty());
+        parent.map_or_else(|| self.directory.clone(), Path::to_path_buf)
     }
 
     /// The options that describe the job, in fio's spelling, for reports.

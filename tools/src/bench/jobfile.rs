@@ -101,14 +101,19 @@ fn refusal(keys: &[(String, String)]) -> Error {
     .advice(advice.join("; "))
 }
 
-/// The INI structure. fio allows options without a value (`time_based`); they read as 1.
+/// The INI structure. fio allows options without a value: `time_based` reads as 1, and
+/// `write_bw_log` as one whose name is the job's.
 fn load(text: &str) -> Result<Ini> {
     let with_values: String = text
         .lines()
         .map(|line| {
             let bare = line.trim();
             let is_flag = !bare.is_empty() && !bare.starts_with(['[', ';', '#']) && !bare.contains('=');
-            if is_flag { format!("{bare}=1\n") } else { format!("{bare}\n") }
+            match is_flag {
+                true if bare.starts_with("write_") => format!("{bare}=\n"),
+                true => format!("{bare}=1\n"),
+                false => format!("{bare}\n"),
+            }
         })
         .collect();
     let options = ParseOption { enabled_quote: false, enabled_escape: false, ..ParseOption::default() };

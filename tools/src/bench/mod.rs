@@ -18,6 +18,7 @@ use clap::{Args, ValueEnum};
 use forebay::{Error, ErrorKind, Result};
 
 use crate::out::{self, Context, Outcome};
+use crate::report::html::Head;
 use crate::report::{self, JobResult};
 use crate::stop;
 use job::Job;
@@ -58,6 +59,7 @@ Examples:
   forebay bench --rw read --bs 1m --iodepth 32 --size 4g --directory /mnt/nvme
   forebay bench --rw randrw --rwmixread 80 --bs 64k --runtime 10 --time_based --size 1g --directory /mnt/nvme
   forebay bench nightly.fio --section seq --output-format json --output result.json --html report.html
+  forebay bench --rw randread --bs 4k --iodepth 16 --size 1g --output-format=json+ --output r.json --write_lat_log=r
   forebay bench --rw layerload --model llama-3.1-8b --tokens 32768 --compute-us 500 --verify --directory /mnt/nvme";
 
 /// Form of the results.
@@ -67,16 +69,20 @@ pub(crate) enum OutputFormat {
     Normal,
     /// fio's JSON shape.
     Json,
+    /// The same, with all buckets of the latencies.
+    #[value(name = "json+")]
+    JsonPlus,
 }
 
 /// Runs `forebay bench`.
 pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     let jobs = jobs(args)?;
+    let place = jobs.first().map_or_else(PathBuf::new, Job::place);
     // A child of ours ends with its parent, which removes what it made.
     if !kv::is_child() {
         stop::listen()?;
     }
-    let json = context.json || args.output_format == OutputFormat::Json;
+    let json = context.json || args.output_format != OutputFormat::Normal;
     let context = Context { json, ..*context };
     let mut results: Vec<JobResult> = Vec::with_capacity(jobs.len());
     for (group, members) in groups(jobs).into_iter().enumerate() {
@@ -98,13 +104,18 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
         eprintln!("forebay: interrupted before anything was measured");
         return Ok(Outcome::Interrupted(signal));
     }
-    let text = if json { out::to_json(&report::json::document(&results))? } else { report::normal::document(&results) };
+    let text = if json {
+        out::to_json(&report::json::document(&results, args.output_format == OutputFormat::JsonPlus))?
+    } else {
+        report::normal::document(&results)
+    };
+    report::logs::write(&results)?;
     match &args.output {
         Some(path) => write_file(path, &text)?,
         None => out::print(&text)?,
     }
     if let Some(path) = &args.html {
-        write_file(path, &report::html::document(&results)?)?;
+        write_file(path, &report::html::document(&results, &head(&place, &results))?)?;
     }
     if let Some(signal) = stop::signal() {
         eprintln!("forebay: interrupted: the figures are of what ran until then");
@@ -112,6 +123,25 @@ pub(crate) fn run(args: &BenchArgs, context: &Context) -> Result<Outcome> {
     }
     let problem = results.iter().any(|r| r.forebay.wrong_bytes.unwrap_or(0) > 0 || r.forebay.corrupt.unwrap_or(0) > 0);
     Ok(if problem { Outcome::Problem } else { Outcome::Done })
+}
+
+/// Where and how the results were measured.
+fn head(place: &Path, results: &[JobResult]) -> Head {
+    let now = time::OffsetDateTime::now_utc();
+    let date = format!(
+        "{}-{:02}-{:02} {:02}:{:02} UTC",
+        now.year(),
+        u8::from(now.month()),
+        now.day(),
+        now.hour(),
+        now.minute()
+    );
+    let moved: u64 = results.iter().map(JobResult::io_bytes).sum();
+    let mut facts = vec![("date", date), ("forebay", env!("CARGO_PKG_VERSION").to_owned())];
+    facts.extend(crate::probe::facts(place));
+    facts.push(("moved", format!("{} by {} jobs", crate::size::show_bytes(moved as f64), results.len())));
+    let words: Vec<String> = std::env::args().map(|word| crate::fsck::quoted(Path::new(&word))).collect();
+    Head { facts, command: words.join(" ") }
 }
 
 fn write_file(path: &Path, text: &str) -> Result<()> {

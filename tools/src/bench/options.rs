@@ -211,6 +211,20 @@ pub(crate) struct JobOptions {
           value_name = "0|1", help_heading = "Files")]
     pub(crate) unlink: Option<bool>,
 
+    /// Write bandwidth over time to NAME_bw.N.log, in fio's format; N is the job's number. Each line
+    /// is a mean over 100 ms. The name is the job's where none is given.
+    #[arg(long = "write_bw_log", alias = "write-bw-log", num_args = 0..=1, require_equals = true,
+          default_missing_value = "", value_name = "NAME", help_heading = "Output")]
+    pub(crate) write_bw_log: Option<String>,
+    /// Write operations per second over time to NAME_iops.N.log.
+    #[arg(long = "write_iops_log", alias = "write-iops-log", num_args = 0..=1, require_equals = true,
+          default_missing_value = "", value_name = "NAME", help_heading = "Output")]
+    pub(crate) write_iops_log: Option<String>,
+    /// Write latencies over time to NAME_lat.N.log, NAME_slat.N.log and NAME_clat.N.log.
+    #[arg(long = "write_lat_log", alias = "write-lat-log", num_args = 0..=1, require_equals = true,
+          default_missing_value = "", value_name = "NAME", help_heading = "Output")]
+    pub(crate) write_lat_log: Option<String>,
+
     #[command(flatten)]
     pub(crate) kv: KvOptions,
 }

@@ -69,7 +69,30 @@ pub(super) fn render(s: &Summary) -> String {
     for (name, value) in rows {
         text.push_str(&format!("{name:>14}  {value}\n"));
     }
-    text
+    text + "\n" + &result(s)
+}
+
+/// What it means, for somebody who sees it for the first time.
+fn result(s: &Summary) -> String {
+    let right = match s.wrong_bytes {
+        0 => format!(
+            "All {} that were loaded were compared, and every byte was right.",
+            show_bytes(s.verified_bytes as f64)
+        ),
+        wrong => format!("{wrong} bytes that were loaded were WRONG: please report this."),
+    };
+    let kept = if s.after_kill.held_tokens < s.served.held_tokens {
+        "lost what it had flushed"
+    } else {
+        "kept all that it had flushed"
+    };
+    format!(
+        "Result: {:.0} % of the prompts' tokens were on the drive, and were loaded at {} instead of being computed again.\n\
+         {right}\nKilled in the middle of its work, the cache {kept}, and was open again after {:.0} ms.\n",
+        s.hit_ratio * 100.0,
+        rate(s.load_bps),
+        s.after_kill.reopen_ms
+    )
 }
 
 fn rate(bps: f64) -> String {

@@ -326,6 +326,7 @@ mod tests {
 
     fn good() -> Machine {
         Machine {
+            host: "node-1".to_owned(),
             kernel: "6.18.5-cloud".to_owned(),
             processors: 16,
             memory_bytes: 128 * GIB,

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use forebay::config::dir::{CacheDir, DirOptions, FsKind, MountTable, numa_node};
+use forebay::config::dir::{CacheDir, DirOptions, FsKind, MountPoint, MountTable, numa_node};
 use forebay::config::{Mode, Settings};
 use forebay::format::VERSION;
 use forebay::format::budget::BudgetPage;
@@ -53,6 +53,11 @@ pub(super) struct CacheFacts {
     pub(super) lanes_in_use: usize,
     pub(super) chunks_and_objects: u64,
     pub(super) draining: bool,
+}
+
+/// The mount that `path` lies on, where the mount table knows it.
+pub(super) fn mount(path: &Path) -> Option<MountPoint> {
+    MountTable::read().of(&path.canonicalize().ok()?).cloned()
 }
 
 /// Looks at `path`; what is wrong goes into `findings`.

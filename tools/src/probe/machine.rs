@@ -15,6 +15,8 @@ const NO_LIMIT: u64 = 1 << 60;
 /// The machine.
 #[derive(Debug, Serialize)]
 pub(super) struct Machine {
+    /// Its name.
+    pub(super) host: String,
     /// Kernel release.
     pub(super) kernel: String,
     /// Processors that this process may use.
@@ -100,8 +102,10 @@ pub(super) fn read() -> Machine {
     let may_lock = has_capability(&read_trimmed("/proc/self/status").unwrap_or_default(), CAP_IPC_LOCK);
     let groups = read_trimmed("/proc/self/cgroup").unwrap_or_default();
     let reserved = read_trimmed("/proc/sys/vm/nr_hugepages").and_then(|n| n.parse().ok());
+    let named = |file: &str| read_trimmed(file).unwrap_or_else(|| "unknown".to_owned());
     Machine {
-        kernel: read_trimmed("/proc/sys/kernel/osrelease").unwrap_or_else(|| "unknown".to_owned()),
+        host: named("/proc/sys/kernel/hostname"),
+        kernel: named("/proc/sys/kernel/osrelease"),
         processors: std::thread::available_parallelism().map_or(1, Into::into),
         memory_bytes: memory_kib.map_or(0, |kib: u64| kib * 1024),
         memory_limit_bytes: memory_limit(&groups, Path::new("/sys/fs/cgroup")),

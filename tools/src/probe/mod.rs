@@ -23,10 +23,15 @@ use forebay::{Error, Result};
 use serde::Serialize;
 
 use crate::out::{self, Context, Outcome};
+use crate::progress::{self, Unit};
+use crate::size::show_bytes;
 use checks::{Finding, Level};
 
 /// Time that the trial's queues get to end.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often the time that the trial of cuFile takes is shown anew.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Options of `forebay probe`.
 #[derive(Debug, Args)]
@@ -103,6 +108,22 @@ impl Reason {
     }
 }
 
+/// Machine and drive in words, for reports.
+pub(crate) fn facts(path: &Path) -> Vec<(&'static str, String)> {
+    let m = machine::read();
+    let mount = directory::mount(path);
+    let mut facts = vec![
+        ("host", m.host),
+        ("kernel", format!("Linux {}", m.kernel)),
+        ("machine", format!("{} processors, {} of memory", m.processors, show_bytes(m.memory_bytes as f64))),
+    ];
+    facts.extend(
+        mount.iter().map(|m| ("file system", format!("{}, {} on {}", m.fs_type, m.source, m.mount_point.display()))),
+    );
+    facts.extend(mount.and_then(|m| machine::drive(&m.device)).map(|drive| ("drive", drive.to_string())));
+    facts
+}
+
 /// Runs `forebay probe`.
 pub(crate) fn run(args: &ProbeArgs, context: &Context) -> Result<Outcome> {
     if let Some(dir) = &args.cufile_trial {
@@ -110,7 +131,7 @@ pub(crate) fn run(args: &ProbeArgs, context: &Context) -> Result<Outcome> {
     }
     let path = &args.directory;
     std::fs::metadata(path).map_err(|e| Error::io("cannot probe the directory", e).at(path))?;
-    let report = report(args, path);
+    let report = report(args, path, context);
     if context.json {
         out::print_json(&report)?;
     } else {
@@ -120,7 +141,7 @@ pub(crate) fn run(args: &ProbeArgs, context: &Context) -> Result<Outcome> {
     Ok(if bad { Outcome::Problem } else { Outcome::Done })
 }
 
-fn report(args: &ProbeArgs, path: &Path) -> Report {
+fn report(args: &ProbeArgs, path: &Path, context: &Context) -> Report {
     let mut of_settings = Vec::new();
     let settings = settings(args, &mut of_settings);
     let machine = machine::read();
@@ -131,7 +152,10 @@ fn report(args: &ProbeArgs, path: &Path) -> Report {
         .then(|| probe_path(path))
         .and_then(|found| found.inspect_err(|e| of_directory.push(Finding::of_error("path", e))).ok());
     directory.usable = found.is_some();
+    let bar = progress::bar(context, "trying cuFile", 0, Unit::Time);
+    bar.enable_steady_tick(PROGRESS_INTERVAL);
     let gpu = found.is_some().then(|| cufile::probe(path, args.gpu));
+    bar.finish_and_clear();
     let mut findings = checks::machine(&machine, &settings);
     findings.push(checks::io_uring(&machine.io_uring, found.as_ref()));
     findings.extend(of_settings);

@@ -1,11 +1,12 @@
 //! What a benchmark job has measured, and the forms in which it is printed.
 //!
 //! [`JobResult`] is the one model; `normal` prints it as fio does, `json` in fio's JSON shape,
-//! `html` as a page with charts. Nothing here measures: `recorder` collects latencies and
+//! `html` as a page with charts, `logs` as fio's files of values over time. Nothing here measures: `recorder` collects latencies and
 //! bandwidth, `usage` reads what the kernel accounts.
 
 pub(crate) mod html;
 pub(crate) mod json;
+pub(crate) mod logs;
 pub(crate) mod normal;
 pub(crate) mod recorder;
 pub(crate) mod usage;
@@ -42,8 +43,31 @@ pub(crate) struct DirectionResult {
     pub(crate) clat: Latency,
     /// Both together.
     pub(crate) lat: Latency,
-    /// Bytes per sample interval, for charts and bandwidth statistics.
-    pub(crate) bytes_over_time: Vec<u64>,
+    /// What was done in each sample interval, for charts, logs and bandwidth statistics.
+    pub(crate) over_time: Vec<Moment>,
+}
+
+/// What was done in one sample interval.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Moment {
+    /// Bytes moved.
+    pub(crate) bytes: u64,
+    /// Operations completed.
+    pub(crate) ios: u64,
+    /// Sum of their submission latencies.
+    pub(crate) slat: Duration,
+    /// Sum of their completion latencies.
+    pub(crate) clat: Duration,
+}
+
+impl Moment {
+    /// Adds what was done beside it.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.bytes += other.bytes;
+        self.ios += other.ios;
+        self.slat += other.slat;
+        self.clat += other.clat;
+    }
 }
 
 impl DirectionResult {
@@ -57,9 +81,9 @@ impl DirectionResult {
         per_second(self.io_bytes, self.runtime)
     }
 
-    /// The bandwidth samples that cover their whole interval: all but the last, unless it is alone.
-    pub(crate) fn whole_samples(&self) -> &[u64] {
-        match self.bytes_over_time.as_slice() {
+    /// The samples that cover their whole interval: all but the last, unless it is alone.
+    pub(crate) fn whole_samples(&self) -> &[Moment] {
+        match self.over_time.as_slice() {
             [whole @ .., _] if !whole.is_empty() => whole,
             all => all,
         }
@@ -113,6 +137,12 @@ impl Latency {
     /// The latency that `percentile` (of a hundred) of the samples stay within, in nanoseconds.
     pub(crate) fn percentile(&self, percentile: f64) -> u64 {
         self.0.as_ref().filter(|h| !h.is_empty()).map_or(0, |h| h.value_at_percentile(percentile))
+    }
+
+    /// The buckets that hold samples: the largest value of each in nanoseconds, and how many.
+    pub(crate) fn bins(&self) -> Vec<(u64, u64)> {
+        let recorded = self.0.iter().flat_map(Histogram::iter_recorded);
+        recorded.map(|bin| (bin.value_iterated_to(), bin.count_at_value())).collect()
     }
 
     /// Adds the samples of `other`.
@@ -203,6 +233,8 @@ pub(crate) struct JobResult {
     pub(crate) group: usize,
     /// Options as they were given, in fio's spelling.
     pub(crate) options: Vec<(String, String)>,
+    /// Files of values over time that were asked for.
+    pub(crate) logs: logs::LogNames,
     /// Loads and raw reads.
     pub(crate) read: DirectionResult,
     /// Stores and raw writes.
@@ -211,7 +243,7 @@ pub(crate) struct JobResult {
     pub(crate) elapsed: Duration,
     /// Processor time and the like; of the whole process while the job ran.
     pub(crate) usage: Usage,
-    /// Interval of `bytes_over_time`.
+    /// Interval of `over_time`.
     pub(crate) sample_interval: Duration,
     /// Figures beyond fio's.
     pub(crate) forebay: ForebayFigures,

@@ -169,6 +169,7 @@ mod tests {
             rw: "read".to_owned(),
             group,
             options: Vec::new(),
+            logs: crate::report::logs::LogNames::default(),
             read: recorder.result(Duration::from_millis(ms)),
             write: DirectionResult::empty(),
             elapsed: Duration::from_millis(ms),

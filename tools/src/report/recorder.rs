@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 
-use super::{DirectionResult, Latency};
+use super::{DirectionResult, Latency, Moment};
 
 /// Latencies beyond this are counted as this: an hour.
 const MAX_NS: u64 = 3_600_000_000_000;
@@ -34,7 +34,7 @@ pub(crate) struct Recorder {
     io_bytes: u64,
     total_ios: u64,
     interval: Duration,
-    bytes_over_time: Vec<u64>,
+    over_time: Vec<Moment>,
 }
 
 fn histogram() -> Option<Histogram<u64>> {
@@ -58,7 +58,7 @@ impl Recorder {
             io_bytes: 0,
             total_ios: 0,
             interval,
-            bytes_over_time: Vec::new(),
+            over_time: Vec::new(),
         }
     }
 
@@ -71,11 +71,11 @@ impl Recorder {
         self.total_ios += 1;
         if let Some(index) = sample.at.as_nanos().checked_div(self.interval.as_nanos()) {
             let index = usize::try_from(index).unwrap_or(usize::MAX).min(MAX_SAMPLES - 1);
-            if self.bytes_over_time.len() <= index {
-                self.bytes_over_time.resize(index + 1, 0);
+            if self.over_time.len() <= index {
+                self.over_time.resize(index + 1, Moment::default());
             }
-            if let Some(slot) = self.bytes_over_time.get_mut(index) {
-                *slot += sample.bytes;
+            if let Some(moment) = self.over_time.get_mut(index) {
+                moment.add(&Moment { bytes: sample.bytes, ios: 1, slat: sample.slat, clat: sample.clat });
             }
         }
     }
@@ -90,7 +90,7 @@ impl Recorder {
             slat: latency(self.slat),
             clat: latency(self.clat),
             lat: latency(self.lat),
-            bytes_over_time: self.bytes_over_time,
+            over_time: self.over_time,
         }
     }
 }
@@ -104,11 +104,11 @@ impl DirectionResult {
         self.slat.merge(&other.slat);
         self.clat.merge(&other.clat);
         self.lat.merge(&other.lat);
-        if self.bytes_over_time.len() < other.bytes_over_time.len() {
-            self.bytes_over_time.resize(other.bytes_over_time.len(), 0);
+        if self.over_time.len() < other.over_time.len() {
+            self.over_time.resize(other.over_time.len(), Moment::default());
         }
-        for (mine, theirs) in self.bytes_over_time.iter_mut().zip(&other.bytes_over_time) {
-            *mine += theirs;
+        for (mine, theirs) in self.over_time.iter_mut().zip(&other.over_time) {
+            mine.add(theirs);
         }
     }
 }
@@ -135,7 +135,8 @@ mod tests {
         let mut a = a.result(Duration::from_secs(1));
         a.merge(&b.result(Duration::from_secs(2)));
         assert_eq!((a.io_bytes, a.total_ios), (8192, 2));
-        assert_eq!(a.bytes_over_time, [4096, 0, 4096]);
+        assert_eq!(a.over_time.iter().map(|m| (m.bytes, m.ios)).collect::<Vec<_>>(), [(4096, 1), (0, 0), (4096, 1)]);
+        assert_eq!(a.over_time[2].clat, Duration::from_micros(300));
         assert_eq!(a.iops(), 1.0);
         let clat = a.clat.summary();
         assert_eq!(clat.samples, 2);

@@ -31,9 +31,15 @@ impl Run {
 
 /// Runs `forebay` with `arguments` in `folder`.
 pub(crate) fn forebay(folder: &Path, arguments: &[&str]) -> Run {
+    forebay_with(folder, arguments, &[])
+}
+
+/// The same with more variables in its environment.
+pub(crate) fn forebay_with(folder: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Run {
     let Output { status, stdout, stderr } = Command::new(env!("CARGO_BIN_EXE_forebay"))
         .args(arguments)
         .current_dir(folder)
+        .envs(variables.iter().copied())
         .env_remove("RUST_LOG")
         .env_remove("FOREBAY_LOG")
         .output()

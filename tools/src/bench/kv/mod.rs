@@ -46,6 +46,7 @@ fn result(job: &Job, elapsed: Duration, usage: Usage, forebay: ForebayFigures) -
         rw: format!("{}, model={}, ioengine={}", job.rw.word(), job.kv.model, job.ioengine.word()),
         group: 0,
         options: job.described(),
+        logs: job.logs.clone(),
         read: DirectionResult::empty(),
         write: DirectionResult::empty(),
         elapsed,

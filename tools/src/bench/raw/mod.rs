@@ -91,6 +91,7 @@ pub(crate) fn run(job: &Job, context: &Context) -> Result<JobResult> {
         rw: format!("{}, bs={}, ioengine={}, iodepth={}", job.rw.word(), job.bs, job.ioengine.word(), job.iodepth),
         group: 0,
         options: job.described(),
+        logs: job.logs.clone(),
         read,
         write,
         elapsed,
