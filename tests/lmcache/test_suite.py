@@ -18,7 +18,7 @@ TESTS = 92
 
 @pytest.mark.ci
 def test_lmcaches_own_suite_passes(tmp_path: Path) -> None:
-    found = subprocess.run([sys.executable, HERE / "prepare.py", "--suite"], check=False, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, HERE / "prepare.py", "--suite", "--lmcache", lmcache.__version__], check=False, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     source = Path(found.stdout.strip(), "test_native_connector_l2_adapter.py").read_text()
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "MockNativeConnector"]
