@@ -38,7 +38,7 @@ def place(what: str, version: str) -> Path:
 def once(folder: Path, make) -> Path:
     """The folder; made first where there is none, and whole where it is there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+    with Path(f"{folder}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             print(f"making {folder}", file=sys.stderr, flush=True)

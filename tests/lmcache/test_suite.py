@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lmcache
 import pytest
 
 HERE = Path(__file__).resolve().parent
