@@ -23,8 +23,11 @@ import environment as vllm  # noqa: E402  (after its folder is on the path)
 #: The versions that are tested, and what each is over the environment of ../vllm. The first is the one of `make lmcache-ci`.
 PINS = {
     "0.5.6": ("lmcache==0.5.6", "sortedcontainers==2.4.0"),
-    "0.5.7rc2": ("lmcache==0.5.7rc2", "sortedcontainers==2.4.0", "lmcache-rust-raw-block-io==0.5.7rc2"),
+    # With what LMCache's own adapters `fs` and `raw_block` need: they are compared with Forebay over this version.
+    "0.5.7rc2": ("lmcache==0.5.7rc2", "sortedcontainers==2.4.0", "aiofiles==25.1.0", "lmcache-rust-raw-block-io==0.5.7rc2"),
 }
+#: SGLang's file backend, for the comparison: what it imports is small, but for triton.
+SGLANG = ("sglang==0.5.23", "orjson==3.11.4", "triton==3.5.1", "ipython==9.7.0", "traitlets==5.14.3")
 #: LMCache's tests come with its source distribution only.
 SUITE = ("test_native_connector_l2_adapter.py", "test_mock_l2_adapter.py")
 
