@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as made:
+    with tempfile.TemporaryDirectory(dir=given.folder.resolve()) as made:
         folder = Path(made)
         if given.speed:
             print(speed(folder, given.speed, given.rounds))

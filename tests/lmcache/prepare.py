@@ -2,6 +2,7 @@
 
 It lies over the environment of ../vllm, whose torch it uses. Usage: prepare.py [--lmcache VERSION] [WHEEL]: with a wheel, a small
 environment is made over it in target/ of this checkout, which has that build of forebay. With --suite: the folder of LMCache's own tests.
+The folders lie beside that of ../vllm; one that the pins or this file have outgrown may be deleted.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ PINS = {
     # With what LMCache's own adapters `fs` and `raw_block` need: they are compared with Forebay over this version.
     "0.5.7rc2": ("lmcache==0.5.7rc2", "sortedcontainers==2.4.0", "aiofiles==25.1.0", "lmcache-rust-raw-block-io==0.5.7rc2"),
 }
-#: SGLang's file backend, for the comparison: what it imports is small, but for triton.
-SGLANG = ("sglang==0.5.23", "orjson==3.11.4", "triton==3.5.1", "ipython==9.7.0", "traitlets==5.14.3")
+#: SGLang's file backend, for the comparison, and what it imports that vLLM's environment lacks.
+SGLANG = ("sglang==0.5.23", "orjson==3.13.0", "triton==3.9.0", "ipython==9.18.1", "traitlets==5.16.1")
 #: LMCache's tests come with its source distribution only.
 SUITE = ("test_native_connector_l2_adapter.py", "test_mock_l2_adapter.py")
 
 
-def place(what: str, version: str) -> Path:
+def place(what: str, pins: tuple[str, ...]) -> Path:
     """Where something that is made once lies."""
-    digest = hashlib.sha256(repr(PINS[version]).encode() + Path(__file__).read_bytes()).hexdigest()[:16]
-    return vllm.place().parent / f"{what}-{version}-{digest}"
+    digest = hashlib.sha256(repr(pins).encode() + Path(__file__).read_bytes()).hexdigest()[:16]
+    return vllm.place().parent / f"{what}-{pins[0].split('==')[1]}-{digest}"
 
 
 def once(folder: Path, make) -> Path:
@@ -51,9 +52,10 @@ def once(folder: Path, make) -> Path:
     return folder
 
 
-def packages(folder: Path, version: str) -> None:
-    """Installs the pins into `folder`."""
-    vllm.output(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", folder, *PINS[version])
+def packages(what: str, pins: tuple[str, ...]) -> Path:
+    """The folder with these packages and nothing that they depend on."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--no-cache-dir"]
+    return once(place(what, pins), lambda folder: vllm.output(*command, "--target", folder, *pins))
 
 
 def suite(folder: Path, version: str) -> None:
@@ -82,14 +84,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lmcache", choices=PINS, default=next(iter(PINS)))
     parser.add_argument("--suite", action="store_true")
+    parser.add_argument("--sglang", action="store_true", help="with SGLang's file backend, for the comparison")
     parser.add_argument("wheel", nargs="*", type=Path)
     given = parser.parse_args()
     if given.suite:
-        print(once(place("lmcache-tests", given.lmcache), lambda folder: suite(folder, given.lmcache)))
+        print(once(place("lmcache-tests", PINS[given.lmcache]), lambda folder: suite(folder, given.lmcache)))
         return
     base = vllm.make(vllm.place())
-    above = once(place("lmcache", given.lmcache), lambda folder: packages(folder, given.lmcache))
-    print(vllm.over(base, *given.wheel, name=f"venv-lmcache-{given.lmcache}", more=(above,)))
+    above = [packages("lmcache", PINS[given.lmcache])]
+    name = f"venv-lmcache-{given.lmcache}"
+    if given.sglang:
+        above.append(packages("sglang", SGLANG))
+        name = "venv-comparison"
+    print(vllm.over(base, *given.wheel, name=name, more=tuple(above)))
 
 
 if __name__ == "__main__":
