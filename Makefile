@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -134,6 +134,7 @@ wheel:
 # checkout and used again; where it cannot be made these fail. `vllm-ci` is the share that `make test` runs.
 VLLM = $(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.whl)
 LMCACHE = $(PYTHON) tests/lmcache/prepare.py $$(ls target/wheels-python/forebay-*.whl)
+LMCACHE_VERSIONS ?= 0.5.6 0.5.7rc2
 vllm-ci: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=20 -m ci
 
@@ -149,7 +150,18 @@ lmcache-ci: python
 	python=$$($(LMCACHE)) && cd tests/lmcache && $$python -m pytest -q --durations=5 -m ci
 
 lmcache-test: python
-	python=$$($(LMCACHE)) && cd tests/lmcache && $$python -m pytest -q --durations=10
+	for version in $(LMCACHE_VERSIONS); do \
+		python=$$($(LMCACHE) --lmcache $$version) && (cd tests/lmcache && $$python -m pytest -q --durations=10) || exit 1; done
+
+# Forebay beside what LMCache, vLLM and SGLang have for files, from their packages; writes docs/comparison.md. Needs root and half an hour.
+# `bench-lmcache` is LMCache's part of the speeds, printed only. DIRECTORY is on the drive.
+COMPARE = $(PYTHON) tests/lmcache/prepare.py --lmcache 0.5.7rc2 --sglang $$(ls target/wheels/forebay-*.whl)
+ROUNDS ?= 7
+comparison: wheel
+	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) $(DIRECTORY)
+
+bench-lmcache: wheel
+	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) --speed forebay forebay-native lmcache-fs lmcache-raw_block -- $(DIRECTORY)
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

@@ -12,12 +12,20 @@ import pytest
 os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 
 
-def spec(cache: Path, **settings: Any) -> str:
+#: What LMCache makes of each of its two types.
+DOORS = {"plugin": "Adapter", "native_plugin": "Connector"}
+
+
+def spec(cache: Path, door: str = "plugin", **settings: Any) -> str:
     """The JSON line that a user gives to `--l2-adapter`, as in docs/lmcache.md."""
     params = {"cache_dir": str(cache), "capacity": "1GiB", **settings}
-    return json.dumps(
-        {"type": "native_plugin", "module_path": "forebay.lmcache", "class_name": "Connector", "adapter_params": params}
-    )
+    return json.dumps({"type": door, "module_path": "forebay.lmcache", "class_name": DOORS[door], "adapter_params": params})
+
+
+@pytest.fixture(params=DOORS)
+def door(request: pytest.FixtureRequest) -> str:
+    """Each of the two types in turn."""
+    return str(request.param)
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""Forebay's connector under the name that LMCache's tests of its native adapter give to theirs."""
+"""Forebay under the names that LMCache's tests of its L2 adapters give to their mocks."""
 
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import forebay.lmcache
 
@@ -16,5 +17,18 @@ class MockNativeConnector(forebay.lmcache.Connector):
 
     def close(self) -> None:
         """Also removes the cache; those tests close some connectors twice."""
+        super().close()
+        self._folder.cleanup()
+
+
+class MockL2Adapter(forebay.lmcache.Adapter):
+    """An adapter over an empty cache of its own. What the mock is configured with says nothing to it."""
+
+    def __init__(self, _config: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="forebay-lmcache-")
+        super().__init__({"cache_dir": self._folder.name, "capacity": "256MiB"})
+
+    def close(self) -> None:
+        """Also removes the cache."""
         super().close()
         self._folder.cleanup()

@@ -108,7 +108,8 @@ def test_a_killed_server_serves_no_other_bytes_afterwards(cache: Path, tmp_path:
 
 
 def test_a_second_server_finds_what_the_first_has_stored(cache: Path, tmp_path: Path) -> None:
-    with server(tmp_path, spec(cache)) as first, server(tmp_path, spec(cache)) as second:
+    # One through each door: they share the cache.
+    with server(tmp_path, spec(cache)) as first, server(tmp_path, spec(cache, "native_plugin")) as second:
         stored = bench(first)
         assert bench(second) == stored
         assert second.from_l2()[0] == CHUNKS

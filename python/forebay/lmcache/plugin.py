@@ -1,0 +1,255 @@
+"""The adapter class that LMCache's `plugin` L2 adapter makes: LMCache's own interface, over Forebay's object store.
+
+LMCache's controller threads submit tasks and poll three descriptors, one each for stores, lookups and loads. A thread here takes the store's
+completions and wakes the controller that waits for each. Lookups need no drive and are answered at once.
+
+Invariants:
+- A load fills the whole buffer with verified bytes, or the key is answered with no.
+- What a lookup has answered with yes is not evicted until `submit_unlock`, or for `PIN_S` seconds, whichever is first.
+- A buffer belongs to LMCache and stays valid until its task has been answered; that is LMCache's side of the interface.
+- Capacity and eviction are the store's, for all servers of a cache. LMCache is told what has gone, and never evicts here by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.api import EncodedObjectKey, KeyEntry, KeyListPage, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+import forebay
+from forebay.lmcache.store import open_store
+
+if TYPE_CHECKING:
+    from lmcache.v1.distributed.api import MemoryLayoutDesc
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.memory_management import MemoryObj
+
+logger = logging.getLogger("forebay.lmcache")
+
+#: The longest that a lookup keeps values from eviction. LMCache unlocks after the load, much sooner; a server that was killed never does.
+PIN_S = 60.0
+#: How long what was evicted may wait until LMCache is told.
+TELL_MS = 1000
+
+
+class Adapter(L2AdapterInterface):
+    """LMCache's values as objects. `params` is `adapter_params`, the arguments of `open_store`."""
+
+    def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        super().__init__()
+        self._store = open_store(**params)
+        if l1_memory_desc is not None and l1_memory_desc.stable_registration_size:
+            self._register(l1_memory_desc.ptr, l1_memory_desc.stable_registration_size)
+        self._lock = threading.Lock()
+        #: Stores and loads under way, by their number: the keys.
+        self._tasks: dict[int, list[ObjectKey]] = {}
+        #: What LMCache has not asked for yet, by kind and number.
+        self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
+        self._lookups = 0
+        #: What this server has stored and was not told to be gone, by digest: the key and its bytes. LMCache counts these.
+        self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
+        self._wake = {kind: create_event_notifier() for kind in self._done}
+        # From the first call on, evictions are kept for the next.
+        self._store.drain_evicted()
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="forebay-lmcache", daemon=True)
+        self._thread.start()
+
+    def _register(self, address: int, length: int) -> None:
+        try:
+            self._store.register_memory((ctypes.c_ubyte * length).from_address(address))
+        except forebay.ForebayError as error:
+            logger.warning("LMCache's memory could not be registered, each value is copied once: %s", error)
+
+    @property
+    def supports_global_eviction(self) -> bool:
+        """Never: `capacity` bounds the cache for all of its servers."""
+        return False
+
+    def get_memory_tags(self) -> Any:
+        """Storage of this host. LMCache asks from 0.5.7 on; before, there are no tags."""
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
+
+    def get_store_event_fd(self) -> int:
+        """Readable when stores have ended."""
+        return int(self._wake["store"].fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when lookups have ended."""
+        return int(self._wake["lookup"].fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Readable when loads have ended."""
+        return int(self._wake["load"].fileno())
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Stores each value under its key. A key that is stored already stays as it is, and is a yes."""
+        return self._submit(self._store.submit_put, keys, objects)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """The stores that have ended since the last call."""
+        with self._lock:
+            done, self._done["store"] = self._done["store"], {}
+        return done
+
+    def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]) -> int:
+        """Which values are stored. Each that is stays until it is unlocked; one that cannot be kept is a no."""
+        found = self._store.pin([name(key) for key in keys], PIN_S)
+        with self._lock:
+            self._lookups += 1
+            task = self._lookups
+            self._done["lookup"][task] = bitmap(found)
+        self._wake["lookup"].notify()
+        return task
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """A lookup's answers, once."""
+        with self._lock:
+            return self._done["lookup"].pop(task_id, None)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Takes back one lock of each key."""
+        self._store.unpin([name(key) for key in keys])
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Fills each buffer with the value of its key."""
+        return self._submit(self._store.submit_get, keys, objects)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """A load's answers, once."""
+        with self._lock:
+            return self._done["load"].pop(task_id, None)
+
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Counts a use of each value: what LMCache serves from its memory stays here too."""
+        self._store.submit_exists([name(key) for key in keys])
+        self._notify_keys_accessed(keys)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Removes the values of the keys, durably, for all servers."""
+        names = [name(key) for key in keys]
+        removed = self._store.delete(names)
+        self._forget(forebay.object_digest(one) for one, yes in zip(names, removed, strict=True) if yes)
+
+    def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
+        """A page of the stored keys, of all servers. Reads 4 KiB of the drive for each key that it looks at."""
+        if page_size <= 0:
+            raise ValueError(f"page_size must be positive, got {page_size}")
+        prefix = None if model_name is None else f"{model_name}@"
+        found = self._store.list(prefix, page_size, None if cursor is None else bytes.fromhex(cursor))
+        entries = tuple(KeyEntry(key, length) for text, length in found if (key := encoded(text)) is not None)
+        return KeyListPage(entries, found[-1][0].hex() if len(found) == page_size else None)
+
+    def report_status(self) -> dict[str, Any]:
+        """Whether values are served, and the counters of `ObjectStore.stats`."""
+        return {"is_healthy": self._store.is_up and self._thread.is_alive(), "type": "forebay", **self._store.stats()}
+
+    def close(self) -> None:
+        """Waits for tasks under way, makes what was stored durable, and closes."""
+        if not self._thread.is_alive():
+            return
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        self._store.close()
+        os.close(self._stop)
+        for notifier in self._wake.values():
+            notifier.close()
+
+    def _submit(self, submit: Callable[[Any], int], keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        pairs = [(name(key), value.byte_array) for key, value in zip(keys, objects, strict=True)]
+        # The lock keeps the thread from a completion whose number is not known here yet.
+        with self._lock:
+            number = submit(pairs)
+            self._tasks[number] = keys
+        return number
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._store.event_fd(), select.POLLIN)
+        poll.register(self._stop, select.POLLIN)
+        while not any(descriptor == self._stop for descriptor, _ in poll.poll(TELL_MS)):
+            for done in self._store.drain_completions():
+                self._take(done)
+            self._tell(lambda: self._forget(self._store.drain_evicted()))
+
+    @staticmethod
+    def _tell(told: Callable[[], None]) -> None:
+        """Calls LMCache's listeners. One that raises must not end the thread: nothing would be answered any more."""
+        try:
+            told()
+        except Exception:
+            logger.exception("a listener of LMCache's has failed")
+
+    def _take(self, done: forebay.Completion) -> None:
+        with self._lock:
+            keys = self._tasks.pop(done.id, None)
+        if keys is None:
+            # A touch. Nobody waits for it.
+            return
+        kind, told = ("store", self._took_store) if done.kind == "put" else ("load", self._took_load)
+        if done.error is not None:
+            logger.warning("a %s of %d keys: %s", kind, len(keys), done.error)
+        answer = L2StoreResult(done.error is None and all(done.results), sum(done.lengths)) if kind == "store" else bitmap(done.results, len(keys))
+        with self._lock:
+            self._done[kind][done.id] = answer
+        self._tell(lambda: told(keys, done))
+        self._wake[kind].notify()
+
+    def _took_store(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
+        stored = [(key, length) for key, yes, length in zip(keys, done.results, done.lengths, strict=False) if yes]
+        with self._lock:
+            for key, length in stored:
+                # Nothing was written for a value that was there: whoever stored it counts it.
+                if length > 0:
+                    self._stored[forebay.object_digest(name(key))] = (key, length)
+        if stored:
+            self._notify_keys_stored([key for key, _ in stored], [length for _, length in stored])
+
+    def _took_load(self, keys: list[ObjectKey], done: forebay.Completion) -> None:
+        if loaded := [key for key, yes in zip(keys, done.results, strict=False) if yes]:
+            self._notify_keys_accessed(loaded)
+        # What another server has evicted is seen here first.
+        gone = [key for key, cause in zip(keys, done.causes, strict=False) if cause in ("not_found", "corrupt")]
+        self._forget(forebay.object_digest(name(key)) for key in gone)
+
+    def _forget(self, digests: Iterable[bytes]) -> None:
+        """Tells LMCache of values that are not there any more."""
+        with self._lock:
+            gone = [known for digest in digests if (known := self._stored.pop(digest, None)) is not None]
+        if gone:
+            self._notify_keys_deleted([key for key, _ in gone], [length for _, length in gone])
+
+
+def name(key: ObjectKey) -> str:
+    """What a value is stored under: LMCache's own text for a key, the one that `native_plugin` is given."""
+    salt = f"@{key.cache_salt}" if key.cache_salt else ""
+    return f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}@{key.chunk_hash.hex()}{salt}"
+
+
+def encoded(text: bytes) -> EncodedObjectKey | None:
+    """The key that `name` was given; None for an object that is not LMCache's."""
+    try:
+        model, rank, group, digest, *salt = text.decode().split("@")
+        return EncodedObjectKey(digest, model, int(rank, 16), int(group, 16), salt[0] if salt else "")
+    except ValueError:
+        return None
+
+
+def bitmap(answers: list[bool], length: int | None = None) -> Bitmap:
+    """LMCache's form of answers; what there is no answer for is a no."""
+    made = Bitmap(len(answers) if length is None else length)
+    for place, yes in enumerate(answers):
+        if yes:
+            made.set(place)
+    return made

@@ -1,0 +1,159 @@
+"""What only the door `plugin` has: locks, notices of what has gone, LMCache's memory, listings, tags."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from pathlib import Path
+from typing import Any
+
+import lmcache
+import pytest
+import torch
+from conftest import spec
+from driving import NO_LAYOUT, PATIENCE_S, adapter, bits, found, key, load, memory, same, store, wait
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+pytestmark = pytest.mark.ci
+MIB = 1 << 20
+
+
+class Heard(L2AdapterListener):
+    """What LMCache's listeners are told."""
+
+    def __init__(self) -> None:
+        self.stored: dict[ObjectKey, int] = {}
+        self.accessed: list[ObjectKey] = []
+        self.gone: list[ObjectKey] = []
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        self.stored |= dict(zip(keys, sizes, strict=True))
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        self.accessed += keys
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self.gone += keys
+
+
+def until(holds: Any) -> None:
+    """Waits for what another thread tells."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def lookup(over: Any, numbers: list[int]) -> list[bool]:
+    """Looks up and locks."""
+    task = over.submit_lookup_and_lock_task([key(number) for number in numbers], {0: NO_LAYOUT})
+    return bits(wait(over.get_lookup_and_lock_event_fd(), lambda: over.query_lookup_and_lock_result(task)), len(numbers))
+
+
+def fill(over: Any, first: int, count: int) -> None:
+    for start in range(first, first + count, 8):
+        store(over, {number: memory(4 * MIB, number) for number in range(start, start + 8)})
+
+
+def test_what_a_lookup_has_locked_survives_until_it_is_unlocked(cache: Path) -> None:
+    locked = [0, 1, 2]
+    with adapter(spec(cache, capacity="256MiB")) as over:
+        fill(over, 0, 32)
+        assert lookup(over, [*locked, 999]) == [True, True, True, False]
+        fill(over, 100, 160)
+        assert not any(found(over, list(range(16, 32))))
+        targets = {number: memory(4 * MIB, None) for number in locked}
+        assert load(over, targets) == [True] * 3
+        assert all(same(targets[number], memory(4 * MIB, number)) for number in locked)
+        over.submit_unlock([key(number) for number in locked])
+        fill(over, 300, 160)
+        assert found(over, locked) == [False] * 3
+
+
+def test_lmcache_hears_what_is_stored_read_evicted_and_deleted(cache: Path) -> None:
+    heard = Heard()
+    with adapter(spec(cache, capacity="256MiB")) as over:
+        over.register_listener(heard)
+        fill(over, 0, 8)
+        assert heard.stored == {key(number): 4 * MIB for number in range(8)}
+        assert over.get_usage().total_bytes_used == 32 * MIB and not over.supports_global_eviction
+        # What is there already is not counted twice.
+        fill(over, 0, 8)
+        assert over.get_usage().total_bytes_used == 32 * MIB
+        assert load(over, {1: memory(4 * MIB, None), 999: memory(4 * MIB, None)}) == [True, False]
+        assert heard.accessed == [key(1)]
+        over.delete([key(1), key(999)])
+        assert heard.gone == [key(1)]
+        fill(over, 100, 240)
+        until(lambda: over.get_usage().total_bytes_used <= 256 * MIB)
+        # What LMCache was told is what is so.
+        until(lambda: found(over, [int.from_bytes(one.chunk_hash, "big") for one in heard.gone]) == [False] * len(heard.gone))
+        assert {key(number) for number in range(2, 8)} <= set(heard.gone)
+
+
+def test_what_another_server_has_deleted_is_told_when_it_is_missed(cache: Path) -> None:
+    heard = Heard()
+    with adapter(spec(cache)) as one, adapter(spec(cache)) as other:
+        one.register_listener(heard)
+        store(one, {1: memory(5000, 1)})
+        other.delete([key(1)])
+        assert load(one, {1: memory(5000, None)}) == [False]
+        until(lambda: heard.gone == [key(1)])
+        assert one.get_usage().total_bytes_used == 0
+
+
+def test_values_go_into_and_out_of_lmcaches_registered_memory(cache: Path) -> None:
+    length, count = 300 * 1024, 8
+    arena = torch.frombuffer(mmap.mmap(-1, 16 * MIB), dtype=torch.uint8)
+    described = L1MemoryDesc(ptr=arena.data_ptr(), size=16 * MIB, align_bytes=4096, stable_registration_size=16 * MIB)
+
+    def inside(at: int, fill: int | None) -> TensorMemoryObj:
+        data = arena[at * length : (at + 1) * length]
+        data.copy_(memory(length, fill).raw_data) if fill is not None else data.zero_()
+        metadata = MemoryObjMetadata(
+            shape=torch.Size([length]), dtype=torch.uint8, address=at * length, phy_size=length, fmt=MemoryFormat.BINARY_BUFFER, ref_count=1
+        )
+        return TensorMemoryObj(raw_data=data, metadata=metadata, parent_allocator=None)
+
+    with adapter(spec(cache), described) as over:
+        assert store(over, {number: inside(number, number) for number in range(count)})
+        targets = {number: inside(count + number, None) for number in range(count)}
+        assert load(over, targets) == [True] * count
+        assert all(same(targets[number], memory(length, number)) for number in range(count))
+        # Memory of another owner is served as well.
+        elsewhere = memory(length, None)
+        assert load(over, {3: elsewhere}) == [True] and same(elsewhere, memory(length, 3))
+
+
+def test_both_doors_have_the_same_values(cache: Path) -> None:
+    with adapter(spec(cache)) as one, adapter(spec(cache, "native_plugin")) as other:
+        assert store(one, {1: memory(5000, 1)}) and store(other, {2: memory(5000, 2)})
+        assert found(one, [1, 2]) == found(other, [1, 2]) == [True, True]
+
+
+def test_keys_are_listed_in_pages(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        store(over, {number: memory(1000 + number, number) for number in range(25)})
+        seen, cursor = {}, None
+        while True:
+            page = over.list_l2_keys("org/model", 10, cursor)
+            assert len(page.entries) <= 10
+            seen |= {entry.key.to_object_key(): entry.size_bytes for entry in page.entries}
+            if (cursor := page.next_page_token) is None:
+                break
+        assert seen == {key(number): 1000 + number for number in range(25)}
+        assert over.list_l2_keys("org/other").entries == ()
+
+
+def test_the_server_is_told_what_it_asks_for(cache: Path) -> None:
+    with adapter(spec(cache)) as over:
+        store(over, {1: memory(1000, 1)})
+        over.submit_touch([key(1)])
+        status = over.report_status()
+        assert status["is_healthy"] and status["put"]["ok"] == 1
+        if lmcache.__version__ != "0.5.6":
+            tags = over.get_memory_tags()
+            assert (tags.segment.value, tags.residency.value) == ("storage", "local")
+    over.close()
