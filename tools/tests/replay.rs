@@ -230,7 +230,7 @@ fn admission_and_a_memory_above_are_lines_of_their_own_and_refused_where_they_me
     );
     assert_ne!(lines[8]["bytes_admitted"], lines[2]["bytes_admitted"]);
     for wrong in [
-        &["--engine", "real", "--memory-tokens", "1m"][..],
+        &["--engine", "real", "--memory-tokens", "1m", "--ranks", "2"][..],
         &["--engine", "real", "--offer", "evicted"],
         &["--segment-tokens", "100k", "--offer", "evicted"],
         &["--segment-tokens", "100k", "--offer", "finished"],

@@ -81,6 +81,8 @@ pub(crate) struct KvJob {
     pub(crate) keep: bool,
     /// Bytes that the cache may take; `None`: as many as the job needs.
     pub(crate) capacity: Option<u64>,
+    /// Bytes of chunks kept in host memory; 0 for none.
+    pub(crate) local_cpu: u64,
     /// Compare every loaded byte.
     pub(crate) verify: bool,
     /// Entries beside the prompt's own.
@@ -137,6 +139,7 @@ impl Job {
                 kernel_ctas: kv.kernel_ctas,
                 keep: kv.keep.unwrap_or(false),
                 capacity: kv.capacity,
+                local_cpu: kv.local_cpu.unwrap_or(0),
                 verify: kv.verify.unwrap_or(false),
                 entries: kv.entries.unwrap_or(1_000_000),
                 chunks: kv.chunks.unwrap_or(1_000_000),
@@ -241,6 +244,9 @@ impl Job {
             list.extend(self.kv.tokens.map(|n| ("tokens", n.to_string())));
             list.push(("block_size", self.kv.block_size.to_string()));
             list.extend(self.kv.layout.map(|l| ("layout", l.word().to_owned())));
+            if self.kv.local_cpu > 0 {
+                list.push(("local_cpu", self.kv.local_cpu.to_string()));
+            }
             list.push(("compute_us", self.kv.compute.as_micros().to_string()));
         }
         list.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()

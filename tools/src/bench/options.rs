@@ -262,6 +262,10 @@ pub(crate) struct KvOptions {
     /// for all of the job beside what the directory holds].
     #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
     pub(crate) capacity: Option<u64>,
+    /// Keep chunks in host memory too, up to so many bytes (the setting `local_cpu`): what the job
+    /// lays out or loads is loaded from there. 0 for none [default: 0].
+    #[arg(long = "local-cpu", alias = "local_cpu", value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) local_cpu: Option<u64>,
     /// Compare every loaded byte with a pattern made from key and position.
     #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_name = "0|1")]

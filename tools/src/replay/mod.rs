@@ -56,7 +56,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, default_value = "0.06", value_name = "SHARE")]
     pub(crate) admission_loss: f64,
     /// Tokens of a tier in memory above the drive, which keeps what was used last; for simulated
-    /// caches of single chunks.
+    /// caches of single chunks, and for one real log, with the engine's own tier.
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
     pub(crate) memory_tokens: u64,
     /// When a block is offered to the drive, comma-separated; `evicted` with --memory-tokens.
@@ -282,12 +282,13 @@ fn open_cache(
     let Run { policy, capacity, ranks, offer, .. } = run;
     let admission = run.admission.policy(args.admission_loss);
     let single = args.engine == ReplayEngine::Sim && args.segment_tokens == 0;
-    if !single && (args.memory_tokens > 0 || offer == chunks::Offer::Evicted) {
+    let real = args.engine == ReplayEngine::Real && ranks == 1 && args.behind == 0 && args.restart_every.is_none();
+    if args.memory_tokens > 0 && !single && !real || offer == chunks::Offer::Evicted && !single {
         return Err(Error::new(
             ErrorKind::InvalidInput,
-            "only simulated caches of single chunks have a memory above them",
+            "a memory above it has one real log by itself, or a simulated cache of single chunks, and only the latter has --offer evicted",
         )
-        .advice("leave --memory-tokens and --offer evicted out, or --engine and --segment-tokens"));
+        .advice("leave --segment-tokens, --ranks, --behind and --restart-every out, or --memory-tokens and --offer evicted"));
     }
     if args.segment_tokens > 0 && (run.admission != AdmissionKind::All || offer != chunks::Offer::Stored) {
         return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything at once")
@@ -309,6 +310,7 @@ fn open_cache(
         (ReplayEngine::Real, true) => {
             let sizes = (capacity, bytes_per_token);
             let cache = real::RealCache::open((&args.directory, args.log_bytes), (policy, admission, offer), sizes)?;
+            let cache = cache.with_memory(args.memory_tokens)?;
             Ok(Box::new(cache.with_restarts(args.restart_every.map(|n| usize::try_from(n).unwrap_or(usize::MAX)))))
         }
         (ReplayEngine::Real, _) => {

@@ -6,17 +6,20 @@
 //! model's bytes. The payload is a hole, and the CRCs in the headers are those of zeros, so that
 //! reclaim can move what it keeps.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forebay::device::{HugePages, StagingOptions};
 use forebay::format::crc;
 use forebay::format::layout::{Extent, SlotLayout};
 use forebay::geometry::{DType, Geometry, LayerSpec};
 use forebay::index::{AdmissionPolicy, Reclaim};
 use forebay::key::ChunkKey;
 use forebay::log::{Log, LogOptions, Put, PutOutcome, PutSpec, StoreCandidate};
+use forebay::tier::{FrameId, MemoryTier, Rank};
 use forebay::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -30,6 +33,8 @@ const TOKEN_BYTES: u64 = 8;
 const MOST_PAGES: u64 = 127;
 /// Largest segment that the log makes by itself, in bytes of the model.
 const SEGMENT_BYTES: u64 = 1 << 30;
+/// Bytes that stand for a block in the memory tier.
+const FRAME_BYTES: usize = 4096;
 /// How long a put waits for reclaim.
 const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -46,6 +51,9 @@ pub(super) struct RealCache {
     admitted_tokens: u64,
     model_bytes_per_token: u64,
     slot_bytes: u64,
+    /// The engine's memory tier, and the tokens that were found in it.
+    memory: Option<Arc<MemoryTier>>,
+    memory_tokens: u64,
     _dir: Scratch,
 }
 
@@ -100,8 +108,47 @@ impl RealCache {
             admitted_tokens: 0,
             model_bytes_per_token,
             slot_bytes,
+            memory: None,
+            memory_tokens: 0,
             _dir: dir,
         })
+    }
+
+    /// The same, with the engine's memory tier for so many tokens.
+    pub(super) fn with_memory(mut self, tokens: u64) -> Result<Self> {
+        let frames = usize::try_from(tokens / BLOCK_TOKENS).unwrap_or(usize::MAX);
+        if frames > 0 {
+            let bytes = frames.saturating_mul(FRAME_BYTES);
+            let options = StagingOptions { bytes, slot_bytes: FRAME_BYTES, hugepages: HugePages::Off, numa: None };
+            self.memory = Some(MemoryTier::new(&options)?);
+        }
+        Ok(self)
+    }
+
+    /// What the engine's loads and stores do with the memory tier: the chunks that were `found`,
+    /// then those `stored`, each lot in a turn of its own.
+    fn use_memory(&mut self, blocks: &Blocks, (found, stored): (usize, &[usize])) {
+        let Some(tier) = &self.memory else { return };
+        let id = |at: usize| {
+            let key = *blocks.keys.get(at)?;
+            Some(FrameId { key, sequence: self.log.peek(&key)?.sequence })
+        };
+        let (loads, stores) = (tier.turn(), tier.turn());
+        let rank = |turn: u64, at: usize| Rank { turn, depth: Reverse(at as u32) };
+        let mut missing = Vec::new();
+        for at in 0..found {
+            let Some(id) = id(at) else { continue };
+            match tier.get(id, rank(loads, at)) {
+                Some(_) => self.memory_tokens += blocks.tokens.get(at).copied().unwrap_or(0),
+                None => missing.push((id, rank(loads, at))),
+            }
+        }
+        let stored = stored.iter().filter_map(|at| Some((id(*at)?, rank(stores, *at))));
+        for (id, rank) in missing.into_iter().chain(stored) {
+            if let Some(filling) = tier.reserve(id, FRAME_BYTES as u64, rank) {
+                filling.publish(&[]);
+            }
+        }
     }
 
     /// The same, closed and opened anew after every so many requests.
@@ -242,13 +289,16 @@ impl ReplayCache for RealCache {
         let blocks = Blocks::of(request, self.offer);
         let found = self.find(blocks.keys());
         let (tx, rx) = crossbeam_channel::unbounded();
+        let mut stored = Vec::new();
         for at in found..self.wanted(&blocks, found) {
             if let Some((put, tokens)) = self.begin(&blocks, at)? {
+                stored.push(at);
                 Self::commit(put, tokens, &tx);
             }
         }
         drop(tx);
         self.admit(&rx)?;
+        self.use_memory(&blocks, (found, &stored));
         Ok(blocks.tokens(found))
     }
 
@@ -262,7 +312,11 @@ impl ReplayCache for RealCache {
         );
         let moved_tokens = moved.saturating_mul(BLOCK_TOKENS) / self.slot_bytes;
         let extra = moved_tokens + journal / self.model_bytes_per_token;
-        Totals { admitted_tokens: self.admitted_tokens, written_tokens: self.admitted_tokens + extra, memory_tokens: 0 }
+        Totals {
+            admitted_tokens: self.admitted_tokens,
+            written_tokens: self.admitted_tokens + extra,
+            memory_tokens: self.memory_tokens,
+        }
     }
 }
 

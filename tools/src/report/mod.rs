@@ -168,6 +168,9 @@ pub(crate) struct ForebayFigures {
     /// Chunks found and loaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hits: Option<u64>,
+    /// Of these, chunks found in memory (`--local-cpu`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) memory_hits: Option<u64>,
     /// Chunks not found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) misses: Option<u64>,

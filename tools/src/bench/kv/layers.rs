@@ -121,6 +121,7 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     let figures = ForebayFigures {
         path: session.path()?,
         hits: Some(hits),
+        memory_hits: session.memory_hits(job)?,
         misses: Some(misses),
         corrupt: Some(corrupt),
         wrong_bytes: job.kv.verify.then_some(wrong),

@@ -159,6 +159,12 @@ impl Session {
         }))
     }
 
+    /// Chunks that loads found in memory, where the job has them kept there.
+    pub(super) fn memory_hits(&self, job: &Job) -> Result<Option<u64>> {
+        let hits = self.engine.stats()?.memory.hits;
+        Ok((job.kv.local_cpu > 0).then_some(hits))
+    }
+
     /// Closes the cache in order.
     pub(super) fn close(self) -> Result<()> {
         self.engine.close(Instant::now() + CLOSE)
@@ -207,6 +213,9 @@ fn settings(job: &Job, place: &MemorySpace, capacity: u64, chunk_tokens: u32) ->
         IoEngine::Cufile => Cufile::Force,
         IoEngine::Uring | IoEngine::Threads => Cufile::Never,
     };
+    if job.kv.local_cpu > 0 {
+        (settings.local_cpu, settings.max_local_cpu_size) = (true, job.kv.local_cpu);
+    }
     if let Some(ctas) = job.kv.kernel_ctas {
         settings.kernel_ctas = ctas;
     }

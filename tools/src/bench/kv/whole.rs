@@ -143,6 +143,7 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
     let figures = ForebayFigures {
         path: session.path()?,
         hits: Some(totals.hits),
+        memory_hits: session.memory_hits(job)?,
         misses: Some(totals.misses),
         corrupt: Some(totals.corrupt),
         wrong_bytes: job.kv.verify.then_some(totals.wrong),
