@@ -89,35 +89,34 @@ def bench(to: Server) -> dict[int, str]:
 
 @pytest.mark.ci
 def test_a_restarted_server_retrieves_the_same_bytes_from_the_drive(cache: Path, tmp_path: Path) -> None:
-    with server(tmp_path, spec(cache)) as first:
+    with server(tmp_path, spec(cache, "native_plugin")) as first:
         stored = bench(first)
         assert len(stored) == REQUESTS and max(first.from_l2()) == 0
-    with server(tmp_path, spec(cache)) as second:
+    with server(tmp_path, spec(cache, "native_plugin")) as second:
         assert bench(second) == stored
         assert second.from_l2()[0] == CHUNKS
 
 
 def test_a_killed_server_serves_no_other_bytes_afterwards(cache: Path, tmp_path: Path) -> None:
-    with server(tmp_path, spec(cache)) as first:
+    with server(tmp_path, spec(cache, "native_plugin")) as first:
         stored = bench(first)
         first.kill()
-    with server(tmp_path, spec(cache)) as second:
+    with server(tmp_path, spec(cache, "native_plugin")) as second:
         # What was not on the drive yet is stored again; what was there is found.
         assert bench(second) == stored
         assert max(second.from_l2()) == CHUNKS
 
 
 def test_a_second_server_finds_what_the_first_has_stored(cache: Path, tmp_path: Path) -> None:
-    # One through each door: they share the cache.
-    with server(tmp_path, spec(cache)) as first, server(tmp_path, spec(cache, "native_plugin")) as second:
+    with server(tmp_path, spec(cache, "native_plugin")) as first, server(tmp_path, spec(cache, "native_plugin")) as second:
         stored = bench(first)
         assert bench(second) == stored
         assert second.from_l2()[0] == CHUNKS
 
 
 def test_faults_that_lmcache_injects_are_misses(cache: Path, tmp_path: Path) -> None:
-    line = '{"type": "fault_inject", "rate": 0.5, "inner": ' + spec(cache) + "}"
+    line = '{"type": "fault_inject", "rate": 0.5, "inner": ' + spec(cache, "native_plugin") + "}"
     with server(tmp_path, line) as first:
         stored = bench(first)
-    with server(tmp_path, spec(cache)) as second:
+    with server(tmp_path, spec(cache, "native_plugin")) as second:
         assert bench(second) == stored
