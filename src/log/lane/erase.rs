@@ -39,6 +39,12 @@ impl Lane {
         self.no_holes.load(Ordering::Relaxed)
     }
 
+    /// As if the file system took none.
+    #[cfg(test)]
+    pub(in crate::log) fn set_no_holes(&self) {
+        self.no_holes.store(true, Ordering::Relaxed);
+    }
+
     /// Makes slots of a segment, in the order in which they lie, unreadable; how many bytes were
     /// given back.
     ///

@@ -31,13 +31,11 @@ impl Volume {
             return None;
         }
         let lanes = self.lanes();
-        // Of several the one stored last: another may be the place of one that was removed, which its lane
-        // has not seen yet.
-        let there = lanes.all.iter().filter_map(|lane| {
+        // Of several any is right.
+        let found = lanes.all.iter().find_map(|lane| {
             let entry = lane.get(key).filter(|e| self.shows(e) && is_staying(lane.shared().as_ref(), e))?;
-            Some((lane, entry))
+            Some((Arc::clone(lane), entry))
         });
-        let found = there.max_by_key(|(_, entry)| entry.seq).map(|(lane, entry)| (Arc::clone(lane), entry));
         // Asked last: what was read before counts only if none of it was lost by then.
         found.filter(|_| !self.is_lost())
     }

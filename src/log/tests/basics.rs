@@ -245,3 +245,19 @@ fn an_expired_chunk_is_a_miss() {
     assert!(store(&log, 1), "an expired chunk can be stored again");
     assert!(has(&log, 1));
 }
+
+/// A mark says by its sequence what it means: one that was given twice would name two slots.
+#[test]
+fn no_sequence_is_given_twice_although_nothing_of_it_is_left() {
+    let dir = temp();
+    let still = || Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    let log = still();
+    assert!(store(&log, 0));
+    let first = log.peek(&key(0)).unwrap().sequence;
+    log.abandon();
+    drop(log);
+    reboot(dir.path());
+    let log = still();
+    assert!(!has(&log, 0) && store(&log, 1));
+    assert!(log.peek(&key(1)).unwrap().sequence > first);
+}

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::support::*;
 use crate::error::ErrorKind;
+use crate::format::journal;
 use crate::format::record::{RECORD_BYTES, Record};
 use crate::format::superblock::Superblock;
 use crate::io::{DirectFile, FileOptions};
@@ -161,6 +162,58 @@ fn a_flipped_bit_in_the_region_of_a_segment_that_was_given_up_brings_nothing_bac
     assert!(log.stats().damaged_records > 0, "the region");
     assert!((0..5).all(|n| !has(&log, n)), "removed, and back");
     assert!(has(&log, 50));
+}
+
+/// The journal has pages of the use before; those of this one were overwritten.
+#[test]
+fn beside_a_damaged_region_records_of_the_use_before_do_not_count() {
+    let dir = temp();
+    let log =
+        Log::open(LogOptions { foreground: true, segment_bytes: Some(128 << 10), ..options(dir.path()) }).unwrap();
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.flush().unwrap();
+    log.seal(soon()).unwrap();
+    let used_twice = log.locate(&key(0), PIN).unwrap().segment;
+    log.remove(&(0..5).map(key).collect::<Vec<_>>()).unwrap();
+    assert!(store(&log, 50));
+    log.flush().unwrap();
+    assert_eq!(reclaim::steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
+    let mut n = 60;
+    while log.locate(&key(n - 1), PIN).is_none_or(|chunk| chunk.segment != used_twice) {
+        assert!(store(&log, n));
+        n += 1;
+    }
+    log.flush().unwrap();
+    log.seal(soon()).unwrap();
+    let epoch = log.locate(&key(n - 1), PIN).unwrap().epoch;
+    log.abandon();
+    drop(log);
+    let path = lane_file(dir.path(), "index.kv");
+    let open = |name| DirectFile::open(lane_file(dir.path(), name), FileOptions::read_only().buffered()).unwrap();
+    let (index, data) = (open("index.kv"), open("data.kv"));
+    let superblock = recover::superblock(&index).unwrap();
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let region = superblock.regions_offset + u64::from(used_twice) * superblock.region_bytes;
+    flip(&file, (region + 20) * 8);
+    let mut page = vec![0; 4096];
+    let mut of_before = 0;
+    for at in (superblock.ring_offset..superblock.regions_offset).step_by(4096) {
+        file.read_exact_at(&mut page, at).unwrap();
+        let Ok(found) = journal::decode(&page) else { continue };
+        let of = |r: &&Record| r.segment == used_twice;
+        of_before += found.records.iter().filter(of).filter(|r| r.epoch < epoch).count();
+        if found.records.iter().filter(of).any(|r| r.epoch == epoch) {
+            file.write_all_at(&[0; 4096], at).unwrap();
+        }
+    }
+    assert!(of_before > 0, "the ring speaks of the use before");
+    let mut epochs = HashSet::new();
+    all_records(&index, &data, &superblock, |r| {
+        if r.segment == used_twice {
+            epochs.insert(r.epoch);
+        }
+    });
+    assert_eq!(epochs, HashSet::from([epoch]));
 }
 
 /// As after a crash that has lost the one and kept a copy of the other: every CRC in it is right.

@@ -1,23 +1,30 @@
 //! Drives that fail: full, broken, hanging, busy.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::support::*;
 use crate::error::ErrorKind;
+use crate::format::record::Record;
+use crate::format::sealed::RegionLayout;
 use crate::io::{self, Fault, Faulty, Op, Request};
 use crate::log::lane::LaneRole;
 use crate::log::reclaim::steps;
-use crate::log::{Log, LogOptions, PutOutcome, Turn, journal};
+use crate::log::{Log, LogOptions, PutOutcome, PutSpec, Turn, journal};
 
 /// Which requests of the write queue are faulty, and how; changed while the log runs.
 #[derive(Default)]
 struct Switch {
     fault: AtomicU8,
     hits: AtomicU64,
+    /// What was asked for, where, and whether of index.kv.
+    seen: Mutex<Vec<(Op, u64, bool)>>,
 }
 
 const NONE: u8 = 0;
@@ -39,6 +46,7 @@ impl Switch {
 
     fn fate(&self, request: &Request) -> Option<Fault> {
         let is = |name: &str| request.file.path().ends_with(name);
+        self.seen.lock().push((request.op, request.offset, is("index.kv")));
         let fault = match self.fault.load(Ordering::SeqCst) {
             DATA_EIO if is("data.kv") && request.op == Op::Write => Fault::Fail,
             DATA_FULL if is("data.kv") && request.op == Op::Write => Fault::NoSpace,
@@ -402,4 +410,60 @@ fn a_put_that_never_ends_does_not_keep_its_segment_from_being_sealed() {
     assert_eq!(commit(put, &crcs).unwrap_err().kind(), ErrorKind::TimedOut);
     assert!(!has(&log, 1) && has(&log, 0));
     assert!(store(&log, 1));
+}
+
+/// Sequences go on from there: a crash that brought a slot of the tenant back would bring it back for
+/// good.
+#[test]
+fn the_floor_of_a_tenant_stays_while_the_drive_does_not_flush() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..3).for_each(|n| assert!(store_spec(&log, PutSpec { tenant: 7, ..spec(n) }, n, 0).unwrap()));
+    log.seal(soon()).unwrap();
+    assert_eq!(log.remove_tenant(7).unwrap(), 3);
+    switch.set(DATA_FLUSH_EIO);
+    log.turn(Turn::Maintain);
+    assert_eq!(log.volumes[0].shard.tenants(), 1, "its slots may be readable after a power cut");
+    switch.set(NONE);
+    log.turn(Turn::Maintain);
+    assert_eq!(log.volumes[0].shard.tenants(), 0);
+}
+
+/// A crash may keep the first page of a region and lose the rest, where whole records of the use
+/// before lie.
+#[test]
+fn records_of_another_use_in_a_region_are_not_taken_for_those_of_this_one() {
+    let dir = temp();
+    let (log, _) = faulty_in_turns(dir.path());
+    (0..4).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    let lane = log.volumes[0].own().unwrap();
+    let chunk = log.locate(&key(1), PIN).unwrap();
+    let at = (chunk.segment, chunk.epoch);
+    let records = journal::known_records(&lane, at).unwrap();
+    let before: Vec<u8> = records.iter().flat_map(|r| Record { epoch: at.1 + 1, ..*r }.encode()).collect();
+    let records_at = RegionLayout::of(lane.superblock.region_bytes).records_at() as u64;
+    let index = std::fs::File::options().write(true).open(lane_file(dir.path(), "index.kv")).unwrap();
+    index.write_all_at(&before, lane.region_offset(at.0) + records_at).unwrap();
+    index.sync_all().unwrap();
+    let known = journal::known_records(&lane, at).unwrap();
+    assert!(known.len() == 4 && known.iter().all(|r| r.epoch == at.1), "{known:?}");
+}
+
+/// A crash could bring its records back, when it has been used again and its slots are others.
+#[test]
+fn that_a_segment_is_free_is_flushed_before_anything_else_is_done() {
+    let dir = temp();
+    let (log, switch) = faulty_in_turns(dir.path());
+    (0..5).for_each(|n| assert!(store(&log, n)));
+    log.seal(soon()).unwrap();
+    assert!(store(&log, 50));
+    let segment = log.locate(&key(0), PIN).unwrap().segment;
+    (0..5).for_each(|n| drop(log.remove(&[key(n)]).unwrap()));
+    switch.seen.lock().clear();
+    assert_eq!(steps::reclaim_dead(&log.volumes[0], LaneRole::Own), 1);
+    let region = log.volumes[0].own().unwrap().region_offset(segment);
+    let seen = switch.seen.lock().clone();
+    let freed = seen.iter().position(|(op, at, ..)| (*op, *at) == (Op::Write, region)).unwrap();
+    assert!(seen.get(freed + 1).is_some_and(|(op, _, of_index)| *op == Op::Flush && *of_index), "{seen:?}");
 }

@@ -372,3 +372,22 @@ fn what_goes_while_the_drive_is_flushed_is_not_taken_for_durable() {
     log.remove(&[key(5)]).unwrap();
     assert!(own.erasures_are_durable() && own.state().unwrap().segments.unsettled().is_empty());
 }
+
+/// Or a removal by another process would find nothing, and return while the slot can still be read.
+#[test]
+fn what_goes_is_in_the_table_until_its_slot_is_unreadable() {
+    let dir = temp();
+    let is_blank = |_: &Lane, r: &Request| {
+        let is_zero = || r.buf.as_ref().is_some_and(|b| b.as_slice().iter().all(|byte| *byte == 0));
+        r.op == Op::Write && r.file.path().ends_with("data.kv") && is_zero()
+    };
+    let (log, amid) = Amid::open(dir.path(), is_blank, |log| {
+        assert!(log.volumes[0].own().unwrap().table().get_marked(&key(3)).is_some());
+    });
+    fill(&log, 0..10);
+    log.seal(soon()).unwrap();
+    log.volumes[0].own().unwrap().set_no_holes();
+    amid.arm(&log);
+    log.remove(&[key(3)]).unwrap();
+    assert!(amid.has_met.load(Ordering::SeqCst) && !has(&log, 3));
+}

@@ -23,12 +23,22 @@ struct Meddler {
     log: Mutex<Weak<Log>>,
     deeds: Mutex<Vec<Deed>>,
     met: Mutex<Vec<ChunkKey>>,
+    /// Writes and flushes: `c` of a copy, `d` a flush of data.kv, `j` a page of the journal.
+    order: Mutex<String>,
     /// No region can be written that says that its segment is free.
     frees_fail: AtomicBool,
 }
 
 impl Meddler {
     fn meet(&self, request: &Request) {
+        let (of_data, op) = (request.file.path().ends_with("data.kv"), request.op);
+        let regions = self.log.lock().upgrade().and_then(|log| Some(log.volumes[0].own()?.region_offset(0)));
+        match op {
+            Op::Write if of_data && request.len as u64 == SLOT_BYTES => self.order.lock().push('c'),
+            Op::Flush if of_data => self.order.lock().push('d'),
+            Op::Write if !of_data && regions.is_some_and(|at| request.offset < at) => self.order.lock().push('j'),
+            _ => {}
+        }
         // Stores write a slot in parts; whole, it is written by a move only.
         let is_copy =
             request.op == Op::Write && request.len as u64 == SLOT_BYTES && request.file.path().ends_with("data.kv");
@@ -130,6 +140,20 @@ fn what_is_removed_or_overwritten_while_it_is_moved_stays_so() {
     log.flush().unwrap();
     let log = crash(log);
     check(&log, "after a crash");
+}
+
+/// Or a crash could leave the record of a copy without its bytes: where another lane has the other
+/// slot, the copy would be the one that is served.
+#[test]
+fn a_copy_is_flushed_before_the_journal_speaks_of_it() {
+    let dir = temp();
+    let (log, meddler) = meddled(dir.path());
+    let nothing: fn() -> Deed = || Box::new(|_, _| ());
+    *meddler.deeds.lock() = vec![nothing(), nothing(), nothing()];
+    store_until_met(&log, &meddler, 3);
+    log.flush().unwrap();
+    let order = meddler.order.lock().clone();
+    assert!(order.contains("cd") && !order.contains("cj"), "{order}");
 }
 
 /// The copy is not wanted then. If it counted, nobody would know of the slot that it is a copy of.

@@ -115,7 +115,8 @@ fn with_nobody_there_the_disk_is_freed() {
     let before = budget::allocated_below(dir.path()).unwrap();
     let purged = run(dir.path(), What::Tenant(ACME));
     assert_eq!(purged.chunks, 15);
-    assert!(purged.freed_bytes >= 15 * SLOT_BYTES, "{purged:?}");
+    // Less where so many holes take a block of the file system's own.
+    assert!(purged.freed_bytes >= 14 * SLOT_BYTES, "{purged:?}");
     let log = crash(Log::open(quick(dir.path())).unwrap());
     assert!((0..30).all(|n| has(&log, n) == (n % 2 == 0)));
     log.abandon();

@@ -1,5 +1,5 @@
-//! How floors reach the drive: both copies, each durable before the next, and before anybody sees
-//! the floor.
+//! What is durable before anybody relies on it: floors, both copies, each before the next; and the
+//! index of a lane that is adopted.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,30 +10,36 @@ use parking_lot::Mutex;
 use super::support::*;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::floors::FLOORS_BYTES;
-use crate::io::{Disk, DiskFile, FileOptions, mount};
+use crate::io::{Disk, DiskFile, FileOptions, Mount, mount};
 use crate::log::{Log, LogOptions, Turn};
 
-/// A disk that has the file of the floors only, and says what was done to it.
-#[derive(Default)]
-struct Floors {
+/// A disk that has one file only, and says what was done to it.
+struct OneFile {
+    name: &'static str,
     bytes: Mutex<Option<Vec<u8>>>,
     done: Mutex<Vec<String>>,
     fails: AtomicBool,
 }
 
-struct File(Arc<Floors>);
+struct File(Arc<OneFile>);
 
-struct Mounted(Arc<Floors>);
+struct Mounted(Arc<OneFile>);
+
+fn one_file(dir: &Path, name: &'static str, bytes: Option<Vec<u8>>) -> (Arc<OneFile>, Mount) {
+    let (bytes, done, fails) = (Mutex::new(bytes), Mutex::default(), AtomicBool::new(false));
+    let file = Arc::new(OneFile { name, bytes, done, fails });
+    (Arc::clone(&file), mount(dir, Arc::new(Mounted(file))))
+}
 
 impl Disk for Mounted {
     fn takes(&self, path: &Path) -> bool {
-        path.ends_with("FLOORS")
+        path.ends_with(self.0.name)
     }
 
     fn open(&self, path: &Path, options: FileOptions) -> Result<Arc<dyn DiskFile>> {
         let mut bytes = self.0.bytes.lock();
         if bytes.is_none() && !options.create {
-            return Err(Error::new(ErrorKind::NotFound, "no floors").at(path));
+            return Err(Error::new(ErrorKind::NotFound, "no such file").at(path));
         }
         bytes.get_or_insert_default();
         Ok(Arc::new(File(Arc::clone(&self.0))))
@@ -112,8 +118,7 @@ impl DiskFile for File {
 #[test]
 fn each_copy_of_a_floor_is_durable_before_the_next_and_nobody_sees_one_that_cannot_be_written() {
     let dir = temp();
-    let floors = Arc::new(Floors::default());
-    let _mounted = mount(dir.path(), Arc::new(Mounted(Arc::clone(&floors))));
+    let (floors, _mounted) = one_file(dir.path(), "FLOORS", None);
     let still = LogOptions { foreground: true, ..options(dir.path()) };
     let log = Log::open(still).unwrap();
     (0..3).for_each(|n| assert!(store(&log, n)));
@@ -132,8 +137,7 @@ fn each_copy_of_a_floor_is_durable_before_the_next_and_nobody_sees_one_that_cann
 #[test]
 fn who_opens_brings_both_copies_to_the_newer_floors_and_leaves_alone_the_one_that_has_them() {
     let dir = temp();
-    let floors = Arc::new(Floors::default());
-    let _mounted = mount(dir.path(), Arc::new(Mounted(Arc::clone(&floors))));
+    let (floors, _mounted) = one_file(dir.path(), "FLOORS", None);
     let log = open(dir.path());
     (0..3).for_each(|n| assert!(store(&log, n)));
     log.clear().unwrap();
@@ -149,4 +153,21 @@ fn who_opens_brings_both_copies_to_the_newer_floors_and_leaves_alone_the_one_tha
         let bytes = floors.bytes.lock().clone().unwrap();
         assert_eq!(bytes[..FLOORS_BYTES], bytes[FLOORS_BYTES..]);
     }
+}
+
+/// Its writer may have been killed before it had flushed what its index says.
+#[test]
+fn the_index_of_a_lane_that_is_adopted_is_flushed_before_it_is_believed() {
+    let dir = temp();
+    let logs = [open(dir.path()), open(dir.path())];
+    logs.iter().zip(0..).for_each(|(log, n)| assert!(store(log, n)));
+    for log in logs {
+        log.seal(soon()).unwrap();
+        log.abandon();
+    }
+    let adopted = lane_file(dir.path(), "x").parent().unwrap().with_file_name("lane1").join("index.kv");
+    let (index, _mounted) = one_file(dir.path(), "lane1/index.kv", Some(std::fs::read(adopted).unwrap()));
+    let log = Log::open(LogOptions { foreground: true, ..options(dir.path()) }).unwrap();
+    assert!(has(&log, 0) && has(&log, 1) && log.stats().adopted_lanes == 1);
+    assert_eq!(*index.done.lock(), ["flush"]);
 }
