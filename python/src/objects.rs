@@ -113,7 +113,7 @@ fn pairs(items: &Bound<'_, PyAny>, write: bool) -> PyResult<Vec<(Vec<u8>, Object
     items.try_iter()?.map(pair).collect()
 }
 
-fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
+pub(crate) fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
     if keys.is_instance_of::<pyo3::types::PyString>() || keys.is_instance_of::<pyo3::types::PyBytes>() {
         return Err(to_py(&invalid("one key where a list of keys is needed")));
     }
