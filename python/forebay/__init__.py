@@ -37,6 +37,7 @@ from forebay._forebay import (
     TimedOut,
     Unsupported,
     __version__,
+    object_digest,
 )
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "TimedOut",
     "Unsupported",
     "__version__",
+    "object_digest",
 ]
 
 # The engine tries cuFile in a process of its own, which is this package's program.

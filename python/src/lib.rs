@@ -40,7 +40,7 @@ mod module {
     #[pymodule_export]
     use super::logging::{_log_end, _log_level, _log_next};
     #[pymodule_export]
-    use super::objects::{PyCompletion, PyObjectStore};
+    use super::objects::{PyObjectStore, object_digest};
     #[pymodule_export]
     use super::paged::PyPagedKv;
     #[pymodule_export]
@@ -51,6 +51,7 @@ mod module {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         super::error::register(module)?;
+        module.add("Completion", super::objects::completion_type(module.py())?)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -1,12 +1,17 @@
 //! The object store for Python: bytes under string keys, in batches.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay::objects::{ObjectCompletion, ObjectGet, ObjectMemory, ObjectPut, ObjectStore, PutOptions};
+use forebay::device::HostMemory;
+use forebay::objects::{
+    BatchKind, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectPut, ObjectStore, PutOptions,
+};
 use forebay::{Error, ErrorKind};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 
 use crate::buffer::describe;
 use crate::convert;
@@ -15,56 +20,64 @@ use crate::wait::in_slices;
 
 const CLOSE_TIMEOUT_MS: u64 = 30_000;
 
-/// What a batch came to.
-#[pyclass(frozen, name = "Completion", module = "forebay")]
-pub(crate) struct PyCompletion(ObjectCompletion);
+/// What a batch came to, as a named tuple: `id` (what the submit returned), `kind` (`put`, `get`, `exists` or `delete`),
+/// `results` (the answer for each key, in the order of the submit), `lengths` (bytes of each object that was put or got, or for
+/// which a buffer had another length), `causes` (why the answer is no, None where it is yes) and `error` (in words, the first
+/// failure; that a key is not there is none).
+const COMPLETION: [&str; 6] = ["id", "kind", "results", "lengths", "causes", "error"];
 
-#[pymethods]
-impl PyCompletion {
-    /// What the submit returned.
-    #[getter]
-    fn id(&self) -> u64 {
-        self.0.id
-    }
+static COMPLETION_TYPE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-    /// `put`, `get`, `exists` or `delete`.
-    #[getter]
-    fn kind(&self) -> &'static str {
-        self.0.kind.as_str()
-    }
+/// The class of completions, made once: `collections.namedtuple` is a tuple to who takes it apart, at the price of one.
+pub(crate) fn completion_type(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
+    let made = COMPLETION_TYPE.get_or_try_init(py, || {
+        let arguments = [("module", "forebay")].into_py_dict(py)?;
+        let made = py.import("collections")?.call_method("namedtuple", ("Completion", COMPLETION), Some(&arguments))?;
+        made.setattr("__doc__", "What a batch of objects came to.")?;
+        PyResult::Ok(made.cast_into::<PyType>()?.unbind())
+    })?;
+    Ok(made.bind(py))
+}
 
-    /// The answer for each key, in the order of the submit.
-    #[getter]
-    fn results(&self) -> Vec<bool> {
-        self.0.results.iter().map(|r| r.ok).collect()
-    }
+fn completion<'py>(py: Python<'py>, done: &ObjectCompletion) -> PyResult<Bound<'py, PyAny>> {
+    let results: Vec<bool> = done.results.iter().map(|r| r.ok).collect();
+    let lengths: Vec<u64> = done.results.iter().map(|r| r.len).collect();
+    let causes: Vec<Option<&str>> = done.results.iter().map(|r| r.cause.map(ObjectCause::as_str)).collect();
+    completion_type(py)?.call1((done.id, done.kind.as_str(), results, lengths, causes, done.error.as_deref()))
+}
 
-    /// Length in bytes of each object that was got, or that a buffer was too short for.
-    #[getter]
-    fn lengths(&self) -> Vec<u64> {
-        self.0.results.iter().map(|r| r.len).collect()
-    }
-
-    /// Why the answer is no, for each key; None where it is yes.
-    #[getter]
-    fn causes(&self) -> Vec<Option<&'static str>> {
-        self.0.results.iter().map(|r| r.cause.map(|c| c.as_str())).collect()
-    }
-
-    /// In words, the first failure; that a key is not there is none.
-    #[getter]
-    fn error(&self) -> Option<&str> {
-        self.0.error.as_deref()
-    }
+/// The digest of a key, by which `drain_evicted` names objects: 32 bytes.
+#[pyfunction]
+pub(crate) fn object_digest<'py>(py: Python<'py>, key: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    Ok(PyBytes::new(py, &forebay::objects::object_digest(&convert::bytes(key)?)))
 }
 
 /// Objects beside the KV in the same cache directories: keys up to 1 KiB, values from 1 B to 1 GiB.
 #[pyclass(frozen, name = "ObjectStore", module = "forebay", weakref)]
-pub(crate) struct PyObjectStore(Option<Arc<ObjectStore>>);
+pub(crate) struct PyObjectStore {
+    store: Option<Arc<ObjectStore>>,
+    evicted_missed: AtomicU64,
+}
 
 impl PyObjectStore {
     pub(crate) fn get_store(&self) -> PyResult<&Arc<ObjectStore>> {
-        self.0.as_ref().ok_or_else(|| crate::error::closed("object store"))
+        self.store.as_ref().ok_or_else(|| crate::error::closed("object store"))
+    }
+
+    /// Submits what was asked for, or a batch in its place that says what is wrong with it. The GIL is held throughout, so
+    /// that no other thread of Python sees the completion before the number is returned.
+    fn submit<T>(
+        &self,
+        kind: BatchKind,
+        asked: &Bound<'_, PyAny>,
+        items: PyResult<T>,
+        submit: impl FnOnce(&ObjectStore, T) -> forebay::Result<u64>,
+    ) -> PyResult<u64> {
+        let store = self.get_store()?;
+        match items {
+            Ok(items) => submit(store, items).py(),
+            Err(why) => store.submit_invalid(kind, asked.len().unwrap_or(0), why.to_string()).py(),
+        }
     }
 
     fn finish(&self, py: Python<'_>, id: u64) -> PyResult<Vec<bool>> {
@@ -87,7 +100,7 @@ impl PyObjectStore {
 }
 
 /// The host memory of a buffer, dense, and writable where it is written.
-fn span(object: &Bound<'_, PyAny>, write: bool) -> PyResult<ObjectMemory> {
+fn buffer(object: &Bound<'_, PyAny>, write: bool) -> PyResult<Option<Arc<HostMemory>>> {
     let buffer = describe(object)?;
     if !buffer.is_dense() {
         return Err(to_py(&invalid("a buffer with gaps").advice("give contiguous memory")));
@@ -95,29 +108,55 @@ fn span(object: &Bound<'_, PyAny>, write: bool) -> PyResult<ObjectMemory> {
     if write && buffer.readonly {
         return Err(to_py(&invalid("a read-only buffer to read an object into")));
     }
-    if buffer.bytes()? == 0 {
-        return ObjectMemory::from_vec(Vec::new()).py();
-    }
-    Ok(ObjectMemory::whole(&buffer.host()?))
+    Ok(if buffer.bytes()? == 0 { None } else { Some(buffer.host()?) })
 }
 
-/// Keys with their memory: of a dict, or of (key, buffer) pairs, in which a key may come twice.
+/// Whether a tuple describes one buffer: it begins with its address.
+fn is_raw_tuple(object: &Bound<'_, PyAny>) -> bool {
+    object.cast::<PyTuple>().is_ok_and(|tuple| tuple.get_item(0).is_ok_and(|first| first.is_instance_of::<PyInt>()))
+}
+
+/// The memory of a value: one buffer, or a list or tuple of several.
+fn memory(object: &Bound<'_, PyAny>, write: bool) -> PyResult<ObjectMemory> {
+    let is_many = object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>();
+    if !is_many || is_raw_tuple(object) {
+        let pieces = buffer(object, write)?.map(|memory| ObjectMemory::whole(&memory));
+        return Ok(ObjectMemory::of_pieces(pieces));
+    }
+    let pieces = object.try_iter()?.map(|piece| buffer(&piece?, write)).collect::<PyResult<Vec<_>>>()?;
+    Ok(ObjectMemory::of_pieces(pieces.iter().flatten().map(ObjectMemory::whole)))
+}
+
+/// Keys with their memory: of a dict, or of (key, value) pairs, in which a key may come twice.
 fn pairs(items: &Bound<'_, PyAny>, write: bool) -> PyResult<Vec<(Vec<u8>, ObjectMemory)>> {
     if let Ok(items) = items.cast::<PyDict>() {
-        return items.iter().map(|(key, value)| Ok((convert::bytes(&key)?, span(&value, write)?))).collect();
+        return items.iter().map(|(key, value)| Ok((convert::bytes(&key)?, memory(&value, write)?))).collect();
     }
     let pair = |item: PyResult<Bound<'_, PyAny>>| {
         let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item?.extract()?;
-        Ok((convert::bytes(&key)?, span(&value, write)?))
+        Ok((convert::bytes(&key)?, memory(&value, write)?))
     };
     items.try_iter()?.map(pair).collect()
 }
 
+fn puts(items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<(Vec<ObjectPut>, PutOptions)> {
+    let puts = pairs(items, false)?.into_iter().map(|(key, value)| ObjectPut { key, value }).collect();
+    Ok((puts, PutOptions { ttl: ttl_s.map(|s| seconds("ttl_s", s)).transpose()? }))
+}
+
+fn gets(items: &Bound<'_, PyAny>) -> PyResult<Vec<ObjectGet>> {
+    Ok(pairs(items, true)?.into_iter().map(|(key, target)| ObjectGet { key, target }).collect())
+}
+
 pub(crate) fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
-    if keys.is_instance_of::<pyo3::types::PyString>() || keys.is_instance_of::<pyo3::types::PyBytes>() {
+    if keys.is_instance_of::<PyString>() || keys.is_instance_of::<PyBytes>() {
         return Err(to_py(&invalid("one key where a list of keys is needed")));
     }
     keys.try_iter()?.map(|key| convert::bytes(&key?)).collect()
+}
+
+fn seconds(name: &str, s: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(s).map_err(|e| to_py(&invalid(format!("{name}: {e}"))))
 }
 
 #[pymethods]
@@ -130,7 +169,7 @@ impl PyObjectStore {
         crate::logging::install(py)?;
         let settings = convert::settings(config)?;
         let store = py.detach(|| ObjectStore::open(&settings, namespace)).py()?;
-        Ok(Self(Some(Arc::new(store))))
+        Ok(Self { store: Some(Arc::new(store)), evicted_missed: AtomicU64::new(0) })
     }
 
     /// Whether the store is open: neither disabled nor closed.
@@ -140,66 +179,129 @@ impl PyObjectStore {
         Ok(py.detach(|| store.is_up()))
     }
 
-    /// Stores buffers under keys: a dict, or (key, buffer) pairs. An object that is there already stays as it is, and
-    /// counts as stored. One answer for each key, in order.
+    /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of buffers that together
+    /// hold it. An object that is there already stays as it is, and counts as stored. One answer for each key, in order.
     #[pyo3(signature = (items, ttl_s=None))]
     fn put(&self, py: Python<'_>, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<Vec<bool>> {
-        let id = self.submit_put(py, items, ttl_s)?;
+        let (puts, options) = puts(items, ttl_s)?;
+        let id = self.get_store()?.submit_put(puts, options).py()?;
         self.finish(py, id)
     }
 
-    /// Reads objects into buffers: a dict, or (key, buffer) pairs. A buffer must have the object's
-    /// length. An answer for each key, in order.
+    /// Reads objects into buffers: a dict, or (key, value) pairs, as for `put`. The buffers of a value must have the
+    /// object's length together. An answer for each key, in order.
     fn get(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        let id = self.submit_get(py, items)?;
+        let id = self.get_store()?.submit_get(gets(items)?).py()?;
         self.finish(py, id)
     }
 
     /// Which of the keys are stored.
     fn exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        let id = self.submit_exists(py, keys)?;
+        let id = self.get_store()?.submit_exists(self::keys(keys)?).py()?;
         self.finish(py, id)
     }
 
     /// Removes objects; which of them were there.
     fn delete(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        let id = self.submit_delete(py, keys)?;
+        let id = self.get_store()?.submit_delete(self::keys(keys)?).py()?;
         self.finish(py, id)
     }
 
     /// Begins a put and returns its number. The buffers must not change until its completion is
-    /// there.
+    /// there. As all submits, it neither waits nor raises: what cannot be done is a completion that
+    /// says so. Only in a forked child there is none, and it raises.
     #[pyo3(signature = (items, ttl_s=None))]
-    fn submit_put(&self, py: Python<'_>, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<u64> {
-        let puts = pairs(items, false)?.into_iter().map(|(key, value)| ObjectPut { key, value }).collect();
-        let ttl = ttl_s.map(|s| Duration::try_from_secs_f64(s).map_err(|e| to_py(&invalid(format!("ttl_s: {e}")))));
-        let (store, options) = (self.get_store()?, PutOptions { ttl: ttl.transpose()? });
-        py.detach(|| store.submit_put(puts, options)).py()
+    fn submit_put(&self, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<u64> {
+        self.submit(BatchKind::Put, items, puts(items, ttl_s), |store, (puts, options)| store.submit_put(puts, options))
     }
 
     /// Begins a get and returns its number.
-    fn submit_get(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let gets = pairs(items, true)?.into_iter().map(|(key, target)| ObjectGet { key, target }).collect();
-        let store = self.get_store()?;
-        py.detach(|| store.submit_get(gets)).py()
+    fn submit_get(&self, items: &Bound<'_, PyAny>) -> PyResult<u64> {
+        self.submit(BatchKind::Get, items, gets(items), ObjectStore::submit_get)
     }
 
     /// Begins a question and returns its number.
-    fn submit_exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let (store, keys) = (self.get_store()?, self::keys(keys)?);
-        py.detach(|| store.submit_exists(keys)).py()
+    fn submit_exists(&self, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
+        self.submit(BatchKind::Exists, keys, self::keys(keys), ObjectStore::submit_exists)
     }
 
     /// Begins a removal and returns its number.
-    fn submit_delete(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let (store, keys) = (self.get_store()?, self::keys(keys)?);
-        py.detach(|| store.submit_delete(keys)).py()
+    fn submit_delete(&self, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
+        self.submit(BatchKind::Delete, keys, self::keys(keys), ObjectStore::submit_delete)
     }
 
-    /// Takes the completions that are there. Never waits.
-    fn drain_completions(&self, py: Python<'_>) -> PyResult<Vec<PyCompletion>> {
+    /// Takes the completions that are there, as tuples with names. Never waits.
+    fn drain_completions<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let store = self.get_store()?;
-        Ok(py.detach(|| store.drain_completions()).into_iter().map(PyCompletion).collect())
+        let done = py.detach(|| store.drain_completions());
+        done.iter().map(|done| completion(py, done)).collect()
+    }
+
+    /// How many of the keys, from the first on, are stored. No I/O.
+    fn count_prefix(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (store, keys) = (self.get_store()?, self::keys(keys)?);
+        Ok(py.detach(|| store.count_prefix(&keys)))
+    }
+
+    /// Keeps objects from eviction for `ttl_s` seconds, or until `unpin`, which each pin needs one of. Which of the keys are
+    /// pinned: not those that are not stored, nor what goes beyond `lease_share`.
+    fn pin(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, ttl_s: f64) -> PyResult<Vec<bool>> {
+        let (store, keys, time) = (self.get_store()?, self::keys(keys)?, seconds("ttl_s", ttl_s)?);
+        Ok(py.detach(|| store.pin(&keys, time)))
+    }
+
+    /// Takes back one pin of each key.
+    fn unpin(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (store, keys) = (self.get_store()?, self::keys(keys)?);
+        py.detach(|| store.unpin(&keys));
+        Ok(())
+    }
+
+    /// Up to `limit` objects whose keys begin with `prefix`: (key, length) pairs, in no order of the keys; `after` is the last
+    /// key of the list before, to go on. Reads a page of the drive for each object that it looks at.
+    #[pyo3(signature = (prefix=None, limit=1000, after=None))]
+    fn list<'py>(
+        &self,
+        py: Python<'py>,
+        prefix: Option<&Bound<'py, PyAny>>,
+        limit: usize,
+        after: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Vec<(Bound<'py, PyBytes>, u64)>> {
+        let store = self.get_store()?;
+        let prefix = prefix.map(convert::bytes).transpose()?.unwrap_or_default();
+        let after = after.map(convert::bytes).transpose()?;
+        let found = py.detach(|| store.list(&prefix, limit, after.as_deref())).py()?;
+        Ok(found.iter().map(|(key, length)| (PyBytes::new(py, key), *length)).collect())
+    }
+
+    /// Removes everything in this namespace, durably.
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let store = self.get_store()?;
+        py.detach(|| store.clear()).py()
+    }
+
+    /// The digests (`object_digest`) of objects that this process has seen go since the last call: evicted by it, or found
+    /// damaged. Nothing is kept before the first call. `evicted_missed` says how many more there were that nobody took in time.
+    fn drain_evicted<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let store = self.get_store()?;
+        let gone = py.detach(|| store.drain_evicted());
+        self.evicted_missed.fetch_max(gone.missed, Ordering::Relaxed);
+        Ok(gone.digests.iter().map(|digest| PyBytes::new(py, digest)).collect())
+    }
+
+    /// Objects that went and that `drain_evicted` will not tell, as of its last call: when it grows, accounts are to be made
+    /// anew.
+    #[getter]
+    fn evicted_missed(&self) -> u64 {
+        self.evicted_missed.load(Ordering::Relaxed)
+    }
+
+    /// Declares memory into which objects are read, and from which they are written, without a copy where it is aligned
+    /// to 4 KiB. It is kept until the store is closed and gone.
+    fn register_memory(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (store, memory) = (self.get_store()?, self::buffer(buffer, true)?);
+        let Some(memory) = memory else { return Ok(()) };
+        py.detach(|| store.register_memory(&memory)).py()
     }
 
     /// A descriptor that is readable exactly while there are completions to take. Only to be
@@ -255,7 +357,7 @@ impl PyObjectStore {
 
 impl Drop for PyObjectStore {
     fn drop(&mut self) {
-        let store = self.0.take();
+        let store = self.store.take();
         Python::attach(|py| py.detach(|| drop(store)));
     }
 }

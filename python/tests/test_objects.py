@@ -67,13 +67,64 @@ def test_batches_end_on_a_descriptor(objs: forebay.ObjectStore) -> None:
     while not done:
         assert poll.poll(30_000)
         done = objs.drain_completions()
-    assert [(c.id, c.kind, c.results, c.error) for c in done] == [(put, "put", [True], None)]
+    assert done == [(put, "put", [True], [5], [None], None)]
     short = bytearray(2)
     objs.submit_get({"k": short, "none": bytearray(1)})
     assert poll.poll(30_000)
     (got,) = objs.drain_completions()
     assert got.results == [False, False] and got.lengths[0] == 5 and got.causes == ["wrong_length", "not_found"]
     assert objs.cancel(got.id) is False
+
+
+def test_a_submit_answers_for_what_it_cannot_do(cache: Path) -> None:
+    store = forebay.ObjectStore(config(cache))
+    gaps = np.zeros((4, 4))[:, 0]
+    submits = [
+        (store.submit_get({"a": b"1", "b": bytearray(1)}), "get", 2, "read-only"),
+        (store.submit_put({"a": gaps}), "put", 1, "gaps"),
+        (store.submit_put({"a": b"1"}, ttl_s=-1), "put", 1, "ttl_s"),
+        (store.submit_exists("a"), "exists", 1, "list of keys"),
+        (store.submit_delete(5), "delete", 0, "iterable"),  # type: ignore[arg-type]
+        (store.submit_get([("k",)]), "get", 1, "length"),  # type: ignore[list-item]
+    ]
+    answers = {c.id: c for c in store.drain_completions()}
+    for number, kind, count, why in submits:
+        done = answers[number]
+        assert (done.kind, done.results, done.causes) == (kind, [False] * count, ["invalid"] * count)
+        assert done.error and why in done.error, done.error
+    store.close()
+    late = store.submit_put({"a": b"1"})
+    (done,) = store.drain_completions()
+    assert (done.id, done.results, done.causes) == (late, [False], ["closed"])
+
+
+def test_a_value_may_lie_in_several_buffers(objs: forebay.ObjectStore) -> None:
+    whole = np.random.default_rng(6).integers(0, 255, 100_000, dtype=np.uint8)
+    assert objs.put({"k": [whole[:5], b"", whole[5:70_000], whole[70_000:]]}) == [True]
+    one, first, last = np.zeros_like(whole), np.zeros(99_999, np.uint8), bytearray(1)
+    raw = (last_address := np.frombuffer(last, np.uint8).ctypes.data, (1,), None, 1, "cpu")
+    assert last_address and objs.get([("k", one), ("k", (first, raw))]) == [True, True]
+    assert np.array_equal(one, whole) and np.array_equal(first, whole[:-1]) and last[0] == whole[-1]
+    assert objs.get({"k": [first, bytearray(2)]}) == [False], "one byte too many"
+
+
+def test_what_is_stored_can_be_counted_listed_pinned_and_cleared(objs: forebay.ObjectStore) -> None:
+    keys = [f"page {n}" for n in range(20)]
+    objs.put({key: b"x" * (n + 1) for n, key in enumerate(keys)})
+    assert objs.count_prefix(keys) == 20 and objs.count_prefix([*keys[:7], "none", *keys[7:]]) == 7
+    assert objs.count_prefix([]) == objs.count_prefix(["", "page 0"]) == 0
+    assert objs.pin(["page 0", "none"], 60) == [True, False]
+    objs.unpin(["page 0", "none"])
+    first = objs.list("page", limit=15)
+    rest = objs.list("page", after=first[-1][0])
+    assert (len(first), len(rest)) == (15, 5) and objs.list("other") == []
+    assert dict(first + rest) == {key.encode(): n + 1 for n, key in enumerate(keys)}
+    assert objs.drain_evicted() == [] and objs.evicted_missed == 0
+    assert len({forebay.object_digest(key) for key in keys}) == 20 and len(forebay.object_digest("k")) == 32
+    objs.register_memory(bytearray(8192))
+    objs.clear()
+    assert objs.count_prefix(keys) == 0 and objs.list() == [] and objs.get({"page 0": bytearray(1)}) == [False]
+    assert objs.put({"page 0": b"new"}) == [True] and objs.list() == [(b"page 0", 3)]
 
 
 def test_a_buffer_of_another_length_is_not_written(objs: forebay.ObjectStore) -> None:

@@ -294,12 +294,20 @@ impl Log {
     }
 
     /// Up to `most` of the keys that this process has given up since the first call, each once, and
-    /// not those that are there again. Keys that nobody takes for long are forgotten.
+    /// not those that are there again. Keys that nobody takes for long are forgotten. For a part of
+    /// an object it is the object's key.
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<crate::key::ChunkKey> {
         let mut keys = self.ctx.evicted.take(most);
         keys.retain(|key| !self.contains(key));
         keys
+    }
+
+    /// How many keys [`take_evicted`](Self::take_evicted) will not tell, because nobody took them in
+    /// time.
+    #[must_use]
+    pub fn evicted_missed(&self) -> u64 {
+        self.ctx.evicted.missed()
     }
 
     /// Visits every chunk and object that can be found; those that come or go meanwhile may or may

@@ -60,6 +60,8 @@ causes! {
     Closed = "closed",
     /// The store was opened read-only.
     ReadOnly = "read_only",
+    /// The batch could not be understood; its error says why. From bindings to other languages.
+    Invalid = "invalid",
     /// Anything else; see the log.
     Internal = "internal",
 }
@@ -171,7 +173,7 @@ impl ObjectCompletion {
     /// Whether every key is answered with yes.
     #[must_use]
     pub fn all_ok(&self) -> bool {
-        self.results.iter().all(|r| r.ok)
+        self.error.is_none() && self.results.iter().all(|r| r.ok)
     }
 }
 
@@ -233,11 +235,25 @@ impl ObjectBatch {
     }
 
     fn finish(&self, results: Vec<KeyResult>) {
-        let took = self.started.elapsed();
-        self.counters.finished(self.kind, took);
         let failure = results.iter().enumerate().find_map(|(i, r)| Some((i, r.cause.filter(|c| c.is_failure())?)));
         let error = failure.map(|(i, c)| format!("key {i} of {}: {}", results.len(), c.as_str()));
+        self.end(results, error);
+    }
+
+    fn end(&self, results: Vec<KeyResult>, error: Option<String>) {
+        let took = self.started.elapsed();
+        self.counters.finished(self.kind, took);
         self.completions.finish(ObjectCompletion { id: self.id, kind: self.kind, results, error, took });
+    }
+
+    /// Ends a batch of which nothing was begun: every key gets [`ObjectCause::Invalid`].
+    pub(super) fn refuse(&self, why: String) {
+        let mut results = self.results.lock();
+        let keys = std::mem::take(&mut results.left);
+        drop(results);
+        let no = KeyResult::no(ObjectCause::Invalid);
+        self.counters.ended(self.kind, &no, keys);
+        self.end(vec![no; keys], Some(why));
     }
 
     /// Ends a batch that has no keys.

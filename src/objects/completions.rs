@@ -1,5 +1,7 @@
 //! Batches under way and ended, and the descriptor that is readable exactly while ended ones wait
 //! to be taken.
+//!
+//! Invariant: nobody sees the end of a batch before its submit has returned its id.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -7,7 +9,7 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::batch::{BatchKind, ObjectBatch, ObjectCompletion};
+use super::batch::{BatchKind, ObjectBatch, ObjectCause, ObjectCompletion};
 use super::stats::ObjectCounters;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::EventFd;
@@ -16,6 +18,8 @@ use crate::io::EventFd;
 struct CompletionState {
     next_id: u64,
     active: HashMap<u64, Active>,
+    /// Batches whose submit has not returned, with their completions where they have ended.
+    unreturned: HashMap<u64, Option<ObjectCompletion>>,
     ended: VecDeque<ObjectCompletion>,
     /// Keys of active batches that were taken up.
     keys: usize,
@@ -34,10 +38,11 @@ pub(super) struct Completions {
     max_keys: usize,
 }
 
-/// A batch that has begun, and how many of its keys the queue has room for.
+/// A batch that has begun, how many of its keys the queue has room for, and why not for the others.
 pub(super) struct BegunBatch {
     pub(super) batch: Arc<ObjectBatch>,
     pub(super) taken: usize,
+    pub(super) refuse: ObjectCause,
 }
 
 impl Completions {
@@ -49,35 +54,47 @@ impl Completions {
         &self.fd
     }
 
-    /// Begins a batch of `keys` keys.
-    pub(super) fn begin(
-        self: &Arc<Self>,
-        kind: BatchKind,
-        keys: usize,
-        counters: &Arc<ObjectCounters>,
-    ) -> Result<BegunBatch> {
+    /// Begins a batch of `keys` keys. Its completion can be taken once [`returned`](Self::returned)
+    /// was called.
+    pub(super) fn begin(self: &Arc<Self>, kind: BatchKind, keys: usize, counters: &Arc<ObjectCounters>) -> BegunBatch {
         let mut state = self.state.lock();
-        if state.closed {
-            return Err(Error::new(ErrorKind::Closed, "the object store is closed"));
-        }
         state.next_id += 1;
         let id = state.next_id;
-        let taken = keys.min(self.max_keys.saturating_sub(state.keys));
+        let room = self.max_keys.saturating_sub(state.keys);
+        let (taken, refuse) =
+            if state.closed { (0, ObjectCause::Closed) } else { (keys.min(room), ObjectCause::QueueFull) };
         state.keys += taken;
         let batch = Arc::new(ObjectBatch::new(id, kind, keys, Arc::clone(self), Arc::clone(counters)));
         state.active.insert(id, Active { batch: Arc::clone(&batch), keys: taken });
-        Ok(BegunBatch { batch, taken })
+        state.unreturned.insert(id, None);
+        BegunBatch { batch, taken, refuse }
+    }
+
+    /// The submit of a batch is about to return: from here on its completion may be seen.
+    pub(super) fn returned(&self, id: u64) {
+        let mut state = self.state.lock();
+        if let Some(Some(completion)) = state.unreturned.remove(&id) {
+            self.show(&mut state, completion);
+        }
     }
 
     pub(super) fn finish(&self, completion: ObjectCompletion) {
         let mut state = self.state.lock();
         let over = state.active.remove(&completion.id);
         state.keys -= over.as_ref().map_or(0, |a| a.keys);
+        match state.unreturned.get_mut(&completion.id) {
+            Some(early) => *early = Some(completion),
+            None => self.show(&mut state, completion),
+        }
+        // Whoever closes waits for batches that nobody has been told of, too.
+        self.ended.notify_all();
+    }
+
+    fn show(&self, state: &mut CompletionState, completion: ObjectCompletion) {
         if state.ended.is_empty() {
             self.fd.set();
         }
         state.ended.push_back(completion);
-        drop(state);
         self.ended.notify_all();
     }
 
@@ -101,7 +118,7 @@ impl Completions {
                 }
                 return Ok(completion);
             }
-            if !state.active.contains_key(&id) {
+            if !state.active.contains_key(&id) && !state.unreturned.contains_key(&id) {
                 return Err(Error::new(
                     ErrorKind::NotFound,
                     format!("no batch {id} is under way or waits to be taken"),

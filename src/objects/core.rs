@@ -9,9 +9,12 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::batch::ObjectCause;
+use super::losses::Losses;
+use super::pins::Pins;
 use super::removal::RemovalThread;
 use super::stats::ObjectCounters;
 use super::work::Workers;
+use crate::device::HostMemory;
 use crate::error::{Error, ErrorKind};
 use crate::io::{Queue, Rejected, Request};
 use crate::key::ChunkKey;
@@ -31,6 +34,10 @@ pub(super) struct Core {
     /// Objects in parts that are being stored. The log knows of them only when their heads are
     /// written.
     pub(super) storing: Mutex<HashSet<ChunkKey>>,
+    /// Memory that is read into and written from directly.
+    pub(super) registered: Mutex<Vec<Arc<HostMemory>>>,
+    pub(super) pins: Pins,
+    pub(super) losses: Losses,
 }
 
 impl Core {

@@ -1,6 +1,7 @@
 //! Planning gets: where each object lies, which are in parts.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -27,7 +28,7 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
             ticket.no(ObjectCause::BadKey);
             continue;
         }
-        let Some(found) = find(core, &log, &name) else {
+        let Some(found) = find(&log, &name, core.pin()) else {
             ticket.no(ObjectCause::NotFound);
             continue;
         };
@@ -40,23 +41,30 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectGet, Ticket)>) {
         match found {
             FoundObject::Parts(parts) => parts.start(core, &log, (name, target, ticket)),
             FoundObject::Whole(chunk) => {
-                let (batch, target) = (Arc::clone(&ticket.batch), target);
+                let (batch, key) = (Arc::clone(&ticket.batch), chunk.key);
                 let read = SlotRead { log: Arc::clone(&log), chunk, target, name: Some(name), batch };
-                read.start(
-                    core,
-                    Box::new(move |_, end| match end {
-                        Ok(_) => ticket.answer(KeyResult::yes(length as u64)),
-                        Err(cause) => ticket.no(cause),
-                    }),
-                );
+                read.start(core, Box::new(move |core, end| answer(core, ticket, &key, end.map(|_| length as u64))));
             }
         }
     }
 }
 
-enum FoundObject {
+pub(super) enum FoundObject {
     Whole(Chunk),
     Parts(FoundParts),
+}
+
+/// Answers a get.
+fn answer(core: &Core, ticket: Ticket, key: &ChunkKey, end: Result<u64, ObjectCause>) {
+    match end {
+        Ok(length) => ticket.answer(KeyResult::yes(length)),
+        Err(cause) => {
+            if matches!(cause, ObjectCause::Corrupt | ObjectCause::Io) {
+                core.losses.found_bad(*key);
+            }
+            ticket.no(cause);
+        }
+    }
 }
 
 impl FoundObject {
@@ -64,6 +72,19 @@ impl FoundObject {
         match self {
             Self::Whole(chunk) => chunk.length as usize,
             Self::Parts(parts) => parts.chunks.iter().map(|c| c.length as usize).sum(),
+        }
+    }
+}
+
+impl FoundObject {
+    /// Everything that has to stay for the object to be read.
+    pub(super) fn into_chunks(self) -> Vec<Chunk> {
+        match self {
+            Self::Whole(chunk) => vec![chunk],
+            Self::Parts(FoundParts { head, mut chunks, .. }) => {
+                chunks.push(head);
+                chunks
+            }
         }
     }
 }
@@ -89,23 +110,23 @@ pub(super) fn presence(log: &Log, key: &ChunkKey) -> Presence {
     }
 }
 
-struct FoundParts {
+pub(super) struct FoundParts {
     version: Version,
     head: Chunk,
     chunks: Vec<Chunk>,
 }
 
-/// Finds an object, and leases all of it. Where it was removed and stored anew between the look at
+/// Finds an object, and leases all of it for `pin` at most. Where it was removed and stored anew between the look at
 /// its head and the look at its parts, there is another head.
-fn find(core: &Core, log: &Log, name: &[u8]) -> Option<FoundObject> {
+pub(super) fn find(log: &Log, name: &[u8], pin: Duration) -> Option<FoundObject> {
     let key = object_key(name);
     for _ in 0..TRIES {
-        let head = log.locate(&key, core.pin()).filter(|c| c.kind == EntryKind::Object)?;
+        let head = log.locate(&key, pin).filter(|c| c.kind == EntryKind::Object)?;
         let Some(version) = Version::of(&key, head.length, head.tenant, head.depth) else {
             return Some(FoundObject::Whole(head));
         };
         let keys = version.keys();
-        let chunks: Vec<Chunk> = keys.iter().map_while(|part| log.locate(part, core.pin())).collect();
+        let chunks: Vec<Chunk> = keys.iter().map_while(|part| log.locate(part, pin)).collect();
         let (last, full) = chunks.split_last()?;
         let is_whole = chunks.len() == keys.len()
             && full.iter().all(|c| c.length as usize == PART_BYTES)
@@ -141,13 +162,13 @@ impl FoundParts {
         let batch = Arc::clone(&ticket.batch);
         let left = self.chunks.len() + 1;
         let gather = Arc::new(Mutex::new(Gather { left, failed: None, ticket: Some(ticket) }));
-        let end = move |gather: &Mutex<Gather>, result: Result<(), ObjectCause>| {
+        let key = self.head.key;
+        let end = move |core: &Core, gather: &Mutex<Gather>, result: Result<(), ObjectCause>| {
             let mut gather = gather.lock();
             let Some(ticket) = gather.ended(result) else { return };
-            match gather.failed {
-                None => ticket.answer(KeyResult::yes(total)),
-                Some(cause) => ticket.no(cause),
-            }
+            let failed = gather.failed;
+            drop(gather);
+            answer(core, ticket, &key, failed.map_or(Ok(total), Err));
         };
         let own = Arc::clone(&gather);
         let expected = self.version.head(total);
@@ -161,16 +182,16 @@ impl FoundParts {
         };
         head.start(
             core,
-            Box::new(move |_, header| {
+            Box::new(move |core, header| {
                 let is_right = || said.to_vec().is_ok_and(|said| said == expected);
                 let check = |_| if is_right() { Ok(()) } else { Err(ObjectCause::Corrupt) };
-                end(&own, header.and_then(check));
+                end(core, &own, header.and_then(check));
             }),
         );
         for (n, chunk) in self.chunks.into_iter().enumerate() {
             let (own, target) = (Arc::clone(&gather), target.part(n * PART_BYTES, chunk.length as usize));
             let read = SlotRead { log: Arc::clone(log), chunk, target, name: None, batch: Arc::clone(&batch) };
-            read.start(core, Box::new(move |_, header| end(&own, header.map(drop))));
+            read.start(core, Box::new(move |core, header| end(core, &own, header.map(drop))));
         }
     }
 }
@@ -185,18 +206,26 @@ pub(super) fn exists(core: &Arc<Core>, names: Vec<(Vec<u8>, Ticket)>) {
         };
         if !is_name(&name) {
             ticket.no(ObjectCause::BadKey);
-            continue;
-        }
-        let key = object_key(&name);
-        let info = log.peek(&key).filter(|i| i.kind == EntryKind::Object);
-        let there = info.is_some_and(|info| {
-            let parts = Version::of_info(&key, &info).map(|v| v.keys()).unwrap_or_default();
-            log.lookup(&parts) == parts.len() && log.lookup(&[key]) == 1
-        });
-        if there {
+        } else if is_whole(log, &object_key(&name)) && log.lookup(&[object_key(&name)]) == 1 {
             ticket.answer(KeyResult::yes(0));
         } else {
             ticket.no(ObjectCause::NotFound);
         }
     }
+}
+
+/// Whether an object with all of its parts is stored; counts as a use of the parts.
+fn is_whole(log: &Log, key: &ChunkKey) -> bool {
+    let info = log.peek(key).filter(|info| info.kind == EntryKind::Object);
+    info.is_some_and(|info| {
+        let parts = Version::of_info(key, &info).map(|v| v.keys()).unwrap_or_default();
+        log.lookup(&parts) == parts.len()
+    })
+}
+
+/// How many of `names`, from the first on, are stored. No I/O; counts as a use of these.
+pub(super) fn count_prefix(log: &Log, names: &[Vec<u8>]) -> usize {
+    let keys: Vec<ChunkKey> = names.iter().take_while(|name| is_name(name)).map(|name| object_key(name)).collect();
+    let there = log.lookup(&keys);
+    keys.iter().take(there).take_while(|key| is_whole(log, key)).count()
 }

@@ -36,8 +36,11 @@ mod batch;
 mod completions;
 mod core;
 mod get;
+mod listing;
+mod losses;
 mod names;
 mod open;
+mod pins;
 mod put;
 mod read;
 mod removal;
@@ -52,17 +55,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use batch::{BatchKind, KeyResult, ObjectCause, ObjectCompletion};
+pub use losses::Evicted;
 pub use names::{MAX_KEY_BYTES, MAX_OBJECT_BYTES, PART_BYTES};
 pub use open::ObjectOptions;
 pub use request::{ObjectGet, ObjectMemory, ObjectPut};
 pub use stats::{KindStats, OBJECT_METRICS, ObjectStats};
 
 use self::core::Core;
-use batch::{KeyResult as Answer, Ticket};
+use batch::Ticket;
 use completions::{BegunBatch, Completions};
 
 use crate::config::Settings;
+use crate::device::HostMemory;
 use crate::error::{Error, ErrorKind, Result};
+use crate::key::{ChunkKey, object_key};
 use crate::log::Log;
 
 /// What a dropped store waits for its log to flush.
@@ -75,8 +81,15 @@ pub struct PutOptions {
     pub ttl: Option<Duration>,
 }
 
+/// The digest of a key: what [`ObjectStore::drain_evicted`] and `forebay ls` call an object.
+#[must_use]
+pub fn object_digest(key: &[u8]) -> [u8; 32] {
+    object_key(key).0
+}
+
 /// A store of objects. All calls may be made from any thread; none but [`wait`](Self::wait),
-/// [`flush`](Self::flush) and [`close`](Self::close) waits for anything.
+/// [`list`](Self::list), [`clear`](Self::clear), [`flush`](Self::flush) and [`close`](Self::close)
+/// waits for anything.
 ///
 /// Dropping it ends batches under way; [`ObjectStore::close`] waits for them.
 pub struct ObjectStore {
@@ -116,29 +129,46 @@ impl ObjectStore {
             .advice("open the store in the child (spawn, do not fork)"))
     }
 
-    /// Begins a batch; the items that the queue has room for, with the right to answer for them.
-    fn begin<T>(&self, kind: BatchKind, items: Vec<T>) -> Result<(u64, Vec<(T, Ticket)>)> {
+    /// Begins a batch: `start` gets the items that the queue has room for, with the right to answer
+    /// for them.
+    fn submit<T>(&self, kind: BatchKind, items: Vec<T>, start: impl FnOnce(Vec<(T, Ticket)>)) -> Result<u64> {
         self.check()?;
-        let BegunBatch { batch, taken } = self.completions.begin(kind, items.len(), &self.core.counters)?;
+        let BegunBatch { batch, taken, refuse } = self.completions.begin(kind, items.len(), &self.core.counters);
         let mut all: Vec<(T, Ticket)> = Vec::with_capacity(items.len());
         let items = items.into_iter().enumerate();
         all.extend(items.map(|(at, item)| (item, Ticket::new(&batch, at))));
         for (_, ticket) in all.drain(taken..) {
-            ticket.answer(Answer::no(ObjectCause::QueueFull));
+            ticket.no(refuse);
         }
         batch.finish_if_empty();
-        Ok((batch.id, all))
+        if !all.is_empty() {
+            start(all);
+        }
+        self.completions.returned(batch.id);
+        Ok(batch.id)
     }
 
+    /// Has a worker plan what a batch asks for.
     fn plan<T: Send + 'static>(
         &self,
         items: Vec<(T, Ticket)>,
         plan: impl FnOnce(&Arc<Core>, Vec<(T, Ticket)>) + Send + 'static,
     ) {
-        if !items.is_empty() {
-            let core = Arc::clone(&self.core);
-            self.core.work.begin(Box::new(move || plan(&core, items)));
-        }
+        let core = Arc::clone(&self.core);
+        self.core.work.begin(Box::new(move || plan(&core, items)));
+    }
+
+    /// A batch of `keys` keys that its caller could not describe, for bindings to other languages:
+    /// it ends at once, with every key answered by [`ObjectCause::Invalid`] and with `why` in words.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Forked`].
+    pub fn submit_invalid(&self, kind: BatchKind, keys: usize, why: String) -> Result<u64> {
+        self.check()?;
+        let begun = self.completions.begin(kind, keys, &self.core.counters);
+        begun.batch.refuse(why);
+        self.completions.returned(begun.batch.id);
+        Ok(begun.batch.id)
     }
 
     /// Stores objects that are not there. One that is stored, or is being stored by this process,
@@ -149,11 +179,11 @@ impl ObjectStore {
     /// survive a crash from the next [`flush`](Self::flush) on, or a commit interval later.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`], [`ErrorKind::Forked`]. What goes wrong with a key is in its result.
+    /// [`ErrorKind::Forked`]. Everything else that goes wrong is in the keys' results.
     pub fn submit_put(&self, items: Vec<ObjectPut>, options: PutOptions) -> Result<u64> {
-        let (id, items) = self.begin(BatchKind::Put, items)?;
-        self.plan(items, move |core, items| put::plan(core, items, options.ttl));
-        Ok(id)
+        self.submit(BatchKind::Put, items, |items| {
+            self.plan(items, move |core, items| put::plan(core, items, options.ttl));
+        })
     }
 
     /// Reads objects into the caller's memory.
@@ -161,9 +191,7 @@ impl ObjectStore {
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
     pub fn submit_get(&self, items: Vec<ObjectGet>) -> Result<u64> {
-        let (id, items) = self.begin(BatchKind::Get, items)?;
-        self.plan(items, get::plan);
-        Ok(id)
+        self.submit(BatchKind::Get, items, |items| self.plan(items, get::plan))
     }
 
     /// Asks which objects are stored; counts as a use of them. No I/O.
@@ -171,9 +199,7 @@ impl ObjectStore {
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
     pub fn submit_exists(&self, keys: Vec<Vec<u8>>) -> Result<u64> {
-        let (id, keys) = self.begin(BatchKind::Exists, keys)?;
-        self.plan(keys, get::exists);
-        Ok(id)
+        self.submit(BatchKind::Exists, keys, |keys| self.plan(keys, get::exists))
     }
 
     /// Removes objects. Answered with yes means: was there, and will not be served again by any
@@ -182,11 +208,76 @@ impl ObjectStore {
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
     pub fn submit_delete(&self, keys: Vec<Vec<u8>>) -> Result<u64> {
-        let (id, keys) = self.begin(BatchKind::Delete, keys)?;
-        if !keys.is_empty() {
-            self.core.removal.delete(keys);
+        self.submit(BatchKind::Delete, keys, |keys| self.core.removal.delete(keys))
+    }
+
+    /// How many of `keys`, from the first on, are stored. No I/O and no waiting; counts as a use of
+    /// these. 0 where the store is disabled or closed.
+    #[must_use]
+    pub fn count_prefix(&self, keys: &[Vec<u8>]) -> usize {
+        self.log().map_or(0, |log| get::count_prefix(&log, keys))
+    }
+
+    /// Keeps objects from eviction for `time` at most, or until as many [`unpin`](Self::unpin)s. Of
+    /// each key whether it is pinned: not where it is not stored, nor where the pins would keep more
+    /// than `lease_share` of the cache, nor in a store that only reads. No I/O and no waiting. A
+    /// deletion, a `clear` and the end of its time to live remove an object all the same.
+    pub fn pin(&self, keys: &[Vec<u8>], time: Duration) -> Vec<bool> {
+        let Some(log) = self.log() else { return vec![false; keys.len()] };
+        let pin = |name: &Vec<u8>| {
+            let find = || get::find(&log, name, time).map(get::FoundObject::into_chunks);
+            names::is_name(name) && self.core.pins.add(object_key(name), time, find)
+        };
+        keys.iter().map(pin).collect()
+    }
+
+    /// Takes back one [`pin`](Self::pin) of each key; keys that are not pinned are left alone.
+    pub fn unpin(&self, keys: &[Vec<u8>]) {
+        if self.check().is_ok() {
+            let keys: Vec<ChunkKey> = keys.iter().map(|name| object_key(name)).collect();
+            self.core.pins.remove(&keys);
         }
-        Ok(id)
+    }
+
+    /// Up to `limit` objects whose keys begin with `prefix`, with their lengths, in the order of
+    /// their digests. `after` is the last key of the answer before, to go on. Waits for the drive:
+    /// keys lie in the headers of slots, of which one is read for each object that is looked at.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`] where the store is disabled or closed, [`ErrorKind::Forked`].
+    pub fn list(&self, prefix: &[u8], limit: usize, after: Option<&[u8]>) -> Result<Vec<(Vec<u8>, u64)>> {
+        listing::list(&self.core, &self.open_log()?, prefix, (limit, after))
+    }
+
+    /// Removes everything in this namespace, for all processes and for good: it is durable when the
+    /// call returns. Waits for the drive; takes the same time however much there is.
+    ///
+    /// # Errors
+    /// Those of the drive, and for a store that only reads: nothing may have been removed.
+    pub fn clear(&self) -> Result<()> {
+        let log = self.open_log()?;
+        self.core.pins.clear();
+        log.clear()
+    }
+
+    /// The objects that this process has seen go since the last call: those that it evicted, and
+    /// those that a get of it found damaged. Not what was deleted or cleared, nor what another
+    /// process evicted. Nothing is kept before the first call.
+    #[must_use]
+    pub fn drain_evicted(&self) -> Evicted {
+        self.log().map(|log| self.core.losses.take(&log)).unwrap_or_default()
+    }
+
+    /// Declares memory of the caller's into which objects are read, and from which they are
+    /// written, without a copy where a piece of it and its place in the object are aligned to 4 KiB.
+    /// It is kept until the store is closed and dropped.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Forked`].
+    pub fn register_memory(&self, memory: &Arc<HostMemory>) -> Result<()> {
+        self.check()?;
+        self.core.registered.lock().push(Arc::clone(memory));
+        Ok(())
     }
 
     /// Takes the completions that are there, in the order in which the batches ended. Never waits.
@@ -235,8 +326,12 @@ impl ObjectStore {
     /// What the drive says of a write or a flush; [`ErrorKind::Closed`] where the store is disabled or closed.
     pub fn flush(&self) -> Result<()> {
         self.check()?;
-        let log = self.core.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the object store is not open"))?;
-        log.flush()
+        self.open_log()?.flush()
+    }
+
+    fn open_log(&self) -> Result<Arc<Log>> {
+        self.check()?;
+        self.core.log().ok_or_else(|| Error::new(ErrorKind::Closed, "the object store is not open"))
     }
 
     /// Takes no more batches, waits until `deadline` for those under way, ends those that are left
@@ -255,6 +350,7 @@ impl ObjectStore {
         }
         self.core.removal.stop();
         self.core.work.stop();
+        self.core.pins.clear();
         let closed = self.core.opening.close(deadline);
         if left.is_empty() {
             return closed;

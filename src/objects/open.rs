@@ -99,7 +99,8 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let removal = RemovalThread::start(Arc::clone(&opening))?;
     let work = Workers::new(load_pool, store_pool, (settings.worker_threads(), io_timeout + io_timeout / 2))?;
     let (counters, starved) = (Arc::default(), AtomicBool::new(false));
-    Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved, storing: Default::default() }))
+    let (storing, registered, pins, losses) = Default::default();
+    Ok(Arc::new(Core { opening, work, counters, removal, io_timeout, starved, storing, registered, pins, losses }))
 }
 
 fn open_log(options: &ObjectOptions, geometry: Arc<Geometry>, pools: &[Arc<StagingPool>]) -> Result<Arc<Log>> {

@@ -171,6 +171,8 @@ fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, expiry_s: u32) {
         let source = source.part(n * PART_BYTES, PART_BYTES);
         let mut spec = PutSpec::object(part, source.len() as u64, KeyKind::ObjectPart);
         spec.root = Some(key);
+        // Whoever sees it go knows which object has gone.
+        spec.parent = key;
         spec.expiry_s = expiry_s;
         let parts = Arc::clone(&parts);
         let write = SlotWrite { log: Arc::clone(log), spec: Box::new(spec), source, batch: Arc::clone(&batch) };

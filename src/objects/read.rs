@@ -21,7 +21,7 @@ type Outcome<T> = std::result::Result<T, ObjectCause>;
 
 /// Why an object could not be read of its slot, for the caller; a slot is reported to the log that
 /// is bad.
-fn judge(log: &Log, chunk: &Chunk, cause: ObjectCause) -> ObjectCause {
+pub(super) fn judge(log: &Log, chunk: &Chunk, cause: ObjectCause) -> ObjectCause {
     let why = match cause {
         ObjectCause::Corrupt => Bad::Corrupt,
         ObjectCause::Io => Bad::Io,

@@ -11,11 +11,20 @@ use crate::error::{Error, ErrorKind, Result};
 /// processor's cache, and so that a closed gate is noticed soon.
 const TILE: usize = 64 << 10;
 
-/// A piece of the caller's memory. Its owner is kept until the batch that uses it has ended.
+/// A run of bytes in one memory.
+#[derive(Clone)]
+pub(super) struct Span {
+    pub(super) memory: Arc<HostMemory>,
+    pub(super) offset: usize,
+    pub(super) len: usize,
+}
+
+/// The caller's memory for one value: one or several pieces, in the order of the value's bytes.
+/// Their owners are kept until the batch that uses them has ended.
 #[derive(Clone)]
 pub struct ObjectMemory {
-    memory: Arc<HostMemory>,
-    offset: usize,
+    /// None of them is empty.
+    spans: Vec<Span>,
     len: usize,
 }
 
@@ -30,13 +39,13 @@ impl ObjectMemory {
             let message = format!("{len} bytes at {offset} of a memory of {} bytes", memory.len());
             return Err(Error::new(ErrorKind::InvalidInput, message));
         }
-        Ok(Self { memory: Arc::clone(memory), offset, len })
+        Ok(Self::of_span(Span { memory: Arc::clone(memory), offset, len }))
     }
 
     /// All of a memory.
     #[must_use]
     pub fn whole(memory: &Arc<HostMemory>) -> Self {
-        Self { memory: Arc::clone(memory), offset: 0, len: memory.len() }
+        Self::of_span(Span { memory: Arc::clone(memory), offset: 0, len: memory.len() })
     }
 
     /// The bytes of a vector.
@@ -45,6 +54,17 @@ impl ObjectMemory {
     /// As [`HostMemory::from_vec`].
     pub fn from_vec(bytes: Vec<u8>) -> Result<Self> {
         Ok(Self::whole(&HostMemory::from_vec(bytes)?))
+    }
+
+    /// Pieces that together hold one value, the first bytes first.
+    #[must_use]
+    pub fn of_pieces(pieces: impl IntoIterator<Item = Self>) -> Self {
+        let spans: Vec<Span> = pieces.into_iter().flat_map(|piece| piece.spans).collect();
+        Self { len: spans.iter().map(|s| s.len).sum(), spans }
+    }
+
+    fn of_span(span: Span) -> Self {
+        Self { len: span.len, spans: if span.len == 0 { Vec::new() } else { vec![span] } }
     }
 
     /// Length in bytes.
@@ -65,14 +85,37 @@ impl ObjectMemory {
     /// None that can occur; those of [`HostMemory::read`].
     pub fn to_vec(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.len];
-        self.memory.read(self.offset, &mut bytes)?;
+        let mut rest = bytes.as_mut_slice();
+        for span in &self.spans {
+            let (here, after) = rest.split_at_mut(span.len);
+            span.memory.read(span.offset, here)?;
+            rest = after;
+        }
         Ok(bytes)
     }
 
-    /// The part from `offset` on, of `len` bytes; cut off at the span's end.
+    /// The part from `offset` on, of `len` bytes; cut off at the end.
     pub(super) fn part(&self, offset: usize, len: usize) -> Self {
-        let offset = offset.min(self.len);
-        Self { memory: Arc::clone(&self.memory), offset: self.offset + offset, len: len.min(self.len - offset) }
+        let (mut at, end) = (0, offset.saturating_add(len).min(self.len));
+        let mut spans = Vec::new();
+        for span in &self.spans {
+            let (from, to) = (offset.max(at), end.min(at + span.len));
+            if from < to {
+                let memory = Arc::clone(&span.memory);
+                spans.push(Span { memory, offset: span.offset + (from - at), len: to - from });
+            }
+            at += span.len;
+        }
+        Self { len: spans.iter().map(|s| s.len).sum(), spans }
+    }
+
+    /// Runs of bytes within one piece each, short enough for the processor's cache: the memory, the
+    /// offset in it and the length.
+    fn tiles(&self) -> impl Iterator<Item = (&HostMemory, usize, usize)> {
+        self.spans.iter().flat_map(|span| {
+            let starts = (0..span.len).step_by(TILE);
+            starts.map(move |at| (&*span.memory, span.offset + at, TILE.min(span.len - at)))
+        })
     }
 
     /// Copies bytes out to `to`, which must be as long, and sums them up in the same pass. Nothing
@@ -80,42 +123,44 @@ impl ObjectMemory {
     pub(super) fn copy_out(&self, to: &mut [u8], gate: &Gate) -> std::result::Result<crc32fast::Hasher, ObjectCause> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut sum = crc32fast::Hasher::new();
-        let mut at = 0;
-        for tile in to.chunks_mut(TILE) {
+        let mut rest = to;
+        for (memory, offset, len) in self.tiles() {
             if gate.is_closed() {
                 return Err(ObjectCause::Cancelled);
             }
-            self.memory.read(self.offset + at, tile).map_err(|e| ObjectCause::of(&e))?;
+            let (tile, after) = rest.split_at_mut_checked(len).ok_or(ObjectCause::Internal)?;
+            memory.read(offset, tile).map_err(|e| ObjectCause::of(&e))?;
             sum.update(tile);
-            at += tile.len();
+            rest = after;
         }
         Ok(sum)
     }
 
-    /// Copies `from` to the span's start and sums it up in the same pass. Nothing is written once
-    /// `gate` is closed.
+    /// Copies `from` to the start and sums it up in the same pass. Nothing is written once `gate`
+    /// is closed.
     pub(super) fn copy_in(&self, from: &[u8], gate: &Gate) -> std::result::Result<crc32fast::Hasher, ObjectCause> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut sum = crc32fast::Hasher::new();
-        let mut at = 0;
-        for tile in from.chunks(TILE) {
+        let mut rest = from;
+        for (memory, offset, len) in self.tiles() {
+            if rest.is_empty() {
+                break;
+            }
             if gate.is_closed() {
                 return Err(ObjectCause::Cancelled);
             }
+            let (tile, after) = rest.split_at(len.min(rest.len()));
             sum.update(tile);
-            if at + tile.len() > self.len {
-                return Err(ObjectCause::Internal);
-            }
-            self.memory.write(self.offset + at, tile).map_err(|e| ObjectCause::of(&e))?;
-            at += tile.len();
+            memory.write(offset, tile).map_err(|e| ObjectCause::of(&e))?;
+            rest = after;
         }
-        Ok(sum)
+        if rest.is_empty() { Ok(sum) } else { Err(ObjectCause::Internal) }
     }
 }
 
 impl fmt::Debug for ObjectMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ObjectMemory({} bytes at {} of {:?})", self.len, self.offset, self.memory)
+        write!(f, "ObjectMemory({} bytes in {} pieces)", self.len, self.spans.len())
     }
 }
 
@@ -133,6 +178,6 @@ pub struct ObjectPut {
 pub struct ObjectGet {
     /// Its key.
     pub key: Vec<u8>,
-    /// Where to; at least as long as the object. What is in it after a failed get is not said.
+    /// Where to; as long as the object. What is in it after a failed get is not said.
     pub target: ObjectMemory,
 }

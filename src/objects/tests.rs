@@ -32,10 +32,9 @@ fn a_forked_child_gets_errors_and_drops_nothing() {
 #[test]
 fn a_panic_in_a_job_answers_its_keys_and_harms_nobody() {
     let store = ObjectStore::open(&Settings::at("/no/such/place/at/all"), "n").unwrap();
-    let (id, items) = store.begin(BatchKind::Get, vec![1, 2]).unwrap();
-    store.plan(items, |_, _| panic!("injected"));
+    let id = store.submit(BatchKind::Get, vec![1, 2], |items| store.plan(items, |_, _| panic!("injected"))).unwrap();
     let done = store.wait(id, DROP_PATIENCE).unwrap();
-    assert_eq!(done.results, [Answer::no(ObjectCause::Internal); 2]);
+    assert_eq!(done.results, [KeyResult::no(ObjectCause::Internal); 2]);
     let next = store.submit_exists(vec![b"k".to_vec()]).unwrap();
     assert_eq!(store.wait(next, DROP_PATIENCE).unwrap().results[0].cause, Some(ObjectCause::Closed));
 }
@@ -56,10 +55,10 @@ fn an_object_that_has_lost_a_part_is_stored_anew() {
         let id = store.submit_put(vec![ObjectPut { key: b"k".to_vec(), value }], PutOptions::default()).unwrap();
         store.wait(id, DROP_PATIENCE * 10).unwrap().results[0]
     };
-    let yes = Answer::yes(names::PART_BYTES as u64 + 1);
+    let yes = KeyResult::yes(names::PART_BYTES as u64 + 1);
     assert_eq!(put(1), yes);
     let lost = Version::of_info(&key, &log.peek(&key).unwrap()).unwrap();
-    assert_eq!(put(2), Answer::was_there());
+    assert_eq!(put(2), KeyResult::was_there());
     log.remove(&lost.keys()[..1]).unwrap();
     assert_eq!(get::presence(&log, &key), get::Presence::Broken(lost));
     assert_eq!(put(3), yes, "the head that nobody can read is in nobody's way");

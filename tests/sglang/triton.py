@@ -19,7 +19,7 @@ class _Name:
 
     def __getattr__(self, name):
         # There is no driver: SGLang asks it which device there is, and takes its absence as the answer.
-        if name.startswith("__") or name == "driver":
+        if name.startswith("__") or name in ("driver", "active"):
             raise AttributeError(name)
         return _Name()
 
@@ -28,7 +28,7 @@ class _Name:
 
 
 def __getattr__(name):
-    if name.startswith("__"):
+    if name.startswith("__") or name == "driver":
         raise AttributeError(name)
     return type(name, (_Name,), {}) if name[0].isupper() else _Name()
 

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 
 use parking_lot::Mutex;
 
-use crate::format::record::Record;
+use crate::format::record::{KeyKind, Record};
 use crate::key::ChunkKey;
 
 /// Keys that wait to be taken: 2 MiB.
@@ -17,16 +17,24 @@ const MOST: usize = 1 << 16;
 
 /// Keys since they were last taken; `None` where nobody has asked.
 #[derive(Debug, Default)]
-pub(in crate::log) struct EvictionFeed(Mutex<Option<VecDeque<ChunkKey>>>);
+pub(in crate::log) struct EvictionFeed(Mutex<Option<Kept>>);
+
+#[derive(Debug, Default)]
+struct Kept {
+    keys: VecDeque<ChunkKey>,
+    /// Keys that were dropped because nobody took them.
+    missed: u64,
+}
 
 impl EvictionFeed {
-    /// These were given up: they are served no more.
+    /// These were given up: they are served no more. Of a part it is its object that goes.
     pub(in crate::log) fn push<'a>(&self, records: impl Iterator<Item = &'a Record>) {
         let mut held = self.0.lock();
-        let Some(keys) = held.as_mut() else { return };
-        keys.extend(records.map(|r| r.key));
-        let over = keys.len().saturating_sub(MOST);
-        keys.drain(..over);
+        let Some(kept) = held.as_mut() else { return };
+        kept.keys.extend(records.map(|r| if r.key_kind == KeyKind::ObjectPart { r.parent } else { r.key }));
+        let over = kept.keys.len().saturating_sub(MOST);
+        kept.missed += over as u64;
+        kept.keys.drain(..over);
     }
 
     /// Whether somebody has asked.
@@ -37,8 +45,13 @@ impl EvictionFeed {
     /// Takes up to `most` keys, and begins to keep them where nobody has asked before.
     pub(in crate::log) fn take(&self, most: usize) -> Vec<ChunkKey> {
         let mut held = self.0.lock();
-        let keys = held.get_or_insert_default();
+        let keys = &mut held.get_or_insert_default().keys;
         let count = most.min(keys.len());
         keys.drain(..count).collect()
+    }
+
+    /// How many keys nobody took in time.
+    pub(in crate::log) fn missed(&self) -> u64 {
+        self.0.lock().as_ref().map_or(0, |kept| kept.missed)
     }
 }

@@ -1,0 +1,63 @@
+//! Objects that this process has seen go: for who keeps accounts of what is stored.
+//!
+//! The log tells what it gave up, by key; what a get found bad is added here. Invariants: nothing is
+//! kept before somebody has asked once; what is kept is bounded, and it is counted what was dropped
+//! of it. Evictions by other processes are not seen.
+
+use std::collections::VecDeque;
+
+use parking_lot::Mutex;
+
+use super::get::{Presence, presence};
+use crate::key::ChunkKey;
+use crate::log::Log;
+
+/// Digests of objects found bad that wait to be taken.
+const MOST: usize = 1 << 16;
+
+/// Objects that are no longer there.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Evicted {
+    /// Their digests ([`object_digest`](super::object_digest)), each at least once.
+    pub digests: Vec<[u8; 32]>,
+    /// How many more there were since the store was opened that nobody took in time: with a number
+    /// that grows, accounts are to be made anew.
+    pub missed: u64,
+}
+
+#[derive(Default)]
+pub(super) struct Losses(Mutex<LossState>);
+
+#[derive(Default)]
+struct LossState {
+    bad: Option<VecDeque<ChunkKey>>,
+    missed: u64,
+}
+
+impl Losses {
+    /// A get has found that an object is damaged: it is not served again.
+    pub(super) fn found_bad(&self, key: ChunkKey) {
+        let mut state = self.0.lock();
+        let Some(bad) = state.bad.as_mut() else { return };
+        bad.push_back(key);
+        if bad.len() > MOST {
+            bad.pop_front();
+            state.missed += 1;
+        }
+    }
+
+    /// Takes what has gone since the last time.
+    pub(super) fn take(&self, log: &Log) -> Evicted {
+        let gone = log.take_evicted(usize::MAX);
+        let mut state = self.0.lock();
+        let mut keys: Vec<ChunkKey> = state.bad.get_or_insert_default().drain(..).collect();
+        let missed = state.missed + log.evicted_missed();
+        drop(state);
+        keys.extend(gone);
+        keys.retain(|key| presence(log, key) != Presence::Whole);
+        let mut digests: Vec<[u8; 32]> = keys.iter().map(|key| key.0).collect();
+        digests.sort_unstable();
+        digests.dedup();
+        Evicted { digests, missed }
+    }
+}
