@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "vllm"))
 import environment as vllm  # noqa: E402  (after its folder is on the path)
 
-PINS, TRITON = HERE / "requirements.txt", HERE / "triton.py"
+PINS, TRITON = HERE / "requirements.txt", HERE / "no_triton.py"
 
 
 def place() -> Path:

@@ -101,7 +101,9 @@ class Pages:
         return [spans[at * each : (at + 1) * each] for at in range(count)]
 
     def memories(self) -> list[torch.Tensor]:
-        """The pool's buffers, to be registered with the drives' queues."""
+        """The pool's buffers, to be registered with the drives' queues; none where pages are copied."""
+        if not self.regions:
+            return []
         given = getattr(self.pool, "get_hybrid_pool_buffer", None)
         buffers = given() if given is not None else getattr(self.pool, "kv_buffer", None)
         if isinstance(buffers, torch.Tensor):

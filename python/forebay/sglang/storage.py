@@ -76,6 +76,7 @@ class HiCache(HiCacheStorage):
         """The pool of the KV itself."""
         super().register_mem_pool_host(mem_pool_host)
         self._kv = Pages.of(str(PoolName.KV), mem_pool_host, self._config, self._in_place)
+        self._declare(self._kv)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """A pool beside the KV: windows, state, indexers, drafts."""
@@ -83,6 +84,7 @@ class HiCache(HiCacheStorage):
         name = str(host_pool_name)
         if name != str(PoolName.KV):
             self._pools[name] = Pages.of(name, host_pool, self._config, in_place=True)
+            self._declare(self._pools[name])
 
     # Questions.
 
@@ -180,6 +182,14 @@ class HiCache(HiCacheStorage):
 
     # How.
 
+    def _declare(self, pages: Pages) -> None:
+        """Lets the drives read straight into the pool, where it is aligned; without that they read through staging."""
+        for buffer in pages.memories():
+            try:
+                self._store.register_memory(buffer)
+            except forebay.ForebayError as error:
+                logger.info("pages are copied through staging, their memory could not be registered: %s", error)
+
     def _need_kv(self) -> Pages:
         if self._kv is None:
             raise ValueError("SGLang has registered no host pool")
@@ -209,8 +219,7 @@ class HiCache(HiCacheStorage):
     def _count(self, pages: Pages, keys: Sequence[str]) -> int:
         if pages.is_logical:
             return len(keys)
-        there = self._store.exists([pages.key(key) for key in keys])
-        return there.index(False) if False in there else len(there)
+        return self._store.count_prefix([pages.key(key) for key in keys])
 
     def _of_pools(
         self, what: str, transfers: Iterable[PoolTransfer], do: Callable[[Pages, list[str], torch.Tensor], list[bool]]
