@@ -31,7 +31,17 @@ def entry(name: PoolName, pool: Any) -> PoolEntry:
 
 
 @contextmanager
-def controller(cache: Path, kv: Any, *, is_mla: bool = False, group: Any = None, rank: int = 0, size: int = 1, more: dict[str, Any] | None = None, **beside: Any) -> Iterator[Any]:
+def controller(
+    cache: Path,
+    kv: Any,
+    *,
+    is_mla: bool = False,
+    group: Any = None,
+    rank: int = 0,
+    size: int = 1,
+    more: dict[str, Any] | None = None,
+    **beside: Any,
+) -> Iterator[Any]:
     """A controller with its storage threads running; `beside` are pools by name."""
     world.server_args()
     common = {"size": world.TOKENS, "page_size": world.PAGE, "dtype": torch.bfloat16, "layer_num": world.LAYERS, "device": "cpu"}
@@ -43,7 +53,9 @@ def controller(cache: Path, kv: Any, *, is_mla: bool = False, group: Any = None,
     pools = HostPoolGroup([entry(PoolName.KV, kv), *(entry(PoolName(name), pool) for name, pool in beside.items())])
     given = world.extra(cache, **(more or {}))
     with (
-        get_parallel().override(tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1),
+        get_parallel().override(
+            tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, attn_tp_rank=rank, attn_tp_size=size, moe_tp_size=size, world_size=size
+        ),
         mock.patch.object(cache_controller, "L2TransferEngine"),
         mock.patch.object(cache_controller, "LayerDoneCounter"),
     ):

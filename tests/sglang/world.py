@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-import types
-import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("SGLANG_ENABLE_TORCH_COMPILE", "0")
-# SGLang's own fixtures take one base class from a module that imports half of a server.
-_utils = types.ModuleType("sglang.test.test_utils")
-_utils.CustomTestCase = unittest.TestCase
-sys.modules["sglang.test.test_utils"] = _utils
+import ninja
 
+# SGLang compiles its hash of pages at first use, and looks for ninja on the path.
+os.environ["PATH"] = f"{Path(ninja.__file__).parent.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
 import torch  # noqa: E402
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MambaPool, MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
@@ -104,6 +101,22 @@ def mla(layout: str = "page_first") -> MLATokenToKVPoolHost:
         end_layer=LAYERS,
         target_layer_num=LAYERS,
     )
+
+
+def mamba(layout: str = "page_first") -> Any:
+    """A host pool of recurrent state: two kinds of tensors, one slot a page."""
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=2, head_dim=16, state_size=16, conv_kernel=4
+    )
+    pool = MambaPool(
+        size=TOKENS // PAGE,
+        mamba_spec_state_size=TOKENS // PAGE,
+        cache_params=Mamba2CacheParams(shape=shape, layers=list(range(LAYERS))),
+        mamba_layer_ids=list(range(LAYERS)),
+        device="cpu",
+    )
+    info = pool.get_device_pool_infos()[0].buffer_info
+    return MambaPoolHost(info, 1.0, 0, device_capacity=TOKENS // PAGE, pin_memory=False, layout=layout)
 
 
 def fill(pool: Any, seed: int) -> None:

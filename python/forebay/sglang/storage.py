@@ -54,7 +54,7 @@ class HiCache(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Opens the cache."""
-        version = versions.require("HiCache backend", versions.HICACHE)
+        version = versions.require()
         _refuse(storage_config)
         from sglang.srt.runtime_context import get_server_args
 

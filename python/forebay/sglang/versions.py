@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import forebay
 
-#: The versions that each door was read and run against.
+#: The versions that the HiCache backend was read and run against.
 HICACHE = ("0.5.23",)
-LINKER = ("0.5.23",)
 
 
-def require(door: str, known: tuple[str, ...]) -> str:
-    """SGLang's version; refuses one that `door` was not made for."""
+def require() -> str:
+    """SGLang's version; refuses one that the backend was not made for."""
     import sglang
 
     version = str(sglang.__version__)
-    if version not in known:
+    if version not in HICACHE:
         raise forebay.Unsupported(
-            f"SGLang {version}: Forebay's {door} works with SGLang {', '.join(known)}; install that version, or start SGLang without {door}"
+            f"SGLang {version}: Forebay's HiCache backend works with SGLang {', '.join(HICACHE)}; install that version, or start SGLang "
+            "without --hicache-storage-backend"
         )
     return version
