@@ -54,7 +54,7 @@ def controller(
     given = world.extra(cache, **(more or {}))
     with (
         get_parallel().override(
-            tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, attn_tp_rank=rank, attn_tp_size=size, moe_tp_size=size, world_size=size
+            tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, attn_tp_rank=rank, attn_tp_size=size, moe_tp_size=size
         ),
         mock.patch.object(cache_controller, "L2TransferEngine"),
         mock.patch.object(cache_controller, "LayerDoneCounter"),

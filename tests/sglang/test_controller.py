@@ -130,9 +130,9 @@ def stored_and_killed(cache: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank(cache: str, number: int, store: int, port: int) -> None:
+def rank(cache: str, number: int, store: int) -> None:
     """One of two tensor-parallel ranks, which agree over gloo."""
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{cache}-{store}", rank=number, world_size=2)
     kv = mha()
     expected = mha()
     fill(expected, 10 + number)
@@ -151,12 +151,13 @@ def rank(cache: str, number: int, store: int, port: int) -> None:
 
 def test_two_ranks_agree_and_each_reads_its_own(cache: Path) -> None:
     context = torch.multiprocessing.get_context("spawn")
-    for store, port in ((1, 29711), (0, 29712)):
-        ranks = [context.Process(target=rank, args=(str(cache), number, store, port)) for number in (0, 1)]
+    for store in (1, 0):
+        ranks = [context.Process(target=rank, args=(str(cache), number, store)) for number in (0, 1)]
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(120)
+            process.join(240)
+            process.kill()
         assert [process.exitcode for process in ranks] == [0, 0]
 
 

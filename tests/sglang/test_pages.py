@@ -289,3 +289,25 @@ def test_sglangs_own_failures_and_delays_never_give_a_wrong_byte(cache: Path, mo
                 read += is_there
                 assert not is_there or content(pool, 10 + at) == content(pool, turn % 4 + at)
         assert read
+
+
+def bytes_of_slot(pool: Any, slot: int) -> list[bytes]:
+    """A slot of recurrent state, tensor by tensor."""
+    return [t[slot].contiguous().view(torch.uint8).numpy().tobytes() for t in (pool.temporal_buffer, *pool.conv_buffer)]
+
+
+def test_recurrent_state_comes_back_in_place_and_is_each_ranks_own(cache: Path) -> None:
+    kv, source, target = mla(), world.mamba(), world.mamba()
+    for seed, tensor in enumerate((source.temporal_buffer, *source.conv_buffer)):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    source.get_data_page = target.get_data_page = None
+    put = [PoolTransfer(name=PoolName.MAMBA, keys=names(3), host_indices=torch.tensor([5, 2, 9]))]
+    get = [PoolTransfer(name=PoolName.MAMBA, keys=names(3), host_indices=torch.tensor([1, 7, 4]))]
+    with backend(config(cache, is_mla=True, tp=(0, 2)), kv, mamba=source) as over:
+        assert over.batch_set_v2(put) == {PoolName.MAMBA: [True] * 3}
+    with backend(config(cache, is_mla=True, tp=(1, 2)), kv, mamba=target) as over:
+        assert over.batch_get_v2(get) == {PoolName.MAMBA: [False] * 3}
+    with backend(config(cache, is_mla=True, tp=(0, 2)), kv, mamba=target) as over:
+        assert over.batch_get_v2(get) == {PoolName.MAMBA: [True] * 3}
+    for there, here in ((5, 1), (2, 7), (9, 4)):
+        assert bytes_of_slot(target, here) == bytes_of_slot(source, there)

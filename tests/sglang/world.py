@@ -110,7 +110,7 @@ def mamba(layout: str = "page_first") -> Any:
     )
     pool = MambaPool(
         size=TOKENS // PAGE,
-        mamba_spec_state_size=TOKENS // PAGE,
+        spec_state_size=TOKENS // PAGE,
         cache_params=Mamba2CacheParams(shape=shape, layers=list(range(LAYERS))),
         mamba_layer_ids=list(range(LAYERS)),
         device="cpu",
