@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -14,7 +14,7 @@ demo: build
 	$(FOREBAY) demo
 
 # Everything CI runs. What NVIDIA's wheels are needed for is named at the end where they could not be fetched.
-test: lint unit doc python lmcache-ci vllm-harness vllm-ci kernels-check
+test: lint unit doc python lmcache-ci sglang-ci vllm-harness vllm-ci kernels-check
 	@test -s $(CUFILE_LIB) || echo 'NOT TESTED HERE: NVIDIA'"'"'s own libcufile; its wheels could not be fetched'
 
 lint:
@@ -135,6 +135,7 @@ wheel:
 VLLM = $(PYTHON) tests/vllm/environment.py $$(ls target/wheels-python/forebay-*.whl)
 LMCACHE = $(PYTHON) tests/lmcache/prepare.py $$(ls target/wheels-python/forebay-*.whl)
 LMCACHE_VERSIONS ?= 0.5.6 0.5.7rc2
+SGLANG = $(PYTHON) tests/sglang/prepare.py $$(ls target/wheels-python/forebay-*.whl)
 vllm-ci: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=20 -m ci
 
@@ -162,6 +163,13 @@ comparison: wheel
 
 bench-lmcache: wheel
 	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) --speed forebay forebay-native lmcache-fs lmcache-raw_block -- $(DIRECTORY)
+
+# SGLang's pools and cache controller on CPU tensors over Forebay (docs/sglang.md). `sglang-ci` is the part of `make test`: two minutes.
+sglang-ci: python
+	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=5 -m ci
+
+sglang-test: python
+	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=10
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

@@ -277,6 +277,12 @@ impl PyEngine {
         Ok(PyLoad::new(load, stream, self.on_host))
     }
 
+    /// A prompt of full chunks that have names (bytes or text) in place of tokens.
+    fn prompt_of_keys(&self, keys: &Bound<'_, PyAny>) -> PyResult<PyPrompt> {
+        let keys = crate::objects::keys(keys)?;
+        Ok(PyPrompt(self.get()?.prompt_from_keys(&keys)))
+    }
+
     /// Removes a prompt's chunks; how many that were.
     #[pyo3(signature = (tokens, extra=None))]
     fn remove(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, extra: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {

@@ -148,7 +148,7 @@ fn gets(items: &Bound<'_, PyAny>) -> PyResult<Vec<ObjectGet>> {
     Ok(pairs(items, true)?.into_iter().map(|(key, target)| ObjectGet { key, target }).collect())
 }
 
-fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
+pub(crate) fn keys(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
     if keys.is_instance_of::<PyString>() || keys.is_instance_of::<PyBytes>() {
         return Err(to_py(&invalid("one key where a list of keys is needed")));
     }

@@ -229,6 +229,12 @@ impl Engine {
         prompt
     }
 
+    /// A prompt of full chunks that the server names itself, for the same calls: see [`Prompt::from_keys`].
+    #[must_use]
+    pub fn prompt_from_keys(&self, names: &[impl AsRef<[u8]>]) -> Prompt {
+        Prompt::from_keys(names, self.inner.geometry.chunk_tokens)
+    }
+
     /// Takes no more calls, waits until `deadline` for loads and stores under way, flushes and
     /// gives the cache up.
     ///

@@ -1,4 +1,7 @@
 //! A prompt and its keys, hashed once however often it is looked up, loaded and stored.
+//!
+//! A server that names its pages itself has no tokens to hash: such a prompt consists of full chunks, one for each name,
+//! and its keys lie in a space of their own.
 
 use std::sync::Arc;
 
@@ -10,7 +13,9 @@ pub struct Prompt(Arc<PromptInner>);
 
 #[derive(Clone, Debug)]
 struct PromptInner {
+    /// None where the chunks have names in place of tokens.
     tokens: Vec<u32>,
+    len: usize,
     extra: Extra,
     chain: Chain,
     tenant: u64,
@@ -22,22 +27,40 @@ impl Prompt {
     pub fn new(tokens: &[u32], chunk_tokens: u32, extra: &Extra) -> Self {
         Self(Arc::new(PromptInner {
             tokens: tokens.to_vec(),
+            len: tokens.len(),
             extra: extra.clone(),
             chain: Chain::new(tokens, chunk_tokens, extra),
             tenant: key::tenant(extra.cache_salt.as_deref()),
         }))
     }
 
-    /// The same prompt with more tokens at its end; only new chunks are hashed.
+    /// A prompt of full chunks that have `names` in place of tokens, the first chunk's first. A name has to tell all that the
+    /// chunk's KV depends on, its prefix above all; no prompt of tokens has a key of these.
+    #[must_use]
+    pub fn from_keys(names: &[impl AsRef<[u8]>], chunk_tokens: u32) -> Self {
+        Self(Arc::new(PromptInner {
+            tokens: Vec::new(),
+            len: names.len().saturating_mul(chunk_tokens as usize),
+            extra: Extra::default(),
+            chain: Chain::named(names, chunk_tokens),
+            tenant: key::tenant(None),
+        }))
+    }
+
+    /// The same prompt with more tokens at its end; only new chunks are hashed. A prompt of names stays as it is.
     #[must_use]
     pub fn extended(&self, more: &[u32]) -> Self {
+        if self.0.len != self.0.tokens.len() {
+            return self.clone();
+        }
         let mut inner = PromptInner::clone(&self.0);
         inner.tokens.extend_from_slice(more);
+        inner.len = inner.tokens.len();
         inner.chain.extend(&inner.tokens, &inner.extra);
         Self(Arc::new(inner))
     }
 
-    /// Its token ids.
+    /// Its token ids; none where its chunks have names.
     #[must_use]
     pub fn tokens(&self) -> &[u32] {
         &self.0.tokens
@@ -46,13 +69,13 @@ impl Prompt {
     /// Number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.0.tokens.len()
+        self.0.len
     }
 
     /// Whether there is no token.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.0.tokens.is_empty()
+        self.0.len == 0
     }
 
     /// Keys of its full chunks.

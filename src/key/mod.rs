@@ -96,6 +96,12 @@ pub fn object_part_key(object: &ChunkKey, part: u32) -> ChunkKey {
     ChunkKey(*blake3::keyed_hash(&object.0, &part.to_le_bytes()).as_bytes())
 }
 
+/// The key of a chunk that a server names itself, in place of tokens: in a key space that no chain over tokens meets.
+#[must_use]
+pub fn named_chunk_key(name: &[u8]) -> ChunkKey {
+    ChunkKey(blake3::derive_key("forebay 1 named chunk", name))
+}
+
 /// The keys of a prompt's full chunks, and what is needed to go on from them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
@@ -114,6 +120,14 @@ impl Chain {
         let mut chain = Self { root: root(extra), keys: Vec::new(), chunk_tokens };
         chain.extend(tokens, extra);
         chain
+    }
+
+    /// The chain of chunks that a server names itself, in the order of `names`. Each name has to tell the chunk's whole
+    /// prefix, as a key over tokens does.
+    #[must_use]
+    pub fn named(names: &[impl AsRef<[u8]>], chunk_tokens: u32) -> Self {
+        let keys = names.iter().map(|name| named_chunk_key(name.as_ref())).collect();
+        Self { root: named_chunk_key(&[]), keys, chunk_tokens }
     }
 
     /// Goes on with a prompt that has grown: `tokens` are all its tokens; chunks already hashed are

@@ -1,0 +1,23 @@
+"""SGLang's door: `HiCache` keeps on local NVMe what falls out of SGLang's host memory (docs/sglang.md).
+
+Importing this package imports neither SGLang nor torch; the class is resolved on first use. `python -m forebay.sglang` prints the flags
+that SGLang is started with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forebay.sglang.storage import HiCache as HiCache
+
+__all__ = ["HiCache"]
+
+
+def __getattr__(name: str) -> Any:
+    """The class that SGLang looks for in the module that its flags name."""
+    if name == "HiCache":
+        from forebay.sglang.storage import HiCache
+
+        return HiCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

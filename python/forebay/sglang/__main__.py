@@ -1,0 +1,60 @@
+"""Prints the flags that SGLang is started with to keep its HiCache on local NVMe, after a check of the settings.
+
+    python -m forebay.sglang --cache-dir /mnt/nvme/forebay --capacity 200GiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import forebay
+from forebay.connector import settings
+
+
+def flags(given: dict[str, str]) -> list[str]:
+    """SGLang's flags for these settings."""
+    extra = {"backend_name": "forebay", "module_path": "forebay.sglang", "class_name": "HiCache", "interface_v1": 1, **given}
+    return [
+        "--enable-hierarchical-cache",
+        "--hicache-mem-layout",
+        "page_first",
+        "--hicache-storage-backend",
+        "dynamic",
+        "--hicache-storage-backend-extra-config",
+        json.dumps(extra),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The program."""
+    parser = argparse.ArgumentParser(prog="python -m forebay.sglang", description="Prints the flags to start SGLang with.")
+    parser.add_argument("--cache-dir", required=True, help="an existing directory on a local drive")
+    parser.add_argument("--capacity", help="bytes that it may take, such as 200GiB")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another of Forebay's settings, or namespace, fingerprint")
+    asked = parser.parse_args(arguments)
+    given = {"cache_dir": asked.cache_dir}
+    if asked.capacity:
+        given["capacity"] = asked.capacity
+    for item in asked.set:
+        key, equals, value = item.partition("=")
+        if not equals:
+            parser.error(f"--set {item}: write KEY=VALUE")
+        given[key] = value
+    try:
+        settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="the settings given")
+    except forebay.ForebayError as error:
+        print(f"python -m forebay.sglang: {error}", file=sys.stderr)
+        return 1
+    if not Path(asked.cache_dir).is_dir():
+        print(f"python -m forebay.sglang: {asked.cache_dir} is no directory; make it, on a local drive", file=sys.stderr)
+        return 1
+    print(" ".join(shlex.quote(flag) for flag in flags(given)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What, besides the layout of pages, decides the meaning of stored KV bytes: model, weights, types, SGLang's version.
+
+The same on every rank that holds the same KV. The name under which a model is served is no part of it: two models may be served under
+one name. A change of any part starts a new namespace, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from forebay.vllm.identity import weights_digest
+
+#: What SGLang is started with that changes what it computes, or how it lays it out.
+ARGUMENTS = (
+    "revision",
+    "load_format",
+    "quantization",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization_param_path",
+    "json_model_override_args",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "swa_full_tokens_ratio",
+    "mamba_ssm_dtype",
+)
+
+
+def of(server_args: Any, version: str, fingerprint: str) -> str:
+    """A short digest of every part. `fingerprint` is what the user adds, such as a digest of the weights."""
+    path = str(getattr(server_args, "model_path", None))
+    given = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
+    seed = str(getattr(server_args, "random_seed", None)) if given["load_format"] == "dummy" else None
+    folder = local_folder(path, getattr(server_args, "revision", None))
+    parts = {
+        "sglang": version,
+        # A local model is what lies in its folder, wherever that is.
+        "model": path if folder is None else None,
+        "weights": None if folder is None else weights_digest(str(folder)),
+        "config": None if folder is None else config_digest(folder),
+        "arguments": given,
+        "seed": seed,
+        "fingerprint": fingerprint,
+    }
+    return digest(parts)
+
+
+def digest(parts: Any) -> str:
+    """24 hexadecimal digits over plain data."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def local_folder(path: str, revision: str | None) -> Path | None:
+    """Where the model's files lie: its folder, or the snapshot in the hub's cache; None where that is not known yet."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, "config.json", revision=revision)
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def config_digest(folder: Path) -> str | None:
+    """Digest of the model's configuration, rotary parameters among it."""
+    try:
+        return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    except OSError:
+        return None
