@@ -172,7 +172,8 @@ fn what_was_promised_is_kept_from_eviction_until_it_is_loaded() {
     let (memory, map) = (world.kv().filled(1), slots(4 * CHUNK, 1));
     let promised = prompt(&engine, 4 * CHUNK, 1);
     assert_eq!(store(&engine, &promised, &memory, map.clone()).stored, 4);
-    let options = ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], 4 * CHUNK / BLOCK)).unwrap();
+    let options =
+        ConnectorOptions::new(&world.settings, engine.geometry(), (&[BLOCK as u32], 4 * CHUNK / BLOCK)).unwrap();
     let mut s = Scheduler::new(options, Box::new(EngineLookup::new(vec![Arc::clone(&engine)]))).unwrap();
     s.on_new_request(AddRequest::new("a", promised.tokens(), &Extra::default()));
     let answer = s.get_num_new_matched_tokens("a", 0).tokens.unwrap();

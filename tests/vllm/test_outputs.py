@@ -79,6 +79,15 @@ def test_within_steps(model: str, plain: list[list[int]], filled: Filled, tmp_pa
     assert run.loaded_in(0) >= WHOLE
 
 
+def test_within_steps_that_are_scheduled_ahead(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
+    # As users run vLLM; its default policy is that a request whose load fails ends with an error.
+    cache = settings(filled.copy(tmp_path), use_layerwise=True, max_sync_stall_ms=60_000, load_timeout_ms=60_000)
+    ahead = {"async_scheduling": True, "enable_prefix_caching": True}
+    run = generate(tmp_path, SHORT, SHORT, model=model, cache=cache, engine=ahead)
+    assert (run.tokens(0), run.tokens(1)) == (plain, plain)
+    assert run.loaded_in(0) >= WHOLE
+
+
 def test_a_producer_loads_nothing(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
     fresh = {"prompts": prompts(1, seed=99)}
     cache = settings(filled.copy(tmp_path))
