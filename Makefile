@@ -154,7 +154,7 @@ lmcache-test: python
 	for version in $(LMCACHE_VERSIONS); do \
 		python=$$($(LMCACHE) --lmcache $$version) && (cd tests/lmcache && $$python -m pytest -q --durations=10) || exit 1; done
 
-# Forebay beside what LMCache, vLLM and SGLang have for files, from their packages; writes docs/comparison.md. Needs root and half an hour.
+# Forebay beside what LMCache, vLLM and SGLang have for files, from their packages; writes docs/comparison.md. Needs root.
 # `bench-lmcache` is LMCache's part of the speeds, printed only. DIRECTORY is on the drive.
 COMPARE = $(PYTHON) tests/lmcache/prepare.py --lmcache 0.5.7rc2 --sglang $$(ls target/wheels/forebay-*.whl)
 ROUNDS ?= 7
