@@ -123,9 +123,9 @@ impl Tags {
         const ONES: u64 = 0x0001_0001_0001_0001;
         const LOW: u64 = 0x7fff * ONES;
         let mask = self.0.iter().rev().fold(0u16, |mask, word| {
-            let differs = word ^ u64::from(tag) * ONES;
+            let differs = word ^ (u64::from(tag) * ONES);
             // The top bit of each part that is zero.
-            let equal = !((differs & LOW) + LOW | differs | LOW) >> 15;
+            let equal = !(((differs & LOW) + LOW) | differs | LOW) >> 15;
             mask << 4 | ((equal | equal >> 15 | equal >> 30 | equal >> 45) & 0xf) as u16
         });
         Slots(mask & ((1 << SLOTS_PER_BUCKET) - 1))

@@ -17,6 +17,9 @@ const AHEAD: usize = 4 * READERS;
 /// Takes what a reader made.
 pub(super) type Give<'a, T> = &'a mut dyn FnMut(T) -> Result<()>;
 
+/// Reads and checks the piece with this number into a buffer, and gives away what it makes of it.
+pub(super) type ReadPiece<'a, T> = dyn Fn(usize, &mut AlignedBuf, Give<'_, T>) -> Result<()> + Sync + 'a;
+
 /// Calls `read` once for each of `count` pieces of a file that have `bytes` bytes in all, with a
 /// buffer to read into, and gives `sink` what it makes, in no order.
 ///
@@ -24,7 +27,7 @@ pub(super) type Give<'a, T> = &'a mut dyn FnMut(T) -> Result<()>;
 /// Those of `read` and `sink`.
 pub(super) fn read_pieces<T: Send>(
     (count, bytes): (usize, usize),
-    read: &(dyn Fn(usize, &mut AlignedBuf, Give<'_, T>) -> Result<()> + Sync),
+    read: &ReadPiece<'_, T>,
     sink: Give<'_, T>,
 ) -> Result<()> {
     // Not worth threads.
