@@ -149,7 +149,7 @@ def stub_names() -> dict[str, set[str]]:
         elif isinstance(node, ast.AnnAssign):
             names[""].add(node.target.id)  # type: ignore[union-attr]
     # What only the stubs need.
-    names[""] -= {"_Stream", "_Memory", "_Config", "_Tokens", "_Slots", "_Kv", "_Extra", "_AnyStream"}
+    names[""] -= {"_Stream", "_Memory", "_Config", "_Tokens", "_Slots", "_Kv", "_Extra", "_AnyStream", "_Value", "_Items"}
     return names
 
 
@@ -165,7 +165,7 @@ def test_the_stubs_name_what_the_module_has() -> None:
         if not isinstance(value, type) or issubclass(value, forebay.ForebayError):
             continue
         assert value.__doc__, name
-        have = {n for n in vars(value) if n not in PLAIN}
+        have = set(value._fields) if issubclass(value, tuple) else {n for n in vars(value) if n not in PLAIN}
         assert {n for n in stubs[name] if n != "__init__"} == have, name
         for attribute in have:
             if not attribute.startswith("_"):
