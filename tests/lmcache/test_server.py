@@ -87,36 +87,42 @@ def bench(to: Server) -> dict[int, str]:
     return {int(request): digest for request, digest in re.findall(r"\[seq (\d+)/warm\] CHECKSUM: (\w+)", done.stdout)}
 
 
+@pytest.fixture(params=["native_plugin", "plugin"])
+def door(request: pytest.FixtureRequest) -> str:
+    """Which of LMCache's types of adapters."""
+    return request.param
+
+
 @pytest.mark.ci
-def test_a_restarted_server_retrieves_the_same_bytes_from_the_drive(cache: Path, tmp_path: Path) -> None:
-    with server(tmp_path, spec(cache, "native_plugin")) as first:
+def test_a_restarted_server_retrieves_the_same_bytes_from_the_drive(cache: Path, tmp_path: Path, door: str) -> None:
+    with server(tmp_path, spec(cache, door)) as first:
         stored = bench(first)
         assert len(stored) == REQUESTS and max(first.from_l2()) == 0
-    with server(tmp_path, spec(cache, "native_plugin")) as second:
+    with server(tmp_path, spec(cache, door)) as second:
         assert bench(second) == stored
         assert second.from_l2()[0] == CHUNKS
 
 
-def test_a_killed_server_serves_no_other_bytes_afterwards(cache: Path, tmp_path: Path) -> None:
-    with server(tmp_path, spec(cache, "native_plugin")) as first:
+def test_a_killed_server_serves_no_other_bytes_afterwards(cache: Path, tmp_path: Path, door: str) -> None:
+    with server(tmp_path, spec(cache, door)) as first:
         stored = bench(first)
         first.kill()
-    with server(tmp_path, spec(cache, "native_plugin")) as second:
+    with server(tmp_path, spec(cache, door)) as second:
         # What was not on the drive yet is stored again; what was there is found.
         assert bench(second) == stored
         assert max(second.from_l2()) == CHUNKS
 
 
-def test_a_second_server_finds_what_the_first_has_stored(cache: Path, tmp_path: Path) -> None:
-    with server(tmp_path, spec(cache, "native_plugin")) as first, server(tmp_path, spec(cache, "native_plugin")) as second:
+def test_a_second_server_finds_what_the_first_has_stored(cache: Path, tmp_path: Path, door: str) -> None:
+    with server(tmp_path, spec(cache, door)) as first, server(tmp_path, spec(cache, door)) as second:
         stored = bench(first)
         assert bench(second) == stored
         assert second.from_l2()[0] == CHUNKS
 
 
-def test_faults_that_lmcache_injects_are_misses(cache: Path, tmp_path: Path) -> None:
-    line = '{"type": "fault_inject", "rate": 0.5, "inner": ' + spec(cache, "native_plugin") + "}"
+def test_faults_that_lmcache_injects_are_misses(cache: Path, tmp_path: Path, door: str) -> None:
+    line = '{"type": "fault_inject", "rate": 0.5, "inner": ' + spec(cache, door) + "}"
     with server(tmp_path, line) as first:
         stored = bench(first)
-    with server(tmp_path, spec(cache, "native_plugin")) as second:
+    with server(tmp_path, spec(cache, door)) as second:
         assert bench(second) == stored
