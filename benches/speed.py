@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 
 GIB = 1 << 30
@@ -256,7 +257,7 @@ def table(rows, notes):
     lines = ["| what | target | measured | commit, day | |", "|---|---|---|---|---|"]
     for title, row in rows.items():
         lines.append(f"| {title} | {row['target']} | **{row['figure']}** | {row.get('commit', '?')}, {row['date'][:10]} | {row['detail']} |")
-    return [*lines, "", *(f"- {name}: {text}" for name, text in notes.items()), ""]
+    return [*lines, "", *(textwrap.fill(f"- {name}: {text}", 105, subsequent_indent="  ") for name, text in notes.items()), ""]
 
 
 def prompt_bytes(model, tokens):
