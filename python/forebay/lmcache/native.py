@@ -19,7 +19,8 @@ from typing import Any
 import forebay
 from forebay.lmcache.store import open_store
 
-#: What a completion is for LMCache: the batch's number, whether it went well, the first failure in words, an answer for each key.
+#: What a completion is for LMCache: the batch's number, whether it went well, the first failure in
+#: words, an answer for each key.
 Answer = tuple[int, bool, str, list[bool]]
 
 

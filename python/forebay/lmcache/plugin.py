@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("forebay.lmcache")
 
-#: The longest that a lookup keeps values from eviction. LMCache unlocks after the load, much sooner; a server that was killed never does.
+#: The longest that a lookup keeps values from eviction. LMCache unlocks after the load, much sooner;
+#: a server that was killed never does.
 PIN_S = 60.0
 #: How long what was evicted may wait until LMCache is told.
 TELL_MS = 1000
@@ -57,7 +58,8 @@ class Adapter(L2AdapterInterface):
         #: What LMCache has not asked for yet, by kind and number.
         self._done: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
         self._lookups = 0
-        #: What this server has stored and was not told to be gone, by digest: the key and its bytes. LMCache counts these.
+        #: What this server has stored and was not told to be gone, by digest: the key and its
+        #: bytes. LMCache counts these.
         self._stored: dict[bytes, tuple[ObjectKey, int]] = {}
         self._wake = {kind: create_event_notifier() for kind in self._done}
         # From the first call on, evictions are kept for the next.

@@ -201,7 +201,8 @@ class HiCache(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         left = range(1, pages + 1)
         for transfer in transfers:
-            # BLOCK_GROUPS never decides what can be resumed, and SGLang 0.5.23 does not ask for it: no answer is none.
+            # BLOCK_GROUPS never decides what can be resumed, and SGLang 0.5.23 does not ask for it: no
+            # answer is none.
             if not left or transfer.name == PoolName.KV or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue
             pool = self._pools[str(transfer.name)]
