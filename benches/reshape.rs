@@ -14,6 +14,7 @@ use forebay::device::{
     Device, Gate, GatherJob, Gathered, HostDevice, HostOptions, HugePages, PagedKv, Part, ScatterJob, Scattered,
     StagingOptions, StagingPool,
 };
+use forebay::format::layout::Codec;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
@@ -86,7 +87,14 @@ impl Rig {
 
     fn parts(&self, job: usize) -> Vec<Part> {
         let plan = Arc::clone(&self.plans[job]);
-        vec![Part { layer: 0, staging_offset: 0, tokens: self.case.tokens, padded_len: self.extent, plan }]
+        vec![Part {
+            layer: 0,
+            staging_offset: 0,
+            tokens: self.case.tokens,
+            padded_len: self.extent,
+            codec: Codec::None,
+            plan,
+        }]
     }
 
     fn scatter(&mut self) {

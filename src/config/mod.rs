@@ -26,8 +26,8 @@ mod value;
 mod warning;
 
 pub use choices::{
-    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Layerwise, MinFree, Mode, Numa,
-    OnIncompatible, OnOpenFailure, Placement, StoreWhen,
+    Admission, Backend, Capacity, Codec, Cufile, DriveSettings, EvictionPolicy, IoEngine, Layerwise, MinFree, Mode,
+    Numa, OnIncompatible, OnOpenFailure, Placement, StoreWhen,
 };
 pub use load::Loader;
 pub use place::CacheIdentity;
@@ -87,6 +87,10 @@ pub struct Settings {
     /// Bytes of one I/O request; larger extents are split.
     #[serde(with = "value::size")]
     pub block_size: usize,
+    /// How KV is coded that is stored from now on; what is stored keeps its codec and is read with any
+    /// setting.
+    #[serde(deserialize_with = "value::choice")]
+    pub codec: Codec,
     /// Bytes the cache may take on disk, over all lanes and namespaces.
     #[serde(deserialize_with = "value::loose")]
     pub capacity: Capacity,
@@ -245,6 +249,7 @@ impl Default for Settings {
             store_when: StoreWhen::Computed,
             max_concurrent_ops: 32,
             block_size: MIB,
+            codec: Codec::None,
             capacity: Capacity::Percent(80.0),
             tenant_quota: None,
             min_free: MinFree::Auto,

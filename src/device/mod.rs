@@ -41,6 +41,7 @@ pub use region::HugePages;
 internals!(use fence::{Fence, Point, add_fence});
 internals!(use floats::FloatKind);
 internals!(use frame::{Frame, FrameFill});
+internals!(use host::{CodecKernels, decode_exp4, encode_exp4});
 internals!(use gate::{Gate, GateGuard, OwnedGuard});
 internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
 internals!(use region::{HostRegion, PageKind, RegionOptions});

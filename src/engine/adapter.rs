@@ -73,6 +73,10 @@ impl ChunkSink for LogSink {
         Some(self.1)
     }
 
+    fn misfit(&self) {
+        self.0.misfit();
+    }
+
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {
         self.0.commit(&crcs, done);
     }

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::EngineOptions;
-use crate::config::{Cufile, Settings};
+use crate::config::{Codec, Cufile, Settings};
 use crate::device::{Device, StagingOptions, StagingPool};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
-use crate::log::{IsLoading, Log, LogOptions, Opening};
+use crate::log::{IsLoading, Log, LogOptions, Opening, codec_of};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 use crate::tier::MemoryTier;
 
@@ -93,7 +93,12 @@ pub(super) fn pipeline_options(
     } else {
         ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging"))
     };
-    let memory = memory_tier(settings, &layout, host)?;
+    if !host && settings.codec != Codec::None {
+        return Err(Error::new(ErrorKind::Config, "codec: KV in a GPU's memory cannot be coded yet")
+            .advice("set codec: none, or keep the KV in host memory"));
+    }
+    let stored = SlotLayout::of_coded_chunk(geometry, geometry.chunk_tokens, codec_of(settings));
+    let memory = memory_tier(settings, &stored, host)?;
     let load_pool = pool(loads.0, loads.1)?;
     let store_pool = pool(stores.0, stores.1)?;
     Ok(PipelineOptions {

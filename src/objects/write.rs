@@ -80,7 +80,7 @@ fn begin_until(
 
 /// Where the payload of an object's slot lies.
 fn payload(put: &Put) -> Extent {
-    put.layout().extents.first().copied().unwrap_or(Extent { offset: 0, len: 0, padded_len: 0 })
+    put.layout().extents.first().copied().unwrap_or_default()
 }
 
 /// One slot with one object or part.

@@ -74,6 +74,14 @@ impl SlotWriter {
         }
     }
 
+    /// As [`Put::misfit`]; writes under way still end in its slot.
+    pub fn misfit(&self) {
+        let put = self.put.lock().take();
+        if let Some(put) = put {
+            put.misfit();
+        }
+    }
+
     /// Gives the put up now; writes under way still end in its slot.
     pub fn give_up(&self) {
         let put = self.put.lock().take();
