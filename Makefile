@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -54,6 +54,11 @@ kernels:
 # Whether the checked-in PTX is what the sources give, and assembles for every GPU; skipped where the wheels cannot be fetched.
 kernels-check:
 	$(PYTHON) kernels/build.py --check
+
+# The codec over a thousand million values, and its decoder over ten million inputs: minutes.
+codec-proof:
+	CARGO_PROFILE_RELEASE_LTO=off $(CARGO) test --release -p forebay --lib a_thousand_million -- --ignored --nocapture
+	CARGO_PROFILE_RELEASE_LTO=off FOREBAY_FUZZ_TARGET=coded_extent FOREBAY_FUZZ_RUNS=10000000 $(CARGO) test --release -p forebay-fuzz --test corpus -- --nocapture
 
 # Fuzzing with libFuzzer and the address sanitizer, FUZZ_RUNS inputs per target: needs a nightly toolchain and `cargo install cargo-fuzz`. What
 # it finds new is added to the corpus. `unit` runs the same targets over that corpus, and over some thousand inputs made from it.

@@ -7,7 +7,7 @@ mod engine_world;
 
 use std::time::{Duration, Instant};
 
-use engine_world::{CHUNK, Kv, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
+use engine_world::{CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
 use forebay::config::Codec;
 use forebay::engine::{Engine, MissCause, ShedCause};
 use forebay::geometry::{DType, LayerKind, LayerSpec};
@@ -39,22 +39,6 @@ fn world(shape: &Shape) -> World {
     w
 }
 
-/// Values like KV: few exponents, any sign and mantissa, and here and there any value at all.
-fn like_kv(kv: Kv, seed: u32) -> Kv {
-    let kv = kv.filled(seed);
-    for memory in kv.memories() {
-        let mut bytes = vec![0; memory.len()];
-        memory.read_at(0, &mut bytes).unwrap();
-        for (i, value) in bytes.chunks_exact_mut(2).enumerate() {
-            if i % 1500 != 7 {
-                value[1] = value[1] & 0x83 | 0x3c;
-            }
-        }
-        memory.write_at(0, &bytes).unwrap();
-    }
-    kv
-}
-
 fn close(engine: Engine) {
     engine.close(Instant::now() + LONG).unwrap();
 }
@@ -71,7 +55,7 @@ fn every_layout_comes_back_byte_for_byte_with_any_setting_and_takes_less_space()
         let mut w = world(&shape);
         let n = 3 * CHUNK + 7;
         let (from, to) = (slots(n, 1), slots(n, 2));
-        let a = like_kv(w.kv(), 3);
+        let a = w.kv().like_kv(3);
         for codec in [Codec::Exp4, Codec::None, Codec::Exp4] {
             w.settings.codec = codec;
             let engine = w.open();
@@ -95,7 +79,7 @@ fn every_layout_comes_back_byte_for_byte_with_any_setting_and_takes_less_space()
 fn uncoded_chunks_are_read_beside_coded_ones() {
     let shape = &shapes()[0];
     let mut w = world(shape);
-    let (n, a) = (2 * CHUNK, like_kv(w.kv(), 3));
+    let (n, a) = (2 * CHUNK, w.kv().like_kv(3));
     for (codec, seed) in [(Codec::None, 1), (Codec::Exp4, 2)] {
         w.settings.codec = codec;
         let engine = w.open();
@@ -117,7 +101,7 @@ fn frames_of_the_memory_tier_stay_coded_so_more_chunks_fit() {
         let mut w = world(&shape);
         (w.settings.codec, w.settings.local_cpu, w.settings.max_local_cpu_size) = (codec, true, 4 << 20);
         let engine = w.open();
-        let (n, a) = (CHUNK, like_kv(w.kv(), 3));
+        let (n, a) = (CHUNK, w.kv().like_kv(3));
         for seed in 0..14 {
             assert_eq!(store(&engine, &prompt(&engine, n, seed), &a, slots(n, 1)).stored, 1);
         }
@@ -155,7 +139,7 @@ fn other_types_than_bfloat16_are_stored_as_they_are() {
         let mut options = w.options();
         options.geometry.dtype = DType::named(name).unwrap();
         let engine = Engine::open_with(options).unwrap();
-        let (n, a) = (CHUNK, like_kv(w.kv(), 3));
+        let (n, a) = (CHUNK, w.kv().like_kv(3));
         assert_eq!(store(&engine, &prompt(&engine, n, 1), &a, slots(n, 1)).stored, 1);
         let (slots, payload) = (slot_bytes(&engine), w.shape.geometry().chunk_bytes(CHUNK) as u64);
         assert_eq!(slots < payload, wanted, "{name}: {slots} bytes for {payload}");
@@ -165,7 +149,7 @@ fn other_types_than_bfloat16_are_stored_as_they_are() {
 #[test]
 fn a_turned_bit_anywhere_in_a_coded_slot_is_a_miss_and_leaves_zeros() {
     let w = world(&shapes()[0]);
-    let (n, a) = (CHUNK, like_kv(w.kv(), 3));
+    let (n, a) = (CHUNK, w.kv().like_kv(3));
     let engine = w.open();
     let p = prompt(&engine, n, 1);
     assert_eq!(store(&engine, &p, &a, slots(n, 1)).stored, 1);

@@ -24,7 +24,7 @@ const VALUES: usize = 128 * 128 + 128 + 30;
 fn values() -> Vec<u16> {
     let plain = |i: usize| {
         let i = i % 128;
-        (i as u16 * 517 & 0x807f) | (116 + (i as u16 * 5) % 12) << 7
+        ((i as u16).wrapping_mul(517) & 0x807f) | (116 + (i as u16 * 5) % 12) << 7
     };
     let mut values: Vec<u16> = (0..VALUES).map(plain).collect();
     // A quiet and a signalling NaN with payloads, infinity, denormals, both zeros, the largest value.
