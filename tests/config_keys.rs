@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use forebay::config::{
-    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa,
+    Admission, Backend, Capacity, Codec, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa,
     OnIncompatible, OnOpenFailure, Placement, Settings, StoreWhen,
 };
 use serde_json::Value;
@@ -26,6 +26,7 @@ const CASES: &[Case] = &[
     ("store_when", "finished", |s| s.store_when = StoreWhen::Finished),
     ("max_concurrent_ops", "4", |s| s.max_concurrent_ops = 4),
     ("block_size", "4MiB", |s| s.block_size = 4 << 20),
+    ("codec", "exp4", |s| s.codec = Codec::Exp4),
     ("capacity", "64GiB", |s| s.capacity = Capacity::Bytes(64 << 30)),
     ("tenant_quota", "25%", |s| s.tenant_quota = Some(Capacity::Percent(25.0))),
     ("min_free", "2%", |s| s.min_free = MinFree::Percent(2.0)),
