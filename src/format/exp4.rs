@@ -204,13 +204,13 @@ impl Counts {
         counts
     }
 
-    /// The exponents seen most often. Of exponents that were not seen, those beside them are the
-    /// likeliest: two above, where few values lie, and then what is missing from there down.
+    /// The exponents seen most often. Of those that were not seen, the likeliest are those below the
+    /// highest: that of a small value comes half as often as the one above it.
     fn dictionary(&self) -> Dictionary {
         let mut seen: Vec<(u32, u8)> = (0..=u8::MAX).zip(self.0).filter(|(_, n)| *n > 0).map(|(e, n)| (n, e)).collect();
         seen.sort_unstable_by_key(|&(count, exponent)| (std::cmp::Reverse(count), exponent));
         seen.truncate(ENTRIES);
-        let highest = seen.iter().map(|&(_, e)| e).max().unwrap_or(0).saturating_add(2);
+        let highest = seen.iter().map(|&(_, e)| e).max().unwrap_or(0);
         let has = |e: u8| seen.iter().any(|&(_, seen)| seen == e);
         let beside = (0..=highest).rev().chain((highest..=u8::MAX).skip(1)).filter(|e| !has(*e));
         let mut entries: Vec<u8> = seen.iter().map(|&(_, e)| e).chain(beside).take(ENTRIES).collect();

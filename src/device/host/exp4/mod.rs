@@ -91,8 +91,9 @@ pub(super) struct CodedWriter<'a> {
     coded: &'a mut [u8],
     /// Segments that are coded.
     segments: usize,
-    /// Values that are not.
+    /// The bytes of values that are not, of which `pending` say something.
     values: Vec<u8>,
+    pending: usize,
     escapes: Vec<Escape>,
     tail: TailWriter,
     fits: bool,
@@ -102,27 +103,31 @@ impl<'a> CodedWriter<'a> {
     /// A writer to `coded`, which has the bytes that the shape says.
     #[must_use]
     pub(super) fn new(shape: CodedShape, coded: &'a mut [u8]) -> Self {
-        let values = Vec::with_capacity(2 * SEGMENT_RAW_BYTES);
         let (kernels, tail) = (Kernels::best(), TailWriter::new(shape));
-        Self { kernels, shape, coded, segments: 0, values, escapes: Vec::new(), tail, fits: true }
+        let (values, escapes) = (Vec::new(), Vec::new());
+        Self { kernels, shape, coded, segments: 0, values, pending: 0, escapes, tail, fits: true }
     }
 
     /// Where the next `bytes` bytes of the uncoded extent go.
     pub(super) fn tile(&mut self, bytes: usize) -> &mut [u8] {
-        let at = self.values.len();
-        self.values.resize(at + bytes, 0);
-        self.values.get_mut(at..).unwrap_or_default()
+        let at = self.pending;
+        self.pending += bytes;
+        if self.values.len() < self.pending {
+            self.values.resize(self.pending, 0);
+        }
+        self.values.get_mut(at..self.pending).unwrap_or_default()
     }
 
     /// The tile is filled; what is coded of it goes into the CRC. Whether the extent fits so far.
     pub(super) fn filled(&mut self, crc: &mut ExtentCrc) -> bool {
-        let whole = self.values.len() / SEGMENT_RAW_BYTES * SEGMENT_RAW_BYTES;
-        let values = std::mem::take(&mut self.values);
-        for raw in values.chunks_exact(SEGMENT_RAW_BYTES) {
+        let whole = self.pending / SEGMENT_RAW_BYTES * SEGMENT_RAW_BYTES;
+        let mut values = std::mem::take(&mut self.values);
+        for raw in values.get(..whole).unwrap_or_default().chunks_exact(SEGMENT_RAW_BYTES) {
             self.segment(raw, SEGMENT_VALUES, crc);
         }
+        values.copy_within(whole..self.pending, 0);
+        self.pending -= whole;
         self.values = values;
-        self.values.drain(..whole);
         self.fits
     }
 
@@ -149,10 +154,10 @@ impl<'a> CodedWriter<'a> {
     /// nothing.
     pub(super) fn finish(mut self, crc: &mut ExtentCrc) -> bool {
         let mut rest = std::mem::take(&mut self.values);
+        rest.truncate(self.pending);
         if !rest.is_empty() && self.fits {
-            let count = rest.len() / 2;
-            rest.resize(rest.len().next_multiple_of(BLOCK_RAW_BYTES), 0);
-            self.segment(&rest, count, crc);
+            rest.resize(self.pending.next_multiple_of(BLOCK_RAW_BYTES), 0);
+            self.segment(&rest, self.pending / 2, crc);
         }
         let tail = self.coded.get_mut(self.shape.tail_at()..).unwrap_or_default();
         self.tail.write(tail);
