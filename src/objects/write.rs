@@ -2,9 +2,10 @@
 //! where it lies in registered memory; then committed.
 //!
 //! Invariants: a slot is committed only after each of its pieces was copied inside the gate, or
-//! summed under a hold, and written in full. A slot's end is reported after its last piece has ended, so that nothing of the
-//! caller's memory is read later. A place in the log is taken only when staging for the first piece
-//! is at hand: a place that waits keeps its segment from being sealed.
+//! summed under a hold, and written in full. A slot's end is reported after its last piece has
+//! ended, so that nothing of the caller's memory is read later. A place in the log is taken only
+//! when staging for the first piece is at hand: a place that waits keeps its segment from being
+//! sealed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
-use super::direct::{self, DirectMemory, KernelHold, Piece, Verdict};
+use super::direct::{self, DirectMemory, Piece};
 use super::request::ObjectMemory;
 use super::work::{Grant, Need, Permit, Staged, StagingClass, WithoutRoom};
 use crate::error::ErrorKind;
@@ -202,25 +203,9 @@ impl Writing {
     /// Sums a piece up in the caller's memory and writes it from there. It has ended when the kernel
     /// has let go of that memory.
     fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
-        let Some(hold) = KernelHold::new(&self.batch) else {
-            return self.ended(core, n, Err(ObjectCause::Cancelled));
-        };
-        let verdict: Verdict<crc32fast::Hasher> = Arc::default();
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
-        let released = move |end: Outcome<crc32fast::Hasher>| {
-            if end.is_ok()
-                && let Some(piece) = own.pieces.get(n)
-            {
-                again.counters.direct_bytes.fetch_add(piece.len as u64, Ordering::Relaxed);
-            }
-            own.ended(&again, n, end);
-            drop(permit);
-        };
-        let buf = match memory.lend(hold, &verdict, released) {
-            Ok(buf) => buf,
-            // The piece does not lie in its memory: the key's ticket answers as it is dropped.
-            Err(_) => return,
-        };
+        let ended = move |end| own.ended(&again, n, end);
+        let Some((buf, verdict)) = memory.lend(core, &self.batch, permit, ended) else { return };
         let mut sum = crc32fast::Hasher::new();
         sum.update(buf.as_slice());
         let done = move |Completion { result, buf, .. }: Completion| {
