@@ -15,7 +15,7 @@ use super::core::{Core, Done, Pieces};
 use super::direct::{self, DirectMemory, Piece};
 use super::names::has_name;
 use super::request::ObjectMemory;
-use super::work::{Grant, Need, Permit, Staged, StagingClass};
+use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed};
 use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, Request};
 use crate::log::{Bad, Chunk, Log};
@@ -72,10 +72,10 @@ impl SlotRead {
         let staged_bytes = core.work.pool(StagingClass::Load).slot_bytes();
         let pieces = direct::cut(&core.registered, &self.target, (lead, self.bytes()), staged_bytes);
         let state = Mutex::new((Pieces::new(pieces.len()), None));
-        let needs: Vec<Need> = pieces.iter().map(Piece::need).collect();
+        let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
         let (done, is_late) = (Mutex::new(Some(done)), AtomicBool::new(false));
         let reading = Arc::new(Reading { read: self, pieces, state, done, is_late });
-        let job = |(n, need): (usize, Need)| -> (Need, Staged) {
+        let job = |(n, need): (usize, StagingNeed)| -> (StagingNeed, Staged) {
             let (core, reading) = (Arc::clone(core), Arc::clone(&reading));
             (need, Box::new(move |grant| reading.piece(&core, n, grant)))
         };

@@ -17,7 +17,7 @@ use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
 use super::direct::{self, DirectMemory, Piece};
 use super::request::ObjectMemory;
-use super::work::{Grant, Need, Permit, Staged, StagingClass, WithoutRoom};
+use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed, WithoutRoom};
 use crate::error::ErrorKind;
 use crate::format::layout::Extent;
 use crate::io::{Buf, Completion, Request};
@@ -110,7 +110,7 @@ impl SlotWrite {
         let bytes = payload.map_or(0, |payload| payload.padded_len as usize);
         let staged_bytes = core.work.pool(StagingClass::Store).slot_bytes();
         let pieces = direct::cut(&core.registered, &self.source, (0, bytes), staged_bytes);
-        let need = pieces.first().map_or(Need::Buffer, Piece::need);
+        let need = pieces.first().map_or(StagingNeed::Buffer, Piece::need);
         let own = Arc::clone(core);
         let first: Staged = Box::new(move |grant| match grant {
             Ok(_) if self.batch.gate.is_closed() => done(&own, Err(ObjectCause::Cancelled)),
@@ -140,7 +140,7 @@ impl Writing {
         (source, batch): (ObjectMemory, Arc<ObjectBatch>),
         (pieces, grant, done): (Vec<Piece>, Grant, Done<Stored>),
     ) {
-        let needs: Vec<Need> = pieces.iter().map(Piece::need).collect();
+        let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
         let writing = Arc::new(Self {
             payload_offset: payload(&put).offset,
             slot: SlotWriter::new(put),
@@ -150,7 +150,7 @@ impl Writing {
             batch,
             done: Mutex::new(Some(done)),
         });
-        let job = |(n, need): (usize, Need)| -> (Need, Staged) {
+        let job = |(n, need): (usize, StagingNeed)| -> (StagingNeed, Staged) {
             let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
             (need, Box::new(move |grant| writing.piece(&core, n, grant)))
         };
