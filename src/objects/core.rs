@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::batch::ObjectCause;
-use super::direct::RegisteredMemory;
+use super::direct::CallerRegions;
 use super::losses::Losses;
 use super::pins::ObjectPins;
 use super::removal::RemovalThread;
@@ -35,7 +35,7 @@ pub(super) struct Core {
     /// written.
     pub(super) storing: Mutex<HashSet<ChunkKey>>,
     /// Memory that is read into and written from directly.
-    pub(super) registered: Arc<RegisteredMemory>,
+    pub(super) registered: Arc<CallerRegions>,
     pub(super) pins: ObjectPins,
     pub(super) losses: Losses,
 }

@@ -27,9 +27,9 @@ const LEAST_DIRECT_BYTES: usize = 64 << 10;
 
 /// The caller's registered memory.
 #[derive(Default)]
-pub(super) struct RegisteredMemory(RwLock<Vec<Arc<dyn MemRegion>>>);
+pub(super) struct CallerRegions(RwLock<Vec<Arc<dyn MemRegion>>>);
 
-impl RegisteredMemory {
+impl CallerRegions {
     pub(super) fn add(&self, region: Arc<dyn MemRegion>) {
         self.0.write().push(region);
     }
@@ -75,7 +75,7 @@ pub(super) struct DirectMemory {
 /// Cuts a transfer of `bytes` bytes, of which the value begins after `lead`, into pieces. Those that
 /// go through staging have `staged_bytes` bytes at most.
 pub(super) fn cut(
-    registered: &RegisteredMemory,
+    registered: &CallerRegions,
     memory: &ObjectMemory,
     (lead, bytes): (usize, usize),
     staged_bytes: usize,
@@ -112,7 +112,7 @@ pub(super) fn cut(
 
 /// The part of a span, `at` bytes into a transfer, that can be moved directly: bytes before it, its
 /// length, and the region with the span's place in it.
-fn direct_run(registered: &RegisteredMemory, span: &Span, at: usize) -> Option<(usize, usize, (u64, usize))> {
+fn direct_run(registered: &CallerRegions, span: &Span, at: usize) -> Option<(usize, usize, (u64, usize))> {
     let address = (span.memory.as_mut_ptr() as usize).checked_add(span.offset)?;
     let skip = at.next_multiple_of(PAGE_BYTES) - at;
     let len = span.len.checked_sub(skip)? / PAGE_BYTES * PAGE_BYTES;
