@@ -140,6 +140,20 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// Of these, what concerns the memory tier; quick, for every step of a server.
+    #[must_use]
+    pub fn memory_stats(&self) -> MemoryStats {
+        self.inner.pipeline.memory().map(|tier| tier.stats()).unwrap_or_default()
+    }
+
+    /// Of these, what concerns prefetches; as quick.
+    #[must_use]
+    pub fn prefetch_stats(&self) -> PrefetchStats {
+        self.inner.pipeline.prefetch_stats()
+    }
+}
+
 impl EngineInner {
     pub(super) fn stats(&self) -> EngineStats {
         let (pipeline, of) = (&self.pipeline, self.pipeline.stats());
