@@ -39,7 +39,7 @@ metric_table! {
     MEMORY_USED = Gauge "forebay_memory_used_bytes" [] "Bytes of the memory tier's frames that hold a chunk or are being filled.";
     MEMORY_LOOKUPS = Counter "forebay_memory_chunks_total" ["result"] "Chunks of loads: found in memory (hit), or not (miss).";
     MEMORY_LOADED = Counter "forebay_memory_loaded_bytes_total" [] "Payload bytes that loads took from memory.";
-    MEMORY_FILLED = Counter "forebay_memory_filled_chunks_total" [] "Chunks that loads and stores brought into memory.";
+    MEMORY_FILLED = Counter "forebay_memory_filled_chunks_total" [] "Chunks that loads, stores and prefetches brought into memory.";
     MEMORY_EVICTED = Counter "forebay_memory_evicted_chunks_total" [] "Chunks that left memory to make room.";
     MEMORY_DAMAGED = Counter "forebay_memory_damaged_chunks_total" [] "Chunks that failed their CRC in memory and were read from the drive.";
     PREFETCHES = Counter "forebay_prefetches_total" [] "Prefetches begun.";
@@ -75,7 +75,7 @@ metric_table! {
     SEALED = Counter "forebay_sealed_segments_total" [] "Segments sealed.";
     RETIRED = Counter "forebay_retired_segments_total" [] "Segments taken out of use after a write error.";
     REMOVED = Counter "forebay_removed_chunks_total" [] "Chunks removed by command.";
-    BAD = Counter "forebay_bad_chunks_total" [] "Chunks that loads reported as corrupt, unreadable or timed out.";
+    BAD = Counter "forebay_bad_chunks_total" [] "Chunks that loads and prefetches reported as corrupt, unreadable or timed out.";
     WRITE_ERRORS = Counter "forebay_log_write_errors_total" [] "Journal writes, seals and flushes that failed.";
     RECOVERED = Counter "forebay_recovered_records_total" [] "Records found when the cache was opened.";
     DAMAGED = Counter "forebay_damaged_records_total" [] "Records found damaged when the cache was opened.";
