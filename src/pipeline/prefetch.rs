@@ -40,8 +40,8 @@ use crate::tier::{Filling, Hit, MemoryTier, Rank};
 /// Of all frames, one in so many may be held for loads to come: the rest is for what was used last.
 const HELD_SHARE: usize = 2;
 
-/// Finds a chunk of a prefetch by its place in the prefix, when its turn has come; `None` at the end
-/// of what is stored.
+/// Finds a chunk of a prefetch by its place in the prefix, when its turn has come; `None` at the
+/// end of what is stored.
 pub type FindChunk = Box<dyn FnMut(usize) -> Option<Arc<dyn ChunkSource>> + Send>;
 
 /// What a prefetch has done.
@@ -153,7 +153,7 @@ struct PrefetchState {
 }
 
 /// What comes after a step of a prefetch.
-enum Next {
+enum FetchNext {
     /// Its next chunk.
     Chunk,
     /// The same one again, once something has changed.
@@ -163,7 +163,7 @@ enum Next {
 }
 
 /// How the reading of a chunk ended.
-enum Ended {
+enum FetchEnd {
     /// All extents have verified and have these CRCs.
     Well(Vec<u32>),
     /// It is damaged, or the drive cannot read it.
@@ -179,8 +179,8 @@ enum Ended {
 pub struct Prefetch(Arc<PrefetchInner>);
 
 impl Prefetch {
-    /// Waits until it has ended: until its last chunk is in memory, also where that waits for frames
-    /// that other prefetches hold.
+    /// Waits until it has ended: until its last chunk is in memory, also where that waits for
+    /// frames that other prefetches hold.
     #[must_use]
     pub fn wait(&self) -> PrefetchResult {
         let mut state = self.0.state.lock();
@@ -402,27 +402,30 @@ impl PrefetchPump {
                 return;
             }
             let first = self.queue.lock().front().cloned();
-            let next = first.as_ref().zip(self.memory.as_ref()).map_or(Next::Wait, |(job, tier)| self.step(job, tier));
-            match (next, first) {
-                (Next::Wait, _) => self.bell.wait(seen),
-                (Next::End, Some(job)) => job.over(),
-                _ => {}
+            let Some((job, tier)) = first.zip(self.memory.as_ref()) else {
+                self.bell.wait(seen);
+                continue;
+            };
+            match self.step(&job, tier) {
+                FetchNext::Chunk => {}
+                FetchNext::Wait => self.bell.wait(seen),
+                FetchNext::End => job.over(),
             }
         }
     }
 
     /// Brings the next chunk into memory.
-    fn step(&self, job: &PrefetchInner, tier: &Arc<MemoryTier>) -> Next {
+    fn step(&self, job: &PrefetchInner, tier: &Arc<MemoryTier>) -> FetchNext {
         let at = job.state.lock().result.found;
         // Not under the lock of whoever cancels.
         let mut find = job.find.lock().take();
         let source = find.as_mut().and_then(|find| find(at));
         *job.find.lock() = find;
         let Some((source, id)) = source.and_then(|source| source.frame_id().map(|id| (source, id))) else {
-            return Next::End;
+            return FetchNext::End;
         };
         if job.is_cancelled() {
-            return Next::End;
+            return FetchNext::End;
         }
         let most = (tier.frames() / HELD_SHARE).max(1);
         let own = job.state.lock().held.len();
@@ -432,103 +435,100 @@ impl PrefetchPump {
         };
         if all >= most && !is_held {
             if own < all {
-                return Next::Wait;
+                return FetchNext::Wait;
             }
             // There will be no room before its own load.
             job.count(|of| of.no_room += 1);
-            return Next::End;
+            return FetchNext::End;
         }
         job.count(|of| of.found += 1);
         let rank = Rank { turn: job.turn, depth: Reverse(at as u32) };
         if let Some(hit) = tier.hold(id, rank) {
             job.count(|of| of.in_memory += 1);
             job.hold(id.key, hit);
-            return Next::Chunk;
+            return FetchNext::Chunk;
         }
         let Some(filling) = tier.reserve(id, source.layout().slot_bytes, rank) else {
             job.count(|of| of.no_room += 1);
-            return Next::Chunk;
+            return FetchNext::Chunk;
         };
         match self.read(job, &*source, (&filling, tier.frame_bytes())) {
-            Ended::Well(crcs) => {
+            FetchEnd::Well(crcs) => {
                 if let Some(hit) = filling.publish_prefetched(&crcs) {
                     job.count(|of| of.read += 1);
                     job.hold(id.key, hit);
                 }
-                Next::Chunk
+                FetchNext::Chunk
             }
             // What comes after it is of no use.
-            Ended::Bad(cause) => {
+            FetchEnd::Bad(cause) => {
                 job.count(|of| of.failed += 1);
                 source.report_bad(cause);
-                Next::End
+                FetchNext::End
             }
-            Ended::Not => {
+            FetchEnd::Not => {
                 if job.is_cancelled() {
                     self.cancelled.fetch_add(1, Ordering::Relaxed);
                 } else {
                     job.count(|of| of.failed += 1);
                 }
-                Next::End
+                FetchNext::End
             }
         }
     }
 
-    fn read(&self, job: &PrefetchInner, source: &dyn ChunkSource, (filling, frame): (&Filling, usize)) -> Ended {
+    fn read(&self, job: &PrefetchInner, source: &dyn ChunkSource, (filling, frame): (&Filling, usize)) -> FetchEnd {
         let (layout, limits) = (source.layout(), self.limits(frame));
         let groups = match layer_groups(&[layout], limits) {
             Ok(groups) => groups,
-            Err(e) => return Ended::Bad(MissCause::of(&e)),
+            Err(e) => return FetchEnd::Bad(MissCause::of(&e)),
         };
-        let pieces: Vec<Piece> = groups.into_iter().enumerate().filter_map(|(i, layers)| {
-            Some(Piece { span: GroupSpan::of(layout, &layers, i == 0)?, header: i == 0, layers })
-        }).collect();
+        let piece = |(i, layers): (usize, Range<usize>)| {
+            Some(FetchPiece { span: GroupSpan::of(layout, &layers, i == 0)?, header: i == 0, layers })
+        };
+        let pieces: Vec<FetchPiece> = groups.into_iter().enumerate().filter_map(piece).collect();
         let (ended, ends) = crossbeam_channel::unbounded::<(usize, Completion)>();
         let (mut next, mut left, mut in_flight) = (0, pieces.len(), 0);
-        let mut found = Found { expected: None, crcs: vec![0; layout.extents.len()] };
+        let mut found = SeenCrcs { expected: None, crcs: vec![0; layout.extents.len()] };
         while left > 0 {
             let seen = self.bell.rung();
             if job.is_cancelled() {
-                return Ended::Not;
+                return FetchEnd::Not;
             }
             if let Ok((at, completion)) = ends.try_recv() {
-                let Some(piece) = pieces.get(at) else { return Ended::Not };
+                let Some(piece) = pieces.get(at) else { return FetchEnd::Not };
                 in_flight -= piece.span.len;
                 left -= 1;
                 match self.came(source, piece, (completion, filling), &mut found) {
                     Ok(true) => continue,
-                    Ok(false) => return Ended::Not,
-                    Err(e) => return Ended::Bad(MissCause::of(&e)),
+                    Ok(false) => return FetchEnd::Not,
+                    Err(e) => return FetchEnd::Bad(MissCause::of(&e)),
                 }
             }
-            let Some(piece) = pieces.get(next).filter(|p| in_flight == 0 || in_flight + p.span.len <= self.window_bytes)
-            else {
+            let fits = |piece: &&FetchPiece| in_flight == 0 || in_flight + piece.span.len <= self.window_bytes;
+            let Some(piece) = pieces.get(next).filter(fits).filter(|_| self.loads.active() == 0) else {
                 self.bell.wait(seen);
                 continue;
             };
-            if self.loads.active() > 0 {
-                self.bell.wait(seen);
-                continue;
-            }
             let (at, ended, bell) = (next, ended.clone(), Arc::clone(&self.bell));
             let done = Box::new(move |completion| {
                 // Whoever has given the chunk up does not hear of it, and the memory goes here.
                 drop(ended.send((at, completion)));
                 bell.ring();
             });
-            let Some(part) = filling.part(piece.span.frame_range()) else { return Ended::Not };
+            let Some(part) = filling.part(piece.span.frame_range()) else { return FetchEnd::Not };
             let request = source.request(piece.span.offset, part, done).timeout(self.io_timeout);
             let request = Request { buf_offset: piece.span.buf_offset, len: piece.span.len, ..request };
             if let Err(rejected) = source.submit(request) {
                 tracing::debug!(error = %rejected.error, "a prefetch was refused by the drive's queue");
-                return Ended::Not;
+                return FetchEnd::Not;
             }
             in_flight += piece.span.len;
             next += 1;
         }
         match found.expected {
-            Some(expected) if expected == found.crcs => Ended::Well(expected),
-            _ => Ended::Bad(MissCause::Corrupt),
+            Some(expected) if expected == found.crcs => FetchEnd::Well(expected),
+            _ => FetchEnd::Bad(MissCause::Corrupt),
         }
     }
 
@@ -536,9 +536,9 @@ impl PrefetchPump {
     fn came(
         &self,
         source: &dyn ChunkSource,
-        piece: &Piece,
+        piece: &FetchPiece,
         (completion, filling): (Completion, &Filling),
-        found: &mut Found,
+        found: &mut SeenCrcs,
     ) -> Result<bool> {
         completion.result?;
         self.read_bytes.fetch_add(piece.span.len as u64, Ordering::Relaxed);
@@ -563,14 +563,14 @@ impl PrefetchPump {
 }
 
 /// A read of some layers of a chunk.
-struct Piece {
+struct FetchPiece {
     layers: Range<usize>,
     header: bool,
     span: GroupSpan,
 }
 
 /// What has been seen of a chunk.
-struct Found {
+struct SeenCrcs {
     /// CRCs that the header says.
     expected: Option<Vec<u32>>,
     crcs: Vec<u32>,
