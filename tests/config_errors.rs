@@ -105,6 +105,7 @@ const CASES: &[(&str, &str, &str)] = &[
     ("remote_url", r#"7"#, "invalid type"),
     ("remote_serde", r#"[]"#, "invalid type"),
     ("local_cpu", r#""cpu""#, "write true or false"),
+    ("prefetch", r#""soon""#, "write true or false"),
     ("max_local_cpu_size", r#""60 gallons""#, "is not a size"),
     ("enable_blending", r#""x""#, "write true or false"),
     ("blend_check_layers", r#"[-1]"#, "is not a whole number"),

@@ -67,6 +67,7 @@ const CASES: &[Case] = &[
     ("remote_serde", "naive", |s| s.remote_serde = Some("naive".into())),
     ("local_cpu", "true", |s| s.local_cpu = true),
     ("max_local_cpu_size", "1.5", |s| s.max_local_cpu_size = 3 << 29),
+    ("prefetch", "no", |s| s.prefetch = false),
     ("enable_blending", "true", |s| s.enable_blending = true),
     ("blend_check_layers", "1,2", |s| s.blend_check_layers = vec![1, 2]),
     ("blend_recompute_ratios", "0.15", |s| s.blend_recompute_ratios = vec![0.15]),

@@ -218,6 +218,9 @@ pub struct Settings {
     /// Bytes of that memory, of each process (plain numbers in files are GiB, as in LMCache).
     #[serde(with = "value::gigabytes")]
     pub max_local_cpu_size: u64,
+    /// What is stored of requests that wait in a serving engine is read into that memory ahead.
+    #[serde(deserialize_with = "value::loose")]
+    pub prefetch: bool,
     /// Reuse of chunks at other positions; not active yet.
     #[serde(deserialize_with = "value::loose")]
     pub enable_blending: bool,
@@ -286,6 +289,7 @@ impl Default for Settings {
             remote_serde: None,
             local_cpu: false,
             max_local_cpu_size: 5 << 30,
+            prefetch: true,
             enable_blending: false,
             blend_check_layers: Vec::new(),
             blend_recompute_ratios: Vec::new(),

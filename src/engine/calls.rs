@@ -15,7 +15,7 @@ use crate::log::{Chunk, Log};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
-const LOAD_LEASE: Duration = Duration::from_secs(60);
+pub(super) const LOAD_LEASE: Duration = Duration::from_secs(60);
 
 impl Engine {
     /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest
@@ -203,7 +203,7 @@ impl Engine {
 }
 
 /// The longest partial chunk in the place of chunk `at` that `prompt` starts with there.
-fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
+pub(super) fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
     let rest = prompt.len() - at * prompt.chunk_tokens();
     let lens = log.lookup_partials(&prompt.parent_of(at));
     let mut fitting = lens.into_iter().map(usize::from).filter(|&len| len <= rest);

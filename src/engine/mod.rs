@@ -2,7 +2,7 @@
 //!
 //! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the
 //! log, bytes through the pipeline. The calls of the forward path ([`Engine::lookup`],
-//! [`Engine::load`], [`Engine::store`]) return without waiting for a drive.
+//! [`Engine::load`], [`Engine::store`], [`Engine::prefetch`]) return without waiting for a drive.
 //!
 //! Invariants:
 //! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss,
@@ -60,6 +60,7 @@ mod calls;
 mod exposition;
 mod open;
 mod plan;
+mod prefetching;
 mod prompt;
 mod request;
 mod stats;
@@ -67,8 +68,8 @@ mod storing;
 
 pub use crate::io::{EventFd, set_program};
 pub use crate::pipeline::{
-    Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, ShedCause, Store,
-    StoreResult,
+    Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, Prefetch, PrefetchResult,
+    PrefetchStats, ShedCause, Store, StoreResult,
 };
 internals!(use exposition::METRICS);
 pub use crate::tier::MemoryStats;

@@ -25,6 +25,9 @@ const DEVICE_GROUP_BYTES: usize = 4 << 20;
 /// is still in the processor's caches when it is checked and copied. With 64 MiB, loads are a
 /// quarter slower.
 const HOST_WINDOW_BYTES: usize = 8 << 20;
+/// Bytes of prefetches in flight: a millisecond of a drive or less, which is what a load that begins
+/// may have to wait for.
+const PREFETCH_BYTES: usize = 2 << 20;
 /// Of the staging in a GPU's memory, one part in this many is for stores.
 const STORE_SHARE: usize = 4;
 /// Staging is cut into at least this many slots, where extents allow.
@@ -103,6 +106,7 @@ pub(super) fn pipeline_options(
         group_bytes: GROUP_BYTES,
         whole_group_bytes,
         window_bytes: window_bytes(settings, host),
+        prefetch_bytes: PREFETCH_BYTES,
         max_stores: MAX_STORES,
         max_store_bytes: (stores.0 as u64).saturating_mul(STORE_BACKLOG),
         io_timeout: settings.io_timeout(),
