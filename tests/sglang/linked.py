@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,6 +96,8 @@ def served(
     if kind == "dsa":
         requests, kv = ReqToTokenPool(size=16, max_context_len=TOKENS, **COMMON), dsa()
         beside = {"mtp_draft_device_pools": (dsa(1),) if drafts else ()}
+    elif kind == "plain":
+        requests, kv, beside = ReqToTokenPool(size=16, max_context_len=TOKENS, **COMMON), draft(), {}
     else:
         args._mamba_cache_chunk_size = PAGE
         requests, kv = hybrid()
@@ -109,7 +110,7 @@ def served(
         token_to_kv_pool_allocator=allocator,
         page_size=PAGE,
         tree_components=tuple(components),
-        enable_mamba_extra_buffer=kind != "dsa",
+        enable_mamba_extra_buffer=kind == "hybrid",
         tp_cache_group=group,
         **beside,
         **params,
@@ -136,6 +137,7 @@ class Server:
     def __init__(self, tree: Any, linker: Any, requests: Any, allocator: Any, kv: Any) -> None:
         self.tree, self.linker, self.requests, self.allocator, self.kv = tree, linker, requests, allocator, kv
         self._rids = iter(range(10_000))
+        self.seen: dict[str, list[list[bytes]]] = {}
 
     def request(self, tokens: list[int]) -> Any:
         """A request as the scheduler has it when it comes."""
@@ -161,13 +163,18 @@ class Server:
         """Tokens whose load was queued; 0 where they are computed instead."""
         return self.tree.init_load_back(InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req))[0]
 
-    def forward(self, reqs: list[Any], at_layer: Callable[[int], None] = lambda _: None) -> list[Any]:
-        """A forward pass that waits for each layer, as the model does; the requests that SGLang then ends with an error."""
-        counter = self.tree.linker.layer_done_counter
+    @property
+    def layers(self) -> int:
+        return self.linker.layer_done_counter.num_layers
+
+    def forward(self, reqs: list[Any], keep: Iterable[Any] = ()) -> list[Any]:
+        """A forward pass that waits for each layer, as the model does; the requests that SGLang then ends with an error. `seen` has
+        what the pass saw of the requests to `keep`."""
+        counter = self.linker.layer_done_counter
         counter.set_consumer(self.tree.ready_to_load_host_cache())
         for layer in range(counter.num_layers):
             counter.wait_until(layer)
-            at_layer(layer)
+        self.seen |= {req.rid: self.loaded(req) for req in keep}
         return self.tree.finish_external_linker_loads(reqs)
 
     def compute(self, tokens: list[int], seed: int) -> list[list[bytes]]:
@@ -236,8 +243,5 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def prompt(pages: int, salt: int = 0) -> list[int]:
-    """Tokens of so many full pages, and one more, which SGLang always computes."""
+    """Tokens of so many full pages."""
     return [salt * 100_000 + at for at in range(pages * PAGE)]
-
-
-__all__ = ["PAGE", "SimpleNamespace", "Server", "prompt", "served"]
