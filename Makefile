@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache overlap sglang-ci sglang-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -163,6 +163,12 @@ comparison: wheel
 
 bench-lmcache: wheel
 	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) --speed forebay forebay-native lmcache-fs lmcache-raw_block -- $(DIRECTORY)
+
+# Layer-wise loading beside whole-request loading in real vLLM on a CPU, printed only. DIRECTORY is on the drive.
+OVERLAP_ROUNDS ?= 5
+overlap: wheel
+	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels/forebay-*.whl)) && \
+		PYTHONPATH=tests/vllm $$python benches/overlap.py --rounds $(OVERLAP_ROUNDS) --folder $(DIRECTORY)
 
 # SGLang's pools and cache controller on CPU tensors over Forebay (docs/sglang.md). `sglang-ci` is the part of `make test`: two minutes.
 sglang-ci: python
