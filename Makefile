@@ -155,11 +155,11 @@ lmcache-test: python
 		python=$$($(LMCACHE) --lmcache $$version) && (cd tests/lmcache && $$python -m pytest -q --durations=10) || exit 1; done
 
 # Forebay beside what LMCache, vLLM and SGLang have for files, from their packages; writes docs/comparison.md. Needs root.
-# `bench-lmcache` is LMCache's part of the speeds, printed only. DIRECTORY is on the drive.
+# ONLY=faults needs no quiet machine, ONLY=speed does. `bench-lmcache` is LMCache's part of the speeds, printed only. DIRECTORY is on the drive.
 COMPARE = $(PYTHON) tests/lmcache/prepare.py --lmcache 0.5.7rc2 --sglang $$(ls target/wheels/forebay-*.whl)
 ROUNDS ?= 7
 comparison: wheel
-	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) $(DIRECTORY)
+	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY)) $(DIRECTORY)
 
 bench-lmcache: wheel
 	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) --speed forebay forebay-native lmcache-fs lmcache-raw_block -- $(DIRECTORY)
