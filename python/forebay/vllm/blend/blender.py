@@ -92,6 +92,8 @@ class Blender:
     def blend_and_store(self, asked: Asked, salt: str) -> dict[str, Any]:
         """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the connector's namespace."""
         self._check_length(len(asked.tokens))
+        if asked.select == "deviation" and not 0 < asked.check_layer < self._of.layers:
+            raise ValueError(f"check_layer is {asked.check_layer}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
         block, ends = self._connector.block_tokens, asked.segments[-1][1]
         # As much as is worth it, and never the last token: the server computes the next one from it.
         covered = min(-(-ends // block), (len(asked.tokens) - 1) // block) * block
@@ -102,9 +104,9 @@ class Blender:
             return {"covered": covered, "states": [], "reused": 0, "recomputed": 0, "was_there": True}
         mixed = self.mix(asked)
         chosen = self.blend(asked, mixed, covered)
+        reused = sum(min(end, covered) - start for start, end in mixed.reused if start < covered)
         if (why := self._connector.store(prompt, dict(zip(self._nested.names, self._nested.scratch, strict=True)), salt)) is not None:
             raise RuntimeError(f"a blended prompt of {covered} tokens was not stored: {why}")
-        reused = sum(end - start for start, end in mixed.reused)
         return {
             "covered": covered,
             "states": mixed.states,
@@ -135,9 +137,10 @@ class Blender:
         return mixed
 
     def blend(self, asked: Asked, mixed: Mixed, until: int) -> list[int]:
-        """Computes holes and chosen tokens up to `until`; the chosen tokens."""
+        """Computes holes and chosen tokens up to `until`; the chosen tokens, which are a share of the reused ones below `until`."""
+        choice = [(start, min(end, until)) for start, end in mixed.reused if start < until]
         holes = _holes(mixed.reused, max(until, asked.segments[-1][1]))
-        chosen = self._choose(asked, mixed, holes)
+        chosen = self._choose(asked, mixed, choice, holes)
         self._nested.forward([row for row in sorted({*holes, *chosen}) if row < until])
         return chosen
 
@@ -149,24 +152,22 @@ class Blender:
         """Of hidden states."""
         return self._nested.logits(hidden)
 
-    def _choose(self, asked: Asked, mixed: Mixed, holes: list[int]) -> list[int]:
+    def _choose(self, asked: Asked, mixed: Mixed, choice: list[tuple[int, int]], holes: list[int]) -> list[int]:
+        rows = [row for start, end in choice for row in range(start, end)]
         if isinstance(asked.select, list):
-            return [row for row in asked.select if any(start <= row < end for start, end in mixed.reused)]
-        if asked.select == "none" or asked.ratio == 0 or not mixed.reused:
+            return sorted({*asked.select} & {*rows})
+        if asked.select == "none" or asked.ratio == 0 or not rows:
             return []
         if asked.select == "first-k":
-            return selection.first(mixed.reused, asked.ratio)
-        if asked.select == "deviation":
-            return self._by_deviation(asked, mixed, holes)
-        return self._by_query(asked, mixed, holes)
+            return selection.first(choice, asked.ratio)
+        scores = self._deviations(asked, mixed, holes) if asked.select == "deviation" else self._attention(asked, mixed, holes)
+        return selection.largest(scores, rows, asked.ratio)
 
-    def _by_deviation(self, asked: Asked, mixed: Mixed, holes: list[int]) -> list[int]:
+    def _deviations(self, asked: Asked, mixed: Mixed, holes: list[int]) -> torch.Tensor:
         """The layers before the check layer are computed for all rows, and keep what they got."""
         import torch
 
         check = asked.check_layer
-        if not 0 < check < self._of.layers:
-            raise ValueError(f"check_layer is {check}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
         scores = torch.zeros(len(asked.tokens))
 
         def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -178,10 +179,9 @@ class Blender:
         everything = [row for start, end in mixed.reused for row in range(start, end)]
         end = max(everything) + 1
         self._nested.forward(sorted({*everything, *(row for row in holes if row < end)}), seen)
-        rows = torch.tensor(everything)
-        return selection.largest(scores[rows], rows, asked.ratio)
+        return scores
 
-    def _by_query(self, asked: Asked, mixed: Mixed, holes: list[int]) -> list[int]:
+    def _attention(self, asked: Asked, mixed: Mixed, holes: list[int]) -> torch.Tensor:
         """What follows the last segment is computed once to see what it attends to."""
         import torch
 
@@ -198,8 +198,7 @@ class Blender:
             mass[:end] += selection.attention(queries[asking], mixed.rows.keys(layer)[:end], first, scale)
 
         self._nested.forward(sorted({*(row for row in holes if row < last), *range(last, len(asked.tokens))}), seen)
-        rows = torch.tensor([row for start, end in mixed.reused for row in range(start, end)])
-        return selection.largest(mass[rows], rows, asked.ratio)
+        return mass
 
     def _gate(self, rows: Rows, start: int, end: int) -> bool:
         """Whether layer 0 of the segment is what the model computes for the tokens at its ends and in its middle."""

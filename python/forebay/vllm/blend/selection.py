@@ -18,10 +18,10 @@ def first(segments: list[tuple[int, int]], ratio: float) -> list[int]:
     return [row for start, end in segments for row in range(start, start + budget(end - start, ratio))]
 
 
-def largest(scores: torch.Tensor, rows: torch.Tensor, ratio: float) -> list[int]:
-    """Those of `rows` with the largest scores, in ascending order; of equal ones the earlier."""
-    order = scores.argsort(descending=True, stable=True)
-    return sorted(rows[order[: budget(len(rows), ratio)]].tolist())
+def largest(scores: torch.Tensor, rows: list[int], ratio: float) -> list[int]:
+    """Those of `rows` with the largest `scores[row]`, in ascending order; of equal ones the earlier."""
+    order = scores[rows].argsort(descending=True, stable=True).tolist()
+    return sorted(rows[at] for at in order[: budget(len(rows), ratio)])
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale: float) -> torch.Tensor:

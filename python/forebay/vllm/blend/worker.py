@@ -62,6 +62,8 @@ class BlendWorker:
 def _answer(call: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"result": call()}
+    except (ValueError, RuntimeError) as error:
+        return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it and the server goes on
         logger.exception("blending failed")
         return {"error": f"{type(error).__name__}: {error}"}
