@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -108,6 +108,7 @@ mutants:
 	$(PYTHON) tests/mutants/run.py tests/mutants/kernels.json --update kernels/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/device.json --update tests/mutants/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/log.json --update tests/mutants/README.md || status=1; \
+	$(PYTHON) tests/mutants/run.py tests/mutants/blend.json --update tests/mutants/README.md || status=1; \
 	exit $$status
 
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
@@ -141,6 +142,10 @@ vllm-ci: python
 
 vllm-test: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=30
+
+# What blending costs in quality, on SmolLM2-135M-Instruct: writes the table of docs/blend.md; ten minutes on two quiet cores.
+blend-quality: python
+	python=$$($(VLLM)) && $$python tests/vllm/blend_quality.py --write
 
 # vLLM's schedulers, of 0.32 and 0.33, around a runner that knows every byte of KV: two minutes each. FOREBAY_SOAK_SEEDS=1000 for more.
 vllm-harness: python

@@ -235,12 +235,12 @@ impl EngineInner {
     }
 
     /// What the caller's stream must have done before its memory is written.
-    fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
+    pub(super) fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
         let device = &self.options.device;
         let Some(stream) = stream.filter(|_| device.place() != MemorySpace::Host) else { return Ok(Vec::new()) };
         let captured = || {
-            Error::new(ErrorKind::InvalidInput, "a load cannot start on a stream that is being captured into a graph")
-                .advice("start loads before the graph is captured or replayed")
+            Error::new(ErrorKind::InvalidInput, "nothing can start on a stream that is being captured into a graph")
+                .advice("start it before the graph is captured or replayed")
         };
         device.fence(stream)?.map(|fence| vec![fence]).ok_or_else(captured)
     }

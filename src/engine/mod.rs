@@ -65,6 +65,7 @@ mod prompt;
 mod request;
 mod stats;
 mod storing;
+mod turn;
 
 pub use crate::io::{EventFd, set_program};
 pub use crate::pipeline::{
@@ -76,6 +77,7 @@ pub use crate::tier::MemoryStats;
 pub use prompt::Prompt;
 pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};
 pub use stats::{EngineStats, StagingStats};
+pub use turn::KeyTurn;
 
 /// How often a cache that could not be opened is tried again.
 const REOPEN_EVERY: Duration = Duration::from_secs(10);
