@@ -1,6 +1,7 @@
 //! From settings to an open log: chunk size, limits, staging.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::EngineOptions;
 use crate::config::{Cufile, Settings};
@@ -11,6 +12,7 @@ use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
 use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
+use crate::remote::{Remote, RemoteOptions};
 use crate::tier::MemoryTier;
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
@@ -124,6 +126,16 @@ fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<O
     let context =
         |e: Error| Error::new(e.kind(), format!("max_local_cpu_size: {size} bytes, a chunk takes {chunk}")).source(e);
     MemoryTier::new(&options).map(Some).map_err(context)
+}
+
+/// The remote tier, where the settings name one.
+pub(super) fn remote(options: &EngineOptions, geometry: &Geometry) -> Result<Option<Arc<Remote>>> {
+    let settings = &options.settings;
+    let Some(url) = settings.remote_url.clone() else { return Ok(None) };
+    let process = || std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?)));
+    let env = options.remote_env.clone().unwrap_or_else(|| process().collect());
+    let (timeout, staging) = (Duration::from_millis(settings.remote_timeout_ms), settings.remote_staging as u64);
+    Remote::open(&RemoteOptions { url, env, timeout, staging, mode: settings.mode }, geometry).map(Some)
 }
 
 /// Opens the log, now or as soon as that works.

@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::log::LogStats;
 use crate::metrics::Histogram;
 use crate::pipeline::{MissCause, ShedCause};
+use crate::remote::RemoteStats;
 use crate::tier::MemoryStats;
 
 /// Counters of calls that reach neither pipeline nor log.
@@ -96,6 +97,8 @@ pub struct EngineStats {
     pub store_staging: StagingStats,
     /// The memory tier; nothing where there is none.
     pub memory: MemoryStats,
+    /// The remote tier; nothing where there is none.
+    pub remote: RemoteStats,
     /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging
     /// slot.
     pub quarantined: usize,
@@ -163,6 +166,7 @@ impl EngineInner {
             load_staging: StagingStats::of(pipeline.load_pool()),
             store_staging: StagingStats::of(pipeline.store_pool()),
             memory: pipeline.memory().map(|tier| tier.stats()).unwrap_or_default(),
+            remote: self.remote.as_ref().map(|remote| remote.stats()).unwrap_or_default(),
             ..EngineStats::default()
         };
         if let Some(log) = self.log() {
