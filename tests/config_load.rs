@@ -50,10 +50,7 @@ fn the_nested_file_loads_as_users_write_it() {
         assert_eq!(settings, expected);
         assert_eq!(
             not_active(&warnings),
-            [
-                ("gds_config.enable_rdma", Feature::Rdma),
-                ("local_config.cache_size_gb", Feature::HostTier),
-            ]
+            [("gds_config.enable_rdma", Feature::Rdma), ("local_config.cache_size_gb", Feature::HostTier),]
         );
         assert_eq!(warnings.len(), 2, "{warnings:?}");
         assert!(warnings.iter().all(|w| w.to_string().contains("in settings.yaml")));
@@ -87,12 +84,7 @@ fn a_full_lmcache_file_loads_and_its_own_keys_are_warnings() {
     let features: Vec<&str> = not_active(&warnings).iter().map(|(key, _)| *key).collect();
     assert_eq!(
         features,
-        [
-            "enable_blending",
-            "blend_check_layers",
-            "blend_recompute_ratios",
-            "blend_thresholds"
-        ],
+        ["enable_blending", "blend_check_layers", "blend_recompute_ratios", "blend_thresholds"],
         "local_cpu: False asks for nothing"
     );
     let e = load(LMCACHE, &[("FOREBAY_CONFIG_FILE", "l.yaml")]).unwrap_err();

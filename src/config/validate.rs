@@ -113,8 +113,7 @@ fn serving(s: &Settings) -> Checked {
 }
 
 /// Addresses of the remote tier that there is something for.
-const REMOTE_SCHEMES: [&str; 11] =
-    ["s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "file"];
+const REMOTE_SCHEMES: [&str; 11] = ["s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "file"];
 
 fn remote(s: &Settings) -> Checked {
     if let Some(url) = &s.remote_url {
@@ -129,7 +128,8 @@ fn remote(s: &Settings) -> Checked {
             },
             "use an object store: s3://BUCKET/PREFIX, gs://…, az://…, https://… (WebDAV) or file:///DIRECTORY",
         )?;
-        let has_password = url.split_once("://").is_some_and(|(_, rest)| rest.split('/').next().is_some_and(|h| h.contains('@')));
+        let has_password =
+            url.split_once("://").is_some_and(|(_, rest)| rest.split('/').next().is_some_and(|h| h.contains('@')));
         ensure(
             !has_password || scheme.starts_with("abfs"),
             "remote_url",

@@ -1,7 +1,6 @@
 //! From settings to an open log: chunk size, limits, staging.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::EngineOptions;
 use crate::config::{Cufile, Settings};
@@ -130,12 +129,11 @@ fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<O
 
 /// The remote tier, where the settings name one.
 pub(super) fn remote(options: &EngineOptions, geometry: &Geometry) -> Result<Option<Arc<Remote>>> {
-    let settings = &options.settings;
-    let Some(url) = settings.remote_url.clone() else { return Ok(None) };
-    let process = || std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?)));
-    let env = options.remote_env.clone().unwrap_or_else(|| process().collect());
-    let (timeout, staging) = (Duration::from_millis(settings.remote_timeout_ms), settings.remote_staging as u64);
-    Remote::open(&RemoteOptions { url, env, timeout, staging, mode: settings.mode }, geometry).map(Some)
+    let Some(mut of) = RemoteOptions::of_settings(&options.settings) else { return Ok(None) };
+    if let Some(env) = &options.remote_env {
+        of.env.clone_from(env);
+    }
+    Remote::open(&of, geometry).map(Some)
 }
 
 /// Opens the log, now or as soon as that works.

@@ -166,7 +166,7 @@ impl EngineInner {
             load_staging: StagingStats::of(pipeline.load_pool()),
             store_staging: StagingStats::of(pipeline.store_pool()),
             memory: pipeline.memory().map(|tier| tier.stats()).unwrap_or_default(),
-            remote: self.remote.as_ref().map(|remote| remote.stats()).unwrap_or_default(),
+            remote: self.remote.as_ref().map_or_else(RemoteStats::off, |remote| remote.stats()),
             ..EngineStats::default()
         };
         if let Some(log) = self.log() {

@@ -1,6 +1,7 @@
 //! Whether the remote store is worth asking: after several failures in a row it is left alone for a
 //! while, longer each time, then one request tries it again.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -59,9 +60,10 @@ impl Breaker {
         }
     }
 
-    fn failed(&self) {
-        if let Some(pause) = self.0.lock().failed() {
-            tracing::warn!(pause_s = pause.as_secs_f64(), "the remote tier fails; it is left alone for a while");
+    fn failed(&self, why: &dyn fmt::Display) {
+        let pause = self.0.lock().failed();
+        if let Some(pause) = pause {
+            tracing::warn!(error = %why, pause_s = pause.as_secs_f64(), "the remote tier fails and is left alone for a while");
         }
     }
 }
@@ -97,9 +99,9 @@ impl Admitted<'_> {
     }
 
     /// It was not answered, or with an error.
-    pub(super) fn failed(mut self) {
+    pub(super) fn failed(mut self, why: &dyn fmt::Display) {
         self.ended = true;
-        self.breaker.failed();
+        self.breaker.failed(why);
     }
 }
 
@@ -109,7 +111,7 @@ impl Drop for Admitted<'_> {
             return;
         }
         if self.since.elapsed() >= SLOW {
-            return self.breaker.failed();
+            return self.breaker.failed(&"it did not answer before its caller gave up");
         }
         self.breaker.0.lock().trying = false;
     }
@@ -123,12 +125,12 @@ mod tests {
     fn it_opens_after_failures_in_a_row_and_an_answer_closes_it() {
         let breaker = Breaker::default();
         for _ in 1..MOST_FAILURES {
-            breaker.admit().unwrap().failed();
+            breaker.admit().unwrap().failed(&"test");
         }
         breaker.admit().unwrap().worked();
         for _ in 0..MOST_FAILURES {
             assert!(breaker.is_closed());
-            breaker.admit().unwrap().failed();
+            breaker.admit().unwrap().failed(&"test");
         }
         assert!(!breaker.is_closed() && breaker.admit().is_none());
         let past = |state: &mut State| state.pause = state.pause.map(|(_, pause)| (Instant::now(), pause));
@@ -136,7 +138,7 @@ mod tests {
         let trial = breaker.admit().unwrap();
         assert!(breaker.admit().is_none(), "one tries, the others wait for what comes of it");
         drop(trial);
-        breaker.admit().unwrap().failed();
+        breaker.admit().unwrap().failed(&"test");
         assert_eq!(breaker.0.lock().pause.map(|(_, pause)| pause), Some(FIRST_PAUSE * 2));
         past(&mut breaker.0.lock());
         breaker.admit().unwrap().worked();

@@ -161,7 +161,7 @@ impl Bucket {
     async fn ask<T>(&self, limit: Duration, request: impl Future<Output = object_store::Result<T>>) -> Answer<T> {
         let admitted = self.breaker.admit().ok_or(Cause::CircuitOpen)?;
         let Ok(answer) = tokio::time::timeout(limit, request).await else {
-            admitted.failed();
+            admitted.failed(&"it did not answer in time");
             return Err(Cause::TimedOut);
         };
         let cause = match answer {
@@ -174,8 +174,7 @@ impl Bucket {
             Err(StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }) => Cause::Unsupported,
             Err(e) => {
                 let refused = matches!(e, StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. });
-                tracing::debug!(error = %e, "a request to the remote tier failed");
-                admitted.failed();
+                admitted.failed(&e);
                 return Err(if refused { Cause::Refused } else { Cause::Io });
             }
         };

@@ -41,10 +41,11 @@ pub use fetch::{Fetch, FetchResult};
 pub use object::Wanted;
 pub use stats::RemoteStats;
 
+use crate::config::{Mode, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::geometry::Geometry;
 use crate::key::ChunkKey;
-use crate::log::{Log, Mode};
+use crate::log::Log;
 use crate::tier::MemoryTier;
 use bucket::Bucket;
 use known::{Known, Presence};
@@ -68,6 +69,20 @@ pub struct RemoteOptions {
     pub staging: u64,
     /// Whether to upload.
     pub mode: Mode,
+}
+
+impl RemoteOptions {
+    /// What the settings say, with the variables of the process; `None` where they name no store.
+    #[must_use]
+    pub fn of_settings(settings: &Settings) -> Option<Self> {
+        Some(Self {
+            url: settings.remote_url.clone()?,
+            env: std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?))).collect(),
+            timeout: Duration::from_millis(settings.remote_timeout_ms),
+            staging: settings.remote_staging as u64,
+            mode: settings.mode,
+        })
+    }
 }
 
 /// What the tasks share.
@@ -108,11 +123,19 @@ impl Remote {
     /// [`ErrorKind::Config`] for an address or variables that lead to no store; what the operating
     /// system says of the thread.
     pub fn open(options: &RemoteOptions, geometry: &Geometry) -> Result<Arc<Self>> {
+        Self::of(options, (geometry.fingerprint().dir_name(), geometry.shard_dir_name()))
+    }
+
+    /// As [`Remote::open`], for a namespace and a shard by name.
+    ///
+    /// # Errors
+    /// As [`Remote::open`].
+    pub fn of(options: &RemoteOptions, (namespace, shard): (String, String)) -> Result<Arc<Self>> {
         let half = options.staging / 2;
         let shared = Arc::new(Shared {
             bucket: Bucket::open(&options.url, &options.env, options.timeout)?,
-            namespace: geometry.fingerprint().dir_name(),
-            shard: geometry.shard_dir_name(),
+            namespace,
+            shard,
             known: Known::default(),
             counters: Counters::default(),
             uploads: Uploads::default(),
@@ -232,8 +255,7 @@ impl Remote {
     /// Counters.
     #[must_use]
     pub fn stats(&self) -> RemoteStats {
-        let up = self.shared.bucket.is_up() && self.thread.lock().is_some();
-        self.shared.counters.stats((up, self.shared.uploads.len()))
+        self.shared.counters.stats((!self.shared.bucket.is_up(), self.shared.uploads.len()))
     }
 }
 

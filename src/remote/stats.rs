@@ -110,8 +110,8 @@ pub(super) struct Counters {
 /// The state of the remote tier at one moment; those of events only grow.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RemoteStats {
-    /// Whether there is one, and it is not being left alone because it fails.
-    pub up: bool,
+    /// Whether it is being left alone because it fails.
+    pub failing: bool,
     /// Chunks brought from it to a drive.
     pub fetched: u64,
     /// Bytes of their slots.
@@ -131,10 +131,10 @@ pub struct RemoteStats {
 }
 
 impl Counters {
-    pub(super) fn stats(&self, (up, queued): (bool, usize)) -> RemoteStats {
+    pub(super) fn stats(&self, (failing, queued): (bool, usize)) -> RemoteStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         RemoteStats {
-            up,
+            failing,
             fetched: of(&self.fetched),
             fetched_bytes: of(&self.fetched_bytes),
             not_fetched: self.not_fetched.get(),
@@ -148,6 +148,11 @@ impl Counters {
 }
 
 impl RemoteStats {
+    /// Where there is no remote tier.
+    pub(crate) fn off() -> Self {
+        Counters::default().stats((false, 0))
+    }
+
     /// Chunks not fetched for a cause.
     #[must_use]
     pub fn missed(&self, cause: &str) -> u64 {
