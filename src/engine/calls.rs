@@ -152,6 +152,11 @@ impl Engine {
         }
         let removed = log.remove(&keys)?.iter().filter(|there| **there).count();
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.remove(prompt.keys(), prompt.tenant())?;
+            // What was fetched before it was deleted there.
+            log.remove(prompt.keys())?;
+        }
         Ok(removed)
     }
 
@@ -164,6 +169,10 @@ impl Engine {
         let log = inner.open_log()?;
         let removed = log.remove_tenant(tenant)?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(Some(tenant))?;
+            log.remove_tenant(tenant)?;
+        }
         Ok(removed)
     }
 
@@ -176,6 +185,10 @@ impl Engine {
         let log = inner.open_log()?;
         log.clear()?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(None)?;
+            log.clear()?;
+        }
         Ok(())
     }
 
