@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality
+.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality remote-faults
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -75,6 +75,11 @@ SOAK_SECONDS ?= 1800
 soak:
 	FOREBAY_SOAK_SECONDS=$(SOAK_SECONDS) FOREBAY_SOAK_JSON="$$(pwd)/target/soak.json" CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true \
 		$(CARGO) test --release --locked -p forebay --test proof_soak -- --nocapture
+
+# The remote tier over a real S3 server that spoils requests at random, until so many are spoiled. `unit` runs 60.
+REMOTE_FAULTS ?= 10000
+remote-faults:
+	FOREBAY_REMOTE_FAULTS=$(REMOTE_FAULTS) $(CARGO) test --locked -p forebay --test engine_remote faults_at_random -- --nocapture
 
 # ext4 and XFS on a loop device, shut down under a working log: needs root and mkfs.xfs. `unit` runs three of each where it can.
 SHUTDOWN_CYCLES ?= 300

@@ -7,12 +7,12 @@ mod engine_world;
 mod remote_world;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
 use forebay::connector::{EngineLookup, PrefixLookup};
-use forebay::engine::{Engine, FetchResult, Prompt, RemoteStats, StoreRequest};
+use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
 use forebay::key::Extra;
 use hyper::Method;
 use remote_world::{BUCKET, Server, Spoil};
@@ -70,8 +70,20 @@ fn remote(engine: &Engine) -> RemoteStats {
     engine.stats().unwrap().remote
 }
 
-fn fetch(engine: &Engine, p: &Prompt) -> FetchResult {
-    engine.fetch(p, later()).unwrap().wait(later())
+/// What has come of a fetch: the chunks brought, and why it stopped.
+#[derive(Debug, PartialEq, Eq)]
+struct Fetched {
+    chunks: usize,
+    stopped: Option<&'static str>,
+}
+
+fn wait(fetch: &Fetch) -> Fetched {
+    assert!(fetch.wait(later()), "it ends by its own deadline");
+    Fetched { chunks: fetch.chunks(), stopped: fetch.stopped() }
+}
+
+fn fetch(engine: &Engine, p: &Prompt) -> Fetched {
+    wait(&engine.fetch(p, later()).unwrap())
 }
 
 #[test]
@@ -100,7 +112,7 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
         assert_eq!(matched(&two, &p), N, "{}", shape.name);
         assert_eq!(b.check(&two, &p, &kv), N);
         assert_eq!(remote(&two).uploaded, 0, "what comes from there is not sent back");
-        assert_eq!(fetch(&two, &p), FetchResult::default(), "nothing is missing any more");
+        assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "nothing is missing any more");
     }
     assert!(server.puts().iter().all(|n| *n == 1), "an object was sent twice: {:?}", server.puts());
 }
@@ -347,9 +359,9 @@ fn a_fetch_that_is_cancelled_or_late_ends_and_leaves_nothing_behind() {
     }
     assert!(!pending.is_over());
     pending.cancel();
-    assert_eq!(pending.wait(later()).stopped, Some("cancelled"));
+    assert_eq!(wait(&pending).stopped, Some("cancelled"));
     let late = two.fetch(&p, Instant::now()).unwrap();
-    assert_eq!(late.wait(later()).stopped, Some("timed_out"));
+    assert_eq!(wait(&late).stopped, Some("timed_out"));
     server.spoil(|_, _| Spoil::No);
     // The slots of those puts are free again.
     assert_eq!(fetch(&two, &p).chunks, 3);
@@ -416,4 +428,45 @@ fn a_waiting_request_is_fetched_for_once_and_for_as_long_as_loads_may_take() {
         std::thread::yield_now();
     }
     assert_eq!(remote(&two).missed("timed_out"), 1);
+}
+
+/// With `FOREBAY_REMOTE_FAULTS` for as many spoiled requests, `make remote-faults`.
+#[test]
+fn faults_at_random_give_no_wrong_byte_and_no_fetch_outlasts_its_deadline() {
+    let wanted: u64 = std::env::var("FOREBAY_REMOTE_FAULTS").map_or(60, |n| n.parse().unwrap());
+    let seed: u64 = std::env::var("FOREBAY_REMOTE_SEED").map_or(7, |n| n.parse().unwrap());
+    println!("FOREBAY_REMOTE_SEED={seed}");
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let spoiled = Arc::new(AtomicU64::new(0));
+    let (count, mut state) = (Arc::clone(&spoiled), seed.wrapping_mul(2) + 1);
+    server.spoil(move |_, _| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let spoil = Spoil::ALL[(state >> 8) as usize % Spoil::ALL.len()];
+        if state % 100 >= 30 || spoil == Spoil::No {
+            return Spoil::No;
+        }
+        count.fetch_add(1, Ordering::SeqCst);
+        spoil
+    });
+    let (mut a, mut b) = (Machine::new(&server), Machine::new(&server));
+    for machine in [&mut a, &mut b] {
+        machine.world.settings.remote_timeout_ms = 50;
+    }
+    let (mut rounds, mut loaded) = (0, 0);
+    while spoiled.load(Ordering::SeqCst) < wanted {
+        rounds += 1;
+        // Opened anew, neither remembers what failed nor leaves the store alone.
+        let (one, two) = (a.open(), b.open());
+        let (p, kv) = (prompt(&one, N, rounds), a.world.kv().filled(rounds));
+        assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+        one.wait_uploaded(Instant::now() + Duration::from_millis(300)).unwrap();
+        wait(&two.fetch(&p, Instant::now() + Duration::from_millis(200)).unwrap());
+        loaded += b.check(&two, &p, &kv);
+        assert_eq!(a.check(&one, &p, &kv), N, "what is on the drive stays");
+    }
+    println!("{rounds} rounds, {} requests spoiled, {loaded} tokens loaded elsewhere", spoiled.load(Ordering::SeqCst));
+    assert!(loaded > 0, "nothing ever came through");
 }

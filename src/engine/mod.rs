@@ -75,7 +75,7 @@ pub use crate::pipeline::{
     PrefetchStats, ShedCause, Store, StoreResult,
 };
 internals!(use exposition::METRICS);
-pub use crate::remote::{Fetch, FetchResult, RemoteStats};
+pub use crate::remote::{Fetch, RemoteStats};
 pub use crate::tier::MemoryStats;
 pub use prompt::Prompt;
 pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};

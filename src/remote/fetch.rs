@@ -32,18 +32,6 @@ const AT_ONCE: usize = 4;
 /// How often a put that found no room, or its key being stored by another, is tried again.
 const TRY_AGAIN: std::time::Duration = std::time::Duration::from_millis(5);
 
-/// What a fetch has brought.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FetchResult {
-    /// Chunks that are on a drive now and were not before.
-    pub chunks: usize,
-    /// Bytes of their slots.
-    pub bytes: u64,
-    /// Why it stopped before the end of the prompt; the words are those of the metric
-    /// `forebay_remote_missed_chunks_total`.
-    pub stopped: Option<&'static str>,
-}
-
 /// A fetch under way. Dropping it cancels it; what it has brought stays.
 #[derive(Debug)]
 pub struct Fetch {
@@ -53,40 +41,54 @@ pub struct Fetch {
 
 #[derive(Debug, Default)]
 struct FetchState {
-    result: Mutex<(FetchResult, bool)>,
+    progress: Mutex<Progress>,
     over: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    chunks: usize,
+    stopped: Option<Cause>,
+    over: bool,
 }
 
 impl Fetch {
     /// A fetch that has nothing to do.
     #[must_use]
     pub fn nothing() -> Self {
-        let state = FetchState { result: Mutex::new((FetchResult::default(), true)), over: Condvar::new() };
+        let state = FetchState::default();
+        state.progress.lock().over = true;
         Self { state: Arc::new(state), task: None }
     }
 
     /// Whether it has ended.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.state.result.lock().1
+        self.state.progress.lock().over
     }
 
-    /// What it has brought so far.
+    /// Chunks that it has brought to a drive so far.
     #[must_use]
-    pub fn result(&self) -> FetchResult {
-        self.state.result.lock().0
+    pub fn chunks(&self) -> usize {
+        self.state.progress.lock().chunks
     }
 
-    /// Waits until it has ended, at most until `deadline`; what it has brought by then.
+    /// Why it ended before the end of the prompt, in the words of the metric
+    /// `forebay_remote_missed_chunks_total`.
     #[must_use]
-    pub fn wait(&self, deadline: Instant) -> FetchResult {
-        let mut result = self.state.result.lock();
-        while !result.1 {
-            if self.state.over.wait_until(&mut result, deadline).timed_out() {
+    pub fn stopped(&self) -> Option<&'static str> {
+        self.state.progress.lock().stopped.map(Cause::as_str)
+    }
+
+    /// Waits until it has ended, at most until `deadline`; whether it has.
+    pub fn wait(&self, deadline: Instant) -> bool {
+        let mut progress = self.state.progress.lock();
+        while !progress.over {
+            if self.state.over.wait_until(&mut progress, deadline).timed_out() {
                 break;
             }
         }
-        result.0
+        progress.over
     }
 
     /// Ends it. A chunk that is just being published may still come.
@@ -106,10 +108,9 @@ struct Running(Arc<FetchState>);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let mut result = self.0.result.lock();
-        if !result.1 {
-            result.0.stopped = result.0.stopped.or(Some(Cause::Cancelled.as_str()));
-            result.1 = true;
+        let mut progress = self.0.progress.lock();
+        if !progress.over {
+            (progress.stopped, progress.over) = (Some(Cause::Cancelled), true);
         }
         self.0.over.notify_all();
     }
@@ -138,9 +139,8 @@ pub(super) fn start(
         if let Some(cause) = stopped {
             shared.counters.not_fetched.add(cause, 1);
         }
-        let mut result = running.0.result.lock();
-        result.0.stopped = stopped.map(Cause::as_str);
-        result.1 = true;
+        let mut progress = running.0.progress.lock();
+        (progress.stopped, progress.over) = (stopped, true);
     });
     Fetch { state, task: Some(task.abort_handle()) }
 }
@@ -162,9 +162,7 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
             Ok(bytes) => {
                 shared.counters.fetched.fetch_add(1, Ordering::Relaxed);
                 shared.counters.fetched_bytes.fetch_add(bytes, Ordering::Relaxed);
-                let mut result = state.result.lock();
-                result.0.chunks += 1;
-                result.0.bytes += bytes;
+                state.progress.lock().chunks += 1;
             }
             Err(cause) => return Some(cause),
         }

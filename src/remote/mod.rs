@@ -37,7 +37,7 @@ mod stats;
 mod transfer;
 mod upload;
 
-pub use fetch::{Fetch, FetchResult};
+pub use fetch::Fetch;
 pub use object::Wanted;
 pub use stats::RemoteStats;
 

@@ -54,6 +54,22 @@ pub(crate) enum Spoil {
     CutRequest,
 }
 
+impl Spoil {
+    pub(crate) const ALL: [Self; 11] = [
+        Self::No,
+        Self::Status(500),
+        Self::WrongByte,
+        Self::WrongBytes,
+        Self::Cut,
+        Self::Short,
+        Self::Stall,
+        Self::StallWithin,
+        Self::SlowLoris,
+        Self::Close,
+        Self::CutRequest,
+    ];
+}
+
 type Plan = Box<dyn FnMut(&Method, u64) -> Spoil + Send>;
 type AnyBody = http_body_util::combinators::UnsyncBoxBody<Bytes, io::Error>;
 
