@@ -225,6 +225,52 @@ def test_a_server_that_was_killed_loses_nothing_that_was_committed(cache: Path) 
         assert server.forward([req], keep=[req]) == [] and server.seen[req.rid] == expected
 
 
+def test_reads_that_hang_end_the_request_in_time_and_slow_ones_are_waited_for(cache: Path, tmp_path: Path) -> None:
+    shim, hold = tmp_path / "hold_reads.so", tmp_path / "hold"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, Path(__file__).parent / "hold_reads.c", "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "held", str(cache), str(hold)],
+        env=os.environ | {"LD_PRELOAD": str(shim), "HOLD_READS": str(hold)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0 and "held" in done.stdout
+
+
+def held(cache: Path, hold: Path) -> None:
+    """Loads while reads are held: for a while, and for longer than a load may take."""
+    more = {"io_engine": "threads", "io_timeout_ms": 60_000}
+    with served(cache, "hybrid", more=more) as server:
+        stored = server.compute(prompt(4), seed=1)
+        assert server.settle() == [True]
+    with served(cache, "hybrid", more=more) as server:
+        hold.touch()
+        slow = queued(server, prompt(4))
+        index = server.tree.ready_to_load_host_cache()
+        assert not server.linker.layer_done_counter.futures[index][0].done()
+        hold.unlink()
+        server.linker.layer_done_counter.set_consumer(index)
+        for layer in range(server.layers):
+            server.linker.layer_done_counter.wait_until(layer)
+        assert server.loaded(slow) == stored and server.tree.finish_external_linker_loads([slow]) == []
+        hold.touch()
+        hung = queued(server, prompt(4))
+        slots = server.tree.linker.private_load_indices[hung.rid]
+        server.linker._timeout_ms, usual = 200, server.linker._timeout_ms
+        assert server.forward([hung]) == [hung]
+        left = server.content(slots)
+        server.linker._timeout_ms = usual
+        assert server.match(server.request([*prompt(4), *MORE])) == 0
+        hold.unlink()
+        server.linker._nothing_until = 0
+        again = queued(server, prompt(4))
+        assert server.forward([again], keep=[again]) == [] and server.seen[again.rid] == stored
+        # What came too late was written nowhere.
+        assert server.content(slots) == left
+    print("held", flush=True)
+
+
 def killed(cache: Path) -> None:
     """Stores a prompt, waits until it is durable and dies."""
     with served(cache, "hybrid") as server:
@@ -282,6 +328,8 @@ def rank(cache: str, number: int, kind: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "killed":
         killed(Path(sys.argv[2]))
+    elif sys.argv[1] == "held":
+        held(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         where, which = sys.argv[2], int(sys.argv[3])
         torch.distributed.init_process_group("gloo", init_method=f"file://{where}-ranks", rank=which, world_size=2)
