@@ -22,9 +22,13 @@ const MAY_KNOW: &[(&str, &[&str])] = &[
     ("device", &["io", "paged", "geometry", "config", "format"]),
     ("log", &["index", "io", "format", "key", "geometry", "config"]),
     ("tier", &["device", "io", "key"]),
+    ("remote", &["log", "tier", "io", "format", "key", "geometry", "config"]),
     ("pipeline", &["log", "tier", "device", "paged", "io", "format", "key", "geometry", "config"]),
     ("objects", &["log", "device", "io", "format", "index", "key", "geometry", "config"]),
-    ("engine", &["pipeline", "tier", "log", "device", "paged", "io", "format", "index", "key", "geometry", "config"]),
+    (
+        "engine",
+        &["pipeline", "remote", "tier", "log", "device", "paged", "io", "format", "index", "key", "geometry", "config"],
+    ),
     ("connector", &["engine", "device", "paged", "key", "geometry", "config"]),
 ];
 const LEAVES: &[&str] = &["error", "metrics", "Error", "ErrorKind", "Result"];

@@ -283,6 +283,20 @@ class Engine:
         max_tokens: int | None = None,
         by_layer: bool | None = None,
     ) -> Load: ...
+    def turn_keys(
+        self,
+        kv_layers: _Kv,
+        slot_mapping: Sequence[int] | Any,
+        old_positions: Sequence[int] | Any,
+        new_positions: Sequence[int] | Any,
+        table: _Memory,
+        *,
+        dtype: str,
+        neox: bool = True,
+        layers: Sequence[int] | None = None,
+        stream: _AnyStream = None,
+        layout: str | None = None,
+    ) -> None: ...
     def remove(self, tokens: _Tokens, extra: _Extra = None) -> int: ...
     def clear(self) -> None: ...
     def flush(self) -> None: ...

@@ -6,13 +6,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::device::open_device;
-use forebay::engine::{Backpressure, Computed, Engine, LoadRequest, Prompt, StoreRequest};
+use forebay::device::{RopeStyle, open_device};
+use forebay::engine::{Backpressure, Computed, Engine, KeyTurn, LoadRequest, Prompt, StoreRequest};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt};
 
 use crate::convert::{self, PyGeometry};
 use crate::error::{IntoPy, invalid, to_py};
+use crate::ints::ints;
 use crate::load::PyLoad;
 use crate::paged::{Hints, PyPagedKv, paged_kv};
 use crate::prefetch::PyPrefetch;
@@ -292,6 +293,41 @@ impl PyEngine {
         let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
         let stop = stop.unwrap_or(prompt.len());
         Ok(PyPrefetch::new(py.detach(|| engine.prefetch(&prompt, start..stop)).py()?))
+    }
+
+    /// Turns keys in place from the positions that they are rotated for to others, by the server's
+    /// own table; returns when that is done.
+    #[pyo3(signature = (kv_layers, slot_mapping, old_positions, new_positions, table, *, dtype, neox=true, layers=None,
+        stream=None, layout=None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
+    fn turn_keys(
+        &self,
+        py: Python<'_>,
+        kv_layers: &Bound<'_, PyAny>,
+        slot_mapping: &Bound<'_, PyAny>,
+        old_positions: &Bound<'_, PyAny>,
+        new_positions: &Bound<'_, PyAny>,
+        table: &Bound<'_, PyAny>,
+        dtype: &str,
+        neox: bool,
+        layers: Option<Vec<usize>>,
+        stream: Option<&Bound<'_, PyAny>>,
+        layout: Option<String>,
+    ) -> PyResult<()> {
+        let engine = self.get()?;
+        let kv = paged_kv(engine.geometry(), kv_layers, &self.hints(layout))?;
+        let turn = KeyTurn {
+            layers: layers.unwrap_or_else(|| (0..kv.layout().num_layers()).collect()),
+            kv,
+            slots: ints(slot_mapping)?.into(),
+            old_positions: ints(old_positions)?.into(),
+            new_positions: ints(new_positions)?.into(),
+            style: if neox { RopeStyle::Neox } else { RopeStyle::GptJ },
+            kind: convert::floats(dtype)?,
+            table: convert::rope_table(table)?,
+            stream: convert::stream(stream)?,
+        };
+        py.detach(|| engine.turn_keys(&turn)).py()
     }
 
     /// A prompt of full chunks that have names (bytes or text) in place of tokens.

@@ -152,6 +152,11 @@ impl Engine {
         }
         let removed = log.remove(&keys)?.iter().filter(|there| **there).count();
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.remove(prompt.keys(), prompt.tenant())?;
+            // What was fetched before it was deleted there.
+            log.remove(prompt.keys())?;
+        }
         Ok(removed)
     }
 
@@ -164,6 +169,10 @@ impl Engine {
         let log = inner.open_log()?;
         let removed = log.remove_tenant(tenant)?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(Some(tenant))?;
+            log.remove_tenant(tenant)?;
+        }
         Ok(removed)
     }
 
@@ -176,6 +185,10 @@ impl Engine {
         let log = inner.open_log()?;
         log.clear()?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(None)?;
+            log.clear()?;
+        }
         Ok(())
     }
 
@@ -235,12 +248,12 @@ impl EngineInner {
     }
 
     /// What the caller's stream must have done before its memory is written.
-    fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
+    pub(super) fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
         let device = &self.options.device;
         let Some(stream) = stream.filter(|_| device.place() != MemorySpace::Host) else { return Ok(Vec::new()) };
         let captured = || {
-            Error::new(ErrorKind::InvalidInput, "a load cannot start on a stream that is being captured into a graph")
-                .advice("start loads before the graph is captured or replayed")
+            Error::new(ErrorKind::InvalidInput, "nothing can start on a stream that is being captured into a graph")
+                .advice("start it before the graph is captured or replayed")
         };
         device.fence(stream)?.map(|fence| vec![fence]).ok_or_else(captured)
     }

@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::io::IoCounts;
 use crate::metrics::{Description, Exposition, Kind, metric_table};
 use crate::pipeline::{MissCause, PrefetchStats, ShedCause};
+use crate::remote::RemoteStats;
 use crate::tier::MemoryStats;
 
 metric_table! {
@@ -49,6 +50,15 @@ metric_table! {
     PREFETCH_READ = Counter "forebay_prefetch_read_bytes_total" [] "Bytes read from slots by prefetches, headers and padding included.";
     PREFETCH_USED = Counter "forebay_prefetch_used_chunks_total" [] "Chunks that a prefetch read and a load found in memory.";
     PREFETCH_WASTED = Counter "forebay_prefetch_wasted_chunks_total" [] "Chunks that a prefetch read and that left memory before a load found them.";
+    REMOTE_FAILING = Gauge "forebay_remote_failing" [] "1 while the remote tier is left alone because it fails.";
+    REMOTE_FETCHED = Counter "forebay_remote_fetched_chunks_total" [] "Chunks brought from the remote tier to a drive.";
+    REMOTE_FETCHED_BYTES = Counter "forebay_remote_fetched_bytes_total" [] "Bytes of their slots.";
+    REMOTE_MISSED = Counter "forebay_remote_missed_chunks_total" ["cause"] "Chunks at which a fetch from the remote tier ended, by cause: absent where the store does not have it.";
+    REMOTE_UPLOADED = Counter "forebay_remote_uploaded_chunks_total" [] "Chunks uploaded to the remote tier.";
+    REMOTE_UPLOADED_BYTES = Counter "forebay_remote_uploaded_bytes_total" [] "Bytes of their slots.";
+    REMOTE_PRESENT = Counter "forebay_remote_present_chunks_total" [] "Chunks that were to be uploaded and were there already.";
+    REMOTE_SHED = Counter "forebay_remote_shed_chunks_total" ["cause"] "Chunks that were to be uploaded and were not, by cause.";
+    REMOTE_QUEUED = Gauge "forebay_remote_queued_chunks" [] "Chunks that wait to be uploaded.";
     QUARANTINED = Gauge "forebay_staging_quarantined" [] "Timed-out requests whose I/O has not ended; each holds a staging slot.";
     IO_IN_FLIGHT = Gauge "forebay_io_in_flight" ["drive", "direction"] "Requests that a queue has accepted and not ended.";
     IO_REQUESTS = Counter "forebay_io_requests_total" ["drive", "direction", "result"] "Requests by their end: ok, error, timeout, rejected.";
@@ -105,6 +115,7 @@ impl Engine {
         expose_staging(&mut e, &stats);
         expose_memory(&mut e, &stats.memory);
         expose_prefetches(&mut e, &stats.prefetch);
+        expose_remote(&mut e, &stats.remote);
         inner.expose_drives(&mut e, &stats);
         expose_log(&mut e, &stats);
         Ok(e)
@@ -199,6 +210,22 @@ fn expose_prefetches(e: &mut Exposition, of: &PrefetchStats) {
     e.value(&PREFETCH_READ, &[], of.read_bytes as f64);
     e.value(&PREFETCH_USED, &[], of.used as f64);
     e.value(&PREFETCH_WASTED, &[], of.wasted as f64);
+}
+
+fn expose_remote(e: &mut Exposition, of: &RemoteStats) {
+    e.value(&REMOTE_FAILING, &[], f64::from(u8::from(of.failing)));
+    e.value(&REMOTE_FETCHED, &[], of.fetched as f64);
+    e.value(&REMOTE_FETCHED_BYTES, &[], of.fetched_bytes as f64);
+    for (cause, chunks) in &of.not_fetched {
+        e.value(&REMOTE_MISSED, &[cause], *chunks as f64);
+    }
+    e.value(&REMOTE_UPLOADED, &[], of.uploaded as f64);
+    e.value(&REMOTE_UPLOADED_BYTES, &[], of.uploaded_bytes as f64);
+    e.value(&REMOTE_PRESENT, &[], of.present as f64);
+    for (cause, chunks) in &of.not_uploaded {
+        e.value(&REMOTE_SHED, &[cause], *chunks as f64);
+    }
+    e.value(&REMOTE_QUEUED, &[], of.queued as f64);
 }
 
 fn expose_queue(e: &mut Exposition, (drive, direction): (&str, &str), counts: &IoCounts) {

@@ -11,6 +11,7 @@ use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
 use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
+use crate::remote::{Remote, RemoteOptions};
 use crate::tier::MemoryTier;
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
@@ -128,6 +129,15 @@ fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<O
     let context =
         |e: Error| Error::new(e.kind(), format!("max_local_cpu_size: {size} bytes, a chunk takes {chunk}")).source(e);
     MemoryTier::new(&options).map(Some).map_err(context)
+}
+
+/// The remote tier, where the settings name one.
+pub(super) fn remote(options: &EngineOptions, geometry: &Geometry) -> Result<Option<Arc<Remote>>> {
+    let Some(mut of) = RemoteOptions::of_settings(&options.settings) else { return Ok(None) };
+    if let Some(env) = &options.remote_env {
+        of.env.clone_from(env);
+    }
+    Remote::open(&of, geometry).map(Some)
 }
 
 /// Opens the log, now or as soon as that works.

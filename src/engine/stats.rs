@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::log::LogStats;
 use crate::metrics::Histogram;
 use crate::pipeline::{MissCause, PrefetchStats, ShedCause};
+use crate::remote::RemoteStats;
 use crate::tier::MemoryStats;
 
 /// Counters of calls that reach neither pipeline nor log.
@@ -98,6 +99,8 @@ pub struct EngineStats {
     pub memory: MemoryStats,
     /// Prefetches into it.
     pub prefetch: PrefetchStats,
+    /// The remote tier; nothing where there is none.
+    pub remote: RemoteStats,
     /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging
     /// slot.
     pub quarantined: usize,
@@ -180,6 +183,7 @@ impl EngineInner {
             store_staging: StagingStats::of(pipeline.store_pool()),
             memory: pipeline.memory().map(|tier| tier.stats()).unwrap_or_default(),
             prefetch: pipeline.prefetch_stats(),
+            remote: self.remote.as_ref().map_or_else(RemoteStats::off, |remote| remote.stats()),
             ..EngineStats::default()
         };
         if let Some(log) = self.log() {

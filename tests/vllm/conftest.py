@@ -32,7 +32,7 @@ def environment(home: Path, separate: bool = False) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0",
         "HOME": str(home),
@@ -87,7 +87,7 @@ def start(
     `asked` are its rounds; without them there are `rounds` equal ones of what else is given.
     """
     if not asked:
-        one = {key: spec.pop(key) for key in ("prompts", "max_tokens", "salt", "zero_stored") if key in spec}
+        one = {key: spec.pop(key) for key in ("prompts", "max_tokens", "salt", "zero_stored", "keep") if key in spec}
         asked = (one,) * rounds
     work = Path(tempfile.mkdtemp(dir=folder))
     (work / "spec.json").write_text(json.dumps(spec | {"rounds": asked}))

@@ -15,7 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::rope::{RopeShift, shift_on_host};
 use super::{
-    Device, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
+    Device, Fence, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
     StagingPool,
 };
 use crate::error::{Error, ErrorKind, Result};
@@ -142,6 +142,12 @@ impl Device for HostDevice {
         queue.gathers.push_back(job);
         drop(queue);
         self.shared.wake.notify_one();
+    }
+
+    fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], _after: &[Fence]) -> Result<()> {
+        // All are checked before the first is turned.
+        shifts.iter().try_for_each(|shift| shift.rows(kv).map(drop))?;
+        shifts.iter().try_for_each(|shift| self.rope_shift(kv, shift, &Gate::new()).map(drop))
     }
 
     fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
