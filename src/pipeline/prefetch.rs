@@ -441,13 +441,17 @@ impl PrefetchPump {
             job.count(|of| of.no_room += 1);
             return FetchNext::End;
         }
-        job.count(|of| of.found += 1);
         let rank = Rank { turn: job.turn, depth: Reverse(at as u32) };
         if let Some(hit) = tier.hold(id, rank) {
-            job.count(|of| of.in_memory += 1);
+            job.count(|of| (of.found, of.in_memory) = (of.found + 1, of.in_memory + 1));
             job.hold(id.key, hit);
             return FetchNext::Chunk;
         }
+        // What a load is reading comes into memory by that load.
+        if self.loads.active() > 0 {
+            return FetchNext::Wait;
+        }
+        job.count(|of| of.found += 1);
         let Some(filling) = tier.reserve(id, source.layout().slot_bytes, rank) else {
             job.count(|of| of.no_room += 1);
             return FetchNext::Chunk;
