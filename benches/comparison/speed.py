@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from systems import SYSTEMS, Arena
+from systems import RAW_BLOCK_META, SYSTEMS, Arena
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 #: Length of a value, values, values of a task, tasks under way.
-SHAPES = ((32 * MIB, 32, 2, 4), (256 * KIB, 2048, 32, 4))
+SHAPES = ((32 * MIB, 16, 2, 4), (256 * KIB, 1024, 32, 4))
 
 
 def processor_s() -> float:
@@ -45,20 +45,28 @@ def cold() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
+def used_device(folder: Path, capacity: int) -> None:
+    """An empty device for raw block that was written before, as devices are: the first writes of a file allocate."""
+    folder.mkdir(exist_ok=True)
+    device = folder / "device"
+    is_new = not device.exists()
+    with device.open("wb" if is_new else "r+b") as file:
+        for _ in range(0, capacity if is_new else RAW_BLOCK_META, MIB):
+            file.write(bytes(MIB))
+
+
 def once(name: str, folder: Path, arena: Arena, shape: tuple[int, int, int, int], last: int) -> dict[str, Any]:
     """Puts all values into an empty folder, closes, and brings them back cold."""
     length, count, per_task, tasks = shape
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    # Raw block's slots are written once before, as a device's are: a file's first writes allocate.
     capacity = 2 * count * length + 64 * MIB
     numbers = range(last, last + count)
+    if name == "lmcache-raw_block":
+        used_device(folder, capacity)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
     for at, number in enumerate(numbers):
         arena.fill(at, number)
-    if name == "lmcache-raw_block":
-        with (folder / "device").open("wb") as file:
-            for _ in range(0, capacity, MIB):
-                file.write(bytes(MIB))
     cold()
     system = SYSTEMS[name](folder, arena, capacity)
     put = timed(lambda: system.put(numbers, range(count), per_task, tasks), count, length)
@@ -69,7 +77,6 @@ def once(name: str, folder: Path, arena: Arena, shape: tuple[int, int, int, int]
     get = timed(lambda: system.get(numbers, range(count), per_task, tasks), count, length)
     wrong = sum(not arena.is_value(at, number) for at, number in enumerate(numbers))
     system.close()
-    shutil.rmtree(folder)
     if wrong:
         raise RuntimeError(f"{name}: {wrong} values were served with other bytes")
     return {"put": put, "get": get}
@@ -84,7 +91,9 @@ def main() -> None:
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             for name in order:
-                seen[name].append(once(name, folder / "one", arena, shape, turn * shape[1]))
+                seen[name].append(once(name, folder / name, arena, shape, turn * shape[1]))
+        for name in names:
+            shutil.rmtree(folder / name)
         results.append({"length": shape[0], "count": shape[1], "per_task": shape[2], "tasks": shape[3], "seen": seen})
     print(json.dumps(results))
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 PATIENCE_S = 120
+#: Bytes at the beginning of raw block's device that say what is in it.
+RAW_BLOCK_META = 16 << 20
 
 
 class Arena:
@@ -203,12 +205,12 @@ class LMCacheRawBlock(LMCache):
     name, bound = "lmcache-raw_block", "the device's size"
 
     def __init__(self, folder: Path, arena: Arena, capacity: int) -> None:
-        device, meta = folder / "device", 16 << 20
+        device = folder / "device"
         if not device.exists():
             with device.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, capacity)
         self.settings = "io_engine io_uring, meta_total_bytes 16 MiB, eviction LRU"
-        line = {"type": "raw_block", "device_path": str(device), "slot_bytes": arena.length + 4096, "meta_total_bytes": meta, "io_engine": "io_uring"}
+        line = {"type": "raw_block", "device_path": str(device), "slot_bytes": arena.length + 4096, "meta_total_bytes": RAW_BLOCK_META, "io_engine": "io_uring"}
         super().__init__(arena, line, evicts=True)
 
 

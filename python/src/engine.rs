@@ -16,6 +16,7 @@ use crate::error::{IntoPy, invalid, to_py};
 use crate::ints::ints;
 use crate::load::PyLoad;
 use crate::paged::{Hints, PyPagedKv, paged_kv};
+use crate::prefetch::PyPrefetch;
 use crate::store::PyStore;
 
 /// What `close` waits for where the caller does not say.
@@ -276,6 +277,22 @@ impl PyEngine {
         (request.layerwise, request.stream) = (by_layer, stream);
         let load = py.detach(|| engine.load(request)).py()?;
         Ok(PyLoad::new(load, stream, self.on_host))
+    }
+
+    /// Reads what the drives have of the prompt, from token `start` to `stop`, and memory has not,
+    /// into the memory tier, for a load to come. Returns at once; needs no memory of the server's.
+    #[pyo3(signature = (tokens, extra=None, *, start=0, stop=None))]
+    fn prefetch(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+        start: usize,
+        stop: Option<usize>,
+    ) -> PyResult<PyPrefetch> {
+        let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
+        let stop = stop.unwrap_or(prompt.len());
+        Ok(PyPrefetch::new(py.detach(|| engine.prefetch(&prompt, start..stop)).py()?))
     }
 
     /// Turns keys in place from the positions that they are rotated for to others, by the server's

@@ -15,7 +15,7 @@ use crate::log::{Chunk, Log};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
-const LOAD_LEASE: Duration = Duration::from_secs(60);
+pub(super) const LOAD_LEASE: Duration = Duration::from_secs(60);
 
 impl Engine {
     /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest
@@ -152,6 +152,11 @@ impl Engine {
         }
         let removed = log.remove(&keys)?.iter().filter(|there| **there).count();
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.remove(prompt.keys(), prompt.tenant())?;
+            // What was fetched before it was deleted there.
+            log.remove(prompt.keys())?;
+        }
         Ok(removed)
     }
 
@@ -164,6 +169,10 @@ impl Engine {
         let log = inner.open_log()?;
         let removed = log.remove_tenant(tenant)?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(Some(tenant))?;
+            log.remove_tenant(tenant)?;
+        }
         Ok(removed)
     }
 
@@ -176,6 +185,10 @@ impl Engine {
         let log = inner.open_log()?;
         log.clear()?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(None)?;
+            log.clear()?;
+        }
         Ok(())
     }
 
@@ -203,7 +216,7 @@ impl Engine {
 }
 
 /// The longest partial chunk in the place of chunk `at` that `prompt` starts with there.
-fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
+pub(super) fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
     let rest = prompt.len() - at * prompt.chunk_tokens();
     let lens = log.lookup_partials(&prompt.parent_of(at));
     let mut fitting = lens.into_iter().map(usize::from).filter(|&len| len <= rest);

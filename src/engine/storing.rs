@@ -123,12 +123,14 @@ impl EngineInner {
             };
             let put = Box::new(PutSpec { root, near, ..self.put_spec(&log, request, chunk) });
             let log = Arc::clone(&log);
+            // Partial chunks are of use to the next request of their own machine only.
+            let remote = self.remote.clone().filter(|_| tokens == self.geometry.chunk_tokens);
             plan.chunks.push(StoreChunk {
                 layout,
                 tokens,
                 plans: planner.plans(chunk.tokens.clone())?,
                 layer_groups: Arc::clone(&planner.layer_classes),
-                begin: Box::new(move || adapter::begin(log, put)),
+                begin: Box::new(move || adapter::begin(log, put, remote)),
             });
         }
         Ok(plan)

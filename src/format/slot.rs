@@ -17,6 +17,8 @@ pub const MAX_HEADER_BYTES: usize = 1 << 20;
 
 /// TLV with an object's name.
 pub const TLV_OBJECT_NAME: u16 = 2;
+/// TLV with namespace and shard, in the objects of a remote store.
+pub const TLV_NAMESPACE: u16 = 3;
 
 /// One extent as the header describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import subprocess
@@ -90,6 +91,16 @@ def test_a_full_cache_stays_within_its_capacity(cache: Path, door: str) -> None:
         targets = {number: memory(4 << 20, None) for number in there}
         answers = load(over, targets)
         assert all(same(targets[number], memory(4 << 20, number)) for number, answer in zip(there, answers, strict=True) if answer)
+
+
+@pytest.mark.ci
+def test_stores_on_a_drive_without_space_are_refused_and_nothing_raises(cache: Path, door: str) -> None:
+    state = os.statvfs(cache)
+    with adapter(spec(cache, door, min_free=state.f_bavail * state.f_frsize + (4 << 30))) as over:
+        for number, length in enumerate(LENGTHS):
+            assert not store(over, {number: memory(length, number)})
+        assert found(over, [0, 1]) == [False, False]
+        assert load(over, {0: memory(LENGTHS[0], None), 1: memory(LENGTHS[1], None)}) == [False, False]
 
 
 @pytest.mark.ci

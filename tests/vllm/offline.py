@@ -1,7 +1,7 @@
 """One process with one vLLM: generates from a specification (JSON, see `Spec`), and writes tokens and metrics to a file.
 
-Usage: offline.py SPEC RESULT. Before each round but the first vLLM's own prefix cache is emptied, so that what a later round did
-not compute came from Forebay.
+Usage: offline.py SPEC RESULT. Before each round but the first vLLM's own prefix cache is emptied, unless the round says
+otherwise, so that what a later round did not compute came from Forebay.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Round:
     """`cache_salt` of the prompts."""
     zero_stored: bool = False
     """Zeroes the whole KV cache before a step's stores begin, so that wrong KV is stored with valid checksums."""
+    keep: bool = False
+    """vLLM's own prefix cache is left as the round before left it."""
 
 
 @dataclass
@@ -143,7 +145,7 @@ def main() -> None:
     llm = LLM(**arguments(spec))
     rounds = []
     for number, one in enumerate(asked):
-        if number:
+        if number and not one.keep:
             assert llm.reset_prefix_cache(reset_connector=spec.reset_connector and number == len(asked) - 1)
         if zero is not None:
             zero.on = one.zero_stored

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SEED, SHORT, Filled, generate, settings
+from conftest import SEED, SHORT, Filled, generate, prompts, settings
 
 #: Damage is only of use to a test where it is met by reads.
 PAGE = 4096
@@ -75,6 +75,26 @@ def test_lost_files_change_no_output(
     run = generate(tmp_path, SHORT, SHORT, model=model, cache=settings(cache))
     assert (run.tokens(0), run.tokens(1)) == (plain, plain)
     assert run.reasons() == {"length"}
+
+
+def test_damage_met_layer_by_layer_ends_that_request_alone(model: str, tmp_path: Path) -> None:
+    asked = prompts(3, shared=0, own=430)
+    plain = generate(tmp_path, {"prompts": asked}, model=model).tokens()
+    cache = tmp_path / "cache"
+    generate(tmp_path, {"prompts": asked[:1]}, model=model, cache=settings(cache))
+    flip_bits(cache)
+    # As users run vLLM: asynchronous scheduling, prefix caching, and `kv_load_failure_policy: fail`. No load may move between steps.
+    within = settings(cache, use_layerwise=True, max_sync_stall_ms=600_000, load_timeout_ms=60_000)
+    ahead = {"async_scheduling": True, "enable_prefix_caching": True}
+    rounds = ({"prompts": asked[1:]}, {"prompts": asked}, {"prompts": asked, "keep": True})
+    run = generate(tmp_path, *rounds, model=model, cache=within, engine=ahead)
+    assert run.tokens(0) == plain[1:]
+    assert [output["reason"] for output in run.rounds[1]] == ["error", "length", "length"]
+    assert run.tokens(1) == [[], *plain[1:]]
+    assert all(cached >= WHOLE for cached in run.cached(1)[1:])
+    # Nothing of the failed load is left in vLLM's prefix cache, nor offered by Forebay; the others' blocks are still there.
+    assert run.tokens(2) == plain
+    assert run.cached(2)[0] == 0 and all(cached >= WHOLE for cached in run.cached(2)[1:])
 
 
 @pytest.mark.ci

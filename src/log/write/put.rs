@@ -102,6 +102,11 @@ impl Put {
         self.sequence
     }
 
+    pub(super) fn expire_by(&mut self, expiry_s: u32) {
+        let earliest = [self.spec.expiry_s, expiry_s].into_iter().filter(|at| *at != 0).min();
+        self.spec.expiry_s = earliest.unwrap_or(0);
+    }
+
     /// Writes the header with the CRCs of all extents (of their unpadded bytes, in layer order),
     /// publishes the chunk and queues its record for the journal. Returns at once; `done` is
     /// called once, on an I/O thread or the log's.
