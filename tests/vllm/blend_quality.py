@@ -145,7 +145,7 @@ def write(lines: list[str], count: int) -> None:
 def main() -> None:
     """Measures, prints, and with --write writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--texts", type=int, default=20)
     parser.add_argument("--write", action="store_true", help="put the table into docs/blend.md")
     asked = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent))
