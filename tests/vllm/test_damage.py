@@ -84,7 +84,7 @@ def test_damage_met_layer_by_layer_ends_that_request_alone(model: str, tmp_path:
     generate(tmp_path, {"prompts": asked[:1]}, model=model, cache=settings(cache))
     flip_bits(cache)
     # As users run vLLM: asynchronous scheduling, prefix caching, and `kv_load_failure_policy: fail`. No load may move between steps.
-    within = settings(cache, use_layerwise=True, max_sync_stall_ms=600_000, load_timeout_ms=60_000)
+    within = settings(cache, use_layerwise=True, max_sync_stall_ms=60_000, load_timeout_ms=60_000)
     ahead = {"async_scheduling": True, "enable_prefix_caching": True}
     rounds = ({"prompts": asked[1:]}, {"prompts": asked}, {"prompts": asked, "keep": True})
     run = generate(tmp_path, *rounds, model=model, cache=within, engine=ahead)
