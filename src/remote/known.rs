@@ -80,8 +80,8 @@ mod tests {
         let all = known.0.lock();
         assert!(all.young.len() + all.old.len() <= 2 * MOST);
         drop(all);
-        assert_eq!(known.get(&key(5 * MOST - 1)), Some(Presence::There));
-        assert_eq!(known.get(&key(4 * MOST)), Some(Presence::There));
+        assert_eq!(known.get(&key(5 * MOST - 1)), Some(Presence::There(Codec::None)));
+        assert_eq!(known.get(&key(4 * MOST)), Some(Presence::There(Codec::None)));
         assert_eq!(known.get(&key(0)), None);
         known.set(&key(1), Presence::Damaged);
         known.set(&key(1), Presence::Absent);
