@@ -1,4 +1,4 @@
-"""SGLang's real tree, device pools, factory and wrapper on CPU tensors, with Forebay as the external linker; the forward pass is the test's."""
+"""SGLang's real tree, device pools, factory and wrapper on CPU tensors, with Forebay as linker; the forward pass is the test's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def draft() -> Any:
 
 def hybrid() -> tuple[Any, Any]:
     """Latent KV in some layers and recurrent state in the others (Kimi Linear): the pools of requests and of KV."""
-    shape = Mamba2StateShape.create(tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=2, head_dim=16, state_size=16, conv_kernel=4)
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=2, head_dim=16, state_size=16, conv_kernel=4
+    )
     requests = HybridReqToTokenPool(
         size=16,
         mamba_size=48,
@@ -161,7 +163,8 @@ class Server:
 
     def admit(self, req: Any) -> int:
         """Tokens whose load was queued; 0 where they are computed instead."""
-        return self.tree.init_load_back(InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req))[0]
+        given = InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req)
+        return self.tree.init_load_back(given)[0]
 
     @property
     def layers(self) -> int:

@@ -40,7 +40,7 @@ def kv_pool(kind: str) -> Any:
     if kind == "dsa":
         return linked.dsa(LAYERS)
     return MHATokenToKVPool(
-        size=TOKENS, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=32, layer_num=LAYERS, device="cpu", enable_memory_saver=False
+        size=TOKENS, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=32, layer_num=LAYERS, **linked.COMMON
     )
 
 

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache-dir", required=True, help="an existing directory on a local drive")
     parser.add_argument("--capacity", help="bytes that it may take, such as 200GiB")
     parser.add_argument("--linker", action="store_true", help="layer by layer into GPU memory, instead of through HiCache's host memory")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another of Forebay's settings, or namespace, fingerprint")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting, or namespace, fingerprint")
     asked = parser.parse_args(arguments)
     given = {"cache_dir": asked.cache_dir}
     if asked.capacity:
