@@ -134,6 +134,36 @@ def exactness(server: Server, blend: Blend) -> dict[str, Any]:
     return seen
 
 
+def runs(server: Server) -> dict[str, Any]:
+    """Some runs of rows computed anew from noise, among rows that are exact, against a pass over all rows."""
+    prompt, _ = prompt_of((0, 1), QUESTION)
+    blender = server.blender
+    nested, rows = blender._nested, [*range(37, 53), 130, 131, *range(300, 341)]
+    blender.mix(Asked(prompt, [], "none", 0.0))
+    kept: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
+
+    def keep(where: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        def seen(layer: int, at: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+            for number, row in enumerate(at.tolist()):
+                where[layer * len(prompt) + row] = (keys[number].clone(), values[number].clone())
+
+        return seen
+
+    hidden = nested.forward(list(range(len(prompt))), keep(kept[0]))
+    at = torch.tensor(rows)
+    shape = (len(rows), blender._of.heads, blender._of.head_size)
+    for layer in range(blender._of.layers):
+        nested.write(layer, at, torch.randn(shape) * 3, torch.randn(shape) * 3)
+    again = nested.forward(rows, keep(kept[1]))
+    pairs = [(new, old) for place in kept[1] for new, old in zip(kept[1][place], kept[0][place], strict=True)]
+    return {
+        "rows": len(kept[1]) // blender._of.layers,
+        "kv": max(float((new - old).abs().max()) for new, old in pairs),
+        "hidden": float((again - hidden[at]).abs().max()),
+        "largest": float(hidden.abs().max()),
+    }
+
+
 def layer_zero(server: Server) -> dict[str, Any]:
     """Keys and values of layer 0 of segments at other places, against fresh ones: every row."""
     prompt, places = prompt_of((1, 2, 0), QUESTION)
@@ -250,6 +280,7 @@ def main() -> None:
     blend = Blend(server.llm, ANCHOR)
     seen: dict[str, Any] = {"stored": [[blend.has(s), blend.store(s), blend.store(s), blend.has(s)] for s in SEGMENTS]}
     seen["exactness"] = exactness(server, blend)
+    seen["runs"] = runs(server)
     seen["layer zero"] = layer_zero(server)
     seen["arms"] = arms(server, blend)
     seen["refused"] = refused(blend)

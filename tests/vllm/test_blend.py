@@ -59,6 +59,14 @@ def test_a_segment_at_its_stored_place_is_a_plain_prefix_bit_for_bit(seen: dict[
 
 
 @pytest.mark.ci
+def test_runs_of_rows_among_exact_ones_are_computed_as_in_a_pass_over_all(seen: dict[str, Any]) -> None:
+    runs = seen["runs"]
+    assert (runs["rows"], runs["largest"] > 1) == (59, True)
+    # Kernels of other shapes round otherwise.
+    assert max(runs["kv"], runs["hidden"]) < 1e-4, runs
+
+
+@pytest.mark.ci
 def test_keys_of_layer_0_at_other_places_are_fresh_ones_but_for_rounding(seen: dict[str, Any]) -> None:
     zero = seen["layer zero"]
     assert zero["largest"] > 1
