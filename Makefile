@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache overlap sglang-ci sglang-test cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean
+.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality remote-faults
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -55,6 +55,11 @@ kernels:
 kernels-check:
 	$(PYTHON) kernels/build.py --check
 
+# The codec over a thousand million values, and its decoder over ten million inputs: minutes.
+codec-proof:
+	CARGO_PROFILE_RELEASE_LTO=off $(CARGO) test --release -p forebay --lib a_thousand_million -- --ignored --nocapture
+	CARGO_PROFILE_RELEASE_LTO=off FOREBAY_FUZZ_TARGET=coded_extent FOREBAY_FUZZ_RUNS=10000000 $(CARGO) test --release -p forebay-fuzz --test corpus -- --nocapture
+
 # Fuzzing with libFuzzer and the address sanitizer, FUZZ_RUNS inputs per target: needs a nightly toolchain and `cargo install cargo-fuzz`. What
 # it finds new is added to the corpus. `unit` runs the same targets over that corpus, and over some thousand inputs made from it.
 FUZZ_RUNS ?= 1000000
@@ -70,6 +75,11 @@ SOAK_SECONDS ?= 1800
 soak:
 	FOREBAY_SOAK_SECONDS=$(SOAK_SECONDS) FOREBAY_SOAK_JSON="$$(pwd)/target/soak.json" CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true \
 		$(CARGO) test --release --locked -p forebay --test proof_soak -- --nocapture
+
+# The remote tier over a real S3 server that spoils requests at random, until so many are spoiled. `unit` runs 60.
+REMOTE_FAULTS ?= 10000
+remote-faults:
+	FOREBAY_REMOTE_FAULTS=$(REMOTE_FAULTS) $(CARGO) test --locked -p forebay --test engine_remote faults_at_random -- --nocapture
 
 # ext4 and XFS on a loop device, shut down under a working log: needs root and mkfs.xfs. `unit` runs three of each where it can.
 SHUTDOWN_CYCLES ?= 300
@@ -108,6 +118,7 @@ mutants:
 	$(PYTHON) tests/mutants/run.py tests/mutants/kernels.json --update kernels/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/device.json --update tests/mutants/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/log.json --update tests/mutants/README.md || status=1; \
+	$(PYTHON) tests/mutants/run.py tests/mutants/blend.json --update tests/mutants/README.md || status=1; \
 	exit $$status
 
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.
@@ -142,6 +153,10 @@ vllm-ci: python
 vllm-test: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=30
 
+# What blending costs in quality, on SmolLM2-135M-Instruct: writes the table of docs/blend.md; ten minutes on two quiet cores.
+blend-quality: python
+	python=$$($(VLLM)) && $$python tests/vllm/blend_quality.py --write
+
 # vLLM's schedulers, of 0.32 and 0.33, around a runner that knows every byte of KV: two minutes each. FOREBAY_SOAK_SEEDS=1000 for more.
 vllm-harness: python
 	python=$$($(VLLM)) && cd tests/vllm && for version in 0.32 0.33; do $$python -m pytest -q harness --vllm $$version || exit 1; done
@@ -170,12 +185,18 @@ overlap: wheel
 	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels/forebay-*.whl)) && \
 		PYTHONPATH=tests/vllm $$python benches/overlap.py --rounds $(OVERLAP_ROUNDS) --folder $(DIRECTORY)
 
-# SGLang's pools and cache controller on CPU tensors over Forebay (docs/sglang.md). `sglang-ci` is the part of `make test`: two minutes.
+# SGLang's pools, tree and cache controller on CPU tensors over Forebay (docs/sglang.md). `sglang-ci` is the part of `make test`: two minutes.
 sglang-ci: python
 	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=5 -m ci
 
 sglang-test: python
 	python=$$($(SGLANG)) && cd tests/sglang && $$python -m pytest -q --durations=10
+
+# An SGLang server on a machine with a GPU, by both doors: an answer, a restart, the same answer. Never run yet. MODEL is a path or a name, and
+# needs to be one that the external linker takes (docs/sglang.md); `python` has SGLang and Forebay.
+sglang-gpu:
+	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" hicache
+	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" linker
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

@@ -3,7 +3,8 @@
 //! own on one thread.
 //!
 //! Staging and paged KV are far larger than the caches, and blocks lie in a shuffled order, as a
-//! server's allocator leaves them. One iteration moves [`JOBS`] extents.
+//! server's allocator leaves them. One iteration moves [`JOBS`] extents. Rates are those of the KV, also
+//! where its extents are coded.
 #![expect(clippy::unwrap_used, reason = "benches")]
 
 use std::hint::black_box;
@@ -14,6 +15,8 @@ use forebay::device::{
     Device, Gate, GatherJob, Gathered, HostDevice, HostOptions, HugePages, PagedKv, Part, ScatterJob, Scattered,
     StagingOptions, StagingPool,
 };
+use forebay::format::exp4::CodedShape;
+use forebay::format::layout::Codec;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
@@ -26,10 +29,12 @@ struct Case {
     spec: LayerSpec,
     layout: KvLayout,
     tokens: usize,
+    codec: Codec,
 }
 
 fn cases() -> Vec<Case> {
-    let case = |name, spec, layout, tokens| Case { name, spec, layout, tokens };
+    let case = |name, spec, layout, tokens| Case { name, spec, layout, tokens, codec: Codec::None };
+    let coded = |name, spec, layout, tokens| Case { codec: Codec::Exp4, ..case(name, spec, layout, tokens) };
     let kv = |heads, bytes| LayerSpec::kv(LayerKind::Full, heads, bytes);
     let block_bytes = (BLOCK_TOKENS * 4096) as u32;
     vec![
@@ -40,6 +45,9 @@ fn cases() -> Vec<Case> {
         case("mla-1152", LayerSpec::mla(&[1152]), KvLayout::Mla, 2048),
         case("mla-576+132", LayerSpec::mla(&[576, 132]), KvLayout::Mla, 4096),
         case("opaque", LayerSpec::opaque(BLOCK_TOKENS as u32, block_bytes), KvLayout::Opaque, 1024),
+        coded("nhd-8x256-exp4", kv(8, 256), KvLayout::Nhd, 1024),
+        coded("hnd-8x256-exp4", kv(8, 256), KvLayout::Hnd, 1024),
+        coded("opaque-exp4", LayerSpec::opaque(BLOCK_TOKENS as u32, block_bytes), KvLayout::Opaque, 1024),
     ]
 }
 
@@ -62,7 +70,11 @@ impl Rig {
         let layout = PagedLayout::per_layer(std::slice::from_ref(&case.spec), shape).unwrap();
         let (kv, memories) = PagedKv::alloc_zeroed(layout).unwrap();
         for m in &memories {
-            let bytes = vec![3u8; 1 << 20];
+            // Values like KV: few exponents, any sign and mantissa.
+            let bytes: Vec<u8> = (0..1u32 << 19)
+                .map(|i| i.wrapping_mul(2_654_435_761) >> 9)
+                .flat_map(|x| (x as u16 & 0x83ff | 0x3c00).to_le_bytes())
+                .collect();
             let len = forebay::device::KvMemory::len(&**m);
             (0..len).step_by(1 << 20).for_each(|at| m.write(at, &bytes[..(len - at).min(1 << 20)]).unwrap());
         }
@@ -75,18 +87,29 @@ impl Rig {
             Arc::new(ChunkPlan::new(&slots, None, block_tokens, num_blocks).unwrap())
         };
         let plans = (0..JOBS).map(plan).collect();
-        let slot_bytes = StagingPool::rounded(extent).unwrap();
+        let stored = if case.codec == Codec::None { extent } else { CodedShape::of(extent).unwrap().coded_bytes() };
+        let slot_bytes = StagingPool::rounded(stored).unwrap();
         let (bytes, hugepages) = (JOBS * slot_bytes, HugePages::Transparent);
         let pool = StagingPool::new(&StagingOptions { bytes, slot_bytes, hugepages, numa: None }).unwrap();
         let mut staging: Vec<Buf> = std::iter::from_fn(|| pool.try_take()).collect();
         staging.iter_mut().for_each(|b| b.as_mut_slice().fill(5));
         let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
-        Self { device, kv, staging, plans, case, extent }
+        let mut rig = Self { device, kv, staging, plans, case, extent };
+        // What is scattered first has been gathered.
+        rig.gather();
+        rig
     }
 
     fn parts(&self, job: usize) -> Vec<Part> {
         let plan = Arc::clone(&self.plans[job]);
-        vec![Part { layer: 0, staging_offset: 0, tokens: self.case.tokens, padded_len: self.extent, plan }]
+        vec![Part {
+            layer: 0,
+            staging_offset: 0,
+            tokens: self.case.tokens,
+            padded_len: 0,
+            codec: self.case.codec,
+            plan,
+        }]
     }
 
     fn scatter(&mut self) {

@@ -100,6 +100,7 @@ internals!(mod io);
 internals!(mod log);
 internals!(mod metrics);
 internals!(mod pipeline);
+internals!(mod remote);
 internals!(mod tier);
 
 pub use error::{Error, ErrorKind, Result};

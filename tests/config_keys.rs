@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use forebay::config::{
-    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa,
+    Admission, Backend, Capacity, Codec, Cufile, DriveSettings, EvictionPolicy, IoEngine, Loader, MinFree, Mode, Numa,
     OnIncompatible, OnOpenFailure, Placement, Settings, StoreWhen,
 };
 use serde_json::Value;
@@ -26,6 +26,7 @@ const CASES: &[Case] = &[
     ("store_when", "finished", |s| s.store_when = StoreWhen::Finished),
     ("max_concurrent_ops", "4", |s| s.max_concurrent_ops = 4),
     ("block_size", "4MiB", |s| s.block_size = 4 << 20),
+    ("codec", "exp4", |s| s.codec = Codec::Exp4),
     ("capacity", "64GiB", |s| s.capacity = Capacity::Bytes(64 << 30)),
     ("tenant_quota", "25%", |s| s.tenant_quota = Some(Capacity::Percent(25.0))),
     ("min_free", "2%", |s| s.min_free = MinFree::Percent(2.0)),
@@ -63,10 +64,13 @@ const CASES: &[Case] = &[
     ("max_held_blocks", "0", |s| s.max_held_blocks = Some(0)),
     ("allow_any_filesystem", "true", |s| s.allow_any_filesystem = true),
     ("enable_rdma", "true", |s| s.enable_rdma = true),
-    ("remote_url", "tcp://h:1", |s| s.remote_url = Some("tcp://h:1".into())),
+    ("remote_url", "s3://b/p", |s| s.remote_url = Some("s3://b/p".into())),
     ("remote_serde", "naive", |s| s.remote_serde = Some("naive".into())),
+    ("remote_timeout_ms", "700", |s| s.remote_timeout_ms = 700),
+    ("remote_staging", "32MiB", |s| s.remote_staging = 32 << 20),
     ("local_cpu", "true", |s| s.local_cpu = true),
     ("max_local_cpu_size", "1.5", |s| s.max_local_cpu_size = 3 << 29),
+    ("prefetch", "no", |s| s.prefetch = false),
     ("enable_blending", "true", |s| s.enable_blending = true),
     ("blend_check_layers", "1,2", |s| s.blend_check_layers = vec![1, 2]),
     ("blend_recompute_ratios", "0.15", |s| s.blend_recompute_ratios = vec![0.15]),

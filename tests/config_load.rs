@@ -44,20 +44,15 @@ fn the_nested_file_loads_as_users_write_it() {
         expected.use_layerwise = true.into();
         expected.save_unfull_chunk = true;
         expected.enable_rdma = true;
-        expected.remote_url = Some("tcp://cache-server:5000".into());
-        expected.remote_serde = Some("msgpack".into());
+        expected.remote_url = Some("s3://cache-server-5000/kv".into());
+        expected.remote_serde = Some("naive".into());
         expected.max_local_cpu_size = 64 << 30;
         assert_eq!(settings, expected);
         assert_eq!(
             not_active(&warnings),
-            [
-                ("remote_config.remote_url", Feature::Remote),
-                ("remote_config.remote_serde", Feature::Remote),
-                ("gds_config.enable_rdma", Feature::Rdma),
-                ("local_config.cache_size_gb", Feature::HostTier),
-            ]
+            [("gds_config.enable_rdma", Feature::Rdma), ("local_config.cache_size_gb", Feature::HostTier),]
         );
-        assert_eq!(warnings.len(), 4, "{warnings:?}");
+        assert_eq!(warnings.len(), 2, "{warnings:?}");
         assert!(warnings.iter().all(|w| w.to_string().contains("in settings.yaml")));
         assert!(warnings.iter().all(|w| !w.to_string().contains("5000")), "a remote address may hold a password");
     }
@@ -89,14 +84,7 @@ fn a_full_lmcache_file_loads_and_its_own_keys_are_warnings() {
     let features: Vec<&str> = not_active(&warnings).iter().map(|(key, _)| *key).collect();
     assert_eq!(
         features,
-        [
-            "remote_url",
-            "remote_serde",
-            "enable_blending",
-            "blend_check_layers",
-            "blend_recompute_ratios",
-            "blend_thresholds"
-        ],
+        ["enable_blending", "blend_check_layers", "blend_recompute_ratios", "blend_thresholds"],
         "local_cpu: False asks for nothing"
     );
     let e = load(LMCACHE, &[("FOREBAY_CONFIG_FILE", "l.yaml")]).unwrap_err();

@@ -156,6 +156,23 @@ fn what_is_stored_when_requests_have_ended_is_right_too() {
 }
 
 #[test]
+fn what_is_read_ahead_for_waiting_requests_is_right_and_is_let_go() {
+    let (mut used, mut held) = (0, 0);
+    for seed in 60..64 {
+        let mut world = if seed % 2 == 0 { world() } else { with_faults(Fault::FlipBit { byte: 4100 }, 9).0 };
+        // What is stored without a memory tier is not in memory when another server comes to load it.
+        drop(run(&world, seed, 100, usual));
+        (world.settings.local_cpu, world.settings.max_local_cpu_size) = (true, 1 << 20);
+        let (_, engine) = run(&world, seed, 150, usual);
+        let stats = engine.stats().unwrap().prefetch;
+        used += stats.used;
+        held += stats.held_bytes;
+        assert_eq!(stats.active, 0, "{stats:?}");
+    }
+    assert!(used > 0 && held == 0, "{used} chunks used, {held} bytes still held");
+}
+
+#[test]
 fn few_held_blocks_give_stores_up_and_lose_no_block() {
     let world = world().with_write_faults(|n, _| (n % 3 == 0).then_some(Fault::Delay(Duration::from_millis(5))));
     run(&world, 40, 150, |o| {

@@ -128,7 +128,7 @@ fn keys_are_turned_as_the_host_device_turns_them() {
     let host = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
     let copy = HostMemory::from_vec(rig.dump().remove(0)).unwrap();
     let host_kv = PagedKv::new(vec![Arc::clone(&copy)], rig.cache.layout()).unwrap();
-    let host_table = (HostMemory::from_vec(table).unwrap(), 0);
+    let host_table = HostMemory::from_vec(table).unwrap();
     let shift = |table| forebay::device::RopeShift {
         layer: 0,
         plane: 0,
@@ -139,10 +139,10 @@ fn keys_are_turned_as_the_host_device_turns_them() {
         kind: FloatKind::F32,
         table,
     };
-    let table = |t| RopeTable::new(t, positions, rotary_dim, FloatKind::F32).unwrap();
+    let table = |t| RopeTable::new(t, 0, positions, rotary_dim, FloatKind::F32).unwrap();
     let gate = forebay::device::Gate::new();
     assert!(host.rope_shift(&host_kv, &shift(table(host_table)), &gate).unwrap());
-    let gpu_table = RopeTable::new((cuda_world::borrow(0, &memory), 0), positions, rotary_dim, FloatKind::F32).unwrap();
+    let gpu_table = table(cuda_world::borrow(0, &memory));
     let stream = world.server.stream(true);
     let after: Vec<_> = world.fence(&stream).into_iter().collect();
     assert!(world.device.rope_shift(&rig.kv, &[shift(Arc::clone(&gpu_table))], &gate, &after).unwrap());

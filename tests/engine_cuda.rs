@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Kv, Shape, World, assert_same, load, matched, prompt, slots, store};
-use forebay::config::Cufile;
+use forebay::ErrorKind;
+use forebay::config::{Codec, Cufile};
 use forebay::device::{Stream, open_device};
 use forebay::engine::{Backpressure, Engine, LoadRequest, MissCause, StoreRequest};
 use forebay::io::{Fault, Op};
@@ -67,6 +68,35 @@ fn every_layout_comes_back_byte_for_byte_through_gpu_memory() {
         same(name, (&a, &slots(n, 1)), (&c, &slots(n, 3)));
     }
     standin().assert_never_waited();
+}
+
+#[test]
+fn coded_kv_is_refused_for_a_gpu_and_stored_anew_where_a_server_without_one_has_stored_it() {
+    let mut w = world(Shape::all().pop().unwrap(), 0);
+    w.settings.codec = Codec::Exp4;
+    let refused = Engine::open_with(w.options()).unwrap_err();
+    assert!(refused.kind() == ErrorKind::Config && refused.to_string().contains("codec"), "{refused}");
+    let (gpu, n) = (std::mem::replace(&mut w.device, open_device("host", &w.settings).unwrap()), 2 * CHUNK);
+    let host = w.open();
+    let (p, a) = (prompt(&host, n, 1), w.kv().like_kv(3));
+    assert_eq!(store(&host, &p, &a, slots(n, 1)).stored, 2);
+    host.close(Instant::now() + LONG).unwrap();
+    drop(host);
+    (w.device, w.settings.codec) = (gpu, Codec::None);
+    let engine = w.open();
+    let b = w.kv();
+    let result = load(&engine, &p, &b, slots(n, 2));
+    assert_eq!((result.tokens, result.missed(MissCause::NotFound)), (0, 2), "{result:?}");
+    assert!(b.everything().iter().all(|byte| *byte == 0));
+    let a = w.kv().filled(5);
+    let result = store(&engine, &p, &a, slots(n, 1));
+    assert_eq!(result.stored + result.already_there, 2, "{result:?}");
+    // The first is dropped by each load that finds it, the ones behind it by later ones.
+    while load(&engine, &p, &b, slots(n, 2)).tokens < n {
+        let result = store(&engine, &p, &a, slots(n, 1));
+        assert_eq!(result.stored + result.already_there, 2, "{result:?}");
+    }
+    same("stored anew", (&a, &slots(n, 1)), (&b, &slots(n, 2)));
 }
 
 #[test]

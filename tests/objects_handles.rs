@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use forebay::ErrorKind;
 use forebay::device::HostMemory;
 use forebay::io::Op;
-use forebay::objects::{BatchKind, OBJECT_METRICS, ObjectCause, ObjectGet, ObjectMemory, ObjectPut, ObjectStore};
+use forebay::objects::{
+    BatchKind, OBJECT_METRICS, ObjectCause, ObjectGet, ObjectMemory, ObjectPut, ObjectRequest, ObjectStore,
+};
 use objects_world::held::Hold;
 use objects_world::*;
 
@@ -48,6 +50,28 @@ fn the_descriptor_is_readable_exactly_while_completions_wait() {
     assert!(!is_readable(&store));
     assert_eq!(store.wait(slow, LONG).unwrap_err().kind(), ErrorKind::NotFound, "taken once");
     assert!(!store.cancel(slow));
+}
+
+#[test]
+fn what_a_caller_waits_for_is_not_drained() {
+    let dir = dir();
+    let (store, hold) = held(dir.path(), Op::Write, 100);
+    hold.begin();
+    let items = vec![object("slow", 1, 100_000)];
+    let slow = store.begin(ObjectRequest::Put(items, Default::default())).unwrap();
+    until(|| hold.kept() == 1);
+    assert_eq!(store.wait(slow, Duration::ZERO).unwrap_err().kind(), ErrorKind::TimedOut);
+    hold.release();
+    // The removal comes after the put, so at its end the put's completion has long been there.
+    until(|| store.stats().pending_keys == 0);
+    let quick = store.begin(ObjectRequest::Delete(vec![b"slow".to_vec()])).unwrap();
+    until(|| store.stats().pending_keys == 0);
+    assert!(!is_readable(&store) && store.drain_completions().is_empty());
+    assert!(store.wait(quick, LONG).unwrap().all_ok());
+    assert!(store.wait(slow, LONG).unwrap().all_ok());
+    assert_eq!(store.wait(slow, LONG).unwrap_err().kind(), ErrorKind::NotFound, "taken once");
+    let empty = store.begin(ObjectRequest::Get(Vec::new())).unwrap();
+    assert_eq!(store.wait(empty, Duration::ZERO).unwrap().results, []);
 }
 
 #[test]

@@ -6,8 +6,10 @@ use std::sync::{Arc, mpsc};
 
 use forebay::device::{
     Device, Gate, GatherJob, Gathered, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part,
-    ScatterJob, Scattered, StagingOptions, StagingPool,
+    ScatterJob, Scattered, StagingOptions, StagingPool, decode_exp4,
 };
+use forebay::format::exp4::CodedShape;
+use forebay::format::layout::Codec;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing};
@@ -38,6 +40,14 @@ impl Rig {
         Self { cache, kv, memories }
     }
 
+    /// Writes noise to all memories, each byte changed.
+    fn fill(&mut self, change: impl Fn(u8) -> u8) {
+        for (i, m) in self.memories.iter().enumerate() {
+            let bytes: Vec<u8> = noise(77 + i as u64, m.len()).into_iter().map(&change).collect();
+            m.write(0, &bytes).unwrap();
+        }
+    }
+
     fn dump(&self) -> Vec<Vec<u8>> {
         let dump = |m: &Arc<HostMemory>| {
             let mut bytes = vec![0; m.len()];
@@ -52,7 +62,8 @@ impl Rig {
         let mut at = 8;
         let part = |(layer, spec): (usize, &LayerSpec)| {
             let padded_len = spec.extent_bytes(tokens).next_multiple_of(256);
-            let part = Part { layer, staging_offset: at, tokens, padded_len, plan: Arc::clone(plan) };
+            let part =
+                Part { layer, staging_offset: at, tokens, padded_len, codec: Codec::None, plan: Arc::clone(plan) };
             at += padded_len;
             part
         };
@@ -149,6 +160,42 @@ proptest! {
         prop_assert_eq!(done.crcs, crcs);
         prop_assert!(done.staging.as_slice() == expected, "staging differs");
         prop_assert!(rig.dump() == before, "a gather wrote to paged memory");
+    }
+
+    #[test]
+    fn coded_extents_hold_and_bring_back_what_uncoded_ones_do((cache, mapping, seed) in case()) {
+        let mut rig = Rig::new(cache, seed);
+        let plan = mapping.plan(rig.cache.shape);
+        let shape_of = |spec: &LayerSpec| CodedShape::of(spec.extent_bytes(mapping.tokens));
+        prop_assume!(rig.cache.specs.iter().all(|spec| shape_of(spec).is_some()));
+        // Few exponents, at whichever byte a value begins, and any sign and mantissa.
+        rig.fill(|byte| byte & 0x83 | 0x38);
+        let (raw_parts, bytes) = rig.parts(&plan, mapping.tokens);
+        let raw = gather(&device(), &rig.kv, staging(bytes), raw_parts.clone());
+        let mut at = 64;
+        let coded_parts: Vec<Part> = raw_parts.iter().map(|part| {
+            let padded_len = shape_of(&rig.cache.specs[part.layer]).unwrap().coded_bytes() + 32;
+            let staging_offset = at;
+            at += padded_len;
+            Part { staging_offset, padded_len, codec: Codec::Exp4, ..part.clone() }
+        }).collect();
+        let coded = gather(&device(), &rig.kv, staging(at), coded_parts.clone());
+        prop_assert!(coded.error.is_none() && !coded.misfit, "{:?}", coded.error);
+        for ((part, uncoded), crc) in coded_parts.iter().zip(&raw_parts).zip(&coded.crcs) {
+            let len = rig.cache.specs[part.layer].extent_bytes(mapping.tokens);
+            let extent = &coded.staging.as_slice()[part.staging_offset..][..part.padded_len - 32];
+            prop_assert_eq!(*crc, crc32fast::hash(extent));
+            let expected = &raw.staging.as_slice()[uncoded.staging_offset..][..len];
+            prop_assert!(decode_exp4(extent, len).unwrap() == expected);
+        }
+        rig.fill(|byte| byte);
+        let scattered = scatter(&device(), &rig.kv, raw.staging, raw_parts);
+        let expected = rig.dump();
+        rig.fill(|byte| byte);
+        let again = scatter(&device(), &rig.kv, coded.staging, coded_parts);
+        prop_assert!(again.error.is_none(), "{:?}", again.error);
+        prop_assert_eq!((again.crcs, again.skipped_blocks), (coded.crcs, scattered.skipped_blocks));
+        prop_assert!(rig.dump() == expected, "paged memory differs");
     }
 
     #[test]

@@ -22,9 +22,13 @@ const MAY_KNOW: &[(&str, &[&str])] = &[
     ("device", &["io", "paged", "geometry", "config", "format"]),
     ("log", &["index", "io", "format", "key", "geometry", "config"]),
     ("tier", &["device", "io", "key"]),
+    ("remote", &["log", "tier", "io", "format", "key", "geometry", "config"]),
     ("pipeline", &["log", "tier", "device", "paged", "io", "format", "key", "geometry", "config"]),
     ("objects", &["log", "device", "io", "format", "index", "key", "geometry", "config"]),
-    ("engine", &["pipeline", "tier", "log", "device", "paged", "io", "format", "index", "key", "geometry", "config"]),
+    (
+        "engine",
+        &["pipeline", "remote", "tier", "log", "device", "paged", "io", "format", "index", "key", "geometry", "config"],
+    ),
     ("connector", &["engine", "device", "paged", "key", "geometry", "config"]),
 ];
 const LEAVES: &[&str] = &["error", "metrics", "Error", "ErrorKind", "Result"];
@@ -289,6 +293,42 @@ fn files_are_short_and_say_what_they_are_for() {
         }
     }
     assert_clean("file length and purpose", &findings);
+}
+
+/// The type that a line declares.
+fn declared(line: &str) -> Option<&str> {
+    let words = line.split_whitespace().skip_while(|word| word.starts_with("pub"));
+    let mut words = words.skip_while(|word| word.ends_with(')'));
+    if !matches!(words.next()?, "struct" | "enum" | "trait" | "union") {
+        return None;
+    }
+    words.next()?.split(|c: char| !c.is_alphanumeric() && c != '_').next()
+}
+
+#[test]
+fn no_two_types_of_the_crate_share_a_name() {
+    let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for source in sources(&["src"]) {
+        // Tests have worlds of their own.
+        if source.path.contains("tests") {
+            continue;
+        }
+        let code = source.text.split("#[cfg(test)]").next().unwrap_or_default();
+        for name in code.lines().filter_map(declared) {
+            places.entry(name.to_owned()).or_default().push(source.path.clone());
+        }
+    }
+    assert!(places.len() > 300, "the check does not see the types: {}", places.len());
+    let shared = places.into_iter().filter(|(_, places)| places.len() > 1);
+    let findings: Vec<String> = shared.map(|(name, places)| format!("{name}: {}", places.join(", "))).collect();
+    assert_clean("a name means one type: call one of them something else", &findings);
+}
+
+#[test]
+fn the_check_of_names_sees_every_kind_of_declaration() {
+    let lines = ["pub(in crate::log) struct A {", "pub enum B<T> {", "trait C: Send {", "    pub(super) struct D(u8);"];
+    assert_eq!(lines.map(declared), [Some("A"), Some("B"), Some("C"), Some("D")]);
+    assert_eq!(["// struct E", "let structure = 1;", ""].map(declared), [None; 3]);
 }
 
 #[test]

@@ -146,8 +146,20 @@ fn texts() -> Result<()> {
     save("shared_lane", "changes", &[2; 48])
 }
 
+/// Extents of values with few exponents, and one that has others too, behind their numbers of values.
+fn extents() -> Result<()> {
+    for (name, values, odd) in [("few", 300u16, 0), ("escapes", 4000, 30)] {
+        let value = |i: u16| if i < odd { i.wrapping_mul(2711) } else { i.wrapping_mul(517) & 0x83ff | 0x3c00 };
+        let raw: Vec<u8> = (0..values).flat_map(|i| value(i).to_le_bytes()).collect();
+        let coded = forebay::device::encode_exp4(&raw).unwrap_or_default();
+        save("coded_extent", name, &[&(values - 1).to_le_bytes()[..], &coded].concat())?;
+    }
+    save("coded_extent", "segments", &[&[0x00, 0x90][..], &[0x3c; 64]].concat())
+}
+
 fn main() -> Result<()> {
     pages()?;
+    extents()?;
     policies()?;
     messages()?;
     texts()

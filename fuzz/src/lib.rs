@@ -5,6 +5,7 @@
 //! committed corpus and over inputs made from it by a seed. Invariants: a target is a function of
 //! its input alone, and panics only where Forebay is wrong.
 
+mod codec;
 mod format;
 mod policy;
 mod shared;
@@ -19,6 +20,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("journal", format::journal),
     ("sealed_table", format::sealed_table),
     ("slot_header", format::slot_header),
+    ("coded_extent", codec::coded_extent),
     ("policy_state", policy::policy_state),
     ("shared_table", shared::shared_table),
     ("shared_lane", shared::shared_lane),

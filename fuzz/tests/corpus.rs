@@ -1,6 +1,6 @@
 //! Every target over its committed corpus, and over inputs made from it by a seed: seconds of what
 //! `make fuzz` does for hours. `FOREBAY_FUZZ_RUNS` and `FOREBAY_FUZZ_SEED` choose how many and
-//! which.
+//! which, `FOREBAY_FUZZ_TARGET` one target.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test")]
 
@@ -93,7 +93,8 @@ fn tried(name: &str, target: Target, input: &[u8], which: &str) {
 #[test]
 fn targets_hold_over_their_corpus_and_what_is_made_from_it() {
     let (runs, seed) = (asked("FOREBAY_FUZZ_RUNS", RUNS), asked("FOREBAY_FUZZ_SEED", 1));
-    for (name, target) in TARGETS {
+    let only = std::env::var("FOREBAY_FUZZ_TARGET").ok();
+    for (name, target) in TARGETS.iter().filter(|(name, _)| only.as_deref().is_none_or(|only| only == *name)) {
         let inputs = corpus(name);
         assert!(!inputs.is_empty(), "the corpus of {name} is empty");
         for (path, input) in &inputs {

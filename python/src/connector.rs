@@ -72,6 +72,7 @@ fn options(mut options: ConnectorOptions, keywords: Option<&Bound<'_, PyDict>>) 
             "save_decode_cache" => options.save_decode_cache = value.extract()?,
             "save_unfull_chunk" => options.save_unfull_chunk = value.extract()?,
             "join_loads" => options.join_loads = value.extract()?,
+            "prefetch" => options.prefetch = value.extract()?,
             "min_load_tokens" => options.min_load_tokens = value.extract()?,
             "recompute_tokens_per_s" => options.recompute_tokens_per_s = value.extract()?,
             "load_timeout_ms" => options.load_timeout_ms = value.extract()?,
@@ -188,8 +189,9 @@ impl SchedulerSide {
     }
 
     /// Takes a request up and hashes its prompt. `transferred`: tokens that another server says it
-    /// has stored or is storing.
-    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0))]
+    /// has stored or is storing. `computed`: tokens that the server has in a cache of its own.
+    #[pyo3(signature = (req_id, tokens, extra=None, skip_save=false, skip_load=false, transferred=0, computed=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python call")]
     fn on_new_request(
         &self,
         req_id: &str,
@@ -198,11 +200,13 @@ impl SchedulerSide {
         skip_save: bool,
         skip_load: bool,
         transferred: usize,
+        computed: usize,
     ) -> PyResult<()> {
         let tokens = convert::tokens(tokens)?;
         let extra = convert::extra(extra)?;
         self.with(|s| {
-            s.on_new_request(AddRequest { req_id, tokens: &tokens, extra: &extra, skip_save, skip_load, transferred });
+            let (tokens, extra) = (&tokens, &extra);
+            s.on_new_request(AddRequest { req_id, tokens, extra, skip_save, skip_load, transferred, computed });
             Ok(())
         })
     }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use forebay::config::{Loader, Settings};
-use forebay::device::Stream;
+use forebay::device::{FloatKind, RopeTable, Stream};
 use forebay::engine::SlotMapping;
 use forebay::geometry::{DType, Geometry, LayerKind, LayerSpec, PlaneSpec, Shard};
 use forebay::key::{Extra, LoraId, MmItem};
@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString};
 use serde_json::{Map, Value};
 
+use crate::buffer::describe;
 use crate::error::{IntoPy, invalid, to_py};
 use crate::ints::{bools, ints};
 
@@ -309,4 +310,27 @@ pub(crate) fn stream(object: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Strea
     let Some(object) = object else { return Ok(None) };
     let handle = if object.hasattr("cuda_stream")? { object.getattr("cuda_stream")? } else { object.clone() };
     Ok(Some(Stream(handle.extract()?)))
+}
+
+/// The element type of keys or of a rotary table, by torch's or struct's name.
+pub(crate) fn floats(name: &str) -> PyResult<FloatKind> {
+    match name.strip_prefix("torch.").unwrap_or(name) {
+        "float32" | "f" => Ok(FloatKind::F32),
+        "bfloat16" => Ok(FloatKind::Bf16),
+        "float16" | "e" => Ok(FloatKind::F16),
+        other => {
+            let e = invalid(format!("elements of type {other:?} cannot be rotated"));
+            Err(to_py(&e.advice("keys and tables may be float32, bfloat16 or float16")))
+        }
+    }
+}
+
+/// A rotary table `[positions, rotary_dim]`: per position all cosines, then all sines.
+pub(crate) fn rope_table(object: &Bound<'_, PyAny>) -> PyResult<Arc<RopeTable>> {
+    let table = describe(object)?;
+    let (&[positions, rotary_dim], true) = (table.shape.as_slice(), table.is_dense()) else {
+        let e = invalid(format!("a rotary table of shape {:?}", table.shape));
+        return Err(to_py(&e.advice("give [positions, rotary_dim], its rows one after the other")));
+    };
+    RopeTable::new(table.memory()?, 0, positions, rotary_dim, floats(&table.format)?).py()
 }

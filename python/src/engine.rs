@@ -6,15 +6,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::device::open_device;
-use forebay::engine::{Backpressure, Computed, Engine, LoadRequest, Prompt, StoreRequest};
+use forebay::device::{RopeStyle, open_device};
+use forebay::engine::{Backpressure, Computed, Engine, KeyTurn, LoadRequest, Prompt, StoreRequest};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt};
 
 use crate::convert::{self, PyGeometry};
 use crate::error::{IntoPy, invalid, to_py};
+use crate::ints::ints;
 use crate::load::PyLoad;
 use crate::paged::{Hints, PyPagedKv, paged_kv};
+use crate::prefetch::PyPrefetch;
 use crate::store::PyStore;
 
 /// What `close` waits for where the caller does not say.
@@ -275,6 +277,57 @@ impl PyEngine {
         (request.layerwise, request.stream) = (by_layer, stream);
         let load = py.detach(|| engine.load(request)).py()?;
         Ok(PyLoad::new(load, stream, self.on_host))
+    }
+
+    /// Reads what the drives have of the prompt, from token `start` to `stop`, and memory has not,
+    /// into the memory tier, for a load to come. Returns at once; needs no memory of the server's.
+    #[pyo3(signature = (tokens, extra=None, *, start=0, stop=None))]
+    fn prefetch(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extra: Option<&Bound<'_, PyAny>>,
+        start: usize,
+        stop: Option<usize>,
+    ) -> PyResult<PyPrefetch> {
+        let (engine, prompt) = (self.get()?, self.prompt_of(py, tokens, extra)?);
+        let stop = stop.unwrap_or(prompt.len());
+        Ok(PyPrefetch::new(py.detach(|| engine.prefetch(&prompt, start..stop)).py()?))
+    }
+
+    /// Turns keys in place from the positions that they are rotated for to others, by the server's
+    /// own table; returns when that is done.
+    #[pyo3(signature = (kv_layers, slot_mapping, old_positions, new_positions, table, *, dtype, neox=true, layers=None,
+        stream=None, layout=None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
+    fn turn_keys(
+        &self,
+        py: Python<'_>,
+        kv_layers: &Bound<'_, PyAny>,
+        slot_mapping: &Bound<'_, PyAny>,
+        old_positions: &Bound<'_, PyAny>,
+        new_positions: &Bound<'_, PyAny>,
+        table: &Bound<'_, PyAny>,
+        dtype: &str,
+        neox: bool,
+        layers: Option<Vec<usize>>,
+        stream: Option<&Bound<'_, PyAny>>,
+        layout: Option<String>,
+    ) -> PyResult<()> {
+        let engine = self.get()?;
+        let kv = paged_kv(engine.geometry(), kv_layers, &self.hints(layout))?;
+        let turn = KeyTurn {
+            layers: layers.unwrap_or_else(|| (0..kv.layout().num_layers()).collect()),
+            kv,
+            slots: ints(slot_mapping)?.into(),
+            old_positions: ints(old_positions)?.into(),
+            new_positions: ints(new_positions)?.into(),
+            style: if neox { RopeStyle::Neox } else { RopeStyle::GptJ },
+            kind: convert::floats(dtype)?,
+            table: convert::rope_table(table)?,
+            stream: convert::stream(stream)?,
+        };
+        py.detach(|| engine.turn_keys(&turn)).py()
     }
 
     /// A prompt of full chunks that have names (bytes or text) in place of tokens.

@@ -18,6 +18,7 @@ mod logging;
 mod objects;
 mod paged;
 mod pins;
+mod prefetch;
 mod program;
 mod stats;
 mod store;
@@ -43,6 +44,8 @@ mod module {
     use super::objects::{PyObjectStore, object_digest};
     #[pymodule_export]
     use super::paged::PyPagedKv;
+    #[pymodule_export]
+    use super::prefetch::PyPrefetch;
     #[pymodule_export]
     use super::program::_set_program;
     #[pymodule_export]

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use forebay::device::HostMemory;
 use forebay::objects::{
-    BatchKind, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectPut, ObjectStore, PutOptions,
+    BatchKind, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectPut, ObjectRequest, ObjectStore,
+    PutOptions,
 };
 use forebay::{Error, ErrorKind};
 use pyo3::prelude::*;
@@ -80,8 +81,10 @@ impl PyObjectStore {
         }
     }
 
-    fn finish(&self, py: Python<'_>, id: u64) -> PyResult<Vec<bool>> {
+    /// Does what was asked for, and waits. No thread that drains sees anything of it.
+    fn run(&self, py: Python<'_>, request: ObjectRequest) -> PyResult<Vec<bool>> {
         let store = self.get_store()?;
+        let id = store.begin(request).py()?;
         let waited = in_slices(py, None, |slice| match store.wait(id, slice) {
             Err(e) if e.kind() == ErrorKind::TimedOut => None,
             other => Some(other),
@@ -90,8 +93,11 @@ impl PyObjectStore {
             Ok(Some(done)) => done.py()?,
             Ok(None) => return Err(to_py(&Error::new(ErrorKind::Internal, "a wait without an end ended"))),
             Err(interrupted) => {
-                // The caller's buffers are his again.
-                py.detach(|| store.cancel(id));
+                // The caller's buffers are his again, and the completion is nobody's.
+                py.detach(|| {
+                    store.cancel(id);
+                    drop(store.wait(id, Duration::ZERO));
+                });
                 return Err(interrupted);
             }
         };
@@ -184,27 +190,23 @@ impl PyObjectStore {
     #[pyo3(signature = (items, ttl_s=None))]
     fn put(&self, py: Python<'_>, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<Vec<bool>> {
         let (puts, options) = puts(items, ttl_s)?;
-        let id = self.get_store()?.submit_put(puts, options).py()?;
-        self.finish(py, id)
+        self.run(py, ObjectRequest::Put(puts, options))
     }
 
     /// Reads objects into buffers: a dict, or (key, value) pairs, as for `put`. The buffers of a value must have the
     /// object's length together. An answer for each key, in order.
     fn get(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        let id = self.get_store()?.submit_get(gets(items)?).py()?;
-        self.finish(py, id)
+        self.run(py, ObjectRequest::Get(gets(items)?))
     }
 
     /// Which of the keys are stored.
     fn exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        let id = self.get_store()?.submit_exists(self::keys(keys)?).py()?;
-        self.finish(py, id)
+        self.run(py, ObjectRequest::Exists(self::keys(keys)?))
     }
 
     /// Removes objects; which of them were there.
     fn delete(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        let id = self.get_store()?.submit_delete(self::keys(keys)?).py()?;
-        self.finish(py, id)
+        self.run(py, ObjectRequest::Delete(self::keys(keys)?))
     }
 
     /// Begins a put and returns its number. The buffers must not change until its completion is

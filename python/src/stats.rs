@@ -45,6 +45,33 @@ pub(crate) fn engine<'py>(py: Python<'py>, s: &EngineStats) -> PyResult<Bound<'p
     all.set_item("sheds", sheds)?;
     all.set_item("load_staging", staging(py, s.load_staging)?)?;
     all.set_item("store_staging", staging(py, s.store_staging)?)?;
+    let of = &s.memory;
+    let memory = [
+        ("bytes", of.bytes),
+        ("used_bytes", of.used_bytes),
+        ("hits", of.hits),
+        ("misses", of.misses),
+        ("loaded_bytes", of.loaded_bytes),
+        ("filled", of.filled),
+        ("evicted", of.evicted),
+        ("damaged", of.damaged),
+    ];
+    all.set_item("memory", dict(py, &memory)?)?;
+    let of = &s.prefetch;
+    let prefetch = [
+        ("requests", of.requests),
+        ("active", of.active as u64),
+        ("held_bytes", of.held_bytes),
+        ("in_memory", of.in_memory),
+        ("read", of.read),
+        ("failed", of.failed),
+        ("no_room", of.no_room),
+        ("cancelled", of.cancelled),
+        ("read_bytes", of.read_bytes),
+        ("used", of.used),
+        ("wasted", of.wasted),
+    ];
+    all.set_item("prefetch", dict(py, &prefetch)?)?;
     let log = &s.log;
     let figures = [
         ("disk_bytes", log.disk_bytes),

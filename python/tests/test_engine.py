@@ -293,3 +293,22 @@ def test_figures_and_logs(cache: Path, caplog: pytest.LogCaptureFixture) -> None
         assert "forebay_stored_chunks_total 2" in eng.metrics()
     _logging.flush()
     assert any("enable_rdma" in r.message and r.name.startswith("forebay") for r in caplog.records), caplog.records
+
+
+def test_a_prefetch_brings_chunks_into_memory(cache: Path, eng: forebay.Engine) -> None:
+    tokens = list(range(64))
+    eng.store(tokens, kv(), slots(64)).wait()
+    assert eng.prefetch(tokens).wait() == {"found": 0, "in_memory": 0, "read": 0, "failed": 0, "no_room": 0, "cancelled": False, "off": True}
+    with forebay.Engine(config(cache, local_cpu=True, max_local_cpu_size="1MiB"), geometry()) as reader:
+        ahead = reader.prefetch(tokens, start=CHUNK)
+        found = ahead.wait(timeout_ms=60_000)
+        assert (found["found"], found["read"], found["off"]) == (1, 1, False)
+        assert ahead.done and ahead.counts == found
+        assert reader.prefetch(tokens, stop=CHUNK).wait(60_000)["read"] == 1
+        target = kv(0)
+        assert reader.load(tokens, target, slots(64)).wait().tokens == 64
+        assert np.array_equal(flat(target[2])[:, slots(64)], flat(kv()[2])[:, slots(64)])
+        assert reader.stats()["read_bytes"] == 0 and reader.stats()["memory"]["hits"] == 2
+        assert reader.stats()["prefetch"]["used"] == 2
+        ahead.cancel()
+        assert reader.stats()["prefetch"]["held_bytes"] == 0

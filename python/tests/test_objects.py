@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,25 @@ def test_batches_end_on_a_descriptor(objs: forebay.ObjectStore) -> None:
     (got,) = objs.drain_completions()
     assert got.results == [False, False] and got.lengths[0] == 5 and got.causes == ["wrong_length", "not_found"]
     assert objs.cancel(got.id) is False
+
+
+def test_a_thread_that_drains_takes_nothing_from_a_call_that_waits(objs: forebay.ObjectStore) -> None:
+    stop, drained = threading.Event(), list[forebay.Completion]()
+
+    def drain() -> None:
+        while not stop.is_set():
+            drained.extend(objs.drain_completions())
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    try:
+        for i in range(300):
+            assert objs.put({f"k{i}": b"value"}) == [True] and objs.exists([f"k{i}"]) == [True]
+            assert objs.delete([f"k{i}"]) == [True]
+    finally:
+        stop.set()
+        thread.join()
+    assert drained == []
 
 
 def test_a_submit_answers_for_what_it_cannot_do(cache: Path) -> None:

@@ -48,6 +48,18 @@ pub enum Cufile {
     Never,
 }
 
+/// How KV is coded on the drives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Codec {
+    /// Not at all.
+    #[default]
+    None,
+    /// bfloat16 without loss in three quarters of its bytes; other types as they are.
+    Exp4,
+}
+
 /// How chunks are spread over several drives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -51,9 +51,7 @@ const RELATED: [(&str, &str); 9] = [
 ];
 
 /// Settings whose feature does nothing yet, or is off.
-const NOT_ACTIVE: [(&str, Feature); 8] = [
-    ("remote_url", Feature::Remote),
-    ("remote_serde", Feature::Remote),
+const NOT_ACTIVE: [(&str, Feature); 6] = [
     ("enable_rdma", Feature::Rdma),
     ("max_local_cpu_size", Feature::HostTier),
     ("enable_blending", Feature::Blending),

@@ -26,8 +26,8 @@ mod value;
 mod warning;
 
 pub use choices::{
-    Admission, Backend, Capacity, Cufile, DriveSettings, EvictionPolicy, IoEngine, Layerwise, MinFree, Mode, Numa,
-    OnIncompatible, OnOpenFailure, Placement, StoreWhen,
+    Admission, Backend, Capacity, Codec, Cufile, DriveSettings, EvictionPolicy, IoEngine, Layerwise, MinFree, Mode,
+    Numa, OnIncompatible, OnOpenFailure, Placement, StoreWhen,
 };
 pub use load::Loader;
 pub use place::CacheIdentity;
@@ -87,6 +87,10 @@ pub struct Settings {
     /// Bytes of one I/O request; larger extents are split.
     #[serde(with = "value::size")]
     pub block_size: usize,
+    /// How KV is coded that is stored from now on; what is stored keeps its codec and is read with any
+    /// setting.
+    #[serde(deserialize_with = "value::choice")]
+    pub codec: Codec,
     /// Bytes the cache may take on disk, over all lanes and namespaces.
     #[serde(deserialize_with = "value::loose")]
     pub capacity: Capacity,
@@ -208,16 +212,25 @@ pub struct Settings {
     /// RDMA to a remote tier; not active yet.
     #[serde(deserialize_with = "value::loose")]
     pub enable_rdma: bool,
-    /// Address of a remote tier; not active yet.
+    /// Address of an object store below the drives; `None` for no remote tier.
     pub remote_url: Option<String>,
-    /// Encoding towards the remote tier; not active yet.
+    /// Encoding towards the remote tier; only `naive`, which is none.
     pub remote_serde: Option<String>,
+    /// Milliseconds that one request to the remote tier may take, for each 8 MiB that it moves.
+    #[serde(deserialize_with = "value::loose")]
+    pub remote_timeout_ms: u64,
+    /// Bytes of memory for chunks on their way to and from the remote tier.
+    #[serde(with = "value::size")]
+    pub remote_staging: usize,
     /// Chunks loaded or stored lately are kept in host memory, above the drives.
     #[serde(deserialize_with = "value::loose")]
     pub local_cpu: bool,
     /// Bytes of that memory, of each process (plain numbers in files are GiB, as in LMCache).
     #[serde(with = "value::gigabytes")]
     pub max_local_cpu_size: u64,
+    /// What is stored of requests that wait in a serving engine is read into that memory ahead.
+    #[serde(deserialize_with = "value::loose")]
+    pub prefetch: bool,
     /// Reuse of chunks at other positions; not active yet.
     #[serde(deserialize_with = "value::loose")]
     pub enable_blending: bool,
@@ -245,6 +258,7 @@ impl Default for Settings {
             store_when: StoreWhen::Computed,
             max_concurrent_ops: 32,
             block_size: MIB,
+            codec: Codec::None,
             capacity: Capacity::Percent(80.0),
             tenant_quota: None,
             min_free: MinFree::Auto,
@@ -284,8 +298,11 @@ impl Default for Settings {
             enable_rdma: false,
             remote_url: None,
             remote_serde: None,
+            remote_timeout_ms: 5000,
+            remote_staging: 256 * MIB,
             local_cpu: false,
             max_local_cpu_size: 5 << 30,
+            prefetch: true,
             enable_blending: false,
             blend_check_layers: Vec::new(),
             blend_recompute_ratios: Vec::new(),

@@ -75,6 +75,7 @@ pub(super) fn check(s: &Settings) -> Checked {
     )?;
     between("lease_share", &s.lease_share, 0.01, 0.25, "")?;
     serving(s)?;
+    remote(s)?;
     if let super::Numa::Node(node) = s.numa {
         between("numa", &node, 0, 1023, "")?;
     }
@@ -108,6 +109,47 @@ fn serving(s: &Settings) -> Checked {
         "fingerprint",
         format!("more than {MAX_FINGERPRINT_BYTES} bytes are no digest"),
         "use a digest, or a name of your own",
+    )
+}
+
+/// Addresses of the remote tier that there is something for.
+const REMOTE_SCHEMES: [&str; 11] = ["s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "file"];
+
+fn remote(s: &Settings) -> Checked {
+    if let Some(url) = &s.remote_url {
+        // The rest of the address may hold a password.
+        let scheme = url.split_once("://").map_or("", |(scheme, _)| scheme);
+        ensure(
+            REMOTE_SCHEMES.contains(&scheme),
+            "remote_url",
+            match scheme {
+                "" => "no address: it has no scheme".to_owned(),
+                _ => format!("there is no remote tier over {scheme}://"),
+            },
+            "use an object store: s3://BUCKET/PREFIX, gs://…, az://…, https://… (WebDAV) or file:///DIRECTORY",
+        )?;
+        let has_password =
+            url.split_once("://").is_some_and(|(_, rest)| rest.split('/').next().is_some_and(|h| h.contains('@')));
+        ensure(
+            !has_password || scheme.starts_with("abfs"),
+            "remote_url",
+            "the address holds a user or a password",
+            "give credentials by the environment, the files that it names, or the instance's role",
+        )?;
+    }
+    let serde = s.remote_serde.as_deref().unwrap_or("naive");
+    ensure(
+        serde == "naive",
+        "remote_serde",
+        format!("{serde:?} is not there: chunks are uploaded as they lie on the drive"),
+        "write naive, or leave it out",
+    )?;
+    between("remote_timeout_ms", &s.remote_timeout_ms, 10, 600_000, " ms")?;
+    ensure(
+        s.remote_staging >= 16 * MIB,
+        "remote_staging",
+        format!("{} bytes are too few", s.remote_staging),
+        "use at least 16MiB; 256MiB suits most networks",
     )
 }
 

@@ -33,8 +33,6 @@ impl fmt::Display for Origin {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Feature {
-    /// A remote tier below the drives.
-    Remote,
     /// RDMA.
     Rdma,
     /// Reuse of chunks at other positions.
@@ -48,7 +46,6 @@ impl Feature {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
-            Self::Remote => "the remote tier",
             Self::Rdma => "RDMA",
             Self::Blending => "blending",
             Self::HostTier => "the memory tier",

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::meta::WorkerMeta;
-use crate::engine::{Engine, Lookup, Prompt};
+use crate::engine::{Engine, Fetch, Lookup, Prompt};
 use crate::error::Result;
 
 /// A question that goes to the workers with the next step.
@@ -75,19 +75,27 @@ pub trait PrefixLookup: Send {
 pub struct EngineLookup {
     engines: Vec<Arc<Engine>>,
     pins: Pins,
+    fetches: Fetches,
+    patience: Duration,
 }
 
 impl EngineLookup {
     /// Asks one engine per rank.
     #[must_use]
     pub fn new(engines: Vec<Arc<Engine>>) -> Self {
-        Self { engines, pins: Pins::default() }
+        let timeout_ms = engines.first().map_or(0, |engine| engine.settings().load_timeout_ms);
+        let patience = Duration::from_millis(timeout_ms);
+        Self { engines, pins: Pins::default(), fetches: Fetches::default(), patience }
     }
 }
 
 impl PrefixLookup for EngineLookup {
-    fn stored_tokens(&mut self, _req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
-        Ok(Some(least(self.engines.iter().map(AsRef::as_ref), prompt)?.unwrap_or(0)))
+    fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
+        let engines = || self.engines.iter().map(AsRef::as_ref);
+        if self.fetches.is_coming(engines(), (req_id, prompt), self.patience)? {
+            return Ok(None);
+        }
+        Ok(Some(least(engines(), prompt)?.unwrap_or(0)))
     }
 
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
@@ -100,6 +108,46 @@ impl PrefixLookup for EngineLookup {
 
     fn forget(&mut self, req_id: &str) {
         self.pins.unpin(req_id);
+        self.fetches.forget(req_id);
+    }
+}
+
+/// What is on its way from the remote tier for requests that wait. A request is fetched for once.
+#[derive(Debug, Default)]
+pub(super) struct Fetches {
+    /// Per request, one fetch of each engine; none once they are over.
+    of: HashMap<String, Vec<Fetch>>,
+}
+
+impl Fetches {
+    /// Whether chunks of a request are still coming to `engines`, for at most `patience` since it
+    /// was asked first.
+    pub(super) fn is_coming<'a>(
+        &mut self,
+        engines: impl Iterator<Item = &'a Engine>,
+        (req_id, prompt): (&str, &Prompt),
+        patience: Duration,
+    ) -> Result<bool> {
+        if let Some(fetches) = self.of.get_mut(req_id) {
+            // A fetch ends at its deadline.
+            fetches.retain(|fetch| !fetch.is_over());
+            return Ok(!fetches.is_empty());
+        }
+        let mut engines = engines.filter(|engine| engine.has_remote()).peekable();
+        if engines.peek().is_none() {
+            return Ok(false);
+        }
+        let deadline = Instant::now() + patience;
+        let mut fetches = engines.map(|engine| engine.fetch(prompt, deadline)).collect::<Result<Vec<_>>>()?;
+        fetches.retain(|fetch| !fetch.is_over());
+        let is_coming = !fetches.is_empty();
+        self.of.insert(req_id.to_owned(), fetches);
+        Ok(is_coming)
+    }
+
+    /// The request has ended: what still comes for it does not matter.
+    pub(super) fn forget(&mut self, req_id: &str) {
+        self.of.remove(req_id);
     }
 }
 

@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,6 +82,19 @@ pub struct Question {
     pub prompt: PromptPart,
 }
 
+/// What the workers read ahead for a request that waits: what they have stored of these tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PrefetchOrder {
+    /// The request.
+    pub req_id: String,
+    /// Its tokens, as far as they are needed and were not sent before.
+    pub prompt: PromptPart,
+    /// First token that is wanted.
+    pub start: usize,
+    /// End of the tokens that are wanted.
+    pub stop: usize,
+}
+
 /// What the workers do in one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepMeta {
@@ -107,6 +120,10 @@ pub struct StepMeta {
     /// The ranks that store nothing, because an earlier one stores the same KV in the same place;
     /// `None` where nothing has changed.
     pub silent: Option<Vec<u32>>,
+    /// Prefetches, which come after the loads.
+    pub prefetches: Vec<PrefetchOrder>,
+    /// Requests whose prefetch is not needed any more.
+    pub unwanted: Vec<String>,
 }
 
 impl StepMeta {
@@ -121,6 +138,8 @@ impl StepMeta {
             && self.questions.is_empty()
             && self.acknowledged.is_empty()
             && self.silent.is_none()
+            && self.prefetches.is_empty()
+            && self.unwanted.is_empty()
     }
 
     /// Bytes of it; none where there is nothing to do.

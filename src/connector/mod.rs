@@ -28,7 +28,9 @@ mod worker;
 mod worker_identity;
 
 pub use lookup::{EngineLookup, PendingQuestion, PrefixLookup};
-pub use meta::{BlockSpan, LoadOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta};
+pub use meta::{
+    BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question, SaveOrder, StepMeta, StoredChunk, WorkerMeta,
+};
 pub use options::{ConnectorOptions, Role, block_multiple, effective_chunk_tokens, windowed_chunk_tokens};
 pub use ranks::RanksLookup;
 pub use scheduler::{

@@ -94,6 +94,9 @@ pub struct ConnectorOptions {
     /// A request whose chunks are being loaded for another one waits for that load instead of
     /// loading them again; of use where the server shares blocks of equal prefixes.
     pub join_loads: bool,
+    /// What is stored of requests that wait is read into the workers' memory ahead; of use where they
+    /// have a memory tier.
+    pub prefetch: bool,
     /// Loads of fewer tokens are not worth it.
     pub min_load_tokens: usize,
     /// Tokens that the server computes per second; where loads are measured to be slower, none is
@@ -170,6 +173,7 @@ impl ConnectorOptions {
             save_unfull_chunk: settings.save_unfull_chunk,
             store_when: settings.store_when,
             join_loads: true,
+            prefetch: settings.prefetch && settings.local_cpu,
             min_load_tokens: settings.min_load_tokens,
             recompute_tokens_per_s: settings.recompute_tokens_per_s,
             load_timeout_ms: settings.load_timeout_ms,

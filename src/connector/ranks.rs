@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::lookup::{PendingQuestion, Pins, PrefixLookup, least};
+use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least};
 use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
 use crate::config::{CacheIdentity, Settings};
@@ -63,6 +63,7 @@ pub struct RanksLookup {
     ranks: BTreeMap<u32, KnownRank>,
     tables: BTreeMap<CacheShard, Engine>,
     pins: Pins,
+    fetches: Fetches,
     /// Since when lookups miss a rank that has not said who it is.
     missing_since: Option<Instant>,
     is_silent_said: bool,
@@ -85,6 +86,7 @@ impl RanksLookup {
             ranks: BTreeMap::new(),
             tables: BTreeMap::new(),
             pins: Pins::default(),
+            fetches: Fetches::default(),
             missing_since: None,
             is_silent_said: false,
             requests: HashMap::new(),
@@ -170,6 +172,9 @@ impl RanksLookup {
 
 impl PrefixLookup for RanksLookup {
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>> {
+        if self.fetches.is_coming(self.tables.values(), (req_id, prompt), self.patience)? {
+            return Ok(None);
+        }
         let seen = least(self.tables.values(), prompt)?;
         let upto = seen.unwrap_or(prompt.len());
         if upto == 0 {
@@ -249,6 +254,7 @@ impl PrefixLookup for RanksLookup {
 
     fn forget(&mut self, req_id: &str) {
         self.pins.unpin(req_id);
+        self.fetches.forget(req_id);
         if let Some(asked) = self.requests.remove(req_id) {
             self.open.remove(&asked.number);
         }

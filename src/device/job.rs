@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::{Fence, Gate, PagedKv};
 use crate::error::Error;
+use crate::format::layout::Codec;
 use crate::io::Buf;
 use crate::paged::ChunkPlan;
 
@@ -22,6 +23,8 @@ pub struct Part {
     /// Bytes of the extent with its padding, which a gather sets to zero; a scatter only reads the
     /// unpadded bytes.
     pub padded_len: usize,
+    /// How the extent is coded. Zeros are an extent of zeros in every codec.
+    pub codec: Codec,
     /// The slots of the chunk's tokens in the KV cache group of this layer.
     pub plan: Arc<ChunkPlan>,
 }
@@ -97,6 +100,8 @@ pub struct Gathered {
     pub crcs: Vec<u32>,
     /// The gate was or became closed: the staging bytes mean nothing.
     pub skipped: bool,
+    /// A part does not fit its codec: the staging bytes mean nothing.
+    pub misfit: bool,
     /// Blocks of opaque layers that are zero in staging because not all of their tokens were in the
     /// plan, ascending.
     pub skipped_blocks: Vec<u32>,

@@ -33,18 +33,20 @@ mod staging;
 
 pub use crate::io::MemorySpace;
 pub use fence::Stream;
+pub use floats::FloatKind;
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
 pub use open::open_device;
 pub use region::HugePages;
+pub use rope::{RopeStyle, RopeTable};
 
 internals!(use fence::{Fence, Point, add_fence});
-internals!(use floats::FloatKind);
 internals!(use frame::{Frame, FrameFill});
+internals!(use host::{CodecKernels, decode_exp4, encode_exp4});
 internals!(use gate::{Gate, GateGuard, OwnedGuard});
 internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
 internals!(use region::{HostRegion, PageKind, RegionOptions});
-internals!(use rope::{RopeShift, RopeStyle, RopeTable});
+internals!(use rope::RopeShift);
 internals!(use staging::{FreeHook, StagingOptions, StagingPool});
 
 /// A mover of KV between staging and paged memory.
@@ -62,6 +64,16 @@ pub trait Device: Send + Sync {
     /// Moves tokens out of paged KV.
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn gather(&self, job: GatherJob);
+
+    /// Turns keys in place to other positions, after `after`, and waits for it. No load or store may
+    /// use their slots meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where a shift does not suit the
+    /// paged KV: nothing is turned then; on a GPU also what the driver says: keys may then be
+    /// turned or not.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
+    fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], after: &[Fence]) -> Result<()>;
 
     /// Zeroed memory for paged KV where this device works; for tools and tests, servers bring their
     /// own.

@@ -7,6 +7,8 @@ use std::ops::Range;
 
 use super::{PagedKv, Part};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::exp4::CodedShape;
+use crate::format::layout::Codec;
 use crate::geometry::{LayerKind, MAX_CHUNK_TOKENS};
 use crate::paged::ChunkPlan;
 
@@ -14,8 +16,12 @@ use crate::paged::ChunkPlan;
 pub(super) struct Resolved<'a> {
     pub(super) plan: &'a ChunkPlan,
     pub(super) tokens: usize,
+    /// Bytes of KV in the extent.
+    pub(super) payload: usize,
     /// Bytes of the unpadded extent in staging.
     pub(super) extent: Range<usize>,
+    /// Their shape, where they are coded.
+    pub(super) coded: Option<CodedShape>,
     /// End of the padding in staging.
     pub(super) padded_end: usize,
     pub(super) body: Body,
@@ -76,7 +82,14 @@ pub(super) fn resolve<'a>(kv: &PagedKv, part: &'a Part, staging_len: usize) -> R
     if part.tokens > MAX_CHUNK_TOKENS as usize || plan.chunk_tokens() > part.tokens {
         return Err(bad(format!("a plan of {} tokens for a chunk of {}", plan.chunk_tokens(), part.tokens)));
     }
-    let bytes = spec.extent_bytes(part.tokens);
+    let payload = spec.extent_bytes(part.tokens);
+    let coded = match part.codec {
+        Codec::None => None,
+        Codec::Exp4 => {
+            Some(CodedShape::of(payload).ok_or_else(|| bad(format!("{payload} bytes are no values of 16 bits")))?)
+        }
+    };
+    let bytes = coded.map_or(payload, CodedShape::coded_bytes);
     let end = |len: usize| part.staging_offset.checked_add(len).filter(|&e| e <= staging_len);
     let (Some(extent_end), Some(padded_end)) = (end(bytes), end(part.padded_len.max(bytes))) else {
         return Err(bad(format!(
@@ -117,5 +130,13 @@ pub(super) fn resolve<'a>(kv: &PagedKv, part: &'a Part, staging_len: usize) -> R
             Body::Planes(planes.collect())
         }
     };
-    Ok(Resolved { plan, tokens: part.tokens, extent: part.staging_offset..extent_end, padded_end, body })
+    Ok(Resolved {
+        plan,
+        tokens: part.tokens,
+        payload,
+        extent: part.staging_offset..extent_end,
+        coded,
+        padded_end,
+        body,
+    })
 }

@@ -88,8 +88,9 @@ impl RopeTable {
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where the rows are not inside the memory or not aligned to their
     /// elements, or where `rotary_dim` is odd or zero.
-    pub fn new<M: KvMemory>(
-        (memory, offset): (Arc<M>, usize),
+    pub fn new(
+        memory: Arc<dyn KvMemory>,
+        offset: usize,
         positions: usize,
         rotary_dim: usize,
         kind: FloatKind,

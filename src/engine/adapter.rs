@@ -7,6 +7,7 @@ use crate::format::layout::SlotLayout;
 use crate::io::{Buf, Done, Rejected, Request};
 use crate::log::{Bad, Chunk, Log, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::pipeline::{Begun, ChunkSink, ChunkSource, MissCause, ShedCause};
+use crate::remote::Remote;
 use crate::tier::FrameId;
 
 /// A chunk that was located; its lease lives as long as this.
@@ -57,8 +58,14 @@ impl ChunkSource for LogSource {
     }
 }
 
-/// A slot that is being written.
-struct LogSink(SlotWriter, FrameId);
+/// A slot that is being written, and who wants to know when it is published.
+struct LogSink(SlotWriter, FrameId, Option<Upload>);
+
+/// Where a chunk goes once it is on a drive.
+pub(super) struct Upload {
+    pub(super) log: Arc<Log>,
+    pub(super) remote: Arc<Remote>,
+}
 
 impl ChunkSink for LogSink {
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
@@ -73,23 +80,36 @@ impl ChunkSink for LogSink {
         Some(self.1)
     }
 
+    fn misfit(&self) {
+        self.0.misfit();
+    }
+
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {
-        self.0.commit(&crcs, done);
+        let Some(Upload { log, remote }) = &self.2 else { return self.0.commit(&crcs, done) };
+        let (log, remote, key) = (Arc::clone(log), Arc::clone(remote), self.1.key);
+        let published = move |result: Result<()>| {
+            if result.is_ok() {
+                remote.published(&log, key);
+            }
+            done(result);
+        };
+        self.0.commit(&crcs, Box::new(published));
     }
 }
 
-/// Opens a slot for `spec`.
-pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>) -> Begun {
-    let again = |why, log, spec| Begun::NotYet(why, Box::new(move || begin(log, spec)));
+/// Opens a slot for `spec`; what is published goes to `remote` too.
+pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote>>) -> Begun {
+    let again = |why, log, spec, remote| Begun::NotYet(why, Box::new(move || begin(log, spec, remote)));
     match log.begin_put(spec) {
         Ok(PutOutcome::Started(put)) => {
             let id = FrameId { key: *put.key(), sequence: put.sequence() };
-            Begun::Open(Arc::new(LogSink(SlotWriter::new(put), id)))
+            let upload = remote.map(|remote| Upload { log, remote });
+            Begun::Open(Arc::new(LogSink(SlotWriter::new(put), id, upload)))
         }
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
-        Ok(PutOutcome::NoRoom(spec)) => again(ShedCause::NoSpace, log, spec),
+        Ok(PutOutcome::NoRoom(spec)) => again(ShedCause::NoSpace, log, spec, remote),
         // The tenant's oldest chunks are being given up.
-        Ok(PutOutcome::NotAdmitted(Refusal::Quota, spec)) => again(ShedCause::Quota, log, spec),
+        Ok(PutOutcome::NotAdmitted(Refusal::Quota, spec)) => again(ShedCause::Quota, log, spec, remote),
         Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => Begun::Shed(ShedCause::Budget),
         // No drive takes puts: those that have failed are left alone for longer than any store waits.
         Err(e) if e.kind() == ErrorKind::Busy => Begun::Shed(ShedCause::NoSpace),

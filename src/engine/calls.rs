@@ -9,13 +9,14 @@ use super::plan::Planner;
 use super::{Engine, EngineInner, LoadRequest, Lookup, Prompt, StoreRequest, storing};
 use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::Codec;
 use crate::io::MemorySpace;
 use crate::key::{self, ChunkKey, Extra};
-use crate::log::{Chunk, Log};
+use crate::log::{Bad, Chunk, Log};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
-const LOAD_LEASE: Duration = Duration::from_secs(60);
+pub(super) const LOAD_LEASE: Duration = Duration::from_secs(60);
 
 impl Engine {
     /// How many tokens of `prompt`, from its start, are stored: full chunks, and the longest
@@ -152,6 +153,11 @@ impl Engine {
         }
         let removed = log.remove(&keys)?.iter().filter(|there| **there).count();
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.remove(prompt.keys(), prompt.tenant())?;
+            // What was fetched before it was deleted there.
+            log.remove(prompt.keys())?;
+        }
         Ok(removed)
     }
 
@@ -164,6 +170,10 @@ impl Engine {
         let log = inner.open_log()?;
         let removed = log.remove_tenant(tenant)?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(Some(tenant))?;
+            log.remove_tenant(tenant)?;
+        }
         Ok(removed)
     }
 
@@ -176,6 +186,10 @@ impl Engine {
         let log = inner.open_log()?;
         log.clear()?;
         inner.sweep_memory(&log);
+        if let Some(remote) = &inner.remote {
+            remote.clear(None)?;
+            log.clear()?;
+        }
         Ok(())
     }
 
@@ -203,7 +217,7 @@ impl Engine {
 }
 
 /// The longest partial chunk in the place of chunk `at` that `prompt` starts with there.
-fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
+pub(super) fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
     let rest = prompt.len() - at * prompt.chunk_tokens();
     let lens = log.lookup_partials(&prompt.parent_of(at));
     let mut fitting = lens.into_iter().map(usize::from).filter(|&len| len <= rest);
@@ -235,12 +249,12 @@ impl EngineInner {
     }
 
     /// What the caller's stream must have done before its memory is written.
-    fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
+    pub(super) fn fences(&self, stream: Option<Stream>) -> Result<Vec<Fence>> {
         let device = &self.options.device;
         let Some(stream) = stream.filter(|_| device.place() != MemorySpace::Host) else { return Ok(Vec::new()) };
         let captured = || {
-            Error::new(ErrorKind::InvalidInput, "a load cannot start on a stream that is being captured into a graph")
-                .advice("start loads before the graph is captured or replayed")
+            Error::new(ErrorKind::InvalidInput, "nothing can start on a stream that is being captured into a graph")
+                .advice("start it before the graph is captured or replayed")
         };
         device.fence(stream)?.map(|fence| vec![fence]).ok_or_else(captured)
     }
@@ -290,6 +304,11 @@ impl LoadPlanner<'_> {
     fn locate(&self, key: &ChunkKey, lease: Duration) -> Option<(Arc<Log>, Chunk)> {
         let log = self.inner.log()?;
         let chunk = log.locate(key, lease)?;
+        if chunk.layout.codec() != Codec::None && self.inner.options.device.place() != MemorySpace::Host {
+            // No kernel decodes it. It is dropped, so that it is stored again without a codec.
+            log.report_bad(&chunk, Bad::Corrupt);
+            return None;
+        }
         log.note_used(std::slice::from_ref(key));
         Some((log, chunk))
     }

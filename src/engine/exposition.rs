@@ -6,7 +6,8 @@ use super::{Engine, EngineInner};
 use crate::error::Result;
 use crate::io::IoCounts;
 use crate::metrics::{Description, Exposition, Kind, metric_table};
-use crate::pipeline::{MissCause, ShedCause};
+use crate::pipeline::{MissCause, PrefetchStats, ShedCause};
+use crate::remote::RemoteStats;
 use crate::tier::MemoryStats;
 
 metric_table! {
@@ -39,9 +40,25 @@ metric_table! {
     MEMORY_USED = Gauge "forebay_memory_used_bytes" [] "Bytes of the memory tier's frames that hold a chunk or are being filled.";
     MEMORY_LOOKUPS = Counter "forebay_memory_chunks_total" ["result"] "Chunks of loads: found in memory (hit), or not (miss).";
     MEMORY_LOADED = Counter "forebay_memory_loaded_bytes_total" [] "Payload bytes that loads took from memory.";
-    MEMORY_FILLED = Counter "forebay_memory_filled_chunks_total" [] "Chunks that loads and stores brought into memory.";
+    MEMORY_FILLED = Counter "forebay_memory_filled_chunks_total" [] "Chunks that loads, stores and prefetches brought into memory.";
     MEMORY_EVICTED = Counter "forebay_memory_evicted_chunks_total" [] "Chunks that left memory to make room.";
     MEMORY_DAMAGED = Counter "forebay_memory_damaged_chunks_total" [] "Chunks that failed their CRC in memory and were read from the drive.";
+    PREFETCHES = Counter "forebay_prefetches_total" [] "Prefetches begun.";
+    PREFETCHES_ACTIVE = Gauge "forebay_prefetches_active" [] "Prefetches that have not ended.";
+    PREFETCH_HELD = Gauge "forebay_prefetch_held_bytes" [] "Bytes of memory that prefetches hold for loads to come.";
+    PREFETCH_CHUNKS = Counter "forebay_prefetch_chunks_total" ["result"] "Chunks of prefetches: read into memory, in_memory already, no_room in memory, failed, or cancelled while they were read.";
+    PREFETCH_READ = Counter "forebay_prefetch_read_bytes_total" [] "Bytes read from slots by prefetches, headers and padding included.";
+    PREFETCH_USED = Counter "forebay_prefetch_used_chunks_total" [] "Chunks that a prefetch read and a load found in memory.";
+    PREFETCH_WASTED = Counter "forebay_prefetch_wasted_chunks_total" [] "Chunks that a prefetch read and that left memory before a load found them.";
+    REMOTE_FAILING = Gauge "forebay_remote_failing" [] "1 while the remote tier is left alone because it fails.";
+    REMOTE_FETCHED = Counter "forebay_remote_fetched_chunks_total" [] "Chunks brought from the remote tier to a drive.";
+    REMOTE_FETCHED_BYTES = Counter "forebay_remote_fetched_bytes_total" [] "Bytes of their slots.";
+    REMOTE_MISSED = Counter "forebay_remote_missed_chunks_total" ["cause"] "Chunks at which a fetch from the remote tier ended, by cause: absent where the store does not have it.";
+    REMOTE_UPLOADED = Counter "forebay_remote_uploaded_chunks_total" [] "Chunks uploaded to the remote tier.";
+    REMOTE_UPLOADED_BYTES = Counter "forebay_remote_uploaded_bytes_total" [] "Bytes of their slots.";
+    REMOTE_PRESENT = Counter "forebay_remote_present_chunks_total" [] "Chunks that were to be uploaded and were there already.";
+    REMOTE_SHED = Counter "forebay_remote_shed_chunks_total" ["cause"] "Chunks that were to be uploaded and were not, by cause.";
+    REMOTE_QUEUED = Gauge "forebay_remote_queued_chunks" [] "Chunks that wait to be uploaded.";
     QUARANTINED = Gauge "forebay_staging_quarantined" [] "Timed-out requests whose I/O has not ended; each holds a staging slot.";
     IO_IN_FLIGHT = Gauge "forebay_io_in_flight" ["drive", "direction"] "Requests that a queue has accepted and not ended.";
     IO_REQUESTS = Counter "forebay_io_requests_total" ["drive", "direction", "result"] "Requests by their end: ok, error, timeout, rejected.";
@@ -68,7 +85,7 @@ metric_table! {
     SEALED = Counter "forebay_sealed_segments_total" [] "Segments sealed.";
     RETIRED = Counter "forebay_retired_segments_total" [] "Segments taken out of use after a write error.";
     REMOVED = Counter "forebay_removed_chunks_total" [] "Chunks removed by command.";
-    BAD = Counter "forebay_bad_chunks_total" [] "Chunks that loads reported as corrupt, unreadable or timed out.";
+    BAD = Counter "forebay_bad_chunks_total" [] "Chunks that loads and prefetches reported as corrupt, unreadable or timed out.";
     WRITE_ERRORS = Counter "forebay_log_write_errors_total" [] "Journal writes, seals and flushes that failed.";
     RECOVERED = Counter "forebay_recovered_records_total" [] "Records found when the cache was opened.";
     DAMAGED = Counter "forebay_damaged_records_total" [] "Records found damaged when the cache was opened.";
@@ -97,6 +114,8 @@ impl Engine {
         inner.expose_calls(&mut e, &stats);
         expose_staging(&mut e, &stats);
         expose_memory(&mut e, &stats.memory);
+        expose_prefetches(&mut e, &stats.prefetch);
+        expose_remote(&mut e, &stats.remote);
         inner.expose_drives(&mut e, &stats);
         expose_log(&mut e, &stats);
         Ok(e)
@@ -173,6 +192,40 @@ fn expose_memory(e: &mut Exposition, of: &MemoryStats) {
     e.value(&MEMORY_FILLED, &[], of.filled as f64);
     e.value(&MEMORY_EVICTED, &[], of.evicted as f64);
     e.value(&MEMORY_DAMAGED, &[], of.damaged as f64);
+}
+
+fn expose_prefetches(e: &mut Exposition, of: &PrefetchStats) {
+    e.value(&PREFETCHES, &[], of.requests as f64);
+    e.value(&PREFETCHES_ACTIVE, &[], of.active as f64);
+    e.value(&PREFETCH_HELD, &[], of.held_bytes as f64);
+    for (result, chunks) in [
+        ("read", of.read),
+        ("in_memory", of.in_memory),
+        ("no_room", of.no_room),
+        ("failed", of.failed),
+        ("cancelled", of.cancelled),
+    ] {
+        e.value(&PREFETCH_CHUNKS, &[result], chunks as f64);
+    }
+    e.value(&PREFETCH_READ, &[], of.read_bytes as f64);
+    e.value(&PREFETCH_USED, &[], of.used as f64);
+    e.value(&PREFETCH_WASTED, &[], of.wasted as f64);
+}
+
+fn expose_remote(e: &mut Exposition, of: &RemoteStats) {
+    e.value(&REMOTE_FAILING, &[], f64::from(u8::from(of.failing)));
+    e.value(&REMOTE_FETCHED, &[], of.fetched as f64);
+    e.value(&REMOTE_FETCHED_BYTES, &[], of.fetched_bytes as f64);
+    for (cause, chunks) in &of.not_fetched {
+        e.value(&REMOTE_MISSED, &[cause], *chunks as f64);
+    }
+    e.value(&REMOTE_UPLOADED, &[], of.uploaded as f64);
+    e.value(&REMOTE_UPLOADED_BYTES, &[], of.uploaded_bytes as f64);
+    e.value(&REMOTE_PRESENT, &[], of.present as f64);
+    for (cause, chunks) in &of.not_uploaded {
+        e.value(&REMOTE_SHED, &[cause], *chunks as f64);
+    }
+    e.value(&REMOTE_QUEUED, &[], of.queued as f64);
 }
 
 fn expose_queue(e: &mut Exposition, (drive, direction): (&str, &str), counts: &IoCounts) {

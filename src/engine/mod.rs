@@ -2,7 +2,7 @@
 //!
 //! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the
 //! log, bytes through the pipeline. The calls of the forward path ([`Engine::lookup`],
-//! [`Engine::load`], [`Engine::store`]) return without waiting for a drive.
+//! [`Engine::load`], [`Engine::store`], [`Engine::prefetch`]) return without waiting for a drive.
 //!
 //! Invariants:
 //! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss,
@@ -54,27 +54,33 @@ use crate::geometry::Geometry;
 use crate::key::Extra;
 use crate::log::{Clock, DriveFactory, Log, Opening};
 use crate::pipeline::Pipeline;
+use crate::remote::Remote;
 
 mod adapter;
 mod calls;
 mod exposition;
 mod open;
 mod plan;
+mod prefetching;
 mod prompt;
+mod remote;
 mod request;
 mod stats;
 mod storing;
+mod turn;
 
 pub use crate::io::{EventFd, set_program};
 pub use crate::pipeline::{
-    Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, ShedCause, Store,
-    StoreResult,
+    Backpressure, Cancelled, Computed, LayerReady, Load, LoadResult, LoadTicket, MissCause, Prefetch, PrefetchResult,
+    PrefetchStats, ShedCause, Store, StoreResult,
 };
 internals!(use exposition::METRICS);
+pub use crate::remote::{Fetch, RemoteStats};
 pub use crate::tier::MemoryStats;
 pub use prompt::Prompt;
 pub use request::{LoadRequest, Lookup, SlotMapping, StoreRequest};
 pub use stats::{EngineStats, StagingStats};
+pub use turn::KeyTurn;
 
 /// How often a cache that could not be opened is tried again.
 const REOPEN_EVERY: Duration = Duration::from_secs(10);
@@ -95,6 +101,10 @@ pub struct EngineOptions {
     /// Makes the drives' queues; `None` for the best that this machine gives.
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub drive_factory: Option<DriveFactory>,
+    /// Variables in which the remote tier looks for credentials and endpoints; `None` for the
+    /// process's.
+    #[cfg_attr(not(feature = "internals"), doc(hidden))]
+    pub remote_env: Option<Vec<(String, String)>>,
     /// Time, as chunks' ages are measured; `None` for the machine's.
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
     pub clock: Option<Arc<dyn Clock>>,
@@ -113,6 +123,7 @@ impl EngineOptions {
             device,
             segment_bytes: None,
             drive_factory: None,
+            remote_env: None,
             clock: None,
             reopen_every: REOPEN_EVERY,
         }
@@ -124,6 +135,7 @@ struct EngineInner {
     geometry: Geometry,
     pipeline: Pipeline,
     opening: Arc<Opening>,
+    remote: Option<Arc<Remote>>,
     counters: stats::EngineCounters,
     pid: u32,
 }
@@ -174,8 +186,9 @@ impl Engine {
         let pipeline_options = open::pipeline_options(&options.settings, &geometry, &*options.device)?;
         let pipeline = Pipeline::new(&pipeline_options, Arc::clone(&options.device))?;
         let opening = open::opening(&options, &geometry, (&pipeline_options, pipeline.is_loading()))?;
+        let remote = open::remote(&options, &geometry)?;
         let (counters, pid) = (stats::EngineCounters::default(), std::process::id());
-        let inner = Arc::new(EngineInner { options, geometry, pipeline, opening, counters, pid });
+        let inner = Arc::new(EngineInner { options, geometry, pipeline, opening, remote, counters, pid });
         Ok(Self { inner })
     }
 
@@ -245,6 +258,7 @@ impl Engine {
         let inner = self.check()?;
         inner.opening.stop_trying();
         inner.pipeline.close(deadline);
+        inner.close_remote(deadline);
         inner.opening.close(deadline)
     }
 }
@@ -264,6 +278,7 @@ impl Drop for Engine {
             return;
         }
         self.inner.pipeline.close(Instant::now());
+        self.inner.remote.iter().for_each(|remote| remote.close());
         if let Err(e) = self.close(Instant::now() + DROP_PATIENCE) {
             tracing::warn!(error = %e, "the cache was not closed cleanly");
         }

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use super::EngineOptions;
-use crate::config::{Cufile, Settings};
+use crate::config::{Codec, Cufile, Settings};
 use crate::device::{Device, StagingOptions, StagingPool};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
-use crate::log::{IsLoading, Log, LogOptions, Opening};
+use crate::log::{IsLoading, Log, LogOptions, Opening, codec_of};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
+use crate::remote::{Remote, RemoteOptions};
 use crate::tier::MemoryTier;
 
 /// Extents are moved together up to this many bytes where layers matter one by one.
@@ -25,6 +26,9 @@ const DEVICE_GROUP_BYTES: usize = 4 << 20;
 /// is still in the processor's caches when it is checked and copied. With 64 MiB, loads are a
 /// quarter slower.
 const HOST_WINDOW_BYTES: usize = 8 << 20;
+/// Bytes of prefetches in flight: a millisecond of a drive or less, which is what a load that begins
+/// may have to wait for.
+const PREFETCH_BYTES: usize = 2 << 20;
 /// Of the staging in a GPU's memory, one part in this many is for stores.
 const STORE_SHARE: usize = 4;
 /// Staging is cut into at least this many slots, where extents allow.
@@ -93,7 +97,12 @@ pub(super) fn pipeline_options(
     } else {
         ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging"))
     };
-    let memory = memory_tier(settings, &layout, host)?;
+    if !host && settings.codec != Codec::None {
+        return Err(Error::new(ErrorKind::Config, "codec: KV in a GPU's memory cannot be coded yet")
+            .advice("set codec: none, or keep the KV in host memory"));
+    }
+    let stored = SlotLayout::of_coded_chunk(geometry, geometry.chunk_tokens, codec_of(settings));
+    let memory = memory_tier(settings, &stored, host)?;
     let load_pool = pool(loads.0, loads.1)?;
     let store_pool = pool(stores.0, stores.1)?;
     Ok(PipelineOptions {
@@ -103,6 +112,7 @@ pub(super) fn pipeline_options(
         group_bytes: GROUP_BYTES,
         whole_group_bytes,
         window_bytes: window_bytes(settings, host),
+        prefetch_bytes: PREFETCH_BYTES,
         max_stores: MAX_STORES,
         max_store_bytes: (stores.0 as u64).saturating_mul(STORE_BACKLOG),
         io_timeout: settings.io_timeout(),
@@ -124,6 +134,15 @@ fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<O
     let context =
         |e: Error| Error::new(e.kind(), format!("max_local_cpu_size: {size} bytes, a chunk takes {chunk}")).source(e);
     MemoryTier::new(&options).map(Some).map_err(context)
+}
+
+/// The remote tier, where the settings name one.
+pub(super) fn remote(options: &EngineOptions, geometry: &Geometry) -> Result<Option<Arc<Remote>>> {
+    let Some(mut of) = RemoteOptions::of_settings(&options.settings) else { return Ok(None) };
+    if let Some(env) = &options.remote_env {
+        of.env.clone_from(env);
+    }
+    Remote::open(&of, geometry).map(Some)
 }
 
 /// Opens the log, now or as soon as that works.

@@ -9,7 +9,8 @@ use crate::device::StagingPool;
 use crate::error::Result;
 use crate::log::LogStats;
 use crate::metrics::Histogram;
-use crate::pipeline::{MissCause, ShedCause};
+use crate::pipeline::{MissCause, PrefetchStats, ShedCause};
+use crate::remote::RemoteStats;
 use crate::tier::MemoryStats;
 
 /// Counters of calls that reach neither pipeline nor log.
@@ -96,6 +97,10 @@ pub struct EngineStats {
     pub store_staging: StagingStats,
     /// The memory tier; nothing where there is none.
     pub memory: MemoryStats,
+    /// Prefetches into it.
+    pub prefetch: PrefetchStats,
+    /// The remote tier; nothing where there is none.
+    pub remote: RemoteStats,
     /// Requests that timed out and whose I/O has not ended, over all queues; each holds a staging
     /// slot.
     pub quarantined: usize,
@@ -138,6 +143,20 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// Of these, what concerns the memory tier; quick, for every step of a server.
+    #[must_use]
+    pub fn memory_stats(&self) -> MemoryStats {
+        self.inner.pipeline.memory().map(|tier| tier.stats()).unwrap_or_default()
+    }
+
+    /// Of these, what concerns prefetches; as quick.
+    #[must_use]
+    pub fn prefetch_stats(&self) -> PrefetchStats {
+        self.inner.pipeline.prefetch_stats()
+    }
+}
+
 impl EngineInner {
     pub(super) fn stats(&self) -> EngineStats {
         let (pipeline, of) = (&self.pipeline, self.pipeline.stats());
@@ -163,6 +182,8 @@ impl EngineInner {
             load_staging: StagingStats::of(pipeline.load_pool()),
             store_staging: StagingStats::of(pipeline.store_pool()),
             memory: pipeline.memory().map(|tier| tier.stats()).unwrap_or_default(),
+            prefetch: pipeline.prefetch_stats(),
+            remote: self.remote.as_ref().map_or_else(RemoteStats::off, |remote| remote.stats()),
             ..EngineStats::default()
         };
         if let Some(log) = self.log() {

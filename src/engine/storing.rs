@@ -9,7 +9,6 @@ use super::plan::Planner;
 use super::request::MappedTokens;
 use super::{EngineInner, StoreRequest, adapter};
 use crate::error::Result;
-use crate::format::layout::SlotLayout;
 use crate::key::ChunkKey;
 use crate::log::{Log, PutSpec, StoreCandidate};
 use crate::pipeline::{ShedCause, StoreChunk, StoreChunks, StorePlan, StoreSpec};
@@ -112,23 +111,21 @@ impl EngineInner {
         let Chosen { chunks, already_there, shed } = chosen;
         let mut plan = StorePlan { chunks: Vec::with_capacity(chunks.len()), already_there, shed };
         let Some((log, first)) = self.log().zip(chunks.first()) else { return Ok(plan) };
-        let full = SlotLayout::of_chunk(&self.geometry, self.geometry.chunk_tokens);
         let (root, near) = (Some(first.key), log.near(&request.prompt.parent_of(first.index)));
         for chunk in &chunks {
             let tokens = chunk.tokens.len() as u32;
-            let layout = if tokens == self.geometry.chunk_tokens {
-                full.clone()
-            } else {
-                SlotLayout::of_chunk(&self.geometry, tokens)
-            };
-            let put = Box::new(PutSpec { root, near, ..self.put_spec(&log, request, chunk) });
+            let codec = log.next_codec();
+            let layout = log.chunk_layout(tokens, codec);
+            let put = Box::new(PutSpec { root, near, codec, ..self.put_spec(&log, request, chunk) });
             let log = Arc::clone(&log);
+            // Partial chunks are of use to the next request of their own machine only.
+            let remote = self.remote.clone().filter(|_| tokens == self.geometry.chunk_tokens);
             plan.chunks.push(StoreChunk {
                 layout,
                 tokens,
                 plans: planner.plans(chunk.tokens.clone())?,
                 layer_groups: Arc::clone(&planner.layer_classes),
-                begin: Box::new(move || adapter::begin(log, put)),
+                begin: Box::new(move || adapter::begin(log, put, remote)),
             });
         }
         Ok(plan)

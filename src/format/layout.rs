@@ -1,5 +1,5 @@
-//! Where the header and every extent of a slot lie: a function of geometry and token count alone,
-//! so that all layers can be read before the header has been seen.
+//! Where the header and every extent of a slot lie: a function of geometry, token count and codec
+//! alone, so that all layers can be read before the header has been seen.
 //!
 //! A slot is `[gap][header][extent 0][extent 1]…[padding]`. Extents start on 4 KiB; where rounding
 //! them to 64 KiB costs less than 2 % of the payload they start on 64 KiB, and the gap lets the
@@ -8,7 +8,8 @@
 use std::sync::Arc;
 
 use super::PAGE_BYTES;
-use crate::geometry::Geometry;
+use super::exp4::CodedShape;
+use crate::geometry::{Geometry, LayerKind, LayerSpec};
 
 /// Coarse alignment of extents, where it is cheap.
 pub const COARSE_BYTES: usize = 64 << 10;
@@ -19,15 +20,50 @@ pub const LAYER_ENTRY_BYTES: usize = 16;
 /// Bytes every header keeps free for TLVs.
 pub const TLV_RESERVE_BYTES: usize = 512;
 
+/// How the bytes of an extent, or of the extents of a slot, are coded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Codec {
+    /// Not at all.
+    #[default]
+    None,
+    /// As [`super::exp4`] says. In a slot: those extents that become smaller by it.
+    Exp4,
+}
+
+impl Codec {
+    /// Its number in slot headers.
+    #[must_use]
+    pub const fn to_u16(self) -> u16 {
+        match self {
+            Self::None => 0,
+            Self::Exp4 => 1,
+        }
+    }
+
+    /// The codec with a number.
+    #[must_use]
+    pub const fn from_u16(number: u16) -> Option<Self> {
+        match number {
+            0 => Some(Self::None),
+            1 => Some(Self::Exp4),
+            _ => None,
+        }
+    }
+}
+
 /// Place of one extent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
     /// Offset from the start of the slot, in bytes.
     pub offset: u64,
-    /// Unpadded length in bytes.
+    /// Unpadded length on disk in bytes.
     pub len: u32,
     /// Length on disk in bytes, a multiple of 4 KiB; the rest is zero.
     pub padded_len: u32,
+    /// Bytes of KV, or of the object, in it: those before the codec.
+    pub payload: u32,
+    /// How they are coded.
+    pub codec: Codec,
 }
 
 /// The layout of a slot. Cheap to clone.
@@ -49,33 +85,47 @@ impl SlotLayout {
     /// The layout of a chunk of `tokens` tokens.
     #[must_use]
     pub fn of_chunk(geometry: &Geometry, tokens: u32) -> Self {
-        let lens: Vec<usize> = geometry.layers.iter().map(|l| l.extent_bytes(tokens as usize)).collect();
-        Self::new(&lens, 0)
+        Self::of_coded_chunk(geometry, tokens, Codec::None)
+    }
+
+    /// The layout of a chunk of `tokens` tokens with a codec. Where the whole slot becomes no smaller
+    /// by it, as with most element types, it is that without.
+    #[must_use]
+    pub fn of_coded_chunk(geometry: &Geometry, tokens: u32, codec: Codec) -> Self {
+        let of = |layer: &LayerSpec| Sizes::of(layer, tokens as usize);
+        let raw: Vec<Sizes> = geometry.layers.iter().map(of).collect();
+        let plain = Self::new(&raw, 0);
+        if codec == Codec::None || geometry.dtype.bytes != 2 || !BFLOAT16.contains(&geometry.dtype.name.as_str()) {
+            return plain;
+        }
+        let coded: Vec<Sizes> = geometry.layers.iter().zip(raw).map(|(layer, sizes)| sizes.coded(layer)).collect();
+        let coded = Self::new(&coded, 0);
+        if coded.slot_bytes < plain.slot_bytes { coded } else { plain }
     }
 
     /// The layout of a slot with one extent of `len` bytes: an object or a part of one, with
     /// `tlv_bytes` for TLVs in its header.
     #[must_use]
     pub fn of_bytes(len: usize, tlv_bytes: usize) -> Self {
-        Self::new(&[len], tlv_bytes)
+        Self::new(&[Sizes { payload: len, len, codec: Codec::None }], tlv_bytes)
     }
 
-    fn new(lens: &[usize], tlv_bytes: usize) -> Self {
-        let header = HEADER_FIXED_BYTES + lens.len() * LAYER_ENTRY_BYTES + TLV_RESERVE_BYTES + tlv_bytes;
+    fn new(sizes: &[Sizes], tlv_bytes: usize) -> Self {
+        let header = HEADER_FIXED_BYTES + sizes.len() * LAYER_ENTRY_BYTES + TLV_RESERVE_BYTES + tlv_bytes;
         let header_bytes = header.next_multiple_of(PAGE_BYTES);
-        let payload: usize = lens.iter().sum();
-        let rounded = |align: usize| -> usize { lens.iter().map(|l| l.next_multiple_of(align)).sum() };
-        let coarse_cost = rounded(COARSE_BYTES) + header_bytes.next_multiple_of(COARSE_BYTES) - payload - header_bytes;
-        let align = if coarse_cost * 50 < payload { COARSE_BYTES } else { PAGE_BYTES };
+        let bytes: usize = sizes.iter().map(|s| s.len).sum();
+        let rounded = |align: usize| -> usize { sizes.iter().map(|s| s.len.next_multiple_of(align)).sum() };
+        let coarse_cost = rounded(COARSE_BYTES) + header_bytes.next_multiple_of(COARSE_BYTES) - bytes - header_bytes;
+        let align = if coarse_cost * 50 < bytes { COARSE_BYTES } else { PAGE_BYTES };
         let data = header_bytes.next_multiple_of(align);
         let mut at = data;
-        let extents = lens
+        let extents = sizes
             .iter()
-            .map(|&len| {
+            .map(|&Sizes { payload, len, codec }| {
                 let padded = len.next_multiple_of(align);
-                let extent = Extent { offset: at as u64, len: len as u32, padded_len: padded as u32 };
+                let (offset, padded_len) = (at as u64, padded as u32);
                 at += padded;
-                extent
+                Extent { offset, len: len as u32, padded_len, payload: payload as u32, codec }
             })
             .collect();
         Self {
@@ -87,9 +137,54 @@ impl SlotLayout {
         }
     }
 
+    /// The codec of the slot: that of any of its extents.
+    #[must_use]
+    pub fn codec(&self) -> Codec {
+        if self.extents.iter().any(|e| e.codec == Codec::Exp4) { Codec::Exp4 } else { Codec::None }
+    }
+
+    /// Bytes of KV, or of the object, in it: those before the codec.
+    #[must_use]
+    pub fn payload(&self) -> u64 {
+        self.extents.iter().map(|e| u64::from(e.payload)).sum()
+    }
+
     /// Length of the slot in 4 KiB pages.
     #[must_use]
     pub fn pages(&self) -> u32 {
         (self.slot_bytes / PAGE_BYTES as u64) as u32
+    }
+}
+
+/// Names of the element type that `exp4` is for. Float16 has five bits of exponent, of which it would
+/// save one.
+const BFLOAT16: [&str; 2] = ["bfloat16", "bf16"];
+
+/// Sizes of one extent.
+#[derive(Clone, Copy)]
+struct Sizes {
+    payload: usize,
+    len: usize,
+    codec: Codec,
+}
+
+impl Sizes {
+    /// Those of a layer's extent without a codec.
+    fn of(layer: &LayerSpec, tokens: usize) -> Self {
+        let payload = layer.extent_bytes(tokens);
+        Self { payload, len: payload, codec: Codec::None }
+    }
+
+    /// The same with `exp4`, where the layer consists of 16-bit values and becomes smaller.
+    fn coded(self, layer: &LayerSpec) -> Self {
+        let is_even = match layer.kind {
+            LayerKind::Opaque { block_bytes, .. } => block_bytes.is_multiple_of(2),
+            _ => layer.planes.iter().all(|p| p.head_bytes.is_multiple_of(2)),
+        };
+        let shape = CodedShape::of(self.payload).filter(|_| is_even);
+        match shape.map(CodedShape::coded_bytes) {
+            Some(len) if len < self.payload.next_multiple_of(PAGE_BYTES) => Self { len, codec: Codec::Exp4, ..self },
+            _ => self,
+        }
     }
 }

@@ -6,6 +6,7 @@
 //! is still true (reused segment, newer version elsewhere) is for the log to judge.
 
 pub mod budget;
+pub mod exp4;
 pub mod floors;
 pub mod journal;
 pub mod layout;

@@ -1,6 +1,6 @@
 //! The header of a slot: what lies in it, with the CRC of every extent.
 
-use super::layout::{HEADER_FIXED_BYTES, LAYER_ENTRY_BYTES, SlotLayout};
+use super::layout::{Codec, HEADER_FIXED_BYTES, LAYER_ENTRY_BYTES, SlotLayout};
 use super::record::KeyKind;
 use super::{FeatureAccess, PAGE_BYTES, access, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
@@ -17,6 +17,8 @@ pub const MAX_HEADER_BYTES: usize = 1 << 20;
 
 /// TLV with an object's name.
 pub const TLV_OBJECT_NAME: u16 = 2;
+/// TLV with namespace and shard, in the objects of a remote store.
+pub const TLV_NAMESPACE: u16 = 3;
 
 /// One extent as the header describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,8 +52,8 @@ pub struct SlotHeader {
     pub start_position: u64,
     /// State of the K cache's rotary embedding: 0 as computed at `start_position`.
     pub rope_state: u32,
-    /// Codec of the payload: 0 none.
-    pub codec: u16,
+    /// Codec of the extents; those that it makes no smaller are not coded.
+    pub codec: Codec,
     /// Payload bytes before the codec: of all layers, or of the object.
     pub logical_len: u64,
     /// Unix milliseconds at which it was stored.
@@ -93,7 +95,7 @@ impl SlotHeader {
             depth: 0,
             start_position: 0,
             rope_state: 0,
-            codec: 0,
+            codec: Codec::None,
             logical_len: 0,
             created_ms: 0,
             expiry_s: 0,
@@ -134,7 +136,7 @@ impl SlotHeader {
         le::put_u32(&mut b, 116, self.depth);
         le::put_u64(&mut b, 120, self.start_position);
         le::put_u32(&mut b, 128, self.rope_state);
-        le::put_u16(&mut b, 132, self.codec);
+        le::put_u16(&mut b, 132, self.codec.to_u16());
         le::put_u16(&mut b, 134, CHECKSUM_CRC32);
         le::put_u32(&mut b, 136, self.layers.iter().filter(|l| l.len > 0).count() as u32);
         le::put_u64(&mut b, 144, self.logical_len);
@@ -192,14 +194,15 @@ impl SlotHeader {
         if le::get_u32(b, CRC_AT) != sum {
             return Err(corrupt("a slot header fails its CRC"));
         }
-        if access(le::get_u32(b, 20), le::get_u32(b, 24)) == FeatureAccess::Refuse
-            || le::get_u16(b, 134) != CHECKSUM_CRC32
-        {
+        let codec = Codec::from_u16(le::get_u16(b, 132));
+        let is_known = access(le::get_u32(b, 20), le::get_u32(b, 24)) != FeatureAccess::Refuse
+            && le::get_u16(b, 134) == CHECKSUM_CRC32;
+        let Some(codec) = codec.filter(|_| is_known) else {
             return Err(Error::new(
                 ErrorKind::Incompatible,
                 "a slot was written with features this version does not know",
             ));
-        }
+        };
         let count = le::get_u32(b, 36) as usize;
         let tlvs_at = le::get_u32(b, 232) as usize;
         if tlvs_at != HEADER_FIXED_BYTES.saturating_add(count.saturating_mul(LAYER_ENTRY_BYTES)) || tlvs_at > len {
@@ -222,7 +225,7 @@ impl SlotHeader {
             depth: le::get_u32(b, 116),
             start_position: le::get_u64(b, 120),
             rope_state: le::get_u32(b, 128),
-            codec: le::get_u16(b, 132),
+            codec,
             logical_len: le::get_u64(b, 144),
             created_ms: le::get_u64(b, 152),
             expiry_s: le::get_u64(b, 160),
@@ -244,10 +247,11 @@ impl SlotHeader {
         self.tlvs.iter().find(|(k, _)| *k == kind).map(|(_, v)| v.as_slice())
     }
 
-    /// Whether the layer table is exactly what `layout` prescribes.
+    /// Whether codec and layer table are exactly what `layout` prescribes.
     #[must_use]
     pub fn fits(&self, layout: &SlotLayout) -> bool {
-        self.layers.len() == layout.extents.len()
+        self.codec == layout.codec()
+            && self.layers.len() == layout.extents.len()
             && self.layers.iter().zip(layout.extents.iter()).all(|(l, e)| (l.offset, l.len) == (e.offset, e.len))
     }
 }

@@ -58,7 +58,7 @@ impl Closing {
 }
 
 /// What callers and a backend's threads share.
-pub(super) struct Frame<T> {
+pub(super) struct DoorFrame<T> {
     pub(super) spec: QueueSpec,
     pid: u32,
     pub(super) state: Mutex<T>,
@@ -66,7 +66,7 @@ pub(super) struct Frame<T> {
     pub(super) ended: Condvar,
 }
 
-impl<T> Frame<T> {
+impl<T> DoorFrame<T> {
     pub(super) fn new(spec: QueueSpec, state: T) -> Self {
         Self { spec, pid: std::process::id(), state: Mutex::new(state), ended: Condvar::new() }
     }
@@ -83,7 +83,7 @@ pub(super) trait Behind: Send + Sync + 'static {
     /// What its lock guards.
     type State: Send;
 
-    fn frame(&self) -> &Frame<Self::State>;
+    fn frame(&self) -> &DoorFrame<Self::State>;
 
     fn closing(state: &mut Self::State) -> &mut Closing;
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, MutexGuard};
 
-use super::door::{Behind, Closing, Door, Frame, Taken};
+use super::door::{Behind, Closing, Door, DoorFrame, Taken};
 use super::file::DirectFile;
 use super::jobs::{Detached, Ended, IoPiece, IoSpan, Jobs, Moved};
 use super::throttle::WriteWindow;
@@ -65,7 +65,7 @@ pub(super) trait Transfer: Send + Sync + 'static {
 pub(super) type Pool = Door<PoolShared>;
 
 pub(super) struct PoolShared {
-    frame: Frame<PoolState>,
+    frame: DoorFrame<PoolState>,
     transfer: Box<dyn Transfer>,
     /// Workers wait for blocks, the watchdog for deadlines.
     work: Condvar,
@@ -161,7 +161,7 @@ impl Pool {
             watched: true,
         };
         let shared = Arc::new(PoolShared {
-            frame: Frame::new(spec, state),
+            frame: DoorFrame::new(spec, state),
             transfer,
             work: Condvar::new(),
             watch: Condvar::new(),
@@ -186,7 +186,7 @@ fn spawn_worker(shared: &Arc<PoolShared>, state: &mut PoolState) -> Result<()> {
 impl Behind for PoolShared {
     type State = PoolState;
 
-    fn frame(&self) -> &Frame<PoolState> {
+    fn frame(&self) -> &DoorFrame<PoolState> {
         &self.frame
     }
 

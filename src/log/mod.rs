@@ -62,12 +62,13 @@ pub use opening::{OpenLog, Opening};
 pub use read::{Bad, Chunk};
 pub use recovery::reader as recover;
 pub use recovery::scan;
+pub use settings::codec_of;
 #[doc(hidden)]
 pub use turn::Turn;
 pub use write::{Put, PutDone, PutOutcome, Refusal, SlotWriter, StoreCandidate};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::SlotLayout;
+use crate::format::layout::{Codec, SlotLayout};
 use crate::geometry::Geometry;
 use crate::io::{self, Drive, IoOptions};
 use base::ctx::Ctx;
@@ -248,13 +249,17 @@ impl Log {
         &self.ctx.options
     }
 
-    /// Layout of a chunk of `tokens` tokens.
+    /// Layout of a chunk of `tokens` tokens that is stored with a codec.
     #[must_use]
-    pub fn chunk_layout(&self, tokens: u32) -> SlotLayout {
-        if tokens == self.ctx.options.geometry.chunk_tokens {
-            return self.ctx.full_layout().clone();
-        }
-        SlotLayout::of_chunk(&self.ctx.options.geometry, tokens)
+    pub fn chunk_layout(&self, tokens: u32, codec: Codec) -> SlotLayout {
+        self.ctx.chunk_layout(tokens, codec)
+    }
+
+    /// The codec that the next chunk is to be stored with: that of the options, unless chunks did not
+    /// fit it lately.
+    #[must_use]
+    pub fn next_codec(&self) -> Codec {
+        self.ctx.codec.next()
     }
 
     /// The counters. Counts the bytes of all files, so it is not for every request.

@@ -11,6 +11,7 @@ use super::base::options::{DriveOptions, LogOptions};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Settings, Warning};
 use crate::error::Result;
+use crate::format::layout::Codec;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
@@ -58,6 +59,7 @@ impl LogOptions {
         };
         Ok(Self {
             dirs: drives.iter().map(|d| d.path.clone()).collect(),
+            codec: codec_of(settings),
             mode: settings.mode,
             drives: each,
             policy,
@@ -78,6 +80,14 @@ impl LogOptions {
             io_timeout: settings.io_timeout(),
             ..Self::new(Path::new(""), geometry)
         })
+    }
+}
+
+/// The codec that the settings ask for.
+pub fn codec_of(settings: &Settings) -> Codec {
+    match settings.codec {
+        config::Codec::None => Codec::None,
+        config::Codec::Exp4 => Codec::Exp4,
     }
 }
 

@@ -1,7 +1,9 @@
 //! Batches under way and ended, and the descriptor that is readable exactly while ended ones wait
 //! to be taken.
 //!
-//! Invariant: nobody sees the end of a batch before its submit has returned its id.
+//! Invariants:
+//! - Nobody sees the end of a batch before its submit has returned its id.
+//! - A completion that is withheld goes to who waits for its batch, and to nobody else.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,8 +20,9 @@ use crate::io::EventFd;
 struct CompletionState {
     next_id: u64,
     active: HashMap<u64, Active>,
-    /// Batches whose submit has not returned, with their completions where they have ended.
-    unreturned: HashMap<u64, Option<ObjectCompletion>>,
+    /// Batches whose completions are not to be drained, or not yet: with these where they have
+    /// ended.
+    withheld: HashMap<u64, Option<ObjectCompletion>>,
     ended: VecDeque<ObjectCompletion>,
     /// Keys of active batches that were taken up.
     keys: usize,
@@ -54,8 +57,7 @@ impl Completions {
         &self.fd
     }
 
-    /// Begins a batch of `keys` keys. Its completion can be taken once [`returned`](Self::returned)
-    /// was called.
+    /// Begins a batch of `keys` keys. Its completion is withheld until [`show`](Self::show).
     pub(super) fn begin(self: &Arc<Self>, kind: BatchKind, keys: usize, counters: &Arc<ObjectCounters>) -> BegunBatch {
         let mut state = self.state.lock();
         state.next_id += 1;
@@ -66,15 +68,15 @@ impl Completions {
         state.keys += taken;
         let batch = Arc::new(ObjectBatch::new(id, kind, keys, Arc::clone(self), Arc::clone(counters)));
         state.active.insert(id, Active { batch: Arc::clone(&batch), keys: taken });
-        state.unreturned.insert(id, None);
+        state.withheld.insert(id, None);
         BegunBatch { batch, taken, refuse }
     }
 
-    /// The submit of a batch is about to return: from here on its completion may be seen.
-    pub(super) fn returned(&self, id: u64) {
+    /// From here on the completion of a batch may be drained.
+    pub(super) fn show(&self, id: u64) {
         let mut state = self.state.lock();
-        if let Some(Some(completion)) = state.unreturned.remove(&id) {
-            self.show(&mut state, completion);
+        if let Some(Some(completion)) = state.withheld.remove(&id) {
+            self.queue(&mut state, completion);
         }
     }
 
@@ -82,15 +84,15 @@ impl Completions {
         let mut state = self.state.lock();
         let over = state.active.remove(&completion.id);
         state.keys -= over.as_ref().map_or(0, |a| a.keys);
-        match state.unreturned.get_mut(&completion.id) {
-            Some(early) => *early = Some(completion),
-            None => self.show(&mut state, completion),
+        match state.withheld.get_mut(&completion.id) {
+            Some(place) => *place = Some(completion),
+            None => self.queue(&mut state, completion),
         }
-        // Whoever closes waits for batches that nobody has been told of, too.
+        // Whoever waits for this batch, and whoever closes, which waits for all.
         self.ended.notify_all();
     }
 
-    fn show(&self, state: &mut CompletionState, completion: ObjectCompletion) {
+    fn queue(&self, state: &mut CompletionState, completion: ObjectCompletion) {
         if state.ended.is_empty() {
             self.fd.set();
         }
@@ -106,31 +108,37 @@ impl Completions {
         state.ended.drain(..).collect()
     }
 
-    /// Takes the completion of one batch.
+    /// Takes the completion of one batch, withheld or not.
     pub(super) fn wait(&self, id: u64, deadline: Instant) -> Result<ObjectCompletion> {
         let mut state = self.state.lock();
         loop {
-            if let Some(at) = state.ended.iter().position(|c| c.id == id)
-                && let Some(completion) = state.ended.remove(at)
-            {
-                if state.ended.is_empty() {
-                    self.fd.clear();
-                }
+            if let Some(completion) = self.take(&mut state, id) {
                 return Ok(completion);
             }
-            if !state.active.contains_key(&id) && !state.unreturned.contains_key(&id) {
+            if !state.active.contains_key(&id) {
                 return Err(Error::new(
                     ErrorKind::NotFound,
                     format!("no batch {id} is under way or waits to be taken"),
                 ));
             }
-            if self.ended.wait_until(&mut state, deadline).timed_out() && Instant::now() >= deadline {
-                let over = state.ended.iter().any(|c| c.id == id);
-                if !over {
-                    return Err(Error::new(ErrorKind::TimedOut, format!("batch {id} has not ended in time")));
-                }
+            if Instant::now() >= deadline {
+                return Err(Error::new(ErrorKind::TimedOut, format!("batch {id} has not ended in time")));
             }
+            self.ended.wait_until(&mut state, deadline);
         }
+    }
+
+    fn take(&self, state: &mut CompletionState, id: u64) -> Option<ObjectCompletion> {
+        if let Some(completion) = state.withheld.get_mut(&id).and_then(Option::take) {
+            state.withheld.remove(&id);
+            return Some(completion);
+        }
+        let at = state.ended.iter().position(|c| c.id == id)?;
+        let completion = state.ended.remove(at);
+        if state.ended.is_empty() {
+            self.fd.clear();
+        }
+        completion
     }
 
     pub(super) fn active(&self, id: u64) -> Option<Arc<ObjectBatch>> {

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::batch::ObjectCause;
-use super::direct::Registered;
+use super::direct::CallerRegions;
 use super::losses::Losses;
-use super::pins::Pins;
+use super::pins::ObjectPins;
 use super::removal::RemovalThread;
 use super::stats::ObjectCounters;
 use super::work::Workers;
@@ -35,8 +35,8 @@ pub(super) struct Core {
     /// written.
     pub(super) storing: Mutex<HashSet<ChunkKey>>,
     /// Memory that is read into and written from directly.
-    pub(super) registered: Arc<Registered>,
-    pub(super) pins: Pins,
+    pub(super) registered: Arc<CallerRegions>,
+    pub(super) pins: ObjectPins,
     pub(super) losses: Losses,
 }
 

@@ -5,16 +5,19 @@
 //! the answer comes after the kernel has let go of them, whatever became of the transfer.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use parking_lot::{Mutex, RwLock};
 
 use super::batch::{ObjectBatch, ObjectCause};
+use super::core::Core;
 use super::request::{ObjectMemory, Span};
-use super::work::Need;
+use super::work::{Permit, StagingNeed};
 use crate::device::{HostMemory, KvMemory as _};
-use crate::error::Result;
 use crate::format::PAGE_BYTES;
 use crate::io::{Buf, MemRegion};
+
+type Outcome<T> = std::result::Result<T, ObjectCause>;
 
 /// Bytes of a direct transfer: large enough for the drive, small enough that the check of one
 /// finds it in the processor's cache and runs beside the next.
@@ -24,9 +27,9 @@ const LEAST_DIRECT_BYTES: usize = 64 << 10;
 
 /// The caller's registered memory.
 #[derive(Default)]
-pub(super) struct Registered(RwLock<Vec<Arc<dyn MemRegion>>>);
+pub(super) struct CallerRegions(RwLock<Vec<Arc<dyn MemRegion>>>);
 
-impl Registered {
+impl CallerRegions {
     pub(super) fn add(&self, region: Arc<dyn MemRegion>) {
         self.0.write().push(region);
     }
@@ -55,8 +58,8 @@ pub(super) struct Piece {
 
 impl Piece {
     /// What it has to wait for.
-    pub(super) fn need(&self) -> Need {
-        if self.direct.is_some() { Need::Permit } else { Need::Buffer }
+    pub(super) fn need(&self) -> StagingNeed {
+        if self.direct.is_some() { StagingNeed::Permit } else { StagingNeed::Buffer }
     }
 }
 
@@ -72,7 +75,7 @@ pub(super) struct DirectMemory {
 /// Cuts a transfer of `bytes` bytes, of which the value begins after `lead`, into pieces. Those that
 /// go through staging have `staged_bytes` bytes at most.
 pub(super) fn cut(
-    registered: &Registered,
+    registered: &CallerRegions,
     memory: &ObjectMemory,
     (lead, bytes): (usize, usize),
     staged_bytes: usize,
@@ -109,7 +112,7 @@ pub(super) fn cut(
 
 /// The part of a span, `at` bytes into a transfer, that can be moved directly: bytes before it, its
 /// length, and the region with the span's place in it.
-fn direct_run(registered: &Registered, span: &Span, at: usize) -> Option<(usize, usize, (u64, usize))> {
+fn direct_run(registered: &CallerRegions, span: &Span, at: usize) -> Option<(usize, usize, (u64, usize))> {
     let address = (span.memory.as_mut_ptr() as usize).checked_add(span.offset)?;
     let skip = at.next_multiple_of(PAGE_BYTES) - at;
     let len = span.len.checked_sub(skip)? / PAGE_BYTES * PAGE_BYTES;
@@ -150,25 +153,37 @@ pub(super) struct Holds {
     pub(super) ending: Option<ObjectCause>,
 }
 
-/// What became of a direct transfer; said before its memory is let go.
-pub(super) type Verdict<T> = Arc<Mutex<Option<std::result::Result<T, ObjectCause>>>>;
+/// What became of a direct transfer, with the CRC of its bytes; said before its memory is let go.
+pub(super) type Verdict = Arc<Mutex<Option<Outcome<crc32fast::Hasher>>>>;
 
 impl DirectMemory {
-    /// The memory as a buffer. `released` is called once it is let go, with what the verdict says
-    /// then, or with why the batch ended meanwhile.
-    pub(super) fn lend<T: Send + 'static>(
+    /// The memory as a buffer, and the place for the verdict. `ended` is called once it is let go,
+    /// with the verdict, or with why the batch ended meanwhile. No buffer where the batch has ended
+    /// already, or where the piece does not lie in its memory; of the latter the key's ticket
+    /// answers as it is dropped.
+    pub(super) fn lend(
         self,
-        hold: KernelHold,
-        verdict: &Verdict<T>,
-        released: impl FnOnce(std::result::Result<T, ObjectCause>) + Send + 'static,
-    ) -> Result<Buf> {
-        let verdict = Arc::clone(verdict);
-        let released = move || {
-            let said = verdict.lock().take().unwrap_or(Err(ObjectCause::Internal));
-            let ending = hold.0.holds.lock().ending;
-            released(ending.map_or(said, Err));
-            drop(hold);
+        core: &Arc<Core>,
+        batch: &Arc<ObjectBatch>,
+        permit: Permit,
+        ended: impl FnOnce(Outcome<crc32fast::Hasher>) + Send + 'static,
+    ) -> Option<(Buf, Verdict)> {
+        let Some(hold) = KernelHold::new(batch) else {
+            ended(Err(ObjectCause::Cancelled));
+            return None;
         };
-        self.memory.io_buf((self.offset, self.len), Some(self.region), Box::new(released))
+        let verdict = Verdict::default();
+        let (core, said, bytes) = (Arc::clone(core), Arc::clone(&verdict), self.len as u64);
+        let released = move || {
+            let said = said.lock().take().unwrap_or(Err(ObjectCause::Internal));
+            let end = hold.0.holds.lock().ending.map_or(said, Err);
+            if end.is_ok() {
+                core.counters.direct_bytes.fetch_add(bytes, Ordering::Relaxed);
+            }
+            ended(end);
+            drop((permit, hold));
+        };
+        let buf = self.memory.io_buf((self.offset, self.len), Some(self.region), Box::new(released)).ok()?;
+        Some((buf, verdict))
     }
 }

@@ -12,6 +12,7 @@
 //! - The caller's memory is not touched after its batch has ended, however it ended. Registered
 //!   memory that the kernel has keeps its batch from ending; other memory the kernel never has.
 //! - The end of a batch is seen only after its submit has returned; a submit answers for everything.
+//! - A completion is taken once: by who waits for it where the batch was begun so, else by who is first.
 //! - What is stored is never written over: a key answers with the bytes of one put, or not at all.
 //! - What is full is refused with a cause; nothing waits for it.
 //!
@@ -20,15 +21,15 @@
 //! ```no_run
 //! use std::time::Duration;
 //! use forebay::config::Settings;
-//! use forebay::objects::{ObjectGet, ObjectPut, ObjectStore, PutOptions, ObjectMemory};
+//! use forebay::objects::{ObjectGet, ObjectMemory, ObjectPut, ObjectRequest, ObjectStore, PutOptions};
 //!
 //! let store = ObjectStore::open(&Settings::at("/mnt/nvme/forebay"), "my-stack serde 3")?;
 //! let value = ObjectMemory::from_vec(vec![7; 300_000])?;
-//! let put = store.submit_put(vec![ObjectPut { key: b"page 1".to_vec(), value }], PutOptions::default())?;
+//! let put = store.begin(ObjectRequest::Put(vec![ObjectPut { key: b"page 1".to_vec(), value }], PutOptions::default()))?;
 //! assert!(store.wait(put, Duration::from_secs(10))?.all_ok());
 //!
 //! let target = ObjectMemory::from_vec(vec![0; 300_000])?;
-//! let get = store.submit_get(vec![ObjectGet { key: b"page 1".to_vec(), target: target.clone() }])?;
+//! let get = store.begin(ObjectRequest::Get(vec![ObjectGet { key: b"page 1".to_vec(), target: target.clone() }]))?;
 //! let got = store.wait(get, Duration::from_secs(10))?;
 //! assert!(got.all_ok());
 //! # Ok::<(), forebay::Error>(())
@@ -61,7 +62,7 @@ pub use batch::{BatchKind, KeyResult, ObjectCause, ObjectCompletion};
 pub use losses::Evicted;
 pub use names::{MAX_KEY_BYTES, MAX_OBJECT_BYTES, PART_BYTES};
 pub use open::ObjectOptions;
-pub use request::{ObjectGet, ObjectMemory, ObjectPut};
+pub use request::{ObjectGet, ObjectMemory, ObjectPut, ObjectRequest, PutOptions};
 pub use stats::{KindStats, OBJECT_METRICS, ObjectStats};
 
 use self::core::Core;
@@ -76,13 +77,6 @@ use crate::log::Log;
 
 /// What a dropped store waits for its log to flush.
 const DROP_PATIENCE: Duration = Duration::from_secs(5);
-
-/// What holds for all objects of a put.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PutOptions {
-    /// How long they are served, in whole seconds, rounded up; `None` for the settings' `ttl`.
-    pub ttl: Option<Duration>,
-}
 
 /// The digest of a key: what [`ObjectStore::drain_evicted`] and `forebay ls` call an object.
 #[must_use]
@@ -134,7 +128,7 @@ impl ObjectStore {
 
     /// Begins a batch: `start` gets the items that the queue has room for, with the right to answer
     /// for them.
-    fn submit<T>(&self, kind: BatchKind, items: Vec<T>, start: impl FnOnce(Vec<(T, Ticket)>)) -> Result<u64> {
+    fn start<T>(&self, kind: BatchKind, items: Vec<T>, start: impl FnOnce(Vec<(T, Ticket)>)) -> Result<u64> {
         self.check()?;
         let BegunBatch { batch, taken, refuse } = self.completions.begin(kind, items.len(), &self.core.counters);
         let mut all: Vec<(T, Ticket)> = Vec::with_capacity(items.len());
@@ -147,8 +141,30 @@ impl ObjectStore {
         if !all.is_empty() {
             start(all);
         }
-        self.completions.returned(batch.id);
         Ok(batch.id)
+    }
+
+    /// Begins a batch whose completion only [`wait`](Self::wait) takes:
+    /// [`drain_completions`](Self::drain_completions) and the descriptor pass it over. For calls
+    /// that wait, in a process in which another thread drains.
+    ///
+    /// # Errors
+    /// As [`submit_put`](Self::submit_put).
+    pub fn begin(&self, request: ObjectRequest) -> Result<u64> {
+        match request {
+            ObjectRequest::Put(items, options) => self.start(BatchKind::Put, items, |items| {
+                self.plan(items, move |core, items| put::plan(core, items, options.ttl));
+            }),
+            ObjectRequest::Get(items) => self.start(BatchKind::Get, items, |items| self.plan(items, get::plan)),
+            ObjectRequest::Exists(keys) => self.start(BatchKind::Exists, keys, |keys| self.plan(keys, get::exists)),
+            ObjectRequest::Delete(keys) => self.start(BatchKind::Delete, keys, |keys| self.core.removal.delete(keys)),
+        }
+    }
+
+    fn submit(&self, request: ObjectRequest) -> Result<u64> {
+        let id = self.begin(request)?;
+        self.completions.show(id);
+        Ok(id)
     }
 
     /// Has a worker plan what a batch asks for.
@@ -170,7 +186,7 @@ impl ObjectStore {
         self.check()?;
         let begun = self.completions.begin(kind, keys, &self.core.counters);
         begun.batch.refuse(why);
-        self.completions.returned(begun.batch.id);
+        self.completions.show(begun.batch.id);
         Ok(begun.batch.id)
     }
 
@@ -184,9 +200,7 @@ impl ObjectStore {
     /// # Errors
     /// [`ErrorKind::Forked`]. Everything else that goes wrong is in the keys' results.
     pub fn submit_put(&self, items: Vec<ObjectPut>, options: PutOptions) -> Result<u64> {
-        self.submit(BatchKind::Put, items, |items| {
-            self.plan(items, move |core, items| put::plan(core, items, options.ttl));
-        })
+        self.submit(ObjectRequest::Put(items, options))
     }
 
     /// Reads objects into the caller's memory.
@@ -194,7 +208,7 @@ impl ObjectStore {
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
     pub fn submit_get(&self, items: Vec<ObjectGet>) -> Result<u64> {
-        self.submit(BatchKind::Get, items, |items| self.plan(items, get::plan))
+        self.submit(ObjectRequest::Get(items))
     }
 
     /// Asks which objects are stored; counts as a use of them. No I/O.
@@ -202,7 +216,7 @@ impl ObjectStore {
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
     pub fn submit_exists(&self, keys: Vec<Vec<u8>>) -> Result<u64> {
-        self.submit(BatchKind::Exists, keys, |keys| self.plan(keys, get::exists))
+        self.submit(ObjectRequest::Exists(keys))
     }
 
     /// Removes objects. Answered with yes means: was there, and will not be served again by any
@@ -211,7 +225,7 @@ impl ObjectStore {
     /// # Errors
     /// As [`submit_put`](Self::submit_put).
     pub fn submit_delete(&self, keys: Vec<Vec<u8>>) -> Result<u64> {
-        self.submit(BatchKind::Delete, keys, |keys| self.core.removal.delete(keys))
+        self.submit(ObjectRequest::Delete(keys))
     }
 
     /// How many of `keys`, from the first on, are stored. No I/O and no waiting; counts as a use of

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use super::core::Core;
-use super::direct::Registered;
+use super::direct::CallerRegions;
 use super::names::PART_BYTES;
 use super::removal::RemovalThread;
 use super::work::Workers;
@@ -96,7 +96,7 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
     let geometry = Arc::new(geometry(&options.namespace)?);
     let (on_failure, every) = (settings.on_open_failure, options.reopen_every);
     let pools = [Arc::clone(&load_pool), Arc::clone(&store_pool)];
-    let registered: Arc<Registered> = Arc::default();
+    let registered: Arc<CallerRegions> = Arc::default();
     let later = Arc::clone(&registered);
     let open = move || open_log(&options, Arc::clone(&geometry), (&pools, &later));
     let opening = Opening::start(Box::new(open), on_failure, every)?;
@@ -111,7 +111,7 @@ pub(super) fn core(options: ObjectOptions) -> Result<Arc<Core>> {
 fn open_log(
     options: &ObjectOptions,
     geometry: Arc<Geometry>,
-    (pools, registered): (&[Arc<StagingPool>], &Registered),
+    (pools, registered): (&[Arc<StagingPool>], &CallerRegions),
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, geometry)?;
     // Staging, and as many permits for direct transfers, bound what gets and puts submit; the rest is

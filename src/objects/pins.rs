@@ -15,7 +15,7 @@ use crate::log::Chunk;
 /// More objects are not pinned at once.
 const MOST: usize = 1 << 16;
 
-struct Pinned {
+struct PinnedObject {
     /// Each pin has to be taken back, or to end.
     times: usize,
     until: Instant,
@@ -23,9 +23,9 @@ struct Pinned {
 }
 
 #[derive(Default)]
-pub(super) struct Pins(Mutex<HashMap<ChunkKey, Pinned>>);
+pub(super) struct ObjectPins(Mutex<HashMap<ChunkKey, PinnedObject>>);
 
-impl Pins {
+impl ObjectPins {
     /// Pins what `find` leases for `time`; `false` where it finds nothing or may not lease it.
     pub(super) fn add(&self, key: ChunkKey, time: Duration, find: impl FnOnce() -> Option<Vec<Chunk>>) -> bool {
         let now = Instant::now();
@@ -37,7 +37,7 @@ impl Pins {
         if !pins.contains_key(&key) && pins.len() >= MOST {
             return false;
         }
-        let pinned = pins.entry(key).or_insert_with(|| Pinned { times: 0, until, leases: Vec::new() });
+        let pinned = pins.entry(key).or_insert_with(|| PinnedObject { times: 0, until, leases: Vec::new() });
         pinned.times += 1;
         pinned.until = pinned.until.max(until);
         // Of an object that was removed and stored anew the newer one counts.
@@ -68,7 +68,7 @@ impl Pins {
     }
 
     /// Leases end outside the lock.
-    fn take_where(&self, over: impl Fn(&ChunkKey, &Pinned) -> bool) -> Vec<Pinned> {
+    fn take_where(&self, over: impl Fn(&ChunkKey, &PinnedObject) -> bool) -> Vec<PinnedObject> {
         let mut pins = self.0.lock();
         pins.extract_if(|key, pinned| over(key, pinned)).map(|(_, pinned)| pinned).collect()
     }

@@ -12,10 +12,10 @@ use parking_lot::Mutex;
 
 use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
-use super::direct::{self, DirectMemory, KernelHold, Piece, Verdict};
+use super::direct::{self, DirectMemory, Piece};
 use super::names::has_name;
 use super::request::ObjectMemory;
-use super::work::{Grant, Need, Permit, Staged, StagingClass};
+use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed};
 use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, Request};
 use crate::log::{Bad, Chunk, Log};
@@ -72,10 +72,10 @@ impl SlotRead {
         let staged_bytes = core.work.pool(StagingClass::Load).slot_bytes();
         let pieces = direct::cut(&core.registered, &self.target, (lead, self.bytes()), staged_bytes);
         let state = Mutex::new((Pieces::new(pieces.len()), None));
-        let needs: Vec<Need> = pieces.iter().map(Piece::need).collect();
+        let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
         let (done, is_late) = (Mutex::new(Some(done)), AtomicBool::new(false));
         let reading = Arc::new(Reading { read: self, pieces, state, done, is_late });
-        let job = |(n, need): (usize, Need)| -> (Need, Staged) {
+        let job = |(n, need): (usize, StagingNeed)| -> (StagingNeed, Staged) {
             let (core, reading) = (Arc::clone(core), Arc::clone(&reading));
             (need, Box::new(move |grant| reading.piece(&core, n, grant)))
         };
@@ -127,25 +127,9 @@ impl Reading {
     /// Reads a piece into the caller's memory and checks it there. It has ended when the kernel has
     /// let go of that memory, which may be long after the time-out.
     fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
-        let Some(hold) = KernelHold::new(&self.read.batch) else {
-            return self.ended(core, n, Err(ObjectCause::Cancelled));
-        };
-        let verdict: Verdict<crc32fast::Hasher> = Arc::default();
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
-        let released = move |end: Outcome<crc32fast::Hasher>| {
-            if end.is_ok()
-                && let Some(piece) = own.pieces.get(n)
-            {
-                again.counters.direct_bytes.fetch_add(piece.len as u64, Ordering::Relaxed);
-            }
-            own.ended(&again, n, end);
-            drop(permit);
-        };
-        let buf = match memory.lend(hold, &verdict, released) {
-            Ok(buf) => buf,
-            // The piece does not lie in its memory: the key's ticket answers as it is dropped.
-            Err(_) => return,
-        };
+        let ended = move |end| own.ended(&again, n, end);
+        let Some((buf, verdict)) = memory.lend(core, &self.read.batch, permit, ended) else { return };
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let done = move |Completion { result, buf, .. }: Completion| match (result, buf) {
             (Ok(()), Some(buf)) => again.ready(move |_| {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::batch::ObjectCause;
 use crate::device::{Gate, HostMemory, KvMemory};
@@ -166,6 +167,27 @@ impl fmt::Debug for ObjectMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ObjectMemory({} bytes in {} pieces)", self.len, self.spans.len())
     }
+}
+
+/// What a batch asks for, with its items.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum ObjectRequest {
+    /// As [`submit_put`](super::ObjectStore::submit_put).
+    Put(Vec<ObjectPut>, PutOptions),
+    /// As [`submit_get`](super::ObjectStore::submit_get).
+    Get(Vec<ObjectGet>),
+    /// As [`submit_exists`](super::ObjectStore::submit_exists).
+    Exists(Vec<Vec<u8>>),
+    /// As [`submit_delete`](super::ObjectStore::submit_delete).
+    Delete(Vec<Vec<u8>>),
+}
+
+/// What holds for all objects of a put.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PutOptions {
+    /// How long they are served, in whole seconds, rounded up; `None` for the settings' `ttl`.
+    pub ttl: Option<Duration>,
 }
 
 /// One object to store.

@@ -32,7 +32,7 @@ fn a_forked_child_gets_errors_and_drops_nothing() {
 #[test]
 fn a_panic_in_a_job_answers_its_keys_and_harms_nobody() {
     let store = ObjectStore::open(&Settings::at("/no/such/place/at/all"), "n").unwrap();
-    let id = store.submit(BatchKind::Get, vec![1, 2], |items| store.plan(items, |_, _| panic!("injected"))).unwrap();
+    let id = store.start(BatchKind::Get, vec![1, 2], |items| store.plan(items, |_, _| panic!("injected"))).unwrap();
     let done = store.wait(id, DROP_PATIENCE).unwrap();
     assert_eq!(done.results, [KeyResult::no(ObjectCause::Internal); 2]);
     let next = store.submit_exists(vec![b"k".to_vec()]).unwrap();

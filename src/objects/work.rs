@@ -27,7 +27,7 @@ pub(super) type Staged = Box<dyn FnOnce(std::result::Result<Grant, ObjectCause>)
 
 /// What a staged job waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Need {
+pub(super) enum StagingNeed {
     /// A staging buffer.
     Buffer,
     /// Leave for a transfer without one.
@@ -58,9 +58,9 @@ const MANY: usize = 4096;
 #[derive(Default)]
 struct WorkState {
     ready: VecDeque<Job>,
-    loads: VecDeque<(Need, Staged)>,
-    stores: VecDeque<(Need, Staged)>,
-    opens: VecDeque<(Need, Staged)>,
+    loads: VecDeque<(StagingNeed, Staged)>,
+    stores: VecDeque<(StagingNeed, Staged)>,
+    opens: VecDeque<(StagingNeed, Staged)>,
     /// Permits in use, of loads and of stores.
     direct: [usize; 2],
     /// Puts that wait for room.
@@ -89,7 +89,7 @@ pub(super) struct Workers {
 }
 
 impl WorkState {
-    fn queue(&mut self, way: StagingClass) -> &mut VecDeque<(Need, Staged)> {
+    fn queue(&mut self, way: StagingClass) -> &mut VecDeque<(StagingNeed, Staged)> {
         match way {
             StagingClass::Load => &mut self.loads,
             StagingClass::Store => &mut self.stores,
@@ -193,7 +193,7 @@ impl Workers {
     }
 
     /// Jobs that each want a staging buffer or a permit.
-    pub(super) fn stage(&self, way: StagingClass, jobs: Vec<(Need, Staged)>) {
+    pub(super) fn stage(&self, way: StagingClass, jobs: Vec<(StagingNeed, Staged)>) {
         let refused = self.add(jobs, |state, jobs| {
             if !state.wants_any() {
                 state.moved = Some(Instant::now());
@@ -215,8 +215,8 @@ impl Workers {
     /// What the next job of a queue waits for, if it is to be had.
     fn grant(self: &Arc<Self>, state: &mut WorkState, way: StagingClass) -> Option<Grant> {
         match state.queue(way).front()?.0 {
-            Need::Buffer => self.pool(way).try_take().map(Grant::Buffer),
-            Need::Permit => {
+            StagingNeed::Buffer => self.pool(way).try_take().map(Grant::Buffer),
+            StagingNeed::Permit => {
                 let place = usize::from(way != StagingClass::Load);
                 let most = self.pool(way).slots();
                 let used = state.direct.get_mut(place).filter(|used| **used < most)?;

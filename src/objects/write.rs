@@ -2,9 +2,10 @@
 //! where it lies in registered memory; then committed.
 //!
 //! Invariants: a slot is committed only after each of its pieces was copied inside the gate, or
-//! summed under a hold, and written in full. A slot's end is reported after its last piece has ended, so that nothing of the
-//! caller's memory is read later. A place in the log is taken only when staging for the first piece
-//! is at hand: a place that waits keeps its segment from being sealed.
+//! summed under a hold, and written in full. A slot's end is reported after its last piece has
+//! ended, so that nothing of the caller's memory is read later. A place in the log is taken only
+//! when staging for the first piece is at hand: a place that waits keeps its segment from being
+//! sealed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,9 +15,9 @@ use parking_lot::Mutex;
 
 use super::batch::{ObjectBatch, ObjectCause};
 use super::core::{Core, Done, Pieces};
-use super::direct::{self, DirectMemory, KernelHold, Piece, Verdict};
+use super::direct::{self, DirectMemory, Piece};
 use super::request::ObjectMemory;
-use super::work::{Grant, Need, Permit, Staged, StagingClass, WithoutRoom};
+use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed, WithoutRoom};
 use crate::error::ErrorKind;
 use crate::format::layout::Extent;
 use crate::io::{Buf, Completion, Request};
@@ -80,7 +81,7 @@ fn begin_until(
 
 /// Where the payload of an object's slot lies.
 fn payload(put: &Put) -> Extent {
-    put.layout().extents.first().copied().unwrap_or(Extent { offset: 0, len: 0, padded_len: 0 })
+    put.layout().extents.first().copied().unwrap_or_default()
 }
 
 /// One slot with one object or part.
@@ -109,7 +110,7 @@ impl SlotWrite {
         let bytes = payload.map_or(0, |payload| payload.padded_len as usize);
         let staged_bytes = core.work.pool(StagingClass::Store).slot_bytes();
         let pieces = direct::cut(&core.registered, &self.source, (0, bytes), staged_bytes);
-        let need = pieces.first().map_or(Need::Buffer, Piece::need);
+        let need = pieces.first().map_or(StagingNeed::Buffer, Piece::need);
         let own = Arc::clone(core);
         let first: Staged = Box::new(move |grant| match grant {
             Ok(_) if self.batch.gate.is_closed() => done(&own, Err(ObjectCause::Cancelled)),
@@ -139,7 +140,7 @@ impl Writing {
         (source, batch): (ObjectMemory, Arc<ObjectBatch>),
         (pieces, grant, done): (Vec<Piece>, Grant, Done<Stored>),
     ) {
-        let needs: Vec<Need> = pieces.iter().map(Piece::need).collect();
+        let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
         let writing = Arc::new(Self {
             payload_offset: payload(&put).offset,
             slot: SlotWriter::new(put),
@@ -149,7 +150,7 @@ impl Writing {
             batch,
             done: Mutex::new(Some(done)),
         });
-        let job = |(n, need): (usize, Need)| -> (Need, Staged) {
+        let job = |(n, need): (usize, StagingNeed)| -> (StagingNeed, Staged) {
             let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
             (need, Box::new(move |grant| writing.piece(&core, n, grant)))
         };
@@ -202,25 +203,9 @@ impl Writing {
     /// Sums a piece up in the caller's memory and writes it from there. It has ended when the kernel
     /// has let go of that memory.
     fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
-        let Some(hold) = KernelHold::new(&self.batch) else {
-            return self.ended(core, n, Err(ObjectCause::Cancelled));
-        };
-        let verdict: Verdict<crc32fast::Hasher> = Arc::default();
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
-        let released = move |end: Outcome<crc32fast::Hasher>| {
-            if end.is_ok()
-                && let Some(piece) = own.pieces.get(n)
-            {
-                again.counters.direct_bytes.fetch_add(piece.len as u64, Ordering::Relaxed);
-            }
-            own.ended(&again, n, end);
-            drop(permit);
-        };
-        let buf = match memory.lend(hold, &verdict, released) {
-            Ok(buf) => buf,
-            // The piece does not lie in its memory: the key's ticket answers as it is dropped.
-            Err(_) => return,
-        };
+        let ended = move |end| own.ended(&again, n, end);
+        let Some((buf, verdict)) = memory.lend(core, &self.batch, permit, ended) else { return };
         let mut sum = crc32fast::Hasher::new();
         sum.update(buf.as_slice());
         let done = move |Completion { result, buf, .. }: Completion| {

@@ -79,6 +79,8 @@ causes! {
         Unmapped = "unmapped",
         /// The engine is disabled, read-only or closed.
         Closed = "closed",
+        /// Its KV does not fit the codec; the next chunks are stored without one.
+        Codec = "codec",
         /// Anything else; see the log.
         Internal = "internal",
     }

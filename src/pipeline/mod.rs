@@ -32,6 +32,7 @@ mod cause;
 mod groups;
 mod load;
 mod order;
+mod prefetch;
 mod seam;
 mod stats;
 mod store;
@@ -39,6 +40,7 @@ mod store;
 pub use cause::{Cause, CauseCounters, MAX_CAUSES, MissCause, ShedCause};
 pub use groups::min_slot_bytes;
 pub use load::{Absent, Cancelled, LayerReady, Load, LoadChunk, LoadResult, LoadSpec, LoadTicket};
+pub use prefetch::{FindChunk, Prefetch, PrefetchResult, PrefetchStats};
 pub use seam::{BeginPut, Begun, ChunkSink, ChunkSource};
 pub use stats::PipelineStats;
 pub use store::{
@@ -61,6 +63,8 @@ pub struct PipelineOptions {
     pub whole_group_bytes: usize,
     /// Bytes of reads in flight beyond which no more are submitted.
     pub window_bytes: usize,
+    /// Bytes of prefetches in flight; one read may have more.
+    pub prefetch_bytes: usize,
     /// Stores under way beyond which new ones are shed.
     pub max_stores: usize,
     /// Bytes of stores not gathered yet beyond which new stores are shed; one store alone is always
@@ -73,6 +77,7 @@ pub struct PipelineOptions {
 /// Loads and stores of one engine.
 pub struct Pipeline {
     loads: Arc<load::LoadPump>,
+    prefetches: Arc<prefetch::PrefetchPump>,
     stores: Arc<store::StorePump>,
     stats: Arc<PipelineStats>,
 }
@@ -85,14 +90,17 @@ impl Pipeline {
     pub fn new(options: &PipelineOptions, device: Arc<dyn Device>) -> Result<Self> {
         let stats = Arc::new(PipelineStats::default());
         let stores = store::StorePump::new(options, Arc::clone(&device), Arc::clone(&stats))?;
-        let told = Arc::downgrade(&stores);
+        let (told, bell) = (Arc::downgrade(&stores), Arc::new(prefetch::Bell::default()));
+        let rung = Arc::clone(&bell);
         let on_finished = Box::new(move || {
+            rung.ring();
             if let Some(stores) = told.upgrade() {
                 stores.notify();
             }
         });
         let loads = load::LoadPump::new(options, device, Arc::clone(&stats), on_finished)?;
-        Ok(Self { loads, stores, stats })
+        let prefetches = prefetch::PrefetchPump::new(options, Arc::clone(&loads), bell)?;
+        Ok(Self { loads, prefetches, stores, stats })
     }
 
     /// Starts a load.
@@ -102,6 +110,19 @@ impl Pipeline {
     /// extent does not fit a staging slot.
     pub fn load(&self, spec: LoadSpec) -> Result<Load> {
         self.loads.start(spec)
+    }
+
+    /// Reads chunks into memory ahead of a load. Returns at once; without a memory tier it is over
+    /// then.
+    #[must_use]
+    pub fn prefetch(&self, find: FindChunk) -> Prefetch {
+        self.prefetches.start(find)
+    }
+
+    /// Counts of prefetches.
+    #[must_use]
+    pub fn prefetch_stats(&self) -> PrefetchStats {
+        self.prefetches.stats()
     }
 
     /// Starts a store; nothing is read from the caller's memory before [`Store::layer`] or
@@ -164,6 +185,7 @@ impl Pipeline {
     /// Waits for what is under way until `deadline`, then ends it. Loads and stores started later
     /// are refused.
     pub fn close(&self, deadline: Instant) {
+        self.prefetches.close();
         self.loads.close(deadline);
         self.stores.close(deadline);
     }

@@ -57,6 +57,9 @@ pub trait ChunkSink: Send + Sync {
         None
     }
 
+    /// Told that the chunk does not fit the codec of its layout. It is not committed then.
+    fn misfit(&self) {}
+
     /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after
     /// every write has ended well; `done` is called once.
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>);

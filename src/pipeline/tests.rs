@@ -5,6 +5,7 @@ mod disk;
 mod loads;
 mod memory;
 mod ordered;
+mod prefetches;
 mod stores;
 mod wipes;
 mod world;

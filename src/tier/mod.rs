@@ -6,8 +6,8 @@
 //!
 //! A frame holds the extents of one chunk, each where it lies in the chunk's slot. Loads read into
 //! it, and stores gather into it, instead of into staging: nothing is copied to fill the tier. A
-//! frame is served once all its extents have verified, or were written and published. Whoever takes
-//! bytes out of it takes their CRCs again.
+//! prefetch reads into frames for loads to come. A frame is served once all its extents have
+//! verified, or were written and published. Whoever takes bytes out of it takes their CRCs again.
 //!
 //! Invariants:
 //! - A frame is in use, and not given to another chunk, as long as anybody has a [`Hit`], a
@@ -56,7 +56,7 @@ pub struct MemoryStats {
     pub misses: u64,
     /// Payload bytes that loads took from it.
     pub loaded_bytes: u64,
-    /// Chunks that came into it from loads and stores.
+    /// Chunks that came into it from loads, stores and prefetches.
     pub filled: u64,
     /// Chunks that went to make room.
     pub evicted: u64,
@@ -129,6 +129,14 @@ impl MemoryTier {
         found.map(|(frame, crcs)| Hit { frame, id, crcs, tier: Arc::clone(self) })
     }
 
+    /// As [`MemoryTier::get`], for a load to come: the chunk stays as long as the answer lives, and
+    /// nothing is counted.
+    #[must_use]
+    pub fn hold(self: &Arc<Self>, id: FrameId, rank: Rank) -> Option<Hit> {
+        let found = self.ranked.lock().find(&id, rank);
+        found.map(|(frame, crcs)| Hit { frame, id, crcs, tier: Arc::clone(self) })
+    }
+
     /// A frame for a chunk with a slot of `bytes` bytes, in the place of what ranks lowest and
     /// nobody uses. `None` where there is none, and for chunks so short that most of it would stay
     /// empty.
@@ -165,6 +173,19 @@ impl MemoryTier {
     #[must_use]
     pub fn frame_bytes(&self) -> usize {
         self.pool.slot_bytes()
+    }
+
+    /// Frames, free ones too.
+    #[must_use]
+    pub fn frames(&self) -> usize {
+        self.pool.slots()
+    }
+
+    /// Of the chunks that prefetches brought, how many a load has found, and how many left before.
+    #[must_use]
+    pub fn used_and_wasted(&self) -> (u64, u64) {
+        let ranked = self.ranked.lock();
+        (ranked.used, ranked.wasted)
     }
 
     /// Counters.
@@ -226,8 +247,19 @@ impl Filling {
 
     /// The chunk is there, with these CRCs of its extents. Nothing while somebody writes it.
     pub fn publish(&self, crcs: &[u32]) {
+        self.put(crcs, false);
+    }
+
+    /// As [`Filling::publish`], for a load to come: what keeps the chunk there until then.
+    #[must_use]
+    pub fn publish_prefetched(&self, crcs: &[u32]) -> Option<Hit> {
+        self.put(crcs, true);
+        self.tier.hold(self.id, self.rank)
+    }
+
+    fn put(&self, crcs: &[u32], is_unused: bool) {
         let Some(frame) = self.fill.finish() else { return };
-        let held = Held { frame, sequence: self.id.sequence, rank: self.rank, crcs: Arc::from(crcs) };
+        let held = Held { frame, sequence: self.id.sequence, rank: self.rank, crcs: Arc::from(crcs), is_unused };
         let before = self.tier.ranked.lock().insert(self.id.key, held);
         self.tier.filled.fetch_add(1, Ordering::Relaxed);
         drop(before);

@@ -28,6 +28,8 @@ pub(super) struct Held {
     pub(super) sequence: u64,
     pub(super) rank: Rank,
     pub(super) crcs: Arc<[u32]>,
+    /// A prefetch brought it, and no load has used it yet.
+    pub(super) is_unused: bool,
 }
 
 /// Frames by key and by rank.
@@ -36,11 +38,22 @@ pub(super) struct Ranked {
     frames: HashMap<ChunkKey, Held>,
     /// Lowest first; the key tells chunks of the same rank apart.
     order: BTreeSet<(Rank, [u8; 32])>,
+    /// Chunks of prefetches that a load has used, and that left unused.
+    pub(super) used: u64,
+    pub(super) wasted: u64,
 }
 
 impl Ranked {
-    /// The frame of `id`, which is used now. One of an older put is dropped.
+    /// The frame of `id`, which a load uses now.
     pub(super) fn touch(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
+        let found = self.find(id, rank)?;
+        let held = self.frames.get_mut(&id.key)?;
+        self.used += u64::from(std::mem::take(&mut held.is_unused));
+        Some(found)
+    }
+
+    /// The frame of `id`, which is about to be used. One of an older put is dropped.
+    pub(super) fn find(&mut self, id: &FrameId, rank: Rank) -> Option<(Frame, Arc<[u32]>)> {
         let held = self.frames.get_mut(&id.key)?;
         if held.sequence != id.sequence {
             if held.sequence < id.sequence {
@@ -55,9 +68,12 @@ impl Ranked {
         Some((held.frame.clone(), Arc::clone(&held.crcs)))
     }
 
-    /// A chunk has come; what it takes the place of, or itself where a newer put of it is there.
+    /// A chunk has come; what it takes the place of, or itself where a newer put of it is there, or,
+    /// of a prefetch, the same one.
     pub(super) fn insert(&mut self, key: ChunkKey, held: Held) -> Option<Held> {
-        if self.frames.get(&key).is_some_and(|there| there.sequence > held.sequence) {
+        let least = held.sequence + u64::from(!held.is_unused);
+        if self.frames.get(&key).is_some_and(|there| there.sequence >= least) {
+            self.wasted += u64::from(held.is_unused);
             return Some(held);
         }
         let before = self.take(&key);
@@ -88,6 +104,7 @@ impl Ranked {
 
     fn take(&mut self, key: &ChunkKey) -> Option<Held> {
         let held = self.frames.remove(key)?;
+        self.wasted += u64::from(held.is_unused);
         self.order.remove(&(held.rank, key.0));
         Some(held)
     }

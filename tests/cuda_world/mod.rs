@@ -13,6 +13,7 @@ use forebay::device::{
     Device, Fence, Gate, GatherJob, Gathered, HugePages, PagedKv, Part, ScatterJob, Scattered, StagingOptions,
     StagingPool, Stream,
 };
+use forebay::format::layout::Codec;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing};
@@ -184,7 +185,8 @@ impl Rig {
         let mut at = 0;
         let part = |(layer, spec): (usize, &LayerSpec)| {
             let padded_len = spec.extent_bytes(tokens).next_multiple_of(256);
-            let part = Part { layer, staging_offset: at, tokens, padded_len, plan: Arc::clone(plan) };
+            let part =
+                Part { layer, staging_offset: at, tokens, padded_len, codec: Codec::None, plan: Arc::clone(plan) };
             at += padded_len;
             part
         };

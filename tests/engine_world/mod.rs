@@ -120,6 +120,21 @@ impl Kv {
         self
     }
 
+    /// Values of 16 bits like those of KV: few exponents, any sign and mantissa, and here and there any
+    /// value at all.
+    pub(crate) fn like_kv(self, seed: u32) -> Self {
+        let kv = self.filled(seed);
+        for memory in kv.memories() {
+            let mut bytes = vec![0; memory.len()];
+            memory.read_at(0, &mut bytes).unwrap();
+            for (i, value) in bytes.chunks_exact_mut(2).enumerate().filter(|(i, _)| i % 1500 != 7) {
+                value[1] = value[1] & 0x83 | 0x3c | (i % 2) as u8;
+            }
+            memory.write_at(0, &bytes).unwrap();
+        }
+        kv
+    }
+
     pub(crate) fn overwrite(&self, byte: u8) {
         self.memories().iter().for_each(|m| m.write_at(0, &vec![byte; m.len()]).unwrap());
     }

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # Serves a model with SGLang over Forebay on a machine with a GPU, restarts it, and compares the answers to one long prompt: computed,
 # loaded from the drive, and loaded again after kill -9. Never run yet: no such machine was at hand.
-# Usage: sglang.sh MODEL DIRECTORY, with SGLang 0.5.23 and forebay installed for `python`. DIRECTORY is on a local drive.
+# Usage: sglang.sh MODEL DIRECTORY [hicache|linker], with SGLang 0.5.23 and forebay installed for `python`. DIRECTORY is on a local drive.
+# The external linker takes models that docs/sglang.md names, such as those with DeepSeek's sparse attention.
 set -euo pipefail
 model=${1:?the model, a path or a name} directory=${2:?a directory on a local drive}
+case ${3:-hicache} in
+hicache) asked=() more=(--hicache-storage-prefetch-policy wait_complete) ;;
+linker) asked=(--linker) more=() ;;
+*) echo "$3: hicache or linker"; exit 2 ;;
+esac
 python=${PYTHON:-python} port=${PORT:-30123}
 cache=$(mktemp -d "$directory/forebay-sglang-XXXXXX")
 log=$cache.log
@@ -12,9 +18,9 @@ stop() { [ -z "$server" ] || { kill "-$1" "$server" 2>/dev/null || true; wait "$
 trap 'stop KILL; rm -rf "$cache"' EXIT
 
 start() {
-    eval "flags=($("$python" -m forebay.sglang --cache-dir "$cache" --capacity 50GiB))"
+    eval "flags=($("$python" -m forebay.sglang "${asked[@]}" --cache-dir "$cache" --capacity 50GiB))"
     "$python" -m sglang.launch_server --model-path "$model" --page-size 64 --port "$port" --disable-cuda-graph \
-        --hicache-storage-prefetch-policy wait_complete "${flags[@]}" >>"$log" 2>&1 &
+        "${more[@]}" "${flags[@]}" >>"$log" 2>&1 &
     server=$!
     for _ in $(seq 600); do
         if curl -sf "http://127.0.0.1:$port/health" >/dev/null; then return; fi

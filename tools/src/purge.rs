@@ -7,8 +7,10 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 
 use clap::Args;
+use forebay::config::Loader;
 use forebay::log::fsck::{LaneDir, lanes, live};
 use forebay::log::purge::{What, purge};
+use forebay::remote::{Remote, RemoteOptions};
 use forebay::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
@@ -36,6 +38,9 @@ pub(crate) struct PurgeArgs {
     /// store's namespace. Alone, it means everything in it.
     #[arg(long, value_name = "NS")]
     namespace: Option<String>,
+    /// Delete it in this remote store too (a `remote_url`), with the credentials of the environment.
+    #[arg(long, value_name = "URL")]
+    remote: Option<String>,
     /// Do not ask.
     #[arg(long, short, visible_alias = "force")]
     yes: bool,
@@ -54,11 +59,14 @@ its chunks lay): their blocks are free, and the drive may keep their contents un
 space back in the background: after --all in whole segments, of a tenant as holes. To be \
 sure, stop the servers first, and keep the cache on an encrypted drive.
 
+What a server has uploaded to a remote tier is deleted with --remote URL, and may be fetched again without. Other machines serve \
+what they have on their drives.
+
 Run it as the servers' user.
 
 Examples:
   forebay purge /mnt/nvme --all --dry-run
-  forebay purge /mnt/nvme --tenant acme --yes
+  forebay purge /mnt/nvme --tenant acme --yes --remote s3://kv-cache/llama
   forebay purge /mnt/nvme --namespace 5f0c9b4e7a1d2233445566778899aabb";
 
 fn parse_tenant(text: &str) -> std::result::Result<u64, String> {
@@ -124,7 +132,15 @@ pub(crate) fn run(args: &PurgeArgs, context: &Context) -> Result<Outcome> {
 
 /// Removes from one shard; whether every lane could be read.
 fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Context, &mut Value)) -> Result<bool> {
-    let done = purge(&args.directory, &t.namespace, &t.shard, what)?;
+    let mut done = purge(&args.directory, &t.namespace, &t.shard, what)?;
+    if let Some(url) = &args.remote {
+        remove_remotely(url, t, what)?;
+        // What a server has fetched before it was deleted there.
+        match purge(&args.directory, &t.namespace, &t.shard, what) {
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            again => done.freed_bytes += again?.freed_bytes,
+        }
+    }
     for lane in &done.unreadable {
         eprintln!("forebay: {}/{}/{lane} cannot be read, and may hold more; see `fsck rebuild`", t.namespace, t.shard);
     }
@@ -141,6 +157,16 @@ fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Con
         out::print(&format!("{}/{}: removed; {freed} given back{rest}\n", t.namespace, t.shard))?;
     }
     Ok(done.unreadable.is_empty())
+}
+
+fn remove_remotely(url: &str, t: &Target, what: What) -> Result<()> {
+    let (settings, _) = Loader::bare().set("remote_url", url).load()?;
+    let Some(options) = RemoteOptions::of_settings(&settings) else { return Ok(()) };
+    let tenant = match what {
+        What::Tenant(tenant) => Some(tenant),
+        What::All => None,
+    };
+    Remote::of(&options, (t.namespace.clone(), t.shard.clone()))?.clear(tenant)
 }
 
 /// The shards that hold something to be removed. Lanes that cannot be read belong to them as well.

@@ -186,6 +186,31 @@ fn purge_asks_tells_and_removes_beside_a_server() {
 }
 
 #[test]
+fn purge_deletes_in_the_remote_store_too_where_it_is_named() {
+    let dir = folder();
+    let log = filled(dir.path());
+    let rows = forebay(dir.path(), &["ls", ".", "--json"]).expect(0).json();
+    let text = |key: &str, row: usize| rows[row][key].as_str().unwrap().to_owned();
+    let tenant = (0..20).map(|row| text("tenant", row)).find(|t| *t != "0000000000000000").unwrap();
+    let store = dir.path().join("store/kv");
+    let object = |namespace: &str, tenant: &str| {
+        let place = store.join(namespace).join(log.geometry().shard_dir_name()).join(tenant);
+        std::fs::create_dir_all(&place).unwrap();
+        std::fs::write(place.join("key"), "KV").unwrap();
+        place.join("key")
+    };
+    let namespace = text("namespace", 0);
+    let (own, all, other) =
+        (object(&namespace, &tenant), object(&namespace, "0000000000000000"), object(&"0".repeat(32), &tenant));
+    let url = format!("file://{}", store.display());
+    forebay(dir.path(), &["purge", ".", "--tenant-id", &tenant, "--yes", "--remote", &url]).expect(0);
+    assert_eq!([&own, &all, &other].map(|f| f.exists()), [false, true, true]);
+    forebay(dir.path(), &["purge", ".", "--all", "--yes", "--remote", "redis://h"]).expect(2);
+    forebay(dir.path(), &["purge", ".", "--all", "--yes", "--remote", &url]).expect(0);
+    assert_eq!([&own, &all, &other].map(|f| f.exists()), [false, false, true]);
+}
+
+#[test]
 fn rebuild_restores_what_is_intact_once_the_server_is_gone() {
     let dir = folder();
     let log = filled(dir.path());

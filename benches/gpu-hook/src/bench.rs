@@ -186,6 +186,7 @@ impl Bench {
             staging_offset: (extent.offset - base) as usize,
             tokens: self.0.tokens,
             padded_len: extent.padded_len as usize,
+            codec: extent.codec,
             plan: Arc::clone(plan),
         };
         unit.layers.clone().zip(extents).map(part).collect()

@@ -1,7 +1,8 @@
-"""SGLang's door: `HiCache` keeps on local NVMe what falls out of SGLang's host memory (docs/sglang.md).
+"""SGLang's doors: `HiCache` keeps on local NVMe what falls out of SGLang's host memory, and `Linker` moves KV between NVMe and GPU
+memory without it (docs/sglang.md).
 
-Importing this package imports neither SGLang nor torch; the class is resolved on first use. `python -m forebay.sglang` prints the flags
-that SGLang is started with.
+Importing this package imports neither SGLang nor torch; the classes are resolved on first use. `python -m forebay.sglang` prints the
+flags that SGLang is started with.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forebay.sglang.linker import Linker as Linker
     from forebay.sglang.storage import HiCache as HiCache
 
-__all__ = ["HiCache"]
+__all__ = ["HiCache", "Linker"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from forebay.sglang.storage import HiCache
 
         return HiCache
+    if name == "Linker":
+        from forebay.sglang.linker import Linker
+
+        return Linker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

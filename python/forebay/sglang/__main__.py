@@ -1,6 +1,7 @@
-"""Prints the flags that SGLang is started with to keep its HiCache on local NVMe, after a check of the settings.
+"""Prints the flags that SGLang is started with to keep its KV on local NVMe, after a check of the settings.
 
     python -m forebay.sglang --cache-dir /mnt/nvme/forebay --capacity 200GiB
+    python -m forebay.sglang --linker --cache-dir /mnt/nvme/forebay --capacity 200GiB
 """
 
 from __future__ import annotations
@@ -15,8 +16,17 @@ import forebay
 from forebay.connector import settings
 
 
-def flags(given: dict[str, str]) -> list[str]:
-    """SGLang's flags for these settings."""
+def flags(given: dict[str, str], is_linker: bool = False) -> list[str]:
+    """SGLang's flags for these settings: of HiCache, or of the external linker."""
+    if is_linker:
+        config = {"linker": "Linker", "linker_module_path": "forebay.sglang", "linker_extra_config": given}
+        return [
+            "--enable-unified-cache-external-linker",
+            "--unified-cache-external-linker-backend",
+            "dynamic",
+            "--unified-cache-external-linker-config",
+            json.dumps(config),
+        ]
     extra = {"backend_name": "forebay", "module_path": "forebay.sglang", "class_name": "HiCache", "interface_v1": 1, **given}
     return [
         "--enable-hierarchical-cache",
@@ -34,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m forebay.sglang", description="Prints the flags to start SGLang with.")
     parser.add_argument("--cache-dir", required=True, help="an existing directory on a local drive")
     parser.add_argument("--capacity", help="bytes that it may take, such as 200GiB")
+    parser.add_argument("--linker", action="store_true", help="layer by layer into GPU memory, instead of through HiCache's host memory")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another of Forebay's settings, or namespace, fingerprint")
     asked = parser.parse_args(arguments)
     given = {"cache_dir": asked.cache_dir}
@@ -52,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not Path(asked.cache_dir).is_dir():
         print(f"python -m forebay.sglang: {asked.cache_dir} is no directory; make it, on a local drive", file=sys.stderr)
         return 1
-    print(" ".join(shlex.quote(flag) for flag in flags(given)))
+    print(" ".join(shlex.quote(flag) for flag in flags(given, asked.linker)))
     return 0
 
 

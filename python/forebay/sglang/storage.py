@@ -24,6 +24,7 @@ import torch
 from forebay.sglang import identity, versions
 from forebay.sglang.pages import Pages, span_of
 from forebay.sglang.quiet import Quiet
+from forebay.sglang.resume import window_ends
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -54,7 +55,7 @@ class HiCache(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Opens the cache."""
-        version = versions.require()
+        version = versions.require("--hicache-storage-backend")
         _refuse(storage_config)
         from sglang.srt.runtime_context import get_server_args
 
@@ -210,7 +211,7 @@ class HiCache(HiCacheStorage):
                 good = list(range(1, self._count(pool, keys[:pages]) + 1))
             else:
                 there = self._store.exists([pool.key(key) for key in keys[:pages]])
-                good = _window_ends(there, max(1, len(transfer.keys or ())))
+                good = window_ends(there, max(1, len(transfer.keys or ())))
             if good:
                 hits[transfer.name] = good[-1]
             kept = set(good)
@@ -324,16 +325,6 @@ def _refuse(config: HiCacheStorageConfig) -> None:
         )
     if config.dcp_size > 1:
         raise forebay.Unsupported("decode context parallelism: SGLang offers it to its own backends only; start without it")
-
-
-def _window_ends(there: Sequence[bool], window: int) -> list[int]:
-    """The prefix lengths whose last `window` pages are there, or all of them where there are fewer."""
-    ends, run = [], 0
-    for end, is_there in enumerate(there, 1):
-        run = run + 1 if is_there else 0
-        if run >= min(window, end):
-            ends.append(end)
-    return ends
 
 
 def _whole(target: torch.Tensor) -> torch.Tensor:

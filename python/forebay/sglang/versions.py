@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import forebay
 
-#: The versions that the HiCache backend was read and run against.
-HICACHE = ("0.5.23",)
+#: The versions that the package was read and run against.
+WORKS_WITH = ("0.5.23",)
 
 
-def require() -> str:
-    """SGLang's version; refuses one that the backend was not made for."""
+def require(flag: str) -> str:
+    """SGLang's version; refuses one that the backend was not made for. `flag` is what switches the backend on."""
     import sglang
 
     version = str(sglang.__version__)
-    if version not in HICACHE:
+    if version not in WORKS_WITH:
         raise forebay.Unsupported(
-            f"SGLang {version}: Forebay's HiCache backend works with SGLang {', '.join(HICACHE)}; install that version, or start SGLang "
-            "without --hicache-storage-backend"
+            f"SGLang {version}: Forebay works with SGLang {', '.join(WORKS_WITH)}; install that version, or start SGLang without {flag}"
         )
     return version

@@ -160,8 +160,8 @@ def geometry(vllm_config: VllmConfig, kv: Shape, rank: int, blocks: list[Blocks]
     tp = (0, 1) if kv.is_same_on_all_ranks else (tp_rank, kv.ranks.tp)
     return forebay.Geometry(
         model=vllm_config.model_config.model,
-        # Bytes to the engine; what is in them is part of the fingerprint.
-        dtype="uint8",
+        # Bytes to the engine, but for its codec; what is in them is part of the fingerprint.
+        dtype="bfloat16" if identity.kv_dtype(vllm_config) == "bfloat16" else "uint8",
         # The settings' own is added by the engine.
         fingerprint=identity.fingerprint(vllm_config, ""),
         layer_specs=[_spec(layer, of) for layer, of in zip(kv.layers, blocks, strict=True)],
@@ -203,6 +203,8 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
         "events": events_wanted(vllm_config),
         "workers": kv.ranks.workers,
         "writers": kv.own * kv.ranks.pp,
+        # KV in a GPU's memory has no memory tier.
+        "prefetch": settings.prefetch and vllm_config.device_config.device_type == "cpu",
         # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
         "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
     }

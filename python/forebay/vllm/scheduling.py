@@ -39,7 +39,8 @@ class SchedulerHalf:
         """Caches are opened for lookups once the workers have said which they have; `announcer` where KV events are published."""
         from forebay.connector import SchedulerSide
 
-        self._side = SchedulerSide.of_workers(settings.engine, **geometry.options(vllm_config, kv, settings))
+        options = geometry.options(vllm_config, kv, settings)
+        self._side = SchedulerSide.of_workers(settings.engine, **options)
         self._is_producer = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
@@ -53,6 +54,10 @@ class SchedulerHalf:
         self._announcer = announcer
         # Without prefix caching vLLM gives no request another one's blocks.
         self._unverified = Unverified() if vllm_config.cache_config.enable_prefix_caching else None
+        # vLLM's prefix cache, and its KV cache groups, where something is read ahead.
+        self._cached: tuple[BlockPool, list[int]] | None = None
+        self._reads_ahead = options["prefetch"] and vllm_config.cache_config.enable_prefix_caching
+        self._groups = list(range(len(kv.block_tokens)))
         # Of the last answer: its request, tokens that vLLM has of it, and whether the load runs within the step.
         self._answer = ("", 0, False)
         self._step = 0
@@ -74,7 +79,22 @@ class SchedulerHalf:
             skip_save=skip_save,
             skip_load=skip_load,
             transferred=extra.transferred(request),
+            computed=self._computed(request),
         )
+
+    def _computed(self, request: Request) -> int:
+        """Tokens from a request's start that need not be read ahead: vLLM's prefix cache has them now, or it loads none."""
+        if request.skip_reading_prefix_cache:
+            return request.num_prompt_tokens
+        if self._cached is None:
+            return 0
+        pool, groups = self._cached
+        found = 0
+        for block_hash in request.block_hashes:
+            if pool.get_cached_block(block_hash, groups) is None:
+                break
+            found += pool.hash_block_size
+        return found
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens` that can be loaded, and whether between steps."""
@@ -162,6 +182,8 @@ class SchedulerHalf:
             self._announcer.bind(pool.hash_block_size)
         if self._unverified is not None:
             self._unverified.bind(pool)
+        if self._reads_ahead:
+            self._cached = pool, self._groups
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: What a user may add to the identity of the stored bytes, such as a digest of the weights.
 FINGERPRINT = "fingerprint"
 LAYERWISE = "use_layerwise"
+MEMORY, PREFETCH = "local_cpu", "prefetch"
 #: A function of the user's own, `module:function`, that may lower what is loaded for a request. Of this package alone.
 LOAD_LIMIT = "load_limit"
 
@@ -49,6 +50,11 @@ class Settings:
         """The same without layer-wise loads."""
         off = {LAYERWISE: False}
         return replace(self, engine=self.engine | off, resolved=self.resolved | off)
+
+    @property
+    def prefetch(self) -> bool:
+        """What is stored of waiting requests is read into the memory tier ahead."""
+        return bool(self.resolved[MEMORY]) and bool(self.resolved[PREFETCH])
 
     @property
     def fingerprint(self) -> str:

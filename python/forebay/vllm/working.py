@@ -53,6 +53,12 @@ class WorkerHalf:
         views = self._engine.paged_kv([of.view for of in blocks], layout="BTHD")
         self._side = WorkerSide(self._engine, views, rank=rank, silent=silent, **options)
 
+    def for_blending(self) -> tuple[Any, geometry.Shape, dict[str, Any]]:
+        """The engine, the KV that it stores, and its settings; vLLM must have registered its KV caches."""
+        if self._engine is None:
+            raise geometry.Unsupported("vLLM has registered no KV cache; start it with a model that has one")
+        return self._engine, self._kv, self._settings.engine
+
     def _stream(self) -> int | None:
         if not self._cuda:
             return None

@@ -99,6 +99,7 @@ impl Scheduler {
         }
         let Some(tracker) = self.requests.remove(req_id) else { return false };
         self.lookup.forget(req_id);
+        self.prefetches.over(req_id);
         let is_saving = self.held.is_pending(tracker.last_save);
         if is_saving && self.held.keep(req_id, tracker.num_blocks(), self.options.max_held_blocks) {
             self.stats.given_up += 1;
@@ -171,6 +172,7 @@ impl Scheduler {
         self.preempt(req_id, meta);
         self.load_over(req_id);
         self.lookup.forget(req_id);
+        self.prefetches.over(req_id);
         self.requests.remove(req_id);
     }
 }

@@ -121,6 +121,7 @@ impl Scheduler {
             return nothing;
         }
         tracker.load = RequestLoad::Idle;
+        tracker.has = num_computed;
         let Some(found) = self.stored(req_id) else {
             self.stats.asking += 1;
             return Matched { tokens: None, asynchronous };
@@ -206,6 +207,7 @@ impl Scheduler {
         tracker.load = RequestLoad::Idle;
         if num_external == 0 {
             self.lookup.unpin(req_id);
+            self.prefetches.not_wanted(req_id);
             return Ok(());
         }
         let stop = computed + num_external.min(offered);
@@ -246,6 +248,7 @@ impl Scheduler {
             self.stats.loads += 1;
             self.stats.load_tokens += (stop - computed) as u64;
             let (epoch, asynchronous) = (tracker.epoch, tracker.asynchronous);
+            self.prefetches.over(&req_id);
             if !asynchronous {
                 // A load within its step ends with it, whatever comes of it.
                 self.load_over(&req_id);

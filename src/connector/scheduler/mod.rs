@@ -21,6 +21,7 @@ use crate::key::{ChunkKey, Extra};
 mod finish;
 mod kv_events;
 mod loads;
+mod prefetches;
 mod saves;
 mod tracker;
 
@@ -50,13 +51,15 @@ pub struct AddRequest<'a> {
     /// stores them no second time, others wait until they can be loaded, for at most
     /// [`ConnectorOptions::load_timeout_ms`].
     pub transferred: usize,
+    /// Tokens from its start that the server has now in a cache of its own: they are not read ahead.
+    pub computed: usize,
 }
 
 impl<'a> AddRequest<'a> {
     /// A request that loads and stores, of which no other server has said anything.
     #[must_use]
     pub fn new(req_id: &'a str, tokens: &'a [u32], extra: &'a Extra) -> Self {
-        Self { req_id, tokens, extra, skip_save: false, skip_load: false, transferred: 0 }
+        Self { req_id, tokens, extra, skip_save: false, skip_load: false, transferred: 0, computed: 0 }
     }
 }
 
@@ -174,12 +177,16 @@ pub struct SchedulerStats {
     pub questions: u64,
     /// Answers that asked the server to wait until they have said what they have.
     pub asking: u64,
+    /// Prefetches ordered for requests that wait.
+    pub prefetches: u64,
+    /// Tokens of them.
+    pub prefetch_tokens: u64,
 }
 
 impl SchedulerStats {
     /// The counts that only grow, by name.
     #[must_use]
-    pub fn counters(&self) -> [(&'static str, u64); 16] {
+    pub fn counters(&self) -> [(&'static str, u64); 18] {
         // Taken apart, so that none is forgotten.
         let Self {
             requests: _,
@@ -202,6 +209,8 @@ impl SchedulerStats {
             stalling,
             questions,
             asking,
+            prefetches,
+            prefetch_tokens,
         } = *self;
         [
             ("queries", queries),
@@ -220,6 +229,8 @@ impl SchedulerStats {
             ("stalling", stalling),
             ("questions", questions),
             ("asking", asking),
+            ("prefetches", prefetches),
+            ("prefetch_tokens", prefetch_tokens),
         ]
     }
 }
@@ -238,6 +249,7 @@ pub struct Scheduler {
     /// Chunks being loaded, and when nobody waits for them any more.
     loading: HashMap<ChunkKey, Instant>,
     held: finish::HeldRequests,
+    prefetches: prefetches::Prefetches,
     rate: loads::LoadRate,
     /// Tokens that are loaded within the next step.
     sync_tokens: usize,
@@ -269,6 +281,7 @@ impl Scheduler {
             due: Vec::new(),
             acknowledged: Vec::new(),
             loading: HashMap::new(),
+            prefetches: prefetches::Prefetches::default(),
             rate: loads::LoadRate::default(),
             sync_tokens: 0,
             sync_computed: 0,
@@ -293,6 +306,10 @@ impl Scheduler {
         let prompt = Prompt::new(request.tokens, self.options.chunk_tokens, request.extra);
         let mut tracker = Tracker::new(prompt, request.extra, (request.skip_save, request.skip_load));
         tracker.promised = request.transferred;
+        tracker.has = request.computed;
+        if self.options.prefetch && self.options.role.loads() && !request.skip_load {
+            self.prefetches.add(request.req_id);
+        }
         if self.options.role == Role::Producer && request.transferred > 0 {
             let chunk = tracker.prompt.chunk_tokens().max(1);
             tracker.saved = Some(request.transferred.min(tracker.prompt.len()) / chunk * chunk);
@@ -352,6 +369,7 @@ impl Scheduler {
         self.ordered.clear();
         self.due.clear();
         self.loading.clear();
+        self.prefetches = prefetches::Prefetches::default();
         self.held = finish::HeldRequests::new(self.options.workers);
         self.unverified = loads::UnverifiedLoads::new(self.options.workers);
     }
@@ -395,6 +413,8 @@ impl Scheduler {
                 self.save(request.req_id, computed, (tokens_of, &mut meta));
             }
         }
+        // After all that brings the workers tokens of requests that run.
+        self.send_prefetches(&mut meta);
         (meta.held, meta.give_up) = self.held.take_unsent();
         meta
     }

@@ -49,6 +49,8 @@ pub(super) struct Tracker {
     pub(super) found: Option<(usize, Instant)>,
     /// Tokens that another server says it stores.
     pub(super) promised: usize,
+    /// Tokens from its start that the server had of it when it last said so.
+    pub(super) has: usize,
     /// Since when they are waited for.
     pub(super) promised_since: Option<Instant>,
     /// Since when it waits for another request's load.
@@ -77,12 +79,18 @@ impl Tracker {
             last_save: 0,
             found: None,
             promised: 0,
+            has: 0,
             promised_since: None,
             waiting_since: None,
             load: RequestLoad::Idle,
             asynchronous: true,
             epoch: 0,
         }
+    }
+
+    /// Whether the server has neither begun with it nor been told to load it.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.blocks.is_empty() && matches!(self.load, RequestLoad::Idle | RequestLoad::Answered { .. })
     }
 
     /// The tokens up to `upto` that the workers do not know yet.

@@ -14,6 +14,7 @@ use crate::key::Extra;
 mod kv_events;
 mod loads;
 mod messages;
+mod prefetches;
 mod ranks;
 mod saves;
 
@@ -58,6 +59,7 @@ fn options() -> ConnectorOptions {
         save_unfull_chunk: false,
         store_when: StoreWhen::Computed,
         join_loads: true,
+        prefetch: false,
         min_load_tokens: 0,
         recompute_tokens_per_s: None,
         load_timeout_ms: 2000,

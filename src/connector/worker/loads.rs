@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::super::meta::{BlockSpan, LoadOrder, PromptPart, Question};
+use super::super::meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question};
 use super::Worker;
 use crate::device::Stream;
 use crate::engine::{Load, LoadRequest, LoadTicket, Lookup, Prompt, SlotMapping};
@@ -53,6 +53,18 @@ impl Worker {
             });
             self.report.answers.push((question.number, found.matched_tokens as u64));
             self.pins.insert(question.req_id.clone(), found);
+        }
+    }
+
+    /// Begins to read ahead what is stored here of a request that waits.
+    pub(super) fn prefetch(&mut self, order: &PrefetchOrder) {
+        let Some(prompt) = self.learn(&order.req_id, &order.prompt) else { return };
+        match self.engine.prefetch(&prompt, order.start..order.stop) {
+            Ok(prefetch) if !prefetch.result().off => {
+                self.prefetches.insert(order.req_id.clone(), prefetch);
+            }
+            Ok(_) => {}
+            Err(e) => tracing::warn!(error = %e, req_id = order.req_id, "nothing is read ahead for a request"),
         }
     }
 
@@ -107,8 +119,9 @@ impl Worker {
             ..LoadRequest::new(&prompt, &self.kv, slots)
         };
         let load = self.engine.load(request);
-        // It has leases of its own by now.
+        // It has leases of its own by now, and what it found in memory.
         self.pins.remove(&order.req_id);
+        self.prefetches.remove(&order.req_id);
         match load {
             Ok(load) => self.loads.push(Loading { order, load, started: Instant::now() }),
             Err(e) => {
@@ -205,6 +218,7 @@ impl Worker {
         for req_id in finished {
             self.prompts.remove(*req_id);
             self.pins.remove(*req_id);
+            self.prefetches.remove(*req_id);
             self.poisoned.remove(*req_id);
         }
     }

@@ -15,7 +15,7 @@ use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use super::worker_identity::WorkerIdentity;
 use crate::device::{PagedKv, Stream};
-use crate::engine::{Computed, Engine, Lookup, Prompt};
+use crate::engine::{Computed, Engine, Lookup, Prefetch, Prompt};
 use crate::error::Result;
 
 mod loads;
@@ -62,12 +62,22 @@ pub struct WorkerStats {
     /// Orders that could not be carried out: for a request's tokens that this worker does not know,
     /// or refused by the engine.
     pub refused_orders: u64,
+    /// Chunks that loads found in memory.
+    pub memory_hits: u64,
+    /// Chunks that loads read from a drive, where there is a memory tier.
+    pub memory_misses: u64,
+    /// Chunks read into memory ahead.
+    pub prefetched_chunks: u64,
+    /// Of these, those that a load found there.
+    pub prefetch_used_chunks: u64,
+    /// Of these, those that left memory before.
+    pub prefetch_wasted_chunks: u64,
 }
 
 impl WorkerStats {
     /// The counts that only grow, by name.
     #[must_use]
-    pub fn counters(&self) -> [(&'static str, u64); 10] {
+    pub fn counters(&self) -> [(&'static str, u64); 15] {
         // Taken apart, so that none is forgotten.
         let Self {
             loading: _,
@@ -82,6 +92,11 @@ impl WorkerStats {
             shed_chunks,
             given_up,
             refused_orders,
+            memory_hits,
+            memory_misses,
+            prefetched_chunks,
+            prefetch_used_chunks,
+            prefetch_wasted_chunks,
         } = *self;
         [
             ("loads", loads),
@@ -94,6 +109,11 @@ impl WorkerStats {
             ("shed_chunks", shed_chunks),
             ("given_up", given_up),
             ("refused_orders", refused_orders),
+            ("memory_hits", memory_hits),
+            ("memory_misses", memory_misses),
+            ("prefetched_chunks", prefetched_chunks),
+            ("prefetch_used_chunks", prefetch_used_chunks),
+            ("prefetch_wasted_chunks", prefetch_wasted_chunks),
         ]
     }
 }
@@ -119,6 +139,8 @@ pub struct Worker {
     /// What was answered to the scheduler is kept from eviction until it is loaded, or for the
     /// time-out of loads.
     pins: HashMap<String, Lookup>,
+    /// What is read ahead, or was, for requests that wait.
+    prefetches: HashMap<String, Prefetch>,
     step: u64,
     /// When the step began whose loads run within it, and how long it has waited for layers.
     began: Instant,
@@ -154,6 +176,7 @@ impl Worker {
             failed_blocks: HashSet::new(),
             failed_requests: HashSet::new(),
             pins: HashMap::new(),
+            prefetches: HashMap::new(),
             step: 0,
             began: Instant::now(),
             waited: Duration::ZERO,
@@ -187,6 +210,12 @@ impl Worker {
         (self.began, self.waited) = (Instant::now(), Duration::ZERO);
         for order in meta.loads {
             self.start_load(order, stream);
+        }
+        for req_id in &meta.unwanted {
+            self.prefetches.remove(req_id);
+        }
+        for order in &meta.prefetches {
+            self.prefetch(order);
         }
         self.orders.extend(meta.saves);
         if self.options.layerwise {
@@ -258,13 +287,24 @@ impl Worker {
     /// Counts.
     #[must_use]
     pub fn stats(&self) -> WorkerStats {
-        WorkerStats { loading: self.loads.len(), storing: self.saves.len(), ..self.stats.clone() }
+        let (memory, prefetch) = (self.engine.memory_stats(), self.engine.prefetch_stats());
+        WorkerStats {
+            loading: self.loads.len(),
+            storing: self.saves.len(),
+            memory_hits: memory.hits,
+            memory_misses: memory.misses,
+            prefetched_chunks: prefetch.read,
+            prefetch_used_chunks: prefetch.used,
+            prefetch_wasted_chunks: prefetch.wasted,
+            ..self.stats.clone()
+        }
     }
 
     /// Cancels loads and waits until `deadline` for stores; what is not written then is given up.
     pub fn shutdown(&mut self, deadline: Instant) {
         self.loads.clear();
         self.pins.clear();
+        self.prefetches.clear();
         self.wait_saves(deadline);
         self.prompts.clear();
         self.held.clear();

@@ -57,6 +57,13 @@ impl LaunchBatch {
         (staging_addr, staging_len): (u64, usize),
     ) -> Result<usize> {
         let resolved = parts.iter().map(|p| resolve(kv, p, staging_len)).collect::<Result<Vec<_>>>()?;
+        if resolved.iter().any(|r| r.coded.is_some()) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "coded KV cannot be moved between a GPU's memory and staging",
+            )
+            .advice("set codec: none"));
+        }
         self.check_size(parts, &resolved)?;
         let mut job = BatchJob { parts: Vec::with_capacity(parts.len()), skipped_blocks: Vec::new() };
         for (part, resolved) in parts.iter().zip(&resolved) {
@@ -246,6 +253,7 @@ fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (LaunchPlane
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::layout::Codec;
     use crate::geometry::{LayerKind, LayerSpec};
     use crate::paged::{KvLayout, KvShape, LayerView, Packing, PagedLayout, PlaneView};
 
@@ -256,7 +264,14 @@ mod tests {
     }
 
     fn part(layer: usize, staging_offset: usize, plan: &Arc<ChunkPlan>) -> Part {
-        Part { layer, staging_offset, tokens: plan.chunk_tokens(), padded_len: 0, plan: Arc::clone(plan) }
+        Part {
+            layer,
+            staging_offset,
+            tokens: plan.chunk_tokens(),
+            padded_len: 0,
+            codec: Codec::None,
+            plan: Arc::clone(plan),
+        }
     }
 
     fn plan(slots: &[i64]) -> Arc<ChunkPlan> {

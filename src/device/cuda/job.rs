@@ -107,7 +107,7 @@ impl CopyJob {
         let JobOutcome { crcs, skipped, skipped_blocks, error } = outcome;
         contained(|| match done {
             Done::Scatter(done) => done(Scattered { staging, crcs, skipped, skipped_blocks, error }),
-            Done::Gather(done) => done(Gathered { staging, crcs, skipped, skipped_blocks, error }),
+            Done::Gather(done) => done(Gathered { staging, crcs, skipped, misfit: false, skipped_blocks, error }),
         });
     }
 }

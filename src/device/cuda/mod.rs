@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use super::fence::{Fence, Stream};
 use super::staging::{StagingOptions, StagingPool};
-use super::{Device, GatherJob, KvMemory, ScatterJob};
+use super::{Device, Gate, GatherJob, KvMemory, PagedKv, RopeShift, ScatterJob};
 use crate::config::Numa;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{MemorySpace, Mover};
@@ -158,6 +158,10 @@ impl Device for CudaDevice {
 
     fn gather(&self, job: GatherJob) {
         self.gathers.submit(job.into());
+    }
+
+    fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], after: &[Fence]) -> Result<()> {
+        self.rope_shift(kv, shifts, &Gate::new(), after).map(drop)
     }
 
     fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {

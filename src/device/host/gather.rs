@@ -1,8 +1,12 @@
-//! Paged KV into staging: the tokens of a tile from their slots, then the tile's CRC.
+//! Paged KV into staging: the tokens of a tile from their slots, coded where that is asked for, then
+//! the tile's CRC.
 #![expect(unsafe_code, reason = "reads from the caller's paged KV")]
+
+use std::ops::Range;
 
 use super::copy::{Stores, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
+use super::exp4::CodedWriter;
 use super::scatter::{Cursor, line};
 use super::{CopyOutcome, host_only};
 use crate::device::parts::{Blocks, Body, KvDirection, Plane, Resolved, resolve};
@@ -20,75 +24,124 @@ pub(super) fn run(job: &mut GatherJob) -> Result<CopyOutcome> {
         let padded = staging.get_mut(part.extent.start..part.padded_end).unwrap_or_default();
         let (extent, padding) = padded.split_at_mut(part.extent.len());
         padding.fill(0);
-        let mut crc = ExtentCrc::new();
+        let target = match part.coded {
+            None => Target::Raw(extent),
+            Some(shape) => Target::Coded(CodedWriter::new(shape, extent)),
+        };
+        let mut pass = Pass { target, crc: ExtentCrc::new(), gate: &job.gate, fits: true };
         let finished = match &part.body {
-            Body::Planes(planes) => planes.iter().all(|p| gather_plane(p, part, extent, &job.gate, &mut crc)),
+            Body::Planes(planes) => planes.iter().all(|p| gather_plane(p, part, &mut pass)),
             Body::Blocks(blocks) => {
                 outcome.skipped_blocks.extend(part.plan.skipped_blocks(part.tokens));
-                gather_blocks(blocks, part, extent, &job.gate, &mut crc)
+                gather_blocks(blocks, part, &mut pass)
             }
         };
-        if !finished {
-            return Ok(CopyOutcome::skipped());
+        match pass.finish() {
+            None => return Ok(CopyOutcome { misfit: true, ..CopyOutcome::default() }),
+            Some(_) if !finished => return Ok(CopyOutcome::skipped()),
+            Some(crc) => outcome.crcs.push(crc),
         }
-        outcome.crcs.push(crc.finish());
     }
     Ok(outcome)
 }
 
-/// Whether the gate stayed open.
-fn gather_plane(plane: &Plane, part: &Resolved<'_>, extent: &mut [u8], gate: &Gate, crc: &mut ExtentCrc) -> bool {
+/// Where the bytes of an extent go.
+enum Target<'a> {
+    Raw(&'a mut [u8]),
+    Coded(CodedWriter<'a>),
+}
+
+/// What goes along the walk over an extent.
+struct Pass<'a> {
+    target: Target<'a>,
+    crc: ExtentCrc,
+    gate: &'a Gate,
+    fits: bool,
+}
+
+impl Pass<'_> {
+    /// Whether there is nothing more to do: the gate is closed, or the extent does not fit.
+    fn is_over(&self) -> bool {
+        self.gate.is_closed() || !self.fits
+    }
+
+    /// Has `fill` fill the next bytes of the extent, those in `range`, and takes their CRC.
+    fn tile(&mut self, range: Range<usize>, fill: impl FnOnce(&mut [u8])) {
+        match &mut self.target {
+            Target::Raw(extent) => {
+                let tile = extent.get_mut(range).unwrap_or_default();
+                fill(tile);
+                self.crc.update(tile);
+            }
+            Target::Coded(writer) => {
+                fill(writer.tile(range.len()));
+                self.fits = writer.filled(&mut self.crc);
+            }
+        }
+    }
+
+    /// The CRC of the extent; `None` where it does not fit.
+    fn finish(mut self) -> Option<u32> {
+        if let Target::Coded(writer) = self.target {
+            self.fits = writer.finish(&mut self.crc);
+        }
+        self.fits.then(|| self.crc.finish())
+    }
+}
+
+/// Whether it came to the end.
+fn gather_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
     let step = tile_tokens(plane.token_bytes);
     let mut runs = Cursor::new(part.plan);
     let holes = part.plan.tokens() < part.tokens;
     for start in (0..part.tokens).step_by(step) {
-        if gate.is_closed() {
+        if pass.is_over() {
             return false;
         }
         let tokens = start..(start + step).min(part.tokens);
         let row = |token: usize| plane.at + token * plane.token_bytes;
-        let tile = extent.get_mut(row(tokens.start)..row(tokens.end)).unwrap_or_default();
-        if holes {
-            tile.fill(0);
-        }
-        for &run in runs.overlapping(tokens.end) {
-            for (token, from, grid) in plane.grids(run, &tokens, KvDirection::OutOfKv) {
-                let dst = tile.as_mut_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
-                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile,
-                // their slots in blocks that the layout was checked to keep inside its memory,
-                // which the job holds. Staging belongs to the job alone, so the two do not overlap;
-                // the gate is entered.
-                unsafe { copy_grid(plane.base.wrapping_add(from), dst, grid, Stores::Cached) };
+        pass.tile(row(tokens.start)..row(tokens.end), |tile| {
+            if holes {
+                tile.fill(0);
             }
-        }
-        crc.update(tile);
+            for &run in runs.overlapping(tokens.end) {
+                for (token, from, grid) in plane.grids(run, &tokens, KvDirection::OutOfKv) {
+                    let dst = tile.as_mut_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
+                    // SAFETY: `resolve` matched plan, layout and extent: the tile has the rows of these tokens,
+                    // their slots lie in blocks that the layout was checked to keep inside its memory,
+                    // which the job holds. The tile belongs to the job alone, so the two do not
+                    // overlap; the gate is entered.
+                    unsafe { copy_grid(plane.base.wrapping_add(from), dst, grid, Stores::Cached) };
+                }
+            }
+        });
     }
     true
 }
 
-fn gather_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &mut [u8], gate: &Gate, crc: &mut ExtentCrc) -> bool {
+fn gather_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
     let mut whole = part.plan.whole_blocks(part.tokens).peekable();
-    for (index, bytes) in extent.chunks_exact_mut(blocks.block_bytes).enumerate() {
+    let step = tile_tokens(1);
+    for index in 0..part.payload / blocks.block_bytes {
         let source = whole.next_if(|b| b.index as usize == index);
-        let step = tile_tokens(1);
-        for (i, tile) in bytes.chunks_mut(step).enumerate() {
-            if gate.is_closed() {
+        for at in (0..blocks.block_bytes).step_by(step) {
+            if pass.is_over() {
                 return false;
             }
-            match source {
+            let start = index * blocks.block_bytes;
+            pass.tile(start + at..start + (at + step).min(blocks.block_bytes), |tile| match &source {
                 Some(b) => {
-                    let from = b.block as usize * blocks.block_stride + i * step;
+                    let from = b.block as usize * blocks.block_stride + at;
                     // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was
-                    // checked to keep inside its memory, which the job holds; staging is the job's alone; the gate is
-                    // entered.
+                    // checked to keep inside its memory, which the job holds; the tile is the job's alone; the gate
+                    // is entered.
                     unsafe {
                         let source = blocks.base.wrapping_add(from);
                         copy_grid(source, tile.as_mut_ptr(), line(tile.len()), Stores::Cached);
                     };
                 }
                 None => tile.fill(0),
-            }
-            crc.update(tile);
+            });
         }
     }
     true

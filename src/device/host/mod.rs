@@ -15,7 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::rope::{RopeShift, shift_on_host};
 use super::{
-    Device, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
+    Device, Fence, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
     StagingPool,
 };
 use crate::error::{Error, ErrorKind, Result};
@@ -23,9 +23,12 @@ use crate::io::{Buf, MemorySpace};
 
 mod copy;
 mod crc;
+mod exp4;
 mod gather;
 mod grids;
 mod scatter;
+
+internals!(use exp4::{CodecKernels, decode_exp4, encode_exp4});
 
 /// Of this many picks with both kinds waiting, one is a gather.
 const GATHER_TURN: u32 = 8;
@@ -144,6 +147,12 @@ impl Device for HostDevice {
         self.shared.wake.notify_one();
     }
 
+    fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], _after: &[Fence]) -> Result<()> {
+        // All are checked before the first is turned.
+        shifts.iter().try_for_each(|shift| shift.rows(kv).map(drop))?;
+        shifts.iter().try_for_each(|shift| self.rope_shift(kv, shift, &Gate::new()).map(drop))
+    }
+
     fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
         HostMemory::alloc_zeroed(len).map(|m| m as _)
     }
@@ -204,6 +213,7 @@ impl HostShared {
 struct CopyOutcome {
     crcs: Vec<u32>,
     skipped: bool,
+    misfit: bool,
     skipped_blocks: Vec<u32>,
 }
 
@@ -233,7 +243,7 @@ fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<C
     if job.zeros && job.staging.place() == MemorySpace::Host {
         job.staging.as_mut_slice().fill(0);
     }
-    let (CopyOutcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&job));
+    let (CopyOutcome { crcs, skipped, skipped_blocks, .. }, error) = guarded(|| run(&job));
     let ScatterJob { kv, staging, parts, gate, done, .. } = job;
     // Whoever is notified of the end may expect that nothing of it is still held.
     drop((kv, parts, gate));
@@ -241,10 +251,10 @@ fn finish_scatter(mut job: ScatterJob, run: impl FnOnce(&ScatterJob) -> Result<C
 }
 
 fn finish_gather(mut job: GatherJob, run: impl FnOnce(&mut GatherJob) -> Result<CopyOutcome>) {
-    let (CopyOutcome { crcs, skipped, skipped_blocks }, error) = guarded(|| run(&mut job));
+    let (CopyOutcome { crcs, skipped, misfit, skipped_blocks }, error) = guarded(|| run(&mut job));
     let GatherJob { kv, staging, parts, gate, done, .. } = job;
     drop((kv, parts, gate));
-    call(|| done(Gathered { staging, crcs, skipped, skipped_blocks, error }));
+    call(|| done(Gathered { staging, crcs, skipped, misfit, skipped_blocks, error }));
 }
 
 fn call(done: impl FnOnce()) {

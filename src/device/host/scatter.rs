@@ -1,8 +1,12 @@
-//! Staging into paged KV: the CRC of a tile, then its tokens to their slots.
+//! Staging into paged KV: the CRC of a tile, its values where it is coded, then its tokens to their
+//! slots.
 #![expect(unsafe_code, reason = "writes to the caller's paged KV")]
+
+use std::ops::Range;
 
 use super::copy::{Axis, Drain, Grid, Stores, copy_grid};
 use super::crc::{ExtentCrc, tile_tokens};
+use super::exp4::CodedReader;
 use super::{CopyOutcome, host_only};
 use crate::device::parts::{Blocks, Body, KvDirection, Plane, Resolved, resolve};
 use crate::device::{Gate, ScatterJob};
@@ -20,32 +24,63 @@ pub(super) fn run(job: &ScatterJob) -> Result<CopyOutcome> {
     let mut outcome = CopyOutcome { crcs: Vec::with_capacity(parts.len()), ..CopyOutcome::default() };
     for part in &parts {
         let extent = staging.get(part.extent.clone()).unwrap_or_default();
-        let mut crc = ExtentCrc::new();
+        let source = match part.coded {
+            None => Source::Raw(extent),
+            Some(shape) => Source::Coded(CodedReader::new(shape, extent)),
+        };
+        let mut pass = Pass { source, crc: ExtentCrc::new(), gate: &job.gate };
         let finished = match &part.body {
-            Body::Planes(planes) => {
-                planes.iter().all(|p| scatter_plane(p, part, extent, &mut Pass { crc: &mut crc, gate: &job.gate }))
-            }
+            Body::Planes(planes) => planes.iter().all(|p| scatter_plane(p, part, &mut pass)),
             Body::Blocks(blocks) => {
                 outcome.skipped_blocks.extend(part.plan.skipped_blocks(part.tokens));
-                scatter_blocks(blocks, part, extent, &mut Pass { crc: &mut crc, gate: &job.gate })
+                scatter_blocks(blocks, part, &mut pass)
             }
         };
         if !finished {
             return Ok(CopyOutcome::skipped());
         }
-        outcome.crcs.push(crc.finish());
+        outcome.crcs.push(pass.finish());
     }
     Ok(outcome)
 }
 
+/// Where the bytes of an extent come from.
+enum Source<'a> {
+    Raw(&'a [u8]),
+    Coded(CodedReader<'a>),
+}
+
 /// What goes along the walk over an extent.
 struct Pass<'a> {
-    crc: &'a mut ExtentCrc,
+    source: Source<'a>,
+    crc: ExtentCrc,
     gate: &'a Gate,
 }
 
+impl Pass<'_> {
+    /// The bytes in a range of the extent, which come to the CRC here.
+    fn tile(&mut self, range: Range<usize>) -> &[u8] {
+        match &mut self.source {
+            Source::Raw(extent) => {
+                let tile = extent.get(range).unwrap_or_default();
+                self.crc.update(tile);
+                tile
+            }
+            Source::Coded(reader) => reader.tile(range, &mut self.crc),
+        }
+    }
+
+    /// The CRC of the extent.
+    fn finish(mut self) -> u32 {
+        if let Source::Coded(reader) = self.source {
+            reader.finish(&mut self.crc);
+        }
+        self.crc.finish()
+    }
+}
+
 /// Whether the gate stayed open.
-fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut Pass<'_>) -> bool {
+fn scatter_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
     let step = tile_tokens(plane.token_bytes);
     let mut runs = Cursor::new(part.plan);
     for start in (0..part.tokens).step_by(step) {
@@ -54,8 +89,7 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut P
         }
         let tokens = start..(start + step).min(part.tokens);
         let row = |token: usize| plane.at + token * plane.token_bytes;
-        let tile = extent.get(row(tokens.start)..row(tokens.end)).unwrap_or_default();
-        pass.crc.update(tile);
+        let tile = pass.tile(row(tokens.start)..row(tokens.end));
         for &run in runs.overlapping(tokens.end) {
             for (token, to, grid) in plane.grids(run, &tokens, KvDirection::IntoKv) {
                 let src = tile.as_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
@@ -70,18 +104,19 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, extent: &[u8], pass: &mut P
     true
 }
 
-fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, extent: &[u8], pass: &mut Pass<'_>) -> bool {
+fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
     let mut whole = part.plan.whole_blocks(part.tokens).peekable();
-    for (index, bytes) in extent.chunks_exact(blocks.block_bytes).enumerate() {
+    let step = tile_tokens(1);
+    for index in 0..part.payload / blocks.block_bytes {
         let target = whole.next_if(|b| b.index as usize == index);
-        let step = tile_tokens(1);
-        for (i, tile) in bytes.chunks(step).enumerate() {
+        for at in (0..blocks.block_bytes).step_by(step) {
             if pass.gate.is_closed() {
                 return false;
             }
-            pass.crc.update(tile);
+            let start = index * blocks.block_bytes;
+            let tile = pass.tile(start + at..start + (at + step).min(blocks.block_bytes));
             if let Some(b) = target {
-                let to = b.block as usize * blocks.block_stride + i * step;
+                let to = b.block as usize * blocks.block_stride + at;
                 // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was
                 // checked to keep inside its memory, which the job holds; staging is the job's
                 // alone; the gate is entered.

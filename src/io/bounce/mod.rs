@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, MutexGuard};
 
-use super::door::{Behind, Closing, Door, Frame, Taken};
+use super::door::{Behind, Closing, Door, DoorFrame, Taken};
 use super::jobs::{Ended, Expired, IoSpan, Jobs, Moved};
 use super::stats::IoStats;
 use super::{MemRegion, Mover, QueueBackend, QueueSpec};
@@ -33,7 +33,7 @@ pub(super) use memory::pinned;
 pub(super) type Bounce = Door<BounceShared>;
 
 pub(super) struct BounceShared {
-    frame: Frame<BounceState>,
+    frame: DoorFrame<BounceState>,
     host: Arc<dyn QueueBackend>,
     mover: Arc<dyn Mover>,
     memory: Arc<BounceMemory>,
@@ -112,7 +112,7 @@ impl Bounce {
             watched: true,
         };
         let shared = Arc::new_cyclic(|me: &Weak<BounceShared>| BounceShared {
-            frame: Frame::new(spec, state),
+            frame: DoorFrame::new(spec, state),
             host,
             mover,
             memory: BounceMemory::new(pinned, Weak::clone(me)),
@@ -131,7 +131,7 @@ impl Bounce {
 impl Behind for BounceShared {
     type State = BounceState;
 
-    fn frame(&self) -> &Frame<BounceState> {
+    fn frame(&self) -> &DoorFrame<BounceState> {
         &self.frame
     }
 

@@ -64,7 +64,7 @@ pub(super) struct Driver {
     pid: u32,
     me: Weak<Self>,
     files: Mutex<HashMap<u64, Arc<FileRegistration>>>,
-    regions: Mutex<HashMap<u64, Weak<Registered>>>,
+    regions: Mutex<HashMap<u64, Weak<CufileRegion>>>,
 }
 
 /// A file's registration, made by whichever thread needs it first while the others wait.
@@ -248,12 +248,12 @@ impl Driver {
     }
 
     /// Registers a region, or finds that it is; says after how many bytes it failed, and why.
-    pub(super) fn register_region(self: &Arc<Self>, region: &Arc<dyn MemRegion>) -> (Arc<Registered>, Option<Trouble>) {
+    pub(super) fn register_region(self: &Arc<Self>, region: &Arc<dyn MemRegion>) -> (Arc<CufileRegion>, Option<Trouble>) {
         let mut regions = self.regions.lock();
         if let Some(there) = regions.get(&region.id()).and_then(Weak::upgrade) {
             return (there, None);
         }
-        let mut registered = Registered {
+        let mut registered = CufileRegion {
             driver: Arc::clone(self),
             region: Arc::clone(region),
             pieces: vec![false; region.len().div_ceil(PIECE_BYTES)],
@@ -304,13 +304,13 @@ impl FileWatcher for Driver {
 
 /// A region that is registered with cuFile, piece by piece, until the last queue that uses it is
 /// gone.
-pub(super) struct Registered {
+pub(super) struct CufileRegion {
     driver: Arc<Driver>,
     region: Arc<dyn MemRegion>,
     pieces: Vec<bool>,
 }
 
-impl Registered {
+impl CufileRegion {
     pub(super) fn id(&self) -> u64 {
         self.region.id()
     }
@@ -347,7 +347,7 @@ impl Registered {
     }
 }
 
-impl Drop for Registered {
+impl Drop for CufileRegion {
     fn drop(&mut self) {
         if !self.driver.is_ours() {
             return;

@@ -25,7 +25,7 @@ use super::router::DevicePath;
 use super::{CufileChoice, DeviceSide, IoPath, MemorySpace, Notes, QueueBackend, QueueSpec};
 use crate::error::Result;
 
-use driver::{Driver, Registered};
+use driver::{Driver, CufileRegion};
 use transfer::CufileTransfers;
 
 pub use reason::{CufileCause, CufileReason};
@@ -35,7 +35,7 @@ pub use trial::{TrialCounters, TrialMemory, TrialReport, cufile_trial};
 /// cuFile, open and ready for the queues of a drive.
 pub(super) struct Ready {
     driver: Arc<Driver>,
-    regions: Arc<Vec<Arc<Registered>>>,
+    regions: Arc<Vec<Arc<CufileRegion>>>,
     /// One of the three paths of cuFile.
     pub(super) path: IoPath,
 }
@@ -121,7 +121,7 @@ fn attempt(side: &DeviceSide, dir: Option<&Path>, notes: &Notes) -> std::result:
     Ok(CufileSupport { ready: Some(ready), reasons: better_than(path) })
 }
 
-fn register(driver: &Arc<Driver>, side: &DeviceSide, notes: &Notes) -> Vec<Arc<Registered>> {
+fn register(driver: &Arc<Driver>, side: &DeviceSide, notes: &Notes) -> Vec<Arc<CufileRegion>> {
     let mut regions = Vec::new();
     for region in &side.regions {
         let (registered, trouble) = driver.register_region(region);

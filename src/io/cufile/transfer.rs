@@ -16,7 +16,7 @@ use crossbeam_channel::{Sender, bounded};
 use cufile_sys::TransferError;
 use parking_lot::Mutex;
 
-use super::driver::{Driver, Refused, Registered, RegisteredSpan};
+use super::driver::{Driver, Refused, CufileRegion, RegisteredSpan};
 use super::reason::{CufileCause, CufileReason};
 use crate::error::{Error, ErrorKind};
 use crate::io::jobs::{Detached, Failed, Moved};
@@ -82,7 +82,7 @@ impl CufileHealth {
 /// The transfers of one direction.
 pub(super) struct CufileTransfers {
     driver: Arc<Driver>,
-    regions: Mutex<Arc<Vec<Arc<Registered>>>>,
+    regions: Mutex<Arc<Vec<Arc<CufileRegion>>>>,
     below: Arc<dyn QueueBackend>,
     mover: Arc<dyn Mover>,
     health: Arc<CufileHealth>,
@@ -105,7 +105,7 @@ enum Attempt {
 impl CufileTransfers {
     pub(super) fn new(
         driver: Arc<Driver>,
-        regions: Arc<Vec<Arc<Registered>>>,
+        regions: Arc<Vec<Arc<CufileRegion>>>,
         below: Arc<dyn QueueBackend>,
         mover: Arc<dyn Mover>,
         at: (Arc<CufileHealth>, Direction),
@@ -162,7 +162,7 @@ impl CufileTransfers {
             drop(free);
             Request::flush(Arc::clone(block.file), done)
         } else {
-            let lent = Lent { at: piece.ptr as usize, len: piece.span.len, place: self.mover.place(), _free: free };
+            let lent = LentPiece { at: piece.ptr as usize, len: piece.span.len, place: self.mover.place(), _free: free };
             let request = Request::read(Arc::clone(block.file), piece.offset, Buf::new(lent), done);
             Request { op: piece.op, ..request }
         };
@@ -258,7 +258,7 @@ fn of_refusal(refused: Refused) -> Attempt {
 }
 
 /// A block's memory, lent to the queue below.
-struct Lent {
+struct LentPiece {
     at: usize,
     len: usize,
     place: MemorySpace,
@@ -268,7 +268,7 @@ struct Lent {
 
 // SAFETY: the thread that lends it owns the block until it reports the block's end, and waits for
 // this value to be dropped before.
-unsafe impl IoBuf for Lent {
+unsafe impl IoBuf for LentPiece {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.at as *mut u8
     }

@@ -13,7 +13,7 @@ mod tables;
 
 use std::sync::Arc;
 
-use super::door::{Behind, Closing, Door, Frame, Taken};
+use super::door::{Behind, Closing, Door, DoorFrame, Taken};
 use super::file::FileWatcher;
 use super::{EventFd, MemRegion, QueueSpec};
 use crate::error::{Error, ErrorKind, Result};
@@ -25,7 +25,7 @@ pub(super) type Uring = Door<RingShared>;
 
 /// What callers and the owner share.
 pub(super) struct RingShared {
-    frame: Frame<Inbox>,
+    frame: DoorFrame<Inbox>,
     bell: EventFd,
 }
 
@@ -50,7 +50,7 @@ impl Uring {
     /// `Unsupported` or `Permission` where the kernel or a sandbox refuses, `Io` otherwise.
     pub(super) fn start(spec: QueueSpec) -> Result<Self> {
         let name = format!("fb-{}", spec.thread_name());
-        let shared = Arc::new(RingShared { frame: Frame::new(spec, Inbox::default()), bell: EventFd::new()? });
+        let shared = Arc::new(RingShared { frame: DoorFrame::new(spec, Inbox::default()), bell: EventFd::new()? });
         // The ring takes commands from the thread that made it only, so the owner makes it and reports
         // back.
         let (tx, rx) = crossbeam_channel::bounded(1);
@@ -72,7 +72,7 @@ impl Uring {
 impl Behind for RingShared {
     type State = Inbox;
 
-    fn frame(&self) -> &Frame<Inbox> {
+    fn frame(&self) -> &DoorFrame<Inbox> {
         &self.frame
     }
 

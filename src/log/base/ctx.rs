@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::admission::Admit;
+use super::codec::CodecChoice;
 use super::eviction_feed::EvictionFeed;
 use super::in_flight::InFlight;
 use super::options::{LogOptions, Mode};
 use super::spec::OBJECT_TLV_BYTES;
 use super::stats::{LogCounters, ShedCounters};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::SlotLayout;
+use crate::format::layout::{Codec, SlotLayout};
 use crate::index::{BootId, Entry, EntryKind, Holder, LeaseEnv};
 
 /// Shared by a log, its drives, lanes and threads.
@@ -22,12 +23,14 @@ pub(in crate::log) struct Ctx {
     pub(in crate::log) sheds: ShedCounters,
     pub(in crate::log) evicted: EvictionFeed,
     pub(in crate::log) admit: Admit,
+    pub(in crate::log) codec: CodecChoice,
     pub(in crate::log) in_flight: Arc<InFlight>,
     pub(in crate::log) boot: BootId,
     pub(in crate::log) me: Holder,
     /// When a bad chunk was last logged; 0 where none was.
     pub(in crate::log) bad_told_ns: AtomicU64,
     full_layout: SlotLayout,
+    full_coded: SlotLayout,
     pid: u32,
     closed: AtomicBool,
 }
@@ -36,7 +39,9 @@ impl Ctx {
     pub(in crate::log) fn new(options: LogOptions) -> Result<Self> {
         Ok(Self {
             admit: Admit::new(&options),
+            codec: CodecChoice::new(options.codec),
             full_layout: SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens),
+            full_coded: SlotLayout::of_coded_chunk(&options.geometry, options.geometry.chunk_tokens, Codec::Exp4),
             options,
             counters: LogCounters::default(),
             sheds: ShedCounters::default(),
@@ -85,18 +90,23 @@ impl Ctx {
         if entry.kind == EntryKind::Object {
             return SlotLayout::of_bytes(entry.length as usize, OBJECT_TLV_BYTES);
         }
-        if entry.tokens == self.options.geometry.chunk_tokens {
-            return self.full_layout.clone();
+        // A coded slot is shorter than that of the same chunk without a codec.
+        let coded = self.chunk_layout(entry.tokens, Codec::Exp4);
+        if coded.pages() == entry.pages { coded } else { self.chunk_layout(entry.tokens, Codec::None) }
+    }
+
+    /// The layout of a chunk of `tokens` tokens.
+    pub(in crate::log) fn chunk_layout(&self, tokens: u32, codec: Codec) -> SlotLayout {
+        if tokens != self.options.geometry.chunk_tokens {
+            return SlotLayout::of_coded_chunk(&self.options.geometry, tokens, codec);
         }
-        SlotLayout::of_chunk(&self.options.geometry, entry.tokens)
+        match codec {
+            Codec::None => self.full_layout.clone(),
+            Codec::Exp4 => self.full_coded.clone(),
+        }
     }
 
-    /// Layout of a full chunk.
-    pub(in crate::log) fn full_layout(&self) -> &SlotLayout {
-        &self.full_layout
-    }
-
-    /// Bytes of a full chunk's slot.
+    /// Bytes of a full chunk's slot without a codec.
     pub(in crate::log) fn slot_bytes(&self) -> u64 {
         self.full_layout.slot_bytes
     }

@@ -17,10 +17,10 @@ const MOST: usize = 1 << 16;
 
 /// Keys since they were last taken; `None` where nobody has asked.
 #[derive(Debug, Default)]
-pub(in crate::log) struct EvictionFeed(Mutex<Option<Kept>>);
+pub(in crate::log) struct EvictionFeed(Mutex<Option<KeptKeys>>);
 
 #[derive(Debug, Default)]
-struct Kept {
+struct KeptKeys {
     keys: VecDeque<ChunkKey>,
     /// Keys that were dropped because nobody took them.
     missed: u64,

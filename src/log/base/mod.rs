@@ -3,6 +3,7 @@
 pub(super) mod admission;
 pub(super) mod budget;
 pub(super) mod clock;
+pub(super) mod codec;
 pub(super) mod ctx;
 pub(super) mod eviction_feed;
 pub(super) mod health;

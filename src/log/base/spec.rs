@@ -1,6 +1,6 @@
 //! What is to be stored: a chunk of KV, an object or a part of one.
 
-use crate::format::layout::SlotLayout;
+use crate::format::layout::{Codec, SlotLayout};
 use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
 
@@ -39,6 +39,8 @@ pub struct PutSpec {
     /// Further fields of the header: type and bytes. What does not fit the layout's header fails
     /// the commit.
     pub tlvs: Vec<(u16, Vec<u8>)>,
+    /// Codec of a chunk.
+    pub codec: Codec,
     /// Layout of the slot; `None` for that of a chunk of `tokens` tokens.
     pub layout: Option<SlotLayout>,
     /// Payload bytes of an object; ignored for chunks.
@@ -62,6 +64,7 @@ impl PutSpec {
             key_kind: KeyKind::Chain,
             group: 0,
             tlvs: Vec::new(),
+            codec: Codec::None,
             layout: None,
             length: 0,
         }

@@ -47,7 +47,9 @@ pub(super) fn run(lane: &Arc<Lane>) {
 
 fn work_on(lane: &Arc<Lane>) {
     while let Some(work) = wait_for_work(lane) {
-        do_work(lane, work);
+        if do_work(lane, work) == Progress::RingIsFull {
+            std::thread::sleep(RETRY);
+        }
         if work.stop && is_done(lane) {
             return;
         }
@@ -65,7 +67,16 @@ pub(super) fn turn(lane: &Arc<Lane>, hurry: bool) -> bool {
     some
 }
 
-fn do_work(lane: &Arc<Lane>, work: JournalWork) {
+/// Whether the journal can go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    GoesOn,
+    /// Records wait for puts that keep the ring's oldest page, or for room for a seal. Nobody is
+    /// told: it ends by itself, as soon as they have ended.
+    RingIsFull,
+}
+
+fn do_work(lane: &Arc<Lane>, work: JournalWork) -> Progress {
     if work.deferred && !lane.submit_deferred() && !work.stop {
         std::thread::sleep(RETRY);
     }
@@ -79,12 +90,14 @@ fn do_work(lane: &Arc<Lane>, work: JournalWork) {
     if work.seal {
         outcome = outcome.and_then(|()| seal_full(lane));
     }
+    let waits = outcome.as_ref().is_err_and(|e| e.kind() == ErrorKind::Busy);
     if let Some(asked) = work.flush {
         answer_flush(lane, asked, outcome);
     } else if let Err(e) = outcome {
         trouble(lane, &e);
     }
     lane.progress.notify_all();
+    if waits { Progress::RingIsFull } else { Progress::GoesOn }
 }
 
 fn work_of(lane: &Lane, state: &LaneState, is_due: bool) -> JournalWork {
@@ -224,11 +237,13 @@ fn answer_flush(lane: &Lane, asked: u64, outcome: Result<()>) {
 }
 
 fn trouble(lane: &Lane, e: &Error) {
+    if e.kind() == ErrorKind::Busy {
+        // The ring is full. Whoever asked for a flush is told; the lane is as well as before.
+        return;
+    }
     lane.ctx.counters.write_errors.add(1);
     tracing::warn!(lane = %lane.dir.display(), error = %e, "the journal could not be written");
-    if let Ok(mut state) = lane.state()
-        && e.kind() != ErrorKind::Busy
-    {
+    if let Ok(mut state) = lane.state() {
         state.pending.note_failure();
     }
 }

@@ -45,7 +45,7 @@ const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 /// What was given up.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Evicted {
+pub(super) struct EvictedSlots {
     pub(super) chunks: u64,
     pub(super) bytes: u64,
 }
@@ -159,11 +159,11 @@ fn choose(own: &Lane, bytes: u64, need: u64) -> Result<Vec<Entry>> {
 
 /// Gives up chunks of sealed segments of a held lane. Those that cannot go now are offered again to
 /// the policy.
-pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -> Result<Evicted> {
+pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -> Result<EvictedSlots> {
     chosen.sort_unstable_by_key(|e| (e.segment, e.epoch, e.page));
     let in_need = lane.state()?.segments.ready() == 0;
     let patience = Instant::now() + if in_need { PATIENCE_IN_NEED } else { PATIENCE };
-    let mut evicted = Evicted::default();
+    let mut evicted = EvictedSlots::default();
     for of_segment in chosen.chunk_by(|a, b| (a.segment, a.epoch) == (b.segment, b.epoch)) {
         let one = evict_in(volume, lane, of_segment, patience)?;
         evicted.chunks += one.chunks;
@@ -175,8 +175,8 @@ pub(super) fn evict(volume: &Volume, lane: &Arc<Lane>, mut chosen: Vec<Entry>) -
 }
 
 /// The same in one segment.
-fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Instant) -> Result<Evicted> {
-    let Some(first) = chosen.first() else { return Ok(Evicted::default()) };
+fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Instant) -> Result<EvictedSlots> {
+    let Some(first) = chosen.first() else { return Ok(EvictedSlots::default()) };
     let _one = lane.erasing.lock();
     let here = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch);
     let mut going: Vec<Entry> = Vec::new();
@@ -200,11 +200,11 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
         let table = lane.table();
         going.iter().try_for_each(|e| table.unmark(&e.key, e.seq, Mark::Leaving))?;
         going.iter().for_each(|e| state.usage.observe(PolicyEvent::There(tag_of(&e.key), slot_bytes(e))));
-        return Ok(Evicted::default());
+        return Ok(EvictedSlots::default());
     }
     tell(volume, lane, (first.segment, first.epoch), &going);
     let bytes = erase_marked(volume, lane, &going, Some(patience))?;
-    Ok(Evicted { chunks: going.len() as u64, bytes })
+    Ok(EvictedSlots { chunks: going.len() as u64, bytes })
 }
 
 /// Makes the slots of marked entries of one segment, in the order in which they lie, unreadable,

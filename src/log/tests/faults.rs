@@ -338,6 +338,25 @@ fn the_ring_overwrites_no_page_of_a_segment_that_cannot_be_sealed() {
 }
 
 #[test]
+fn a_ring_that_is_full_waits_for_the_put_that_keeps_it_and_is_no_error() {
+    let dir = temp();
+    let (log, _) = faulty_in_turns(dir.path());
+    let slow = begin(&log, spec(0)).unwrap().unwrap();
+    let others = 1..2 * u64::from(RING_PAGES);
+    for n in others.clone() {
+        assert!(store(&log, n));
+        log.turn(Turn::Commit);
+    }
+    assert_eq!(log.flush().unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(log.stats().write_errors, 0);
+    let crcs = write_extents(&log, &slow, 0, 0).unwrap();
+    commit(slow, &crcs).unwrap();
+    log.flush().unwrap();
+    let log = crash(log);
+    assert!(has(&log, 0) && others.into_iter().all(|n| has(&log, n)));
+}
+
+#[test]
 fn a_drive_that_lets_no_segment_be_freed_goes_on_being_read() {
     let dir = temp();
     let policy = crate::index::Reclaim::Fifo;

@@ -61,10 +61,8 @@ impl Log {
     /// drives it gets them then.
     pub fn note_brought(&self, run: &[StoreCandidate]) {
         if let Some(lane) = self.only_lane() {
-            let slot_bytes = |c: &StoreCandidate| match c.tokens == self.ctx.options.geometry.chunk_tokens {
-                true => self.ctx.slot_bytes(),
-                false => self.chunk_layout(c.tokens).slot_bytes,
-            };
+            let codec = self.ctx.options.codec;
+            let slot_bytes = |c: &StoreCandidate| self.chunk_layout(c.tokens, codec).slot_bytes;
             let full = self.ctx.options.geometry.chunk_tokens;
             let chunks = run.iter().map(|c| ChainChunk {
                 tag: tag_of(&c.key),

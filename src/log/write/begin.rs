@@ -58,7 +58,7 @@ impl Log {
             Some(layout) => layout.clone(),
             None => {
                 spec.length = self.ctx.options.geometry.chunk_bytes(spec.tokens as usize) as u64;
-                self.chunk_layout(spec.tokens)
+                self.chunk_layout(spec.tokens, spec.codec)
             }
         };
         self.check_spec(&spec, &layout)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::publish::{self, Commit};
 use super::reservation::{PutDone, Reservation};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::SlotLayout;
+use crate::format::layout::{Codec, SlotLayout};
 use crate::format::record::{Record, RecordKind};
 use crate::format::slot::SlotHeader;
 use crate::io::{AlignedBuf, Completion, DirectFile, Queue, Request};
@@ -102,6 +102,11 @@ impl Put {
         self.sequence
     }
 
+    pub(super) fn expire_by(&mut self, expiry_s: u32) {
+        let earliest = [self.spec.expiry_s, expiry_s].into_iter().filter(|at| *at != 0).min();
+        self.spec.expiry_s = earliest.unwrap_or(0);
+    }
+
     /// Writes the header with the CRCs of all extents (of their unpadded bytes, in layer order),
     /// publishes the chunk and queues its record for the journal. Returns at once; `done` is
     /// called once, on an I/O thread or the log's.
@@ -118,6 +123,9 @@ impl Put {
             }
         };
         let record = self.record(header_crc);
+        if self.layout.codec() != Codec::None {
+            self.reservation.lane.ctx.codec.fitted();
+        }
         // Its header must not reach the drive after the removal has made durable what it has done.
         if self.reservation.claim.is_removed() {
             drop(self);
@@ -151,6 +159,13 @@ impl Put {
         }
     }
 
+    /// Aborts because the KV does not fit the codec: the next chunks are stored without one.
+    pub fn misfit(self) {
+        if self.reservation.lane.ctx.codec.misfit() {
+            tracing::warn!("KV does not fit the codec and is stored as it is for a while; set codec: none if this is so again and again");
+        }
+    }
+
     fn header(&self, crcs: &[u32]) -> Result<(AlignedBuf, u32)> {
         if crcs.len() != self.layout.extents.len() {
             return Err(Error::new(
@@ -167,6 +182,7 @@ impl Put {
             tokens: spec.tokens,
             depth: spec.depth,
             start_position: spec.start_position,
+            codec: self.layout.codec(),
             logical_len: spec.length,
             created_ms: self.reservation.lane.ctx.options.clock.unix_ms(),
             expiry_s: u64::from(spec.expiry_s),

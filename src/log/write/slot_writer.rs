@@ -64,6 +64,13 @@ impl SlotWriter {
         &self.queue
     }
 
+    /// The slot is not served after these Unix seconds, unless it expires earlier anyway; 0 for never.
+    pub fn expire_by(&self, expiry_s: u32) {
+        if let Some(put) = self.put.lock().as_mut() {
+            put.expire_by(expiry_s);
+        }
+    }
+
     /// As [`Put::commit`], once every write has ended well. `done` gets `Internal` where one has
     /// failed, or after another commit.
     pub fn commit(&self, crcs: &[u32], done: PutDone) {
@@ -71,6 +78,14 @@ impl SlotWriter {
         match put {
             Some(put) => put.commit(crcs, done),
             None => done(Err(Error::new(ErrorKind::Internal, "a put was committed twice or after it had failed"))),
+        }
+    }
+
+    /// As [`Put::misfit`]; writes under way still end in its slot.
+    pub fn misfit(&self) {
+        let put = self.put.lock().take();
+        if let Some(put) = put {
+            put.misfit();
         }
     }
 

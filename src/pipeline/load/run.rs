@@ -113,6 +113,7 @@ impl LoadInner {
                 staging_offset: place(extent.offset),
                 tokens: chunk.tokens as usize,
                 padded_len: extent.padded_len as usize,
+                codec: extent.codec,
                 plan: Arc::clone(chunk.plan_of(layer)?),
             })
         };
@@ -199,12 +200,12 @@ impl LoadInner {
         judge(&mut state, step.chunk, header, std::iter::empty()).or(Some(MissCause::Unmapped))
     }
 
-    /// Bytes of some layers of a chunk, without padding.
+    /// Bytes of KV in some layers of a chunk.
     fn bytes_of(&self, chunk: usize, layers: &[usize]) -> u64 {
         let chunks = self.chunks.lock();
         let Some(chunk) = chunks.get(chunk) else { return 0 };
         let extents = &chunk.source.layout().extents;
-        layers.iter().filter_map(|l| extents.get(*l)).map(|e| u64::from(e.len)).sum()
+        layers.iter().filter_map(|l| extents.get(*l)).map(|e| u64::from(e.payload)).sum()
     }
 
     /// Overwrites layers of a chunk in the caller's memory with zeros, by way of `staging`.

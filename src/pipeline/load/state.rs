@@ -317,7 +317,7 @@ impl LoadState {
             let Some(state) = self.chunks.get(chunk) else { return };
             match &state.memory {
                 ChunkMemory::Hit(hit) if hit.crc(layer) == Some(crc) => {
-                    hit.loaded(state.layout.extents.get(layer).map_or(0, |e| u64::from(e.len)));
+                    hit.loaded(state.layout.extents.get(layer).map_or(0, |e| u64::from(e.payload)));
                     self.verified_layer(chunk, layer, alive);
                 }
                 _ => bad.push(layer),

@@ -94,10 +94,16 @@ impl StoreInner {
         }
         let crcs = match &out {
             Gathered { error: Some(_), .. } => Err(ShedCause::Internal),
+            Gathered { misfit: true, .. } => Err(ShedCause::Codec),
             Gathered { skipped: true, .. } => Err(ShedCause::Cancelled),
             Gathered { skipped_blocks, .. } if !skipped_blocks.is_empty() => Err(ShedCause::Unmapped),
             Gathered { crcs, .. } => Ok(crcs.as_slice()),
         };
+        if out.misfit
+            && let Some(sink) = self.state.lock().sink(step.chunk)
+        {
+            sink.misfit();
+        }
         let mut sink = None;
         self.update(|state| {
             if out.staging.region().is_none() {

@@ -232,6 +232,14 @@ impl StoreState {
         NextStep::Nothing
     }
 
+    /// The slot of a chunk, while it is open.
+    pub(super) fn sink(&self, chunk: usize) -> Option<Arc<dyn ChunkSink>> {
+        match &self.chunks.get(chunk)?.phase {
+            StorePhase::Open(sink) => Some(Arc::clone(sink)),
+            _ => None,
+        }
+    }
+
     /// Bytes of the slot of a chunk.
     pub(super) fn slot_bytes(&self, chunk: usize) -> Option<u64> {
         self.chunks.get(chunk).map(|c| c.layout.slot_bytes)
@@ -320,6 +328,7 @@ impl StoreState {
                 staging_offset: step.span.staging_offset(extent.offset),
                 tokens: chunk.tokens as usize,
                 padded_len: extent.padded_len as usize,
+                codec: extent.codec,
                 plan: Arc::clone(chunk.plans.get(chunk.layer_groups.get(layer).copied().unwrap_or(0))?),
             })
         };
@@ -355,7 +364,7 @@ impl StoreState {
             if let (Some(to), Some(done)) = (chunk.crcs.get_mut(layer), chunk.gathered.get_mut(layer)) {
                 *to = crc;
                 *done = true;
-                self.ungathered -= chunk.layout.extents.get(layer).map_or(0, |e| u64::from(e.len));
+                self.ungathered -= chunk.layout.extents.get(layer).map_or(0, |e| u64::from(e.payload));
             }
             if let Some(left) = self.left.get_mut(layer) {
                 *left -= 1;
@@ -405,7 +414,7 @@ impl StoreState {
                     }
                     self.result.stored += 1;
                     self.result.tokens += c.tokens as usize;
-                    self.result.bytes += c.layout.extents.iter().map(|e| u64::from(e.len)).sum::<u64>();
+                    self.result.bytes += c.layout.payload();
                 }
                 self.over(chunk);
             }
@@ -528,7 +537,7 @@ impl StoreChunkState {
     }
 
     fn ungathered_bytes(&self) -> u64 {
-        self.layout.extents.iter().zip(&self.gathered).filter(|(_, g)| !**g).map(|(e, _)| u64::from(e.len)).sum()
+        self.layout.extents.iter().zip(&self.gathered).filter(|(_, g)| !**g).map(|(e, _)| u64::from(e.payload)).sum()
     }
 
     fn peek(&self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<StoreStep> {

@@ -11,10 +11,10 @@ use crate::tier::{MemoryTier, Rank};
 
 const T: usize = TOKENS as usize;
 /// Bytes of a chunk's slot.
-const SLOT: usize = 4096 + LAYERS * EXTENT;
+pub(super) const SLOT: usize = 4096 + LAYERS * EXTENT;
 
 /// A world with so many frames, and slots of staging for loads.
-fn world(frames: usize, load_slots: usize) -> (World, Arc<MemoryTier>) {
+pub(super) fn world(frames: usize, load_slots: usize) -> (World, Arc<MemoryTier>) {
     let options = StagingOptions { bytes: frames * SLOT, slot_bytes: SLOT, hugepages: HugePages::Off, numa: None };
     let tier = MemoryTier::new(&options).unwrap();
     let of_pipeline = Arc::clone(&tier);
@@ -22,7 +22,7 @@ fn world(frames: usize, load_slots: usize) -> (World, Arc<MemoryTier>) {
 }
 
 /// Waits until so many frames are taken: what is given up ends on other threads.
-fn wait_used(tier: &MemoryTier, frames: usize) {
+pub(super) fn wait_used(tier: &MemoryTier, frames: usize) {
     while tier.stats().used_bytes != (frames * SLOT) as u64 {
         std::thread::yield_now();
     }
@@ -45,7 +45,7 @@ fn bring_damaged(w: &World, tier: &Arc<MemoryTier>, slot: &Slot, layers: &[usize
     filling.publish(&crcs);
 }
 
-fn all_of(chunks: usize) -> LoadResult {
+pub(super) fn all_of(chunks: usize) -> LoadResult {
     LoadResult { tokens: chunks * T, bytes: (chunks * LAYERS * EXTENT) as u64, ..LoadResult::default() }
 }
 
@@ -169,6 +169,8 @@ fn a_hung_read_keeps_its_frame_until_it_ends() {
     w.disk.wait_hanging(1);
     assert!(tier.stats().used_bytes > 0);
     w.disk.let_go();
+    // Reads of the first load may end after it: until then their frames are not there for the next.
+    wait_used(&tier, 1);
     let to = w.kv(3);
     assert_eq!(w.load(&to, &slots).wait(), all_of(3));
     assert!(to.bytes() == from.bytes());

@@ -114,6 +114,7 @@ impl World {
             group_bytes: EXTENT,
             whole_group_bytes: EXTENT,
             window_bytes: 1 << 30,
+            prefetch_bytes: 2 * EXTENT,
             max_stores: 8,
             max_store_bytes: 1 << 30,
             io_timeout: Duration::from_secs(30),

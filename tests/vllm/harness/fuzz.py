@@ -88,6 +88,9 @@ def shape(source: random.Random, device: str) -> Shape:
     if random.Random(repr(made)).random() < 0.2:
         # Pools are small here: one in twenty of their blocks would hold no request until it has ended.
         settings.update(store_when="finished", max_held_blocks=settings.get("max_held_blocks", 1000))
+    # As few frames as hold some requests' chunks: what is read ahead for waiting requests has to wait itself.
+    if random.Random(f"memory {made!r}").random() < 0.4:
+        settings.update(local_cpu=True, max_local_cpu_size="128KiB")
     return made
 
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use forebay::geometry::PRESETS;
 use forebay::{Error, ErrorKind, Result};
 
-use super::options::{IoEngine, JobOptions, Layout, Rw};
+use super::options::{Coding, IoEngine, JobOptions, Layout, Rw};
 use crate::report::logs::LogNames;
 
 /// Largest number of operations in flight that a worker may ask for.
@@ -83,6 +83,8 @@ pub(crate) struct KvJob {
     pub(crate) capacity: Option<u64>,
     /// Bytes of chunks kept in host memory; 0 for none.
     pub(crate) local_cpu: u64,
+    /// Codec of the KV on the drive.
+    pub(crate) codec: Coding,
     /// Compare every loaded byte.
     pub(crate) verify: bool,
     /// Entries beside the prompt's own.
@@ -140,6 +142,7 @@ impl Job {
                 keep: kv.keep.unwrap_or(false),
                 capacity: kv.capacity,
                 local_cpu: kv.local_cpu.unwrap_or(0),
+                codec: kv.codec.unwrap_or_default(),
                 verify: kv.verify.unwrap_or(false),
                 entries: kv.entries.unwrap_or(1_000_000),
                 chunks: kv.chunks.unwrap_or(1_000_000),
@@ -246,6 +249,9 @@ impl Job {
             list.extend(self.kv.layout.map(|l| ("layout", l.word().to_owned())));
             if self.kv.local_cpu > 0 {
                 list.push(("local_cpu", self.kv.local_cpu.to_string()));
+            }
+            if self.kv.codec != Coding::None {
+                list.push(("codec", self.kv.codec.word().to_owned()));
             }
             list.push(("compute_us", self.kv.compute.as_micros().to_string()));
         }

@@ -111,6 +111,26 @@ impl IoEngine {
     }
 }
 
+/// Codec of the KV on the drive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Coding {
+    /// None.
+    #[default]
+    None,
+    /// bfloat16 without loss in three quarters of its bytes.
+    Exp4,
+}
+
+impl Coding {
+    /// Its name.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Exp4 => "exp4",
+        }
+    }
+}
+
 /// Layout of the paged KV that the engine's jobs load into and store from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Layout {
@@ -266,6 +286,9 @@ pub(crate) struct KvOptions {
     /// lays out or loads is loaded from there. 0 for none [default: 0].
     #[arg(long = "local-cpu", alias = "local_cpu", value_parser = parse_bytes, value_name = "SIZE")]
     pub(crate) local_cpu: Option<u64>,
+    /// How KV is coded on the drive (the setting `codec`): none, or exp4 [default: none].
+    #[arg(long, value_enum, value_name = "CODEC")]
+    pub(crate) codec: Option<Coding>,
     /// Compare every loaded byte with a pattern made from key and position.
     #[arg(long, value_parser = parse_bool, num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_name = "0|1")]

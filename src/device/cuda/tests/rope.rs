@@ -77,7 +77,7 @@ impl Case {
             }
         }
         let memory = HostMemory::from_vec(bytes).unwrap();
-        RopeTable::new((memory, 8), POSITIONS, 2 * self.half, self.table).unwrap()
+        RopeTable::new(memory, 8, POSITIONS, 2 * self.half, self.table).unwrap()
     }
 
     fn shifts(&self) -> Vec<RopeShift> {
@@ -271,11 +271,11 @@ fn what_does_not_suit_the_cache_or_the_table_is_refused_and_changes_nothing() {
 
 #[test]
 fn a_table_must_lie_in_its_memory_and_hold_pairs() {
-    let memory = || (HostMemory::alloc_zeroed(256).unwrap(), 0);
-    assert!(RopeTable::new(memory(), 8, 8, FloatKind::F32).is_ok());
-    assert!(RopeTable::new((memory().0, 2), 8, 8, FloatKind::F16).is_ok());
+    let memory = || HostMemory::alloc_zeroed(256).unwrap();
+    assert!(RopeTable::new(memory(), 0, 8, 8, FloatKind::F32).is_ok());
+    assert!(RopeTable::new(memory(), 2, 8, 8, FloatKind::F16).is_ok());
     for (at, positions, dim) in [(0, 9, 8), (4, 8, 8), (0, 8, 7), (0, 8, 0), (2, 4, 8), (0, usize::MAX, 8)] {
-        assert!(RopeTable::new((memory().0, at), positions, dim, FloatKind::F32).is_err(), "{at} {positions} {dim}");
+        assert!(RopeTable::new(memory(), at, positions, dim, FloatKind::F32).is_err(), "{at} {positions} {dim}");
     }
 }
 

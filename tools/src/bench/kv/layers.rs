@@ -25,8 +25,9 @@ const SPIN: Duration = Duration::from_micros(120);
 const TWICE: &str = "each prompt is moved without attention and once more with it: io= counts both, and BW is over the \
 time of both, attention included";
 
-fn notes(job: &Job) -> Vec<String> {
-    if job.kv.compute.is_zero() { Vec::new() } else { vec![TWICE.to_owned()] }
+fn notes(session: &Session, job: &Job) -> Result<Vec<String>> {
+    let twice = (!job.kv.compute.is_zero()).then(|| TWICE.to_owned());
+    Ok(twice.into_iter().chain(session.coded(job)?).collect())
 }
 
 fn compute(time: Duration) {
@@ -127,8 +128,9 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
         wrong_bytes: job.kv.verify.then_some(wrong),
         ..times.figures(job, layers)
     };
+    let notes = notes(&session, job)?;
     session.close()?;
-    Ok(JobResult { read: recorder.result(busy), notes: notes(job), ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { read: recorder.result(busy), notes, ..result(job, elapsed, usage, figures) })
 }
 
 /// Stores prompt `n` with `time` of attention before each layer; bytes and wall time.
@@ -194,6 +196,7 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     busy += flushing.elapsed();
     let (usage, elapsed) = (usage.stop(), start.elapsed());
     let figures = ForebayFigures { path: session.path()?, ..times.figures(job, layers) };
+    let notes = notes(&session, job)?;
     session.close()?;
-    Ok(JobResult { write: recorder.result(busy), notes: notes(job), ..result(job, elapsed, usage, figures) })
+    Ok(JobResult { write: recorder.result(busy), notes, ..result(job, elapsed, usage, figures) })
 }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::config::{Capacity, Cufile, IoEngine as Engines, MinFree, OnOpenFailure, Settings};
+use forebay::config::{Capacity, Codec, Cufile, IoEngine as Engines, MinFree, OnOpenFailure, Settings};
 use forebay::device::{Device, HostMemory, PagedKv, open_device};
 use forebay::engine::{Engine, Prompt};
 use forebay::geometry::{Geometry, LayerSpec};
@@ -17,8 +17,9 @@ use forebay::{Error, ErrorKind, Result};
 
 use super::pattern::Kv;
 use crate::bench::job::Job;
-use crate::bench::options::{IoEngine, Layout};
+use crate::bench::options::{Coding, IoEngine, Layout};
 use crate::scratch::Scratch;
+use crate::size::show_bytes;
 
 const DEFAULT_TOKENS: u64 = 8192;
 /// Copy threads on the host at most.
@@ -165,6 +166,21 @@ impl Session {
         Ok((job.kv.local_cpu > 0).then_some(hits))
     }
 
+    /// With a codec: the bytes of KV moved so far beside those moved on the drive.
+    pub(super) fn coded(&self, job: &Job) -> Result<Option<String>> {
+        if job.kv.codec == Coding::None {
+            return Ok(None);
+        }
+        let stats = self.engine.stats()?;
+        let line = |what: &str, kv: u64, drive: u64| {
+            let (of, on) = (show_bytes(kv as f64), show_bytes(drive as f64));
+            format!("{what} {of} of KV as {on} on the drive ({:.3} times)", kv as f64 / drive.max(1) as f64)
+        };
+        let stored = (stats.stored_bytes > 0).then(|| line("stored", stats.stored_bytes, stats.log.data_bytes_written));
+        let loaded = (stats.loaded_bytes > 0).then(|| line("loaded", stats.loaded_bytes, stats.read_bytes));
+        Ok(Some([stored, loaded].into_iter().flatten().collect::<Vec<_>>().join(", ")))
+    }
+
     /// Closes the cache in order.
     pub(super) fn close(self) -> Result<()> {
         self.engine.close(Instant::now() + CLOSE)
@@ -206,6 +222,10 @@ fn settings(job: &Job, place: &MemorySpace, capacity: u64, chunk_tokens: u32) ->
         IoEngine::Uring => Engines::Uring,
         IoEngine::Threads => Engines::Threads,
         IoEngine::Auto | IoEngine::Cufile => Engines::Auto,
+    };
+    settings.codec = match job.kv.codec {
+        Coding::None => Codec::None,
+        Coding::Exp4 => Codec::Exp4,
     };
     settings.workers = std::thread::available_parallelism().map_or(1, usize::from).min(COPY_THREADS);
     settings.cufile = match job.ioengine {

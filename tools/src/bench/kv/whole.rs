@@ -152,7 +152,8 @@ pub(super) fn load(job: &Job, context: &Context) -> Result<JobResult> {
         ..ForebayFigures::default()
     };
     let read = totals.recorder.result(totals.busy);
-    let notes = shared(&session, job);
+    let mut notes = shared(&session, job);
+    notes.extend(session.coded(job)?);
     session.close()?;
     Ok(JobResult { read, notes, ..result(job, elapsed, usage, figures) })
 }
@@ -265,12 +266,12 @@ pub(super) fn store(job: &Job, context: &Context) -> Result<JobResult> {
     let stored = fresh.stored.into_inner();
     let figures = ForebayFigures { path: session.path()?, ..ForebayFigures::default() };
     let write = totals.recorder.result(totals.busy + flushed);
+    let mut notes: Vec<String> = session.coded(job)?.into_iter().collect();
     session.close()?;
     if write.io_bytes == 0 {
         stop::check()?;
         return Err(nothing_new(job));
     }
-    let mut notes = Vec::new();
     if stored > 0 {
         notes.push(format!("{stored} prompts were stored already: they were passed over, and no figure counts them"));
     }

@@ -1,0 +1,300 @@
+"""Blends a prompt: stored segments at new positions, chosen tokens computed anew among them, everything else computed.
+
+A segment that is missing, whose load fails or that the gate refuses is a hole: its tokens are computed like those between segments.
+
+The gate: a key and a value of layer 0 depend on their own token alone, so what was loaded and turned must be what the model computes there, but for
+rounding. A few tokens of each segment are compared on every use. It catches a wrong rotation, rows in a wrong order and KV of another model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forebay.vllm import geometry, identity
+from forebay.vllm.blend import refuse, selection
+from forebay.vllm.blend.nested import Nested
+from forebay.vllm.blend.segments import Dimensions, Rotary, Rows, Segments
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.forebay")
+
+#: How far a turned key may be from a fresh one, as a share of the largest fresh one. A float32 rotation is off by 1e-5; in 16 bits the table, the stored
+#: and the turned key are each rounded.
+TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 6e-2}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt to blend; the fields are the arguments of `Blend.blend`."""
+
+    tokens: list[int]
+    segments: list[tuple[int, int]]
+    select: str | list[int]
+    ratio: float
+    check_layer: int = 1
+
+
+@dataclass
+class Mixed:
+    """A prompt's KV in the scratch memory, before anything is computed anew."""
+
+    rows: Rows
+    states: list[str] = field(default_factory=list)
+    reused: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Blender:
+    """One per worker; works on one prompt at a time, between the server's steps."""
+
+    def __init__(self, runner: Any, anchor: list[int]) -> None:
+        """Opens the namespace of segments beside the connector's; `Unsupported` where this server cannot blend."""
+        import forebay
+
+        config = runner.vllm_config
+        refuse.configuration(config)
+        refuse.runner(runner)
+        self._nested, self._connector = Nested(runner), _connector()
+        self._most_tokens = config.model_config.max_model_len
+        self._of = _dimensions(self._nested, config.model_config.dtype)
+        rotary = _rotary(runner.get_model(), self._nested.names)
+        made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of)
+        engine = forebay.Engine(self._connector.settings, made, device="cpu")
+        self._segments = Segments(engine, self._of, anchor, rotary)
+
+    def close(self) -> None:
+        """Closes the namespace of segments."""
+        self._segments.close()
+
+    def has(self, segment: list[int]) -> bool:
+        """Whether a segment is stored."""
+        return self._segments.has(segment)
+
+    def store(self, segment: list[int]) -> int:
+        """Computes and stores a segment; how many tokens were computed."""
+        chain = self._segments.anchor + segment
+        if not segment:
+            raise ValueError("a segment without tokens; give at least one")
+        self._check_length(len(chain))
+        if self.has(segment):
+            return 0
+        self._begin(chain)
+        rows = Rows(self._of, len(chain))
+        self._nested.forward(list(range(len(chain))), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values)))
+        if (why := self._segments.store(segment, rows)) is not None:
+            raise RuntimeError(f"a segment of {len(segment)} tokens was not stored: {why}")
+        return len(chain)
+
+    def blend_and_store(self, asked: Asked, salt: str) -> dict[str, Any]:
+        """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the connector's namespace."""
+        self._check_length(len(asked.tokens))
+        if asked.select == "deviation" and not 0 < asked.check_layer < self._of.layers:
+            raise ValueError(f"check_layer is {asked.check_layer}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
+        block, ends = self._connector.block_tokens, asked.segments[-1][1]
+        # As much as is worth it, and never the last token: the server computes the next one from it.
+        covered = min(-(-ends // block), (len(asked.tokens) - 1) // block) * block
+        if covered == 0:
+            raise ValueError(f"a prompt of {len(asked.tokens)} tokens has no whole block of {block}; nothing could be loaded for it")
+        prompt = asked.tokens[:covered]
+        if self._connector.has(prompt, salt):
+            return {"covered": covered, "states": [], "reused": 0, "recomputed": 0, "was_there": True}
+        mixed = self.mix(asked)
+        chosen = self.blend(asked, mixed, covered)
+        reused = sum(min(end, covered) - start for start, end in mixed.reused if start < covered)
+        if (why := self._connector.store(prompt, dict(zip(self._nested.names, self._nested.scratch, strict=True)), salt)) is not None:
+            raise RuntimeError(f"a blended prompt of {covered} tokens was not stored: {why}")
+        return {
+            "covered": covered,
+            "states": mixed.states,
+            "reused": reused - len(chosen),
+            "recomputed": len(chosen),
+            "was_there": False,
+        }
+
+    def mix(self, asked: Asked) -> Mixed:
+        """Loads the prompt's segments into the scratch memory; holes are not computed yet."""
+        import torch
+
+        self._begin(asked.tokens)
+        mixed = Mixed(Rows(self._of, len(asked.tokens)))
+        for start, end in asked.segments:
+            state = self._segments.load(asked.tokens[start:end], mixed.rows, start)
+            if state == "reused" and not self._gate(mixed.rows, start, end):
+                state = "gate"
+            mixed.states.append(state)
+            if state == "reused":
+                mixed.reused.append((start, end))
+            else:
+                logger.warning("segment of %d tokens at %d is computed: %s", end - start, start, state)
+        for start, end in mixed.reused:
+            rows = torch.arange(start, end)
+            for layer in range(self._of.layers):
+                self._nested.write(layer, rows, mixed.rows.keys(layer)[rows], mixed.rows.values(layer)[rows])
+        return mixed
+
+    def blend(self, asked: Asked, mixed: Mixed, until: int) -> list[int]:
+        """Computes holes and chosen tokens up to `until`; the chosen tokens, which are a share of the reused ones below `until`."""
+        choice = [(start, min(end, until)) for start, end in mixed.reused if start < until]
+        holes = _holes(mixed.reused, max(until, asked.segments[-1][1]))
+        chosen = self._choose(asked, mixed, choice, holes)
+        self._nested.forward([row for row in sorted({*holes, *chosen}) if row < until])
+        return chosen
+
+    def forward(self, rows: list[int]) -> torch.Tensor | None:
+        """Hidden states of rows of the prompt at hand, from the KV that the scratch memory has now."""
+        return self._nested.forward(rows)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states."""
+        return self._nested.logits(hidden)
+
+    def _choose(self, asked: Asked, mixed: Mixed, choice: list[tuple[int, int]], holes: list[int]) -> list[int]:
+        rows = [row for start, end in choice for row in range(start, end)]
+        if isinstance(asked.select, list):
+            return sorted({*asked.select} & {*rows})
+        if asked.select == "none" or asked.ratio == 0 or not rows:
+            return []
+        if asked.select == "first-k":
+            return selection.first(choice, asked.ratio)
+        scores = self._deviations(asked, mixed, holes) if asked.select == "deviation" else self._attention(asked, mixed, holes)
+        return selection.largest(scores, rows, asked.ratio)
+
+    def _deviations(self, asked: Asked, mixed: Mixed, holes: list[int]) -> torch.Tensor:
+        """The layers before the check layer are computed for all rows, and keep what they got."""
+        import torch
+
+        check = asked.check_layer
+        scores = torch.zeros(len(asked.tokens))
+
+        def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+            if layer == check:
+                stored = mixed.rows.keys(layer)[rows], mixed.rows.values(layer)[rows]
+                scores[rows] = selection.deviation((keys, values), stored)
+            return layer == check
+
+        everything = [row for start, end in mixed.reused for row in range(start, end)]
+        end = max(everything) + 1
+        self._nested.forward(sorted({*everything, *(row for row in holes if row < end)}), seen)
+        return scores
+
+    def _attention(self, asked: Asked, mixed: Mixed, holes: list[int]) -> torch.Tensor:
+        """What follows the last segment is computed once to see what it attends to."""
+        import torch
+
+        last = asked.segments[-1][1]
+        mass = torch.zeros(len(asked.tokens))
+
+        def seen(layer: int, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+            mixed.rows.put(layer, rows, (keys, values))
+            if int(rows[-1]) < last:
+                return
+            asking, end = rows >= last, int(rows[-1]) + 1
+            first = int(rows[asking][0])
+            scale = self._nested.layers[layer].impl.scale
+            mass[:end] += selection.attention(queries[asking], mixed.rows.keys(layer)[:end], first, scale)
+
+        self._nested.forward(sorted({*(row for row in holes if row < last), *range(last, len(asked.tokens))}), seen)
+        return mass
+
+    def _gate(self, rows: Rows, start: int, end: int) -> bool:
+        """Whether layer 0 of the segment is what the model computes for the tokens at its ends and in its middle."""
+        import torch
+
+        sample = sorted({start, (start + end) // 2, end - 1})
+        ok = True
+
+        def seen(layer: int, at: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+            nonlocal ok
+            tolerance = TOLERANCE[self._of.type_name]
+            for fresh, loaded in ((keys, rows.keys(0)[at]), (values, rows.values(0)[at])):
+                apart = (fresh.float() - loaded.float()).abs().max()
+                # Not a number is no match either.
+                ok = ok and bool(apart <= tolerance * fresh.float().abs().max())
+            return True
+
+        self._nested.forward(sample, seen)
+        return ok
+
+    def _begin(self, tokens: list[int]) -> None:
+        blocks = -(-len(tokens) // self._connector.block_tokens)
+        self._nested.begin(tokens, blocks * self._connector.block_tokens // self._nested.block)
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self._most_tokens:
+            raise ValueError(f"{tokens} tokens, with the anchor, are more than the {self._most_tokens} of max_model_len")
+
+
+class Connector:
+    """The part of the running connector that a blended prompt is stored through."""
+
+    def __init__(self, engine: Any, shape: geometry.Shape, settings: dict[str, Any]) -> None:
+        """The worker's engine, what it stores, and its settings."""
+        self._engine, self._shape, self.settings = engine, shape, settings
+        (self.block_tokens,) = shape.block_tokens
+
+    def has(self, tokens: list[int], salt: str) -> bool:
+        """Whether all of this is stored under this salt."""
+        return bool(self._engine.lookup(tokens, _extra(salt)) >= len(tokens))
+
+    def store(self, tokens: list[int], caches: dict[str, torch.Tensor], salt: str) -> str | None:
+        """Stores KV that lies from block 0 on, as the connector itself would; why not, where it is not stored."""
+        shape = dataclasses.replace(self._shape, num_blocks=_server_blocks(self._shape, caches))
+        views = self._engine.paged_kv([of.view for of in geometry.views(shape, caches)], layout="BTHD")
+        store = self._engine.store(
+            tokens, views, list(range(len(tokens))), extra=_extra(salt), save_unfull=True, wait_for_staging=True
+        )
+        result = store.wait()
+        return None if self.has(tokens, salt) else f"the cache took {result.stored} chunks: {result.sheds or 'see the log of forebay'}"
+
+
+def _server_blocks(shape: geometry.Shape, caches: dict[str, torch.Tensor]) -> int:
+    layer = shape.layers[0]
+    tensor = caches[layer.name]
+    return tensor.numel() * tensor.element_size() // layer.block_bytes
+
+
+def _extra(salt: str) -> dict[str, str]:
+    return {"cache_salt": salt}
+
+
+def _connector() -> Connector:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from forebay.vllm.connector import ForebayConnector
+
+    group = get_kv_transfer_group()
+    if not isinstance(group, ForebayConnector):
+        raise geometry.Unsupported(f"blending does not work with {type(group).__name__}; use ForebayConnector alone")
+    return Connector(*group.for_blending())
+
+
+def _dimensions(nested: Nested, dtype: torch.dtype) -> Dimensions:
+    sizes = {(layer.num_kv_heads, layer.head_size, getattr(layer, "head_size_v", layer.head_size)) for layer in nested.layers}
+    if len(sizes) != 1 or (size := sizes.pop())[1] != size[2]:
+        raise geometry.Unsupported("blending does not work with layers whose KV differs in size; use a model with equal layers")
+    return Dimensions(len(nested.layers), size[0], size[1], dtype)
+
+
+def _rotary(model: Any, names: list[str]) -> list[Rotary]:
+    """The rotary tables of the layers, each with the layers that use it."""
+    modules = dict(model.named_modules())
+    found: dict[int, Rotary] = {}
+    for number, name in enumerate(names):
+        # An attention layer's rotary embedding is its sibling.
+        rope = getattr(modules.get(name.rpartition(".")[0]), "rotary_emb", None)
+        table, width = getattr(rope, "cos_sin_cache", None), getattr(rope, "rotary_dim", None)
+        if table is None or table.dim() != 2 or table.shape[1] != width:
+            what = "no rotary embedding" if rope is None else f"a rotary embedding of kind {type(rope).__name__}"
+            raise geometry.Unsupported(f"blending does not work with {name}, which has {what}; use a model with plain rotary positions")
+        found.setdefault(id(rope), Rotary(table.contiguous(), bool(rope.is_neox_style), [])).layers.append(number)
+    return list(found.values())
+
+
+def _holes(reused: list[tuple[int, int]], until: int) -> list[int]:
+    """The rows below `until` that no reused segment has."""
+    covered = {row for start, end in reused for row in range(start, end)}
+    return [row for row in range(until) if row not in covered]

@@ -1,0 +1,147 @@
+"""What a script calls: stores segments, blends prompts, and says which prompt to generate from.
+
+A blended prompt is kept under a `cache_salt` of its own. vLLM's prefix cache and Forebay's keys include the salt, so nobody meets blended KV
+who does not ask for it by that salt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: What every salt of a blended prompt begins with.
+SALT = "forebay-blend:"
+SELECTORS = ("query", "deviation", "first-k", "none")
+
+
+class BlendError(RuntimeError):
+    """Nothing was blended or stored; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class SegmentState:
+    """What became of one segment of a prompt."""
+
+    start: int
+    end: int
+    state: str
+    """`reused`, or why its tokens were computed instead: `missing` (not stored), `failed` (its load), `gate` (its keys or values are not
+    those of this model at this place)."""
+
+
+@dataclass(frozen=True)
+class Blended:
+    """A prompt whose beginning is stored with blended KV."""
+
+    tokens: list[int]
+    salt: str
+    covered: int
+    """Tokens from the start whose KV is stored; vLLM computes the rest."""
+    segments: list[SegmentState]
+    reused: int
+    """Tokens whose stored KV is used as it is, turned to their new positions."""
+    recomputed: int
+    """Tokens of reused segments that were computed anew."""
+    was_there: bool
+    """The same blend was stored already; nothing was computed, and what is said of segments and tokens is empty."""
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """What `LLM.generate` takes."""
+        return {"prompt_token_ids": self.tokens, "cache_salt": self.salt}
+
+
+class Blend:
+    """Blending in the workers of one `LLM`, which must have been started with `ForebayConnector` and
+    `worker_extension_cls="forebay.vllm.blend.worker.BlendWorker"`.
+
+    `anchor` are tokens that every segment is stored behind, such as the beginning of the system prompt. It makes segments better at no cost
+    when they are used. Segments that were stored behind another anchor are not found.
+    """
+
+    def __init__(self, llm: Any, anchor: Sequence[int] = ()) -> None:
+        """Opens the namespace of segments in the connector's cache; raises `BlendError` where this server cannot blend."""
+        self._llm = llm
+        self._anchor = [int(token) for token in anchor]
+        self._call("forebay_blend_open", self._anchor)
+
+    def store(self, segment: Sequence[int]) -> int:
+        """Computes a segment behind the anchor and stores it; returns once it is stored. How many tokens were computed: 0 where the segment
+        is there already."""
+        return int(self._call("forebay_blend_store", [int(token) for token in segment]))
+
+    def has(self, segment: Sequence[int]) -> bool:
+        """Whether a segment is stored."""
+        return bool(self._call("forebay_blend_has", [int(token) for token in segment]))
+
+    def blend(
+        self,
+        tokens: Sequence[int],
+        segments: Sequence[tuple[int, int]],
+        *,
+        select: str | Sequence[int] = "query",
+        ratio: float = 0.15,
+        check_layer: int = 1,
+        cache_salt: str | None = None,
+    ) -> Blended:
+        """Blends a prompt and stores its beginning, up to the last segment's end, for the request that follows.
+
+        `segments` are the `(start, end)` of segments in `tokens`, in ascending order. `select` says which of their tokens are computed
+        anew: a share of `ratio`, or the very positions. `check_layer` is the layer that `deviation` compares. `cache_salt` is the tenant's
+        own: only requests with it meet this blend.
+        """
+        tokens = [int(token) for token in tokens]
+        given = [(int(start), int(end)) for start, end in segments]
+        chosen: str | list[int] = select if isinstance(select, str) else sorted({int(row) for row in select})
+        _check(tokens, given, chosen, ratio)
+        salt = self._salt(given, (chosen, ratio, check_layer), cache_salt)
+        said = self._call("forebay_blend_prompt", tokens, given, chosen, float(ratio), int(check_layer), salt)
+        states = [SegmentState(start, end, state) for (start, end), state in zip(given, said["states"])]
+        return Blended(tokens, salt, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
+
+    def _salt(self, segments: list[tuple[int, int]], how: tuple[Any, ...], tenant: str | None) -> str:
+        # The tokens themselves are part of every key.
+        text = json.dumps([self._anchor, segments, how, tenant])
+        return SALT + hashlib.sha256(text.encode()).hexdigest()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            (said,) = self._llm.collective_rpc(method, args=args)
+        except AttributeError as error:
+            raise BlendError(_NO_WORKER) from error
+        except Exception as error:
+            # From an engine in a process of its own comes the text alone.
+            raise BlendError(_NO_WORKER if method in str(error) else f"{method}: {error}") from error
+        if "error" in said:
+            raise BlendError(said["error"])
+        return said["result"]
+
+
+_NO_WORKER = (
+    "vLLM's workers cannot blend: start with worker_extension_cls (--worker-extension-cls) "
+    '"forebay.vllm.blend.worker.BlendWorker"'
+)
+
+
+def _check(tokens: list[int], segments: list[tuple[int, int]], select: str | list[int], ratio: float) -> None:
+    if not segments:
+        raise BlendError("no segments: give the (start, end) of at least one, or generate from the prompt as it is")
+    before = 0
+    for start, end in segments:
+        if not before <= start < end <= len(tokens):
+            raise BlendError(
+                f"segment ({start}, {end}) of a prompt of {len(tokens)} tokens: segments must ascend, not overlap, and end in the prompt"
+            )
+        before = end
+    if isinstance(select, str) and select not in SELECTORS:
+        raise BlendError(f"select is {select!r}: use one of {', '.join(SELECTORS)}, or a list of positions")
+    if not 0 <= ratio <= 1:
+        raise BlendError(f"ratio is {ratio}: it is a share of the segments' tokens, 0 to 1")
+    if not isinstance(select, str):
+        if outside := [row for row in select if not any(start <= row < end for start, end in segments)]:
+            raise BlendError(f"position {outside[0]} is to be computed anew, which lies in no segment")
+    if select == "query" and segments[-1][1] >= len(tokens):
+        raise BlendError("select is query, and no token follows the last segment: put the question there, or select otherwise")

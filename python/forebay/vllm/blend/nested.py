@@ -1,0 +1,178 @@
+"""Forward passes of vLLM's own model over chosen rows of a prompt, beside the server's steps and memory.
+
+vLLM's backends that write the KV of a step before they attend (`forward_includes_kv_cache_update` is false) read K and V from paged memory alone.
+So a run of rows is a *virtual sequence*: its queries are the run, its length is the run's end, its blocks are the prompt's. A pass over some runs is
+exactly what a prefill does for these rows, given what the other rows' KV is.
+
+Invariants:
+- The model's layers see memory of this module's own while a pass runs, and the server's again when it is over, also after an error. No block of the
+  server is read or written, so its prefix cache cannot meet what is computed here.
+- A pass runs between two steps of the server, in the worker's own thread; never inside one.
+- Passes over the same prompt go in ascending positions: a row attends to what the rows before it have when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: Called in each layer with the layer's number, the rows, and their queries, keys and values (keys rotated), `[row, head, element]`. True ends the pass
+#: before this layer's KV is written.
+Seen = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], bool | None]
+
+
+class _Enough(Exception):
+    """Ends a pass early."""
+
+
+class Nested:
+    """Passes over one prompt at a time."""
+
+    def __init__(self, runner: Any) -> None:
+        """For a runner that `refuse.runner` lets through."""
+        self._model, self._config, self._device = runner.get_model(), runner.vllm_config, runner.device
+        self._groups = [(group, self._builder(group)) for group in runner.attn_groups[0]]
+        #: Layer names in the order in which they are computed; a layer's number is its index.
+        self.names: list[str] = []
+        context = self._config.compilation_config.static_forward_context
+        for group, _ in self._groups:
+            self.names.extend(group.layer_names)
+        self.names.sort(key=list(context).index)
+        self.layers = [context[name] for name in self.names]
+        self.block = self._groups[0][1].kv_cache_spec.block_size
+        scheduler = self._config.scheduler_config
+        self._most_rows, self._most_runs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        self.scratch: list[torch.Tensor] = []
+        self._tokens: torch.Tensor
+
+    def _builder(self, group: Any) -> Any:
+        # Never the runner's own: some keep buffers that a second build would overwrite.
+        of = group.get_metadata_builder(0)
+        return type(of)(of.kv_cache_spec, group.layer_names, self._config, self._device)
+
+    def begin(self, tokens: list[int], blocks: int) -> None:
+        """A new prompt; its memory has at least so many of the kernel's blocks. What was in it is not cleared."""
+        import torch
+
+        self._tokens = torch.tensor(tokens)
+        if self.scratch and self.scratch[0].shape[0] >= blocks:
+            return
+        self.scratch = []
+        for name, layer in zip(self.names, self.layers, strict=True):
+            of = layer.kv_cache
+            order = sorted(range(of.dim()), key=lambda axis: (-of.stride(axis), axis))
+            if order[0] != 0 or of.stride(0) != of[0].numel():
+                raise ValueError(f"{name}: blocks of shape {tuple(of.shape)} and strides {of.stride()} do not lie one after the other")
+            stride = of.stride()
+            # Zeros: rows behind a run are masked, and must be numbers.
+            made = torch.zeros((blocks, *of.shape[1:]), dtype=of.dtype).flatten().as_strided((blocks, *of.shape[1:]), stride)
+            self.scratch.append(made)
+
+    @contextmanager
+    def _bound(self) -> Iterator[None]:
+        servers = [layer.kv_cache for layer in self.layers]
+        try:
+            for layer, mine in zip(self.layers, self.scratch, strict=True):
+                layer.kv_cache = mine
+            yield
+        finally:
+            for layer, theirs in zip(self.layers, servers, strict=True):
+                layer.kv_cache = theirs
+
+    def write(self, number: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes rows of one layer by the backend's own writer, whatever its layout."""
+        layer = self.layers[number]
+        layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), self.scratch[number], rows)
+
+    def forward(self, rows: list[int], seen: Seen | None = None) -> torch.Tensor | None:
+        """Computes these rows, ascending and each once, in all layers; their hidden states, or None where `seen` ended it.
+
+        As many rows and runs at a time as the server takes in one step.
+        """
+        import torch
+
+        assert all(a < b for a, b in zip(rows, rows[1:])), "rows must ascend"
+        parts = [self._pass(part, seen) for part in pieces(rows, self._most_rows, self._most_runs)]
+        if any(part is None for part in parts):
+            return None
+        return torch.cat(parts) if parts else None  # type: ignore[arg-type]
+
+    def _pass(self, runs: list[tuple[int, int]], seen: Seen | None) -> torch.Tensor | None:
+        import torch
+
+        rows = torch.cat([torch.arange(start, end) for start, end in runs])
+        # One table for all: the prompt's blocks are those of the scratch memory in order, so that a row's slot is the row.
+        handles = ExitStack()
+        with torch.inference_mode(), handles, self._bound(), self._context(rows, runs):
+            if seen is not None:
+                for number, layer in enumerate(self.layers):
+                    hook = layer.register_forward_pre_hook(self._hook(number, rows, seen), with_kwargs=True)
+                    handles.callback(hook.remove)
+            try:
+                return self._model(input_ids=self._tokens[rows], positions=rows, intermediate_tensors=None, inputs_embeds=None)
+            except _Enough:
+                return None
+
+    @staticmethod
+    def _hook(number: int, rows: torch.Tensor, seen: Seen) -> Callable[..., None]:
+        def called(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+            heads = query.view(-1, layer.num_heads, layer.head_size), key.view(-1, layer.num_kv_heads, layer.head_size)
+            if seen(number, rows, *heads, value.view(-1, layer.num_kv_heads, layer.head_size)):
+                raise _Enough
+
+        return called
+
+    def _context(self, rows: torch.Tensor, runs: list[tuple[int, int]]) -> Any:
+        import torch
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        lengths = torch.tensor([end - start for start, end in runs], dtype=torch.int32)
+        starts = torch.zeros(len(runs) + 1, dtype=torch.int32)
+        starts[1:] = lengths.cumsum(0)
+        ends = torch.tensor([end for _, end in runs], dtype=torch.int32)
+        blocks = torch.arange(self.scratch[0].shape[0], dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=ends,
+            num_reqs=len(runs),
+            num_actual_tokens=len(rows),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=blocks.expand(len(runs), -1).contiguous(),
+            slot_mapping=rows,
+            causal=True,
+            seq_lens_cpu_upper_bound=ends,
+            positions=rows,
+            is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+        )
+        of = {name: built for group, builder in self._groups for built in [builder.build(0, common)] for name in group.layer_names}
+        return set_forward_context(of, self._config, num_tokens=len(rows), slot_mapping=dict.fromkeys(of, rows), skip_compiled=True)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states."""
+        return self._model.compute_logits(hidden)  # type: ignore[no-any-return]
+
+
+def pieces(rows: list[int], most_rows: int, most_runs: int) -> Iterator[list[tuple[int, int]]]:
+    """Rows as runs `(start, end)` of neighbours, in lists of no more than so many rows and runs."""
+    runs: list[tuple[int, int]] = []
+    count = 0
+    for row in rows:
+        goes_on = bool(runs) and runs[-1][1] == row
+        if count == most_rows or (not goes_on and len(runs) == most_runs):
+            yield runs
+            runs, count, goes_on = [], 0, False
+        if goes_on:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+        count += 1
+    if runs:
+        yield runs

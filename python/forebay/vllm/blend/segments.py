@@ -1,0 +1,131 @@
+"""Segments in a namespace of their own: each is the exact KV of *anchor, then segment*, at the granularity of tokens.
+
+Nothing approximate is stored here, and no context of a prompt: a segment's KV depends on the anchor and the segment alone. A segment is loaded
+straight to its rows of a prompt, every extent's checksum is verified, and its keys are turned to their new positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: Rows of memory come in blocks of so many, which is all that the engine needs to know of it.
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The KV of one layer, alike in all."""
+
+    layers: int
+    heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def type_name(self) -> str:
+        """Name of the element type."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How the server rotates the keys of some layers."""
+
+    table: torch.Tensor
+    """`[positions, rotary elements]`: cosines, then sines."""
+    is_neox: bool
+    layers: list[int]
+
+
+class Rows:
+    """K and V of the tokens of one prompt, row by row, in host memory."""
+
+    def __init__(self, of: Dimensions, tokens: int) -> None:
+        """Memory for at least so many tokens; what is in it means nothing before it is written."""
+        import torch
+
+        blocks = -(-max(tokens, 1) // BLOCK)
+        shape = (2, blocks, BLOCK, of.heads, of.head_size)
+        self.paged = [torch.empty(shape, dtype=of.dtype) for _ in range(of.layers)]
+        self._flat = [layer.view(2, blocks * BLOCK, of.heads, of.head_size) for layer in self.paged]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """`[row, head, element]`."""
+        return self._flat[layer][0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """`[row, head, element]`."""
+        return self._flat[layer][1]
+
+    def put(self, layer: int, rows: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Writes K and V of these rows."""
+        self._flat[layer][0][rows], self._flat[layer][1][rows] = kv
+
+
+class Segments:
+    """The stored segments of one model behind one anchor."""
+
+    def __init__(self, engine: Any, of: Dimensions, anchor: list[int], rotary: list[Rotary]) -> None:
+        """`engine` has the geometry of `geometry`."""
+        self.anchor = anchor
+        self._engine, self._of, self._rotary = engine, of, rotary
+
+    @staticmethod
+    def geometry(model: str, fingerprint: str, of: Dimensions) -> Any:
+        """Of K and V as plain planes, under a name that no whole prompt's KV has."""
+        import forebay
+
+        return forebay.Geometry(
+            model=model,
+            layers=of.layers,
+            kv_heads=of.heads,
+            head_size=of.head_size,
+            dtype=of.type_name,
+            planes=2,
+            fingerprint=fingerprint,
+            identity={"kv": "segments"},
+        )
+
+    def has(self, segment: list[int]) -> bool:
+        """Whether all of a segment is stored."""
+        chain = self.anchor + segment
+        return bool(self._engine.lookup(chain) == len(chain))
+
+    def store(self, segment: list[int], rows: Rows) -> str | None:
+        """Stores a segment from the rows of *anchor, then segment*; why not, where it is not stored."""
+        chain = self.anchor + segment
+        store = self._engine.store(chain, rows.paged, list(range(len(chain))), layout="PBTHD", save_unfull=True, wait_for_staging=True)
+        result = store.wait()
+        return None if self.has(segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
+
+    def load(self, segment: list[int], rows: Rows, start: int) -> str:
+        """Loads a segment to the rows from `start` on, its keys turned to their places: `reused`, `missing` or `failed`."""
+        behind = len(self.anchor)
+        chain, end = self.anchor + segment, start + len(segment)
+        if not self.has(segment):
+            return "missing"
+        slots = [-1] * behind + list(range(start, end))
+        loaded = self._engine.load(chain, rows.paged, slots, layout="PBTHD").wait()
+        if loaded.tokens != len(chain):
+            return "failed"
+        for rotary in self._rotary:
+            self._engine.turn_keys(
+                rows.paged,
+                list(range(start, end)),
+                list(range(behind, behind + len(segment))),
+                list(range(start, end)),
+                rotary.table,
+                dtype=self._of.type_name,
+                neox=rotary.is_neox,
+                layers=rotary.layers,
+                layout="PBTHD",
+            )
+        return "reused"
+
+    def close(self) -> None:
+        """Ends what is under way and closes the cache."""
+        self._engine.close()

@@ -1,0 +1,197 @@
+//! Coded extents (`format::exp4`) on the way between staging and paged KV: tiles of values are
+//! decoded into memory that stays in the core's cache and copied from there, and gathered there and
+//! coded when a segment is full. So the walk over the coded bytes, their CRC and the copy are one
+//! pass.
+//!
+//! The loops over blocks are chosen once, by what the processor has; all give the same bytes.
+
+use std::ops::Range;
+
+use super::crc::ExtentCrc;
+use crate::format::exp4::{
+    BLOCK_BYTES, BLOCK_RAW_BYTES, BLOCK_VALUES, CodedShape, Escape, SEGMENT_BLOCKS, SEGMENT_BYTES, SEGMENT_RAW_BYTES,
+    SEGMENT_VALUES, Tail, TailWriter, best_dictionary, likely_dictionary, patch,
+};
+
+mod kernels;
+
+pub use kernels::Kernels as CodecKernels;
+use kernels::Kernels;
+
+/// A segment with more escapes than this gets the best dictionary instead of a likely one: one value
+/// in 512, half of which fit if all segments were so.
+const MOST_LIKELY_ESCAPES: usize = SEGMENT_VALUES / 512;
+
+/// A coded extent that is read tile by tile, from its start on.
+pub(super) struct CodedReader<'a> {
+    kernels: &'static Kernels,
+    shape: CodedShape,
+    coded: &'a [u8],
+    tail: Tail<'a>,
+    /// Coded bytes before it are in the CRC.
+    summed: usize,
+    values: Vec<u8>,
+}
+
+impl<'a> CodedReader<'a> {
+    /// A reader of `coded`; where it has another length than the shape says, of zeros.
+    #[must_use]
+    pub(super) fn new(shape: CodedShape, coded: &'a [u8]) -> Self {
+        let coded = if coded.len() == shape.coded_bytes() { coded } else { &[] };
+        let tail = Tail::of(shape, coded);
+        Self { kernels: Kernels::best(), shape, coded, tail, summed: 0, values: Vec::new() }
+    }
+
+    /// The values in a range of the uncoded extent.
+    pub(super) fn tile(&mut self, range: Range<usize>, crc: &mut ExtentCrc) -> &[u8] {
+        self.sum_to(range.end.div_ceil(BLOCK_RAW_BYTES) * BLOCK_BYTES, crc);
+        self.decode(range)
+    }
+
+    /// As [`CodedReader::tile`], without the CRC.
+    pub(super) fn decode(&mut self, range: Range<usize>) -> &[u8] {
+        let (first, end) =
+            (range.start / BLOCK_RAW_BYTES, range.end.div_ceil(BLOCK_RAW_BYTES).min(self.shape.blocks()));
+        self.values.resize(end.saturating_sub(first) * BLOCK_RAW_BYTES, 0);
+        let mut values = self.values.as_mut_slice();
+        let mut at = first;
+        while at < end {
+            let segment = at / SEGMENT_BLOCKS;
+            let to = ((segment + 1) * SEGMENT_BLOCKS).min(end);
+            let (part, rest) = values.split_at_mut((to - at) * BLOCK_RAW_BYTES);
+            match self.coded.get(at * BLOCK_BYTES..to * BLOCK_BYTES) {
+                Some(blocks) => (self.kernels.decode)(blocks, &self.tail.dictionary(segment), part),
+                None => part.fill(0),
+            }
+            patch(self.tail.escapes(segment), at % SEGMENT_BLOCKS * BLOCK_VALUES, part);
+            (values, at) = (rest, to);
+        }
+        let start = range.start - first * BLOCK_RAW_BYTES;
+        self.values.get(start..start + range.len()).unwrap_or_default()
+    }
+
+    /// Adds the coded bytes before `end` to the CRC, if they are not in it.
+    fn sum_to(&mut self, end: usize, crc: &mut ExtentCrc) {
+        if let Some(new) = self.coded.get(self.summed..end) {
+            crc.update(new);
+            self.summed = end;
+        }
+    }
+
+    /// Adds what is left of the coded bytes to the CRC.
+    pub(super) fn finish(mut self, crc: &mut ExtentCrc) {
+        self.sum_to(self.coded.len(), crc);
+    }
+}
+
+/// A coded extent that is written tile by tile, from its start on.
+pub(super) struct CodedWriter<'a> {
+    kernels: &'static Kernels,
+    shape: CodedShape,
+    coded: &'a mut [u8],
+    /// Segments that are coded.
+    segments: usize,
+    /// The bytes of values that are not, of which `pending` say something.
+    values: Vec<u8>,
+    pending: usize,
+    escapes: Vec<Escape>,
+    tail: TailWriter,
+    fits: bool,
+}
+
+impl<'a> CodedWriter<'a> {
+    /// A writer to `coded`, which has the bytes that the shape says.
+    #[must_use]
+    pub(super) fn new(shape: CodedShape, coded: &'a mut [u8]) -> Self {
+        let (kernels, tail) = (Kernels::best(), TailWriter::new(shape));
+        let (values, escapes) = (Vec::new(), Vec::new());
+        Self { kernels, shape, coded, segments: 0, values, pending: 0, escapes, tail, fits: true }
+    }
+
+    /// Where the next `bytes` bytes of the uncoded extent go.
+    pub(super) fn tile(&mut self, bytes: usize) -> &mut [u8] {
+        let at = self.pending;
+        self.pending += bytes;
+        if self.values.len() < self.pending {
+            self.values.resize(self.pending, 0);
+        }
+        self.values.get_mut(at..self.pending).unwrap_or_default()
+    }
+
+    /// The tile is filled; what is coded of it goes into the CRC. Whether the extent fits so far.
+    pub(super) fn filled(&mut self, crc: &mut ExtentCrc) -> bool {
+        let whole = self.pending / SEGMENT_RAW_BYTES * SEGMENT_RAW_BYTES;
+        let mut values = std::mem::take(&mut self.values);
+        for raw in values.get(..whole).unwrap_or_default().chunks_exact(SEGMENT_RAW_BYTES) {
+            self.segment(raw, SEGMENT_VALUES, crc);
+        }
+        values.copy_within(whole..self.pending, 0);
+        self.pending -= whole;
+        self.values = values;
+        self.fits
+    }
+
+    /// Codes one segment of which `count` values are the extent's.
+    fn segment(&mut self, raw: &[u8], count: usize, crc: &mut ExtentCrc) {
+        let at = self.segments * SEGMENT_BYTES;
+        self.segments += 1;
+        let end = at + raw.len() / BLOCK_RAW_BYTES * BLOCK_BYTES;
+        let Some(blocks) = self.coded.get_mut(at..end) else { return };
+        let mut dictionary = likely_dictionary(raw);
+        self.escapes.clear();
+        (self.kernels.encode)(raw, &dictionary, blocks, &mut self.escapes);
+        if self.escapes.len() > MOST_LIKELY_ESCAPES {
+            dictionary = best_dictionary(raw);
+            self.escapes.clear();
+            (self.kernels.encode)(raw, &dictionary, blocks, &mut self.escapes);
+        }
+        crc.update(blocks);
+        self.escapes.retain(|e| usize::from(e.place) < count);
+        self.fits = self.fits && self.tail.push(&dictionary, &self.escapes);
+    }
+
+    /// Codes what is left, and writes the tail. Whether the extent fitted: if not, its bytes mean
+    /// nothing.
+    pub(super) fn finish(mut self, crc: &mut ExtentCrc) -> bool {
+        let mut rest = std::mem::take(&mut self.values);
+        rest.truncate(self.pending);
+        if !rest.is_empty() && self.fits {
+            rest.resize(self.pending.next_multiple_of(BLOCK_RAW_BYTES), 0);
+            self.segment(&rest, self.pending / 2, crc);
+        }
+        let tail = self.coded.get_mut(self.shape.tail_at()..).unwrap_or_default();
+        self.tail.write(tail);
+        crc.update(tail);
+        self.fits
+    }
+}
+
+/// Codes a whole extent; `None` where it does not fit.
+#[must_use]
+pub fn encode_exp4(raw: &[u8]) -> Option<Vec<u8>> {
+    let shape = CodedShape::of(raw.len())?;
+    let mut coded = vec![0; shape.coded_bytes()];
+    let mut writer = CodedWriter::new(shape, &mut coded);
+    let mut crc = ExtentCrc::new();
+    for piece in raw.chunks(SEGMENT_RAW_BYTES) {
+        writer.tile(piece.len()).copy_from_slice(piece);
+        if !writer.filled(&mut crc) {
+            return None;
+        }
+    }
+    writer.finish(&mut crc).then_some(coded)
+}
+
+/// The values of a whole coded extent that had `raw_bytes` bytes before.
+#[must_use]
+pub fn decode_exp4(coded: &[u8], raw_bytes: usize) -> Option<Vec<u8>> {
+    let mut reader = CodedReader::new(CodedShape::of(raw_bytes)?, coded);
+    let mut raw = Vec::with_capacity(raw_bytes);
+    for at in (0..raw_bytes).step_by(SEGMENT_RAW_BYTES) {
+        raw.extend_from_slice(reader.decode(at..(at + SEGMENT_RAW_BYTES).min(raw_bytes)));
+    }
+    Some(raw)
+}
+
+#[cfg(test)]
+mod tests;

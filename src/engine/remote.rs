@@ -1,0 +1,57 @@
+//! What the engine asks of the remote tier.
+
+use std::time::Instant;
+
+use super::{Engine, EngineInner, Prompt};
+use crate::config::Mode;
+use crate::error::Result;
+use crate::remote::{Fetch, Wanted};
+
+impl Engine {
+    /// Starts to bring the full chunks of `prompt` that no drive here has from the remote tier to a
+    /// drive, and into the memory tier where there is one: in order, until the first that is not
+    /// there, and no longer than until `deadline`. Returns at once; lookups find what has come.
+    /// Without a remote tier, in a cache that is read only, and where nothing is missing, it is over at once.
+    ///
+    /// # Errors
+    /// As [`Engine::lookup`].
+    pub fn fetch(&self, prompt: &Prompt, deadline: Instant) -> Result<Fetch> {
+        let inner = self.check()?;
+        inner.check_prompt(prompt)?;
+        let remote = inner.remote.as_ref().filter(|_| inner.options.settings.mode == Mode::Rw);
+        let (Some(remote), Some(log)) = (remote, inner.log()) else { return Ok(Fetch::nothing()) };
+        let there = prompt.keys().iter().take_while(|key| log.contains(key)).count();
+        let tokens = inner.geometry.chunk_tokens;
+        let wanted = prompt
+            .keys()
+            .iter()
+            .enumerate()
+            .skip(there)
+            .map(|(at, &key)| Wanted::new(key, prompt.parent_of(at), (tokens, at as u32), prompt.tenant()));
+        Ok(remote.fetch((log, inner.pipeline.memory().cloned()), wanted.collect(), deadline))
+    }
+
+    /// Whether there is a remote tier to fetch from.
+    #[must_use]
+    pub fn has_remote(&self) -> bool {
+        self.inner.remote.is_some()
+    }
+
+    /// Waits until what was stored so far is uploaded, or was shed; whether it was by `deadline`.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::Forked`].
+    pub fn wait_uploaded(&self, deadline: Instant) -> Result<bool> {
+        Ok(self.check()?.remote.as_ref().is_none_or(|remote| remote.wait_uploaded(deadline)))
+    }
+}
+
+impl EngineInner {
+    /// Ends the remote tier; half of the time that is left is for uploads.
+    pub(super) fn close_remote(&self, deadline: Instant) {
+        let Some(remote) = &self.remote else { return };
+        let now = Instant::now();
+        remote.wait_uploaded(now + deadline.saturating_duration_since(now) / 2);
+        remote.close();
+    }
+}

@@ -1,0 +1,147 @@
+//! Whether the remote store is worth asking: after several failures in a row it is left alone for a
+//! while, longer each time, then one request tries it again.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+/// Failures in a row after which it is left alone.
+const MOST_FAILURES: u32 = 5;
+/// For how long, the first time and at most.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// A request that is given up unanswered after this long counts as failed: its caller's patience
+/// may be shorter than the time-out.
+const SLOW: Duration = Duration::from_secs(1);
+
+/// The state of one remote store.
+#[derive(Debug, Default)]
+pub(super) struct Breaker(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    failures: u32,
+    /// Until when it is left alone.
+    pause: Option<(Instant, Duration)>,
+    /// A request is trying whether it works again.
+    trying: bool,
+}
+
+/// A request that was admitted. Its end decides about the next ones.
+#[derive(Debug)]
+pub(super) struct Admitted<'a> {
+    breaker: &'a Breaker,
+    since: Instant,
+    ended: bool,
+}
+
+impl Breaker {
+    /// Leave for one request, where the store is worth asking.
+    pub(super) fn admit(&self) -> Option<Admitted<'_>> {
+        let mut state = self.0.lock();
+        if let Some((until, _)) = state.pause {
+            if state.trying || Instant::now() < until {
+                return None;
+            }
+            state.trying = true;
+        }
+        Some(Admitted { breaker: self, since: Instant::now(), ended: false })
+    }
+
+    /// Whether requests are admitted as ever.
+    pub(super) fn is_closed(&self) -> bool {
+        self.0.lock().pause.is_none()
+    }
+
+    fn worked(&self) {
+        if self.0.lock().worked() {
+            tracing::info!("the remote tier answers again");
+        }
+    }
+
+    fn failed(&self, why: &dyn fmt::Display) {
+        let pause = self.0.lock().failed();
+        if let Some(pause) = pause {
+            tracing::warn!(error = %why, pause_s = pause.as_secs_f64(), "the remote tier fails and is left alone for a while");
+        }
+    }
+}
+
+impl State {
+    /// Whether it had been left alone.
+    fn worked(&mut self) -> bool {
+        let was_paused = self.pause.is_some();
+        *self = Self::default();
+        was_paused
+    }
+
+    /// For how long it is left alone from now on, where that begins here.
+    fn failed(&mut self) -> Option<Duration> {
+        self.failures += 1;
+        let next = match self.pause {
+            Some((_, before)) if self.trying => before.saturating_mul(2).min(LONGEST_PAUSE),
+            None if self.failures >= MOST_FAILURES => FIRST_PAUSE,
+            // Requests that had been admitted before.
+            _ => return None,
+        };
+        self.trying = false;
+        self.pause = Some((Instant::now() + next, next));
+        Some(next)
+    }
+}
+
+impl Admitted<'_> {
+    /// It was answered, be it with no.
+    pub(super) fn worked(mut self) {
+        self.ended = true;
+        self.breaker.worked();
+    }
+
+    /// It was not answered, or with an error.
+    pub(super) fn failed(mut self, why: &dyn fmt::Display) {
+        self.ended = true;
+        self.breaker.failed(why);
+    }
+}
+
+impl Drop for Admitted<'_> {
+    fn drop(&mut self) {
+        if self.ended {
+            return;
+        }
+        if self.since.elapsed() >= SLOW {
+            return self.breaker.failed(&"it did not answer before its caller gave up");
+        }
+        self.breaker.0.lock().trying = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_opens_after_failures_in_a_row_and_an_answer_closes_it() {
+        let breaker = Breaker::default();
+        for _ in 1..MOST_FAILURES {
+            breaker.admit().unwrap().failed(&"test");
+        }
+        breaker.admit().unwrap().worked();
+        for _ in 0..MOST_FAILURES {
+            assert!(breaker.is_closed());
+            breaker.admit().unwrap().failed(&"test");
+        }
+        assert!(!breaker.is_closed() && breaker.admit().is_none());
+        let past = |state: &mut State| state.pause = state.pause.map(|(_, pause)| (Instant::now(), pause));
+        past(&mut breaker.0.lock());
+        let trial = breaker.admit().unwrap();
+        assert!(breaker.admit().is_none(), "one tries, the others wait for what comes of it");
+        drop(trial);
+        breaker.admit().unwrap().failed(&"test");
+        assert_eq!(breaker.0.lock().pause.map(|(_, pause)| pause), Some(FIRST_PAUSE * 2));
+        past(&mut breaker.0.lock());
+        breaker.admit().unwrap().worked();
+        assert!(breaker.is_closed() && breaker.admit().is_some());
+    }
+}

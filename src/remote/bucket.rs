@@ -1,0 +1,234 @@
+//! The requests to the remote store: each with a time-out, a few tries and its say in whether the
+//! store is worth asking at all.
+//!
+//! The crate `object_store` speaks the protocols, takes credentials from the environment, from the
+//! files that it names and from the instance's role, and tries again with growing, random pauses.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::http::HttpBuilder;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{BackoffConfig, ClientOptions, Error as StoreError, GetOptions, GetRange, ObjectStore};
+use object_store::{ObjectStoreExt, ObjectStoreScheme, PutMode, PutOptions, PutPayload, RetryConfig};
+use url::Url;
+
+use super::breaker::Breaker;
+use super::stats::Cause;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Bytes that one request asks for, and that one time-out is for.
+pub(super) const PART_BYTES: u64 = 8 << 20;
+/// Tries after the first one.
+const RETRIES: usize = 2;
+const FIRST_BACKOFF: Duration = Duration::from_millis(50);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(1);
+const CONNECT: Duration = Duration::from_secs(5);
+/// Objects that are deleted with one time-out.
+const DELETED_AT_ONCE: usize = 1000;
+
+/// A place in a remote store.
+#[derive(Debug)]
+pub(super) struct Bucket {
+    store: Box<dyn ObjectStore>,
+    prefix: Path,
+    breaker: Breaker,
+    timeout: Duration,
+}
+
+/// The end of a request whose answer is not a failure of the store.
+type Answer<T> = std::result::Result<T, Cause>;
+
+impl Bucket {
+    /// The store at `url`; no request is made. `env`: the variables that credentials and endpoints are
+    /// looked for in.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for an address that leads nowhere, and settings in the environment that
+    /// contradict each other.
+    pub(super) fn open(url: &str, env: &[(String, String)], timeout: Duration) -> Result<Self> {
+        let bad = |e: Box<dyn std::error::Error + Send + Sync>| {
+            Error::new(ErrorKind::Config, "remote_url does not lead to a store")
+                .source(e)
+                .advice("write s3://BUCKET/PREFIX, gs://…, az://…, https://… or file:///…, and check the credentials' variables")
+        };
+        let url = Url::parse(url).map_err(|e| bad(e.into()))?;
+        let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|e| bad(e.into()))?;
+        let store = build(&url, &scheme, env, timeout).map_err(|e| bad(e.into()))?;
+        Ok(Self { store, prefix, breaker: Breaker::default(), timeout })
+    }
+
+    /// Whether requests are made as ever.
+    pub(super) fn is_up(&self) -> bool {
+        self.breaker.is_closed()
+    }
+
+    /// The place of `parts` below the prefix.
+    pub(super) fn name<'a>(&self, parts: impl IntoIterator<Item = &'a str>) -> Path {
+        parts.into_iter().fold(self.prefix.clone(), |path, part| path.join(part))
+    }
+
+    /// The length of an object; [`Cause::Absent`] where there is none.
+    pub(super) async fn head(&self, name: &Path) -> Answer<u64> {
+        let meta = self.ask(self.timeout, self.store.head(name)).await?;
+        Ok(meta.size)
+    }
+
+    /// Reads `range` of an object that has `size` bytes, and gives the bytes to `take` in order.
+    pub(super) async fn get(
+        &self,
+        name: &Path,
+        (range, size): (Range<u64>, u64),
+        mut take: impl FnMut(&[u8]) + Send,
+    ) -> Answer<()> {
+        let options = GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
+        let read = async {
+            let answer = self.store.get_opts(name, options).await?;
+            if answer.meta.size != size || answer.range != range {
+                return Ok(Err(Cause::Corrupt));
+            }
+            let mut left = range.end - range.start;
+            let mut stream = answer.into_stream();
+            while let Some(bytes) = stream.try_next().await? {
+                let Some(rest) = left.checked_sub(bytes.len() as u64) else { return Ok(Err(Cause::Corrupt)) };
+                left = rest;
+                take(&bytes);
+            }
+            Ok(if left == 0 { Ok(()) } else { Err(Cause::Io) })
+        };
+        self.ask(self.timeout, read).await?
+    }
+
+    /// Puts an object. Unless it is to `replace` what is there: whether there was none before.
+    pub(super) async fn put(&self, name: &Path, object: Vec<Bytes>, replace: bool) -> Answer<bool> {
+        let payload: PutPayload = object.into_iter().collect();
+        let parts = u32::try_from(payload.content_length() as u64 / PART_BYTES).unwrap_or(u32::MAX);
+        let limit = self.timeout.saturating_mul(parts.saturating_add(1));
+        let put = |mode| {
+            let options = PutOptions { mode, ..PutOptions::default() };
+            self.ask(limit, self.store.put_opts(name, payload.clone(), options))
+        };
+        if !replace {
+            match put(PutMode::Create).await {
+                Ok(_) => return Ok(true),
+                Err(Cause::Present) => return Ok(false),
+                // A store without conditions: who is second writes the same once more.
+                Err(Cause::Unsupported) => {}
+                Err(cause) => return Err(cause),
+            }
+        }
+        put(PutMode::Overwrite).await.map(|_| true)
+    }
+
+    /// Deletes objects; one that is not there counts as deleted.
+    pub(super) async fn delete(&self, names: Vec<Path>) -> Answer<()> {
+        for some in names.chunks(DELETED_AT_ONCE) {
+            let some: Vec<Path> = some.to_vec();
+            let delete = async {
+                let mut ends = self.store.delete_stream(futures_util::stream::iter(some).map(Ok).boxed());
+                while let Some(end) = ends.next().await {
+                    match end {
+                        Ok(_) | Err(StoreError::NotFound { .. }) => {}
+                        Err(e) => return Err(e),
+                    }
+                }
+                Ok(())
+            };
+            self.ask(self.timeout, delete).await?;
+        }
+        Ok(())
+    }
+
+    /// Deletes the objects below `prefix`.
+    pub(super) async fn delete_below(&self, prefix: &Path) -> Answer<()> {
+        let mut all = self.store.list(Some(prefix)).map_ok(|meta| meta.location).try_chunks(DELETED_AT_ONCE);
+        loop {
+            let next = async { all.next().await.transpose().map_err(|e| e.1) };
+            match self.ask(self.timeout, next).await? {
+                Some(some) => self.delete(some).await?,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Makes a request, within `limit`, where the store is worth asking.
+    async fn ask<T>(&self, limit: Duration, request: impl Future<Output = object_store::Result<T>>) -> Answer<T> {
+        let admitted = self.breaker.admit().ok_or(Cause::CircuitOpen)?;
+        let Ok(answer) = tokio::time::timeout(limit, request).await else {
+            admitted.failed(&"it did not answer in time");
+            return Err(Cause::TimedOut);
+        };
+        let cause = match answer {
+            Ok(value) => {
+                admitted.worked();
+                return Ok(value);
+            }
+            Err(StoreError::NotFound { .. }) => Cause::Absent,
+            Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. }) => Cause::Present,
+            Err(StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }) => Cause::Unsupported,
+            Err(e) => {
+                let refused = matches!(e, StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. });
+                admitted.failed(&e);
+                return Err(if refused { Cause::Refused } else { Cause::Io });
+            }
+        };
+        admitted.worked();
+        Err(cause)
+    }
+}
+
+/// The store that a scheme names.
+fn build(
+    url: &Url,
+    scheme: &ObjectStoreScheme,
+    env: &[(String, String)],
+    timeout: Duration,
+) -> object_store::Result<Box<dyn ObjectStore>> {
+    // TLS takes what the process has chosen, and this where it has not.
+    drop(rustls::crypto::ring::default_provider().install_default());
+    let retry = RetryConfig {
+        backoff: BackoffConfig { init_backoff: FIRST_BACKOFF, max_backoff: LONGEST_BACKOFF, base: 2.0 },
+        max_retries: RETRIES,
+        retry_timeout: timeout,
+    };
+    // Every request has a time-out around it, with all its tries.
+    let client = ClientOptions::new().with_timeout_disabled().with_connect_timeout(timeout.min(CONNECT));
+    // Variables whose name a builder knows, in lower case, are its settings.
+    macro_rules! with_env {
+        ($builder:expr, $prefix:literal) => {{
+            let own = env.iter().filter(|(name, _)| name.starts_with($prefix));
+            own.fold($builder.with_client_options(client).with_retry(retry), |builder, (name, value)| {
+                match name.to_ascii_lowercase().parse() {
+                    Ok(key) => builder.with_config(key, value),
+                    Err(_) => builder,
+                }
+            })
+        }};
+    }
+    Ok(match scheme {
+        ObjectStoreScheme::Local => Box::new(LocalFileSystem::new()),
+        ObjectStoreScheme::AmazonS3 => {
+            Box::new(with_env!(AmazonS3Builder::new(), "AWS_").with_url(url.as_str()).build()?)
+        }
+        ObjectStoreScheme::GoogleCloudStorage => {
+            Box::new(with_env!(GoogleCloudStorageBuilder::new(), "GOOGLE_").with_url(url.as_str()).build()?)
+        }
+        ObjectStoreScheme::MicrosoftAzure => {
+            Box::new(with_env!(MicrosoftAzureBuilder::new(), "AZURE_").with_url(url.as_str()).build()?)
+        }
+        ObjectStoreScheme::Http => {
+            let host = url.as_str().get(..url.as_str().len() - url.path().len()).unwrap_or_default();
+            Box::new(HttpBuilder::new().with_client_options(client).with_retry(retry).with_url(host).build()?)
+        }
+        other => {
+            let source = format!("{other:?} is no store of ours").into();
+            return Err(StoreError::Generic { store: "remote_url", source });
+        }
+    })
+}

@@ -1,0 +1,331 @@
+//! From the remote store to a drive, and into memory where there is a memory tier: the chunks of a
+//! prompt in order, as ordinary puts.
+//!
+//! A put begins before its object is read, so that it ends like any other where the chunk, its tenant
+//! or everything is removed meanwhile. Its bytes are checked before they are written.
+
+use std::cmp::Reverse;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use futures_util::StreamExt;
+use futures_util::future::try_join_all;
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+
+use super::bucket::PART_BYTES;
+use super::known::Presence;
+use super::object::{self, Extents, Wanted};
+use super::stats::Cause;
+use super::{Shared, transfer};
+use crate::error::ErrorKind;
+use crate::format::layout::{Codec, SlotLayout};
+use crate::io::Buf;
+use crate::key::ChunkKey;
+use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
+use crate::tier::{Filling, FrameId, MemoryTier, Rank};
+
+/// Chunks of one prompt that are fetched at once.
+const AT_ONCE: usize = 4;
+/// How often a put that found no room, or its key being stored by another, is tried again.
+const TRY_AGAIN: std::time::Duration = std::time::Duration::from_millis(5);
+
+/// A fetch under way. Dropping it cancels it; what it has brought stays.
+#[derive(Debug)]
+pub struct Fetch {
+    state: Arc<FetchState>,
+    task: Option<AbortHandle>,
+}
+
+#[derive(Debug, Default)]
+struct FetchState {
+    progress: Mutex<Progress>,
+    over: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    chunks: usize,
+    stopped: Option<Cause>,
+    over: bool,
+}
+
+impl Fetch {
+    /// A fetch that has nothing to do.
+    #[must_use]
+    pub fn nothing() -> Self {
+        let state = FetchState::default();
+        state.progress.lock().over = true;
+        Self { state: Arc::new(state), task: None }
+    }
+
+    /// Whether it has ended.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.state.progress.lock().over
+    }
+
+    /// Chunks that it has brought to a drive so far.
+    #[must_use]
+    pub fn chunks(&self) -> usize {
+        self.state.progress.lock().chunks
+    }
+
+    /// Why it ended before the end of the prompt, in the words of the metric
+    /// `forebay_remote_missed_chunks_total`.
+    #[must_use]
+    pub fn stopped(&self) -> Option<&'static str> {
+        self.state.progress.lock().stopped.map(Cause::as_str)
+    }
+
+    /// Waits until it has ended, at most until `deadline`; whether it has.
+    pub fn wait(&self, deadline: Instant) -> bool {
+        let mut progress = self.state.progress.lock();
+        while !progress.over {
+            if self.state.over.wait_until(&mut progress, deadline).timed_out() {
+                break;
+            }
+        }
+        progress.over
+    }
+
+    /// Ends it. A chunk that is just being published may still come.
+    pub fn cancel(&self) {
+        self.task.iter().for_each(AbortHandle::abort);
+    }
+}
+
+impl Drop for Fetch {
+    fn drop(&mut self) {
+        self.cancel();
+    }
+}
+
+/// The end of a fetch, however it comes.
+struct Running(Arc<FetchState>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let mut progress = self.0.progress.lock();
+        if !progress.over {
+            (progress.stopped, progress.over) = (Some(Cause::Cancelled), true);
+        }
+        self.0.over.notify_all();
+    }
+}
+
+/// Where fetched chunks go.
+#[derive(Clone)]
+pub(super) struct Destination {
+    pub(super) log: Arc<Log>,
+    pub(super) memory: Option<Arc<MemoryTier>>,
+}
+
+/// Starts to fetch `wanted`, in order, until the first that does not come.
+pub(super) fn start(
+    shared: &Arc<Shared>,
+    runtime: &tokio::runtime::Handle,
+    (to, wanted): (Destination, Vec<Wanted>),
+    deadline: Instant,
+) -> Fetch {
+    let state = Arc::new(FetchState::default());
+    let running = Running(Arc::clone(&state));
+    let shared = Arc::clone(shared);
+    let task = runtime.spawn(async move {
+        let all = run(&shared, &to, wanted, &running.0);
+        let stopped = tokio::time::timeout_at(deadline.into(), all).await.unwrap_or(Some(Cause::TimedOut));
+        if let Some(cause) = stopped {
+            shared.counters.not_fetched.add(cause, 1);
+        }
+        let mut progress = running.0.progress.lock();
+        (progress.stopped, progress.over) = (stopped, true);
+    });
+    Fetch { state, task: Some(task.abort_handle()) }
+}
+
+/// Fetches; why it stopped before the end.
+async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state: &FetchState) -> Option<Cause> {
+    // Most prompts are nowhere: one question tells, before several are asked at once.
+    let first = wanted.first()?.clone();
+    let turn = to.memory.as_ref().map_or(0, |memory| memory.turn());
+    if let Err(cause) = find(shared, to, &first).await {
+        return Some(cause);
+    }
+    let mut chunks = futures_util::stream::iter(wanted)
+        .map(|wanted| async move { bring(shared, to, &wanted, turn).await })
+        .buffered(AT_ONCE);
+    while let Some(end) = chunks.next().await {
+        match end {
+            Ok(0) => {}
+            Ok(bytes) => {
+                shared.counters.fetched.fetch_add(1, Ordering::Relaxed);
+                shared.counters.fetched_bytes.fetch_add(bytes, Ordering::Relaxed);
+                state.progress.lock().chunks += 1;
+            }
+            Err(cause) => return Some(cause),
+        }
+    }
+    None
+}
+
+/// The codec with which the store has a chunk, which its length tells; `None` where a drive has it.
+async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Option<Codec>, Cause> {
+    let key = &wanted.key;
+    match shared.known.get(key) {
+        _ if to.log.contains(key) => return Ok(None),
+        Some(Presence::There(codec)) => return Ok(Some(codec)),
+        Some(Presence::Absent) => return Err(Cause::Absent),
+        Some(Presence::Damaged) => return Err(Cause::Corrupt),
+        None => {}
+    }
+    let answer = shared.bucket.head(&shared.name_of(key, wanted.tenant)).await;
+    match answer {
+        Ok(size) => {
+            let codec = object::codec_of(&to.log, wanted.tokens, size);
+            shared.known.set(key, codec.map_or(Presence::Damaged, Presence::There));
+            codec.map(Some).ok_or(Cause::Corrupt)
+        }
+        Err(cause) => {
+            if cause == Cause::Absent {
+                shared.known.set(key, Presence::Absent);
+            }
+            Err(cause)
+        }
+    }
+}
+
+/// Brings one chunk; bytes of its slot, 0 where a drive has it already.
+async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, Cause> {
+    let mut permit = None;
+    let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
+    (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * u64::from(wanted.tokens));
+    loop {
+        if to.log.contains(&wanted.key) {
+            return Ok(0);
+        }
+        let Some(codec) = find(shared, to, wanted).await? else { return Ok(0) };
+        let layout = to.log.chunk_layout(wanted.tokens, codec);
+        spec.codec = codec;
+        if permit.is_none() {
+            permit = Some(shared.fetch_staging.take(layout.slot_bytes).await?);
+        }
+        match to.log.begin_put(spec.clone()) {
+            Ok(PutOutcome::Started(put)) => {
+                let end = fill(shared, to, (wanted, &layout, turn), put).await;
+                match end {
+                    Err(Cause::Absent) => shared.known.set(&wanted.key, Presence::Absent),
+                    Err(Cause::Corrupt) => shared.known.set(&wanted.key, Presence::Damaged),
+                    _ => {}
+                }
+                return end.map(|()| layout.slot_bytes);
+            }
+            // Another fetch or a store has it in hand.
+            Ok(PutOutcome::AlreadyThere | PutOutcome::NoRoom(_)) => tokio::time::sleep(TRY_AGAIN).await,
+            Ok(PutOutcome::NotAdmitted(..)) => return Err(Cause::NoSpace),
+            Err(e) if e.kind() == ErrorKind::Busy => return Err(Cause::NoSpace),
+            Err(e) if e.kind() == ErrorKind::Closed => return Err(Cause::Closed),
+            Err(_) => return Err(Cause::Drive),
+        }
+    }
+}
+
+/// Reads a chunk's object into its slot.
+async fn fill(
+    shared: &Shared,
+    to: &Destination,
+    (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
+    put: Put,
+) -> Result<(), Cause> {
+    let id = FrameId { key: wanted.key, sequence: put.sequence() };
+    let rank = Rank { turn, depth: Reverse(wanted.depth) };
+    let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
+    let slot = SlotWriter::new(put);
+    let (header, mut extents) = read(shared, (wanted, layout), frame.as_ref()).await?;
+    let now_s = to.log.options().clock.unix_s();
+    let place = shared.place();
+    let header = object::check_header(&header, wanted, (&place, layout), now_s)?;
+    let (layers, of) = (header.layers.clone(), layout.clone());
+    let check = move || {
+        let good = extents.verify(&layers);
+        extents.clear_padding(&of);
+        good.then_some(extents)
+    };
+    let checked = tokio::task::spawn_blocking(check).await.map_err(|_| Cause::Closed)?;
+    let extents = checked.ok_or(Cause::Corrupt)?;
+    slot.expire_by(u32::try_from(header.expiry_s).unwrap_or(u32::MAX));
+    let timeout = to.log.options().io_timeout;
+    let writes = Extents::cuts(layout, PART_BYTES).zip(extents.into_pieces()).map(|((at, _), piece)| {
+        let slot = &slot;
+        async move { transfer::submit(&**slot.queue(), timeout, |done| slot.request(at, piece, done)).await.map(drop) }
+    });
+    try_join_all(writes).await?;
+    let crcs: Vec<u32> = header.layers.iter().map(|layer| layer.crc).collect();
+    let (told, end) = oneshot::channel();
+    slot.commit(&crcs, Box::new(move |result| drop(told.send(result))));
+    match end.await.map_err(|_| Cause::Closed)? {
+        Ok(()) => {}
+        Err(e) if e.kind() == ErrorKind::Cancelled => return Err(Cause::Cancelled),
+        Err(_) => return Err(Cause::Drive),
+    }
+    frame.iter().for_each(|frame| frame.publish(&crcs));
+    Ok(())
+}
+
+/// The header and the extents of an object, unchecked, by several requests at once.
+async fn read(
+    shared: &Shared,
+    (wanted, layout): (&Wanted, &SlotLayout),
+    frame: Option<&Filling>,
+) -> Result<(Vec<u8>, Extents), Cause> {
+    let name = shared.name_of(&wanted.key, wanted.tenant);
+    let (header_at, data_at) = (u64::from(layout.header_offset), object::data_offset(layout));
+    let parts = Extents::cuts(layout, PART_BYTES).map(|(at, len)| {
+        let name = &name;
+        // The header comes with the first part.
+        let mut header = vec![0; if at == data_at { layout.header_bytes as usize } else { 0 }];
+        async move {
+            let mut piece = memory_for(frame, (at, len))?;
+            let from = at - header.len() as u64 - header_at;
+            let range = from..at - header_at + len as u64;
+            let mut taken = 0;
+            let take = |bytes: &[u8]| {
+                let (first, rest) = bytes.split_at(bytes.len().min(header.len().saturating_sub(taken)));
+                copy_to(&mut header, taken, first);
+                let at = (taken + first.len()).saturating_sub(header.len());
+                copy_to(piece.as_mut_slice(), at, rest);
+                taken += bytes.len();
+            };
+            shared.bucket.get(name, (range, object::object_bytes(layout)), take).await?;
+            Ok::<_, Cause>((header, piece))
+        }
+    });
+    let mut headers = Vec::new();
+    let mut pieces = Vec::new();
+    for (header, piece) in try_join_all(parts).await? {
+        headers.extend(header);
+        pieces.push(piece);
+    }
+    Ok((headers, Extents::new(layout, PART_BYTES, pieces)))
+}
+
+fn memory_for(frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, Cause> {
+    let at = at as usize;
+    frame.and_then(|frame| frame.part(at..at + len)).map_or_else(|| object::memory(len), Ok)
+}
+
+fn copy_to(to: &mut [u8], at: usize, bytes: &[u8]) {
+    if let Some(to) = to.get_mut(at..at + bytes.len()) {
+        to.copy_from_slice(bytes);
+    }
+}
+
+/// What a prompt's keys are, for the store.
+impl Wanted {
+    /// A chunk that is looked for.
+    #[must_use]
+    pub fn new(key: ChunkKey, parent: ChunkKey, (tokens, depth): (u32, u32), tenant: u64) -> Self {
+        Self { key, parent, tokens, depth, tenant }
+    }
+}

@@ -1,0 +1,272 @@
+//! The remote tier: chunks in an object store below the drives, where other machines find them.
+//!
+//! One object is one chunk: the bytes of its slot from the header on, with the same CRCs, under
+//! `PREFIX/NAMESPACE/SHARD/TENANT/KEY`. Chunks are uploaded in the background after they were
+//! published on a drive, each once. A fetch brings the chunks of a prompt back to a drive by ordinary
+//! puts; loads only ever read drives and memory.
+//!
+//! Invariants:
+//! - No load and no lookup waits for the store. A fetch, an upload or a deletion that the store does
+//!   not answer ends at its time-out, and a store that keeps failing is left alone for a while.
+//! - Nothing fetched is published before its header fits what was asked for and every extent has
+//!   its CRC.
+//! - Memory and queues are bounded; what does not fit is shed and counted.
+//! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
+//!   store says so.
+//!
+//! Everything runs on one thread of its own. The files: `bucket` (requests), `breaker`, `known`
+//! (answers kept for a while), `object` (what is in an object), `upload`, `fetch`, `transfer` (the
+//! log's queues), `stats`. This room knows no devices, no paged memory and no tokens.
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use object_store::path::Path;
+use parking_lot::Mutex;
+use tokio::runtime::{Builder, Handle};
+use tokio::sync::oneshot;
+
+mod breaker;
+mod bucket;
+mod fetch;
+mod known;
+mod object;
+mod stats;
+mod transfer;
+mod upload;
+
+pub use fetch::Fetch;
+pub use object::Wanted;
+pub use stats::RemoteStats;
+
+use crate::config::{Mode, Settings};
+use crate::error::{Error, ErrorKind, Result};
+use crate::geometry::Geometry;
+use crate::key::ChunkKey;
+use crate::log::Log;
+use crate::tier::MemoryTier;
+use bucket::Bucket;
+use known::{Known, Presence};
+use stats::{Cause, Counters};
+use transfer::Bound;
+use upload::Uploads;
+
+/// Threads that take CRCs, and on which the store's crate does what blocks.
+const BLOCKING_THREADS: usize = 4;
+
+/// What the tier is opened with.
+#[derive(Clone, Debug)]
+pub struct RemoteOptions {
+    /// The address of the store.
+    pub url: String,
+    /// Variables in which credentials and endpoints are looked for.
+    pub env: Vec<(String, String)>,
+    /// How long one request may take, with its tries.
+    pub timeout: Duration,
+    /// Bytes of memory for chunks on their way, half of them up and half down.
+    pub staging: u64,
+    /// Whether to upload.
+    pub mode: Mode,
+}
+
+impl RemoteOptions {
+    /// What the settings say, with the variables of the process; `None` where they name no store.
+    #[must_use]
+    pub fn of_settings(settings: &Settings) -> Option<Self> {
+        Some(Self {
+            url: settings.remote_url.clone()?,
+            env: std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?))).collect(),
+            timeout: Duration::from_millis(settings.remote_timeout_ms),
+            staging: settings.remote_staging as u64,
+            mode: settings.mode,
+        })
+    }
+}
+
+/// What the tasks share.
+struct Shared {
+    bucket: Bucket,
+    namespace: String,
+    shard: String,
+    known: Known,
+    counters: Counters,
+    uploads: Uploads,
+    upload_staging: Bound,
+    fetch_staging: Bound,
+}
+
+impl Shared {
+    /// What of the cache is in question: namespace and shard.
+    fn place(&self) -> String {
+        format!("{}/{}", self.namespace, self.shard)
+    }
+
+    fn name_of(&self, key: &ChunkKey, tenant: u64) -> Path {
+        self.bucket.name([&*self.namespace, &*self.shard, &format!("{tenant:016x}"), &key.to_hex()])
+    }
+}
+
+/// The remote tier of one cache.
+pub struct Remote {
+    shared: Arc<Shared>,
+    runtime: Handle,
+    mode: Mode,
+    thread: Mutex<Option<(oneshot::Sender<()>, JoinHandle<()>)>>,
+}
+
+impl Remote {
+    /// The tier for chunks of `geometry`. Starts a thread, and asks the store nothing yet.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for an address or variables that lead to no store; what the operating
+    /// system says of the thread.
+    pub fn open(options: &RemoteOptions, geometry: &Geometry) -> Result<Arc<Self>> {
+        Self::of(options, (geometry.fingerprint().dir_name(), geometry.shard_dir_name()))
+    }
+
+    /// As [`Remote::open`], for a namespace and a shard by name.
+    ///
+    /// # Errors
+    /// As [`Remote::open`].
+    pub fn of(options: &RemoteOptions, (namespace, shard): (String, String)) -> Result<Arc<Self>> {
+        let half = options.staging / 2;
+        let shared = Arc::new(Shared {
+            bucket: Bucket::open(&options.url, &options.env, options.timeout)?,
+            namespace,
+            shard,
+            known: Known::default(),
+            counters: Counters::default(),
+            uploads: Uploads::default(),
+            upload_staging: Bound::new(half),
+            fetch_staging: Bound::new(half),
+        });
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(BLOCKING_THREADS)
+            .thread_name("forebay-remote")
+            .build()
+            .map_err(|e| Error::io("cannot start the remote tier", e))?;
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel();
+        let uploads = upload::run(Arc::clone(&shared));
+        let run = move || {
+            runtime.spawn(uploads);
+            drop(runtime.block_on(stopped));
+            // What blocks, such as a name server that does not answer, is not waited for.
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("forebay-remote".to_owned()).spawn(run);
+        let thread = thread.map_err(|e| Error::io("cannot start a thread of the remote tier", e))?;
+        let thread = Mutex::new(Some((stop, thread)));
+        Ok(Arc::new(Self { shared, runtime: handle, mode: options.mode, thread }))
+    }
+
+    /// A chunk has been published on a drive: it is uploaded some time, if there is room in the queue.
+    pub fn published(&self, log: &Arc<Log>, key: ChunkKey) {
+        if self.mode == Mode::Rw && !self.shared.uploads.push(log, key) {
+            self.shared.counters.not_uploaded.add(Cause::QueueFull, 1);
+        }
+    }
+
+    /// Starts to bring `wanted` to a drive, and into `memory`, in order and until the first that the
+    /// store does not have. Ends by `deadline`.
+    #[must_use]
+    pub fn fetch(
+        &self,
+        (log, memory): (Arc<Log>, Option<Arc<MemoryTier>>),
+        wanted: Vec<Wanted>,
+        deadline: Instant,
+    ) -> Fetch {
+        if wanted.is_empty() || self.thread.lock().is_none() {
+            return Fetch::nothing();
+        }
+        fetch::start(&self.shared, &self.runtime, (fetch::Destination { log, memory }, wanted), deadline)
+    }
+
+    /// Deletes the objects of `keys`. What is being uploaded is deleted too, once its chunk has left
+    /// the drive.
+    ///
+    /// # Errors
+    /// Where the store did not answer, or refuses: some of them may still be there.
+    pub fn remove(&self, keys: &[ChunkKey], tenant: u64) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let keys = keys.to_vec();
+        self.delete(async move {
+            let names = keys.iter().map(|key| shared.name_of(key, tenant)).collect();
+            shared.bucket.delete(names).await?;
+            keys.iter().for_each(|key| shared.known.set(key, Presence::Absent));
+            Ok(())
+        })
+    }
+
+    /// Deletes everything, or everything of one tenant.
+    ///
+    /// # Errors
+    /// As [`Remote::remove`].
+    pub fn clear(&self, tenant: Option<u64>) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        self.delete(async move {
+            let tenant = tenant.map(|tenant| format!("{tenant:016x}"));
+            let parts = [Some(&*shared.namespace), Some(&*shared.shard), tenant.as_deref()];
+            let prefix = shared.bucket.name(parts.into_iter().flatten());
+            shared.bucket.delete_below(&prefix).await?;
+            shared.known.forget();
+            Ok(())
+        })
+    }
+
+    fn delete(&self, work: impl Future<Output = std::result::Result<(), Cause>> + Send + 'static) -> Result<()> {
+        let failed = |cause: Cause| {
+            let kind = match cause {
+                Cause::TimedOut | Cause::CircuitOpen => ErrorKind::TimedOut,
+                Cause::Refused => ErrorKind::Permission,
+                Cause::Closed => ErrorKind::Closed,
+                _ => ErrorKind::Io,
+            };
+            Error::new(kind, format!("the remote store has not deleted everything ({})", cause.as_str())).advice(
+                "the drives no longer have it, but it may come back from the store: run this again when that answers",
+            )
+        };
+        if self.thread.lock().is_none() {
+            return Err(failed(Cause::Closed));
+        }
+        let (told, end) = std::sync::mpsc::channel();
+        self.runtime.spawn(async move { told.send(work.await) });
+        end.recv().unwrap_or(Err(Cause::Closed)).map_err(failed)
+    }
+
+    /// Waits until everything that was published is uploaded or shed; whether it was by `deadline`.
+    pub fn wait_uploaded(&self, deadline: Instant) -> bool {
+        self.shared.uploads.wait(deadline)
+    }
+
+    /// Ends everything; what waits to be uploaded is shed.
+    pub fn close(&self) {
+        let thread = self.thread.lock().take();
+        if let Some((stop, thread)) = thread {
+            self.shared.counters.not_uploaded.add(Cause::Closed, self.shared.uploads.drain() as u64);
+            drop(stop);
+            drop(thread.join());
+        }
+    }
+
+    /// Counters.
+    #[must_use]
+    pub fn stats(&self) -> RemoteStats {
+        self.shared.counters.stats((!self.shared.bucket.is_up(), self.shared.uploads.len()))
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Remote({})", self.shared.place())
+    }
+}

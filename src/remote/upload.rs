@@ -1,0 +1,241 @@
+//! From a drive to the remote store: chunks that were just published wait in a bounded queue, are
+//! read again, checked and put, if the store does not have them.
+//!
+//! Reading gives way to loads. A chunk that has left the drive by then is not uploaded; one that
+//! leaves it while it is put is deleted again, since it may have been removed.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::{Notify, OwnedSemaphorePermit};
+
+use super::known::Presence;
+use super::object::{self, Extents};
+use super::stats::Cause;
+use super::{Shared, transfer};
+use crate::format::layout::Codec;
+use crate::io::Request;
+use crate::key::ChunkKey;
+use crate::log::{Bad, Chunk, Log};
+
+/// Chunks that wait at most.
+const MOST_WAITING: usize = 1 << 14;
+/// Bytes of one read: what a load may have to wait for.
+const READ_BYTES: u64 = 1 << 20;
+/// How long one read waits for loads to be over.
+const GIVES_WAY: Duration = Duration::from_millis(10);
+/// How long a chunk is kept on its drive for its upload.
+const LEASE: Duration = Duration::from_secs(60);
+/// Uploads of one chunk that may fail.
+const TRIES: u32 = 3;
+/// How often a store that is left alone is asked again.
+const LOOK_AGAIN: Duration = Duration::from_millis(200);
+
+/// A chunk that waits.
+struct Waiting {
+    log: Weak<Log>,
+    key: ChunkKey,
+    tries: u32,
+}
+
+/// The queue of uploads.
+#[derive(Default)]
+pub(super) struct Uploads {
+    waiting: Mutex<VecDeque<Waiting>>,
+    /// Uploads under way.
+    active: AtomicUsize,
+    more: Notify,
+    less: Condvar,
+}
+
+impl Uploads {
+    /// Chunks that wait.
+    pub(super) fn len(&self) -> usize {
+        self.waiting.lock().len()
+    }
+
+    /// Takes a chunk; whether there was room.
+    pub(super) fn push(&self, log: &Arc<Log>, key: ChunkKey) -> bool {
+        let mut waiting = self.waiting.lock();
+        if waiting.len() >= MOST_WAITING {
+            return false;
+        }
+        waiting.push_back(Waiting { log: Arc::downgrade(log), key, tries: 0 });
+        drop(waiting);
+        self.more.notify_one();
+        true
+    }
+
+    /// Waits until everything is uploaded or shed; whether it was by `deadline`.
+    pub(super) fn wait(&self, deadline: Instant) -> bool {
+        let mut waiting = self.waiting.lock();
+        while !waiting.is_empty() || self.active.load(Ordering::Acquire) > 0 {
+            if self.less.wait_until(&mut waiting, deadline).timed_out() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Takes what waits away; how many that were.
+    pub(super) fn drain(&self) -> usize {
+        let waiting = std::mem::take(&mut *self.waiting.lock());
+        self.less.notify_all();
+        waiting.len()
+    }
+
+    async fn next(&self) -> Waiting {
+        loop {
+            let more = self.more.notified();
+            {
+                let mut waiting = self.waiting.lock();
+                if let Some(next) = waiting.pop_front() {
+                    self.active.fetch_add(1, Ordering::AcqRel);
+                    return next;
+                }
+            }
+            more.await;
+        }
+    }
+
+    fn again(&self, chunk: Waiting) {
+        self.waiting.lock().push_front(chunk);
+        self.more.notify_one();
+    }
+
+    fn ended(&self) {
+        let _waiting = self.waiting.lock();
+        self.active.fetch_sub(1, Ordering::AcqRel);
+        self.less.notify_all();
+    }
+}
+
+/// An upload under way, until dropped.
+struct Active(Arc<Shared>);
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        self.0.uploads.ended();
+    }
+}
+
+/// Uploads what comes into the queue, for ever.
+pub(super) async fn run(shared: Arc<Shared>) {
+    loop {
+        let chunk = shared.uploads.next().await;
+        let active = Active(Arc::clone(&shared));
+        let Some(log) = chunk.log.upgrade() else {
+            shared.counters.not_uploaded.add(Cause::Closed, 1);
+            continue;
+        };
+        let bytes = log.chunk_layout(log.geometry().chunk_tokens, Codec::None).slot_bytes;
+        let Ok(permit) = shared.upload_staging.take(bytes).await else { return };
+        if shared.bucket.is_up() {
+            tokio::spawn(one(active, log, chunk, permit));
+        } else {
+            // One at a time tries whether it works again; the others wait.
+            one(active, log, chunk, permit).await;
+            if !shared.bucket.is_up() {
+                tokio::time::sleep(LOOK_AGAIN).await;
+            }
+        }
+    }
+}
+
+async fn one(active: Active, log: Arc<Log>, mut chunk: Waiting, permit: OwnedSemaphorePermit) {
+    let shared = &active.0;
+    let end = upload(shared, &log, &chunk.key).await;
+    drop(permit);
+    let counters = &shared.counters;
+    match end {
+        Ok(Some(bytes)) => {
+            counters.uploaded.fetch_add(1, Ordering::Relaxed);
+            counters.uploaded_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Ok(None) => drop(counters.present.fetch_add(1, Ordering::Relaxed)),
+        Err(Cause::CircuitOpen) => shared.uploads.again(chunk),
+        Err(Cause::Io | Cause::TimedOut) if chunk.tries + 1 < TRIES => {
+            chunk.tries += 1;
+            shared.uploads.again(chunk);
+        }
+        Err(cause) => counters.not_uploaded.add(cause, 1),
+    }
+}
+
+/// Uploads a chunk; its bytes, or `None` where it was there.
+async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, Cause> {
+    let known = shared.known.get(key);
+    if matches!(known, Some(Presence::There(_))) {
+        return Ok(None);
+    }
+    let chunk = log.locate(key, LEASE).ok_or(Cause::Gone)?;
+    let name = shared.name_of(key, chunk.tenant);
+    let replaces = known == Some(Presence::Damaged);
+    if !replaces {
+        match shared.bucket.head(&name).await {
+            Ok(size) => {
+                let codec = object::codec_of(log, chunk.tokens, size);
+                shared.known.set(key, codec.map_or(Presence::Damaged, Presence::There));
+                return Ok(None);
+            }
+            Err(Cause::Absent) => {}
+            Err(cause) => return Err(cause),
+        }
+    }
+    let object = read(shared, log, &chunk).await?;
+    let bytes = object.iter().map(|part| part.len() as u64).sum();
+    let is_new = shared.bucket.put(&name, object, replaces).await?;
+    let is_still_there = log.peek(key).is_some_and(|there| there.sequence == chunk.sequence);
+    if !is_still_there {
+        shared.known.set(key, Presence::Absent);
+        shared.bucket.delete(vec![name]).await?;
+        return Err(Cause::Gone);
+    }
+    shared.known.set(key, Presence::There(chunk.layout.codec()));
+    Ok(is_new.then_some(bytes))
+}
+
+/// The object of a chunk, verified.
+async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Bytes>, Cause> {
+    let layout = chunk.layout.clone();
+    let header = piece(log, chunk, (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
+    let bad = || {
+        log.report_bad(chunk, Bad::Corrupt);
+        Cause::Corrupt
+    };
+    let header = log.check_header(chunk, header.as_slice()).map_err(|_| bad())?;
+    let mut pieces = Vec::new();
+    for cut in Extents::cuts(&layout, READ_BYTES) {
+        give_way(log).await;
+        pieces.push(piece(log, chunk, cut).await?);
+    }
+    let extents = Extents::new(&layout, READ_BYTES, pieces);
+    let layers = header.layers.clone();
+    let verified = move || extents.verify(&layers).then_some(extents);
+    let verified = tokio::task::spawn_blocking(verified).await.map_err(|_| Cause::Closed)?;
+    let extents = verified.ok_or_else(bad)?;
+    let header = object::header_for(header, &shared.place(), &layout).map_err(|_| Cause::Unsupported)?;
+    let mut object = vec![Bytes::from(header)];
+    object.extend(extents.into_pieces().into_iter().map(object::to_bytes));
+    Ok(object)
+}
+
+async fn give_way(log: &Log) {
+    if let Some(is_loading) = &log.options().is_loading
+        && is_loading()
+    {
+        tokio::time::sleep(GIVES_WAY).await;
+    }
+}
+
+async fn piece(log: &Log, chunk: &Chunk, (offset, len): (u64, usize)) -> Result<crate::io::Buf, Cause> {
+    let drive = log.drive(chunk.drive).ok_or(Cause::Closed)?;
+    let buf = object::memory(len)?;
+    let request = |done| Request::read(Arc::clone(&chunk.file), chunk.slot_offset + offset, buf, done);
+    let completion = transfer::submit(&*drive.read, log.options().io_timeout, request).await?;
+    completion.buf.ok_or(Cause::Drive)
+}

@@ -1,0 +1,185 @@
+//! KV stored with `codec: exp4`: it comes back byte for byte through every layout, takes less of the
+//! drive and of the memory tier, and is a miss where it is damaged. What does not fit the codec is
+//! stored as it is.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod engine_world;
+
+use std::time::{Duration, Instant};
+
+use engine_world::{CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
+use forebay::config::Codec;
+use forebay::engine::{Engine, MissCause, ShedCause};
+use forebay::geometry::{DType, LayerKind, LayerSpec};
+use forebay::paged::{KvLayout, Packing};
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// Layers whose extents are large enough to gain by the codec.
+fn shapes() -> Vec<Shape> {
+    let of = |name, specs, layout, packing, cross_layer| Shape { name, specs, layout, packing, cross_layer };
+    let kv = vec![LayerSpec::kv(LayerKind::Full, 3, 640); 3];
+    // The last is too small to gain.
+    let mixed = vec![LayerSpec::mla(&[8192, 264]), LayerSpec::mla(&[1152 * 3]), LayerSpec::mla(&[16])];
+    let opaque = vec![LayerSpec::opaque(engine_world::BLOCK as u32, 40_006); 3];
+    vec![
+        of("nhd", kv.clone(), KvLayout::Nhd, Packing::Split, false),
+        of("hnd inner", kv.clone(), KvLayout::Hnd, Packing::Inner, false),
+        of("hnd row", kv.clone(), KvLayout::Hnd, Packing::Row, false),
+        of("cross layer", kv, KvLayout::Nhd, Packing::Inner, true),
+        of("mixed", mixed, KvLayout::Mla, Packing::Split, false),
+        of("opaque", opaque, KvLayout::Opaque, Packing::Split, false),
+        Shape::all().into_iter().find(|s| s.name == "large").unwrap(),
+    ]
+}
+
+fn world(shape: &Shape) -> World {
+    let mut w = World::new(shape.clone());
+    w.settings.codec = Codec::Exp4;
+    w
+}
+
+fn close(engine: Engine) {
+    engine.close(Instant::now() + LONG).unwrap();
+}
+
+/// Bytes of the slots that the engine can find.
+fn slot_bytes(engine: &Engine) -> u64 {
+    engine.stats().unwrap().log.live_bytes
+}
+
+#[test]
+fn every_layout_comes_back_byte_for_byte_with_any_setting_and_takes_less_space() {
+    for shape in shapes() {
+        let name = shape.name;
+        let mut w = world(&shape);
+        let n = 3 * CHUNK + 7;
+        let (from, to) = (slots(n, 1), slots(n, 2));
+        let a = w.kv().like_kv(3);
+        for codec in [Codec::Exp4, Codec::None, Codec::Exp4] {
+            w.settings.codec = codec;
+            let engine = w.open();
+            let p = prompt(&engine, n, 1);
+            let result = store(&engine, &p, &a, from.clone());
+            assert_eq!(result.stored + result.already_there, 4, "{name}: {result:?}");
+            let b = w.kv();
+            let result = load(&engine, &p, &b, to.clone());
+            assert_eq!((result.tokens, &result.misses[..]), (n, &[][..]), "{name}");
+            let whole: usize = [CHUNK, CHUNK, CHUNK, 7].iter().map(|t| w.shape.geometry().chunk_bytes(*t)).sum();
+            assert_eq!(result.bytes, whole as u64, "{name}: payload is counted as it is in the server's memory");
+            assert_same(name, (&a, &from), (&b, &to));
+            let slots = slot_bytes(&engine);
+            assert!(slots * 100 < whole as u64 * 90, "{name}: {slots} bytes for {whole}");
+            close(engine);
+        }
+    }
+}
+
+#[test]
+fn uncoded_chunks_are_read_beside_coded_ones() {
+    let shape = &shapes()[0];
+    let mut w = world(shape);
+    let (n, a) = (2 * CHUNK, w.kv().like_kv(3));
+    for (codec, seed) in [(Codec::None, 1), (Codec::Exp4, 2)] {
+        w.settings.codec = codec;
+        let engine = w.open();
+        assert_eq!(store(&engine, &prompt(&engine, n, seed), &a, slots(n, seed as usize)).stored, 2);
+        close(engine);
+    }
+    let engine = w.open();
+    for seed in [1, 2] {
+        let b = w.kv();
+        assert_eq!(load(&engine, &prompt(&engine, n, seed), &b, slots(n, 5)).tokens, n);
+        assert_same("beside", (&a, &slots(n, seed as usize)), (&b, &slots(n, 5)));
+    }
+}
+
+#[test]
+fn frames_of_the_memory_tier_stay_coded_so_more_chunks_fit() {
+    let shape = shapes().pop().unwrap();
+    let evicted = |codec| {
+        let mut w = world(&shape);
+        (w.settings.codec, w.settings.local_cpu, w.settings.max_local_cpu_size) = (codec, true, 4 << 20);
+        let engine = w.open();
+        let (n, a) = (CHUNK, w.kv().like_kv(3));
+        for seed in 0..14 {
+            assert_eq!(store(&engine, &prompt(&engine, n, seed), &a, slots(n, 1)).stored, 1);
+        }
+        let (p, b, memory) = (prompt(&engine, n, 13), w.kv(), engine.stats().unwrap().memory);
+        assert_eq!(load(&engine, &p, &b, slots(n, 2)).tokens, n);
+        assert_same("memory", (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+        let loaded = engine.stats().unwrap().memory;
+        assert!(loaded.hits > 0 && loaded.damaged == 0, "{loaded:?}");
+        memory.evicted
+    };
+    let (coded, uncoded) = (evicted(Codec::Exp4), evicted(Codec::None));
+    assert!(coded + 2 <= uncoded, "{coded} evicted instead of {uncoded}");
+}
+
+#[test]
+fn what_does_not_fit_is_shed_and_the_next_is_stored_as_it_is() {
+    let w = world(&shapes()[0]);
+    let engine = w.open();
+    let (n, noise) = (CHUNK, w.kv().filled(5));
+    let p = prompt(&engine, n, 1);
+    let result = store(&engine, &p, &noise, slots(n, 1));
+    assert_eq!((result.stored, result.shed(ShedCause::Codec)), (0, 1), "{result:?}");
+    assert_eq!(matched(&engine, &p), 0);
+    assert_eq!(store(&engine, &p, &noise, slots(n, 1)).stored, 1);
+    let b = w.kv();
+    assert_eq!(load(&engine, &p, &b, slots(n, 2)).tokens, n);
+    assert_same("noise", (&noise, &slots(n, 1)), (&b, &slots(n, 2)));
+    assert!(slot_bytes(&engine) >= w.shape.geometry().chunk_bytes(CHUNK) as u64);
+}
+
+#[test]
+fn other_types_than_bfloat16_are_stored_as_they_are() {
+    for (name, wanted) in [("float16", false), ("uint8", false), ("float32", false), ("bf16", true)] {
+        let w = world(&shapes()[0]);
+        let mut options = w.options();
+        options.geometry.dtype = DType::named(name).unwrap();
+        let engine = Engine::open_with(options).unwrap();
+        let (n, a) = (CHUNK, w.kv().like_kv(3));
+        assert_eq!(store(&engine, &prompt(&engine, n, 1), &a, slots(n, 1)).stored, 1);
+        let (slots, payload) = (slot_bytes(&engine), w.shape.geometry().chunk_bytes(CHUNK) as u64);
+        assert_eq!(slots < payload, wanted, "{name}: {slots} bytes for {payload}");
+    }
+}
+
+#[test]
+fn a_turned_bit_anywhere_in_a_coded_slot_is_a_miss_and_leaves_zeros() {
+    let w = world(&shapes()[0]);
+    let (n, a) = (CHUNK, w.kv().like_kv(3));
+    let engine = w.open();
+    let p = prompt(&engine, n, 1);
+    assert_eq!(store(&engine, &p, &a, slots(n, 1)).stored, 1);
+    engine.flush().unwrap();
+    close(engine);
+    let file = w.data_files().pop().unwrap();
+    let index = file.with_file_name("index.kv");
+    let (good, good_index) = (std::fs::read(&file).unwrap(), std::fs::read(&index).unwrap());
+    let used: Vec<usize> = (4096..good.len()).filter(|&i| good[i] != 0).collect();
+    let mut seen = [0, 0];
+    for at in used.iter().step_by(used.len() / 40) {
+        flip(&file, *at as u64);
+        let engine = w.open();
+        let b = w.kv();
+        b.overwrite(0x5a);
+        let result = load(&engine, &p, &b, slots(n, 2));
+        assert_eq!((result.tokens, result.missed(MissCause::Corrupt)), (0, 1), "at {at}: {result:?}");
+        // What has verified may be there; what has not is zeros, or was not written.
+        for layer in 0..b.layers() {
+            for (from, to) in slots(n, 1).into_iter().zip(slots(n, 2)) {
+                let there = b.slot(layer, to as usize);
+                let is_zero = there.iter().all(|&x| x == 0);
+                let is_right = there == a.slot(layer, from as usize);
+                assert!(is_zero || is_right || there.iter().all(|&x| x == 0x5a), "at {at}: layer {layer}");
+                seen[usize::from(is_zero)] += 1;
+            }
+        }
+        close(engine);
+        std::fs::write(&file, &good).unwrap();
+        std::fs::write(&index, &good_index).unwrap();
+    }
+    assert!(seen[1] > 0, "no layer was wiped");
+}

@@ -1,0 +1,472 @@
+//! The remote tier over a real S3 server: what one cache has stored another one finds, each object
+//! is uploaded once, what is removed does not come back, and no fault of the store or of the network
+//! gives a wrong byte or holds anybody up.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod engine_world;
+mod remote_world;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
+use forebay::connector::{EngineLookup, PrefixLookup};
+use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
+use forebay::key::Extra;
+use hyper::Method;
+use remote_world::{BUCKET, Server, Spoil};
+
+const N: usize = 3 * CHUNK;
+
+/// A machine whose cache uses the store of `server`.
+struct Machine {
+    world: World,
+    env: Vec<(String, String)>,
+}
+
+impl Machine {
+    fn new(server: &Server) -> Self {
+        Self::with(Shape::plain(), server)
+    }
+
+    fn with(shape: Shape, server: &Server) -> Self {
+        let prefix = shape.name.replace(' ', "-");
+        let mut world = World::new(shape);
+        world.settings.remote_url = Some(format!("s3://{BUCKET}/some/{prefix}"));
+        world.settings.remote_timeout_ms = 2000;
+        Self { world, env: server.env() }
+    }
+
+    fn open(&self) -> Engine {
+        let mut options = self.world.options();
+        options.remote_env = Some(self.env.clone());
+        Engine::open_with(options).unwrap()
+    }
+
+    /// Stores a prompt made of `seed`, and waits until it is uploaded.
+    fn upload(&self, engine: &Engine, seed: u32) -> (Prompt, Kv) {
+        let (p, kv) = (prompt(engine, N, seed), self.world.kv().filled(seed));
+        assert_eq!(store(engine, &p, &kv, slots(N, 1)).stored, 3);
+        assert!(engine.wait_uploaded(later()).unwrap());
+        (p, kv)
+    }
+
+    /// Loads what the cache has of a prompt, compares it, and gives the number of tokens.
+    fn check(&self, engine: &Engine, p: &Prompt, from: &Kv) -> usize {
+        let kv = self.world.kv();
+        let found = load(engine, p, &kv, slots(N, 2)).tokens;
+        let map = |seed: usize| slots(N, seed)[..found].to_vec();
+        assert_same("loaded", (from, &map(1)), (&kv, &map(2)));
+        found
+    }
+}
+
+fn later() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+fn remote(engine: &Engine) -> RemoteStats {
+    engine.stats().unwrap().remote
+}
+
+/// What has come of a fetch: the chunks brought, and why it stopped.
+#[derive(Debug, PartialEq, Eq)]
+struct Fetched {
+    chunks: usize,
+    stopped: Option<&'static str>,
+}
+
+fn wait(fetch: &Fetch) -> Fetched {
+    assert!(fetch.wait(later()), "it ends by its own deadline");
+    Fetched { chunks: fetch.chunks(), stopped: fetch.stopped() }
+}
+
+fn fetch(engine: &Engine, p: &Prompt) -> Fetched {
+    wait(&engine.fetch(p, later()).unwrap())
+}
+
+#[test]
+fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    for shape in Shape::all() {
+        let (a, b) = (Machine::with(shape.clone(), &server), Machine::with(shape.clone(), &server));
+        let one = a.open();
+        let (p, kv) = a.upload(&one, 1);
+        let stats = remote(&one);
+        assert_eq!((stats.uploaded, stats.present, stats.queued, stats.failing), (3, 0, 0, false), "{}", shape.name);
+        drop(one);
+        // After a restart, and from a second process, nothing is uploaded again.
+        let (one, other) = (a.open(), a.open());
+        for engine in [&one, &other] {
+            engine.log().unwrap().remove(p.keys()).unwrap();
+            assert_eq!(store(engine, &p, &kv, slots(N, 1)).stored, 3, "{}", shape.name);
+            assert!(engine.wait_uploaded(later()).unwrap());
+            assert_eq!((remote(engine).uploaded, remote(engine).present), (0, 3), "{}", shape.name);
+        }
+        let two = b.open();
+        assert_eq!(matched(&two, &p), 0);
+        let got = fetch(&two, &p);
+        assert_eq!((got.chunks, got.stopped), (3, None), "{}", shape.name);
+        assert_eq!(matched(&two, &p), N, "{}", shape.name);
+        assert_eq!(b.check(&two, &p, &kv), N);
+        assert_eq!(remote(&two).uploaded, 0, "what comes from there is not sent back");
+        assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "nothing is missing any more");
+    }
+    assert!(server.puts().iter().all(|n| *n == 1), "an object was sent twice: {:?}", server.puts());
+}
+
+#[test]
+fn a_fetch_fills_memory_too_and_ends_at_the_first_chunk_that_is_not_there() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b) = (Machine::new(&server), Machine::new(&server));
+    b.world.settings.local_cpu = true;
+    b.world.settings.max_local_cpu_size = 8 << 20;
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = a.upload(&one, 1);
+    let longer = engine_world::prompt(&two, N + 2 * CHUNK, 1);
+    assert_eq!(longer.keys()[..3], *p.keys());
+    let got = fetch(&two, &longer);
+    assert_eq!((got.chunks, got.stopped), (3, Some("absent")));
+    let before = two.stats().unwrap().read_bytes;
+    assert_eq!(b.check(&two, &p, &kv), N);
+    let stats = two.stats().unwrap();
+    assert_eq!((stats.memory.hits, stats.memory.damaged, stats.read_bytes), (3, 0, before));
+    // What is not there is not asked for again at once.
+    let heads = server.requests(&Method::HEAD);
+    assert_eq!(fetch(&two, &longer).stopped, Some("absent"));
+    assert_eq!(server.requests(&Method::HEAD), heads);
+    assert_eq!(remote(&two).missed("absent"), 2);
+}
+
+#[test]
+fn what_is_removed_does_not_come_back() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let a = Machine::new(&server);
+    let engine = a.open();
+    let salted = |salt: &str| {
+        let extra = Extra { cache_salt: Some(salt.into()), ..Extra::default() };
+        engine.prompt(&tokens(N, 5), &extra)
+    };
+    for what in ["remove", "tenant", "clear"] {
+        let (p, other) = (salted("t"), salted("other"));
+        let kv = a.world.kv().filled(1);
+        for p in [&p, &other] {
+            assert_eq!(store(&engine, p, &kv, slots(N, 1)).stored, 3, "{what}");
+        }
+        assert!(engine.wait_uploaded(later()).unwrap());
+        match what {
+            "remove" => drop(engine.remove(&p).unwrap()),
+            "tenant" => drop(engine.remove_tenant("t").unwrap()),
+            _ => engine.clear().unwrap(),
+        }
+        let elsewhere = Machine::new(&server);
+        for engine in [&engine, &elsewhere.open()] {
+            assert_eq!(fetch(engine, &p).chunks, 0, "{what}");
+            assert_eq!(matched(engine, &p), 0, "{what}");
+        }
+        let left = if what == "clear" { 0 } else { 3 };
+        assert_eq!(fetch(&elsewhere.open(), &other).chunks, left, "{what}");
+        engine.clear().unwrap();
+    }
+    // A removal that does not reach the store says so, and is complete once it is run again.
+    let (p, _) = a.upload(&engine, 9);
+    server.spoil(|method, _| if *method == Method::POST { Spoil::Status(500) } else { Spoil::No });
+    let e = engine.remove(&p).unwrap_err();
+    assert!(e.to_string().contains("the remote store has not deleted everything (io)"), "{e}");
+    assert_eq!(matched(&engine, &p), 0);
+    server.spoil(|_, _| Spoil::No);
+    engine.remove(&p).unwrap();
+    assert_eq!(fetch(&engine, &p).chunks, 0);
+}
+
+#[test]
+fn an_expired_chunk_and_one_of_another_namespace_are_not_served() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b) = (Machine::new(&server), Machine::new(&server));
+    let clock = TestClock::new();
+    b.world.clock = Some(Arc::clone(&clock) as _);
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
+    let mut request = StoreRequest::new(&p, &kv.kv, slots(N, 1));
+    request.ttl = Some(Duration::from_secs(60));
+    let stored = one.store(request).unwrap();
+    stored.all_layers();
+    assert_eq!(stored.wait().stored, 3);
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!(fetch(&two, &p).chunks, 3);
+    clock.advance_s(61);
+    assert_eq!(matched(&two, &p), 0, "it expires here as it does there");
+    assert_eq!(fetch(&two, &p).stopped, Some("expired"));
+    // The same bytes under the name of another model.
+    let mut c = Machine::new(&server);
+    c.world.settings.fingerprint = Some("other weights".into());
+    let three = c.open();
+    let of =
+        |engine: &Engine| root.path().join(BUCKET).join("some/nhd").join(engine.geometry().fingerprint().dir_name());
+    std::fs::rename(of(&one), of(&three)).unwrap();
+    assert_eq!(fetch(&three, &p).stopped, Some("corrupt"));
+    assert_eq!(matched(&three, &p), 0);
+}
+
+#[test]
+fn an_upload_cut_short_is_not_served_and_a_damaged_object_is_replaced() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    let (one, two) = (a.open(), b.open());
+    server.spoil(|method, _| if *method == Method::PUT { Spoil::CutRequest } else { Spoil::No });
+    let (p, kv) = (prompt(&one, N, 1), a.world.kv().filled(1));
+    assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+    while server.requests(&Method::PUT) < 3 {
+        std::thread::yield_now();
+    }
+    assert_eq!(fetch(&two, &p).chunks, 0);
+    server.spoil(|_, _| Spoil::No);
+    one.close(later()).unwrap();
+    assert!(server.puts().iter().all(|n| *n == 1));
+    // An object that is damaged where it lies is found out, and replaced by who has the chunk.
+    let one = a.open();
+    let object = object_files(root.path()).pop();
+    let (p, kv) = if object.is_some() { (p, kv) } else { a.upload(&one, 1) };
+    for file in object_files(root.path()) {
+        engine_world::flip(&file, 20_000);
+    }
+    let c = Machine::new(&server);
+    let three = c.open();
+    assert_eq!(fetch(&three, &p).stopped, Some("corrupt"));
+    assert_eq!(matched(&three, &p), 0);
+    assert_eq!(store(&three, &p, &kv, slots(N, 1)).stored, 3);
+    assert!(three.wait_uploaded(later()).unwrap());
+    assert!(remote(&three).uploaded >= 1);
+}
+
+fn object_files(root: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let (mut open, mut found) = (vec![root.join(BUCKET)], Vec::new());
+    while let Some(dir) = open.pop() {
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { open.push(path) } else { found.push(path) }
+        }
+    }
+    found
+}
+
+#[test]
+fn no_fault_gives_a_wrong_byte_or_outlasts_its_deadline() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let a = Machine::new(&server);
+    let one = a.open();
+    let (p, kv) = a.upload(&one, 1);
+    let faults = [
+        (Spoil::Status(500), "io"),
+        (Spoil::WrongByte, "corrupt"),
+        (Spoil::WrongBytes, "corrupt"),
+        (Spoil::Cut, "io"),
+        (Spoil::Short, "io"),
+        (Spoil::Stall, "timed_out"),
+        (Spoil::StallWithin, "timed_out"),
+        (Spoil::SlowLoris, "timed_out"),
+        (Spoil::Close, "io"),
+    ];
+    for (fault, cause) in faults {
+        let mut b = Machine::new(&server);
+        b.world.settings.remote_timeout_ms = 200;
+        let two = b.open();
+        server.spoil(move |method, _| if *method == Method::GET { fault } else { Spoil::No });
+        let got = fetch(&two, &p);
+        // What is tried again may end at the time-out instead.
+        let is_cause = got.stopped == Some(cause) || cause == "io" && got.stopped == Some("timed_out");
+        assert!(got.chunks == 0 && is_cause, "{fault:?}: {got:?}");
+        assert_eq!(matched(&two, &p), 0, "{fault:?}");
+        server.spoil(|_, _| Spoil::No);
+        // A new process asks again; what was taken for damaged is not.
+        two.close(later()).unwrap();
+        let two = b.open();
+        assert_eq!(fetch(&two, &p).chunks, 3, "{fault:?}");
+        assert_eq!(b.check(&two, &p, &kv), N, "{fault:?}");
+    }
+}
+
+#[test]
+fn while_the_store_hangs_loads_and_stores_go_on_and_it_is_soon_left_alone() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let mut a = Machine::new(&server);
+    a.world.settings.remote_timeout_ms = 50;
+    let engine = a.open();
+    server.spoil(|_, _| Spoil::Stall);
+    let mut stored = Vec::new();
+    for seed in 0..4 {
+        let (p, kv) = (prompt(&engine, N, seed), a.world.kv().filled(seed));
+        assert_eq!(store(&engine, &p, &kv, slots(N, 1)).stored, 3);
+        assert_eq!(a.check(&engine, &p, &kv), N);
+        stored.push((p, kv));
+    }
+    let unknown = prompt(&engine, N, 99);
+    while !remote(&engine).failing {
+        assert_eq!(fetch(&engine, &unknown).chunks, 0);
+    }
+    assert_eq!(fetch(&engine, &unknown).stopped, Some("circuit_open"));
+    stored.iter().for_each(|(p, kv)| assert_eq!(a.check(&engine, p, kv), N));
+    // It comes back by itself, and so does what waited.
+    server.spoil(|_, _| Spoil::No);
+    assert!(engine.wait_uploaded(later()).unwrap());
+    assert!(!remote(&engine).failing && remote(&engine).uploaded > 0);
+}
+
+#[test]
+fn a_killed_server_is_a_miss_and_its_successor_is_used() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b) = (Machine::new(&server), Machine::new(&server));
+    b.world.settings.remote_timeout_ms = 500;
+    let one = a.open();
+    let (p, kv) = a.upload(&one, 1);
+    let address = server.address;
+    let two = b.open();
+    drop(server);
+    assert_eq!(fetch(&two, &p).stopped, Some("io"));
+    let _server = Server::again(root.path(), address);
+    assert_eq!(fetch(&two, &p).chunks, 3);
+    assert_eq!(b.check(&two, &p, &kv), N);
+}
+
+#[test]
+fn a_fetch_that_is_cancelled_or_late_ends_and_leaves_nothing_behind() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = a.upload(&one, 1);
+    let asked = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&asked);
+    server.spoil(move |method, _| {
+        if *method != Method::GET {
+            return Spoil::No;
+        }
+        seen.store(true, Ordering::SeqCst);
+        Spoil::StallWithin
+    });
+    let pending = two.fetch(&p, later()).unwrap();
+    while !asked.load(Ordering::SeqCst) {
+        std::thread::yield_now();
+    }
+    assert!(!pending.is_over());
+    pending.cancel();
+    assert_eq!(wait(&pending).stopped, Some("cancelled"));
+    let late = two.fetch(&p, Instant::now()).unwrap();
+    assert_eq!(wait(&late).stopped, Some("timed_out"));
+    server.spoil(|_, _| Spoil::No);
+    // The slots of those puts are free again.
+    assert_eq!(fetch(&two, &p).chunks, 3);
+    assert_eq!(b.check(&two, &p, &kv), N);
+}
+
+#[test]
+fn a_directory_is_a_store_too() {
+    let shared = tempfile::tempdir().unwrap();
+    let (mut a, mut b) = (World::plain(), World::plain());
+    for world in [&mut a, &mut b] {
+        world.settings.remote_url = Some(format!("file://{}", shared.path().join("kv").display()));
+    }
+    let (one, two) = (a.open(), b.open());
+    let (p, kv) = (prompt(&one, N, 1), a.kv().filled(1));
+    assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!(fetch(&two, &p).chunks, 3);
+    let c = b.kv();
+    assert_eq!(load(&two, &p, &c, slots(N, 2)).tokens, N);
+    assert_same("from a directory", (&kv, &slots(N, 1)), (&c, &slots(N, 2)));
+    one.clear().unwrap();
+    two.log().unwrap().clear().unwrap();
+    assert_eq!(fetch(&two, &p).chunks, 0);
+}
+
+#[test]
+fn a_waiting_request_is_fetched_for_once_and_for_as_long_as_loads_may_take() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b) = (Machine::new(&server), Machine::new(&server));
+    let one = a.open();
+    let (p, kv) = a.upload(&one, 1);
+    let two = Arc::new(b.open());
+    let mut lookup = EngineLookup::new(vec![Arc::clone(&two)]);
+    let mut ask = |req: &str, p: &Prompt| {
+        let mut questions = 1;
+        loop {
+            match lookup.stored_tokens(req, p).unwrap() {
+                Some(tokens) => return (tokens, questions),
+                None => questions += 1,
+            }
+            std::thread::yield_now();
+        }
+    };
+    let (tokens, questions) = ask("r1", &p);
+    assert!(tokens == N && questions > 1, "{tokens} tokens after {questions} questions");
+    assert_eq!(b.check(&two, &p, &kv), N);
+    assert_eq!(ask("r2", &p), (N, 1), "what is on a drive is not asked for");
+    assert_eq!(ask("r3", &prompt(&two, N, 2)).0, 0);
+    let heads = server.requests(&Method::HEAD);
+    assert_eq!(ask("r3", &prompt(&two, N, 2)), (0, 1), "a request is fetched for once");
+    assert_eq!(server.requests(&Method::HEAD), heads);
+    // A store that hangs costs a request no more than `load_timeout_ms`, and the others nothing.
+    server.spoil(|_, _| Spoil::Stall);
+    b.world.settings.load_timeout_ms = 50;
+    drop(two);
+    let two = Arc::new(b.open());
+    let mut lookup = EngineLookup::new(vec![Arc::clone(&two)]);
+    let unknown = prompt(&two, N, 3);
+    assert_eq!(lookup.stored_tokens("r4", &unknown).unwrap(), None);
+    assert_eq!(lookup.stored_tokens("r5", &p).unwrap(), Some(N));
+    while lookup.stored_tokens("r4", &unknown).unwrap().is_none() {
+        std::thread::yield_now();
+    }
+    assert_eq!(remote(&two).missed("timed_out"), 1);
+}
+
+/// With `FOREBAY_REMOTE_FAULTS` for as many spoiled requests, `make remote-faults`.
+#[test]
+fn faults_at_random_give_no_wrong_byte_and_no_fetch_outlasts_its_deadline() {
+    let wanted: u64 = std::env::var("FOREBAY_REMOTE_FAULTS").map_or(60, |n| n.parse().unwrap());
+    let seed: u64 = std::env::var("FOREBAY_REMOTE_SEED").map_or(7, |n| n.parse().unwrap());
+    println!("FOREBAY_REMOTE_SEED={seed}");
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let spoiled = Arc::new(AtomicU64::new(0));
+    let (count, mut state) = (Arc::clone(&spoiled), seed.wrapping_mul(2) + 1);
+    server.spoil(move |_, _| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let spoil = Spoil::ALL[(state >> 8) as usize % Spoil::ALL.len()];
+        if state % 100 >= 30 || spoil == Spoil::No {
+            return Spoil::No;
+        }
+        count.fetch_add(1, Ordering::SeqCst);
+        spoil
+    });
+    let (mut a, mut b) = (Machine::new(&server), Machine::new(&server));
+    for machine in [&mut a, &mut b] {
+        machine.world.settings.remote_timeout_ms = 50;
+    }
+    let (mut rounds, mut loaded) = (0, 0);
+    while spoiled.load(Ordering::SeqCst) < wanted {
+        rounds += 1;
+        // Opened anew, neither remembers what failed nor leaves the store alone.
+        let (one, two) = (a.open(), b.open());
+        let (p, kv) = (prompt(&one, N, rounds), a.world.kv().filled(rounds));
+        assert_eq!(store(&one, &p, &kv, slots(N, 1)).stored, 3);
+        one.wait_uploaded(Instant::now() + Duration::from_millis(300)).unwrap();
+        wait(&two.fetch(&p, Instant::now() + Duration::from_millis(200)).unwrap());
+        loaded += b.check(&two, &p, &kv);
+        assert_eq!(a.check(&one, &p, &kv), N, "what is on the drive stays");
+    }
+    println!("{rounds} rounds, {} requests spoiled, {loaded} tokens loaded elsewhere", spoiled.load(Ordering::SeqCst));
+    assert!(loaded > 0, "nothing ever came through");
+}

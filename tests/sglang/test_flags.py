@@ -1,0 +1,43 @@
+"""The flags that `python -m forebay.sglang` prints are SGLang's own, and say what was asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forebay.sglang.__main__ import main
+from sglang.srt.server_args import ServerArgs
+
+
+def parsed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What SGLang's own parser makes of the flags."""
+    assert main(list(arguments)) == 0
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser.parse_args(["--model-path", "m", *shlex.split(capsys.readouterr().out)])
+
+
+@pytest.mark.ci
+def test_sglang_understands_the_flags(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--cache-dir", str(cache), "--capacity", "2GiB", "--set", "namespace=a b")
+    given = {"cache_dir": str(cache), "capacity": "2GiB", "namespace": "a b"}
+    args = parsed(capsys, *where)
+    assert args.enable_hierarchical_cache and args.hicache_storage_backend == "dynamic"
+    assert given.items() <= json.loads(args.hicache_storage_backend_extra_config).items()
+    args = parsed(capsys, "--linker", *where)
+    assert args.enable_unified_cache_external_linker and args.unified_cache_external_linker_backend == "dynamic"
+    config = args.unified_cache_external_linker_config
+    config = json.loads(config) if isinstance(config, str) else config
+    assert config == {"linker": "Linker", "linker_module_path": "forebay.sglang", "linker_extra_config": given}
+
+
+@pytest.mark.ci
+def test_settings_that_are_wrong_are_named(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cache-dir", str(cache), "--set", "no_such_setting=1"]) == 1
+    assert "no_such_setting" in capsys.readouterr().err
+    assert main(["--cache-dir", str(cache / "missing")]) == 1
+    assert "is no directory" in capsys.readouterr().err

@@ -1,0 +1,338 @@
+"""The external linker through SGLang's real tree, wrapper and factory: every byte compared, and what happens when layers do not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from linked import PAGE, Server, prompt, served
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from test_controller import turn_bits
+
+MORE = list(range(70_000, 70_100))
+KINDS = [("dsa", False), ("dsa", True), ("hybrid", False), ("hybrid", True)]
+#: A thread that never comes back fails its test, and does not hang it.
+PATIENCE_S = 400
+
+
+def queued(server: Server, tokens: list[int]) -> Any:
+    """A request whose whole prefix SGLang has queued to be loaded."""
+    req = server.request([*tokens, *MORE])
+    assert server.match(req) == len(tokens)
+    assert server.admit(req) == len(tokens)
+    return req
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "drafts"), KINDS)
+def test_a_prompt_is_loaded_after_a_restart_with_every_byte(cache: Path, kind: str, drafts: bool) -> None:
+    with served(cache, kind, drafts=drafts) as server:
+        stored = [server.compute(prompt(5, salt), seed=salt) for salt in (1, 2)]
+        assert server.settle() == [True, True]
+        # What is in the tree is not loaded.
+        assert server.match(server.request([*prompt(5, 1), *MORE])) == 0
+    with served(cache, kind, drafts=drafts) as server:
+        assert server.match(server.request([*prompt(5, 3), *MORE])) == 0
+        reqs = [queued(server, prompt(5, salt)) for salt in (1, 2)]
+        assert server.forward(reqs, keep=reqs) == []
+        assert [server.seen[req.rid] for req in reqs] == stored
+        # The next batch has nothing to load.
+        assert server.tree.ready_to_load_host_cache() == -1
+
+
+@pytest.mark.ci
+def test_a_prefix_that_needs_recurrent_state_is_resumed_only_where_there_is_some(cache: Path) -> None:
+    with served(cache, "hybrid") as server:
+        short = server.compute(prompt(3), seed=1)
+        server.compute([*prompt(3), *prompt(2, 9)], seed=2)
+        assert server.settle() == [True, True]
+    with served(cache, "hybrid") as server:
+        # The fourth page is stored, but the state after it is not.
+        req = server.request([*prompt(3), *prompt(2, 9)[:PAGE], *MORE])
+        assert server.match(req) == 3 * PAGE and server.admit(req) == 3 * PAGE
+        assert server.forward([req], keep=[req]) == []
+        assert server.seen[req.rid] == short
+
+
+@pytest.mark.ci
+def test_a_layer_is_let_go_when_it_is_there_and_not_before(cache: Path) -> None:
+    with served(cache) as server:
+        stored = server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache) as server:
+        gates = [threading.Event() for _ in range(server.layers)]
+        slow(server, lambda layer: gates[layer // 2].wait(PATIENCE_S))
+        req = queued(server, prompt(4))
+        counter = server.linker.layer_done_counter
+        index = server.tree.ready_to_load_host_cache()
+        for layer, gate in enumerate(gates):
+            assert not any(future.done() for future in counter.futures[index][layer:])
+            gate.set()
+            counter.set_consumer(index)
+            counter.wait_until(layer)
+        server.seen[req.rid] = server.loaded(req)
+        assert server.tree.finish_external_linker_loads([req]) == [] and server.seen[req.rid] == stored
+
+
+def slow(server: Server, before: Any) -> None:
+    """Has each of the engine's layers wait for `before` when it is waited for."""
+    source = server.linker._sources[PoolName.KV]
+
+    class Slow:
+        def __init__(self, load: Any) -> None:
+            self._load = load
+
+        def wait_layer(self, layer: int) -> Any:
+            before(layer)
+            return self._load.wait_layer(layer)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._load, name)
+
+    class Engine:
+        def load(self, *given: Any, **named: Any) -> Any:
+            return Slow(source.engine.load(*given, **named))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(source.engine, name)
+
+    server.linker._sources[PoolName.KV] = type(source)(**(vars(source) | {"engine": Engine()}))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("seed", range(3))
+def test_damage_ends_the_request_with_an_error_and_is_not_offered_again(cache: Path, seed: int) -> None:
+    with served(cache) as server:
+        stored = server.compute(prompt(6), seed=1)
+        server.settle()
+    turn_bits(cache, 3, seed)
+    with served(cache) as server:
+        for _ in range(8):
+            req = server.request([*prompt(6), *MORE])
+            found = server.match(req)
+            if not found:
+                break
+            assert server.admit(req) == found
+            failed = server.forward([req], keep=[req])
+            if not failed:
+                # What is served is what was stored.
+                pages = found // PAGE
+                assert all(a == b[: len(a)] for x, y in zip(server.seen[req.rid], stored) for a, b in zip(x, y)) and pages
+                break
+            assert failed == [req] and req.skip_radix_cache_insert and "503" in repr(req.discard_output_reason.status_code.value)
+        else:
+            raise AssertionError("what is damaged is offered again and again")
+        # It is computed, and stored anew.
+        again = server.compute(prompt(6), seed=2)
+        assert all(server.settle()) and again != stored
+
+
+@pytest.mark.ci
+def test_what_was_removed_between_lookup_and_load_is_computed(cache: Path) -> None:
+    with served(cache) as server:
+        server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache) as server:
+        req = server.request([*prompt(4), *MORE])
+        assert server.match(req) == 4 * PAGE
+        free = server.allocator.available_size()
+        for source in server.linker._sources.values():
+            source.engine.clear()
+        assert server.admit(req) == 0 and server.allocator.available_size() == free
+        assert server.forward([req]) == []
+
+
+@pytest.mark.ci
+def test_a_load_that_is_late_ends_in_time_and_nothing_is_promised_for_a_while(cache: Path) -> None:
+    with served(cache) as server:
+        server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache) as server:
+        late, usual = queued(server, prompt(4)), server.linker._timeout_ms
+        # As where no read comes back in time.
+        server.linker._timeout_ms = 0
+        assert server.forward([late]) == [late]
+        server.linker._timeout_ms = usual
+        req = server.request([*prompt(4), *MORE])
+        assert server.match(req) == 0
+        # The pause is over.
+        server.linker._nothing_until = 0
+        assert server.match(req) == 4 * PAGE and server.admit(req) == 4 * PAGE
+        assert server.forward([req]) == []
+
+
+@pytest.mark.ci
+def test_loads_that_are_cancelled_reset_and_closed(cache: Path) -> None:
+    with served(cache) as server:
+        server.compute(prompt(4), seed=1)
+        server.settle()
+    with served(cache) as server:
+        req = queued(server, prompt(4))
+        server.tree.linker.release_request(req.rid)
+        assert server.tree.ready_to_load_host_cache() == -1 and server.tree.finish_external_linker_loads([req]) == []
+        queued(server, prompt(4))
+        server.tree.linker.reset()
+        assert server.tree.ready_to_load_host_cache() == -1
+        # A reset of the tree does not forget what is on the drive.
+        req = queued(server, prompt(4))
+        assert server.forward([req]) == []
+        server.linker.close()
+        server.linker.close()
+        assert server.linker.lookup("r", [PoolTransfer(name=PoolName.KV, keys=["a"])]) == []
+
+
+@pytest.mark.ci
+def test_what_it_cannot_do_is_refused_at_the_start_and_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(word: str, **given: Any) -> None:
+        with pytest.raises(Exception, match=word), served(cache, **given):
+            pass
+
+    refused("chunk_size", more={"chunk_size": 64})
+    refused("no_such_setting", more={"no_such_setting": 1})
+    refused("pipeline parallelism", pp_size=2)
+    refused("_PlainKvStrategy", kind="plain")
+    import sglang
+
+    monkeypatch.setattr(sglang, "__version__", "0.5.22")
+    refused("SGLang 0.5.22.*0.5.23")
+
+
+def test_models_that_differ_do_not_see_each_others_pages(cache: Path) -> None:
+    with served(cache) as server:
+        server.compute(prompt(2), seed=1)
+        server.settle()
+    for given in ({"more": {"fingerprint": "other"}}, {"more": {"namespace": "other"}}, {"drafts": True}):
+        with served(cache, **given) as server:
+            assert server.match(server.request([*prompt(2), *MORE])) == 0
+    with served(cache) as server:
+        assert server.match(server.request([*prompt(2), *MORE])) == 2 * PAGE
+
+
+def test_a_server_that_was_killed_loses_nothing_that_was_committed(cache: Path) -> None:
+    with subprocess.Popen([sys.executable, __file__, "killed", str(cache)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and "stored" in child.stdout.read()
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
+    with served(cache, "hybrid") as server:
+        expected = server.compute(prompt(4, 8), seed=1)
+        req = queued(server, prompt(4))
+        assert server.forward([req], keep=[req]) == [] and server.seen[req.rid] == expected
+
+
+def test_reads_that_hang_end_the_request_in_time_and_slow_ones_are_waited_for(cache: Path, tmp_path: Path) -> None:
+    shim, hold = tmp_path / "hold_reads.so", tmp_path / "hold"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, Path(__file__).parent / "hold_reads.c", "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "held", str(cache), str(hold)],
+        env=os.environ | {"LD_PRELOAD": str(shim), "HOLD_READS": str(hold)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0 and "held" in done.stdout
+
+
+def held(cache: Path, hold: Path) -> None:
+    """Loads while reads are held: for a while, and for longer than a load may take."""
+    more = {"io_engine": "threads", "io_timeout_ms": 60_000}
+    with served(cache, "hybrid", more=more) as server:
+        stored = server.compute(prompt(4), seed=1)
+        assert server.settle() == [True]
+    with served(cache, "hybrid", more=more) as server:
+        hold.touch()
+        slow = queued(server, prompt(4))
+        index = server.tree.ready_to_load_host_cache()
+        assert not server.linker.layer_done_counter.futures[index][0].done()
+        hold.unlink()
+        server.linker.layer_done_counter.set_consumer(index)
+        for layer in range(server.layers):
+            server.linker.layer_done_counter.wait_until(layer)
+        assert server.loaded(slow) == stored and server.tree.finish_external_linker_loads([slow]) == []
+        hold.touch()
+        hung = queued(server, prompt(4))
+        slots = server.tree.linker.private_load_indices[hung.rid]
+        server.linker._timeout_ms, usual = 200, server.linker._timeout_ms
+        assert server.forward([hung]) == [hung]
+        left = server.content(slots)
+        server.linker._timeout_ms = usual
+        assert server.match(server.request([*prompt(4), *MORE])) == 0
+        hold.unlink()
+        server.linker._nothing_until = 0
+        again = queued(server, prompt(4))
+        assert server.forward([again], keep=[again]) == [] and server.seen[again.rid] == stored
+        # What came too late was written nowhere.
+        assert server.content(slots) == left
+    print("held", flush=True)
+
+
+def killed(cache: Path) -> None:
+    """Stores a prompt, waits until it is durable and dies."""
+    with served(cache, "hybrid") as server:
+        server.compute(prompt(4), seed=1)
+        assert server.settle() == [True]
+        for source in server.linker._sources.values():
+            source.engine.flush()
+        print("stored", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_ranks_promise_and_refuse_alike(cache: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, "rank", str(cache), str(number)], stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+    assert [one.returncode for one in ranks] == [0, 0] and all("agreed" in text for text in said), said
+
+
+def rank(cache: str, number: int, kind: str) -> None:
+    """One of two tensor-parallel ranks, which agree over gloo."""
+    group = torch.distributed.group.WORLD
+    # Ranks of latent KV hold the same, those with recurrent state have their own.
+    own = 0 if kind == "dsa" else number
+    with served(Path(cache), kind, group=group) as server:
+        stored = {salt: server.compute(prompt(4, salt), seed=10 * salt + own) for salt in (1, 2)}
+        server.settle()
+        torch.distributed.barrier()
+        assert server.settle() == []
+    with served(Path(cache), kind, group=group) as server:
+        req = queued(server, prompt(4, 1))
+        assert server.forward([req], keep=[req]) == [] and server.seen[req.rid] == stored[1]
+        # One rank has lost what was promised: both refuse.
+        req = server.request([*prompt(4, 2), *MORE])
+        assert server.match(req) == 4 * PAGE
+        torch.distributed.barrier()
+        if number == 1:
+            server.linker._nothing_until = float("inf")
+        assert server.admit(req) == 0 and server.forward([req]) == []
+        assert server.match(req) == 0
+        server.linker._nothing_until = 0
+        # A load fails on one rank: both end the request.
+        req = queued(server, prompt(4, 2))
+        if number == 1:
+            server.linker._timeout_ms = 0
+        assert server.forward([req]) == [req]
+        torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "killed":
+        killed(Path(sys.argv[2]))
+    elif sys.argv[1] == "held":
+        held(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        where, which = sys.argv[2], int(sys.argv[3])
+        torch.distributed.init_process_group("gloo", init_method=f"file://{where}-ranks", rank=which, world_size=2)
+        for model in ("dsa", "hybrid"):
+            rank(where, which, model)
+        print("agreed", flush=True)

@@ -1,0 +1,164 @@
+"""What blending costs in quality, with real vLLM and SmolLM2-135M-Instruct: writes the table of docs/blend.md.
+
+Each text is four segments of 160 tokens between a system prompt of 24 and 96 tokens that follow. The segments are stored apart, behind the system
+prompt, and blended. The distributions of the 96 tokens are compared with those of a full prefill: the mean Kullback-Leibler divergence, and how often
+the likeliest token is the same. Texts are windows of this repository's own pages. Usage: blend_quality.py [--texts N] [--write]; by the Python of
+environment.py, with forebay installed. Everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE, FIGURES = ROOT / "docs/blend.md", ROOT / "docs/figures.json"
+BEGIN, END = "<!-- blend_quality.py begins -->", "<!-- blend_quality.py ends -->"
+SYSTEM = "You are given a document. Read all of it with care, then continue it in the same style.\n\n"
+SEGMENTS, SEGMENT, TAIL, SYSTEM_TOKENS = 4, 160, 96, 24
+SEED, RESAMPLES = 5, 2000
+#: What is blended: selector and ratio.
+ARMS = [("none", 0.0)] + [(select, ratio) for select in ("query", "deviation", "first-k", "random") for ratio in (0.05, 0.15, 0.3)]
+ARMS += [("first-k", 1.0)]
+
+
+def windows(tokenizer: Any, count: int) -> list[list[int]]:
+    """So many texts, evenly spaced over all pages without tables and code."""
+    pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+    text = "\n".join(page.read_text() for page in [*pages, *sorted((ROOT / "docs").glob("*.md"))] if page != PAGE)
+    text = re.sub(r"^\|.*\n|^!\[.*\n|^<!--.*\n", "", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
+    tokens, length = tokenizer.encode(text, add_special_tokens=False), SEGMENTS * SEGMENT + TAIL
+    if len(tokens) < count * length:
+        sys.exit(f"the pages have {len(tokens)} tokens, too few for {count} texts of {length}")
+    return [tokens[at : at + length] for at in (number * (len(tokens) - length) // max(count - 1, 1) for number in range(count))]
+
+
+def compared(full: Any, other: Any) -> tuple[float, float]:
+    """Divergence and agreement of two tables of logits."""
+    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean()), float((p.argmax(-1) == q.argmax(-1)).double().mean())
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Mean and the bounds of its 95 % bootstrap interval, over texts."""
+    source = random.Random(SEED)
+    means = sorted(sum(source.choices(values, k=len(values))) / len(values) for _ in range(RESAMPLES))
+    return sum(values) / len(values), means[RESAMPLES // 40], means[-RESAMPLES // 40 - 1]
+
+
+def measured(count: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Divergence and agreement of every text, by arm."""
+    import smollm
+    from conftest import settings
+    from vllm import LLM
+
+    from forebay.vllm.blend import Blend
+    from forebay.vllm.blend.blender import Asked
+
+    transfer = {"kv_connector": "ForebayConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings(folder / "cache")}
+    llm = LLM(
+        str(smollm.made()),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+        seed=0,
+        worker_extension_cls="forebay.vllm.blend.worker.BlendWorker",
+        kv_transfer_config=transfer,
+    )
+    tokenizer = llm.get_tokenizer()
+    system = tokenizer.encode(SYSTEM, add_special_tokens=False)[:SYSTEM_TOKENS]
+    places = [(len(system) + SEGMENT * n, len(system) + SEGMENT * (n + 1)) for n in range(SEGMENTS)]
+    last, texts = places[-1][1], [system + window for window in windows(tokenizer, count)]
+    source, found, whole = random.Random(SEED), {}, []
+
+    def logits(blender: Any, rows: range) -> Any:
+        return blender.logits(blender.forward(list(rows))[-TAIL:])
+
+    for anchored in (True, False):
+        blend = Blend(llm, system if anchored else ())
+        (blender,) = llm.collective_rpc(lambda worker: worker.forebay_blender)
+        for number, tokens in enumerate(texts):
+            began = time.monotonic()
+            for start, end in places:
+                blend.store(tokens[start:end])
+            if anchored:
+                blender.mix(Asked(tokens, [], "none", 0.0))
+                whole.append(logits(blender, range(len(tokens))))
+            for select, ratio in ARMS if anchored else ARMS[:1]:
+                rows = sorted(source.sample(range(places[0][0], last), round(ratio * (last - places[0][0]))))
+                asked = Asked(tokens, places, rows if select == "random" else select, ratio)
+                mixed = blender.mix(asked)
+                assert mixed.states == ["reused"] * SEGMENTS, mixed.states
+                blender.blend(asked, mixed, last)
+                name = f"{select} {ratio:.0%}" if anchored else "none 0% without an anchor"
+                found.setdefault(name, []).append(compared(whole[number], logits(blender, range(last, len(tokens)))))
+            print(f"text {number + 1} of {count}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+NAMES = {
+    "query": "`query`: what the tokens after the segments attend to most",
+    "deviation": "`deviation`: what differs most in layer 1",
+    "first-k": "`first-k`: the beginning of each segment",
+    "random": "random tokens, for comparison",
+    "none": "`none`",
+}
+
+
+def table(found: dict[str, list[tuple[float, float]]]) -> list[str]:
+    """The rows of the page."""
+    lines = ["| computed anew | share | KL to a full prefill (95 % interval) | same likeliest token |", "|---|---|---|---|"]
+    order = ["none 0% without an anchor"] + [f"{select} {ratio:.0%}" for select, ratio in ARMS]
+    for name in order:
+        mean, low, high = interval([kl for kl, _ in found[name]])
+        same, same_low, same_high = interval([same for _, same in found[name]])
+        select, share, *more = name.split(" ", 2)
+        what = "`none`, stored without an anchor" if more else "all" if share == "100%" else NAMES[select]
+        lines.append(
+            f"| {what} | {share[:-1]} % | {mean:.4f} ({low:.4f} to {high:.4f}) | {100 * same:.1f} % ({100 * same_low:.1f} to {100 * same_high:.1f}) |"
+        )
+    return lines
+
+
+def write(lines: list[str], count: int) -> None:
+    """Puts the table into the page, and its commit into the list of figures."""
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=7", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    said = f"{count} texts, measured at {commit}, {time.strftime('%Y-%m-%d')}:"
+    PAGE.write_text("\n".join([before + BEGIN, said, "", *lines, END + rest.split(END)[1]]))
+    listed = [
+        re.sub(r'"commit": "\w+"', f'"commit": "{commit}"', line) if '"page": "docs/blend.md"' in line else line
+        for line in FIGURES.read_text().splitlines()
+    ]
+    FIGURES.write_text("\n".join(listed) + "\n")
+
+
+def main() -> None:
+    """Measures, prints, and with --write writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--texts", type=int, default=20)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/blend.md")
+    asked = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from conftest import environment
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(environment(Path(os.environ.get("HOME", folder))))
+        found = measured(asked.texts, Path(folder))
+        lines = table(found)
+        print("\n".join(lines))
+        if asked.write:
+            write(lines, asked.texts)
+
+
+if __name__ == "__main__":
+    main()
