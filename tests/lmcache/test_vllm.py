@@ -22,15 +22,14 @@ PATIENCE_S = 1800
 
 
 def variables(home: Path) -> dict[str, str]:
-    """vLLM without a network. Its engine is in a process of its own, which is spawned, as `vllm serve` does it: what LMCache imports would
-    otherwise be there when vLLM looks through all modules for its kernels, and vLLM ends."""
+    """vLLM without a network. Its engine is in a process of its own, as with `vllm serve`: in this one LMCache's imports would be there when
+    vLLM looks through all modules for its kernels, and vLLM ends."""
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "HOME": str(home),
     }
 

@@ -44,8 +44,6 @@ def starting(folder: Path, model: str, cache: Path, port: int) -> Starting:
         "kv_connector_extra_config": {"connectors": children},
     }
     with pytest.MonkeyPatch.context() as patch:
-        # As `vllm serve` starts its engine.
-        patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         return Starting(folder, model, None, ("--max-model-len", "2048", "--kv-transfer-config", json.dumps(transfer)))
 
