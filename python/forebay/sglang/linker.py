@@ -348,14 +348,14 @@ class Linker(UnifiedCacheLinker):
         if self._loader.is_closed:
             return
         self._pending.clear()
-        for source in self._sources.values():
-            self._saver.idle()
-            self._guarded("flushed", source.engine.flush, None)
-        self.reset()
+        self._promises.clear()
+        # They end what they were given; what is being stored then has the time of the engines' close.
         self._loader.close()
         self._saver.close()
         for source in self._sources.values():
             self._guarded("closed", lambda source=source: source.engine.close(CLOSE_TIMEOUT_MS), None)
+        self._offloads.clear()
+        self._batches.clear()
 
     def _guarded(self, what: str, call: Callable[[], Any], otherwise: Any) -> Any:
         try:
