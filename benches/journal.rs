@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use forebay::format::journal::{RECORDS_PER_PAGE, decode, encode};
-use forebay::format::layout::Codec;
+use forebay::format::layout::SlotCodec;
 use forebay::format::record::{KeyKind, Record, RecordKind};
 use forebay::format::sealed::{RegionHeader, RegionLayout, RegionState, decode_records, encode_region};
 use forebay::geometry::Geometry;
@@ -51,7 +51,7 @@ fn filled(dir: &std::path::Path, chunks: u64) -> LogOptions {
     let options =
         LogOptions { capacity_bytes: 1 << 40, segment_bytes: Some(1 << 30), ..LogOptions::new(dir, geometry) };
     let log = Log::open(options.clone()).unwrap();
-    let slot_pages = log.chunk_layout(options.geometry.chunk_tokens, Codec::None).pages();
+    let slot_pages = log.chunk_layout(options.geometry.chunk_tokens, SlotCodec::None).pages();
     log.close(Instant::now() + Duration::from_secs(30)).unwrap();
     let namespace = dir.join(options.geometry.fingerprint().dir_name());
     let lane = namespace.join(options.geometry.shard_dir_name()).join("lane0");

@@ -16,7 +16,7 @@ use forebay::device::{
     StagingOptions, StagingPool,
 };
 use forebay::format::exp4::CodedShape;
-use forebay::format::layout::Codec;
+use forebay::format::layout::SlotCodec;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
@@ -29,12 +29,12 @@ struct Case {
     spec: LayerSpec,
     layout: KvLayout,
     tokens: usize,
-    codec: Codec,
+    codec: SlotCodec,
 }
 
 fn cases() -> Vec<Case> {
-    let case = |name, spec, layout, tokens| Case { name, spec, layout, tokens, codec: Codec::None };
-    let coded = |name, spec, layout, tokens| Case { codec: Codec::Exp4, ..case(name, spec, layout, tokens) };
+    let case = |name, spec, layout, tokens| Case { name, spec, layout, tokens, codec: SlotCodec::None };
+    let coded = |name, spec, layout, tokens| Case { codec: SlotCodec::Exp4, ..case(name, spec, layout, tokens) };
     let kv = |heads, bytes| LayerSpec::kv(LayerKind::Full, heads, bytes);
     let block_bytes = (BLOCK_TOKENS * 4096) as u32;
     vec![
@@ -87,7 +87,7 @@ impl Rig {
             Arc::new(ChunkPlan::new(&slots, None, block_tokens, num_blocks).unwrap())
         };
         let plans = (0..JOBS).map(plan).collect();
-        let stored = if case.codec == Codec::None { extent } else { CodedShape::of(extent).unwrap().coded_bytes() };
+        let stored = if case.codec == SlotCodec::None { extent } else { CodedShape::of(extent).unwrap().coded_bytes() };
         let slot_bytes = StagingPool::rounded(stored).unwrap();
         let (bytes, hugepages) = (JOBS * slot_bytes, HugePages::Transparent);
         let pool = StagingPool::new(&StagingOptions { bytes, slot_bytes, hugepages, numa: None }).unwrap();

@@ -11,7 +11,7 @@ use std::fs;
 use forebay::device::{decode_exp4, encode_exp4};
 use forebay::format::PAGE_BYTES;
 use forebay::format::exp4::CodedShape;
-use forebay::format::layout::{Codec, SlotLayout};
+use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::format::slot::SlotHeader;
 use forebay::geometry::Geometry;
 
@@ -90,7 +90,7 @@ fn the_golden_extent_is_decoded_by_todays_code_and_by_the_page_that_describes_it
 #[test]
 fn coded_slots_are_shorter_and_their_headers_say_the_codec() {
     let geometry = Geometry::preset("llama-3.1-8b").unwrap();
-    let layouts = [Codec::None, Codec::Exp4].map(|codec| SlotLayout::of_coded_chunk(&geometry, 256, codec));
+    let layouts = [SlotCodec::None, SlotCodec::Exp4].map(|codec| SlotLayout::of_coded_chunk(&geometry, 256, codec));
     assert_eq!(layouts.each_ref().map(SlotLayout::payload), [32 << 20; 2]);
     // 3/4 of each extent and a page, and a page for the header.
     assert_eq!(layouts[1].slot_bytes, 32 * ((768 << 10) + 4096) + 4096);
@@ -119,9 +119,10 @@ fn no_slot_is_larger_for_the_codec_and_every_length_tells_it() {
     for name in forebay::geometry::PRESETS {
         let geometry = Geometry::preset(name).unwrap();
         for tokens in 1..=geometry.chunk_tokens {
-            let [plain, coded] = [Codec::None, Codec::Exp4].map(|c| SlotLayout::of_coded_chunk(&geometry, tokens, c));
+            let [plain, coded] =
+                [SlotCodec::None, SlotCodec::Exp4].map(|c| SlotLayout::of_coded_chunk(&geometry, tokens, c));
             assert!(coded == plain || coded.pages() < plain.pages(), "{name}, {tokens} tokens");
-            assert_eq!(coded == plain, coded.codec() == Codec::None);
+            assert_eq!(coded == plain, coded.codec() == SlotCodec::None);
             assert!(coded.extents.iter().all(|e| (e.offset as usize).is_multiple_of(PAGE_BYTES)));
         }
     }

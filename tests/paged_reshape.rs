@@ -9,7 +9,7 @@ use forebay::device::{
     ScatterJob, Scattered, StagingOptions, StagingPool, decode_exp4,
 };
 use forebay::format::exp4::CodedShape;
-use forebay::format::layout::Codec;
+use forebay::format::layout::SlotCodec;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing};
@@ -63,7 +63,7 @@ impl Rig {
         let part = |(layer, spec): (usize, &LayerSpec)| {
             let padded_len = spec.extent_bytes(tokens).next_multiple_of(256);
             let part =
-                Part { layer, staging_offset: at, tokens, padded_len, codec: Codec::None, plan: Arc::clone(plan) };
+                Part { layer, staging_offset: at, tokens, padded_len, codec: SlotCodec::None, plan: Arc::clone(plan) };
             at += padded_len;
             part
         };
@@ -177,7 +177,7 @@ proptest! {
             let padded_len = shape_of(&rig.cache.specs[part.layer]).unwrap().coded_bytes() + 32;
             let staging_offset = at;
             at += padded_len;
-            Part { staging_offset, padded_len, codec: Codec::Exp4, ..part.clone() }
+            Part { staging_offset, padded_len, codec: SlotCodec::Exp4, ..part.clone() }
         }).collect();
         let coded = gather(&device(), &rig.kv, staging(at), coded_parts.clone());
         prop_assert!(coded.error.is_none() && !coded.misfit, "{:?}", coded.error);

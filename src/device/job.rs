@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Fence, Gate, PagedKv};
 use crate::error::Error;
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::io::Buf;
 use crate::paged::ChunkPlan;
 
@@ -24,7 +24,7 @@ pub struct Part {
     /// unpadded bytes.
     pub padded_len: usize,
     /// How the extent is coded. Zeros are an extent of zeros in every codec.
-    pub codec: Codec,
+    pub codec: SlotCodec,
     /// The slots of the chunk's tokens in the KV cache group of this layer.
     pub plan: Arc<ChunkPlan>,
 }

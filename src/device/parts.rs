@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::{PagedKv, Part};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::exp4::CodedShape;
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::geometry::{LayerKind, MAX_CHUNK_TOKENS};
 use crate::paged::ChunkPlan;
 
@@ -84,8 +84,8 @@ pub(super) fn resolve<'a>(kv: &PagedKv, part: &'a Part, staging_len: usize) -> R
     }
     let payload = spec.extent_bytes(part.tokens);
     let coded = match part.codec {
-        Codec::None => None,
-        Codec::Exp4 => {
+        SlotCodec::None => None,
+        SlotCodec::Exp4 => {
             Some(CodedShape::of(payload).ok_or_else(|| bad(format!("{payload} bytes are no values of 16 bits")))?)
         }
     };

@@ -9,7 +9,7 @@ use super::plan::Planner;
 use super::{Engine, EngineInner, LoadRequest, Lookup, Prompt, StoreRequest, storing};
 use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::io::MemorySpace;
 use crate::key::{self, ChunkKey, Extra};
 use crate::log::{Bad, Chunk, Log};
@@ -304,7 +304,7 @@ impl LoadPlanner<'_> {
     fn locate(&self, key: &ChunkKey, lease: Duration) -> Option<(Arc<Log>, Chunk)> {
         let log = self.inner.log()?;
         let chunk = log.locate(key, lease)?;
-        if chunk.layout.codec() != Codec::None && self.inner.options.device.place() != MemorySpace::Host {
+        if chunk.layout.codec() != SlotCodec::None && self.inner.options.device.place() != MemorySpace::Host {
             // No kernel decodes it. It is dropped, so that it is stored again without a codec.
             log.report_bad(&chunk, Bad::Corrupt);
             return None;

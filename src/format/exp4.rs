@@ -110,12 +110,12 @@ impl CodedShape {
 
 /// The tail of a coded extent that is read.
 #[derive(Clone, Copy, Debug)]
-pub struct Tail<'a> {
+pub struct EscapeTail<'a> {
     shape: CodedShape,
     bytes: &'a [u8],
 }
 
-impl<'a> Tail<'a> {
+impl<'a> EscapeTail<'a> {
     /// The tail of `coded`; what is missing of it counts as zeros.
     #[must_use]
     pub fn of(shape: CodedShape, coded: &'a [u8]) -> Self {
@@ -190,9 +190,9 @@ impl TailWriter {
 }
 
 /// How often each exponent was seen.
-struct Counts([u32; 256]);
+struct ExponentCounts([u32; 256]);
 
-impl Counts {
+impl ExponentCounts {
     /// Of every `step`th value.
     fn of(raw: &[u8], step: usize) -> Self {
         let mut counts = Self([0; 256]);
@@ -226,13 +226,13 @@ const SAMPLE_STEP: usize = 13;
 /// A good dictionary for a segment, from a sample of its values.
 #[must_use]
 pub fn likely_dictionary(raw: &[u8]) -> Dictionary {
-    Counts::of(raw, SAMPLE_STEP).dictionary()
+    ExponentCounts::of(raw, SAMPLE_STEP).dictionary()
 }
 
 /// The dictionary for a segment that leaves the fewest escapes.
 #[must_use]
 pub fn best_dictionary(raw: &[u8]) -> Dictionary {
-    Counts::of(raw, 1).dictionary()
+    ExponentCounts::of(raw, 1).dictionary()
 }
 
 /// The exponent of a bfloat16 value.

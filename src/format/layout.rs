@@ -22,7 +22,7 @@ pub const TLV_RESERVE_BYTES: usize = 512;
 
 /// How the bytes of an extent, or of the extents of a slot, are coded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Codec {
+pub enum SlotCodec {
     /// Not at all.
     #[default]
     None,
@@ -30,7 +30,7 @@ pub enum Codec {
     Exp4,
 }
 
-impl Codec {
+impl SlotCodec {
     /// Its number in slot headers.
     #[must_use]
     pub const fn to_u16(self) -> u16 {
@@ -63,7 +63,7 @@ pub struct Extent {
     /// Bytes of KV, or of the object, in it: those before the codec.
     pub payload: u32,
     /// How they are coded.
-    pub codec: Codec,
+    pub codec: SlotCodec,
 }
 
 /// The layout of a slot. Cheap to clone.
@@ -85,20 +85,20 @@ impl SlotLayout {
     /// The layout of a chunk of `tokens` tokens.
     #[must_use]
     pub fn of_chunk(geometry: &Geometry, tokens: u32) -> Self {
-        Self::of_coded_chunk(geometry, tokens, Codec::None)
+        Self::of_coded_chunk(geometry, tokens, SlotCodec::None)
     }
 
     /// The layout of a chunk of `tokens` tokens with a codec. Where the whole slot becomes no smaller
     /// by it, as with most element types, it is that without.
     #[must_use]
-    pub fn of_coded_chunk(geometry: &Geometry, tokens: u32, codec: Codec) -> Self {
-        let of = |layer: &LayerSpec| Sizes::of(layer, tokens as usize);
-        let raw: Vec<Sizes> = geometry.layers.iter().map(of).collect();
+    pub fn of_coded_chunk(geometry: &Geometry, tokens: u32, codec: SlotCodec) -> Self {
+        let of = |layer: &LayerSpec| ExtentSizes::of(layer, tokens as usize);
+        let raw: Vec<ExtentSizes> = geometry.layers.iter().map(of).collect();
         let plain = Self::new(&raw, 0);
-        if codec == Codec::None || geometry.dtype.bytes != 2 || !BFLOAT16.contains(&geometry.dtype.name.as_str()) {
+        if codec == SlotCodec::None || geometry.dtype.bytes != 2 || !BFLOAT16.contains(&geometry.dtype.name.as_str()) {
             return plain;
         }
-        let coded: Vec<Sizes> = geometry.layers.iter().zip(raw).map(|(layer, sizes)| sizes.coded(layer)).collect();
+        let coded: Vec<ExtentSizes> = geometry.layers.iter().zip(raw).map(|(layer, sizes)| sizes.coded(layer)).collect();
         let coded = Self::new(&coded, 0);
         if coded.slot_bytes < plain.slot_bytes { coded } else { plain }
     }
@@ -107,10 +107,10 @@ impl SlotLayout {
     /// `tlv_bytes` for TLVs in its header.
     #[must_use]
     pub fn of_bytes(len: usize, tlv_bytes: usize) -> Self {
-        Self::new(&[Sizes { payload: len, len, codec: Codec::None }], tlv_bytes)
+        Self::new(&[ExtentSizes { payload: len, len, codec: SlotCodec::None }], tlv_bytes)
     }
 
-    fn new(sizes: &[Sizes], tlv_bytes: usize) -> Self {
+    fn new(sizes: &[ExtentSizes], tlv_bytes: usize) -> Self {
         let header = HEADER_FIXED_BYTES + sizes.len() * LAYER_ENTRY_BYTES + TLV_RESERVE_BYTES + tlv_bytes;
         let header_bytes = header.next_multiple_of(PAGE_BYTES);
         let bytes: usize = sizes.iter().map(|s| s.len).sum();
@@ -121,7 +121,7 @@ impl SlotLayout {
         let mut at = data;
         let extents = sizes
             .iter()
-            .map(|&Sizes { payload, len, codec }| {
+            .map(|&ExtentSizes { payload, len, codec }| {
                 let padded = len.next_multiple_of(align);
                 let (offset, padded_len) = (at as u64, padded as u32);
                 at += padded;
@@ -139,8 +139,8 @@ impl SlotLayout {
 
     /// The codec of the slot: that of any of its extents.
     #[must_use]
-    pub fn codec(&self) -> Codec {
-        if self.extents.iter().any(|e| e.codec == Codec::Exp4) { Codec::Exp4 } else { Codec::None }
+    pub fn codec(&self) -> SlotCodec {
+        if self.extents.iter().any(|e| e.codec == SlotCodec::Exp4) { SlotCodec::Exp4 } else { SlotCodec::None }
     }
 
     /// Bytes of KV, or of the object, in it: those before the codec.
@@ -162,17 +162,17 @@ const BFLOAT16: [&str; 2] = ["bfloat16", "bf16"];
 
 /// Sizes of one extent.
 #[derive(Clone, Copy)]
-struct Sizes {
+struct ExtentSizes {
     payload: usize,
     len: usize,
-    codec: Codec,
+    codec: SlotCodec,
 }
 
-impl Sizes {
+impl ExtentSizes {
     /// Those of a layer's extent without a codec.
     fn of(layer: &LayerSpec, tokens: usize) -> Self {
         let payload = layer.extent_bytes(tokens);
-        Self { payload, len: payload, codec: Codec::None }
+        Self { payload, len: payload, codec: SlotCodec::None }
     }
 
     /// The same with `exp4`, where the layer consists of 16-bit values and becomes smaller.
@@ -183,7 +183,7 @@ impl Sizes {
         };
         let shape = CodedShape::of(self.payload).filter(|_| is_even);
         match shape.map(CodedShape::coded_bytes) {
-            Some(len) if len < self.payload.next_multiple_of(PAGE_BYTES) => Self { len, codec: Codec::Exp4, ..self },
+            Some(len) if len < self.payload.next_multiple_of(PAGE_BYTES) => Self { len, codec: SlotCodec::Exp4, ..self },
             _ => self,
         }
     }

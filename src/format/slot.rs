@@ -1,6 +1,6 @@
 //! The header of a slot: what lies in it, with the CRC of every extent.
 
-use super::layout::{Codec, HEADER_FIXED_BYTES, LAYER_ENTRY_BYTES, SlotLayout};
+use super::layout::{SlotCodec, HEADER_FIXED_BYTES, LAYER_ENTRY_BYTES, SlotLayout};
 use super::record::KeyKind;
 use super::{FeatureAccess, PAGE_BYTES, access, corrupt, crc_with_hole, le};
 use crate::error::{Error, ErrorKind, Result};
@@ -53,7 +53,7 @@ pub struct SlotHeader {
     /// State of the K cache's rotary embedding: 0 as computed at `start_position`.
     pub rope_state: u32,
     /// Codec of the extents; those that it makes no smaller are not coded.
-    pub codec: Codec,
+    pub codec: SlotCodec,
     /// Payload bytes before the codec: of all layers, or of the object.
     pub logical_len: u64,
     /// Unix milliseconds at which it was stored.
@@ -95,7 +95,7 @@ impl SlotHeader {
             depth: 0,
             start_position: 0,
             rope_state: 0,
-            codec: Codec::None,
+            codec: SlotCodec::None,
             logical_len: 0,
             created_ms: 0,
             expiry_s: 0,
@@ -194,7 +194,7 @@ impl SlotHeader {
         if le::get_u32(b, CRC_AT) != sum {
             return Err(corrupt("a slot header fails its CRC"));
         }
-        let codec = Codec::from_u16(le::get_u16(b, 132));
+        let codec = SlotCodec::from_u16(le::get_u16(b, 132));
         let is_known = access(le::get_u32(b, 20), le::get_u32(b, 24)) != FeatureAccess::Refuse
             && le::get_u16(b, 134) == CHECKSUM_CRC32;
         let Some(codec) = codec.filter(|_| is_known) else {

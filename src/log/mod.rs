@@ -68,7 +68,7 @@ pub use turn::Turn;
 pub use write::{Put, PutDone, PutOutcome, Refusal, SlotWriter, StoreCandidate};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::{Codec, SlotLayout};
+use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::geometry::Geometry;
 use crate::io::{self, Drive, IoOptions};
 use base::ctx::Ctx;
@@ -251,14 +251,14 @@ impl Log {
 
     /// Layout of a chunk of `tokens` tokens that is stored with a codec.
     #[must_use]
-    pub fn chunk_layout(&self, tokens: u32, codec: Codec) -> SlotLayout {
+    pub fn chunk_layout(&self, tokens: u32, codec: SlotCodec) -> SlotLayout {
         self.ctx.chunk_layout(tokens, codec)
     }
 
     /// The codec that the next chunk is to be stored with: that of the options, unless chunks did not
     /// fit it lately.
     #[must_use]
-    pub fn next_codec(&self) -> Codec {
+    pub fn next_codec(&self) -> SlotCodec {
         self.ctx.codec.next()
     }
 

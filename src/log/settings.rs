@@ -11,7 +11,7 @@ use super::base::options::{DriveOptions, LogOptions};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Settings, Warning};
 use crate::error::Result;
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
@@ -84,10 +84,10 @@ impl LogOptions {
 }
 
 /// The codec that the settings ask for.
-pub fn codec_of(settings: &Settings) -> Codec {
+pub fn codec_of(settings: &Settings) -> SlotCodec {
     match settings.codec {
-        config::Codec::None => Codec::None,
-        config::Codec::Exp4 => Codec::Exp4,
+        config::Codec::None => SlotCodec::None,
+        config::Codec::Exp4 => SlotCodec::Exp4,
     }
 }
 

@@ -60,10 +60,12 @@ use std::time::{Duration, Instant};
 
 pub use batch::{BatchKind, KeyResult, ObjectCause, ObjectCompletion};
 pub use losses::Evicted;
-pub use names::{MAX_KEY_BYTES, MAX_OBJECT_BYTES, PART_BYTES};
+internals!(use names::PART_BYTES);
+pub use names::{MAX_KEY_BYTES, MAX_OBJECT_BYTES};
 pub use open::ObjectOptions;
 pub use request::{ObjectGet, ObjectMemory, ObjectPut, ObjectRequest, PutOptions};
-pub use stats::{KindStats, OBJECT_METRICS, ObjectStats};
+internals!(use stats::OBJECT_METRICS);
+pub use stats::{KindStats, ObjectStats};
 
 use self::core::Core;
 use batch::Ticket;

@@ -20,7 +20,7 @@ use object_store::{ObjectStoreExt, ObjectStoreScheme, PutMode, PutOptions, PutPa
 use url::Url;
 
 use super::breaker::Breaker;
-use super::stats::Cause;
+use super::stats::RemoteCause;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes that one request asks for, and that one time-out is for.
@@ -35,7 +35,7 @@ const DELETED_AT_ONCE: usize = 1000;
 
 /// A place in a remote store.
 #[derive(Debug)]
-pub(super) struct Bucket {
+pub(super) struct RemoteBucket {
     store: Box<dyn ObjectStore>,
     prefix: Path,
     breaker: Breaker,
@@ -43,9 +43,9 @@ pub(super) struct Bucket {
 }
 
 /// The end of a request whose answer is not a failure of the store.
-type Answer<T> = std::result::Result<T, Cause>;
+type Answer<T> = std::result::Result<T, RemoteCause>;
 
-impl Bucket {
+impl RemoteBucket {
     /// The store at `url`; no request is made. `env`: the variables that credentials and endpoints are
     /// looked for in.
     ///
@@ -74,7 +74,7 @@ impl Bucket {
         parts.into_iter().fold(self.prefix.clone(), |path, part| path.join(part))
     }
 
-    /// The length of an object; [`Cause::Absent`] where there is none.
+    /// The length of an object; [`RemoteCause::Absent`] where there is none.
     pub(super) async fn head(&self, name: &Path) -> Answer<u64> {
         let meta = self.ask(self.timeout, self.store.head(name)).await?;
         Ok(meta.size)
@@ -91,16 +91,16 @@ impl Bucket {
         let read = async {
             let answer = self.store.get_opts(name, options).await?;
             if answer.meta.size != size || answer.range != range {
-                return Ok(Err(Cause::Corrupt));
+                return Ok(Err(RemoteCause::Corrupt));
             }
             let mut left = range.end - range.start;
             let mut stream = answer.into_stream();
             while let Some(bytes) = stream.try_next().await? {
-                let Some(rest) = left.checked_sub(bytes.len() as u64) else { return Ok(Err(Cause::Corrupt)) };
+                let Some(rest) = left.checked_sub(bytes.len() as u64) else { return Ok(Err(RemoteCause::Corrupt)) };
                 left = rest;
                 take(&bytes);
             }
-            Ok(if left == 0 { Ok(()) } else { Err(Cause::Io) })
+            Ok(if left == 0 { Ok(()) } else { Err(RemoteCause::Io) })
         };
         self.ask(self.timeout, read).await?
     }
@@ -117,9 +117,9 @@ impl Bucket {
         if !replace {
             match put(PutMode::Create).await {
                 Ok(_) => return Ok(true),
-                Err(Cause::Present) => return Ok(false),
+                Err(RemoteCause::Present) => return Ok(false),
                 // A store without conditions: who is second writes the same once more.
-                Err(Cause::Unsupported) => {}
+                Err(RemoteCause::Unsupported) => {}
                 Err(cause) => return Err(cause),
             }
         }
@@ -159,23 +159,23 @@ impl Bucket {
 
     /// Makes a request, within `limit`, where the store is worth asking.
     async fn ask<T>(&self, limit: Duration, request: impl Future<Output = object_store::Result<T>>) -> Answer<T> {
-        let admitted = self.breaker.admit().ok_or(Cause::CircuitOpen)?;
+        let admitted = self.breaker.admit().ok_or(RemoteCause::CircuitOpen)?;
         let Ok(answer) = tokio::time::timeout(limit, request).await else {
             admitted.failed(&"it did not answer in time");
-            return Err(Cause::TimedOut);
+            return Err(RemoteCause::TimedOut);
         };
         let cause = match answer {
             Ok(value) => {
                 admitted.worked();
                 return Ok(value);
             }
-            Err(StoreError::NotFound { .. }) => Cause::Absent,
-            Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. }) => Cause::Present,
-            Err(StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }) => Cause::Unsupported,
+            Err(StoreError::NotFound { .. }) => RemoteCause::Absent,
+            Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. }) => RemoteCause::Present,
+            Err(StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }) => RemoteCause::Unsupported,
             Err(e) => {
                 let refused = matches!(e, StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. });
                 admitted.failed(&e);
-                return Err(if refused { Cause::Refused } else { Cause::Io });
+                return Err(if refused { RemoteCause::Refused } else { RemoteCause::Io });
             }
         };
         admitted.worked();

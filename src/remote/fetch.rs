@@ -16,12 +16,12 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use super::bucket::PART_BYTES;
-use super::known::Presence;
+use super::known::RemotePresence;
 use super::object::{self, Extents, Wanted};
-use super::stats::Cause;
+use super::stats::RemoteCause;
 use super::{Shared, transfer};
 use crate::error::ErrorKind;
-use crate::format::layout::{Codec, SlotLayout};
+use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::io::Buf;
 use crate::key::ChunkKey;
 use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
@@ -41,14 +41,14 @@ pub struct Fetch {
 
 #[derive(Debug, Default)]
 struct FetchState {
-    progress: Mutex<Progress>,
+    progress: Mutex<FetchProgress>,
     over: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct FetchProgress {
     chunks: usize,
-    stopped: Option<Cause>,
+    stopped: Option<RemoteCause>,
     over: bool,
 }
 
@@ -77,7 +77,7 @@ impl Fetch {
     /// `forebay_remote_missed_chunks_total`.
     #[must_use]
     pub fn stopped(&self) -> Option<&'static str> {
-        self.state.progress.lock().stopped.map(Cause::as_str)
+        self.state.progress.lock().stopped.map(RemoteCause::as_str)
     }
 
     /// Waits until it has ended, at most until `deadline`; whether it has.
@@ -110,7 +110,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         let mut progress = self.0.progress.lock();
         if !progress.over {
-            (progress.stopped, progress.over) = (Some(Cause::Cancelled), true);
+            (progress.stopped, progress.over) = (Some(RemoteCause::Cancelled), true);
         }
         self.0.over.notify_all();
     }
@@ -135,7 +135,7 @@ pub(super) fn start(
     let shared = Arc::clone(shared);
     let task = runtime.spawn(async move {
         let all = run(&shared, &to, wanted, &running.0);
-        let stopped = tokio::time::timeout_at(deadline.into(), all).await.unwrap_or(Some(Cause::TimedOut));
+        let stopped = tokio::time::timeout_at(deadline.into(), all).await.unwrap_or(Some(RemoteCause::TimedOut));
         if let Some(cause) = stopped {
             shared.counters.not_fetched.add(cause, 1);
         }
@@ -146,7 +146,7 @@ pub(super) fn start(
 }
 
 /// Fetches; why it stopped before the end.
-async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state: &FetchState) -> Option<Cause> {
+async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state: &FetchState) -> Option<RemoteCause> {
     // Most prompts are nowhere: one question tells, before several are asked at once.
     let first = wanted.first()?.clone();
     let turn = to.memory.as_ref().map_or(0, |memory| memory.turn());
@@ -171,25 +171,25 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
 }
 
 /// The codec with which the store has a chunk, which its length tells; `None` where a drive has it.
-async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Option<Codec>, Cause> {
+async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Option<SlotCodec>, RemoteCause> {
     let key = &wanted.key;
     match shared.known.get(key) {
         _ if to.log.contains(key) => return Ok(None),
-        Some(Presence::There(codec)) => return Ok(Some(codec)),
-        Some(Presence::Absent) => return Err(Cause::Absent),
-        Some(Presence::Damaged) => return Err(Cause::Corrupt),
+        Some(RemotePresence::There(codec)) => return Ok(Some(codec)),
+        Some(RemotePresence::Absent) => return Err(RemoteCause::Absent),
+        Some(RemotePresence::Damaged) => return Err(RemoteCause::Corrupt),
         None => {}
     }
     let answer = shared.bucket.head(&shared.name_of(key, wanted.tenant)).await;
     match answer {
         Ok(size) => {
             let codec = object::codec_of(&to.log, wanted.tokens, size);
-            shared.known.set(key, codec.map_or(Presence::Damaged, Presence::There));
-            codec.map(Some).ok_or(Cause::Corrupt)
+            shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
+            codec.map(Some).ok_or(RemoteCause::Corrupt)
         }
         Err(cause) => {
-            if cause == Cause::Absent {
-                shared.known.set(key, Presence::Absent);
+            if cause == RemoteCause::Absent {
+                shared.known.set(key, RemotePresence::Absent);
             }
             Err(cause)
         }
@@ -197,7 +197,7 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
 }
 
 /// Brings one chunk; bytes of its slot, 0 where a drive has it already.
-async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, Cause> {
+async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
     let mut permit = None;
     let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
     (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * u64::from(wanted.tokens));
@@ -215,18 +215,18 @@ async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) ->
             Ok(PutOutcome::Started(put)) => {
                 let end = fill(shared, to, (wanted, &layout, turn), put).await;
                 match end {
-                    Err(Cause::Absent) => shared.known.set(&wanted.key, Presence::Absent),
-                    Err(Cause::Corrupt) => shared.known.set(&wanted.key, Presence::Damaged),
+                    Err(RemoteCause::Absent) => shared.known.set(&wanted.key, RemotePresence::Absent),
+                    Err(RemoteCause::Corrupt) => shared.known.set(&wanted.key, RemotePresence::Damaged),
                     _ => {}
                 }
                 return end.map(|()| layout.slot_bytes);
             }
             // Another fetch or a store has it in hand.
             Ok(PutOutcome::AlreadyThere | PutOutcome::NoRoom(_)) => tokio::time::sleep(TRY_AGAIN).await,
-            Ok(PutOutcome::NotAdmitted(..)) => return Err(Cause::NoSpace),
-            Err(e) if e.kind() == ErrorKind::Busy => return Err(Cause::NoSpace),
-            Err(e) if e.kind() == ErrorKind::Closed => return Err(Cause::Closed),
-            Err(_) => return Err(Cause::Drive),
+            Ok(PutOutcome::NotAdmitted(..)) => return Err(RemoteCause::NoSpace),
+            Err(e) if e.kind() == ErrorKind::Busy => return Err(RemoteCause::NoSpace),
+            Err(e) if e.kind() == ErrorKind::Closed => return Err(RemoteCause::Closed),
+            Err(_) => return Err(RemoteCause::Drive),
         }
     }
 }
@@ -237,7 +237,7 @@ async fn fill(
     to: &Destination,
     (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
     put: Put,
-) -> Result<(), Cause> {
+) -> Result<(), RemoteCause> {
     let id = FrameId { key: wanted.key, sequence: put.sequence() };
     let rank = Rank { turn, depth: Reverse(wanted.depth) };
     let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
@@ -252,8 +252,8 @@ async fn fill(
         extents.clear_padding(&of);
         good.then_some(extents)
     };
-    let checked = tokio::task::spawn_blocking(check).await.map_err(|_| Cause::Closed)?;
-    let extents = checked.ok_or(Cause::Corrupt)?;
+    let checked = tokio::task::spawn_blocking(check).await.map_err(|_| RemoteCause::Closed)?;
+    let extents = checked.ok_or(RemoteCause::Corrupt)?;
     slot.expire_by(u32::try_from(header.expiry_s).unwrap_or(u32::MAX));
     let timeout = to.log.options().io_timeout;
     let writes = Extents::cuts(layout, PART_BYTES).zip(extents.into_pieces()).map(|((at, _), piece)| {
@@ -264,10 +264,10 @@ async fn fill(
     let crcs: Vec<u32> = header.layers.iter().map(|layer| layer.crc).collect();
     let (told, end) = oneshot::channel();
     slot.commit(&crcs, Box::new(move |result| drop(told.send(result))));
-    match end.await.map_err(|_| Cause::Closed)? {
+    match end.await.map_err(|_| RemoteCause::Closed)? {
         Ok(()) => {}
-        Err(e) if e.kind() == ErrorKind::Cancelled => return Err(Cause::Cancelled),
-        Err(_) => return Err(Cause::Drive),
+        Err(e) if e.kind() == ErrorKind::Cancelled => return Err(RemoteCause::Cancelled),
+        Err(_) => return Err(RemoteCause::Drive),
     }
     frame.iter().for_each(|frame| frame.publish(&crcs));
     Ok(())
@@ -278,7 +278,7 @@ async fn read(
     shared: &Shared,
     (wanted, layout): (&Wanted, &SlotLayout),
     frame: Option<&Filling>,
-) -> Result<(Vec<u8>, Extents), Cause> {
+) -> Result<(Vec<u8>, Extents), RemoteCause> {
     let name = shared.name_of(&wanted.key, wanted.tenant);
     let (header_at, data_at) = (u64::from(layout.header_offset), object::data_offset(layout));
     let parts = Extents::cuts(layout, PART_BYTES).map(|(at, len)| {
@@ -298,7 +298,7 @@ async fn read(
                 taken += bytes.len();
             };
             shared.bucket.get(name, (range, object::object_bytes(layout)), take).await?;
-            Ok::<_, Cause>((header, piece))
+            Ok::<_, RemoteCause>((header, piece))
         }
     });
     let mut headers = Vec::new();
@@ -310,7 +310,7 @@ async fn read(
     Ok((headers, Extents::new(layout, PART_BYTES, pieces)))
 }
 
-fn memory_for(frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, Cause> {
+fn memory_for(frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, RemoteCause> {
     let at = at as usize;
     frame.and_then(|frame| frame.part(at..at + len)).map_or_else(|| object::memory(len), Ok)
 }

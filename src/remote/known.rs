@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::key::ChunkKey;
 
 /// Answers of one generation; two are kept.
@@ -18,9 +18,9 @@ const ABSENT: Duration = Duration::from_secs(10);
 
 /// What the store said of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Presence {
+pub(super) enum RemotePresence {
     /// It is there, with this codec.
-    There(Codec),
+    There(SlotCodec),
     /// It is not there.
     Absent,
     /// What is there is not what it should be: to be replaced by the next upload.
@@ -29,26 +29,26 @@ pub(super) enum Presence {
 
 /// The answers.
 #[derive(Debug, Default)]
-pub(super) struct Known(Mutex<Generations>);
+pub(super) struct KnownObjects(Mutex<Generations>);
 
 /// Once the young are many they become the old, and the old are forgotten.
 #[derive(Debug, Default)]
 struct Generations {
-    young: HashMap<ChunkKey, (Presence, Instant)>,
-    old: HashMap<ChunkKey, (Presence, Instant)>,
+    young: HashMap<ChunkKey, (RemotePresence, Instant)>,
+    old: HashMap<ChunkKey, (RemotePresence, Instant)>,
 }
 
-impl Known {
+impl KnownObjects {
     /// What is known of `key`.
-    pub(super) fn get(&self, key: &ChunkKey) -> Option<Presence> {
+    pub(super) fn get(&self, key: &ChunkKey) -> Option<RemotePresence> {
         let all = self.0.lock();
         let &(presence, at) = all.young.get(key).or_else(|| all.old.get(key))?;
-        let counts_for = if presence == Presence::Absent { ABSENT } else { THERE };
+        let counts_for = if presence == RemotePresence::Absent { ABSENT } else { THERE };
         (at.elapsed() < counts_for).then_some(presence)
     }
 
     /// The store has said this of `key`.
-    pub(super) fn set(&self, key: &ChunkKey, presence: Presence) {
+    pub(super) fn set(&self, key: &ChunkKey, presence: RemotePresence) {
         let mut all = self.0.lock();
         if all.young.len() >= MOST {
             all.old = std::mem::take(&mut all.young);
@@ -68,24 +68,24 @@ mod tests {
 
     #[test]
     fn the_last_answers_are_kept_and_their_number_is_bounded() {
-        let known = Known::default();
+        let known = KnownObjects::default();
         let key = |n: usize| {
             let mut key = [0; 32];
             key[..8].copy_from_slice(&n.to_le_bytes());
             ChunkKey(key)
         };
         for n in 0..5 * MOST {
-            known.set(&key(n), Presence::There(Codec::None));
+            known.set(&key(n), RemotePresence::There(SlotCodec::None));
         }
         let all = known.0.lock();
         assert!(all.young.len() + all.old.len() <= 2 * MOST);
         drop(all);
-        assert_eq!(known.get(&key(5 * MOST - 1)), Some(Presence::There(Codec::None)));
-        assert_eq!(known.get(&key(4 * MOST)), Some(Presence::There(Codec::None)));
+        assert_eq!(known.get(&key(5 * MOST - 1)), Some(RemotePresence::There(SlotCodec::None)));
+        assert_eq!(known.get(&key(4 * MOST)), Some(RemotePresence::There(SlotCodec::None)));
         assert_eq!(known.get(&key(0)), None);
-        known.set(&key(1), Presence::Damaged);
-        known.set(&key(1), Presence::Absent);
-        assert_eq!(known.get(&key(1)), Some(Presence::Absent));
+        known.set(&key(1), RemotePresence::Damaged);
+        known.set(&key(1), RemotePresence::Absent);
+        assert_eq!(known.get(&key(1)), Some(RemotePresence::Absent));
         known.forget();
         assert_eq!(known.get(&key(1)), None);
     }

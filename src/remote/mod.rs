@@ -47,9 +47,9 @@ use crate::geometry::Geometry;
 use crate::key::ChunkKey;
 use crate::log::Log;
 use crate::tier::MemoryTier;
-use bucket::Bucket;
-use known::{Known, Presence};
-use stats::{Cause, Counters};
+use bucket::RemoteBucket;
+use known::{KnownObjects, RemotePresence};
+use stats::{RemoteCause, Counters};
 use transfer::Bound;
 use upload::Uploads;
 
@@ -87,10 +87,10 @@ impl RemoteOptions {
 
 /// What the tasks share.
 struct Shared {
-    bucket: Bucket,
+    bucket: RemoteBucket,
     namespace: String,
     shard: String,
-    known: Known,
+    known: KnownObjects,
     counters: Counters,
     uploads: Uploads,
     upload_staging: Bound,
@@ -133,10 +133,10 @@ impl Remote {
     pub fn of(options: &RemoteOptions, (namespace, shard): (String, String)) -> Result<Arc<Self>> {
         let half = options.staging / 2;
         let shared = Arc::new(Shared {
-            bucket: Bucket::open(&options.url, &options.env, options.timeout)?,
+            bucket: RemoteBucket::open(&options.url, &options.env, options.timeout)?,
             namespace,
             shard,
-            known: Known::default(),
+            known: KnownObjects::default(),
             counters: Counters::default(),
             uploads: Uploads::default(),
             upload_staging: Bound::new(half),
@@ -166,7 +166,7 @@ impl Remote {
     /// A chunk has been published on a drive: it is uploaded some time, if there is room in the queue.
     pub fn published(&self, log: &Arc<Log>, key: ChunkKey) {
         if self.mode == Mode::Rw && !self.shared.uploads.push(log, key) {
-            self.shared.counters.not_uploaded.add(Cause::QueueFull, 1);
+            self.shared.counters.not_uploaded.add(RemoteCause::QueueFull, 1);
         }
     }
 
@@ -196,7 +196,7 @@ impl Remote {
         self.delete(async move {
             let names = keys.iter().map(|key| shared.name_of(key, tenant)).collect();
             shared.bucket.delete(names).await?;
-            keys.iter().for_each(|key| shared.known.set(key, Presence::Absent));
+            keys.iter().for_each(|key| shared.known.set(key, RemotePresence::Absent));
             Ok(())
         })
     }
@@ -217,12 +217,12 @@ impl Remote {
         })
     }
 
-    fn delete(&self, work: impl Future<Output = std::result::Result<(), Cause>> + Send + 'static) -> Result<()> {
-        let failed = |cause: Cause| {
+    fn delete(&self, work: impl Future<Output = std::result::Result<(), RemoteCause>> + Send + 'static) -> Result<()> {
+        let failed = |cause: RemoteCause| {
             let kind = match cause {
-                Cause::TimedOut | Cause::CircuitOpen => ErrorKind::TimedOut,
-                Cause::Refused => ErrorKind::Permission,
-                Cause::Closed => ErrorKind::Closed,
+                RemoteCause::TimedOut | RemoteCause::CircuitOpen => ErrorKind::TimedOut,
+                RemoteCause::Refused => ErrorKind::Permission,
+                RemoteCause::Closed => ErrorKind::Closed,
                 _ => ErrorKind::Io,
             };
             Error::new(kind, format!("the remote store has not deleted everything ({})", cause.as_str())).advice(
@@ -230,11 +230,11 @@ impl Remote {
             )
         };
         if self.thread.lock().is_none() {
-            return Err(failed(Cause::Closed));
+            return Err(failed(RemoteCause::Closed));
         }
         let (told, end) = std::sync::mpsc::channel();
         self.runtime.spawn(async move { told.send(work.await) });
-        end.recv().unwrap_or(Err(Cause::Closed)).map_err(failed)
+        end.recv().unwrap_or(Err(RemoteCause::Closed)).map_err(failed)
     }
 
     /// Waits until everything that was published is uploaded or shed; whether it was by `deadline`.
@@ -246,7 +246,7 @@ impl Remote {
     pub fn close(&self) {
         let thread = self.thread.lock().take();
         if let Some((stop, thread)) = thread {
-            self.shared.counters.not_uploaded.add(Cause::Closed, self.shared.uploads.drain() as u64);
+            self.shared.counters.not_uploaded.add(RemoteCause::Closed, self.shared.uploads.drain() as u64);
             drop(stop);
             drop(thread.join());
         }

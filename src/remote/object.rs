@@ -6,9 +6,9 @@
 
 use bytes::Bytes;
 
-use super::stats::Cause;
+use super::stats::RemoteCause;
 use crate::error::Result;
-use crate::format::layout::{Codec, SlotLayout};
+use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::slot::{LayerEntry, SlotHeader, TLV_NAMESPACE};
 use crate::io::{AlignedBuf, Buf};
 use crate::key::ChunkKey;
@@ -40,9 +40,9 @@ pub(super) fn object_bytes(layout: &SlotLayout) -> u64 {
 }
 
 /// The codec of a chunk's object with this length; `None` where no codec has it.
-pub(super) fn codec_of(log: &Log, tokens: u32, bytes: u64) -> Option<Codec> {
-    let has_length = |codec: &Codec| bytes == object_bytes(&log.chunk_layout(tokens, *codec));
-    [Codec::Exp4, Codec::None].into_iter().find(has_length)
+pub(super) fn codec_of(log: &Log, tokens: u32, bytes: u64) -> Option<SlotCodec> {
+    let has_length = |codec: &SlotCodec| bytes == object_bytes(&log.chunk_layout(tokens, *codec));
+    [SlotCodec::Exp4, SlotCodec::None].into_iter().find(has_length)
 }
 
 /// The header that an object has instead of its slot's.
@@ -61,18 +61,18 @@ pub(super) fn check_header(
     wanted: &Wanted,
     (namespace, layout): (&str, &SlotLayout),
     now_s: u64,
-) -> std::result::Result<SlotHeader, Cause> {
-    let (header, _) = SlotHeader::decode(bytes).map_err(|_| Cause::Corrupt)?;
+) -> std::result::Result<SlotHeader, RemoteCause> {
+    let (header, _) = SlotHeader::decode(bytes).map_err(|_| RemoteCause::Corrupt)?;
     let is_it = (header.key, header.parent) == (wanted.key, wanted.parent)
         && (header.tokens, header.depth, header.tenant) == (wanted.tokens, wanted.depth, wanted.tenant)
         && header.tlv(TLV_NAMESPACE) == Some(namespace.as_bytes())
         && header.rope_state == 0
         && header.fits(layout);
     if !is_it {
-        return Err(Cause::Corrupt);
+        return Err(RemoteCause::Corrupt);
     }
     if header.expiry_s != 0 && header.expiry_s <= now_s {
-        return Err(Cause::Expired);
+        return Err(RemoteCause::Expired);
     }
     Ok(header)
 }
@@ -143,17 +143,17 @@ impl Extents {
 }
 
 /// Memory for a piece.
-pub(super) fn memory(len: usize) -> std::result::Result<Buf, Cause> {
-    Ok(AlignedBuf::zeroed(len).map_err(|_| Cause::NoSpace)?.into())
+pub(super) fn memory(len: usize) -> std::result::Result<Buf, RemoteCause> {
+    Ok(AlignedBuf::zeroed(len).map_err(|_| RemoteCause::NoSpace)?.into())
 }
 
 /// The bytes of a buffer, to be sent.
 pub(super) fn to_bytes(buf: Buf) -> Bytes {
-    struct Sent(Buf);
-    impl AsRef<[u8]> for Sent {
+    struct SentBytes(Buf);
+    impl AsRef<[u8]> for SentBytes {
         fn as_ref(&self) -> &[u8] {
             self.0.as_slice()
         }
     }
-    Bytes::from_owner(Sent(buf))
+    Bytes::from_owner(SentBytes(buf))
 }

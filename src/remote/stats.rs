@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Why a chunk was not fetched, or not uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
+pub(super) enum RemoteCause {
     /// The store does not have it.
     Absent,
     /// The store, or the drive, did not answer in time.
@@ -37,7 +37,7 @@ pub(super) enum Cause {
     Unsupported,
 }
 
-impl Cause {
+impl RemoteCause {
     /// All of them.
     pub(super) const ALL: [Self; 15] = [
         Self::Absent,
@@ -81,17 +81,17 @@ impl Cause {
 
 /// Chunks by cause.
 #[derive(Debug, Default)]
-pub(super) struct ByCause([AtomicU64; Cause::ALL.len()]);
+pub(super) struct ByCause([AtomicU64; RemoteCause::ALL.len()]);
 
 impl ByCause {
-    pub(super) fn add(&self, cause: Cause, n: u64) {
+    pub(super) fn add(&self, cause: RemoteCause, n: u64) {
         if let Some(counter) = self.0.get(cause as usize) {
             counter.fetch_add(n, Ordering::Relaxed);
         }
     }
 
     fn get(&self) -> Vec<(&'static str, u64)> {
-        Cause::ALL.iter().zip(&self.0).map(|(cause, n)| (cause.as_str(), n.load(Ordering::Relaxed))).collect()
+        RemoteCause::ALL.iter().zip(&self.0).map(|(cause, n)| (cause.as_str(), n.load(Ordering::Relaxed))).collect()
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::stats::Cause;
+use super::stats::RemoteCause;
 use crate::error::ErrorKind;
 use crate::io::{Completion, Done, Queue, Request};
 
@@ -29,9 +29,9 @@ impl Bound {
     }
 
     /// Waits for room for `bytes`, or for all there is where that is less.
-    pub(super) async fn take(&self, bytes: u64) -> Result<OwnedSemaphorePermit, Cause> {
+    pub(super) async fn take(&self, bytes: u64) -> Result<OwnedSemaphorePermit, RemoteCause> {
         let wanted = units(bytes).min(self.all);
-        Arc::clone(&self.free).acquire_many_owned(wanted).await.map_err(|_| Cause::Closed)
+        Arc::clone(&self.free).acquire_many_owned(wanted).await.map_err(|_| RemoteCause::Closed)
     }
 }
 
@@ -44,19 +44,19 @@ pub(super) async fn submit(
     queue: &dyn Queue,
     timeout: Duration,
     request: impl FnOnce(Done) -> Request,
-) -> Result<Completion, Cause> {
+) -> Result<Completion, RemoteCause> {
     let (told, end) = oneshot::channel();
     let mut request = request(Box::new(move |completion| drop(told.send(completion)))).timeout(timeout);
     while let Err(rejected) = queue.submit(request) {
         if rejected.error.kind() != ErrorKind::Busy {
-            return Err(Cause::Drive);
+            return Err(RemoteCause::Drive);
         }
         request = *rejected.request;
         tokio::time::sleep(RETRY).await;
     }
-    let completion = end.await.map_err(|_| Cause::Closed)?;
+    let completion = end.await.map_err(|_| RemoteCause::Closed)?;
     match &completion.result {
         Ok(()) => Ok(completion),
-        Err(_) => Err(Cause::Drive),
+        Err(_) => Err(RemoteCause::Drive),
     }
 }

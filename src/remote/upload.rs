@@ -13,11 +13,11 @@ use bytes::Bytes;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 
-use super::known::Presence;
+use super::known::RemotePresence;
 use super::object::{self, Extents};
-use super::stats::Cause;
+use super::stats::RemoteCause;
 use super::{Shared, transfer};
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::io::Request;
 use crate::key::ChunkKey;
 use crate::log::{Bad, Chunk, Log};
@@ -36,7 +36,7 @@ const TRIES: u32 = 3;
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 /// A chunk that waits.
-struct Waiting {
+struct WaitingUpload {
     log: Weak<Log>,
     key: ChunkKey,
     tries: u32,
@@ -45,7 +45,7 @@ struct Waiting {
 /// The queue of uploads.
 #[derive(Default)]
 pub(super) struct Uploads {
-    waiting: Mutex<VecDeque<Waiting>>,
+    waiting: Mutex<VecDeque<WaitingUpload>>,
     /// Uploads under way.
     active: AtomicUsize,
     more: Notify,
@@ -64,7 +64,7 @@ impl Uploads {
         if waiting.len() >= MOST_WAITING {
             return false;
         }
-        waiting.push_back(Waiting { log: Arc::downgrade(log), key, tries: 0 });
+        waiting.push_back(WaitingUpload { log: Arc::downgrade(log), key, tries: 0 });
         drop(waiting);
         self.more.notify_one();
         true
@@ -88,7 +88,7 @@ impl Uploads {
         waiting.len()
     }
 
-    async fn next(&self) -> Waiting {
+    async fn next(&self) -> WaitingUpload {
         loop {
             let more = self.more.notified();
             {
@@ -102,7 +102,7 @@ impl Uploads {
         }
     }
 
-    fn again(&self, chunk: Waiting) {
+    fn again(&self, chunk: WaitingUpload) {
         self.waiting.lock().push_front(chunk);
         self.more.notify_one();
     }
@@ -115,9 +115,9 @@ impl Uploads {
 }
 
 /// An upload under way, until dropped.
-struct Active(Arc<Shared>);
+struct ActiveUpload(Arc<Shared>);
 
-impl Drop for Active {
+impl Drop for ActiveUpload {
     fn drop(&mut self) {
         self.0.uploads.ended();
     }
@@ -127,12 +127,12 @@ impl Drop for Active {
 pub(super) async fn run(shared: Arc<Shared>) {
     loop {
         let chunk = shared.uploads.next().await;
-        let active = Active(Arc::clone(&shared));
+        let active = ActiveUpload(Arc::clone(&shared));
         let Some(log) = chunk.log.upgrade() else {
-            shared.counters.not_uploaded.add(Cause::Closed, 1);
+            shared.counters.not_uploaded.add(RemoteCause::Closed, 1);
             continue;
         };
-        let bytes = log.chunk_layout(log.geometry().chunk_tokens, Codec::None).slot_bytes;
+        let bytes = log.chunk_layout(log.geometry().chunk_tokens, SlotCodec::None).slot_bytes;
         let Ok(permit) = shared.upload_staging.take(bytes).await else { return };
         if shared.bucket.is_up() {
             tokio::spawn(one(active, log, chunk, permit));
@@ -146,7 +146,7 @@ pub(super) async fn run(shared: Arc<Shared>) {
     }
 }
 
-async fn one(active: Active, log: Arc<Log>, mut chunk: Waiting, permit: OwnedSemaphorePermit) {
+async fn one(active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, permit: OwnedSemaphorePermit) {
     let shared = &active.0;
     let end = upload(shared, &log, &chunk.key).await;
     drop(permit);
@@ -157,8 +157,8 @@ async fn one(active: Active, log: Arc<Log>, mut chunk: Waiting, permit: OwnedSem
             counters.uploaded_bytes.fetch_add(bytes, Ordering::Relaxed);
         }
         Ok(None) => drop(counters.present.fetch_add(1, Ordering::Relaxed)),
-        Err(Cause::CircuitOpen) => shared.uploads.again(chunk),
-        Err(Cause::Io | Cause::TimedOut) if chunk.tries + 1 < TRIES => {
+        Err(RemoteCause::CircuitOpen) => shared.uploads.again(chunk),
+        Err(RemoteCause::Io | RemoteCause::TimedOut) if chunk.tries + 1 < TRIES => {
             chunk.tries += 1;
             shared.uploads.again(chunk);
         }
@@ -167,22 +167,22 @@ async fn one(active: Active, log: Arc<Log>, mut chunk: Waiting, permit: OwnedSem
 }
 
 /// Uploads a chunk; its bytes, or `None` where it was there.
-async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, Cause> {
+async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, RemoteCause> {
     let known = shared.known.get(key);
-    if matches!(known, Some(Presence::There(_))) {
+    if matches!(known, Some(RemotePresence::There(_))) {
         return Ok(None);
     }
-    let chunk = log.locate(key, LEASE).ok_or(Cause::Gone)?;
+    let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
     let name = shared.name_of(key, chunk.tenant);
-    let replaces = known == Some(Presence::Damaged);
+    let replaces = known == Some(RemotePresence::Damaged);
     if !replaces {
         match shared.bucket.head(&name).await {
             Ok(size) => {
                 let codec = object::codec_of(log, chunk.tokens, size);
-                shared.known.set(key, codec.map_or(Presence::Damaged, Presence::There));
+                shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
                 return Ok(None);
             }
-            Err(Cause::Absent) => {}
+            Err(RemoteCause::Absent) => {}
             Err(cause) => return Err(cause),
         }
     }
@@ -191,21 +191,21 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     let is_new = shared.bucket.put(&name, object, replaces).await?;
     let is_still_there = log.peek(key).is_some_and(|there| there.sequence == chunk.sequence);
     if !is_still_there {
-        shared.known.set(key, Presence::Absent);
+        shared.known.set(key, RemotePresence::Absent);
         shared.bucket.delete(vec![name]).await?;
-        return Err(Cause::Gone);
+        return Err(RemoteCause::Gone);
     }
-    shared.known.set(key, Presence::There(chunk.layout.codec()));
+    shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
     Ok(is_new.then_some(bytes))
 }
 
 /// The object of a chunk, verified.
-async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Bytes>, Cause> {
+async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Bytes>, RemoteCause> {
     let layout = chunk.layout.clone();
     let header = piece(log, chunk, (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
     let bad = || {
         log.report_bad(chunk, Bad::Corrupt);
-        Cause::Corrupt
+        RemoteCause::Corrupt
     };
     let header = log.check_header(chunk, header.as_slice()).map_err(|_| bad())?;
     let mut pieces = Vec::new();
@@ -216,9 +216,9 @@ async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Byte
     let extents = Extents::new(&layout, READ_BYTES, pieces);
     let layers = header.layers.clone();
     let verified = move || extents.verify(&layers).then_some(extents);
-    let verified = tokio::task::spawn_blocking(verified).await.map_err(|_| Cause::Closed)?;
+    let verified = tokio::task::spawn_blocking(verified).await.map_err(|_| RemoteCause::Closed)?;
     let extents = verified.ok_or_else(bad)?;
-    let header = object::header_for(header, &shared.place(), &layout).map_err(|_| Cause::Unsupported)?;
+    let header = object::header_for(header, &shared.place(), &layout).map_err(|_| RemoteCause::Unsupported)?;
     let mut object = vec![Bytes::from(header)];
     object.extend(extents.into_pieces().into_iter().map(object::to_bytes));
     Ok(object)
@@ -232,10 +232,10 @@ async fn give_way(log: &Log) {
     }
 }
 
-async fn piece(log: &Log, chunk: &Chunk, (offset, len): (u64, usize)) -> Result<crate::io::Buf, Cause> {
-    let drive = log.drive(chunk.drive).ok_or(Cause::Closed)?;
+async fn piece(log: &Log, chunk: &Chunk, (offset, len): (u64, usize)) -> Result<crate::io::Buf, RemoteCause> {
+    let drive = log.drive(chunk.drive).ok_or(RemoteCause::Closed)?;
     let buf = object::memory(len)?;
     let request = |done| Request::read(Arc::clone(&chunk.file), chunk.slot_offset + offset, buf, done);
     let completion = transfer::submit(&*drive.read, log.options().io_timeout, request).await?;
-    completion.buf.ok_or(Cause::Drive)
+    completion.buf.ok_or(RemoteCause::Drive)
 }

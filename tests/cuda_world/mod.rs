@@ -13,7 +13,7 @@ use forebay::device::{
     Device, Fence, Gate, GatherJob, Gathered, HugePages, PagedKv, Part, ScatterJob, Scattered, StagingOptions,
     StagingPool, Stream,
 };
-use forebay::format::layout::Codec;
+use forebay::format::layout::SlotCodec;
 use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::io::Buf;
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing};
@@ -186,7 +186,7 @@ impl Rig {
         let part = |(layer, spec): (usize, &LayerSpec)| {
             let padded_len = spec.extent_bytes(tokens).next_multiple_of(256);
             let part =
-                Part { layer, staging_offset: at, tokens, padded_len, codec: Codec::None, plan: Arc::clone(plan) };
+                Part { layer, staging_offset: at, tokens, padded_len, codec: SlotCodec::None, plan: Arc::clone(plan) };
             at += padded_len;
             part
         };

@@ -253,7 +253,7 @@ fn described(plane: &parts::Plane, extent_addr: u64, slots: u64) -> (LaunchPlane
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::layout::Codec;
+    use crate::format::layout::SlotCodec;
     use crate::geometry::{LayerKind, LayerSpec};
     use crate::paged::{KvLayout, KvShape, LayerView, Packing, PagedLayout, PlaneView};
 
@@ -269,7 +269,7 @@ mod tests {
             staging_offset,
             tokens: plan.chunk_tokens(),
             padded_len: 0,
-            codec: Codec::None,
+            codec: SlotCodec::None,
             plan: Arc::clone(plan),
         }
     }

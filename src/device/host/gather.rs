@@ -25,10 +25,10 @@ pub(super) fn run(job: &mut GatherJob) -> Result<CopyOutcome> {
         let (extent, padding) = padded.split_at_mut(part.extent.len());
         padding.fill(0);
         let target = match part.coded {
-            None => Target::Raw(extent),
-            Some(shape) => Target::Coded(CodedWriter::new(shape, extent)),
+            None => GatherTarget::Raw(extent),
+            Some(shape) => GatherTarget::Coded(CodedWriter::new(shape, extent)),
         };
-        let mut pass = Pass { target, crc: ExtentCrc::new(), gate: &job.gate, fits: true };
+        let mut pass = GatherPass { target, crc: ExtentCrc::new(), gate: &job.gate, fits: true };
         let finished = match &part.body {
             Body::Planes(planes) => planes.iter().all(|p| gather_plane(p, part, &mut pass)),
             Body::Blocks(blocks) => {
@@ -46,20 +46,20 @@ pub(super) fn run(job: &mut GatherJob) -> Result<CopyOutcome> {
 }
 
 /// Where the bytes of an extent go.
-enum Target<'a> {
+enum GatherTarget<'a> {
     Raw(&'a mut [u8]),
     Coded(CodedWriter<'a>),
 }
 
 /// What goes along the walk over an extent.
-struct Pass<'a> {
-    target: Target<'a>,
+struct GatherPass<'a> {
+    target: GatherTarget<'a>,
     crc: ExtentCrc,
     gate: &'a Gate,
     fits: bool,
 }
 
-impl Pass<'_> {
+impl GatherPass<'_> {
     /// Whether there is nothing more to do: the gate is closed, or the extent does not fit.
     fn is_over(&self) -> bool {
         self.gate.is_closed() || !self.fits
@@ -68,12 +68,12 @@ impl Pass<'_> {
     /// Has `fill` fill the next bytes of the extent, those in `range`, and takes their CRC.
     fn tile(&mut self, range: Range<usize>, fill: impl FnOnce(&mut [u8])) {
         match &mut self.target {
-            Target::Raw(extent) => {
+            GatherTarget::Raw(extent) => {
                 let tile = extent.get_mut(range).unwrap_or_default();
                 fill(tile);
                 self.crc.update(tile);
             }
-            Target::Coded(writer) => {
+            GatherTarget::Coded(writer) => {
                 fill(writer.tile(range.len()));
                 self.fits = writer.filled(&mut self.crc);
             }
@@ -82,7 +82,7 @@ impl Pass<'_> {
 
     /// The CRC of the extent; `None` where it does not fit.
     fn finish(mut self) -> Option<u32> {
-        if let Target::Coded(writer) = self.target {
+        if let GatherTarget::Coded(writer) = self.target {
             self.fits = writer.finish(&mut self.crc);
         }
         self.fits.then(|| self.crc.finish())
@@ -90,7 +90,7 @@ impl Pass<'_> {
 }
 
 /// Whether it came to the end.
-fn gather_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
+fn gather_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut GatherPass<'_>) -> bool {
     let step = tile_tokens(plane.token_bytes);
     let mut runs = Cursor::new(part.plan);
     let holes = part.plan.tokens() < part.tokens;
@@ -119,7 +119,7 @@ fn gather_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool
     true
 }
 
-fn gather_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
+fn gather_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut GatherPass<'_>) -> bool {
     let mut whole = part.plan.whole_blocks(part.tokens).peekable();
     let step = tile_tokens(1);
     for index in 0..part.payload / blocks.block_bytes {

@@ -28,7 +28,7 @@ pub(super) fn run(job: &ScatterJob) -> Result<CopyOutcome> {
             None => Source::Raw(extent),
             Some(shape) => Source::Coded(CodedReader::new(shape, extent)),
         };
-        let mut pass = Pass { source, crc: ExtentCrc::new(), gate: &job.gate };
+        let mut pass = ScatterPass { source, crc: ExtentCrc::new(), gate: &job.gate };
         let finished = match &part.body {
             Body::Planes(planes) => planes.iter().all(|p| scatter_plane(p, part, &mut pass)),
             Body::Blocks(blocks) => {
@@ -51,13 +51,13 @@ enum Source<'a> {
 }
 
 /// What goes along the walk over an extent.
-struct Pass<'a> {
+struct ScatterPass<'a> {
     source: Source<'a>,
     crc: ExtentCrc,
     gate: &'a Gate,
 }
 
-impl Pass<'_> {
+impl ScatterPass<'_> {
     /// The bytes in a range of the extent, which come to the CRC here.
     fn tile(&mut self, range: Range<usize>) -> &[u8] {
         match &mut self.source {
@@ -80,7 +80,7 @@ impl Pass<'_> {
 }
 
 /// Whether the gate stayed open.
-fn scatter_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
+fn scatter_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut ScatterPass<'_>) -> bool {
     let step = tile_tokens(plane.token_bytes);
     let mut runs = Cursor::new(part.plan);
     for start in (0..part.tokens).step_by(step) {
@@ -104,7 +104,7 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut Pass<'_>) -> boo
     true
 }
 
-fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut Pass<'_>) -> bool {
+fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut ScatterPass<'_>) -> bool {
     let mut whole = part.plan.whole_blocks(part.tokens).peekable();
     let step = tile_tokens(1);
     for index in 0..part.payload / blocks.block_bytes {

@@ -2,7 +2,7 @@ use std::sync::mpsc;
 
 use super::*;
 use crate::device::{Gate, HostMemory, HugePages, PagedKv, Part};
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::geometry::{LayerKind, LayerSpec};
 use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
 
@@ -42,7 +42,7 @@ impl Rig {
     fn nth_part(&self, n: usize) -> Part {
         let slots: Vec<i64> = (n * TOKENS..(n + 1) * TOKENS).map(|slot| slot as i64).collect();
         let plan = Arc::new(ChunkPlan::new(&slots, None, 16, self.blocks).unwrap());
-        Part { layer: 0, staging_offset: 0, tokens: TOKENS, padded_len: 0, codec: Codec::None, plan }
+        Part { layer: 0, staging_offset: 0, tokens: TOKENS, padded_len: 0, codec: SlotCodec::None, plan }
     }
 
     fn scatter_with(&self, gate: &Arc<Gate>, done: impl FnOnce(Scattered) + Send + 'static) {

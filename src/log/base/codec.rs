@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 
 /// After the first chunk that does not fit, so many are stored as they are.
 const FIRST_PAUSE: u32 = 64;
@@ -16,7 +16,7 @@ const MOST_DOUBLINGS: u32 = 14;
 /// The codec that is asked for, and how KV has fitted it lately.
 #[derive(Debug, Default)]
 pub(in crate::log) struct CodecChoice {
-    wanted: Codec,
+    wanted: SlotCodec,
     /// Chunks that are still to be stored as they are.
     pause: AtomicU32,
     /// Pauses since a chunk has fitted.
@@ -24,15 +24,15 @@ pub(in crate::log) struct CodecChoice {
 }
 
 impl CodecChoice {
-    pub(in crate::log) fn new(wanted: Codec) -> Self {
+    pub(in crate::log) fn new(wanted: SlotCodec) -> Self {
         Self { wanted, ..Self::default() }
     }
 
     /// The codec for the next chunk.
-    pub(in crate::log) fn next(&self) -> Codec {
+    pub(in crate::log) fn next(&self) -> SlotCodec {
         let less = |pause: u32| pause.checked_sub(1);
         let pausing = self.pause.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok();
-        if pausing { Codec::None } else { self.wanted }
+        if pausing { SlotCodec::None } else { self.wanted }
     }
 
     /// A coded chunk was stored.
@@ -56,8 +56,8 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_pauses_the_codec_longer_each_time_until_something_fits() {
-        let choice = CodecChoice::new(Codec::Exp4);
-        let pause = || std::iter::from_fn(|| (choice.next() == Codec::None).then_some(())).count() as u32;
+        let choice = CodecChoice::new(SlotCodec::Exp4);
+        let pause = || std::iter::from_fn(|| (choice.next() == SlotCodec::None).then_some(())).count() as u32;
         assert_eq!(pause(), 0);
         assert!(choice.misfit() && !choice.misfit(), "those under way begin no pause of their own");
         assert_eq!(pause(), FIRST_PAUSE);
@@ -66,6 +66,6 @@ mod tests {
         choice.fitted();
         assert!(choice.misfit());
         assert_eq!(pause(), FIRST_PAUSE);
-        assert_eq!(CodecChoice::new(Codec::None).next(), Codec::None);
+        assert_eq!(CodecChoice::new(SlotCodec::None).next(), SlotCodec::None);
     }
 }

@@ -12,7 +12,7 @@ use super::options::{LogOptions, Mode};
 use super::spec::OBJECT_TLV_BYTES;
 use super::stats::{LogCounters, ShedCounters};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::{Codec, SlotLayout};
+use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::index::{BootId, Entry, EntryKind, Holder, LeaseEnv};
 
 /// Shared by a log, its drives, lanes and threads.
@@ -41,7 +41,7 @@ impl Ctx {
             admit: Admit::new(&options),
             codec: CodecChoice::new(options.codec),
             full_layout: SlotLayout::of_chunk(&options.geometry, options.geometry.chunk_tokens),
-            full_coded: SlotLayout::of_coded_chunk(&options.geometry, options.geometry.chunk_tokens, Codec::Exp4),
+            full_coded: SlotLayout::of_coded_chunk(&options.geometry, options.geometry.chunk_tokens, SlotCodec::Exp4),
             options,
             counters: LogCounters::default(),
             sheds: ShedCounters::default(),
@@ -91,18 +91,18 @@ impl Ctx {
             return SlotLayout::of_bytes(entry.length as usize, OBJECT_TLV_BYTES);
         }
         // A coded slot is shorter than that of the same chunk without a codec.
-        let coded = self.chunk_layout(entry.tokens, Codec::Exp4);
-        if coded.pages() == entry.pages { coded } else { self.chunk_layout(entry.tokens, Codec::None) }
+        let coded = self.chunk_layout(entry.tokens, SlotCodec::Exp4);
+        if coded.pages() == entry.pages { coded } else { self.chunk_layout(entry.tokens, SlotCodec::None) }
     }
 
     /// The layout of a chunk of `tokens` tokens.
-    pub(in crate::log) fn chunk_layout(&self, tokens: u32, codec: Codec) -> SlotLayout {
+    pub(in crate::log) fn chunk_layout(&self, tokens: u32, codec: SlotCodec) -> SlotLayout {
         if tokens != self.options.geometry.chunk_tokens {
             return SlotLayout::of_coded_chunk(&self.options.geometry, tokens, codec);
         }
         match codec {
-            Codec::None => self.full_layout.clone(),
-            Codec::Exp4 => self.full_coded.clone(),
+            SlotCodec::None => self.full_layout.clone(),
+            SlotCodec::Exp4 => self.full_coded.clone(),
         }
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::clock::{Clock, SystemClock};
 pub use crate::config::{Mode, OnIncompatible, Placement};
 use crate::error::Result;
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{self, IoOptions};
@@ -45,7 +45,7 @@ pub struct LogOptions {
     /// What a chunk is.
     pub geometry: Arc<Geometry>,
     /// How chunks are coded that are stored from now on; what is stored keeps its codec.
-    pub codec: Codec,
+    pub codec: SlotCodec,
     /// Whether to write.
     pub mode: Mode,
     /// Most bytes on each drive, over all lanes and namespaces below its cache directory.
@@ -116,7 +116,7 @@ impl LogOptions {
             dirs: vec![dir.into()],
             drives: Vec::new(),
             geometry,
-            codec: Codec::None,
+            codec: SlotCodec::None,
             mode: Mode::default(),
             capacity_bytes: 64 << 30,
             min_free_bytes: 0,

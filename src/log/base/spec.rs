@@ -1,6 +1,6 @@
 //! What is to be stored: a chunk of KV, an object or a part of one.
 
-use crate::format::layout::{Codec, SlotLayout};
+use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::record::KeyKind;
 use crate::key::ChunkKey;
 
@@ -40,7 +40,7 @@ pub struct PutSpec {
     /// the commit.
     pub tlvs: Vec<(u16, Vec<u8>)>,
     /// Codec of a chunk.
-    pub codec: Codec,
+    pub codec: SlotCodec,
     /// Layout of the slot; `None` for that of a chunk of `tokens` tokens.
     pub layout: Option<SlotLayout>,
     /// Payload bytes of an object; ignored for chunks.
@@ -64,7 +64,7 @@ impl PutSpec {
             key_kind: KeyKind::Chain,
             group: 0,
             tlvs: Vec::new(),
-            codec: Codec::None,
+            codec: SlotCodec::None,
             layout: None,
             length: 0,
         }

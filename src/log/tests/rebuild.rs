@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::support::*;
 use crate::Result;
 use crate::error::ErrorKind;
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::log::fsck::{LaneDir, RawLane, RebuildOptions, Rebuilt, deep, lanes, live, rebuild};
 use crate::log::{Log, LogOptions, PutSpec, reclaim};
@@ -235,7 +235,7 @@ fn slots_with_a_gap_are_found_and_a_sibling_tells_what_the_lane_was() {
     let geometry = Arc::new(Geometry::new("large", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap());
     let large = LogOptions { geometry, segment_bytes: Some(10 << 20), ..small(dir.path()) };
     let log = Log::open(large.clone()).unwrap();
-    assert!(log.chunk_layout(CHUNK_TOKENS, Codec::None).header_offset > 0);
+    assert!(log.chunk_layout(CHUNK_TOKENS, SlotCodec::None).header_offset > 0);
     let other = Log::open(large.clone()).unwrap();
     (0..4).for_each(|n| assert!(store(&log, n)));
     assert!(store(&other, 9));

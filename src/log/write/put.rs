@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::publish::{self, Commit};
 use super::reservation::{PutDone, Reservation};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::{Codec, SlotLayout};
+use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::format::record::{Record, RecordKind};
 use crate::format::slot::SlotHeader;
 use crate::io::{AlignedBuf, Completion, DirectFile, Queue, Request};
@@ -123,7 +123,7 @@ impl Put {
             }
         };
         let record = self.record(header_crc);
-        if self.layout.codec() != Codec::None {
+        if self.layout.codec() != SlotCodec::None {
             self.reservation.lane.ctx.codec.fitted();
         }
         // Its header must not reach the drive after the removal has made durable what it has done.

@@ -14,7 +14,7 @@ use crate::device::{
     Device, Gate, GatherJob, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part, ScatterJob,
     StagingOptions, StagingPool,
 };
-use crate::format::layout::Codec;
+use crate::format::layout::SlotCodec;
 use crate::geometry::{LayerKind, LayerSpec};
 use crate::io::Buf;
 use crate::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
@@ -69,8 +69,14 @@ impl Case {
             let part = |(layer, spec): (usize, &LayerSpec)| {
                 let tokens = tokens + self.longer;
                 let padded_len = spec.extent_bytes(tokens).next_multiple_of(512);
-                let part =
-                    Part { layer, staging_offset: at, tokens, padded_len, codec: Codec::None, plan: Arc::clone(&plan) };
+                let part = Part {
+                    layer,
+                    staging_offset: at,
+                    tokens,
+                    padded_len,
+                    codec: SlotCodec::None,
+                    plan: Arc::clone(&plan),
+                };
                 at += padded_len;
                 part
             };

@@ -12,7 +12,7 @@ pub(super) type Decode = fn(&[u8], &Dictionary, &mut [u8]);
 
 /// One way to do both.
 #[derive(Clone, Copy, Debug)]
-pub struct Kernels {
+pub struct CodecKernels {
     /// What it needs.
     pub name: &'static str,
     /// Codes.
@@ -21,9 +21,9 @@ pub struct Kernels {
     pub(super) decode: Decode,
 }
 
-const PORTABLE: Kernels = Kernels { name: "portable", encode: encode_blocks, decode: decode_blocks };
+const PORTABLE: CodecKernels = CodecKernels { name: "portable", encode: encode_blocks, decode: decode_blocks };
 
-impl Kernels {
+impl CodecKernels {
     /// All that this processor can do, the best last.
     #[must_use]
     pub fn all() -> Vec<Self> {
@@ -44,7 +44,7 @@ impl Kernels {
     /// The best for this processor.
     #[must_use]
     pub fn best() -> &'static Self {
-        static BEST: OnceLock<Kernels> = OnceLock::new();
+        static BEST: OnceLock<CodecKernels> = OnceLock::new();
         BEST.get_or_init(|| Self::all().pop().unwrap_or(PORTABLE))
     }
 }
@@ -73,10 +73,10 @@ mod avx2 {
         _mm256_unpacklo_epi8,
     };
 
-    use super::{Kernels, add_escapes};
+    use super::{CodecKernels, add_escapes};
     use crate::format::exp4::{BLOCK_BYTES, BLOCK_CODES, BLOCK_RAW_BYTES, BLOCK_VALUES, Dictionary, Escape};
 
-    pub(super) const KERNELS: Kernels = Kernels { name: "avx2", encode, decode };
+    pub(super) const KERNELS: CodecKernels = CodecKernels { name: "avx2", encode, decode };
 
     /// Values that one vector has the bytes of.
     const LANES: usize = 32;
@@ -210,10 +210,10 @@ mod avx512 {
         _mm512_slli_epi16, _mm512_srli_epi16, _mm512_storeu_si512, _mm512_ternarylogic_epi64,
     };
 
-    use super::{Kernels, add_escapes};
+    use super::{CodecKernels, add_escapes};
     use crate::format::exp4::{BLOCK_BYTES, BLOCK_CODES, BLOCK_RAW_BYTES, BLOCK_VALUES, Dictionary, Escape};
 
-    pub(super) const KERNELS: Kernels = Kernels { name: "avx512", encode, decode };
+    pub(super) const KERNELS: CodecKernels = CodecKernels { name: "avx512", encode, decode };
 
     /// Values that one vector has the bytes of.
     const LANES: usize = 64;

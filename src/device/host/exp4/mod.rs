@@ -9,14 +9,13 @@ use std::ops::Range;
 
 use super::crc::ExtentCrc;
 use crate::format::exp4::{
-    BLOCK_BYTES, BLOCK_RAW_BYTES, BLOCK_VALUES, CodedShape, Escape, SEGMENT_BLOCKS, SEGMENT_BYTES, SEGMENT_RAW_BYTES,
-    SEGMENT_VALUES, Tail, TailWriter, best_dictionary, likely_dictionary, patch,
+    BLOCK_BYTES, BLOCK_RAW_BYTES, BLOCK_VALUES, CodedShape, Escape, EscapeTail, SEGMENT_BLOCKS, SEGMENT_BYTES,
+    SEGMENT_RAW_BYTES, SEGMENT_VALUES, TailWriter, best_dictionary, likely_dictionary, patch,
 };
 
 mod kernels;
 
-pub use kernels::Kernels as CodecKernels;
-use kernels::Kernels;
+pub use kernels::CodecKernels;
 
 /// A segment with more escapes than this gets the best dictionary instead of a likely one: one value
 /// in 512, half of which fit if all segments were so.
@@ -24,10 +23,10 @@ const MOST_LIKELY_ESCAPES: usize = SEGMENT_VALUES / 512;
 
 /// A coded extent that is read tile by tile, from its start on.
 pub(super) struct CodedReader<'a> {
-    kernels: &'static Kernels,
+    kernels: &'static CodecKernels,
     shape: CodedShape,
     coded: &'a [u8],
-    tail: Tail<'a>,
+    tail: EscapeTail<'a>,
     /// Coded bytes before it are in the CRC.
     summed: usize,
     values: Vec<u8>,
@@ -38,8 +37,8 @@ impl<'a> CodedReader<'a> {
     #[must_use]
     pub(super) fn new(shape: CodedShape, coded: &'a [u8]) -> Self {
         let coded = if coded.len() == shape.coded_bytes() { coded } else { &[] };
-        let tail = Tail::of(shape, coded);
-        Self { kernels: Kernels::best(), shape, coded, tail, summed: 0, values: Vec::new() }
+        let tail = EscapeTail::of(shape, coded);
+        Self { kernels: CodecKernels::best(), shape, coded, tail, summed: 0, values: Vec::new() }
     }
 
     /// The values in a range of the uncoded extent.
@@ -86,7 +85,7 @@ impl<'a> CodedReader<'a> {
 
 /// A coded extent that is written tile by tile, from its start on.
 pub(super) struct CodedWriter<'a> {
-    kernels: &'static Kernels,
+    kernels: &'static CodecKernels,
     shape: CodedShape,
     coded: &'a mut [u8],
     /// Segments that are coded.
@@ -103,7 +102,7 @@ impl<'a> CodedWriter<'a> {
     /// A writer to `coded`, which has the bytes that the shape says.
     #[must_use]
     pub(super) fn new(shape: CodedShape, coded: &'a mut [u8]) -> Self {
-        let (kernels, tail) = (Kernels::best(), TailWriter::new(shape));
+        let (kernels, tail) = (CodecKernels::best(), TailWriter::new(shape));
         let (values, escapes) = (Vec::new(), Vec::new());
         Self { kernels, shape, coded, segments: 0, values, pending: 0, escapes, tail, fits: true }
     }

@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 
-use super::kernels::Kernels;
+use super::kernels::CodecKernels;
 use super::*;
 use crate::format::exp4::{Dictionary, ENTRIES, decode_blocks, encode_blocks};
 
@@ -42,7 +42,7 @@ fn assert_kernels_agree(raw: &[u8], dictionary: &Dictionary) {
     decode_blocks(&expected, dictionary, &mut decoded);
     patch(expected_escapes.iter().copied(), 0, &mut decoded);
     assert!(decoded == raw, "the portable kernel");
-    for kernels in Kernels::all() {
+    for kernels in CodecKernels::all() {
         let (mut blocks, mut escapes) = (vec![0x5a; blocks_len], Vec::new());
         (kernels.encode)(raw, dictionary, &mut blocks, &mut escapes);
         assert!(blocks == expected && escapes == expected_escapes, "{} codes otherwise", kernels.name);
@@ -240,5 +240,5 @@ fn a_thousand_million_values_come_back() {
         }
     }
     assert!(fitting > 700_000_000, "only {fitting} values fitted");
-    println!("{values} values, {fitting} of them in {:?}", Kernels::best().name);
+    println!("{values} values, {fitting} of them in {:?}", CodecKernels::best().name);
 }
