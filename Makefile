@@ -28,11 +28,11 @@ unit: cufile
 	FOREBAY_CUFILE_PATH="$$(cat $(CUFILE_LIB) 2>/dev/null)" $(CARGO) nextest run --workspace --locked --no-fail-fast
 	$(CARGO) test --doc --workspace --exclude forebay-loom --locked
 
-# All pages with the rooms below the public API, then the public API alone: its pages must not link to what is not in it, and it stays small.
+# The public API alone: its pages must not link to what is not in it, and it stays small. Then all pages, with the rooms below it.
 doc:
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc -p forebay --no-deps --locked
+	@items=$$(grep -o '<li><a href="[a-z]' target/doc/forebay/all.html | wc -l); echo "$$items public items"; test $$items -le 150
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc -p forebay --no-deps --locked --target-dir target/public
-	@items=$$(grep -o '<li><a href="[a-z]' target/public/doc/forebay/all.html | wc -l); echo "$$items public items"; test $$items -le 150
 
 # The Python package: builds the wheel, installs it into a virtual environment of its own and runs its tests there.
 python:
