@@ -3,8 +3,8 @@
 //! own on one thread.
 //!
 //! Staging and paged KV are far larger than the caches, and blocks lie in a shuffled order, as a
-//! server's allocator leaves them. One iteration moves [`JOBS`] extents. Rates are those of the KV, also
-//! where its extents are coded.
+//! server's allocator leaves them. One iteration moves [`JOBS`] extents. Rates are those of the KV,
+//! also where its extents are coded.
 #![expect(clippy::unwrap_used, reason = "benches")]
 
 use std::hint::black_box;

@@ -3,8 +3,8 @@
 //!
 //! [`engine::Engine`] stores and loads the chunks of prompts, [`objects::ObjectStore`] stores bytes
 //! under any key, and [`connector`] is what a serving engine's scheduler and workers call. The rest
-//! is what these take: [`config::Settings`], a [`geometry::Geometry`], [`device::PagedKv`] memory and
-//! [`key::Extra`].
+//! is what these take: [`config::Settings`], a [`geometry::Geometry`], [`device::PagedKv`] memory
+//! and [`key::Extra`].
 //!
 //! A prompt of two chunks is stored, found and loaded into other blocks:
 //!

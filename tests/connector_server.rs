@@ -160,7 +160,8 @@ fn what_is_read_ahead_for_waiting_requests_is_right_and_is_let_go() {
     let (mut used, mut held) = (0, 0);
     for seed in 60..64 {
         let mut world = if seed % 2 == 0 { world() } else { with_faults(Fault::FlipBit { byte: 4100 }, 9).0 };
-        // What is stored without a memory tier is not in memory when another server comes to load it.
+        // What is stored without a memory tier is not in memory when another server comes to load
+        // it.
         drop(run(&world, seed, 100, usual));
         (world.settings.local_cpu, world.settings.max_local_cpu_size) = (true, 1 << 20);
         let (_, engine) = run(&world, seed, 150, usual);

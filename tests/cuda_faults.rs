@@ -128,7 +128,8 @@ fn an_error_at_any_call_ends_every_job_once_and_leaves_nothing() {
                     assert_eq!(lib.get(key), 0, "{key} after error at call {nth} of {hit}");
                 }
             }
-            // The first calls and a late one are all there is to see; an event is recorded a dozen times.
+            // The first calls and a late one are all there is to see; an event is recorded a dozen
+            // times.
             if nth > 12 {
                 break;
             }

@@ -217,7 +217,8 @@ fn copies_end_when_their_bytes_are_there_also_through_memory_that_could_not_be_p
         // SAFETY: a region of this length that only this test uses.
         unsafe { std::ptr::copy(bytes.as_ptr(), there.as_mut_ptr(), bytes.len()) };
         world.lib.hold_side_streams(true);
-        // Where the engine waits for the copy: in the copy itself if that is not from pinned memory.
+        // Where the engine waits for the copy: in the copy itself if that is not from pinned
+        // memory.
         let waiting = if refuse { "cuMemcpyHtoDAsync_v2" } else { "cuEventSynchronize" };
         let waits = world.lib.get(waiting);
         let ended = copy(&mover, true, (memory.address(), there.as_mut_ptr(), 300_000));
@@ -292,8 +293,8 @@ fn a_forked_child_that_drops_the_last_handle_gives_nothing_back() {
     let World { lib, server, device, pool } = World::new();
     let memory = device.alloc(64).unwrap();
     memory.fill(0, 64, 1).unwrap();
-    // The threads, which a child does not have, hold no handle any more: the memory alone keeps stream,
-    // events and context.
+    // The threads, which a child does not have, hold no handle any more: the memory alone keeps
+    // stream, events and context.
     drop((device, pool));
     let calls = lib.get("calls");
     // SAFETY: the child only runs the code below and leaves by _exit.

@@ -191,8 +191,8 @@ fn loads_of_one_stream_never_wait_in_a_circle() {
     let mut jobs = Vec::new();
     let mut fences = Vec::new();
     for &(i, seed) in &all {
-        // Every second job belongs to the first load; each other one is a load of its own, further down the
-        // same stream.
+        // Every second job belongs to the first load; each other one is a load of its own, further
+        // down the same stream.
         compute.fill(&scratch, i as u8);
         fences.push(world.fence(&compute));
         let fence = if i % 2 == 0 { fences[0].clone() } else { fences[i].clone() };

@@ -1,6 +1,6 @@
-//! KV stored with `codec: exp4`: it comes back byte for byte through every layout, takes less of the
-//! drive and of the memory tier, and is a miss where it is damaged. What does not fit the codec is
-//! stored as it is.
+//! KV stored with `codec: exp4`: it comes back byte for byte through every layout, takes less of
+//! the drive and of the memory tier, and is a miss where it is damaged. What does not fit the codec
+//! is stored as it is.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;

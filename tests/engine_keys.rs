@@ -1,5 +1,5 @@
-//! Prompts whose chunks the server names itself: found, loaded layer by layer and removed like those of tokens, and never
-//! mixed up with them.
+//! Prompts whose chunks the server names itself: found, loaded layer by layer and removed like
+//! those of tokens, and never mixed up with them.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;

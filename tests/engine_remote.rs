@@ -1,6 +1,6 @@
 //! The remote tier over a real S3 server: what one cache has stored another one finds, each object
-//! is uploaded once, what is removed does not come back, and no fault of the store or of the network
-//! gives a wrong byte or holds anybody up.
+//! is uploaded once, what is removed does not come back, and no fault of the store or of the
+//! network gives a wrong byte or holds anybody up.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;

@@ -199,8 +199,8 @@ fn removing_a_prompt_removes_partial_chunks_that_no_lookup_finds_now() {
     let w = World::plain();
     let engine = w.open();
     let (a, map) = (w.kv().filled(1), slots(CHUNK, 1));
-    // Prompts of every length, all after the same root: the list of lengths there has no room for the
-    // short ones.
+    // Prompts of every length, all after the same root: the list of lengths there has no room for
+    // the short ones.
     let short = prompt(&engine, 3, 3);
     for len in (1..CHUNK).rev() {
         let p = prompt(&engine, len, len as u32);

@@ -1,5 +1,5 @@
-//! The golden fixture of the codec `exp4`: an extent as it was first coded. Today's code must decode
-//! it, and so must a decoder that is written here from docs/format.md alone.
+//! The golden fixture of the codec `exp4`: an extent as it was first coded. Today's code must
+//! decode it, and so must a decoder that is written here from docs/format.md alone.
 //!
 //! `tests/fixtures/exp4/extent.txt` has a line for every 192 bytes of the coded extent, in
 //! hexadecimal, behind the number of times that they follow each other. It was written by the
@@ -27,7 +27,8 @@ fn values() -> Vec<u16> {
         ((i as u16).wrapping_mul(517) & 0x807f) | (116 + (i as u16 * 5) % 12) << 7
     };
     let mut values: Vec<u16> = (0..VALUES).map(plain).collect();
-    // A quiet and a signalling NaN with payloads, infinity, denormals, both zeros, the largest value.
+    // A quiet and a signalling NaN with payloads, infinity, denormals, both zeros, the largest
+    // value.
     let odd = [0x7fc1, 0xff85, 0x7f80, 0x0001, 0x807f, 0x0000, 0x8000, 0x7f7f];
     for (n, value) in odd.into_iter().enumerate() {
         values[n * 17] = value;

@@ -254,8 +254,8 @@ fn todays_code_restores_version_2_from_its_slots() {
     fs::remove_file(&files["index.kv"]).unwrap();
     let lane = lanes(dir.path()).unwrap().pop().unwrap();
     let rebuilt = rebuild(&lane, None, RebuildOptions { dry_run: false, backup: true }, &|_| ()).unwrap();
-    // Three in the first segment, of which one lies below the floor of everything; two chunks and an
-    // object in the second.
+    // Three in the first segment, of which one lies below the floor of everything; two chunks and
+    // an object in the second.
     assert_eq!((rebuilt.chunks, rebuilt.left_out.len()), (6, 0), "{rebuilt:?}");
     assert_golden(&Log::open(options(dir.path())).unwrap());
 }

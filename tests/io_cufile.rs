@@ -177,7 +177,8 @@ fn wrong_counts_are_never_trusted() {
         let got = read_ok(&w.drive, &w.file, 0, device(MIB));
         assert!(peek(&got) == pattern(MIB, 10));
         assert_eq!(w.copies(), 2 * PIECES_OF_A_MIB);
-        // Where the file ends, the other way finds it too: the caller's error, and no fault of the path.
+        // Where the file ends, the other way finds it too: the caller's error, and no fault of the
+        // path.
         for _ in 0..5 {
             let c = wait(&*w.drive.read, w.read(MIB as u64 - 4096, 8192));
             assert_eq!((c.result.unwrap_err().kind(), c.buf.is_some()), (ErrorKind::ShortIo, true));
@@ -446,7 +447,8 @@ fn a_forked_child_gets_an_error_and_calls_nothing() {
         write_ok(&w.drive, &w.file, 0, filled(IO_ALIGN, 9));
         let calls = w.standin.count(Call::HandleDeregister);
         #[expect(unsafe_code, reason = "fork")]
-        // SAFETY: the child calls only what is under test, none of which may take a lock that another thread held.
+        // SAFETY: the child calls only what is under test, none of which may take a lock that
+        // another thread held.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             let refused = w.drive.read.submit(w.read(0, IO_ALIGN)).is_err_and(|r| r.error.kind() == ErrorKind::Forked);

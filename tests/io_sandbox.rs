@@ -58,7 +58,8 @@ fn refuse_syscall(nr: libc::c_long, errno: i32) {
         op(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0, 0),
     ];
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    // SAFETY: the filter lives over the call; it is installed for this thread and those that it starts.
+    // SAFETY: the filter lives over the call; it is installed for this thread and those that it
+    // starts.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
         assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter), 0);
@@ -121,7 +122,8 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: mapped in `map` with this length; buffers and queues hold the region while they use it.
+        // SAFETY: mapped in `map` with this length; buffers and queues hold the region while they
+        // use it.
         unsafe { libc::munmap(self.ptr.cast(), self.len) };
     }
 }
@@ -176,8 +178,8 @@ fn memory_of_a_region_is_registered_window_by_window_when_used() {
         let drive = open_drive(&with_region(&region)).unwrap();
         let untouched = status_kib("VmPin:");
         let window = 16usize << 20;
-        // Over the border of the first two windows: whole blocks are registered, the one on the border is
-        // not.
+        // Over the border of the first two windows: whole blocks are registered, the one on the
+        // border is not.
         round_trip(&drive, Buf::new(Part(Arc::clone(&region), window - (5 << 19), 5 << 20)));
         let pinned = status_kib("VmPin:") - untouched;
         // Both queues pin both windows; nobody pins the other two.
@@ -226,7 +228,8 @@ fn a_forked_child_is_refused_and_the_parent_goes_on() {
             let drive = open_drive(&IoOptions { engine, ..IoOptions::default() }).unwrap();
             let file = Arc::new(DirectFile::in_memory().unwrap());
             let request = Request::read(file, 0, pages(1), nobody);
-            // SAFETY: the child makes a few calls and leaves by `_exit`; an alarm ends it where it would hang.
+            // SAFETY: the child makes a few calls and leaves by `_exit`; an alarm ends it where it
+            // would hang.
             let pid = unsafe { libc::fork() };
             if pid == 0 {
                 // SAFETY: no pointers.

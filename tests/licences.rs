@@ -16,7 +16,8 @@ const ALLOWED: &[&str] = &[
     "BSL-1.0",
     // Mozilla's list of certificate authorities: data, free to pass on with its licence's text.
     "CDLA-Permissive-2.0",
-    // libFuzzer's own sources (University of Illinois, permissive), which only builds of `fuzz/` with libFuzzer hold.
+    // libFuzzer's own sources (University of Illinois, permissive), which only builds of `fuzz/`
+    // with libFuzzer hold.
     "NCSA",
 ];
 

@@ -55,7 +55,8 @@ fn pieces(random: &mut Random, arena: &Arc<HostMemory>, within: Range<usize>, le
 
 /// Fills pieces, which lie in several memories, with bytes.
 fn fill(memory: &ObjectMemory, arena: &Arc<HostMemory>, place: &mut usize, bytes: &[u8]) -> ObjectMemory {
-    // Only the arena can be written from here: a copy of the same length in it, aligned as its place is.
+    // Only the arena can be written from here: a copy of the same length in it, aligned as its
+    // place is.
     let at = *place;
     arena.write(at, bytes).unwrap();
     *place += bytes.len().next_multiple_of(4096);

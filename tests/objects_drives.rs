@@ -93,7 +93,8 @@ fn what_reclaim_moves_is_still_found() {
     let moved = || store.stats().log.unwrap().moved;
     for round in 0..40 {
         if let Some(some) = hot.get(round * 4..round * 4 + 4) {
-            // Some in every segment, so that keeping them means moving them; every other one is gone by then.
+            // Some in every segment, so that keeping them means moving them; every other one is
+            // gone by then.
             let items = some.iter().zip(round * 4..).map(|(key, n)| object(key, 1, len(n)));
             assert!(put(&store, items.collect()).all_ok());
             assert_eq!(delete(&store, &[some[0], some[2]]), [true; 2]);

@@ -44,7 +44,8 @@ fn the_store_is_a_map_whatever_happens_between_the_calls() {
                 let done = put(&store, items.iter().map(|(k, len)| object(k, round, *len)).collect());
                 assert!(done.all_ok(), "{context}: {:?}", done.error);
                 for ((k, len), result) in items.into_iter().zip(&done.results) {
-                    // What is there stays; of several values in this batch the first is stored, and answers for all.
+                    // What is there stays; of several values in this batch the first is stored, and
+                    // answers for all.
                     let (version, there) = *model.entry(k).or_insert((round, len));
                     let written = if version == round { there as u64 } else { 0 };
                     assert_eq!(result.len, written, "{context}");

@@ -134,8 +134,8 @@ fn recovers(w: &World, (flushed, was_write): (&[usize], bool), what: &str) {
         assert_eq!(matched(&engine, &work.prompts[*n]), work.prompts[*n].len(), "{what}: flushed prompt {n} is lost");
     }
     for n in 0..3 {
-        // A removal whose hints could not be written leaves chunks that a load finds to be gone, one at a
-        // time.
+        // A removal whose hints could not be written leaves chunks that a load finds to be gone,
+        // one at a time.
         for _ in work.prompts[n].keys() {
             work.load(&engine, n, what);
             assert!(work.store(&engine, n), "{what}: prompt {n} cannot be stored");

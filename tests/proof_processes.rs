@@ -142,7 +142,8 @@ fn processes_share_a_cache_and_do_not_take_each_other_down() {
     assert_eq!(b.ask("remove 0 10"), "10");
     assert_eq!((a.hits(0..10, 1), looker.hits(0..10, 1)), (0, 0), "removed by another process");
 
-    // What the looker holds stays readable while both writers push far more than the capacity through.
+    // What the looker holds stays readable while both writers push far more than the capacity
+    // through.
     assert_eq!(looker.ask("pin 20 30"), "10");
     a.ask("put 1000 1500 1");
     b.ask("put 2000 2500 1");
@@ -201,7 +202,8 @@ fn a_lane_that_a_dead_servers_child_keeps_is_served_and_adopted_when_the_child_h
     log.flush().unwrap();
     log.abandon();
     drop(log);
-    // What a child has that was forked and goes on after its parent was killed: the lane's locked file.
+    // What a child has that was forked and goes on after its parent was killed: the lane's locked
+    // file.
     let lane = forebay::log::fsck::lanes(&cache).unwrap().remove(0);
     let lock = std::fs::File::open(lane.path().join("LOCK")).unwrap();
     lock.try_lock().unwrap();

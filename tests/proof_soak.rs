@@ -264,8 +264,9 @@ impl Soak {
         for name in ["write_errors", "retired_segments"] {
             assert_eq!(self.totals.get(name), Some(&0), "{name}: {:?}", self.totals);
         }
-        // What a killed process had stored last is not in its lane's index: whoever still has its table may
-        // read where the next writer is writing, and finds that by the check (docs/format.md).
+        // What a killed process had stored last is not in its lane's index: whoever still has its
+        // table may read where the next writer is writing, and finds that by the check
+        // (docs/format.md).
         assert!(self.totals["bad_chunks"] <= self.kills, "bad chunks: {:?}", self.totals);
     }
 }

@@ -272,8 +272,8 @@ impl Dir {
                 Err(e) => return Err(refused(e)),
             }
         }
-        // Looked at before it is opened: opening a FIFO would wait for ever, and O_NONBLOCK would change
-        // how io_uring treats the file afterwards.
+        // Looked at before it is opened: opening a FIFO would wait for ever, and O_NONBLOCK would
+        // change how io_uring treats the file afterwards.
         let found = path.symlink_metadata().map_err(refused)?.file_type();
         if found.is_fifo() || found.is_socket() || found.is_block_device() || found.is_char_device() {
             return Err(Error::new(ErrorKind::Config, "a FIFO, socket or device lies where the cache has a file")

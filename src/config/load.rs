@@ -208,7 +208,8 @@ impl Loader {
     }
 
     fn env_layer(&self, prefix: &str, warnings: &mut Vec<Warning>) -> Result<Layer> {
-        // Never strict: Kubernetes gives every pod FOREBAY_PORT and the like when a service has that name.
+        // Never strict: Kubernetes gives every pod FOREBAY_PORT and the like when a service has
+        // that name.
         let mut layer = Flatten { layer: Layer::new(), warnings, strict: false };
         for (name, value) in &self.env {
             let Some(key) = name.strip_prefix(prefix) else { continue };

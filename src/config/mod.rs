@@ -3,8 +3,8 @@
 //!
 //! Every limit of the engine is a field here with its unit, and every bad value has its own error
 //! with advice; the rooms above read typed fields and parse nothing. `docs/configuration.md` lists
-//! every key, and a test keeps it complete. The module `dir` checks the cache directories and opens what
-//! lies inside them without following a symlink out.
+//! every key, and a test keeps it complete. The module `dir` checks the cache directories and opens
+//! what lies inside them without following a symlink out.
 //!
 //! This room must not open the cache, start threads, or know any other room but `error`; the
 //! environment and the files it reads are injected through [`Loader`].
@@ -87,8 +87,8 @@ pub struct Settings {
     /// Bytes of one I/O request; larger extents are split.
     #[serde(with = "value::size")]
     pub block_size: usize,
-    /// How KV is coded that is stored from now on; what is stored keeps its codec and is read with any
-    /// setting.
+    /// How KV is coded that is stored from now on; what is stored keeps its codec and is read with
+    /// any setting.
     #[serde(deserialize_with = "value::choice")]
     pub codec: Codec,
     /// Bytes the cache may take on disk, over all lanes and namespaces.

@@ -29,7 +29,8 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A part of the design that settings may name and that does nothing: not yet, or because it is off.
+/// A part of the design that settings may name and that does nothing: not yet, or because it is
+/// off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Feature {

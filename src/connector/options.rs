@@ -94,8 +94,8 @@ pub struct ConnectorOptions {
     /// A request whose chunks are being loaded for another one waits for that load instead of
     /// loading them again; of use where the server shares blocks of equal prefixes.
     pub join_loads: bool,
-    /// What is stored of requests that wait is read into the workers' memory ahead; of use where they
-    /// have a memory tier.
+    /// What is stored of requests that wait is read into the workers' memory ahead; of use where
+    /// they have a memory tier.
     pub prefetch: bool,
     /// Loads of fewer tokens are not worth it.
     pub min_load_tokens: usize,

@@ -105,9 +105,9 @@ struct FramePart {
     shared: bool,
 }
 
-// SAFETY: the range lies in the memory of the frame, which this holds and nobody uses but through parts. A
-// part to be written overlaps no other one, and there is none once the frame is finished; parts to
-// be read are made only then, and say that they are shared.
+// SAFETY: the range lies in the memory of the frame, which this holds and nobody uses but through
+// parts. A part to be written overlaps no other one, and there is none once the frame is finished;
+// parts to be read are made only then, and say that they are shared.
 unsafe impl IoBuf for FramePart {
     fn as_mut_ptr(&self) -> *mut u8 {
         self.memory.start().wrapping_add(self.range.start)

@@ -118,8 +118,8 @@ impl HostMemory {
         let len = bytes.len();
         let bytes = Box::into_raw(bytes.into_boxed_slice());
         let owner = Arc::new(Boxed(bytes));
-        // SAFETY: `owner` frees the allocation when the last clone of the memory is dropped, and nothing
-        // else refers to it.
+        // SAFETY: `owner` frees the allocation when the last clone of the memory is dropped, and
+        // nothing else refers to it.
         unsafe { Self::from_raw(bytes.cast::<u8>(), len, Some(owner)) }
     }
 
@@ -129,7 +129,8 @@ impl HostMemory {
     /// [`ErrorKind::InvalidInput`] where the range is not inside.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let src = self.range(offset, out.len())?;
-        // SAFETY: `range` checked the bounds; `out` is a unique reference, so it cannot be this memory.
+        // SAFETY: `range` checked the bounds; `out` is a unique reference, so it cannot be this
+        // memory.
         unsafe { std::ptr::copy_nonoverlapping(src, out.as_mut_ptr(), out.len()) };
         Ok(())
     }

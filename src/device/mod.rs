@@ -3,8 +3,8 @@
 //!
 //! A [`Device`] scatters extents from staging into paged KV and gathers them back, taking the
 //! CRC-32 of every unpadded extent in the same pass. Jobs own what they need (staging, layout,
-//! plan) until their `done` is called, so a caller may go away at any time; the gate of a job is how it
-//! takes its memory back.
+//! plan) until their `done` is called, so a caller may go away at any time; the gate of a job is
+//! how it takes its memory back.
 //!
 //! Invariants:
 //! - The caller's memory is only touched by raw pointers, inside a gate, at slots of a plan.
@@ -65,8 +65,8 @@ pub trait Device: Send + Sync {
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn gather(&self, job: GatherJob);
 
-    /// Turns keys in place to other positions, after `after`, and waits for it. No load or store may
-    /// use their slots meanwhile.
+    /// Turns keys in place to other positions, after `after`, and waits for it. No load or store
+    /// may use their slots meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where a shift does not suit the

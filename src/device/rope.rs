@@ -210,8 +210,8 @@ impl Rows<'_> {
                     };
                     for head in 0..self.heads {
                         let key = self.base.wrapping_add(place + head * self.view.head_stride);
-                        // SAFETY: the slot lies in a block of the layout, the pair in the head: `rows` compared them;
-                        // that nobody else uses it is the caller's promise.
+                        // SAFETY: the slot lies in a block of the layout, the pair in the head:
+                        // `rows` compared them; that nobody else uses it is the caller's promise.
                         unsafe {
                             let (x, y) = (read(key, first, kind), read(key, second, kind));
                             write(key, first, kind, x * cosine - y * sine);
@@ -261,8 +261,8 @@ pub(super) fn shift_on_host(kv: &PagedKv, shift: &RopeShift) -> Result<()> {
     if kv.place() != MemorySpace::Host {
         return Err(invalid(format!("the host device cannot turn keys in {:?}", kv.place())));
     }
-    // SAFETY: the place is the host, also the table's, which `rows` compared; what others do with the
-    // slots meanwhile is excluded by whoever hands out slots, as for scatters.
+    // SAFETY: the place is the host, also the table's, which `rows` compared; what others do with
+    // the slots meanwhile is excluded by whoever hands out slots, as for scatters.
     unsafe { rows.turn_on_host() };
     Ok(())
 }

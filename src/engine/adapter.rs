@@ -111,7 +111,8 @@ pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote
         // The tenant's oldest chunks are being given up.
         Ok(PutOutcome::NotAdmitted(Refusal::Quota, spec)) => again(ShedCause::Quota, log, spec, remote),
         Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => Begun::Shed(ShedCause::Budget),
-        // No drive takes puts: those that have failed are left alone for longer than any store waits.
+        // No drive takes puts: those that have failed are left alone for longer than any store
+        // waits.
         Err(e) if e.kind() == ErrorKind::Busy => Begun::Shed(ShedCause::NoSpace),
         Err(e) => {
             tracing::debug!(error = %e, "a put was shed");

@@ -146,9 +146,9 @@ impl Engine {
         let log = inner.open_log()?;
         let mut keys = prompt.keys().to_vec();
         for at in 0..=prompt.keys().len() {
-            // Of every length: the list of those that are stored has room for a few, and what it leaves out now
-            // is found again once another prompt's chunk of the same length stands after the same
-            // parent.
+            // Of every length: the list of those that are stored has room for a few, and what it
+            // leaves out now is found again once another prompt's chunk of the same length stands
+            // after the same parent.
             keys.extend((1..prompt.chunk_tokens()).map_while(|len| prompt.partial_key(at, len)));
         }
         let removed = log.remove(&keys)?.iter().filter(|there| **there).count();

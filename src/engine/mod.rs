@@ -242,7 +242,8 @@ impl Engine {
         prompt
     }
 
-    /// A prompt of full chunks that the server names itself, for the same calls: see [`Prompt::from_keys`].
+    /// A prompt of full chunks that the server names itself, for the same calls: see
+    /// [`Prompt::from_keys`].
     #[must_use]
     pub fn prompt_from_keys(&self, names: &[impl AsRef<[u8]>]) -> Prompt {
         Prompt::from_keys(names, self.inner.geometry.chunk_tokens)
@@ -273,7 +274,8 @@ impl fmt::Debug for Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         if self.check().is_err() {
-            // What it holds is the parent's: one reference too many keeps it from being dropped here.
+            // What it holds is the parent's: one reference too many keeps it from being dropped
+            // here.
             std::mem::forget(Arc::clone(&self.inner));
             return;
         }

@@ -26,8 +26,8 @@ const DEVICE_GROUP_BYTES: usize = 4 << 20;
 /// is still in the processor's caches when it is checked and copied. With 64 MiB, loads are a
 /// quarter slower.
 const HOST_WINDOW_BYTES: usize = 8 << 20;
-/// Bytes of prefetches in flight: a millisecond of a drive or less, which is what a load that begins
-/// may have to wait for.
+/// Bytes of prefetches in flight: a millisecond of a drive or less, which is what a load that
+/// begins may have to wait for.
 const PREFETCH_BYTES: usize = 2 << 20;
 /// Of the staging in a GPU's memory, one part in this many is for stores.
 const STORE_SHARE: usize = 4;

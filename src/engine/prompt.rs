@@ -1,7 +1,7 @@
 //! A prompt and its keys, hashed once however often it is looked up, loaded and stored.
 //!
-//! A server that names its pages itself has no tokens to hash: such a prompt consists of full chunks, one for each name,
-//! and its keys lie in a space of their own.
+//! A server that names its pages itself has no tokens to hash: such a prompt consists of full
+//! chunks, one for each name, and its keys lie in a space of their own.
 
 use std::sync::Arc;
 
@@ -34,8 +34,9 @@ impl Prompt {
         }))
     }
 
-    /// A prompt of full chunks that have `names` in place of tokens, the first chunk's first. A name has to tell all that the
-    /// chunk's KV depends on, its prefix above all; no prompt of tokens has a key of these.
+    /// A prompt of full chunks that have `names` in place of tokens, the first chunk's first. A
+    /// name has to tell all that the chunk's KV depends on, its prefix above all; no prompt of
+    /// tokens has a key of these.
     #[must_use]
     pub fn from_keys(names: &[impl AsRef<[u8]>], chunk_tokens: u32) -> Self {
         Self(Arc::new(PromptInner {
@@ -47,7 +48,8 @@ impl Prompt {
         }))
     }
 
-    /// The same prompt with more tokens at its end; only new chunks are hashed. A prompt of names stays as it is.
+    /// The same prompt with more tokens at its end; only new chunks are hashed. A prompt of names
+    /// stays as it is.
     #[must_use]
     pub fn extended(&self, more: &[u32]) -> Self {
         if self.0.len != self.0.tokens.len() {

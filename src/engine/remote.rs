@@ -11,7 +11,8 @@ impl Engine {
     /// Starts to bring the full chunks of `prompt` that no drive here has from the remote tier to a
     /// drive, and into the memory tier where there is one: in order, until the first that is not
     /// there, and no longer than until `deadline`. Returns at once; lookups find what has come.
-    /// Without a remote tier, in a cache that is read only, and where nothing is missing, it is over at once.
+    /// Without a remote tier, in a cache that is read only, and where nothing is missing, it is
+    /// over at once.
     ///
     /// # Errors
     /// As [`Engine::lookup`].

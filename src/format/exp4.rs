@@ -1,9 +1,9 @@
 //! The codec `exp4`: an extent of bfloat16 values without loss in three quarters of its bytes.
 //!
 //! The exponents of KV are few: sixteen of them cover all but some values in ten thousand. So a
-//! value is stored as its sign and mantissa (a byte) and a code of four bits, which names one of the
-//! sixteen exponents in the dictionary of its segment. The exponents of other values, the escapes,
-//! are listed in an area of fixed size; an extent with more of them than fit is not coded.
+//! value is stored as its sign and mantissa (a byte) and a code of four bits, which names one of
+//! the sixteen exponents in the dictionary of its segment. The exponents of other values, the
+//! escapes, are listed in an area of fixed size; an extent with more of them than fit is not coded.
 //!
 //! The extent is taken as one stream of 16-bit values, whatever they mean, so opaque blocks are
 //! coded like planes. All places follow from the length of the uncoded extent:
@@ -64,7 +64,8 @@ pub struct CodedShape {
 }
 
 impl CodedShape {
-    /// The shape of an extent of `raw_bytes` bytes; `None` where that is no stream of 16-bit values.
+    /// The shape of an extent of `raw_bytes` bytes; `None` where that is no stream of 16-bit
+    /// values.
     #[must_use]
     pub const fn of(raw_bytes: usize) -> Option<Self> {
         if raw_bytes == 0 || !raw_bytes.is_multiple_of(2) { None } else { Some(Self { values: raw_bytes / 2 }) }
@@ -204,8 +205,8 @@ impl ExponentCounts {
         counts
     }
 
-    /// The exponents seen most often. Of those that were not seen, the likeliest are those below the
-    /// highest: that of a small value comes half as often as the one above it.
+    /// The exponents seen most often. Of those that were not seen, the likeliest are those below
+    /// the highest: that of a small value comes half as often as the one above it.
     fn dictionary(&self) -> Dictionary {
         let mut seen: Vec<(u32, u8)> = (0..=u8::MAX).zip(self.0).filter(|(_, n)| *n > 0).map(|(e, n)| (n, e)).collect();
         seen.sort_unstable_by_key(|&(count, exponent)| (std::cmp::Reverse(count), exponent));

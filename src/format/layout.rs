@@ -88,8 +88,8 @@ impl SlotLayout {
         Self::of_coded_chunk(geometry, tokens, SlotCodec::None)
     }
 
-    /// The layout of a chunk of `tokens` tokens with a codec. Where the whole slot becomes no smaller
-    /// by it, as with most element types, it is that without.
+    /// The layout of a chunk of `tokens` tokens with a codec. Where the whole slot becomes no
+    /// smaller by it, as with most element types, it is that without.
     #[must_use]
     pub fn of_coded_chunk(geometry: &Geometry, tokens: u32, codec: SlotCodec) -> Self {
         let of = |layer: &LayerSpec| ExtentSizes::of(layer, tokens as usize);
@@ -156,8 +156,8 @@ impl SlotLayout {
     }
 }
 
-/// Names of the element type that `exp4` is for. Float16 has five bits of exponent, of which it would
-/// save one.
+/// Names of the element type that `exp4` is for. Float16 has five bits of exponent, of which it
+/// would save one.
 const BFLOAT16: [&str; 2] = ["bfloat16", "bf16"];
 
 /// Sizes of one extent.

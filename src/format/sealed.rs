@@ -125,8 +125,8 @@ impl RegionLayout {
     #[must_use]
     pub const fn of(region_bytes: u64) -> Self {
         let pages = (region_bytes as usize / PAGE_BYTES).saturating_sub(1);
-        // With so many pages of the list, all records that these name have room; with one more, those that
-        // then still have.
+        // With so many pages of the list, all records that these name have room; with one more,
+        // those that then still have.
         let lists = pages * PAGE_BYTES / (GONE_PER_PAGE * RECORD_BYTES + PAGE_BYTES);
         let full = lists * GONE_PER_PAGE;
         let with_one_more = pages.saturating_sub(lists + 1) * PAGE_BYTES / RECORD_BYTES;

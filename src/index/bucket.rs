@@ -3,10 +3,11 @@
 //! Words of a bucket: `0` sequence (odd while written); `1..5` fifteen tags of 16 bits (0 is an
 //! empty slot) and, on top, the number of entries that passed this bucket because it was full; `5`
 //! fifteen kinds of 4 bits; `6`, `7` unused; then fifteen entries of eight words. So a search reads
-//! one cache line, and mostly one more: the entry's. Readers follow Boehm's sequence lock: load the sequence, read, fence, compare. A writer is within a bucket for some ten
-//! nanoseconds, unless the kernel took its processor away: then a miss would cost far more than a
-//! wait, so readers spin, yield, and at last sleep, but no more than [`ATTEMPTS`] times, a few
-//! milliseconds in all: a writer that died in a bucket must not hang them.
+//! one cache line, and mostly one more: the entry's. Readers follow Boehm's sequence lock: load the
+//! sequence, read, fence, compare. A writer is within a bucket for some ten nanoseconds, unless the
+//! kernel took its processor away: then a miss would cost far more than a wait, so readers spin,
+//! yield, and at last sleep, but no more than [`ATTEMPTS`] times, a few milliseconds in all: a
+//! writer that died in a bucket must not hang them.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -163,7 +164,8 @@ impl Bucket<'_> {
             match attempt {
                 ..YIELD_AFTER => sync::spin_loop(),
                 YIELD_AFTER..SLEEP_AFTER => sync::yield_now(),
-                // Not to synchronise with anything: it gives the processor to a writer that lost it.
+                // Not to synchronise with anything: it gives the processor to a writer that lost
+                // it.
                 _ => sync::sleep(SLEEP),
             }
         }

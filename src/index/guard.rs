@@ -117,8 +117,8 @@ fn install() {
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_sigbus as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
-    // SAFETY: both structures live through the call; the handler has the signature that SA_SIGINFO asks
-    // for, and does only what a handler may. Where this fails, nothing is guarded.
+    // SAFETY: both structures live through the call; the handler has the signature that SA_SIGINFO
+    // asks for, and does only what a handler may. Where this fails, nothing is guarded.
     unsafe { libc::sigaction(libc::SIGBUS, &raw const action, BEFORE.0.get().cast()) };
 }
 
@@ -152,8 +152,9 @@ fn exchange(address: usize) -> bool {
     let protection = libc::PROT_READ | if slot.writable.load(Ordering::Relaxed) { libc::PROT_WRITE } else { 0 };
     let map = |start: usize, bytes: usize, flags: libc::c_int, descriptor: libc::c_int| {
         let flags = flags | libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_NORESERVE;
-        // SAFETY: the range lies within a mapping of ours, which its guard outlives, and which is only used
-        // as words that may change at any time; it stays mapped, and as accessible as before.
+        // SAFETY: the range lies within a mapping of ours, which its guard outlives, and which is
+        // only used as words that may change at any time; it stays mapped, and as accessible as
+        // before.
         unsafe { libc::mmap(start as *mut libc::c_void, bytes, protection, flags, descriptor, 0) != libc::MAP_FAILED }
     };
     if slot.state.compare_exchange(SHARED, CHANGING, Ordering::AcqRel, Ordering::Acquire).is_ok() {

@@ -73,7 +73,8 @@ impl Holder {
     #[must_use]
     pub fn parse(proc_stat: &str, pid_ns_link: &str) -> Option<Self> {
         let pid = proc_stat.split_whitespace().next()?.parse().ok()?;
-        // The command name may hold spaces and brackets; the fields after the last bracket are plain.
+        // The command name may hold spaces and brackets; the fields after the last bracket are
+        // plain.
         let rest = proc_stat.rsplit_once(')')?.1;
         let start: u64 = rest.split_whitespace().nth(19)?.parse().ok()?;
         let ns: u64 = pid_ns_link.split_once('[')?.1.trim_end().strip_suffix(']')?.parse().ok()?;
@@ -127,7 +128,8 @@ impl Header {
         };
         if (0..HEADER_WORDS).any(|i| map.load(i) != 0) {
             store(W_MAGIC, 0, Ordering::SeqCst)?;
-            // The header page goes last, so that a crash in between leaves a file that is cleared again.
+            // The header page goes last, so that a crash in between leaves a file that is cleared
+            // again.
             for i in (HEADER_WORDS..map.words()).chain(0..HEADER_WORDS) {
                 store(i, 0, Ordering::Relaxed)?;
             }

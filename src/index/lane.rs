@@ -411,8 +411,8 @@ impl MappedLane {
 
     /// Whether a lease on this use of a segment may be given.
     pub(super) fn leasable(&self, segment: u32, epoch: u32) -> bool {
-        // Through the writable word: the argument needs sequential consistency, and only a writable lane
-        // gives leases.
+        // Through the writable word: the argument needs sequential consistency, and only a writable
+        // lane gives leases.
         self.segment_word(segment)
             .and_then(|at| self.map.word(at))
             .and_then(|w| unpack(w.load(Ordering::SeqCst)))

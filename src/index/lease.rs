@@ -333,7 +333,8 @@ impl MappedLane {
         let claim = CLAIMING | claim_time(now_ns) << 32 | u64::from(self.holder.pid);
         for record in 0..self.records {
             if self.record_load(record, OWNER) == 0 && self.exchange(record, 0, claim) {
-                // Before the record is published, so that a writer that misses the mark comes before the lease.
+                // Before the record is published, so that a writer that misses the mark comes
+                // before the lease.
                 self.map.word(W_RECORDS_HIGH)?.fetch_max(record as u64 + 1, Ordering::SeqCst);
                 return Some((record, claim));
             }

@@ -90,11 +90,11 @@ impl Memory {
         if at > self.words || N > self.words - at {
             return None;
         }
-        // SAFETY: the mapping starts on a page, covers `words * 8` bytes (made so in the constructors) and
-        // lives as long as `self`; all processes use it only as atomic words. Stores through this
-        // reference happen only by way of `Mapping::word` and `Mapping::block_mut`, which check
-        // that the mapping is writable; on a read-only one only relaxed 8-byte loads happen, which
-        // Rust allows.
+        // SAFETY: the mapping starts on a page, covers `words * 8` bytes (made so in the
+        // constructors) and lives as long as `self`; all processes use it only as atomic words.
+        // Stores through this reference happen only by way of `Mapping::word` and
+        // `Mapping::block_mut`, which check that the mapping is writable; on a read-only one only
+        // relaxed 8-byte loads happen, which Rust allows.
         Some(unsafe { &*self.map.as_ptr().cast::<AtomicU64>().add(at).cast::<[AtomicU64; N]>() })
     }
 

@@ -179,7 +179,8 @@ impl Table {
     /// mapping.
     pub fn mark_moved(&self) {
         if let Some(word) = self.map.word(W_MOVED) {
-            // Before the marks are carried over: who marks here and does not see this is seen there.
+            // Before the marks are carried over: who marks here and does not see this is seen
+            // there.
             word.store(1, Ordering::SeqCst);
         }
     }

@@ -154,8 +154,8 @@ impl Buf {
         if self.is_empty() || self.place() != MemorySpace::Host {
             return &[];
         }
-        // SAFETY: the `IoBuf` contract: initialised host memory of this length that nobody else writes
-        // while we own it.
+        // SAFETY: the `IoBuf` contract: initialised host memory of this length that nobody else
+        // writes while we own it.
         unsafe { std::slice::from_raw_parts(self.as_mut_ptr(), self.len()) }
     }
 

@@ -136,7 +136,8 @@ impl DirectFile {
                 }
                 Ok(file)
             }
-            // The kernel makes the file before it refuses O_DIRECT, so the second try must not insist on making it.
+            // The kernel makes the file before it refuses O_DIRECT, so the second try must not
+            // insist on making it.
             Err(OpenError { errno: Some(libc::EINVAL), .. }) => {
                 let again = FileOptions { create_new: false, create: options.create | options.create_new, ..options };
                 Ok(Self::wrap(open(again, OFlags::empty())?, path, false))

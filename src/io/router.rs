@@ -72,8 +72,8 @@ pub(super) fn open(options: &IoOptions, side: &DeviceSide) -> Result<Drive> {
     let (for_reads, less) = pinned(&*side.mover, side.pinned_bytes)?;
     let (for_writes, less_too) = pinned(&*side.mover, side.pinned_bytes)?;
     let mut below = IoOptions { device: None, ..options.clone() };
-    // Where nothing can be written the host's queues are tried in memory; cuFile says for itself that
-    // it may not.
+    // Where nothing can be written the host's queues are tried in memory; cuFile says for itself
+    // that it may not.
     below.trial_dir = below.trial_dir.filter(|dir| DirectFile::temporary_in(dir).is_ok());
     below.regions.extend([Arc::clone(&for_reads), Arc::clone(&for_writes)]);
     let mut host = open_host(&below)?;

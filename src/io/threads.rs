@@ -19,9 +19,9 @@ impl Transfer for Posix {
     fn run(&self, block: &BlockJob<'_>) -> Moved {
         let piece = block.piece;
         let (fd, ptr, len, offset) = (piece.fd, piece.ptr.cast(), piece.span.len, piece.offset as libc::off_t);
-        // SAFETY: the job table keeps file and buffer until this block's end is reported, the request's
-        // check has shown that the block lies within the buffer and that it is host memory, and the
-        // buffer has no other user.
+        // SAFETY: the job table keeps file and buffer until this block's end is reported, the
+        // request's check has shown that the block lies within the buffer and that it is host
+        // memory, and the buffer has no other user.
         let n = unsafe {
             match piece.op {
                 Op::Read if piece.stream => libc::read(fd, ptr, len),

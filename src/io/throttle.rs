@@ -68,7 +68,8 @@ impl ReadGauge {
                 let light = blend(&self.light, sample, WEIGHT_SHIFT);
                 let old = self.baseline.load(Ordering::Relaxed);
                 let rise = light.saturating_sub(old) >> RISE_SHIFT;
-                // The first samples may be outliers, so the lowest counts only once the average has settled.
+                // The first samples may be outliers, so the lowest counts only once the average has
+                // settled.
                 let settled = self.baseline_samples.fetch_add(1, Ordering::Relaxed) >= BASELINE_SAMPLES;
                 let baseline = if settled { light.min(old + rise) } else { light };
                 self.baseline.store(baseline, Ordering::Relaxed);

@@ -96,7 +96,8 @@ pub fn object_part_key(object: &ChunkKey, part: u32) -> ChunkKey {
     ChunkKey(*blake3::keyed_hash(&object.0, &part.to_le_bytes()).as_bytes())
 }
 
-/// The key of a chunk that a server names itself, in place of tokens: in a key space that no chain over tokens meets.
+/// The key of a chunk that a server names itself, in place of tokens: in a key space that no chain
+/// over tokens meets.
 #[must_use]
 pub fn named_chunk_key(name: &[u8]) -> ChunkKey {
     ChunkKey(blake3::derive_key("forebay 1 named chunk", name))
@@ -122,8 +123,8 @@ impl Chain {
         chain
     }
 
-    /// The chain of chunks that a server names itself, in the order of `names`. Each name has to tell the chunk's whole
-    /// prefix, as a key over tokens does.
+    /// The chain of chunks that a server names itself, in the order of `names`. Each name has to
+    /// tell the chunk's whole prefix, as a key over tokens does.
     #[must_use]
     pub fn named(names: &[impl AsRef<[u8]>], chunk_tokens: u32) -> Self {
         let keys = names.iter().map(|name| named_chunk_key(name.as_ref())).collect();

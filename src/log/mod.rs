@@ -255,8 +255,8 @@ impl Log {
         self.ctx.chunk_layout(tokens, codec)
     }
 
-    /// The codec that the next chunk is to be stored with: that of the options, unless chunks did not
-    /// fit it lately.
+    /// The codec that the next chunk is to be stored with: that of the options, unless chunks did
+    /// not fit it lately.
     #[must_use]
     pub fn next_codec(&self) -> SlotCodec {
         self.ctx.codec.next()
@@ -308,8 +308,8 @@ impl Log {
         keys
     }
 
-    /// How many keys [`take_evicted`](Self::take_evicted) will not tell, because nobody took them in
-    /// time.
+    /// How many keys [`take_evicted`](Self::take_evicted) will not tell, because nobody took them
+    /// in time.
     #[must_use]
     pub fn evicted_missed(&self) -> u64 {
         self.ctx.evicted.missed()

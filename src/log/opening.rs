@@ -119,7 +119,8 @@ impl Opening {
         self.stop_trying();
         let mut open = self.log.write();
         self.closed.store(true, Ordering::Release);
-        // Taken out: files and mappings go with the last user, and the file system can be unmounted.
+        // Taken out: files and mappings go with the last user, and the file system can be
+        // unmounted.
         let log = open.take();
         drop(open);
         log.map_or(Ok(()), |log| log.close(deadline))

@@ -80,8 +80,8 @@ pub fn purge(cache_dir: &Path, namespace: &str, shard: &str, what: What) -> Resu
         purged.chunks = place.chunks_of(tenant)?;
     }
     if what == What::All && floors::read(&place.dir).is_err_and(|e| e.kind() == ErrorKind::Corrupt) {
-        // Without them nobody knows how high a floor must be: until these lanes are gone, the shard stays
-        // refused.
+        // Without them nobody knows how high a floor must be: until these lanes are gone, the shard
+        // stays refused.
         place.delete_free(&mut purged)?;
     }
     floors::raise(&place.dir, place.page.as_ref(), what, place.next_sequence()?)?;
@@ -169,7 +169,8 @@ impl LockedShard {
             for r in raw.records.iter().filter(|r| is_of(r, tenant)) {
                 let (offset, len) = (raw.slot_offset(r), u64::from(r.pages) * PAGE_BYTES as u64);
                 if offset.saturating_add(len) <= end {
-                    // A file system without holes keeps the bytes; they are not served all the same.
+                    // A file system without holes keeps the bytes; they are not served all the
+                    // same.
                     drop(data.punch_hole(offset, len));
                 }
             }

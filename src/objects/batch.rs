@@ -37,7 +37,8 @@ macro_rules! causes {
 causes! {
     /// No object with this key is stored.
     NotFound = "not_found",
-    /// The object is stored but its bytes, or a part of it, fail their check: it is not served again.
+    /// The object is stored but its bytes, or a part of it, fail their check: it is not served
+    /// again.
     Corrupt = "corrupt",
     /// The operating system reported an I/O error.
     Io = "io",

@@ -72,8 +72,8 @@ pub(super) struct DirectMemory {
     region: (u64, usize),
 }
 
-/// Cuts a transfer of `bytes` bytes, of which the value begins after `lead`, into pieces. Those that
-/// go through staging have `staged_bytes` bytes at most.
+/// Cuts a transfer of `bytes` bytes, of which the value begins after `lead`, into pieces. Those
+/// that go through staging have `staged_bytes` bytes at most.
 pub(super) fn cut(
     registered: &CallerRegions,
     memory: &ObjectMemory,

@@ -116,8 +116,8 @@ pub(super) struct FoundParts {
     chunks: Vec<Chunk>,
 }
 
-/// Finds an object, and leases all of it for `pin` at most. Where it was removed and stored anew between the look at
-/// its head and the look at its parts, there is another head.
+/// Finds an object, and leases all of it for `pin` at most. Where it was removed and stored anew
+/// between the look at its head and the look at its parts, there is another head.
 pub(super) fn find(log: &Log, name: &[u8], pin: Duration) -> Option<FoundObject> {
     let key = object_key(name);
     for _ in 0..TRIES {

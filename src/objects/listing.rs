@@ -14,8 +14,8 @@ use crate::io::{AlignedBuf, Request, wait};
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Chunk, Log};
 
-/// Up to `limit` objects whose names begin with `prefix`, in the order of their digests, those after
-/// `after` only.
+/// Up to `limit` objects whose names begin with `prefix`, in the order of their digests, those
+/// after `after` only.
 pub(super) fn list(
     core: &Core,
     log: &Arc<Log>,

@@ -1,8 +1,8 @@
 //! Objects that this process has seen go: for who keeps accounts of what is stored.
 //!
-//! The log tells what it gave up, by key; what a get found bad is added here. Invariants: nothing is
-//! kept before somebody has asked once; what is kept is bounded, and it is counted what was dropped
-//! of it. Evictions by other processes are not seen.
+//! The log tells what it gave up, by key; what a get found bad is added here. Invariants: nothing
+//! is kept before somebody has asked once; what is kept is bounded, and it is counted what was
+//! dropped of it. Evictions by other processes are not seen.
 
 use std::collections::VecDeque;
 

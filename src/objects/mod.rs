@@ -11,8 +11,10 @@
 //!   checked.
 //! - The caller's memory is not touched after its batch has ended, however it ended. Registered
 //!   memory that the kernel has keeps its batch from ending; other memory the kernel never has.
-//! - The end of a batch is seen only after its submit has returned; a submit answers for everything.
-//! - A completion is taken once: by who waits for it where the batch was begun so, else by who is first.
+//! - The end of a batch is seen only after its submit has returned; a submit answers for
+//!   everything.
+//! - A completion is taken once: by who waits for it where the batch was begun so, else by who is
+//!   first.
 //! - What is stored is never written over: a key answers with the bytes of one put, or not at all.
 //! - What is full is refused with a cause; nothing waits for it.
 //!
@@ -180,7 +182,8 @@ impl ObjectStore {
     }
 
     /// A batch of `keys` keys that its caller could not describe, for bindings to other languages:
-    /// it ends at once, with every key answered by [`ObjectCause::Invalid`] and with `why` in words.
+    /// it ends at once, with every key answered by [`ObjectCause::Invalid`] and with `why` in
+    /// words.
     ///
     /// # Errors
     /// [`ErrorKind::Forked`].
@@ -238,9 +241,9 @@ impl ObjectStore {
     }
 
     /// Keeps objects from eviction for `time` at most, or until as many [`unpin`](Self::unpin)s. Of
-    /// each key whether it is pinned: not where it is not stored, nor where the pins would keep more
-    /// than `lease_share` of the cache, nor in a store that only reads. No I/O and no waiting. A
-    /// deletion, a `clear` and the end of its time to live remove an object all the same.
+    /// each key whether it is pinned: not where it is not stored, nor where the pins would keep
+    /// more than `lease_share` of the cache, nor in a store that only reads. No I/O and no waiting.
+    /// A deletion, a `clear` and the end of its time to live remove an object all the same.
     pub fn pin(&self, keys: &[Vec<u8>], time: Duration) -> Vec<bool> {
         let Some(log) = self.log() else { return vec![false; keys.len()] };
         let pin = |name: &Vec<u8>| {
@@ -436,7 +439,8 @@ impl fmt::Debug for ObjectStore {
 impl Drop for ObjectStore {
     fn drop(&mut self) {
         if self.check().is_err() {
-            // What it holds is the parent's: one reference too many keeps it from being dropped here.
+            // What it holds is the parent's: one reference too many keeps it from being dropped
+            // here.
             std::mem::forget((Arc::clone(&self.core), Arc::clone(&self.completions)));
             return;
         }

@@ -114,8 +114,8 @@ fn open_log(
     (pools, registered): (&[Arc<StagingPool>], &CallerRegions),
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, geometry)?;
-    // Staging, and as many permits for direct transfers, bound what gets and puts submit; the rest is
-    // for the log's own.
+    // Staging, and as many permits for direct transfers, bound what gets and puts submit; the rest
+    // is for the log's own.
     log.io.queue_limit = 2 * pools.iter().map(|p| p.slots()).sum::<usize>() + 256;
     log.io.regions = pools.iter().map(|p| p.region()).chain(registered.all()).collect();
     log.drive_factory = options.drive_factory.clone();

@@ -80,7 +80,8 @@ fn run(opening: &Opening, receive: &Receiver<Message>) {
             Message::Delete(names) => delete(log, names),
             Message::Clean(keys) => clean(log, &keys),
             Message::Mend(key, then) => {
-                // Asked here, where one comes after the other: an earlier put of the key may have stored it anew.
+                // Asked here, where one comes after the other: an earlier put of the key may have
+                // stored it anew.
                 if let Some(Presence::Broken(version)) = log.map(|log| presence(log, &key)) {
                     let mut keys = version.keys();
                     keys.insert(0, key);

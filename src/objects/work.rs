@@ -2,12 +2,13 @@
 //!
 //! Jobs never wait for a drive: what goes on after a transfer is queued by its completion. *Ready*
 //! jobs (checks, copies) run first, because they give staging back; *staged* jobs run when a
-//! staging buffer of their direction is free, or a permit where they need no buffer, those that go on with a slot before those that open
-//! one; batches are planned when nothing better is to be done. While a put waits for room
-//! in the log no further slots are opened: the puts behind it would only take the staging that
-//! those under way need to end, and with them their segment. Invariants: every staged job is called
-//! once, with a buffer or with the reason why it gets none; when nothing has moved for long all
-//! that waits for staging is given up. No buffer is dropped and no job is run under the lock.
+//! staging buffer of their direction is free, or a permit where they need no buffer, those that go
+//! on with a slot before those that open one; batches are planned when nothing better is to be
+//! done. While a put waits for room in the log no further slots are opened: the puts behind it
+//! would only take the staging that those under way need to end, and with them their segment.
+//! Invariants: every staged job is called once, with a buffer or with the reason why it gets none;
+//! when nothing has moved for long all that waits for staging is given up. No buffer is dropped and
+//! no job is run under the lock.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -200,8 +200,8 @@ impl Writing {
         core.submit(self.slot.queue(), Request { len, ..request });
     }
 
-    /// Sums a piece up in the caller's memory and writes it from there. It has ended when the kernel
-    /// has let go of that memory.
+    /// Sums a piece up in the caller's memory and writes it from there. It has ended when the
+    /// kernel has let go of that memory.
     fn direct(self: Arc<Self>, core: &Arc<Core>, n: usize, (memory, permit): (DirectMemory, Permit)) {
         let (own, again) = (Arc::clone(&self), Arc::clone(core));
         let ended = move |end| own.ended(&again, n, end);

@@ -232,7 +232,8 @@ mod tests {
 
     #[test]
     fn only_blocks_whose_every_token_is_mapped_in_order_are_whole() {
-        // Piece 0 whole in block 5; piece 1 with a hole; piece 2 partial but complete for 10 tokens.
+        // Piece 0 whole in block 5; piece 1 with a hole; piece 2 partial but complete for 10
+        // tokens.
         let plan = ChunkPlan::new(&[20, 21, 22, 23, 8, -1, 10, 11, 4, 5], None, 4, 6).unwrap();
         let whole: Vec<_> = plan.whole_blocks(10).map(|p| (p.index, p.block)).collect();
         assert_eq!(whole, [(0, 5), (2, 1)]);

@@ -46,8 +46,8 @@ pub(super) struct RemoteBucket {
 type Answer<T> = std::result::Result<T, RemoteCause>;
 
 impl RemoteBucket {
-    /// The store at `url`; no request is made. `env`: the variables that credentials and endpoints are
-    /// looked for in.
+    /// The store at `url`; no request is made. `env`: the variables that credentials and endpoints
+    /// are looked for in.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for an address that leads nowhere, and settings in the environment that

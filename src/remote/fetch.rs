@@ -1,8 +1,8 @@
 //! From the remote store to a drive, and into memory where there is a memory tier: the chunks of a
 //! prompt in order, as ordinary puts.
 //!
-//! A put begins before its object is read, so that it ends like any other where the chunk, its tenant
-//! or everything is removed meanwhile. Its bytes are checked before they are written.
+//! A put begins before its object is read, so that it ends like any other where the chunk, its
+//! tenant or everything is removed meanwhile. Its bytes are checked before they are written.
 
 use std::cmp::Reverse;
 use std::sync::Arc;

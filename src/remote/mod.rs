@@ -2,8 +2,8 @@
 //!
 //! One object is one chunk: the bytes of its slot from the header on, with the same CRCs, under
 //! `PREFIX/NAMESPACE/SHARD/TENANT/KEY`. Chunks are uploaded in the background after they were
-//! published on a drive, each once. A fetch brings the chunks of a prompt back to a drive by ordinary
-//! puts; loads only ever read drives and memory.
+//! published on a drive, each once. A fetch brings the chunks of a prompt back to a drive by
+//! ordinary puts; loads only ever read drives and memory.
 //!
 //! Invariants:
 //! - No load and no lookup waits for the store. A fetch, an upload or a deletion that the store does
@@ -163,15 +163,16 @@ impl Remote {
         Ok(Arc::new(Self { shared, runtime: handle, mode: options.mode, thread }))
     }
 
-    /// A chunk has been published on a drive: it is uploaded some time, if there is room in the queue.
+    /// A chunk has been published on a drive: it is uploaded some time, if there is room in the
+    /// queue.
     pub fn published(&self, log: &Arc<Log>, key: ChunkKey) {
         if self.mode == Mode::Rw && !self.shared.uploads.push(log, key) {
             self.shared.counters.not_uploaded.add(RemoteCause::QueueFull, 1);
         }
     }
 
-    /// Starts to bring `wanted` to a drive, and into `memory`, in order and until the first that the
-    /// store does not have. Ends by `deadline`.
+    /// Starts to bring `wanted` to a drive, and into `memory`, in order and until the first that
+    /// the store does not have. Ends by `deadline`.
     #[must_use]
     pub fn fetch(
         &self,
@@ -185,8 +186,8 @@ impl Remote {
         fetch::start(&self.shared, &self.runtime, (fetch::Destination { log, memory }, wanted), deadline)
     }
 
-    /// Deletes the objects of `keys`. What is being uploaded is deleted too, once its chunk has left
-    /// the drive.
+    /// Deletes the objects of `keys`. What is being uploaded is deleted too, once its chunk has
+    /// left the drive.
     ///
     /// # Errors
     /// Where the store did not answer, or refuses: some of them may still be there.

@@ -1,5 +1,5 @@
-//! What an object is: the bytes of a chunk's slot from its header on, and a word in the header about
-//! the namespace it belongs to. Where it lies is in `mod.rs`.
+//! What an object is: the bytes of a chunk's slot from its header on, and a word in the header
+//! about the namespace it belongs to. Where it lies is in `mod.rs`.
 //!
 //! Nothing of an object is used before its header has been compared with what was asked for and
 //! every extent with its CRC.

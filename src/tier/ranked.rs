@@ -68,8 +68,8 @@ impl Ranked {
         Some((held.frame.clone(), Arc::clone(&held.crcs)))
     }
 
-    /// A chunk has come; what it takes the place of, or itself where a newer put of it is there, or,
-    /// of a prefetch, the same one.
+    /// A chunk has come; what it takes the place of, or itself where a newer put of it is there,
+    /// or, of a prefetch, the same one.
     pub(super) fn insert(&mut self, key: ChunkKey, held: Held) -> Option<Held> {
         let least = held.sequence + u64::from(!held.is_unused);
         if self.frames.get(&key).is_some_and(|there| there.sequence >= least) {

@@ -307,8 +307,8 @@ impl Server {
         if !self.held.is_empty() || self.reqs.values().any(moves) {
             return;
         }
-        // The last in line: the first one would take its blocks again for the same load, and the others
-        // would wait for ever.
+        // The last in line: the first one would take its blocks again for the same load, and the
+        // others would wait for ever.
         let loaded = self.reqs.iter().rfind(|(_, r)| r.state == State::Loaded).map(|(id, _)| id.clone());
         if let Some(id) = loaded {
             self.preempt(&id);
@@ -451,8 +451,8 @@ impl Server {
             self.free.extend(self.held.remove(&id).unwrap_or_else(|| panic!("{id} is not held")));
         }
         for id in over.recving {
-            // A server that loads within its steps is told of requests, not of blocks, where a whole one failed
-            // before.
+            // A server that loads within its steps is told of requests, not of blocks, where a
+            // whole one failed before.
             let is_lost = self.layerwise && failed.contains(&id);
             self.received(&id, &bad, is_lost);
         }

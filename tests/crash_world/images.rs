@@ -204,7 +204,8 @@ impl Observer for Watcher {
         if rng.one_in(self.one_in) {
             world.crash_here(boundary, &mut rng);
         }
-        // Who dies amid another's call would take shared memory back to before what that does after it.
+        // Who dies amid another's call would take shared memory back to before what that does after
+        // it.
         if is_amid || world.depth > 0 {
             return;
         }

@@ -122,7 +122,8 @@ impl World {
             let n = rng.below(all.len() as u64) as usize;
             all.swap_remove(n)
         };
-        // What is not flushed may be gone with the process that stored it, and what is removed is to be.
+        // What is not flushed may be gone with the process that stored it, and what is removed is
+        // to be.
         let put = self.model.lock().of_sequence(held.key, held.chunk.sequence).copied();
         let is_gone = put.is_none_or(|put| put.going || put.state == State::Unsure);
         let good = self.read_chunk(process, held.key, &held.chunk).is_some();

@@ -127,7 +127,8 @@ impl Model {
                 put.lane = Some(*lane);
                 self.owners.insert(*lane, put.owner);
             }
-            // A copy in another lane, which is not there for good before that lane has been flushed.
+            // A copy in another lane, which is not there for good before that lane has been
+            // flushed.
             (Some(lane), Some(its)) if !lanes.contains(&its) => {
                 (put.lane, put.state) = (Some(*lane), State::Stored);
                 put.owner = self.owners.get(lane).copied().unwrap_or(0);

@@ -51,7 +51,8 @@ impl World {
             89..=90 => self.seal(process),
             91..=92 => drop(self.clock.0.fetch_add(rng.below(30_000), std::sync::atomic::Ordering::Relaxed)),
             _ => {
-                // Uses all over the cache, so that reclaim finds something worth a move wherever it looks.
+                // Uses all over the cache, so that reclaim finds something worth a move wherever it
+                // looks.
                 for _ in 0..12 {
                     let k = rng.below(self.config.keys);
                     self.run(process, |log| log.lookup(&[key(k)]));

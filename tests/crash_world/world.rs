@@ -113,8 +113,8 @@ impl World {
     fn options(&self, read: &Arc<SimQueue>, write: &Arc<SimQueue>) -> LogOptions {
         let c = &self.config;
         let drive = SimQueue::drive(read, write);
-        // Segments, their regions, the rings, the shared files, and once the room that is kept for a larger
-        // table.
+        // Segments, their regions, the rings, the shared files, and once the room that is kept for
+        // a larger table.
         let per_lane = u64::from(c.ring_pages) * 4096 + (390 << 10);
         let region = 20 << 10;
         LogOptions {

@@ -120,8 +120,8 @@ impl Kv {
         self
     }
 
-    /// Values of 16 bits like those of KV: few exponents, any sign and mantissa, and here and there any
-    /// value at all.
+    /// Values of 16 bits like those of KV: few exponents, any sign and mantissa, and here and there
+    /// any value at all.
     pub(crate) fn like_kv(self, seed: u32) -> Self {
         let kv = self.filled(seed);
         for memory in kv.memories() {

@@ -62,8 +62,8 @@ impl Mapped {
         if i >= self.map.len() / 8 {
             return None;
         }
-        // SAFETY: within the mapping, which starts on a page, lives as long as `self` and is used as atomic
-        // words.
+        // SAFETY: within the mapping, which starts on a page, lives as long as `self` and is used
+        // as atomic words.
         Some(unsafe { &*self.map.as_ptr().cast::<AtomicU64>().add(i) })
     }
 }
@@ -73,8 +73,8 @@ impl Drop for Shared {
         // Under the lock, under which alone others come to share it.
         let _files = files();
         if let (1, Some(file)) = (Arc::strong_count(&self.0), &self.0.file) {
-            // A file that may only be read was not changed through this mapping either, so that an error means
-            // nothing. SAFETY: this is the last mapping, and its owner is dropping it.
+            // A file that may only be read was not changed through this mapping either, so that an
+            // error means nothing. SAFETY: this is the last mapping, and its owner is dropping it.
             let _ = file.write_all_at(unsafe { self.0.bytes() }, 0);
         }
     }

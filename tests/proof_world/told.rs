@@ -250,8 +250,9 @@ impl Model {
             "removed-tenant" => self.of_tenant(k, |may| *may = vec![0]),
             "clearing" => self.all(|may| may.push(0)),
             "cleared" => self.all(|may| *may = vec![0]),
-            // Everything that had returned is durable: the last that was told of each key. A step that ended with an
-            // error may have had its effect or not, so that nothing is known of what came before it.
+            // Everything that had returned is durable: the last that was told of each key. A step
+            // that ended with an error may have had its effect or not, so that nothing is known of
+            // what came before it.
             "flushed" if self.erred == 0 => self.all(|may| drop(may.drain(..may.len() - 1))),
             "stored" => self.stored = k as u32,
             "gone-flushed" => panic!("a flush ended well although the file system had been shut down before"),

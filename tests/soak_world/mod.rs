@@ -195,8 +195,8 @@ impl Worker<'_> {
         }
         let n = *length;
         self.load(conversation, n);
-        // No clear may begin while this store is under way: it would not have to reach what another process
-        // is storing.
+        // No clear may begin while this store is under way: it would not have to reach what another
+        // process is storing.
         self.marks.clearing.lock_shared().unwrap();
         let from = slots(n, self.rng.below(1000) as usize);
         let backpressure = if self.rng.one_in(4) { Backpressure::default() } else { Backpressure::Wait };
@@ -298,8 +298,8 @@ impl Worker<'_> {
         if self.rng.one_in(2) {
             return;
         }
-        // A lock that waited would be had when the other writers stop, and the clear be the last thing that
-        // is done.
+        // A lock that waited would be had when the other writers stop, and the clear be the last
+        // thing that is done.
         let had = (0..200).any(|_| {
             let had = self.marks.clearing.try_lock().is_ok();
             if !had {

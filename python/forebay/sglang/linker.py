@@ -158,7 +158,7 @@ class Linker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every prefix length, in pages, at which this rank can resume; the longest is kept for a while."""
-        return self._guarded("asked", lambda: self._restorable(rid, transfers), [])
+        return self._quiet.guarded("asked", lambda: self._restorable(rid, transfers), [])
 
     def _restorable(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         now = time.monotonic()
@@ -189,7 +189,7 @@ class Linker(UnifiedCacheLinker):
         if not given or rid in self._pending:
             # The same on all ranks, which need not agree on it.
             return False
-        parts = self._guarded("promised", lambda: self._promised(given), None)
+        parts = self._quiet.guarded("promised", lambda: self._promised(given), None)
         self._promises.pop(rid, None)
         if not self._agreed(parts is not None):
             return False
@@ -326,7 +326,7 @@ class Linker(UnifiedCacheLinker):
     def pop_completed_offload(self) -> bool:
         """Whether the oldest that is over is stored."""
         offload = self._offloads.popleft()
-        return self._guarded("stored", lambda: offload.is_stored, False)
+        return self._quiet.guarded("stored", lambda: offload.is_stored, False)
 
     # The rest.
 
@@ -353,16 +353,9 @@ class Linker(UnifiedCacheLinker):
         self._loader.close()
         self._saver.close()
         for source in self._sources.values():
-            self._guarded("closed", lambda source=source: source.engine.close(CLOSE_TIMEOUT_MS), None)
+            self._quiet.guarded("closed", lambda source=source: source.engine.close(CLOSE_TIMEOUT_MS), None)
         self._offloads.clear()
         self._batches.clear()
-
-    def _guarded(self, what: str, call: Callable[[], Any], otherwise: Any) -> Any:
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001  (a cache must not take a server down with it)
-            self._quiet.warn(f"{what} {type(error).__name__}", "pages could not be %s: %s", what, error)
-            return otherwise
 
 
 class _Worker:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 #: Seconds between two warnings of one kind.
 EVERY_S = 60.0
@@ -27,3 +31,11 @@ class Quiet:
             if is_new:
                 self._last[kind] = now
         self._logger.log(logging.WARNING if is_new else logging.DEBUG, message, *values)
+
+    def guarded(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """What `call` answers; `otherwise`, with a warning, where it raises: a cache must not take a server down with it."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001
+            self.warn(f"{what} {type(error).__name__}", "pages could not be %s: %s", what, error)
+            return otherwise

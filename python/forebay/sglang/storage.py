@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import forebay
 import torch
@@ -42,7 +42,6 @@ SGLANGS_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "fi
 #: What `close` waits for.
 CLOSE_TIMEOUT_MS = 30_000
 
-T = TypeVar("T")
 Item = tuple[str, Any]
 
 
@@ -95,7 +94,7 @@ class HiCache(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages of the KV are stored, from the first on."""
-        return self._guarded("asked", lambda: self._count(self._need_kv(), keys), 0)
+        return self._quiet.guarded("asked", lambda: self._count(self._need_kv(), keys), 0)
 
     def batch_exists_v2(
         self,
@@ -104,7 +103,7 @@ class HiCache(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """At which of the pages a prompt can be resumed, with all that the pools beside the KV must have there."""
-        return self._guarded("asked", lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult.empty())
+        return self._quiet.guarded("asked", lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult.empty())
 
     # Pages in SGLang's memory.
 
@@ -112,13 +111,13 @@ class HiCache(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fills pages of the KV."""
-        return self._guarded("read", lambda: self._read(self._need_kv(), keys, host_indices), [False] * len(keys))
+        return self._quiet.guarded("read", lambda: self._read(self._need_kv(), keys, host_indices), [False] * len(keys))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Stores pages of the KV. A page that is stored already is a yes, and is not written again."""
-        return self._guarded("stored", lambda: self._write(self._need_kv(), keys, host_indices), [False] * len(keys))
+        return self._quiet.guarded("stored", lambda: self._write(self._need_kv(), keys, host_indices), [False] * len(keys))
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -147,7 +146,7 @@ class HiCache(HiCacheStorage):
             found = self._store.get([(pages.key(key), span_of(target)) for key, target in zip(keys, targets, strict=True)])
             return [target if is_there else None for target, is_there in zip(targets, found)]
 
-        return self._guarded("read", read, [None] * len(keys))
+        return self._quiet.guarded("read", read, [None] * len(keys))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Stores a tensor as a page of the KV."""
@@ -160,7 +159,7 @@ class HiCache(HiCacheStorage):
             pages, flat = self._need_kv(), [value.contiguous() for value in values]
             return all(self._store.put([(pages.key(key), span_of(value)) for key, value in zip(keys, flat, strict=True)]))
 
-        return self._guarded("stored", write, False)
+        return self._quiet.guarded("stored", write, False)
 
     # The rest.
 
@@ -171,11 +170,11 @@ class HiCache(HiCacheStorage):
             self._store.clear()
             return True
 
-        return self._guarded("removed", remove, False)
+        return self._quiet.guarded("removed", remove, False)
 
     def close(self) -> None:
         """Lets batches end, makes what was stored durable, closes."""
-        self._guarded("closed", lambda: self._store.close(CLOSE_TIMEOUT_MS), None)
+        self._quiet.guarded("closed", lambda: self._store.close(CLOSE_TIMEOUT_MS), None)
 
     def get_stats(self) -> Any:
         """Pages and throughput since the last call, for SGLang's own metrics; None where they are off."""
@@ -234,7 +233,7 @@ class HiCache(HiCacheStorage):
             return do(pages, keys, transfer.host_indices)
 
         none = {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
-        return {t.name: self._guarded(what, lambda t=t: one(t), none[t.name]) for t in transfers}
+        return {t.name: self._quiet.guarded(what, lambda t=t: one(t), none[t.name]) for t in transfers}
 
     def _read(self, pages: Pages, keys: list[str], indices: torch.Tensor) -> list[bool]:
         if self._has_no_bytes(pages, keys, indices):
@@ -273,13 +272,6 @@ class HiCache(HiCacheStorage):
         if indices.numel() != len(keys) * pages.page_size:
             raise ValueError(f"{indices.numel()} indices for {len(keys)} pages of {pages.page_size}")
         return pages.is_logical or not keys
-
-    def _guarded(self, what: str, call: Callable[[], T], otherwise: T) -> T:
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001  (a cache must not take a server down with it)
-            self._quiet.warn(f"{what} {type(error).__name__}", "pages could not be %s: %s", what, error)
-            return otherwise
 
 
 class _Moved:

@@ -51,7 +51,8 @@ pub struct AddRequest<'a> {
     /// stores them no second time, others wait until they can be loaded, for at most
     /// [`ConnectorOptions::load_timeout_ms`].
     pub transferred: usize,
-    /// Tokens from its start that the server has now in a cache of its own: they are not read ahead.
+    /// Tokens from its start that the server has now in a cache of its own: they are not read
+    /// ahead.
     pub computed: usize,
 }
 

@@ -243,8 +243,8 @@ fn computing_hides_a_load_within_its_step() {
 
 #[test]
 fn a_request_that_was_loaded_within_a_step_keeps_its_blocks_for_its_stores() {
-    // Nobody reports the end of such a load: a server that waited for it would not keep the blocks for
-    // what is stored.
+    // Nobody reports the end of such a load: a server that waited for it would not keep the blocks
+    // for what is stored.
     let mut s = side_with(48, |o| o.layerwise = true);
     s.on_new_request("a", 100);
     s.get_num_new_matched_tokens("a", 0);

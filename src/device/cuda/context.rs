@@ -143,8 +143,8 @@ impl Drop for Entered {
         }
         if self.pushed {
             let mut popped = std::ptr::null_mut();
-            // SAFETY: pops what `enter` pushed on this thread (the guard is not Send: made and dropped in one
-            // call).
+            // SAFETY: pops what `enter` pushed on this thread (the guard is not Send: made and
+            // dropped in one call).
             unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
         }
     }

@@ -144,8 +144,8 @@ impl CudaError {
     /// The driver's name for the code.
     fn name(self) -> String {
         let mut name = std::ptr::null();
-        // SAFETY: the library was found (nothing else makes a `CudaError`); it writes the address of a
-        // static string.
+        // SAFETY: the library was found (nothing else makes a `CudaError`); it writes the address
+        // of a static string.
         let code = unsafe { sys::cuGetErrorName(self.code, &raw mut name) };
         if code != CUresult::CUDA_SUCCESS || name.is_null() {
             return format!("CUDA error {}", self.code as u32);

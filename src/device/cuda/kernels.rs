@@ -78,8 +78,8 @@ impl Kernels {
         let code = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
         check("cuModuleGetFunction", code)?;
         let (mut registers, what) = (0, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
-        // Whoever asks makes a lazy driver load the code now: at the first launch it might wait for the
-        // whole context. SAFETY: a function of a loaded module; the answer is written to a live
+        // Whoever asks makes a lazy driver load the code now: at the first launch it might wait for
+        // the whole context. SAFETY: a function of a loaded module; the answer is written to a live
         // variable.
         check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut registers, what, function) })?;
         tracing::debug!(?name, registers, "kernel loaded");
@@ -107,8 +107,8 @@ impl Kernels {
             (&raw mut launch.num_tiles).cast(),
             (&raw mut launch.tile_crcs).cast(),
         ];
-        // SAFETY: a function of a loaded module; the parameters are those of its declaration, copied by the
-        // call. What they name is valid by the contract.
+        // SAFETY: a function of a loaded module; the parameters are those of its declaration,
+        // copied by the call. What they name is valid by the contract.
         let code = unsafe {
             sys::cuLaunchKernel(
                 function,

@@ -57,8 +57,8 @@ impl Drop for DeviceAlloc {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until the work
-        // is over.
+        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until
+        // the work is over.
         let code = unsafe { sys::cuMemFree_v2(self.base) };
         if let Err(e) = check("cuMemFree", code) {
             self.context.seen(e);

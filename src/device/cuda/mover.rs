@@ -130,8 +130,8 @@ fn submit_all(
     (copies, sent): (&Receiver<Copying>, &Sender<Sent>),
 ) {
     for copying in copies {
-        // SAFETY: the contract of `Mover`: both memories are the copy's until `done` is called, which
-        // `complete` does.
+        // SAFETY: the contract of `Mover`: both memories are the copy's until `done` is called,
+        // which `complete` does.
         let submitted = unsafe {
             match direction {
                 CopyDirection::ToDevice => stream.copy_in(copying.device, copying.host, copying.len),
@@ -216,8 +216,8 @@ impl Drop for CudaMover {
             }
             drop(lane.send.get_mut().take());
             for thread in threads {
-                // A `done` that drops the last handle runs on such a thread, which cannot wait for itself: it ends
-                // on its own.
+                // A `done` that drops the last handle runs on such a thread, which cannot wait for
+                // itself: it ends on its own.
                 if thread.thread().id() != thread::current().id() && thread.join().is_err() {
                     tracing::error!("a copy thread has panicked");
                 }

@@ -32,8 +32,8 @@ impl PinnedRegion {
     pub(super) fn new(context: &Arc<Context>, len: usize, wishes: &RegionOptions) -> Result<Arc<Self>> {
         let region = HostRegion::new(len, wishes)?;
         for offset in (0..len).step_by(PAGE_BYTES) {
-            // SAFETY: inside the fresh region that nobody else has; written so that its pages exist before they
-            // are pinned.
+            // SAFETY: inside the fresh region that nobody else has; written so that its pages exist
+            // before they are pinned.
             unsafe { region.as_mut_ptr().add(offset).write_volatile(0) };
         }
         let registered = register(context, &region);
@@ -49,7 +49,8 @@ impl PinnedRegion {
 
 fn register(context: &Context, region: &HostRegion) -> CudaResult {
     let _entered = context.enter()?;
-    // SAFETY: the whole of a live mapping, which stays until `PinnedRegion::drop` has unregistered it.
+    // SAFETY: the whole of a live mapping, which stays until `PinnedRegion::drop` has unregistered
+    // it.
     let code = unsafe { sys::cuMemHostRegister_v2(region.as_mut_ptr().cast(), region.len(), PORTABLE) };
     check("cuMemHostRegister", code).map_err(|e| context.seen(e))
 }
@@ -129,8 +130,8 @@ impl MappedPinned {
     /// # Safety
     /// No work of the GPU that uses the memory may be under way.
     pub(super) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: an initialised allocation of this length; `&mut self` excludes other slices, the contract
-        // the GPU.
+        // SAFETY: an initialised allocation of this length; `&mut self` excludes other slices, the
+        // contract the GPU.
         unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr(), self.len) }
     }
 
@@ -150,8 +151,8 @@ impl Drop for MappedPinned {
             return;
         }
         let _entered = self.context.enter();
-        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until the work
-        // is over.
+        // SAFETY: allocated in `new`; whoever gave the address to the GPU holds this value until
+        // the work is over.
         let code = unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) };
         if let Err(e) = check("cuMemFreeHost", code) {
             self.context.seen(e);

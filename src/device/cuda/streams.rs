@@ -136,8 +136,8 @@ pub(super) fn handle(stream: Foreign) -> CUstream {
 /// context must be current.
 pub(super) fn is_capturing(stream: Foreign) -> CudaResult<bool> {
     let mut status = Capture::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: the caller's stream is live (what a `Stream` stands for); the status is written to a live
-    // variable.
+    // SAFETY: the caller's stream is live (what a `Stream` stands for); the status is written to a
+    // live variable.
     let code = unsafe { sys::cuStreamIsCapturing(handle(stream), &raw mut status) };
     // The default stream cannot be asked while a stream that waits for it is being captured.
     if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {

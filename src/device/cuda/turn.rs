@@ -51,7 +51,8 @@ impl CudaDevice {
             for point in points {
                 stream.wait(point)?;
             }
-            // SAFETY: the last call has waited for its launch; the lock is held until this one is over.
+            // SAFETY: the last call has waited for its launch; the lock is held until this one is
+            // over.
             unsafe { slot.upload(stream, (batch.blob_bytes(), 0), |address| batch.encode(address))? };
             let launch = Launch {
                 kernel: Kernel::RopeShift,
@@ -61,8 +62,9 @@ impl CudaDevice {
                 tile_crcs: 0,
                 max_ctas: self.max_ctas,
             };
-            // SAFETY: the descriptors come before it in the stream, their addresses were checked, and what they
-            // name is borrowed until the stream has passed the launch, inside the gate.
+            // SAFETY: the descriptors come before it in the stream, their addresses were checked,
+            // and what they name is borrowed until the stream has passed the launch, inside the
+            // gate.
             unsafe { self.kernels.launch(stream, launch) }
         };
         let submitted = submit();

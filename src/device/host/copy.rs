@@ -14,8 +14,8 @@ use std::ptr::copy_nonoverlapping;
 /// Bytes that the compiler copies with vector moves and without a call; a line of the caches.
 const PIECE: usize = 64;
 
-/// Rows of this length are left to the C library: out of memory, 30 instead of 20 GB/s with their CRC
-/// in two threads.
+/// Rows of this length are left to the C library: out of memory, 30 instead of 20 GB/s with their
+/// CRC in two threads.
 const VERY_LONG: usize = 8192;
 
 /// Rows of this length are written past the caches wherever they begin: what is left over on both

@@ -1,5 +1,5 @@
-//! Paged KV into staging: the tokens of a tile from their slots, coded where that is asked for, then
-//! the tile's CRC.
+//! Paged KV into staging: the tokens of a tile from their slots, coded where that is asked for,
+//! then the tile's CRC.
 #![expect(unsafe_code, reason = "reads from the caller's paged KV")]
 
 use std::ops::Range;
@@ -107,10 +107,10 @@ fn gather_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut GatherPass<'_>) -
             for &run in runs.overlapping(tokens.end) {
                 for (token, from, grid) in plane.grids(run, &tokens, KvDirection::OutOfKv) {
                     let dst = tile.as_mut_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
-                    // SAFETY: `resolve` matched plan, layout and extent: the tile has the rows of these tokens,
-                    // their slots lie in blocks that the layout was checked to keep inside its memory,
-                    // which the job holds. The tile belongs to the job alone, so the two do not
-                    // overlap; the gate is entered.
+                    // SAFETY: `resolve` matched plan, layout and extent: the tile has the rows of
+                    // these tokens, their slots lie in blocks that the layout was checked to keep
+                    // inside its memory, which the job holds. The tile belongs to the job alone, so
+                    // the two do not overlap; the gate is entered.
                     unsafe { copy_grid(plane.base.wrapping_add(from), dst, grid, Stores::Cached) };
                 }
             }
@@ -132,9 +132,9 @@ fn gather_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut GatherPass<'_>
             pass.tile(start + at..start + (at + step).min(blocks.block_bytes), |tile| match &source {
                 Some(b) => {
                     let from = b.block as usize * blocks.block_stride + at;
-                    // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was
-                    // checked to keep inside its memory, which the job holds; the tile is the job's alone; the gate
-                    // is entered.
+                    // SAFETY: the plan's blocks are below the layer's number of blocks, whose every
+                    // byte the layout was checked to keep inside its memory, which the job holds;
+                    // the tile is the job's alone; the gate is entered.
                     unsafe {
                         let source = blocks.base.wrapping_add(from);
                         copy_grid(source, tile.as_mut_ptr(), line(tile.len()), Stores::Cached);

@@ -171,8 +171,8 @@ impl Device for HostDevice {
         self.shared.wake.notify_all();
         let workers = std::mem::take(&mut *self.workers.lock());
         for worker in workers {
-            // A `done` that drops the last handle runs on a worker, which cannot wait for itself: it ends on
-            // its own.
+            // A `done` that drops the last handle runs on a worker, which cannot wait for itself:
+            // it ends on its own.
             if worker.thread().id() != thread::current().id() && worker.join().is_err() {
                 tracing::error!("a copy thread has panicked");
             }

@@ -19,7 +19,8 @@ pub(super) fn run(job: &ScatterJob) -> Result<CopyOutcome> {
     let staging = job.staging.as_slice();
     let parts = job.parts.iter().map(|p| resolve(&job.kv, p, staging.len())).collect::<Result<Vec<_>>>()?;
     let Some(_guard) = job.gate.enter() else { return Ok(CopyOutcome::skipped()) };
-    // Dropped before the guard, whichever way this ends: who has closed the gate may use the memory.
+    // Dropped before the guard, whichever way this ends: who has closed the gate may use the
+    // memory.
     let _drain = Drain;
     let mut outcome = CopyOutcome { crcs: Vec::with_capacity(parts.len()), ..CopyOutcome::default() };
     for part in &parts {
@@ -93,10 +94,10 @@ fn scatter_plane(plane: &Plane, part: &Resolved<'_>, pass: &mut ScatterPass<'_>)
         for &run in runs.overlapping(tokens.end) {
             for (token, to, grid) in plane.grids(run, &tokens, KvDirection::IntoKv) {
                 let src = tile.as_ptr().wrapping_add((token - tokens.start) * plane.token_bytes);
-                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie in the tile,
-                // their slots in blocks that the layout was checked to keep inside its memory,
-                // which the job holds. Staging belongs to the job alone, so the two do not overlap;
-                // the gate is entered.
+                // SAFETY: `resolve` matched plan, layout and extent: the rows of these tokens lie
+                // in the tile, their slots in blocks that the layout was checked to keep inside its
+                // memory, which the job holds. Staging belongs to the job alone, so the two do not
+                // overlap; the gate is entered.
                 unsafe { copy_grid(src, plane.base.wrapping_add(to), grid, Stores::Past) };
             }
         }
@@ -117,9 +118,9 @@ fn scatter_blocks(blocks: &Blocks, part: &Resolved<'_>, pass: &mut ScatterPass<'
             let tile = pass.tile(start + at..start + (at + step).min(blocks.block_bytes));
             if let Some(b) = target {
                 let to = b.block as usize * blocks.block_stride + at;
-                // SAFETY: the plan's blocks are below the layer's number of blocks, whose every byte the layout was
-                // checked to keep inside its memory, which the job holds; staging is the job's
-                // alone; the gate is entered.
+                // SAFETY: the plan's blocks are below the layer's number of blocks, whose every
+                // byte the layout was checked to keep inside its memory, which the job holds;
+                // staging is the job's alone; the gate is entered.
                 unsafe {
                     let target = blocks.base.wrapping_add(to);
                     copy_grid(tile.as_ptr(), target, line(tile.len()), Stores::Past);

@@ -249,7 +249,8 @@ fn what_was_learned_is_known_after_a_restart() {
     assert_eq!(known(&after), known(&before));
     assert_eq!((after.clock, after.learned, after.held_bytes), (before.clock, before.learned, before.held_bytes));
     assert!(saved_again(&mut after) == saved, "it would be saved the same");
-    // It finds as much as one that went on, and more than one that begins anew with the same chunks.
+    // It finds as much as one that went on, and more than one that begins anew with the same
+    // chunks.
     let mut anew = Prefix::new(2000);
     let mut held: Vec<_> = before.chunks.iter().map(|(_, k)| k).filter(records::ChunkRecord::is_held).collect();
     held.sort_unstable_by_key(|k| k.tag);
@@ -270,7 +271,8 @@ fn what_goes_on_while_it_is_saved_makes_no_chunk_count_twice() {
         let saved = saved(&mut policy, chunks, |policy| {
             round += 1;
             if round <= 200 {
-                // What has been saved already is used again, and belongs to a later group from then on.
+                // What has been saved already is used again, and belongs to a later group from then
+                // on.
                 let oldest = policy.groups.iter().find_map(|(_, g)| policy.chunks.rising(g.held).next()).unwrap();
                 policy.used(policy.chunks.get(oldest).tag);
                 run(policy, 1 + round % 3);

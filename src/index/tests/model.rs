@@ -158,8 +158,8 @@ fn a_table_filled_to_its_promise_holds_everything_and_empties_without_trace() {
     for n in 0..entries {
         t.remove_if(&key(n), u64::MAX).unwrap().unwrap();
     }
-    // A table with passing marks left over would make misses wander: every bucket must say that nothing
-    // passed it.
+    // A table with passing marks left over would make misses wander: every bucket must say that
+    // nothing passed it.
     assert!((0..t.buckets).all(|b| t.bucket_mut(b).unwrap().passed() == 0));
 }
 

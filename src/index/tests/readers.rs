@@ -46,7 +46,8 @@ fn readers_never_see_a_torn_entry_nor_miss_one_that_stays() {
                                 assert!(e.seq >= newest[i], "an older version came back");
                                 newest[i] = e.seq;
                             }
-                            // A loaded machine may stop the writer within a bucket for longer than readers wait.
+                            // A loaded machine may stop the writer within a bucket for longer than
+                            // readers wait.
                             None if reader.gave_up() > gave_up => gave_up = reader.gave_up(),
                             None => assert!(i % 2 == 1, "key {i} was there all the time"),
                         }

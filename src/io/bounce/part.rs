@@ -116,9 +116,9 @@ impl BounceShared {
                 }));
                 let copying =
                     Copying { device: target.device, host, len: target.len, done: Box::new(move |r| told.tell(r)) };
-                // SAFETY: the slot is ours until `done` drops it and holds the piece; the job table keeps the
-                // request's memory, in which the piece lies, until this part ends, as a part that
-                // is being copied is never withdrawn.
+                // SAFETY: the slot is ours until `done` drops it and holds the piece; the job table
+                // keeps the request's memory, in which the piece lies, until this part ends, as a
+                // part that is being copied is never withdrawn.
                 unsafe { mover.to_device(copying) };
             }
             (Ok(()), None) => self.lost(target),
@@ -135,8 +135,8 @@ impl BounceShared {
         let host = slot.as_mut_ptr();
         let told = CallOnce(Some(move |r: Result<()>| me.was_copied(target, r.map(|()| slot), at)));
         let copying = Copying { device: target.device, host, len: target.len, done: Box::new(move |r| told.tell(r)) };
-        // SAFETY: as in `was_read`: the slot is ours until `done`, and the job table keeps the request's
-        // memory.
+        // SAFETY: as in `was_read`: the slot is ours until `done`, and the job table keeps the
+        // request's memory.
         unsafe { self.mover.to_host(copying) };
     }
 

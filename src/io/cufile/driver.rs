@@ -200,8 +200,8 @@ impl Driver {
         let registration = entry.0.get_or_init(|| self.register(file)).as_ref().map_err(Clone::clone)?;
         let (file_offset, write) = at;
         let (base, file_offset, offset) = (span.base.cast::<c_void>(), file_offset as i64, span.offset as i64);
-        // SAFETY: the caller vouches for the memory; the handle lives as long as the file, which the caller
-        // holds.
+        // SAFETY: the caller vouches for the memory; the handle lives as long as the file, which
+        // the caller holds.
         let n = unsafe {
             if write {
                 (self.calls.write)(registration.handle, base, span.len, file_offset, offset)
@@ -231,7 +231,8 @@ impl Driver {
         match self.register_fd(own.as_raw_fd()) {
             Ok(handle) => Ok(Registration { handle, _own: Some(own) }),
             Err(e) if e.err == HANDLE_ALREADY_REGISTERED => {
-                // The number of a descriptor that somebody has closed and not deregistered; another one is free.
+                // The number of a descriptor that somebody has closed and not deregistered; another
+                // one is free.
                 let Ok(other) = own.try_clone() else { return Err(Refused::of(e)) };
                 let handle = self.register_fd(other.as_raw_fd()).map_err(Refused::of)?;
                 Ok(Registration { handle, _own: Some(other) })
@@ -295,8 +296,8 @@ impl FileWatcher for Driver {
         }
         let entry = self.files.lock().remove(&file_id);
         if let Some(Ok(registration)) = entry.as_ref().and_then(|e| e.0.get()) {
-            // SAFETY: registered by us and not in use: every transfer holds its file, and this file has no
-            // holder left.
+            // SAFETY: registered by us and not in use: every transfer holds its file, and this file
+            // has no holder left.
             unsafe { (self.calls.handle_deregister)(registration.handle) };
         }
     }

@@ -74,10 +74,10 @@ pub(super) fn ours() -> impl Iterator<Item = &'static str> {
 }
 
 fn set(name: &str, path: &Path) {
-    // SAFETY: Rust's own accesses to the environment exclude each other. C code that reads it at this
-    // very moment in another thread would be at fault, as with any program that sets a variable;
-    // this runs at most twice in a process, while a drive is being opened, before the one library
-    // that we set it for is loaded.
+    // SAFETY: Rust's own accesses to the environment exclude each other. C code that reads it at
+    // this very moment in another thread would be at fault, as with any program that sets a
+    // variable; this runs at most twice in a process, while a drive is being opened, before the one
+    // library that we set it for is loaded.
     unsafe { std::env::set_var(name, path) };
 }
 

@@ -125,8 +125,8 @@ impl CufileTransfers {
                 None => RegisteredSpan { base: piece.ptr.wrapping_add(moved), offset: 0, len: left },
             };
             let at = (piece.offset + moved as u64, piece.op == Op::Write);
-            // SAFETY: the block is ours until its end is reported; region and address name the same memory
-            // (contract of `IoBuf`).
+            // SAFETY: the block is ours until its end is reported; region and address name the same
+            // memory (contract of `IoBuf`).
             match unsafe { self.driver.transfer(block.file, span, at) } {
                 Err(refused) => return of_refusal(refused),
                 Ok(Ok(n)) if n == span.len => moved += n,

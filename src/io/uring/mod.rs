@@ -51,8 +51,8 @@ impl Uring {
     pub(super) fn start(spec: QueueSpec) -> Result<Self> {
         let name = format!("fb-{}", spec.thread_name());
         let shared = Arc::new(RingShared { frame: DoorFrame::new(spec, Inbox::default()), bell: EventFd::new()? });
-        // The ring takes commands from the thread that made it only, so the owner makes it and reports
-        // back.
+        // The ring takes commands from the thread that made it only, so the owner makes it and
+        // reports back.
         let (tx, rx) = crossbeam_channel::bounded(1);
         let owned = Arc::clone(&shared);
         let body = move || match RingOwner::new(Arc::clone(&owned)) {

@@ -110,9 +110,9 @@ impl Ring {
     }
 
     fn push(&mut self, entry: squeue::Entry) {
-        // SAFETY: file and memory that the entry names stay valid until its completion: blocks through the
-        // job table, which keeps both until `span_ended`, and the bell through the queue that owns
-        // it and this ring.
+        // SAFETY: file and memory that the entry names stay valid until its completion: blocks
+        // through the job table, which keeps both until `span_ended`, and the bell through the
+        // queue that owns it and this ring.
         while unsafe { self.uring.submission().push(&entry) }.is_err() {
             if let Waited::Broken(_) = self.submit() {
                 return;
@@ -150,12 +150,13 @@ impl Ring {
             Window::New { index, offset, len } => {
                 let region = self.regions.iter().find(|r| r.id() == id)?;
                 let iov_base = region.as_mut_ptr().wrapping_add(offset).cast();
-                // Memory that was never touched is zeroed now: milliseconds a window, and tens of them
-                // where a hypervisor has to find it too. The drive works on what is queued meanwhile.
+                // Memory that was never touched is zeroed now: milliseconds a window, and tens of
+                // them where a hypervisor has to find it too. The drive works on what is queued
+                // meanwhile.
                 let _ = self.submit();
                 let iov = libc::iovec { iov_base, iov_len: len };
-                // SAFETY: the window lies in a region that `self.regions` keeps mapped for as long as the ring
-                // lives.
+                // SAFETY: the window lies in a region that `self.regions` keeps mapped for as long
+                // as the ring lives.
                 match unsafe { self.uring.submitter().register_buffers_update(index.into(), &[iov], None) } {
                     Ok(()) => Some(index),
                     Err(e) => {
@@ -202,8 +203,8 @@ fn look_at(r: std::io::Result<usize>) -> Waited {
 
 fn entry(piece: &IoPiece, file: Option<u32>, window: Option<u16>) -> squeue::Entry {
     let len = piece.span.len as u32;
-    // The crate seals the trait that both kinds of descriptor share, so the choice between them cannot
-    // be a function.
+    // The crate seals the trait that both kinds of descriptor share, so the choice between them
+    // cannot be a function.
     macro_rules! on {
         ($make:expr) => {
             match file {

@@ -306,8 +306,8 @@ impl Volume {
 
     /// Attaches to lanes that appeared, drops those that disappeared.
     fn look_for_lanes(&self, generation: u64) {
-        // Waited for: whoever looks up after another process has removed something must see the lane that
-        // says so.
+        // Waited for: whoever looks up after another process has removed something must see the
+        // lane that says so.
         let _one = self.scanning.lock();
         if self.seen_lanes.load(Ordering::Acquire) == generation {
             return;

@@ -44,7 +44,8 @@ impl Quota {
 
     /// A claim on the room of one slot; `None` where the tenant has no room left.
     pub(in crate::log) fn claim(self: &Arc<Self>, volume: &Volume, tenant: u64, bytes: u64) -> Option<QuotaClaim> {
-        // Before the lanes' locks: a claim ends after its put is in the table, and without the lane's lock.
+        // Before the lanes' locks: a claim ends after its put is in the table, and without the
+        // lane's lock.
         let mut taken = self.taken.lock();
         let others: u64 = [&taken.claimed, &taken.foreign].iter().filter_map(|map| map.get(&tenant)).sum();
         if others.saturating_add(held_by(volume, tenant)).saturating_add(bytes) > self.limit {

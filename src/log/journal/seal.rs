@@ -167,8 +167,8 @@ fn records_in(lane: &Lane, (segment, epoch): (u32, u32)) -> Result<Vec<Record>> 
     let len = (count as usize * sealed_record_bytes()).next_multiple_of(PAGE_BYTES);
     let body = lane.read(&lane.index, offset + layout.records_at() as u64, len)?;
     let (records, damaged) = sealed::decode_records(body.as_slice(), count);
-    // Where a crash kept the first page and lost the rest, the records of the use before are there, and
-    // whole.
+    // Where a crash kept the first page and lost the rest, the records of the use before are there,
+    // and whole.
     let foreign = records.iter().filter(|r| (r.segment, r.epoch) != (segment, epoch)).count() as u64;
     let damaged = u64::from(damaged) + foreign;
     if damaged > 0 {

@@ -69,8 +69,8 @@ pub(in crate::log) fn show_table(ctx: &Ctx, dir: &Path) -> Result<()> {
 /// Takes over the lane's shared state, or makes it anew where it does not fit: for so many
 /// segments, of which so many fill the capacity.
 pub(in crate::log) fn shared_state(ctx: &Ctx, dir: &Path, (segments, full): (u32, u32)) -> Result<index::SharedLane> {
-    // Of what the capacity holds: with chunks given up singly there are more segments, which together
-    // hold no more.
+    // Of what the capacity holds: with chunks given up singly there are more segments, which
+    // together hold no more.
     let share = (f64::from(full) * ctx.options.lease_share.clamp(0.0, 1.0)) as u32;
     let spec = LaneSpec {
         segments,

@@ -105,8 +105,8 @@ impl Usage {
         if let Some(tenant) = tenant_of(entry) {
             *self.tenants.entry(tenant).or_default() += slot_bytes(entry);
         }
-        // What recovery finds was used at an unknown time long ago, which is what recency begins with; but
-        // what is known to have been used was used later than what is not.
+        // What recovery finds was used at an unknown time long ago, which is what recency begins
+        // with; but what is known to have been used was used later than what is not.
         if self.tick > 0 {
             let tick = self.next_tick(table);
             self.recency.insert(slot, tick, 0);

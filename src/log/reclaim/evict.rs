@@ -181,8 +181,8 @@ fn evict_in(volume: &Volume, lane: &Arc<Lane>, chosen: &[Entry], patience: Insta
     let here = |e: &Entry| (e.kind, e.seq, e.segment, e.epoch);
     let mut going: Vec<Entry> = Vec::new();
     {
-        // Under the lock, so that the table does not grow, and leave behind what is marked or is not any
-        // more.
+        // Under the lock, so that the table does not grow, and leave behind what is marked or is
+        // not any more.
         let state = lane.state()?;
         let table = lane.table();
         let is_at_rest = state.segments.is_at_rest(first.segment, first.epoch);

@@ -92,8 +92,8 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
     let removal = KeyRemoval { volume, keys, until, by_others: Cell::new(false) };
     let mut outcome = Ok(());
     let mut touched: Vec<Arc<Lane>> = Vec::new();
-    // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked at
-    // to one that was.
+    // Again until nothing is found: a chunk may have been moved from a lane that was not yet looked
+    // at to one that was.
     loop {
         let mut found = false;
         for lane in &volume.lanes().all {
@@ -115,8 +115,8 @@ fn remove_on(volume: &Volume, keys: &[ChunkKey]) -> Result<()> {
         }
     }
     for lane in &volume.lanes().all {
-        // Slots that went earlier, and that no entry names any more, may still be readable after a power
-        // cut.
+        // Slots that went earlier, and that no entry names any more, may still be readable after a
+        // power cut.
         if removal.by_others.get() || !lane.erasures_are_durable() || touched.iter().any(|l| l.number == lane.number) {
             outcome = outcome.and(flush(lane));
         }

@@ -127,8 +127,8 @@ fn choose(volume: &Volume, refused: &HashSet<(u32, u32)>) -> Option<Victim> {
     for lane in volume.lanes().held() {
         let sample_every = (lane.table().len() / SURVEY_ENTRIES).max(1) as usize;
         let (sealed, hot_since) = survey(lane, refused, sample_every).ok()?;
-        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk; the shared
-        // counts do not.
+        // What holds nothing goes first: nothing is lost with it. A sample may overlook a chunk;
+        // the shared counts do not.
         let live = |s: &SegmentSummary| lane.shared().and_then(|l| l.segment(s.segment)).map_or(1, |v| v.live_chunks);
         let expired = expired_segments(lane);
         let is_dead = |s: &&SegmentSummary| s.live_chunks == 0 && (live(s) == 0 || expired.contains(&s.segment));
@@ -195,8 +195,8 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     // A removal of this process waits until the entries are gone, or does not find the segment
     // condemned.
     let _one = lane.erasing.lock();
-    // Looked at once more, because lookups miss what is condemned even if that is taken back at once
-    // for a lease.
+    // Looked at once more, because lookups miss what is condemned even if that is taken back at
+    // once for a lease.
     if is_leased() || !condemn(volume, victim)? {
         return moves::discard(&own, copies).map(|()| false);
     }
@@ -375,8 +375,8 @@ fn forget(lane: &Lane, victim: &Victim, records: &[Record]) -> Result<()> {
         {
             policy::note_dropped(&mut state, &record.key);
         }
-        // The chunk of the record, which may be a partial one, is not listed any more below the chunk
-        // before it.
+        // The chunk of the record, which may be a partial one, is not listed any more below the
+        // chunk before it.
         if let Some(length) = partial_length(record, state.chunk_tokens()) {
             table.drop_partial(&record.parent, length)?;
         }

@@ -103,8 +103,8 @@ fn add_segment(lane: &Arc<Lane>) -> Result<()> {
     let sb = &lane.superblock;
     let ring_bytes = u64::from(sb.ring_pages) * PAGE_BYTES as u64;
     let ring_missing = if lane.index.allocated_bytes()? < ring_bytes { ring_bytes } else { 0 };
-    // After the last segment has been granted, the table must be able to grow, and other processes to
-    // make lanes.
+    // After the last segment has been granted, the table must be able to grow, and other processes
+    // to make lanes.
     let spare = growth_bytes(lane) + (budget.capacity_bytes() / 256).min(MAX_SPARE_BYTES);
     budget.grant(bytes + region_bytes + ring_missing, spare, || {
         let taken = lane

@@ -95,8 +95,8 @@ impl Surroundings {
             model: geometry.model.clone(),
             shard: geometry.shard_dir_name(),
         };
-        // The ring gets its space with the first segment: a cache that is full can still be opened, and
-        // read.
+        // The ring gets its space with the first segment: a cache that is full can still be opened,
+        // and read.
         index.set_len(sizes.regions_offset)?;
         write_superblock(&index, &superblock)?;
         paths::sync_dir(dir)?;
@@ -203,16 +203,17 @@ impl Surroundings {
         let segments = max_segments(self.capacity_bytes(), (&superblock, ctx.slot_bytes()), data.len()?);
         let shared = shared_state(ctx, &candidate.dir, segments)?;
         if role == LaneRole::Adopted {
-            // What the writer that died had not flushed is believed too, and so must not be lost with the next
-            // power cut: a segment that it was giving up, for one. Of the own lane the superblock
-            // has just been written, and flushed with all else.
+            // What the writer that died had not flushed is believed too, and so must not be lost
+            // with the next power cut: a segment that it was giving up, for one. Of the own lane
+            // the superblock has just been written, and flushed with all else.
             index.sync_data()?;
         }
         let reader = Reader::survey(&index, &data, &superblock)?;
         let entries = reader.expected();
         let generation = ctx.options.clock.boot_ns();
         let table = make_table(ctx, &candidate.dir, entries, generation)?;
-        // All of it is about to be written, in no order: one sweep costs less than a fault per page.
+        // All of it is about to be written, in no order: one sweep costs less than a fault per
+        // page.
         table.populate();
         let mut recovery = Recovery::new(&superblock, ctx, table, Some(shared.clone()));
         let found = reader.replay(&mut |records| recovery.take(records))?;

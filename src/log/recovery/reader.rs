@@ -226,7 +226,8 @@ impl<'a> Reader<'a> {
             let gone: HashSet<u32> = records.iter().filter(|r| r.kind == RecordKind::Gone).map(|r| r.page).collect();
             records.retain(|r| r.kind == RecordKind::Put && !gone.contains(&r.page));
             records.sort_by_key(|r| (r.sequence, r.key.0));
-            // A page whose write seemed to fail is written again elsewhere: both may have reached the drive.
+            // A page whose write seemed to fail is written again elsewhere: both may have reached
+            // the drive.
             records.dedup();
             records.truncate(capacity);
             let damaged = segment.damaged;
@@ -236,7 +237,8 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Reads the ring's pages of this lane, and of their records those whose segment and epoch count.
+    /// Reads the ring's pages of this lane, and of their records those whose segment and epoch
+    /// count.
     fn for_each_ring_piece(
         &self,
         counts: &(dyn Fn(u32, u32) -> bool + Sync),

@@ -124,7 +124,8 @@ fn flipped_bits_of_records_and_pages_bring_nothing_old_back() {
         flip(&file, bit);
         let log = reader(dir.path()).unwrap_or_else(|e| panic!("round {round}, bit {bit}: {e}"));
         for n in 0..KEYS {
-            // A lookup may promise what is gone, where the record that says so is lost; a load misses it.
+            // A lookup may promise what is gone, where the record that says so is lost; a load
+            // misses it.
             match version(&log, n, 3) {
                 None => misses += u64::from(want(n).is_some()),
                 found => assert_eq!(found, want(n), "round {round}, bit {bit}: key {n}"),

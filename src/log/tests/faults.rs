@@ -130,7 +130,8 @@ fn the_free_floor_sheds_puts_but_not_loads() {
     assert!(store(&log, 1));
     drop(log);
     let (_, free) = io::file_system_bytes(dir.path()).unwrap();
-    // Without the maintenance thread, which would give up what there is to get back above the floor.
+    // Without the maintenance thread, which would give up what there is to get back above the
+    // floor.
     let floor = LogOptions { min_free_bytes: free * 2, foreground: true, ..options(dir.path()) };
     let log = Log::open(floor).unwrap();
     assert!(matches!(log.begin_put(spec(2)).unwrap(), PutOutcome::NoRoom(_)));
@@ -431,8 +432,8 @@ fn a_put_that_never_ends_does_not_keep_its_segment_from_being_sealed() {
     assert!(store(&log, 1));
 }
 
-/// Sequences go on from there: a crash that brought a slot of the tenant back would bring it back for
-/// good.
+/// Sequences go on from there: a crash that brought a slot of the tenant back would bring it back
+/// for good.
 #[test]
 fn the_floor_of_a_tenant_stays_while_the_drive_does_not_flush() {
     let dir = temp();

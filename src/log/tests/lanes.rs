@@ -60,8 +60,8 @@ fn an_overwrite_or_removal_in_one_lane_counts_in_all() {
     a.abandon();
     b.abandon();
     let a = open(dir.path());
-    // The first load of what another process has removed may find that out, where its lane's holder had
-    // not seen it.
+    // The first load of what another process has removed may find that out, where its lane's holder
+    // had not seen it.
     (0..6).for_each(|n| _ = version(&a, n, 3));
     check(&a);
     let b = open(dir.path());

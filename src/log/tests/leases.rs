@@ -148,7 +148,8 @@ fn what_is_looked_up_and_pinned_loads_whatever_is_reclaimed_meanwhile() {
         let found = log.lookup(&keys);
         let pinned: Vec<_> = keys.iter().take(found).map_while(|k| log.locate(k, PIN)).collect();
         for (n, pin) in (first..).zip(&pinned).filter(|(_, pin)| pin.is_leased()) {
-            // Another lookup may for a moment miss what reclaim has condemned and gives back for the lease.
+            // Another lookup may for a moment miss what reclaim has condemned and gives back for
+            // the lease.
             let loaded = load(&log, n).or_else(|_| load(&log, n));
             assert!(loaded.is_ok(), "key {n}: {loaded:?} {pin:?}");
             loads += 1;

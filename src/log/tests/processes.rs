@@ -142,10 +142,12 @@ fn a_killed_writers_removals_and_new_values_stay() {
         }
         last = writer.kill("version ").unwrap_or(last);
         let log = Log::open(shared_options(dir.path())).unwrap();
-        // Nothing, where the kill came between the removal of one version and the store of the next.
+        // Nothing, where the kill came between the removal of one version and the store of the
+        // next.
         let served = version(&log, 7, last + 20);
         assert!(served.is_none_or(|v| v >= last), "round {round}: version {served:?} is served, {last} was flushed");
-        // The next version may have been stored again before the kill, but nothing that was removed.
+        // The next version may have been stored again before the kill, but nothing that was
+        // removed.
         let other = version(&log, 8, last + 20);
         assert!(
             other.is_none_or(|v| v > last),

@@ -86,7 +86,8 @@ fn a_tenant_goes_and_the_others_stay() {
         (0..30).for_each(|n| store_for(&log, n, n % 3 * ACME));
         overwrite(&log, 1, 1);
         let second = Log::open(quick(dir.path())).unwrap();
-        // With a segment of its own it can carry the removals on, if it is the one that adopts them.
+        // With a segment of its own it can carry the removals on, if it is the one that adopts
+        // them.
         assert!(store(&second, 100));
         let purged = run(dir.path(), What::Tenant(ACME));
         assert_eq!(purged.chunks, 9, "key 1 was overwritten without a tenant");

@@ -91,7 +91,8 @@ fn a_tenant_stays_within_its_quota_and_gives_up_its_own_least_recently_used() {
         let ours: Vec<u64> = ours.into_iter().filter(|n| has(&log, *n)).collect();
         let log = crash(log);
         let after = held(&log, 0..1000);
-        // The maintenance thread makes room for what the tenant stores next: what goes for that is counted.
+        // The maintenance thread makes room for what the tenant stores next: what goes for that is
+        // counted.
         let lost: Vec<&u64> = ours.iter().filter(|n| !after.contains(n)).collect();
         let gone = lost.len() + all_load(&log, &after);
         assert!(gone as u64 <= log.stats().quota_evicted, "{policy:?}: {gone}, {lost:?}, {:?}", log.stats());
@@ -171,8 +172,8 @@ fn processes_on_one_cache_see_what_the_others_store() {
     for n in 0..400 {
         for (i, log) in logs.iter().enumerate() {
             let n = n + 1000 * i as u64;
-            // Not stored at once where the other takes all of the quota: it gives up its own when it counts the
-            // next time.
+            // Not stored at once where the other takes all of the quota: it gives up its own when
+            // it counts the next time.
             let mut tries = 0;
             while !store_spec(log, of_tenant(n, OURS), n, 0).unwrap() {
                 tries += 1;

@@ -60,8 +60,8 @@ fn what_is_used_again_and_again_outlives_what_is_not() {
         for h in hot.iter().filter(|h| **h < n) {
             let _ = log.lookup(&[key(*h)]);
         }
-        // Stores that outrun reclaim may cost a few: a segment of this test is filled in less time than it
-        // takes to reclaim one.
+        // Stores that outrun reclaim may cost a few: a segment of this test is filled in less time
+        // than it takes to reclaim one.
         if n % 10 == 0 {
             at_rest(&log);
         }

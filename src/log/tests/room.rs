@@ -126,8 +126,8 @@ fn who_waits_for_a_segment_is_told_at_once_that_the_drive_gives_none() {
     let cache = dir.path().join("cache");
     let log = open(&cache);
     assert!(store(&log, 0));
-    // Nothing more can be counted or made below a directory that is not there, however much room the
-    // drive has.
+    // Nothing more can be counted or made below a directory that is not there, however much room
+    // the drive has.
     std::fs::rename(&cache, dir.path().join("elsewhere")).unwrap();
     let mut held = Vec::new();
     let refused = loop {

@@ -64,7 +64,8 @@ impl SlotWriter {
         &self.queue
     }
 
-    /// The slot is not served after these Unix seconds, unless it expires earlier anyway; 0 for never.
+    /// The slot is not served after these Unix seconds, unless it expires earlier anyway; 0 for
+    /// never.
     pub fn expire_by(&self, expiry_s: u32) {
         if let Some(put) = self.put.lock().as_mut() {
             put.expire_by(expiry_s);

@@ -212,7 +212,8 @@ impl LoadPump {
         let mut seen = 1;
         loop {
             while self.submit_one() {}
-            // Kicks that came meanwhile may have been missed by the round above: go round again for them.
+            // Kicks that came meanwhile may have been missed by the round above: go round again for
+            // them.
             match self.kicks.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return,
                 Err(now) => seen = now,
@@ -417,8 +418,8 @@ impl LoadPump {
         while !(watch.closed && watch.active.is_empty()) {
             let now = Instant::now();
             let stalled = now >= watch.moved + stall;
-            // A load that was given up stays active until the device has left its memory, which nobody here
-            // waits for.
+            // A load that was given up stays active until the device has left its memory, which
+            // nobody here waits for.
             let waits = |l: &&Arc<LoadInner>| !l.is_given_up();
             let is_late = |l: &&Arc<LoadInner>| stalled || l.deadline.is_some_and(|d| d <= now);
             let late: Vec<_> = watch.active.iter().filter(waits).filter(is_late).cloned().collect();

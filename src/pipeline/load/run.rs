@@ -161,8 +161,8 @@ impl LoadInner {
     }
 
     /// Why the chunk of a step is bad, if it is, by its header, the CRCs of what was scattered, and
-    /// whether that was all of it. What is wrong in the caller's memory is to be wiped, or, where it
-    /// came out of memory, to be read from the drive.
+    /// whether that was all of it. What is wrong in the caller's memory is to be wiped, or, where
+    /// it came out of memory, to be read from the drive.
     fn judge(
         &self,
         (step, framed): (&ReadStep, bool),
@@ -180,7 +180,8 @@ impl LoadInner {
                 return Some(MissCause::Internal);
             }
         };
-        // Before it is judged: once it has verified, another scatter's end may be the end of the load.
+        // Before it is judged: once it has verified, another scatter's end may be the end of the
+        // load.
         state.add_bytes(bytes);
         if is_whole {
             let extents = wanted.iter().copied().zip(crcs);
@@ -194,8 +195,8 @@ impl LoadInner {
             }
             return bad;
         }
-        // What was left out of the caller's memory does not verify, whatever was read: the load cannot end
-        // on it.
+        // What was left out of the caller's memory does not verify, whatever was read: the load
+        // cannot end on it.
         state.wipe(step.chunk, wanted.to_vec());
         judge(&mut state, step.chunk, header, std::iter::empty()).or(Some(MissCause::Unmapped))
     }

@@ -223,8 +223,8 @@ impl StoreState {
                 }
             }
             let Some(step) = chunk.step(at, ready, forced, group_bytes) else { continue };
-            // With all layers there, chunk after chunk: heads of the chain first. Otherwise in turns, layer by
-            // layer.
+            // With all layers there, chunk after chunk: heads of the chain first. Otherwise in
+            // turns, layer by layer.
             self.cursor = if all { at } else { at + 1 };
             let frame = chunk.frame.as_ref().and_then(|frame| frame.part(step.span.frame_range()));
             return NextStep::Gather(step, frame);

@@ -108,8 +108,8 @@ fn eight_equal_loads_take_turns() {
     let turns: Vec<usize> = w.disk.log()[already..].iter().map(|s| s.slot / 3).collect();
     let steps = 3 * LAYERS;
     assert_eq!(turns.len(), 8 * steps);
-    // At any time no load is more than one read ahead of another, so that the first ends when the last
-    // is nearly done.
+    // At any time no load is more than one read ahead of another, so that the first ends when the
+    // last is nearly done.
     let mut count = [0usize; 8];
     for &load in &turns {
         count[load] += 1;

@@ -236,7 +236,8 @@ impl Standin {
         }
         assert!(len == 0 || self.is_device(address, len), "{len} bytes at {address:#x} are not device memory");
         let mut bytes = vec![0u8; len];
-        // SAFETY: inside an allocation. A test may race with a stream's writes: the answer is bytes.
+        // SAFETY: inside an allocation. A test may race with a stream's writes: the answer is
+        // bytes.
         unsafe { libc::memcpy(bytes.as_mut_ptr().cast(), address as *const c_void, len) };
         bytes
     }

@@ -37,7 +37,8 @@ struct Own {
 macro_rules! ok {
     ($lib:expr, $name:literal, $($arg:expr => $ty:ty),*) => {{
         let f: unsafe extern "C" fn($($ty),*) -> c_int = $lib.function($name);
-        // SAFETY: the types are those of the driver's function; pointers are to live values of the callers here.
+        // SAFETY: the types are those of the driver's function; pointers are to live values of the
+        // callers here.
         assert_eq!(unsafe { f($($arg),*) }, 0, $name);
     }};
 }
@@ -58,8 +59,8 @@ impl Own {
     fn word(&self, at: usize) -> &AtomicU32 {
         assert!(at < WORDS, "no more than {WORDS} holds");
         let word = std::ptr::with_exposed_provenance_mut::<u32>(self.words).wrapping_add(at);
-        // SAFETY: inside the pinned memory, which is never freed, and which the host only touches through
-        // these.
+        // SAFETY: inside the pinned memory, which is never freed, and which the host only touches
+        // through these.
         unsafe { AtomicU32::from_ptr(word) }
     }
 }

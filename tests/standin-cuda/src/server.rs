@@ -17,7 +17,8 @@ macro_rules! cuda {
     ($lib:expr, $name:literal, $($arg:expr => $ty:ty),*) => {{
         let f: unsafe extern "C" fn($($ty),*) -> c_int = $lib.function($name);
         $lib.set_server(true);
-        // SAFETY: the types are those of the function; pointers are to live values of the callers here.
+        // SAFETY: the types are those of the function; pointers are to live values of the callers
+        // here.
         let code = unsafe { f($($arg),*) };
         $lib.set_server(false);
         code

@@ -166,8 +166,8 @@ fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], case: &Case) ->
     };
     let args = (blob.as_ptr() as u64, batch.num_planes(), batch.num_tiles(), crcs.as_mut_ptr() as u64);
     if batch.num_tiles() > 0 {
-        // SAFETY: the batch describes `kv` and the stagings, which nobody else uses; there is a CRC per
-        // tile.
+        // SAFETY: the batch describes `kv` and the stagings, which nobody else uses; there is a CRC
+        // per tile.
         unsafe { standin_kernels::launch(name, case.ctas, args) }.unwrap();
     }
     let outcome = |(job, (staging, crcs)): (usize, (&Buf, Vec<u32>))| Outcome {

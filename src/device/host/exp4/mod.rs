@@ -17,8 +17,8 @@ mod kernels;
 
 pub use kernels::CodecKernels;
 
-/// A segment with more escapes than this gets the best dictionary instead of a likely one: one value
-/// in 512, half of which fit if all segments were so.
+/// A segment with more escapes than this gets the best dictionary instead of a likely one: one
+/// value in 512, half of which fit if all segments were so.
 const MOST_LIKELY_ESCAPES: usize = SEGMENT_VALUES / 512;
 
 /// A coded extent that is read tile by tile, from its start on.

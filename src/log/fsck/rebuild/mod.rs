@@ -142,8 +142,8 @@ fn derive(
         let segment = u64::from(s.header.segment);
         (s.base / segment, u64::from(s.base.is_multiple_of(segment)))
     });
-    // With only its first segment in use, a lane's data.kv is one segment long, or two where the next
-    // one was ready.
+    // With only its first segment in use, a lane's data.kv is one segment long, or two where the
+    // next one was ready.
     let least = slots.iter().map(|s| s.start + s.bytes()).max().unwrap_or(0).next_multiple_of(COARSE_BYTES as u64);
     let of_sibling = sibling.map(|s| s.segment_bytes).filter(|bytes| *bytes >= least);
     let whole = len.next_multiple_of(COARSE_BYTES as u64).max(COARSE_BYTES as u64);

@@ -60,8 +60,8 @@ impl OldIndex {
             Err(_) => {}
         }
         if let Some(sb) = &old.superblock {
-            // What a file that was cut short has lost must not count as never written. Segments are given their
-            // regions before anything is put into them.
+            // What a file that was cut short has lost must not count as never written. Segments are
+            // given their regions before anything is put into them.
             old.ring_is_damaged = len < sb.regions_offset;
             old.regions_end = Some((len.saturating_sub(sb.regions_offset) / sb.region_bytes.max(1)) as u32);
         }

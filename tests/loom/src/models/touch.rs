@@ -22,8 +22,8 @@ fn no_touch_is_told_twice_or_made_up() {
         assert_eq!(lost, 0, "there is room for four");
         told.sort_unstable();
         assert!([&[1, 2][..], &[1], &[2], &[]].contains(&&told[..]), "{told:?}");
-        // One whose reader had its place and had not stored when the writer passed may be told a lap later,
-        // once.
+        // One whose reader had its place and had not stored when the writer passed may be told a
+        // lap later, once.
         tally.add(if told.len() == 2 { "all" } else { "some" });
         let rest = 2 - told.len();
         writer.touch([key(8, 0), key(9, 0)].iter());
