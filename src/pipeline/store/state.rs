@@ -178,9 +178,9 @@ impl StoreState {
     /// Layers up to `layer` are gathered without waiting for larger groups; whether that may let
     /// something begin. Where all layers are computed, nothing waits for more of them.
     pub(super) fn force(&mut self, layer: usize) -> bool {
-        let is_news = self.forced <= layer && self.ready < self.announced.len();
+        let is_later = self.forced <= layer && self.ready < self.announced.len();
         self.forced = self.forced.max(layer + 1);
-        is_news
+        is_later
     }
 
     /// Whether the caller's blocks of all layers up to `layer` are no longer read.
