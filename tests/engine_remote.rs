@@ -14,6 +14,7 @@ use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matche
 use forebay::connector::{EngineLookup, PrefixLookup};
 use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
 use forebay::key::Extra;
+use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use hyper::Method;
 use remote_world::{BUCKET, Server, Spoil};
 
@@ -115,6 +116,37 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
         assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "nothing is missing any more");
     }
     assert!(server.puts().iter().all(|n| *n == 1), "an object was sent twice: {:?}", server.puts());
+}
+
+#[test]
+fn what_lies_there_is_described_and_can_be_brought_without_its_prompts() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    for shape in Shape::all() {
+        let (a, b) = (Machine::with(shape.clone(), &server), Machine::with(shape.clone(), &server));
+        let (one, two) = (a.open(), b.open());
+        let (p, kv) = a.upload(&one, 1);
+        let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
+        let store = RemoteStore::open(&options).unwrap();
+        let (namespace, shard) = store.shards().unwrap().pop().unwrap();
+        assert_eq!(store.geometry(&namespace, &shard).unwrap(), *one.geometry(), "{}", shape.name);
+        let objects = store.objects(&namespace, &shard).unwrap();
+        assert_eq!(objects.len(), 3);
+        let heads = server.requests(&Method::HEAD);
+        // Room for two chunks gives the first two of the prompt.
+        let into = Remote::open(&options, one.geometry()).unwrap();
+        let two_of_three = objects[0].bytes * 5 / 2;
+        let brought = wait(&into.restore(two.log().unwrap(), (objects.clone(), two_of_three), later()));
+        assert_eq!(brought, Fetched { chunks: 2, stopped: None });
+        assert_eq!(matched(&two, &p), 2 * CHUNK, "{}", shape.name);
+        let brought = wait(&into.restore(two.log().unwrap(), (objects.clone(), u64::MAX), later()));
+        assert_eq!(brought, Fetched { chunks: 1, stopped: None });
+        assert_eq!(b.check(&two, &p, &kv), N, "{}", shape.name);
+        assert_eq!(server.requests(&Method::HEAD), heads, "a list says what is there");
+        one.clear().unwrap();
+        assert_eq!(store.objects(&namespace, &shard).unwrap(), []);
+        assert!(store.geometry(&namespace, &shard).is_ok(), "what chunks are is no chunk");
+    }
 }
 
 #[test]
@@ -250,7 +282,11 @@ fn object_files(root: &std::path::Path) -> Vec<std::path::PathBuf> {
     while let Some(dir) = open.pop() {
         for entry in std::fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
-            if path.is_dir() { open.push(path) } else { found.push(path) }
+            if path.is_dir() {
+                open.push(path);
+            } else if path.extension().is_none() {
+                found.push(path);
+            }
         }
     }
     found
