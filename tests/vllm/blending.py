@@ -168,7 +168,7 @@ def layer_zero(server: Server) -> dict[str, Any]:
     """Keys and values of layer 0 of segments at other places, against fresh ones: every row."""
     prompt, places = prompt_of((1, 2, 0), QUESTION)
     blender = server.blender
-    mixed = blender.mix(Asked(prompt, places, "none", 0.0))
+    mixed = blender.mix(Asked(prompt, places, "none", 0.0, anchor=ANCHOR))
     found: dict[str, Any] = {}
 
     def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
