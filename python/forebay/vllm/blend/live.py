@@ -89,7 +89,7 @@ class Live:
             self._next = next(steps)
             return self._next > 0
         except StopIteration:
-            self._counts["blend_requests"] += 1
+            self._count("requests")
         except Unusable as why:
             self._fail(job, str(why))
         except Exception:
@@ -101,31 +101,31 @@ class Live:
 
     def _fail(self, job: Job, why: str) -> None:
         self._failed.add(job.req_id)
-        self._counts[f"blend_computed_{why}"] += 1
+        self._count(f"computed_{why}")
 
     def _steps(self, job: Job) -> Steps[None]:
-        asked, blender, counts = job.asked, self._blender, self._counts
+        asked, blender = job.asked, self._blender
         blender.check_layer(asked)
         if job.stores:
             for start, end in asked.segments:
                 try:
                     computed = yield from blender.storing(asked.anchor, asked.tokens[start:end])
-                    counts["blend_segments_stored"] += computed > 0
+                    self._count("segments_stored", int(computed > 0))
                 except RuntimeError as error:
                     logger.warning("%s", error)
-                    counts["blend_segments_not_stored"] += 1
+                    self._count("segments_not_stored")
         if not any(blender.has(asked.anchor, asked.tokens[start:end]) for start, end in asked.segments):
             raise Unusable("missing")
         mixed = yield from blender.mixing(asked)
         for state in mixed.states:
-            counts[f"blend_segments_{state}"] += 1
+            self._count(f"segments_{state}")
         if not mixed.reused:
             raise Unusable(mixed.states[0])
         chosen = yield from blender.blending(asked, mixed, job.covered)
         blender.copy_to(job.blocks, job.first)
         reused = sum(min(end, job.covered) - start for start, end in mixed.reused if start < job.covered)
-        counts["blend_tokens_reused"] += reused - len(chosen)
-        counts["blend_tokens_recomputed"] += len(chosen)
+        self._count("tokens_reused", reused - len(chosen))
+        self._count("tokens_recomputed", len(chosen))
 
     def results(self, finished: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose jobs are over, and those of them that failed; jobs of `finished` requests are given up."""
@@ -134,10 +134,13 @@ class Live:
         if self._under_way is not None and self._under_way[0].req_id in finished:
             gone.add(self._under_way[0].req_id)
             self._under_way = None
-        self._counts["blend_aborted"] += len(gone)
+        self._count("aborted", len(gone))
         over, failed = self._over | gone, self._failed
         self._over, self._failed = set(), set()
         return over, failed
+
+    def _count(self, what: str, by: int = 1) -> None:
+        self._counts[f"blend_{what}"] += by
 
     def counts(self) -> dict[str, int]:
         """What was counted since the last call."""
