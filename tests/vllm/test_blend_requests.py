@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, environment, settings
+from conftest import PATIENCE_S, SEED, settings
 from test_blend import COVERED, REUSED, configuration, run
+from test_server import Starting, server
+
+#: vLLM's worker_extension_cls.
+EXTENSION = "forebay.vllm.blend.worker.BlendWorker"
 
 #: What `query` computes anew of three segments.
 SHARE = round(0.15 * REUSED)
@@ -129,6 +136,40 @@ def test_a_damaged_segment_among_others_is_a_hole(seen: dict[str, Any]) -> None:
     damaged = seen["failures"]["one damaged"]
     assert damaged["counts"]["blend_requests"] == 1
     assert (damaged["counts"]["blend_segments_failed"], damaged["counts"]["blend_segments_reused"]) == (1, 1)
+
+
+def test_clients_of_the_openai_server_get_blends(model: str, tmp_path: Path) -> None:
+    source = random.Random(SEED)
+    begin, question, *documents = ([source.randrange(4, 512) for _ in range(count)] for count in (40, 70, 200, 150))
+    options = ("--max-model-len", "2048", "--max-num-batched-tokens", "128", "--worker-extension-cls", EXTENSION)
+
+    def asked(*order: int) -> tuple[list[int], dict[str, Any]]:
+        prompt, places = list(begin), []
+        for number in order:
+            places.append([len(prompt), len(prompt) + len(documents[number])])
+            prompt += documents[number]
+        return prompt + question, {"forebay.segments": places, "forebay.store_segments": True}
+
+    with server(tmp_path, model, settings(tmp_path / "cache", enable_blending=True), options) as of:
+        plain = {order: of.complete(asked(*order)[0]) for order in ((0, 1), (1, 0))}
+        with ThreadPoolExecutor(4) as clients:
+            sent = [clients.submit(of.complete, prompt, kv_transfer_params=params) for prompt, params in (asked(0, 1), asked(1, 0))]
+            others = [clients.submit(of.complete, asked(*order)[0]) for order in plain]
+            blended, exact = [one.result() for one in sent], [one.result() for one in others]
+        assert exact == list(plain.values())
+        assert blended != exact, "otherwise nothing shows"
+        every = {"forebay.blend_select": "first-k", "forebay.blend_ratio": 1.0}
+        prompt, params = asked(1, 0)
+        assert of.complete(prompt, kv_transfer_params=params | every) == plain[1, 0]
+        assert of.metric("vllm:forebay_blend_requests") == 3
+        assert of.metric("vllm:forebay_blend_segments_stored") == 2
+        assert of.metric("vllm:forebay_blend_segments_reused") == 6
+
+
+def test_a_server_whose_workers_cannot_blend_does_not_start(model: str, tmp_path: Path) -> None:
+    starting = Starting(tmp_path, model, settings(tmp_path / "cache", enable_blending=True), ("--max-model-len", "2048"))
+    assert starting.process.wait(PATIENCE_S) != 0
+    assert f"start with --worker-extension-cls {EXTENSION}" in starting.log.read_text()
 
 
 @pytest.mark.ci

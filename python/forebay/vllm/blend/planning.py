@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import extra
-from forebay.vllm.blend import client, refuse
+from forebay.vllm.blend import client
 from forebay.vllm.blend.blender import Asked
 from forebay.vllm.blend.live import Job
 
@@ -60,8 +60,7 @@ class Planner:
     """One per scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, block_tokens: int, settings: Settings) -> None:
-        """`geometry.Unsupported` where this server cannot blend, `ValueError` for settings that make no sense."""
-        refuse.live(vllm_config, settings.layerwise)
+        """For a server that `refuse.live` lets through; `ValueError` for settings that make no sense."""
         self._select, self._ratio, self._layer = defaults(settings)
         self._block, self._hashes = block_tokens, bool(vllm_config.cache_config.enable_prefix_caching)
         self._plans: dict[str, _Plan] = {}
