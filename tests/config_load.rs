@@ -94,8 +94,11 @@ fn a_full_lmcache_file_loads_and_its_own_keys_are_warnings() {
 #[test]
 fn what_goes_with_blending_warns_where_blending_is_not_on() {
     let warned = |on: Option<bool>| {
-        let loader = Loader::bare().set("blend_recompute_ratios", vec![0.2]);
-        let (_, warnings) = on.map_or(loader.clone(), |on| loader.set("enable_blending", on)).load().unwrap();
+        let mut loader = Loader::bare().set("blend_recompute_ratios", vec![0.2]);
+        if let Some(on) = on {
+            loader = loader.set("enable_blending", on);
+        }
+        let (_, warnings) = loader.load().unwrap();
         warnings.iter().map(ToString::to_string).collect::<Vec<_>>()
     };
     let [slip] = warned(None).try_into().unwrap();

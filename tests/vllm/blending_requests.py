@@ -90,6 +90,19 @@ def asking(places: list[tuple[int, int]], **more: Any) -> Asking:
     return {"forebay.segments": places, "forebay.blend_anchor": len(ANCHOR)} | {f"forebay.{name}": value for name, value in more.items()}
 
 
+def evict(of: Requests, prompt: list[int], of_prompt: Asking, kept: int) -> None:
+    """Takes all but the first blocks of a blended request out of vLLM's prefix cache."""
+    sent = of.add(prompt, of_prompt)
+    while not of.engine.step():
+        pass
+    (known,) = [one for one in of.scheduler.requests if one.split("-")[0] == sent]
+    (blocks,) = of.scheduler.kv_cache_manager.get_block_ids(known)
+    blocks = list(blocks)
+    of.answers(sent)
+    of.scheduler.kv_cache_manager.evict_blocks(set(blocks[kept:]))
+    of.counts()
+
+
 def stored(of: Requests) -> dict[str, Any]:
     """A request whose segments are missing, without and with the wish to store them; then one that finds them."""
     prompt, places = prompt_of((2, 0, 1), QUESTION)
@@ -101,6 +114,8 @@ def stored(of: Requests) -> dict[str, Any]:
     assert of.server.llm.reset_prefix_cache()
     seen["found"] = of.answer(prompt, asking(places)) | {"counts": of.counts()}
     seen["again"] = of.answer(prompt, asking(places)) | {"counts": of.counts()}
+    evict(of, prompt, asking(places), 5)
+    seen["partly"] = of.answer(prompt, asking(places)) | {"counts": of.counts()}
     seen["other question"] = of.answer(prompt[: places[-1][1]] + QUESTION[::-1], asking(places)) | {"counts": of.counts()}
     return seen
 
@@ -218,6 +233,7 @@ def failures(of: Requests, cache: Path) -> dict[str, Any]:
 
     wrong: dict[str, Asking] = {
         "no list": {"forebay.segments": 7},
+        "fractions": {"forebay.segments": [[0.5, 20]]},
         "order": {"forebay.segments": [[50, 80], [10, 20]]},
         "beyond": {"forebay.segments": [[10, 10_000]]},
         "selector": asking(places, blend_select="best"),

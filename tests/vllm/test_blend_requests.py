@@ -53,6 +53,13 @@ def test_the_same_request_finds_the_blend_in_vllms_prefix_cache_and_another_ques
 
 
 @pytest.mark.ci
+def test_what_the_prefix_cache_has_lost_of_a_blend_is_blended_again(seen: dict[str, Any]) -> None:
+    partly = seen["stored"]["partly"]
+    assert (partly["tokens"], partly["cached"]) == (seen["stored"]["found"]["tokens"], COVERED)
+    assert partly["counts"]["blend_requests"] == 1
+
+
+@pytest.mark.ci
 def test_all_tokens_computed_anew_are_vllms_own_prefill_bit_for_bit(seen: dict[str, Any]) -> None:
     every = seen["exactness"]["all"]
     assert (every["cached"], every["largest"] > 1) == (COVERED, True)
@@ -115,7 +122,7 @@ def test_a_preempted_request_is_blended_again(seen: dict[str, Any]) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [(name, "invalid") for name in ("no list", "order", "beyond", "selector", "ratio", "anchor")]
+    [(name, "invalid") for name in ("no list", "fractions", "order", "beyond", "selector", "ratio", "anchor")]
     + [("not loaded", "skipped"), ("short", "short"), ("gate", "gate"), ("error", "error"), ("flipped", "failed")],
 )
 def test_what_cannot_be_blended_is_computed_and_counted(seen: dict[str, Any], name: str, cause: str) -> None:

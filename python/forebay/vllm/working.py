@@ -61,9 +61,11 @@ class WorkerHalf:
     def _live(self) -> Live:
         from forebay.vllm.blend.blender import Connector
         from forebay.vllm.blend.live import Live
+        from forebay.vllm.blend.planning import defaults
         from forebay.vllm.blend.worker import runner_of
 
-        return Live(runner_of(self._config), Connector(*self.for_blending()))
+        select, _, check_layer = defaults(self._settings)
+        return Live(runner_of(self._config), Connector(*self.for_blending()), select, check_layer)
 
     def for_blending(self) -> tuple[Any, geometry.Shape, dict[str, Any]]:
         """The engine, the KV that it stores, and its settings; vLLM must have registered its KV caches."""

@@ -106,7 +106,7 @@ class Blender:
     def blend_and_store(self, asked: Asked, salt: str) -> dict[str, Any]:
         """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the connector's namespace."""
         self._check_length(len(asked.tokens))
-        self.check_layer(asked)
+        self.check_layer(asked.select, asked.check_layer)
         block = self._connector.block_tokens
         covered = asked.covered(block)
         if covered == 0:
@@ -127,10 +127,10 @@ class Blender:
             "was_there": False,
         }
 
-    def check_layer(self, asked: Asked) -> None:
+    def check_layer(self, select: str | list[int], layer: int) -> None:
         """`ValueError` where the layer to compare is none of this model's."""
-        if asked.select == "deviation" and not 0 < asked.check_layer < self._of.layers:
-            raise ValueError(f"check_layer is {asked.check_layer}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
+        if select == "deviation" and not 0 < layer < self._of.layers:
+            raise ValueError(f"check_layer is {layer}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
 
     def mix(self, asked: Asked) -> Mixed:
         """Loads the prompt's segments into the scratch memory; holes are not computed yet."""

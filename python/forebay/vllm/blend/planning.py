@@ -101,12 +101,12 @@ class Planner:
         return False
 
     def _asked(self, params: dict[str, Any], tokens: list[int]) -> Asked:
-        places = [(int(start), int(end)) for start, end in params[SEGMENTS]]
+        places = [(_whole(SEGMENTS, start), _whole(SEGMENTS, end)) for start, end in params[SEGMENTS]]
         select, ratio = params.get(SELECT, self._select), float(params.get(RATIO, self._ratio))
         if not isinstance(select, str):
             raise client.BlendError(f"{SELECT} is {select!r}: use one of {', '.join(client.SELECTORS)}")
         client.check(tokens, places, select, ratio)
-        behind = int(params.get(ANCHOR, places[0][0]))
+        behind = _whole(ANCHOR, params.get(ANCHOR, places[0][0]))
         if not 0 <= behind <= places[0][0]:
             raise client.BlendError(f"{ANCHOR} is {behind}: the first segment begins at {places[0][0]}, and the anchor ends there or before")
         return Asked(list(tokens), places, select, ratio, self._layer, list(tokens[:behind]))
@@ -169,7 +169,15 @@ def defaults(settings: Settings) -> tuple[str, float, int]:
     for key, values in (("blend_check_layers", layers), ("blend_recompute_ratios", ratios)):
         if len(values) > 1:
             raise ValueError(f"{key} is {values}: give one; all layers of the chosen tokens are computed anew")
+    if ratios and not 0 <= ratios[0] <= 1:
+        raise ValueError(f"blend_recompute_ratios is {ratios}: it is a share of the segments' tokens, 0 to 1")
     return "deviation" if layers else "query", float(ratios[0]) if ratios else 0.15, int(layers[0]) if layers else 1
+
+
+def _whole(key: str, value: Any) -> int:
+    if not isinstance(value, int):
+        raise client.BlendError(f"{key} has {value!r}: give whole numbers of tokens")
+    return value
 
 
 def _salted(request: Request, salt: str | None) -> None:
