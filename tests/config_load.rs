@@ -84,11 +84,26 @@ fn a_full_lmcache_file_loads_and_its_own_keys_are_warnings() {
     let features: Vec<&str> = not_active(&warnings).iter().map(|(key, _)| *key).collect();
     assert_eq!(
         features,
-        ["enable_blending", "blend_check_layers", "blend_recompute_ratios", "blend_thresholds"],
-        "local_cpu: False asks for nothing"
+        ["blend_thresholds"],
+        "local_cpu: False asks for nothing, and blending is on"
     );
     let e = load(LMCACHE, &[("FOREBAY_CONFIG_FILE", "l.yaml")]).unwrap_err();
     assert!(e.to_string().contains("unknown setting cache_policy in l.yaml; did you mean eviction_policy?"), "{e}");
+}
+
+#[test]
+fn what_goes_with_blending_warns_where_blending_is_not_on() {
+    let warned = |on: Option<bool>| {
+        let mut loader = Loader::bare().set("blend_recompute_ratios", vec![0.2]);
+        if let Some(on) = on {
+            loader = loader.set("enable_blending", on);
+        }
+        let (_, warnings) = loader.load().unwrap();
+        warnings.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    let [slip] = warned(None).try_into().unwrap();
+    assert!(slip.contains("blending is off") && slip.contains("set enable_blending: true"), "{slip}");
+    assert_eq!((warned(Some(true)), warned(Some(false))), (vec![], vec![]));
 }
 
 #[test]

@@ -51,10 +51,9 @@ const RELATED: [(&str, &str); 9] = [
 ];
 
 /// Settings whose feature does nothing yet, or is off.
-const NOT_ACTIVE: [(&str, Feature); 6] = [
+const NOT_ACTIVE: [(&str, Feature); 5] = [
     ("enable_rdma", Feature::Rdma),
     ("max_local_cpu_size", Feature::HostTier),
-    ("enable_blending", Feature::Blending),
     ("blend_check_layers", Feature::Blending),
     ("blend_recompute_ratios", Feature::Blending),
     ("blend_thresholds", Feature::Blending),
@@ -203,16 +202,21 @@ fn distance(a: &str, b: &str) -> usize {
 
 /// Warnings about settings that ask for something that is not active.
 pub(super) fn not_active(given: &Layer, settings: &Settings) -> Vec<Warning> {
-    let blending_off = given.contains_key("enable_blending") && !settings.enable_blending;
     let asks = |key: &str, feature: Feature| match feature {
         // Off is what is meant where local_cpu says so, and a slip where nothing does.
         Feature::HostTier => !given.contains_key("local_cpu") && settings.max_local_cpu_size > 0,
-        Feature::Blending if blending_off => false,
-        _ => key != "enable_rdma" || settings.enable_rdma,
+        // Where it is on, thresholds alone do nothing.
+        Feature::Blending if settings.enable_blending => key == "blend_thresholds",
+        Feature::Blending => !given.contains_key("enable_blending"),
+        Feature::Rdma => settings.enable_rdma,
     };
     let words = |feature: Feature| match feature {
         Feature::HostTier => ("is off, the setting has no effect", "set local_cpu: true to turn it on"),
-        _ => ("is not active yet, the setting has no effect", ""),
+        Feature::Blending if settings.enable_blending => ("has no thresholds, the setting has no effect", ""),
+        Feature::Blending => {
+            ("is off, the setting has no effect", "set enable_blending: true to turn it on, in vLLM's connector")
+        }
+        Feature::Rdma => ("is not active yet, the setting has no effect", ""),
     };
     NOT_ACTIVE
         .iter()

@@ -231,13 +231,13 @@ pub struct Settings {
     /// What is stored of requests that wait in a serving engine is read into that memory ahead.
     #[serde(deserialize_with = "value::loose")]
     pub prefetch: bool,
-    /// Reuse of chunks at other positions; not active yet.
+    /// Reuse of segments at other positions, by requests of vLLM's connector that ask for it.
     #[serde(deserialize_with = "value::loose")]
     pub enable_blending: bool,
-    /// Layers that blending compares; not active yet.
+    /// The layer that blending compares to choose tokens, in a list.
     #[serde(deserialize_with = "value::loose")]
     pub blend_check_layers: Vec<u32>,
-    /// Shares of tokens that blending recomputes; not active yet.
+    /// The share of a prompt's segments that blending computes anew, in a list.
     #[serde(deserialize_with = "value::loose")]
     pub blend_recompute_ratios: Vec<f64>,
     /// Thresholds of blending; not active yet.

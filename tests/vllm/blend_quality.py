@@ -95,7 +95,7 @@ def measured(count: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
                 whole.append(logits(blender, range(len(tokens))))
             for select, ratio in ARMS if anchored else ARMS[:1]:
                 rows = sorted(source.sample(range(places[0][0], last), round(ratio * (last - places[0][0]))))
-                asked = Asked(tokens, places, rows if select == "random" else select, ratio)
+                asked = Asked(tokens, places, rows if select == "random" else select, ratio, anchor=system if anchored else [])
                 mixed = blender.mix(asked)
                 assert mixed.states == ["reused"] * SEGMENTS, mixed.states
                 blender.blend(asked, mixed, last)

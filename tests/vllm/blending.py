@@ -49,12 +49,12 @@ def prompt_of(order: tuple[int, ...], question: list[int]) -> tuple[list[int], l
 class Server:
     """vLLM with a cache."""
 
-    def __init__(self, model: str, cache: Path) -> None:
-        """As a user starts it, with small steps."""
+    def __init__(self, model: str, cache: Path, **more: Any) -> None:
+        """As a user starts it, with small steps; `more` settings of the cache."""
         transfer = {
             "kv_connector": "ForebayConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": settings(cache),
+            "kv_connector_extra_config": settings(cache, **more),
         }
         self.llm = LLM(
             model,
@@ -68,6 +68,7 @@ class Server:
             async_scheduling=True,
             block_size=BLOCK,
             seed=0,
+            disable_log_stats=False,
             skip_tokenizer_init=True,
             worker_extension_cls="forebay.vllm.blend.worker.BlendWorker",
             kv_transfer_config=transfer,
@@ -168,7 +169,7 @@ def layer_zero(server: Server) -> dict[str, Any]:
     """Keys and values of layer 0 of segments at other places, against fresh ones: every row."""
     prompt, places = prompt_of((1, 2, 0), QUESTION)
     blender = server.blender
-    mixed = blender.mix(Asked(prompt, places, "none", 0.0))
+    mixed = blender.mix(Asked(prompt, places, "none", 0.0, anchor=ANCHOR))
     found: dict[str, Any] = {}
 
     def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

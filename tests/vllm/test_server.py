@@ -37,9 +37,9 @@ class Server:
         with urllib.request.urlopen(self.base + path, timeout=10) as answer:
             return answer.read().decode()
 
-    def complete(self, prompt: list[int]) -> list[int]:
+    def complete(self, prompt: list[int], **more: Any) -> list[int]:
         """Eight tokens after `prompt`."""
-        asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | more
         request = urllib.request.Request(
             self.base + "/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )

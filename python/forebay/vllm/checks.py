@@ -50,6 +50,14 @@ def _outer(vllm_config: VllmConfig) -> str | None:
     return transfer.kv_load_failure_policy
 
 
+def blending(vllm_config: VllmConfig, settings: Settings) -> None:
+    """Refuses a server that is to blend requests and cannot."""
+    if settings.blends:
+        from forebay.vllm.blend import refuse
+
+        refuse.live(vllm_config, settings.layerwise)
+
+
 def layerwise(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> Settings:
     """The settings: layer-wise loads are refused where a failed one could do harm, or with `auto` left off."""
     if not settings.layerwise or (why := _unsound(vllm_config, kv)) is None:

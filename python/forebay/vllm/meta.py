@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+if TYPE_CHECKING:
+    from forebay.vllm.blend.live import Job
 
 
 @dataclass
@@ -15,6 +19,8 @@ class StepMetadata(KVConnectorMetadata):
     """The state machine's own message; empty where there is nothing to do."""
     preempts: bool = False
     """Whether that message names requests whose blocks are taken away."""
+    blends: tuple[Job, ...] = ()
+    """Requests that are blended from this step on."""
     held: frozenset[str] = frozenset()
     """Finished requests whose blocks vLLM keeps until every worker has reported them as sent."""
 

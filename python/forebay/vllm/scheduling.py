@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from forebay.vllm.blend.planning import Planner
+
 logger = logging.getLogger("vllm.forebay")
 
 
@@ -61,11 +63,18 @@ class SchedulerHalf:
         # Of the last answer: its request, tokens that vLLM has of it, and whether the load runs within the step.
         self._answer = ("", 0, False)
         self._step = 0
+        # Requests that it has taken are known to it alone.
+        self._planner = _planner(vllm_config, kv, settings) if settings.blends else None
 
     def on_new_request(self, request: Request) -> None:
         """A new request; one that cannot be keyed by its tokens is left to vLLM alone."""
         if self._resting or getattr(request, "resumable", False):
             return
+        if self._planner is None or not self._planner.takes(request):
+            self._exactly(request)
+
+    def _exactly(self, request: Request) -> None:
+        """A request that is not blended."""
         try:
             key = extra.extra(request, self._adapters)
         except extra.NotCacheable:
@@ -100,6 +109,8 @@ class SchedulerHalf:
         """Tokens beyond `num_computed_tokens` that can be loaded, and whether between steps."""
         if self._unverified is not None and self._unverified.concerns(request):
             return None, False
+        if self._planner is not None and self._planner.has(request.request_id):
+            return self._planner.matched(request.request_id, num_computed_tokens)
         if request.request_id not in self._requests:
             return 0, False
         tokens, asynchronous = self._side.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
@@ -119,6 +130,8 @@ class SchedulerHalf:
 
     def update_state_after_alloc(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         """vLLM gave the request these blocks, the last of them for `num_external_tokens` to load."""
+        if self._planner is not None and self._planner.has(request.request_id):
+            self._planner.allocated(request.request_id, block_ids[0], num_external_tokens)
         if request.request_id not in self._requests:
             return
         self._side.update_state_after_alloc(request.request_id, [list(group) for group in block_ids], num_external_tokens)
@@ -153,7 +166,8 @@ class SchedulerHalf:
             self._unverified.scheduled(output)
         self._publish()
         held, self._held = frozenset(self._held), set()
-        return StepMetadata(step, bool(output.preempted_req_ids), held)
+        blends = () if self._planner is None else self._planner.jobs()
+        return StepMetadata(step, bool(output.preempted_req_ids), blends, held)
 
     def _tokens_of(self, req_id: str, start: int, stop: int) -> Sequence[int]:
         # Placeholders of asynchronous scheduling are counted beside this list and never in it, unverified drafts neither.
@@ -164,9 +178,13 @@ class SchedulerHalf:
         """What the workers reported at the end of a step."""
         meta = output.kv_connector_worker_meta
         parts = meta.parts if type(meta) is WorkerMetadata else None
-        failed = self._side.update_connector_output(
-            output.finished_sending, output.finished_recving, output.failed_recving, parts
-        )
+        over, not_loaded = output.finished_recving, output.failed_recving
+        if self._planner is not None:
+            report = self._planner.reported(over or (), not_loaded or ())
+            over, not_loaded = report.over, report.failed
+            for request in report.computed:
+                self._exactly(request)
+        failed = self._side.update_connector_output(output.finished_sending, over, not_loaded, parts)
         self._failed.update(req_id for req_id in failed if req_id in self._requests)
         if self._unverified is not None:
             self._unverified.ended(self._side.verified_step(), failed)
@@ -199,6 +217,8 @@ class SchedulerHalf:
 
     def _keep(self, request: Request) -> bool:
         req_id = request.request_id
+        if self._planner is not None:
+            self._planner.finished(req_id)
         if req_id not in self._requests:
             return False
         if logger.isEnabledFor(logging.DEBUG):
@@ -241,6 +261,8 @@ class SchedulerHalf:
             logger.warning("the connector's cache was reset: Forebay loads and stores nothing until this server is restarted")
         self._resting = True
         self._requests.clear()
+        if self._planner is not None:
+            self._planner.clear()
         self._ordered.clear()
         self._failed.clear()
         if self._announcer is not None:
@@ -253,8 +275,16 @@ class SchedulerHalf:
 
     def get_kv_connector_stats(self) -> dict[str, int]:
         """What they grew by since the last call."""
-        return {f"scheduler_{name}": value for name, value in self._side.get_kv_connector_stats().items()}
+        blends = {} if self._planner is None else self._planner.counts()
+        return blends | {f"scheduler_{name}": value for name, value in self._side.get_kv_connector_stats().items()}
 
     def shutdown(self) -> None:
         """Closes the cache; safe to call again."""
         self._side.shutdown()
+
+
+def _planner(vllm_config: VllmConfig, kv: geometry.Shape, settings: Settings) -> Planner:
+    # Imports what is of no use to a server that does not blend.
+    from forebay.vllm.blend.planning import Planner
+
+    return Planner(vllm_config, kv.block_tokens[0], settings)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: What a user may add to the identity of the stored bytes, such as a digest of the weights.
 FINGERPRINT = "fingerprint"
 LAYERWISE = "use_layerwise"
+BLENDING = "enable_blending"
 MEMORY, PREFETCH = "local_cpu", "prefetch"
 #: A function of the user's own, `module:function`, that may lower what is loaded for a request. Of this package alone.
 LOAD_LIMIT = "load_limit"
@@ -55,6 +56,11 @@ class Settings:
     def prefetch(self) -> bool:
         """What is stored of waiting requests is read into the memory tier ahead."""
         return bool(self.resolved[MEMORY]) and bool(self.resolved[PREFETCH])
+
+    @property
+    def blends(self) -> bool:
+        """Requests may have segments of them blended."""
+        return bool(self.resolved[BLENDING])
 
     @property
     def fingerprint(self) -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from forebay.vllm.blend.live import Live
+
 logger = logging.getLogger("vllm.forebay")
 
 
@@ -31,6 +33,7 @@ class WorkerHalf:
         self._layer_of = {layer.name: index for index, layer in enumerate(kv.layers)}
         self._held: set[str] = set()
         self._failed: set[str] = set()
+        self._blends: Live | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Opens the cache over vLLM's tensors."""
@@ -52,6 +55,17 @@ class WorkerHalf:
         silent = rank % ranks.tp >= self._kv.own
         views = self._engine.paged_kv([of.view for of in blocks], layout="BTHD")
         self._side = WorkerSide(self._engine, views, rank=rank, silent=silent, **options)
+        if self._settings.blends:
+            self._blends = self._live()
+
+    def _live(self) -> Live:
+        from forebay.vllm.blend.blender import Connector
+        from forebay.vllm.blend.live import Live
+        from forebay.vllm.blend.planning import defaults
+        from forebay.vllm.blend.worker import runner_of
+
+        select, _, check_layer = defaults(self._settings)
+        return Live(runner_of(self._config), Connector(*self.for_blending()), select, check_layer)
 
     def for_blending(self) -> tuple[Any, geometry.Shape, dict[str, Any]]:
         """The engine, the KV that it stores, and its settings; vLLM must have registered its KV caches."""
@@ -76,6 +90,8 @@ class WorkerHalf:
         self._held |= meta.held
         if self._side is not None and meta.step:
             self._side.start_load_kv(meta.step, stream=self._stream())
+        if self._blends is not None:
+            self._blends.add(meta.blends)
 
     def wait_for_layer_load(self, name: str) -> None:
         """Layer by layer: until this layer is loaded."""
@@ -88,9 +104,11 @@ class WorkerHalf:
             self._side.save_kv_layer(self._layer_of[name], stream=self._stream())
 
     def wait_for_save(self, meta: StepMetadata) -> None:
-        """Starts this step's stores."""
+        """Starts this step's stores; behind its forward pass, a step's share of blends is computed."""
         if self._side is not None and meta.step:
             self._side.wait_for_save(stream=self._stream())
+        if self._blends is not None:
+            self._blends.advance()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Requests whose blocks may be freed, whose loads are over, and which of these failed."""
@@ -100,12 +118,13 @@ class WorkerHalf:
         # vLLM frees what is reported as sent at once, and fails on a request that it did not keep.
         sending = set(sending) & self._held
         self._held -= sending
+        blended, not_blended = (set(), set()) if self._blends is None else self._blends.results(finished_req_ids)
         if not recving:
-            return sending, set(), set()
+            return sending, blended, not_blended
         self._failed |= set(self._side.failed_requests())
         failed = self._failed & set(recving)
         self._failed -= failed
-        return sending, set(recving), failed
+        return sending, set(recving) | blended, failed | not_blended
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Layer by layer: blocks whose load failed. Whole requests are reported by `get_transfer_results` instead, for any number of groups."""
@@ -124,7 +143,8 @@ class WorkerHalf:
 
     def get_kv_connector_stats(self) -> dict[str, int]:
         """What they grew by since the last call."""
-        return {} if self._side is None else self._side.get_kv_connector_stats()
+        blends = {} if self._blends is None else self._blends.counts()
+        return blends if self._side is None else blends | self._side.get_kv_connector_stats()
 
     def shutdown(self) -> None:
         """Waits for what is being stored, then closes the cache; safe to call again.
@@ -136,6 +156,9 @@ class WorkerHalf:
         side, engine, self._side, self._engine = self._side, self._engine, None, None
         if side is not None:
             side.shutdown()
+        if self._blends is not None:
+            self._blends.close()
+            self._blends = None
         if engine is None:
             return
         try:

@@ -4,6 +4,8 @@ A segment that is missing, whose load fails or that the gate refuses is a hole: 
 
 The gate: a key and a value of layer 0 depend on their own token alone, so what was loaded and turned must be what the model computes there, but for
 rounding. A few tokens of each segment are compared on every use. It catches a wrong rotation, rows in a wrong order and KV of another model.
+
+What computes does so in `Steps`: a running server takes them one by one, a script all at once.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import geometry, identity
 from forebay.vllm.blend import refuse, selection
-from forebay.vllm.blend.nested import Nested
-from forebay.vllm.blend.segments import Dimensions, Rotary, Rows, Segments
+from forebay.vllm.blend.nested import Nested, Steps, finish
+from forebay.vllm.blend.segments import Dimensions, Loading, Rotary, Rows, Segments
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,12 @@ class Asked:
     select: str | list[int]
     ratio: float
     check_layer: int = 1
+    anchor: list[int] = field(default_factory=list)
+    """Tokens that the segments are stored behind."""
+
+    def covered(self, block: int) -> int:
+        """Tokens that are blended: whole blocks, as far as it is worth it, and never the last token, from which the server computes the next one."""
+        return min(-(-self.segments[-1][1] // block), (len(self.tokens) - 1) // block) * block
 
 
 @dataclass
@@ -46,57 +54,61 @@ class Mixed:
     rows: Rows
     states: list[str] = field(default_factory=list)
     reused: list[tuple[int, int]] = field(default_factory=list)
+    exact: int = 0
+    """First rows whose KV is loaded and exact: those of the anchor, where the prompt begins with it."""
 
 
 class Blender:
     """One per worker; works on one prompt at a time, between the server's steps."""
 
-    def __init__(self, runner: Any, anchor: list[int]) -> None:
+    def __init__(self, runner: Any, connector: Connector) -> None:
         """Opens the namespace of segments beside the connector's; `Unsupported` where this server cannot blend."""
         import forebay
 
         config = runner.vllm_config
         refuse.configuration(config)
         refuse.runner(runner)
-        self._nested, self._connector = Nested(runner), _connector()
+        self._nested, self._connector = Nested(runner), connector
         self._most_tokens = config.model_config.max_model_len
         self._of = _dimensions(self._nested, config.model_config.dtype)
         rotary = _rotary(runner.get_model(), self._nested.names)
         made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of)
         engine = forebay.Engine(self._connector.settings, made, device="cpu")
-        self._segments = Segments(engine, self._of, anchor, rotary)
+        self._segments = Segments(engine, self._of, rotary)
 
     def close(self) -> None:
         """Closes the namespace of segments."""
         self._segments.close()
 
-    def has(self, segment: list[int]) -> bool:
+    def has(self, anchor: list[int], segment: list[int]) -> bool:
         """Whether a segment is stored."""
-        return self._segments.has(segment)
+        return self._segments.has(anchor, segment)
 
-    def store(self, segment: list[int]) -> int:
+    def store(self, anchor: list[int], segment: list[int]) -> int:
         """Computes and stores a segment; how many tokens were computed."""
-        chain = self._segments.anchor + segment
+        return finish(self.storing(anchor, segment))
+
+    def storing(self, anchor: list[int], segment: list[int]) -> Steps[int]:
+        """`store` in steps."""
+        chain = anchor + segment
         if not segment:
             raise ValueError("a segment without tokens; give at least one")
         self._check_length(len(chain))
-        if self.has(segment):
+        if self.has(anchor, segment):
             return 0
         self._begin(chain)
         rows = Rows(self._of, len(chain))
-        self._nested.forward(list(range(len(chain))), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values)))
-        if (why := self._segments.store(segment, rows)) is not None:
+        yield from self._nested.steps(list(range(len(chain))), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values)))
+        if (why := self._segments.store(anchor, segment, rows)) is not None:
             raise RuntimeError(f"a segment of {len(segment)} tokens was not stored: {why}")
         return len(chain)
 
     def blend_and_store(self, asked: Asked, salt: str) -> dict[str, Any]:
         """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the connector's namespace."""
         self._check_length(len(asked.tokens))
-        if asked.select == "deviation" and not 0 < asked.check_layer < self._of.layers:
-            raise ValueError(f"check_layer is {asked.check_layer}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
-        block, ends = self._connector.block_tokens, asked.segments[-1][1]
-        # As much as is worth it, and never the last token: the server computes the next one from it.
-        covered = min(-(-ends // block), (len(asked.tokens) - 1) // block) * block
+        self.check_layer(asked.select, asked.check_layer)
+        block = self._connector.block_tokens
+        covered = asked.covered(block)
         if covered == 0:
             raise ValueError(f"a prompt of {len(asked.tokens)} tokens has no whole block of {block}; nothing could be loaded for it")
         prompt = asked.tokens[:covered]
@@ -115,22 +127,46 @@ class Blender:
             "was_there": False,
         }
 
+    def check_layer(self, select: str | list[int], layer: int) -> None:
+        """`ValueError` where the layer to compare is none of this model's."""
+        if select == "deviation" and not 0 < layer < self._of.layers:
+            raise ValueError(f"check_layer is {layer}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
+
     def mix(self, asked: Asked) -> Mixed:
         """Loads the prompt's segments into the scratch memory; holes are not computed yet."""
+        return finish(self.mixing(asked))
+
+    def mixing(self, asked: Asked) -> Steps[Mixed]:
+        """`mix` in steps."""
         import torch
 
         self._begin(asked.tokens)
         mixed = Mixed(Rows(self._of, len(asked.tokens)))
+        behind = len(asked.anchor)
+        # Behind its anchor only can a segment be followed by others.
+        wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
+        loads: list[tuple[Loading | None, bool]] = []
         for start, end in asked.segments:
-            state = self._segments.load(asked.tokens[start:end], mixed.rows, start)
-            if state == "reused" and not self._gate(mixed.rows, start, end):
+            loading = self._segments.begin(asked.anchor, asked.tokens[start:end], mixed.rows, start, wants_anchor)
+            loads.append((loading, loading is not None and wants_anchor))
+            wants_anchor = wants_anchor and loading is None
+        yield 0
+        for (start, end), (loading, has_anchor) in zip(asked.segments, loads, strict=True):
+            if loading is None:
+                state = "missing"
+            elif not self._segments.finish(loading, mixed.rows):
+                state = "failed"
+            elif not (yield from self._gate(mixed.rows, start, end)):
                 state = "gate"
+            else:
+                state = "reused"
             mixed.states.append(state)
             if state == "reused":
                 mixed.reused.append((start, end))
+                mixed.exact = behind if has_anchor else mixed.exact
             else:
                 logger.warning("segment of %d tokens at %d is computed: %s", end - start, start, state)
-        for start, end in mixed.reused:
+        for start, end in [(0, mixed.exact), *mixed.reused]:
             rows = torch.arange(start, end)
             for layer in range(self._of.layers):
                 self._nested.write(layer, rows, mixed.rows.keys(layer)[rows], mixed.rows.values(layer)[rows])
@@ -138,11 +174,20 @@ class Blender:
 
     def blend(self, asked: Asked, mixed: Mixed, until: int) -> list[int]:
         """Computes holes and chosen tokens up to `until`; the chosen tokens, which are a share of the reused ones below `until`."""
+        return finish(self.blending(asked, mixed, until))
+
+    def blending(self, asked: Asked, mixed: Mixed, until: int) -> Steps[list[int]]:
+        """`blend` in steps."""
         choice = [(start, min(end, until)) for start, end in mixed.reused if start < until]
-        holes = _holes(mixed.reused, max(until, asked.segments[-1][1]))
-        chosen = self._choose(asked, mixed, choice, holes)
-        self._nested.forward([row for row in sorted({*holes, *chosen}) if row < until])
+        holes = _holes([(0, mixed.exact), *mixed.reused], max(until, asked.segments[-1][1]))
+        chosen = yield from self._choose(asked, mixed, choice, holes)
+        yield from self._nested.steps([row for row in sorted({*holes, *chosen}) if row < until])
         return chosen
+
+    def copy_to(self, blocks: list[int], first: int) -> None:
+        """Copies the prompt's blocks from number `first` on into these blocks of the server."""
+        split = self._connector.block_tokens // self._nested.block
+        self._nested.copy_to([block * split + part for block in blocks for part in range(split)], first * split)
 
     def forward(self, rows: list[int]) -> torch.Tensor | None:
         """Hidden states of rows of the prompt at hand, from the KV that the scratch memory has now."""
@@ -152,7 +197,7 @@ class Blender:
         """Of hidden states."""
         return self._nested.logits(hidden)
 
-    def _choose(self, asked: Asked, mixed: Mixed, choice: list[tuple[int, int]], holes: list[int]) -> list[int]:
+    def _choose(self, asked: Asked, mixed: Mixed, choice: list[tuple[int, int]], holes: list[int]) -> Steps[list[int]]:
         rows = [row for start, end in choice for row in range(start, end)]
         if isinstance(asked.select, list):
             return sorted({*asked.select} & {*rows})
@@ -160,10 +205,11 @@ class Blender:
             return []
         if asked.select == "first-k":
             return selection.first(choice, asked.ratio)
-        scores = self._deviations(asked, mixed, holes) if asked.select == "deviation" else self._attention(asked, mixed, holes)
+        score = self._deviations if asked.select == "deviation" else self._attention
+        scores = yield from score(asked, mixed, holes)
         return selection.largest(scores, rows, asked.ratio)
 
-    def _deviations(self, asked: Asked, mixed: Mixed, holes: list[int]) -> torch.Tensor:
+    def _deviations(self, asked: Asked, mixed: Mixed, holes: list[int]) -> Steps[torch.Tensor]:
         """The layers before the check layer are computed for all rows, and keep what they got."""
         import torch
 
@@ -178,10 +224,10 @@ class Blender:
 
         everything = [row for start, end in mixed.reused for row in range(start, end)]
         end = max(everything) + 1
-        self._nested.forward(sorted({*everything, *(row for row in holes if row < end)}), seen)
+        yield from self._nested.steps(sorted({*everything, *(row for row in holes if row < end)}), seen)
         return scores
 
-    def _attention(self, asked: Asked, mixed: Mixed, holes: list[int]) -> torch.Tensor:
+    def _attention(self, asked: Asked, mixed: Mixed, holes: list[int]) -> Steps[torch.Tensor]:
         """What follows the last segment is computed once to see what it attends to."""
         import torch
 
@@ -197,10 +243,10 @@ class Blender:
             scale = self._nested.layers[layer].impl.scale
             mass[:end] += selection.attention(queries[asking], mixed.rows.keys(layer)[:end], first, scale)
 
-        self._nested.forward(sorted({*(row for row in holes if row < last), *range(last, len(asked.tokens))}), seen)
+        yield from self._nested.steps(sorted({*(row for row in holes if row < last), *range(last, len(asked.tokens))}), seen)
         return mass
 
-    def _gate(self, rows: Rows, start: int, end: int) -> bool:
+    def _gate(self, rows: Rows, start: int, end: int) -> Steps[bool]:
         """Whether layer 0 of the segment is what the model computes for the tokens at its ends and in its middle."""
         import torch
 
@@ -216,7 +262,7 @@ class Blender:
                 ok = ok and bool(apart <= tolerance * fresh.float().abs().max())
             return True
 
-        self._nested.forward(sample, seen)
+        yield from self._nested.steps(sample, seen)
         return ok
 
     def _begin(self, tokens: list[int]) -> None:
@@ -261,7 +307,8 @@ def _extra(salt: str) -> dict[str, str]:
     return {"cache_salt": salt}
 
 
-def _connector() -> Connector:
+def running_connector() -> Connector:
+    """That of this process's worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from forebay.vllm.connector import ForebayConnector

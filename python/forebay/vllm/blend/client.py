@@ -96,16 +96,11 @@ class Blend:
         tokens = [int(token) for token in tokens]
         given = [(int(start), int(end)) for start, end in segments]
         chosen: str | list[int] = select if isinstance(select, str) else sorted({int(row) for row in select})
-        _check(tokens, given, chosen, ratio)
-        salt = self._salt(given, (chosen, ratio, check_layer), cache_salt)
-        said = self._call("forebay_blend_prompt", tokens, given, chosen, float(ratio), int(check_layer), salt)
+        check(tokens, given, chosen, ratio)
+        blended_as = salt(self._anchor, given, (chosen, ratio, check_layer), cache_salt)
+        said = self._call("forebay_blend_prompt", tokens, given, chosen, float(ratio), int(check_layer), blended_as)
         states = [SegmentState(start, end, state) for (start, end), state in zip(given, said["states"])]
-        return Blended(tokens, salt, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
-
-    def _salt(self, segments: list[tuple[int, int]], how: tuple[Any, ...], tenant: str | None) -> str:
-        # The tokens themselves are part of every key.
-        text = json.dumps([self._anchor, segments, how, tenant])
-        return SALT + hashlib.sha256(text.encode()).hexdigest()
+        return Blended(tokens, blended_as, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
 
     def _call(self, method: str, *args: Any) -> Any:
         try:
@@ -120,13 +115,19 @@ class Blend:
         return said["result"]
 
 
+def salt(anchor: list[int], segments: list[tuple[int, int]], how: tuple[Any, ...], tenant: str | None) -> str:
+    """The `cache_salt` of a blend. The prompt's tokens themselves are part of every key."""
+    return SALT + hashlib.sha256(json.dumps([anchor, segments, how, tenant]).encode()).hexdigest()
+
+
 _NO_WORKER = (
     "vLLM's workers cannot blend: start with worker_extension_cls (--worker-extension-cls) "
     '"forebay.vllm.blend.worker.BlendWorker"'
 )
 
 
-def _check(tokens: list[int], segments: list[tuple[int, int]], select: str | list[int], ratio: float) -> None:
+def check(tokens: list[int], segments: list[tuple[int, int]], select: str | list[int], ratio: float) -> None:
+    """`BlendError` for what makes no sense."""
     if not segments:
         raise BlendError("no segments: give the (start, end) of at least one, or generate from the prompt as it is")
     before = 0

@@ -5,21 +5,24 @@ So a run of rows is a *virtual sequence*: its queries are the run, its length is
 exactly what a prefill does for these rows, given what the other rows' KV is.
 
 Invariants:
-- The model's layers see memory of this module's own while a pass runs, and the server's again when it is over, also after an error. No block of the
-  server is read or written, so its prefix cache cannot meet what is computed here.
-- A pass runs between two steps of the server, in the worker's own thread; never inside one.
+- The model's layers see memory of this module's own while a pass runs, and the server's again when it is over, also after an error. A pass neither
+  reads nor writes a block of the server; `copy_to` alone writes, whole blocks that its caller has been given.
+- A pass runs in the worker's own thread, between two steps of the server or behind a step's forward pass; never inside that pass.
 - Passes over the same prompt go in ascending positions: a row attends to what the rows before it have when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+#: Work in pieces: yields how many rows it computes next, before it does; 0 where it waits for something other than the processor.
+Steps = Generator[int, None, T]
 #: Called in each layer with the layer's number, the rows, and their queries, keys and values (keys rotated), `[row, head, element]`. True ends the pass
 #: before this layer's KV is written.
 Seen = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], bool | None]
@@ -27,6 +30,15 @@ Seen = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Ten
 
 class _Enough(Exception):
     """Ends a pass early."""
+
+
+def finish(steps: Steps[T]) -> T:
+    """All of it at once; what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as over:
+            return over.value  # type: ignore[no-any-return]
 
 
 class Nested:
@@ -88,15 +100,27 @@ class Nested:
         layer = self.layers[number]
         layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), self.scratch[number], rows)
 
-    def forward(self, rows: list[int], seen: Seen | None = None) -> torch.Tensor | None:
-        """Computes these rows, ascending and each once, in all layers; their hidden states, or None where `seen` ended it.
+    def copy_to(self, blocks: list[int], first: int) -> None:
+        """Copies the prompt's blocks from number `first` on into these blocks of the server, which count in the kernel's blocks."""
+        import torch
 
-        As many rows and runs at a time as the server takes in one step.
-        """
+        to = torch.tensor(blocks)
+        for layer, mine in zip(self.layers, self.scratch, strict=True):
+            layer.kv_cache[to] = mine[first : first + len(blocks)]
+
+    def forward(self, rows: list[int], seen: Seen | None = None) -> torch.Tensor | None:
+        """Computes these rows, ascending and each once, in all layers; their hidden states, or None where `seen` ended it."""
+        return finish(self.steps(rows, seen))
+
+    def steps(self, rows: list[int], seen: Seen | None = None) -> Steps[torch.Tensor | None]:
+        """The same in pieces of as many rows and runs as the server takes in one step."""
         import torch
 
         assert all(a < b for a, b in zip(rows, rows[1:])), "rows must ascend"
-        parts = [self._pass(part, seen) for part in pieces(rows, self._most_rows, self._most_runs)]
+        parts = []
+        for part in pieces(rows, self._most_rows, self._most_runs):
+            yield sum(end - start for start, end in part)
+            parts.append(self._pass(part, seen))
         if any(part is None for part in parts):
             return None
         return torch.cat(parts) if parts else None  # type: ignore[arg-type]

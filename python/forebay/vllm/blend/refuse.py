@@ -9,6 +9,9 @@ from forebay.vllm.geometry import Unsupported
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+#: vLLM's worker_extension_cls.
+EXTENSION = "forebay.vllm.blend.worker.BlendWorker"
+
 
 def configuration(config: VllmConfig) -> None:
     """Refuses what the configuration alone shows."""
@@ -38,6 +41,15 @@ def configuration(config: VllmConfig) -> None:
         raise _no("a server without ForebayConnector as its connector", "name it in kv_transfer_config")
     if transfer.kv_role != "kv_both":
         raise _no(f"the role {transfer.kv_role}", "start with kv_role kv_both: a blend is stored, then loaded")
+
+
+def live(config: VllmConfig, layerwise: bool) -> None:
+    """Refuses what requests that blend in a running server cannot do with."""
+    configuration(config)
+    if layerwise:
+        raise _no("use_layerwise", "leave it off")
+    if config.parallel_config.worker_extension_cls != EXTENSION:
+        raise _no("workers that do not know the model to the connector", f"start with --worker-extension-cls {EXTENSION}")
 
 
 def runner(of: Any) -> None:

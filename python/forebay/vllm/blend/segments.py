@@ -66,12 +66,22 @@ class Rows:
         self._flat[layer][0][rows], self._flat[layer][1][rows] = kv
 
 
-class Segments:
-    """The stored segments of one model behind one anchor."""
+@dataclass
+class Loading:
+    """A segment on its way to its rows."""
 
-    def __init__(self, engine: Any, of: Dimensions, anchor: list[int], rotary: list[Rotary]) -> None:
+    load: Any
+    behind: int
+    """Tokens of the anchor."""
+    start: int
+    end: int
+
+
+class Segments:
+    """The stored segments of one model. `anchor` are the tokens that a segment is stored behind."""
+
+    def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary]) -> None:
         """`engine` has the geometry of `geometry`."""
-        self.anchor = anchor
         self._engine, self._of, self._rotary = engine, of, rotary
 
     @staticmethod
@@ -90,33 +100,37 @@ class Segments:
             identity={"kv": "segments"},
         )
 
-    def has(self, segment: list[int]) -> bool:
+    def has(self, anchor: list[int], segment: list[int]) -> bool:
         """Whether all of a segment is stored."""
-        chain = self.anchor + segment
+        chain = anchor + segment
         return bool(self._engine.lookup(chain) == len(chain))
 
-    def store(self, segment: list[int], rows: Rows) -> str | None:
+    def store(self, anchor: list[int], segment: list[int], rows: Rows) -> str | None:
         """Stores a segment from the rows of *anchor, then segment*; why not, where it is not stored."""
-        chain = self.anchor + segment
+        chain = anchor + segment
         store = self._engine.store(chain, rows.paged, list(range(len(chain))), layout="PBTHD", save_unfull=True, wait_for_staging=True)
         result = store.wait()
-        return None if self.has(segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
+        return None if self.has(anchor, segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
 
-    def load(self, segment: list[int], rows: Rows, start: int) -> str:
-        """Loads a segment to the rows from `start` on, its keys turned to their places: `reused`, `missing` or `failed`."""
-        behind = len(self.anchor)
-        chain, end = self.anchor + segment, start + len(segment)
-        if not self.has(segment):
-            return "missing"
-        slots = [-1] * behind + list(range(start, end))
-        loaded = self._engine.load(chain, rows.paged, slots, layout="PBTHD").wait()
-        if loaded.tokens != len(chain):
-            return "failed"
+    def begin(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> Loading | None:
+        """Begins to load a segment to the rows from `start` on, and its anchor to the first rows where that is wanted; None where it is not stored."""
+        behind, chain, end = len(anchor), anchor + segment, start + len(segment)
+        if not self.has(anchor, segment):
+            return None
+        first = list(range(behind)) if with_anchor else [-1] * behind
+        slots = first + list(range(start, end))
+        return Loading(self._engine.load(chain, rows.paged, slots, layout="PBTHD"), behind, start, end)
+
+    def finish(self, loading: Loading, rows: Rows) -> bool:
+        """Whether all of it arrived as it was stored; then its keys are turned to their places."""
+        behind, start, end = loading.behind, loading.start, loading.end
+        if loading.load.wait().tokens != behind + end - start:
+            return False
         for rotary in self._rotary:
             self._engine.turn_keys(
                 rows.paged,
                 list(range(start, end)),
-                list(range(behind, behind + len(segment))),
+                list(range(behind, behind + end - start)),
                 list(range(start, end)),
                 rotary.table,
                 dtype=self._of.type_name,
@@ -124,7 +138,7 @@ class Segments:
                 layers=rotary.layers,
                 layout="PBTHD",
             )
-        return "reused"
+        return True
 
     def close(self) -> None:
         """Ends what is under way and closes the cache."""

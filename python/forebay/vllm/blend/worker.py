@@ -1,4 +1,6 @@
-"""What runs in vLLM's workers: methods beside vLLM's own, called between steps by `collective_rpc`.
+"""What runs in vLLM's workers: methods beside vLLM's own, called between steps by `collective_rpc`; and how the connector finds the model.
+
+vLLM gives a connector its KV caches and not the model that computes them. The worker has both, and vLLM makes it a child of this module's class.
 
 Every answer is `{"result": …}` or `{"error": text}`: an exception in a worker would end the engine's process in some set-ups, and loses its text in others.
 """
@@ -6,10 +8,21 @@ Every answer is `{"result": …}` or `{"error": text}`: an exception in a worker
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("vllm.forebay")
+
+
+#: The workers of this process.
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def runner_of(config: Any) -> Any:
+    """The model runner of the worker with this configuration; None where vLLM was started without `BlendWorker`."""
+    found = [worker for worker in _made if getattr(worker, "vllm_config", None) is config]
+    return found[0].model_runner if found else None
 
 
 class BlendWorker:
@@ -17,27 +30,34 @@ class BlendWorker:
 
     model_runner: Any
     forebay_blender: Any
+    forebay_anchor: list[int]
+
+    def __new__(cls, *_: Any, **__: Any) -> BlendWorker:
+        """Remembers the worker: an extension's own methods are called by nobody when vLLM starts."""
+        made = super().__new__(cls)
+        _made.add(made)
+        return made
 
     def forebay_blend_open(self, anchor: list[int]) -> dict[str, Any]:
         """Makes the blender; a second call replaces it."""
 
         def opened() -> None:
-            from forebay.vllm.blend.blender import Blender
+            from forebay.vllm.blend.blender import Blender, running_connector
 
             if (before := getattr(self, "forebay_blender", None)) is not None:
                 self.forebay_blender = None
                 before.close()
-            self.forebay_blender = Blender(self.model_runner, anchor)
+            self.forebay_blender, self.forebay_anchor = Blender(self.model_runner, running_connector()), anchor
 
         return _answer(opened)
 
     def forebay_blend_store(self, segment: list[int]) -> dict[str, Any]:
         """`Blend.store`."""
-        return _answer(lambda: self.forebay_blender.store(segment))
+        return _answer(lambda: self.forebay_blender.store(self.forebay_anchor, segment))
 
     def forebay_blend_has(self, segment: list[int]) -> dict[str, Any]:
         """`Blend.has`."""
-        return _answer(lambda: self.forebay_blender.has(segment))
+        return _answer(lambda: self.forebay_blender.has(self.forebay_anchor, segment))
 
     def forebay_blend_prompt(
         self,
@@ -53,7 +73,8 @@ class BlendWorker:
         def blended() -> dict[str, Any]:
             from forebay.vllm.blend.blender import Asked
 
-            asked = Asked(tokens, [(start, end) for start, end in segments], select, ratio, check_layer)
+            places = [(start, end) for start, end in segments]
+            asked = Asked(tokens, places, select, ratio, check_layer, self.forebay_anchor)
             return self.forebay_blender.blend_and_store(asked, salt)  # type: ignore[no-any-return]
 
         return _answer(blended)

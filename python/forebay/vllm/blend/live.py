@@ -1,0 +1,153 @@
+"""Blends of running requests, in vLLM's workers: a job comes with a step's metadata and ends in the request's own blocks.
+
+A job is computed in memory of its own, behind the forward passes of the server's steps. When it is over its blocks are copied into those that vLLM gave
+the request, and the request is reported as loaded, like any other that the connector loads between steps.
+
+Invariants:
+- In one step no more rows are computed than vLLM's own step may have (`max_num_batched_tokens`), whatever the jobs are.
+- A job that fails writes no block and is reported as a failed load: vLLM then computes the request.
+- Every job is reported exactly once, also where its request was aborted: vLLM keeps the blocks until then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forebay.vllm.blend.blender import Asked, Blender
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from forebay.vllm.blend.blender import Connector
+    from forebay.vllm.blend.nested import Steps
+
+logger = logging.getLogger("vllm.forebay")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the scheduler's half asks for."""
+
+    req_id: str
+    asked: Asked
+    covered: int
+    """Tokens from the start that are blended."""
+    first: int
+    """Which of the prompt's blocks is the first to write; vLLM has those before it."""
+    blocks: list[int]
+    """The server's blocks for it and those behind it."""
+    stores: bool
+    """Segments that are missing are computed and stored first."""
+
+
+class Unusable(Exception):
+    """No segment could be reused; the text is the cause, a word for the counters."""
+
+
+class Live:
+    """The jobs of one worker, one after the other."""
+
+    def __init__(self, runner: Any, connector: Connector, select: str, check_layer: int) -> None:
+        """`geometry.Unsupported` where this server cannot blend, `ValueError` where these defaults make no sense for its model."""
+        self._blender = Blender(runner, connector)
+        self._blender.check_layer(select, check_layer)
+        self._most_rows = int(runner.vllm_config.scheduler_config.max_num_batched_tokens)
+        self._waiting: deque[Job] = deque()
+        self._under_way: tuple[Job, Steps[None]] | None = None
+        # Rows of the step that comes next.
+        self._next = 0
+        self._over: set[str] = set()
+        self._failed: set[str] = set()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Jobs of a step."""
+        self._waiting.extend(jobs)
+
+    def advance(self) -> None:
+        """As much as one step may have."""
+        left = self._most_rows
+        while self._under_way is not None or self._waiting:
+            if self._under_way is None:
+                job = self._waiting.popleft()
+                self._under_way = (job, self._steps(job))
+                self._resume()
+            elif self._next > left:
+                return
+            else:
+                left -= self._next
+                if not self._resume():
+                    return
+
+    def _resume(self) -> bool:
+        """Computes up to the next step of the job under way; False where that waits for a drive."""
+        assert self._under_way is not None
+        job, steps = self._under_way
+        try:
+            self._next = next(steps)
+            return self._next > 0
+        except StopIteration:
+            self._count("requests")
+        except Unusable as why:
+            self._fail(job, str(why))
+        except Exception:
+            logger.exception("request %s could not be blended and is computed", job.req_id)
+            self._fail(job, "error")
+        self._over.add(job.req_id)
+        self._under_way = None
+        return True
+
+    def _fail(self, job: Job, why: str) -> None:
+        self._failed.add(job.req_id)
+        self._count(f"computed_{why}")
+
+    def _steps(self, job: Job) -> Steps[None]:
+        asked, blender = job.asked, self._blender
+        blender.check_layer(asked.select, asked.check_layer)
+        if job.stores:
+            for start, end in asked.segments:
+                try:
+                    computed = yield from blender.storing(asked.anchor, asked.tokens[start:end])
+                    self._count("segments_stored", int(computed > 0))
+                except RuntimeError as error:
+                    logger.warning("%s", error)
+                    self._count("segments_not_stored")
+        if not any(blender.has(asked.anchor, asked.tokens[start:end]) for start, end in asked.segments):
+            raise Unusable("missing")
+        mixed = yield from blender.mixing(asked)
+        for state in mixed.states:
+            self._count(f"segments_{state}")
+        if not mixed.reused:
+            raise Unusable(mixed.states[0])
+        chosen = yield from blender.blending(asked, mixed, job.covered)
+        blender.copy_to(job.blocks, job.first)
+        reused = sum(min(end, job.covered) - start for start, end in mixed.reused if start < job.covered)
+        self._count("tokens_reused", reused - len(chosen))
+        self._count("tokens_recomputed", len(chosen))
+
+    def results(self, finished: set[str]) -> tuple[set[str], set[str]]:
+        """Requests whose jobs are over, and those of them that failed; jobs of `finished` requests are given up."""
+        gone = {job.req_id for job in self._waiting if job.req_id in finished}
+        self._waiting = deque(job for job in self._waiting if job.req_id not in gone)
+        if self._under_way is not None and self._under_way[0].req_id in finished:
+            gone.add(self._under_way[0].req_id)
+            self._under_way = None
+        self._count("aborted", len(gone))
+        over, failed = self._over | gone, self._failed
+        self._over, self._failed = set(), set()
+        return over, failed
+
+    def _count(self, what: str, by: int = 1) -> None:
+        self._counts[f"blend_{what}"] += by
+
+    def counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        grown, self._counts = {name: count for name, count in self._counts.items() if count}, Counter()
+        return grown
+
+    def close(self) -> None:
+        """Closes the namespace of segments."""
+        self._blender.close()

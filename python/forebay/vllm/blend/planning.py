@@ -1,0 +1,191 @@
+"""Which requests are blended, and how: the part of live blending that lives in vLLM's scheduler. It touches no KV.
+
+A request that names its segments is planned when it arrives: it gets a `cache_salt` of its blend, and vLLM's block hashes are made anew with it. So vLLM's
+prefix cache gives blended blocks to requests with that very salt alone, and the connector neither loads nor stores anything for it. When a worker
+reports that the blend failed, the request gets its own salt back, and is computed, loaded and stored like any other.
+
+Invariant: a request whose hashes do not change with its salt is not blended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forebay.vllm import extra
+from forebay.vllm.blend import client
+from forebay.vllm.blend.blender import Asked
+from forebay.vllm.blend.live import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+    from forebay.vllm.settings import Settings
+
+logger = logging.getLogger("vllm.forebay")
+
+#: In a request's `kv_transfer_params`. Places of the segments in its tokens, which alone asks for a blend; the other three are for it.
+SEGMENTS, SELECT, RATIO, STORES = "forebay.segments", "forebay.blend_select", "forebay.blend_ratio", "forebay.store_segments"
+#: How many of the first tokens the segments are stored behind; without it all that stand before the first segment.
+ANCHOR = "forebay.blend_anchor"
+
+
+@dataclass
+class _Plan:
+    request: Request
+    asked: Asked
+    covered: int
+    stores: bool
+    tenant: str | None
+    """The request's own salt."""
+    computed: int = 0
+    """Of the last answer to vLLM: tokens that it has."""
+
+
+@dataclass
+class Reported:
+    """What remains of a report of loads when those of blends are taken out, and requests that are to be computed."""
+
+    over: set[str]
+    failed: set[str]
+    computed: list[Request] = field(default_factory=list)
+
+
+class Planner:
+    """One per scheduler."""
+
+    def __init__(self, vllm_config: VllmConfig, block_tokens: int, settings: Settings) -> None:
+        """For a server that `refuse.live` lets through; `ValueError` for settings that make no sense."""
+        self._select, self._ratio, self._layer = defaults(settings)
+        self._block, self._hashes = block_tokens, bool(vllm_config.cache_config.enable_prefix_caching)
+        self._plans: dict[str, _Plan] = {}
+        self._loading: set[str] = set()
+        self._jobs: list[Job] = []
+        self._counts: Counter[str] = Counter()
+
+    def takes(self, request: Request) -> bool:
+        """Whether a new request is blended; from then on it is this planner's."""
+        params = request.kv_transfer_params or {}
+        if SEGMENTS not in params:
+            return False
+        try:
+            asked = self._asked(params, request.prompt_token_ids or [])
+        except (client.BlendError, TypeError, ValueError) as error:
+            logger.warning("request %s is computed: %s", request.request_id, error)
+            return self._refused("invalid")
+        covered = asked.covered(self._block)
+        if covered == 0:
+            return self._refused("short")
+        # What the connector may load for nobody, it may blend for nobody.
+        if extra.skips(request)[1] or request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+            return self._refused("skipped")
+        plan = _Plan(request, asked, covered, bool(params.get(STORES)), request.cache_salt)
+        # The choice depends on what follows the last segment.
+        question = asked.tokens[asked.segments[-1][1] :] if asked.select == "query" else []
+        how = (asked.select, asked.ratio, asked.check_layer, question)
+        before = list(request.block_hashes)
+        _salted(request, client.salt(asked.anchor, asked.segments, how, plan.tenant))
+        if (before or self._hashes) and not _differ(before, request.block_hashes):
+            _salted(request, plan.tenant)
+            return self._refused("salt")
+        self._plans[request.request_id] = plan
+        return True
+
+    def _refused(self, why: str) -> bool:
+        self._counts[f"blend_computed_{why}"] += 1
+        return False
+
+    def _asked(self, params: dict[str, Any], tokens: list[int]) -> Asked:
+        places = [(_whole(SEGMENTS, start), _whole(SEGMENTS, end)) for start, end in params[SEGMENTS]]
+        select, ratio = params.get(SELECT, self._select), float(params.get(RATIO, self._ratio))
+        if not isinstance(select, str):
+            raise client.BlendError(f"{SELECT} is {select!r}: use one of {', '.join(client.SELECTORS)}")
+        client.check(tokens, places, select, ratio)
+        behind = _whole(ANCHOR, params.get(ANCHOR, places[0][0]))
+        if not 0 <= behind <= places[0][0]:
+            raise client.BlendError(f"{ANCHOR} is {behind}: the first segment begins at {places[0][0]}, and the anchor ends there or before")
+        return Asked(list(tokens), places, select, ratio, self._layer, list(tokens[:behind]))
+
+    def has(self, req_id: str) -> bool:
+        """Whether this request is blended."""
+        return req_id in self._plans
+
+    def matched(self, req_id: str, computed: int) -> tuple[int, bool]:
+        """Tokens beyond `computed` that a blend gives, and whether between steps."""
+        plan = self._plans[req_id]
+        plan.computed = computed
+        tokens = max(0, plan.covered - computed)
+        return tokens, tokens > 0
+
+    def allocated(self, req_id: str, blocks: list[int], tokens: int) -> None:
+        """vLLM gave the request these blocks, the last of them for `tokens` to blend."""
+        if tokens == 0:
+            return
+        plan = self._plans[req_id]
+        first, end = plan.computed // self._block, (plan.computed + tokens) // self._block
+        self._loading.add(req_id)
+        self._jobs.append(Job(req_id, plan.asked, plan.computed + tokens, first, list(blocks[first:end]), plan.stores))
+
+    def jobs(self) -> tuple[Job, ...]:
+        """What the workers begin in this step."""
+        jobs, self._jobs = tuple(self._jobs), []
+        return jobs
+
+    def reported(self, over: Iterable[str], failed: Iterable[str]) -> Reported:
+        """Takes blends out of a report of loads."""
+        over, failed = set(over), set(failed)
+        mine = over & self._loading
+        self._loading -= mine
+        rest = Reported(over - mine, failed - mine)
+        for req_id in failed & mine:
+            # None of an aborted request.
+            if (plan := self._plans.pop(req_id, None)) is not None:
+                _salted(plan.request, plan.tenant)
+                rest.computed.append(plan.request)
+        return rest
+
+    def finished(self, req_id: str) -> None:
+        """A request is over."""
+        self._plans.pop(req_id, None)
+
+    def clear(self) -> None:
+        """Nothing is blended any more but what the workers have begun."""
+        self._plans.clear()
+
+    def counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        grown, self._counts = dict(self._counts), Counter()
+        return grown
+
+
+def defaults(settings: Settings) -> tuple[str, float, int]:
+    """Selector, ratio and layer to compare that the settings ask for."""
+    layers, ratios = settings.resolved["blend_check_layers"], settings.resolved["blend_recompute_ratios"]
+    for key, values in (("blend_check_layers", layers), ("blend_recompute_ratios", ratios)):
+        if len(values) > 1:
+            raise ValueError(f"{key} is {values}: give one; all layers of the chosen tokens are computed anew")
+    if ratios and not 0 <= ratios[0] <= 1:
+        raise ValueError(f"blend_recompute_ratios is {ratios}: it is a share of the segments' tokens, 0 to 1")
+    return "deviation" if layers else "query", float(ratios[0]) if ratios else 0.15, int(layers[0]) if layers else 1
+
+
+def _whole(key: str, value: Any) -> int:
+    if not isinstance(value, int):
+        raise client.BlendError(f"{key} has {value!r}: give whole numbers of tokens")
+    return value
+
+
+def _salted(request: Request, salt: str | None) -> None:
+    """Gives the request another salt, and vLLM's block hashes of it."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _differ(before: list[bytes], after: list[bytes]) -> bool:
+    return len(before) == len(after) > 0 and all(a != b for a, b in zip(before, after))
