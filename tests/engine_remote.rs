@@ -11,8 +11,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
+use forebay::config::Codec;
 use forebay::connector::{EngineLookup, PrefixLookup};
 use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
+use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::key::Extra;
 use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use hyper::Method;
@@ -36,6 +38,8 @@ impl Machine {
         let mut world = World::new(shape);
         world.settings.remote_url = Some(format!("s3://{BUCKET}/some/{prefix}"));
         world.settings.remote_timeout_ms = 2000;
+        // Of use to the larger shapes only.
+        world.settings.codec = Codec::Exp4;
         Self { world, env: server.env() }
     }
 
@@ -47,7 +51,7 @@ impl Machine {
 
     /// Stores a prompt made of `seed`, and waits until it is uploaded.
     fn upload(&self, engine: &Engine, seed: u32) -> (Prompt, Kv) {
-        let (p, kv) = (prompt(engine, N, seed), self.world.kv().filled(seed));
+        let (p, kv) = (prompt(engine, N, seed), self.world.kv().like_kv(seed));
         assert_eq!(store(engine, &p, &kv, slots(N, 1)).stored, 3);
         assert!(engine.wait_uploaded(later()).unwrap());
         (p, kv)
@@ -97,6 +101,9 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
         let (p, kv) = a.upload(&one, 1);
         let stats = remote(&one);
         assert_eq!((stats.uploaded, stats.present, stats.queued, stats.failing), (3, 0, 0, false), "{}", shape.name);
+        let layout = SlotLayout::of_coded_chunk(&shape.geometry(), CHUNK as u32, SlotCodec::Exp4);
+        let object = layout.slot_bytes - u64::from(layout.header_offset);
+        assert_eq!(stats.uploaded_bytes, 3 * object, "{}", shape.name);
         drop(one);
         // After a restart, and from a second process, nothing is uploaded again.
         let (one, other) = (a.open(), a.open());
