@@ -2,6 +2,9 @@
 //!
 //! A move keeps the sequence, so it can never escape a floor; and it is published only if the table
 //! still says that the key lies where it was read. What fails its check on the way is not moved.
+//!
+//! Invariant: a copy has no header while removals know nothing of it. It gets one when its original
+//! lies in a condemned segment, for which they wait.
 
 use std::sync::Arc;
 
@@ -18,10 +21,11 @@ use crate::log::drive::Volume;
 use crate::log::lane::{HeldSlot, Hold, Lane, Need, SlotPlace, SlotRange, aligned};
 use crate::log::policy;
 
-/// A slot written again and not published yet.
+/// A slot written again, but for its header, and not published yet.
 pub(super) struct Copy {
     record: Record,
     place: SlotPlace,
+    header: Vec<u8>,
     header_crc: u32,
     header_at: u32,
     slot_bytes: u64,
@@ -56,14 +60,28 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
         place
     };
     let hold = Hold(HeldSlot::new(own, place, record.sequence));
-    let header_crc = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header)?;
+    let (header, header_crc) = rewrite(own, (place, &hold), (slot.as_slice(), header_offset), &mut header)?;
     let header_at = header_offset as u32;
-    Ok(Some(Copy { record: *record, place, header_crc, header_at, slot_bytes: len as u64, hold, claim }))
+    Ok(Some(Copy { record: *record, place, header, header_crc, header_at, slot_bytes: len as u64, hold, claim }))
 }
 
-/// Makes copies count, which are durable: before, a crash could leave the record of a copy without
-/// its bytes, and with it lose the original that it stands for. Gives back the records that are no
-/// longer what they were.
+/// Gives copies their headers, and makes them durable: without that a crash could leave the record
+/// of a copy without its bytes, and with it lose the original that it stands for.
+///
+/// # Errors
+/// Those of the drive: none of them is readable, as far as the drive still takes that.
+pub(super) fn complete(own: &Lane, copies: &[Copy]) -> Result<()> {
+    if copies.is_empty() {
+        return Ok(());
+    }
+    let done = copies.iter().try_for_each(|copy| copy.write_header(own)).and_then(|()| own.flush_data());
+    if done.is_err() {
+        copies.iter().try_for_each(|copy| copy.blank(own))?;
+    }
+    done
+}
+
+/// Makes complete copies count. Gives back the records that are no longer what they were.
 pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copies: Vec<Copy>) -> Result<Vec<Record>> {
     let mut stayed = Vec::new();
     for copy in copies {
@@ -81,12 +99,12 @@ pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copi
     Ok(stayed)
 }
 
-/// The copies are not wanted any more.
-pub(super) fn discard(own: &Lane, copies: Vec<Copy>) -> Result<()> {
-    copies.iter().try_for_each(|copy| copy.blank(own))
-}
-
 impl Copy {
+    fn write_header(&self, own: &Lane) -> Result<()> {
+        let offset = own.slot_offset(self.place.segment, self.place.page) + u64::from(self.header_at);
+        own.write(&own.data, offset, self.hold.on(aligned(&self.header)?.into()))
+    }
+
     /// Makes it unreadable: nobody knows of it, and a rebuild must not find it.
     fn blank(&self, own: &Lane) -> Result<()> {
         let pages = (self.slot_bytes / PAGE_BYTES as u64) as u32;
@@ -124,7 +142,7 @@ fn rewrite(
     (place, hold): (SlotPlace, &Hold),
     (slot, header_offset): (&[u8], usize),
     header: &mut SlotHeader,
-) -> Result<u32> {
+) -> Result<(Vec<u8>, u32)> {
     header.segment = place.segment;
     header.epoch = place.epoch;
     header.page = place.page;
@@ -140,10 +158,9 @@ fn rewrite(
     let (page, header_crc) = header.encode(&layout)?;
     let mut bytes: AlignedBuf = aligned(slot)?;
     let to = bytes.get_mut(header_offset..first).filter(|to| to.len() == page.len());
-    to.ok_or_else(|| Error::new(ErrorKind::Corrupt, "a slot's header does not end at its first extent"))?
-        .copy_from_slice(&page);
+    to.ok_or_else(|| Error::new(ErrorKind::Corrupt, "a slot's header does not end at its first extent"))?.fill(0);
     own.write(&own.data, own.slot_offset(place.segment, place.page), hold.on(bytes.into()))?;
-    Ok(header_crc)
+    Ok((page, header_crc))
 }
 
 /// Publishes the copy, unless the key has been removed, or reported bad, since it was read.

@@ -2,11 +2,12 @@
 //!
 //! The order is the protocol, each step a function of its own:
 //! 1. *copy* what the policy wants to keep, with its sequence, to the open segment, while all of it
-//!    is still served; flush;
+//!    is still served; the copies have no headers yet, so that a removal need not know of them;
 //! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is
-//!    left alone, and the copies are made unreadable. Lookups and loads look at the same mark, so
-//!    that a lookup finds nothing that a load would not;
-//! 3. *publish* the copies; their records are durable before the originals go;
+//!    left alone. Lookups and loads look at the same mark, so that a lookup finds nothing that a
+//!    load would not;
+//! 3. *complete* the copies with their headers; flush; *publish* them; their records are durable
+//!    before the originals go;
 //! 4. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
 //! 5. *erase*: the segment becomes a hole; its entries leave the table.
 //!
@@ -191,17 +192,18 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
     let mut plan = plan(volume, victim, &records)?;
-    let copies = copy(volume, &own, victim, &mut plan)?;
+    let copies = copy(volume, &own, victim, &mut plan);
     // A removal of this process waits until the entries are gone, or does not find the segment
     // condemned.
     let _one = lane.erasing.lock();
     // Looked at once more, because lookups miss what is condemned even if that is taken back at
     // once for a lease.
     if is_leased() || !condemn(volume, victim)? {
-        return moves::discard(&own, copies).map(|()| false);
+        return Ok(false);
     }
-    // Only now: a slot that no entry names any more lies in a condemned segment, where a removal by
-    // another process waits for it.
+    // Only now: of a slot that no entry names, its original or its copy lies in a condemned segment,
+    // and removals, those of other processes too, wait for that.
+    moves::complete(&own, &copies)?;
     let has_moved = !copies.is_empty();
     plan.drop.extend(moves::publish_copies(volume, &own, lane, copies)?);
     let now_s = volume.ctx.now_s();
@@ -263,8 +265,8 @@ fn condemn(volume: &Volume, victim: &Victim) -> Result<bool> {
     Ok(state.segments.condemn(victim.segment, victim.epoch))
 }
 
-/// Writes again what is worth it, durably, but not on a drive that drains; the rest is dropped.
-fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Result<Vec<moves::Copy>> {
+/// Writes again what is worth it, but not on a drive that drains; the rest is dropped.
+fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> Vec<moves::Copy> {
     if volume.is_draining() {
         plan.drop.append(&mut plan.keep);
     }
@@ -279,10 +281,7 @@ fn copy(volume: &Volume, own: &Arc<Lane>, victim: &Victim, plan: &mut Plan) -> R
             None => plan.drop.push(record),
         }
     }
-    if !copies.is_empty() {
-        own.flush_data()?;
-    }
-    Ok(copies)
+    copies
 }
 
 fn plan(volume: &Volume, victim: &Victim, records: &[Record]) -> Result<Plan> {
