@@ -87,7 +87,7 @@ def start(
     `asked` are its rounds; without them there are `rounds` equal ones of what else is given.
     """
     if not asked:
-        one = {key: spec.pop(key) for key in ("prompts", "max_tokens", "salt", "zero_stored", "keep") if key in spec}
+        one = {key: spec.pop(key) for key in ("prompts", "max_tokens", "salt", "zero_stored", "keep", "lost") if key in spec}
         asked = (one,) * rounds
     work = Path(tempfile.mkdtemp(dir=folder))
     (work / "spec.json").write_text(json.dumps(spec | {"rounds": asked}))

@@ -7,6 +7,7 @@ otherwise, so that what a later round did not compute came from Forebay.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ class Round:
     """Zeroes the whole KV cache before a step's stores begin, so that wrong KV is stored with valid checksums."""
     keep: bool = False
     """vLLM's own prefix cache is left as the round before left it."""
+    lost: list[str] = field(default_factory=list)
+    """Directories that are emptied before it, under the running server."""
 
 
 @dataclass
@@ -149,6 +152,9 @@ def main() -> None:
             assert llm.reset_prefix_cache(reset_connector=spec.reset_connector and number == len(asked) - 1)
         if zero is not None:
             zero.on = one.zero_stored
+        for directory in one.lost:
+            shutil.rmtree(directory)
+            Path(directory).mkdir()
         rounds.append(generate(llm, one))
     Path(sys.argv[2]).write_text(json.dumps(rounds))
 

@@ -1,0 +1,172 @@
+//! The remote tier beside bare ranged reads of the same objects, over a real S3 server in this
+//! process; and loads from the drive while the server hangs, beside loads while it does not.
+//!
+//! `cargo bench -p forebay --bench remote -- DIR [CHUNKS]`: DIR is a directory on a drive, CHUNKS how
+//! many chunks of 32 MiB are moved in each run. Runs alternate; the median of the pairs counts.
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement")]
+
+#[path = "../tests/remote_world/mod.rs"]
+mod remote_world;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use forebay::config::{Capacity, MinFree, Settings};
+use forebay::device::{HostDevice, HostOptions, PagedKv};
+use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, Prompt, StoreRequest};
+use forebay::geometry::Geometry;
+use forebay::key::Extra;
+use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::aws::AmazonS3Builder;
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
+use remote_world::{BUCKET, Server, Spoil};
+
+/// As the tier does it: bytes of a request, and chunks that are fetched at once.
+const PART_BYTES: u64 = 8 << 20;
+const AT_ONCE: usize = 4;
+const RUNS: usize = 7;
+const LOADS: usize = 15;
+const LONG: Duration = Duration::from_secs(120);
+
+/// Seconds of `run`.
+fn seconds(run: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    run();
+    start.elapsed().as_secs_f64()
+}
+
+fn median(mut all: Vec<f64>) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// A cache in `dir` with the store of `server`.
+fn open(dir: &Path, server: &Server) -> Engine {
+    let mut settings = Settings::at(dir);
+    settings.capacity = Capacity::Bytes(4 << 30);
+    settings.min_free = MinFree::Bytes(0);
+    settings.allow_any_filesystem = true;
+    settings.remote_url = Some(format!("s3://{BUCKET}/bench"));
+    let geometry = Geometry::preset("llama-3.1-8b").unwrap();
+    let device = HostDevice::new(&HostOptions::default()).unwrap();
+    let mut options = EngineOptions::new(&settings, geometry, device);
+    options.remote_env = Some(server.env());
+    Engine::open_with(options).unwrap()
+}
+
+fn prompt(engine: &Engine, chunks: usize, seed: u32) -> Prompt {
+    let tokens: Vec<u32> = (0..chunks as u32 * engine.geometry().chunk_tokens).map(|n| n ^ seed << 20).collect();
+    engine.prompt(&tokens, &Extra::default())
+}
+
+fn slots(prompt: &Prompt) -> Vec<i64> {
+    (0..prompt.len() as i64).collect()
+}
+
+/// Memory of `chunks` blocks with noise in it.
+fn paged(geometry: &Geometry, chunks: usize) -> Arc<PagedKv> {
+    let block_tokens = geometry.chunk_tokens;
+    let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Split, block_tokens, num_blocks: chunks as u32 };
+    let layout = PagedLayout::per_layer(&geometry.layers, shape).unwrap();
+    let sizes = layout.memory_bytes().to_vec();
+    let (kv, memories) = PagedKv::alloc_zeroed(layout).unwrap();
+    for (memory, size) in memories.iter().zip(sizes) {
+        let noise = (0..size / 8).flat_map(|n| (n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+        memory.write(0, &noise.collect::<Vec<u8>>()).unwrap();
+    }
+    kv
+}
+
+/// The bare reads: every object in ranges, several at once.
+async fn read(store: &dyn ObjectStore, objects: &[ObjectMeta]) -> u64 {
+    let parts = |object: ObjectMeta| {
+        let starts = (0..object.size).step_by(PART_BYTES as usize);
+        let ranges: Vec<_> = starts.map(|at| at..(at + PART_BYTES).min(object.size)).collect();
+        async move {
+            let reads = ranges.into_iter().map(|range| store.get_range(&object.location, range));
+            let parts = futures_util::future::try_join_all(reads).await.unwrap();
+            parts.iter().map(|part| part.len() as u64).sum::<u64>()
+        }
+    };
+    futures_util::stream::iter(objects.to_vec()).map(parts).buffered(AT_ONCE).fold(0, |a, b| async move { a + b }).await
+}
+
+fn main() {
+    let mut args = std::env::args().skip(1).filter(|a| !a.starts_with("--"));
+    let Some(dir) = args.next() else {
+        println!("remote: give a directory on the drive to be measured");
+        return;
+    };
+    let chunks = args.next().map_or(8, |n| n.parse::<usize>().unwrap());
+    let folder = || tempfile::tempdir_in(&dir).unwrap();
+    let (root, home) = (folder(), folder());
+    let server = Server::start(root.path());
+    let one = open(home.path(), &server);
+    let p = prompt(&one, chunks, 0);
+    let kv = paged(one.geometry(), chunks);
+    let mut request = StoreRequest::new(&p, &kv, slots(&p));
+    request.backpressure = Backpressure::Wait;
+    let store = one.store(request).unwrap();
+    store.all_layers();
+    assert_eq!(store.wait().stored, chunks);
+    assert!(one.wait_uploaded(Instant::now() + LONG).unwrap());
+
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let env = server.env().into_iter().filter_map(|(name, value)| Some((name.to_lowercase().parse().ok()?, value)));
+    let bare = env.fold(AmazonS3Builder::new(), |builder, (key, value)| builder.with_config(key, value));
+    let bare = bare.with_bucket_name(BUCKET).build().unwrap();
+    let objects: Vec<ObjectMeta> = runtime.block_on(bare.list(None).try_collect()).unwrap();
+    let objects: Vec<_> = objects.into_iter().filter(|object| !object.location.as_ref().ends_with(".json")).collect();
+    let bytes: u64 = objects.iter().map(|object| object.size).sum();
+    let mib_per_s = |seconds: f64| bytes as f64 / f64::from(1 << 20) / seconds;
+    for answers in ["the server reads files", "the server answers from memory"] {
+        let (mut reads, mut fetches, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        for run in 0..=RUNS {
+            let of_read = seconds(|| assert_eq!(runtime.block_on(read(&bare, &objects)), bytes));
+            let home = folder();
+            let two = open(home.path(), &server);
+            let of_fetch = seconds(|| {
+                let fetch = two.fetch(&p, Instant::now() + LONG).unwrap();
+                assert!(fetch.wait(Instant::now() + LONG));
+                assert_eq!((fetch.chunks(), fetch.stopped()), (chunks, None));
+            });
+            // The first one warms up.
+            if run > 0 {
+                reads.push(mib_per_s(of_read));
+                fetches.push(mib_per_s(of_fetch));
+                ratios.push(of_read / of_fetch);
+            }
+        }
+        println!("{answers}: bare ranged reads {:.0} MiB/s", median(reads));
+        println!("  fetched to a drive {:.0} MiB/s, {:.3} times that", median(fetches), median(ratios));
+        server.remember();
+    }
+
+    let load = || {
+        seconds(|| {
+            let loaded = one.load(LoadRequest::new(&p, &kv, slots(&p))).unwrap().wait();
+            assert_eq!(loaded.tokens, p.len());
+        })
+    };
+    load();
+    let hangs = Arc::new(AtomicBool::new(false));
+    let now = Arc::clone(&hangs);
+    server.spoil(move |_, _| if now.load(Ordering::SeqCst) { Spoil::Stall } else { Spoil::No });
+    let (mut well, mut hung, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for seed in 1..=LOADS as u32 {
+        hangs.store(false, Ordering::SeqCst);
+        let of_well = load();
+        hangs.store(true, Ordering::SeqCst);
+        let waits = one.fetch(&prompt(&one, chunks, seed), Instant::now() + LONG).unwrap();
+        let of_hung = load();
+        drop(waits);
+        well.push(mib_per_s(of_well));
+        hung.push(mib_per_s(of_hung));
+        ratios.push(of_hung / of_well);
+    }
+    println!("loads from the drive: {:.0} MiB/s", median(well));
+    println!("while the store hangs: {:.0} MiB/s, a load takes {:.3} times as long", median(hung), median(ratios));
+}
