@@ -1,12 +1,16 @@
-"""Blends of running requests, in vLLM's workers: a job comes with a step's metadata and ends in the request's own blocks.
+"""Blends of running requests, in vLLM's workers: a job comes with a step's metadata and ends in the
+request's own blocks.
 
-A job is computed in memory of its own, behind the forward passes of the server's steps. When it is over its blocks are copied into those that vLLM gave
-the request, and the request is reported as loaded, like any other that the connector loads between steps.
+A job is computed in memory of its own, behind the forward passes of the server's steps. When it is
+over its blocks are copied into those that vLLM gave the request, and the request is reported as
+loaded, like any other that the connector loads between steps.
 
 Invariants:
-- In one step no more rows are computed than vLLM's own step may have (`max_num_batched_tokens`), whatever the jobs are.
+- In one step no more rows are computed than vLLM's own step may have (`max_num_batched_tokens`),
+  whatever the jobs are.
 - A job that fails writes no block and is reported as a failed load: vLLM then computes the request.
-- Every job is reported exactly once, also where its request was aborted: vLLM keeps the blocks until then.
+- Every job is reported exactly once, also where its request was aborted: vLLM keeps the blocks
+  until then.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class Live:
     """The jobs of one worker, one after the other."""
 
     def __init__(self, runner: Any, connector: Connector, select: str, check_layer: int) -> None:
-        """`geometry.Unsupported` where this server cannot blend, `ValueError` where these defaults make no sense for its model."""
+        """`geometry.Unsupported` where this server cannot blend, `ValueError` where these defaults
+        make no sense for its model."""
         self._blender = Blender(runner, connector)
         self._blender.check_layer(select, check_layer)
         self._most_rows = int(runner.vllm_config.scheduler_config.max_num_batched_tokens)
@@ -129,7 +134,8 @@ class Live:
         self._count("tokens_recomputed", len(chosen))
 
     def results(self, finished: set[str]) -> tuple[set[str], set[str]]:
-        """Requests whose jobs are over, and those of them that failed; jobs of `finished` requests are given up."""
+        """Requests whose jobs are over, and those of them that failed; jobs of `finished` requests
+        are given up."""
         gone = {job.req_id for job in self._waiting if job.req_id in finished}
         self._waiting = deque(job for job in self._waiting if job.req_id not in gone)
         if self._under_way is not None and self._under_way[0].req_id in finished:
