@@ -92,7 +92,10 @@ def serve(spec: dict[str, Any]) -> None:
             print("answer {}", flush=True)
             continue
         if request["reset"]:
-            assert llm.reset_prefix_cache()
+            # Blocks of the request before are held until they have been stored.
+            if not llm.reset_prefix_cache():
+                offline.settle(llm)
+                assert llm.reset_prefix_cache()
         began = time.perf_counter()
         (made,) = llm.generate([{"prompt_token_ids": request["prompt"]}], sampling, use_tqdm=False)
         seconds = time.perf_counter() - began

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
 
+mod description;
 mod presets;
 
 pub use presets::PRESETS;

@@ -7,9 +7,10 @@ mod engine_world;
 
 use std::time::{Duration, Instant};
 
-use engine_world::{CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
+use engine_world::{CHUNK, Kv, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
 use forebay::config::Codec;
-use forebay::engine::{Engine, MissCause, ShedCause};
+use forebay::engine::{Backpressure, Engine, MissCause, ShedCause, StoreRequest};
+use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::geometry::{DType, LayerKind, LayerSpec};
 use forebay::paged::{KvLayout, Packing};
 
@@ -116,20 +117,81 @@ fn frames_of_the_memory_tier_stay_coded_so_more_chunks_fit() {
     assert!(coded + 2 <= uncoded, "{coded} evicted instead of {uncoded}");
 }
 
+/// KV like any, but for the last layer of chunk 1, which fits no codec.
+fn with_a_misfit(w: &World, from: &[i64]) -> Kv {
+    let (kv, noise) = (w.kv().like_kv(3), w.kv().filled(5));
+    let last = kv.layers() - 1;
+    for slot in &from[CHUNK..2 * CHUNK] {
+        kv.set_slot(last, *slot as usize, &noise.slot(last, *slot as usize));
+    }
+    kv
+}
+
 #[test]
-fn what_does_not_fit_is_shed_and_the_next_is_stored_as_it_is() {
+fn a_chunk_that_does_not_fit_is_stored_as_it_is_among_coded_ones() {
+    for layerwise in [false, true] {
+        let w = world(&shapes()[0]);
+        let from = slots(3 * CHUNK, 1);
+        let a = with_a_misfit(&w, &from);
+        // What a process has learned of KV goes with it: the third chunk is coded again.
+        for chunks in [2, 3] {
+            let (engine, n) = (w.open(), chunks * CHUNK);
+            let mut request = StoreRequest::new(&prompt(&engine, n, 1), &a.kv, from[..n].to_vec());
+            (request.backpressure, request.layerwise) = (Backpressure::Wait, Some(layerwise));
+            let store = engine.store(request).unwrap();
+            (0..a.layers()).for_each(|layer| store.layer(layer).unwrap());
+            let result = store.wait();
+            assert_eq!((result.stored + result.already_there, &result.sheds[..]), (chunks, &[][..]));
+            assert_eq!(engine.stats().unwrap().log.codec_misfits, u64::from(chunks == 2));
+            close(engine);
+        }
+        let engine = w.open();
+        let (p, b, to) = (prompt(&engine, 3 * CHUNK, 1), w.kv(), slots(3 * CHUNK, 2));
+        assert_eq!(load(&engine, &p, &b, to.clone()).tokens, 3 * CHUNK);
+        assert_same("mixed", (&a, &from), (&b, &to));
+        let [raw, coded] = [SlotCodec::None, SlotCodec::Exp4]
+            .map(|codec| SlotLayout::of_coded_chunk(&w.shape.geometry(), CHUNK as u32, codec).slot_bytes);
+        assert!(coded < raw && slot_bytes(&engine) == 2 * coded + raw, "{}", slot_bytes(&engine));
+    }
+}
+
+#[test]
+fn a_chunk_that_does_not_fit_is_shed_where_its_first_layers_may_be_overwritten() {
     let w = world(&shapes()[0]);
-    let engine = w.open();
-    let (n, noise) = (CHUNK, w.kv().filled(5));
-    let p = prompt(&engine, n, 1);
-    let result = store(&engine, &p, &noise, slots(n, 1));
-    assert_eq!((result.stored, result.shed(ShedCause::Codec)), (0, 1), "{result:?}");
-    assert_eq!(matched(&engine, &p), 0);
-    assert_eq!(store(&engine, &p, &noise, slots(n, 1)).stored, 1);
-    let b = w.kv();
-    assert_eq!(load(&engine, &p, &b, slots(n, 2)).tokens, n);
-    assert_same("noise", (&noise, &slots(n, 1)), (&b, &slots(n, 2)));
-    assert!(slot_bytes(&engine) >= w.shape.geometry().chunk_bytes(CHUNK) as u64);
+    let (engine, from) = (w.open(), slots(2 * CHUNK, 1));
+    let a = with_a_misfit(&w, &from);
+    let p = prompt(&engine, 2 * CHUNK, 1);
+    let store = engine.store(StoreRequest::new(&p, &a.kv, from)).unwrap();
+    store.layer(0).unwrap();
+    store.wait_gathered(0).unwrap();
+    store.all_layers();
+    let result = store.wait();
+    assert_eq!((result.stored, result.shed(ShedCause::Codec)), (1, 1), "{result:?}");
+    assert_eq!(matched(&engine, &p), CHUNK);
+}
+
+#[test]
+fn noise_takes_no_more_than_without_the_codec() {
+    let shape = shapes().pop().unwrap();
+    let bytes = |codec| {
+        let mut w = world(&shape);
+        w.settings.codec = codec;
+        let (engine, noise, n) = (w.open(), w.kv().filled(5), 2 * CHUNK);
+        for seed in 0..40 {
+            assert_eq!(store(&engine, &prompt(&engine, n, seed), &noise, slots(n, 1)).stored, 2);
+        }
+        engine.flush().unwrap();
+        let (p, b, stats) = (prompt(&engine, n, 0), w.kv(), engine.stats().unwrap());
+        assert_eq!(load(&engine, &p, &b, slots(n, 2)).tokens, n);
+        assert_same("noise", (&noise, &slots(n, 1)), (&b, &slots(n, 2)));
+        let written: u64 = stats.log.drives.iter().map(|d| d.wear.written_bytes).sum();
+        close(engine);
+        // How many pages the journal takes for as many records is a matter of time.
+        [stats.log.live_bytes, written - stats.log.journal_bytes_written]
+    };
+    let (coded, uncoded) = (bytes(Codec::Exp4), bytes(Codec::None));
+    assert_eq!(coded[0], uncoded[0]);
+    assert!(coded[1] * 1000 <= uncoded[1] * 1001, "{coded:?} instead of {uncoded:?}");
 }
 
 #[test]

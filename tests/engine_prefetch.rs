@@ -7,6 +7,7 @@ mod engine_world;
 use std::time::Duration;
 
 use engine_world::{CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
+use forebay::config::Codec;
 use forebay::engine::{Engine, PrefetchResult, PrefetchStats, Prompt};
 use forebay::engine::{LoadRequest, StoreRequest};
 
@@ -14,6 +15,8 @@ fn world(shape: Shape) -> World {
     let mut w = World::new(shape);
     w.settings.local_cpu = true;
     w.settings.max_local_cpu_size = 8 << 20;
+    // Of use to the larger shapes only.
+    w.settings.codec = Codec::Exp4;
     w
 }
 
@@ -31,7 +34,7 @@ fn every_layout_is_loaded_from_memory_after_a_prefetch_in_another_process() {
     for shape in Shape::all() {
         let w = world(shape.clone());
         let (n, from, to) = (3 * CHUNK, slots(3 * CHUNK, 1), slots(3 * CHUNK, 2));
-        let (a, b) = (w.kv().filled(1), w.kv());
+        let (a, b) = (w.kv().like_kv(1), w.kv());
         let p = {
             let engine = w.open();
             let p = prompt(&engine, n, 1);

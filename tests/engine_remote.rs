@@ -11,9 +11,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
+use forebay::config::Codec;
 use forebay::connector::{EngineLookup, PrefixLookup};
 use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
+use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::key::Extra;
+use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use hyper::Method;
 use remote_world::{BUCKET, Server, Spoil};
 
@@ -35,6 +38,8 @@ impl Machine {
         let mut world = World::new(shape);
         world.settings.remote_url = Some(format!("s3://{BUCKET}/some/{prefix}"));
         world.settings.remote_timeout_ms = 2000;
+        // Of use to the larger shapes only.
+        world.settings.codec = Codec::Exp4;
         Self { world, env: server.env() }
     }
 
@@ -46,7 +51,7 @@ impl Machine {
 
     /// Stores a prompt made of `seed`, and waits until it is uploaded.
     fn upload(&self, engine: &Engine, seed: u32) -> (Prompt, Kv) {
-        let (p, kv) = (prompt(engine, N, seed), self.world.kv().filled(seed));
+        let (p, kv) = (prompt(engine, N, seed), self.world.kv().like_kv(seed));
         assert_eq!(store(engine, &p, &kv, slots(N, 1)).stored, 3);
         assert!(engine.wait_uploaded(later()).unwrap());
         (p, kv)
@@ -96,6 +101,9 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
         let (p, kv) = a.upload(&one, 1);
         let stats = remote(&one);
         assert_eq!((stats.uploaded, stats.present, stats.queued, stats.failing), (3, 0, 0, false), "{}", shape.name);
+        let layout = SlotLayout::of_coded_chunk(&shape.geometry(), CHUNK as u32, SlotCodec::Exp4);
+        let object = layout.slot_bytes - u64::from(layout.header_offset);
+        assert_eq!(stats.uploaded_bytes, 3 * object, "{}", shape.name);
         drop(one);
         // After a restart, and from a second process, nothing is uploaded again.
         let (one, other) = (a.open(), a.open());
@@ -115,6 +123,37 @@ fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
         assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "nothing is missing any more");
     }
     assert!(server.puts().iter().all(|n| *n == 1), "an object was sent twice: {:?}", server.puts());
+}
+
+#[test]
+fn what_lies_there_is_described_and_can_be_brought_without_its_prompts() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    for shape in Shape::all() {
+        let (a, b) = (Machine::with(shape.clone(), &server), Machine::with(shape.clone(), &server));
+        let (one, two) = (a.open(), b.open());
+        let (p, kv) = a.upload(&one, 1);
+        let options = RemoteOptions { env: server.env(), ..RemoteOptions::of_settings(&a.world.settings).unwrap() };
+        let store = RemoteStore::open(&options).unwrap();
+        let (namespace, shard) = store.shards().unwrap().pop().unwrap();
+        assert_eq!(store.geometry(&namespace, &shard).unwrap(), *one.geometry(), "{}", shape.name);
+        let objects = store.objects(&namespace, &shard).unwrap();
+        assert_eq!(objects.len(), 3);
+        let heads = server.requests(&Method::HEAD);
+        // Room for two chunks gives the first two of the prompt.
+        let into = Remote::open(&options, one.geometry()).unwrap();
+        let two_of_three = objects[0].bytes * 5 / 2;
+        let brought = wait(&into.restore(two.log().unwrap(), (objects.clone(), two_of_three), later()));
+        assert_eq!(brought, Fetched { chunks: 2, stopped: None });
+        assert_eq!(matched(&two, &p), 2 * CHUNK, "{}", shape.name);
+        let brought = wait(&into.restore(two.log().unwrap(), (objects.clone(), u64::MAX), later()));
+        assert_eq!(brought, Fetched { chunks: 1, stopped: None });
+        assert_eq!(b.check(&two, &p, &kv), N, "{}", shape.name);
+        assert_eq!(server.requests(&Method::HEAD), heads, "a list says what is there");
+        one.clear().unwrap();
+        assert_eq!(store.objects(&namespace, &shard).unwrap(), []);
+        assert!(store.geometry(&namespace, &shard).is_ok(), "what chunks are is no chunk");
+    }
 }
 
 #[test]
@@ -250,7 +289,11 @@ fn object_files(root: &std::path::Path) -> Vec<std::path::PathBuf> {
     while let Some(dir) = open.pop() {
         for entry in std::fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
-            if path.is_dir() { open.push(path) } else { found.push(path) }
+            if path.is_dir() {
+                open.push(path);
+            } else if path.extension().is_none() {
+                found.push(path);
+            }
         }
     }
     found

@@ -70,7 +70,9 @@ fn live_and_end(disk: &LoopDisk, (test, seed, flush): (&str, u64, Flush), model:
     let moment = Instant::now() + Duration::from_millis(Rng(seed ^ 77).below(501));
     assert!(child.listen(moment, model), "the process ended by itself before anything happened");
     found.amid_a_store += u64::from(model.is_amid_a_store());
+    model.note("-- shutting down");
     disk.shut_down(flush);
+    model.note("-- shut down");
     child.order("gone");
     let ended = child.await_line("ended", model);
     let errors = model.erred;
@@ -155,11 +157,12 @@ fn verify(disk: &LoopDisk, copy: &Path, model: &mut Model, found: &mut Found) {
     }
     found.hits += served[..KEYS as usize].iter().filter(|version| **version != 0).count() as u64;
     for k in 0..KEYS {
-        let (version, served, may) = (rebuilt[k as usize], served[k as usize], before.allowed(k));
+        let (version, served, may) = (rebuilt[k as usize], served[k as usize], before.allowed(k).clone());
         // Without the index a slot counts whose record a crash has taken.
         assert!(
             may.contains(&version) && (version != 0 || served == 0),
-            "rebuilt, key {k}: {version:#x}, served was {served:#x}, allowed were {may:x?}{told}"
+            "rebuilt, key {k}: {version:#x}, served was {served:#x}, allowed were {may:x?}{}{told}",
+            before.trace_of(k)
         );
         found.rebuilt += u64::from(version != 0);
         found.only_rebuilt += u64::from(version != served);

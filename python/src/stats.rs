@@ -78,6 +78,7 @@ pub(crate) fn engine<'py>(py: Python<'py>, s: &EngineStats) -> PyResult<Bound<'p
         ("live_bytes", log.live_bytes),
         ("chunks", log.chunks),
         ("segments", log.segments),
+        ("codec_misfits", log.codec_misfits),
         ("evicted", log.evicted),
         ("quota_evicted", log.quota_evicted),
         ("removed", log.removed),

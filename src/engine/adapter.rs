@@ -6,7 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
 use crate::io::{Buf, Done, Rejected, Request};
 use crate::log::{Bad, Chunk, Log, PutOutcome, PutSpec, Refusal, SlotWriter};
-use crate::pipeline::{Begun, ChunkSink, ChunkSource, MissCause, ShedCause};
+use crate::pipeline::{BeginPut, Begun, ChunkSink, ChunkSource, MissCause, ShedCause};
 use crate::remote::Remote;
 use crate::tier::FrameId;
 
@@ -59,41 +59,48 @@ impl ChunkSource for LogSource {
 }
 
 /// A slot that is being written, and who wants to know when it is published.
-struct LogSink(SlotWriter, FrameId, Option<Upload>);
-
-/// Where a chunk goes once it is on a drive.
-pub(super) struct Upload {
-    pub(super) log: Arc<Log>,
-    pub(super) remote: Arc<Remote>,
+struct LogSink {
+    log: Arc<Log>,
+    slot: SlotWriter,
+    layout: SlotLayout,
+    id: FrameId,
+    /// Where the chunk goes once it is on a drive.
+    remote: Option<Arc<Remote>>,
 }
 
 impl ChunkSink for LogSink {
+    fn layout(&self) -> &SlotLayout {
+        &self.layout
+    }
+
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
-        self.0.request(offset, buf, done)
+        self.slot.request(offset, buf, done)
     }
 
     fn submit(&self, request: Request) -> Result<(), Rejected> {
-        self.0.queue().submit(request)
+        self.slot.queue().submit(request)
     }
 
     fn frame_id(&self) -> Option<FrameId> {
-        Some(self.1)
+        Some(self.id)
     }
 
-    fn misfit(&self) {
-        self.0.misfit();
+    fn misfit(&self) -> Option<BeginPut> {
+        let spec = self.slot.misfit()?;
+        let (log, remote) = (Arc::clone(&self.log), self.remote.clone());
+        Some(Box::new(move || begin(log, spec, remote)))
     }
 
     fn commit(&self, crcs: Vec<u32>, done: Box<dyn FnOnce(Result<()>) + Send>) {
-        let Some(Upload { log, remote }) = &self.2 else { return self.0.commit(&crcs, done) };
-        let (log, remote, key) = (Arc::clone(log), Arc::clone(remote), self.1.key);
+        let Some(remote) = &self.remote else { return self.slot.commit(&crcs, done) };
+        let (log, remote, key) = (Arc::clone(&self.log), Arc::clone(remote), self.id.key);
         let published = move |result: Result<()>| {
             if result.is_ok() {
                 remote.published(&log, key);
             }
             done(result);
         };
-        self.0.commit(&crcs, Box::new(published));
+        self.slot.commit(&crcs, Box::new(published));
     }
 }
 
@@ -103,8 +110,8 @@ pub(super) fn begin(log: Arc<Log>, spec: Box<PutSpec>, remote: Option<Arc<Remote
     match log.begin_put(spec) {
         Ok(PutOutcome::Started(put)) => {
             let id = FrameId { key: *put.key(), sequence: put.sequence() };
-            let upload = remote.map(|remote| Upload { log, remote });
-            Begun::Open(Arc::new(LogSink(SlotWriter::new(put), id, upload)))
+            let layout = put.layout().clone();
+            Begun::Open(Arc::new(LogSink { log, slot: SlotWriter::new(put), layout, id, remote }))
         }
         Ok(PutOutcome::AlreadyThere) => Begun::AlreadyThere,
         Ok(PutOutcome::NoRoom(spec)) => again(ShedCause::NoSpace, log, spec, remote),

@@ -79,6 +79,7 @@ metric_table! {
     WRITTEN = Counter "forebay_drive_written_bytes_total" ["drive"] "Bytes that this process has written to the drive, of all kinds.";
     DWPD = Gauge "forebay_drive_writes_per_day" ["drive", "over"] "Writes of this process, as drive writes per day, over the last hour, the last day, and since the cache was opened (life).";
     AMPLIFICATION = Gauge "forebay_write_amplification" [] "Bytes written for each byte of chunks published, since the start.";
+    CODEC_MISFITS = Counter "forebay_codec_misfits_total" [] "Chunks whose KV did not fit the codec, and that were begun again without it.";
     EVICTED = Counter "forebay_evicted_chunks_total" [] "Chunks dropped by reclaim.";
     QUOTA_EVICTED = Counter "forebay_quota_evicted_chunks_total" [] "Of those, chunks that went because their tenant was at its quota.";
     RECLAIMED = Counter "forebay_reclaimed_segments_total" [] "Segments given up to be used again.";
@@ -252,6 +253,7 @@ fn expose_log(e: &mut Exposition, s: &EngineStats) {
         (&JOURNAL_BYTES, log.journal_bytes_written),
         (&POLICY_BYTES, log.policy_bytes_written),
         (&MOVED_BYTES, log.moved_bytes),
+        (&CODEC_MISFITS, log.codec_misfits),
         (&EVICTED, log.evicted),
         (&QUOTA_EVICTED, log.quota_evicted),
         (&RECLAIMED, log.reclaimed),

@@ -9,6 +9,7 @@ use super::plan::Planner;
 use super::request::MappedTokens;
 use super::{EngineInner, StoreRequest, adapter};
 use crate::error::Result;
+use crate::format::layout::SlotCodec;
 use crate::key::ChunkKey;
 use crate::log::{Log, PutSpec, StoreCandidate};
 use crate::pipeline::{ShedCause, StoreChunk, StoreChunks, StorePlan, StoreSpec};
@@ -111,21 +112,22 @@ impl EngineInner {
         let Chosen { chunks, already_there, shed } = chosen;
         let mut plan = StorePlan { chunks: Vec::with_capacity(chunks.len()), already_there, shed };
         let Some((log, first)) = self.log().zip(chunks.first()) else { return Ok(plan) };
-        let (root, near) = (Some(first.key), log.near(&request.prompt.parent_of(first.index)));
+        let (root, preferred_drive) = (Some(first.key), log.preferred_drive(&request.prompt.parent_of(first.index)));
         for chunk in &chunks {
             let tokens = chunk.tokens.len() as u32;
-            let codec = log.next_codec();
-            let layout = log.chunk_layout(tokens, codec);
-            let put = Box::new(PutSpec { root, near, codec, ..self.put_spec(&log, request, chunk) });
+            let mut put = Box::new(PutSpec { root, preferred_drive, ..self.put_spec(&log, request, chunk) });
             let log = Arc::clone(&log);
             // Partial chunks are of use to the next request of their own machine only.
             let remote = self.remote.clone().filter(|_| tokens == self.geometry.chunk_tokens);
             plan.chunks.push(StoreChunk {
-                layout,
+                layout: log.chunk_layout(tokens, SlotCodec::None),
                 tokens,
                 plans: planner.plans(chunk.tokens.clone())?,
                 layer_groups: Arc::clone(&planner.layer_classes),
-                begin: Box::new(move || adapter::begin(log, put, remote)),
+                begin: Box::new(move || {
+                    put.codec = log.next_codec();
+                    adapter::begin(log, put, remote)
+                }),
             });
         }
         Ok(plan)

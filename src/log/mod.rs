@@ -52,6 +52,7 @@ use parking_lot::Mutex;
 
 pub use base::budget::allocated_below;
 pub use base::clock::{Clock, SystemClock};
+pub use base::description::geometry_of;
 pub use base::lock;
 pub use base::options::{DriveFactory, DriveOptions, IsLoading, LogOptions, Mode, OnIncompatible, Placement};
 pub use base::spec::{OBJECT_TLV_BYTES, PutSpec};

@@ -22,11 +22,11 @@ static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// Logs a warning, which names its directory, once in a process.
 fn tell_once(warning: &Warning) -> bool {
-    let is_news = TOLD.lock().insert(warning.to_string());
-    if is_news {
+    let is_new = TOLD.lock().insert(warning.to_string());
+    if is_new {
         tracing::warn!("{warning}");
     }
-    is_news
+    is_new
 }
 
 impl LogOptions {

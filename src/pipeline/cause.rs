@@ -79,7 +79,7 @@ causes! {
         Unmapped = "unmapped",
         /// The engine is disabled, read-only or closed.
         Closed = "closed",
-        /// Its KV does not fit the codec; the next chunks are stored without one.
+        /// Its KV does not fit the codec, and the caller had taken layers back already.
         Codec = "codec",
         /// Anything else; see the log.
         Internal = "internal",

@@ -36,6 +36,13 @@ impl LayerOrder {
         }
     }
 
+    /// An extent of `layer` that came is to come again.
+    pub(super) fn comes_again(&mut self, layer: usize) {
+        if let Some(left) = self.pending.get_mut(layer) {
+            *left += 1;
+        }
+    }
+
     /// Work on `layer` ends at `fence`.
     pub(super) fn ends_at(&mut self, layer: usize, fence: &Fence) {
         if let Some(fences) = self.fences.get_mut(layer) {

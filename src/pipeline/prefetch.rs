@@ -442,13 +442,15 @@ impl PrefetchPump {
             return FetchNext::End;
         }
         let rank = Rank { turn: job.turn, depth: Reverse(at as u32) };
+        // Seen before the memory is: a load that ends in between has brought its chunks by then.
+        let loading = self.loads.active() > 0;
         if let Some(hit) = tier.hold(id, rank) {
             job.count(|of| (of.found, of.in_memory) = (of.found + 1, of.in_memory + 1));
             job.hold(id.key, hit);
             return FetchNext::Chunk;
         }
         // What a load is reading comes into memory by that load.
-        if self.loads.active() > 0 {
+        if loading {
             return FetchNext::Wait;
         }
         job.count(|of| of.found += 1);

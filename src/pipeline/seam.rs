@@ -43,6 +43,9 @@ pub trait ChunkSource: Send + Sync {
 
 /// A slot that is being written. Dropping it without a commit aborts the put.
 pub trait ChunkSink: Send + Sync {
+    /// Where header and extents lie.
+    fn layout(&self) -> &SlotLayout;
+
     /// A write of `buf` to `offset` of the slot; who wants less of `buf` says so in the request.
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request;
 
@@ -57,8 +60,11 @@ pub trait ChunkSink: Send + Sync {
         None
     }
 
-    /// Told that the chunk does not fit the codec of its layout. It is not committed then.
-    fn misfit(&self) {}
+    /// Told that the chunk does not fit the codec of its layout: it is not committed. Gives the put
+    /// to begin instead, without a codec, where there is one.
+    fn misfit(&self) -> Option<BeginPut> {
+        None
+    }
 
     /// Writes the header with the CRCs of all extents and publishes the chunk. Called once, after
     /// every write has ended well; `done` is called once.

@@ -64,6 +64,11 @@ impl RemoteBucket {
         Ok(Self { store, prefix, breaker: Breaker::default(), timeout })
     }
 
+    /// The store itself, for whoever asks it without patience for failures.
+    pub(super) fn store(&self) -> &dyn ObjectStore {
+        &*self.store
+    }
+
     /// Whether requests are made as ever.
     pub(super) fn is_up(&self) -> bool {
         self.breaker.is_closed()

@@ -19,7 +19,8 @@ use super::bucket::PART_BYTES;
 use super::known::RemotePresence;
 use super::object::{self, Extents, Wanted};
 use super::stats::RemoteCause;
-use super::{Shared, transfer};
+use super::store::RemoteObject;
+use super::{Shared, restore, transfer};
 use crate::error::ErrorKind;
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::io::Buf;
@@ -28,7 +29,7 @@ use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
 use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 
 /// Chunks of one prompt that are fetched at once.
-const AT_ONCE: usize = 4;
+pub(super) const AT_ONCE: usize = 4;
 /// How often a put that found no room, or its key being stored by another, is tried again.
 const TRY_AGAIN: std::time::Duration = std::time::Duration::from_millis(5);
 
@@ -40,7 +41,7 @@ pub struct Fetch {
 }
 
 #[derive(Debug, Default)]
-struct FetchState {
+pub(super) struct FetchState {
     progress: Mutex<FetchProgress>,
     over: Condvar,
 }
@@ -123,18 +124,31 @@ pub(super) struct Destination {
     pub(super) memory: Option<Arc<MemoryTier>>,
 }
 
-/// Starts to fetch `wanted`, in order, until the first that does not come.
+/// What is to be brought.
+pub(super) enum FetchOrder {
+    /// The chunks of a prompt, in order, until the first that does not come.
+    Prompt(Vec<Wanted>),
+    /// Objects that were listed, up to so many bytes.
+    Listed(Vec<RemoteObject>, u64),
+}
+
+/// Starts to fetch.
 pub(super) fn start(
     shared: &Arc<Shared>,
     runtime: &tokio::runtime::Handle,
-    (to, wanted): (Destination, Vec<Wanted>),
+    (to, order): (Destination, FetchOrder),
     deadline: Instant,
 ) -> Fetch {
     let state = Arc::new(FetchState::default());
     let running = Running(Arc::clone(&state));
     let shared = Arc::clone(shared);
     let task = runtime.spawn(async move {
-        let all = run(&shared, &to, wanted, &running.0);
+        let all = async {
+            match order {
+                FetchOrder::Prompt(wanted) => run(&shared, &to, wanted, &running.0).await,
+                FetchOrder::Listed(objects, most) => restore::run(&shared, &to, (objects, most), &running.0).await,
+            }
+        };
         let stopped = tokio::time::timeout_at(deadline.into(), all).await.unwrap_or(Some(RemoteCause::TimedOut));
         if let Some(cause) = stopped {
             shared.counters.not_fetched.add(cause, 1);
@@ -158,16 +172,20 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
         .buffered(AT_ONCE);
     while let Some(end) = chunks.next().await {
         match end {
-            Ok(0) => {}
-            Ok(bytes) => {
-                shared.counters.fetched.fetch_add(1, Ordering::Relaxed);
-                shared.counters.fetched_bytes.fetch_add(bytes, Ordering::Relaxed);
-                state.progress.lock().chunks += 1;
-            }
+            Ok(bytes) => count(shared, state, bytes),
             Err(cause) => return Some(cause),
         }
     }
     None
+}
+
+/// A chunk has come, with so many bytes; with none where a drive had it.
+pub(super) fn count(shared: &Shared, state: &FetchState, bytes: u64) {
+    if bytes > 0 {
+        shared.counters.fetched.fetch_add(1, Ordering::Relaxed);
+        shared.counters.fetched_bytes.fetch_add(bytes, Ordering::Relaxed);
+        state.progress.lock().chunks += 1;
+    }
 }
 
 /// The codec with which the store has a chunk, which its length tells; `None` where a drive has it.
@@ -197,10 +215,11 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
 }
 
 /// Brings one chunk; bytes of its slot, 0 where a drive has it already.
-async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
+pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
     let mut permit = None;
     let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
-    (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * u64::from(wanted.tokens));
+    let chunk_tokens = u64::from(to.log.geometry().chunk_tokens);
+    (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * chunk_tokens);
     loop {
         if to.log.contains(&wanted.key) {
             return Ok(0);

@@ -15,11 +15,12 @@
 //!   store says so.
 //!
 //! Everything runs on one thread of its own. The files: `bucket` (requests), `breaker`, `known`
-//! (answers kept for a while), `object` (what is in an object), `upload`, `fetch`, `transfer` (the
-//! log's queues), `stats`. This room knows no devices, no paged memory and no tokens.
+//! (answers kept for a while), `object` (what is in an object), `upload`, `fetch`, `restore` (all
+//! that is there, without a prompt), `transfer` (the log's queues), `stats`; `store` for tools. This room knows no devices, no paged memory and no tokens.
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -33,13 +34,16 @@ mod bucket;
 mod fetch;
 mod known;
 mod object;
+mod restore;
 mod stats;
+mod store;
 mod transfer;
 mod upload;
 
 pub use fetch::Fetch;
 pub use object::Wanted;
 pub use stats::RemoteStats;
+pub use store::{RemoteObject, RemoteStore, RemoteTrial};
 
 use crate::config::{Mode, Settings};
 use crate::error::{Error, ErrorKind, Result};
@@ -90,6 +94,9 @@ struct Shared {
     bucket: RemoteBucket,
     namespace: String,
     shard: String,
+    /// What a chunk is, as JSON; none for who does not know it.
+    geometry: Option<Vec<u8>>,
+    is_described: AtomicBool,
     known: KnownObjects,
     counters: Counters,
     uploads: Uploads,
@@ -106,6 +113,23 @@ impl Shared {
     fn name_of(&self, key: &ChunkKey, tenant: u64) -> Path {
         self.bucket.name([&*self.namespace, &*self.shard, &format!("{tenant:016x}"), &key.to_hex()])
     }
+
+    /// Says once beside the chunks what they are, for tools. Tried again with the next upload where
+    /// it fails.
+    async fn describe(&self) {
+        let Some(geometry) = self.geometry.as_ref().filter(|_| !self.is_described.swap(true, Ordering::Relaxed)) else {
+            return;
+        };
+        let name = describing(&self.bucket, &self.namespace, &self.shard);
+        let put = self.bucket.put(&name, vec![geometry.clone().into()], false).await;
+        self.is_described.store(put.is_ok(), Ordering::Relaxed);
+    }
+}
+
+/// The object with the geometry of a shard. It lies beside the shard's chunks, not among them, and
+/// so stays when they are removed.
+fn describing(bucket: &RemoteBucket, namespace: &str, shard: &str) -> Path {
+    bucket.name([namespace, &*format!("{shard}.json")])
 }
 
 /// The remote tier of one cache.
@@ -123,19 +147,30 @@ impl Remote {
     /// [`ErrorKind::Config`] for an address or variables that lead to no store; what the operating
     /// system says of the thread.
     pub fn open(options: &RemoteOptions, geometry: &Geometry) -> Result<Arc<Self>> {
-        Self::of(options, (geometry.fingerprint().dir_name(), geometry.shard_dir_name()))
+        let place = (geometry.fingerprint().dir_name(), geometry.shard_dir_name());
+        Self::start(options, place, Some(geometry.to_json()))
     }
 
     /// As [`Remote::open`], for a namespace and a shard by name.
     ///
     /// # Errors
     /// As [`Remote::open`].
-    pub fn of(options: &RemoteOptions, (namespace, shard): (String, String)) -> Result<Arc<Self>> {
+    pub fn of(options: &RemoteOptions, place: (String, String)) -> Result<Arc<Self>> {
+        Self::start(options, place, None)
+    }
+
+    fn start(
+        options: &RemoteOptions,
+        (namespace, shard): (String, String),
+        geometry: Option<Vec<u8>>,
+    ) -> Result<Arc<Self>> {
         let half = options.staging / 2;
         let shared = Arc::new(Shared {
             bucket: RemoteBucket::open(&options.url, &options.env, options.timeout)?,
             namespace,
             shard,
+            geometry,
+            is_described: AtomicBool::new(false),
             known: KnownObjects::default(),
             counters: Counters::default(),
             uploads: Uploads::default(),
@@ -166,9 +201,14 @@ impl Remote {
     /// A chunk has been published on a drive: it is uploaded some time, if there is room in the
     /// queue.
     pub fn published(&self, log: &Arc<Log>, key: ChunkKey) {
-        if self.mode == Mode::Rw && !self.shared.uploads.push(log, key) {
+        if self.mode == Mode::Rw && !self.upload(log, key) {
             self.shared.counters.not_uploaded.add(RemoteCause::QueueFull, 1);
         }
+    }
+
+    /// Uploads a chunk of a drive some time; whether there was room in the queue.
+    pub fn upload(&self, log: &Arc<Log>, key: ChunkKey) -> bool {
+        self.shared.uploads.push(log, key)
     }
 
     /// Starts to bring `wanted` to a drive, and into `memory`, in order and until the first that
@@ -183,7 +223,19 @@ impl Remote {
         if wanted.is_empty() || self.thread.lock().is_none() {
             return Fetch::nothing();
         }
-        fetch::start(&self.shared, &self.runtime, (fetch::Destination { log, memory }, wanted), deadline)
+        let to = fetch::Destination { log, memory };
+        fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Prompt(wanted)), deadline)
+    }
+
+    /// Starts to bring all of `objects` that no drive has to a drive, the beginnings of prompts
+    /// first, up to `most` bytes. A chunk that does not come is passed over, and counted.
+    #[must_use]
+    pub fn restore(&self, log: Arc<Log>, (objects, most): (Vec<RemoteObject>, u64), deadline: Instant) -> Fetch {
+        if self.thread.lock().is_none() {
+            return Fetch::nothing();
+        }
+        let to = fetch::Destination { log, memory: None };
+        fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 
     /// Deletes the objects of `keys`. What is being uploaded is deleted too, once its chunk has

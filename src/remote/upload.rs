@@ -189,14 +189,18 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
     let object = read(shared, log, &chunk).await?;
     let bytes = object.iter().map(|part| part.len() as u64).sum();
     let is_new = shared.bucket.put(&name, object, replaces).await?;
-    let is_still_there = log.peek(key).is_some_and(|there| there.sequence == chunk.sequence);
-    if !is_still_there {
+    if !is_still_there(log, &chunk) {
         shared.known.set(key, RemotePresence::Absent);
         shared.bucket.delete(vec![name]).await?;
         return Err(RemoteCause::Gone);
     }
     shared.known.set(key, RemotePresence::There(chunk.layout.codec()));
+    shared.describe().await;
     Ok(is_new.then_some(bytes))
+}
+
+fn is_still_there(log: &Log, chunk: &Chunk) -> bool {
+    log.peek(&chunk.key).is_some_and(|there| there.sequence == chunk.sequence)
 }
 
 /// The object of a chunk, verified.
@@ -204,6 +208,10 @@ async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Byte
     let layout = chunk.layout.clone();
     let header = piece(log, chunk, (u64::from(layout.header_offset), layout.header_bytes as usize)).await?;
     let bad = || {
+        // Without a lease, as where the cache is read only, its place may have been given up.
+        if !is_still_there(log, chunk) {
+            return RemoteCause::Gone;
+        }
         log.report_bad(chunk, Bad::Corrupt);
         RemoteCause::Corrupt
     };

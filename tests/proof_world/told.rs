@@ -10,7 +10,7 @@ use std::process::{Child, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forebay::ErrorKind;
 use forebay::log::{Log, LogOptions};
@@ -32,9 +32,14 @@ pub fn options(dir: &Path) -> LogOptions {
     LogOptions { capacity_bytes: 64 << 20, reclaim_write_budget: 1.0, ..super::options(dir) }
 }
 
+/// Microseconds, the same in all processes.
+pub fn now_us() -> u128 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros()
+}
+
 pub fn say(line: &str) {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "\n@ {line}").unwrap();
+    writeln!(out, "\n@ {} {line}", now_us()).unwrap();
     out.flush().unwrap();
 }
 
@@ -130,7 +135,7 @@ impl Work<'_> {
 /// A child process that tells its steps.
 pub struct Teller {
     process: Child,
-    lines: Receiver<String>,
+    lines: Receiver<(u128, String)>,
     reader: Option<JoinHandle<()>>,
 }
 
@@ -142,12 +147,12 @@ impl Teller {
         let (tx, lines) = mpsc::channel();
         let reader = std::thread::spawn(move || {
             for line in out.lines().map_while(std::result::Result::ok) {
-                if let Some(line) = line.strip_prefix("@ ") {
-                    drop(tx.send(line.to_owned()));
+                if let Some((at_us, line)) = line.strip_prefix("@ ").and_then(|line| line.split_once(' ')) {
+                    drop(tx.send((at_us.parse().unwrap(), line.to_owned())));
                 }
             }
         });
-        assert_eq!(lines.recv_timeout(Duration::from_secs(60)).unwrap(), "open", "{role}");
+        assert_eq!(lines.recv_timeout(Duration::from_secs(60)).unwrap().1, "open", "{role}");
         Self { process, lines, reader: Some(reader) }
     }
 
@@ -160,7 +165,7 @@ impl Teller {
     pub fn listen(&self, until: Instant, model: &mut Model) -> bool {
         loop {
             match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(line) => model.told(&line),
+                Ok((at_us, line)) => model.told(at_us, &line),
                 Err(e) => return e == RecvTimeoutError::Timeout,
             }
         }
@@ -172,9 +177,9 @@ impl Teller {
         let mut last = String::new();
         loop {
             match self.lines.recv_timeout(Duration::from_secs(120)) {
-                Ok(line) if line == wanted => return Ok(()),
-                Ok(line) => {
-                    model.told(&line);
+                Ok((_, line)) if line == wanted => return Ok(()),
+                Ok((at_us, line)) => {
+                    model.told(at_us, &line);
                     last = line;
                 }
                 Err(RecvTimeoutError::Timeout) => return Err(format!("a call has not returned; told last: {last}")),
@@ -191,7 +196,7 @@ impl Teller {
         self.process.kill().unwrap();
         let status = self.process.wait().unwrap();
         self.reader.take().unwrap().join().unwrap();
-        self.lines.iter().for_each(|line| model.told(&line));
+        self.lines.iter().for_each(|(at_us, line)| model.told(at_us, &line));
         status
     }
 }
@@ -214,6 +219,8 @@ pub struct Model {
     pub stored: u32,
     storing: bool,
     storing_beside: bool,
+    /// What was told since the last check, and when.
+    trace: Vec<(u128, String)>,
 }
 
 impl Model {
@@ -230,7 +237,29 @@ impl Model {
         self.storing || self.storing_beside
     }
 
-    pub fn told(&mut self, line: &str) {
+    /// The steps since the last check that may have changed key `k`, in the order of their times.
+    pub fn trace_of(&self, k: u64) -> String {
+        let concerns = |line: &str| {
+            let words: Vec<&str> = line.split(' ').collect();
+            let (what, of) = (words.first().copied().unwrap_or_default(), words.get(1).and_then(|w| w.parse::<u64>().ok()));
+            match of {
+                Some(of) if what.contains("tenant") => of == k % TENANTS,
+                Some(of) => of == k,
+                None => !what.ends_with("-beside"),
+            }
+        };
+        let mut steps: Vec<&(u128, String)> = self.trace.iter().filter(|(_, line)| concerns(line)).collect();
+        steps.sort();
+        steps.iter().map(|(at_us, line)| format!("\n{at_us} {line}")).collect()
+    }
+
+    /// What was done to the child.
+    pub fn note(&mut self, what: &str) {
+        self.trace.push((now_us(), what.to_owned()));
+    }
+
+    pub fn told(&mut self, at_us: u128, line: &str) {
+        self.trace.push((at_us, line.to_owned()));
         let mut words = line.split(' ');
         let what = words.next().unwrap();
         self.erred += u64::from(what.starts_with("erred-"));
@@ -274,6 +303,7 @@ impl Model {
             assert!(may.contains(version), "{whence}, key {k}: {version:#x} is served, allowed are {may:x?}");
             *may = vec![*version];
         }
+        self.trace.clear();
         self.erred = 0;
         found
     }

@@ -50,11 +50,15 @@ class Subscriber:
 
     def stored(self, medium: str) -> list[BlockStored]:
         """Blocks announced."""
-        return [e for e in self.events if isinstance(e, BlockStored) and e.medium == medium]
+        found = [e for e in self.events if isinstance(e, BlockStored) and e.medium == medium]
+        assert medium != "STORAGE" or {e.locality for e in found} <= {"LOCAL"}
+        return found
 
     def removed(self) -> list[BlockRemoved]:
         """Blocks taken back from the drives."""
-        return [e for e in self.events if isinstance(e, BlockRemoved) and e.medium == "STORAGE"]
+        found = [e for e in self.events if isinstance(e, BlockRemoved) and e.medium == "STORAGE"]
+        assert {e.locality for e in found} <= {"LOCAL"}
+        return found
 
 
 @contextmanager

@@ -23,7 +23,7 @@ pub(crate) struct Cli {
 
 const AFTER_HELP: &str = "\
 Exit status: 0 done; 1 an error stopped the work; 2 wrong usage or input; 3 the work ran to its end and found a problem \
-(a byte that differs, a dump that cannot be read, a damaged cache, a machine that cannot hold one); 130 or 143 SIGINT or SIGTERM ended a benchmark early.
+(a byte that differs, a dump that cannot be read, a damaged cache, a machine that cannot hold one); 130 or 143 SIGINT or SIGTERM ended a benchmark or `sync` early.
 
 Examples:
   forebay demo
@@ -45,6 +45,9 @@ pub(crate) enum Command {
     Replay(crate::replay::ReplayArgs),
     /// Fill a cache ahead of time.
     Warm(crate::warm::WarmArgs),
+    /// Copy a cache to a remote store, or from there to a drive, ahead of time.
+    #[command(subcommand)]
+    Sync(crate::sync::SyncCommand),
     /// Say what would stop or slow a cache on this machine and in a directory, each with its remedy.
     Probe(crate::probe::ProbeArgs),
     /// Check a cache's files, print what its index lists, or make a damaged index anew.

@@ -17,12 +17,14 @@ mod out;
 mod probe;
 mod progress;
 mod purge;
+mod remote;
 mod replay;
 mod report;
 mod scratch;
 mod size;
 mod stat;
 mod stop;
+mod sync;
 mod warm;
 
 use std::ffi::OsString;
@@ -78,6 +80,7 @@ fn dispatch(command: Command, context: &Context) -> forebay::Result<Outcome> {
         Command::Fsck(command) => fsck::run(&command, context),
         Command::Ls(args) => ls::run(&args, context),
         Command::Stat(args) => stat::run(&args, context),
+        Command::Sync(command) => sync::run(&command, context),
         Command::Purge(args) => purge::run(&args, context),
     }
 }

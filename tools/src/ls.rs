@@ -1,21 +1,25 @@
 //! `forebay ls`: what a cache serves, read from its indexes without a geometry, also beside
 //! servers.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
+use forebay::key::ChunkKey;
 use forebay::log::fsck::{LaneDir, RawLane, lanes, live};
+use forebay::remote::RemoteObject;
 use forebay::{ErrorKind, Result};
 use serde_json::{Value, json};
 
 use crate::out::{self, Context, Outcome};
+use crate::remote;
 use crate::size::show_bytes;
 
 /// Options of `forebay ls`.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "A server's stores of the last moments may be missing.\n\nExamples:\n  forebay ls /mnt/nvme\n  forebay ls /mnt/nvme --namespaces --json"
+    after_help = "A server's stores of the last moments may be missing.\n\nExamples:\n  forebay ls /mnt/nvme\n  forebay ls /mnt/nvme --namespaces --json\n  forebay ls /mnt/nvme --remote s3://kv-cache/llama"
 )]
 pub(crate) struct LsArgs {
     /// The cache directory.
@@ -27,6 +31,10 @@ pub(crate) struct LsArgs {
     /// Also tell how old each chunk is, in seconds; reads the header of every chunk.
     #[arg(long, conflicts_with = "namespaces")]
     age: bool,
+    /// List what this remote store (a `remote_url`) has too, and tell of each chunk where it is; with
+    /// the credentials of the environment.
+    #[arg(long, value_name = "URL", conflicts_with = "namespaces")]
+    remote: Option<String>,
 }
 
 /// The lanes of one shard, with what their indexes say.
@@ -58,6 +66,33 @@ pub(crate) fn shards(directory: &Path) -> Result<(Vec<Shard>, Vec<String>)> {
     Ok((found, unreadable))
 }
 
+/// Chunks of the remote store that were not met on the drive yet, by shard.
+struct RemoteChunks(BTreeMap<(String, String), BTreeMap<ChunkKey, RemoteObject>>);
+
+impl RemoteChunks {
+    fn list(args: &LsArgs, context: &Context) -> Result<Self> {
+        let by_key = |objects: Vec<RemoteObject>| objects.into_iter().map(|object| (object.key, object)).collect();
+        let shards = remote::list(args.remote.as_deref(), context)?.into_iter();
+        Ok(Self(shards.map(|s| ((s.namespace, s.shard), by_key(s.objects))).collect()))
+    }
+
+    fn take(&mut self, (namespace, shard): (&str, &str), key: ChunkKey) -> bool {
+        let shard = self.0.get_mut(&(namespace.to_owned(), shard.to_owned()));
+        shard.is_some_and(|objects| objects.remove(&key).is_some())
+    }
+
+    /// Rows of what is left; only its header says how many tokens a chunk has.
+    fn rest(self) -> impl Iterator<Item = Value> {
+        self.0.into_iter().flat_map(|((namespace, shard), objects)| {
+            objects.into_values().map(move |object| {
+                let RemoteObject { key, tenant, bytes } = object;
+                json!({"namespace": namespace, "shard": shard, "key": hex(&key.0),
+                    "tenant": format!("{tenant:016x}"), "bytes": bytes, "tier": "remote"})
+            })
+        })
+    }
+}
+
 /// Unix seconds now.
 pub(crate) fn now_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
@@ -72,6 +107,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
     let (found, unreadable) = shards(&args.directory)?;
     let mut rows = Vec::new();
+    let mut remote = RemoteChunks::list(args, context)?;
     for (files, raw) in &found {
         let (Some(f), Some(first)) = (files.first(), raw.first()) else { continue };
         let served = live(raw, now_s());
@@ -89,9 +125,14 @@ pub(crate) fn run(args: &LsArgs, context: &Context) -> Result<Outcome> {
                 let born = files.get(*lane).zip(raw.get(*lane)).and_then(|(f, l)| f.born(l, r));
                 row["age_s"] = json!(born.map(|b| now_s().saturating_sub(b.created_ms / 1000)));
             }
+            if args.remote.is_some() {
+                let is_there_too = remote.take((&f.namespace, &f.shard), r.key);
+                row["tier"] = json!(if is_there_too { "drive, remote" } else { "drive" });
+            }
             rows.push(row);
         }
     }
+    rows.extend(remote.rest());
     for problem in &unreadable {
         eprintln!("forebay: passed over {problem}");
     }
@@ -120,21 +161,30 @@ fn print_rows(args: &LsArgs, rows: &[Value]) -> Result<()> {
             out::print(&format!("{place}  {model}: {chunks} chunks, {live}, in {lanes} lanes of {disk}\n"))?;
             continue;
         }
-        let age = if args.age { format!("{:>9}", "age s") } else { String::new() };
+        let further = |age: &str, tier: &str| {
+            let age = if args.age { format!("{age:>9}") } else { String::new() };
+            if args.remote.is_some() { format!("{age}  {tier}") } else { age }
+        };
         if place != shard {
             let gap = if shard.is_empty() { "" } else { "\n" };
             let head = format!(
-                "{:<64} {:>6} {:>6} {:>10} {:<16} {:>10}{age}",
-                "key", "tokens", "depth", "bytes", "tenant", "expires"
+                "{:<64} {:>6} {:>6} {:>10} {:<16} {:>10}{}",
+                "key",
+                "tokens",
+                "depth",
+                "bytes",
+                "tenant",
+                "expires",
+                further("age s", "tier")
             );
             out::print(&format!("{gap}{place}\n{head}\n"))?;
             shard = place;
         }
-        let age = if args.age { format!("{:>9}", text(row, "age_s")) } else { String::new() };
+        let further = further(&text(row, "age_s"), &text(row, "tier"));
         let expires = if row["expiry_s"] == 0 { "never".to_owned() } else { text(row, "expiry_s") };
         let (key, tokens, depth) = (text(row, "key"), text(row, "tokens"), text(row, "depth"));
         let (bytes, tenant) = (bytes(row, "bytes"), text(row, "tenant"));
-        out::print(&format!("{key:<64} {tokens:>6} {depth:>6} {bytes:>10} {tenant:<16} {expires:>10}{age}\n"))?;
+        out::print(&format!("{key:<64} {tokens:>6} {depth:>6} {bytes:>10} {tenant:<16} {expires:>10}{further}\n"))?;
     }
     Ok(())
 }

@@ -7,7 +7,6 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 
 use clap::Args;
-use forebay::config::Loader;
 use forebay::log::fsck::{LaneDir, lanes, live};
 use forebay::log::purge::{What, purge};
 use forebay::remote::{Remote, RemoteOptions};
@@ -160,8 +159,7 @@ fn remove(args: &PurgeArgs, (t, what): (&Target, What), (context, report): (&Con
 }
 
 fn remove_remotely(url: &str, t: &Target, what: What) -> Result<()> {
-    let (settings, _) = Loader::bare().set("remote_url", url).load()?;
-    let Some(options) = RemoteOptions::of_settings(&settings) else { return Ok(()) };
+    let Some(options) = RemoteOptions::of_settings(&crate::remote::settings(url)?) else { return Ok(()) };
     let tenant = match what {
         What::Tenant(tenant) => Some(tenant),
         What::All => None,

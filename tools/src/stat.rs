@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use crate::fsck::budget_report;
 use crate::ls::{hex, now_s, shards};
 use crate::out::{self, Context, Outcome};
+use crate::remote::{self, RemoteShard};
 use crate::size::{parse_bytes, show_bytes};
 
 /// Options of `forebay stat`.
@@ -31,17 +32,22 @@ pub(crate) struct StatArgs {
     /// The servers' free-space floor, to show what is left above it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     min_free: Option<u64>,
+    /// Show what this remote store (a `remote_url`) holds too, with the credentials of the
+    /// environment.
+    #[arg(long, value_name = "URL")]
+    remote: Option<String>,
 }
 
 const AFTER_HELP: &str = "\
 A server's stores of the last moments may be missing. Ages are those of the oldest and newest chunk that is served.
 
 Space is taken in whole segments before it is filled: `reserved` is what of them holds no chunk yet, and counts against the capacity \
-(docs/configuration.md, Capacity). Exit status 3: a lane cannot be read, or the cache does not open.
+(docs/configuration.md, Capacity). What is in a server's memory tier, its metrics tell. Exit status 3: a lane cannot be read, or the cache does not open.
 
 Examples:
   forebay stat /mnt/nvme
-  forebay stat /mnt/nvme0 /mnt/nvme1 --capacity 2t --min-free 100g --json";
+  forebay stat /mnt/nvme0 /mnt/nvme1 --capacity 2t --min-free 100g --json
+  forebay stat /mnt/nvme --remote s3://kv-cache/llama";
 
 /// Runs the command.
 pub(crate) fn run(args: &StatArgs, context: &Context) -> Result<Outcome> {
@@ -52,11 +58,19 @@ pub(crate) fn run(args: &StatArgs, context: &Context) -> Result<Outcome> {
         complete &= drive["unreadable_lanes"].as_array().is_none_or(Vec::is_empty) && drive["budget_damage"].is_null();
         drives.push(drive);
     }
+    let remote = remote::list(args.remote.as_deref(), context)?;
     if context.json {
-        out::print_json(&json!({"format_version": VERSION, "drives": drives}))?;
+        let mut all = json!({"format_version": VERSION, "drives": drives});
+        if let Some(url) = &args.remote {
+            all["remote"] = json!({"url": url, "shards": remote.iter().map(remote_shard).collect::<Vec<_>>()});
+        }
+        out::print_json(&all)?;
     } else {
         for drive in &drives {
             show(drive)?;
+        }
+        if let Some(url) = &args.remote {
+            show_remote(url, &remote)?;
         }
     }
     Ok(if complete { Outcome::Done } else { Outcome::Problem })
@@ -84,6 +98,23 @@ fn drive(args: &StatArgs, directory: &std::path::Path) -> Result<Value> {
         "file_system_bytes": total, "free_bytes": free, "min_free_bytes": args.min_free,
         "free_above_floor_bytes": args.min_free.map(|floor| free.saturating_sub(floor)),
         "namespaces": namespaces, "unreadable_lanes": unreadable}))
+}
+
+fn remote_shard(shard: &RemoteShard) -> Value {
+    json!({"namespace": shard.namespace, "shard": shard.shard, "model": shard.model,
+        "chunks": shard.objects.len(), "bytes": shard.bytes()})
+}
+
+fn show_remote(url: &str, shards: &[RemoteShard]) -> Result<()> {
+    let bytes: u64 = shards.iter().map(RemoteShard::bytes).sum();
+    out::print(&format!("\n{url}: {} in the remote store\n", show_bytes(bytes as f64)))?;
+    for shard in shards {
+        let RemoteShard { namespace, shard: name, model, objects } = shard;
+        let model = model.as_deref().unwrap_or("-");
+        let (chunks, bytes) = (objects.len(), show_bytes(shard.bytes() as f64));
+        out::print(&format!("{namespace}/{name}  {model}: {chunks} chunks, {bytes}\n"))?;
+    }
+    Ok(())
 }
 
 /// Bytes of data.kv that hold no chunk: of segments that stores fill from here on.

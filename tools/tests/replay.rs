@@ -39,10 +39,13 @@ fn the_result_is_a_list_over_policies_and_capacities() {
                 "ranks",
                 "admission",
                 "memory_tokens",
+                "remote_tokens",
                 "offer",
                 "capacity_tokens",
                 "hit_ratio",
+                "memory_hit_ratio",
                 "drive_hit_ratio",
+                "remote_hit_ratio",
                 "bytes_admitted",
                 "write_amplification",
                 "write_amplification_filling",
@@ -231,6 +234,9 @@ fn admission_and_a_memory_above_are_lines_of_their_own_and_refused_where_they_me
     assert_ne!(lines[8]["bytes_admitted"], lines[2]["bytes_admitted"]);
     for wrong in [
         &["--engine", "real", "--memory-tokens", "1m", "--ranks", "2"][..],
+        &["--engine", "real", "--tiers", "drive=1m,remote=2m"],
+        &["--tiers", "drive=1m", "--memory-tokens", "1m"],
+        &["--tiers", "memory=1m"],
         &["--engine", "real", "--offer", "evicted"],
         &["--segment-tokens", "100k", "--offer", "evicted"],
         &["--segment-tokens", "100k", "--offer", "finished"],
@@ -239,4 +245,22 @@ fn admission_and_a_memory_above_are_lines_of_their_own_and_refused_where_they_me
     ] {
         forebay(folder().path(), &[&["replay", &trace][..], wrong].concat()).expect(2);
     }
+}
+
+#[test]
+fn the_sizes_of_all_tiers_are_one_argument_and_a_token_counts_for_the_first_that_has_it() {
+    let trace = excerpt();
+    let replay = |words: &str| {
+        let words: Vec<&str> = ["replay", &trace, "--json"].into_iter().chain(words.split_whitespace()).collect();
+        forebay(folder().path(), &words).expect(0).json()[0].clone()
+    };
+    let two = replay("--tiers memory=100k,drive=300k");
+    assert_eq!(two, replay("--memory-tokens 100k --capacity-tokens 300k"));
+    let three = replay("--tiers memory=100k,drive=300k,remote=unlimited");
+    let hits = |line: &serde_json::Value, name: &str| line[name].as_f64().unwrap();
+    let sum = ["memory_hit_ratio", "drive_hit_ratio", "remote_hit_ratio"].map(|name| hits(&three, name));
+    assert!(sum.iter().all(|hits| *hits > 0.0), "{three}");
+    assert!((sum.iter().sum::<f64>() - hits(&three, "hit_ratio")).abs() < 1e-9, "{three}");
+    assert!(hits(&three, "hit_ratio") > hits(&two, "hit_ratio"), "{two} {three}");
+    assert!(three["remote_tokens"].is_null() && two["remote_tokens"] == 0);
 }

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+#: Routers look at blocks in storage only where events say whose storage it is. These lie on the drives of the server's machine; what
+#: the remote tier has is told when it has been fetched to one.
+LOCAL = "LOCAL"
 #: A chunk of a request, as the state machine tells it: request, key, first token, tokens.
 Chunk = tuple[str, bytes, int, int]
 #: Stores that are under way; the state machine forgets older ones too.
@@ -72,6 +75,7 @@ class Stored:
             group_idx=self.group.index,
             kv_cache_spec_kind=self.group.kind,
             kv_cache_spec_sliding_window=self.group.window,
+            locality=LOCAL,
             **more,
         )
 
@@ -134,7 +138,8 @@ class Announcer:
 
     def _take_back(self, parts: Iterable[tuple[int, list[Any]]]) -> None:
         self._events.extend(
-            BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=group) for group, hashes in parts
+            BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=group, locality=LOCAL)
+            for group, hashes in parts
         )
 
     def cleared(self) -> None:

@@ -82,7 +82,7 @@ pub(super) struct PinnedSlot {
     memory: Arc<BounceMemory>,
     run: ArenaRun,
     len: usize,
-    /// Whether its end is news for the queue.
+    /// Whether the queue does not know its end yet.
     tells: bool,
 }
 

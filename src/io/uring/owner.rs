@@ -132,9 +132,9 @@ impl RingOwner {
     /// Says that the bell must be rung from now on; `false` when there is something to do first.
     fn lie_down(&self) -> bool {
         let mut inbox = self.shared.frame.state.lock();
-        let news = inbox.closing != self.closing;
+        let has_changed = inbox.closing != self.closing;
         let is_idle = inbox.requests.is_empty() && inbox.closed_files.is_empty() && inbox.regions.is_empty();
-        inbox.sleeping = is_idle && !news;
+        inbox.sleeping = is_idle && !has_changed;
         inbox.sleeping
     }
 

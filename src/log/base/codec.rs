@@ -1,10 +1,12 @@
 //! Which codec the next chunk is stored with.
 //!
 //! An extent of coded chunks has room for so many values that the codec does not cover, and whether
-//! it is enough is known only when the KV is there. A chunk for which it is not enough is not
-//! stored; those after it are stored as they are, twice as many each time that this happens again.
+//! it is enough is known only when the KV is there. A chunk for which it is not enough is begun
+//! again without the codec, which takes a second gather and leaves a gap where its first slot was.
+//! So the chunks after it are stored as they are, and then one is a trial: if it does not fit
+//! either, twice as many are stored as they are before the next.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use parking_lot::Mutex;
 
 use crate::format::layout::SlotCodec;
 
@@ -17,10 +19,17 @@ const MOST_DOUBLINGS: u32 = 14;
 #[derive(Debug, Default)]
 pub(in crate::log) struct CodecChoice {
     wanted: SlotCodec,
+    fit: Mutex<Fit>,
+}
+
+#[derive(Debug, Default)]
+struct Fit {
     /// Chunks that are still to be stored as they are.
-    pause: AtomicU32,
+    pause: u32,
     /// Pauses since a chunk has fitted.
-    pauses: AtomicU32,
+    pauses: u32,
+    /// A chunk is coded to see whether KV fits again.
+    is_trying: bool,
 }
 
 impl CodecChoice {
@@ -30,22 +39,34 @@ impl CodecChoice {
 
     /// The codec for the next chunk.
     pub(in crate::log) fn next(&self) -> SlotCodec {
-        let less = |pause: u32| pause.checked_sub(1);
-        let pausing = self.pause.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok();
-        if pausing { SlotCodec::None } else { self.wanted }
+        let mut fit = self.fit.lock();
+        if let Some(less) = fit.pause.checked_sub(1) {
+            fit.pause = less;
+            return SlotCodec::None;
+        }
+        if fit.pauses > 0 {
+            // Its end may never come: then another is tried later.
+            (fit.is_trying, fit.pause) = (true, FIRST_PAUSE);
+        }
+        self.wanted
     }
 
     /// A coded chunk was stored.
     pub(in crate::log) fn fitted(&self) {
-        self.pauses.store(0, Ordering::Relaxed);
+        let mut fit = self.fit.lock();
+        if fit.is_trying {
+            *fit = Fit::default();
+        }
     }
 
     /// A chunk did not fit. Whether a pause begins; those that were begun before it begin none.
     pub(in crate::log) fn misfit(&self) -> bool {
-        let doublings = self.pauses.load(Ordering::Relaxed).min(MOST_DOUBLINGS);
-        let pause = FIRST_PAUSE << doublings;
-        let begins = self.pause.compare_exchange(0, pause, Ordering::Relaxed, Ordering::Relaxed).is_ok();
-        self.pauses.fetch_add(u32::from(begins), Ordering::Relaxed);
+        let mut fit = self.fit.lock();
+        let begins = fit.is_trying || fit.pauses == 0;
+        if begins {
+            let pause = FIRST_PAUSE << fit.pauses.min(MOST_DOUBLINGS);
+            *fit = Fit { pause, pauses: fit.pauses.saturating_add(1), is_trying: false };
+        }
         begins
     }
 }
@@ -60,10 +81,13 @@ mod tests {
         let pause = || std::iter::from_fn(|| (choice.next() == SlotCodec::None).then_some(())).count() as u32;
         assert_eq!(pause(), 0);
         assert!(choice.misfit() && !choice.misfit(), "those under way begin no pause of their own");
-        assert_eq!(pause(), FIRST_PAUSE);
+        choice.fitted();
+        assert_eq!(pause(), FIRST_PAUSE, "so do those that fit");
         assert!(choice.misfit());
         assert_eq!(pause(), 2 * FIRST_PAUSE);
+        assert_eq!(pause(), FIRST_PAUSE, "of the trial nothing was heard");
         choice.fitted();
+        assert_eq!(pause(), 0);
         assert!(choice.misfit());
         assert_eq!(pause(), FIRST_PAUSE);
         assert_eq!(CodecChoice::new(SlotCodec::None).next(), SlotCodec::None);

@@ -5,6 +5,7 @@ pub(super) mod budget;
 pub(super) mod clock;
 pub(super) mod codec;
 pub(super) mod ctx;
+pub(super) mod description;
 pub(super) mod eviction_feed;
 pub(super) mod health;
 pub(super) mod image;

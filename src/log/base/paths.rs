@@ -16,6 +16,9 @@ pub(in crate::log) const SHARD_LOCK: &str = "SHARD";
 pub(in crate::log) const SHARD_SHM: &str = "shard.shm";
 /// Up to which sequence nothing is served.
 pub(in crate::log) const FLOORS: &str = "FLOORS";
+/// What a chunk of the shard is, and the next one before it has its name.
+pub(in crate::log) const GEOMETRY: &str = "geometry.json";
+pub(in crate::log) const GEOMETRY_NEW: &str = "geometry.json.new";
 pub(in crate::log) const LANE_LOCK: &str = "LOCK";
 pub(in crate::log) const LANE_SHM: &str = "lane.shm";
 pub(in crate::log) const TABLE_SHM: &str = "table.shm";

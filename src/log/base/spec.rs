@@ -20,8 +20,8 @@ pub struct PutSpec {
     /// parent's drive, or by the key.
     pub root: Option<ChunkKey>,
     /// Number of the drive to prefer to what `root` chooses, while it takes puts:
-    /// [`crate::log::Log::near`].
-    pub near: Option<usize>,
+    /// [`crate::log::Log::preferred_drive`].
+    pub preferred_drive: Option<usize>,
     /// Tokens of the chunk; 0 for objects.
     pub tokens: u32,
     /// Chunks before it in its chain.
@@ -55,7 +55,7 @@ impl PutSpec {
             key,
             parent,
             root: None,
-            near: None,
+            preferred_drive: None,
             tokens,
             depth,
             start_position: 0,

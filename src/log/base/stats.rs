@@ -30,6 +30,8 @@ pub struct LogStats {
     pub puts_published: u64,
     /// Puts dropped without a commit, and commits that failed.
     pub puts_aborted: u64,
+    /// Chunks whose KV did not fit the codec, and that were begun again without one.
+    pub codec_misfits: u64,
     /// Puts of what was stored already, or was stored by another process meanwhile: nothing was
     /// kept of them.
     pub already_there: u64,
@@ -188,6 +190,7 @@ counters!(
     puts,
     puts_published,
     puts_aborted,
+    codec_misfits,
     already_there,
     policy_refused_bytes,
     budget_refused_bytes,

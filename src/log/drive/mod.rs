@@ -22,6 +22,7 @@ pub(super) use waiting::Waiting;
 
 use super::base::budget::Budget;
 use super::base::ctx::Ctx;
+use super::base::description;
 use super::base::health::DriveHealth;
 use super::base::lock::ShardLock;
 use super::base::options::Mode;
@@ -119,6 +120,9 @@ impl Volume {
         let _lock = ShardLock::take(&shard_dir, options.io_timeout)?;
         let shard = open_shard(ctx, &shard_dir)?;
         floors::show(&shard, &floors::read_durably(&shard_dir)?);
+        if let Err(e) = description::write(&shard_dir, &options.geometry) {
+            tracing::debug!(error = %e, "tools will not know the model of this cache");
+        }
         let volume = Self::new(ctx, number, (root.to_path_buf(), shard_dir), io, (Some(budget), shard, helpers));
         let lanes = volume.take_lanes()?;
         volume.set_lanes(lanes);

@@ -48,14 +48,14 @@ impl PolicyFile {
     /// Writes the file if it is time to; `tried` is when that was last.
     pub(in crate::log) fn keep(&self, lane: &Arc<Lane>, tried: &mut Instant) {
         let Some((clock, held)) = now(lane) else { return };
-        let news = clock.saturating_sub(self.clock.load(Ordering::Relaxed));
-        if tried.elapsed() >= PAUSE && news >= (held / TURNOVER).max(FEWEST) {
+        let events = clock.saturating_sub(self.clock.load(Ordering::Relaxed));
+        if tried.elapsed() >= PAUSE && events >= (held / TURNOVER).max(FEWEST) {
             *tried = Instant::now();
             self.write(lane, clock);
         }
     }
 
-    /// Writes the file as the cache is closed, if there is news.
+    /// Writes the file as the cache is closed, if there were events since.
     pub(in crate::log) fn close(&self, lane: &Arc<Lane>) {
         if let Some((clock, _)) = now(lane).filter(|(clock, _)| *clock != self.clock.load(Ordering::Relaxed)) {
             self.write(lane, clock);
@@ -63,7 +63,7 @@ impl PolicyFile {
     }
 
     fn write(&self, lane: &Arc<Lane>, clock: u64) {
-        // Where it fails, it is tried again when there is as much news once more.
+        // Where it fails, it is tried again after as many events once more.
         self.clock.store(clock, Ordering::Relaxed);
         match self.try_write(lane) {
             Ok(()) => {}

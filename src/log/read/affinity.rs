@@ -18,7 +18,7 @@ impl Log {
     /// it; `None` where the first of them decides, as by
     /// [`PutSpec::root`](crate::log::PutSpec::root).
     #[must_use]
-    pub fn near(&self, parent: &ChunkKey) -> Option<usize> {
+    pub fn preferred_drive(&self, parent: &ChunkKey) -> Option<usize> {
         if self.volumes.len() < 2 || self.ctx.options.placement != Placement::Chain {
             return None;
         }

@@ -43,10 +43,10 @@ pub(super) fn keep_ready(volume: &Volume, stop: &AtomicBool) {
 /// Tells those who wait for a segment that the drive does not give one, and the operator once.
 fn refused(lane: &Lane, why: &Error) {
     let Ok(mut state) = lane.state() else { return };
-    let is_news = state.segments.refuse(why.kind(), why.to_string());
+    let is_first = state.segments.refuse(why.kind(), why.to_string());
     drop(state);
     lane.progress.notify_all();
-    if is_news {
+    if is_first {
         tracing::warn!(lane = %lane.dir.display(), error = %why, "no free segment: stores to this drive are dropped");
     } else {
         tracing::debug!(lane = %lane.dir.display(), error = %why, "no free segment");

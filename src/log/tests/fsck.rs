@@ -1,6 +1,8 @@
 use std::os::unix::fs::FileExt as _;
 
-use super::support::{has, key, options, soon, store, temp, version};
+use super::support::{has, key, plain_and_coded, soon, store, temp, version};
+use std::path::Path;
+
 use crate::log::fsck::{LaneDir, RawLane, deep, lanes, live, repair};
 use crate::log::{Log, LogOptions};
 
@@ -12,20 +14,26 @@ fn read(dir: &std::path::Path) -> (Vec<LaneDir>, Vec<RawLane>) {
 
 #[test]
 fn a_check_lists_what_is_served_and_finds_flipped_bits() {
-    let dir = temp();
-    let log = Log::open(options(dir.path())).unwrap();
+    for which in 0..2 {
+        let dir = temp();
+        check_finds_flipped_bits(dir.path(), plain_and_coded(dir.path())[which].clone());
+    }
+}
+
+fn check_finds_flipped_bits(dir: &Path, options: LogOptions) {
+    let log = Log::open(options).unwrap();
     for n in 1..=40 {
         assert!(store(&log, n));
     }
     assert_eq!(log.remove(&[key(7)]).unwrap(), [true]);
     log.flush().unwrap();
-    let (files, raw) = read(dir.path());
+    let (files, raw) = read(dir);
     assert!(raw[0].in_use);
     assert_eq!(live(&raw, 0).len(), 39, "beside the writer");
     log.close(soon()).unwrap();
     drop(log);
 
-    let (_, raw) = read(dir.path());
+    let (_, raw) = read(dir);
     assert!(!raw[0].in_use);
     assert!(raw.iter().all(|l| l.damage.is_empty()), "{:?}", raw[0].damage);
     let served = live(&raw, 0);
@@ -68,7 +76,7 @@ fn damage(dir: &std::path::Path, chunks: &[u64]) {
 fn what_is_repaired_again_and_again_is_gone_and_can_be_stored() {
     let dir = temp();
     // A ring so short that its pages have been used several times.
-    let small = || LogOptions { ring_pages: Some(24), ..options(dir.path()) };
+    let small = || LogOptions { ring_pages: Some(24), ..plain_and_coded(dir.path())[1].clone() };
     let log = Log::open(small()).unwrap();
     for n in 1..=60 {
         assert!(store(&log, n));

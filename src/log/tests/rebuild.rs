@@ -230,12 +230,17 @@ fn a_segment_that_was_given_up_stays_so_without_the_index() {
 
 #[test]
 fn slots_with_a_gap_are_found_and_a_sibling_tells_what_the_lane_was() {
+    [SlotCodec::None, SlotCodec::Exp4].into_iter().for_each(large_slots_are_found);
+}
+
+fn large_slots_are_found(codec: SlotCodec) {
     let dir = temp();
     let layers = vec![LayerSpec::kv(LayerKind::Full, 64, 1024); 2];
     let geometry = Arc::new(Geometry::new("large", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap());
-    let large = LogOptions { geometry, segment_bytes: Some(10 << 20), ..small(dir.path()) };
+    let large = LogOptions { geometry, codec, segment_bytes: Some(10 << 20), ..small(dir.path()) };
     let log = Log::open(large.clone()).unwrap();
-    assert!(log.chunk_layout(CHUNK_TOKENS, SlotCodec::None).header_offset > 0);
+    let layout = log.chunk_layout(CHUNK_TOKENS, codec);
+    assert_eq!((layout.codec(), layout.header_offset > 0), (codec, codec == SlotCodec::None));
     let other = Log::open(large.clone()).unwrap();
     (0..4).for_each(|n| assert!(store(&log, n)));
     assert!(store(&other, 9));

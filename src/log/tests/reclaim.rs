@@ -1,6 +1,7 @@
 //! The bound on bytes, and what reclaim must not lose or bring back.
 
 use super::support::*;
+use crate::format::layout::SlotCodec;
 use crate::log::{Bad, Log, LogOptions, PutSpec};
 use std::path::Path;
 use std::sync::Arc;
@@ -46,6 +47,22 @@ fn a_steady_stream_of_stores_stays_within_the_capacity_and_keeps_the_newest() {
         assert_eq!(has(&log, n), there[n as usize], "key {n} after reopening");
     }
     fill(&log, 600..700);
+}
+
+#[test]
+fn the_capacity_holds_more_coded_chunks() {
+    let held = |which: usize| {
+        let dir = temp();
+        let options = plain_and_coded(dir.path())[1].clone();
+        let codec = [SlotCodec::None, SlotCodec::Exp4][which];
+        let LogOptions { capacity_bytes, policy, .. } = small(dir.path());
+        let log = Log::open(LogOptions { codec, capacity_bytes, policy, ..options }).unwrap();
+        fill(&log, 0..150);
+        at_rest(&log);
+        log.stats().chunks
+    };
+    let (plain, coded) = (held(0), held(1));
+    assert!(plain < 70 && coded > plain, "{coded} instead of {plain}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::PAGE_BYTES;
 use crate::format::crc;
+use crate::format::layout::SlotCodec;
 use crate::format::slot::SlotHeader;
 use crate::geometry::{DType, Geometry, LayerKind, LayerSpec};
 use crate::io::{self, AlignedBuf, EngineChoice, IoOptions, Request};
@@ -33,6 +34,13 @@ pub(super) fn options(dir: &Path) -> LogOptions {
         io: IoOptions { engine: EngineChoice::Threads, numjobs: 2, ..IoOptions::default() },
         ..LogOptions::new(dir, geometry())
     }
+}
+
+/// The same, and one whose chunks have coded slots, of a seventh less.
+pub(super) fn plain_and_coded(dir: &Path) -> [LogOptions; 2] {
+    let layers = vec![LayerSpec::kv(LayerKind::Full, 8, 128); 2];
+    let geometry = Arc::new(Geometry::new("small", DType::named("bf16").unwrap(), layers, CHUNK_TOKENS).unwrap());
+    [options(dir), LogOptions { geometry, codec: SlotCodec::Exp4, ..options(dir) }]
 }
 
 /// A directory for a cache on a file system with direct I/O.
@@ -94,7 +102,7 @@ pub(super) fn store_spec(log: &Log, spec: PutSpec, n: u64, version: u64) -> Resu
 
 /// Stores version 0 of key `n`; whether it was not there.
 pub(super) fn store(log: &Log, n: u64) -> bool {
-    store_spec(log, spec(n), n, 0).unwrap()
+    store_spec(log, PutSpec { codec: log.next_codec(), ..spec(n) }, n, 0).unwrap()
 }
 
 /// Unix time that the test sets, in milliseconds.

@@ -129,8 +129,8 @@ impl Log {
             ([only], ..) => Some(only).filter(|v| v.takes_puts()),
             (_, Placement::Stripe, _) => self.by_hash(&spec.key),
             (_, Placement::Chain, Some(root)) => {
-                let near = spec.near.and_then(|n| self.volumes.get(n)).filter(|v| v.takes_puts());
-                near.or_else(|| self.by_hash(&root))
+                let preferred = spec.preferred_drive.and_then(|n| self.volumes.get(n)).filter(|v| v.takes_puts());
+                preferred.or_else(|| self.by_hash(&root))
             }
             (_, Placement::Chain, None) => {
                 there(&spec.parent).filter(|v| v.takes_puts()).or_else(|| self.by_hash(&spec.key))

@@ -159,11 +159,16 @@ impl Put {
         }
     }
 
-    /// Aborts because the KV does not fit the codec: the next chunks are stored without one.
-    pub fn misfit(self) {
-        if self.reservation.lane.ctx.codec.misfit() {
+    /// Aborts because the KV does not fit the codec; gives what to begin instead: the same without.
+    #[must_use]
+    pub fn misfit(mut self) -> Box<PutSpec> {
+        let ctx = &self.reservation.lane.ctx;
+        ctx.counters.codec_misfits.add(1);
+        if ctx.codec.misfit() {
             tracing::warn!("KV does not fit the codec and is stored as it is for a while; set codec: none if this is so again and again");
         }
+        self.spec.codec = SlotCodec::None;
+        self.spec
     }
 
     fn header(&self, crcs: &[u32]) -> Result<(AlignedBuf, u32)> {

@@ -14,6 +14,7 @@ use super::put::Put;
 use super::reservation::PutDone;
 use crate::error::{Error, ErrorKind};
 use crate::io::{Buf, Completion, DirectFile, Queue, Request};
+use crate::log::base::spec::PutSpec;
 use crate::log::lane::Hold;
 
 /// A put whose extents are being written. Dropping it aborts the put once the last write has ended.
@@ -82,12 +83,11 @@ impl SlotWriter {
         }
     }
 
-    /// As [`Put::misfit`]; writes under way still end in its slot.
-    pub fn misfit(&self) {
+    /// As [`Put::misfit`]; writes under way still end in its slot. `None` where the put is over.
+    #[must_use]
+    pub fn misfit(&self) -> Option<Box<PutSpec>> {
         let put = self.put.lock().take();
-        if let Some(put) = put {
-            put.misfit();
-        }
+        put.map(Put::misfit)
     }
 
     /// Gives the put up now; writes under way still end in its slot.

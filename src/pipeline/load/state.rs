@@ -457,12 +457,12 @@ impl LoadState {
         }
     }
 
-    /// Whether a chunk that turned out bad is news; counts the report, until whose end nothing is
-    /// published.
+    /// Whether a chunk that turned out bad was not reported yet; counts the report, until whose end
+    /// nothing is published.
     pub(super) fn begin_report(&mut self, chunk: usize) -> bool {
-        let news = !self.finished && self.is_alive(chunk);
-        self.reporting += usize::from(news);
-        news
+        let is_first = !self.finished && self.is_alive(chunk);
+        self.reporting += usize::from(is_first);
+        is_first
     }
 
     pub(super) fn end_report(&mut self, begun: bool) {

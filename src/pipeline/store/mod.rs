@@ -31,7 +31,7 @@ use state::StoreState;
 
 /// A chunk to store.
 pub struct StoreChunk {
-    /// Layout of its slot.
+    /// Layout of its slot without a codec; the slot that is opened says with which one.
     pub layout: SlotLayout,
     /// Tokens that it holds.
     pub tokens: u32,

@@ -64,13 +64,13 @@ impl StoreInner {
     /// A frame for a chunk whose slot is open.
     fn frame_for(&self, chunk: usize, begun: &Begun) -> Option<Filling> {
         let (tier, Begun::Open(sink)) = (self.pump.memory()?, begun) else { return None };
-        let bytes = self.state.lock().slot_bytes(chunk)?;
+        let bytes = sink.layout().slot_bytes;
         let depth = Reverse(u32::try_from(chunk).unwrap_or(u32::MAX));
         tier.reserve(sink.frame_id()?, bytes, Rank { turn: self.turn, depth })
     }
 
     fn gather(self: &Arc<Self>, step: StoreStep, staging: Buf) {
-        let (parts, after) = self.state.lock().submit(&step);
+        let Some((parts, after)) = self.state.lock().submit(&step) else { return };
         let store = Arc::clone(self);
         let launched = {
             let (store, step) = (Arc::clone(self), step.clone());
@@ -99,17 +99,16 @@ impl StoreInner {
             Gathered { skipped_blocks, .. } if !skipped_blocks.is_empty() => Err(ShedCause::Unmapped),
             Gathered { crcs, .. } => Ok(crcs.as_slice()),
         };
-        if out.misfit
-            && let Some(sink) = self.state.lock().sink(step.chunk)
-        {
-            sink.misfit();
-        }
+        let misfitting = if out.misfit { self.state.lock().sink(&step) } else { None };
+        let again = misfitting.and_then(|sink| sink.misfit());
         let mut sink = None;
         self.update(|state| {
             if out.staging.region().is_none() {
                 state.gathered_into(&step, &out.staging);
             }
-            sink = state.gathered(&step, crcs);
+            if !again.is_some_and(|begin| state.begin_again(&step, begin)) {
+                sink = state.gathered(&step, crcs);
+            }
         });
         let Some(sink) = sink else {
             drop(out.staging);
@@ -128,7 +127,7 @@ impl StoreInner {
             return self.pump.retry_later(Retry { store: Arc::clone(self), step, sink, request });
         }
         drop(request);
-        self.update(|state| state.shed(step.chunk, ShedCause::of(&error)));
+        self.update(|state| state.not_written(&step, ShedCause::of(&error)));
         self.pump.notify();
     }
 
@@ -139,7 +138,7 @@ impl StoreInner {
             Ok(()) => state.written(step),
             Err(e) => {
                 tracing::debug!(chunk = step.chunk, error = %e, "a write failed");
-                state.shed(step.chunk, ShedCause::of(e));
+                state.not_written(step, ShedCause::of(e));
             }
         });
         if result.is_ok() {

@@ -8,6 +8,9 @@
 //! - When a chunk is shed, chunks after it that were not opened yet are shed too: without their
 //!   prefix they are of no use.
 //! - A chunk is committed once, when all its extents were written in full.
+//! - A chunk that does not fit its codec is begun again, unless the caller was told that some of
+//!   its layers are gathered: they may be overwritten by then. What was under way of the first
+//!   attempt counts as that of a chunk that is over.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,6 +31,8 @@ use crate::tier::Filling;
 #[derive(Clone, Debug)]
 pub(super) struct StoreStep {
     pub(super) chunk: usize,
+    /// How often the chunk had been begun again.
+    attempt: u32,
     pub(super) layers: Range<usize>,
     pub(super) span: GroupSpan,
 }
@@ -56,12 +61,16 @@ struct StoreChunkState {
     plans: Vec<Arc<ChunkPlan>>,
     layer_groups: Arc<[usize]>,
     phase: StorePhase,
+    /// How often it was begun again.
+    attempt: u32,
     /// Layers before it have been given to a gather.
     next: usize,
     gathered: Vec<bool>,
     /// Layers whose gather is not among the device's work.
     awaited: Vec<bool>,
     gathering: usize,
+    /// Gathers that the device has but did not submit yet.
+    queued: usize,
     written: usize,
     crcs: Vec<u32>,
     /// The frame that it comes into.
@@ -79,8 +88,10 @@ pub(super) struct StoreState {
     computed: Vec<Vec<Fence>>,
     /// Gathers that are to be submitted, and where those submitted end.
     order: LayerOrder,
-    /// Gathers that the device has but did not submit yet.
+    /// Of all chunks: gathers that the device has but did not submit yet.
     queued: usize,
+    /// The caller was told that layers before it are gathered, or are among the device's work.
+    given_back: usize,
     /// Layers before it are all computed.
     ready: usize,
     /// Why the chunks that wait found no room the last time.
@@ -111,6 +122,7 @@ impl StoreState {
             computed: vec![Vec::new(); layers],
             order: LayerOrder::new(vec![0; layers]),
             queued: 0,
+            given_back: 0,
             ready: 0,
             refused: ShedCause::NoSpace,
             forced: 0,
@@ -178,14 +190,23 @@ impl StoreState {
     /// Layers up to `layer` are gathered without waiting for larger groups; whether that may let
     /// something begin. Where all layers are computed, nothing waits for more of them.
     pub(super) fn force(&mut self, layer: usize) -> bool {
-        let is_news = self.forced <= layer && self.ready < self.announced.len();
+        let is_later = self.forced <= layer && self.ready < self.announced.len();
         self.forced = self.forced.max(layer + 1);
-        is_news
+        is_later
     }
 
     /// Whether the caller's blocks of all layers up to `layer` are no longer read.
-    pub(super) fn is_gathered(&self, layer: usize) -> bool {
-        self.unplanned.is_none() && self.busy_over == 0 && self.left.iter().take(layer + 1).all(|&n| n == 0)
+    pub(super) fn is_gathered(&mut self, layer: usize) -> bool {
+        let is_gathered =
+            self.unplanned.is_none() && self.busy_over == 0 && self.left.iter().take(layer + 1).all(|&n| n == 0);
+        self.give_back(is_gathered, layer)
+    }
+
+    fn give_back(&mut self, is_given: bool, layer: usize) -> bool {
+        if is_given {
+            self.given_back = self.given_back.max(layer + 1);
+        }
+        is_given
     }
 
     /// As [`StoreState::is_gathered`], for all layers.
@@ -195,8 +216,9 @@ impl StoreState {
 
     /// Whether every gather of the layers up to `layer` is among the device's work, over, or given
     /// up.
-    pub(super) fn is_submitted(&self, layer: usize) -> bool {
-        self.unplanned.is_none() && self.queued == 0 && self.order.is_complete(layer)
+    pub(super) fn is_submitted(&mut self, layer: usize) -> bool {
+        let is_submitted = self.unplanned.is_none() && self.queued == 0 && self.order.is_complete(layer);
+        self.give_back(is_submitted, layer)
     }
 
     /// Where the gathers of the layers up to `layer` end on the device.
@@ -232,17 +254,12 @@ impl StoreState {
         NextStep::Nothing
     }
 
-    /// The slot of a chunk, while it is open.
-    pub(super) fn sink(&self, chunk: usize) -> Option<Arc<dyn ChunkSink>> {
-        match &self.chunks.get(chunk)?.phase {
+    /// The slot of the chunk that `step` is of, while it is open.
+    pub(super) fn sink(&self, step: &StoreStep) -> Option<Arc<dyn ChunkSink>> {
+        match &self.chunks.get(step.chunk).filter(|c| c.attempt == step.attempt)?.phase {
             StorePhase::Open(sink) => Some(Arc::clone(sink)),
             _ => None,
         }
-    }
-
-    /// Bytes of the slot of a chunk.
-    pub(super) fn slot_bytes(&self, chunk: usize) -> Option<u64> {
-        self.chunks.get(chunk).map(|c| c.layout.slot_bytes)
     }
 
     /// Whether a gather waits for staging.
@@ -254,9 +271,12 @@ impl StoreState {
 
     /// Takes back a gather that could not be submitted.
     pub(super) fn ungather(&mut self, step: &StoreStep) {
-        if let Some(chunk) = self.chunks.get_mut(step.chunk) {
-            chunk.next = step.layers.start;
-            chunk.gathering -= 1;
+        match self.chunks.get_mut(step.chunk) {
+            Some(chunk) if chunk.attempt == step.attempt => {
+                chunk.next = step.layers.start;
+                chunk.gathering -= 1;
+            }
+            _ => self.busy_over -= 1,
         }
         self.cursor = step.chunk;
     }
@@ -274,6 +294,7 @@ impl StoreState {
             }
             Begun::Open(sink) => {
                 if let Some(c) = self.chunks.get_mut(chunk).filter(|c| matches!(c.phase, StorePhase::Opening)) {
+                    c.layout = sink.layout().clone();
                     c.phase = StorePhase::Open(sink);
                     c.frame = frame;
                 }
@@ -290,13 +311,18 @@ impl StoreState {
     }
 
     /// The gather of `step` is given to the device: its parts, and what must have happened before
-    /// them.
-    pub(super) fn submit(&mut self, step: &StoreStep) -> (Vec<Part>, Vec<Fence>) {
+    /// them. `None` where its chunk has been begun again.
+    pub(super) fn submit(&mut self, step: &StoreStep) -> Option<(Vec<Part>, Vec<Fence>)> {
+        let Some(chunk) = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt) else {
+            self.busy_over -= 1;
+            return None;
+        };
+        chunk.queued += 1;
         self.queued += 1;
         let mut after = Vec::new();
         let computed = self.computed.get(step.layers.clone()).unwrap_or_default();
         computed.iter().flatten().for_each(|fence| add_fence(&mut after, fence.clone()));
-        (self.parts(step), after)
+        Some((self.parts(step), after))
     }
 
     /// The gather of `step` is among the device's work and ends at `fence`.
@@ -307,8 +333,9 @@ impl StoreState {
 
     /// The gather of `step` waits no more in the device's queue.
     fn unqueue(&mut self, step: &StoreStep) {
-        let Some(chunk) = self.chunks.get_mut(step.chunk) else { return };
+        let Some(chunk) = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt) else { return };
         let Some(awaited) = chunk.awaited.get_mut(step.layers.clone()).filter(|a| a.contains(&true)) else { return };
+        chunk.queued -= 1;
         self.queued -= 1;
         if matches!(chunk.phase, StorePhase::Over) {
             return awaited.fill(false);
@@ -349,6 +376,10 @@ impl StoreState {
     pub(super) fn gathered(&mut self, step: &StoreStep, crcs: Result<&[u32], ShedCause>) -> Option<Arc<dyn ChunkSink>> {
         self.unqueue(step);
         let chunk = self.chunks.get_mut(step.chunk)?;
+        if chunk.attempt != step.attempt {
+            self.busy_over -= 1;
+            return None;
+        }
         chunk.gathering -= 1;
         let StorePhase::Open(sink) = &chunk.phase else {
             self.busy_over -= 1;
@@ -373,6 +404,37 @@ impl StoreState {
         Some(sink)
     }
 
+    /// The chunk that `step` was of does not fit its codec, and goes on with `begin`; `false` where
+    /// it cannot.
+    pub(super) fn begin_again(&mut self, step: &StoreStep, begin: BeginPut) -> bool {
+        let Some(chunk) = self.chunks.get_mut(step.chunk) else { return false };
+        let is_open = matches!(chunk.phase, StorePhase::Open(_)) && chunk.attempt == step.attempt;
+        if !is_open || self.given_back > 0 {
+            return false;
+        }
+        self.busy_over += chunk.gathering - 1;
+        self.queued -= chunk.queued;
+        self.ungathered -= chunk.ungathered_bytes();
+        for (layer, done) in chunk.gathered.iter_mut().enumerate() {
+            if let Some(left) = self.left.get_mut(layer).filter(|_| *done) {
+                *left += 1;
+            }
+            *done = false;
+        }
+        for (layer, awaited) in chunk.awaited.iter_mut().enumerate() {
+            if !*awaited {
+                self.order.comes_again(layer);
+            }
+            *awaited = true;
+        }
+        (chunk.next, chunk.gathering, chunk.queued, chunk.written) = (0, 0, 0, 0);
+        (chunk.frame, chunk.framed) = (None, 0);
+        chunk.attempt += 1;
+        chunk.phase = StorePhase::Waiting(begin);
+        self.ungathered += chunk.ungathered_bytes();
+        true
+    }
+
     fn shed_for(&mut self, chunk: usize, cause: ShedCause) -> Option<Arc<dyn ChunkSink>> {
         self.shed(chunk, cause);
         None
@@ -380,8 +442,15 @@ impl StoreState {
 
     /// A write of the step's extents went well.
     pub(super) fn written(&mut self, step: &StoreStep) {
-        if let Some(chunk) = self.chunks.get_mut(step.chunk) {
+        if let Some(chunk) = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt) {
             chunk.written += step.layers.len();
+        }
+    }
+
+    /// A write of the step's extents failed.
+    pub(super) fn not_written(&mut self, step: &StoreStep, cause: ShedCause) {
+        if self.chunks.get(step.chunk).is_some_and(|c| c.attempt == step.attempt) {
+            self.shed(step.chunk, cause);
         }
     }
 
@@ -525,10 +594,12 @@ impl StoreChunkState {
             plans: chunk.plans,
             layer_groups: chunk.layer_groups,
             phase: StorePhase::Waiting(chunk.begin),
+            attempt: 0,
             next: 0,
             gathered: vec![false; layers],
             awaited: vec![true; layers],
             gathering: 0,
+            queued: 0,
             written: 0,
             crcs: vec![0; layers],
             frame: None,
@@ -549,7 +620,7 @@ impl StoreChunkState {
             return None;
         }
         let layers = self.next..end;
-        Some(StoreStep { chunk: at, span: GroupSpan::of(&self.layout, &layers, false)?, layers })
+        Some(StoreStep { chunk: at, attempt: self.attempt, span: GroupSpan::of(&self.layout, &layers, false)?, layers })
     }
 
     fn step(&mut self, at: usize, ready: usize, forced: usize, group_bytes: usize) -> Option<StoreStep> {

@@ -263,6 +263,10 @@ impl ChunkSource for Slot {
 }
 
 impl ChunkSink for Slot {
+    fn layout(&self) -> &SlotLayout {
+        &self.layout
+    }
+
     fn request(&self, offset: u64, buf: Buf, done: Done) -> Request {
         Request::write(no_file(), offset, buf, done)
     }

@@ -70,6 +70,11 @@ impl Finding {
             None => Self::fail(check, said, "see the kernel log, and the permissions of the directory"),
         }
     }
+
+    /// The same finding as a warning.
+    pub(super) fn only_warns(self) -> Self {
+        Self { level: Level::Warn, ..self }
+    }
 }
 
 /// What the machine says.

@@ -4,12 +4,14 @@
 //! The I/O path is found by the same trial that a cache makes when it opens: a page is written,
 //! flushed and read back in the directory. `machine` reads what the kernel says about itself,
 //! `directory` what the cache lies on, `cufile` finds the path of GPU memory by a `trial` in a
-//! process of its own, and `checks` judges it all. Nothing is left behind.
+//! process of its own, `remote` tries the remote store, and `checks` judges the rest. Nothing is left
+//! behind.
 
 mod checks;
 mod cufile;
 mod directory;
 mod machine;
+mod remote;
 mod trial;
 
 use std::fmt::Write as _;
@@ -47,6 +49,10 @@ pub(crate) struct ProbeArgs {
     /// environment (FOREBAY_*) count as well.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
+    /// Try this remote store (a `remote_url`) instead of that of the settings, with the credentials of
+    /// the environment: it puts, reads and deletes an object of 8 MiB.
+    #[arg(long, value_name = "URL")]
+    pub(crate) remote: Option<String>,
     /// Exit with status 3 for warnings too.
     #[arg(long)]
     pub(crate) strict: bool,
@@ -66,6 +72,7 @@ docs/gds-setup.md says more about the paths of GPU memory.
 Examples:
   forebay probe /mnt/nvme
   forebay probe /mnt/nvme --config forebay.yaml --strict
+  forebay probe /mnt/nvme --remote s3://kv-cache/llama
   forebay probe /mnt/nvme --gpu 1 --json";
 
 /// All that was found.
@@ -82,6 +89,8 @@ struct Report {
     path: Option<PathFound>,
     #[serde(skip_serializing_if = "Option::is_none")]
     gpu: Option<cufile::GpuSide>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remote: Option<remote::RemoteFound>,
 }
 
 /// The path of host memory and the reasons against the better ones.
@@ -156,6 +165,7 @@ fn report(args: &ProbeArgs, path: &Path, context: &Context) -> Report {
     bar.enable_steady_tick(PROGRESS_INTERVAL);
     let gpu = found.is_some().then(|| cufile::probe(path, args.gpu));
     bar.finish_and_clear();
+    let remote = remote::probe(&settings, context);
     let mut findings = checks::machine(&machine, &settings);
     findings.push(checks::io_uring(&machine.io_uring, found.as_ref()));
     findings.extend(of_settings);
@@ -167,15 +177,21 @@ fn report(args: &ProbeArgs, path: &Path, context: &Context) -> Report {
         findings.push(Finding::ok("path", said));
     }
     findings.extend(gpu.iter().flat_map(|side| checks::gpu(side, &directory)));
+    let remote = remote.map(|(found, of_remote)| {
+        findings.extend(of_remote);
+        found
+    });
     let count = |level| findings.iter().filter(|f| f.level == level).count();
     let (warnings, failures) = (count(Level::Warn), count(Level::Fail));
-    Report { version: env!("CARGO_PKG_VERSION"), warnings, failures, findings, machine, directory, path: found, gpu }
+    let version = env!("CARGO_PKG_VERSION");
+    Report { version, warnings, failures, findings, machine, directory, path: found, gpu, remote }
 }
 
 /// The settings that a server would get from the environment and a file; the defaults, with a
 /// finding, where those are wrong.
 fn settings(args: &ProbeArgs, findings: &mut Vec<Finding>) -> Settings {
     let loader = args.config.iter().fold(Loader::process(), |loader, file| loader.file(file));
+    let loader = args.remote.iter().fold(loader, |loader, url| loader.set("remote_url", url.as_str()));
     match loader.load() {
         Ok((settings, warnings)) => {
             findings.extend(warnings.into_iter().map(|w| Finding::warn("settings", w.message, w.advice)));

@@ -12,6 +12,7 @@ mod policy;
 mod ranks;
 mod real;
 mod sim;
+mod tiers;
 pub(crate) mod trace;
 
 use std::path::PathBuf;
@@ -27,10 +28,11 @@ use crate::out::{self, Context, Outcome};
 use crate::progress::{self, Unit};
 use crate::size;
 pub(crate) use policy::PolicyKind;
+use tiers::Tiers;
 pub(crate) use trace::{BLOCK_TOKENS, Request, parse_trace, read_trace};
 
 /// Options of `forebay replay`.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct ReplayArgs {
     /// Trace in Mooncake's format: one JSON object per line with timestamp, `input_length`,
@@ -59,6 +61,10 @@ pub(crate) struct ReplayArgs {
     /// caches of single chunks, and for one real log, with the engine's own tier.
     #[arg(long, default_value = "0", value_parser = size::parse_tokens, value_name = "N")]
     pub(crate) memory_tokens: u64,
+    /// Sizes of the tiers in tokens, as `memory=3m,drive=20m,remote=unlimited`; one that is not named is
+    /// not there. In the place of --capacity-tokens and --memory-tokens.
+    #[arg(long, value_parser = tiers::parse, conflicts_with_all = ["capacity_tokens", "memory_tokens"], value_name = "TIER=N,…")]
+    pub(crate) tiers: Option<Tiers>,
     /// When a block is offered to the drive, comma-separated; `evicted` with --memory-tokens.
     #[arg(long, value_delimiter = ',', value_enum, default_value = "stored", value_name = "WHEN,…")]
     pub(crate) offer: Vec<chunks::Offer>,
@@ -103,7 +109,8 @@ pub(crate) struct ReplayArgs {
 const AFTER_HELP: &str = "\
 A request's prompt is found up to the first block that is missing; hit_ratio is the tokens found over the tokens asked. \
 \
-With --memory-tokens it counts what either tier has; drive_hit_ratio leaves out what the memory had. Missing blocks are stored after the lookup, \
+With several tiers it counts what any of them has; memory_hit_ratio, drive_hit_ratio and remote_hit_ratio are their parts of it, and a token \
+counts for the first that has it. The remote store gets every full chunk that the drive has stored, and gives up the oldest. Missing blocks are stored after the lookup, \
 as far as --admission wants them. bytes_admitted are the bytes stored, write_amplification the bytes written \
 for each of them (above 1 where a policy moves chunks to keep them): of all, of those before the cache was nine tenths full, and of those after.
 
@@ -111,6 +118,7 @@ Examples:
   forebay replay trace.jsonl
   forebay replay trace.jsonl --policy fifo,lru,s3fifo,2q,arc,gdsf,lirs,sieve,prefix,optimum --chart replay.svg
   forebay replay trace.jsonl --capacity-tokens 3m,10m,unlimited --policy lru,fifo,prefix --json
+  forebay replay trace.jsonl --tiers memory=3m,drive=20m,remote=unlimited
   forebay replay trace.jsonl --policy prefix --admission all,second_touch,adaptive --memory-tokens 3m --capacity-tokens 5m
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --policy lru,fifo
   forebay replay trace.jsonl --engine real --directory /mnt/nvme --capacity-tokens 10m --ranks 1,8
@@ -172,6 +180,8 @@ pub(crate) struct Totals {
     pub(crate) written_tokens: u64,
     /// Tokens found in the memory above the drive.
     pub(crate) memory_tokens: u64,
+    /// Tokens found in the remote store alone.
+    pub(crate) remote_tokens: u64,
 }
 
 /// One line of the result.
@@ -185,14 +195,20 @@ pub(crate) struct ReplayResult {
     pub(crate) admission: &'static str,
     /// Tokens of the memory above the drive.
     pub(crate) memory_tokens: u64,
+    /// Tokens of the remote store below it; null for an unlimited one.
+    pub(crate) remote_tokens: Option<u64>,
     /// When blocks are offered to the drive.
     pub(crate) offer: &'static str,
     /// Capacity in tokens, of each rank; null for an unlimited cache.
     pub(crate) capacity_tokens: Option<u64>,
     /// Tokens found as a usable prefix over tokens asked.
     pub(crate) hit_ratio: f64,
-    /// The part of it that the memory above the drive had not.
+    /// The part of it that the memory had.
+    pub(crate) memory_hit_ratio: f64,
+    /// The part that the drive had, and the memory had not.
     pub(crate) drive_hit_ratio: f64,
+    /// The part that only the remote store had.
+    pub(crate) remote_hit_ratio: f64,
     /// Bytes stored after misses.
     pub(crate) bytes_admitted: u64,
     /// Bytes written over bytes admitted; 1 where nothing was admitted.
@@ -208,6 +224,12 @@ const FULL_TENTHS: u64 = 9;
 
 /// Runs `forebay replay`.
 pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
+    let mut args = args.clone();
+    let remote = args.tiers.map_or(0, |tiers| {
+        (args.memory_tokens, args.capacity_tokens) = (tiers.memory, vec![tiers.drive]);
+        tiers.remote
+    });
+    let args = &args;
     let geometry = Geometry::preset(&args.model)?;
     let bytes_per_token =
         (geometry.chunk_bytes(geometry.chunk_tokens as usize) / geometry.chunk_tokens as usize) as u64;
@@ -215,7 +237,7 @@ pub(crate) fn run(args: &ReplayArgs, context: &Context) -> Result<Outcome> {
     requests.truncate(args.limit.unwrap_or(usize::MAX));
     let asked: u64 = requests.iter().map(|r| r.input_length).sum();
     let next = chunks::next_uses(&requests);
-    let runs = runs(args);
+    let runs = runs(args, remote);
     let bar = progress::bar(context, "replay", (requests.len() * runs.len()) as u64, Unit::Count);
     let mut results = Vec::with_capacity(runs.len());
     for run in runs {
@@ -250,10 +272,11 @@ struct Run {
     ranks: u32,
     admission: AdmissionKind,
     offer: chunks::Offer,
+    remote: u64,
 }
 
 /// All replays that were asked for.
-fn runs(args: &ReplayArgs) -> Vec<Run> {
+fn runs(args: &ReplayArgs, remote: u64) -> Vec<Run> {
     let mut runs = Vec::new();
     for &policy in &args.policy {
         for &capacity in &args.capacity_tokens {
@@ -265,6 +288,7 @@ fn runs(args: &ReplayArgs) -> Vec<Run> {
                         ranks,
                         admission,
                         offer,
+                        remote,
                     }));
                 }
             }
@@ -290,6 +314,10 @@ fn open_cache(
         )
         .advice("leave --segment-tokens, --ranks, --behind and --restart-every out, or --memory-tokens and --offer evicted"));
     }
+    if run.remote > 0 && !single {
+        return Err(Error::new(ErrorKind::InvalidInput, "a remote store is only simulated, and in single chunks")
+            .advice("leave --engine real and --segment-tokens out, or remote= in --tiers"));
+    }
     if args.segment_tokens > 0 && (run.admission != AdmissionKind::All || offer != chunks::Offer::Stored) {
         return Err(Error::new(ErrorKind::InvalidInput, "caches simulated in segments store everything at once")
             .advice("leave --segment-tokens out, or --admission and --offer"));
@@ -301,8 +329,9 @@ fn open_cache(
     }
     match (args.engine, one) {
         (ReplayEngine::Sim, true) if args.segment_tokens == 0 => {
-            let above = chunks::Above { memory_tokens: args.memory_tokens, offer, admission };
-            Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next, above)?))
+            let others =
+                chunks::OtherTiers { memory_tokens: args.memory_tokens, remote_tokens: run.remote, offer, admission };
+            Ok(Box::new(chunks::ChunkSim::new(policy, capacity, next, others)?))
         }
         (ReplayEngine::Sim, true) => Ok(Box::new(sim::SimCache::new(policy, capacity, args.segment_tokens)?)),
         (ReplayEngine::Sim, _) => Err(Error::new(ErrorKind::InvalidInput, "a simulated cache has no ranks")
@@ -328,7 +357,7 @@ fn open_cache(
 
 fn summarise(
     args: &ReplayArgs,
-    Run { policy, capacity, ranks, admission, offer }: Run,
+    Run { policy, capacity, ranks, admission, offer, remote }: Run,
     (found, asked): (u64, u64),
     (totals, filling, bytes_per_token): (Totals, Option<Totals>, u64),
 ) -> ReplayResult {
@@ -341,10 +370,13 @@ fn summarise(
         ranks,
         admission: admission.name(),
         memory_tokens: args.memory_tokens,
+        remote_tokens: (remote != u64::MAX).then_some(remote),
         offer: offer.name(),
         capacity_tokens: (capacity != u64::MAX).then_some(capacity),
         hit_ratio: ratio(found, asked, 0.0),
-        drive_hit_ratio: ratio(found - totals.memory_tokens.min(found), asked, 0.0),
+        memory_hit_ratio: ratio(totals.memory_tokens, asked, 0.0),
+        drive_hit_ratio: ratio(found.saturating_sub(totals.memory_tokens + totals.remote_tokens), asked, 0.0),
+        remote_hit_ratio: ratio(totals.remote_tokens, asked, 0.0),
         bytes_admitted: totals.admitted_tokens.saturating_mul(bytes_per_token),
         write_amplification: amplification(Totals::default(), totals),
         write_amplification_filling: amplification(Totals::default(), filling.unwrap_or(totals)),
@@ -362,7 +394,9 @@ fn table(results: &[ReplayResult]) -> String {
         "offer",
         "capacity",
         "hit ratio",
+        "of memory",
         "of the drive",
+        "of the remote",
         "admitted",
         "write amplification",
         "filling",
@@ -378,7 +412,9 @@ fn table(results: &[ReplayResult]) -> String {
             r.offer.to_owned(),
             capacity,
             format!("{:.4}", r.hit_ratio),
+            format!("{:.4}", r.memory_hit_ratio),
             format!("{:.4}", r.drive_hit_ratio),
+            format!("{:.4}", r.remote_hit_ratio),
             size::show_bytes(r.bytes_admitted as f64),
             format!("{:.3}", r.write_amplification),
             format!("{:.3}", r.write_amplification_filling),

@@ -120,6 +120,7 @@ impl ReplayCache for Ranks {
             admitted_tokens: sum(|t| t.admitted_tokens),
             written_tokens: sum(|t| t.written_tokens),
             memory_tokens: 0,
+            remote_tokens: 0,
         }
     }
 }

@@ -316,6 +316,7 @@ impl ReplayCache for RealCache {
             admitted_tokens: self.admitted_tokens,
             written_tokens: self.admitted_tokens + extra,
             memory_tokens: self.memory_tokens,
+            remote_tokens: 0,
         }
     }
 }

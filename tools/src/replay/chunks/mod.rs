@@ -24,9 +24,9 @@ use forebay::{Error, ErrorKind, Result};
 pub(super) use super::policy::Block;
 use super::{BLOCK_TOKENS, PolicyKind, ReplayCache, Request, Totals};
 pub(super) use belady::{NextUses, next_uses};
-pub(super) use tiers::Above;
 pub(crate) use tiers::Offer;
-use tiers::{Gate, Memory};
+pub(super) use tiers::OtherTiers;
+use tiers::{Gate, Memory, RemoteChunks};
 
 /// A cache of chunks.
 pub(super) trait ChunkCache {
@@ -61,10 +61,11 @@ fn build(policy: PolicyKind, slots: usize, next: &NextUses) -> Box<dyn ChunkCach
     }
 }
 
-/// A cache of chunks under replay, and what is above it.
+/// A cache of chunks under replay, and the other tiers.
 pub(super) struct ChunkSim {
     cache: Box<dyn ChunkCache>,
     memory: Memory,
+    remote: RemoteChunks,
     gate: Gate,
     offer: Offer,
     /// Chunks in memory that the drive is to have when they leave it.
@@ -74,20 +75,21 @@ pub(super) struct ChunkSim {
 }
 
 impl ChunkSim {
-    /// An empty cache of so many tokens below `above`.
+    /// An empty cache of so many tokens, with the `others`.
     ///
     /// # Errors
     /// `InvalidInput` where that is less than one chunk.
-    pub(super) fn new(policy: PolicyKind, capacity_tokens: u64, next: &NextUses, above: Above) -> Result<Self> {
+    pub(super) fn new(policy: PolicyKind, capacity_tokens: u64, next: &NextUses, others: OtherTiers) -> Result<Self> {
         let slots = usize::try_from(capacity_tokens / BLOCK_TOKENS).unwrap_or(usize::MAX);
         if slots == 0 {
             return Err(Error::new(ErrorKind::InvalidInput, "a cache smaller than one chunk"));
         }
         Ok(Self {
             cache: build(policy, slots, next),
-            memory: Memory::new(above.memory_tokens),
-            gate: Gate::new(above.admission, slots),
-            offer: above.offer,
+            memory: Memory::new(others.memory_tokens),
+            remote: RemoteChunks::new(others.remote_tokens),
+            gate: Gate::new(others.admission, slots),
+            offer: others.offer,
             wanted: HashSet::new(),
             request: 0,
             totals: Totals::default(),
@@ -100,6 +102,7 @@ impl ChunkSim {
         } else if may_store && self.cache.store(block) {
             self.totals.admitted_tokens += block.tokens;
             self.totals.written_tokens += block.tokens;
+            self.remote.stored(block);
         }
     }
 
@@ -120,10 +123,15 @@ impl ReplayCache for ChunkSim {
         let blocks = request.chain();
         let in_memory: Vec<bool> = blocks.iter().map(|b| self.memory.holds(b.id)).collect();
         let there = blocks.iter().take_while(|b| self.cache.holds(b.id)).count();
-        let both = blocks.iter().zip(&in_memory);
-        let found: Vec<_> = both.take_while(|(b, in_memory)| **in_memory || self.cache.holds(b.id)).collect();
-        let tokens = found.iter().map(|(b, _)| b.tokens).sum();
-        self.totals.memory_tokens += found.iter().filter(|f| *f.1).map(|(b, _)| b.tokens).sum::<u64>();
+        let is_here = |(b, in_memory): &(&Block, &bool)| **in_memory || self.cache.holds(b.id);
+        let all = blocks.iter().zip(&in_memory);
+        let found: Vec<_> = all.take_while(|chunk| is_here(chunk) || self.remote.holds(chunk.0.id)).collect();
+        let sum = |found: &mut dyn Iterator<Item = &(&Block, &bool)>| found.map(|(b, _)| b.tokens).sum::<u64>();
+        let tokens = sum(&mut found.iter());
+        self.totals.memory_tokens += sum(&mut found.iter().filter(|f| *f.1));
+        self.totals.remote_tokens += sum(&mut found.iter().filter(|f| !is_here(f)));
+        // What is fetched is stored without being asked whether it may be.
+        let fetched: HashSet<u64> = found.iter().filter(|f| !is_here(f)).map(|(b, _)| b.id).collect();
         self.cache.begin(self.request);
         self.request += 1;
         let found = found.len();
@@ -133,9 +141,15 @@ impl ReplayCache for ChunkSim {
         let is_wanted = |at: usize| wanted.get(at).copied().unwrap_or(false);
         let gone = self.memory.used(&blocks);
         match self.offer {
-            Offer::Stored | Offer::Finished => self.tell(&blocks, |at| Some(is_wanted(at))),
+            Offer::Stored | Offer::Finished => {
+                let is_fetched = |at: usize| blocks.get(at).is_some_and(|b| fetched.contains(&b.id));
+                self.tell(&blocks, |at| Some(is_wanted(at) || is_fetched(at)));
+            }
             Offer::Evicted => {
-                self.tell(&blocks, |at| (at < found && !is_in_memory(at)).then_some(false));
+                self.tell(&blocks, |at| {
+                    let is_fetched = || blocks.get(at).is_some_and(|b| fetched.contains(&b.id));
+                    (at < found && !is_in_memory(at)).then(is_fetched)
+                });
                 for (block, wanted) in blocks.iter().zip(wanted) {
                     if wanted {
                         self.wanted.insert(block.id)

@@ -46,9 +46,17 @@ fn replay_below(
     slots: usize,
     (requests, memory_slots, offer, admission): (&[Request], u64, Offer, AdmissionPolicy),
 ) -> (u64, Totals, usize) {
+    let others = OtherTiers { memory_tokens: memory_slots * 512, remote_tokens: 0, offer, admission };
+    replay_among(policy, slots, (requests, others))
+}
+
+fn replay_among(
+    policy: PolicyKind,
+    slots: usize,
+    (requests, others): (&[Request], OtherTiers),
+) -> (u64, Totals, usize) {
     let next = next_uses(requests);
-    let above = Above { memory_tokens: memory_slots * 512, offer, admission };
-    let mut sim = ChunkSim::new(policy, slots as u64 * 512, &next, above).unwrap();
+    let mut sim = ChunkSim::new(policy, slots as u64 * 512, &next, others).unwrap();
     let found = requests.iter().map(|r| sim.request(r).unwrap()).sum();
     let held = next.keys().filter(|id| sim.cache.holds(**id)).count();
     (found, sim.totals, held)
@@ -144,4 +152,22 @@ fn all_with_a_memory_never_finds_less_than_the_memory_alone() {
             assert!(found >= alone, "{admission:?} {offer:?}: {found} of {alone}");
         }
     }
+}
+
+#[test]
+fn the_remote_store_has_what_the_drive_gave_up_until_it_gives_it_up_too() {
+    let requests: Vec<Request> = [&[1, 2][..], &[3, 4], &[1, 2], &[1, 2], &[3, 4]].map(request).to_vec();
+    for (remote_slots, found_there) in [(0, 0), (2, 0), (4, 4), (u64::MAX / 512, 4)] {
+        let (offer, admission) = (Offer::Stored, AdmissionPolicy::All);
+        let others = OtherTiers { memory_tokens: 0, remote_tokens: remote_slots * 512, offer, admission };
+        let (found, totals, held) = replay_among(PolicyKind::Lru, 2, (&requests, others));
+        assert_eq!((found, held), ((found_there + 2) * 512, 2), "{remote_slots}");
+        assert_eq!(totals.remote_tokens, found_there * 512, "what was fetched lies on the drive then");
+    }
+    // A partial chunk is not uploaded, and what is fetched is stored though it was refused before.
+    let mut partial = vec![request(&[1, 2]), request(&[3, 4]), request(&[1, 2])];
+    partial.iter_mut().for_each(|r| r.input_length -= 1);
+    let (offer, admission) = (Offer::Stored, AdmissionPolicy::All);
+    let others = OtherTiers { memory_tokens: 0, remote_tokens: 1 << 20, offer, admission };
+    assert_eq!(replay_among(PolicyKind::Lru, 2, (&partial, others)).0, 512);
 }

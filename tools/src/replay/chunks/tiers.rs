@@ -1,5 +1,5 @@
-//! What lies above a simulated drive and before it: a tier in memory, and the policy that says what
-//! the drive stores at all.
+//! What lies above a simulated drive, below it and before it: a tier in memory, a remote store, and
+//! the policy that says what the drive stores at all.
 //!
 //! The memory holds what prompts used last. What it has is not asked of the drive. The policy is
 //! the engine's own, told in the order of the prompt: chunks that are loaded from the drive are
@@ -41,11 +41,13 @@ impl Offer {
     }
 }
 
-/// What is between prompts and drive.
+/// What there is besides the drive.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::replay) struct Above {
+pub(in crate::replay) struct OtherTiers {
     /// Tokens of the memory; 0 for none.
     pub(in crate::replay) memory_tokens: u64,
+    /// Tokens of the remote store; 0 for none.
+    pub(in crate::replay) remote_tokens: u64,
     pub(in crate::replay) offer: Offer,
     pub(in crate::replay) admission: AdmissionPolicy,
 }
@@ -80,6 +82,35 @@ impl Memory {
         }
         gone.sort_by_key(|b| (b.depth, b.id));
         gone
+    }
+}
+
+/// The remote store: full chunks that the drive has stored. The oldest go first, as by a lifecycle
+/// rule of a bucket.
+#[derive(Debug, Default)]
+pub(super) struct RemoteChunks {
+    slots: usize,
+    order: Queue,
+}
+
+impl RemoteChunks {
+    pub(super) fn new(tokens: u64) -> Self {
+        Self { slots: usize::try_from(tokens / BLOCK_TOKENS).unwrap_or(usize::MAX), ..Self::default() }
+    }
+
+    pub(super) fn holds(&self, id: u64) -> bool {
+        self.order.contains(id)
+    }
+
+    /// The drive has stored a chunk.
+    pub(super) fn stored(&mut self, block: &Block) {
+        if self.slots == 0 || block.tokens < BLOCK_TOKENS || self.holds(block.id) {
+            return;
+        }
+        self.order.push(block.id);
+        while self.order.len() > self.slots {
+            self.order.pop();
+        }
     }
 }
 

@@ -1,0 +1,394 @@
+//! `forebay sync`: copies what a cache has to a remote store, or what the store has to a drive,
+//! ahead of time and beside servers.
+//!
+//! The work is that of the remote tier: uploads read the drive again and check it, and put what the
+//! store does not have; what is brought is checked before it is written. So either way may end at
+//! any point, and goes on from there when it is run again. What a chunk of the cache is, its
+//! description in the cache or in the store says.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Subcommand};
+use forebay::config::{Admission, DriveSettings, Loader, Mode, Settings};
+use forebay::format::PAGE_BYTES;
+use forebay::format::record::{KeyKind, Record};
+use forebay::geometry::Geometry;
+use forebay::io::file_system_bytes;
+use forebay::key::ChunkKey;
+use forebay::log::fsck::live;
+use forebay::log::{Log, LogOptions, geometry_of};
+use forebay::remote::{Remote, RemoteObject, RemoteOptions, RemoteStats, RemoteStore};
+use forebay::{Error, ErrorKind, Result};
+use indicatif::ProgressBar;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::ls::{now_s, shards};
+use crate::out::{self, Context, Outcome};
+use crate::progress::{self, Unit};
+use crate::size::{parse_bytes, show_bytes};
+use crate::stop;
+
+/// How often progress is looked at.
+const TICK: Duration = Duration::from_millis(100);
+/// How long the store may do nothing at all.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long all may take: for ever.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+/// How long closing may take.
+const CLOSE: Duration = Duration::from_secs(30);
+/// Of the capacity, what chunks fill at most: a log needs space beside its slots.
+const FILL: f64 = 0.9;
+
+/// Which way.
+#[derive(Debug, Subcommand)]
+pub(crate) enum SyncCommand {
+    /// Upload the chunks of a cache that the store does not have.
+    Up(SyncArgs),
+    /// Bring the chunks of the store that the cache does not have, the beginnings of prompts first,
+    /// as far as the capacity reaches.
+    Down(SyncArgs),
+}
+
+/// Options of both.
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct SyncArgs {
+    /// The cache directories, one per drive; else those of the settings.
+    #[arg(value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// The remote store, as the setting `remote_url`; else that of the settings.
+    #[arg(long, value_name = "URL")]
+    remote: Option<String>,
+    /// Settings file of the server, for its capacity above all; variables of the environment
+    /// (FOREBAY_*) count as well.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Only this namespace, as `ls --namespaces` shows it, or this model's name.
+    #[arg(long, value_name = "NS")]
+    namespace: Option<String>,
+    /// Bytes that are moved at most, for each shard.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    limit: Option<u64>,
+}
+
+const AFTER_HELP: &str = "\
+Run it as the servers' user, also beside servers; with the credentials of the environment, as a server has them (docs/tiers.md). \
+It may be interrupted and run again: nothing is moved twice. Every byte is checked before it is uploaded, and before it is written \
+to a drive. `remote_staging` bounds its memory. What a server has stored in the last moments, and objects, are not uploaded. \
+Before a machine has started a server since its boot, stop `sync up` before you remove anything: it would not notice.
+
+Exit status 3: some chunks could not be moved; the causes are those of forebay_remote_missed_chunks_total and \
+forebay_remote_shed_chunks_total.
+
+Examples:
+  forebay sync up /mnt/nvme --remote s3://kv-cache/llama
+  forebay sync down /mnt/nvme --remote s3://kv-cache/llama --config forebay.yaml
+  forebay sync down --config forebay.yaml --namespace my-org/my-model --limit 200g --json";
+
+/// What became of one shard.
+#[derive(Debug, Default, Serialize)]
+struct ShardReport {
+    namespace: String,
+    shard: String,
+    model: String,
+    /// Chunks there were at the beginning, where they come from.
+    chunks: u64,
+    /// Of these, chunks that were where they were to go.
+    present: u64,
+    /// Chunks moved, and bytes of their slots.
+    moved: u64,
+    moved_bytes: u64,
+    /// Chunks that did not fit the limit or the capacity, or that were not reached.
+    left: u64,
+    /// Chunks that left the drive before their turn.
+    gone: u64,
+    /// Chunks that could not be moved, by cause.
+    failed: BTreeMap<String, u64>,
+}
+
+/// Runs the command.
+pub(crate) fn run(command: &SyncCommand, context: &Context) -> Result<Outcome> {
+    let (up, args) = match command {
+        SyncCommand::Up(args) => (true, args),
+        SyncCommand::Down(args) => (false, args),
+    };
+    let started = Instant::now();
+    let settings = settings(args, up)?;
+    let options = RemoteOptions::of_settings(&settings).ok_or_else(|| {
+        Error::new(ErrorKind::InvalidInput, "no remote store is named")
+            .advice("name it with --remote, or its settings with --config")
+    })?;
+    stop::listen()?;
+    let sync = Sync { settings, options, context };
+    let mut reports = Vec::new();
+    if up {
+        for job in sync.local_shards(args)?.iter().take_while(|_| !stop::asked()) {
+            reports.push(sync.up(job)?);
+        }
+    } else {
+        for job in sync.remote_shards(args)?.iter().take_while(|_| !stop::asked()) {
+            reports.push(sync.down(job)?);
+        }
+    }
+    if reports.is_empty() && args.namespace.is_some() && !stop::asked() {
+        return Err(Error::new(ErrorKind::NotFound, "there is no such namespace")
+            .advice("see `forebay ls DIR --namespaces`, and `forebay stat DIR --remote URL`"));
+    }
+    let elapsed_s = started.elapsed().as_secs_f64();
+    if context.json {
+        let direction = if up { "up" } else { "down" };
+        out::print_json(
+            &json!({"direction": direction, "interrupted": stop::asked(), "shards": reports, "elapsed_s": elapsed_s}),
+        )?;
+    } else {
+        out::print(&text(&reports, up, elapsed_s))?;
+    }
+    Ok(match stop::signal() {
+        Some(signal) => Outcome::Interrupted(signal),
+        None if reports.iter().any(|r| !r.failed.is_empty()) => Outcome::Problem,
+        None => Outcome::Done,
+    })
+}
+
+/// The server's settings, but for what decides what is stored: everything that was asked for is.
+fn settings(args: &SyncArgs, up: bool) -> Result<Settings> {
+    let loader = args.config.iter().fold(Loader::process(), |loader, file| loader.file(file));
+    let loader = args.remote.iter().fold(loader, |loader, url| loader.set("remote_url", url.as_str()));
+    let (mut settings, warnings) = loader.load()?;
+    warnings.iter().for_each(|w| tracing::warn!("{w}"));
+    if !args.directories.is_empty() {
+        let absolute = |dir: &PathBuf| std::path::absolute(dir).map_err(|e| Error::io("no such path", e).at(dir));
+        let paths: Vec<PathBuf> = args.directories.iter().map(absolute).collect::<Result<_>>()?;
+        settings.drives = paths.into_iter().map(DriveSettings::new).collect();
+    }
+    settings.require_drives()?;
+    settings.mode = if up { Mode::Ro } else { Mode::Rw };
+    (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);
+    Ok(settings)
+}
+
+/// A shard and what of it is to be moved.
+struct Job<T> {
+    namespace: String,
+    shard: String,
+    geometry: Geometry,
+    /// Chunks that there are.
+    chunks: u64,
+    /// Those that are to be moved.
+    items: Vec<T>,
+    /// Bytes of them at most.
+    limit: u64,
+}
+
+impl<T> Job<T> {
+    fn report(&self) -> ShardReport {
+        let (namespace, shard) = (self.namespace.clone(), self.shard.clone());
+        let (model, chunks) = (self.geometry.model.clone(), self.chunks);
+        ShardReport { namespace, shard, model, chunks, ..ShardReport::default() }
+    }
+}
+
+/// What all shards have in common.
+struct Sync<'a> {
+    settings: Settings,
+    options: RemoteOptions,
+    context: &'a Context,
+}
+
+impl Sync<'_> {
+    /// The shards of the drives, with the chunks of prompts that they hold.
+    fn local_shards(&self, args: &SyncArgs) -> Result<Vec<Job<ChunkKey>>> {
+        let mut by_place: BTreeMap<(String, String), HashMap<ChunkKey, (u32, u64)>> = BTreeMap::new();
+        let mut geometries = HashMap::new();
+        for drive in &self.settings.drives {
+            let (found, unreadable) = shards(&drive.path)?;
+            unreadable.iter().for_each(|problem| eprintln!("forebay: passed over {problem}"));
+            for (files, raw) in &found {
+                let Some(first) = files.first() else { continue };
+                let place = (first.namespace.clone(), first.shard.clone());
+                let is_chunk = |r: &Record| r.key_kind == KeyKind::Chain && r.tokens > 0;
+                let records = live(raw, now_s()).into_iter().map(|(_, r)| r).filter(is_chunk);
+                let slots = records.map(|r| (r.key, (r.depth, u64::from(r.pages) * PAGE_BYTES as u64)));
+                let slots: Vec<_> = slots.collect();
+                if slots.is_empty() {
+                    continue;
+                }
+                if let Entry::Vacant(free) = geometries.entry(place.clone()) {
+                    free.insert(geometry_of(&drive.path, &place.0, &place.1)?);
+                }
+                by_place.entry(place).or_default().extend(slots);
+            }
+        }
+        let mut jobs = Vec::new();
+        for ((namespace, shard), slots) in by_place {
+            let Some(geometry) = geometries.remove(&(namespace.clone(), shard.clone())) else { continue };
+            if !is_meant(args, &namespace, &geometry) {
+                continue;
+            }
+            let mut slots: Vec<_> = slots.into_iter().map(|(key, (depth, bytes))| (depth, key.0, key, bytes)).collect();
+            slots.sort_unstable_by_key(|(depth, bytes, ..)| (*depth, *bytes));
+            let chunks = slots.len() as u64;
+            let mut moved = 0;
+            let mut fits = |bytes: u64| {
+                moved += bytes;
+                moved <= args.limit.unwrap_or(u64::MAX)
+            };
+            let items = slots.into_iter().take_while(|(.., bytes)| fits(*bytes)).map(|(_, _, key, _)| key).collect();
+            jobs.push(Job { namespace, shard, geometry, chunks, items, limit: u64::MAX });
+        }
+        Ok(jobs)
+    }
+
+    /// The shards of the store, with what it has of them.
+    fn remote_shards(&self, args: &SyncArgs) -> Result<Vec<Job<RemoteObject>>> {
+        let store = RemoteStore::open(&self.options)?;
+        let mut jobs = Vec::new();
+        for (namespace, shard) in store.shards()? {
+            let geometry = store.geometry(&namespace, &shard)?;
+            if !is_meant(args, &namespace, &geometry) {
+                continue;
+            }
+            let items = store.objects(&namespace, &shard)?;
+            let (chunks, limit) = (items.len() as u64, args.limit.unwrap_or(u64::MAX));
+            jobs.push(Job { namespace, shard, geometry, chunks, items, limit });
+        }
+        Ok(jobs)
+    }
+
+    fn up(&self, job: &Job<ChunkKey>) -> Result<ShardReport> {
+        let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
+        let remote = Remote::open(&self.options, &job.geometry)?;
+        let mut watch = Watch::new(self.context, "upload", job);
+        let mut waiting = job.items.iter().peekable();
+        while !stop::asked() {
+            while waiting.next_if(|key| remote.upload(&log, **key)).is_some() {}
+            if remote.wait_uploaded(Instant::now() + TICK) && waiting.peek().is_none() {
+                break;
+            }
+            let stats = remote.stats();
+            watch.see(&stats, stats.uploaded + stats.present)?;
+        }
+        remote.close();
+        let stats = remote.stats();
+        watch.bar.finish_and_clear();
+        let mut report = job.report();
+        (report.moved, report.moved_bytes, report.present) = (stats.uploaded, stats.uploaded_bytes, stats.present);
+        report.gone = stats.shed("gone");
+        report.fail(&stats.not_uploaded);
+        let reached = report.moved + report.present + report.gone + report.failed_chunks();
+        report.left = report.chunks.saturating_sub(reached);
+        log.close(Instant::now() + CLOSE)?;
+        Ok(report)
+    }
+
+    fn down(&self, job: &Job<RemoteObject>) -> Result<ShardReport> {
+        let log = Log::open(LogOptions::of_settings(&self.settings, Arc::new(job.geometry.clone()))?)?;
+        let remote = Remote::open(&self.options, &job.geometry)?;
+        let mut watch = Watch::new(self.context, "bring", job);
+        let there = || job.items.iter().filter(|object| log.contains(&object.key)).count() as u64;
+        let mut report = job.report();
+        report.present = there();
+        let most = job.limit.min(self.room(&log)?);
+        let fetch = remote.restore(Arc::clone(&log), (job.items.clone(), most), Instant::now() + LONGEST);
+        while !stop::asked() && !fetch.wait(Instant::now() + TICK) {
+            let stats = remote.stats();
+            watch.see(&stats, report.present + stats.fetched)?;
+        }
+        fetch.cancel();
+        remote.close();
+        watch.bar.finish_and_clear();
+        let stats = remote.stats();
+        (report.moved, report.moved_bytes) = (stats.fetched, stats.fetched_bytes);
+        report.fail(&stats.not_fetched);
+        report.left = report.chunks.saturating_sub(there() + report.failed_chunks());
+        log.flush()?;
+        log.close(Instant::now() + CLOSE)?;
+        Ok(report)
+    }
+
+    /// Bytes that chunks may still fill without driving out others.
+    fn room(&self, log: &Log) -> Result<u64> {
+        let mut capacity = 0;
+        for drive in &self.settings.drives {
+            capacity += self.settings.drive_capacity_bytes(file_system_bytes(&drive.path)?.0);
+        }
+        Ok(((capacity as f64 * FILL) as u64).saturating_sub(log.stats().live_bytes))
+    }
+}
+
+fn is_meant(args: &SyncArgs, namespace: &str, geometry: &Geometry) -> bool {
+    args.namespace.as_ref().is_none_or(|wanted| wanted == namespace || *wanted == geometry.model)
+}
+
+/// The progress, and how long there was none.
+struct Watch {
+    bar: ProgressBar,
+    failing_since: Option<Instant>,
+}
+
+impl Watch {
+    fn new<T>(context: &Context, what: &str, job: &Job<T>) -> Self {
+        let label = format!("{what} {}", job.geometry.model);
+        Self { bar: progress::bar(context, label, job.chunks, Unit::Count), failing_since: None }
+    }
+
+    /// # Errors
+    /// `TimedOut` where the store has failed for too long.
+    fn see(&mut self, stats: &RemoteStats, done: u64) -> Result<()> {
+        self.bar.set_position(done);
+        if !stats.failing {
+            self.failing_since = None;
+            return Ok(());
+        }
+        if self.failing_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::TimedOut, format!("the remote store has failed for {PATIENCE:?}"))
+            .advice("`forebay probe DIR --remote URL` says why; run this again, and it goes on where it ended"))
+    }
+}
+
+impl ShardReport {
+    /// What the tier counts as not moved; what was not reached, or has gone, is no failure.
+    fn fail(&mut self, causes: &[(&'static str, u64)]) {
+        let fails = |cause: &str| !matches!(cause, "gone" | "closed" | "cancelled" | "circuit_open" | "no_space");
+        let failed = causes.iter().filter(|(cause, n)| *n > 0 && fails(cause));
+        self.failed = failed.map(|(cause, n)| ((*cause).to_owned(), *n)).collect();
+    }
+
+    fn failed_chunks(&self) -> u64 {
+        self.failed.values().sum()
+    }
+}
+
+fn text(reports: &[ShardReport], up: bool, elapsed_s: f64) -> String {
+    let mut text = String::new();
+    let (verb, from, to) =
+        if up { ("uploaded", "on the drives", "in the store") } else { ("brought", "in the store", "on the drives") };
+    for r in reports {
+        let (bytes, rate) = (r.moved_bytes as f64, r.moved_bytes as f64 / elapsed_s.max(1e-9));
+        let _ = writeln!(
+            text,
+            "{}/{} ({}): of {} chunks {from}, {} were {to}, {} {verb} ({} at {}/s), {} left over",
+            r.namespace,
+            r.shard,
+            r.model,
+            r.chunks,
+            r.present,
+            r.moved,
+            show_bytes(bytes),
+            show_bytes(rate),
+            r.left
+        );
+        for (cause, n) in &r.failed {
+            let _ = writeln!(text, "  {n} failed: {cause}");
+        }
+    }
+    if reports.is_empty() { "nothing to move\n".to_owned() } else { text }
+}

@@ -1,0 +1,220 @@
+//! `forebay sync`, and what other commands say of a remote store: over a real S3 server.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+#[path = "../../tests/remote_world/mod.rs"]
+mod remote_world;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use common::{Run, folder, forebay, forebay_with};
+use remote_world::{BUCKET, Server, Spoil};
+use serde_json::Value;
+
+const REMOTE: &str = "s3://kv-cache/some/model";
+
+/// A folder with a cache `a`, and a server beside it.
+struct World {
+    dir: tempfile::TempDir,
+    root: tempfile::TempDir,
+    server: Server,
+}
+
+impl World {
+    fn new() -> Self {
+        let (dir, root) = (folder(), folder());
+        let server = Server::start(root.path());
+        let world = Self { dir, root, server };
+        for cache in ["a", "b"] {
+            std::fs::create_dir(world.dir.path().join(cache)).unwrap();
+        }
+        world.run("bench --rw store --model tiny --size 4m --bs 64k --keep --directory a --quiet").expect(0);
+        world
+    }
+
+    fn env(&self) -> Vec<(String, String)> {
+        let mut env = self.server.env();
+        env.extend([("FOREBAY_MIN_FREE", "0"), ("FOREBAY_CAPACITY", "256MiB")].map(|(k, v)| (k.into(), v.into())));
+        env
+    }
+
+    fn run(&self, words: &str) -> Run {
+        let (words, env) = (words.split_whitespace().collect::<Vec<_>>(), self.env());
+        let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
+        forebay_with(self.dir.path(), &words, &env)
+    }
+
+    /// The one shard that `sync` reports.
+    fn sync(&self, words: &str, code: i32) -> Value {
+        let all = self.run(&format!("sync {words} --remote {REMOTE} --json")).expect(code).json();
+        assert_eq!(all["shards"].as_array().unwrap().len(), 1, "{all}");
+        all["shards"][0].clone()
+    }
+
+    fn chunks(&self, cache: &str) -> BTreeSet<String> {
+        let list = self.run(&format!("ls {cache} --json")).expect(0).json();
+        let what = |row: &Value| ["key", "tokens", "depth", "tenant", "bytes"].map(|f| row[f].to_string()).join(" ");
+        list.as_array().unwrap().iter().map(what).collect()
+    }
+}
+
+/// The files of all objects.
+fn objects(root: &Path) -> Vec<PathBuf> {
+    let (mut open, mut found) = (vec![root.join(BUCKET)], Vec::new());
+    while let Some(dir) = open.pop() {
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { open.push(path) } else { found.push(path) }
+        }
+    }
+    found
+}
+
+fn counts(report: &Value) -> [u64; 4] {
+    ["chunks", "present", "moved", "left"].map(|field| report[field].as_u64().unwrap())
+}
+
+#[test]
+fn a_cache_goes_to_the_store_and_from_there_to_another_drive_each_chunk_once() {
+    let w = World::new();
+    let chunks = w.chunks("a");
+    let n = chunks.len() as u64;
+    assert!(n > 20, "{n}");
+    let up = w.sync("up a --limit 600k", 0);
+    let [all, present, first, left] = counts(&up);
+    assert!(all == n && present == 0 && first > 0 && first + left == n, "{up}");
+    assert!(up["moved_bytes"].as_u64().unwrap() <= 600 << 10, "{up}");
+    assert_eq!(counts(&w.sync("up a", 0)), [n, first, n - first, 0]);
+    assert_eq!(counts(&w.sync("up a", 0)), [n, n, 0, 0]);
+    assert!(w.server.puts().iter().all(|puts| *puts == 1), "{:?}", w.server.puts());
+
+    let part = w.sync("down b --limit 600k", 0);
+    let [all, present, first, left] = counts(&part);
+    assert!(all == n && present == 0 && first > 0 && first + left == n, "{part}");
+    assert_eq!(counts(&w.sync("down b", 0)), [n, first, n - first, 0]);
+    assert_eq!(counts(&w.sync("down b", 0)), [n, n, 0, 0]);
+    assert_eq!(w.chunks("b"), chunks);
+    w.run("fsck deep b").expect(0);
+
+    // The commands that look know the store.
+    let stat = w.run(&format!("stat b --remote {REMOTE} --json")).expect(0).json();
+    assert_eq!(stat["remote"]["shards"][0]["chunks"], n);
+    assert_eq!(stat["remote"]["shards"][0]["model"], "tiny");
+    w.run("purge b --all --yes").expect(0);
+    let rows = w.run(&format!("ls b --remote {REMOTE} --json")).expect(0).json();
+    assert!(rows.as_array().unwrap().iter().all(|row| row["tier"] == "remote"), "{rows}");
+    assert_eq!(rows.as_array().unwrap().len() as u64, n);
+    let rows = w.run(&format!("ls a --remote {REMOTE}")).expect(0).stdout;
+    assert_eq!(rows.matches("drive, remote").count() as u64, n, "{rows}");
+}
+
+#[test]
+fn damage_is_not_moved_either_way_and_is_told() {
+    let w = World::new();
+    let n = w.chunks("a").len() as u64;
+    w.sync("up a", 0);
+    let objects = objects(w.root.path());
+    let object = objects.iter().find(|path| path.extension().is_none()).unwrap();
+    let mut bytes = std::fs::read(object).unwrap();
+    let last = bytes.len() - 1;
+    let middle = last / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(object, bytes).unwrap();
+    let down = w.sync("down b", 3);
+    assert_eq!((counts(&down), &down["failed"]), ([n, 0, n - 1, 0], &serde_json::json!({"corrupt": 1})));
+    w.run("fsck deep b").expect(0);
+    let run = forebay(w.dir.path(), &["sync", "up", "a"]).expect(2);
+    assert!(run.stderr.contains("no remote store is named"), "{}", run.stderr);
+    let run = w.run(&format!("sync up a --remote {REMOTE} --namespace other")).expect(1);
+    assert!(run.stderr.contains("there is no such namespace"), "{}", run.stderr);
+}
+
+#[test]
+fn an_interrupted_sync_says_what_it_has_done_and_goes_on_from_there() {
+    let w = World::new();
+    let n = w.chunks("a").len() as u64;
+    let asked = Arc::new(AtomicU64::new(0));
+    let seen = Arc::clone(&asked);
+    // The first few objects come through, then the store hangs.
+    w.server.spoil(move |method, _| {
+        if method == hyper::Method::PUT && seen.fetch_add(1, Ordering::SeqCst) >= 5 { Spoil::Stall } else { Spoil::No }
+    });
+    let child = Command::new(env!("CARGO_BIN_EXE_forebay"))
+        .args(["sync", "up", "a", "--remote", REMOTE, "--json"])
+        .current_dir(w.dir.path())
+        .envs(w.env())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    while asked.load(Ordering::SeqCst) < 6 {
+        std::thread::yield_now();
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["interrupted"], true, "{report}");
+    let moved = report["shards"][0]["moved"].as_u64().unwrap();
+    assert!(moved <= 5 && report["shards"][0]["left"] == n - moved, "{report}");
+    w.server.spoil(|_, _| Spoil::No);
+    let [all, present, rest, left] = counts(&w.sync("up a", 0));
+    assert!(all == n && present + rest == n && present >= moved && left == 0);
+    assert!(w.server.puts().iter().all(|puts| *puts == 1), "{:?}", w.server.puts());
+}
+
+/// Level and remedy of what `probe` finds about the remote store.
+fn probed(dir: &Path, url: &str, env: &[(String, String)]) -> (String, String, Value) {
+    let env: Vec<(&str, &str)> = env.iter().map(|(k, v)| (&**k, &**v)).collect();
+    let json = forebay_with(dir, &["probe", ".", "--remote", url, "--json"], &env).json();
+    let finding = json["findings"].as_array().unwrap().iter().find(|f| f["check"] == "remote").unwrap().clone();
+    let text = |field: &str| finding[field].as_str().unwrap_or_default().to_owned();
+    (text("level"), format!("{} {}", text("found"), text("remedy")), json["remote"].clone())
+}
+
+#[test]
+fn a_probe_tries_the_store_and_has_a_remedy_for_each_fault() {
+    let (dir, root) = (folder(), folder());
+    let server = Server::start(root.path());
+    let mut env = server.env();
+    env.push(("FOREBAY_REMOTE_TIMEOUT_MS".into(), "2000".into()));
+    let (level, found, remote) = probed(dir.path(), REMOTE, &env);
+    assert_eq!(level, "ok", "{found}");
+    for field in ["round_trip_s", "put_bytes_per_s", "get_bytes_per_s"] {
+        assert!(remote[field].as_f64().unwrap() > 0.0, "{remote}");
+    }
+    assert!(objects(root.path()).is_empty(), "nothing is left behind");
+    let with = |name: &str, value: &str| {
+        let mut env = env.clone();
+        env.push((name.into(), value.into()));
+        env
+    };
+    let closed = format!("http://{}", std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap());
+    let cases = [
+        (REMOTE, with("AWS_SECRET_ACCESS_KEY", "wrong"), "warn", "give these credentials the right"),
+        (REMOTE, with("AWS_ENDPOINT_URL", &closed), "warn", "check the host's name, the port and the network"),
+        (REMOTE, with("AWS_ALLOW_HTTP", "false"), "warn", "AWS_ALLOW_HTTP=true"),
+        ("file:///", with("FOREBAY_MODE", "ro"), "ok", "nothing was put"),
+    ];
+    for (url, env, wanted, remedy) in cases {
+        let (level, found, _) = probed(dir.path(), url, &env);
+        assert!(level == wanted && found.contains(remedy), "{url}: {level}: {found}");
+    }
+    // The server makes a bucket that is not there; others answer 404.
+    for (spoil, remedy) in [
+        (Spoil::Status(404), "make the bucket, or correct remote_url"),
+        (Spoil::Status(401), "check the credentials in the environment"),
+        (Spoil::Status(500), "look at the store's own log"),
+        (Spoil::Stall, "did not answer"),
+    ] {
+        server.spoil(move |_, _| spoil);
+        let (level, found, _) = probed(dir.path(), REMOTE, &env);
+        assert!(level == "warn" && found.contains(remedy), "{spoil:?}: {level}: {found}");
+    }
+    server.spoil(|method, _| if *method == hyper::Method::GET { Spoil::WrongByte } else { Spoil::No });
+    let (level, found, _) = probed(dir.path(), REMOTE, &env);
+    assert!(level == "warn", "{found}");
+}
