@@ -93,22 +93,36 @@ class Blender:
 
     def store(self, anchor: list[int], segment: list[int]) -> int:
         """Computes and stores a segment; how many tokens were computed."""
-        return finish(self.storing(anchor, segment))
-
-    def storing(self, anchor: list[int], segment: list[int]) -> Steps[int]:
-        """`store` in steps."""
-        chain = anchor + segment
         if not segment:
             raise ValueError("a segment without tokens; give at least one")
-        self._check_length(len(chain))
-        if self.has(anchor, segment):
-            return 0
-        self._begin(chain)
-        rows = Rows(self._of, len(chain))
-        yield from self._nested.steps(list(range(len(chain))), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values)))
-        if (why := self._segments.store(anchor, segment, rows)) is not None:
-            raise RuntimeError(f"a segment of {len(segment)} tokens was not stored: {why}")
-        return len(chain)
+        self._check_length(len(anchor + segment))
+        (stored,) = finish(self.storing(anchor, [segment])) or (None,)
+        if stored is not None and stored[1] is not None:
+            raise RuntimeError(f"a segment of {len(segment)} tokens was not stored: {stored[1]}")
+        return 0 if stored is None else len(anchor + segment)
+
+    def storing(self, anchor: list[int], segments: list[list[int]]) -> Steps[list[tuple[int, str | None]]]:
+        """Computes and stores those that are missing: the length of each, and why it was not stored.
+
+        The anchor is computed once, with the first: whatever a request asks for, it costs no more
+        than its prompt has tokens.
+        """
+        missing = [segment for segment in segments if not self.has(anchor, segment)]
+        ends = [len(anchor) + len(segment) for segment in missing]
+        done: list[tuple[int, str | None]] = []
+        if not missing:
+            return done
+        # Memory for the longest of them, which keeps the anchor.
+        self._begin(anchor + max(missing, key=len))
+        rows, first = Rows(self._of, max(ends)), 0
+        for segment, end in zip(missing, ends, strict=True):
+            self._begin(anchor + segment)
+            yield from self._nested.steps(
+                list(range(first, end)), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values))
+            )
+            done.append((len(segment), self._segments.store(anchor, segment, rows)))
+            first = len(anchor)
+        return done
 
     def blend_and_store(self, asked: Asked, salt: str) -> dict[str, Any]:
         """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the

@@ -112,15 +112,13 @@ class Live:
     def _steps(self, job: Job) -> Steps[None]:
         asked, blender = job.asked, self._blender
         blender.check_layer(asked.select, asked.check_layer)
+        segments = [asked.tokens[start:end] for start, end in asked.segments]
         if job.stores:
-            for start, end in asked.segments:
-                try:
-                    computed = yield from blender.storing(asked.anchor, asked.tokens[start:end])
-                    self._count("segments_stored", int(computed > 0))
-                except RuntimeError as error:
-                    logger.warning("%s", error)
-                    self._count("segments_not_stored")
-        if not any(blender.has(asked.anchor, asked.tokens[start:end]) for start, end in asked.segments):
+            for length, why in (yield from blender.storing(asked.anchor, segments)):
+                self._count("segments_stored" if why is None else "segments_not_stored")
+                if why is not None:
+                    logger.warning("a segment of %d tokens was not stored: %s", length, why)
+        if not any(blender.has(asked.anchor, segment) for segment in segments):
             raise Unusable("missing")
         mixed = yield from blender.mixing(asked)
         for state in mixed.states:
