@@ -241,7 +241,8 @@ impl Model {
     pub fn trace_of(&self, k: u64) -> String {
         let concerns = |line: &str| {
             let words: Vec<&str> = line.split(' ').collect();
-            let (what, of) = (words.first().copied().unwrap_or_default(), words.get(1).and_then(|w| w.parse::<u64>().ok()));
+            let (what, of) =
+                (words.first().copied().unwrap_or_default(), words.get(1).and_then(|w| w.parse::<u64>().ok()));
             match of {
                 Some(of) if what.contains("tenant") => of == k % TENANTS,
                 Some(of) => of == k,
