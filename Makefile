@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality remote-faults
+.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -184,6 +184,12 @@ OVERLAP_ROUNDS ?= 5
 overlap: wheel
 	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels/forebay-*.whl)) && \
 		PYTHONPATH=tests/vllm $$python benches/overlap.py --rounds $(OVERLAP_ROUNDS) --folder $(DIRECTORY)
+
+# Time to the first token of blended requests in real vLLM on a CPU, printed only. DIRECTORY is on the drive.
+BLEND_ROUNDS ?= 5
+blend-speed: wheel
+	python=$$($(PYTHON) tests/vllm/environment.py $$(ls target/wheels/forebay-*.whl)) && \
+		$$python benches/blend.py --rounds $(BLEND_ROUNDS) --folder $(DIRECTORY)
 
 # SGLang's pools, tree and cache controller on CPU tensors over Forebay (docs/sglang.md). `sglang-ci` is the part of `make test`: two minutes.
 sglang-ci: python

@@ -1,10 +1,14 @@
-"""Time to the first token of a prompt whose segments are blended, in real vLLM on a CPU, beside that of a computed one.
+"""Time to the first token of a prompt whose segments are blended, in real vLLM on a CPU, beside
+that of a computed one.
 
-Model `speed` of tests/vllm/model.py in bfloat16; prompts of a preamble, 16 segments of 240 tokens in an order of their own, and a question: 4096 tokens.
-Each round asks for one order once computed and once per share of tokens computed anew; every order is new, so that no prefix of it is cached. Weights are
-random: what blending costs in quality is measured by tests/vllm/blend_quality.py, with a trained model.
+Model `speed` of tests/vllm/model.py in bfloat16; prompts of a preamble, 16 segments of 240 tokens
+in an order of their own, and a question: 4096 tokens. Each round asks for one order once computed
+and once per share of tokens computed anew; every order is new, so that no prefix of it is cached.
+Weights are random: what blending costs in quality is measured by tests/vllm/blend_quality.py, with
+a trained model.
 
-Usage, by the Python of tests/vllm/environment.py: blend.py [--rounds N] [--folder DIRECTORY] [--json FILE]
+Usage, by the Python of tests/vllm/environment.py: blend.py [--rounds N] [--folder DIRECTORY]
+[--json FILE]
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def write(lines: list[str], count: int) -> None:
     said = f"{count} texts, measured at {commit}, {time.strftime('%Y-%m-%d')}:"
     PAGE.write_text("\n".join([before + BEGIN, said, "", *lines, END + rest.split(END)[1]]))
     listed = [
-        re.sub(r'"commit": "\w+"', f'"commit": "{commit}"', line) if '"page": "docs/blend.md"' in line else line
+        re.sub(r'"commit": "\w+"', f'"commit": "{commit}"', line) if '"make blend-quality"' in line else line
         for line in FIGURES.read_text().splitlines()
     ]
     FIGURES.write_text("\n".join(listed) + "\n")

@@ -1,7 +1,8 @@
-"""One process with one vLLM whose requests are blended, with the engine inside it so that blocks can be looked at.
+"""One process with one vLLM whose requests are blended, with the engine inside it so that blocks
+can be looked at.
 
-Usage: blending_requests.py MODEL CACHE RESULT. Writes what it saw as JSON; test_blend_requests.py says what it must be. Prompts in pieces of 128 tokens,
-prefix caching, asynchronous scheduling.
+Usage: blending_requests.py MODEL CACHE RESULT. Writes what it saw as JSON; test_blend_requests.py
+says what it must be. Prompts in pieces of 128 tokens, prefix caching, asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Requests:
         return [layer.kv_cache[at].clone().flatten().view(torch.uint8) for layer in layers]
 
     def answers(self, *sent: str, look: int = 0) -> dict[str, dict[str, Any]]:
-        """Runs the server until all is answered; the KV of the first `look` tokens of each, seen when its first token came."""
+        """Runs the server until all is answered; the KV of the first `look` tokens of each, seen
+        when its first token came."""
         found: dict[str, dict[str, Any]] = {}
         kv: dict[str, list[torch.Tensor]] = {}
         while self.engine.has_unfinished_requests():
@@ -104,7 +106,8 @@ def evict(of: Requests, prompt: list[int], of_prompt: Asking, kept: int) -> None
 
 
 def stored(of: Requests) -> dict[str, Any]:
-    """A request whose segments are missing, without and with the wish to store them; then one that finds them."""
+    """A request whose segments are missing, without and with the wish to store them; then one that
+    finds them."""
     prompt, places = prompt_of((2, 0, 1), QUESTION)
     seen: dict[str, Any] = {"plain": of.server.whole(prompt)}
     seen["missing"] = of.answer(prompt, asking(places)) | {"counts": of.counts()}
@@ -121,7 +124,8 @@ def stored(of: Requests) -> dict[str, Any]:
 
 
 def exactness(of: Requests) -> dict[str, Any]:
-    """All tokens computed anew, and a segment in its place, against what vLLM computes: in vLLM's blocks, bit for bit."""
+    """All tokens computed anew, and a segment in its place, against what vLLM computes: in vLLM's
+    blocks, bit for bit."""
     seen: dict[str, Any] = {}
     prompt, places = prompt_of((2, 0, 1), QUESTION)
     plain = of.answer(prompt, salt="plain", look=384)
@@ -158,7 +162,8 @@ def offline(of: Requests) -> dict[str, Any]:
 
 
 def together(of: Requests) -> dict[str, Any]:
-    """Two blends in other orders and two others at once, against each alone; the rows of each step are counted."""
+    """Two blends in other orders and two others at once, against each alone; the rows of each step
+    are counted."""
     orders = [prompt_of((1, 2, 0), QUESTION), prompt_of((0, 1, 2), QUESTION)]
     others = [tokens(300), tokens(200)]
 

@@ -211,10 +211,9 @@ def test_rows_are_cut_into_runs_of_no_more_than_a_step() -> None:
     from forebay.vllm.blend.nested import pieces
 
     rows = [0, 1, 2, 5, 6, 9, 11, 12, 13, 14]
-    assert list(pieces(rows, 100, 100)) == [[(0, 3), (5, 7), (9, 10), (11, 15)]]
-    assert list(pieces(rows, 4, 100)) == [[(0, 3), (5, 6)], [(6, 7), (9, 10), (11, 13)], [(13, 15)]]
-    assert list(pieces(rows, 100, 2)) == [[(0, 3), (5, 7)], [(9, 10), (11, 15)]]
-    assert list(pieces([], 4, 4)) == []
+    assert list(pieces(rows, 100)) == [[(0, 3), (5, 7), (9, 10), (11, 15)]]
+    assert list(pieces(rows, 4)) == [[(0, 3), (5, 6)], [(6, 7), (9, 10), (11, 13)], [(13, 15)]]
+    assert list(pieces([], 4)) == []
 
 
 @pytest.mark.ci

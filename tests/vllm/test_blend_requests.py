@@ -1,4 +1,5 @@
-"""Requests that are blended in a running vLLM: exact where they must be, computed where a blend fails, and in nobody else's way."""
+"""Requests that are blended in a running vLLM: exact where they must be, computed where a blend
+fails, and in nobody else's way."""
 
 from __future__ import annotations
 

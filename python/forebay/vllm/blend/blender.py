@@ -1,9 +1,12 @@
-"""Blends a prompt: stored segments at new positions, chosen tokens computed anew among them, everything else computed.
+"""Blends a prompt: stored segments at new positions, chosen tokens computed anew among them,
+everything else computed.
 
-A segment that is missing, whose load fails or that the gate refuses is a hole: its tokens are computed like those between segments.
+A segment that is missing, whose load fails or that the gate refuses is a hole: its tokens are
+computed like those between segments.
 
-The gate: a key and a value of layer 0 depend on their own token alone, so what was loaded and turned must be what the model computes there, but for
-rounding. A few tokens of each segment are compared on every use. It catches a wrong rotation, rows in a wrong order and KV of another model.
+The gate: a key and a value of layer 0 depend on their own token alone, so what was loaded and
+turned must be what the model computes there, but for rounding. A few tokens of each segment are
+compared on every use. It catches a wrong rotation, rows in a wrong order and KV of another model.
 
 What computes does so in `Steps`: a running server takes them one by one, a script all at once.
 """
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.forebay")
 
-#: How far a turned key may be from a fresh one, as a share of the largest fresh one. A float32 rotation is off by 1e-5; in 16 bits the table, the stored
+#: How far a turned key may be from a fresh one, as a share of the largest fresh one. A float32
+#: rotation is off by 1e-5; in 16 bits the table, the stored
 #: and the turned key are each rounded.
 TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 6e-2}
 
@@ -43,7 +47,8 @@ class Asked:
     """Tokens that the segments are stored behind."""
 
     def covered(self, block: int) -> int:
-        """Tokens that are blended: whole blocks, as far as it is worth it, and never the last token, from which the server computes the next one."""
+        """Tokens that are blended: whole blocks, as far as it is worth it, and never the last
+        token, from which the server computes the next one."""
         return min(-(-self.segments[-1][1] // block), (len(self.tokens) - 1) // block) * block
 
 
@@ -55,14 +60,16 @@ class Mixed:
     states: list[str] = field(default_factory=list)
     reused: list[tuple[int, int]] = field(default_factory=list)
     exact: int = 0
-    """First rows whose KV is loaded and exact: those of the anchor, where the prompt begins with it."""
+    """First rows whose KV is loaded and exact: those of the anchor, where the prompt begins with
+    it."""
 
 
 class Blender:
     """One per worker; works on one prompt at a time, between the server's steps."""
 
     def __init__(self, runner: Any, connector: Connector) -> None:
-        """Opens the namespace of segments beside the connector's; `Unsupported` where this server cannot blend."""
+        """Opens the namespace of segments beside the connector's; `Unsupported` where this server
+        cannot blend."""
         import forebay
 
         config = runner.vllm_config
@@ -86,25 +93,40 @@ class Blender:
 
     def store(self, anchor: list[int], segment: list[int]) -> int:
         """Computes and stores a segment; how many tokens were computed."""
-        return finish(self.storing(anchor, segment))
-
-    def storing(self, anchor: list[int], segment: list[int]) -> Steps[int]:
-        """`store` in steps."""
-        chain = anchor + segment
         if not segment:
             raise ValueError("a segment without tokens; give at least one")
-        self._check_length(len(chain))
-        if self.has(anchor, segment):
-            return 0
-        self._begin(chain)
-        rows = Rows(self._of, len(chain))
-        yield from self._nested.steps(list(range(len(chain))), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values)))
-        if (why := self._segments.store(anchor, segment, rows)) is not None:
-            raise RuntimeError(f"a segment of {len(segment)} tokens was not stored: {why}")
-        return len(chain)
+        self._check_length(len(anchor + segment))
+        (stored,) = finish(self.storing(anchor, [segment])) or (None,)
+        if stored is not None and stored[1] is not None:
+            raise RuntimeError(f"a segment of {len(segment)} tokens was not stored: {stored[1]}")
+        return 0 if stored is None else len(anchor + segment)
+
+    def storing(self, anchor: list[int], segments: list[list[int]]) -> Steps[list[tuple[int, str | None]]]:
+        """Computes and stores those that are missing: the length of each, and why it was not stored.
+
+        The anchor is computed once, with the first: whatever a request asks for, it costs no more
+        than its prompt has tokens.
+        """
+        missing = [segment for segment in segments if not self.has(anchor, segment)]
+        ends = [len(anchor) + len(segment) for segment in missing]
+        done: list[tuple[int, str | None]] = []
+        if not missing:
+            return done
+        # Memory for the longest of them, which keeps the anchor.
+        self._begin(anchor + max(missing, key=len))
+        rows, first = Rows(self._of, max(ends)), 0
+        for segment, end in zip(missing, ends, strict=True):
+            self._begin(anchor + segment)
+            yield from self._nested.steps(
+                list(range(first, end)), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values))
+            )
+            done.append((len(segment), self._segments.store(anchor, segment, rows)))
+            first = len(anchor)
+        return done
 
     def blend_and_store(self, asked: Asked, salt: str) -> dict[str, Any]:
-        """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the connector's namespace."""
+        """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the
+        connector's namespace."""
         self._check_length(len(asked.tokens))
         self.check_layer(asked.select, asked.check_layer)
         block = self._connector.block_tokens
@@ -169,11 +191,12 @@ class Blender:
         for start, end in [(0, mixed.exact), *mixed.reused]:
             rows = torch.arange(start, end)
             for layer in range(self._of.layers):
-                self._nested.write(layer, rows, mixed.rows.keys(layer)[rows], mixed.rows.values(layer)[rows])
+                self._nested.write(layer, rows, mixed.rows.keys(layer)[start:end], mixed.rows.values(layer)[start:end])
         return mixed
 
     def blend(self, asked: Asked, mixed: Mixed, until: int) -> list[int]:
-        """Computes holes and chosen tokens up to `until`; the chosen tokens, which are a share of the reused ones below `until`."""
+        """Computes holes and chosen tokens up to `until`; the chosen tokens, which are a share of
+        the reused ones below `until`."""
         return finish(self.blending(asked, mixed, until))
 
     def blending(self, asked: Asked, mixed: Mixed, until: int) -> Steps[list[int]]:
@@ -190,7 +213,8 @@ class Blender:
         self._nested.copy_to([block * split + part for block in blocks for part in range(split)], first * split)
 
     def forward(self, rows: list[int]) -> torch.Tensor | None:
-        """Hidden states of rows of the prompt at hand, from the KV that the scratch memory has now."""
+        """Hidden states of rows of the prompt at hand, from the KV that the scratch memory has
+        now."""
         return self._nested.forward(rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -234,20 +258,23 @@ class Blender:
         last = asked.segments[-1][1]
         mass = torch.zeros(len(asked.tokens))
 
-        def seen(layer: int, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        def seen(layer: int, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
             mixed.rows.put(layer, rows, (keys, values))
-            if int(rows[-1]) < last:
-                return
-            asking, end = rows >= last, int(rows[-1]) + 1
-            first = int(rows[asking][0])
-            scale = self._nested.layers[layer].impl.scale
-            mass[:end] += selection.attention(queries[asking], mixed.rows.keys(layer)[:end], first, scale)
+            if int(rows[-1]) >= last:
+                asking, end = rows >= last, int(rows[-1]) + 1
+                first = int(rows[asking][0])
+                scale = self._nested.layers[layer].impl.scale
+                mass[:end] += selection.attention(queries[asking], mixed.rows.keys(layer)[:end], first, scale)
+            # What the last layer makes of it is of no use: holes are computed again among the
+            # chosen tokens.
+            return layer == self._of.layers - 1
 
         yield from self._nested.steps(sorted({*(row for row in holes if row < last), *range(last, len(asked.tokens))}), seen)
         return mass
 
     def _gate(self, rows: Rows, start: int, end: int) -> Steps[bool]:
-        """Whether layer 0 of the segment is what the model computes for the tokens at its ends and in its middle."""
+        """Whether layer 0 of the segment is what the model computes for the tokens at its ends and
+        in its middle."""
         import torch
 
         sample = sorted({start, (start + end) // 2, end - 1})
@@ -287,7 +314,8 @@ class Connector:
         return bool(self._engine.lookup(tokens, _extra(salt)) >= len(tokens))
 
     def store(self, tokens: list[int], caches: dict[str, torch.Tensor], salt: str) -> str | None:
-        """Stores KV that lies from block 0 on, as the connector itself would; why not, where it is not stored."""
+        """Stores KV that lies from block 0 on, as the connector itself would; why not, where it is
+        not stored."""
         shape = dataclasses.replace(self._shape, num_blocks=_server_blocks(self._shape, caches))
         views = self._engine.paged_kv([of.view for of in geometry.views(shape, caches)], layout="BTHD")
         store = self._engine.store(

@@ -1,12 +1,16 @@
-"""Blends of running requests, in vLLM's workers: a job comes with a step's metadata and ends in the request's own blocks.
+"""Blends of running requests, in vLLM's workers: a job comes with a step's metadata and ends in the
+request's own blocks.
 
-A job is computed in memory of its own, behind the forward passes of the server's steps. When it is over its blocks are copied into those that vLLM gave
-the request, and the request is reported as loaded, like any other that the connector loads between steps.
+A job is computed in memory of its own, behind the forward passes of the server's steps. When it is
+over its blocks are copied into those that vLLM gave the request, and the request is reported as
+loaded, like any other that the connector loads between steps.
 
 Invariants:
-- In one step no more rows are computed than vLLM's own step may have (`max_num_batched_tokens`), whatever the jobs are.
+- In one step no more rows are computed than vLLM's own step may have (`max_num_batched_tokens`),
+  whatever the jobs are.
 - A job that fails writes no block and is reported as a failed load: vLLM then computes the request.
-- Every job is reported exactly once, also where its request was aborted: vLLM keeps the blocks until then.
+- Every job is reported exactly once, also where its request was aborted: vLLM keeps the blocks
+  until then.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class Live:
     """The jobs of one worker, one after the other."""
 
     def __init__(self, runner: Any, connector: Connector, select: str, check_layer: int) -> None:
-        """`geometry.Unsupported` where this server cannot blend, `ValueError` where these defaults make no sense for its model."""
+        """`geometry.Unsupported` where this server cannot blend, `ValueError` where these defaults
+        make no sense for its model."""
         self._blender = Blender(runner, connector)
         self._blender.check_layer(select, check_layer)
         self._most_rows = int(runner.vllm_config.scheduler_config.max_num_batched_tokens)
@@ -107,15 +112,13 @@ class Live:
     def _steps(self, job: Job) -> Steps[None]:
         asked, blender = job.asked, self._blender
         blender.check_layer(asked.select, asked.check_layer)
+        segments = [asked.tokens[start:end] for start, end in asked.segments]
         if job.stores:
-            for start, end in asked.segments:
-                try:
-                    computed = yield from blender.storing(asked.anchor, asked.tokens[start:end])
-                    self._count("segments_stored", int(computed > 0))
-                except RuntimeError as error:
-                    logger.warning("%s", error)
-                    self._count("segments_not_stored")
-        if not any(blender.has(asked.anchor, asked.tokens[start:end]) for start, end in asked.segments):
+            for length, why in (yield from blender.storing(asked.anchor, segments)):
+                self._count("segments_stored" if why is None else "segments_not_stored")
+                if why is not None:
+                    logger.warning("a segment of %d tokens was not stored: %s", length, why)
+        if not any(blender.has(asked.anchor, segment) for segment in segments):
             raise Unusable("missing")
         mixed = yield from blender.mixing(asked)
         for state in mixed.states:
@@ -129,7 +132,8 @@ class Live:
         self._count("tokens_recomputed", len(chosen))
 
     def results(self, finished: set[str]) -> tuple[set[str], set[str]]:
-        """Requests whose jobs are over, and those of them that failed; jobs of `finished` requests are given up."""
+        """Requests whose jobs are over, and those of them that failed; jobs of `finished` requests
+        are given up."""
         gone = {job.req_id for job in self._waiting if job.req_id in finished}
         self._waiting = deque(job for job in self._waiting if job.req_id not in gone)
         if self._under_way is not None and self._under_way[0].req_id in finished:

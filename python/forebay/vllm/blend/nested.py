@@ -1,14 +1,19 @@
-"""Forward passes of vLLM's own model over chosen rows of a prompt, beside the server's steps and memory.
+"""Forward passes of vLLM's own model over chosen rows of a prompt, beside the server's steps and
+memory.
 
-vLLM's backends that write the KV of a step before they attend (`forward_includes_kv_cache_update` is false) read K and V from paged memory alone.
-So a run of rows is a *virtual sequence*: its queries are the run, its length is the run's end, its blocks are the prompt's. A pass over some runs is
-exactly what a prefill does for these rows, given what the other rows' KV is.
+vLLM's backends that write the KV of a step before they attend (`forward_includes_kv_cache_update`
+is false) read K and V from paged memory alone. So a run of rows is a *virtual sequence*: its
+queries are the run, its length is the run's end, its blocks are the prompt's. A pass over some runs
+is exactly what a prefill does for these rows, given what the other rows' KV is.
 
 Invariants:
-- The model's layers see memory of this module's own while a pass runs, and the server's again when it is over, also after an error. A pass neither
-  reads nor writes a block of the server; `copy_to` alone writes, whole blocks that its caller has been given.
-- A pass runs in the worker's own thread, between two steps of the server or behind a step's forward pass; never inside that pass.
-- Passes over the same prompt go in ascending positions: a row attends to what the rows before it have when it runs.
+- The model's layers see memory of this module's own while a pass runs, and the server's again when
+  it is over, also after an error. A pass neither reads nor writes a block of the server; `copy_to`
+  alone writes, whole blocks that its caller has been given.
+- A pass runs in the worker's own thread, between two steps of the server or behind a step's forward
+  pass; never inside that pass.
+- Passes over the same prompt go in ascending positions: a row attends to what the rows before it
+  have when it runs.
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-#: Work in pieces: yields how many rows it computes next, before it does; 0 where it waits for something other than the processor.
+#: Work in pieces: yields how many rows it computes next, before it does; 0 where it waits for
+#: something other than the processor.
 Steps = Generator[int, None, T]
-#: Called in each layer with the layer's number, the rows, and their queries, keys and values (keys rotated), `[row, head, element]`. True ends the pass
+#: Called in each layer with the layer's number, the rows, and their queries, keys and values (keys
+#: rotated), `[row, head, element]`. True ends the pass
 #: before this layer's KV is written.
 Seen = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], bool | None]
 
@@ -56,8 +63,7 @@ class Nested:
         self.names.sort(key=list(context).index)
         self.layers = [context[name] for name in self.names]
         self.block = self._groups[0][1].kv_cache_spec.block_size
-        scheduler = self._config.scheduler_config
-        self._most_rows, self._most_runs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        self._most_rows = self._config.scheduler_config.max_num_batched_tokens
         self.scratch: list[torch.Tensor] = []
         self._tokens: torch.Tensor
 
@@ -67,7 +73,8 @@ class Nested:
         return type(of)(of.kv_cache_spec, group.layer_names, self._config, self._device)
 
     def begin(self, tokens: list[int], blocks: int) -> None:
-        """A new prompt; its memory has at least so many of the kernel's blocks. What was in it is not cleared."""
+        """A new prompt; its memory has at least so many of the kernel's blocks. What was in it is
+        not cleared."""
         import torch
 
         self._tokens = torch.tensor(tokens)
@@ -101,7 +108,8 @@ class Nested:
         layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), self.scratch[number], rows)
 
     def copy_to(self, blocks: list[int], first: int) -> None:
-        """Copies the prompt's blocks from number `first` on into these blocks of the server, which count in the kernel's blocks."""
+        """Copies the prompt's blocks from number `first` on into these blocks of the server, which
+        count in the kernel's blocks."""
         import torch
 
         to = torch.tensor(blocks)
@@ -109,16 +117,17 @@ class Nested:
             layer.kv_cache[to] = mine[first : first + len(blocks)]
 
     def forward(self, rows: list[int], seen: Seen | None = None) -> torch.Tensor | None:
-        """Computes these rows, ascending and each once, in all layers; their hidden states, or None where `seen` ended it."""
+        """Computes these rows, ascending and each once, in all layers; their hidden states, or None
+        where `seen` ended it."""
         return finish(self.steps(rows, seen))
 
     def steps(self, rows: list[int], seen: Seen | None = None) -> Steps[torch.Tensor | None]:
-        """The same in pieces of as many rows and runs as the server takes in one step."""
+        """The same in pieces of as many rows as the server takes in one step."""
         import torch
 
         assert all(a < b for a, b in zip(rows, rows[1:])), "rows must ascend"
         parts = []
-        for part in pieces(rows, self._most_rows, self._most_runs):
+        for part in pieces(rows, self._most_rows):
             yield sum(end - start for start, end in part)
             parts.append(self._pass(part, seen))
         if any(part is None for part in parts):
@@ -129,7 +138,8 @@ class Nested:
         import torch
 
         rows = torch.cat([torch.arange(start, end) for start, end in runs])
-        # One table for all: the prompt's blocks are those of the scratch memory in order, so that a row's slot is the row.
+        # One table for all: the prompt's blocks are those of the scratch memory in order, so that a
+        # row's slot is the row.
         handles = ExitStack()
         with torch.inference_mode(), handles, self._bound(), self._context(rows, runs):
             if seen is not None:
@@ -184,13 +194,13 @@ class Nested:
         return self._model.compute_logits(hidden)  # type: ignore[no-any-return]
 
 
-def pieces(rows: list[int], most_rows: int, most_runs: int) -> Iterator[list[tuple[int, int]]]:
-    """Rows as runs `(start, end)` of neighbours, in lists of no more than so many rows and runs."""
+def pieces(rows: list[int], most_rows: int) -> Iterator[list[tuple[int, int]]]:
+    """Rows as runs `(start, end)` of neighbours, in lists of no more than so many rows."""
     runs: list[tuple[int, int]] = []
     count = 0
     for row in rows:
         goes_on = bool(runs) and runs[-1][1] == row
-        if count == most_rows or (not goes_on and len(runs) == most_runs):
+        if count == most_rows:
             yield runs
             runs, count, goes_on = [], 0, False
         if goes_on:

@@ -1,8 +1,11 @@
-"""Which requests are blended, and how: the part of live blending that lives in vLLM's scheduler. It touches no KV.
+"""Which requests are blended, and how: the part of live blending that lives in vLLM's scheduler. It
+touches no KV.
 
-A request that names its segments is planned when it arrives: it gets a `cache_salt` of its blend, and vLLM's block hashes are made anew with it. So vLLM's
-prefix cache gives blended blocks to requests with that very salt alone, and the connector neither loads nor stores anything for it. When a worker
-reports that the blend failed, the request gets its own salt back, and is computed, loaded and stored like any other.
+A request that names its segments is planned when it arrives: it gets a `cache_salt` of its blend,
+and vLLM's block hashes are made anew with it. So vLLM's prefix cache gives blended blocks to
+requests with that very salt alone, and the connector neither loads nor stores anything for it. When
+a worker reports that the blend failed, the request gets its own salt back, and is computed, loaded
+and stored like any other.
 
 Invariant: a request whose hashes do not change with its salt is not blended.
 """
@@ -29,9 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.forebay")
 
-#: In a request's `kv_transfer_params`. Places of the segments in its tokens, which alone asks for a blend; the other three are for it.
+#: In a request's `kv_transfer_params`. Places of the segments in its tokens, which alone asks for a
+#: blend; the other three are for it.
 SEGMENTS, SELECT, RATIO, STORES = "forebay.segments", "forebay.blend_select", "forebay.blend_ratio", "forebay.store_segments"
-#: How many of the first tokens the segments are stored behind; without it all that stand before the first segment.
+#: How many of the first tokens the segments are stored behind; without it all that stand before the
+#: first segment.
 ANCHOR = "forebay.blend_anchor"
 
 
@@ -49,7 +54,8 @@ class _Plan:
 
 @dataclass
 class Reported:
-    """What remains of a report of loads when those of blends are taken out, and requests that are to be computed."""
+    """What remains of a report of loads when those of blends are taken out, and requests that are
+    to be computed."""
 
     over: set[str]
     failed: set[str]
@@ -60,7 +66,8 @@ class Planner:
     """One per scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, block_tokens: int, settings: Settings) -> None:
-        """For a server that `refuse.live` lets through; `ValueError` for settings that make no sense."""
+        """For a server that `refuse.live` lets through; `ValueError` for settings that make no
+        sense."""
         self._select, self._ratio, self._layer = defaults(settings)
         self._block, self._hashes = block_tokens, bool(vllm_config.cache_config.enable_prefix_caching)
         self._plans: dict[str, _Plan] = {}

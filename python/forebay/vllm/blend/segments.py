@@ -1,7 +1,9 @@
-"""Segments in a namespace of their own: each is the exact KV of *anchor, then segment*, at the granularity of tokens.
+"""Segments in a namespace of their own: each is the exact KV of *anchor, then segment*, at the
+granularity of tokens.
 
-Nothing approximate is stored here, and no context of a prompt: a segment's KV depends on the anchor and the segment alone. A segment is loaded
-straight to its rows of a prompt, every extent's checksum is verified, and its keys are turned to their new positions.
+Nothing approximate is stored here, and no context of a prompt: a segment's KV depends on the anchor
+and the segment alone. A segment is loaded straight to its rows of a prompt, every extent's checksum
+is verified, and its keys are turned to their new positions.
 """
 
 from __future__ import annotations
@@ -106,14 +108,16 @@ class Segments:
         return bool(self._engine.lookup(chain) == len(chain))
 
     def store(self, anchor: list[int], segment: list[int], rows: Rows) -> str | None:
-        """Stores a segment from the rows of *anchor, then segment*; why not, where it is not stored."""
+        """Stores a segment from the rows of *anchor, then segment*; why not, where it is not
+        stored."""
         chain = anchor + segment
         store = self._engine.store(chain, rows.paged, list(range(len(chain))), layout="PBTHD", save_unfull=True, wait_for_staging=True)
         result = store.wait()
         return None if self.has(anchor, segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
 
     def begin(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> Loading | None:
-        """Begins to load a segment to the rows from `start` on, and its anchor to the first rows where that is wanted; None where it is not stored."""
+        """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
+        where that is wanted; None where it is not stored."""
         behind, chain, end = len(anchor), anchor + segment, start + len(segment)
         if not self.has(anchor, segment):
             return None

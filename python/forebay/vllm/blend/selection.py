@@ -31,14 +31,15 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale
     """
     import torch
 
-    heads = keys.shape[1]
-    grouped = queries.float().unflatten(1, (heads, queries.shape[1] // heads))
-    rows = torch.arange(keys.shape[0])
-    later = rows[None] > (first_query + torch.arange(queries.shape[0]))[:, None]
+    heads, asking = keys.shape[1], queries.shape[0]
+    grouped = (queries.float() * scale).unflatten(1, (heads, queries.shape[1] // heads))
+    # Among the queries' own rows alone there are later ones.
+    later = torch.arange(first_query, keys.shape[0])[None] > (first_query + torch.arange(asking))[:, None]
     mass = torch.zeros(keys.shape[0])
     for head in range(heads):
-        logits = torch.einsum("qgd,kd->gqk", grouped[:, head], keys[:, head].float()) * scale
-        mass += logits.masked_fill(later, float("-inf")).softmax(-1).sum((0, 1))
+        logits = torch.matmul(grouped[:, head].transpose(0, 1), keys[:, head].float().T)
+        logits[..., first_query:].masked_fill_(later, float("-inf"))
+        mass += logits.softmax(-1).sum((0, 1))
     return mass
 
 

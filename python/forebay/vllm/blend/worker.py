@@ -1,8 +1,11 @@
-"""What runs in vLLM's workers: methods beside vLLM's own, called between steps by `collective_rpc`; and how the connector finds the model.
+"""What runs in vLLM's workers: methods beside vLLM's own, called between steps by `collective_rpc`;
+and how the connector finds the model.
 
-vLLM gives a connector its KV caches and not the model that computes them. The worker has both, and vLLM makes it a child of this module's class.
+vLLM gives a connector its KV caches and not the model that computes them. The worker has both, and
+vLLM makes it a child of this module's class.
 
-Every answer is `{"result": …}` or `{"error": text}`: an exception in a worker would end the engine's process in some set-ups, and loses its text in others.
+Every answer is `{"result": …}` or `{"error": text}`: an exception in a worker would end the
+engine's process in some set-ups, and loses its text in others.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def runner_of(config: Any) -> Any:
-    """The model runner of the worker with this configuration; None where vLLM was started without `BlendWorker`."""
+    """The model runner of the worker with this configuration; None where vLLM was started without
+    `BlendWorker`."""
     found = [worker for worker in _made if getattr(worker, "vllm_config", None) is config]
     return found[0].model_runner if found else None
 
@@ -33,7 +37,8 @@ class BlendWorker:
     forebay_anchor: list[int]
 
     def __new__(cls, *_: Any, **__: Any) -> BlendWorker:
-        """Remembers the worker: an extension's own methods are called by nobody when vLLM starts."""
+        """Remembers the worker: an extension's own methods are called by nobody when vLLM
+        starts."""
         made = super().__new__(cls)
         _made.add(made)
         return made
