@@ -23,6 +23,7 @@ GIB = 1 << 30
 #: Where the table lies in the page.
 BEGIN, END = "<!-- speed.py begins -->", "<!-- speed.py ends -->"
 MIB = 1 << 20
+CODECS = ("none", "exp4")
 LAYERS = {"llama-3.1-8b": 32, "deepseek-v3": 61}
 PROMPT_TOKENS = 2048  # of loads: 256 MiB of llama-3.1-8b, so that the destination is a small part of what is moved
 
@@ -170,6 +171,58 @@ class Bench:
                    more=lambda runs: "; by each program's own clock, because filling memory with the pattern is not part of a store; "
                    f"whole processes from outside, filling included: {statistics.median(outside(a) / outside(b) for a, b in runs):.3f}",
                    before=clean)
+
+    def codec(self, rw, point):
+        """KV with and without `codec: exp4`, and fio, in turns that begin with another one each time."""
+        size, model = self.args.size, "llama-3.1-8b"
+
+        def cache(codec):
+            return os.path.join(self.dir, f"cache-{codec}")
+
+        def ours(codec, mode):
+            return self.forebay("--rw", mode, "--model", model, "--tokens", PROMPT_TOKENS, "--size", size, "--codec", codec,
+                                "--directory", cache(codec), "--keep")
+
+        def clean():
+            """As between the pairs of stores without a codec."""
+            for codec in CODECS:
+                remove(cache(codec))
+            if os.path.exists(self.write_file):
+                os.unlink(self.write_file)
+            os.sync()
+            time.sleep(5)
+
+        mode, fio_extra = ("load", ()) if rw == "read" else ("store", ("--end_fsync=1",))
+        if rw == "read":
+            for codec in CODECS:
+                ours(codec, "store")
+        runs = {codec: lambda codec=codec: ours(codec, mode) for codec in CODECS} | {"fio": lambda: self.fio(rw, point, size, fio_extra)}
+        got = {name: [] for name in runs}
+        for i in range(self.args.pairs):
+            if rw == "write":
+                clean()
+            names = list(runs)
+            for name in names[i % 3 :] + names[: i % 3]:
+                got[name].append(runs[name]())
+                progress(f"codec, {mode} {i + 1}: {name} {got[name][-1]['job'][rw]['bw_bytes'] / 1e9:.3f} GB/s")
+        clean()
+        rates = {name: [g["job"][rw]["bw_bytes"] for g in of] for name, of in got.items()}
+        cpu = {codec: [g["cpu"] / g["bytes"] for g in got[codec]] for codec in CODECS}
+
+        def row(title, target, mine, theirs, detail):
+            ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+            self.row(title, target, f"{statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f}; {len(ratios)} pairs)", detail)
+
+        def mid(values, unit):
+            return f"{statistics.median(values):.2f} {unit}"
+
+        target = {"load": (1.25, 1.2), "store": (1.2, 1.0)}[mode]
+        row(f"{mode} with codec exp4, bytes of KV", f">= {target[0]} x without", rates["exp4"], rates["none"],
+            f"{mid([r / 1e9 for r in rates['exp4']], 'GB/s')} against {mid([r / 1e9 for r in rates['none']], 'GB/s')}")
+        row(f"{mode} with codec exp4 beside fio", f">= {target[1]} x best fio", rates["exp4"], rates["fio"],
+            f"fio {mid([r / 1e9 for r in rates['fio']], 'GB/s')}")
+        row(f"CPU of a {mode} with codec exp4", "<= 1.0 x without" if mode == "load" else "", cpu["exp4"], cpu["none"],
+            f"{mid([c * 1e9 for c in cpu['exp4']], 's')} against {mid([c * 1e9 for c in cpu['none']], 's')} per GB of KV")
 
     def overlap(self):
         for model, tokens in (("llama-3.1-8b", 8192), ("deepseek-v3", 16384)):
@@ -325,23 +378,27 @@ def main():
     parser.add_argument("--size", type=int, default=8 * GIB, help="bytes moved by one run")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--sweep-runs", type=int, default=1)
-    parser.add_argument("--only", help="comma-separated parts: loads,overlap,stores,mixed,lookups,reopen")
+    parser.add_argument("--only", help="comma-separated parts: loads,overlap,stores,mixed,codec,lookups,reopen")
     parser.add_argument("--write", help="put what was measured into the table of this page and into the .json beside it")
     args = parser.parse_args()
-    parts = (args.only or "loads,overlap,stores,mixed,lookups,reopen").split(",")
+    parts = (args.only or "loads,overlap,stores,mixed,codec,lookups,reopen").split(",")
     directory = tempfile.mkdtemp(prefix="forebay-bench-", dir=args.dir)
     bench = Bench(args, directory)
     huge_pages = set_huge_pages(300)
     try:
-        if {"loads", "mixed"} & set(parts):
+        if {"loads", "mixed", "codec"} & set(parts):
             fill(bench.fio_file, args.size)
-        read_point = bench.sweep("read", args.size // 4) if {"loads", "mixed"} & set(parts) else None
+        read_point = bench.sweep("read", args.size // 4) if {"loads", "mixed", "codec"} & set(parts) else None
+        write_point = bench.sweep("write", args.size // 4) if {"stores", "codec"} & set(parts) else None
         if "loads" in parts:
             bench.loads(read_point)
         if "overlap" in parts:
             bench.overlap()
         if "stores" in parts:
-            bench.stores(bench.sweep("write", args.size // 4))
+            bench.stores(write_point)
+        if "codec" in parts:
+            bench.codec("read", read_point)
+            bench.codec("write", write_point)
         if "mixed" in parts:
             bench.mixed(read_point)
         for part, measure in (("lookups", bench.lookups), ("reopen", bench.reopen)):

@@ -1,21 +1,27 @@
-//! The golden fixture of the codec `exp4`: an extent as it was first coded. Today's code must
-//! decode it, and so must a decoder that is written here from docs/format.md alone.
+//! The golden fixtures of the codec `exp4`: an extent as it was first coded, and the header of the
+//! slot that it lies in. Today's code must read them, and so must a decoder that is written here
+//! from docs/format.md alone.
 //!
 //! `tests/fixtures/exp4/extent.txt` has a line for every 192 bytes of the coded extent, in
-//! hexadecimal, behind the number of times that they follow each other. It was written by the
-//! ignored test [`generate`], and must never be written again.
+//! hexadecimal, behind the number of times that they follow each other; `header.txt` the bytes of
+//! the header without the zeros at its end. They were written by the ignored test [`generate`], and
+//! must never be written again.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::fs;
 
 use forebay::device::{decode_exp4, encode_exp4};
 use forebay::format::PAGE_BYTES;
+use forebay::format::crc;
 use forebay::format::exp4::CodedShape;
 use forebay::format::layout::{SlotCodec, SlotLayout};
+use forebay::format::record::KeyKind;
 use forebay::format::slot::SlotHeader;
-use forebay::geometry::Geometry;
+use forebay::geometry::{DType, Geometry, LayerSpec};
+use forebay::key::ChunkKey;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/exp4/extent.txt");
+const HEADER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/exp4/header.txt");
 const LINE: usize = 192;
 /// Two segments, the second of a block and a part of one.
 const VALUES: usize = 128 * 128 + 128 + 30;
@@ -88,6 +94,33 @@ fn the_golden_extent_is_decoded_by_todays_code_and_by_the_page_that_describes_it
     assert!(decode_by_the_page(&today, VALUES) == values);
 }
 
+/// A chunk of one opaque block with the values of the golden extent.
+fn golden_layout() -> SlotLayout {
+    let layers = vec![LayerSpec::opaque(16, 2 * VALUES as u32)];
+    let geometry = Geometry::new("golden", DType::named("bfloat16").unwrap(), layers, 16).unwrap();
+    SlotLayout::of_coded_chunk(&geometry, 16, SlotCodec::Exp4)
+}
+
+#[test]
+fn the_golden_slot_is_read_by_todays_code_and_by_the_page_that_describes_it() {
+    let (text, layout, coded) = (fs::read_to_string(HEADER).unwrap(), golden_layout(), golden());
+    let hex = text.trim();
+    let mut page: Vec<u8> =
+        (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(&hex[i..i + 2], 16).unwrap()).collect();
+    page.resize(PAGE_BYTES, 0);
+    let number = |at: usize, len: usize| page[at..at + len].iter().rfold(0, |n, b| n << 8 | u64::from(*b));
+    assert_eq!((&page[..8], number(8, 4), number(36, 4)), (&b"FBSLOT01"[..], PAGE_BYTES as u64, 1));
+    // Tokens, codec, checksum, payload bytes before the codec, pages of the slot.
+    let fields = [(112, 4), (132, 2), (134, 2), (144, 8), (212, 4)].map(|(at, len)| number(at, len));
+    assert_eq!(fields, [16, 1, 1, 2 * VALUES as u64, 8]);
+    // The layer: its place behind the header, the length of the coded bytes and their CRC.
+    let of_layer = (number(512, 8), number(520, 4), number(524, 4));
+    assert_eq!(of_layer, (PAGE_BYTES as u64, coded.len() as u64, u64::from(crc(&coded))));
+    let (header, _) = SlotHeader::decode(&page).unwrap();
+    assert!(header.fits(&layout) && header.codec == SlotCodec::Exp4);
+    assert_eq!(header.layers, SlotHeader::layer_table(&layout, &[crc(&coded)]));
+}
+
 #[test]
 fn coded_slots_are_shorter_and_their_headers_say_the_codec() {
     let geometry = Geometry::preset("llama-3.1-8b").unwrap();
@@ -100,7 +133,7 @@ fn coded_slots_are_shorter_and_their_headers_say_the_codec() {
         let header = SlotHeader {
             codec: layout.codec(),
             layers: SlotHeader::layer_table(layout, &crcs),
-            ..SlotHeader::new(forebay::format::record::KeyKind::Chain, forebay::key::ChunkKey([1; 32]))
+            ..SlotHeader::new(KeyKind::Chain, ChunkKey([1; 32]))
         };
         let (mut page, _) = header.encode(layout).unwrap();
         assert_eq!(u16::from_le_bytes([page[132], page[133]]), layout.codec().to_u16());
@@ -109,7 +142,7 @@ fn coded_slots_are_shorter_and_their_headers_say_the_codec() {
         // A codec of a later version.
         page[132] = 9;
         page[12..16].fill(0);
-        let crc = forebay::format::crc(&page);
+        let crc = crc(&page);
         page[12..16].copy_from_slice(&crc.to_le_bytes());
         assert_eq!(SlotHeader::decode(&page).unwrap_err().kind(), forebay::ErrorKind::Incompatible);
     }
@@ -129,10 +162,36 @@ fn no_slot_is_larger_for_the_codec_and_every_length_tells_it() {
     }
 }
 
-/// Writes the fixture.
+/// Writes the fixtures that are not there.
 #[test]
-#[ignore = "the fixture is never written again"]
+#[ignore = "a fixture is never written again"]
 fn generate() {
+    if !fs::exists(HEADER).unwrap() {
+        let layout = golden_layout();
+        let header = SlotHeader {
+            codec: layout.codec(),
+            tokens: 16,
+            depth: 3,
+            start_position: 48,
+            logical_len: layout.payload(),
+            created_ms: 1_760_000_000_000,
+            sequence: 5 << 40 | 77,
+            segment: 2,
+            epoch: 1,
+            page: 9,
+            pages: layout.pages(),
+            lane: [0x1a; 16],
+            layers: SlotHeader::layer_table(&layout, &[crc(&golden())]),
+            ..SlotHeader::new(KeyKind::Chain, ChunkKey([0xc4; 32]))
+        };
+        let (page, _) = header.encode(&layout).unwrap();
+        let end = page.iter().rposition(|b| *b != 0).unwrap() + 1;
+        let hex: String = page[..end].iter().map(|b| format!("{b:02x}")).collect();
+        fs::write(HEADER, hex + "\n").unwrap();
+    }
+    if fs::exists(FIXTURE).unwrap() {
+        return;
+    }
     let mut lines: Vec<(usize, String)> = Vec::new();
     for line in encode_exp4(&bytes(&values())).unwrap().chunks(LINE) {
         let hex: String = line.iter().map(|b| format!("{b:02x}")).collect();

@@ -5,12 +5,16 @@ Tests with the mark `ci` are the share that `make test` runs; they look at few p
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import SHORT, Filled, Run, generate, prompts, settings
 
+FOREBAY = Path(sys.executable).with_name("forebay")
 #: Whole chunks of the shortest prompt, which ends in the middle of one.
 WHOLE = 384
 
@@ -64,10 +68,19 @@ def test_bfloat16(models: Callable[[str], str], tmp_path: Path) -> None:
     one = {"prompts": prompts(1)}
     asked = {"model": models("bfloat16"), "dtype": "bfloat16"}
     bare = generate(tmp_path, one, **asked)
-    run = generate(tmp_path, one, one, **asked, cache=settings(tmp_path / "cache"))
-    assert run.tokens(0) == bare.tokens()
-    assert run.tokens(1) == bare.tokens()
-    assert run.cached(1)[0] >= WHOLE
+    for codec in ("none", "exp4"):
+        cache = tmp_path / codec
+        run = generate(tmp_path, one, one, **asked, cache=settings(cache, codec=codec))
+        assert run.tokens(0) == bare.tokens()
+        assert run.tokens(1) == bare.tokens()
+        assert run.cached(1)[0] >= WHOLE
+        stat = subprocess.run([FOREBAY, "stat", "--json", cache], check=True, capture_output=True, text=True)
+        (drive,) = json.loads(stat.stdout)["drives"]
+        lanes = [lane for namespace in drive["namespaces"] for shard in namespace["shards"] for lane in shard["lanes"]]
+        live, stored = (sum(lane[of] for lane in lanes) for of in ("live_bytes", "slot_bytes"))
+        print(f"codec {codec}: {live} bytes of KV in {stored}")
+        # Extents of 64 KiB become 52, and a slot has a header of 4.
+        assert (live > 1.2 * stored) == (codec == "exp4"), (live, stored)
 
 
 def test_within_steps(model: str, plain: list[list[int]], filled: Filled, tmp_path: Path) -> None:
