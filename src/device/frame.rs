@@ -20,6 +20,8 @@ use crate::io::{Buf, IoBuf, MemorySpace};
 struct FrameMemory {
     buf: Mutex<Buf>,
     len: usize,
+    /// Where it begins in its region.
+    offset: Option<usize>,
     lent: Mutex<Lent>,
 }
 
@@ -43,7 +45,15 @@ impl FrameFill {
     pub fn new(memory: Buf) -> Option<Self> {
         let len = memory.len();
         let is_own = memory.place() == MemorySpace::Host && !memory.is_shared();
-        is_own.then(|| Self(Arc::new(FrameMemory { buf: Mutex::new(memory), len, lent: Mutex::default() })))
+        let offset = memory.region().map(|(_, offset)| offset);
+        let memory = || FrameMemory { buf: Mutex::new(memory), len, offset, lent: Mutex::default() };
+        is_own.then(|| Self(Arc::new(memory())))
+    }
+
+    /// Where the frame begins in its region.
+    #[must_use]
+    pub fn offset(&self) -> Option<usize> {
+        self.0.offset
     }
 
     /// The bytes in `range`, to be written; `None` where somebody has some of them, or the frame is
@@ -84,6 +94,12 @@ impl Frame {
     pub fn view(&self, range: Range<usize>) -> Option<Buf> {
         let fits = !range.is_empty() && range.end <= self.0.len;
         fits.then(|| Buf::new(FramePart { memory: Arc::clone(&self.0), range, shared: true }))
+    }
+
+    /// Where the frame begins in its region.
+    #[must_use]
+    pub fn offset(&self) -> Option<usize> {
+        self.0.offset
     }
 
     /// Whether anybody else has the frame or a view of it.

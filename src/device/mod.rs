@@ -29,6 +29,7 @@ mod open;
 mod parts;
 mod region;
 mod rope;
+mod shared;
 mod staging;
 
 pub use crate::io::MemorySpace;
@@ -47,6 +48,7 @@ internals!(use gate::{Gate, GateGuard, OwnedGuard});
 internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
 internals!(use region::{HostRegion, PageKind, RegionOptions});
 internals!(use rope::RopeShift);
+internals!(use shared::SharedRegion);
 internals!(use staging::{FreeHook, StagingOptions, StagingPool});
 
 /// A mover of KV between staging and paged memory.

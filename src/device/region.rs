@@ -7,6 +7,7 @@
 
 use std::ffi::c_void;
 use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -115,6 +116,34 @@ impl HostRegion {
             region.bind(node);
         }
         Ok(Arc::new(region))
+    }
+
+    /// `len` bytes of a file in memory, shared with whoever else maps it. The file must have them
+    /// for as long as it is mapped.
+    pub(super) fn of_file(file: BorrowedFd<'_>, len: usize, options: &RegionOptions) -> Result<Self> {
+        if len == 0 || len > isize::MAX as usize - 2 * HUGE_BYTES {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("a memory region of {len} bytes")));
+        }
+        // In the place of a mapping that is aligned.
+        let mut region = Self::map(len)?;
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        let at = region.ptr.as_ptr().cast::<c_void>();
+        // SAFETY: the range is a fresh mapping of our own that nobody uses yet.
+        let ptr = unsafe { libc::mmap(at, region.mapped_len, prot, flags, file.as_raw_fd(), 0) };
+        if ptr == libc::MAP_FAILED {
+            return Err(Error::io(format!("cannot map {len} bytes of shared memory"), io::Error::last_os_error()));
+        }
+        if options.hugepages == HugePages::Off {
+            // SAFETY: the range is this mapping; the advice changes no bytes. Where it is not
+            // taken, the machine has no huge pages.
+            unsafe { libc::madvise(at, region.mapped_len, libc::MADV_NOHUGEPAGE) };
+        } else {
+            region.advise();
+        }
+        if let Some(node) = options.numa {
+            region.bind(node);
+        }
+        Ok(region)
     }
 
     /// The pages that the region has got.

@@ -36,8 +36,9 @@ metric_table! {
     STORE_SECONDS = Histogram "forebay_store_seconds" [] "Time of a store, from its call to its last commit.";
     STAGING_BYTES = Gauge "forebay_staging_bytes" ["pool"] "Bytes of staging memory.";
     STAGING_FREE = Gauge "forebay_staging_free_bytes" ["pool"] "Bytes of staging memory that nobody holds.";
-    MEMORY_BYTES = Gauge "forebay_memory_bytes" [] "Bytes that the memory tier may hold; 0 without one.";
+    MEMORY_BYTES = Gauge "forebay_memory_bytes" [] "Bytes that the memory tier may hold; 0 without one, and where it is another process's.";
     MEMORY_USED = Gauge "forebay_memory_used_bytes" [] "Bytes of the memory tier's frames that hold a chunk or are being filled.";
+    MEMORY_ATTACHED = Gauge "forebay_memory_attached" [] "1 where the memory tier's frames are another process's.";
     MEMORY_LOOKUPS = Counter "forebay_memory_chunks_total" ["result"] "Chunks of loads: found in memory (hit), or not (miss).";
     MEMORY_LOADED = Counter "forebay_memory_loaded_bytes_total" [] "Payload bytes that loads took from memory.";
     MEMORY_FILLED = Counter "forebay_memory_filled_chunks_total" [] "Chunks that loads, stores and prefetches brought into memory.";
@@ -187,6 +188,7 @@ fn expose_staging(e: &mut Exposition, s: &EngineStats) {
 fn expose_memory(e: &mut Exposition, of: &MemoryStats) {
     e.value(&MEMORY_BYTES, &[], of.bytes as f64);
     e.value(&MEMORY_USED, &[], of.used_bytes as f64);
+    e.value(&MEMORY_ATTACHED, &[], f64::from(u8::from(of.is_attached)));
     e.value(&MEMORY_LOOKUPS, &["hit"], of.hits as f64);
     e.value(&MEMORY_LOOKUPS, &["miss"], of.misses as f64);
     e.value(&MEMORY_LOADED, &[], of.loaded_bytes as f64);

@@ -133,7 +133,7 @@ fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<O
     let options = StagingOptions::of_settings(settings, bytes, usize::try_from(chunk).unwrap_or(usize::MAX));
     let context =
         |e: Error| Error::new(e.kind(), format!("max_local_cpu_size: {size} bytes, a chunk takes {chunk}")).source(e);
-    MemoryTier::new(&options).map(Some).map_err(context)
+    MemoryTier::shared(&options).map(Some).map_err(context)
 }
 
 /// The remote tier, where the settings name one.
@@ -189,5 +189,9 @@ fn open_log(
     if let Some(clock) = &options.clock {
         log.clock = Arc::clone(clock);
     }
-    Log::open(log)
+    let log = Log::open(log)?;
+    if let Some((memory, dir)) = pipeline.memory.as_ref().zip(log.shard_dir()) {
+        memory.share_in(dir)?;
+    }
+    Ok(log)
 }

@@ -232,6 +232,12 @@ impl Log {
         self.volumes.get(i).map(|v| &v.io)
     }
 
+    /// The directory of the shard on the first drive, where the processes that use it meet.
+    #[must_use]
+    pub fn shard_dir(&self) -> Option<&Path> {
+        self.volumes.first().map(|volume| volume.shard_dir.as_path())
+    }
+
     /// Number of drives.
     #[must_use]
     pub fn drives(&self) -> usize {

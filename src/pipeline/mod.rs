@@ -188,6 +188,9 @@ impl Pipeline {
         self.prefetches.close();
         self.loads.close(deadline);
         self.stores.close(deadline);
+        if let Some(memory) = self.memory() {
+            memory.close();
+        }
     }
 }
 

@@ -9,30 +9,42 @@
 //! prefetch reads into frames for loads to come. A frame is served once all its extents have
 //! verified, or were written and published. Whoever takes bytes out of it takes their CRCs again.
 //!
+//! The processes that share a shard have one copy: one of them has the [frames](frames), and the
+//! others use them through a [link](link).
+//!
 //! Invariants:
 //! - A frame is in use, and not given to another chunk, as long as anybody has a [`Hit`], a
-//!   [`Filling`] or a buffer of it.
+//!   [`Filling`] or a buffer of it, in whatever process.
 //! - What is held is at most the bytes of the settings.
-//! - Nothing here waits, or does I/O.
+//! - Nothing here does I/O to a drive. Only a process that uses another's frames waits, for that
+//!   one's answer and not for long.
 //!
 //! This room knows no drives, no paged memory and no tokens.
 
 use std::fmt;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::device::{Frame, FrameFill, StagingOptions, StagingPool};
+use crate::device::{Frame, FrameFill, StagingOptions};
 use crate::error::Result;
 use crate::io::Buf;
 use crate::key::ChunkKey;
 
+mod frames;
+mod link;
+mod message;
+mod owner;
 mod ranked;
+mod share;
 
+use frames::Frames;
+use link::FrameLink;
 pub use ranked::Rank;
-use ranked::{Held, Ranked};
+use share::{Place, Share, Sharing};
 
 /// Which put of which chunk: a chunk that is removed and stored again is another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +58,7 @@ pub struct FrameId {
 /// Counters of the tier; those of events only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
-    /// Bytes that it may hold; 0 where there is no tier.
+    /// Bytes that it may hold; 0 where there is no tier, and where the frames are another process's.
     pub bytes: u64,
     /// Of these, bytes of frames that hold a chunk or are being filled.
     pub used_bytes: u64,
@@ -62,19 +74,28 @@ pub struct MemoryStats {
     pub evicted: u64,
     /// Chunks that no longer had their CRC, and were read from the drive.
     pub damaged: u64,
+    /// The frames are those of another process.
+    pub is_attached: bool,
 }
 
 /// Where a frame that is being filled comes from, and where hits come from.
 pub struct MemoryTier {
-    pool: Arc<StagingPool>,
-    ranked: Mutex<Ranked>,
+    share: Arc<Share>,
+    sharing: Mutex<Option<Sharing>>,
     turns: AtomicU64,
     hits: AtomicU64,
     misses: AtomicU64,
     loaded_bytes: AtomicU64,
     filled: AtomicU64,
-    evicted: AtomicU64,
     damaged: AtomicU64,
+}
+
+/// Whose frame it is.
+#[derive(Debug)]
+enum FrameSource {
+    Own(Arc<Frames>),
+    /// Another process's, which knows it by this number.
+    Other(Arc<FrameLink>, u32),
 }
 
 /// A chunk in memory, kept there as long as this lives.
@@ -83,6 +104,8 @@ pub struct Hit {
     frame: Frame,
     id: FrameId,
     crcs: Arc<[u32]>,
+    source: FrameSource,
+    is_bad: AtomicBool,
     tier: Arc<MemoryTier>,
 }
 
@@ -92,49 +115,101 @@ pub struct Filling {
     fill: FrameFill,
     id: FrameId,
     rank: Rank,
+    source: FrameSource,
     tier: Arc<MemoryTier>,
 }
 
 impl MemoryTier {
-    /// A tier whose frames and limit are those of a staging pool with these options.
+    /// A tier of this process alone, whose frames and limit are those of a staging pool with these
+    /// options.
     ///
     /// # Errors
     /// [`crate::ErrorKind::Config`] where not even one frame fits, and what the operating system
     /// says of the memory.
     pub fn new(options: &StagingOptions) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self {
-            pool: StagingPool::new(options)?,
-            ranked: Mutex::default(),
+        let frames = Frames::private(options)?;
+        Ok(Self::with(Share::new(options, Place::Own(frames))?))
+    }
+
+    /// A tier whose frames all processes share that [share](Self::share_in) the same directory; it
+    /// has none before.
+    ///
+    /// # Errors
+    /// As [`MemoryTier::new`].
+    pub fn shared(options: &StagingOptions) -> Result<Arc<Self>> {
+        Ok(Self::with(Share::new(&Frames::shareable(options)?, Place::Nowhere)?))
+    }
+
+    fn with(share: Arc<Share>) -> Arc<Self> {
+        Arc::new(Self {
+            share,
+            sharing: Mutex::new(None),
             turns: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             loaded_bytes: AtomicU64::new(0),
             filled: AtomicU64::new(0),
-            evicted: AtomicU64::new(0),
             damaged: AtomicU64::new(0),
-        }))
+        })
+    }
+
+    /// Shares frames with the processes that name the same directory, from now on. Where that is
+    /// not possible there are none until it is, and the log says why.
+    ///
+    /// # Errors
+    /// What the operating system says of a new thread.
+    pub fn share_in(&self, dir: &Path) -> Result<()> {
+        let mut sharing = self.sharing.lock();
+        if sharing.is_none() && !self.share.is_over() {
+            *sharing = Some(Sharing::start(&self.share, dir)?);
+        }
+        Ok(())
+    }
+
+    /// Has no frames any more; another process may have them from now on. What is in use stays.
+    pub fn close(&self) {
+        self.share.end();
+        let sharing = self.sharing.lock().take();
+        drop(sharing);
     }
 
     /// The number of a load or a store among all: what is used later ranks higher.
     pub fn turn(&self) -> u64 {
-        self.turns.fetch_add(1, Ordering::Relaxed)
+        match self.share.place() {
+            Place::Own(frames) => frames.turn(),
+            _ => self.turns.fetch_add(1, Ordering::Relaxed),
+        }
     }
 
     /// A chunk that a lookup has just found on a drive, if it is in memory; counts as a use.
     #[must_use]
     pub fn get(self: &Arc<Self>, id: FrameId, rank: Rank) -> Option<Hit> {
-        let found = self.ranked.lock().touch(&id, rank);
+        let found = self.find(id, rank, true);
         let counter = if found.is_some() { &self.hits } else { &self.misses };
         counter.fetch_add(1, Ordering::Relaxed);
-        found.map(|(frame, crcs)| Hit { frame, id, crcs, tier: Arc::clone(self) })
+        found
     }
 
     /// As [`MemoryTier::get`], for a load to come: the chunk stays as long as the answer lives, and
     /// nothing is counted.
     #[must_use]
     pub fn hold(self: &Arc<Self>, id: FrameId, rank: Rank) -> Option<Hit> {
-        let found = self.ranked.lock().find(&id, rank);
-        found.map(|(frame, crcs)| Hit { frame, id, crcs, tier: Arc::clone(self) })
+        self.find(id, rank, false)
+    }
+
+    fn find(self: &Arc<Self>, id: FrameId, rank: Rank, is_use: bool) -> Option<Hit> {
+        let (frame, crcs, source) = match self.share.place() {
+            Place::Nowhere => return None,
+            Place::Own(frames) => {
+                let (frame, crcs) = frames.find(&id, rank, is_use)?;
+                (frame, crcs, FrameSource::Own(frames))
+            }
+            Place::Other(link) => {
+                let (frame, crcs, lease) = link.find(&id, rank, is_use)?;
+                (frame, crcs, FrameSource::Other(link, lease))
+            }
+        };
+        Some(Hit { frame, id, crcs, source, is_bad: AtomicBool::new(false), tier: Arc::clone(self) })
     }
 
     /// A frame for a chunk with a slot of `bytes` bytes, in the place of what ranks lowest and
@@ -142,66 +217,77 @@ impl MemoryTier {
     /// empty.
     #[must_use]
     pub fn reserve(self: &Arc<Self>, id: FrameId, bytes: u64, rank: Rank) -> Option<Filling> {
-        let frame = self.pool.slot_bytes() as u64;
+        let frame = self.frame_bytes() as u64;
         if bytes > frame || bytes <= frame / 2 {
             return None;
         }
-        let buf = loop {
-            if let Some(buf) = self.pool.try_take() {
-                break buf;
+        let (fill, source) = match self.share.place() {
+            Place::Nowhere => return None,
+            Place::Own(frames) => (frames.reserve()?, FrameSource::Own(frames)),
+            Place::Other(link) => {
+                let (fill, lease) = link.reserve(&id, rank)?;
+                (fill, FrameSource::Other(link, lease))
             }
-            // Dropped after the lock: its memory comes free then, unless it has just been taken.
-            let gone = self.ranked.lock().evict()?;
-            drop(gone);
-            self.evicted.fetch_add(1, Ordering::Relaxed);
         };
-        Some(Filling { fill: FrameFill::new(buf)?, id, rank, tier: Arc::clone(self) })
+        Some(Filling { fill, id, rank, source, tier: Arc::clone(self) })
     }
 
     /// Drops the chunks of which `keep` says that they are not on a drive any more. They are not
     /// served before either; after it their bytes are nobody's.
     pub fn retain(&self, keep: impl Fn(&FrameId) -> bool) {
-        let ids = self.ranked.lock().ids();
-        // Outside the lock: it may look into an index.
-        for id in ids.iter().filter(|id| !keep(id)) {
-            let gone = self.ranked.lock().remove(id);
-            drop(gone);
+        match self.share.place() {
+            Place::Nowhere => {}
+            // Outside the lock of the frames: it may look into an index.
+            Place::Own(frames) => frames.ids().iter().filter(|id| !keep(id)).for_each(|id| drop(frames.remove(id))),
+            Place::Other(link) => link.retain(&keep),
         }
     }
 
     /// Bytes of a frame.
     #[must_use]
     pub fn frame_bytes(&self) -> usize {
-        self.pool.slot_bytes()
+        self.share.frame_bytes()
     }
 
     /// Frames, free ones too.
     #[must_use]
     pub fn frames(&self) -> usize {
-        self.pool.slots()
+        match self.share.place() {
+            Place::Nowhere => 0,
+            Place::Own(frames) => frames.count(),
+            Place::Other(link) => link.count(),
+        }
     }
 
-    /// Of the chunks that prefetches brought, how many a load has found, and how many left before.
+    /// Of the chunks that prefetches brought, how many a load has found, and how many left before;
+    /// counted by the process that has the frames.
     #[must_use]
     pub fn used_and_wasted(&self) -> (u64, u64) {
-        let ranked = self.ranked.lock();
-        (ranked.used, ranked.wasted)
+        match self.share.place() {
+            Place::Own(frames) => frames.used_and_wasted(),
+            _ => (0, 0),
+        }
     }
 
     /// Counters.
     #[must_use]
     pub fn stats(&self) -> MemoryStats {
-        let frame = self.pool.slot_bytes() as u64;
+        let place = self.share.place();
+        let frames = match &place {
+            Place::Own(frames) => Some(frames),
+            _ => None,
+        };
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         MemoryStats {
-            bytes: self.pool.slots() as u64 * frame,
-            used_bytes: self.pool.taken() as u64 * frame,
+            bytes: frames.map_or(0, |frames| frames.bytes()),
+            used_bytes: frames.map_or(0, |frames| frames.used_bytes()),
             hits: of(&self.hits),
             misses: of(&self.misses),
             loaded_bytes: of(&self.loaded_bytes),
             filled: of(&self.filled),
-            evicted: of(&self.evicted),
+            evicted: of(self.share.evicted()),
             damaged: of(&self.damaged),
+            is_attached: matches!(place, Place::Other(_)),
         }
     }
 }
@@ -226,9 +312,17 @@ impl Hit {
 
     /// Its bytes are not what they were: nobody finds it any more.
     pub fn report_bad(&self) {
-        let gone = self.tier.ranked.lock().remove(&self.id);
-        self.tier.damaged.fetch_add(u64::from(gone.is_some()), Ordering::Relaxed);
-        drop(gone);
+        let is_first = match &self.source {
+            FrameSource::Own(frames) => frames.remove(&self.id).is_some(),
+            FrameSource::Other(link, _) => {
+                let is_first = !self.is_bad.swap(true, Ordering::Relaxed);
+                if is_first {
+                    link.forget(&[self.id]);
+                }
+                is_first
+            }
+        };
+        self.tier.damaged.fetch_add(u64::from(is_first), Ordering::Relaxed);
     }
 }
 
@@ -258,17 +352,20 @@ impl Filling {
     }
 
     fn put(&self, crcs: &[u32], is_unused: bool) {
-        let Some(frame) = self.fill.finish() else { return };
-        let held = Held { frame, sequence: self.id.sequence, rank: self.rank, crcs: Arc::from(crcs), is_unused };
-        let before = self.tier.ranked.lock().insert(self.id.key, held);
-        self.tier.filled.fetch_add(1, Ordering::Relaxed);
-        drop(before);
+        let is_put = match &self.source {
+            FrameSource::Own(frames) => frames.put(&self.id, &self.fill, (self.rank, is_unused), crcs),
+            // The frame that it becomes is the other process's.
+            FrameSource::Other(link, lease) => {
+                self.fill.finish().is_some_and(|_| link.publish(*lease, (self.rank, is_unused), crcs))
+            }
+        };
+        self.tier.filled.fetch_add(u64::from(is_put), Ordering::Relaxed);
     }
 }
 
 impl fmt::Debug for MemoryTier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "MemoryTier({:?})", self.pool)
+        write!(f, "MemoryTier({:?})", self.share.place())
     }
 }
 

@@ -10,6 +10,11 @@ fn tier(frames: usize) -> Arc<MemoryTier> {
     MemoryTier::new(&options).unwrap()
 }
 
+fn frames(tier: &MemoryTier) -> Arc<Frames> {
+    let Place::Own(frames) = tier.share.place() else { panic!("no frames of its own") };
+    frames
+}
+
 fn id(key: u8) -> FrameId {
     FrameId { key: ChunkKey([key; 32]), sequence: 1 }
 }
@@ -27,7 +32,7 @@ fn fill(tier: &Arc<MemoryTier>, id: FrameId, rank: Rank) -> bool {
 }
 
 fn there(tier: &Arc<MemoryTier>, keys: &[u8]) -> Vec<u8> {
-    let ids = tier.ranked.lock().ids();
+    let ids = frames(tier).ids();
     keys.iter().copied().filter(|key| ids.contains(&id(*key))).collect()
 }
 
@@ -72,7 +77,7 @@ fn another_put_of_a_chunk_is_another_chunk() {
     assert!(tier.get(id(1), rank(2, 0)).is_none(), "the old one is of no use any more");
     assert!(fill(&tier, newer, rank(3, 0)) && fill(&tier, id(1), rank(4, 0)));
     assert!(tier.get(newer, rank(5, 0)).is_some(), "a store that ends late changes nothing");
-    assert_eq!(tier.pool.free(), 1);
+    assert_eq!(frames(&tier).free(), 1);
 }
 
 #[test]
@@ -83,11 +88,11 @@ fn what_is_damaged_or_gone_from_the_drive_is_dropped_once() {
     assert_eq!((hit.crc(0), hit.crc(1), hit.crc(2)), (Some(7), Some(8), None));
     hit.report_bad();
     hit.report_bad();
-    assert_eq!((tier.stats().damaged, tier.pool.free()), (1, 0));
+    assert_eq!((tier.stats().damaged, frames(&tier).free()), (1, 0));
     drop(hit);
-    assert_eq!(tier.pool.free(), 1);
+    assert_eq!(frames(&tier).free(), 1);
     tier.retain(|id| id.key.0[0] != 2);
-    assert_eq!((there(&tier, &[1, 2]), tier.pool.free()), (Vec::new(), 2));
+    assert_eq!((there(&tier, &[1, 2]), frames(&tier).free()), (Vec::new(), 2));
 }
 
 #[test]
@@ -101,5 +106,76 @@ fn chunks_that_do_not_fit_or_would_waste_a_frame_stay_out() {
     filling.publish(&[]);
     assert_eq!(tier.stats().filled, 0, "somebody still writes it");
     drop((part, filling));
-    assert_eq!(tier.pool.free(), 1);
+    assert_eq!(frames(&tier).free(), 1);
+}
+
+/// A process with frames in a directory, and the connection of another one.
+fn owner_and_link(dir: &Path) -> (Arc<MemoryTier>, Arc<FrameLink>) {
+    let options = StagingOptions { bytes: 2 * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
+    let owner = MemoryTier::shared(&options).unwrap();
+    owner.share_in(dir).unwrap();
+    let bell = Arc::new(crate::io::EventFd::new().unwrap());
+    (owner, FrameLink::new(dir, &Frames::shareable(&options).unwrap(), &bell).unwrap())
+}
+
+/// Waits until the owner has heard of it: it answers on a thread of its own.
+fn wait_free(owner: &MemoryTier, free: usize) {
+    while frames(owner).free() != free {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn a_frame_that_another_process_uses_is_not_given_away_until_it_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let (owner, link) = owner_and_link(dir.path());
+    assert!(fill(&owner, id(1), rank(1, 0)));
+    let (frame, crcs, _) = link.find(&id(1), rank(1, 0), true).unwrap();
+    assert_eq!(*crcs, [7, 8]);
+    let (filling, _) = link.reserve(&id(2), rank(1, 0)).unwrap();
+    filling.part(0..FRAME).unwrap().as_mut_slice().fill(9);
+    assert!(owner.reserve(id(3), FRAME as u64, rank(3, 0)).is_none(), "one is read, one is filled");
+    assert!(frame.view(0..FRAME).unwrap().as_slice().iter().all(|b| *b == 1));
+    // As when it is killed.
+    rustix::net::shutdown(link.socket(), rustix::net::Shutdown::Both).unwrap();
+    wait_free(&owner, 1);
+    let taken = owner.reserve(id(3), FRAME as u64, rank(3, 0)).unwrap();
+    assert!(taken.part(0..FRAME).unwrap().as_slice().iter().all(|b| *b == 0), "what it was filling is other memory");
+    assert!(link.find(&id(1), rank(1, 0), true).is_none(), "nothing is asked of who is gone");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn nonsense_closes_a_connection_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let (owner, link) = owner_and_link(dir.path());
+    let connect = || {
+        let socket = owner::socket().unwrap();
+        owner::at_socket(dir.path(), |address| rustix::net::connect(&socket, address)).unwrap();
+        socket
+    };
+    let closes = |socket| {
+        let mut polled = [rustix::event::PollFd::new(&socket, rustix::event::PollFlags::RDHUP)];
+        rustix::event::poll(&mut polled, None).unwrap();
+    };
+    let socket = connect();
+    message::send(&socket, &[255u8; 30], None).unwrap();
+    closes(socket);
+    let socket = connect();
+    message::send(&socket, &message::Ask::Release { lease: 0 }, None).unwrap();
+    closes(socket);
+    // Leases that nobody has, and ids that are not there.
+    link.forget(&[id(9)]);
+    let (filling, lease) = link.reserve(&id(1), rank(1, 0)).unwrap();
+    assert!(filling.finish().is_some() && link.publish(lease, (rank(1, 0), false), &[1]));
+    assert!(link.find(&id(1), rank(1, 0), true).is_some());
+    assert!(!link.publish(lease, (rank(1, 0), false), &[1]) || link.find(&id(1), rank(1, 0), true).is_none());
+    drop(link);
+    wait_free(&owner, 1);
+    assert!(owner.get(id(1), rank(2, 0)).is_some());
+    let other = StagingOptions { bytes: 4 * FRAME, slot_bytes: 2 * FRAME, hugepages: HugePages::Off, numa: None };
+    let bell = Arc::new(crate::io::EventFd::new().unwrap());
+    let refused = FrameLink::new(dir.path(), &other, &bell).unwrap_err();
+    assert_eq!(refused.kind(), crate::error::ErrorKind::Unsupported);
 }

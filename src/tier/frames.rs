@@ -1,0 +1,182 @@
+//! The frames of this process, for itself and, where they are [shared](super::owner), for others.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::FrameId;
+use super::ranked::{Held, Rank, Ranked};
+use crate::device::{
+    Frame, FrameFill, HugePages, MemorySpace, RegionOptions, SharedRegion, StagingOptions, StagingPool,
+};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Bytes of a huge page.
+const HUGE_BYTES: usize = 2 << 20;
+
+/// Frames, and what is in them.
+pub(super) struct Frames {
+    pool: Arc<StagingPool>,
+    /// What the pool lies in, where other processes may have it.
+    region: Option<Arc<SharedRegion>>,
+    ranked: Mutex<Ranked>,
+    turns: AtomicU64,
+    evicted: Arc<AtomicU64>,
+    /// Frames that nobody gets any more, as another process may still use them.
+    kept: Mutex<Vec<Box<dyn Any + Send>>>,
+}
+
+impl Frames {
+    /// Frames that only this process can have.
+    pub(super) fn private(options: &StagingOptions) -> Result<Arc<Self>> {
+        Ok(Self::over(StagingPool::new(options)?, None, Arc::default()))
+    }
+
+    /// Frames in memory that others can be given. `options` are of [`Frames::shareable`].
+    pub(super) fn shared(options: &StagingOptions, evicted: &Arc<AtomicU64>) -> Result<Arc<Self>> {
+        let len = options.bytes / options.slot_bytes * options.slot_bytes;
+        let wishes = RegionOptions { hugepages: options.hugepages, numa: options.numa };
+        let region = SharedRegion::new(len, &wishes)?;
+        let pool = StagingPool::over(Arc::clone(&region) as _, MemorySpace::Host, options.slot_bytes)?;
+        Ok(Self::over(pool, Some(region), Arc::clone(evicted)))
+    }
+
+    /// Options with the bytes that a shared frame has. The memory of one frame can be replaced
+    /// without its neighbours': it has whole pages, and huge ones only where that wastes little.
+    pub(super) fn shareable(options: &StagingOptions) -> Result<StagingOptions> {
+        let mut found = *options;
+        found.slot_bytes = StagingPool::rounded(options.slot_bytes)?;
+        let huge = found.slot_bytes.next_multiple_of(HUGE_BYTES);
+        match options.hugepages {
+            HugePages::Off => {}
+            _ if huge - found.slot_bytes <= found.slot_bytes / 8 => {
+                (found.slot_bytes, found.hugepages) = (huge, HugePages::Transparent);
+            }
+            _ => found.hugepages = HugePages::Off,
+        }
+        if found.bytes < found.slot_bytes {
+            let (bytes, frame) = (found.bytes, found.slot_bytes);
+            return Err(Error::new(ErrorKind::Config, format!("{bytes} bytes hold no frame of {frame} bytes"))
+                .advice("raise max_local_cpu_size or lower the chunk size"));
+        }
+        Ok(found)
+    }
+
+    fn over(pool: Arc<StagingPool>, region: Option<Arc<SharedRegion>>, evicted: Arc<AtomicU64>) -> Arc<Self> {
+        let (ranked, kept) = (Mutex::default(), Mutex::default());
+        Arc::new(Self { pool, region, ranked, turns: AtomicU64::new(0), evicted, kept })
+    }
+
+    pub(super) fn region(&self) -> Option<&Arc<SharedRegion>> {
+        self.region.as_ref()
+    }
+
+    /// The number of a load or a store among all.
+    pub(super) fn turn(&self) -> u64 {
+        self.turns.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The frame of a chunk.
+    pub(super) fn find(&self, id: &FrameId, rank: Rank, is_use: bool) -> Option<(Frame, Arc<[u32]>)> {
+        let mut ranked = self.ranked.lock();
+        if is_use { ranked.touch(id, rank) } else { ranked.find(id, rank) }
+    }
+
+    /// A frame that nobody uses, perhaps in the place of the chunk that ranks lowest.
+    pub(super) fn reserve(&self) -> Option<FrameFill> {
+        let buf = loop {
+            if let Some(buf) = self.pool.try_take() {
+                break buf;
+            }
+            // Dropped after the lock: its memory comes free then, unless it has just been taken.
+            let gone = self.ranked.lock().evict()?;
+            drop(gone);
+            self.evicted.fetch_add(1, Ordering::Relaxed);
+        };
+        FrameFill::new(buf)
+    }
+
+    /// A chunk has come; `false` while somebody writes it.
+    pub(super) fn put(
+        &self,
+        id: &FrameId,
+        fill: &FrameFill,
+        (rank, is_unused): (Rank, bool),
+        crcs: &[u32],
+    ) -> bool {
+        let Some(frame) = fill.finish() else { return false };
+        let held = Held { frame, sequence: id.sequence, rank, crcs: Arc::from(crcs), is_unused };
+        let before = self.ranked.lock().insert(id.key, held);
+        drop(before);
+        true
+    }
+
+    /// Takes a chunk out.
+    pub(super) fn remove(&self, id: &FrameId) -> Option<Held> {
+        self.ranked.lock().remove(id)
+    }
+
+    /// What is there.
+    pub(super) fn ids(&self) -> Vec<FrameId> {
+        self.ranked.lock().ids()
+    }
+
+    /// A frame comes back that a process was filling when it died. A drive may still write into
+    /// its memory: nobody gets that again.
+    pub(super) fn take_back(&self, fill: FrameFill) {
+        let at = fill.offset().map(|at| at..at + self.pool.slot_bytes());
+        let replaced = at.zip(self.region.as_ref()).map(|(at, region)| region.replace(&at));
+        match replaced {
+            Some(Ok(())) => drop(fill),
+            Some(Err(error)) => {
+                tracing::warn!(%error, "a frame of the memory tier is left out: its process died while it was filled");
+                self.keep(fill);
+            }
+            None => self.keep(fill),
+        }
+    }
+
+    /// Nobody gets this frame any more.
+    pub(super) fn keep(&self, frame: impl Any + Send) {
+        self.kept.lock().push(Box::new(frame));
+    }
+
+    pub(super) fn evicted(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.evicted)
+    }
+
+    pub(super) fn frame_bytes(&self) -> usize {
+        self.pool.slot_bytes()
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.pool.slots()
+    }
+
+    #[cfg(test)]
+    pub(super) fn free(&self) -> usize {
+        self.pool.free()
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        (self.pool.slots() * self.pool.slot_bytes()) as u64
+    }
+
+    pub(super) fn used_bytes(&self) -> u64 {
+        (self.pool.taken() * self.pool.slot_bytes()) as u64
+    }
+
+    pub(super) fn used_and_wasted(&self) -> (u64, u64) {
+        let ranked = self.ranked.lock();
+        (ranked.used, ranked.wasted)
+    }
+}
+
+impl fmt::Debug for Frames {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Frames({:?})", self.pool)
+    }
+}

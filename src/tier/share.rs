@@ -1,0 +1,194 @@
+//! Which frames this process uses: its own or another's, and its thread that finds out.
+//!
+//! The thread lends frames where this process has them. Elsewhere it waits for the end of the
+//! process that has them, and then tries to be the next one.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use parking_lot::RwLock;
+use rustix::event::{PollFd, PollFlags};
+
+use super::frames::Frames;
+use super::link::FrameLink;
+use super::owner::Owner;
+use crate::device::{StagingOptions, StagingPool};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::EventFd;
+
+/// How often a process without frames tries again.
+const AGAIN: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How long the process that has the lock may take until it listens, and how often that is tried.
+const STARTING: (u32, Duration) = (20, Duration::from_millis(10));
+
+/// Where frames are.
+#[derive(Clone, Debug)]
+pub(super) enum Place {
+    Nowhere,
+    Own(Arc<Frames>),
+    Other(Arc<FrameLink>),
+}
+
+/// What the tier and its thread share.
+#[derive(Debug)]
+pub(super) struct Share {
+    place: RwLock<Place>,
+    options: StagingOptions,
+    evicted: Arc<AtomicU64>,
+    bell: Arc<EventFd>,
+    is_over: AtomicBool,
+}
+
+/// The thread; ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Sharing {
+    share: Arc<Share>,
+    thread: Option<JoinHandle<()>>,
+    pid: u32,
+}
+
+/// As [`Place`], with what only the thread has.
+enum Joined {
+    Nothing,
+    Owner(Owner),
+    User(Arc<FrameLink>),
+}
+
+impl Share {
+    pub(super) fn new(options: &StagingOptions, place: Place) -> Result<Arc<Self>> {
+        let options = StagingOptions { slot_bytes: StagingPool::rounded(options.slot_bytes)?, ..*options };
+        let evicted = match &place {
+            Place::Own(frames) => frames.evicted(),
+            _ => Arc::default(),
+        };
+        let (bell, is_over) = (Arc::new(EventFd::new()?), AtomicBool::new(false));
+        Ok(Arc::new(Self { place: RwLock::new(place), options, evicted, bell, is_over }))
+    }
+
+    pub(super) fn place(&self) -> Place {
+        self.place.read().clone()
+    }
+
+    pub(super) fn frame_bytes(&self) -> usize {
+        self.options.slot_bytes
+    }
+
+    pub(super) fn evicted(&self) -> &AtomicU64 {
+        &self.evicted
+    }
+
+    /// The thread is to end.
+    pub(super) fn end(&self) {
+        self.is_over.store(true, Ordering::Release);
+        self.bell.set();
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    /// Takes the lock of the directory, or connects to who has it.
+    fn join(&self, dir: &Path) -> Result<Joined> {
+        let make = || Frames::shared(&self.options, &self.evicted);
+        for _ in 0..STARTING.0 {
+            if let Some(owner) = Owner::new(dir, make)? {
+                return Ok(Joined::Owner(owner));
+            }
+            match FrameLink::new(dir, &self.options, &self.bell) {
+                Ok(link) => return Ok(Joined::User(link)),
+                Err(e) if e.kind() == ErrorKind::Busy && !self.is_over() => thread::sleep(STARTING.1),
+                Err(e) => return Err(e),
+            }
+        }
+        Err(Error::new(ErrorKind::Busy, "a process has the lock of the memory tier and does not listen"))
+    }
+
+    fn take_role(&self, dir: &Path, said: &mut Option<ErrorKind>) -> Joined {
+        let role = self.join(dir).unwrap_or_else(|error| {
+            // Once for each kind, and not every second.
+            if said.replace(error.kind()) != Some(error.kind()) {
+                tracing::warn!(%error, dir = %dir.display(), "the memory tier is off in this process: loads read from the drives");
+            }
+            Joined::Nothing
+        });
+        *self.place.write() = match &role {
+            Joined::Nothing => Place::Nowhere,
+            Joined::Owner(owner) => Place::Own(Arc::clone(&owner.frames)),
+            Joined::User(link) => Place::Other(Arc::clone(link)),
+        };
+        if !matches!(role, Joined::Nothing) {
+            *said = None;
+            tracing::info!(dir = %dir.display(), is_attached = matches!(role, Joined::User(_)), "the memory tier is there");
+        }
+        role
+    }
+
+    fn run(&self, dir: &Path, mut role: Joined, mut said: Option<ErrorKind>) {
+        while !self.is_over() {
+            match &role {
+                Joined::Owner(owner) => owner.serve(&self.bell, || self.is_over()),
+                Joined::User(link) => {
+                    self.wait(Some(PollFd::from_borrowed_fd(link.socket(), PollFlags::RDHUP)), None);
+                    if !self.is_over() && !link.is_over() && !is_gone(link) {
+                        continue;
+                    }
+                    link.end();
+                }
+                Joined::Nothing => self.wait(None, Some(&AGAIN)),
+            }
+            *self.place.write() = Place::Nowhere;
+            drop(std::mem::replace(&mut role, Joined::Nothing));
+            if !self.is_over() {
+                role = self.take_role(dir, &mut said);
+            }
+        }
+        *self.place.write() = Place::Nowhere;
+    }
+
+    /// Waits for the bell, or for something to happen to `other`.
+    fn wait(&self, other: Option<PollFd<'_>>, timeout: Option<&rustix::event::Timespec>) {
+        let mut polled: Vec<_> = [PollFd::new(&*self.bell, PollFlags::IN)].into_iter().chain(other).collect();
+        if let Err(error) = rustix::event::poll(&mut polled, timeout) {
+            tracing::debug!(%error, "the memory tier's thread was woken");
+        }
+        self.bell.clear();
+    }
+}
+
+fn is_gone(link: &FrameLink) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(link.socket(), PollFlags::RDHUP)];
+    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    !matches!(rustix::event::poll(&mut polled, Some(&now)), Ok(0))
+}
+
+impl Sharing {
+    /// Finds frames in a directory, and starts the thread.
+    pub(super) fn start(share: &Arc<Share>, dir: &Path) -> Result<Self> {
+        let mut said = None;
+        let role = share.take_role(dir, &mut said);
+        let (of_thread, dir) = (Arc::clone(share), PathBuf::from(dir));
+        let thread = thread::Builder::new()
+            .name("forebay-memory".into())
+            .spawn(move || of_thread.run(&dir, role, said))
+            .map_err(|e| Error::io("cannot start the thread of the memory tier", e))?;
+        Ok(Self { share: Arc::clone(share), thread: Some(thread), pid: std::process::id() })
+    }
+}
+
+impl Drop for Sharing {
+    fn drop(&mut self) {
+        // A forked child has no such thread.
+        if std::process::id() != self.pid {
+            return;
+        }
+        self.share.end();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread of the memory tier has panicked");
+        }
+    }
+}
