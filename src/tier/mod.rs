@@ -9,8 +9,8 @@
 //! prefetch reads into frames for loads to come. A frame is served once all its extents have
 //! verified, or were written and published. Whoever takes bytes out of it takes their CRCs again.
 //!
-//! The processes that share a shard have one copy: one of them has the [frames](frames), and the
-//! others use them through a [link](link).
+//! The processes that share a shard have one copy: one of them has the `frames`, and the
+//! others use them through a `link`.
 //!
 //! Invariants:
 //! - A frame is in use, and not given to another chunk, as long as anybody has a [`Hit`], a
