@@ -47,7 +47,7 @@ impl Actor {
         let (tx, lines) = mpsc::channel();
         std::thread::spawn(move || {
             for line in out.lines().map_while(Result::ok) {
-                if let Some(line) = line.strip_prefix("@ ") {
+                if let Some((_, line)) = line.strip_prefix("@ ").and_then(|line| line.split_once(' ')) {
                     drop(tx.send(line.to_owned()));
                 }
             }
