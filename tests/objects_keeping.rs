@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use forebay::config::Capacity;
 use forebay::key::object_key;
-use forebay::objects::{ObjectCause, ObjectStore, object_digest};
+use forebay::objects::{ObjectCause, ObjectOptions, ObjectStore, object_digest};
 use objects_world::*;
 
 const MIB: usize = 1 << 20;
@@ -165,4 +165,43 @@ fn evictions_and_damage_are_told_by_digest() {
         let is_there = exists(&store, &[&key])[0];
         assert_eq!(is_there, !gone.contains(&object_digest(key.as_bytes())), "{key}");
     }
+}
+
+#[test]
+fn a_namespace_stays_within_its_quota_and_gives_up_its_own_oldest_objects() {
+    const QUOTA: u64 = 96 << 20;
+    let dir = dir();
+    let free = ObjectStore::open_with(ObjectOptions::new(&settings(dir.path()), "free")).unwrap();
+    for n in 0..20 {
+        assert!(put(&free, vec![object(&format!("other {n}"), 1, MIB)]).all_ok());
+    }
+    let mut limited = settings(dir.path());
+    limited.tenant_quota = Some(Capacity::Bytes(QUOTA));
+    let store = ObjectStore::open_with(options(&limited)).unwrap();
+    let bytes = |store: &ObjectStore| {
+        let mut sum = 0;
+        store.log().unwrap().for_each(|info| sum += info.slot_bytes);
+        sum
+    };
+    for n in 0..200 {
+        assert!(put(&store, vec![object(&format!("ours {n}"), 1, MIB)]).all_ok(), "object {n} is refused");
+        assert!(bytes(&store) <= QUOTA, "the objects take {} after object {n}", bytes(&store));
+    }
+    assert!(put(&store, vec![object("parts", 1, 40 * MIB)]).all_ok());
+    assert!(get_one(&store, "parts", 40 * MIB) == Ok(value("parts", 1, 40 * MIB)), "its parts are not there");
+    assert!(bytes(&store) <= QUOTA, "the objects take {} with one in parts", bytes(&store));
+    assert!(!exists(&store, &["ours 0"])[0] && exists(&store, &["ours 199"])[0], "the oldest did not go first");
+    let refused = put(&store, vec![object("large", 1, 100 * MIB)]);
+    assert!(!refused.results[0].ok && !exists(&store, &["large"])[0], "more than the quota is stored");
+    // Where nothing of it may go, puts are refused.
+    let kept: Vec<_> = (0..120).map(|n| format!("kept {n}")).collect();
+    let mut causes = Vec::new();
+    for name in &kept {
+        let result = &put(&store, vec![object(name, 1, MIB)]).results[0];
+        causes.extend(result.cause);
+        store.pin(&[name.clone().into_bytes()], LONG);
+    }
+    assert!(!causes.is_empty() && causes.iter().all(|c| *c == ObjectCause::Quota), "{causes:?}");
+    drop(store);
+    assert!((0..20).all(|n| exists(&free, &[&format!("other {n}")])[0]), "another namespace lost objects");
 }

@@ -94,8 +94,8 @@ pub struct Settings {
     /// Bytes the cache may take on disk, over all lanes and namespaces.
     #[serde(deserialize_with = "value::loose")]
     pub capacity: Capacity,
-    /// Bytes that the chunks of one tenant, which is a cache salt, may take of the capacity; `None`
-    /// for no limit.
+    /// Bytes that the chunks of one cache salt, or the objects of one namespace, may take of the
+    /// capacity; `None` for no limit.
     #[serde(deserialize_with = "value::loose")]
     pub tenant_quota: Option<Capacity>,
     /// Bytes that stay free on the file system, whatever else fills it.

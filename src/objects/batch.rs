@@ -50,6 +50,8 @@ causes! {
     NoSpace = "no_space",
     /// The drive's write budget is used up.
     Budget = "budget",
+    /// The namespace is at its quota, and nothing of it could go.
+    Quota = "quota",
     /// Too many keys wait already.
     QueueFull = "queue_full",
     /// The key is empty or longer than 1 KiB.

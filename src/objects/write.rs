@@ -21,7 +21,7 @@ use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed, WithoutRoom}
 use crate::error::ErrorKind;
 use crate::format::layout::Extent;
 use crate::io::{Buf, Completion, Request};
-use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
+use crate::log::{Log, Put, PutOutcome, PutSpec, Refusal, SlotWriter};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
 
@@ -58,18 +58,18 @@ fn begin_until(
             then(core, Ok(Some(put)));
         }
         Ok(PutOutcome::AlreadyThere) => then(core, Ok(None)),
-        Ok(PutOutcome::NoRoom(spec)) if Instant::now() < deadline => {
+        Ok(PutOutcome::NoRoom(spec) | PutOutcome::NotAdmitted(Refusal::Quota, spec)) if Instant::now() < deadline => {
             let waiting = waiting.unwrap_or_else(|| core.work.without_room());
             let own = Arc::clone(core);
             let again = move || begin_until(&own, log, spec, (deadline, Some(waiting), then));
             core.work.later(PAUSE, Box::new(again));
         }
-        Ok(PutOutcome::NoRoom(_)) => {
+        Ok(PutOutcome::NotAdmitted(Refusal::Budget, _)) => then(core, Err(ObjectCause::Budget)),
+        Ok(not) => {
             core.starved.store(true, Ordering::Relaxed);
-            then(core, Err(ObjectCause::NoSpace));
+            let is_quota = matches!(not, PutOutcome::NotAdmitted(..));
+            then(core, Err(if is_quota { ObjectCause::Quota } else { ObjectCause::NoSpace }));
         }
-        // Objects have no quota.
-        Ok(PutOutcome::NotAdmitted(..)) => then(core, Err(ObjectCause::Budget)),
         // No drive takes puts: those that have failed are left alone for longer than a put waits.
         Err(e) if e.kind() == ErrorKind::Busy => then(core, Err(ObjectCause::NoSpace)),
         Err(e) => {

@@ -1,7 +1,7 @@
 //! How much of a drive one tenant may take: the bound. Room is made by `reclaim/quota.rs`.
 //!
-//! A tenant is a cache salt. What is stored without one is nobody's and has no quota, and neither
-//! have objects.
+//! A tenant is a cache salt, or all objects of a namespace. A chunk that is stored without a salt is
+//! nobody's and has no quota.
 //!
 //! What each tenant takes of the lanes that this process holds is known exactly; those of other
 //! processes are counted in every scan. A put that would go beyond the quota is refused, so that

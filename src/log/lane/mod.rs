@@ -44,7 +44,7 @@ pub(super) use segments::{FoundSegment, Need, RESERVE_BYTES, Segment, SegmentPha
 pub(super) use tables::{
     Growth, anonymous_table, grow, growth_bytes, make_table, shared_state, show_table, wants_growth,
 };
-pub(super) use usage::{PolicyEvent, Usage, slot_bytes, tenant_of};
+pub(super) use usage::{PolicyEvent, Usage, quota_tenant, slot_bytes, tenant_of};
 
 use self::index_writes::IndexWrites;
 use super::base::budget::Budget;

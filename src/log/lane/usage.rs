@@ -222,9 +222,18 @@ impl Usage {
     }
 }
 
+/// The tenant that the objects of a namespace are together: no salt's hash, as no chunks lie beside
+/// them.
+const OBJECTS: u64 = 1;
+
 /// The tenant for whose quota an entry counts.
 pub(in crate::log) fn tenant_of(e: &Entry) -> Option<u64> {
-    (e.kind == EntryKind::Chunk && e.tenant != 0).then_some(e.tenant)
+    quota_tenant(e.kind == EntryKind::Object, e.tenant)
+}
+
+/// The same before there is an entry; what an object has as tenant is something else.
+pub(in crate::log) fn quota_tenant(is_object: bool, tenant: u64) -> Option<u64> {
+    if is_object { Some(OBJECTS) } else { (tenant != 0).then_some(tenant) }
 }
 
 /// Bytes of an entry's slot.

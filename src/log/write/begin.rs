@@ -14,7 +14,7 @@ use crate::log::base::in_flight::KeyClaim;
 use crate::log::base::options::Placement;
 use crate::log::base::spec::PutSpec;
 use crate::log::drive::{QuotaClaim, Volume, Waiting};
-use crate::log::lane::{HeldSlot, Lane, LaneState, Need, SlotPlace};
+use crate::log::lane::{HeldSlot, Lane, LaneState, Need, SlotPlace, quota_tenant};
 use crate::log::{Log, policy};
 
 /// How often who waits for room within a quota looks for it.
@@ -236,10 +236,10 @@ fn claim_quota(
     bytes: u64,
     deadline: Option<Instant>,
 ) -> std::result::Result<Option<QuotaClaim>, Refusal> {
-    let is_chunk = matches!(spec.key_kind, KeyKind::Chain | KeyKind::Segment);
-    let Some(quota) = volume.quota.as_ref().filter(|_| is_chunk && spec.tenant != 0) else { return Ok(None) };
+    let is_object = matches!(spec.key_kind, KeyKind::Object | KeyKind::ObjectPart);
+    let (Some(quota), Some(tenant)) = (&volume.quota, quota_tenant(is_object, spec.tenant)) else { return Ok(None) };
     loop {
-        let claim = quota.claim(volume, spec.tenant, bytes);
+        let claim = quota.claim(volume, tenant, bytes);
         if claim.is_some() {
             return Ok(claim);
         }
@@ -249,7 +249,7 @@ fn claim_quota(
         }
         if volume.ctx.options.foreground {
             (volume.helpers.enforce_quota)(volume);
-            return quota.claim(volume, spec.tenant, bytes).map(Some).ok_or(Refusal::Quota);
+            return quota.claim(volume, tenant, bytes).map(Some).ok_or(Refusal::Quota);
         }
         std::thread::sleep(LOOK_AT_QUOTA);
     }
