@@ -45,6 +45,17 @@ def cold() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
+#: What is added to a system's name: its device is made anew for each round, with its space but not written.
+ON_NEW_SPACE = "-new"
+
+
+def new_device(folder: Path, capacity: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with (folder / "device").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, capacity)
+
+
 def used_device(folder: Path, capacity: int) -> None:
     """An empty device for raw block that was written before, as devices are: the first writes of a file allocate."""
     folder.mkdir(exist_ok=True)
@@ -60,8 +71,9 @@ def once(name: str, folder: Path, arena: Arena, shape: tuple[int, int, int, int]
     length, count, per_task, tasks = shape
     capacity = 2 * count * length + 64 * MIB
     numbers = range(last, last + count)
+    name, is_new = name.removesuffix(ON_NEW_SPACE), name.endswith(ON_NEW_SPACE)
     if name == "lmcache-raw_block":
-        used_device(folder, capacity)
+        (new_device if is_new else used_device)(folder, capacity)
     else:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
