@@ -43,7 +43,7 @@ const CASES: &[(&str, &str, &str)] = &[
     ("block_size", r#""4KiB""#, "from 64KiB to 64MiB"),
     ("block_size", r#""128MiB""#, "from 64KiB to 64MiB"),
     ("block_size", r#""1 parsec""#, "is not a size"),
-    ("codec", r#""zstd""#, "use `none` or `exp4`"),
+    ("codec", r#""zstd""#, "use one of `auto`, `none`, `exp4`"),
     ("capacity", r#""1MiB""#, "at least 16MiB"),
     ("capacity", r#""120%""#, "0% to 100%"),
     ("capacity", r#""0%""#, "use 1 to 100%"),

@@ -53,8 +53,11 @@ pub enum Cufile {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Codec {
-    /// Not at all.
+    /// `Exp4` where it makes loads faster: for KV in host memory, with a processor whose vectors it
+    /// uses. Otherwise `None`.
     #[default]
+    Auto,
+    /// Not at all.
     None,
     /// bfloat16 without loss in three quarters of its bytes; other types as they are.
     Exp4,

@@ -258,7 +258,7 @@ impl Default for Settings {
             store_when: StoreWhen::Computed,
             max_concurrent_ops: 32,
             block_size: MIB,
-            codec: Codec::None,
+            codec: Codec::Auto,
             capacity: Capacity::Percent(80.0),
             tenant_quota: None,
             min_free: MinFree::Auto,

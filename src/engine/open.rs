@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use super::EngineOptions;
 use crate::config::{Codec, Cufile, Settings};
-use crate::device::{Device, StagingOptions, StagingPool};
+use crate::device::{CodecKernels, Device, StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::SlotLayout;
+use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
-use crate::log::{IsLoading, Log, LogOptions, Opening, codec_of};
+use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 use crate::remote::{Remote, RemoteOptions};
 use crate::tier::MemoryTier;
@@ -97,12 +97,11 @@ pub(super) fn pipeline_options(
     } else {
         ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging"))
     };
-    if !host && settings.codec != Codec::None {
+    if !host && settings.codec == Codec::Exp4 {
         return Err(Error::new(ErrorKind::Config, "codec: KV in a GPU's memory cannot be coded yet")
-            .advice("set codec: none, or keep the KV in host memory"));
+            .advice("set codec: auto or none, or keep the KV in host memory"));
     }
-    let stored = SlotLayout::of_coded_chunk(geometry, geometry.chunk_tokens, codec_of(settings));
-    let memory = memory_tier(settings, &stored, host)?;
+    let memory = memory_tier(settings, geometry, host)?;
     let load_pool = pool(loads.0, loads.1)?;
     let store_pool = pool(stores.0, stores.1)?;
     Ok(PipelineOptions {
@@ -119,8 +118,19 @@ pub(super) fn pipeline_options(
     })
 }
 
+/// The codec that the settings ask for. Without vectors it takes more of the processor than it saves
+/// of the drive.
+fn codec_of(settings: &Settings, host: bool) -> SlotCodec {
+    match settings.codec {
+        Codec::None => SlotCodec::None,
+        Codec::Exp4 => SlotCodec::Exp4,
+        Codec::Auto if host && CodecKernels::best().has_vectors() => SlotCodec::Exp4,
+        Codec::Auto => SlotCodec::None,
+    }
+}
+
 /// The memory tier, where the settings ask for one and KV lies in host memory.
-fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<Option<Arc<MemoryTier>>> {
+fn memory_tier(settings: &Settings, geometry: &Geometry, host: bool) -> Result<Option<Arc<MemoryTier>>> {
     if !settings.local_cpu {
         return Ok(None);
     }
@@ -128,7 +138,11 @@ fn memory_tier(settings: &Settings, layout: &SlotLayout, host: bool) -> Result<O
         tracing::warn!("local_cpu has no effect: the memory tier does not serve KV in a GPU's memory yet");
         return Ok(None);
     }
-    let (size, chunk) = (settings.max_local_cpu_size, layout.slot_bytes);
+    // A frame of coded chunks has no room for one that does not fit the codec. Who asks for the
+    // codec knows that KV fits.
+    let codec = if settings.codec == Codec::Exp4 { SlotCodec::Exp4 } else { SlotCodec::None };
+    let chunk = SlotLayout::of_coded_chunk(geometry, geometry.chunk_tokens, codec).slot_bytes;
+    let size = settings.max_local_cpu_size;
     let bytes = usize::try_from(size).unwrap_or(usize::MAX);
     let options = StagingOptions::of_settings(settings, bytes, usize::try_from(chunk).unwrap_or(usize::MAX));
     let context =
@@ -180,6 +194,7 @@ fn open_log(
     (pipeline, is_loading): (&PipelineOptions, &IsLoading),
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
+    log.codec = codec_of(&options.settings, options.device.place() == MemorySpace::Host);
     // Staging bounds what loads and stores submit; the rest is for the log's own.
     log.io.queue_limit = pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256;
     register_staging(&mut log.io, options, pipeline);

@@ -63,7 +63,6 @@ pub use opening::{OpenLog, Opening};
 pub use read::{Bad, Chunk};
 pub use recovery::reader as recover;
 pub use recovery::scan;
-pub use settings::codec_of;
 #[doc(hidden)]
 pub use turn::Turn;
 pub use write::{Put, PutDone, PutOutcome, Refusal, SlotWriter, StoreCandidate};

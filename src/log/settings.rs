@@ -11,7 +11,6 @@ use super::base::options::{DriveOptions, LogOptions};
 use crate::config::dir::{CacheDir, DirOptions, MountTable};
 use crate::config::{self, EvictionPolicy, IoEngine, Settings, Warning};
 use crate::error::Result;
-use crate::format::layout::SlotCodec;
 use crate::geometry::Geometry;
 use crate::index::{AdmissionPolicy, Reclaim};
 use crate::io::{EngineChoice, IoOptions, file_system_bytes};
@@ -30,8 +29,8 @@ fn tell_once(warning: &Warning) -> bool {
 }
 
 impl LogOptions {
-    /// Options as the settings say, after a check of the cache directories. Staging regions, and
-    /// with them the limit of the queues, are for the caller to add.
+    /// Options as the settings say, after a check of the cache directories. The codec, which depends
+    /// on where KV lies, and staging regions with the limit of the queues are for the caller to add.
     ///
     /// # Errors
     /// `Config` where no drive is set; what is wrong with a cache directory.
@@ -59,7 +58,6 @@ impl LogOptions {
         };
         Ok(Self {
             dirs: drives.iter().map(|d| d.path.clone()).collect(),
-            codec: codec_of(settings),
             mode: settings.mode,
             drives: each,
             policy,
@@ -80,14 +78,6 @@ impl LogOptions {
             io_timeout: settings.io_timeout(),
             ..Self::new(Path::new(""), geometry)
         })
-    }
-}
-
-/// The codec that the settings ask for.
-pub fn codec_of(settings: &Settings) -> SlotCodec {
-    match settings.codec {
-        config::Codec::None => SlotCodec::None,
-        config::Codec::Exp4 => SlotCodec::Exp4,
     }
 }
 

@@ -41,6 +41,12 @@ impl CodecKernels {
         all
     }
 
+    /// Whether it uses the processor's vectors.
+    #[must_use]
+    pub fn has_vectors(&self) -> bool {
+        self.name != PORTABLE.name
+    }
+
     /// The best for this processor.
     #[must_use]
     pub fn best() -> &'static Self {
