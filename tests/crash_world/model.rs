@@ -42,9 +42,8 @@ pub struct Put {
     pub going: bool,
     /// The removal or floor has returned: nobody may.
     pub gone: bool,
-    /// It was never published, or is a copy that was about to be, and its header may be on the
-    /// drive all the same, until its segment is sealed or its lane opened anew: no index names
-    /// it, and no removal knows of it.
+    /// It was never published, and its header may be on the drive all the same, until its segment
+    /// is sealed or its lane opened anew: no index names it, and no removal knows of it.
     pub stray: bool,
 }
 
@@ -170,11 +169,6 @@ impl Model {
     pub fn removing(&mut self, by: u64, keys: &[u64]) -> Going {
         let is_under_way = |p: &Put| matches!(p.state, State::Begun | State::Committed);
         self.go(Reach::Keys(keys.to_vec()), |p| p.owner != by && is_under_way(p))
-    }
-
-    /// Keys are removed amid another process's call, which may be just copying them.
-    pub fn may_be_copied(&mut self, keys: &[u64]) {
-        self.puts.values_mut().filter(|p| keys.contains(&p.key)).for_each(|p| p.stray = true);
     }
 
     /// A floor of a tenant, or of everything, begins: whatever has a number by now is below it.

@@ -73,7 +73,6 @@ impl World {
             return;
         }
         self.amid.fetch_add(1, Ordering::Relaxed);
-        self.is_amid.store(true, Ordering::Relaxed);
         self.judge.amid.fetch_add(1, Ordering::Relaxed);
         let (k, choice) = (rng.below(self.config.keys), rng.below(10));
         self.tell(|| format!("amid a call of {current} process {} key {k}: {choice}", process.number));
@@ -85,7 +84,6 @@ impl World {
             8 => self.turn(process, Turn::Commit),
             _ => self.turn(process, Turn::Maintain),
         }
-        self.is_amid.store(false, Ordering::Relaxed);
         self.disk.enter(current);
     }
 
@@ -108,9 +106,6 @@ impl World {
 
     pub fn remove_keys(&self, process: &Process, keys: &[u64]) {
         let going = self.model.lock().removing(process.number, keys);
-        if self.is_amid.load(Ordering::Relaxed) {
-            self.model.lock().may_be_copied(keys);
-        }
         let names: Vec<_> = keys.iter().map(|k| key(*k)).collect();
         self.drain(process);
         let outcome = self.run(process, |log| log.remove(&names).map(drop));

@@ -56,8 +56,6 @@ pub struct World {
     pub began: Files,
     /// Steps that one process did amid a call of another.
     pub amid: AtomicU64,
-    /// One is under way.
-    pub is_amid: AtomicBool,
     next_process: AtomicU64,
     _mount: Mount,
 }
@@ -100,7 +98,6 @@ impl World {
             depth: start.depth,
             began: start.files,
             amid: AtomicU64::new(0),
-            is_amid: AtomicBool::new(false),
             next_process: AtomicU64::new(1),
             _mount: mounted,
         })
