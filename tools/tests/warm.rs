@@ -5,7 +5,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{folder, forebay};
+use common::{folder, forebay, forebay_with};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -123,4 +123,22 @@ fn an_import_is_verified_resumable_and_found_again() {
     assert_eq!(json["stored_chunks"], 5);
     let run = forebay(dir.path(), &named).expect(2);
     assert!(run.stderr.contains("--model-name"), "{}", run.stderr);
+}
+
+#[test]
+fn an_import_codes_where_it_is_told_to() {
+    let dir = folder();
+    tiny(&dir.path().join("a.safetensors"), 512);
+    let slots = |cache: &str, variables: &[(&str, &str)]| {
+        std::fs::create_dir(dir.path().join(cache)).unwrap();
+        let import = ["warm", "import", "a.safetensors", "--directory", cache, "--model", "tiny", "--verify", "--json"];
+        let json =
+            forebay_with(dir.path(), &[&import[..], &["--chunk-tokens", "256"]].concat(), variables).expect(0).json();
+        assert_eq!((&json["stored_chunks"], &json["wrong_bytes"]), (&2.into(), &0.into()));
+        let stat = forebay(dir.path(), &["stat", cache, "--json"]).expect(0).json();
+        stat["drives"][0]["namespaces"][0]["shards"][0]["lanes"][0]["slot_bytes"].as_u64().unwrap()
+    };
+    let (raw, auto, coded) =
+        (slots("raw", &[("FOREBAY_CODEC", "none")]), slots("auto", &[]), slots("coded", &[("FOREBAY_CODEC", "exp4")]));
+    assert!(auto == raw && coded < raw * 7 / 8, "{raw} {auto} {coded}");
 }
