@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::try_join_all;
@@ -31,7 +31,7 @@ use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 /// Chunks of one prompt that are fetched at once.
 pub(super) const AT_ONCE: usize = 4;
 /// How often a put that found no room, or its key being stored by another, is tried again.
-const TRY_AGAIN: std::time::Duration = std::time::Duration::from_millis(5);
+const TRY_AGAIN: Duration = Duration::from_millis(5);
 
 /// A fetch under way. Dropping it cancels it; what it has brought stays.
 #[derive(Debug)]
@@ -51,6 +51,7 @@ struct FetchProgress {
     chunks: usize,
     stopped: Option<RemoteCause>,
     over: bool,
+    took: Duration,
 }
 
 impl Fetch {
@@ -79,6 +80,15 @@ impl Fetch {
     #[must_use]
     pub fn stopped(&self) -> Option<&'static str> {
         self.state.progress.lock().stopped.map(RemoteCause::as_str)
+    }
+
+    /// Chunks that it has brought, and the seconds that it took, where it is over and that says
+    /// something of the store: one chunk at most did not come in time where none did.
+    #[must_use]
+    pub fn measured(&self) -> Option<(usize, f64)> {
+        let progress = self.state.progress.lock();
+        let chunks = progress.chunks.max(usize::from(progress.stopped == Some(RemoteCause::TimedOut)));
+        (progress.over && chunks > 0).then_some((chunks, progress.took.as_secs_f64()))
     }
 
     /// Waits until it has ended, at most until `deadline`; whether it has.
@@ -139,6 +149,7 @@ pub(super) fn start(
     (to, order): (Destination, FetchOrder),
     deadline: Instant,
 ) -> Fetch {
+    let started = Instant::now();
     let state = Arc::new(FetchState::default());
     let running = Running(Arc::clone(&state));
     let shared = Arc::clone(shared);
@@ -154,7 +165,7 @@ pub(super) fn start(
             shared.counters.not_fetched.add(cause, 1);
         }
         let mut progress = running.0.progress.lock();
-        (progress.stopped, progress.over) = (stopped, true);
+        (progress.stopped, progress.over, progress.took) = (stopped, true, started.elapsed());
     });
     Fetch { state, task: Some(task.abort_handle()) }
 }
@@ -277,9 +288,12 @@ async fn fill(
     let timeout = to.log.options().io_timeout;
     let writes = Extents::cuts(layout, PART_BYTES).zip(extents.into_pieces()).map(|((at, _), piece)| {
         let slot = &slot;
-        async move { transfer::submit(&**slot.queue(), timeout, |done| slot.request(at, piece, done)).await.map(drop) }
+        async move { transfer::submit(&**slot.queue(), timeout, |done| slot.request(at, piece, done)).await }
     });
-    try_join_all(writes).await?;
+    let written = try_join_all(writes).await?.into_iter().filter_map(|completion| completion.buf);
+    for piece in written.filter(|piece| frame.as_ref().is_none_or(|frame| !frame.holds(piece))) {
+        shared.spare_pieces.put(piece);
+    }
     let crcs: Vec<u32> = header.layers.iter().map(|layer| layer.crc).collect();
     let (told, end) = oneshot::channel();
     slot.commit(&crcs, Box::new(move |result| drop(told.send(result))));
@@ -305,7 +319,7 @@ async fn read(
         // The header comes with the first part.
         let mut header = vec![0; if at == data_at { layout.header_bytes as usize } else { 0 }];
         async move {
-            let mut piece = memory_for(frame, (at, len))?;
+            let mut piece = memory_for(shared, frame, (at, len))?;
             let from = at - header.len() as u64 - header_at;
             let range = from..at - header_at + len as u64;
             let mut taken = 0;
@@ -329,9 +343,9 @@ async fn read(
     Ok((headers, Extents::new(layout, PART_BYTES, pieces)))
 }
 
-fn memory_for(frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, RemoteCause> {
+fn memory_for(shared: &Shared, frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, RemoteCause> {
     let at = at as usize;
-    frame.and_then(|frame| frame.part(at..at + len)).map_or_else(|| object::memory(len), Ok)
+    frame.and_then(|frame| frame.part(at..at + len)).map_or_else(|| shared.spare_pieces.take(len), Ok)
 }
 
 fn copy_to(to: &mut [u8], at: usize, bytes: &[u8]) {

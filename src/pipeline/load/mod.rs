@@ -266,6 +266,12 @@ impl Load {
         self.inner.state.lock().finished
     }
 
+    /// How long it took; how long it has taken so far while it runs.
+    #[must_use]
+    pub fn took(&self) -> Duration {
+        self.inner.state.lock().took.unwrap_or_else(|| self.inner.started.elapsed())
+    }
+
     /// Whether something that did not verify is still to be wiped.
     #[cfg(test)]
     pub(in crate::pipeline) fn is_wiping(&self) -> bool {
