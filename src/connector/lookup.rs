@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::busy::BusyTime;
 use super::meta::WorkerMeta;
 use super::scheduler::{MeasuredRate, Refusals};
 use crate::engine::{Engine, Fetch, Lookup, Prompt};
@@ -137,6 +138,7 @@ pub(super) struct Fetches {
     of: HashMap<String, Vec<Fetch>>,
     /// What they bring, and what the server computes, in tokens per second.
     bringing: MeasuredRate,
+    busy: BusyTime,
     computing: Option<f64>,
     refusals: Refusals,
     refused: u64,
@@ -165,8 +167,9 @@ impl Fetches {
         if let Some(fetches) = self.of.get_mut(req_id) {
             // A fetch ends at its deadline.
             for over in fetches.extract_if(.., |fetch| fetch.is_over()) {
-                if let Some((chunks, seconds)) = over.measured() {
-                    self.bringing.add((chunks * prompt.chunk_tokens()) as f64, seconds);
+                if let Some((chunks, times)) = over.measured() {
+                    let tokens = chunks * prompt.chunk_tokens();
+                    self.bringing.add(tokens as f64, self.busy.add(&times).as_secs_f64());
                 }
             }
             return Ok(!fetches.is_empty());

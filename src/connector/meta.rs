@@ -193,7 +193,7 @@ pub struct WorkerMeta {
     pub stored: Vec<StoredChunk>,
     /// Tokens loaded since the last report.
     pub loaded_tokens: u64,
-    /// Seconds that loads were under way for them.
+    /// Seconds in which loads were under way for them; those of several at once count once.
     pub load_s: f64,
     /// Keys of chunks that were dropped for room here since the last report, as far as one report
     /// takes them.

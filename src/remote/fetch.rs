@@ -6,6 +6,7 @@
 //! once all of them have proved right.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -53,7 +54,7 @@ struct FetchProgress {
     chunks: usize,
     stopped: Option<RemoteCause>,
     over: bool,
-    took: Duration,
+    times: Option<Range<Instant>>,
 }
 
 impl Fetch {
@@ -84,13 +85,13 @@ impl Fetch {
         self.state.progress.lock().stopped.map(RemoteCause::as_str)
     }
 
-    /// Chunks that it has brought, and the seconds that it took, where it is over and that says
-    /// something of the store: one chunk at most did not come in time where none did.
+    /// Chunks that it has brought, when it began and when it ended, where that says something of the
+    /// store: where none came in time, one counts as if it had come then.
     #[must_use]
-    pub fn measured(&self) -> Option<(usize, f64)> {
+    pub fn measured(&self) -> Option<(usize, Range<Instant>)> {
         let progress = self.state.progress.lock();
         let chunks = progress.chunks.max(usize::from(progress.stopped == Some(RemoteCause::TimedOut)));
-        (progress.over && chunks > 0).then_some((chunks, progress.took.as_secs_f64()))
+        Some((chunks, progress.times.clone().filter(|_| chunks > 0)?))
     }
 
     /// Waits until it has ended, at most until `deadline`; whether it has.
@@ -167,7 +168,7 @@ pub(super) fn start(
             shared.counters.not_fetched.add(cause, 1);
         }
         let mut progress = running.0.progress.lock();
-        (progress.stopped, progress.over, progress.took) = (stopped, true, started.elapsed());
+        (progress.stopped, progress.over, progress.times) = (stopped, true, Some(started..Instant::now()));
     });
     Fetch { state, task: Some(task.abort_handle()) }
 }

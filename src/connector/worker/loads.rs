@@ -176,15 +176,16 @@ impl Worker {
         self.report.loaded_step = self.step;
     }
 
-    fn end_loads(&mut self, over: Vec<Loading>) {
+    fn end_loads(&mut self, mut over: Vec<Loading>) {
+        over.sort_by_key(|loading| loading.load.times().end);
         for Loading { order, load } in over {
-            let (result, took) = (load.wait(), load.took());
+            let (result, times) = (load.wait(), load.times());
             // Once it is dropped nothing writes the blocks any more, also where it timed out.
             drop(load);
             let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;
             self.stats.loaded_tokens += loaded;
             self.report.loaded_tokens += loaded;
-            self.report.load_s += took.as_secs_f64();
+            self.report.load_s += self.busy.add(&times).as_secs_f64();
             if result.tokens < order.stop {
                 self.load_failed(&order, (result.tokens, &result.failed_blocks));
             }

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::busy::BusyTime;
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use super::worker_identity::WorkerIdentity;
@@ -142,6 +143,8 @@ pub struct Worker {
     /// What is read ahead, or was, for requests that wait.
     prefetches: HashMap<String, Prefetch>,
     step: u64,
+    /// When loads were under way.
+    busy: BusyTime,
     /// The last step that the scheduler was told of.
     told_step: u64,
     /// What the scheduler has not acknowledged yet.
@@ -177,6 +180,7 @@ impl Worker {
             pins: HashMap::new(),
             prefetches: HashMap::new(),
             step: 0,
+            busy: BusyTime::default(),
             told_step: 0,
             report: WorkerMeta::default(),
             stats: WorkerStats::default(),

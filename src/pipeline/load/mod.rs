@@ -5,6 +5,7 @@
 //! caller's memory back.
 
 use std::fmt;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -266,10 +267,11 @@ impl Load {
         self.inner.state.lock().finished
     }
 
-    /// How long it took; how long it has taken so far while it runs.
+    /// When it began and when it ended; until now while it runs.
     #[must_use]
-    pub fn took(&self) -> Duration {
-        self.inner.state.lock().took.unwrap_or_else(|| self.inner.started.elapsed())
+    pub fn times(&self) -> Range<Instant> {
+        let took = self.inner.state.lock().took.unwrap_or_else(|| self.inner.started.elapsed());
+        self.inner.started..self.inner.started + took
     }
 
     /// Whether something that did not verify is still to be wiped.
