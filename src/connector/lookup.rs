@@ -164,15 +164,8 @@ impl Fetches {
         (req_id, prompt): (&str, &Prompt),
         patience: Duration,
     ) -> Result<bool> {
-        if let Some(fetches) = self.of.get_mut(req_id) {
-            // A fetch ends at its deadline.
-            for over in fetches.extract_if(.., |fetch| fetch.is_over()) {
-                if let Some((chunks, times)) = over.measured() {
-                    let tokens = chunks * prompt.chunk_tokens();
-                    self.bringing.add(tokens as f64, self.busy.add(&times).as_secs_f64());
-                }
-            }
-            return Ok(!fetches.is_empty());
+        if self.of.contains_key(req_id) {
+            return Ok(self.still_coming(req_id, prompt));
         }
         let engines = engines.filter(|engine| engine.has_remote());
         if engines.clone().next().is_none() {
@@ -191,11 +184,22 @@ impl Fetches {
             }
         };
         let deadline = Instant::now() + patience;
-        let mut fetches = engines.map(|engine| engine.fetch(prompt, deadline)).collect::<Result<Vec<_>>>()?;
-        fetches.retain(|fetch| !fetch.is_over());
-        let is_coming = !fetches.is_empty();
+        let fetches = engines.map(|engine| engine.fetch(prompt, deadline)).collect::<Result<_>>()?;
         self.of.insert(req_id.to_owned(), fetches);
-        Ok(is_coming)
+        Ok(self.still_coming(req_id, prompt))
+    }
+
+    /// Whether fetches for a request are not over; those that are have been measured.
+    fn still_coming(&mut self, req_id: &str, prompt: &Prompt) -> bool {
+        let Some(fetches) = self.of.get_mut(req_id) else { return false };
+        // A fetch ends at its deadline.
+        for over in fetches.extract_if(.., |fetch| fetch.is_over()) {
+            if let Some((chunks, times)) = over.measured() {
+                let tokens = chunks * prompt.chunk_tokens();
+                self.bringing.add(tokens as f64, self.busy.add(&times).as_secs_f64());
+            }
+        }
+        !fetches.is_empty()
     }
 
     /// The request has ended: what still comes for it does not matter.
