@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults
+.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -152,6 +152,11 @@ vllm-ci: python
 
 vllm-test: python
 	python=$$($(VLLM)) && cd tests/vllm && $$python -m pytest -q -s --durations=30
+
+# Real vLLM over the S3 server of the tests.
+vllm-s3: python
+	$(CARGO) build --locked -p forebay --example s3-server
+	python=$$($(VLLM)) && cd tests/vllm && FOREBAY_S3_SERVER=$(CURDIR)/target/debug/examples/s3-server $$python -m pytest -q -s test_s3.py
 
 # What blending costs in quality, on SmolLM2-135M-Instruct: writes the table of docs/blend.md; ten minutes on two quiet cores.
 blend-quality: python

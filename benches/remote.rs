@@ -1,5 +1,6 @@
 //! The remote tier beside bare ranged reads of the same objects, over a real S3 server in this
-//! process; and loads from the drive while the server hangs, beside loads while it does not.
+//! process: reads whose bytes are dropped, and reads that do with them what a fetch does too. And
+//! loads from the drive while the server hangs, beside loads while it does not.
 //!
 //! `cargo bench -p forebay --bench remote -- DIR [CHUNKS]`: DIR is a directory on a drive, CHUNKS how
 //! many chunks of 32 MiB are moved in each run. Runs alternate; the median of the pairs counts.
@@ -8,11 +9,14 @@
 #[path = "../tests/remote_world/mod.rs"]
 mod remote_world;
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use forebay::config::{Capacity, MinFree, Settings};
 use forebay::device::{HostDevice, HostOptions, PagedKv};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, Prompt, StoreRequest};
@@ -27,6 +31,7 @@ use remote_world::{BUCKET, Server, Spoil};
 /// As the tier does it: bytes of a request, and chunks that are fetched at once.
 const PART_BYTES: u64 = 8 << 20;
 const AT_ONCE: usize = 4;
+const ALL: [Then; 3] = [Then::Dropped, Then::Kept, Then::Written];
 const RUNS: usize = 7;
 const LOADS: usize = 15;
 const LONG: Duration = Duration::from_secs(120);
@@ -80,18 +85,58 @@ fn paged(geometry: &Geometry, chunks: usize) -> Arc<PagedKv> {
     kv
 }
 
+/// What is done with a range that was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Then {
+    /// It is dropped.
+    Dropped,
+    /// Its CRC is taken, on another thread, and it is kept until all are read.
+    Kept,
+    /// As kept, and it is written to a file on the drive by the same thread.
+    Written,
+}
+
+/// A range, at an offset of a file.
+fn used(part: Bytes, then: Then, (file, at): (Arc<File>, u64)) -> Bytes {
+    if then != Then::Dropped {
+        std::hint::black_box(crc32fast::hash(&part));
+    }
+    if then == Then::Written {
+        file.write_all_at(&part, at).unwrap();
+    }
+    part
+}
+
 /// The bare reads: every object in ranges, several at once.
-async fn read(store: &dyn ObjectStore, objects: &[ObjectMeta]) -> u64 {
-    let parts = |object: ObjectMeta| {
+async fn read(store: &dyn ObjectStore, objects: &[ObjectMeta], (then, dir): (Then, &Path)) -> u64 {
+    let file = Arc::new(tempfile::tempfile_in(dir).unwrap());
+    let parts = |(n, object): (usize, ObjectMeta)| {
+        let (first, file) = (n as u64 * object.size, Arc::clone(&file));
         let starts = (0..object.size).step_by(PART_BYTES as usize);
         let ranges: Vec<_> = starts.map(|at| at..(at + PART_BYTES).min(object.size)).collect();
         async move {
-            let reads = ranges.into_iter().map(|range| store.get_range(&object.location, range));
-            let parts = futures_util::future::try_join_all(reads).await.unwrap();
-            parts.iter().map(|part| part.len() as u64).sum::<u64>()
+            let reads = ranges.into_iter().map(async |range| {
+                let at = first + range.start;
+                let part = store.get_range(&object.location, range).await.unwrap();
+                let file = Arc::clone(&file);
+                let use_it = move || used(part, then, (file, at));
+                if then == Then::Dropped { use_it() } else { tokio::task::spawn_blocking(use_it).await.unwrap() }
+            });
+            futures_util::future::join_all(reads).await
         }
     };
-    futures_util::stream::iter(objects.to_vec()).map(parts).buffered(AT_ONCE).fold(0, |a, b| async move { a + b }).await
+    let all = futures_util::stream::iter(objects.iter().cloned().enumerate()).map(parts).buffered(AT_ONCE);
+    let mut kept = Vec::new();
+    let count = |bytes: u64, parts: Vec<Bytes>| bytes + parts.iter().map(|part| part.len() as u64).sum::<u64>();
+    let mut all = std::pin::pin!(all);
+    let mut bytes = 0;
+    while let Some(parts) = all.next().await {
+        if then == Then::Kept {
+            kept.extend_from_slice(&parts);
+        }
+        bytes = count(bytes, parts);
+    }
+    bytes
 }
 
 fn main() {
@@ -101,7 +146,8 @@ fn main() {
         return;
     };
     let chunks = args.next().map_or(8, |n| n.parse::<usize>().unwrap());
-    let folder = || tempfile::tempdir_in(&dir).unwrap();
+    let dir = Path::new(&dir);
+    let folder = || tempfile::tempdir_in(dir).unwrap();
     let (root, home) = (folder(), folder());
     let server = Server::start(root.path());
     let one = open(home.path(), &server);
@@ -123,11 +169,13 @@ fn main() {
     let bytes: u64 = objects.iter().map(|object| object.size).sum();
     let mib_per_s = |seconds: f64| bytes as f64 / f64::from(1 << 20) / seconds;
     for answers in ["the server reads files", "the server answers from memory"] {
-        let (mut reads, mut fetches, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        let home = folder();
+        let two = open(home.path(), &server);
+        let (mut reads, mut fetches) = (vec![Vec::new(); ALL.len()], Vec::new());
         for run in 0..=RUNS {
-            let of_read = seconds(|| assert_eq!(runtime.block_on(read(&bare, &objects)), bytes));
-            let home = folder();
-            let two = open(home.path(), &server);
+            two.log().unwrap().clear().unwrap();
+            let bare = |then| seconds(|| assert_eq!(runtime.block_on(read(&bare, &objects, (then, dir))), bytes));
+            let of_reads = ALL.map(bare);
             let of_fetch = seconds(|| {
                 let fetch = two.fetch(&p, Instant::now() + LONG).unwrap();
                 assert!(fetch.wait(Instant::now() + LONG));
@@ -135,13 +183,20 @@ fn main() {
             });
             // The first one warms up.
             if run > 0 {
-                reads.push(mib_per_s(of_read));
-                fetches.push(mib_per_s(of_fetch));
-                ratios.push(of_read / of_fetch);
+                reads.iter_mut().zip(of_reads).for_each(|(all, seconds)| all.push(seconds));
+                fetches.push(of_fetch);
             }
         }
-        println!("{answers}: bare ranged reads {:.0} MiB/s", median(reads));
-        println!("  fetched to a drive {:.0} MiB/s, {:.3} times that", median(fetches), median(ratios));
+        println!("{answers}: fetched to a drive {:.0} MiB/s", mib_per_s(median(fetches.clone())));
+        for (then, of) in ALL.iter().zip(reads) {
+            let ratios = of.iter().zip(&fetches).map(|(read, fetch)| read / fetch).collect();
+            println!(
+                "  bare ranged reads, {:<18} {:>5.0} MiB/s; a fetch has {:.3} times that",
+                format!("{then:?}").to_lowercase(),
+                mib_per_s(median(of)),
+                median(ratios)
+            );
+        }
         server.remember();
     }
 

@@ -473,6 +473,48 @@ fn a_waiting_request_is_fetched_for_once_and_for_as_long_as_loads_may_take() {
     assert_eq!(remote(&two).missed("timed_out"), 1);
 }
 
+#[test]
+fn a_request_waits_for_the_store_no_longer_than_computing_takes_and_loads_what_has_come() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, mut b) = (Machine::new(&server), Machine::new(&server));
+    // Nothing else ends a wait.
+    (b.world.settings.load_timeout_ms, b.world.settings.remote_timeout_ms) = (3_600_000, 600_000);
+    let one = a.open();
+    let (p, _) = a.upload(&one, 1);
+    let two = Arc::new(b.open());
+    let mut lookup = EngineLookup::new(vec![Arc::clone(&two)]);
+    let mut ask = |req: &str, p: &Prompt, computing: f64| {
+        lookup.computes(Some(computing));
+        loop {
+            if let Some(tokens) = lookup.stored_tokens(req, p).unwrap() {
+                return (tokens, lookup.not_fetched());
+            }
+            std::thread::yield_now();
+        }
+    };
+    // The first chunk is asked about alone; the others never come.
+    let heads = AtomicU64::new(0);
+    server.spoil(move |method, _| match *method {
+        Method::HEAD if heads.fetch_add(1, Ordering::SeqCst) > 0 => Spoil::Stall,
+        _ => Spoil::No,
+    });
+    let chunk = two.geometry().chunk_tokens as usize;
+    assert_eq!(ask("two seconds", &p, N as f64 / 2.0), (chunk, 0), "one chunk in time, the rest is computed");
+    assert_eq!(remote(&two).missed("timed_out"), 1);
+    // Fetches that are always slower than computing are not begun.
+    let mut n = 0;
+    let not_fetched = loop {
+        n += 1;
+        let (tokens, not_fetched) = ask(&format!("no time {n}"), &prompt(&two, N, 10 + n), 1e12);
+        assert_eq!(tokens, 0);
+        if not_fetched > 0 || n > 100 {
+            break not_fetched;
+        }
+    };
+    assert_eq!((not_fetched, n), (1, 15), "after 15 measurements");
+}
+
 /// With `FOREBAY_REMOTE_FAULTS` for as many spoiled requests, `make remote-faults`.
 #[test]
 fn faults_at_random_give_no_wrong_byte_and_no_fetch_outlasts_its_deadline() {

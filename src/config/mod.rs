@@ -191,7 +191,7 @@ pub struct Settings {
     #[serde(deserialize_with = "value::loose")]
     pub min_load_tokens: usize,
     /// Tokens that the serving engine computes per second: slower loads are not offered to it;
-    /// `None` offers all.
+    /// `None` for what is measured.
     #[serde(deserialize_with = "value::loose")]
     pub recompute_tokens_per_s: Option<f64>,
     /// Milliseconds that a serving engine's step waits for copies out of blocks that are about to

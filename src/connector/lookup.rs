@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::busy::BusyTime;
 use super::meta::WorkerMeta;
+use super::scheduler::{MeasuredRate, Refusals};
 use crate::engine::{Engine, Fetch, Lookup, Prompt};
 use crate::error::Result;
 
@@ -29,6 +31,15 @@ pub trait PrefixLookup: Send {
     /// # Errors
     /// Whatever keeps it from answering; the scheduler takes it as nothing stored, and counts it.
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>>;
+
+    /// How many tokens per second the server computes, where that is known: what would come slower
+    /// is not waited for.
+    fn computes(&mut self, _tokens_per_s: Option<f64>) {}
+
+    /// Requests for which nothing was fetched because computing is faster.
+    fn not_fetched(&self) -> u64 {
+        0
+    }
 
     /// Keeps the first `tokens` of a request's prompt from eviction, as far as it can, for at most
     /// `patience`; how many of them are still stored. Called before they are promised.
@@ -98,6 +109,14 @@ impl PrefixLookup for EngineLookup {
         Ok(Some(least(engines(), prompt)?.unwrap_or(0)))
     }
 
+    fn computes(&mut self, tokens_per_s: Option<f64>) {
+        self.fetches.computes(tokens_per_s);
+    }
+
+    fn not_fetched(&self) -> u64 {
+        self.fetches.not_fetched()
+    }
+
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
         self.pins.pin(self.engines.iter().map(AsRef::as_ref), (req_id, prompt, tokens), patience)
     }
@@ -117,32 +136,70 @@ impl PrefixLookup for EngineLookup {
 pub(super) struct Fetches {
     /// Per request, one fetch of each engine; none once they are over.
     of: HashMap<String, Vec<Fetch>>,
+    /// What they bring, and what the server computes, in tokens per second.
+    bringing: MeasuredRate,
+    busy: BusyTime,
+    computing: Option<f64>,
+    refusals: Refusals,
+    refused: u64,
 }
 
 impl Fetches {
+    /// How many tokens per second the server computes.
+    pub(super) fn computes(&mut self, tokens_per_s: Option<f64>) {
+        self.computing = tokens_per_s;
+    }
+
+    /// Requests for which nothing was fetched because computing is faster.
+    pub(super) fn not_fetched(&self) -> u64 {
+        self.refused
+    }
+
     /// Whether chunks of a request are still coming to `engines`, for at most `patience` since it
-    /// was asked first.
+    /// was asked first, and for as long as computing them would take. What has come by then is
+    /// loaded, and the rest computed.
     pub(super) fn is_coming<'a>(
         &mut self,
-        engines: impl Iterator<Item = &'a Engine>,
+        engines: impl Iterator<Item = &'a Engine> + Clone,
         (req_id, prompt): (&str, &Prompt),
         patience: Duration,
     ) -> Result<bool> {
-        if let Some(fetches) = self.of.get_mut(req_id) {
-            // A fetch ends at its deadline.
-            fetches.retain(|fetch| !fetch.is_over());
-            return Ok(!fetches.is_empty());
+        if self.of.contains_key(req_id) {
+            return Ok(self.still_coming(req_id, prompt));
         }
-        let mut engines = engines.filter(|engine| engine.has_remote()).peekable();
-        if engines.peek().is_none() {
+        let engines = engines.filter(|engine| engine.has_remote());
+        if engines.clone().next().is_none() {
             return Ok(false);
         }
+        if self.refusals.refuses(self.bringing.settled(), self.computing) {
+            self.refused += 1;
+            self.of.insert(req_id.to_owned(), Vec::new());
+            return Ok(false);
+        }
+        let patience = match self.computing {
+            None => patience,
+            Some(rate) => {
+                let missing = prompt.len().saturating_sub(least(engines.clone(), prompt)?.unwrap_or(0));
+                Duration::try_from_secs_f64(missing as f64 / rate).map_or(patience, |takes| takes.min(patience))
+            }
+        };
         let deadline = Instant::now() + patience;
-        let mut fetches = engines.map(|engine| engine.fetch(prompt, deadline)).collect::<Result<Vec<_>>>()?;
-        fetches.retain(|fetch| !fetch.is_over());
-        let is_coming = !fetches.is_empty();
+        let fetches = engines.map(|engine| engine.fetch(prompt, deadline)).collect::<Result<_>>()?;
         self.of.insert(req_id.to_owned(), fetches);
-        Ok(is_coming)
+        Ok(self.still_coming(req_id, prompt))
+    }
+
+    /// Whether fetches for a request are not over; those that are have been measured.
+    fn still_coming(&mut self, req_id: &str, prompt: &Prompt) -> bool {
+        let Some(fetches) = self.of.get_mut(req_id) else { return false };
+        // A fetch ends at its deadline.
+        for over in fetches.extract_if(.., |fetch| fetch.is_over()) {
+            if let Some((chunks, times)) = over.measured() {
+                let tokens = chunks * prompt.chunk_tokens();
+                self.bringing.add(tokens as f64, self.busy.add(&times).as_secs_f64());
+            }
+        }
+        !fetches.is_empty()
     }
 
     /// The request has ended: what still comes for it does not matter.

@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 4;
+const VERSION: u8 = 5;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -187,16 +187,13 @@ pub struct WorkerMeta {
     pub gathered_step: u64,
     /// The loads that ran within all steps up to this one are over.
     pub loaded_step: u64,
-    /// Seconds that this step computed for without waiting for layers; 0 where no load ran within
-    /// a step since the last report.
-    pub computed_s: f64,
     /// Requests whose load failed since the last report.
     pub failed: Vec<String>,
     /// Chunks stored since the last report.
     pub stored: Vec<StoredChunk>,
     /// Tokens loaded since the last report.
     pub loaded_tokens: u64,
-    /// Seconds that loads were under way for them.
+    /// Seconds in which loads were under way for them; those of several at once count once.
     pub load_s: f64,
     /// Keys of chunks that were dropped for room here since the last report, as far as one report
     /// takes them.
@@ -223,12 +220,9 @@ impl WorkerMeta {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let report: Self = read(bytes, "a worker's report")?;
         // Means are taken of it: what is no number would stay in them for ever.
-        match [report.load_s, report.computed_s].iter().find(|s| !s.is_finite() || **s < 0.0) {
-            None => Ok(report),
-            Some(wrong) => Err(Error::new(
-                ErrorKind::InvalidInput,
-                format!("a worker reports {wrong} seconds of loading or computing"),
-            )),
+        match report.load_s {
+            seconds if seconds.is_finite() && seconds >= 0.0 => Ok(report),
+            wrong => Err(Error::new(ErrorKind::InvalidInput, format!("a worker reports {wrong} seconds of loading"))),
         }
     }
 }

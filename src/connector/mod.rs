@@ -19,6 +19,7 @@
 //! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a
 //! drive.
 
+mod busy;
 mod lookup;
 mod meta;
 mod options;

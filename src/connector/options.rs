@@ -100,7 +100,7 @@ pub struct ConnectorOptions {
     /// Loads of fewer tokens are not worth it.
     pub min_load_tokens: usize,
     /// Tokens that the server computes per second; where loads are measured to be slower, none is
-    /// offered. `None` for no such rule.
+    /// offered. `None` for what is measured.
     pub recompute_tokens_per_s: Option<f64>,
     /// Milliseconds until a load counts as failed.
     pub load_timeout_ms: u64,

@@ -200,6 +200,14 @@ impl PrefixLookup for RanksLookup {
         Ok(Some(least.min(upto)))
     }
 
+    fn computes(&mut self, tokens_per_s: Option<f64>) {
+        self.fetches.computes(tokens_per_s);
+    }
+
+    fn not_fetched(&self) -> u64 {
+        self.fetches.not_fetched()
+    }
+
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
         self.pins.pin(self.tables.values(), (req_id, prompt, tokens), patience)
     }

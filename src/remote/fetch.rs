@@ -2,12 +2,14 @@
 //! prompt in order, as ordinary puts.
 //!
 //! A put begins before its object is read, so that it ends like any other where the chunk, its
-//! tenant or everything is removed meanwhile. Its bytes are checked before they are written.
+//! tenant or everything is removed meanwhile. Its parts are written as they come, and it is published
+//! once all of them have proved right.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::try_join_all;
@@ -17,12 +19,13 @@ use tokio::task::AbortHandle;
 
 use super::bucket::PART_BYTES;
 use super::known::RemotePresence;
-use super::object::{self, Extents, Wanted};
+use super::object::{self, PieceCrcs, Wanted};
 use super::stats::RemoteCause;
 use super::store::RemoteObject;
 use super::{Shared, restore, transfer};
 use crate::error::ErrorKind;
 use crate::format::layout::{SlotCodec, SlotLayout};
+use crate::format::slot::SlotHeader;
 use crate::io::Buf;
 use crate::key::ChunkKey;
 use crate::log::{Log, Put, PutOutcome, PutSpec, SlotWriter};
@@ -31,7 +34,7 @@ use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 /// Chunks of one prompt that are fetched at once.
 pub(super) const AT_ONCE: usize = 4;
 /// How often a put that found no room, or its key being stored by another, is tried again.
-const TRY_AGAIN: std::time::Duration = std::time::Duration::from_millis(5);
+const TRY_AGAIN: Duration = Duration::from_millis(5);
 
 /// A fetch under way. Dropping it cancels it; what it has brought stays.
 #[derive(Debug)]
@@ -51,6 +54,7 @@ struct FetchProgress {
     chunks: usize,
     stopped: Option<RemoteCause>,
     over: bool,
+    times: Option<Range<Instant>>,
 }
 
 impl Fetch {
@@ -79,6 +83,15 @@ impl Fetch {
     #[must_use]
     pub fn stopped(&self) -> Option<&'static str> {
         self.state.progress.lock().stopped.map(RemoteCause::as_str)
+    }
+
+    /// Chunks that it has brought, when it began and when it ended, where that says something of the
+    /// store: where none came in time, one counts as if it had come then.
+    #[must_use]
+    pub fn measured(&self) -> Option<(usize, Range<Instant>)> {
+        let progress = self.state.progress.lock();
+        let chunks = progress.chunks.max(usize::from(progress.stopped == Some(RemoteCause::TimedOut)));
+        Some((chunks, progress.times.clone().filter(|_| chunks > 0)?))
     }
 
     /// Waits until it has ended, at most until `deadline`; whether it has.
@@ -139,6 +152,7 @@ pub(super) fn start(
     (to, order): (Destination, FetchOrder),
     deadline: Instant,
 ) -> Fetch {
+    let started = Instant::now();
     let state = Arc::new(FetchState::default());
     let running = Running(Arc::clone(&state));
     let shared = Arc::clone(shared);
@@ -154,7 +168,7 @@ pub(super) fn start(
             shared.counters.not_fetched.add(cause, 1);
         }
         let mut progress = running.0.progress.lock();
-        (progress.stopped, progress.over) = (stopped, true);
+        (progress.stopped, progress.over, progress.times) = (stopped, true, Some(started..Instant::now()));
     });
     Fetch { state, task: Some(task.abort_handle()) }
 }
@@ -261,25 +275,13 @@ async fn fill(
     let rank = Rank { turn, depth: Reverse(wanted.depth) };
     let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
     let slot = SlotWriter::new(put);
-    let (header, mut extents) = read(shared, (wanted, layout), frame.as_ref()).await?;
-    let now_s = to.log.options().clock.unix_s();
-    let place = shared.place();
-    let header = object::check_header(&header, wanted, (&place, layout), now_s)?;
-    let (layers, of) = (header.layers.clone(), layout.clone());
-    let check = move || {
-        let good = extents.verify(&layers);
-        extents.clear_padding(&of);
-        good.then_some(extents)
-    };
-    let checked = tokio::task::spawn_blocking(check).await.map_err(|_| RemoteCause::Closed)?;
-    let extents = checked.ok_or(RemoteCause::Corrupt)?;
+    let parts = object::cuts(layout, PART_BYTES).map(|cut| part(shared, (to, frame.as_ref(), &slot), (wanted, layout), cut));
+    let (headers, crcs): (Vec<_>, Vec<_>) = try_join_all(parts).await?.into_iter().unzip();
+    let header = headers.into_iter().flatten().next().ok_or(RemoteCause::Corrupt)?;
+    if !object::verify(crcs, &header.layers) {
+        return Err(RemoteCause::Corrupt);
+    }
     slot.expire_by(u32::try_from(header.expiry_s).unwrap_or(u32::MAX));
-    let timeout = to.log.options().io_timeout;
-    let writes = Extents::cuts(layout, PART_BYTES).zip(extents.into_pieces()).map(|((at, _), piece)| {
-        let slot = &slot;
-        async move { transfer::submit(&**slot.queue(), timeout, |done| slot.request(at, piece, done)).await.map(drop) }
-    });
-    try_join_all(writes).await?;
     let crcs: Vec<u32> = header.layers.iter().map(|layer| layer.crc).collect();
     let (told, end) = oneshot::channel();
     slot.commit(&crcs, Box::new(move |result| drop(told.send(result))));
@@ -292,46 +294,49 @@ async fn fill(
     Ok(())
 }
 
-/// The header and the extents of an object, unchecked, by several requests at once.
-async fn read(
+/// Reads a part of an object, checks it and writes it to the slot; the header, where it comes with
+/// this part, and the CRCs of the rest.
+async fn part(
     shared: &Shared,
+    (to, frame, slot): (&Destination, Option<&Filling>, &SlotWriter),
     (wanted, layout): (&Wanted, &SlotLayout),
-    frame: Option<&Filling>,
-) -> Result<(Vec<u8>, Extents), RemoteCause> {
+    (at, len): (u64, usize),
+) -> Result<(Option<SlotHeader>, PieceCrcs), RemoteCause> {
     let name = shared.name_of(&wanted.key, wanted.tenant);
-    let (header_at, data_at) = (u64::from(layout.header_offset), object::data_offset(layout));
-    let parts = Extents::cuts(layout, PART_BYTES).map(|(at, len)| {
-        let name = &name;
-        // The header comes with the first part.
-        let mut header = vec![0; if at == data_at { layout.header_bytes as usize } else { 0 }];
-        async move {
-            let mut piece = memory_for(frame, (at, len))?;
-            let from = at - header.len() as u64 - header_at;
-            let range = from..at - header_at + len as u64;
-            let mut taken = 0;
-            let take = |bytes: &[u8]| {
-                let (first, rest) = bytes.split_at(bytes.len().min(header.len().saturating_sub(taken)));
-                copy_to(&mut header, taken, first);
-                let at = (taken + first.len()).saturating_sub(header.len());
-                copy_to(piece.as_mut_slice(), at, rest);
-                taken += bytes.len();
-            };
-            shared.bucket.get(name, (range, object::object_bytes(layout)), take).await?;
-            Ok::<_, RemoteCause>((header, piece))
-        }
-    });
-    let mut headers = Vec::new();
-    let mut pieces = Vec::new();
-    for (header, piece) in try_join_all(parts).await? {
-        headers.extend(header);
-        pieces.push(piece);
-    }
-    Ok((headers, Extents::new(layout, PART_BYTES, pieces)))
+    let header_at = u64::from(layout.header_offset);
+    // The header comes with the first part.
+    let mut header = vec![0; if at == object::data_offset(layout) { layout.header_bytes as usize } else { 0 }];
+    let mut piece = memory_for(shared, frame, (at, len))?;
+    let from = at - header.len() as u64 - header_at;
+    let range = from..at - header_at + len as u64;
+    let mut taken = 0;
+    let take = |bytes: &[u8]| {
+        let (first, rest) = bytes.split_at(bytes.len().min(header.len().saturating_sub(taken)));
+        copy_to(&mut header, taken, first);
+        let at = (taken + first.len()).saturating_sub(header.len());
+        copy_to(piece.as_mut_slice(), at, rest);
+        taken += bytes.len();
+    };
+    shared.bucket.get(&name, (range, object::object_bytes(layout)), take).await?;
+    let options = to.log.options();
+    let check = |bytes: &[u8]| object::check_header(bytes, wanted, (&shared.place(), layout), options.clock.unix_s());
+    let header = if header.is_empty() { None } else { Some(check(&header)?) };
+    let of = layout.clone();
+    let check = move || {
+        let crcs = object::check_piece(&of, at, piece.as_mut_slice());
+        (piece, crcs)
+    };
+    let (piece, crcs) = tokio::task::spawn_blocking(check).await.map_err(|_| RemoteCause::Closed)?;
+    let request = |done| slot.request(at, piece, done);
+    let written = transfer::submit(&**slot.queue(), options.io_timeout, request).await?;
+    let spare = written.buf.filter(|piece| frame.is_none_or(|frame| !frame.holds(piece)));
+    spare.into_iter().for_each(|piece| shared.spare_pieces.put(piece));
+    Ok((header, crcs))
 }
 
-fn memory_for(frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, RemoteCause> {
+fn memory_for(shared: &Shared, frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, RemoteCause> {
     let at = at as usize;
-    frame.and_then(|frame| frame.part(at..at + len)).map_or_else(|| object::memory(len), Ok)
+    frame.and_then(|frame| frame.part(at..at + len)).map_or_else(|| shared.spare_pieces.take(len), Ok)
 }
 
 fn copy_to(to: &mut [u8], at: usize, bytes: &[u8]) {

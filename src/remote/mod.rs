@@ -54,7 +54,7 @@ use crate::tier::MemoryTier;
 use bucket::RemoteBucket;
 use known::{KnownObjects, RemotePresence};
 use stats::{RemoteCause, Counters};
-use transfer::Bound;
+use transfer::{Bound, SparePieces};
 use upload::Uploads;
 
 /// Threads that take CRCs, and on which the store's crate does what blocks.
@@ -102,6 +102,8 @@ struct Shared {
     uploads: Uploads,
     upload_staging: Bound,
     fetch_staging: Bound,
+    /// Of what `fetch_staging` bounds, what is not in use.
+    spare_pieces: SparePieces,
 }
 
 impl Shared {
@@ -176,6 +178,7 @@ impl Remote {
             uploads: Uploads::default(),
             upload_staging: Bound::new(half),
             fetch_staging: Bound::new(half),
+            spare_pieces: SparePieces::default(),
         });
         let runtime = Builder::new_current_thread()
             .enable_all()

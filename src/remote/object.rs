@@ -5,6 +5,7 @@
 //! every extent with its CRC.
 
 use bytes::Bytes;
+use crc32fast::Hasher;
 
 use super::stats::RemoteCause;
 use crate::error::Result;
@@ -77,69 +78,50 @@ pub(super) fn check_header(
     Ok(header)
 }
 
-/// The extents of a slot with their padding, in pieces of equal length but for the last.
-#[derive(Debug)]
-pub(super) struct Extents {
-    start: u64,
-    step: u64,
-    pieces: Vec<Buf>,
+/// Where pieces of `step` bytes of a slot's extents begin within the slot, and how long they are.
+pub(super) fn cuts(layout: &SlotLayout, step: u64) -> impl Iterator<Item = (u64, usize)> {
+    let (start, end) = (data_offset(layout), layout.slot_bytes);
+    let count = (end - start).div_ceil(step);
+    (0..count).map(move |i| {
+        let at = start + i * step;
+        (at, (end - at).min(step) as usize)
+    })
 }
 
-impl Extents {
-    /// Offsets within the slot at which pieces of `step` bytes begin and end.
-    pub(super) fn cuts(layout: &SlotLayout, step: u64) -> impl Iterator<Item = (u64, usize)> {
-        let (start, end) = (data_offset(layout), layout.slot_bytes);
-        let count = (end - start).div_ceil(step);
-        (0..count).map(move |i| {
-            let at = start + i * step;
-            (at, (end - at).min(step) as usize)
-        })
-    }
+/// CRCs of the parts of extents that a piece holds, by layer.
+pub(super) type PieceCrcs = Vec<(usize, Hasher)>;
 
-    /// What was read into `pieces`, which are cut as [`cuts`](Self::cuts) says.
-    pub(super) fn new(layout: &SlotLayout, step: u64, pieces: Vec<Buf>) -> Self {
-        Self { start: data_offset(layout), step, pieces }
-    }
-
-    /// Whether every extent has its CRC.
-    pub(super) fn verify(&self, layers: &[LayerEntry]) -> bool {
-        layers.iter().all(|layer| self.crc(layer.offset, u64::from(layer.len)) == Some(layer.crc))
-    }
-
-    fn crc(&self, offset: u64, len: u64) -> Option<u32> {
-        let mut hasher = crc32fast::Hasher::new();
-        let (mut at, end) = (offset.checked_sub(self.start)?, offset.checked_add(len)?.checked_sub(self.start)?);
-        while at < end {
-            let piece = self.pieces.get(usize::try_from(at / self.step).ok()?)?.as_slice();
-            let from = (at % self.step) as usize;
-            let to = piece.len().min(from + usize::try_from(end - at).ok()?);
-            let part = piece.get(from..to).filter(|part| !part.is_empty())?;
-            hasher.update(part);
-            at += part.len() as u64;
+/// The CRCs of a piece that begins at `at` within the slot. Padding, which has no CRC and is zero on
+/// a drive, is cleared.
+pub(super) fn check_piece(layout: &SlotLayout, at: u64, piece: &mut [u8]) -> PieceCrcs {
+    let len = piece.len() as u64;
+    let within = |from: u64, to: u64| {
+        let (from, to) = (from.clamp(at, at + len) - at, to.clamp(at, at + len) - at);
+        from as usize..to as usize
+    };
+    let mut crcs = PieceCrcs::new();
+    for (layer, extent) in layout.extents.iter().enumerate() {
+        let (end, padded) = (extent.offset + u64::from(extent.len), extent.offset + u64::from(extent.padded_len));
+        if let Some(bytes) = piece.get(within(extent.offset, end)).filter(|bytes| !bytes.is_empty()) {
+            let mut hasher = Hasher::new();
+            hasher.update(bytes);
+            crcs.push((layer, hasher));
         }
-        Some(hasher.finalize())
-    }
-
-    /// Padding has no CRC, and is zero on a drive.
-    pub(super) fn clear_padding(&mut self, layout: &SlotLayout) {
-        for extent in layout.extents.iter() {
-            let (mut at, end) =
-                (extent.offset + u64::from(extent.len) - self.start, extent.offset + u64::from(extent.padded_len) - self.start);
-            while at < end {
-                let Some(piece) = self.pieces.get_mut((at / self.step) as usize) else { return };
-                let from = (at % self.step) as usize;
-                let to = piece.len().min(from + (end - at) as usize);
-                let Some(part) = piece.as_mut_slice().get_mut(from..to).filter(|part| !part.is_empty()) else { return };
-                part.fill(0);
-                at += part.len() as u64;
-            }
+        if let Some(padding) = piece.get_mut(within(end, padded)) {
+            padding.fill(0);
         }
     }
+    crcs
+}
 
-    /// The pieces.
-    pub(super) fn into_pieces(self) -> Vec<Buf> {
-        self.pieces
+/// Whether all pieces together, in order, hold extents with these CRCs.
+pub(super) fn verify(pieces: impl IntoIterator<Item = PieceCrcs>, layers: &[LayerEntry]) -> bool {
+    let mut all = vec![Hasher::new(); layers.len()];
+    for (layer, part) in pieces.into_iter().flatten() {
+        let Some(hasher) = all.get_mut(layer) else { return false };
+        hasher.combine(&part);
     }
+    all.into_iter().zip(layers).all(|(hasher, layer)| hasher.finalize() == layer.crc)
 }
 
 /// Memory for a piece.
@@ -156,4 +138,35 @@ pub(super) fn to_bytes(buf: Buf) -> Bytes {
         }
     }
     Bytes::from_owner(SentBytes(buf))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::crc;
+    use crate::geometry::Geometry;
+
+    #[test]
+    fn extents_verify_however_they_are_cut_and_one_other_bit_is_seen() {
+        let layout = SlotLayout::of_chunk(&Geometry::preset("llama-3.1-70b-tp8").unwrap(), 100);
+        let start = data_offset(&layout) as usize;
+        let mut slot: Vec<u8> = (0..layout.slot_bytes).map(|n| (n.wrapping_mul(2_654_435_761) >> 8) as u8).collect();
+        let of = |slot: &[u8], e: &crate::format::layout::Extent| crc(&slot[e.offset as usize..][..e.len as usize]);
+        let layers: Vec<LayerEntry> =
+            layout.extents.iter().map(|e| LayerEntry { offset: e.offset, len: e.len, crc: of(&slot, e) }).collect();
+        let mut check = |step: u64| {
+            let pieces: Vec<PieceCrcs> = cuts(&layout, step)
+                .map(|(at, len)| check_piece(&layout, at, &mut slot[at as usize..][..len]))
+                .collect();
+            verify(pieces.iter().cloned(), &layers) && !verify(pieces.into_iter().skip(1), &layers)
+        };
+        assert!([4096, 12_288, 1 << 20, 8 << 20].into_iter().all(&mut check));
+        for e in layout.extents.iter() {
+            let padding = &slot[(e.offset + u64::from(e.len)) as usize..(e.offset + u64::from(e.padded_len)) as usize];
+            assert!(padding.iter().all(|b| *b == 0));
+        }
+        slot[start + 12_345] ^= 1;
+        let all = check_piece(&layout, start as u64, &mut slot[start..]);
+        assert!(!verify([all], &layers));
+    }
 }

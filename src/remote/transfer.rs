@@ -3,11 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
+use super::object;
 use super::stats::RemoteCause;
 use crate::error::ErrorKind;
-use crate::io::{Completion, Done, Queue, Request};
+use crate::io::{Buf, Completion, Done, Queue, Request};
 
 /// The unit in which memory is counted.
 const UNIT: u64 = 4096;
@@ -35,6 +37,31 @@ impl Bound {
     }
 }
 
+/// Memory of fetched pieces that is used again: fresh memory costs a fetch more than the network
+/// does. New memory is made only where there is no piece of that length, and then the others go: so
+/// all of it together is never more than was in use at once.
+#[derive(Debug, Default)]
+pub(super) struct SparePieces(Mutex<Vec<Buf>>);
+
+impl SparePieces {
+    /// A piece of `len` bytes; what is in it does not matter.
+    pub(super) fn take(&self, len: usize) -> Result<Buf, RemoteCause> {
+        let mut all = self.0.lock();
+        if let Some(at) = all.iter().rposition(|piece| piece.len() == len) {
+            return Ok(all.swap_remove(at));
+        }
+        let others = std::mem::take(&mut *all);
+        drop(all);
+        drop(others);
+        object::memory(len)
+    }
+
+    /// Gives a piece back.
+    pub(super) fn put(&self, piece: Buf) {
+        self.0.lock().push(piece);
+    }
+}
+
 fn units(bytes: u64) -> u32 {
     u32::try_from(bytes.div_ceil(UNIT).max(1)).unwrap_or(u32::MAX).min(u32::MAX >> 4)
 }
@@ -58,5 +85,25 @@ pub(super) async fn submit(
     match &completion.result {
         Ok(()) => Ok(completion),
         Err(_) => Err(RemoteCause::Drive),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_used_again_and_their_number_never_grows_by_other_lengths() {
+        let spare = SparePieces::default();
+        let place = |piece: &Buf| piece.as_mut_ptr() as usize;
+        let (a, b) = (spare.take(8192).unwrap(), spare.take(4096).unwrap());
+        let (at_a, at_b) = (place(&a), place(&b));
+        spare.put(a);
+        spare.put(b);
+        assert_eq!((place(&spare.take(8192).unwrap()), spare.0.lock().len()), (at_a, 1));
+        let b = spare.take(4096).unwrap();
+        assert_eq!(place(&b), at_b);
+        spare.put(b);
+        assert_eq!((spare.take(8192).unwrap().len(), spare.0.lock().len()), (8192, 0), "the other one went");
     }
 }

@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 
 use super::known::RemotePresence;
-use super::object::{self, Extents};
+use super::object;
 use super::stats::RemoteCause;
 use super::{Shared, transfer};
 use crate::format::layout::SlotCodec;
@@ -217,18 +217,21 @@ async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Byte
     };
     let header = log.check_header(chunk, header.as_slice()).map_err(|_| bad())?;
     let mut pieces = Vec::new();
-    for cut in Extents::cuts(&layout, READ_BYTES) {
+    for cut in object::cuts(&layout, READ_BYTES) {
         give_way(log).await;
         pieces.push(piece(log, chunk, cut).await?);
     }
-    let extents = Extents::new(&layout, READ_BYTES, pieces);
-    let layers = header.layers.clone();
-    let verified = move || extents.verify(&layers).then_some(extents);
+    let (layers, of) = (header.layers.clone(), layout.clone());
+    let verified = move || {
+        let cuts = object::cuts(&of, READ_BYTES).zip(&mut pieces);
+        let crcs = cuts.map(|((at, _), piece)| object::check_piece(&of, at, piece.as_mut_slice()));
+        object::verify(crcs, &layers).then_some(pieces)
+    };
     let verified = tokio::task::spawn_blocking(verified).await.map_err(|_| RemoteCause::Closed)?;
-    let extents = verified.ok_or_else(bad)?;
+    let pieces = verified.ok_or_else(bad)?;
     let header = object::header_for(header, &shared.place(), &layout).map_err(|_| RemoteCause::Unsupported)?;
     let mut object = vec![Bytes::from(header)];
-    object.extend(extents.into_pieces().into_iter().map(object::to_bytes));
+    object.extend(pieces.into_iter().map(object::to_bytes));
     Ok(object)
 }
 

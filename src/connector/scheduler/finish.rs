@@ -2,6 +2,7 @@
 //! how long.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use super::super::meta::StepMeta;
 use super::tracker::{RequestLoad, Tracker};
@@ -110,10 +111,10 @@ impl Scheduler {
     /// What the workers reported. Unknown requests are passed over: they ended meanwhile. Returns
     /// the requests, known or not, whose load was reported as failed.
     pub fn update_connector_output(&mut self, output: &StepOutput<'_>) -> Vec<String> {
+        self.rates.ended(output.workers.iter().map(|report| report.loaded_step).max(), Instant::now());
         for report in &output.workers {
-            let (computed, ended) = self.unverified.reported(report);
-            self.rate.measured(report, computed);
-            for req_id in ended {
+            self.rates.loaded(report.loaded_tokens, report.load_s);
+            for req_id in self.unverified.reported(report) {
                 self.lookup.unpin(&req_id);
             }
             self.event_log.reported(report);

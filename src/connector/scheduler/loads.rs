@@ -12,65 +12,19 @@ use crate::key::ChunkKey;
 
 /// How long a lookup's answer is used again.
 const FRESH: Duration = Duration::from_millis(50);
-/// Share that a new measurement of the load rate has.
-const NEW_SHARE: f64 = 0.2;
-/// Of so many loads that are slower than computing, one is offered all the same, to measure again.
-const TRY_EVERY: u64 = 16;
-
-/// How fast loads are, and how fast the server computes beside them, as the workers measure it.
-#[derive(Debug, Default)]
-pub(super) struct LoadRate {
-    tokens_per_s: Option<f64>,
-    computed_per_s: Option<f64>,
-    refused: u64,
-}
-
-/// A mean that follows new measurements.
-fn follow(mean: &mut Option<f64>, tokens: f64, seconds: f64) {
-    if tokens > 0.0 && seconds > 0.0 {
-        let now = tokens / seconds;
-        *mean = Some(mean.map_or(now, |old| old + NEW_SHARE * (now - old)));
-    }
-}
-
-impl LoadRate {
-    /// `computed`: tokens that the step computed whose loads the report is of.
-    pub(super) fn measured(&mut self, report: &WorkerMeta, computed: usize) {
-        follow(&mut self.tokens_per_s, report.loaded_tokens as f64, report.load_s);
-        follow(&mut self.computed_per_s, computed as f64, report.computed_s);
-    }
-
-    /// Whether loading so many tokens is predicted to take more than `most_ms` longer than
-    /// computing others meanwhile, at `recompute` tokens per second or as measured; not before a
-    /// load was measured.
-    fn stalls(&self, (tokens, computed): (usize, usize), recompute: Option<f64>, most_ms: u64) -> bool {
-        let ms = |tokens: usize, rate: Option<f64>| rate.map_or(0.0, |rate| tokens as f64 * 1000.0 / rate);
-        ms(tokens, self.tokens_per_s) - ms(computed, recompute.or(self.computed_per_s)) > most_ms as f64
-    }
-
-    /// Whether a load is slower than computing at `recompute` tokens per second.
-    fn is_slower_than(&mut self, recompute: Option<f64>) -> bool {
-        let slower = matches!((self.tokens_per_s, recompute), (Some(load), Some(compute)) if load < compute);
-        self.refused += u64::from(slower);
-        slower && !self.refused.is_multiple_of(TRY_EVERY)
-    }
-}
-
 /// Loads within steps, from their order to the workers' word that they are over: until then nobody
 /// knows whether what is computed from them is right.
 #[derive(Debug)]
 pub(super) struct UnverifiedLoads {
     /// Step and request, in order.
     loads: VecDeque<(u64, String)>,
-    /// Tokens computed in the steps that have such loads.
-    computed: VecDeque<(u64, usize)>,
     /// Per worker, the step up to which all are over.
     over: Vec<u64>,
 }
 
 impl UnverifiedLoads {
     pub(super) fn new(workers: usize) -> Self {
-        Self { loads: VecDeque::new(), computed: VecDeque::new(), over: vec![0; workers] }
+        Self { loads: VecDeque::new(), over: vec![0; workers] }
     }
 
     /// The step up to which all are over on every worker.
@@ -82,26 +36,19 @@ impl UnverifiedLoads {
         self.loads.iter().any(|(_, id)| id == req_id)
     }
 
-    /// Step `step` has such loads, and computes so many tokens.
-    pub(super) fn ordered(&mut self, step: u64, loads: impl Iterator<Item = String>, computed: usize) {
-        let before = self.loads.len();
+    /// Step `step` has such loads.
+    pub(super) fn ordered(&mut self, step: u64, loads: impl Iterator<Item = String>) {
         self.loads.extend(loads.map(|req_id| (step, req_id)));
-        if self.loads.len() > before {
-            self.computed.push_back((step, computed));
-        }
     }
 
-    /// A worker's report; how many tokens the step computed whose loads it is of, 0 where it is of
-    /// none, and the requests whose loads are over on every worker by it.
-    pub(super) fn reported(&mut self, report: &WorkerMeta) -> (usize, Vec<String>) {
-        let computed = self.computed.iter().find(|(step, _)| *step == report.loaded_step).map_or(0, |(_, n)| *n);
+    /// A worker's report; the requests whose loads are over on every worker by it.
+    pub(super) fn reported(&mut self, report: &WorkerMeta) -> Vec<String> {
         if let Some(over) = self.over.get_mut(report.rank as usize) {
             *over = report.loaded_step.max(*over);
         }
         let over = self.over();
-        self.computed.retain(|(step, _)| *step > over);
         let ended = self.loads.iter().take_while(|(step, _)| *step <= over).count();
-        (computed, self.loads.drain(..ended).map(|(_, req_id)| req_id).collect())
+        self.loads.drain(..ended).map(|(_, req_id)| req_id).collect()
     }
 }
 
@@ -142,7 +89,7 @@ impl Scheduler {
             self.stats.joined += 1;
             return Matched { tokens: None, asynchronous };
         }
-        if self.rate.is_slower_than(self.options.recompute_tokens_per_s) {
+        if self.rates.refuses_load() {
             self.stats.slower_than_computing += 1;
             return nothing;
         }
@@ -152,8 +99,9 @@ impl Scheduler {
             return nothing;
         }
         let rest = tracker.prompt.len().saturating_sub(num_computed + tokens);
-        let (both, most_ms) = ((self.sync_tokens + tokens, self.sync_computed + rest), self.options.max_sync_stall_ms);
-        let stalls = self.options.layerwise && self.rate.stalls(both, self.options.recompute_tokens_per_s, most_ms);
+        let both = (self.sync_tokens + tokens, self.sync_computed + rest);
+        let most = Duration::from_millis(self.options.max_sync_stall_ms);
+        let stalls = self.options.layerwise && self.rates.stalls(both, most);
         self.stats.stalling += u64::from(stalls);
         tracker.asynchronous = asynchronous || stalls;
         tracker.load = RequestLoad::Answered { computed: num_computed, tokens };
@@ -168,6 +116,7 @@ impl Scheduler {
         {
             return Some(found);
         }
+        self.lookup.computes(self.rates.computing());
         let found = match self.lookup.stored_tokens(req_id, &tracker.prompt) {
             Ok(found) => found?,
             Err(e) => {
@@ -232,7 +181,7 @@ impl Scheduler {
     }
 
     /// Puts the loads that were ordered into a step.
-    pub(super) fn send_loads(&mut self, meta: &mut StepMeta, num_scheduled: usize) {
+    pub(super) fn send_loads(&mut self, meta: &mut StepMeta) {
         (self.sync_tokens, self.sync_computed) = (0, 0);
         for req_id in std::mem::take(&mut self.ordered) {
             let Some(tracker) = self.requests.get_mut(&req_id) else { continue };
@@ -256,7 +205,7 @@ impl Scheduler {
             meta.loads.push(LoadOrder { req_id, prompt, computed, stop, spans, epoch, asynchronous });
         }
         let within = meta.loads.iter().filter(|l| !l.asynchronous).map(|l| l.req_id.clone());
-        self.unverified.ordered(self.step, within, num_scheduled);
+        self.unverified.ordered(self.step, within);
     }
 
     /// The load of a request is over, or will not be.

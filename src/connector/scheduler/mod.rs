@@ -22,10 +22,12 @@ mod finish;
 mod kv_events;
 mod loads;
 mod prefetches;
+mod rates;
 mod saves;
 mod tracker;
 
 pub use kv_events::{KvEvents, RequestChunk};
+pub(in crate::connector) use rates::{MeasuredRate, Refusals};
 use tracker::Tracker;
 
 /// Tokens that the questions of one step may bring to the workers, unless one question has more.
@@ -113,7 +115,8 @@ pub struct StepInput<'a> {
     pub finished: Vec<&'a str>,
     /// Requests whose blocks were taken away for this step.
     pub preempted: Vec<&'a str>,
-    /// Tokens that the step computes, of all requests; 0 where that is not known.
+    /// Tokens that the step computes, of all requests; 0 where that is not known: then computing is
+    /// not measured.
     pub num_scheduled: usize,
 }
 
@@ -170,6 +173,8 @@ pub struct SchedulerStats {
     pub lookup_errors: u64,
     /// Loads not offered because computing is faster.
     pub slower_than_computing: u64,
+    /// Requests for which nothing was fetched from the remote tier because computing is faster.
+    pub not_fetched: u64,
     /// Loads that would have run within a step and held it up for too long.
     pub stalling: u64,
     /// Ranks whose cache the scheduler cannot see, and asks about.
@@ -187,7 +192,7 @@ pub struct SchedulerStats {
 impl SchedulerStats {
     /// The counts that only grow, by name.
     #[must_use]
-    pub fn counters(&self) -> [(&'static str, u64); 18] {
+    pub fn counters(&self) -> [(&'static str, u64); 19] {
         // Taken apart, so that none is forgotten.
         let Self {
             requests: _,
@@ -207,6 +212,7 @@ impl SchedulerStats {
             given_up,
             lookup_errors,
             slower_than_computing,
+            not_fetched,
             stalling,
             questions,
             asking,
@@ -227,6 +233,7 @@ impl SchedulerStats {
             ("given_up", given_up),
             ("lookup_errors", lookup_errors),
             ("slower_than_computing", slower_than_computing),
+            ("not_fetched", not_fetched),
             ("stalling", stalling),
             ("questions", questions),
             ("asking", asking),
@@ -251,7 +258,7 @@ pub struct Scheduler {
     loading: HashMap<ChunkKey, Instant>,
     held: finish::HeldRequests,
     prefetches: prefetches::Prefetches,
-    rate: loads::LoadRate,
+    rates: rates::Rates,
     /// Tokens that are loaded within the next step.
     sync_tokens: usize,
     /// Tokens of those requests' prompts that are computed meanwhile, in this step or later ones.
@@ -275,6 +282,7 @@ impl Scheduler {
         Ok(Self {
             held: finish::HeldRequests::new(workers),
             event_log: kv_events::EventLog::new(&options),
+            rates: rates::Rates::new(options.recompute_tokens_per_s),
             options,
             lookup,
             requests: HashMap::new(),
@@ -283,7 +291,6 @@ impl Scheduler {
             acknowledged: Vec::new(),
             loading: HashMap::new(),
             prefetches: prefetches::Prefetches::default(),
-            rate: loads::LoadRate::default(),
             sync_tokens: 0,
             sync_computed: 0,
             unverified: loads::UnverifiedLoads::new(workers),
@@ -352,6 +359,7 @@ impl Scheduler {
             held_requests: self.held.len(),
             held_blocks: self.held.blocks(),
             unseen_ranks: self.lookup.unseen(),
+            not_fetched: self.lookup.not_fetched(),
             ..self.stats.clone()
         }
     }
@@ -399,7 +407,7 @@ impl Scheduler {
             self.finished_unasked(req_id, &mut meta);
         }
         self.send_questions(&mut meta);
-        self.send_loads(&mut meta, input.num_scheduled);
+        self.send_loads(&mut meta);
         for request in &input.new {
             if let Some(tracker) = self.requests.get_mut(request.req_id) {
                 tracker.replace(&request.blocks);
@@ -417,6 +425,10 @@ impl Scheduler {
         // After all that brings the workers tokens of requests that run.
         self.send_prefetches(&mut meta);
         (meta.held, meta.give_up) = self.held.take_unsent();
+        let is_long = input.num_scheduled >= self.options.chunk_tokens as usize;
+        if is_long && !meta.is_empty() && meta.loads.iter().all(|load| load.asynchronous) {
+            self.rates.scheduled(self.step, input.num_scheduled, Instant::now());
+        }
         meta
     }
 

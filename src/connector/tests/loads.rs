@@ -181,6 +181,31 @@ fn loads_that_are_not_worth_it_are_not_offered() {
 }
 
 #[test]
+fn loads_that_are_measured_to_be_slower_than_computing_are_not_offered() {
+    let mut s = side(48);
+    s.told.say(Some(0));
+    let mut step = |name: &str, load_s: f64| {
+        s.told.say(Some(0));
+        s.on_new_request(name, 100);
+        let new = vec![NewRequest { req_id: name, blocks: vec![blocks(25)], num_computed: 0, num_scheduled: 100 }];
+        let input = StepInput { new, num_scheduled: 100, ..StepInput::default() };
+        let meta = s.s.build_connector_meta(&input, &mut |_, _, _| None);
+        let report = WorkerMeta { loaded_step: meta.step, loaded_tokens: 1, load_s, ..WorkerMeta::default() };
+        s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+        s.s.request_finished(name, None);
+        s.told.say(Some(48));
+        s.on_new_request(&format!("{name} again"), 100);
+        s.get_num_new_matched_tokens(&format!("{name} again"), 0)
+    };
+    // A token an hour: any machine computes faster.
+    let offered: Vec<_> = (0..32).map(|n| step(&n.to_string(), 3600.0)).collect();
+    assert!(offered[..14].iter().all(|tokens| *tokens == Some(48)), "not measured often enough: {offered:?}");
+    assert_eq!(offered[14..].iter().filter(|tokens| **tokens == Some(48)).count(), 1, "one of 16: {offered:?}");
+    let fast: Vec<_> = (0..8).map(|n| step(&format!("fast {n}"), 1e-12)).collect();
+    assert_eq!(fast[7], Some(48), "{fast:?}");
+}
+
+#[test]
 fn layerwise_loads_run_within_their_step() {
     let mut s = side_with(48, |o| o.layerwise = true);
     s.on_new_request("a", 100);
@@ -218,27 +243,6 @@ fn what_was_computed_from_a_load_that_is_not_verified_is_not_stored_at_the_end()
         s.s.request_finished("a", None);
         assert_eq!(saved(&s.idle()).len(), usize::from(verified));
     }
-}
-
-#[test]
-fn computing_hides_a_load_within_its_step() {
-    let offered = |computed_s: f64, recompute: Option<f64>| {
-        let mut s = side_with(4800, |o| (o.layerwise, o.recompute_tokens_per_s) = (true, recompute));
-        s.on_new_request("a", 8000);
-        s.get_num_new_matched_tokens("a", 0);
-        s.update_state_after_alloc("a", 2000, 4800);
-        let new = vec![NewRequest { req_id: "a", blocks: vec![blocks(2000)], num_computed: 4800, num_scheduled: 3200 }];
-        s.s.build_connector_meta(&StepInput { new, num_scheduled: 3200, ..StepInput::default() }, &mut |_, _, _| None);
-        let report =
-            WorkerMeta { loaded_tokens: 4800, load_s: 0.1, loaded_step: 1, computed_s, ..WorkerMeta::default() };
-        s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
-        s.on_new_request("b", 8000);
-        s.s.get_num_new_matched_tokens("b", 0).asynchronous
-    };
-    assert!(offered(0.0, None), "100 ms are more than 20, and nothing is known of computing");
-    assert!(offered(0.05, None), "50 ms longer than computing the rest");
-    assert!(!offered(0.09, None));
-    assert!(!offered(0.0, Some(32_000.0)), "the operator knows how long computing takes");
 }
 
 #[test]

@@ -1,7 +1,5 @@
 //! Loads of the worker: started, polled, and what is said of those that failed.
 
-use std::time::Instant;
-
 use super::super::meta::{BlockSpan, LoadOrder, PrefetchOrder, PromptPart, Question};
 use super::Worker;
 use crate::device::Stream;
@@ -13,7 +11,6 @@ use crate::key::Extra;
 pub(super) struct Loading {
     order: LoadOrder,
     load: Load,
-    started: Instant,
 }
 
 impl Loading {
@@ -123,7 +120,7 @@ impl Worker {
         self.pins.remove(&order.req_id);
         self.prefetches.remove(&order.req_id);
         match load {
-            Ok(load) => self.loads.push(Loading { order, load, started: Instant::now() }),
+            Ok(load) => self.loads.push(Loading { order, load }),
             Err(e) => {
                 tracing::warn!(error = %e, req_id = order.req_id, "a load was refused; the request is computed");
                 self.refuse_load(&order);
@@ -175,22 +172,20 @@ impl Worker {
     pub(super) fn end_loads_of_step(&mut self) {
         let (asynchronous, within) = std::mem::take(&mut self.loads).into_iter().partition(|l| l.order.asynchronous);
         self.loads = asynchronous;
-        if !within.is_empty() {
-            self.report.computed_s = self.began.elapsed().saturating_sub(self.waited).as_secs_f64();
-        }
         self.end_loads(within);
         self.report.loaded_step = self.step;
     }
 
-    fn end_loads(&mut self, over: Vec<Loading>) {
-        for Loading { order, load, started } in over {
-            let result = load.wait();
+    fn end_loads(&mut self, mut over: Vec<Loading>) {
+        over.sort_by_key(|loading| loading.load.times().end);
+        for Loading { order, load } in over {
+            let (result, times) = (load.wait(), load.times());
             // Once it is dropped nothing writes the blocks any more, also where it timed out.
             drop(load);
             let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;
             self.stats.loaded_tokens += loaded;
             self.report.loaded_tokens += loaded;
-            self.report.load_s += started.elapsed().as_secs_f64();
+            self.report.load_s += self.busy.add(&times).as_secs_f64();
             if result.tokens < order.stop {
                 self.load_failed(&order, (result.tokens, &result.failed_blocks));
             }
@@ -231,14 +226,12 @@ impl Worker {
     /// # Errors
     /// What the driver says.
     pub fn wait_for_layer_load(&mut self, layer: usize, stream: Option<Stream>) -> Result<()> {
-        let began = Instant::now();
         for loading in self.loads.iter().filter(|l| !l.order.asynchronous && layer < l.load.layers()) {
             match stream {
                 Some(stream) => loading.load.wait_layer_on(layer, stream)?,
                 None => loading.load.wait_layer_landed(layer)?,
             };
         }
-        self.waited += began.elapsed();
         Ok(())
     }
 }

@@ -7,10 +7,11 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::Serialize;
 
+use super::busy::BusyTime;
 use super::meta::{StepMeta, StoredChunk, WorkerMeta};
 use super::options::ConnectorOptions;
 use super::worker_identity::WorkerIdentity;
@@ -142,9 +143,10 @@ pub struct Worker {
     /// What is read ahead, or was, for requests that wait.
     prefetches: HashMap<String, Prefetch>,
     step: u64,
-    /// When the step began whose loads run within it, and how long it has waited for layers.
-    began: Instant,
-    waited: Duration,
+    /// When loads were under way.
+    busy: BusyTime,
+    /// The last step that the scheduler was told of.
+    told_step: u64,
     /// What the scheduler has not acknowledged yet.
     identity: Option<WorkerIdentity>,
     /// Another worker stores the same KV.
@@ -178,8 +180,8 @@ impl Worker {
             pins: HashMap::new(),
             prefetches: HashMap::new(),
             step: 0,
-            began: Instant::now(),
-            waited: Duration::ZERO,
+            busy: BusyTime::default(),
+            told_step: 0,
             report: WorkerMeta::default(),
             stats: WorkerStats::default(),
         })
@@ -207,7 +209,6 @@ impl Worker {
         for question in &meta.questions {
             self.answer(question, is_asked);
         }
-        (self.began, self.waited) = (Instant::now(), Duration::ZERO);
         for order in meta.loads {
             self.start_load(order, stream);
         }
@@ -270,7 +271,7 @@ impl Worker {
         }
         let gathered_step = self.gathered_step();
         let has_changed = gathered_step != self.report.gathered_step
-            || self.report.computed_s > 0.0
+            || self.report.loaded_step != self.told_step
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
             || self.report.loaded_tokens > 0
@@ -278,6 +279,7 @@ impl Worker {
             || !self.report.evicted.is_empty()
             || self.identity.is_some();
         let (rank, loaded_step) = (self.options.rank, self.report.loaded_step);
+        self.told_step = loaded_step;
         let next = WorkerMeta { rank, gathered_step, loaded_step, ..WorkerMeta::default() };
         let report = std::mem::replace(&mut self.report, next);
         let identity = self.identity.clone();

@@ -5,6 +5,7 @@
 //! caller's memory back.
 
 use std::fmt;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -264,6 +265,13 @@ impl Load {
     #[must_use]
     pub fn is_finished(&self) -> bool {
         self.inner.state.lock().finished
+    }
+
+    /// When it began and when it ended; until now while it runs.
+    #[must_use]
+    pub fn times(&self) -> Range<Instant> {
+        let took = self.inner.state.lock().took.unwrap_or_else(|| self.inner.started.elapsed());
+        self.inner.started..self.inner.started + took
     }
 
     /// Whether something that did not verify is still to be wiped.

@@ -292,7 +292,9 @@ impl LoadInner {
             let moved = state.publish();
             let finished = state.finished && !before;
             if finished {
-                self.pump.count(state.result(), self.started.elapsed());
+                let took = self.started.elapsed();
+                state.took = Some(took);
+                self.pump.count(state.result(), took);
             }
             (if moved { state.waker.take() } else { None }, moved, finished, state.take_wipes())
         };

@@ -21,6 +21,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::Duration;
 
 use super::{LayerReady, LoadChunk, LoadResult, LoadSpec};
 use crate::device::Fence;
@@ -135,6 +136,8 @@ pub(super) struct LoadState {
     complete: bool,
     result: LoadResult,
     pub(super) finished: bool,
+    /// How long it took, once it has finished.
+    pub(super) took: Option<Duration>,
     pub(super) waker: Option<Waker>,
     /// Next layer that the stream gives.
     pub(super) given: usize,
@@ -186,6 +189,7 @@ impl LoadState {
             complete: spec.absent.is_none(),
             result,
             finished: false,
+            took: None,
             waker: None,
             given: 0,
         };

@@ -1,0 +1,247 @@
+//! How fast the server computes and how fast it is loaded for, as it is measured, and which of the
+//! two is quicker for a request.
+//!
+//! Computing is measured here and not by the workers: on an accelerator they see launches only. A
+//! step begins when it is scheduled, or when the output of the one before has come if that is later,
+//! and ends when its own output comes.
+//!
+//! Invariants: nothing is refused before enough was measured of both, one strange measurement
+//! decides nothing, and what is refused is tried again now and then.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Measurements that are remembered.
+const KEPT: usize = 15;
+/// Of so many loads or fetches that are slower than computing, one is made all the same, to measure
+/// again.
+const TRY_EVERY: u64 = 16;
+/// Steps that were scheduled and whose output has not come; more are not measured.
+const MOST_STEPS: usize = 16;
+
+/// The median of the last measurements.
+#[derive(Clone, Debug, Default)]
+pub(in crate::connector) struct MeasuredRate {
+    last: VecDeque<f64>,
+}
+
+impl MeasuredRate {
+    pub(in crate::connector) fn add(&mut self, tokens: f64, seconds: f64) {
+        if tokens > 0.0 && seconds > 0.0 {
+            if self.last.len() == KEPT {
+                self.last.pop_front();
+            }
+            self.last.push_back(tokens / seconds);
+        }
+    }
+
+    /// Tokens per second, from the first measurement on.
+    pub(in crate::connector) fn per_s(&self) -> Option<f64> {
+        let mut sorted: Vec<f64> = self.last.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(sorted.len() / 2).copied()
+    }
+
+    /// As [`per_s`](Self::per_s), once there are enough to believe it.
+    pub(in crate::connector) fn settled(&self) -> Option<f64> {
+        self.per_s().filter(|_| self.last.len() == KEPT)
+    }
+}
+
+/// Loads or fetches that are not worth it, but for one in some.
+#[derive(Clone, Debug, Default)]
+pub(in crate::connector) struct Refusals(u64);
+
+impl Refusals {
+    /// Whether what brings `rate` tokens per second is refused where `computing` is as fast as that.
+    pub(in crate::connector) fn refuses(&mut self, rate: Option<f64>, computing: Option<f64>) -> bool {
+        let is_slower = matches!((rate, computing), (Some(rate), Some(computing)) if rate < computing);
+        self.0 += u64::from(is_slower);
+        is_slower && !self.0.is_multiple_of(TRY_EVERY)
+    }
+}
+
+/// A step whose output has not come.
+#[derive(Debug)]
+struct OpenStep {
+    number: u64,
+    scheduled: Instant,
+    tokens: usize,
+}
+
+/// What was measured.
+#[derive(Debug, Default)]
+pub(super) struct Rates {
+    loading: MeasuredRate,
+    computing: MeasuredRate,
+    refusals: Refusals,
+    steps: VecDeque<OpenStep>,
+    last_output: Option<Instant>,
+    /// Tokens per second that the operator says the server computes: instead of what is measured.
+    set: Option<f64>,
+}
+
+impl Rates {
+    /// `set`: as in [`ConnectorOptions::recompute_tokens_per_s`](super::ConnectorOptions).
+    pub(super) fn new(set: Option<f64>) -> Self {
+        Self { set, ..Self::default() }
+    }
+
+    /// Step `number` was scheduled now, computes so many tokens, and waits for no load; a worker
+    /// reports its end.
+    pub(super) fn scheduled(&mut self, number: u64, tokens: usize, now: Instant) {
+        if self.steps.len() == MOST_STEPS {
+            self.steps.pop_front();
+        }
+        self.steps.push_back(OpenStep { number, scheduled: now, tokens });
+    }
+
+    /// The output of a step has come: of the one with this number, where a worker has said it.
+    pub(super) fn ended(&mut self, number: Option<u64>, now: Instant) {
+        if let Some(number) = number {
+            while let Some(step) = self.steps.pop_front_if(|step| step.number <= number) {
+                let began = self.last_output.map_or(step.scheduled, |last| last.max(step.scheduled));
+                if step.number == number {
+                    self.computing.add(step.tokens as f64, now.saturating_duration_since(began).as_secs_f64());
+                }
+            }
+        }
+        self.last_output = Some(now);
+    }
+
+    /// Loads of so many tokens took so many seconds.
+    pub(super) fn loaded(&mut self, tokens: u64, seconds: f64) {
+        self.loading.add(tokens as f64, seconds);
+    }
+
+    /// Tokens that the server computes in a second, where that is known well enough to refuse loads.
+    pub(super) fn computing(&self) -> Option<f64> {
+        self.set.or_else(|| self.computing.settled())
+    }
+
+    /// Whether a load is to be refused because computing is faster.
+    pub(super) fn refuses_load(&mut self) -> bool {
+        let loading = if self.set.is_some() { self.loading.per_s() } else { self.loading.settled() };
+        let computing = self.computing();
+        self.refusals.refuses(loading, computing)
+    }
+
+    /// Whether loading so many tokens is predicted to take more than `most` longer than computing
+    /// others meanwhile; not before a load was measured.
+    pub(super) fn stalls(&self, (tokens, computed): (usize, usize), most: Duration) -> bool {
+        let s = |tokens: usize, rate: Option<f64>| rate.map_or(0.0, |rate| tokens as f64 / rate);
+        let computing = self.set.or_else(|| self.computing.per_s());
+        s(tokens, self.loading.per_s()) - s(computed, computing) > most.as_secs_f64()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// Rates with `n` steps of 1000 tokens in 100 ms each.
+    fn computed(n: u64) -> (Rates, Instant) {
+        let (mut rates, mut now) = (Rates::default(), Instant::now());
+        for number in 1..=n {
+            rates.scheduled(number, 1000, now);
+            now += 100 * MS;
+            rates.ended(Some(number), now);
+        }
+        (rates, now)
+    }
+
+    #[test]
+    fn computing_is_measured_from_schedule_to_output() {
+        let (rates, _) = computed(KEPT as u64);
+        assert!((rates.computing().unwrap() - 10_000.0).abs() < 1.0);
+    }
+
+    #[test]
+    fn a_server_that_schedules_ahead_and_one_that_pauses_are_measured_alike() {
+        let (mut rates, mut now) = (Rates::default(), Instant::now());
+        rates.scheduled(1, 1000, now);
+        for number in 1..=KEPT as u64 {
+            rates.scheduled(number + 1, 1000, now + MS);
+            now += 100 * MS;
+            rates.ended(Some(number), now);
+        }
+        assert!((rates.computing().unwrap() - 10_000.0).abs() < 1.0, "{rates:?}");
+        let (mut rates, mut now) = (Rates::default(), Instant::now());
+        for number in 1..=KEPT as u64 {
+            now += 5000 * MS;
+            rates.scheduled(number, 1000, now);
+            now += 100 * MS;
+            rates.ended(Some(number), now);
+        }
+        assert!((rates.computing().unwrap() - 10_000.0).abs() < 1.0, "{rates:?}");
+    }
+
+    #[test]
+    fn outputs_of_other_steps_measure_nothing() {
+        let (mut rates, now) = (Rates::default(), Instant::now());
+        rates.scheduled(4, 1000, now);
+        rates.ended(None, now + MS);
+        rates.ended(Some(3), now + 2 * MS);
+        assert_eq!((rates.computing.per_s(), rates.steps.len()), (None, 1));
+        rates.ended(Some(5), now + 3 * MS);
+        assert_eq!((rates.computing.per_s(), rates.steps.len()), (None, 0));
+        (0..100).for_each(|n| rates.scheduled(n, 1, now));
+        assert_eq!(rates.steps.len(), MOST_STEPS);
+    }
+
+    #[test]
+    fn nothing_is_refused_before_both_are_measured_often_and_then_all_but_one_in_some() {
+        let (mut rates, _) = computed(KEPT as u64);
+        for _ in 1..KEPT {
+            rates.loaded(100, 1.0);
+            assert!(!rates.refuses_load());
+        }
+        rates.loaded(100, 1.0);
+        let refused = (0..32).filter(|_| rates.refuses_load()).count();
+        assert_eq!(refused, 30);
+        let (mut rates, _) = computed(KEPT as u64 - 1);
+        (0..KEPT).for_each(|_| rates.loaded(100, 1.0));
+        assert!(!rates.refuses_load(), "a step short");
+    }
+
+    #[test]
+    fn strange_measurements_decide_nothing() {
+        let (mut rates, _) = computed(KEPT as u64);
+        (0..KEPT).for_each(|_| rates.loaded(20_000, 1.0));
+        (0..KEPT / 2).for_each(|_| rates.loaded(1, 10.0));
+        assert!(!rates.refuses_load());
+        (0..KEPT / 2).for_each(|_| rates.loaded(1, 10.0));
+        assert!(rates.refuses_load());
+        rates.loaded(0, 1.0);
+        rates.loaded(1, 0.0);
+        (0..KEPT).for_each(|_| rates.loaded(20_000, 1.0));
+        assert!(!rates.refuses_load(), "loads are fast again");
+    }
+
+    #[test]
+    fn what_the_operator_says_counts_at_once() {
+        let mut rates = Rates::new(Some(1000.0));
+        assert!(!rates.refuses_load());
+        rates.loaded(500, 1.0);
+        assert!(rates.refuses_load());
+        assert_eq!(Rates::new(Some(7.0)).computing(), Some(7.0));
+    }
+
+    #[test]
+    fn computing_hides_a_load_within_its_step() {
+        let stalls = |rates: &Rates| rates.stalls((4800, 3200), 20 * MS);
+        let mut rates = Rates::default();
+        assert!(!stalls(&rates), "nothing measured yet");
+        rates.loaded(4800, 0.1);
+        assert!(stalls(&rates), "100 ms are more than 20, and nothing is known of computing");
+        rates.computing.add(3200.0, 0.05);
+        assert!(stalls(&rates), "50 ms longer than computing the rest");
+        (0..2).for_each(|_| rates.computing.add(3200.0, 0.09));
+        assert!(!stalls(&rates));
+        let mut rates = Rates::new(Some(32_000.0));
+        rates.loaded(4800, 0.1);
+        assert!(!stalls(&rates), "the operator knows how long computing takes");
+    }
+}
