@@ -80,7 +80,8 @@ def exp3(all_extents):
     share = found / values
     fit = (found <= best).sum()
     ratio = 2 * values * len(found) / sizes.sum()
-    print(f"exp3: escapes {share.mean():.3%}, at most {share.max():.3%}; with room for {best / values:.3%} ratio {ratio:.3f}; {fit} of {len(found)} fit")
+    print(f"exp3: escapes {share.mean():.3%}, at most {share.max():.3%}; with room for {best / values:.3%} {fit} of {len(found)} extents fit")
+    print(f"exp3: ratio {ratio:.3f}")
 
 
 def main():
