@@ -53,6 +53,37 @@ def escapes(values, entries):
     return sum(int(counts.sum() - np.sort(counts)[-entries:].sum()) for counts in of_segment)
 
 
+def windowed(planes):
+    """Values outside the best window of 8 exponents of their channel (a head's element), and the number of channels."""
+    escaped = channels = 0
+    for plane in planes:
+        values = exponents(plane, torch.bfloat16).reshape(plane.shape[0], -1)
+        for column in values.T:
+            counts = np.bincount(column, minlength=256)
+            escaped += len(column) - int(np.convolve(counts, np.ones(8, dtype=int), "valid").max())
+        channels += values.shape[1]
+    return escaped, channels
+
+
+def exp3(all_extents):
+    """Prints what codes of 3 bits with a window for each channel would store, with the reserve that stores the least."""
+    values = 2 * all_extents[0][0].numel()
+    found = np.array([windowed(planes)[0] for planes in all_extents])
+    channels = windowed(all_extents[0])[1]
+
+    def stored(reserve):
+        size = -(-(values * 11 // 8 + channels + 3 * reserve) // PAGE) * PAGE
+        return np.where(found <= reserve, size, 2 * values)
+
+    best = max(found, key=lambda reserve: -stored(reserve).sum())
+    sizes = stored(best)
+    share = found / values
+    fit = (found <= best).sum()
+    ratio = 2 * values * len(found) / sizes.sum()
+    print(f"exp3: escapes {share.mean():.3%}, at most {share.max():.3%}; with room for {best / values:.3%} {fit} of {len(found)} extents fit")
+    print(f"exp3: ratio {ratio:.3f}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
@@ -76,6 +107,7 @@ def main():
     room = (size - 192 * blocks - 20 * segments) // 3
     fit = sum(escapes(np.concatenate([exponents(p, torch.bfloat16) for p in planes]), 16) <= room for planes in all_extents)
     print(f"exp4: {2 * n} bytes become {size}, ratio {2 * n / size:.3f}; {fit} of {len(all_extents)} extents fit")
+    exp3(all_extents)
 
 
 if __name__ == "__main__":
