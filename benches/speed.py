@@ -9,7 +9,6 @@ loaded. Nothing here asserts: the table says what was measured, with the target 
 import argparse
 import json
 import os
-import pathlib
 import platform
 import resource
 import shutil
@@ -50,9 +49,9 @@ class Bench:
         self.write_file = os.path.join(directory, "fio-write.bin")
 
     # -- the two programs -------------------------------------------------------------------------------------------------
-    def fio(self, rw, point, size, extra=(), name=None):
+    def fio(self, rw, point, size, extra=()):
         bs, depth, jobs = point
-        name = name or (self.fio_file if rw in ("read", "rw", "randrw") else self.write_file)
+        name = self.fio_file if rw in ("read", "rw", "randrw") else self.write_file
         if rw == "write":
             fresh_fallocated(name, size)
         part = size // jobs // (4 << 20) * (4 << 20)
@@ -133,9 +132,7 @@ class Bench:
                 statistics.median(outside(a) / outside(b) for a, b in runs))
             ours = lambda jobs: self.forebay("--rw", "load", "--model", model, "--tokens", PROMPT_TOKENS, "--size", size, "--numjobs", jobs,
                                              "--directory", cache, "--keep")
-            # The very blocks that ours reads: another file may lie on a part of the drive that is 10 % faster.
-            data = next(pathlib.Path(cache).rglob("data.kv"))
-            peer, own_clock = lambda: self.fio("read", point, size, ("--readonly",), data), lambda g: g["job"]["read"]["bw_bytes"]
+            peer, own_clock = lambda: self.fio("read", point, size), lambda g: g["job"]["read"]["bw_bytes"]
             title = f"load, verified and scattered, {model}"
             if model == "llama-3.1-8b":
                 self.pairs(f"{title}, four at once", ">= 0.95 x best fio", lambda: ours(4), peer, rate=own_clock, more=proof)
