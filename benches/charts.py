@@ -18,8 +18,10 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 #: Rows of benchmarks.json that are ratios to fio, and their names on the chart.
 SPEED = {
     "load, verified and scattered, llama-3.1-8b": "load, llama-3.1-8b",
+    "load with codec exp4 beside fio": "load, llama-3.1-8b, codec, bytes of KV",
     "load, verified and scattered, deepseek-v3": "load, deepseek-v3 (MLA)",
     "store, gathered, journalled and flushed, llama-3.1-8b": "store, llama-3.1-8b",
+    "store with codec exp4 beside fio": "store, llama-3.1-8b, codec, bytes of KV",
     "reads beside a writer at 20 %": "reads beside a writer",
 }
 OURS, PEER = "#1f6f8b", "#c9d6df"
@@ -28,7 +30,7 @@ OURS, PEER = "#1f6f8b", "#c9d6df"
 def speed():
     """Each figure beside fio: a bar for the median, a line from the least to the most."""
     rows = json.loads((DOCS / "benchmarks.json").read_text())["rows"]
-    figure, axes = plt.subplots(figsize=(8, 2.6))
+    figure, axes = plt.subplots(figsize=(8, 3.6))
     for place, (row, name) in enumerate(reversed(SPEED.items())):
         median, least, most = map(float, re.match(r"([\d.]+) \(min ([\d.]+), max ([\d.]+)", rows[row]["figure"]).groups())
         axes.barh(place, median, color=OURS, height=0.55)
