@@ -70,6 +70,27 @@ pub(super) struct Rows<'a> {
     pub(super) half: usize,
 }
 
+/// An element type that the compiler knows.
+trait Element {
+    const KIND: FloatKind;
+}
+
+struct F32;
+struct F16;
+struct Bf16;
+
+impl Element for F32 {
+    const KIND: FloatKind = FloatKind::F32;
+}
+
+impl Element for F16 {
+    const KIND: FloatKind = FloatKind::F16;
+}
+
+impl Element for Bf16 {
+    const KIND: FloatKind = FloatKind::Bf16;
+}
+
 fn invalid(what: String) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("rotary shift: {what}"))
 }
@@ -189,8 +210,26 @@ impl Rows<'_> {
     /// # Safety
     /// Keys and table must lie in host memory, and nobody else may use the keys meanwhile.
     pub(super) unsafe fn turn_on_host(&self) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.shift.kind {
+                FloatKind::F32 => self.turn_elements::<F32>(),
+                FloatKind::F16 => self.turn_elements::<F16>(),
+                FloatKind::Bf16 => self.turn_elements::<Bf16>(),
+            }
+        }
+    }
+
+    /// [`Self::turn_on_host`] of one element type: of a size that is not known, every element would
+    /// be moved by a call.
+    ///
+    /// # Safety
+    /// As of [`Self::turn_on_host`]; the keys are of type `E`.
+    unsafe fn turn_elements<E: Element>(&self) {
         let shift = self.shift;
-        let (kind, block_tokens) = (shift.kind, u64::from(shift.plan.block_tokens()));
+        let block_tokens = u64::from(shift.plan.block_tokens());
+        // The turn of each pair, alike in all heads of a token.
+        let mut turns = Vec::with_capacity(self.half);
         for run in shift.plan.runs() {
             for (token, slot) in (run.token as usize..).zip(run.slot..run.slot + u64::from(run.len)) {
                 let position = |of: &[i64]| of.get(token).map_or(0, |p| *p as usize);
@@ -198,24 +237,24 @@ impl Rows<'_> {
                 if from == to {
                     continue;
                 }
+                turns.clear();
+                // SAFETY: positions were checked against the table, which the shift holds.
+                turns.extend((0..self.half).map(|pair| unsafe { turn(self.angle(from, pair), self.angle(to, pair)) }));
                 let place = (slot / block_tokens) as usize * self.view.block_stride
                     + (slot % block_tokens) as usize * self.view.token_stride;
-                for pair in 0..self.half {
-                    // SAFETY: positions were checked against the table, which the shift holds.
-                    let (old, new) = unsafe { (self.angle(from, pair), self.angle(to, pair)) };
-                    let (cosine, sine) = turn(old, new);
-                    let (first, second) = match shift.style {
-                        RopeStyle::Neox => (pair, self.half + pair),
-                        RopeStyle::GptJ => (2 * pair, 2 * pair + 1),
-                    };
-                    for head in 0..self.heads {
-                        let key = self.base.wrapping_add(place + head * self.view.head_stride);
+                for head in 0..self.heads {
+                    let key = self.base.wrapping_add(place + head * self.view.head_stride);
+                    for (pair, &(cosine, sine)) in turns.iter().enumerate() {
+                        let (first, second) = match shift.style {
+                            RopeStyle::Neox => (pair, self.half + pair),
+                            RopeStyle::GptJ => (2 * pair, 2 * pair + 1),
+                        };
                         // SAFETY: the slot lies in a block of the layout, the pair in the head:
                         // `rows` compared them; that nobody else uses it is the caller's promise.
                         unsafe {
-                            let (x, y) = (read(key, first, kind), read(key, second, kind));
-                            write(key, first, kind, x * cosine - y * sine);
-                            write(key, second, kind, y * cosine + x * sine);
+                            let (x, y) = (read(key, first, E::KIND), read(key, second, E::KIND));
+                            write(key, first, E::KIND, x * cosine - y * sine);
+                            write(key, second, E::KIND, y * cosine + x * sine);
                         }
                     }
                 }
@@ -236,6 +275,7 @@ impl Rows<'_> {
 
 /// # Safety
 /// Element `index` from `base` on must be readable.
+#[inline]
 unsafe fn read(base: *const u8, index: usize, kind: FloatKind) -> f32 {
     let mut bits = [0; 4];
     // SAFETY: the caller's promise; an element has at most four bytes.
@@ -245,6 +285,7 @@ unsafe fn read(base: *const u8, index: usize, kind: FloatKind) -> f32 {
 
 /// # Safety
 /// Element `index` from `base` on must be writable.
+#[inline]
 unsafe fn write(base: *mut u8, index: usize, kind: FloatKind, value: f32) {
     let bits = kind.encode(value).to_le_bytes();
     // SAFETY: the caller's promise; an element has at most four bytes.
