@@ -20,16 +20,7 @@ from typing import Any
 
 import forebay
 
-CHUNK, BLOCK, LAYERS, HEADS, DIM = 256, 16, 32, 8, 128
-#: Bytes of one chunk of Llama 3.1 8B in 16 bits.
-CHUNK_BYTES = CHUNK * LAYERS * 2 * HEADS * DIM * 2
-
-
-def memory(tokens: int, fill: int) -> list[memoryview]:
-    """Paged KV for one prompt."""
-    shape = (2, tokens // BLOCK, BLOCK, HEADS, DIM)
-    size = 2 * tokens * HEADS * DIM * 2
-    return [memoryview(bytearray([fill]) * size).cast("H", shape) for _ in range(LAYERS)]
+from prefetch import CHUNK, CHUNK_BYTES, memory
 
 
 class Loader:

@@ -45,7 +45,8 @@ def cold() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-#: What is added to a system's name: its device is made anew for each round, with its space but not written.
+#: What is added to a system's name: its device is made anew for each round, with its space but
+#: not written.
 ON_NEW_SPACE = "-new"
 
 
