@@ -155,6 +155,19 @@ fn a_chunk_that_does_not_fit_is_stored_as_it_is_among_coded_ones() {
     }
 }
 
+// Gathers of one chunk run side by side, and more than one may find that it does not fit.
+#[test]
+fn a_chunk_no_part_of_which_fits_is_stored_as_it_is() {
+    for round in 0..20 {
+        let mut w = world(shapes().last().unwrap());
+        w.settings.store_staging = 1 << 20;
+        let (engine, noise) = (w.open(), w.kv().filled(round));
+        let result = store(&engine, &prompt(&engine, CHUNK, 1), &noise, slots(CHUNK, 1));
+        assert_eq!((result.stored, &result.sheds[..]), (1, &[][..]), "round {round}");
+        assert_eq!(engine.stats().unwrap().log.codec_misfits, 1);
+    }
+}
+
 #[test]
 fn a_chunk_that_does_not_fit_is_shed_where_its_first_layers_may_be_overwritten() {
     let w = world(&shapes()[0]);

@@ -99,17 +99,19 @@ impl StoreInner {
             Gathered { skipped_blocks, .. } if !skipped_blocks.is_empty() => Err(ShedCause::Unmapped),
             Gathered { crcs, .. } => Ok(crcs.as_slice()),
         };
-        let misfitting = if out.misfit { self.state.lock().sink(&step) } else { None };
-        let again = misfitting.and_then(|sink| sink.misfit());
+        let mut misfitting = None;
         let mut sink = None;
         self.update(|state| {
             if out.staging.region().is_none() {
                 state.gathered_into(&step, &out.staging);
             }
-            if !again.is_some_and(|begin| state.begin_again(&step, begin)) {
-                sink = state.gathered(&step, crcs);
-            }
+            misfitting = if out.misfit { state.misfit(&step) } else { None };
+            sink = state.gathered(&step, crcs);
         });
+        if let Some(misfitting) = misfitting {
+            let begin = misfitting.misfit();
+            self.update(|state| state.begun_again(&step, begin));
+        }
         let Some(sink) = sink else {
             drop(out.staging);
             return self.pump.notify();

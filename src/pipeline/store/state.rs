@@ -254,14 +254,6 @@ impl StoreState {
         NextStep::Nothing
     }
 
-    /// The slot of the chunk that `step` is of, while it is open.
-    pub(super) fn sink(&self, step: &StoreStep) -> Option<Arc<dyn ChunkSink>> {
-        match &self.chunks.get(step.chunk).filter(|c| c.attempt == step.attempt)?.phase {
-            StorePhase::Open(sink) => Some(Arc::clone(sink)),
-            _ => None,
-        }
-    }
-
     /// Whether a gather waits for staging.
     pub(super) fn wants_staging(&mut self) -> bool {
         let (ready, forced, group_bytes) = (self.ready, self.forced, self.group_bytes);
@@ -404,15 +396,18 @@ impl StoreState {
         Some(sink)
     }
 
-    /// The chunk that `step` was of does not fit its codec, and goes on with `begin`; `false` where
-    /// it cannot.
-    pub(super) fn begin_again(&mut self, step: &StoreStep, begin: BeginPut) -> bool {
-        let Some(chunk) = self.chunks.get_mut(step.chunk) else { return false };
-        let is_open = matches!(chunk.phase, StorePhase::Open(_)) && chunk.attempt == step.attempt;
-        if !is_open || self.given_back > 0 {
-            return false;
+    /// The chunk that `step` is of does not fit its codec, and is opened again without one unless
+    /// layers have been given back. Gives the sink to be told, whose answer [`Self::begun_again`]
+    /// takes; `None` for a gather of an attempt that is over. Before [`Self::gathered`].
+    pub(super) fn misfit(&mut self, step: &StoreStep) -> Option<Arc<dyn ChunkSink>> {
+        let chunk = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt)?;
+        let StorePhase::Open(sink) = &chunk.phase else { return None };
+        let sink = Arc::clone(sink);
+        if self.given_back > 0 {
+            return Some(sink);
         }
-        self.busy_over += chunk.gathering - 1;
+        chunk.phase = StorePhase::Opening;
+        self.busy_over += chunk.gathering;
         self.queued -= chunk.queued;
         self.ungathered -= chunk.ungathered_bytes();
         for (layer, done) in chunk.gathered.iter_mut().enumerate() {
@@ -430,9 +425,19 @@ impl StoreState {
         (chunk.next, chunk.gathering, chunk.queued, chunk.written) = (0, 0, 0, 0);
         (chunk.frame, chunk.framed) = (None, 0);
         chunk.attempt += 1;
-        chunk.phase = StorePhase::Waiting(begin);
         self.ungathered += chunk.ungathered_bytes();
-        true
+        Some(sink)
+    }
+
+    /// What the sink of [`Self::misfit`] said: the chunk goes on with `begin`, and is shed where
+    /// there is none.
+    pub(super) fn begun_again(&mut self, step: &StoreStep, begin: Option<BeginPut>) {
+        let chunk = self.chunks.get_mut(step.chunk).filter(|c| c.attempt == step.attempt + 1);
+        let Some(chunk) = chunk.filter(|c| matches!(c.phase, StorePhase::Opening)) else { return };
+        match begin {
+            Some(begin) => chunk.phase = StorePhase::Waiting(begin),
+            None => self.shed(step.chunk, ShedCause::Codec),
+        }
     }
 
     fn shed_for(&mut self, chunk: usize, cause: ShedCause) -> Option<Arc<dyn ChunkSink>> {
