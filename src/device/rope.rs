@@ -35,7 +35,7 @@ pub struct RopeTable {
     kind: FloatKind,
 }
 
-/// Turns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
+/// PairTurns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
 /// new ones.
 #[derive(Clone)]
 pub struct RopeShift {
@@ -124,14 +124,14 @@ fn invalid(what: String) -> Error {
 }
 
 /// The turns of one token, pair by pair, alike in all of its heads.
-struct Turns {
+struct PairTurns {
     /// Cosines, then sines, of its old position and of its new one.
     rows: [Vec<f32>; 2],
     cosines: Vec<f32>,
     sines: Vec<f32>,
 }
 
-impl Turns {
+impl PairTurns {
     fn new(half: usize) -> Self {
         let zeros = |count| vec![0.0; count];
         Self { rows: [zeros(2 * half), zeros(2 * half)], cosines: zeros(half), sines: zeros(half) }
@@ -154,7 +154,7 @@ impl Turns {
     }
 }
 
-/// Turns one pair.
+/// PairTurns one pair.
 #[inline(always)]
 fn turn_pair<E: Element>(first: &mut E::Bytes, second: &mut E::Bytes, (cosine, sine): (f32, f32)) {
     let (x, y) = (E::load(*first), E::load(*second));
@@ -265,7 +265,7 @@ impl RopeShift {
 }
 
 impl Rows<'_> {
-    /// Turns the keys on the calling thread.
+    /// PairTurns the keys on the calling thread.
     ///
     /// # Safety
     /// Keys and table must lie in host memory, and nobody else may use the keys meanwhile.
@@ -309,7 +309,7 @@ impl Rows<'_> {
     unsafe fn turn_elements<E: Element>(&self) {
         let (shift, half) = (self.shift, self.half);
         let block_tokens = u64::from(shift.plan.block_tokens());
-        let mut turns = Turns::new(half);
+        let mut turns = PairTurns::new(half);
         for run in shift.plan.runs() {
             for (token, slot) in (run.token as usize..).zip(run.slot..run.slot + u64::from(run.len)) {
                 let position = |of: &[i64]| of.get(token).map_or(0, |p| *p as usize);
@@ -380,7 +380,7 @@ unsafe fn read_elements<E: Element>(base: *const u8, to: &mut [f32]) {
     to.iter_mut().zip(elements).for_each(|(to, bytes)| *to = E::load(*bytes));
 }
 
-/// Turns keys in host memory, on the calling thread; what a GPU device does by its kernel.
+/// PairTurns keys in host memory, on the calling thread; what a GPU device does by its kernel.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV (the message says how),

@@ -29,7 +29,7 @@ const PIECES: usize = 2;
 
 /// What a test run has seen: that it has seen anything.
 #[derive(Debug, Default)]
-struct Seen {
+struct SimulatedRun {
     reads: u64,
     fills: u64,
     deaths: u64,
@@ -113,7 +113,7 @@ struct World<'a> {
     /// Connections of processes that are gone.
     dying: Vec<Connection>,
     sequences: [u64; KEYS as usize],
-    seen: Seen,
+    seen: SimulatedRun,
 }
 
 impl World<'_> {
@@ -351,7 +351,7 @@ fn whoever_may_read_a_frame_finds_its_chunk_whatever_dies_when() {
     let seeds: u64 = std::env::var("FOREBAY_MEMORY_SEEDS").map_or(40, |n| n.parse().unwrap());
     let first: u64 = std::env::var("FOREBAY_MEMORY_SEED").map_or(1, |n| n.parse().unwrap());
     let dir = tempfile::tempdir().unwrap();
-    let mut all = Seen::default();
+    let mut all = SimulatedRun::default();
     for seed in first..first + seeds {
         let mut world = World {
             dir: dir.path(),
@@ -363,7 +363,7 @@ fn whoever_may_read_a_frame_finds_its_chunk_whatever_dies_when() {
             processes: (0..PROCESSES).map(|_| Process::default()).collect(),
             dying: Vec::new(),
             sequences: [1; KEYS as usize],
-            seen: Seen::default(),
+            seen: SimulatedRun::default(),
         };
         let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             for _ in 0..STEPS {
