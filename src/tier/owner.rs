@@ -7,7 +7,7 @@
 //! - Nothing that another process says makes this one wait or panic; a connection that says
 //!   nonsense is closed.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -20,7 +20,7 @@ use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use super::frames::Frames;
 use super::message::{self, Answer, Ask, MOST_BYTES, MOST_IDS, UsedAt, VERSION};
-use super::{FrameId, Rank};
+use super::{FrameId, Rank, steps};
 use crate::device::{Frame, FrameFill};
 use crate::error::{Error, Result};
 use crate::io::EventFd;
@@ -63,7 +63,7 @@ pub(super) struct Owner {
 struct Peer {
     socket: OwnedFd,
     is_welcome: bool,
-    leases: HashMap<u32, Lease>,
+    leases: BTreeMap<u32, Lease>,
     next: u32,
     /// Its turn, and which of ours that is.
     turn: Option<(u64, u64)>,
@@ -89,11 +89,13 @@ impl Owner {
             Err(TryLockError::WouldBlock) => return Ok(None),
             Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock", e).at(&path)),
         }
+        steps::step();
         let socket = dir.join(SOCKET);
         // What a process has left that died.
         drop(std::fs::remove_file(&socket));
         let listener = Self::listen(dir)
             .map_err(|e| Error::io("cannot make the socket of the memory tier", e).at(&socket))?;
+        steps::step();
         Ok(Some(Self { frames: make()?, lock, listener, socket }))
     }
 
@@ -116,7 +118,7 @@ impl Owner {
                 let sockets = peers.iter().map(|peer| PollFd::new(&peer.socket, PollFlags::IN));
                 let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, PollFlags::IN)];
                 polled.extend(sockets);
-                if let Err(e) = rustix::event::poll(&mut polled, None)
+                if let Err(e) = steps::poll(&mut polled, None)
                     && e != rustix::io::Errno::INTR
                 {
                     tracing::error!(error = %e, "the memory tier does not lend frames any more");
@@ -139,7 +141,7 @@ impl Owner {
             if is_new && let Ok(socket) = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC) {
                 // One too many is closed at once.
                 if peers.len() < MOST_PEERS {
-                    peers.push(Peer { socket, is_welcome: false, leases: HashMap::new(), next: 0, turn: None });
+                    peers.push(Peer { socket, is_welcome: false, leases: BTreeMap::new(), next: 0, turn: None });
                 }
             }
         }
@@ -249,6 +251,7 @@ impl Drop for Owner {
     fn drop(&mut self) {
         // The name goes while nobody else can have made a new one.
         drop(std::fs::remove_file(&self.socket));
+        steps::step();
         drop(self.lock.unlock());
     }
 }

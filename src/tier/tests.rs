@@ -3,6 +3,9 @@ use std::cmp::Reverse;
 use super::*;
 use crate::device::HugePages;
 
+pub(super) mod turns;
+mod world;
+
 const FRAME: usize = 8192;
 
 fn tier(frames: usize) -> Arc<MemoryTier> {
