@@ -118,6 +118,7 @@ mutants:
 	$(PYTHON) tests/mutants/run.py tests/mutants/kernels.json --update kernels/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/device.json --update tests/mutants/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/log.json --update tests/mutants/README.md || status=1; \
+	$(PYTHON) tests/mutants/run.py tests/mutants/tier.json --update tests/mutants/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/blend.json --update tests/mutants/README.md || status=1; \
 	exit $$status
 

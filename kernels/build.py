@@ -22,7 +22,7 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 WHEELS = HERE.parent / "target" / "nvidia"
 # One unit, so that the engine loads one module.
-SOURCES = ["common.cu", "reshape.cu", "rope.cu"]
+SOURCES = ["common.cu", "reshape.cu", "exp4.cu", "rope.cu"]
 PTX = HERE / "ptx" / "forebay.ptx"
 README = HERE / "README.md"
 NVRTC = ("nvidia-cuda-nvrtc-cu12", "12.0.140", "**/libnvrtc.so.12")

@@ -11,28 +11,9 @@ use engine_world::{CHUNK, Kv, Shape, World, assert_same, flip, load, matched, pr
 use forebay::config::Codec;
 use forebay::engine::{Backpressure, Engine, MissCause, ShedCause, StoreRequest};
 use forebay::format::layout::{SlotCodec, SlotLayout};
-use forebay::geometry::{DType, LayerKind, LayerSpec};
-use forebay::paged::{KvLayout, Packing};
+use forebay::geometry::DType;
 
 const LONG: Duration = Duration::from_secs(20);
-
-/// Layers whose extents are large enough to gain by the codec.
-fn shapes() -> Vec<Shape> {
-    let of = |name, specs, layout, packing, cross_layer| Shape { name, specs, layout, packing, cross_layer };
-    let kv = vec![LayerSpec::kv(LayerKind::Full, 3, 640); 3];
-    // The last is too small to gain.
-    let mixed = vec![LayerSpec::mla(&[8192, 264]), LayerSpec::mla(&[1152 * 3]), LayerSpec::mla(&[16])];
-    let opaque = vec![LayerSpec::opaque(engine_world::BLOCK as u32, 40_006); 3];
-    vec![
-        of("nhd", kv.clone(), KvLayout::Nhd, Packing::Split, false),
-        of("hnd inner", kv.clone(), KvLayout::Hnd, Packing::Inner, false),
-        of("hnd row", kv.clone(), KvLayout::Hnd, Packing::Row, false),
-        of("cross layer", kv, KvLayout::Nhd, Packing::Inner, true),
-        of("mixed", mixed, KvLayout::Mla, Packing::Split, false),
-        of("opaque", opaque, KvLayout::Opaque, Packing::Split, false),
-        Shape::all().into_iter().find(|s| s.name == "large").unwrap(),
-    ]
-}
 
 fn world(shape: &Shape) -> World {
     let mut w = World::new(shape.clone());
@@ -51,7 +32,7 @@ fn slot_bytes(engine: &Engine) -> u64 {
 
 #[test]
 fn every_layout_comes_back_byte_for_byte_with_any_setting_and_takes_less_space() {
-    for shape in shapes() {
+    for shape in Shape::that_gain() {
         let name = shape.name;
         let mut w = world(&shape);
         let n = 3 * CHUNK + 7;
@@ -78,7 +59,7 @@ fn every_layout_comes_back_byte_for_byte_with_any_setting_and_takes_less_space()
 
 #[test]
 fn uncoded_chunks_are_read_beside_coded_ones() {
-    let shape = &shapes()[0];
+    let shape = &Shape::that_gain()[0];
     let mut w = world(shape);
     let (n, a) = (2 * CHUNK, w.kv().like_kv(3));
     for (codec, seed) in [(Codec::None, 1), (Codec::Exp4, 2)] {
@@ -97,7 +78,7 @@ fn uncoded_chunks_are_read_beside_coded_ones() {
 
 #[test]
 fn frames_of_the_memory_tier_stay_coded_so_more_chunks_fit() {
-    let shape = shapes().pop().unwrap();
+    let shape = Shape::that_gain().pop().unwrap();
     let evicted = |codec| {
         let mut w = world(&shape);
         (w.settings.codec, w.settings.local_cpu, w.settings.max_local_cpu_size) = (codec, true, 4 << 20);
@@ -130,7 +111,7 @@ fn with_a_misfit(w: &World, from: &[i64]) -> Kv {
 #[test]
 fn a_chunk_that_does_not_fit_is_stored_as_it_is_among_coded_ones() {
     for layerwise in [false, true] {
-        let w = world(&shapes()[0]);
+        let w = world(&Shape::that_gain()[0]);
         let from = slots(3 * CHUNK, 1);
         let a = with_a_misfit(&w, &from);
         // What a process has learned of KV goes with it: the third chunk is coded again.
@@ -159,7 +140,7 @@ fn a_chunk_that_does_not_fit_is_stored_as_it_is_among_coded_ones() {
 #[test]
 fn a_chunk_no_part_of_which_fits_is_stored_as_it_is() {
     for round in 0..20 {
-        let mut w = world(shapes().last().unwrap());
+        let mut w = world(Shape::that_gain().last().unwrap());
         w.settings.store_staging = 1 << 20;
         let (engine, noise) = (w.open(), w.kv().filled(round));
         let result = store(&engine, &prompt(&engine, CHUNK, 1), &noise, slots(CHUNK, 1));
@@ -170,7 +151,7 @@ fn a_chunk_no_part_of_which_fits_is_stored_as_it_is() {
 
 #[test]
 fn a_chunk_that_does_not_fit_is_shed_where_its_first_layers_may_be_overwritten() {
-    let w = world(&shapes()[0]);
+    let w = world(&Shape::that_gain()[0]);
     let (engine, from) = (w.open(), slots(2 * CHUNK, 1));
     let a = with_a_misfit(&w, &from);
     let p = prompt(&engine, 2 * CHUNK, 1);
@@ -185,7 +166,7 @@ fn a_chunk_that_does_not_fit_is_shed_where_its_first_layers_may_be_overwritten()
 
 #[test]
 fn noise_takes_no_more_than_without_the_codec() {
-    let shape = shapes().pop().unwrap();
+    let shape = Shape::that_gain().pop().unwrap();
     let bytes = |codec| {
         let mut w = world(&shape);
         w.settings.codec = codec;
@@ -210,7 +191,7 @@ fn noise_takes_no_more_than_without_the_codec() {
 #[test]
 fn other_types_than_bfloat16_are_stored_as_they_are() {
     for (name, wanted) in [("float16", false), ("uint8", false), ("float32", false), ("bf16", true)] {
-        let w = world(&shapes()[0]);
+        let w = world(&Shape::that_gain()[0]);
         let mut options = w.options();
         options.geometry.dtype = DType::named(name).unwrap();
         let engine = Engine::open_with(options).unwrap();
@@ -223,7 +204,7 @@ fn other_types_than_bfloat16_are_stored_as_they_are() {
 
 #[test]
 fn a_turned_bit_anywhere_in_a_coded_slot_is_a_miss_and_leaves_zeros() {
-    let w = world(&shapes()[0]);
+    let w = world(&Shape::that_gain()[0]);
     let (n, a) = (CHUNK, w.kv().like_kv(3));
     let engine = w.open();
     let p = prompt(&engine, n, 1);

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Kv, Shape, World, assert_same, load, matched, prompt, slots, store};
-use forebay::ErrorKind;
 use forebay::config::{Codec, Cufile};
 use forebay::device::{Stream, open_device};
 use forebay::engine::{Backpressure, Engine, LoadRequest, MissCause, StoreRequest};
+use forebay::format::layout::SlotLayout;
 use forebay::io::{Fault, Op};
 use standin_cuda::{Server, load as standin};
 
@@ -71,32 +71,61 @@ fn every_layout_comes_back_byte_for_byte_through_gpu_memory() {
 }
 
 #[test]
-fn coded_kv_is_refused_for_a_gpu_and_stored_anew_where_a_server_without_one_has_stored_it() {
-    let mut w = world(Shape::all().pop().unwrap(), 0);
-    w.settings.codec = Codec::Exp4;
-    let refused = Engine::open_with(w.options()).unwrap_err();
-    assert!(refused.kind() == ErrorKind::Config && refused.to_string().contains("codec"), "{refused}");
-    let (gpu, n) = (std::mem::replace(&mut w.device, open_device("host", &w.settings).unwrap()), 2 * CHUNK);
-    let host = w.open();
-    let (p, a) = (prompt(&host, n, 1), w.kv().like_kv(3));
-    assert_eq!(store(&host, &p, &a, slots(n, 1)).stored, 2);
-    host.close(Instant::now() + LONG).unwrap();
-    drop(host);
-    (w.device, w.settings.codec) = (gpu, Codec::None);
-    let engine = w.open();
-    let b = w.kv();
-    let result = load(&engine, &p, &b, slots(n, 2));
-    assert_eq!((result.tokens, result.missed(MissCause::NotFound)), (0, 2), "{result:?}");
-    assert!(b.everything().iter().all(|byte| *byte == 0));
-    let a = w.kv().filled(5);
-    let result = store(&engine, &p, &a, slots(n, 1));
-    assert_eq!(result.stored + result.already_there, 2, "{result:?}");
-    // The first is dropped by each load that finds it, the ones behind it by later ones.
-    while load(&engine, &p, &b, slots(n, 2)).tokens < n {
+fn coded_kv_comes_back_byte_for_byte_whoever_has_coded_it() {
+    for shape in Shape::that_gain() {
+        standin().set_delays(7, 300);
+        let name = shape.name;
+        let raw = shape.geometry();
+        let mut w = world(shape, 0);
+        w.settings.codec = Codec::Exp4;
+        let engine = w.open();
+        let n = 3 * CHUNK + 8;
+        let (p, a) = (prompt(&engine, n, 1), w.kv().like_kv(3));
         let result = store(&engine, &p, &a, slots(n, 1));
-        assert_eq!(result.stored + result.already_there, 2, "{result:?}");
+        assert_eq!(result.tokens, n, "{name}: {result:?}");
+        let log = engine.stats().unwrap().log;
+        let layout = SlotLayout::of_chunk(&raw, CHUNK as u32);
+        assert!(log.live_bytes < 3 * layout.slot_bytes, "{name}: {} bytes", log.live_bytes);
+        assert_eq!(log.codec_misfits, 0, "{name}");
+        let b = w.kv();
+        let result = load(&engine, &p, &b, slots(n, 2));
+        assert_eq!((result.tokens, &result.failed_blocks[..]), (n, &[][..]), "{name}: {result:?}");
+        same(name, (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+        engine.close(Instant::now() + LONG).unwrap();
+        drop(engine);
+        // The same cache serves a server without a GPU, and what that stores this one.
+        let gpu = std::mem::replace(&mut w.device, open_device("host", &w.settings).unwrap());
+        let host = w.open();
+        let c = w.kv();
+        assert_eq!(load(&host, &p, &c, slots(n, 3)).tokens, n, "{name} on the host");
+        same(name, (&a, &slots(n, 1)), (&c, &slots(n, 3)));
+        let other = prompt(&host, n, 2);
+        assert_eq!(store(&host, &other, &c, slots(n, 3)).tokens, n, "{name} on the host");
+        host.close(Instant::now() + LONG).unwrap();
+        drop(host);
+        w.device = gpu;
+        // What is there is read with any setting.
+        w.settings.codec = Codec::Auto;
+        let engine = w.open();
+        let d = w.kv();
+        assert_eq!(load(&engine, &other, &d, slots(n, 1)).tokens, n, "{name} stored by the host");
+        same(name, (&a, &slots(n, 1)), (&d, &slots(n, 1)));
     }
-    same("stored anew", (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+    standin().assert_never_waited();
+}
+
+#[test]
+fn what_does_not_fit_the_codec_is_stored_as_it_is_from_gpu_memory_too() {
+    let mut w = world(Shape::that_gain().pop().unwrap(), 0);
+    w.settings.codec = Codec::Exp4;
+    let engine = w.open();
+    let n = 2 * CHUNK;
+    let (p, a) = stored(&w, &engine, n);
+    assert!(engine.stats().unwrap().log.codec_misfits > 0);
+    let b = w.kv();
+    assert_eq!(load(&engine, &p, &b, slots(n, 2)).tokens, n);
+    same("noise", (&a, &slots(n, 1)), (&b, &slots(n, 2)));
+    standin().assert_never_waited();
 }
 
 #[test]

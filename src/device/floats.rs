@@ -23,6 +23,7 @@ impl FloatKind {
     }
 
     /// The element with these bits, of which the lowest [`FloatKind::bytes`] count.
+    #[inline]
     pub(super) fn decode(self, bits: u32) -> f32 {
         match self {
             Self::F32 => f32::from_bits(bits),
@@ -32,6 +33,7 @@ impl FloatKind {
     }
 
     /// The bits of the nearest element, of two the even one.
+    #[inline]
     pub(super) fn encode(self, value: f32) -> u32 {
         match self {
             Self::F32 => value.to_bits(),
@@ -41,6 +43,7 @@ impl FloatKind {
     }
 }
 
+#[inline]
 fn f16_to_f32(half: u16) -> f32 {
     let (sign, exponent, mantissa) =
         (u32::from(half & 0x8000) << 16, u32::from(half >> 10 & 31), u32::from(half & 0x3ff));
@@ -53,6 +56,7 @@ fn f16_to_f32(half: u16) -> f32 {
     f32::from_bits(sign | size)
 }
 
+#[inline]
 fn f32_to_f16(value: f32) -> u16 {
     let (sign, size) = ((value.to_bits() >> 16 & 0x8000) as u16, value.to_bits() & 0x7fff_ffff);
     let half = match size {
@@ -71,6 +75,7 @@ fn f32_to_f16(value: f32) -> u16 {
     sign | half as u16
 }
 
+#[inline]
 fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {

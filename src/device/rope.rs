@@ -7,7 +7,7 @@
 //! Must not: touch keys of tokens that the plan does not map, or read beyond the table.
 #![expect(unsafe_code, reason = "turns keys in the caller's paged KV")]
 
-use std::ptr::copy_nonoverlapping;
+use std::slice::{from_raw_parts, from_raw_parts_mut};
 use std::sync::Arc;
 
 use super::floats::FloatKind;
@@ -35,7 +35,7 @@ pub struct RopeTable {
     kind: FloatKind,
 }
 
-/// Turns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
+/// PairTurns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
 /// new ones.
 #[derive(Clone)]
 pub struct RopeShift {
@@ -72,7 +72,11 @@ pub(super) struct Rows<'a> {
 
 /// An element type that the compiler knows.
 trait Element {
-    const KIND: FloatKind;
+    /// The bytes of an element, which need no alignment.
+    type Bytes: Copy;
+
+    fn load(bytes: Self::Bytes) -> f32;
+    fn store(value: f32) -> Self::Bytes;
 }
 
 struct F32;
@@ -80,26 +84,82 @@ struct F16;
 struct Bf16;
 
 impl Element for F32 {
-    const KIND: FloatKind = FloatKind::F32;
+    type Bytes = [u8; 4];
+
+    fn load(bytes: [u8; 4]) -> f32 {
+        f32::from_le_bytes(bytes)
+    }
+
+    fn store(value: f32) -> [u8; 4] {
+        value.to_le_bytes()
+    }
 }
 
 impl Element for F16 {
-    const KIND: FloatKind = FloatKind::F16;
+    type Bytes = [u8; 2];
+
+    fn load(bytes: [u8; 2]) -> f32 {
+        FloatKind::F16.decode(u32::from(u16::from_le_bytes(bytes)))
+    }
+
+    fn store(value: f32) -> [u8; 2] {
+        (FloatKind::F16.encode(value) as u16).to_le_bytes()
+    }
 }
 
 impl Element for Bf16 {
-    const KIND: FloatKind = FloatKind::Bf16;
+    type Bytes = [u8; 2];
+
+    fn load(bytes: [u8; 2]) -> f32 {
+        FloatKind::Bf16.decode(u32::from(u16::from_le_bytes(bytes)))
+    }
+
+    fn store(value: f32) -> [u8; 2] {
+        (FloatKind::Bf16.encode(value) as u16).to_le_bytes()
+    }
 }
 
 fn invalid(what: String) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("rotary shift: {what}"))
 }
 
-/// The turn from one position to another, for one pair: cosine and sine from (cosine, sine) of
-/// either.
-fn turn((c0, s0): (f32, f32), (c1, s1): (f32, f32)) -> (f32, f32) {
-    let norm = c0 * c0 + s0 * s0;
-    ((c0 * c1 + s0 * s1) / norm, (c0 * s1 - s0 * c1) / norm)
+/// The turns of one token, pair by pair, alike in all of its heads.
+struct PairTurns {
+    /// Cosines, then sines, of its old position and of its new one.
+    rows: [Vec<f32>; 2],
+    cosines: Vec<f32>,
+    sines: Vec<f32>,
+}
+
+impl PairTurns {
+    fn new(half: usize) -> Self {
+        let zeros = |count| vec![0.0; count];
+        Self { rows: [zeros(2 * half), zeros(2 * half)], cosines: zeros(half), sines: zeros(half) }
+    }
+
+    /// Makes them of the rows.
+    #[inline(always)]
+    fn make(&mut self) {
+        let half = self.cosines.len();
+        let [(c0, s0), (c1, s1)] = self.rows.each_ref().map(|row| row.split_at(half));
+        let rows = c0.iter().zip(s0).zip(c1.iter().zip(s1));
+        for (((&c0, &s0), (&c1, &s1)), (cosine, sine)) in rows.zip(self.cosines.iter_mut().zip(&mut self.sines)) {
+            let norm = c0 * c0 + s0 * s0;
+            (*cosine, *sine) = ((c0 * c1 + s0 * s1) / norm, (c0 * s1 - s0 * c1) / norm);
+        }
+    }
+
+    fn of_pairs(&self) -> impl Iterator<Item = (f32, f32)> {
+        self.cosines.iter().copied().zip(self.sines.iter().copied())
+    }
+}
+
+/// PairTurns one pair.
+#[inline(always)]
+fn turn_pair<E: Element>(first: &mut E::Bytes, second: &mut E::Bytes, (cosine, sine): (f32, f32)) {
+    let (x, y) = (E::load(*first), E::load(*second));
+    *first = E::store(x * cosine - y * sine);
+    *second = E::store(y * cosine + x * sine);
 }
 
 impl RopeTable {
@@ -205,7 +265,7 @@ impl RopeShift {
 }
 
 impl Rows<'_> {
-    /// Turns the keys on the calling thread.
+    /// PairTurns the keys on the calling thread.
     ///
     /// # Safety
     /// Keys and table must lie in host memory, and nobody else may use the keys meanwhile.
@@ -213,48 +273,78 @@ impl Rows<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             match self.shift.kind {
-                FloatKind::F32 => self.turn_elements::<F32>(),
-                FloatKind::F16 => self.turn_elements::<F16>(),
-                FloatKind::Bf16 => self.turn_elements::<Bf16>(),
+                FloatKind::F32 => self.turn_by_processor::<F32>(),
+                FloatKind::F16 => self.turn_by_processor::<F16>(),
+                FloatKind::Bf16 => self.turn_by_processor::<Bf16>(),
             }
         }
     }
 
-    /// [`Self::turn_on_host`] of one element type: of a size that is not known, every element would
-    /// be moved by a call.
+    /// With vectors as wide as the processor has; all give the same bits.
     ///
     /// # Safety
     /// As of [`Self::turn_on_host`]; the keys are of type `E`.
+    unsafe fn turn_by_processor<E: Element>(&self) {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor has it; the rest is the caller's promise.
+            return unsafe { self.turn_with_avx2::<E>() };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.turn_elements::<E>() }
+    }
+
+    /// # Safety
+    /// As of [`Self::turn_elements`], on a processor with AVX2.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    unsafe fn turn_with_avx2<E: Element>(&self) {
+        // SAFETY: the caller's promise.
+        unsafe { self.turn_elements::<E>() }
+    }
+
+    /// # Safety
+    /// As of [`Self::turn_on_host`]; the keys are of type `E`.
+    #[inline(always)]
     unsafe fn turn_elements<E: Element>(&self) {
-        let shift = self.shift;
+        let (shift, half) = (self.shift, self.half);
         let block_tokens = u64::from(shift.plan.block_tokens());
-        // The turn of each pair, alike in all heads of a token.
-        let mut turns = Vec::with_capacity(self.half);
+        let mut turns = PairTurns::new(half);
         for run in shift.plan.runs() {
             for (token, slot) in (run.token as usize..).zip(run.slot..run.slot + u64::from(run.len)) {
                 let position = |of: &[i64]| of.get(token).map_or(0, |p| *p as usize);
-                let (from, to) = (position(&shift.old_positions), position(&shift.new_positions));
-                if from == to {
+                let positions = [position(&shift.old_positions), position(&shift.new_positions)];
+                if positions[0] == positions[1] {
                     continue;
                 }
-                turns.clear();
-                // SAFETY: positions were checked against the table, which the shift holds.
-                turns.extend((0..self.half).map(|pair| unsafe { turn(self.angle(from, pair), self.angle(to, pair)) }));
+                for (row, position) in turns.rows.iter_mut().zip(positions) {
+                    // SAFETY: positions were checked against the table, which the shift holds.
+                    unsafe { self.read_row(position, row) };
+                }
+                turns.make();
                 let place = (slot / block_tokens) as usize * self.view.block_stride
                     + (slot % block_tokens) as usize * self.view.token_stride;
                 for head in 0..self.heads {
                     let key = self.base.wrapping_add(place + head * self.view.head_stride);
-                    for (pair, &(cosine, sine)) in turns.iter().enumerate() {
-                        let (first, second) = match shift.style {
-                            RopeStyle::Neox => (pair, self.half + pair),
-                            RopeStyle::GptJ => (2 * pair, 2 * pair + 1),
-                        };
-                        // SAFETY: the slot lies in a block of the layout, the pair in the head:
-                        // `rows` compared them; that nobody else uses it is the caller's promise.
-                        unsafe {
-                            let (x, y) = (read(key, first, E::KIND), read(key, second, E::KIND));
-                            write(key, first, E::KIND, x * cosine - y * sine);
-                            write(key, second, E::KIND, y * cosine + x * sine);
+                    // SAFETY: the slot lies in a block of the layout, the pairs in the head: `rows`
+                    // compared them; that nobody else uses it is the caller's promise. The halves do
+                    // not overlap, and bytes have no alignment.
+                    unsafe {
+                        match shift.style {
+                            RopeStyle::Neox => {
+                                let first = key.cast::<E::Bytes>();
+                                let (first, second) = (
+                                    from_raw_parts_mut(first, half),
+                                    from_raw_parts_mut(first.wrapping_add(half), half),
+                                );
+                                let pairs = first.iter_mut().zip(second).zip(turns.of_pairs());
+                                pairs.for_each(|((first, second), by)| turn_pair::<E>(first, second, by));
+                            }
+                            RopeStyle::GptJ => {
+                                let pairs = from_raw_parts_mut(key.cast::<[E::Bytes; 2]>(), half);
+                                let pairs = pairs.iter_mut().zip(turns.of_pairs());
+                                pairs.for_each(|([first, second], by)| turn_pair::<E>(first, second, by));
+                            }
                         }
                     }
                 }
@@ -262,37 +352,35 @@ impl Rows<'_> {
         }
     }
 
-    /// Cosine and sine of one pair at one position.
+    /// Cosines, then sines, of one position.
     ///
     /// # Safety
     /// The position must be in the table, and the table in host memory.
-    unsafe fn angle(&self, position: usize, pair: usize) -> (f32, f32) {
-        let (row, kind) = (position * 2 * self.half, self.shift.table.kind);
+    #[inline(always)]
+    unsafe fn read_row(&self, position: usize, row: &mut [f32]) {
+        let kind = self.shift.table.kind;
+        let base = self.table.wrapping_add(position * row.len() * kind.bytes());
         // SAFETY: the caller's promise.
-        unsafe { (read(self.table, row + pair, kind), read(self.table, row + self.half + pair, kind)) }
+        unsafe {
+            match kind {
+                FloatKind::F32 => read_elements::<F32>(base, row),
+                FloatKind::F16 => read_elements::<F16>(base, row),
+                FloatKind::Bf16 => read_elements::<Bf16>(base, row),
+            }
+        }
     }
 }
 
 /// # Safety
-/// Element `index` from `base` on must be readable.
-#[inline]
-unsafe fn read(base: *const u8, index: usize, kind: FloatKind) -> f32 {
-    let mut bits = [0; 4];
-    // SAFETY: the caller's promise; an element has at most four bytes.
-    unsafe { copy_nonoverlapping(base.wrapping_add(index * kind.bytes()), bits.as_mut_ptr(), kind.bytes()) };
-    kind.decode(u32::from_le_bytes(bits))
+/// So many elements of type `E` must be readable from `base` on.
+#[inline(always)]
+unsafe fn read_elements<E: Element>(base: *const u8, to: &mut [f32]) {
+    // SAFETY: the caller's promise; bytes have no alignment.
+    let elements = unsafe { from_raw_parts(base.cast::<E::Bytes>(), to.len()) };
+    to.iter_mut().zip(elements).for_each(|(to, bytes)| *to = E::load(*bytes));
 }
 
-/// # Safety
-/// Element `index` from `base` on must be writable.
-#[inline]
-unsafe fn write(base: *mut u8, index: usize, kind: FloatKind, value: f32) {
-    let bits = kind.encode(value).to_le_bytes();
-    // SAFETY: the caller's promise; an element has at most four bytes.
-    unsafe { copy_nonoverlapping(bits.as_ptr(), base.wrapping_add(index * kind.bytes()), kind.bytes()) };
-}
-
-/// Turns keys in host memory, on the calling thread; what a GPU device does by its kernel.
+/// PairTurns keys in host memory, on the calling thread; what a GPU device does by its kernel.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV (the message says how),

@@ -9,10 +9,9 @@ use super::plan::Planner;
 use super::{Engine, EngineInner, LoadRequest, Lookup, Prompt, StoreRequest, storing};
 use crate::device::{Fence, PagedKv, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::layout::SlotCodec;
 use crate::io::MemorySpace;
 use crate::key::{self, ChunkKey, Extra};
-use crate::log::{Bad, Chunk, Log};
+use crate::log::{Chunk, Log};
 use crate::pipeline::{Absent, Load, LoadChunk, LoadSpec, MissCause, Store, StoreSpec};
 
 /// How long a lease of a load without a deadline may last.
@@ -304,11 +303,6 @@ impl LoadPlanner<'_> {
     fn locate(&self, key: &ChunkKey, lease: Duration) -> Option<(Arc<Log>, Chunk)> {
         let log = self.inner.log()?;
         let chunk = log.locate(key, lease)?;
-        if chunk.layout.codec() != SlotCodec::None && self.inner.options.device.place() != MemorySpace::Host {
-            // No kernel decodes it. It is dropped, so that it is stored again without a codec.
-            log.report_bad(&chunk, Bad::Corrupt);
-            return None;
-        }
         log.note_used(std::slice::from_ref(key));
         Some((log, chunk))
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::EngineOptions;
 use crate::config::{Codec, Cufile, Settings};
 use crate::device::{CodecKernels, Device, StagingOptions, StagingPool};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::geometry::{Geometry, LayerKind};
 use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
@@ -97,10 +97,6 @@ pub(super) fn pipeline_options(
     } else {
         ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging"))
     };
-    if !host && settings.codec == Codec::Exp4 {
-        return Err(Error::new(ErrorKind::Config, "codec: KV in a GPU's memory cannot be coded yet")
-            .advice("set codec: auto or none, or keep the KV in host memory"));
-    }
     let memory = memory_tier(settings, geometry, host)?;
     let load_pool = pool(loads.0, loads.1)?;
     let store_pool = pool(stores.0, stores.1)?;

@@ -371,4 +371,6 @@ impl fmt::Debug for MemoryTier {
 }
 
 #[cfg(test)]
+mod simulated;
+#[cfg(test)]
 mod tests;

@@ -60,7 +60,7 @@ pub(super) struct Owner {
 }
 
 /// A process that uses the frames.
-struct Peer {
+pub(super) struct Peer {
     socket: OwnedFd,
     is_welcome: bool,
     leases: BTreeMap<u32, Lease>,
@@ -141,11 +141,15 @@ impl Owner {
             if is_new && let Ok(socket) = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC) {
                 // One too many is closed at once.
                 if peers.len() < MOST_PEERS {
-                    peers.push(Peer { socket, is_welcome: false, leases: BTreeMap::new(), next: 0, turn: None });
+                    peers.push(Peer::new(socket));
                 }
             }
         }
-        // They may use their frames until they hear of it.
+        self.end(peers);
+    }
+
+    /// Frames are lent no longer. The others may use those that they have until they hear of it.
+    pub(super) fn end(&self, peers: impl IntoIterator<Item = Peer>) {
         peers.into_iter().flat_map(|peer| peer.leases.into_values()).for_each(|lease| match lease {
             Lease::Reads { frame } => self.frames.keep(frame),
             Lease::Fills(fill, _) => self.frames.keep(fill),
@@ -179,7 +183,7 @@ impl Owner {
     }
 
     /// The answer, where there is one; `None` for what nobody may say.
-    fn answer(&self, peer: &mut Peer, ask: Ask) -> Option<Option<Answer>> {
+    pub(super) fn answer(&self, peer: &mut Peer, ask: Ask) -> Option<Option<Answer>> {
         let frames = &self.frames;
         if let Ask::Hello { version, frame_bytes } = ask {
             let own = frames.frame_bytes() as u64;
@@ -238,7 +242,7 @@ impl Owner {
 
     /// A process is gone: what it was reading is free, and what it was filling too, in other
     /// memory.
-    fn part(&self, peer: Peer) {
+    pub(super) fn part(&self, peer: Peer) {
         for lease in peer.leases.into_values() {
             if let Lease::Fills(fill, _) = lease {
                 self.frames.take_back(fill);
@@ -257,6 +261,11 @@ impl Drop for Owner {
 }
 
 impl Peer {
+    /// One that has not said anything.
+    pub(super) fn new(socket: OwnedFd) -> Self {
+        Self { socket, is_welcome: false, leases: BTreeMap::new(), next: 0, turn: None }
+    }
+
     /// The rank of what it uses: its loads and stores get a turn here as ours do.
     fn rank(&mut self, frames: &Frames, place: UsedAt) -> Rank {
         let turn = match self.turn {

@@ -70,6 +70,23 @@ impl Shape {
         ]
     }
 
+    /// Shapes whose extents are large enough to gain by the codec.
+    pub(crate) fn that_gain() -> Vec<Self> {
+        let kv = vec![LayerSpec::kv(LayerKind::Full, 3, 640); 3];
+        // The last is too small to gain.
+        let mixed = vec![LayerSpec::mla(&[8192, 264]), LayerSpec::mla(&[1152 * 3]), LayerSpec::mla(&[16])];
+        let opaque = vec![LayerSpec::opaque(BLOCK as u32, 40_006); 3];
+        vec![
+            Self::of("nhd", kv.clone(), (KvLayout::Nhd, Packing::Split), false),
+            Self::of("hnd inner", kv.clone(), (KvLayout::Hnd, Packing::Inner), false),
+            Self::of("hnd row", kv.clone(), (KvLayout::Hnd, Packing::Row), false),
+            Self::of("cross layer", kv, (KvLayout::Nhd, Packing::Inner), true),
+            Self::of("mixed", mixed, (KvLayout::Mla, Packing::Split), false),
+            Self::of("opaque", opaque, (KvLayout::Opaque, Packing::Split), false),
+            Self::all().pop().unwrap(),
+        ]
+    }
+
     pub(crate) fn geometry(&self) -> Geometry {
         Geometry::new("test", DType::named("bf16").unwrap(), self.specs.clone(), CHUNK as u32).unwrap()
     }

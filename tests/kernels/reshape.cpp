@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "exp4.h"
 #include "rope.h"
 #include "support.h"
 
@@ -238,6 +239,8 @@ void test_all(u64 seed, u64 cases, bool chatty) {
         test_case(random, launcher, i & 1, i & 2);
         launcher.what = "seed " + std::to_string(i) + ", rope";
         test_rope(random, launcher);
+        launcher.what = "seed " + std::to_string(i) + ", exp4";
+        test_exp4(random, launcher);
     }
     if (chatty) std::printf("%llu cases from seed %llu on\n", (unsigned long long)cases, (unsigned long long)seed);
 }

@@ -14,7 +14,7 @@ fn run(command: &mut Command) {
 fn main() {
     println!("cargo::rerun-if-changed=../standin-cuda/cpp/kernels.cpp");
     println!("cargo::rerun-if-changed=../standin-cuda/cpp/cpu_shim.h");
-    for file in ["common.cu", "reshape.cu", "rope.cu"] {
+    for file in ["common.cu", "reshape.cu", "exp4.cu", "rope.cu"] {
         println!("cargo::rerun-if-changed=../../kernels/{file}");
     }
     println!("cargo::rerun-if-env-changed=CXX");

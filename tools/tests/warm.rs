@@ -140,5 +140,6 @@ fn an_import_codes_where_it_is_told_to() {
     };
     let (raw, auto, coded) =
         (slots("raw", &[("FOREBAY_CODEC", "none")]), slots("auto", &[]), slots("coded", &[("FOREBAY_CODEC", "exp4")]));
-    assert!(auto == raw && coded < raw * 7 / 8, "{raw} {auto} {coded}");
+    // `auto` is for processors that code fast.
+    assert!([raw, coded].contains(&auto) && coded < raw * 7 / 8, "{raw} {auto} {coded}");
 }

@@ -2,9 +2,11 @@
 //! CRCs put together.
 //!
 //! A batch is built by [`LaunchBatch::push`], laid out at its device address by
-//! [`LaunchBatch::encode`] (planes, then slot tables), and launched as `forebay_scatter*` or
-//! `forebay_gather*` over
-//! [`LaunchBatch::num_planes`] and [`LaunchBatch::num_tiles`]. All jobs of a batch go the same way.
+//! [`LaunchBatch::encode`] (planes and coded extents, then slot tables), and launched by
+//! [`LaunchBatch::launches`], in their order. All jobs of a batch go the same way.
+//!
+//! A coded extent is two things: bytes in staging, of which the checksum is, and values in the
+//! lane's scratch memory, which are moved like those of an extent that is not coded.
 //!
 //! Invariants: a job that is refused leaves the batch as it was; every address in a plane was
 //! checked by `resolve`; planes are never empty and their tiles follow each other without gaps.
@@ -13,28 +15,65 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::coded::{LaunchCoded, scratch_bytes};
 use super::crc::Combined;
+use super::kernels::{Kernel, Launch};
 use super::plane::{Divisor, LaunchPlane, TILE_BYTES, elem_bytes};
 use super::tables::Tables;
 use crate::device::parts::{self, Body, KvDirection, Resolved, resolve};
 use crate::device::{PagedKv, Part};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::exp4::CodedShape;
 use crate::geometry::MAX_EXTENT_BYTES;
 use crate::paged::ChunkPlan;
 
 /// Jobs of one launch.
 #[derive(Default)]
 pub(super) struct LaunchBatch {
-    planes: Vec<LaunchPlane>,
+    /// Extents that are not coded, and padding.
+    plain: PlaneList,
+    /// Values of coded extents; staging is an offset in the scratch memory.
+    values: PlaneList,
+    /// Bytes of coded extents, to be summed only.
+    sums: PlaneList,
+    coded: Vec<LaunchCoded>,
+    /// Segments of the coded extents.
+    segments: usize,
+    /// Bytes of scratch memory.
+    scratch: usize,
     tables: Tables,
     jobs: Vec<BatchJob>,
-    num_tiles: usize,
+}
+
+/// Planes of one kernel's launch.
+#[derive(Default)]
+struct PlaneList {
+    planes: Vec<LaunchPlane>,
+    tiles: usize,
 }
 
 struct BatchJob {
-    /// The planes of each part, without its padding.
-    parts: Vec<Range<usize>>,
+    parts: Vec<PartSums>,
     skipped_blocks: Vec<u32>,
+}
+
+/// Where the checksum of a part is found.
+enum PartSums {
+    /// In the tiles of these planes, which are those of the part without its padding.
+    Plain(Range<usize>),
+    /// In the tiles of this plane of sums; and the number of the coded extent.
+    Coded(usize),
+}
+
+/// Where a batch is on the GPU.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BatchPlace {
+    /// Address of the blob.
+    pub(super) blob: u64,
+    /// Address of the scratch memory.
+    pub(super) scratch: u64,
+    /// Address of a word for each of [`LaunchBatch::num_words`].
+    pub(super) words: u64,
 }
 
 impl LaunchBatch {
@@ -48,7 +87,8 @@ impl LaunchBatch {
     ///
     /// # Errors
     /// As `resolve`; the batch is unchanged then. [`ErrorKind::InvalidInput`] also for an extent of
-    /// more than [`MAX_EXTENT_BYTES`] and where a launch would have too many tiles.
+    /// more than [`MAX_EXTENT_BYTES`], where a launch would have too many tiles, and for a coded
+    /// extent at an address that is no multiple of 16.
     pub(super) fn push(
         &mut self,
         way: KvDirection,
@@ -57,26 +97,30 @@ impl LaunchBatch {
         (staging_addr, staging_len): (u64, usize),
     ) -> Result<usize> {
         let resolved = parts.iter().map(|p| resolve(kv, p, staging_len)).collect::<Result<Vec<_>>>()?;
-        if resolved.iter().any(|r| r.coded.is_some()) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "coded KV cannot be moved between a GPU's memory and staging",
-            )
-            .advice("set codec: none"));
-        }
-        self.check_size(parts, &resolved)?;
+        self.check(parts, &resolved, staging_addr)?;
         let mut job = BatchJob { parts: Vec::with_capacity(parts.len()), skipped_blocks: Vec::new() };
         for (part, resolved) in parts.iter().zip(&resolved) {
-            let first = self.planes.len();
             let extent_addr = staging_addr + resolved.extent.start as u64;
-            self.push_body(resolved, &part.plan, extent_addr);
-            job.parts.push(first..self.planes.len());
+            let Self { plain, values, tables, .. } = self;
+            let sums = match resolved.coded {
+                None => {
+                    let first = plain.planes.len();
+                    plain.push_body(tables, resolved, &part.plan, extent_addr);
+                    PartSums::Plain(first..plain.planes.len())
+                }
+                Some(shape) => {
+                    values.push_body(tables, resolved, &part.plan, self.scratch as u64);
+                    self.push_coded(shape, extent_addr);
+                    PartSums::Coded(self.coded.len() - 1)
+                }
+            };
+            job.parts.push(sums);
             if matches!(resolved.body, Body::Blocks(_)) {
                 job.skipped_blocks.extend(resolved.plan.skipped_blocks(resolved.tokens));
             }
             if way == KvDirection::OutOfKv {
                 let padding = resolved.padded_end - resolved.extent.end;
-                self.push_padding(extent_addr + resolved.extent.len() as u64, padding);
+                self.plain.push_alone(&mut self.tables, extent_addr + resolved.extent.len() as u64, padding);
             }
         }
         job.skipped_blocks.sort_unstable();
@@ -90,46 +134,101 @@ impl LaunchBatch {
         self.jobs.is_empty()
     }
 
-    /// Planes of the launch; with none there is nothing to launch.
-    pub(super) fn num_planes(&self) -> u32 {
-        self.planes.len() as u32
+    /// Words that the kernels write: a checksum for each tile, and for each coded extent whether
+    /// it fits.
+    pub(super) fn num_words(&self) -> u32 {
+        (self.plain.tiles + self.sums.tiles + self.coded.len()) as u32
     }
 
-    /// Tiles of the launch: CTAs beyond this number have nothing to do.
-    pub(super) fn num_tiles(&self) -> u32 {
-        self.num_tiles as u32
+    /// Bytes of scratch memory that the launches use.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.scratch
     }
 
     /// Bytes of the blob.
     pub(super) fn blob_bytes(&self) -> usize {
-        self.planes.len() * size_of::<LaunchPlane>() + self.tables.bytes()
+        let planes = self.plain.planes.len() + self.values.planes.len() + self.sums.planes.len();
+        planes * size_of::<LaunchPlane>() + self.coded.len() * size_of::<LaunchCoded>() + self.tables.bytes()
     }
 
-    /// The blob for the device address `blob_addr`, a multiple of 8: the planes from there on, then
-    /// their slot tables.
-    pub(super) fn encode(&self, blob_addr: u64) -> Vec<u8> {
+    /// The blob for its place, whose address is a multiple of 8: the planes, the coded extents,
+    /// then the slot tables.
+    pub(super) fn encode(&self, place: BatchPlace) -> Vec<u8> {
         let mut blob = Vec::with_capacity(self.blob_bytes());
-        let slots_addr = blob_addr + (self.planes.len() * size_of::<LaunchPlane>()) as u64;
-        for plane in &self.planes {
-            LaunchPlane { slots: slots_addr + plane.slots, ..*plane }.encode(&mut blob);
+        let slots_addr = place.blob + (self.blob_bytes() - self.tables.bytes()) as u64;
+        for (list, staging) in [(&self.plain, 0), (&self.values, place.scratch), (&self.sums, 0)] {
+            for plane in &list.planes {
+                let (staging, slots) = (staging + plane.staging, slots_addr + plane.slots);
+                LaunchPlane { staging, slots, ..*plane }.encode(&mut blob);
+            }
         }
+        self.coded.iter().for_each(|coded| coded.encode(&mut blob, place.scratch));
         self.tables.encode(&mut blob);
         blob
     }
 
+    /// What to launch, in this order; none of it is empty. `checked` is whether kernels take
+    /// checksums.
+    pub(super) fn launches(&self, way: KvDirection, place: BatchPlace, checked: bool) -> Vec<Launch> {
+        let plane_bytes = |n: usize| (n * size_of::<LaunchPlane>()) as u64;
+        let values = place.blob + plane_bytes(self.plain.planes.len());
+        let sums = values + plane_bytes(self.values.planes.len());
+        let coded = sums + plane_bytes(self.sums.planes.len());
+        let of = |kernel, planes, count: usize, tiles: usize, first_word: usize| Launch {
+            kernel,
+            planes,
+            num_planes: count as u32,
+            num_tiles: tiles as u32,
+            tile_crcs: place.words + 4 * first_word as u64,
+            max_ctas: 0,
+        };
+        let over = |kernel, list: &PlaneList, at, word| of(kernel, at, list.planes.len(), list.tiles, word);
+        let (first_sum, first_fit) = (self.plain.tiles, self.plain.tiles + self.sums.tiles);
+        // Nothing of the sums' tokens is in a slot: a scatter only reads.
+        let sum_tiles = if checked { self.sums.tiles } else { 0 };
+        let sums = of(Kernel::Scatter, sums, self.sums.planes.len(), sum_tiles, first_sum);
+        let mut launches = match way {
+            KvDirection::IntoKv => vec![
+                over(Kernel::Scatter, &self.plain, place.blob, 0),
+                sums,
+                of(Kernel::Decode, coded, self.coded.len(), self.segments, 0),
+                over(Kernel::ScatterOnly, &self.values, values, 0),
+            ],
+            KvDirection::OutOfKv => vec![
+                over(Kernel::Gather, &self.plain, place.blob, 0),
+                over(Kernel::GatherOnly, &self.values, values, 0),
+                of(Kernel::Encode, coded, self.coded.len(), self.coded.len(), first_fit),
+                sums,
+            ],
+        };
+        launches.retain(|l| l.num_tiles > 0);
+        launches
+    }
+
     /// The CRC-32 of each part's unpadded extent, in the order of the parts, for each job, from the
-    /// kernel's CRCs of all tiles.
-    pub(super) fn crcs(&self, tile_crcs: &[u32]) -> Vec<Vec<u32>> {
+    /// words that the kernels have written.
+    pub(super) fn crcs(&self, words: &[u32]) -> Vec<Vec<u32>> {
         let mut crc = Combined::new();
-        let mut part = |planes: &Range<usize>| {
-            for plane in self.planes.get(planes.clone()).unwrap_or_default() {
-                let first = plane.first_tile as usize;
-                let tiles = tile_crcs.get(first..first + plane.tiles()).unwrap_or_default();
+        let mut planes = |list: &PlaneList, planes: Range<usize>, first_word: usize| {
+            for plane in list.planes.get(planes).unwrap_or_default() {
+                let first = first_word + plane.first_tile as usize;
+                let tiles = words.get(first..first + plane.tiles()).unwrap_or_default();
                 crc.push(plane.bytes as usize, tiles.iter().copied());
             }
             crc.finish()
         };
+        let mut part = |sums: &PartSums| match sums {
+            PartSums::Plain(of) => planes(&self.plain, of.clone(), 0),
+            PartSums::Coded(of) => planes(&self.sums, *of..of + 1, self.plain.tiles),
+        };
         self.jobs.iter().map(|job| job.parts.iter().map(&mut part).collect()).collect()
+    }
+
+    /// Whether an extent of a job that was gathered does not fit its codec.
+    pub(super) fn is_misfit(&self, job: usize, words: &[u32]) -> bool {
+        let first = self.plain.tiles + self.sums.tiles;
+        let misfits = |sums: &PartSums| matches!(sums, PartSums::Coded(of) if words.get(first + of) == Some(&0));
+        self.jobs.get(job).is_some_and(|job| job.parts.iter().any(misfits))
     }
 
     /// Blocks of opaque layers that the job leaves alone (scatter) or makes zero (gather),
@@ -138,62 +237,82 @@ impl LaunchBatch {
         self.jobs.get(job).map_or(&[], |j| &j.skipped_blocks)
     }
 
-    fn check_size(&self, parts: &[Part], resolved: &[Resolved<'_>]) -> Result<()> {
-        let mut tiles = self.num_tiles;
+    fn check(&self, parts: &[Part], resolved: &[Resolved<'_>], staging_addr: u64) -> Result<()> {
+        let mut tiles = self.plain.tiles + self.values.tiles + self.sums.tiles + self.coded.len();
         for (part, r) in parts.iter().zip(resolved) {
-            let bytes = r.padded_end - r.extent.start;
+            let bytes = (r.padded_end - r.extent.start).max(r.payload);
             let planes = match &r.body {
                 Body::Planes(planes) => planes.len(),
                 Body::Blocks(_) => 1,
             };
-            tiles += bytes / TILE_BYTES + planes + 1;
+            tiles += 2 * (bytes / TILE_BYTES + planes + 1);
+            let bad = |what: String| {
+                Err(Error::new(ErrorKind::InvalidInput, format!("layer {} of a copy job: {what}", part.layer)))
+            };
             if bytes > MAX_EXTENT_BYTES || tiles >= 1 << 31 {
-                return Err(Error::new(
-                    ErrorKind::InvalidInput,
-                    format!(
-                        "layer {} of a copy job: {bytes} bytes are more than the {MAX_EXTENT_BYTES} of the largest extent",
-                        part.layer
-                    ),
-                ));
+                return bad(format!("{bytes} bytes are more than the {MAX_EXTENT_BYTES} of the largest extent"));
+            }
+            if r.coded.is_some() && !(staging_addr + r.extent.start as u64).is_multiple_of(CODED_ALIGN) {
+                return bad(format!("a coded extent at {} is not aligned to {CODED_ALIGN} bytes", r.extent.start));
             }
         }
         Ok(())
     }
 
-    fn push_body(&mut self, part: &Resolved<'_>, plan: &Arc<ChunkPlan>, extent_addr: u64) {
+    fn push_coded(&mut self, shape: CodedShape, extent_addr: u64) {
+        self.sums.push_alone(&mut self.tables, extent_addr, shape.coded_bytes());
+        self.coded.push(LaunchCoded {
+            coded: extent_addr,
+            raw: self.scratch as u64,
+            values: shape.values() as u32,
+            bytes: shape.coded_bytes() as u32,
+            first_tile: self.segments as u32,
+            unused: 0,
+        });
+        self.segments += shape.segments();
+        self.scratch += scratch_bytes(shape);
+    }
+}
+
+/// Alignment of a coded extent's address, as the kernels load it.
+const CODED_ALIGN: u64 = 16;
+
+impl PlaneList {
+    fn push_body(&mut self, tables: &mut Tables, part: &Resolved<'_>, plan: &Arc<ChunkPlan>, extent_addr: u64) {
         match &part.body {
             Body::Planes(planes) => {
-                let slots = self.tables.of_tokens(plan, part.tokens);
+                let slots = tables.of_tokens(plan, part.tokens);
                 for plane in planes {
                     let (plane, row_bytes) = described(plane, extent_addr, slots);
-                    self.push_plane(plane, part.tokens * plane.heads as usize, row_bytes);
+                    self.push(plane, part.tokens * plane.heads as usize, row_bytes);
                 }
             }
             Body::Blocks(blocks) => {
                 let plane = LaunchPlane {
                     staging: extent_addr,
                     paged: blocks.base as u64,
-                    slots: self.tables.of_blocks(plan, part.tokens),
+                    slots: tables.of_blocks(plan, part.tokens),
                     block_stride: blocks.block_stride as u64,
                     heads: 1,
                     ..EMPTY
                 };
-                let rows = part.extent.len().checked_div(blocks.block_bytes).unwrap_or(0);
-                self.push_plane(plane, rows, blocks.block_bytes);
+                let rows = part.payload.checked_div(blocks.block_bytes).unwrap_or(0);
+                self.push(plane, rows, blocks.block_bytes);
             }
         }
     }
 
-    /// Zeros: a plane of one token that is in no slot.
-    fn push_padding(&mut self, staging: u64, bytes: usize) {
+    /// Bytes of staging that are in no slot, as a plane of one token: a scatter only reads them, a
+    /// gather makes them zero.
+    fn push_alone(&mut self, tables: &mut Tables, staging: u64, bytes: usize) {
         if bytes > 0 {
-            let slots = self.tables.of_nothing();
-            self.push_plane(LaunchPlane { staging, slots, heads: 1, ..EMPTY }, 1, bytes);
+            let slots = tables.of_nothing();
+            self.push(LaunchPlane { staging, slots, heads: 1, ..EMPTY }, 1, bytes);
         }
     }
 
     /// Appends a plane of `rows` (token, head) rows of `row_bytes` bytes.
-    fn push_plane(&mut self, plane: LaunchPlane, rows: usize, row_bytes: usize) {
+    fn push(&mut self, plane: LaunchPlane, rows: usize, row_bytes: usize) {
         if rows == 0 {
             return;
         }
@@ -202,14 +321,14 @@ impl LaunchBatch {
         let head_elems = row_bytes as u32 / elem_bytes;
         let plane = LaunchPlane {
             bytes: (rows * row_bytes) as u64,
-            first_tile: self.num_tiles as u32,
+            first_tile: self.tiles as u32,
             elem_bytes,
             head_elems,
             heads_div: Divisor::new(heads),
             elems_div: Divisor::new(head_elems),
             ..plane
         };
-        self.num_tiles += plane.tiles();
+        self.tiles += plane.tiles();
         self.planes.push(plane);
     }
 }
@@ -274,6 +393,10 @@ mod tests {
         }
     }
 
+    fn at(blob: u64) -> BatchPlace {
+        BatchPlace { blob, scratch: 0, words: 0 }
+    }
+
     fn plan(slots: &[i64]) -> Arc<ChunkPlan> {
         Arc::new(ChunkPlan::new(slots, None, 4, 4).unwrap())
     }
@@ -281,7 +404,7 @@ mod tests {
     fn elements(kv: &PagedKv, staging: u64, offset: usize) -> Vec<(u32, u32, u32)> {
         let mut batch = LaunchBatch::new();
         batch.push(KvDirection::IntoKv, kv, &[part(0, offset, &plan(&[0, 5, -1]))], (staging, 1 << 20)).unwrap();
-        batch.planes.iter().map(|p| (p.elem_bytes, p.heads, p.head_elems)).collect()
+        batch.plain.planes.iter().map(|p| (p.elem_bytes, p.heads, p.head_elems)).collect()
     }
 
     #[test]
@@ -317,9 +440,9 @@ mod tests {
         let mut batch = LaunchBatch::new();
         let parts: Vec<Part> = (0..3).flat_map(|l| [part(l, 0, &a), part(l, 4096, &b)]).collect();
         assert_eq!(batch.push(KvDirection::IntoKv, &kv, &parts, (1 << 40, 1 << 20)).unwrap(), 0);
-        assert_eq!(batch.num_planes(), 12);
+        assert_eq!(batch.plain.planes.len(), 12);
         assert_eq!(batch.blob_bytes(), 12 * 88 + 5 * 8);
-        let blob = batch.encode(1 << 20);
+        let blob = batch.encode(at(1 << 20));
         let word = |at: usize| u64::from_le_bytes(blob[at..at + 8].try_into().unwrap());
         let tables = (1 << 20) + 12 * 88;
         let slots_of = |plane: usize| word(plane * 88 + 16);
@@ -334,7 +457,7 @@ mod tests {
         let a = plan(&[1, 2, 3]);
         let mut batch = LaunchBatch::new();
         batch.push(KvDirection::OutOfKv, &kv, &[part(0, 0, &a)], (4096, 4096)).unwrap();
-        let before = batch.encode(0);
+        let before = batch.encode(at(0));
         let huge = Part { padded_len: MAX_EXTENT_BYTES + 1, ..part(1, 0, &a) };
         let bad = [part(2, 0, &a), part(1, 4000, &a), huge];
         let expected = ["has 2 layers", "do not fit into", "largest extent"];
@@ -344,7 +467,7 @@ mod tests {
             assert!(error.to_string().contains(expected), "{error}");
             assert_eq!(error.kind(), ErrorKind::InvalidInput);
         }
-        assert_eq!((batch.encode(0), batch.crcs(&[0; 2]).len()), (before, 1));
+        assert_eq!((batch.encode(at(0)), batch.crcs(&[0; 2]).len()), (before, 1));
         assert_eq!(batch.push(KvDirection::OutOfKv, &kv, &[part(1, 0, &a)], (4096, 4096)).unwrap(), 1);
     }
 
@@ -354,7 +477,7 @@ mod tests {
         let mut batch = LaunchBatch::new();
         assert!(batch.is_empty());
         batch.push(KvDirection::IntoKv, &kv, &[part(0, 0, &plan(&[]))], (4096, 4096)).unwrap();
-        assert_eq!((batch.num_planes(), batch.num_tiles(), batch.blob_bytes()), (0, 0, 0));
+        assert_eq!((batch.plain.planes.len(), batch.num_words(), batch.blob_bytes()), (0, 0, 0));
         assert_eq!(batch.crcs(&[]), [[crc32fast::hash(b"")]]);
     }
 }

@@ -14,6 +14,7 @@ use super::executor::Executor;
 use super::job::{CopyJob, JobOutcome};
 use super::slot::LaunchSlot;
 use crate::device::OwnedGuard;
+use crate::device::parts::KvDirection;
 use crate::error::{Error, ErrorKind};
 
 /// A launch under way, and all that it uses.
@@ -41,18 +42,23 @@ impl Executor {
         let waited = self.streams.get(lane).map_or(Ok(()), |s| s.pass(pending.point.as_deref()));
         let PendingLaunch { slot, batch, entries, point, error } = pending;
         let checked = self.kernels.are_checked();
-        let tile_crcs = match error.or(waited.err()) {
-            None if !checked => Ok(Vec::new()),
+        let words = match error.or(waited.err()) {
             // SAFETY: the stream has passed the launch.
-            None => Ok(unsafe { slot.read_crcs(batch.num_tiles()) }),
+            None => Ok(unsafe { slot.read_words(batch.num_words()) }),
             Some(e) => Err(e),
         };
         drop(point);
         self.free_lane(lane, slot);
-        let crcs = tile_crcs.map(|all| if checked { batch.crcs(&all) } else { vec![Vec::new(); entries.len()] });
+        let crcs = match &words {
+            Ok(words) if checked => batch.crcs(words),
+            _ => vec![Vec::new(); entries.len()],
+        };
         for LaunchEntry { job, guard, number } in entries {
-            let outcome = match &crcs {
-                Ok(crcs) => outcome_of(crcs.get(number), batch.skipped_blocks(number)),
+            let outcome = match &words {
+                Ok(words) if job.way() == KvDirection::OutOfKv && batch.is_misfit(number, words) => {
+                    JobOutcome::misfit()
+                }
+                Ok(_) => outcome_of(crcs.get(number), batch.skipped_blocks(number)),
                 Err(e) => JobOutcome::failed((*e).into()),
             };
             drop(guard);

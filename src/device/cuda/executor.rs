@@ -18,10 +18,11 @@ use std::time::Duration;
 use crossbeam_channel::{Sender, unbounded};
 use parking_lot::{Condvar, Mutex};
 
+use super::coded::Scratch;
 use super::complete::PendingLaunch;
 use super::context::Context;
 use super::events::EventPool;
-use super::job::{CopyJob, JobOutcome, same};
+use super::job::{CopyJob, JobOutcome, JobSizes, same};
 use super::kernels::Kernels;
 use super::slot::{BLOB_BYTES, LaunchSlot};
 use super::streams::OwnStream;
@@ -34,6 +35,8 @@ use crate::error::{Error, ErrorKind, Result};
 const SLOTS: usize = 4;
 /// Bytes of extents that are merged into one launch: more would keep staging for too long.
 const MERGED_BYTES: usize = 64 << 20;
+/// Bytes of values of coded extents that are merged into one launch: a lane has memory for as many.
+const MERGED_CODED_BYTES: usize = 8 << 20;
 /// How often fences are asked where a job waits for one without a lane.
 const POLL: Duration = Duration::from_micros(500);
 
@@ -44,6 +47,8 @@ pub(super) struct Executor {
     pub(super) kernels: Arc<Kernels>,
     pub(super) max_ctas: u32,
     pub(super) streams: Vec<OwnStream>,
+    /// Of each lane, for values of coded extents.
+    pub(super) scratch: Vec<Mutex<Scratch>>,
     queue: Mutex<JobQueue>,
     wake: Condvar,
 }
@@ -115,18 +120,19 @@ impl JobQueue {
     /// first of them that does not fit: none overtakes another.
     fn take(&mut self, first: usize, lane: usize, after: Vec<Fence>, asked: &mut FenceCache) -> Option<LaunchWork> {
         let slot = self.lanes.get_mut(lane)?.free.pop()?;
-        let (mut bytes, mut blob, mut at) = (0usize, 0usize, first);
+        let (mut sizes, mut at) = (JobSizes::default(), first);
         let mut jobs = Vec::new();
         while let Some(job) = self.jobs.get(at) {
             if !same_all(&asked.ahead(job), &after) {
                 at += 1;
                 continue;
             }
-            let (b, d) = (bytes.saturating_add(job.bytes()), blob.saturating_add(job.blob_bytes()));
-            if !jobs.is_empty() && (b > MERGED_BYTES || d > BLOB_BYTES) {
+            let all = sizes.and(job.sizes());
+            let is_much = all.moved > MERGED_BYTES || all.coded > MERGED_CODED_BYTES || all.blob > BLOB_BYTES;
+            if !jobs.is_empty() && is_much {
                 break;
             }
-            (bytes, blob) = (b, d);
+            sizes = all;
             jobs.extend(self.jobs.remove(at));
         }
         self.running += jobs.len();
@@ -187,6 +193,7 @@ impl Executor {
             events: Arc::clone(events),
             kernels: Arc::clone(kernels),
             max_ctas,
+            scratch: streams.iter().map(|_| Mutex::new(Scratch::new(context))).collect(),
             streams,
             queue: Mutex::new(queue),
             wake: Condvar::new(),

@@ -3,11 +3,13 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use super::coded::LaunchCoded;
 use super::events::CudaPoint;
 use super::plane::LaunchPlane;
 use crate::device::parts::KvDirection;
 use crate::device::{Fence, Gate, GatherJob, Gathered, Launched, PagedKv, Part, ScatterJob, Scattered};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotCodec;
 use crate::io::{Buf, MemorySpace};
 
 /// A scatter or a gather.
@@ -20,8 +22,7 @@ pub(super) struct CopyJob {
     pub(super) gate: Arc<Gate>,
     pub(super) after: Vec<Fence>,
     pub(super) launched: Option<Launched>,
-    bytes: usize,
-    blob_bytes: usize,
+    sizes: JobSizes,
     done: Done,
 }
 
@@ -35,6 +36,8 @@ enum Done {
 pub(super) struct JobOutcome {
     pub(super) crcs: Vec<u32>,
     pub(super) skipped: bool,
+    /// An extent does not fit its codec.
+    pub(super) misfit: bool,
     pub(super) skipped_blocks: Vec<u32>,
     pub(super) error: Option<Error>,
 }
@@ -47,21 +50,25 @@ impl JobOutcome {
     pub(super) fn skipped() -> Self {
         Self { skipped: true, ..Self::default() }
     }
+
+    pub(super) fn misfit() -> Self {
+        Self { misfit: true, ..Self::default() }
+    }
 }
 
 impl From<ScatterJob> for CopyJob {
     fn from(job: ScatterJob) -> Self {
         let ScatterJob { kv, staging, parts, zeros, gate, after, launched, done } = job;
-        let (bytes, blob_bytes) = sizes(&kv, &parts);
-        Self { kv, staging, parts, zeros, gate, after, launched, bytes, blob_bytes, done: Done::Scatter(done) }
+        let sizes = JobSizes::of(&kv, &parts);
+        Self { kv, staging, parts, zeros, gate, after, launched, sizes, done: Done::Scatter(done) }
     }
 }
 
 impl From<GatherJob> for CopyJob {
     fn from(job: GatherJob) -> Self {
         let GatherJob { kv, staging, parts, gate, after, launched, done } = job;
-        let (bytes, blob_bytes) = sizes(&kv, &parts);
-        Self { kv, staging, parts, zeros: false, gate, after, launched, bytes, blob_bytes, done: Done::Gather(done) }
+        let sizes = JobSizes::of(&kv, &parts);
+        Self { kv, staging, parts, zeros: false, gate, after, launched, sizes, done: Done::Gather(done) }
     }
 }
 
@@ -89,14 +96,9 @@ impl CopyJob {
         Ok(())
     }
 
-    /// Bytes that the job moves, about.
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Bytes of its descriptors, at most.
-    pub(super) fn blob_bytes(&self) -> usize {
-        self.blob_bytes
+    /// How much it adds to a launch.
+    pub(super) fn sizes(&self) -> JobSizes {
+        self.sizes
     }
 
     /// Ends the job; must be called outside locks and guards.
@@ -104,30 +106,54 @@ impl CopyJob {
         let Self { kv, staging, parts, gate, after, launched, done, .. } = self;
         // Whoever is notified of the end may expect that nothing of it is still held.
         drop((kv, parts, gate, after, launched));
-        let JobOutcome { crcs, skipped, skipped_blocks, error } = outcome;
+        let JobOutcome { crcs, skipped, misfit, skipped_blocks, error } = outcome;
         contained(|| match done {
             Done::Scatter(done) => done(Scattered { staging, crcs, skipped, skipped_blocks, error }),
-            Done::Gather(done) => done(Gathered { staging, crcs, skipped, misfit: false, skipped_blocks, error }),
+            Done::Gather(done) => done(Gathered { staging, crcs, skipped, misfit, skipped_blocks, error }),
         });
     }
 }
 
-/// Bytes that a job moves, about, and bytes of its descriptors, at most.
-fn sizes(kv: &PagedKv, parts: &[Part]) -> (usize, usize) {
-    let (mut bytes, mut blob) = (0usize, 0usize);
-    let mut last = None;
-    for part in parts {
-        let spec = kv.spec(part.layer);
-        bytes = bytes.saturating_add(spec.map_or(0, |s| s.extent_bytes(part.tokens).max(part.padded_len)));
-        let planes = spec.map_or(1, |s| s.planes.len().max(1)) + 1;
-        blob = blob.saturating_add(planes * size_of::<LaunchPlane>());
-        let plan = Arc::as_ptr(&part.plan);
-        if last != Some(plan) {
-            blob = blob.saturating_add(part.tokens.saturating_add(2).saturating_mul(size_of::<i64>()));
+/// How much a job, or several, add to a launch.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct JobSizes {
+    /// Bytes that are moved, about.
+    pub(super) moved: usize,
+    /// Those of them that are coded, as values.
+    pub(super) coded: usize,
+    /// Bytes of descriptors, at most.
+    pub(super) blob: usize,
+}
+
+impl JobSizes {
+    fn of(kv: &PagedKv, parts: &[Part]) -> Self {
+        let mut sizes = Self::default();
+        let mut last = None;
+        for part in parts {
+            let spec = kv.spec(part.layer);
+            let bytes = spec.map_or(0, |s| s.extent_bytes(part.tokens).max(part.padded_len));
+            let is_coded = part.codec != SlotCodec::None;
+            // Its padding, or its bytes as they are coded, are one plane more.
+            let planes = spec.map_or(1, |s| s.planes.len().max(1)) + 1 + usize::from(is_coded);
+            let mut blob = planes * size_of::<LaunchPlane>() + usize::from(is_coded) * size_of::<LaunchCoded>();
+            let plan = Arc::as_ptr(&part.plan);
+            if last != Some(plan) {
+                blob = blob.saturating_add(part.tokens.saturating_add(2).saturating_mul(size_of::<i64>()));
+            }
+            last = Some(plan);
+            sizes = sizes.and(Self { moved: bytes, coded: if is_coded { bytes } else { 0 }, blob });
         }
-        last = Some(plan);
+        sizes
     }
-    (bytes, blob)
+
+    /// Those of both.
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            moved: self.moved.saturating_add(other.moved),
+            coded: self.coded.saturating_add(other.coded),
+            blob: self.blob.saturating_add(other.blob),
+        }
+    }
 }
 
 /// The point that a fence stands for, where it is a GPU's.

@@ -19,9 +19,7 @@ const PTX: &str = concat!(include_str!("../../../kernels/ptx/forebay.ptx"), "\0"
 pub(super) struct Kernels {
     context: Arc<Context>,
     module: CUmodule,
-    scatter: CUfunction,
-    gather: CUfunction,
-    rope_shift: CUfunction,
+    functions: [CUfunction; Kernel::ALL.len()],
     checked: bool,
 }
 
@@ -33,9 +31,37 @@ unsafe impl Sync for Kernels {}
 /// Which kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
+    /// Takes checksums where kernels take any.
     Scatter,
+    /// Likewise.
     Gather,
+    /// Takes none.
+    ScatterOnly,
+    /// Likewise.
+    GatherOnly,
+    /// Coded extents to values.
+    Decode,
+    /// Values to coded extents; says of each whether it fits.
+    Encode,
     RopeShift,
+}
+
+impl Kernel {
+    const ALL: [Self; 7] =
+        [Self::Scatter, Self::Gather, Self::ScatterOnly, Self::GatherOnly, Self::Decode, Self::Encode, Self::RopeShift];
+
+    /// Its name in the PTX.
+    pub(super) fn name(self, checked: bool) -> &'static CStr {
+        match self {
+            Self::Scatter if checked => c"forebay_scatter_crc",
+            Self::Gather if checked => c"forebay_gather_crc",
+            Self::Scatter | Self::ScatterOnly => c"forebay_scatter",
+            Self::Gather | Self::GatherOnly => c"forebay_gather",
+            Self::Decode => c"forebay_decode_exp4",
+            Self::Encode => c"forebay_encode_exp4",
+            Self::RopeShift => c"forebay_rope_shift",
+        }
+    }
 }
 
 /// One launch over the descriptors of a batch.
@@ -46,7 +72,7 @@ pub(super) struct Launch {
     pub(super) planes: u64,
     pub(super) num_planes: u32,
     pub(super) num_tiles: u32,
-    /// Address of as many words as there are tiles, for kernels that take checksums.
+    /// Address of as many words as there are tiles, for kernels that say something of each.
     pub(super) tile_crcs: u64,
     /// CTAs at most; 0 stands for one per tile.
     pub(super) max_ctas: u32,
@@ -58,12 +84,14 @@ impl Kernels {
         let mut module = std::ptr::null_mut();
         // SAFETY: the text ends in a zero; the handle is written to a live variable.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut module, PTX.as_ptr().cast()) })?;
-        let null = std::ptr::null_mut();
-        let context = Arc::clone(context);
-        let mut kernels = Self { context, module, scatter: null, gather: null, rope_shift: null, checked };
-        kernels.scatter = kernels.function(if checked { c"forebay_scatter_crc" } else { c"forebay_scatter" })?;
-        kernels.gather = kernels.function(if checked { c"forebay_gather_crc" } else { c"forebay_gather" })?;
-        kernels.rope_shift = kernels.function(c"forebay_rope_shift")?;
+        let functions = [std::ptr::null_mut(); Kernel::ALL.len()];
+        let mut kernels = Self { context: Arc::clone(context), module, functions, checked };
+        for kernel in Kernel::ALL {
+            let function = kernels.function(kernel.name(checked))?;
+            if let Some(of) = kernels.functions.get_mut(kernel as usize) {
+                *of = function;
+            }
+        }
         Ok(Arc::new(kernels))
     }
 
@@ -92,11 +120,7 @@ impl Kernels {
     /// When the stream comes to the launch, the planes must be at their address, and everything
     /// that they name must be valid until the stream has passed it.
     pub(super) unsafe fn launch(&self, stream: &OwnStream, mut launch: Launch) -> CudaResult {
-        let function = match launch.kernel {
-            Kernel::Scatter => self.scatter,
-            Kernel::Gather => self.gather,
-            Kernel::RopeShift => self.rope_shift,
-        };
+        let function = self.functions.get(launch.kernel as usize).copied().unwrap_or(std::ptr::null_mut());
         let ctas = match launch.max_ctas {
             0 => launch.num_tiles,
             cap => launch.num_tiles.min(cap),

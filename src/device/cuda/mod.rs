@@ -25,6 +25,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::io::{MemorySpace, Mover};
 
 mod batch;
+mod coded;
 mod complete;
 mod context;
 mod crc;

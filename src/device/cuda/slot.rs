@@ -93,14 +93,14 @@ impl LaunchSlot {
         self.now.crcs.device()
     }
 
-    /// The checksums of the first `tiles` tiles.
+    /// The first `count` words that the kernels have written.
     ///
     /// # Safety
     /// The launch of this slot must be over.
-    pub(super) unsafe fn read_crcs(&self, tiles: u32) -> Vec<u32> {
+    pub(super) unsafe fn read_words(&self, count: u32) -> Vec<u32> {
         // SAFETY: contract of this function.
         let bytes = unsafe { self.now.crcs.bytes() };
         let words = bytes.as_chunks::<CRC_BYTES>().0.iter().map(|w| u32::from_le_bytes(*w));
-        words.take(tiles as usize).collect()
+        words.take(count as usize).collect()
     }
 }

@@ -2,7 +2,7 @@
 //! rest is one batch.
 //!
 //! The order in the stream is: wait for the fences, set staging to zero where a job wants that,
-//! upload the descriptors, launch, record the event. A fence is given out only after its event was
+//! upload the descriptors, launch the kernels, record the event. A fence is given out only after its event was
 //! recorded, since waiting for an event that never was is no wait at all.
 #![expect(unsafe_code, reason = "enqueues uploads and launches whose memory the pending holds")]
 
@@ -11,12 +11,12 @@ use std::sync::Arc;
 
 use crossbeam_channel::{SendError, Sender};
 
-use super::batch::LaunchBatch;
+use super::batch::{BatchPlace, LaunchBatch};
 use super::complete::{LaunchEntry, PendingLaunch};
 use super::driver::CudaResult;
 use super::executor::{Executor, LaunchWork};
 use super::job::{CopyJob, JobOutcome, contained, point};
-use super::kernels::{Kernel, Launch};
+use super::kernels::Launch;
 use super::slot::LaunchSlot;
 use crate::device::Fence;
 use crate::device::parts::KvDirection;
@@ -106,7 +106,7 @@ impl Executor {
         for after in entries.iter().flat_map(|r| &r.job.after).filter_map(point) {
             stream.wait(after)?;
         }
-        if batch.num_tiles() == 0 {
+        if batch.blob_bytes() == 0 {
             return Ok(());
         }
         for entry in entries.iter().filter(|r| r.job.zeros) {
@@ -115,26 +115,23 @@ impl Executor {
             // stream has passed all of this.
             unsafe { stream.fill(address, 0, len)? };
         }
-        let size = (batch.blob_bytes(), batch.num_tiles() as usize);
+        let scratch = match self.scratch.get(lane) {
+            Some(scratch) => scratch.lock().of(batch.scratch_bytes())?,
+            None => 0,
+        };
+        let size = (batch.blob_bytes(), batch.num_words() as usize);
         // SAFETY: the slot was free, and the launch keeps it until the completing thread has seen
         // the stream pass what is submitted here.
-        unsafe { slot.upload(stream, size, |address| batch.encode(address))? };
-        let kernel = match way {
-            KvDirection::IntoKv => Kernel::Scatter,
-            KvDirection::OutOfKv => Kernel::Gather,
-        };
-        let launch = Launch {
-            kernel,
-            planes: slot.blob(),
-            num_planes: batch.num_planes(),
-            num_tiles: batch.num_tiles(),
-            tile_crcs: slot.crcs(),
-            max_ctas: self.max_ctas,
-        };
-        // SAFETY: the descriptors are uploaded before it in the stream. Their addresses were checked
-        // against staging, paged KV and slot, which the launch holds; the paged KV is used inside
-        // the entries' gates.
-        unsafe { self.kernels.launch(stream, launch) }
+        unsafe { slot.upload(stream, size, |blob| batch.encode(BatchPlace { blob, scratch, words: 0 }))? };
+        let place = BatchPlace { blob: slot.blob(), scratch, words: slot.crcs() };
+        for launch in batch.launches(way, place, self.kernels.are_checked()) {
+            let launch = Launch { max_ctas: self.max_ctas, ..launch };
+            // SAFETY: the descriptors are uploaded before it in the stream. Their addresses were
+            // checked against staging, paged KV and slot, which the launch holds; the paged KV is
+            // used inside the entries' gates, and the scratch memory by this stream alone.
+            unsafe { self.kernels.launch(stream, launch)? };
+        }
+        Ok(())
     }
 }
 

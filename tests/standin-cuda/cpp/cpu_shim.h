@@ -35,6 +35,11 @@ template <class T>
 inline T __ldg(const T* p) {
     return *p;
 }
+inline unsigned atomicAdd(unsigned* p, unsigned value) {
+    const unsigned before = *p;
+    *p += value;
+    return before;
+}
 template <class T>
 inline T __ldcs(const T* p) {
     return *p;

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use forebay::config::{Admission, Codec, OnOpenFailure, Settings};
+use forebay::config::{Admission, OnOpenFailure, Settings};
 use forebay::device::{HostDevice, HostMemory, HostOptions, PagedKv};
 use forebay::engine::{Backpressure, Engine, LoadRequest, Prompt, Store, StoreRequest};
 use forebay::geometry::{DType, Geometry};
@@ -83,10 +83,6 @@ impl CacheSink {
         settings.on_open_failure = OnOpenFailure::Fail;
         // Who fills a cache by hand wants it filled.
         (settings.admission, settings.write_budget_dwpd) = (Admission::All, None);
-        if settings.codec == Codec::Auto {
-            // The server may have its KV in a GPU's memory, where nothing decodes it yet.
-            settings.codec = Codec::None;
-        }
         let (engine, opening, state) = (OnceLock::new(), Mutex::default(), Mutex::default());
         Self { settings, model, verify, engine, opening, state }
     }

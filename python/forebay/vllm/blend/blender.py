@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 from forebay.vllm import geometry, identity
 from forebay.vllm.blend import refuse, selection
 from forebay.vllm.blend.nested import Nested, Steps, finish
-from forebay.vllm.blend.segments import Dimensions, Loading, Rotary, Rows, Segments
+from forebay.vllm.blend.segments import Dimensions, Rotary, Rows, Segments
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
 logger = logging.getLogger("vllm.forebay")
@@ -167,27 +169,33 @@ class Blender:
         behind = len(asked.anchor)
         # Behind its anchor only can a segment be followed by others.
         wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
-        loads: list[tuple[Loading | None, bool]] = []
+        loads: list[tuple[Future[bool] | None, bool]] = []
         for start, end in asked.segments:
             loading = self._segments.begin(asked.anchor, asked.tokens[start:end], mixed.rows, start, wants_anchor)
             loads.append((loading, loading is not None and wants_anchor))
             wants_anchor = wants_anchor and loading is None
-        yield 0
-        for (start, end), (loading, has_anchor) in zip(asked.segments, loads, strict=True):
-            if loading is None:
-                state = "missing"
-            elif not self._segments.finish(loading, mixed.rows):
-                state = "failed"
-            elif not (yield from self._gate(mixed.rows, start, end)):
-                state = "gate"
-            else:
-                state = "reused"
-            mixed.states.append(state)
-            if state == "reused":
-                mixed.reused.append((start, end))
-                mixed.exact = behind if has_anchor else mixed.exact
-            else:
-                logger.warning("segment of %d tokens at %d is computed: %s", end - start, start, state)
+        try:
+            yield 0
+            for (start, end), (loading, has_anchor) in zip(asked.segments, loads, strict=True):
+                if loading is None:
+                    state = "missing"
+                elif not loading.result():
+                    state = "failed"
+                elif not (yield from self._gate(mixed.rows, start, end)):
+                    state = "gate"
+                else:
+                    state = "reused"
+                mixed.states.append(state)
+                if state == "reused":
+                    mixed.reused.append((start, end))
+                    mixed.exact = behind if has_anchor else mixed.exact
+                else:
+                    logger.warning("segment of %d tokens at %d is computed: %s", end - start, start, state)
+        finally:
+            # Where nobody waits for the prompt any more.
+            for loading, _ in loads:
+                if loading is not None:
+                    loading.cancel()
         for start, end in [(0, mixed.exact), *mixed.reused]:
             rows = torch.arange(start, end)
             for layer in range(self._of.layers):

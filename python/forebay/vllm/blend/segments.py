@@ -8,6 +8,7 @@ is verified, and its keys are turned to their new positions.
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 #: Rows of memory come in blocks of so many, which is all that the engine needs to know of it.
 BLOCK = 16
+
+#: Segments on their way at once. Loads that run at once end at once: with all of them under way, keys
+#: could be turned only when the drive has nothing left to do.
+AT_ONCE = 3
 
 
 @dataclass(frozen=True)
@@ -68,23 +73,13 @@ class Rows:
         self._flat[layer][0][rows], self._flat[layer][1][rows] = kv
 
 
-@dataclass
-class Loading:
-    """A segment on its way to its rows."""
-
-    load: Any
-    behind: int
-    """Tokens of the anchor."""
-    start: int
-    end: int
-
-
 class Segments:
     """The stored segments of one model. `anchor` are the tokens that a segment is stored behind."""
 
     def __init__(self, engine: Any, of: Dimensions, rotary: list[Rotary]) -> None:
         """`engine` has the geometry of `geometry`."""
         self._engine, self._of, self._rotary = engine, of, rotary
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="forebay-segment")
 
     @staticmethod
     def geometry(model: str, fingerprint: str, of: Dimensions) -> Any:
@@ -115,20 +110,19 @@ class Segments:
         result = store.wait()
         return None if self.has(anchor, segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
 
-    def begin(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> Loading | None:
+    def begin(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> Future[bool] | None:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
-        where that is wanted; None where it is not stored."""
-        behind, chain, end = len(anchor), anchor + segment, start + len(segment)
+        where that is wanted. None where it is not stored. The future says whether all of it arrived
+        as it was stored; its keys are turned to their places then."""
         if not self.has(anchor, segment):
             return None
-        first = list(range(behind)) if with_anchor else [-1] * behind
-        slots = first + list(range(start, end))
-        return Loading(self._engine.load(chain, rows.paged, slots, layout="PBTHD"), behind, start, end)
+        return self._threads.submit(self._load, anchor, segment, rows, start, with_anchor)
 
-    def finish(self, loading: Loading, rows: Rows) -> bool:
-        """Whether all of it arrived as it was stored; then its keys are turned to their places."""
-        behind, start, end = loading.behind, loading.start, loading.end
-        if loading.load.wait().tokens != behind + end - start:
+    def _load(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> bool:
+        behind, chain, end = len(anchor), anchor + segment, start + len(segment)
+        first = list(range(behind)) if with_anchor else [-1] * behind
+        load = self._engine.load(chain, rows.paged, first + list(range(start, end)), layout="PBTHD")
+        if load.wait().tokens != len(chain):
             return False
         for rotary in self._rotary:
             self._engine.turn_keys(
@@ -146,4 +140,5 @@ class Segments:
 
     def close(self) -> None:
         """Ends what is under way and closes the cache."""
+        self._threads.shutdown(cancel_futures=True)
         self._engine.close()

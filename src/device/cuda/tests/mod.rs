@@ -1,6 +1,7 @@
 //! Batches and kernels (on the CPU) against the host device.
 #![expect(unsafe_code, reason = "launches kernels over raw addresses")]
 
+mod exp4;
 mod rope;
 
 use std::sync::{Arc, mpsc};
@@ -8,12 +9,13 @@ use std::sync::{Arc, mpsc};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
-use crate::device::cuda::batch::LaunchBatch;
+use crate::device::cuda::batch::{BatchPlace, LaunchBatch};
 use crate::device::parts::KvDirection;
 use crate::device::{
     Device, Gate, GatherJob, HostDevice, HostMemory, HostOptions, HugePages, KvMemory, PagedKv, Part, ScatterJob,
     StagingOptions, StagingPool,
 };
+use crate::format::exp4::CodedShape;
 use crate::format::layout::SlotCodec;
 use crate::geometry::{LayerKind, LayerSpec};
 use crate::io::Buf;
@@ -41,6 +43,7 @@ struct Case {
     longer: usize,
     ctas: u32,
     with_crc: bool,
+    coded: bool,
     seed: u64,
 }
 
@@ -54,7 +57,9 @@ impl Case {
     fn kv(&self) -> (Arc<PagedKv>, Vec<Arc<HostMemory>>) {
         let (kv, memories) = PagedKv::alloc_zeroed(self.layout()).unwrap();
         for (i, m) in memories.iter().enumerate() {
-            m.write(0, &noise(self.seed ^ i as u64, m.len())).unwrap();
+            let noise = noise(self.seed ^ i as u64, m.len());
+            // Coded or not, it is like KV where somebody may want to code it.
+            m.write(0, &if self.coded { like_kv(&noise) } else { noise }).unwrap();
         }
         (kv, memories)
     }
@@ -65,18 +70,16 @@ impl Case {
             let slots = &self.slots[first..first + tokens];
             first += tokens;
             let plan = Arc::new(ChunkPlan::new(slots, None, self.shape.block_tokens, self.shape.num_blocks).unwrap());
-            let mut at = (self.seed % 3) as usize * 8;
+            let mut at = (self.seed % 3) as usize * if self.coded { 16 } else { 8 };
             let part = |(layer, spec): (usize, &LayerSpec)| {
                 let tokens = tokens + self.longer;
-                let padded_len = spec.extent_bytes(tokens).next_multiple_of(512);
-                let part = Part {
-                    layer,
-                    staging_offset: at,
-                    tokens,
-                    padded_len,
-                    codec: SlotCodec::None,
-                    plan: Arc::clone(&plan),
-                };
+                let bytes = spec.extent_bytes(tokens);
+                // Others of the same job are not.
+                let shape =
+                    CodedShape::of(bytes).filter(|_| self.coded && !(self.seed + layer as u64).is_multiple_of(4));
+                let codec = if shape.is_some() { SlotCodec::Exp4 } else { SlotCodec::None };
+                let padded_len = shape.map_or(bytes, CodedShape::coded_bytes).next_multiple_of(512);
+                let part = Part { layer, staging_offset: at, tokens, padded_len, codec, plan: Arc::clone(&plan) };
                 at += padded_len;
                 part
             };
@@ -110,15 +113,31 @@ fn staging(parts: &[Part], seed: u64) -> Buf {
 struct Outcome {
     staging: Vec<u8>,
     crcs: Vec<u32>,
+    misfit: bool,
     skipped_blocks: Vec<u32>,
+}
+
+/// Sixteen exponents, but for one value in some thousands.
+fn like_kv(noise: &[u8]) -> Vec<u8> {
+    let value = |v: &[u8; 2]| {
+        let v = u16::from_le_bytes(*v);
+        let exponent = if v.is_multiple_of(4093) { v >> 5 & 0xff } else { 110 + (v >> 9 & 15) };
+        (v & 0x807f | exponent << 7).to_le_bytes()
+    };
+    let (values, rest) = noise.as_chunks::<2>();
+    values.iter().flat_map(value).chain(rest.iter().copied()).collect()
 }
 
 fn by_host(way: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) -> Outcome {
     let device = HostDevice::new(&HostOptions { workers: 1, ..HostOptions::default() }).unwrap();
     let (tx, rx) = mpsc::channel();
     let (kv, gate) = (Arc::clone(kv), Arc::new(Gate::new()));
-    let outcome =
-        |staging: Buf, crcs, skipped_blocks| Outcome { staging: staging.as_slice().to_vec(), crcs, skipped_blocks };
+    let outcome = |staging: Buf, crcs, misfit, skipped_blocks| Outcome {
+        staging: staging.as_slice().to_vec(),
+        crcs,
+        misfit,
+        skipped_blocks,
+    };
     match way {
         KvDirection::IntoKv => device.scatter(ScatterJob {
             kv,
@@ -128,7 +147,7 @@ fn by_host(way: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) 
             gate,
             after: Vec::new(),
             launched: None,
-            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, s.skipped_blocks)).unwrap()),
+            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, false, s.skipped_blocks)).unwrap()),
         }),
         KvDirection::OutOfKv => device.gather(GatherJob {
             kv,
@@ -137,55 +156,82 @@ fn by_host(way: KvDirection, kv: &Arc<PagedKv>, parts: Vec<Part>, staging: Buf) 
             gate,
             after: Vec::new(),
             launched: None,
-            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, s.skipped_blocks)).unwrap()),
+            done: Box::new(move |s| tx.send(outcome(s.staging, s.crcs, s.misfit, s.skipped_blocks)).unwrap()),
         }),
     }
     rx.recv().unwrap()
 }
 
-fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], case: &Case) -> Vec<Outcome> {
+fn by_kernel(way: KvDirection, kv: &PagedKv, jobs: &[Vec<Part>], mut stagings: Vec<Buf>, case: &Case) -> Vec<Outcome> {
     let mut batch = LaunchBatch::new();
-    let mut stagings: Vec<Buf> = jobs.iter().enumerate().map(|(i, p)| staging(p, case.seed + i as u64)).collect();
     for (i, (parts, staging)) in jobs.iter().zip(&mut stagings).enumerate() {
         let bytes = staging.as_mut_slice();
         let job = batch.push(way, kv, parts, (bytes.as_mut_ptr() as u64, bytes.len())).unwrap();
         assert_eq!(job, i);
     }
     let mut blob = vec![0u64; batch.blob_bytes() / 8];
-    let encoded = batch.encode(blob.as_mut_ptr() as u64);
+    let mut scratch = vec![0xdead_beef_dead_beefu128; batch.scratch_bytes() / 16];
+    let mut words = vec![0xdead_beefu32; batch.num_words() as usize];
+    let place = BatchPlace {
+        blob: blob.as_mut_ptr() as u64,
+        scratch: scratch.as_mut_ptr() as u64,
+        words: words.as_mut_ptr() as u64,
+    };
+    let encoded = batch.encode(place);
     assert_eq!(encoded.len(), batch.blob_bytes());
     for (word, bytes) in blob.iter_mut().zip(encoded.chunks_exact(8)) {
         *word = u64::from_le_bytes(bytes.try_into().unwrap());
     }
-    let mut crcs = vec![0xdead_beefu32; batch.num_tiles() as usize];
-    let name = match (way, case.with_crc) {
-        (KvDirection::IntoKv, true) => c"forebay_scatter_crc",
-        (KvDirection::IntoKv, false) => c"forebay_scatter",
-        (KvDirection::OutOfKv, true) => c"forebay_gather_crc",
-        (KvDirection::OutOfKv, false) => c"forebay_gather",
-    };
-    let args = (blob.as_ptr() as u64, batch.num_planes(), batch.num_tiles(), crcs.as_mut_ptr() as u64);
-    if batch.num_tiles() > 0 {
-        // SAFETY: the batch describes `kv` and the stagings, which nobody else uses; there is a CRC
-        // per tile.
-        unsafe { standin_kernels::launch(name, case.ctas, args) }.unwrap();
+    for launch in batch.launches(way, place, case.with_crc) {
+        let args = (launch.planes, launch.num_planes, launch.num_tiles, launch.tile_crcs);
+        // SAFETY: the batch describes `kv`, the stagings and the scratch memory, which nobody else
+        // uses; there are all words.
+        unsafe { standin_kernels::launch(launch.kernel.name(case.with_crc), case.ctas, args) }.unwrap();
     }
     let outcome = |(job, (staging, crcs)): (usize, (&Buf, Vec<u32>))| Outcome {
         staging: staging.as_slice().to_vec(),
         crcs,
+        misfit: way == KvDirection::OutOfKv && batch.is_misfit(job, &words),
         skipped_blocks: batch.skipped_blocks(job).to_vec(),
     };
-    stagings.iter().zip(batch.crcs(&crcs)).enumerate().map(outcome).collect()
+    stagings.iter().zip(batch.crcs(&words)).enumerate().map(outcome).collect()
+}
+
+/// Noise for what is to be gathered; what a host's gather gives for what is to be scattered coded.
+fn stagings(way: KvDirection, case: &Case) -> Vec<Buf> {
+    let (kv, _) = case.kv();
+    let one = |(i, parts): (usize, Vec<Part>)| {
+        let mut buf = staging(&parts, case.seed + i as u64);
+        if way == KvDirection::IntoKv && case.coded {
+            let from = staging(&parts, case.seed + i as u64);
+            let gathered = by_host(KvDirection::OutOfKv, &kv, parts, from);
+            // Of noise the two may make different things: of two escapes at one place any counts.
+            let coded = if gathered.misfit { vec![0; gathered.staging.len()] } else { gathered.staging };
+            buf.as_mut_slice().copy_from_slice(&coded);
+        }
+        buf
+    };
+    case.parts().into_iter().enumerate().map(one).collect()
 }
 
 fn check(way: KvDirection, case: &Case) {
     let jobs = case.parts();
     let (kv, memories) = case.kv();
     let (host_kv, host_memories) = case.kv();
-    let outcomes = by_kernel(way, &kv, &jobs, case);
-    for (i, (parts, mut outcome)) in jobs.into_iter().zip(outcomes).enumerate() {
-        let buf = staging(&parts, case.seed + i as u64);
+    if way == KvDirection::IntoKv && case.coded {
+        // Else what comes would be what is there.
+        for memory in memories.iter().chain(&host_memories) {
+            memory.write(0, &noise(case.seed, memory.len())).unwrap();
+        }
+    }
+    let outcomes = by_kernel(way, &kv, &jobs, stagings(way, case), case);
+    let bufs = stagings(way, case);
+    for (i, ((parts, buf), mut outcome)) in jobs.into_iter().zip(bufs).zip(outcomes).enumerate() {
         let expected = by_host(way, &host_kv, parts, buf);
+        assert_eq!(outcome.misfit, expected.misfit, "job {i}");
+        if expected.misfit {
+            continue;
+        }
         if !case.with_crc {
             outcome.crcs.clone_from(&expected.crcs);
         }
@@ -224,8 +270,9 @@ fn case() -> impl Strategy<Value = Case> {
         let specs = proptest::collection::vec(spec(block_tokens, heads), 1..4);
         let cuts = proptest::collection::vec(0.0..1.0f64, 0..4);
         let ctas = prop_oneof![Just(1u32), 2..8u32, Just(40)];
-        (specs, order, cuts, prop_oneof![Just(0u8), Just(9), Just(120)], 0..3usize, ctas, any::<bool>(), any::<u32>())
-            .prop_map(move |(specs, mut order, cuts, minus, longer, ctas, with_crc, seed)| {
+        let flags = (any::<bool>(), any::<bool>());
+        (specs, order, cuts, prop_oneof![Just(0u8), Just(9), Just(120)], 0..3usize, ctas, flags, any::<u32>()).prop_map(
+            move |(specs, mut order, cuts, minus, longer, ctas, (with_crc, coded), seed)| {
                 let dice = noise(u64::from(seed), order.len());
                 order.iter_mut().zip(dice).filter(|(_, d)| *d < minus).for_each(|(s, _)| *s = -1);
                 let mut bounds: Vec<usize> = cuts.iter().map(|c| (c * order.len() as f64) as usize).collect();
@@ -234,8 +281,9 @@ fn case() -> impl Strategy<Value = Case> {
                 bounds.dedup();
                 let chunks = bounds.windows(2).map(|w| w[1] - w[0]).collect();
                 let seed = u64::from(seed);
-                Case { specs, shape, cross_layer, chunks, slots: order, longer, ctas, with_crc, seed }
-            })
+                Case { specs, shape, cross_layer, chunks, slots: order, longer, ctas, with_crc, coded, seed }
+            },
+        )
     })
 }
 

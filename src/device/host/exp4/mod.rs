@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use super::crc::ExtentCrc;
 use crate::format::exp4::{
-    BLOCK_BYTES, BLOCK_RAW_BYTES, BLOCK_VALUES, CodedShape, Escape, EscapeTail, SEGMENT_BLOCKS, SEGMENT_BYTES,
-    SEGMENT_RAW_BYTES, SEGMENT_VALUES, TailWriter, best_dictionary, likely_dictionary, patch,
+    BLOCK_BYTES, BLOCK_RAW_BYTES, BLOCK_VALUES, CodedShape, Dictionary, Escape, EscapeTail, SEGMENT_BLOCKS,
+    SEGMENT_BYTES, SEGMENT_RAW_BYTES, SEGMENT_VALUES, TailWriter, best_dictionary, likely_dictionary, patch,
 };
 
 mod kernels;
@@ -136,16 +136,19 @@ impl<'a> CodedWriter<'a> {
         self.segments += 1;
         let end = at + raw.len() / BLOCK_RAW_BYTES * BLOCK_BYTES;
         let Some(blocks) = self.coded.get_mut(at..end) else { return };
+        let (kernels, escapes) = (self.kernels, &mut self.escapes);
+        let mut encode = |dictionary: &Dictionary| {
+            escapes.clear();
+            (kernels.encode)(raw, dictionary, blocks, escapes);
+            escapes.retain(|e| usize::from(e.place) < count);
+            escapes.len()
+        };
         let mut dictionary = likely_dictionary(raw);
-        self.escapes.clear();
-        (self.kernels.encode)(raw, &dictionary, blocks, &mut self.escapes);
-        if self.escapes.len() > MOST_LIKELY_ESCAPES {
+        if encode(&dictionary) > MOST_LIKELY_ESCAPES {
             dictionary = best_dictionary(raw);
-            self.escapes.clear();
-            (self.kernels.encode)(raw, &dictionary, blocks, &mut self.escapes);
+            encode(&dictionary);
         }
         crc.update(blocks);
-        self.escapes.retain(|e| usize::from(e.place) < count);
         self.fits = self.fits && self.tail.push(&dictionary, &self.escapes);
     }
 
