@@ -196,7 +196,9 @@ impl Turns {
         state.links = others;
         let its: Vec<(usize, Weak<FrameLink>)> = its;
         let its: Vec<_> = its.iter().filter_map(|(_, link)| link.upgrade()).collect();
-        its.iter().for_each(|link| drop(rustix::net::shutdown(link.socket(), Shutdown::Both)));
+        for link in &its {
+            rustix::net::shutdown(link.socket(), Shutdown::Both).unwrap();
+        }
         state.wake(|actor| actor.process == process);
         while state.actors.iter().any(|actor| actor.process == process && !actor.is_gone) {
             self.gone.wait(&mut state);
@@ -241,7 +243,9 @@ impl State {
     }
 
     fn wake(&self, which: impl Fn(&Actor) -> bool) {
-        self.actors.iter().filter(|actor| which(actor)).for_each(|actor| drop(actor.wake.notify_all()));
+        for actor in self.actors.iter().filter(|actor| which(actor)) {
+            actor.wake.notify_all();
+        }
     }
 }
 

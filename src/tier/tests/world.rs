@@ -48,6 +48,8 @@ struct World {
     dir: PathBuf,
     /// The sequence that each key has on the drive.
     sequences: Mutex<Vec<u64>>,
+    /// One in so many steps of the operator a process ends.
+    deaths: u64,
     drive: Arc<Drive>,
     processes: Mutex<Vec<Process>>,
     seen: Arc<Seen>,
@@ -169,12 +171,13 @@ impl Drive {
 }
 
 impl World {
-    fn of(turns: Arc<Turns>, dir: &Path, seen: &Arc<Seen>) -> Arc<Self> {
+    fn of(seed: u64, turns: Arc<Turns>, dir: &Path, seen: &Arc<Seen>) -> Arc<Self> {
         let drive = Arc::new(Drive::default());
         let watched = Arc::clone(&drive);
         turns.watch(move || watched.watch());
         let (sequences, processes) = (Mutex::new(vec![1; KEYS as usize]), Mutex::default());
-        Arc::new(Self { turns, dir: dir.into(), sequences, drive, processes, seen: Arc::clone(seen) })
+        let deaths = [30, 100, 400][seed as usize / 9 % 3];
+        Arc::new(Self { turns, dir: dir.into(), sequences, deaths, drive, processes, seen: Arc::clone(seen) })
     }
 
     /// Starts and kills processes, until the schedule is over.
@@ -187,7 +190,7 @@ impl World {
             if there < PROCESSES && self.turns.one_in(6) {
                 self.start(next);
                 next += 1;
-            } else if there > 0 && self.turns.one_in(40) {
+            } else if there > 0 && self.turns.one_in(self.deaths) {
                 let at = self.turns.below(there as u64) as usize;
                 if self.turns.one_in(4) {
                     self.processes.lock()[at].is_closing.store(true, Ordering::Relaxed);
@@ -270,7 +273,11 @@ impl User {
             let id = FrameId { key: ChunkKey([key as u8; 32]), sequence };
             let rank = Rank { turn: self.tier.turn(), depth: Reverse(key as u32) };
             match turns.below(16) {
-                0..8 => drop(self.tier.get(id, rank).map(|hit| self.read(&hit))),
+                0..8 => {
+                    if let Some(hit) = self.tier.get(id, rank) {
+                        self.read(&hit);
+                    }
+                }
                 8..15 => self.fill(id, rank),
                 _ => {
                     self.world.sequences.lock()[key as usize] += 1;
@@ -287,7 +294,7 @@ impl User {
         count(&self.world.seen.hits, 1);
         let words = Words { id: hit.id, memory: memory(&hit.source), at: 0 };
         assert_eq!(hit.crc(0), Some(words.crc()), "{words:?}");
-        for _ in 0..turns.below(8) {
+        for _ in 0..turns.below(16) {
             let at = turns.below((FRAME / PIECE) as u64) as usize * PIECE;
             let words = Words { at, ..words };
             let view = hit.view(at..at + PIECE).unwrap();
@@ -334,7 +341,9 @@ impl User {
         turns::until(|| waited.iter().all(|done| done.load(Ordering::Relaxed)));
         count(&self.world.seen.published, 1);
         if turns.one_in(3) {
-            drop(filling.publish_prefetched(&crcs).map(|hit| self.read(&hit)));
+            if let Some(hit) = filling.publish_prefetched(&crcs) {
+                self.read(&hit);
+            }
         } else {
             filling.publish(&crcs);
         }
@@ -345,7 +354,7 @@ impl User {
 fn schedule(seed: u64, seen: &Arc<Seen>) -> u64 {
     let dir = tempfile::tempdir().unwrap();
     let turns = Turns::new(seed);
-    let world = World::of(Arc::clone(&turns), dir.path(), seen);
+    let world = World::of(seed, Arc::clone(&turns), dir.path(), seen);
     let (operator, drive) = (Arc::clone(&world), Arc::clone(&world));
     turns.spawn(OUTSIDE, move || operator.operate());
     turns.spawn(OUTSIDE, move || drive.drive.run(&drive.turns, &drive.seen));
