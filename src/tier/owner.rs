@@ -4,8 +4,9 @@
 //! - A frame that another process fills or reads is one that this process does not give away: it
 //!   keeps a [`FrameFill`] or a [`Frame`] for it, until it is given back or the process is gone.
 //! - The frames go with the process. Who has the lock next makes new ones.
-//! - Nothing that another process says makes this one wait or panic; a connection that says
-//!   nonsense is closed.
+//! - Nothing that another process says makes this one wait or panic. Who says nonsense, or cannot
+//!   be told something, is not talked to any more. It may live and use frames: they come back when
+//!   its own end of the connection is closed.
 
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
@@ -63,6 +64,8 @@ pub(super) struct Owner {
 pub(super) struct Peer {
     socket: OwnedFd,
     is_welcome: bool,
+    /// Nothing that it says counts any more.
+    is_over: bool,
     leases: BTreeMap<u32, Lease>,
     next: u32,
     /// Its turn, and which of ours that is.
@@ -156,19 +159,24 @@ impl Owner {
         });
     }
 
-    /// Answers what a process has said; `false` where it is gone or not to be talked to.
+    /// Answers what a process has said; `false` where it is gone.
     fn attend(&self, peer: &mut Peer, buf: &mut [u8]) -> bool {
         for _ in 0..IN_A_ROW {
             let ask = match message::receive::<Ask>(&peer.socket, buf, RecvFlags::DONTWAIT) {
                 Ok(Some((ask, _))) => ask,
                 Ok(None) => return false,
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return true,
+                Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return false,
+                Err(_) if peer.is_over => continue,
                 Err(e) => {
                     tracing::warn!(error = %e, "a process that uses the memory tier said what is not understood");
-                    return false;
+                    return peer.end();
                 }
             };
-            let Some(answer) = self.answer(peer, ask) else { return false };
+            if peer.is_over {
+                continue;
+            }
+            let Some(answer) = self.answer(peer, ask) else { return peer.end() };
             let file = match &answer {
                 Some(Answer::Welcome { .. }) => self.frames.region().map(|region| region.file()),
                 _ => None,
@@ -176,7 +184,7 @@ impl Owner {
             if let Some(answer) = answer
                 && message::send(&peer.socket, &answer, file).is_err()
             {
-                return false;
+                return peer.end();
             }
         }
         true
@@ -263,7 +271,16 @@ impl Drop for Owner {
 impl Peer {
     /// One that has not said anything.
     pub(super) fn new(socket: OwnedFd) -> Self {
-        Self { socket, is_welcome: false, leases: BTreeMap::new(), next: 0, turn: None }
+        Self { socket, is_welcome: false, is_over: false, leases: BTreeMap::new(), next: 0, turn: None }
+    }
+
+    /// Talks to it no more; `true`, as it is not gone.
+    fn end(&mut self) -> bool {
+        self.is_over = true;
+        if let Err(error) = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write) {
+            tracing::debug!(%error, "a process that uses the memory tier is gone");
+        }
+        true
     }
 
     /// The rank of what it uses: its loads and stores get a turn here as ours do.
