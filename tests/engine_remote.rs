@@ -412,6 +412,39 @@ fn a_fetch_that_is_cancelled_or_late_ends_and_leaves_nothing_behind() {
 }
 
 #[test]
+fn what_has_been_uploaded_and_what_is_gone_is_told_to_who_asks() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    let (one, two) = (a.open(), b.open());
+    let told = |engine: &Engine| {
+        let mut changes = engine.take_remote_changes(9);
+        changes.sort_by_key(|(key, _)| key.0);
+        changes
+    };
+    let all = |p: &Prompt, is_there: bool| {
+        let mut keys = p.keys().to_vec();
+        keys.sort_by_key(|key| key.0);
+        keys.into_iter().map(|key| (key, is_there)).collect::<Vec<_>>()
+    };
+    assert!(told(&one).is_empty() && told(&two).is_empty(), "from now on");
+    let (p, _) = a.upload(&one, 1);
+    assert_eq!(told(&one), all(&p, true));
+    assert!(told(&one).is_empty(), "once");
+    assert_eq!((fetch(&two, &p).chunks, told(&two)), (3, all(&p, true)));
+    one.remove(&p).unwrap();
+    assert_eq!(told(&one), all(&p, false));
+    two.log().unwrap().remove(p.keys()).unwrap();
+    assert_eq!(fetch(&two, &p).chunks, 0);
+    assert!(told(&two).contains(&(p.keys()[0], false)), "a fetch did not find it");
+    let (q, _) = a.upload(&one, 2);
+    assert_eq!(told(&one), all(&q, true));
+    one.clear().unwrap();
+    let gone = told(&one);
+    assert!(all(&q, false).iter().all(|chunk| gone.contains(chunk)), "{gone:?}");
+}
+
+#[test]
 fn a_directory_is_a_store_too() {
     let shared = tempfile::tempdir().unwrap();
     let (mut a, mut b) = (World::plain(), World::plain());

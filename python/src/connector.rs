@@ -325,9 +325,11 @@ impl SchedulerSide {
     }
 
     /// KV events since the last call, where the option `events` is on: (ordered,
-    /// stored, found, missing, evicted), or None where nothing did. A chunk is (req_id, key,
-    /// first token, tokens); `stored` are keys of ordered chunks that every worker has
-    /// committed, `evicted` keys of known ones that some worker has dropped for room.
+    /// stored, found, missing, evicted, remote), or None where nothing did. A chunk is (req_id,
+    /// key, first token, tokens); `stored` are keys of ordered chunks that every worker has
+    /// committed, `evicted` keys of known ones that some worker has dropped for room; `remote` are
+    /// (key, True) of known ones that every worker has uploaded, and (key, False) once they are
+    /// not in the remote tier any more.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Option<EventRows<'py>>> {
         let events = self.with(|s| Ok(s.take_events()))?;
         if events == KvEvents::default() {
@@ -338,7 +340,8 @@ impl SchedulerSide {
         };
         let keys = |of: &[[u8; 32]]| of.iter().map(|key| PyBytes::new(py, key)).collect::<Vec<_>>();
         let (stored, evicted) = (keys(&events.stored), keys(&events.evicted));
-        Ok(Some((chunks(events.ordered), stored, chunks(events.found), chunks(events.missing), evicted)))
+        let remote = events.remote.iter().map(|(key, is_there)| (PyBytes::new(py, key), *is_there)).collect();
+        Ok(Some((chunks(events.ordered), stored, chunks(events.found), chunks(events.missing), evicted, remote)))
     }
 
     /// Looks everything up anew.
@@ -371,9 +374,16 @@ impl SchedulerSide {
 
 /// A chunk of a request: its name, the chunk's key, first token, tokens.
 type ChunkRow<'py> = (String, Bound<'py, PyBytes>, usize, usize);
-/// Chunks ordered, keys stored, chunks found, chunks missing, keys evicted.
-type EventRows<'py> =
-    (Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>, Vec<ChunkRow<'py>>, Vec<ChunkRow<'py>>, Vec<Bound<'py, PyBytes>>);
+/// Chunks ordered, keys stored, chunks found, chunks missing, keys evicted, keys that the remote
+/// tier has got or has no more.
+type EventRows<'py> = (
+    Vec<ChunkRow<'py>>,
+    Vec<Bound<'py, PyBytes>>,
+    Vec<ChunkRow<'py>>,
+    Vec<ChunkRow<'py>>,
+    Vec<Bound<'py, PyBytes>>,
+    Vec<(Bound<'py, PyBytes>, bool)>,
+);
 
 /// A request that runs for the first time: its name, its blocks per group, tokens computed and
 /// scheduled.

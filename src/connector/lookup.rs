@@ -10,6 +10,7 @@ use super::meta::WorkerMeta;
 use super::scheduler::{MeasuredRate, Refusals};
 use crate::engine::{Engine, Fetch, Lookup, Prompt};
 use crate::error::Result;
+use crate::key::ChunkKey;
 
 /// A question that goes to the workers with the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,6 +40,12 @@ pub trait PrefixLookup: Send {
     /// Requests for which nothing was fetched because computing is faster.
     fn not_fetched(&self) -> u64 {
         0
+    }
+
+    /// Keys of chunks of which it has turned out that the remote tier does not have them, since the
+    /// last call.
+    fn remote_gone(&mut self) -> Vec<ChunkKey> {
+        Vec::new()
     }
 
     /// Keeps the first `tokens` of a request's prompt from eviction, as far as it can, for at most
@@ -117,6 +124,10 @@ impl PrefixLookup for EngineLookup {
         self.fetches.not_fetched()
     }
 
+    fn remote_gone(&mut self) -> Vec<ChunkKey> {
+        remote_gone(self.engines.iter().map(AsRef::as_ref))
+    }
+
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
         self.pins.pin(self.engines.iter().map(AsRef::as_ref), (req_id, prompt, tokens), patience)
     }
@@ -129,6 +140,12 @@ impl PrefixLookup for EngineLookup {
         self.pins.unpin(req_id);
         self.fetches.forget(req_id);
     }
+}
+
+/// What fetches have not found. What they have found was told by who has uploaded it.
+pub(super) fn remote_gone<'a>(engines: impl Iterator<Item = &'a Engine>) -> Vec<ChunkKey> {
+    let changes = engines.flat_map(|engine| engine.take_remote_changes(usize::MAX));
+    changes.filter_map(|(key, is_there)| (!is_there).then_some(key)).collect()
 }
 
 /// What is on its way from the remote tier for requests that wait. A request is fetched for once.

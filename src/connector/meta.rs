@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 5;
+const VERSION: u8 = 6;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -198,6 +198,9 @@ pub struct WorkerMeta {
     /// Keys of chunks that were dropped for room here since the last report, as far as one report
     /// takes them.
     pub evicted: Vec<[u8; 32]>,
+    /// Keys of chunks that the remote tier has got from here (`true`) or does not have any more, in
+    /// order, as far as one report takes them.
+    pub remote: Vec<([u8; 32], bool)>,
     /// Numbers of questions, and the tokens that are stored here of each, since the last report.
     pub answers: Vec<(u64, u64)>,
     /// Who this is, until the scheduler has acknowledged it.

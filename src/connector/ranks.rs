@@ -12,13 +12,14 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least};
+use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote_gone};
 use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
 use crate::config::{CacheIdentity, Settings};
 use crate::engine::{Engine, Prompt};
 use crate::error::Result;
 use crate::geometry::Geometry;
+use crate::key::ChunkKey;
 
 /// How old an answer may be before it is asked for again; until the new one comes the old one
 /// counts.
@@ -206,6 +207,10 @@ impl PrefixLookup for RanksLookup {
 
     fn not_fetched(&self) -> u64 {
         self.fetches.not_fetched()
+    }
+
+    fn remote_gone(&mut self) -> Vec<ChunkKey> {
+        remote_gone(self.tables.values())
     }
 
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::{Engine, EngineInner, Prompt};
 use crate::config::Mode;
 use crate::error::Result;
+use crate::key::ChunkKey;
 use crate::remote::{Fetch, Wanted};
 
 impl Engine {
@@ -30,6 +31,14 @@ impl Engine {
             .skip(there)
             .map(|(at, &key)| Wanted::new(key, prompt.parent_of(at), (tokens, at as u32), prompt.tenant()));
         Ok(remote.fetch((log, inner.pipeline.memory().cloned()), wanted.collect(), deadline))
+    }
+
+    /// Up to `most` chunks that the remote tier has got (`true`) or does not have any more, in the
+    /// order in which this process has learned of it, since the first call; a bounded number of
+    /// them waits to be taken.
+    #[must_use]
+    pub fn take_remote_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+        self.inner.remote.as_ref().map(|remote| remote.take_changes(most)).unwrap_or_default()
     }
 
     /// Whether there is a remote tier to fetch from.

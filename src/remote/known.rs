@@ -1,7 +1,7 @@
 //! What is known of the remote store without asking it: a bounded memory of answers, each of which
-//! counts for a while.
+//! counts for a while. Where somebody asks, what answers have changed is told on.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -16,6 +16,9 @@ const THERE: Duration = Duration::from_secs(600);
 /// How long it counts as not there: others may upload it.
 const ABSENT: Duration = Duration::from_secs(10);
 
+/// Changes that wait to be taken: 2 MiB.
+const MOST_CHANGES: usize = 1 << 16;
+
 /// What the store said of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RemotePresence {
@@ -29,7 +32,12 @@ pub(super) enum RemotePresence {
 
 /// The answers.
 #[derive(Debug, Default)]
-pub(super) struct KnownObjects(Mutex<Generations>);
+pub(super) struct KnownObjects {
+    answers: Mutex<Generations>,
+    /// Objects that have come, and that have gone, since they were last taken; `None` where nobody
+    /// has asked.
+    changes: Mutex<Option<VecDeque<(ChunkKey, bool)>>>,
+}
 
 /// Once the young are many they become the old, and the old are forgotten.
 #[derive(Debug, Default)]
@@ -41,24 +49,61 @@ struct Generations {
 impl KnownObjects {
     /// What is known of `key`.
     pub(super) fn get(&self, key: &ChunkKey) -> Option<RemotePresence> {
-        let all = self.0.lock();
-        let &(presence, at) = all.young.get(key).or_else(|| all.old.get(key))?;
+        let all = self.answers.lock();
+        let &(presence, at) = all.last(key)?;
         let counts_for = if presence == RemotePresence::Absent { ABSENT } else { THERE };
         (at.elapsed() < counts_for).then_some(presence)
     }
 
     /// The store has said this of `key`.
     pub(super) fn set(&self, key: &ChunkKey, presence: RemotePresence) {
-        let mut all = self.0.lock();
+        let is_there = |presence: RemotePresence| matches!(presence, RemotePresence::There(_));
+        let mut all = self.answers.lock();
+        let before = all.last(key).map(|(before, _)| is_there(*before));
         if all.young.len() >= MOST {
             all.old = std::mem::take(&mut all.young);
         }
         all.young.insert(*key, (presence, Instant::now()));
+        // Under the lock: changes of a key are in their order. That it is not there is told each
+        // time: who has put it there may be another process.
+        if before != Some(true) || !is_there(presence) {
+            self.changed([(*key, is_there(presence))]);
+        }
     }
 
     /// Everything is asked anew.
     pub(super) fn forget(&self) {
-        *self.0.lock() = Generations::default();
+        *self.answers.lock() = Generations::default();
+    }
+
+    /// Nothing is there any more.
+    pub(super) fn all_gone(&self) {
+        let mut all = self.answers.lock();
+        let gone = std::mem::take(&mut *all);
+        self.changed(gone.young.into_keys().chain(gone.old.into_keys()).map(|key| (key, false)));
+    }
+
+    /// Takes up to `most` changes, keys of objects that have come (`true`) or are not there, and begins to
+    /// keep them where nobody has asked before. Those that nobody takes for long are forgotten.
+    pub(super) fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+        let mut changes = self.changes.lock();
+        let changes = changes.get_or_insert_default();
+        let count = most.min(changes.len());
+        changes.drain(..count).collect()
+    }
+
+    fn changed(&self, these: impl IntoIterator<Item = (ChunkKey, bool)>) {
+        let mut changes = self.changes.lock();
+        let Some(changes) = changes.as_mut() else { return };
+        changes.extend(these);
+        let over = changes.len().saturating_sub(MOST_CHANGES);
+        changes.drain(..over);
+    }
+}
+
+impl Generations {
+    fn last(&self, key: &ChunkKey) -> Option<&(RemotePresence, Instant)> {
+        self.young.get(key).or_else(|| self.old.get(key))
     }
 }
 
@@ -66,18 +111,44 @@ impl KnownObjects {
 mod tests {
     use super::*;
 
+    fn key(n: usize) -> ChunkKey {
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&n.to_le_bytes());
+        ChunkKey(key)
+    }
+
+    #[test]
+    fn what_has_come_and_gone_is_told_once_to_who_asks() {
+        let known = KnownObjects::default();
+        let there = RemotePresence::There(SlotCodec::None);
+        known.set(&key(0), there);
+        assert_eq!(known.take_changes(9), [], "nobody had asked");
+        for n in [0, 1, 1, 2] {
+            known.set(&key(n), there);
+        }
+        known.set(&key(1), RemotePresence::Absent);
+        known.set(&key(1), RemotePresence::Damaged);
+        known.set(&key(3), RemotePresence::Absent);
+        assert_eq!(known.take_changes(2), [(key(1), true), (key(2), true)], "that 0 is there is known");
+        assert_eq!(known.take_changes(9), [(key(1), false), (key(1), false), (key(3), false)]);
+        known.set(&key(1), there);
+        known.forget();
+        assert_eq!(known.take_changes(9), [(key(1), true)]);
+        known.set(&key(1), there);
+        known.all_gone();
+        assert_eq!(known.take_changes(9), [(key(1), true), (key(1), false)]);
+        (0..2 * MOST_CHANGES).for_each(|n| known.set(&key(n), there));
+        let kept = known.take_changes(usize::MAX);
+        assert_eq!((kept.len(), kept.last()), (MOST_CHANGES, Some(&(key(2 * MOST_CHANGES - 1), true))));
+    }
+
     #[test]
     fn the_last_answers_are_kept_and_their_number_is_bounded() {
         let known = KnownObjects::default();
-        let key = |n: usize| {
-            let mut key = [0; 32];
-            key[..8].copy_from_slice(&n.to_le_bytes());
-            ChunkKey(key)
-        };
         for n in 0..5 * MOST {
             known.set(&key(n), RemotePresence::There(SlotCodec::None));
         }
-        let all = known.0.lock();
+        let all = known.answers.lock();
         assert!(all.young.len() + all.old.len() <= 2 * MOST);
         drop(all);
         assert_eq!(known.get(&key(5 * MOST - 1)), Some(RemotePresence::There(SlotCodec::None)));

@@ -268,7 +268,8 @@ impl Remote {
             let parts = [Some(&*shared.namespace), Some(&*shared.shard), tenant.as_deref()];
             let prefix = shared.bucket.name(parts.into_iter().flatten());
             shared.bucket.delete_below(&prefix).await?;
-            shared.known.forget();
+            // Which of them are a tenant's is not known here.
+            if tenant.is_none() { shared.known.all_gone() } else { shared.known.forget() }
             Ok(())
         })
     }
@@ -306,6 +307,13 @@ impl Remote {
             drop(stop);
             drop(thread.join());
         }
+    }
+
+    /// Up to `most` chunks that the store has got (`true`) or does not have any more, as far as this
+    /// process has learned of it since the first call; a bounded number of them waits to be taken.
+    #[must_use]
+    pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+        self.shared.known.take_changes(most)
     }
 
     /// Counters.

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 
 use super::FrameId;
 use super::ranked::{Held, Rank, Ranked};
+use super::steps;
 use crate::device::{
     Frame, FrameFill, HugePages, MemorySpace, RegionOptions, SharedRegion, StagingOptions, StagingPool,
 };
@@ -94,6 +95,7 @@ impl Frames {
             // Dropped after the lock: its memory comes free then, unless it has just been taken.
             let gone = self.ranked.lock().evict()?;
             drop(gone);
+            steps::step();
             self.evicted.fetch_add(1, Ordering::Relaxed);
         };
         FrameFill::new(buf)
@@ -108,6 +110,7 @@ impl Frames {
         crcs: &[u32],
     ) -> bool {
         let Some(frame) = fill.finish() else { return false };
+        steps::step();
         let held = Held { frame, sequence: id.sequence, rank, crcs: Arc::from(crcs), is_unused };
         let before = self.ranked.lock().insert(id.key, held);
         drop(before);

@@ -19,7 +19,7 @@ use rustix::net::{RecvFlags, sockopt};
 
 use super::message::{self, Answer, Ask, MOST_BYTES, MOST_IDS, UsedAt, VERSION};
 use super::owner::{at_socket, socket};
-use super::{FrameId, Rank};
+use super::{FrameId, Rank, steps};
 use crate::device::{Frame, FrameFill, RegionOptions, SharedRegion, StagingOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Buf, EventFd};
@@ -71,6 +71,7 @@ impl FrameLink {
         let hello = Ask::Hello { version: VERSION, frame_bytes: frame_bytes as u64 };
         message::send(&socket, &hello, None).map_err(failed)?;
         let mut answers = vec![0; MOST_BYTES];
+        steps::before_answer(&socket).map_err(failed)?;
         let (frames, file) = match message::receive(&socket, &mut answers, RecvFlags::empty()).map_err(failed)? {
             Some((Answer::Welcome { frames }, Some(file))) => (frames, file),
             Some((Answer::Refused { version, frame_bytes: other }, _)) => {
@@ -91,7 +92,7 @@ impl FrameLink {
             .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("a memory tier of {frames} frames")))?;
         let wishes = RegionOptions { hugepages: options.hugepages, numa: None };
         let region = SharedRegion::open(file, len, &wishes)?;
-        Ok(Arc::new(Self {
+        let link = Arc::new(Self {
             socket,
             answers: Mutex::new(answers),
             region,
@@ -100,7 +101,9 @@ impl FrameLink {
             is_over: AtomicBool::new(false),
             bell: Arc::clone(bell),
             pid: std::process::id(),
-        }))
+        });
+        steps::connected(&link);
+        Ok(link)
     }
 
     pub(super) fn socket(&self) -> BorrowedFd<'_> {
@@ -109,6 +112,11 @@ impl FrameLink {
 
     pub(super) fn count(&self) -> usize {
         self.frames
+    }
+
+    #[cfg(test)]
+    pub(super) fn region(&self) -> &Arc<SharedRegion> {
+        &self.region
     }
 
     /// Whether nothing is asked any more.
@@ -178,11 +186,12 @@ impl FrameLink {
     }
 
     fn ask(&self, ask: &Ask) -> Option<Answer> {
-        let mut answers = self.answers.lock();
+        let mut answers = steps::lock(&self.answers);
         if !self.tell(ask) {
             return None;
         }
-        match message::receive(&self.socket, &mut answers, RecvFlags::empty()) {
+        let came = steps::before_answer(&self.socket);
+        match came.and_then(|()| message::receive(&self.socket, &mut answers, RecvFlags::empty())) {
             Ok(Some((answer, _))) => Some(answer),
             Ok(None) => {
                 self.end();

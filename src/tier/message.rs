@@ -65,6 +65,7 @@ pub(super) fn send(
     message: &impl Serialize,
     file: Option<BorrowedFd<'_>>,
 ) -> std::io::Result<()> {
+    super::steps::before_send()?;
     let bytes = postcard::to_allocvec(message).map_err(std::io::Error::other)?;
     if bytes.len() > MOST_BYTES {
         return Err(std::io::Error::other("a message that is too long"));

@@ -40,6 +40,7 @@ mod message;
 mod owner;
 mod ranked;
 mod share;
+mod steps;
 
 use frames::Frames;
 use link::FrameLink;

@@ -4,10 +4,11 @@
 //! - A frame that another process fills or reads is one that this process does not give away: it
 //!   keeps a [`FrameFill`] or a [`Frame`] for it, until it is given back or the process is gone.
 //! - The frames go with the process. Who has the lock next makes new ones.
-//! - Nothing that another process says makes this one wait or panic; a connection that says
-//!   nonsense is closed.
+//! - Nothing that another process says makes this one wait or panic. Who says nonsense, or cannot
+//!   be told something, is not talked to any more. It may live and use frames: they come back when
+//!   its own end of the connection is closed.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -20,7 +21,7 @@ use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use super::frames::Frames;
 use super::message::{self, Answer, Ask, MOST_BYTES, MOST_IDS, UsedAt, VERSION};
-use super::{FrameId, Rank};
+use super::{FrameId, Rank, steps};
 use crate::device::{Frame, FrameFill};
 use crate::error::{Error, Result};
 use crate::io::EventFd;
@@ -63,7 +64,9 @@ pub(super) struct Owner {
 pub(super) struct Peer {
     socket: OwnedFd,
     is_welcome: bool,
-    leases: HashMap<u32, Lease>,
+    /// Nothing that it says counts any more.
+    is_over: bool,
+    leases: BTreeMap<u32, Lease>,
     next: u32,
     /// Its turn, and which of ours that is.
     turn: Option<(u64, u64)>,
@@ -89,11 +92,13 @@ impl Owner {
             Err(TryLockError::WouldBlock) => return Ok(None),
             Err(TryLockError::Error(e)) => return Err(Error::io("cannot lock", e).at(&path)),
         }
+        steps::step();
         let socket = dir.join(SOCKET);
         // What a process has left that died.
         drop(std::fs::remove_file(&socket));
         let listener = Self::listen(dir)
             .map_err(|e| Error::io("cannot make the socket of the memory tier", e).at(&socket))?;
+        steps::step();
         Ok(Some(Self { frames: make()?, lock, listener, socket }))
     }
 
@@ -116,7 +121,7 @@ impl Owner {
                 let sockets = peers.iter().map(|peer| PollFd::new(&peer.socket, PollFlags::IN));
                 let mut polled = vec![PollFd::new(bell, PollFlags::IN), PollFd::new(&self.listener, PollFlags::IN)];
                 polled.extend(sockets);
-                if let Err(e) = rustix::event::poll(&mut polled, None)
+                if let Err(e) = steps::poll(&mut polled, None)
                     && e != rustix::io::Errno::INTR
                 {
                     tracing::error!(error = %e, "the memory tier does not lend frames any more");
@@ -154,19 +159,24 @@ impl Owner {
         });
     }
 
-    /// Answers what a process has said; `false` where it is gone or not to be talked to.
+    /// Answers what a process has said; `false` where it is gone.
     fn attend(&self, peer: &mut Peer, buf: &mut [u8]) -> bool {
         for _ in 0..IN_A_ROW {
             let ask = match message::receive::<Ask>(&peer.socket, buf, RecvFlags::DONTWAIT) {
                 Ok(Some((ask, _))) => ask,
                 Ok(None) => return false,
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return true,
+                Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return false,
+                Err(_) if peer.is_over => continue,
                 Err(e) => {
                     tracing::warn!(error = %e, "a process that uses the memory tier said what is not understood");
-                    return false;
+                    return peer.end();
                 }
             };
-            let Some(answer) = self.answer(peer, ask) else { return false };
+            if peer.is_over {
+                continue;
+            }
+            let Some(answer) = self.answer(peer, ask) else { return peer.end() };
             let file = match &answer {
                 Some(Answer::Welcome { .. }) => self.frames.region().map(|region| region.file()),
                 _ => None,
@@ -174,7 +184,7 @@ impl Owner {
             if let Some(answer) = answer
                 && message::send(&peer.socket, &answer, file).is_err()
             {
-                return false;
+                return peer.end();
             }
         }
         true
@@ -253,6 +263,7 @@ impl Drop for Owner {
     fn drop(&mut self) {
         // The name goes while nobody else can have made a new one.
         drop(std::fs::remove_file(&self.socket));
+        steps::step();
         drop(self.lock.unlock());
     }
 }
@@ -260,7 +271,16 @@ impl Drop for Owner {
 impl Peer {
     /// One that has not said anything.
     pub(super) fn new(socket: OwnedFd) -> Self {
-        Self { socket, is_welcome: false, leases: HashMap::new(), next: 0, turn: None }
+        Self { socket, is_welcome: false, is_over: false, leases: BTreeMap::new(), next: 0, turn: None }
+    }
+
+    /// Talks to it no more; `true`, as it is not gone.
+    fn end(&mut self) -> bool {
+        self.is_over = true;
+        if let Err(error) = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write) {
+            tracing::debug!(%error, "a process that uses the memory tier is gone");
+        }
+        true
     }
 
     /// The rank of what it uses: its loads and stores get a turn here as ours do.

@@ -97,9 +97,10 @@ impl Ranked {
         self.take(&id.key)
     }
 
-    /// All that is there.
+    /// All that is there, lowest first.
     pub(super) fn ids(&self) -> Vec<FrameId> {
-        self.frames.iter().map(|(key, held)| FrameId { key: *key, sequence: held.sequence }).collect()
+        let ids = self.order.iter().map(|(_, key)| ChunkKey(*key));
+        ids.filter_map(|key| Some(FrameId { key, sequence: self.frames.get(&key)?.sequence })).collect()
     }
 
     fn take(&mut self, key: &ChunkKey) -> Option<Held> {

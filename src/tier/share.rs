@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::RwLock;
@@ -15,6 +15,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::frames::Frames;
 use super::link::FrameLink;
 use super::owner::Owner;
+use super::steps;
 use crate::device::{StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::EventFd;
@@ -99,7 +100,7 @@ impl Share {
             }
             match FrameLink::new(dir, &self.options, &self.bell) {
                 Ok(link) => return Ok(Joined::User(link)),
-                Err(e) if e.kind() == ErrorKind::Busy && !self.is_over() => thread::sleep(STARTING.1),
+                Err(e) if e.kind() == ErrorKind::Busy && !self.is_over() => steps::sleep(STARTING.1),
                 Err(e) => return Err(e),
             }
         }
@@ -139,6 +140,7 @@ impl Share {
                 }
                 Joined::Nothing => self.wait(None, Some(&AGAIN)),
             }
+            steps::step();
             *self.place.write() = Place::Nowhere;
             drop(std::mem::replace(&mut role, Joined::Nothing));
             if !self.is_over() {
@@ -151,7 +153,7 @@ impl Share {
     /// Waits for the bell, or for something to happen to `other`.
     fn wait(&self, other: Option<PollFd<'_>>, timeout: Option<&rustix::event::Timespec>) {
         let mut polled: Vec<_> = [PollFd::new(&*self.bell, PollFlags::IN)].into_iter().chain(other).collect();
-        if let Err(error) = rustix::event::poll(&mut polled, timeout) {
+        if let Err(error) = steps::poll(&mut polled, timeout) {
             tracing::debug!(%error, "the memory tier's thread was woken");
         }
         self.bell.clear();
@@ -170,9 +172,7 @@ impl Sharing {
         let mut said = None;
         let role = share.take_role(dir, &mut said);
         let (of_thread, dir) = (Arc::clone(share), PathBuf::from(dir));
-        let thread = thread::Builder::new()
-            .name("forebay-memory".into())
-            .spawn(move || of_thread.run(&dir, role, said))
+        let thread = steps::spawn("forebay-memory", move || of_thread.run(&dir, role, said))
             .map_err(|e| Error::io("cannot start the thread of the memory tier", e))?;
         Ok(Self { share: Arc::clone(share), thread: Some(thread), pid: std::process::id() })
     }
@@ -186,7 +186,7 @@ impl Drop for Sharing {
         }
         self.share.end();
         if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
+            && steps::join(thread).is_err()
         {
             tracing::error!("the thread of the memory tier has panicked");
         }

@@ -3,6 +3,9 @@ use std::cmp::Reverse;
 use super::*;
 use crate::device::HugePages;
 
+pub(super) mod turns;
+mod world;
+
 const FRAME: usize = 8192;
 
 fn tier(frames: usize) -> Arc<MemoryTier> {
@@ -143,6 +146,24 @@ fn a_frame_that_another_process_uses_is_not_given_away_until_it_is_gone() {
     let taken = owner.reserve(id(3), FRAME as u64, rank(3, 0)).unwrap();
     assert!(taken.part(0..FRAME).unwrap().as_slice().iter().all(|b| *b == 0), "what it was filling is other memory");
     assert!(link.find(&id(1), rank(1, 0), true).is_none(), "nothing is asked of who is gone");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn who_is_not_talked_to_any_more_keeps_its_frames_until_it_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let (owner, link) = owner_and_link(dir.path());
+    assert!(fill(&owner, id(1), rank(1, 0)));
+    let (frame, ..) = link.find(&id(1), rank(1, 0), true).unwrap();
+    let (filling, _) = link.reserve(&id(2), rank(1, 0)).unwrap();
+    message::send(link.socket(), &[255u8; 30], None).unwrap();
+    assert!(link.find(&id(1), rank(1, 0), true).is_none() && link.is_over(), "it hears of that");
+    assert!(owner.reserve(id(3), FRAME as u64, rank(3, 0)).is_none());
+    filling.part(0..FRAME).unwrap().as_mut_slice().fill(9);
+    assert!(frame.view(0..FRAME).unwrap().as_slice().iter().all(|b| *b == 1));
+    drop((frame, filling, link));
+    wait_free(&owner, 1);
+    assert!(owner.reserve(id(3), FRAME as u64, rank(3, 0)).is_some());
 }
 
 #[test]

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SHORT, generate, settings
+from conftest import SHORT, generate, prompts, settings
+from test_events import BLOCK, CHUNK, blocks, subscriber
+from vllm.distributed.kv_events import BlockStored
 
 SERVER = os.environ.get("FOREBAY_S3_SERVER", "")
 #: Whole chunks of the shortest prompt.
@@ -43,3 +45,17 @@ def test_a_second_machine_finds_what_the_first_has_uploaded(
     second = generate(tmp_path, SHORT, SHORT, model=model, cache=settings(tmp_path / "b", **tiers))
     assert [second.tokens(number) for number in range(2)] == [plain] * 2
     assert all(cached >= WHOLE for cached in second.cached(0)), "all of it from the store"
+
+
+def test_routers_hear_of_what_has_been_uploaded(model: str, tmp_path: Path, store: str) -> None:
+    with subscriber() as listening:
+        told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": listening.endpoint}
+        engine = {"block_size": BLOCK, "kv_events_config": told}
+        cache = settings(tmp_path / "a", chunk_size=CHUNK, remote_url=store, load_timeout_ms=60_000)
+        # Uploads of the first round are told with steps of the second.
+        generate(tmp_path, SHORT, {"prompts": prompts(), "max_tokens": 200}, model=model, cache=cache, engine=engine)
+    stored = [event for event in listening.events if isinstance(event, BlockStored) and event.medium == "STORAGE"]
+    local, remote = (blocks([event for event in stored if event.locality == where]) for where in ("LOCAL", "REMOTE"))
+    assert remote.items() <= local.items(), "other hashes, parents or tokens than those of the drives"
+    seen = {tuple(p[: i + BLOCK]) for p in prompts() for i in range(0, len(p) // CHUNK * CHUNK, BLOCK)}
+    assert len(remote) >= len(seen)

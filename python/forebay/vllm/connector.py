@@ -59,7 +59,9 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            announcer = Announcer(kv_cache_config, kv.block_tokens) if geometry.events_wanted(vllm_config) else None
+            has_remote = bool(read.resolved["remote_url"])
+            wanted = geometry.events_wanted(vllm_config)
+            announcer = Announcer(kv_cache_config, kv.block_tokens, has_remote) if wanted else None
             self._scheduler = SchedulerHalf(vllm_config, kv, read, announcer)
         else:
             self._worker = WorkerHalf(vllm_config, kv, read)

@@ -3,6 +3,9 @@
 A chunk is announced when every worker has committed it, or when a lookup finds it stored by an earlier run or another process.
 It is taken back when a worker of this server has evicted it, or when a lookup misses it: other processes on the same drives evict too,
 and tell nobody here.
+
+It is announced once more, as one in remote storage, when every worker has uploaded it, and stays announced there when it leaves the
+drives. That is taken back when this server removes it, or when a fetch does not find it.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-#: Routers look at blocks in storage only where events say whose storage it is. These lie on the drives of the server's machine; what
-#: the remote tier has is told when it has been fetched to one.
-LOCAL = "LOCAL"
+#: Routers look at blocks in storage only where events say whose storage it is: the drives of the server's machine, or an object store.
+#: As vLLM's own object tier says it: it has no medium of that name.
+LOCAL, REMOTE = "LOCAL", "REMOTE"
 #: A chunk of a request, as the state machine tells it: request, key, first token, tokens.
 Chunk = tuple[str, bytes, int, int]
 #: Stores that are under way; the state machine forgets older ones too.
@@ -60,7 +63,7 @@ class Stored:
     extra_keys: list[tuple[Any, ...] | None] | None
     session: str | None
 
-    def event(self) -> BlockStored:
+    def event(self, locality: str) -> BlockStored:
         """The event."""
         more = {} if self.session is None else {"session_id": self.session}
         return BlockStored(
@@ -75,7 +78,7 @@ class Stored:
             group_idx=self.group.index,
             kv_cache_spec_kind=self.group.kind,
             kv_cache_spec_sliding_window=self.group.window,
-            locality=LOCAL,
+            locality=locality,
             **more,
         )
 
@@ -83,8 +86,9 @@ class Stored:
 class Announcer:
     """Turns the state machine's events into vLLM's, until vLLM takes them."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig, block_tokens: tuple[int, ...]) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig, block_tokens: tuple[int, ...], has_remote: bool = False) -> None:
         """For KV cache groups with blocks of so many tokens. Nothing is announced before `bind`."""
+        self._has_remote = has_remote
         self._groups = [
             Group(
                 index,
@@ -97,6 +101,9 @@ class Announcer:
         self._hash_tokens = 0
         self._ordered: OrderedDict[bytes, list[Stored]] = OrderedDict()
         self._announced: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
+        # What may be uploaded yet, and what is announced as uploaded.
+        self._uploading: OrderedDict[bytes, list[Stored]] = OrderedDict()
+        self._uploaded: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
     def bind(self, hash_tokens: int) -> None:
@@ -106,15 +113,13 @@ class Announcer:
     def publish(
         self,
         requests: dict[str, Request],
-        chunk_events: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[bytes]],
+        chunk_events: tuple[list[Chunk], list[bytes], list[Chunk], list[Chunk], list[bytes], list[tuple[bytes, bool]]],
     ) -> None:
         """Turns the state machine's events into vLLM's; hashes of requests that have ended are no longer known."""
-        ordered, stored, found, missing, evicted = chunk_events
+        ordered, stored, found, missing, evicted, remote = chunk_events
         for req_id, key, start, tokens in ordered:
             if (request := requests.get(req_id)) is not None:
-                self._ordered[key] = self._of(request, start, tokens)
-                if len(self._ordered) > MAX_ORDERED:
-                    self._ordered.popitem(last=False)
+                _remember(self._ordered, key, self._of(request, start, tokens), MAX_ORDERED)
         for key in stored:
             self._announce(key, self._ordered.pop(key, []))
         for req_id, key, start, tokens in found:
@@ -124,21 +129,32 @@ class Announcer:
         for req_id, key, start, tokens in missing:
             self._announced.pop(key, None)
             if (request := requests.get(req_id)) is not None:
-                self._take_back((part.group.index, part.hashes) for part in self._of(request, start, tokens))
+                self._take_back(((part.group.index, part.hashes) for part in self._of(request, start, tokens)), LOCAL)
         for key in evicted:
-            self._take_back(self._announced.pop(key, ()))
+            self._take_back(self._announced.pop(key, ()), LOCAL)
+        for key, is_there in remote:
+            if is_there:
+                self._announce_remote(key, self._uploading.pop(key, []))
+            else:
+                self._take_back(self._uploaded.pop(key, ()), REMOTE)
 
     def _announce(self, key: bytes, parts: list[Stored]) -> None:
         if not parts:
             return
-        self._events.extend(part.event() for part in parts)
-        self._announced[key] = [(part.group.index, part.hashes) for part in parts]
-        if len(self._announced) > MAX_ANNOUNCED:
-            self._announced.popitem(last=False)
+        self._events.extend(part.event(LOCAL) for part in parts)
+        _remember(self._announced, key, [(part.group.index, part.hashes) for part in parts], MAX_ANNOUNCED)
+        if self._has_remote:
+            _remember(self._uploading, key, parts, MAX_ORDERED)
 
-    def _take_back(self, parts: Iterable[tuple[int, list[Any]]]) -> None:
+    def _announce_remote(self, key: bytes, parts: list[Stored]) -> None:
+        if not parts:
+            return
+        self._events.extend(part.event(REMOTE) for part in parts)
+        _remember(self._uploaded, key, [(part.group.index, part.hashes) for part in parts], MAX_ANNOUNCED)
+
+    def _take_back(self, parts: Iterable[tuple[int, list[Any]]], locality: str) -> None:
         self._events.extend(
-            BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=group, locality=LOCAL)
+            BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=group, locality=locality)
             for group, hashes in parts
         )
 
@@ -146,6 +162,8 @@ class Announcer:
         """Nothing that was announced is served any more."""
         self._ordered.clear()
         self._announced.clear()
+        self._uploading.clear()
+        self._uploaded.clear()
         self._events = [AllBlocksCleared()]
 
     def take(self) -> list[KVCacheEvent]:
@@ -174,6 +192,12 @@ class Announcer:
             to_event_extra_keys(_extra_keys(request, (first, last), size)),
             getattr(request, "session_id", None),
         )
+
+
+def _remember(among: OrderedDict[bytes, Any], key: bytes, value: Any, most: int) -> None:
+    among[key] = value
+    if len(among) > most:
+        among.popitem(last=False)
 
 
 def _extra_keys(request: Request, blocks: tuple[int, int], size: int) -> list[tuple[Any, ...] | None]:

@@ -112,6 +112,8 @@ impl Scheduler {
     /// the requests, known or not, whose load was reported as failed.
     pub fn update_connector_output(&mut self, output: &StepOutput<'_>) -> Vec<String> {
         self.rates.ended(output.workers.iter().map(|report| report.loaded_step).max(), Instant::now());
+        // Before what they have uploaded since.
+        self.see_remote_gone();
         for report in &output.workers {
             self.rates.loaded(report.loaded_tokens, report.load_s);
             for req_id in self.unverified.reported(report) {

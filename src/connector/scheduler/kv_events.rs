@@ -17,6 +17,8 @@ use crate::key::ChunkKey;
 const MAX_ORDERED: usize = 4096;
 /// Chunks that are known to be stored.
 const MAX_KNOWN: usize = 1 << 20;
+/// Chunks that are known to be in the remote tier; older ones are not taken back.
+const MAX_REMOTE: usize = 1 << 18;
 
 /// A chunk of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +46,17 @@ pub struct KvEvents {
     pub missing: Vec<RequestChunk>,
     /// Keys of chunks that were stored or found before, and that a worker has dropped for room.
     pub evicted: Vec<[u8; 32]>,
+    /// Keys of chunks that every worker has uploaded to the remote tier (`true`) after they were
+    /// stored or found, and of those that were and are not there any more, in order.
+    pub remote: Vec<([u8; 32], bool)>,
+}
+
+/// Who has uploaded a chunk.
+#[derive(Debug, Default)]
+struct RemoteCopies {
+    /// Empty once it was told.
+    ranks: HashSet<u32>,
+    is_told: bool,
 }
 
 /// A map that forgets its oldest keys.
@@ -84,6 +97,7 @@ pub(super) struct EventLog {
     /// Ordered chunks, and the workers that have committed them.
     ordered: Bounded<ChunkKey, HashSet<u32>>,
     known: Bounded<ChunkKey, ()>,
+    remote: Bounded<ChunkKey, RemoteCopies>,
 }
 
 impl EventLog {
@@ -94,6 +108,7 @@ impl EventLog {
             events: KvEvents::default(),
             ordered: Bounded::new(MAX_ORDERED),
             known: Bounded::new(MAX_KNOWN),
+            remote: Bounded::new(MAX_REMOTE),
         }
     }
 
@@ -139,13 +154,42 @@ impl EventLog {
                 self.ordered.map.remove(&key);
                 self.known.insert(key, ());
                 self.events.stored.push(key.0);
+                // An upload may be over before its store has been told.
+                self.tell_uploaded(key);
             }
+        }
+        for (key, is_there) in &report.remote {
+            if *is_there { self.uploaded(report.rank, ChunkKey(*key)) } else { self.remote_gone(ChunkKey(*key)) }
         }
         // After what was stored: a worker names only what is not there when it reports.
         for key in &report.evicted {
             if self.known.map.remove(&ChunkKey(*key)).is_some() {
                 self.events.evicted.push(*key);
             }
+        }
+    }
+
+    fn uploaded(&mut self, rank: u32, key: ChunkKey) {
+        self.remote.insert(key, RemoteCopies::default());
+        if let Some(copies) = self.remote.map.get_mut(&key).filter(|copies| !copies.is_told) {
+            copies.ranks.insert(rank);
+            self.tell_uploaded(key);
+        }
+    }
+
+    /// Tells of a chunk that every worker has uploaded, where it is known what is in it.
+    fn tell_uploaded(&mut self, key: ChunkKey) {
+        let Some(copies) = self.remote.map.get_mut(&key) else { return };
+        if copies.ranks.len() >= self.writers && self.known.map.contains_key(&key) {
+            *copies = RemoteCopies { ranks: HashSet::new(), is_told: true };
+            self.events.remote.push((key.0, true));
+        }
+    }
+
+    /// The remote tier does not have a chunk, or not all ranks' parts of it.
+    pub(super) fn remote_gone(&mut self, key: ChunkKey) {
+        if self.remote.map.remove(&key).is_some_and(|copies| copies.is_told) {
+            self.events.remote.push((key.0, false));
         }
     }
 
@@ -160,6 +204,7 @@ impl EventLog {
             if self.known.insert(*key, ()) {
                 self.ordered.map.remove(key);
                 self.events.found.push(chunk_of(req_id, *key, (i * size, size)));
+                self.tell_uploaded(*key);
             }
         }
         if let Some(key) = prompt.keys().get(found / size)

@@ -348,7 +348,15 @@ impl Scheduler {
     /// off.
     #[must_use]
     pub fn take_events(&mut self) -> KvEvents {
+        self.see_remote_gone();
         self.event_log.take()
+    }
+
+    /// What fetches have not found.
+    pub(super) fn see_remote_gone(&mut self) {
+        if self.event_log.is_on() {
+            self.lookup.remote_gone().into_iter().for_each(|key| self.event_log.remote_gone(key));
+        }
     }
 
     /// Counts.

@@ -74,6 +74,55 @@ fn a_chunk_that_cannot_be_loaded_is_told_at_once_and_again_when_it_is_stored_ane
     assert_eq!(s.s.take_events().stored, keys(&missing));
 }
 
+fn say(s: &mut Side, report: WorkerMeta) {
+    s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+}
+
+fn uploads(rank: u32, remote: Vec<([u8; 32], bool)>) -> WorkerMeta {
+    WorkerMeta { rank, remote, ..WorkerMeta::default() }
+}
+
+#[test]
+fn a_chunk_is_in_the_remote_tier_when_every_worker_has_uploaded_it_and_until_one_has_not() {
+    let mut s = side_with(0, |o| (o.events, o.workers) = (true, 2));
+    s.on_new_request("a", 100);
+    s.first("a", (0, 40));
+    let ordered = s.s.take_events().ordered;
+    let [one, two] = [ordered[0].key, ordered[1].key];
+    // Faster than the store is told.
+    say(&mut s, uploads(0, vec![(one, true), (two, true)]));
+    say(&mut s, uploads(1, vec![(one, true)]));
+    assert_eq!(s.s.take_events(), KvEvents::default(), "nobody knows yet that they are stored");
+    commit(&mut s, 0, &ordered);
+    commit(&mut s, 1, &ordered);
+    let events = s.s.take_events();
+    assert_eq!((events.stored, events.remote), (keys(&ordered), vec![(one, true)]));
+    say(&mut s, uploads(1, vec![(two, true), (one, true)]));
+    assert_eq!(s.s.take_events().remote, [(two, true)], "each once");
+    let gone = WorkerMeta { evicted: vec![one, two], ..uploads(0, vec![(two, false), ([9; 32], false)]) };
+    say(&mut s, gone);
+    let events = s.s.take_events();
+    assert_eq!((events.evicted, events.remote), (vec![one, two], vec![(two, false)]));
+    say(&mut s, uploads(1, vec![(one, false), (one, false)]));
+    assert_eq!(s.s.take_events().remote, [(one, false)], "also when no drive has it any more");
+}
+
+#[test]
+fn what_a_fetch_does_not_find_is_taken_back_before_later_uploads_are_told() {
+    let mut s = side_with(32, |o| o.events = true);
+    s.on_new_request("a", 100);
+    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32));
+    let key = s.s.take_events().found[0].key;
+    let there = || uploads(0, vec![(key, true)]);
+    s.told.miss_remote(key);
+    say(&mut s, there());
+    assert_eq!(s.s.take_events().remote, [(key, true)], "it was missed before");
+    s.told.miss_remote(key);
+    assert_eq!(s.s.take_events().remote, [(key, false)]);
+    say(&mut s, there());
+    assert_eq!(s.s.take_events().remote, [(key, true)]);
+}
+
 #[test]
 fn nothing_is_remembered_where_nobody_asks() {
     let mut s = side(32);

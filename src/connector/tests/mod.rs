@@ -9,7 +9,7 @@ use super::*;
 use crate::config::StoreWhen;
 use crate::engine::Prompt;
 use crate::error::{Error, ErrorKind, Result};
-use crate::key::Extra;
+use crate::key::{ChunkKey, Extra};
 
 mod kv_events;
 mod loads;
@@ -23,7 +23,7 @@ const BLOCK: usize = 4;
 
 /// Answers what the test says, and counts.
 #[derive(Clone, Default)]
-struct Told(Arc<Mutex<(Option<usize>, usize)>>);
+struct Told(Arc<Mutex<(Option<usize>, usize)>>, Arc<Mutex<Vec<ChunkKey>>>);
 
 impl Told {
     fn say(&self, found: Option<usize>) {
@@ -32,6 +32,10 @@ impl Told {
 
     fn asked(&self) -> usize {
         self.0.lock().1
+    }
+
+    fn miss_remote(&self, key: [u8; 32]) {
+        self.1.lock().push(ChunkKey(key));
     }
 }
 
@@ -43,6 +47,10 @@ impl PrefixLookup for Told {
             return Err(Error::new(ErrorKind::Closed, "no lookup today"));
         }
         Ok(told.0.map(|n| n.min(prompt.len())))
+    }
+
+    fn remote_gone(&mut self) -> Vec<ChunkKey> {
+        std::mem::take(&mut self.1.lock())
     }
 }
 

@@ -22,7 +22,7 @@ use crate::error::Result;
 mod loads;
 mod saves;
 
-/// Keys of evicted chunks that one report takes: 32 KiB.
+/// Keys of evicted chunks that one report takes, and of chunks in the remote tier: 32 KiB each.
 const EVICTED: usize = 1024;
 
 /// Requests that came to an end on this worker.
@@ -268,6 +268,8 @@ impl Worker {
         self.poll_saves();
         if self.options.events {
             self.report.evicted = self.engine.take_evicted(EVICTED).into_iter().map(|key| key.0).collect();
+            let remote = self.engine.take_remote_changes(EVICTED).into_iter();
+            self.report.remote = remote.map(|(key, is_there)| (key.0, is_there)).collect();
         }
         let gathered_step = self.gathered_step();
         let has_changed = gathered_step != self.report.gathered_step
@@ -277,6 +279,7 @@ impl Worker {
             || self.report.loaded_tokens > 0
             || !self.report.answers.is_empty()
             || !self.report.evicted.is_empty()
+            || !self.report.remote.is_empty()
             || self.identity.is_some();
         let (rank, loaded_step) = (self.options.rank, self.report.loaded_step);
         self.told_step = loaded_step;

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,46 @@ def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy
         # Whole segments go in the order of use; single chunks from the ends of prompts.
         assert policy != "lru" or (whole == 0) == (number == 0)
     server.close()
+
+
+def test_an_upload_is_told_when_all_ranks_have_it_and_taken_back_when_a_fetch_misses_it(tmp_path: Path, device: str) -> None:
+    url = (tmp_path / "store").as_uri()
+    patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000, "remote_url": url}
+    server = Server(Shape(ranks=2, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
+    asked = prompts(6)[0]
+    until_stored(server, "first", asked)
+    full = TOKENS // 32 * 32
+
+    def told(kind: type, locality: str) -> set[Any]:
+        return {block for e in server.events if isinstance(e, kind) and e.locality == locality for block in e.block_hashes}
+
+    until(server, lambda: len(told(BlockStored, "REMOTE")) * server.scheduler.kv_cache_manager.block_pool.hash_block_size >= full)
+    assert told(BlockStored, "REMOTE") <= told(BlockStored, "LOCAL")
+    stored = {e.locality: e for e in server.events if isinstance(e, BlockStored) and e.token_ids == asked[: len(e.token_ids)]}
+    assert stored["REMOTE"].token_ids == stored["LOCAL"].token_ids
+    assert stored["REMOTE"].medium == stored["LOCAL"].medium == "STORAGE"
+    assert not told(BlockRemoved, "LOCAL") | told(BlockRemoved, "REMOTE")
+    program = Path(sys.executable).with_name("forebay")
+    subprocess.run([program, "purge", tmp_path / "cache", "--all", "--yes", "--remote", url], check=True)
+    server.reset()
+    server.ask("again", asked, 2)
+    server.drain()
+    first = set(stored["REMOTE"].block_hashes)
+    until(server, lambda: first <= told(BlockRemoved, "REMOTE") and first <= told(BlockRemoved, "LOCAL"))
+    assert told(BlockRemoved, "REMOTE") <= told(BlockStored, "REMOTE")
+    server.check_outputs()
+    server.close()
+
+
+def until(server: Server, is_told: Callable[[], bool]) -> None:
+    """Steps until something is told: workers tell of what went on in the background with a later step."""
+    for again in range(1000):
+        if is_told():
+            return
+        server.ask(f"later{again}", [FIRST_TOKEN] * 20, 2)
+        server.drain()
+        time.sleep(0.02)
+    raise AssertionError(f"it was never told; {server.events[-3:]}")
 
 
 def until_stored(server: Server, req_id: str, prompt: list[int]) -> None:

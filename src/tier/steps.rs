@@ -1,0 +1,79 @@
+//! Where this room waits, and where others may come between two steps of it. The tests have a
+//! scheduler there, which lets one thread of several simulated processes go on at a time
+//! (`tests/turns.rs`); in a program these are the waits themselves, and nothing.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
+use rustix::event::{PollFd, Timespec};
+
+use super::link::FrameLink;
+#[cfg(test)]
+use super::tests::turns;
+
+/// Others may come here.
+pub(super) fn step() {
+    #[cfg(test)]
+    turns::step();
+}
+
+/// Before a message is sent.
+pub(super) fn before_send() -> io::Result<()> {
+    #[cfg(test)]
+    turns::before_send()?;
+    Ok(())
+}
+
+/// Before an answer is received, which the socket waits for.
+pub(super) fn before_answer(link: &impl std::os::fd::AsFd) -> io::Result<()> {
+    #[cfg(test)]
+    turns::before_answer(link)?;
+    let _ = link;
+    Ok(())
+}
+
+/// A connection to another process is there.
+pub(super) fn connected(link: &Arc<FrameLink>) {
+    #[cfg(test)]
+    turns::connected(link);
+    let _ = link;
+}
+
+pub(super) fn poll(fds: &mut [PollFd<'_>], timeout: Option<&Timespec>) -> rustix::io::Result<usize> {
+    #[cfg(test)]
+    if let Some(polled) = turns::poll(fds, timeout.is_some()) {
+        return polled;
+    }
+    rustix::event::poll(fds, timeout)
+}
+
+pub(super) fn sleep(time: Duration) {
+    #[cfg(test)]
+    if turns::sleep() {
+        return;
+    }
+    thread::sleep(time);
+}
+
+/// A lock under which this room waits.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    #[cfg(test)]
+    turns::until(|| !mutex.is_locked());
+    mutex.lock()
+}
+
+/// A thread of this process.
+pub(super) fn spawn(name: &str, of_thread: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    #[cfg(test)]
+    let of_thread = turns::child(of_thread);
+    thread::Builder::new().name(name.into()).spawn(of_thread)
+}
+
+pub(super) fn join(thread: JoinHandle<()>) -> thread::Result<()> {
+    #[cfg(test)]
+    turns::ended(&thread);
+    thread.join()
+}
