@@ -118,6 +118,8 @@ const CASES: &[(&str, &str, &str)] = &[
     ("enable_blending", r#""x""#, "write true or false"),
     ("blend_check_layers", r#"[-1]"#, "is not a whole number"),
     ("blend_recompute_ratios", r#""x""#, "is not a number"),
+    ("blend_special_str", r#"7"#, "invalid type"),
+    ("blend_special_str", r#""""#, "is empty"),
     ("blend_thresholds", r#"{}"#, "is not a number"),
 ];
 

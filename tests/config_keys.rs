@@ -74,6 +74,7 @@ const CASES: &[Case] = &[
     ("enable_blending", "true", |s| s.enable_blending = true),
     ("blend_check_layers", "1,2", |s| s.blend_check_layers = vec![1, 2]),
     ("blend_recompute_ratios", "0.15", |s| s.blend_recompute_ratios = vec![0.15]),
+    ("blend_special_str", "<sep>", |s| s.blend_special_str = Some("<sep>".into())),
     ("blend_thresholds", "0.1,0.2", |s| s.blend_thresholds = vec![0.1, 0.2]),
 ];
 

@@ -51,11 +51,12 @@ const RELATED: [(&str, &str); 9] = [
 ];
 
 /// Settings whose feature does nothing yet, or is off.
-const NOT_ACTIVE: [(&str, Feature); 5] = [
+const NOT_ACTIVE: [(&str, Feature); 6] = [
     ("enable_rdma", Feature::Rdma),
     ("max_local_cpu_size", Feature::HostTier),
     ("blend_check_layers", Feature::Blending),
     ("blend_recompute_ratios", Feature::Blending),
+    ("blend_special_str", Feature::Blending),
     ("blend_thresholds", Feature::Blending),
 ];
 
@@ -212,7 +213,10 @@ pub(super) fn not_active(given: &Layer, settings: &Settings) -> Vec<Warning> {
     };
     let words = |feature: Feature| match feature {
         Feature::HostTier => ("is off, the setting has no effect", "set local_cpu: true to turn it on"),
-        Feature::Blending if settings.enable_blending => ("has no thresholds, the setting has no effect", ""),
+        Feature::Blending if settings.enable_blending => (
+            "has no thresholds, in LMCache neither: the setting has no effect",
+            "leave it out; blend_recompute_ratios sets how many tokens are computed anew",
+        ),
         Feature::Blending => {
             ("is off, the setting has no effect", "set enable_blending: true to turn it on, in vLLM's connector")
         }

@@ -240,7 +240,10 @@ pub struct Settings {
     /// The share of a prompt's segments that blending computes anew, in a list.
     #[serde(deserialize_with = "value::loose")]
     pub blend_recompute_ratios: Vec<f64>,
-    /// Thresholds of blending; not active yet.
+    /// Text that separates segments, for requests that ask for a blend and do not say where their
+    /// segments are; `None` for no such requests.
+    pub blend_special_str: Option<String>,
+    /// Thresholds of blending, which LMCache reads and does not use; no effect here either.
     #[serde(deserialize_with = "value::loose")]
     pub blend_thresholds: Vec<f64>,
 }
@@ -306,6 +309,7 @@ impl Default for Settings {
             enable_blending: false,
             blend_check_layers: Vec::new(),
             blend_recompute_ratios: Vec::new(),
+            blend_special_str: None,
             blend_thresholds: Vec::new(),
         }
     }

@@ -109,6 +109,12 @@ fn serving(s: &Settings) -> Checked {
         "fingerprint",
         format!("more than {MAX_FINGERPRINT_BYTES} bytes are no digest"),
         "use a digest, or a name of your own",
+    )?;
+    ensure(
+        s.blend_special_str.as_deref() != Some(""),
+        "blend_special_str",
+        "is empty, and separates nothing",
+        "use a text that stands between segments, or leave it out",
     )
 }
 

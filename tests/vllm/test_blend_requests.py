@@ -174,6 +174,33 @@ def test_clients_of_the_openai_server_get_blends(model: str, tmp_path: Path) -> 
         assert of.metric("vllm:forebay_blend_segments_reused") == 6
 
 
+def test_segments_of_a_text_are_found_by_their_separator(model: str, tmp_path: Path) -> None:
+    source, separator = random.Random(SEED), "</s>"
+    begin, question, *documents = ("".join(source.choices("abcdefgh ", k=count)) for count in (40, 70, 200, 150))
+    cache = settings(tmp_path / "cache", enable_blending=True, blend_special_str=separator)
+    options = ("--max-model-len", "2048", "--worker-extension-cls", EXTENSION)
+    asks = {"forebay.blend": True, "forebay.store_segments": True}
+
+    def texts(order: tuple[int, ...]) -> str:
+        return separator.join([begin, *(documents[number] for number in order), question])
+
+    with server(tmp_path, model, cache, options) as of:
+        plain = of.complete(texts((1, 0)))
+        of.complete(texts((0, 1)), kv_transfer_params=asks)
+        assert of.metric("vllm:forebay_blend_segments_stored") == 2
+        found = of.complete(texts((1, 0)), kv_transfer_params=asks)
+        assert found != plain, "otherwise nothing shows"
+        # A byte is a token, and so is the separator.
+        named = {"forebay.segments": [[41, 191], [192, 392]]}
+        # Computed from the same segments once more, not taken from vLLM's cache.
+        assert of.complete(texts((1, 0)), kv_transfer_params=named, cache_salt="tenant") == found
+        assert of.complete(texts((1, 0))) == plain
+        assert of.metric("vllm:forebay_blend_requests") == 3
+        assert (of.metric("vllm:forebay_blend_segments_stored"), of.metric("vllm:forebay_blend_segments_reused")) == (2, 6)
+        of.complete(begin + question, kv_transfer_params=asks)
+        assert of.metric("vllm:forebay_blend_computed_separator") == 1
+
+
 def test_a_server_whose_workers_cannot_blend_does_not_start(model: str, tmp_path: Path) -> None:
     starting = Starting(tmp_path, model, settings(tmp_path / "cache", enable_blending=True), ("--max-model-len", "2048"))
     assert starting.process.wait(PATIENCE_S) != 0

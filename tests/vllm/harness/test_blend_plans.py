@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from forebay.vllm.blend import separator
 from forebay.vllm.blend.planning import Planner
 
 from .server import BLOCK_TOKENS
@@ -18,17 +22,17 @@ PROMPT = [4 + i * 11 % 500 for i in range(200)]
 PLACES = [[20, 90], [90, 150]]
 
 
-def planner() -> Planner:
-    """Of a server with prefix caching and no settings of its own."""
-    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
-    settings = SimpleNamespace(resolved={"blend_check_layers": [], "blend_recompute_ratios": []})
+def planner(**given: Any) -> Planner:
+    """Of a server with prefix caching; `given` are its settings, and `model` its model's configuration."""
+    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True), model_config=given.pop("model", None))
+    settings = SimpleNamespace(resolved={"blend_check_layers": [], "blend_recompute_ratios": [], "blend_special_str": None} | given)
     return Planner(config, BLOCK_TOKENS, settings)  # type: ignore[arg-type]
 
 
-def request(tokens: list[int] = PROMPT, salt: str | None = None, hashed: bool = True, **asking: Any) -> Request:
+def request(tokens: list[int] = PROMPT, salt: str | None = None, hashed: bool = True, places: Any = PLACES, **asking: Any) -> Request:
     """A request that asks for a blend."""
     init_none_hash(sha256)
-    params = {"forebay.segments": PLACES} | {f"forebay.{name}": value for name, value in asking.items()}
+    params = ({} if places is None else {"forebay.segments": places}) | {f"forebay.{name}": value for name, value in asking.items()}
     sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if hashed else None
     return Request("a", list(tokens), sampling, None, cache_salt=salt, block_hasher=hasher)
@@ -54,7 +58,7 @@ def test_what_a_blend_depends_on_is_part_of_its_hashes() -> None:
         {"blend_ratio": 0.3},
         {"blend_select": "none"},
         {"blend_anchor": 8},
-        {"segments": PLACES[:1]},
+        {"places": PLACES[:1]},
         {"tokens": PROMPT[:-1] + [7]},
     ]
     firsts = [planned(**kind)[0] for kind in kinds]
@@ -104,3 +108,96 @@ def test_a_request_whose_hashes_do_not_follow_its_salt_is_not_blended() -> None:
     assert not plans.takes(asked)
     assert asked.cache_salt is None
     assert plans.counts() == {"blend_computed_salt": 1}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "by", "found"),
+    [
+        ([1, 2, 9, 3, 4, 9, 5, 9, 6, 7], [9], [(3, 5), (6, 7)]),
+        ([1, 8, 9, 3, 8, 9, 5], [8, 9], [(3, 4)]),
+        # At both ends: no beginning, no question.
+        ([9, 1, 2, 9], [9], [(1, 3)]),
+        # Side by side, and one that begins within another.
+        ([1, 9, 9, 2, 9, 9, 9, 3], [9], [(3, 4)]),
+        ([1, 9, 9, 9, 2, 9, 9, 3], [9, 9], [(3, 5)]),
+        # One alone, none, one that is cut off, and a prompt that is shorter.
+        ([1, 2, 9, 3], [9], []),
+        ([1, 2, 3], [9], []),
+        ([8, 1, 8, 9, 2, 8], [8, 9], []),
+        ([8], [8, 9], []),
+        ([], [9], []),
+        # The bytes of the separator stand across two tokens, then whole.
+        ([1 << 32, 5 << 32, 1, 7, 1, 3], [1], [(3, 4)]),
+        ([256, 1, 256, 4, 256, 1, 5, 1, 6], [1], [(2, 5), (6, 7)]),
+    ],
+)
+def test_segments_stand_between_separators(tokens: list[int], by: list[int], found: list[tuple[int, int]]) -> None:
+    assert separator.segments(tokens, by) == found
+
+
+def server_model(folder: Path, **more: Any) -> Any:
+    """The configuration of a model whose tokenizer has a token for each word of a few, and one for `<sep>`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(("<unk>", "<s>", "#", "<sep>", "a"))}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", additional_special_tokens=["<sep>"])
+    tokenizer.save_pretrained(folder)
+    given = {"skip_tokenizer_init": False, "tokenizer": str(folder), "runner_type": "generate", "tokenizer_mode": "auto"}
+    return SimpleNamespace(**given | {"tokenizer_revision": None, "trust_remote_code": False, "hf_config": None} | more)
+
+
+def test_a_prompt_with_separators_is_blended_like_one_whose_segments_are_named(tmp_path: Path) -> None:
+    plans = planner(blend_special_str=" # # ", model=server_model(tmp_path))
+    tokens = PROMPT[:20] + [2, 2] + PROMPT[20:90] + [2, 2] + PROMPT[90:150] + [2, 2] + PROMPT[150:]
+    found, named = request(tokens, places=None, blend=True), request(tokens, places=[[22, 92], [94, 154]])
+    for asked in (found, named):
+        assert plans.takes(asked)
+    assert found.block_hashes == named.block_hashes
+    plans.matched("a", 0)
+    plans.allocated("a", list(range(20)), 160)
+    (job,) = plans.jobs()
+    # Segments are stored behind all that stands before the first, its separator too.
+    assert (job.asked.segments, job.asked.anchor) == ([(22, 92), (94, 154)], tokens[:22])
+    assert not plans.takes(request(tokens, places=None)), "requests have to ask"
+    assert not plans.takes(request(tokens, places=None, blend=False))
+    assert plans.counts() == {}
+    assert plans.takes(request(tokens, places=PLACES, blend=True)), "places outrank the separator"
+    plans.allocated("a", list(range(20)), 160)
+    assert plans.jobs()[0].asked.segments == [(20, 90), (90, 150)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "asking", "cause"),
+    [
+        (PROMPT, {}, "separator"),
+        (PROMPT[:50] + [3] + PROMPT[50:], {}, "separator"),
+        ([*PROMPT[:50], 3, *PROMPT[50:90], 3], {}, "invalid"),
+        ([*PROMPT[:50], 3, *PROMPT[50:90], 3, 5], {"blend": "yes"}, "invalid"),
+    ],
+)
+def test_a_prompt_that_cannot_be_separated_is_computed(tokens: list[int], asking: dict[str, Any], cause: str, tmp_path: Path) -> None:
+    plans, asked = planner(blend_special_str="<sep>", model=server_model(tmp_path)), request(tokens, places=None, **{"blend": True} | asking)
+    assert not plans.takes(asked)
+    assert (plans.counts(), asked.cache_salt) == ({f"blend_computed_{cause}": 1}, None)
+
+
+def test_without_a_question_other_selectors_go_on(tmp_path: Path) -> None:
+    plans = planner(blend_special_str="<sep>", model=server_model(tmp_path))
+    assert plans.takes(request([*PROMPT[:50], 3, *PROMPT[50:90], 3], places=None, blend=True, blend_select="first-k"))
+
+
+def test_a_request_that_asks_for_segments_of_a_server_without_a_separator_is_computed() -> None:
+    plans = planner()
+    assert not plans.takes(request(places=None, blend=True))
+    assert plans.counts() == {"blend_computed_invalid": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [(" # # ", {"skip_tokenizer_init": True}, "start it without --skip-tokenizer-init"), ("  ", {}, "has no tokens in this tokenizer")],
+)
+def test_a_server_that_cannot_tokenise_the_separator_does_not_start(text: str, more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        planner(blend_special_str=text, model=server_model(tmp_path, **more))

@@ -1,10 +1,10 @@
 """Which requests are blended, and how: the part of live blending that lives in vLLM's scheduler. It
 touches no KV.
 
-A request that names its segments is planned when it arrives: it gets a `cache_salt` of its blend,
-and vLLM's block hashes are made anew with it. So vLLM's prefix cache gives blended blocks to
-requests with that very salt alone, and the connector neither loads nor stores anything for it. When
-a worker reports that the blend failed, the request gets its own salt back, and is computed, loaded
+A request that names its segments, or asks for those between separators, is planned when it arrives:
+it gets a `cache_salt` of its blend, and vLLM's block hashes are made anew with it. So vLLM's prefix
+cache gives blended blocks to requests with that very salt alone, and the connector neither loads
+nor stores anything for it. When a worker reports that the blend failed, the request gets its own salt back, and is computed, loaded
 and stored like any other.
 
 Invariant: a request whose hashes do not change with its salt is not blended.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import extra
-from forebay.vllm.blend import client
+from forebay.vllm.blend import client, separator
 from forebay.vllm.blend.blender import Asked
 from forebay.vllm.blend.live import Job
 
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.forebay")
 
-#: In a request's `kv_transfer_params`. Places of the segments in its tokens, which alone asks for a
-#: blend; the other three are for it.
+#: In a request's `kv_transfer_params`. Either asks for a blend: true for the segments between
+#: separators, or the segments' places in its tokens.
+BLEND = "forebay.blend"
+#: Places, and three more for the blend.
 SEGMENTS, SELECT, RATIO, STORES = "forebay.segments", "forebay.blend_select", "forebay.blend_ratio", "forebay.store_segments"
 #: How many of the first tokens the segments are stored behind; without it all that stand before the
 #: first segment.
@@ -50,6 +52,10 @@ class _Plan:
     """The request's own salt."""
     computed: int = 0
     """Of the last answer to vLLM: tokens that it has."""
+
+
+class _NotSeparated(Exception):
+    """No segment stands between separators: no fault of the request, whose prompt may have none."""
 
 
 @dataclass
@@ -69,6 +75,8 @@ class Planner:
         """For a server that `refuse.live` lets through; `ValueError` for settings that make no
         sense."""
         self._select, self._ratio, self._layer = defaults(settings)
+        text = settings.resolved[separator.KEY]
+        self._separator = [] if text is None else separator.of_server(vllm_config.model_config, text)
         self._block, self._hashes = block_tokens, bool(vllm_config.cache_config.enable_prefix_caching)
         self._plans: dict[str, _Plan] = {}
         self._loading: set[str] = set()
@@ -78,10 +86,12 @@ class Planner:
     def takes(self, request: Request) -> bool:
         """Whether a new request is blended; from then on it is this planner's."""
         params = request.kv_transfer_params or {}
-        if SEGMENTS not in params:
+        if SEGMENTS not in params and params.get(BLEND, False) is False:
             return False
         try:
             asked = self._asked(params, request.prompt_token_ids or [])
+        except _NotSeparated:
+            return self._refused("separator")
         except (client.BlendError, TypeError, ValueError) as error:
             logger.warning("request %s is computed: %s", request.request_id, error)
             return self._refused("invalid")
@@ -108,15 +118,28 @@ class Planner:
         return False
 
     def _asked(self, params: dict[str, Any], tokens: list[int]) -> Asked:
-        places = [(_whole(SEGMENTS, start), _whole(SEGMENTS, end)) for start, end in params[SEGMENTS]]
+        places = self._places(params, tokens)
         select, ratio = params.get(SELECT, self._select), float(params.get(RATIO, self._ratio))
         if not isinstance(select, str):
             raise client.BlendError(f"{SELECT} is {select!r}: use one of {', '.join(client.SELECTORS)}")
         client.check(tokens, places, select, ratio)
+        if SEGMENTS not in params and select == "query" and tokens[-len(self._separator) :] == self._separator:
+            raise client.BlendError(f"{SELECT} is query, and no token follows the last separator: put the question there, or select otherwise")
         behind = _whole(ANCHOR, params.get(ANCHOR, places[0][0]))
         if not 0 <= behind <= places[0][0]:
             raise client.BlendError(f"{ANCHOR} is {behind}: the first segment begins at {places[0][0]}, and the anchor ends there or before")
         return Asked(list(tokens), places, select, ratio, self._layer, list(tokens[:behind]))
+
+    def _places(self, params: dict[str, Any], tokens: list[int]) -> list[tuple[int, int]]:
+        if SEGMENTS in params:
+            return [(_whole(SEGMENTS, start), _whole(SEGMENTS, end)) for start, end in params[SEGMENTS]]
+        if params[BLEND] is not True:
+            raise client.BlendError(f"{BLEND} is {params[BLEND]!r}: use true or false")
+        if not self._separator:
+            raise client.BlendError(f"{BLEND} without {SEGMENTS}: set {separator.KEY}, or say where the segments are")
+        if not (places := separator.segments(tokens, self._separator)):
+            raise _NotSeparated
+        return places
 
     def has(self, req_id: str) -> bool:
         """Whether this request is blended."""
