@@ -105,6 +105,25 @@ fn a_longer_prompt_finds_the_prefix_and_the_longest_partial_chunk() {
 }
 
 #[test]
+fn prompts_of_many_lengths_below_a_chunk_are_all_found() {
+    let w = World::new(Shape::all().remove(0));
+    let engine = w.open();
+    let a = w.kv().filled(4);
+    // The index lists eight lengths of each parent.
+    let prompts: Vec<Prompt> = (1..CHUNK).map(|n| prompt(&engine, n, 100 + n as u32)).collect();
+    assert!(prompts.len() > 10);
+    for p in &prompts {
+        assert_eq!(store(&engine, p, &a, slots(p.len(), 1)).stored, 1);
+    }
+    for p in &prompts {
+        let b = w.kv();
+        assert_eq!(matched(&engine, p), p.len());
+        assert_eq!(load(&engine, p, &b, slots(p.len(), 2)).tokens, p.len());
+        assert_same("partial", (&a, &slots(p.len(), 1)), (&b, &slots(p.len(), 2)));
+    }
+}
+
+#[test]
 fn a_load_writes_nothing_outside_its_mask_and_its_tokens() {
     let w = World::plain();
     let engine = w.open();
@@ -195,7 +214,7 @@ fn removing_a_prompt_removes_its_partial_chunks_too() {
 }
 
 #[test]
-fn removing_a_prompt_removes_partial_chunks_that_no_lookup_finds_now() {
+fn removing_a_prompt_removes_partial_chunks_that_the_list_leaves_out() {
     let w = World::plain();
     let engine = w.open();
     let (a, map) = (w.kv().filled(1), slots(CHUNK, 1));
@@ -206,7 +225,12 @@ fn removing_a_prompt_removes_partial_chunks_that_no_lookup_finds_now() {
         let p = prompt(&engine, len, len as u32);
         assert_eq!(store(&engine, &p, &a, map[..len].to_vec()).stored, 1);
     }
-    assert_eq!(matched(&engine, &short), 0, "the list leaves it out");
+    assert_eq!(
+        matched(&engine, &prompt(&engine, 4, 3)),
+        0,
+        "the list leaves it out, and longer prompts do not find it"
+    );
+    assert_eq!(matched(&engine, &short), 3, "who asks for all of it does");
     assert_eq!(engine.remove(&short).unwrap(), 1, "it is removed all the same");
     let key = short.partial_key(0, 3).unwrap();
     assert!(!engine.log().unwrap().contains(&key), "it would be found again once the list has room");

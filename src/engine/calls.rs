@@ -218,6 +218,11 @@ impl Engine {
 /// The longest partial chunk in the place of chunk `at` that `prompt` starts with there.
 pub(super) fn longest_partial(log: &Log, prompt: &Prompt, at: usize) -> Option<(usize, ChunkKey)> {
     let rest = prompt.len() - at * prompt.chunk_tokens();
+    // All of it, before the list is asked, which knows some lengths of each parent.
+    let whole = (1..prompt.chunk_tokens()).contains(&rest).then(|| prompt.partial_key(at, rest)).flatten();
+    if let Some(key) = whole.filter(|k| log.contains(k)) {
+        return Some((rest, key));
+    }
     let lens = log.lookup_partials(&prompt.parent_of(at));
     let mut fitting = lens.into_iter().map(usize::from).filter(|&len| len <= rest);
     fitting.find_map(|len| prompt.partial_key(at, len).filter(|k| log.contains(k)).map(|k| (len, k)))
