@@ -83,8 +83,8 @@ def test_an_upload_is_told_when_all_ranks_have_it_and_taken_back_when_a_fetch_mi
     assert stored["REMOTE"].token_ids == stored["LOCAL"].token_ids
     assert stored["REMOTE"].medium == stored["LOCAL"].medium == "STORAGE"
     assert not told(BlockRemoved, "LOCAL") | told(BlockRemoved, "REMOTE")
-    program = Path(sys.executable).with_name("forebay")
-    subprocess.run([program, "purge", tmp_path / "cache", "--all", "--yes", "--remote", url], check=True)
+    purge = [sys.executable, "-m", "forebay", "purge", str(tmp_path / "cache"), "--all", "--yes", "--remote", url]
+    subprocess.run(purge, check=True)
     server.reset()
     server.ask("again", asked, 2)
     server.drain()
