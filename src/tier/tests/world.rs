@@ -156,6 +156,11 @@ impl Drive {
             };
             let Some(mut job) = job else { continue };
             let is_dead = self.dead.lock().contains(&job.process);
+            if is_dead && job.is_write && !job.is_replaced && !turns.one_in(8) {
+                // Long after everybody has forgotten the process.
+                self.jobs.lock().push(job);
+                continue;
+            }
             if job.is_replaced {
                 count(&seen.replaced, 1);
             } else if job.is_write {
@@ -165,7 +170,6 @@ impl Drive {
                 job.words.check(job.buf.as_slice());
             }
             job.done.store(true, Ordering::Relaxed);
-            drop(job.buf);
         }
     }
 }
@@ -371,7 +375,7 @@ fn schedule(seed: u64, seen: &Arc<Seen>) -> u64 {
 #[cfg_attr(miri, ignore = "Miri knows no memfd")]
 fn in_no_order_of_steps_and_deaths_is_a_frame_served_that_is_another_chunks() {
     let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());
-    let schedules = number("FOREBAY_TIER_SCHEDULES").unwrap_or(100);
+    let schedules = number("FOREBAY_TIER_SCHEDULES").unwrap_or(150);
     let first = number("FOREBAY_TIER_SEED").unwrap_or(1);
     let seen = Arc::new(Seen::default());
     let steps: u64 = (first..first + schedules).map(|seed| schedule(seed, &seen)).sum();
