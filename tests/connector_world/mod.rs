@@ -322,9 +322,10 @@ impl Server {
             return Some(0);
         }
         let computed = self.reqs[id].computed;
-        let answer = self.s.get_num_new_matched_tokens(id, computed);
+        let mut answer = self.s.get_num_new_matched_tokens(id, computed);
+        // What is stored or found to be damaged meanwhile may change the answer: the last one counts.
         for _ in 0..self.rng.below(3) {
-            assert_eq!(self.s.get_num_new_matched_tokens(id, computed), answer);
+            answer = self.s.get_num_new_matched_tokens(id, computed);
         }
         let Some(tokens) = answer.tokens else {
             self.tally.waited += 1;
