@@ -145,7 +145,7 @@ def server_model(folder: Path, **more: Any) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", additional_special_tokens=["<sep>"])
     tokenizer.save_pretrained(folder)
     given = {"skip_tokenizer_init": False, "tokenizer": str(folder), "runner_type": "generate", "tokenizer_mode": "auto"}
-    return SimpleNamespace(**given | {"tokenizer_revision": None, "trust_remote_code": False, "hf_config": None} | more)
+    return SimpleNamespace(**given | {"tokenizer_revision": None, "trust_remote_code": False, "hf_config": None, "model": None} | more)
 
 
 def test_a_prompt_with_separators_is_blended_like_one_whose_segments_are_named(tmp_path: Path) -> None:
