@@ -205,7 +205,7 @@ fn objects_expire() {
     let mut options = options(&settings(dir.path()));
     options.clock = Some(clock.clone());
     let store = ObjectStore::open_with(options).unwrap();
-    let ttl = PutOptions { ttl: Some(Duration::from_secs(10)) };
+    let ttl = PutOptions { ttl: Some(Duration::from_secs(10)), ..PutOptions::default() };
     let items = vec![object("a", 1, 100), object("b", 1, 100), object("c", 1, 17 * MIB), object("d", 1, 80_000)];
     let id = store.submit_put(items, ttl).unwrap();
     assert!(store.wait(id, LONG).unwrap().all_ok());

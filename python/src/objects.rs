@@ -145,9 +145,16 @@ fn pairs(items: &Bound<'_, PyAny>, write: bool) -> PyResult<Vec<(Vec<u8>, Object
     items.try_iter()?.map(pair).collect()
 }
 
-fn puts(items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<(Vec<ObjectPut>, PutOptions)> {
+fn puts(
+    items: &Bound<'_, PyAny>,
+    ttl_s: Option<f64>,
+    dtype: Option<&Bound<'_, PyAny>>,
+) -> PyResult<(Vec<ObjectPut>, PutOptions)> {
     let puts = pairs(items, false)?.into_iter().map(|(key, value)| ObjectPut { key, value }).collect();
-    Ok((puts, PutOptions { ttl: ttl_s.map(|s| seconds("ttl_s", s)).transpose()? }))
+    let ttl = ttl_s.map(|s| seconds("ttl_s", s)).transpose()?;
+    let dtype = dtype.map(|dtype| dtype.str()?.to_cow().map(|name| name.into_owned())).transpose()?;
+    let bfloat16 = dtype.is_some_and(|name| name.strip_prefix("torch.").unwrap_or(&name) == "bfloat16");
+    Ok((puts, PutOptions { ttl, bfloat16 }))
 }
 
 fn gets(items: &Bound<'_, PyAny>) -> PyResult<Vec<ObjectGet>> {
@@ -187,9 +194,16 @@ impl PyObjectStore {
 
     /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of buffers that together
     /// hold it. An object that is there already stays as it is, and counts as stored. One answer for each key, in order.
-    #[pyo3(signature = (items, ttl_s=None))]
-    fn put(&self, py: Python<'_>, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<Vec<bool>> {
-        let (puts, options) = puts(items, ttl_s)?;
+    /// `dtype` is that of the values, as text or torch's own: where it is bfloat16 the setting `codec` may code them.
+    #[pyo3(signature = (items, ttl_s=None, dtype=None))]
+    fn put(
+        &self,
+        py: Python<'_>,
+        items: &Bound<'_, PyAny>,
+        ttl_s: Option<f64>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<bool>> {
+        let (puts, options) = puts(items, ttl_s, dtype)?;
         self.run(py, ObjectRequest::Put(puts, options))
     }
 
@@ -212,9 +226,14 @@ impl PyObjectStore {
     /// Begins a put and returns its number. The buffers must not change until its completion is
     /// there. As all submits, it neither waits nor raises: what cannot be done is a completion that
     /// says so. Only in a forked child there is none, and it raises.
-    #[pyo3(signature = (items, ttl_s=None))]
-    fn submit_put(&self, items: &Bound<'_, PyAny>, ttl_s: Option<f64>) -> PyResult<u64> {
-        self.submit(BatchKind::Put, items, puts(items, ttl_s), |store, (puts, options)| store.submit_put(puts, options))
+    #[pyo3(signature = (items, ttl_s=None, dtype=None))]
+    fn submit_put(
+        &self,
+        items: &Bound<'_, PyAny>,
+        ttl_s: Option<f64>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u64> {
+        self.submit(BatchKind::Put, items, puts(items, ttl_s, dtype), |store, (puts, options)| store.submit_put(puts, options))
     }
 
     /// Begins a get and returns its number.

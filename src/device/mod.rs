@@ -37,13 +37,14 @@ pub use fence::Stream;
 pub use floats::FloatKind;
 pub use host::{HostDevice, HostOptions};
 pub use memory::{HostMemory, KvMemory, PagedKv};
+pub(crate) use open::codec_of;
 pub use open::open_device;
 pub use region::HugePages;
 pub use rope::{RopeStyle, RopeTable};
 
 internals!(use fence::{Fence, Point, add_fence});
 internals!(use frame::{Frame, FrameFill});
-internals!(use host::{CodecKernels, decode_exp4, encode_exp4});
+internals!(use host::{CodecKernels, decode_exp4, decode_tiles, encode_exp4, encode_tiles});
 internals!(use gate::{Gate, GateGuard, OwnedGuard});
 internals!(use job::{GatherJob, Gathered, Launched, Part, ScatterJob, Scattered});
 internals!(use region::{HostRegion, PageKind, RegionOptions});

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use super::cuda::{CudaDevice, CudaOptions};
-use super::{Device, HostDevice, HostOptions};
-use crate::config::Settings;
+use super::{CodecKernels, Device, HostDevice, HostOptions};
+use crate::config::{Codec, Settings};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::layout::SlotCodec;
 
 /// A device's name, understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,5 +67,16 @@ mod tests {
             let e = DeviceName::of(name).unwrap_err();
             assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is not a device"), "{name}: {e}");
         }
+    }
+}
+
+/// The codec that the settings ask for. Without vectors it takes more of the processor than it saves
+/// of the drive.
+pub(crate) fn codec_of(settings: &Settings, host: bool) -> SlotCodec {
+    match settings.codec {
+        Codec::None => SlotCodec::None,
+        Codec::Exp4 => SlotCodec::Exp4,
+        Codec::Auto if host && CodecKernels::best().has_vectors() => SlotCodec::Exp4,
+        Codec::Auto => SlotCodec::None,
     }
 }

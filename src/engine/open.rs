@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::EngineOptions;
 use crate::config::{Codec, Cufile, Settings};
-use crate::device::{CodecKernels, Device, StagingOptions, StagingPool};
+use crate::device::{self, Device, StagingOptions, StagingPool};
 use crate::error::{Error, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::geometry::{Geometry, LayerKind};
@@ -114,17 +114,6 @@ pub(super) fn pipeline_options(
     })
 }
 
-/// The codec that the settings ask for. Without vectors it takes more of the processor than it saves
-/// of the drive.
-fn codec_of(settings: &Settings, host: bool) -> SlotCodec {
-    match settings.codec {
-        Codec::None => SlotCodec::None,
-        Codec::Exp4 => SlotCodec::Exp4,
-        Codec::Auto if host && CodecKernels::best().has_vectors() => SlotCodec::Exp4,
-        Codec::Auto => SlotCodec::None,
-    }
-}
-
 /// The memory tier, where the settings ask for one and KV lies in host memory.
 fn memory_tier(settings: &Settings, geometry: &Geometry, host: bool) -> Result<Option<Arc<MemoryTier>>> {
     if !settings.local_cpu {
@@ -190,7 +179,7 @@ fn open_log(
     (pipeline, is_loading): (&PipelineOptions, &IsLoading),
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, Arc::new(geometry.clone()))?;
-    log.codec = codec_of(&options.settings, options.device.place() == MemorySpace::Host);
+    log.codec = device::codec_of(&options.settings, options.device.place() == MemorySpace::Host);
     // Staging bounds what loads and stores submit; the rest is for the log's own.
     log.io.queue_limit = pipeline.load_pool.slots() + pipeline.store_pool.slots() + 256;
     register_staging(&mut log.io, options, pipeline);

@@ -20,6 +20,9 @@ pub const LAYER_ENTRY_BYTES: usize = 16;
 /// Bytes every header keeps free for TLVs.
 pub const TLV_RESERVE_BYTES: usize = 512;
 
+/// Bytes of an object in one coded extent.
+pub const OBJECT_EXTENT_BYTES: usize = 1 << 20;
+
 /// How the bytes of an extent, or of the extents of a slot, are coded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SlotCodec {
@@ -110,6 +113,24 @@ impl SlotLayout {
         Self::new(&[ExtentSizes { payload: len, len, codec: SlotCodec::None }], tlv_bytes)
     }
 
+    /// As [`SlotLayout::of_bytes`], for 16-bit values that are coded: extents of
+    /// [`OBJECT_EXTENT_BYTES`] of them, so that an object can be coded and decoded in pieces. Where
+    /// the slot becomes no smaller by it, it is that without.
+    #[must_use]
+    pub fn of_coded_bytes(len: usize, tlv_bytes: usize) -> Self {
+        let plain = Self::of_bytes(len, tlv_bytes);
+        if !len.is_multiple_of(2) {
+            return plain;
+        }
+        let piece = |at: usize| {
+            let payload = OBJECT_EXTENT_BYTES.min(len - at);
+            ExtentSizes { payload, len: payload, codec: SlotCodec::None }.smaller()
+        };
+        let pieces: Vec<ExtentSizes> = (0..len).step_by(OBJECT_EXTENT_BYTES).map(piece).collect();
+        let coded = Self::new(&pieces, tlv_bytes);
+        if coded.slot_bytes < plain.slot_bytes { coded } else { plain }
+    }
+
     fn new(sizes: &[ExtentSizes], tlv_bytes: usize) -> Self {
         let header = HEADER_FIXED_BYTES + sizes.len() * LAYER_ENTRY_BYTES + TLV_RESERVE_BYTES + tlv_bytes;
         let header_bytes = header.next_multiple_of(PAGE_BYTES);
@@ -181,8 +202,12 @@ impl ExtentSizes {
             LayerKind::Opaque { block_bytes, .. } => block_bytes.is_multiple_of(2),
             _ => layer.planes.iter().all(|p| p.head_bytes.is_multiple_of(2)),
         };
-        let shape = CodedShape::of(self.payload).filter(|_| is_even);
-        match shape.map(CodedShape::coded_bytes) {
+        if is_even { self.smaller() } else { self }
+    }
+
+    /// The same with `exp4`, where that is smaller.
+    fn smaller(self) -> Self {
+        match CodedShape::of(self.payload).map(CodedShape::coded_bytes) {
             Some(len) if len < self.payload.next_multiple_of(PAGE_BYTES) => Self { len, codec: SlotCodec::Exp4, ..self },
             _ => self,
         }

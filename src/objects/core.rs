@@ -88,30 +88,32 @@ impl Core {
 /// Told once how a slot's reading or writing has ended.
 pub(super) type Done<T> = Box<dyn FnOnce(&Arc<Core>, std::result::Result<T, ObjectCause>) + Send>;
 
-/// Counts the pieces of something down, keeps the first failure.
+/// Counts the pieces of a slot down, keeps the first failure.
 #[derive(Debug)]
 pub(super) struct Pieces {
     left: usize,
     failed: Option<ObjectCause>,
     /// CRC over each piece.
     sums: Vec<crc32fast::Hasher>,
+    /// Each piece is an extent of its own; otherwise all of them are one.
+    are_extents: bool,
 }
 
 impl Pieces {
-    pub(super) fn new(pieces: usize) -> Self {
-        Self { left: pieces, failed: None, sums: vec![crc32fast::Hasher::new(); pieces] }
+    pub(super) fn new(pieces: usize, are_extents: bool) -> Self {
+        Self { left: pieces, failed: None, sums: vec![crc32fast::Hasher::new(); pieces], are_extents }
     }
 
     pub(super) fn has_failed(&self) -> bool {
         self.failed.is_some()
     }
 
-    /// Notes the end of a piece; the outcome once it was the last.
+    /// Notes the end of a piece; once it was the last, the CRC of each extent.
     pub(super) fn ended(
         &mut self,
         piece: usize,
         result: std::result::Result<crc32fast::Hasher, ObjectCause>,
-    ) -> Option<std::result::Result<u32, ObjectCause>> {
+    ) -> Option<std::result::Result<Vec<u32>, ObjectCause>> {
         match result {
             Ok(sum) => {
                 if let Some(place) = self.sums.get_mut(piece) {
@@ -127,8 +129,12 @@ impl Pieces {
         if let Some(cause) = self.failed {
             return Some(Err(cause));
         }
+        let sums = std::mem::take(&mut self.sums);
+        if self.are_extents {
+            return Some(Ok(sums.into_iter().map(crc32fast::Hasher::finalize).collect()));
+        }
         let mut whole = crc32fast::Hasher::new();
-        self.sums.iter().for_each(|sum| whole.combine(sum));
-        Some(Ok(whole.finalize()))
+        sums.iter().for_each(|sum| whole.combine(sum));
+        Some(Ok(vec![whole.finalize()]))
     }
 }

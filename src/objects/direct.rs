@@ -15,6 +15,7 @@ use super::request::{ObjectMemory, Span};
 use super::work::{Permit, StagingNeed};
 use crate::device::{HostMemory, KvMemory as _};
 use crate::format::PAGE_BYTES;
+use crate::format::layout::{Extent, SlotLayout};
 use crate::io::{Buf, MemRegion};
 
 type Outcome<T> = std::result::Result<T, ObjectCause>;
@@ -108,6 +109,21 @@ pub(super) fn cut(
     }
     stage_until(&mut pieces, bytes, bytes);
     pieces
+}
+
+/// The pieces of a slot whose extents are coded one by one: each is a piece, the first with `lead`
+/// bytes before it.
+pub(super) fn of_extents(layout: &SlotLayout, lead: usize) -> Vec<Piece> {
+    let start = layout.extents.first().map_or(0, |first| first.offset as usize);
+    let piece = |(n, extent): (usize, &Extent)| {
+        let from = extent.offset as usize - start;
+        let padded = extent.padded_len as usize;
+        match n {
+            0 => Piece { from, len: lead + padded, direct: None },
+            _ => Piece { from: lead + from, len: padded, direct: None },
+        }
+    };
+    layout.extents.iter().enumerate().map(piece).collect()
 }
 
 /// The part of a span, `at` bytes into a transfer, that can be moved directly: bytes before it, its

@@ -157,7 +157,7 @@ impl ObjectStore {
     pub fn begin(&self, request: ObjectRequest) -> Result<u64> {
         match request {
             ObjectRequest::Put(items, options) => self.start(BatchKind::Put, items, |items| {
-                self.plan(items, move |core, items| put::plan(core, items, options.ttl));
+                self.plan(items, move |core, items| put::plan(core, items, options));
             }),
             ObjectRequest::Get(items) => self.start(BatchKind::Get, items, |items| self.plan(items, get::plan)),
             ObjectRequest::Exists(keys) => self.start(BatchKind::Exists, keys, |keys| self.plan(keys, get::exists)),

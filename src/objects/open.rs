@@ -10,8 +10,9 @@ use super::names::PART_BYTES;
 use super::removal::RemovalThread;
 use super::work::Workers;
 use crate::config::Settings;
-use crate::device::{StagingOptions, StagingPool};
+use crate::device::{self, StagingOptions, StagingPool};
 use crate::error::{Error, Result};
+use crate::format::layout::OBJECT_EXTENT_BYTES;
 use crate::geometry::{DType, Geometry, LayerSpec};
 use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 
@@ -20,9 +21,9 @@ use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 const KIND: &str = "forebay objects 1";
 /// Bytes that are moved at a time.
 const PIECE_BYTES: usize = 1 << 20;
-/// Staging slots are at least this long: a header lies in the first piece, and small objects beside
+/// Staging slots are at least this long: a header lies in the first piece, and a coded extent beside
 /// it.
-const LEAST_PIECE_BYTES: usize = 256 << 10;
+const LEAST_PIECE_BYTES: usize = OBJECT_EXTENT_BYTES;
 /// Staging is cut into at least this many slots, where their least size allows.
 const LEAST_SLOTS: usize = 8;
 /// How often a cache that could not be opened is tried again.
@@ -114,6 +115,7 @@ fn open_log(
     (pools, registered): (&[Arc<StagingPool>], &CallerRegions),
 ) -> Result<Arc<Log>> {
     let mut log = LogOptions::of_settings(&options.settings, geometry)?;
+    log.codec = device::codec_of(&options.settings, true);
     // Staging, and as many permits for direct transfers, bound what gets and puts submit; the rest
     // is for the log's own.
     log.io.queue_limit = 2 * pools.iter().map(|p| p.slots()).sum::<usize>() + 256;

@@ -15,8 +15,9 @@ use super::batch::{KeyResult, ObjectCause, Ticket};
 use super::core::Core;
 use super::get::{Presence, presence};
 use super::names::{self, MAX_OBJECT_BYTES, PART_BYTES, Version, is_name};
-use super::request::{ObjectMemory, ObjectPut};
+use super::request::{ObjectMemory, ObjectPut, PutOptions};
 use super::write::{SlotWrite, Stored};
+use crate::format::layout::SlotCodec;
 use crate::format::record::KeyKind;
 use crate::key::{ChunkKey, object_key};
 use crate::log::{Log, Mode, PutSpec};
@@ -29,8 +30,22 @@ struct PutItem {
     ticket: Ticket,
 }
 
+/// What holds for all slots of a put.
+#[derive(Clone, Copy)]
+struct PutTerms {
+    expiry_s: u32,
+    bfloat16: bool,
+}
+
+impl PutTerms {
+    /// The codec for the next slot.
+    fn codec(self, log: &Log) -> SlotCodec {
+        if self.bfloat16 { log.next_codec() } else { SlotCodec::None }
+    }
+}
+
 /// On a worker: starts the writes of a batch.
-pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Option<std::time::Duration>) {
+pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, options: PutOptions) {
     let log = core.log();
     let refuse = match &log {
         None => Some(ObjectCause::Closed),
@@ -41,7 +56,7 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Optio
         let cause = refuse.unwrap_or(ObjectCause::Closed);
         return items.into_iter().for_each(|(_, ticket)| ticket.no(cause));
     };
-    let expiry_s = expiry(&log, ttl);
+    let terms = PutTerms { expiry_s: expiry(&log, options.ttl), bfloat16: options.bfloat16 };
     let (mut missing, mut broken) = (Vec::new(), Vec::new());
     for item in first_of_each(items) {
         match presence(&log, &item.key) {
@@ -53,18 +68,18 @@ pub(super) fn plan(core: &Arc<Core>, items: Vec<(ObjectPut, Ticket)>, ttl: Optio
     for item in broken {
         let (own, log) = (Arc::clone(core), Arc::clone(&log));
         let key = item.key;
-        let store = move || own.work.clone().begin(Box::new(move || write(&own, &log, vec![item], expiry_s)));
+        let store = move || own.work.clone().begin(Box::new(move || write(&own, &log, vec![item], terms)));
         core.removal.mend(key, Box::new(store));
     }
-    write(core, &log, missing, expiry_s);
+    write(core, &log, missing, terms);
 }
 
 /// On a worker: starts the writes of objects that were not there a moment ago.
-fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<PutItem>, expiry_s: u32) {
+fn write(core: &Arc<Core>, log: &Arc<Log>, items: Vec<PutItem>, terms: PutTerms) {
     for item in items {
         match item.source.len() {
-            0..=PART_BYTES => alone(core, log, item, expiry_s),
-            _ => in_parts(core, log, item, expiry_s),
+            0..=PART_BYTES => alone(core, log, item, terms),
+            _ => in_parts(core, log, item, terms),
         }
     }
 }
@@ -110,12 +125,12 @@ fn answer(ticket: Ticket, len: u64, end: Result<Stored, ObjectCause>) {
 }
 
 /// An object in a slot of its own.
-fn alone(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, expiry_s: u32) {
+fn alone(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, terms: PutTerms) {
     let PutItem { key, name, source, ticket } = item;
     let len = source.len() as u64;
-    let mut spec = PutSpec::object(key, len, KeyKind::Object);
+    let mut spec = PutSpec::object(key, len, KeyKind::Object).with_codec(terms.codec(log));
     spec.tlvs.push(names::name_tlv(&name));
-    spec.expiry_s = expiry_s;
+    spec.expiry_s = terms.expiry_s;
     let batch = Arc::clone(&ticket.batch);
     let write = SlotWrite { log: Arc::clone(log), spec: Box::new(spec), source, batch };
     write.start(core, Box::new(move |_, end| answer(ticket, len, end)));
@@ -156,7 +171,7 @@ struct PartsLeft {
     large: Option<Large>,
 }
 
-fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, expiry_s: u32) {
+fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, terms: PutTerms) {
     let PutItem { key, name, source, ticket } = item;
     let Some(storing) = Storing::begin(core, key) else {
         return ticket.answer(KeyResult::was_there());
@@ -165,15 +180,15 @@ fn in_parts(core: &Arc<Core>, log: &Arc<Log>, item: PutItem, expiry_s: u32) {
     let version = Version { object: key, nonce: names::nonce(), parts: count as u32 };
     let batch = Arc::clone(&ticket.batch);
     let total = source.len() as u64;
-    let large = Large { log: Arc::clone(log), version, name, total, expiry_s, ticket, storing };
+    let large = Large { log: Arc::clone(log), version, name, total, expiry_s: terms.expiry_s, ticket, storing };
     let parts = Arc::new(Mutex::new(PartsLeft { left: count, failed: None, large: Some(large) }));
     for (n, part) in version.keys().into_iter().enumerate() {
         let source = source.part(n * PART_BYTES, PART_BYTES);
-        let mut spec = PutSpec::object(part, source.len() as u64, KeyKind::ObjectPart);
+        let mut spec = PutSpec::object(part, source.len() as u64, KeyKind::ObjectPart).with_codec(terms.codec(log));
         spec.root = Some(key);
         // Whoever sees it go knows which object has gone.
         spec.parent = key;
-        spec.expiry_s = expiry_s;
+        spec.expiry_s = terms.expiry_s;
         let parts = Arc::clone(&parts);
         let write = SlotWrite { log: Arc::clone(log), spec: Box::new(spec), source, batch: Arc::clone(&batch) };
         write.start(core, Box::new(move |core, end| part_ended(core, &parts, end.map(drop))));

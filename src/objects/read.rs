@@ -1,5 +1,6 @@
 //! Reading slots: in pieces through staging, each checked and copied by a worker, or straight into
-//! registered memory, where a worker checks them.
+//! registered memory, where a worker checks them. Of slots with a codec each extent is a piece, and
+//! decoded instead of copied.
 //!
 //! Invariants: nothing is called read before the slot's header matched the index, its name the key
 //! asked for, and the CRC over all of its bytes the header. A slot's end is reported after its last
@@ -16,6 +17,8 @@ use super::direct::{self, DirectMemory, Piece};
 use super::names::has_name;
 use super::request::ObjectMemory;
 use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed};
+use crate::format::exp4::CodedShape;
+use crate::format::layout::{OBJECT_EXTENT_BYTES, SlotCodec};
 use crate::format::slot::SlotHeader;
 use crate::io::{Buf, Completion, Request};
 use crate::log::{Bad, Chunk, Log};
@@ -66,12 +69,20 @@ impl SlotRead {
         (layout.slot_bytes - u64::from(layout.header_offset)) as usize
     }
 
+    fn is_coded(&self) -> bool {
+        self.chunk.layout.codec() != SlotCodec::None
+    }
+
     /// Queues its pieces; `done` gets the header once all is well.
     pub(super) fn start(self, core: &Arc<Core>, done: Done<SlotHeader>) {
         let lead = self.chunk.layout.header_bytes as usize;
         let staged_bytes = core.work.pool(StagingClass::Load).slot_bytes();
-        let pieces = direct::cut(&core.registered, &self.target, (lead, self.bytes()), staged_bytes);
-        let state = Mutex::new((Pieces::new(pieces.len()), None));
+        let is_coded = self.is_coded();
+        let pieces = match is_coded {
+            true => direct::of_extents(&self.chunk.layout, lead),
+            false => direct::cut(&core.registered, &self.target, (lead, self.bytes()), staged_bytes),
+        };
+        let state = Mutex::new((Pieces::new(pieces.len(), is_coded), None));
         let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
         let (done, is_late) = (Mutex::new(Some(done)), AtomicBool::new(false));
         let reading = Arc::new(Reading { read: self, pieces, state, done, is_late });
@@ -175,6 +186,9 @@ impl Reading {
             }
             self.state.lock().1 = Some(header);
         }
+        if read.is_coded() {
+            return self.decode(n, bytes.get(skip..).ok_or(ObjectCause::Internal)?);
+        }
         // Where in the object the bytes of this piece begin, and how many of them are not padding.
         let at = (from + skip).saturating_sub(header_bytes);
         let len = length.saturating_sub(at).min(piece_bytes - skip);
@@ -185,14 +199,29 @@ impl Reading {
         read.target.part(at, len).copy_in(payload, &read.batch.gate)
     }
 
+    /// The extent of a slot whose extents are coded one by one.
+    fn decode(&self, n: usize, bytes: &[u8]) -> Outcome<crc32fast::Hasher> {
+        let read = &self.read;
+        let extent = read.chunk.layout.extents.get(n).ok_or(ObjectCause::Internal)?;
+        let target = read.target.part(n * OBJECT_EXTENT_BYTES, extent.payload as usize);
+        let bytes = bytes.get(..extent.len as usize).ok_or(ObjectCause::Internal)?;
+        if extent.codec == SlotCodec::None {
+            return target.copy_in(bytes, &read.batch.gate);
+        }
+        let shape = CodedShape::of(extent.payload as usize).ok_or(ObjectCause::Internal)?;
+        let crc = target.decode_in(shape, bytes, &read.batch.gate)?;
+        Ok(crc32fast::Hasher::new_with_initial_len(crc, bytes.len() as u64))
+    }
+
     fn ended(&self, core: &Arc<Core>, n: usize, result: Outcome<crc32fast::Hasher>) {
         let mut state = self.state.lock();
         let Some(end) = state.0.ended(n, result) else { return };
         let header = state.1.take();
         drop(state);
-        let end = end.and_then(|crc| {
+        let end = end.and_then(|crcs| {
             let header = header.ok_or(ObjectCause::Internal)?;
-            if header.layers.first().is_some_and(|l| l.crc == crc) { Ok(header) } else { Err(ObjectCause::Corrupt) }
+            let are_right = header.layers.iter().map(|l| l.crc).eq(crcs);
+            if are_right { Ok(header) } else { Err(ObjectCause::Corrupt) }
         });
         let is_judged = |cause| cause == ObjectCause::TimedOut && self.is_late.load(Ordering::Relaxed);
         let end = end.map_err(|cause| match is_judged(cause) {

@@ -5,8 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::batch::ObjectCause;
-use crate::device::{Gate, HostMemory, KvMemory};
+use crate::device::{Gate, HostMemory, KvMemory, decode_tiles, encode_tiles};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::exp4::CodedShape;
+
+type Outcome<T> = std::result::Result<T, ObjectCause>;
 
 /// Bytes that are copied and summed at a time, so that the second pass over them hits the
 /// processor's cache, and so that a closed gate is noticed soon.
@@ -125,7 +128,7 @@ impl ObjectMemory {
 
     /// Copies bytes out to `to`, which must be as long, and sums them up in the same pass. Nothing
     /// is read once `gate` is closed.
-    pub(super) fn copy_out(&self, to: &mut [u8], gate: &Gate) -> std::result::Result<crc32fast::Hasher, ObjectCause> {
+    pub(super) fn copy_out(&self, to: &mut [u8], gate: &Gate) -> Outcome<crc32fast::Hasher> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut sum = crc32fast::Hasher::new();
         let mut rest = to;
@@ -143,7 +146,7 @@ impl ObjectMemory {
 
     /// Copies `from` to the start and sums it up in the same pass. Nothing is written once `gate`
     /// is closed.
-    pub(super) fn copy_in(&self, from: &[u8], gate: &Gate) -> std::result::Result<crc32fast::Hasher, ObjectCause> {
+    pub(super) fn copy_in(&self, from: &[u8], gate: &Gate) -> Outcome<crc32fast::Hasher> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut sum = crc32fast::Hasher::new();
         let mut rest = from;
@@ -160,6 +163,36 @@ impl ObjectMemory {
             rest = after;
         }
         if rest.is_empty() { Ok(sum) } else { Err(ObjectCause::Internal) }
+    }
+}
+
+impl ObjectMemory {
+    /// Codes the bytes to `coded`, which has as many as `shape` says; the CRC of the coded bytes, or
+    /// `None` where they do not fit. Nothing is read once `gate` is closed.
+    pub(super) fn code_out(&self, shape: CodedShape, coded: &mut [u8], gate: &Gate) -> Outcome<Option<u32>> {
+        let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
+        let mut from = self.tiles();
+        encode_tiles(shape, self.tiles().map(|(_, _, len)| len), coded, |tile| {
+            if gate.is_closed() {
+                return Err(ObjectCause::Cancelled);
+            }
+            let (memory, offset, _) = from.next().ok_or(ObjectCause::Internal)?;
+            memory.read(offset, tile).map_err(|e| ObjectCause::of(&e))
+        })
+    }
+
+    /// Decodes `coded` to the memory, which has as many bytes as `shape` says; the CRC of the coded
+    /// bytes. Nothing is written once `gate` is closed.
+    pub(super) fn decode_in(&self, shape: CodedShape, coded: &[u8], gate: &Gate) -> Outcome<u32> {
+        let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
+        let mut to = self.tiles();
+        decode_tiles(shape, self.tiles().map(|(_, _, len)| len), coded, |tile| {
+            if gate.is_closed() {
+                return Err(ObjectCause::Cancelled);
+            }
+            let (memory, offset, _) = to.next().ok_or(ObjectCause::Internal)?;
+            memory.write(offset, tile).map_err(|e| ObjectCause::of(&e))
+        })
     }
 }
 
@@ -188,6 +221,9 @@ pub enum ObjectRequest {
 pub struct PutOptions {
     /// How long they are served, in whole seconds, rounded up; `None` for the settings' `ttl`.
     pub ttl: Option<Duration>,
+    /// The values consist of bfloat16 numbers: the setting `codec` says whether they are coded.
+    /// Whatever they consist of, a get gives the very bytes.
+    pub bfloat16: bool,
 }
 
 /// One object to store.

@@ -101,11 +101,15 @@ fn pieces_in_any_order_give_the_sum_of_the_whole() {
         h.update(&bytes[range]);
         h
     };
-    let mut pieces = Pieces::new(3);
+    let mut pieces = Pieces::new(3, false);
     assert_eq!(pieces.ended(2, Ok(sum(900..1000))), None);
     assert_eq!(pieces.ended(0, Ok(sum(0..500))), None);
-    assert_eq!(pieces.ended(1, Ok(sum(500..900))), Some(Ok(crate::format::crc(&bytes))));
-    let mut pieces = Pieces::new(2);
+    assert_eq!(pieces.ended(1, Ok(sum(500..900))), Some(Ok(vec![crate::format::crc(&bytes)])));
+    let mut extents = Pieces::new(2, true);
+    assert_eq!(extents.ended(1, Ok(sum(500..1000))), None);
+    let each = [&bytes[..500], &bytes[500..]].map(crate::format::crc);
+    assert_eq!(extents.ended(0, Ok(sum(0..500))), Some(Ok(each.to_vec())));
+    let mut pieces = Pieces::new(2, false);
     assert_eq!(pieces.ended(1, Err(ObjectCause::Io)), None);
     assert!(pieces.has_failed());
     assert_eq!(pieces.ended(0, Err(ObjectCause::Cancelled)), Some(Err(ObjectCause::Io)), "the first failure counts");

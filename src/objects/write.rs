@@ -1,5 +1,6 @@
 //! Writing slots: in pieces, each copied into staging and summed by a worker, or summed and written
-//! where it lies in registered memory; then committed.
+//! where it lies in registered memory; then committed. With a codec each extent is a piece, and coded
+//! instead of copied; an object that does not fit it is begun again without.
 //!
 //! Invariants: a slot is committed only after each of its pieces was copied inside the gate, or
 //! summed under a hold, and written in full. A slot's end is reported after its last piece has
@@ -19,7 +20,8 @@ use super::direct::{self, DirectMemory, Piece};
 use super::request::ObjectMemory;
 use super::work::{Grant, Permit, Staged, StagingClass, StagingNeed, WithoutRoom};
 use crate::error::ErrorKind;
-use crate::format::layout::Extent;
+use crate::format::exp4::CodedShape;
+use crate::format::layout::{Extent, OBJECT_EXTENT_BYTES, SlotCodec, SlotLayout};
 use crate::io::{Buf, Completion, Request};
 use crate::log::{Log, Put, PutOutcome, PutSpec, Refusal, SlotWriter};
 
@@ -79,11 +81,6 @@ fn begin_until(
     }
 }
 
-/// Where the payload of an object's slot lies.
-fn payload(put: &Put) -> Extent {
-    put.layout().extents.first().copied().unwrap_or_default()
-}
-
 /// One slot with one object or part.
 pub(super) struct SlotWrite {
     pub(super) log: Arc<Log>,
@@ -93,7 +90,9 @@ pub(super) struct SlotWrite {
 }
 
 struct Writing {
+    log: Arc<Log>,
     slot: SlotWriter,
+    layout: SlotLayout,
     /// Of the payload.
     pieces: Vec<Piece>,
     payload_offset: u64,
@@ -101,15 +100,22 @@ struct Writing {
     batch: Arc<ObjectBatch>,
     state: Mutex<Pieces>,
     done: Mutex<Option<Done<Stored>>>,
+    /// What to store instead: the bytes do not fit the codec.
+    instead: Mutex<Option<Box<PutSpec>>>,
 }
 
 impl SlotWrite {
     /// Queues it; `done` is called with the result.
     pub(super) fn start(self, core: &Arc<Core>, done: Done<Stored>) {
-        let payload = self.spec.layout.as_ref().and_then(|layout| layout.extents.first());
-        let bytes = payload.map_or(0, |payload| payload.padded_len as usize);
         let staged_bytes = core.work.pool(StagingClass::Store).slot_bytes();
-        let pieces = direct::cut(&core.registered, &self.source, (0, bytes), staged_bytes);
+        let pieces = match &self.spec.layout {
+            Some(layout) if layout.codec() != SlotCodec::None => direct::of_extents(layout, 0),
+            layout => {
+                let payload = layout.as_ref().and_then(|layout| layout.extents.first());
+                let bytes = payload.map_or(0, |payload| payload.padded_len as usize);
+                direct::cut(&core.registered, &self.source, (0, bytes), staged_bytes)
+            }
+        };
         let need = pieces.first().map_or(StagingNeed::Buffer, Piece::need);
         let own = Arc::clone(core);
         let first: Staged = Box::new(move |grant| match grant {
@@ -122,8 +128,9 @@ impl SlotWrite {
 
     fn begin(self, core: &Arc<Core>, (pieces, grant): (Vec<Piece>, Grant), done: Done<Stored>) {
         let Self { log, spec, source, batch } = self;
+        let again = Arc::clone(&log);
         let then: Done<Option<Put>> = Box::new(move |core, put| match put {
-            Ok(Some(put)) => Writing::start(core, put, (source, batch), (pieces, grant, done)),
+            Ok(Some(put)) => Writing::start(core, (again, put), (source, batch), (pieces, grant, done)),
             not => {
                 drop(grant);
                 done(core, not.map(|_| Stored::WasThere));
@@ -136,19 +143,22 @@ impl SlotWrite {
 impl Writing {
     fn start(
         core: &Arc<Core>,
-        put: Put,
+        (log, put): (Arc<Log>, Put),
         (source, batch): (ObjectMemory, Arc<ObjectBatch>),
         (pieces, grant, done): (Vec<Piece>, Grant, Done<Stored>),
     ) {
         let needs: Vec<StagingNeed> = pieces.iter().map(Piece::need).collect();
         let writing = Arc::new(Self {
-            payload_offset: payload(&put).offset,
+            payload_offset: put.layout().extents.first().map_or(0, |first| first.offset),
+            layout: put.layout().clone(),
+            state: Mutex::new(Pieces::new(pieces.len(), put.layout().codec() != SlotCodec::None)),
             slot: SlotWriter::new(put),
-            state: Mutex::new(Pieces::new(pieces.len())),
+            log,
             pieces,
             source,
             batch,
             done: Mutex::new(Some(done)),
+            instead: Mutex::default(),
         });
         let job = |(n, need): (usize, StagingNeed)| -> (StagingNeed, Staged) {
             let (core, writing) = (Arc::clone(core), Arc::clone(&writing));
@@ -171,8 +181,16 @@ impl Writing {
         match (grant, direct.clone()) {
             (Grant::Permit(permit), Some(memory)) => self.direct(core, n, (memory, permit)),
             (Grant::Buffer(mut buf), None) => {
-                let sum = match self.fill(from, len, buf.as_mut_slice()) {
-                    Ok(sum) => sum,
+                let filled = match self.layout.extents.get(n) {
+                    Some(extent) if self.is_coded() => self.code(n, extent, buf.as_mut_slice()),
+                    _ => self.fill(from, len, buf.as_mut_slice()).map(Some),
+                };
+                let sum = match filled {
+                    Ok(Some(sum)) => sum,
+                    Ok(None) => {
+                        drop(buf);
+                        return self.misfit(core, n);
+                    }
                     Err(cause) => {
                         drop(buf);
                         return self.ended(core, n, Err(cause));
@@ -223,24 +241,57 @@ impl Writing {
         payload.copy_out(to, &self.batch.gate)
     }
 
+    fn is_coded(&self) -> bool {
+        self.layout.codec() != SlotCodec::None
+    }
+
+    /// Fills a piece that is an extent; `None` where its bytes do not fit the codec.
+    fn code(&self, n: usize, extent: &Extent, to: &mut [u8]) -> Outcome<Option<crc32fast::Hasher>> {
+        let source = self.source.part(n * OBJECT_EXTENT_BYTES, extent.payload as usize);
+        let to = to.get_mut(..extent.padded_len as usize).ok_or(ObjectCause::Internal)?;
+        let (to, padding) = to.split_at_mut(extent.len as usize);
+        padding.fill(0);
+        if extent.codec == SlotCodec::None {
+            return source.copy_out(to, &self.batch.gate).map(Some);
+        }
+        let shape = CodedShape::of(extent.payload as usize).ok_or(ObjectCause::Internal)?;
+        let crc = source.code_out(shape, to, &self.batch.gate)?;
+        Ok(crc.map(|crc| crc32fast::Hasher::new_with_initial_len(crc, extent.len.into())))
+    }
+
+    /// A piece does not fit the codec: the object is begun again without it, once all pieces have
+    /// ended.
+    fn misfit(&self, core: &Arc<Core>, n: usize) {
+        if let Some(spec) = self.slot.misfit() {
+            *self.instead.lock() = Some(spec);
+        }
+        self.ended(core, n, Err(ObjectCause::Cancelled));
+    }
+
     fn ended(&self, core: &Arc<Core>, n: usize, result: Outcome<crc32fast::Hasher>) {
         let Some(end) = self.state.lock().ended(n, result) else { return };
         let Some(done) = self.done.lock().take() else { return };
         match end {
-            Ok(crc) => commit(core, &self.slot, crc, done),
-            Err(cause) => {
-                self.slot.give_up();
-                done(core, Err(cause));
-            }
+            Ok(crcs) => commit(core, &self.slot, &crcs, done),
+            Err(cause) => match self.instead.lock().take() {
+                Some(spec) => {
+                    let (log, source, batch) = (Arc::clone(&self.log), self.source.clone(), Arc::clone(&self.batch));
+                    SlotWrite { log, spec, source, batch }.start(core, done);
+                }
+                None => {
+                    self.slot.give_up();
+                    done(core, Err(cause));
+                }
+            },
         }
     }
 }
 
 /// Writes the header and publishes; `done` is called on an I/O thread.
-fn commit(core: &Arc<Core>, slot: &SlotWriter, crc: u32, done: Done<Stored>) {
+fn commit(core: &Arc<Core>, slot: &SlotWriter, crcs: &[u32], done: Done<Stored>) {
     let core = Arc::clone(core);
     let told = move |result: crate::error::Result<()>| {
         done(&core, result.map(|()| Stored::Written).map_err(|e| ObjectCause::of(&e)));
     };
-    slot.commit(&[crc], Box::new(told));
+    slot.commit(crcs, Box::new(told));
 }

@@ -25,10 +25,11 @@ Answer = tuple[int, bool, str, list[bool]]
 
 
 class Connector:
-    """LMCache's values as objects; the arguments are those of `open_store`."""
+    """LMCache's values as objects; the arguments are those of `open_store`, and `dtype`, that of the
+    values, which LMCache does not tell here."""
 
-    def __init__(self, **params: Any) -> None:
-        self._store = open_store(**params)
+    def __init__(self, dtype: str | None = None, **params: Any) -> None:
+        self._store, self._dtype = open_store(**params), dtype
 
     def event_fd(self) -> int:
         """Readable while there are completions to take."""
@@ -36,7 +37,7 @@ class Connector:
 
     def submit_batch_set(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Stores each value under its key. A key that is stored already stays as it is, and is a yes."""
-        return self._store.submit_put(zip(keys, memoryviews, strict=True))
+        return self._store.submit_put(zip(keys, memoryviews, strict=True), dtype=self._dtype)
 
     def submit_batch_get(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Fills each buffer with the value of its key."""

@@ -97,7 +97,8 @@ class Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Stores each value under its key. A key that is stored already stays as it is, and is a yes."""
-        return self._submit(self._store.submit_put, keys, objects)
+        dtype = common_dtype(objects)
+        return self._submit(lambda pairs: self._store.submit_put(pairs, dtype=dtype), keys, objects)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """The stores that have ended since the last call."""
@@ -231,6 +232,13 @@ class Adapter(L2AdapterInterface):
             gone = [known for digest in digests if (known := self._stored.pop(digest, None)) is not None]
         if gone:
             self._notify_keys_deleted([key for key, _ in gone], [length for _, length in gone])
+
+
+def common_dtype(objects: list[MemoryObj]) -> Any:
+    """Element type of all values; None where they have several. Values may be coded by it, and are
+    the same to the last bit in any case."""
+    types = {dtype for value in objects for dtype in value.metadata.dtypes or [value.metadata.dtype]}
+    return types.pop() if len(types) == 1 else None
 
 
 def name(key: ObjectKey) -> str:

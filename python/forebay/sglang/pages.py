@@ -87,6 +87,11 @@ class Pages:
         what = digest([name, type(pool).__name__, described, regions, flat])
         return Pages(pool, page_size, f"{name}-{what}-{_rank(pool, config)}", regions)
 
+    @property
+    def dtype(self) -> Any:
+        """Of the numbers in it; None where the pool does not say."""
+        return getattr(self.pool, "dtype", None)
+
     def key(self, page: str) -> str:
         """The key of the page that SGLang calls `page`."""
         return f"{self.tag}/{page}"

@@ -157,7 +157,8 @@ class HiCache(HiCacheStorage):
 
         def write() -> bool:
             pages, flat = self._need_kv(), [value.contiguous() for value in values]
-            return all(self._store.put([(pages.key(key), span_of(value)) for key, value in zip(keys, flat, strict=True)]))
+            items = [(pages.key(key), span_of(value)) for key, value in zip(keys, flat, strict=True)]
+            return all(self._store.put(items, dtype=pages.dtype))
 
         return self._quiet.guarded("stored", write, False)
 
@@ -258,12 +259,12 @@ class HiCache(HiCacheStorage):
         names = [pages.key(key) for key in keys]
         if pages.regions:
             values: list[Any] = list(pages.spans(len(keys), indices))
-            done = self._store.put(list(zip(names, values)))
+            done = self._store.put(list(zip(names, values)), dtype=pages.dtype)
         else:
             first = range(0, len(keys) * pages.page_size, pages.page_size)
             # Held until the put is over.
             flat = [pages.pool.get_data_page(int(indices[at])).contiguous() for at in first]
-            done = self._store.put([(name, span_of(page)) for name, page in zip(names, flat)])
+            done = self._store.put([(name, span_of(page)) for name, page in zip(names, flat)], dtype=pages.dtype)
         self._moved.note(False, done, pages, time.monotonic() - began)
         return done
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 import forebay
-from forebay.vllm import logs, settings, tier_compat
+from forebay.vllm import identity, logs, settings, tier_compat
 from forebay.vllm.geometry import Unsupported
 from forebay.vllm.tier_jobs import Rows, Transfers
 
@@ -71,7 +71,8 @@ class ForebayTier(SecondaryTierManager):
         store = forebay.ObjectStore(read.engine, namespace)
         if not store.is_up:
             logger.warning("tier: the cache could not be opened; everything is a miss until it can be")
-        self._transfers = Transfers(store, rows, read.resolved["load_timeout_ms"], read.resolved["mode"] == "ro")
+        dtype = None if config is None else identity.kv_dtype(config)
+        self._transfers = Transfers(store, rows, read.resolved["load_timeout_ms"], read.resolved["mode"] == "ro", dtype)
         self._keep_after_reset = keep_after_reset
         self._is_shut = False
 

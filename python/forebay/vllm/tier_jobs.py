@@ -128,10 +128,12 @@ class Lookups:
 class Transfers:
     """Jobs between rows of memory and the object store."""
 
-    def __init__(self, store: forebay.ObjectStore, rows: Rows, load_timeout_ms: int, read_only: bool) -> None:
-        """Of an open store, which it closes."""
+    def __init__(
+        self, store: forebay.ObjectStore, rows: Rows, load_timeout_ms: int, read_only: bool, dtype: str | None = None
+    ) -> None:
+        """Of an open store, which it closes; `dtype` is that of the rows' numbers."""
         self.lookups = Lookups()
-        self._store, self._rows = store, rows
+        self._store, self._rows, self._dtype = store, rows, dtype
         self._timeout_s, self._read_only = load_timeout_ms / 1000, read_only
         self._waiting: dict[int, Answer] = {}
         self._loads: dict[int, float] = {}
@@ -258,7 +260,8 @@ class Transfers:
         if not missing:
             self._end(job, job.keys, 0)
             return
-        batch = self._submit(lambda: self._store.submit_put({k: self._rows.buffer(r) for k, r in missing.items()}))
+        values = {k: self._rows.buffer(r) for k, r in missing.items()}
+        batch = self._submit(lambda: self._store.submit_put(values, dtype=self._dtype))
         if batch is None:
             self._end(job, tuple(job.present), 0)
         else:

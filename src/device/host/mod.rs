@@ -28,7 +28,7 @@ mod gather;
 mod grids;
 mod scatter;
 
-internals!(use exp4::{CodecKernels, decode_exp4, encode_exp4});
+internals!(use exp4::{CodecKernels, decode_exp4, decode_tiles, encode_exp4, encode_tiles});
 
 /// Of this many picks with both kinds waiting, one is a gather.
 const GATHER_TURN: u32 = 8;

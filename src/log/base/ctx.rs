@@ -88,7 +88,12 @@ impl Ctx {
     /// Where header and extents of an entry's slot lie.
     pub(in crate::log) fn layout_of(&self, entry: &Entry) -> SlotLayout {
         if entry.kind == EntryKind::Object {
-            return SlotLayout::of_bytes(entry.length as usize, OBJECT_TLV_BYTES);
+            let plain = SlotLayout::of_bytes(entry.length as usize, OBJECT_TLV_BYTES);
+            return if plain.pages() == entry.pages {
+                plain
+            } else {
+                SlotLayout::of_coded_bytes(entry.length as usize, OBJECT_TLV_BYTES)
+            };
         }
         // A coded slot is shorter than that of the same chunk without a codec.
         let coded = self.chunk_layout(entry.tokens, SlotCodec::Exp4);

@@ -39,9 +39,9 @@ pub struct PutSpec {
     /// Further fields of the header: type and bytes. What does not fit the layout's header fails
     /// the commit.
     pub tlvs: Vec<(u16, Vec<u8>)>,
-    /// Codec of a chunk.
+    /// Codec of the slot.
     pub codec: SlotCodec,
-    /// Layout of the slot; `None` for that of a chunk of `tokens` tokens.
+    /// Layout of an object's slot; `None` for that of a chunk of `tokens` tokens.
     pub layout: Option<SlotLayout>,
     /// Payload bytes of an object; ignored for chunks.
     pub length: u64,
@@ -79,5 +79,19 @@ impl PutSpec {
             length,
             ..Self::chunk(key, ChunkKey([0; 32]), 0, 0)
         }
+    }
+
+    /// The same with another codec.
+    #[must_use]
+    pub fn with_codec(mut self, codec: SlotCodec) -> Self {
+        self.codec = codec;
+        if self.layout.is_some() {
+            let length = self.length as usize;
+            self.layout = Some(match codec {
+                SlotCodec::None => SlotLayout::of_bytes(length, OBJECT_TLV_BYTES),
+                SlotCodec::Exp4 => SlotLayout::of_coded_bytes(length, OBJECT_TLV_BYTES),
+            });
+        }
+        self
     }
 }

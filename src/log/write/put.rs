@@ -161,14 +161,13 @@ impl Put {
 
     /// Aborts because the KV does not fit the codec; gives what to begin instead: the same without.
     #[must_use]
-    pub fn misfit(mut self) -> Box<PutSpec> {
+    pub fn misfit(self) -> Box<PutSpec> {
         let ctx = &self.reservation.lane.ctx;
         ctx.counters.codec_misfits.add(1);
         if ctx.codec.misfit() {
             tracing::warn!("KV does not fit the codec and is stored as it is for a while; set codec: none if this is so again and again");
         }
-        self.spec.codec = SlotCodec::None;
-        self.spec
+        Box::new((*self.spec).with_codec(SlotCodec::None))
     }
 
     fn header(&self, crcs: &[u32]) -> Result<(AlignedBuf, u32)> {

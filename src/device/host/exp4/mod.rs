@@ -168,30 +168,81 @@ impl<'a> CodedWriter<'a> {
     }
 }
 
+/// Codes an extent that comes in tiles, from its start on, to `coded`, which has the bytes that the
+/// shape says. `fill` gets each tile to be filled. The CRC of the coded bytes; `None` where it does
+/// not fit.
+///
+/// # Errors
+/// Those of `fill`, which end it.
+pub fn encode_tiles<E>(
+    shape: CodedShape,
+    tiles: impl Iterator<Item = usize>,
+    coded: &mut [u8],
+    mut fill: impl FnMut(&mut [u8]) -> Result<(), E>,
+) -> Result<Option<u32>, E> {
+    let mut writer = CodedWriter::new(shape, coded);
+    let mut crc = ExtentCrc::new();
+    for bytes in tiles {
+        fill(writer.tile(bytes))?;
+        if !writer.filled(&mut crc) {
+            return Ok(None);
+        }
+    }
+    Ok(writer.finish(&mut crc).then(|| crc.finish()))
+}
+
+/// Gives `take` the values of a coded extent in tiles, from its start on; the CRC of the coded
+/// bytes. What is given means nothing where that is wrong.
+///
+/// # Errors
+/// Those of `take`, which end it.
+pub fn decode_tiles<E>(
+    shape: CodedShape,
+    tiles: impl Iterator<Item = usize>,
+    coded: &[u8],
+    mut take: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<u32, E> {
+    let mut reader = CodedReader::new(shape, coded);
+    let mut crc = ExtentCrc::new();
+    let mut at = 0;
+    for bytes in tiles {
+        take(reader.tile(at..at + bytes, &mut crc))?;
+        at += bytes;
+    }
+    reader.finish(&mut crc);
+    Ok(crc.finish())
+}
+
+/// Lengths of the tiles of `bytes` bytes.
+fn segments_of(bytes: usize) -> impl Iterator<Item = usize> {
+    (0..bytes).step_by(SEGMENT_RAW_BYTES).map(move |at| SEGMENT_RAW_BYTES.min(bytes - at))
+}
+
 /// Codes a whole extent; `None` where it does not fit.
 #[must_use]
 pub fn encode_exp4(raw: &[u8]) -> Option<Vec<u8>> {
     let shape = CodedShape::of(raw.len())?;
     let mut coded = vec![0; shape.coded_bytes()];
-    let mut writer = CodedWriter::new(shape, &mut coded);
-    let mut crc = ExtentCrc::new();
-    for piece in raw.chunks(SEGMENT_RAW_BYTES) {
-        writer.tile(piece.len()).copy_from_slice(piece);
-        if !writer.filled(&mut crc) {
-            return None;
-        }
-    }
-    writer.finish(&mut crc).then_some(coded)
+    let mut rest = raw;
+    let fill = |tile: &mut [u8]| {
+        let (here, after) = rest.split_at(tile.len());
+        tile.copy_from_slice(here);
+        rest = after;
+        Ok::<(), std::convert::Infallible>(())
+    };
+    let Ok(crc) = encode_tiles(shape, segments_of(raw.len()), &mut coded, fill);
+    crc.map(|_| coded)
 }
 
 /// The values of a whole coded extent that had `raw_bytes` bytes before.
 #[must_use]
 pub fn decode_exp4(coded: &[u8], raw_bytes: usize) -> Option<Vec<u8>> {
-    let mut reader = CodedReader::new(CodedShape::of(raw_bytes)?, coded);
     let mut raw = Vec::with_capacity(raw_bytes);
-    for at in (0..raw_bytes).step_by(SEGMENT_RAW_BYTES) {
-        raw.extend_from_slice(reader.decode(at..(at + SEGMENT_RAW_BYTES).min(raw_bytes)));
-    }
+    let take = |tile: &[u8]| {
+        raw.extend_from_slice(tile);
+        Ok::<(), std::convert::Infallible>(())
+    };
+    let Ok(_) = decode_tiles(CodedShape::of(raw_bytes)?, segments_of(raw_bytes), coded, take);
     Some(raw)
 }
 

@@ -1,0 +1,219 @@
+//! Objects of bfloat16 numbers, which are coded: they come back as they were put, take less space,
+//! and a turned bit in any of them is a miss.
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+mod objects_world;
+
+use std::os::unix::fs::FileExt;
+
+use forebay::config::{Codec, Settings};
+use forebay::device::HostMemory;
+use forebay::objects::{
+    KeyResult, ObjectCause, ObjectGet, ObjectMemory, ObjectOptions, ObjectPut, ObjectStore, PutOptions,
+};
+use objects_world::*;
+
+const MIB: usize = 1 << 20;
+const BF16: PutOptions = PutOptions { ttl: None, bfloat16: true };
+/// Around the length of an extent, of a part, and where coding saves nothing.
+const SIZES: [usize; 13] = [
+    2,
+    4096,
+    16_384,
+    100_000,
+    MIB - 2,
+    MIB,
+    MIB + 2,
+    3 * MIB + 5000,
+    16 * MIB - 2,
+    16 * MIB,
+    16 * MIB + 2,
+    40 * MIB + 4096,
+    1_000_001,
+];
+
+fn with_codec(dir: &std::path::Path, codec: Codec) -> Settings {
+    let mut settings = settings(dir);
+    settings.codec = codec;
+    settings
+}
+
+fn open_with(dir: &std::path::Path, codec: Codec) -> ObjectStore {
+    ObjectStore::open_with(options(&with_codec(dir, codec))).unwrap()
+}
+
+/// Numbers like those of KV: few exponents, and all mantissas.
+fn numbers(key: &str, len: usize) -> Vec<u8> {
+    let noise = value(key, 7, len + 1);
+    let number = |n: usize, pair: &[u8]| {
+        let exponent = 118 + u16::from((pair[1] ^ n as u8) % 11);
+        (u16::from(pair[0] & 0x80) << 8 | exponent << 7 | u16::from(pair[0] & 0x7f)).to_le_bytes()
+    };
+    let mut bytes: Vec<u8> =
+        noise.chunks(2).enumerate().filter(|(_, p)| p.len() == 2).flat_map(|(n, p)| number(n, p)).collect();
+    bytes.resize(len, 3);
+    bytes
+}
+
+fn put_bytes(store: &ObjectStore, key: &str, bytes: Vec<u8>) -> KeyResult {
+    let item = ObjectPut { key: key.into(), value: ObjectMemory::from_vec(bytes).unwrap() };
+    let id = store.submit_put(vec![item], BF16).unwrap();
+    store.wait(id, LONG).unwrap().results[0]
+}
+
+fn live_bytes(store: &ObjectStore) -> u64 {
+    store.log().unwrap().stats().live_bytes
+}
+
+fn misfits(store: &ObjectStore) -> u64 {
+    store.log().unwrap().stats().codec_misfits
+}
+
+fn check_sizes(store: &ObjectStore) {
+    for size in SIZES {
+        let key = format!("size {size}");
+        let got = get_one(store, &key, size);
+        assert!(got == Ok(numbers(&key, size)), "{size} bytes: {:?}", got.map(|b| b.len()));
+    }
+}
+
+#[test]
+fn every_size_comes_back_also_after_restarts_and_with_the_other_setting() {
+    let dir = dir();
+    let store = open_with(dir.path(), Codec::Exp4);
+    for size in SIZES {
+        let key = format!("size {size}");
+        let result = put_bytes(&store, &key, numbers(&key, size));
+        assert!(result.ok && result.len == size as u64, "{size}: {result:?}");
+    }
+    assert_eq!(misfits(&store), 0);
+    check_sizes(&store);
+    let raw: usize = SIZES.iter().sum();
+    assert!(live_bytes(&store) < raw as u64 * 77 / 100, "{} of {raw}", live_bytes(&store));
+    assert_eq!(
+        store.list(b"size 16777", 9, None).unwrap().iter().map(|(_, len)| *len).max(),
+        Some(16 * MIB as u64 + 2)
+    );
+    close(&store);
+    let store = open_with(dir.path(), Codec::None);
+    check_sizes(&store);
+    assert!(put_bytes(&store, "raw", numbers("raw", 3 * MIB)).ok);
+    store.flush().unwrap();
+    kill(store);
+    let store = open_with(dir.path(), Codec::Auto);
+    check_sizes(&store);
+    assert!(get_one(&store, "raw", 3 * MIB) == Ok(numbers("raw", 3 * MIB)));
+    assert_eq!(store.stats().gets.no, []);
+}
+
+#[test]
+fn only_what_is_told_to_be_bfloat16_is_coded() {
+    let dir = dir();
+    let store = open_with(dir.path(), Codec::Exp4);
+    let (first, second) = (numbers("a", 4 * MIB), numbers("b", 4 * MIB));
+    let item = ObjectPut { key: b"a".to_vec(), value: ObjectMemory::from_vec(first).unwrap() };
+    assert!(put(&store, vec![item]).all_ok());
+    let untold = live_bytes(&store);
+    assert!(untold >= 4 * MIB as u64);
+    assert!(put_bytes(&store, "b", second).ok);
+    assert!((live_bytes(&store) - untold) * 100 < untold * 77);
+}
+
+#[test]
+fn what_does_not_fit_is_stored_as_it_is_wherever_it_lies() {
+    let dir = dir();
+    let store = open_with(dir.path(), Codec::Exp4);
+    // One extent of five is noise, in every place; the codec pauses after the first.
+    for place in 0..5 {
+        let key = format!("noise at {place}");
+        let mut bytes = numbers(&key, 5 * MIB);
+        bytes[place * MIB..(place + 1) * MIB].copy_from_slice(&value("noise", place as u64, MIB));
+        let store = ObjectStore::open_with(ObjectOptions {
+            namespace: key.clone(),
+            ..options(&with_codec(dir.path(), Codec::Exp4))
+        })
+        .unwrap();
+        assert!(put_bytes(&store, &key, bytes.clone()).ok, "{key}");
+        assert_eq!(misfits(&store), 1, "{key}");
+        assert!(get_one(&store, &key, 5 * MIB) == Ok(bytes), "{key}");
+        assert!(live_bytes(&store) >= 5 * MIB as u64);
+        close(&store);
+    }
+    // All of it is noise, in parts that find it out at the same time.
+    let bytes = value("noise", 1, 70 * MIB);
+    assert!(put_bytes(&store, "large", bytes.clone()).ok);
+    assert!(misfits(&store) >= 1);
+    assert!(get_one(&store, "large", 70 * MIB) == Ok(bytes));
+    assert_eq!((store.stats().puts.no, store.stats().gets.no), (vec![], vec![]));
+}
+
+#[test]
+fn memory_in_many_pieces_of_odd_lengths_and_registered_memory_do_the_same() {
+    let dir = dir();
+    let store = open_with(dir.path(), Codec::Exp4);
+    let bytes = numbers("pieces", 3 * MIB + 300);
+    let cut = |bytes: &[u8]| {
+        let lengths = [1, 70_001, 3, MIB, 65_537].into_iter().cycle();
+        let (mut rest, mut pieces) = (bytes, Vec::new());
+        for len in lengths {
+            let (piece, after) = rest.split_at(len.min(rest.len()));
+            pieces.push(ObjectMemory::from_vec(piece.to_vec()).unwrap());
+            rest = after;
+            if rest.is_empty() {
+                break;
+            }
+        }
+        ObjectMemory::of_pieces(pieces)
+    };
+    let id = store.submit_put(vec![ObjectPut { key: b"pieces".to_vec(), value: cut(&bytes) }], BF16).unwrap();
+    assert!(store.wait(id, LONG).unwrap().all_ok());
+    let target = cut(&vec![0xee; bytes.len()]);
+    let id = store.submit_get(vec![ObjectGet { key: b"pieces".to_vec(), target: target.clone() }]).unwrap();
+    assert!(store.wait(id, LONG).unwrap().all_ok());
+    assert!(target.to_vec().unwrap() == bytes);
+    let memory = HostMemory::from_vec(vec![0; 8 * MIB]).unwrap();
+    store.register_memory(&memory).unwrap();
+    let target = ObjectMemory::new(&memory, 4096, bytes.len()).unwrap();
+    let id = store.submit_get(vec![ObjectGet { key: b"pieces".to_vec(), target: target.clone() }]).unwrap();
+    assert!(store.wait(id, LONG).unwrap().all_ok());
+    assert!(target.to_vec().unwrap() == bytes);
+    let id = store.submit_put(vec![ObjectPut { key: b"registered".to_vec(), value: target }], BF16).unwrap();
+    assert!(store.wait(id, LONG).unwrap().all_ok());
+    assert!(get_one(&store, "registered", bytes.len()) == Ok(bytes));
+}
+
+#[test]
+fn a_turned_bit_anywhere_in_a_coded_slot_is_a_miss() {
+    let dir = dir();
+    let bytes = numbers("turned", 2 * MIB + 8000);
+    let store = open_with(dir.path(), Codec::Exp4);
+    assert!(put_bytes(&store, "turned", bytes.clone()).ok);
+    close(&store);
+    let [file] = files(dir.path(), "data.kv").try_into().unwrap();
+    let opened = std::fs::OpenOptions::new().read(true).write(true).open(file).unwrap();
+    let len = opened.metadata().unwrap().len() as usize;
+    let mut whole = vec![0; len];
+    opened.read_exact_at(&mut whole, 0).unwrap();
+    let pages: Vec<usize> = (0..len / 4096).filter(|p| whole[p * 4096..][..4096].iter().any(|b| *b != 0)).collect();
+    // Header, both whole extents and the short one, of 3/4 of the bytes.
+    let coded = bytes.len() * 77 / 100 / 4096;
+    assert!(pages.len() > coded * 9 / 10, "{} pages of {coded}", pages.len());
+    let mut missed = 0;
+    for (n, page) in pages.iter().step_by(7).enumerate() {
+        let at = page * 4096 + n * 523 % 4096;
+        let turned = [whole[at] ^ 1 << (n % 8)];
+        opened.write_all_at(&turned, at as u64).unwrap();
+        let store = open_with(dir.path(), Codec::Exp4);
+        match get_one(&store, "turned", bytes.len()) {
+            Ok(got) => assert!(got == bytes, "wrong bytes with a turned bit at {at}"),
+            Err(why) => {
+                missed += 1;
+                assert!(matches!(why, ObjectCause::Corrupt | ObjectCause::NotFound), "{why:?} at {at}");
+            }
+        }
+        kill(store);
+        // What was found bad is gone: the file as it was.
+        opened.write_all_at(&whole, 0).unwrap();
+    }
+    assert!(missed * 10 >= pages.len() / 7 * 8, "{missed} of {} turned bits missed", pages.len() / 7);
+}
