@@ -162,6 +162,31 @@ fn no_slot_is_larger_for_the_codec_and_every_length_tells_it() {
     }
 }
 
+#[test]
+fn slots_of_objects_have_an_extent_for_each_mebibyte_and_every_length_tells_the_codec() {
+    let coded_bytes = |payload: usize| CodedShape::of(payload).unwrap().coded_bytes() as u32;
+    let layout = SlotLayout::of_coded_bytes((3 << 20) + 20_000, 1088);
+    let expected: Vec<(u32, u32)> =
+        [1 << 20, 1 << 20, 1 << 20, 20_000].map(|payload| (payload as u32, coded_bytes(payload))).to_vec();
+    assert_eq!(layout.extents.iter().map(|e| (e.payload, e.len)).collect::<Vec<_>>(), expected);
+    // From the page behind the header on, one after the other.
+    let places = expected.iter().scan(4096, |at, (_, len)| {
+        *at += len;
+        Some(u64::from(*at - len))
+    });
+    assert!(layout.extents.iter().map(|e| e.offset).eq(places));
+    assert_eq!(layout.slot_bytes, 4096 + expected.iter().map(|(_, len)| u64::from(*len)).sum::<u64>());
+    let lengths = (1..70_000).step_by(7).chain((1..20 << 20).step_by(99_991)).chain([16 << 20, (16 << 20) - 2]);
+    for len in lengths {
+        let [plain, coded] = [SlotLayout::of_bytes(len, 1088), SlotLayout::of_coded_bytes(len, 1088)];
+        assert!(coded == plain || coded.pages() < plain.pages(), "{len} bytes");
+        assert_eq!(coded == plain, coded.codec() == SlotCodec::None, "{len} bytes");
+        assert_eq!(coded.payload(), len as u64);
+        assert!(len % 2 == 0 || coded == plain, "{len} bytes are no 16-bit values");
+        assert!(len < 20_000 || len % 2 == 1 || coded != plain, "{len} bytes are worth it");
+    }
+}
+
 /// Writes the fixtures that are not there.
 #[test]
 #[ignore = "a fixture is never written again"]

@@ -233,7 +233,9 @@ impl PyObjectStore {
         ttl_s: Option<f64>,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        self.submit(BatchKind::Put, items, puts(items, ttl_s, dtype), |store, (puts, options)| store.submit_put(puts, options))
+        self.submit(BatchKind::Put, items, puts(items, ttl_s, dtype), |store, (puts, options)| {
+            store.submit_put(puts, options)
+        })
     }
 
     /// Begins a get and returns its number.
