@@ -120,6 +120,7 @@ mutants:
 	$(PYTHON) tests/mutants/run.py tests/mutants/log.json --update tests/mutants/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/tier.json --update tests/mutants/README.md || status=1; \
 	$(PYTHON) tests/mutants/run.py tests/mutants/blend.json --update tests/mutants/README.md || status=1; \
+	$(PYTHON) tests/mutants/run.py tests/mutants/objects.json --update tests/mutants/README.md || status=1; \
 	exit $$status
 
 # Speed against fio on this machine; writes docs/benchmarks.md. Needs fio and about an hour.

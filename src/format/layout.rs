@@ -115,20 +115,18 @@ impl SlotLayout {
 
     /// As [`SlotLayout::of_bytes`], for 16-bit values that are coded: extents of
     /// [`OBJECT_EXTENT_BYTES`] of them, so that an object can be coded and decoded in pieces. Where
-    /// the slot becomes no smaller by it, it is that without.
+    /// no extent becomes smaller by it, it is that without.
     #[must_use]
     pub fn of_coded_bytes(len: usize, tlv_bytes: usize) -> Self {
-        let plain = Self::of_bytes(len, tlv_bytes);
         if !len.is_multiple_of(2) {
-            return plain;
+            return Self::of_bytes(len, tlv_bytes);
         }
         let piece = |at: usize| {
             let payload = OBJECT_EXTENT_BYTES.min(len - at);
             ExtentSizes { payload, len: payload, codec: SlotCodec::None }.smaller()
         };
         let pieces: Vec<ExtentSizes> = (0..len).step_by(OBJECT_EXTENT_BYTES).map(piece).collect();
-        let coded = Self::new(&pieces, tlv_bytes);
-        if coded.slot_bytes < plain.slot_bytes { coded } else { plain }
+        Self::new(&pieces, tlv_bytes)
     }
 
     fn new(sizes: &[ExtentSizes], tlv_bytes: usize) -> Self {
