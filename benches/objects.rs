@@ -1,5 +1,5 @@
-//! Puts and gets of objects: throughput and processor time, through staging and straight from and
-//! into registered memory. Every byte is checked by the store.
+//! Puts and gets of objects: throughput and processor time, through staging, straight from and into
+//! registered memory, and coded. Every byte is checked by the store.
 //!
 //! `cargo bench -p forebay --bench objects -- DIR [MIB]`: DIR is a directory on the drive to be
 //! measured, MIB how much is moved in each run. The runs of one size alternate; the median of seven
@@ -8,12 +8,13 @@
 
 use std::time::{Duration, Instant};
 
-use forebay::config::{Capacity, MinFree, Settings};
+use forebay::config::{Capacity, Codec, MinFree, Settings};
 use forebay::device::HostMemory;
 use forebay::objects::{ObjectGet, ObjectMemory, ObjectPut, ObjectStore, PutOptions};
 
 const LONG: Duration = Duration::from_secs(120);
 const RUNS: usize = 7;
+const WAYS: [&str; 3] = ["staged", "direct", "coded"];
 
 /// Processor seconds of this process, in steps of 10 ms.
 fn cpu_s() -> f64 {
@@ -51,26 +52,31 @@ fn main() {
     settings.capacity = Capacity::Bytes(8 * total as u64);
     settings.min_free = MinFree::Bytes(0);
     settings.allow_any_filesystem = true;
-    let stores: Vec<ObjectStore> =
-        ["staged", "direct"].iter().map(|name| ObjectStore::open(&settings, name).unwrap()).collect();
+    settings.codec = Codec::Exp4;
+    let stores: Vec<ObjectStore> = WAYS.iter().map(|name| ObjectStore::open(&settings, name).unwrap()).collect();
     let arena = HostMemory::alloc_zeroed(total).unwrap();
-    let noise: Vec<u8> =
-        (0..total / 8).flat_map(|n| (n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
-    arena.write(0, &noise).unwrap();
-    drop(noise);
+    // bfloat16 numbers of eight exponents.
+    let number = |n: u64| {
+        let noise = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        ((noise as u16) & 0x807f | (120 + (noise >> 16 & 7) as u16) << 7).to_le_bytes()
+    };
+    let numbers: Vec<u8> = (0..total as u64 / 2).flat_map(number).collect();
+    arena.write(0, &numbers).unwrap();
+    drop(numbers);
     stores[1].register_memory(&arena).unwrap();
     println!("{:>10} {:>4} {:>8} {:>8} {:>12}", "size", "op", "way", "GiB/s", "CPU s/GiB");
-    for size in [32 << 20, 256 << 10] {
+    for size in [32 << 20, 2 << 20, 256 << 10] {
         let memory = |n: usize| ObjectMemory::new(&arena, n * size, size).unwrap();
         let keys: Vec<Vec<u8>> = (0..total / size).map(|n| n.to_string().into_bytes()).collect();
-        let mut all: [[Vec<(f64, f64)>; 2]; 2] = Default::default();
+        let mut all: [[Vec<(f64, f64)>; WAYS.len()]; 2] = Default::default();
         for _ in 0..RUNS {
             for (way, store) in stores.iter().enumerate() {
                 store.clear().unwrap();
                 let puts: Vec<_> =
                     keys.iter().enumerate().map(|(n, key)| ObjectPut { key: key.clone(), value: memory(n) }).collect();
                 all[0][way].push(measure(total, || {
-                    let id = store.submit_put(puts, PutOptions::default()).unwrap();
+                    let options = PutOptions { bfloat16: WAYS[way] == "coded", ..PutOptions::default() };
+                    let id = store.submit_put(puts, options).unwrap();
                     assert!(store.wait(id, LONG).unwrap().all_ok());
                     store.flush().unwrap();
                 }));
@@ -83,7 +89,7 @@ fn main() {
             }
         }
         for (op, ways) in ["put", "get"].iter().zip(all) {
-            for (way, runs) in ["staged", "direct"].iter().zip(ways) {
+            for (way, runs) in WAYS.iter().zip(ways) {
                 let (rate, cpu) = median(runs);
                 println!("{:>6} KiB {op:>4} {way:>8} {rate:>8.2} {cpu:>12.3}", size >> 10);
             }

@@ -48,6 +48,17 @@ pub fn open_device(name: &str, settings: &Settings) -> Result<Arc<dyn Device>> {
     }
 }
 
+/// The codec that the settings ask for. Without vectors it takes more of the processor than it saves
+/// of the drive.
+pub(crate) fn codec_of(settings: &Settings, host: bool) -> SlotCodec {
+    match settings.codec {
+        Codec::None => SlotCodec::None,
+        Codec::Exp4 => SlotCodec::Exp4,
+        Codec::Auto if host && CodecKernels::best().has_vectors() => SlotCodec::Exp4,
+        Codec::Auto => SlotCodec::None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -67,16 +78,5 @@ mod tests {
             let e = DeviceName::of(name).unwrap_err();
             assert!(e.kind() == ErrorKind::Config && e.to_string().contains("is not a device"), "{name}: {e}");
         }
-    }
-}
-
-/// The codec that the settings ask for. Without vectors it takes more of the processor than it saves
-/// of the drive.
-pub(crate) fn codec_of(settings: &Settings, host: bool) -> SlotCodec {
-    match settings.codec {
-        Codec::None => SlotCodec::None,
-        Codec::Exp4 => SlotCodec::Exp4,
-        Codec::Auto if host && CodecKernels::best().has_vectors() => SlotCodec::Exp4,
-        Codec::Auto => SlotCodec::None,
     }
 }
