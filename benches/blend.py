@@ -4,6 +4,7 @@ that of a computed one.
 Model `speed` of tests/vllm/model.py in bfloat16; prompts of a preamble, 16 segments of 240 tokens
 in an order of their own, and a question: 4096 tokens. Each round asks for one order once computed
 and once per share of tokens computed anew; every order is new, so that no prefix of it is cached.
+Then each arm once more while other requests generate: the longest that these wait for a token.
 Weights are random: what blending costs in quality is measured by tests/vllm/blend_quality.py, with
 a trained model.
 
@@ -45,13 +46,38 @@ def first_token(llm: Any, prompt: list[int], asking: dict[str, Any] | None, name
     return time.perf_counter() - began
 
 
+def longest_wait(llm: Any, others: list[list[int]], prompt: list[int], asking: dict[str, Any], name: str) -> float:
+    """The longest that requests which generate wait for a token while this prompt is prefilled or blended."""
+    from vllm import SamplingParams
+
+    engine, tokens = llm.llm_engine, 400
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
+    for number, other in enumerate(others):
+        engine.add_request(f"{name} {number}", {"prompt_token_ids": other, "cache_salt": f"{name} {number}"}, sampling)
+    while sum(bool(made.outputs[0].token_ids) for made in engine.step()) < len(others):
+        pass
+    extra = {"extra_args": {"kv_transfer_params": asking}}
+    engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": name}, SamplingParams(temperature=0, max_tokens=1, **extra))
+    longest, last, is_over = 0.0, time.perf_counter(), False
+    while not is_over:
+        answers = [made.request_id for made in engine.step()]
+        is_over = name in answers
+        if len(answers) - is_over == len(others):
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+    engine.abort_request([f"{name} {number}" for number in range(len(others))])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return longest
+
+
 def counted(llm: Any, name: str) -> int:
     """A counter of the connector."""
     return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == f"vllm:forebay_{name}")
 
 
-def measure(model: str, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, round by round."""
+def measure(model: str, folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each arm, round by round: to the first token, and how long others waited."""
     from vllm import LLM
 
     cache = {"cache_dir": str(folder / "cache"), "capacity": "4GiB", "min_free": 0, "enable_blending": True}
@@ -73,7 +99,8 @@ def measure(model: str, folder: Path, rounds: int) -> dict[str, list[float]]:
     source = random.Random(11)
     preamble, *segments = [[source.randrange(4, 512) for _ in range(count)] for count in (PREAMBLE, *(SEGMENT,) * SEGMENTS)]
     places = [(PREAMBLE + SEGMENT * number, PREAMBLE + SEGMENT * (number + 1)) for number in range(SEGMENTS)]
-    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    others = [[source.randrange(4, 512) for _ in range(64)] for _ in range(4)]
+    times: dict[str, dict[str, list[float]]] = {arm: {"first token": [], "others wait": []} for arm in ARMS}
 
     def ask(number: int) -> None:
         order = source.sample(segments, SEGMENTS)
@@ -85,14 +112,18 @@ def measure(model: str, folder: Path, rounds: int) -> dict[str, list[float]]:
                 asking |= {"forebay.segments": places, "forebay.blend_select": how[0], "forebay.blend_ratio": how[1]}
             if number == 0:
                 asking["forebay.store_segments"] = True
-            times[arm].append(first_token(llm, prompt, asking, f"{number} {arm}"))
+            times[arm]["first token"].append(first_token(llm, prompt, asking, f"{number} {arm}"))
+            # Blended KV is found in vLLM's prefix cache.
+            assert llm.reset_prefix_cache()
+            times[arm]["others wait"].append(longest_wait(llm, others, prompt, asking, f"{number} {arm} again"))
+            assert llm.reset_prefix_cache()
 
     for number in range(rounds + 1):
         ask(number)
     blended = counted(llm, "blend_segments_reused")
-    assert blended == (rounds + 1) * (len(ARMS) - 1) * SEGMENTS, f"{blended} segments were reused"
+    assert blended == 2 * (rounds + 1) * (len(ARMS) - 1) * SEGMENTS, f"{blended} segments were reused"
     # The first round stores the segments, and warms.
-    return {arm: seconds[1:] for arm, seconds in times.items()}
+    return {arm: {what: seconds[1:] for what, seconds in of.items()} for arm, of in times.items()}
 
 
 def main() -> None:
@@ -110,11 +141,13 @@ def main() -> None:
         times = measure(str(model), Path(made), options.rounds)
     if options.json is not None:
         options.json.write_text(json.dumps(times))
-    base = statistics.median(times["computed"])
-    print("| computed anew | time to first token, median | smallest to largest | of computed |\n|---|---|---|---|")
-    for arm, seconds in times.items():
-        middle = statistics.median(seconds)
-        print(f"| {arm} | {middle:.3f} s | {min(seconds):.3f} to {max(seconds):.3f} s | {middle / base:.2f} |")
+    for what in ("first token", "others wait"):
+        base = statistics.median(times["computed"][what])
+        print(f"| computed anew | {what}, median | smallest to largest | of computed |\n|---|---|---|---|")
+        for arm, of in times.items():
+            middle = statistics.median(of[what])
+            print(f"| {arm} | {middle:.3f} s | {min(of[what]):.3f} to {max(of[what]):.3f} s | {middle / base:.2f} |")
+        print()
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_a_server_whose_workers_cannot_blend_does_not_start(model: str, tmp_path
     [
         ({"parallel_config__worker_extension_cls": ""}, False, "--worker-extension-cls forebay.vllm.blend.worker.BlendWorker"),
         ({}, True, "use_layerwise"),
-        ({"parallel_config__tensor_parallel_size": 2}, False, "tensor parallelism of 2"),
+        ({"parallel_config__pipeline_parallel_size": 2}, False, "pipeline parallelism of 2"),
     ],
 )
 def test_servers_that_cannot_blend_are_refused_by_name(change: dict[str, Any], layerwise: bool, name: str) -> None:
