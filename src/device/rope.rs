@@ -7,6 +7,7 @@
 //! Must not: touch keys of tokens that the plan does not map, or read beyond the table.
 #![expect(unsafe_code, reason = "turns keys in the caller's paged KV")]
 
+use std::ops::Range;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 use std::sync::Arc;
 
@@ -35,7 +36,7 @@ pub struct RopeTable {
     kind: FloatKind,
 }
 
-/// PairTurns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
+/// Turns the keys of one layer's plane, for the tokens of one chunk, from their old positions to
 /// new ones.
 #[derive(Clone)]
 pub struct RopeShift {
@@ -123,10 +124,18 @@ fn invalid(what: String) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("rotary shift: {what}"))
 }
 
-/// The turns of one token, pair by pair, alike in all of its heads.
+/// Tokens whose turns are made at a time. They are the same in all layers, and stay in the core's
+/// cache while layer after layer is turned by them.
+const WINDOW_TOKENS: usize = 256;
+
+/// The turns of a window of tokens, pair by pair, alike in all heads and layers.
 struct PairTurns {
-    /// Cosines, then sines, of its old position and of its new one.
+    half: usize,
+    /// First token of the window.
+    first: usize,
+    /// Cosines, then sines, of a token's old position and of its new one.
     rows: [Vec<f32>; 2],
+    /// For each token, of all pairs.
     cosines: Vec<f32>,
     sines: Vec<f32>,
 }
@@ -134,27 +143,56 @@ struct PairTurns {
 impl PairTurns {
     fn new(half: usize) -> Self {
         let zeros = |count| vec![0.0; count];
-        Self { rows: [zeros(2 * half), zeros(2 * half)], cosines: zeros(half), sines: zeros(half) }
+        let (rows, all) = ([zeros(2 * half), zeros(2 * half)], WINDOW_TOKENS * half);
+        Self { half, first: 0, rows, cosines: zeros(all), sines: zeros(all) }
     }
 
-    /// Makes them of the rows.
-    #[inline(always)]
-    fn make(&mut self) {
-        let half = self.cosines.len();
-        let [(c0, s0), (c1, s1)] = self.rows.each_ref().map(|row| row.split_at(half));
-        let rows = c0.iter().zip(s0).zip(c1.iter().zip(s1));
-        for (((&c0, &s0), (&c1, &s1)), (cosine, sine)) in rows.zip(self.cosines.iter_mut().zip(&mut self.sines)) {
-            let norm = c0 * c0 + s0 * s0;
-            (*cosine, *sine) = ((c0 * c1 + s0 * s1) / norm, (c0 * s1 - s0 * c1) / norm);
+    /// Makes those of a window.
+    ///
+    /// # Safety
+    /// The table must lie in host memory.
+    unsafe fn make(&mut self, of: &Rows<'_>, window: Range<usize>) {
+        self.first = window.start;
+        for (token, _) in mapped(of.shift, window) {
+            let [old, new] = of.shift.positions(token);
+            if old == new {
+                continue;
+            }
+            for (row, position) in self.rows.iter_mut().zip([old, new]) {
+                // SAFETY: positions were checked against the table, which the shift holds; that it
+                // lies in host memory is the caller's promise.
+                unsafe { of.read_row(position, row) };
+            }
+            let [(c0, s0), (c1, s1)] = self.rows.each_ref().map(|row| row.split_at(self.half));
+            let at = (token - self.first) * self.half;
+            let to = self.cosines.iter_mut().zip(&mut self.sines).skip(at);
+            for (((&c0, &s0), (&c1, &s1)), (cosine, sine)) in c0.iter().zip(s0).zip(c1.iter().zip(s1)).zip(to) {
+                let norm = c0 * c0 + s0 * s0;
+                (*cosine, *sine) = ((c0 * c1 + s0 * s1) / norm, (c0 * s1 - s0 * c1) / norm);
+            }
         }
     }
 
-    fn of_pairs(&self) -> impl Iterator<Item = (f32, f32)> {
-        self.cosines.iter().copied().zip(self.sines.iter().copied())
+    /// Those of one token.
+    #[inline(always)]
+    fn of_pairs(&self, token: usize) -> impl Iterator<Item = (f32, f32)> {
+        let at = (token - self.first) * self.half;
+        let [cosines, sines] = [&self.cosines, &self.sines].map(|all| all.get(at..at + self.half).unwrap_or_default());
+        cosines.iter().copied().zip(sines.iter().copied())
     }
 }
 
-/// PairTurns one pair.
+/// The tokens in a window that have a slot, with their slots.
+#[inline(always)]
+fn mapped(shift: &RopeShift, window: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
+    let runs = shift.plan.runs();
+    let first = runs.partition_point(|run| (run.token + run.len) as usize <= window.start);
+    let runs = runs.get(first..).unwrap_or_default().iter();
+    let tokens = runs.flat_map(|run| (run.token as usize..).zip(run.slot..run.slot + u64::from(run.len)));
+    tokens.skip_while(move |(token, _)| *token < window.start).take_while(move |(token, _)| *token < window.end)
+}
+
+/// Turns one pair.
 #[inline(always)]
 fn turn_pair<E: Element>(first: &mut E::Bytes, second: &mut E::Bytes, (cosine, sine): (f32, f32)) {
     let (x, y) = (E::load(*first), E::load(*second));
@@ -245,6 +283,20 @@ impl RopeShift {
         })
     }
 
+    /// Old and new position of a token.
+    #[inline(always)]
+    fn positions(&self, token: usize) -> [usize; 2] {
+        [&self.old_positions, &self.new_positions].map(|of| of.get(token).map_or(0, |p| *p as usize))
+    }
+
+    /// Whether each token is turned as by another shift, in whatever layer.
+    fn turns_like(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.plan, &other.plan)
+            && Arc::ptr_eq(&self.old_positions, &other.old_positions)
+            && Arc::ptr_eq(&self.new_positions, &other.new_positions)
+            && Arc::ptr_eq(&self.table, &other.table)
+    }
+
     fn check_positions(&self) -> Result<(), String> {
         for positions in [&self.old_positions, &self.new_positions] {
             if positions.len() != self.plan.chunk_tokens() {
@@ -265,17 +317,18 @@ impl RopeShift {
 }
 
 impl Rows<'_> {
-    /// PairTurns the keys on the calling thread.
+    /// Turns the keys of a window of tokens on the calling thread.
     ///
     /// # Safety
-    /// Keys and table must lie in host memory, and nobody else may use the keys meanwhile.
-    pub(super) unsafe fn turn_on_host(&self) {
+    /// Keys must lie in host memory, and nobody else may use them meanwhile; `turns` are those of
+    /// this window.
+    unsafe fn turn(&self, turns: &PairTurns, window: Range<usize>) {
         // SAFETY: the caller's promise.
         unsafe {
             match self.shift.kind {
-                FloatKind::F32 => self.turn_by_processor::<F32>(),
-                FloatKind::F16 => self.turn_by_processor::<F16>(),
-                FloatKind::Bf16 => self.turn_by_processor::<Bf16>(),
+                FloatKind::F32 => self.turn_by_processor::<F32>(turns, window),
+                FloatKind::F16 => self.turn_by_processor::<F16>(turns, window),
+                FloatKind::Bf16 => self.turn_by_processor::<Bf16>(turns, window),
             }
         }
     }
@@ -283,68 +336,71 @@ impl Rows<'_> {
     /// With vectors as wide as the processor has; all give the same bits.
     ///
     /// # Safety
-    /// As of [`Self::turn_on_host`]; the keys are of type `E`.
-    unsafe fn turn_by_processor<E: Element>(&self) {
+    /// As of [`Self::turn`]; the keys are of type `E`.
+    unsafe fn turn_by_processor<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl") {
+            // SAFETY: the processor has it; the rest is the caller's promise.
+            return unsafe { self.turn_with_avx512::<E>(turns, window) };
+        }
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             // SAFETY: the processor has it; the rest is the caller's promise.
-            return unsafe { self.turn_with_avx2::<E>() };
+            return unsafe { self.turn_with_avx2::<E>(turns, window) };
         }
         // SAFETY: the caller's promise.
-        unsafe { self.turn_elements::<E>() }
+        unsafe { self.turn_elements::<E>(turns, window) }
+    }
+
+    /// # Safety
+    /// As of [`Self::turn_elements`], on a processor with these.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn turn_with_avx512<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.turn_elements::<E>(turns, window) }
     }
 
     /// # Safety
     /// As of [`Self::turn_elements`], on a processor with AVX2.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
-    unsafe fn turn_with_avx2<E: Element>(&self) {
+    unsafe fn turn_with_avx2<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
         // SAFETY: the caller's promise.
-        unsafe { self.turn_elements::<E>() }
+        unsafe { self.turn_elements::<E>(turns, window) }
     }
 
     /// # Safety
-    /// As of [`Self::turn_on_host`]; the keys are of type `E`.
+    /// As of [`Self::turn`]; the keys are of type `E`.
     #[inline(always)]
-    unsafe fn turn_elements<E: Element>(&self) {
+    unsafe fn turn_elements<E: Element>(&self, turns: &PairTurns, window: Range<usize>) {
         let (shift, half) = (self.shift, self.half);
         let block_tokens = u64::from(shift.plan.block_tokens());
-        let mut turns = PairTurns::new(half);
-        for run in shift.plan.runs() {
-            for (token, slot) in (run.token as usize..).zip(run.slot..run.slot + u64::from(run.len)) {
-                let position = |of: &[i64]| of.get(token).map_or(0, |p| *p as usize);
-                let positions = [position(&shift.old_positions), position(&shift.new_positions)];
-                if positions[0] == positions[1] {
-                    continue;
-                }
-                for (row, position) in turns.rows.iter_mut().zip(positions) {
-                    // SAFETY: positions were checked against the table, which the shift holds.
-                    unsafe { self.read_row(position, row) };
-                }
-                turns.make();
-                let place = (slot / block_tokens) as usize * self.view.block_stride
-                    + (slot % block_tokens) as usize * self.view.token_stride;
-                for head in 0..self.heads {
-                    let key = self.base.wrapping_add(place + head * self.view.head_stride);
-                    // SAFETY: the slot lies in a block of the layout, the pairs in the head: `rows`
-                    // compared them; that nobody else uses it is the caller's promise. The halves do
-                    // not overlap, and bytes have no alignment.
-                    unsafe {
-                        match shift.style {
-                            RopeStyle::Neox => {
-                                let first = key.cast::<E::Bytes>();
-                                let (first, second) = (
-                                    from_raw_parts_mut(first, half),
-                                    from_raw_parts_mut(first.wrapping_add(half), half),
-                                );
-                                let pairs = first.iter_mut().zip(second).zip(turns.of_pairs());
-                                pairs.for_each(|((first, second), by)| turn_pair::<E>(first, second, by));
-                            }
-                            RopeStyle::GptJ => {
-                                let pairs = from_raw_parts_mut(key.cast::<[E::Bytes; 2]>(), half);
-                                let pairs = pairs.iter_mut().zip(turns.of_pairs());
-                                pairs.for_each(|([first, second], by)| turn_pair::<E>(first, second, by));
-                            }
+        for (token, slot) in mapped(shift, window) {
+            let [old, new] = shift.positions(token);
+            if old == new {
+                continue;
+            }
+            let place = (slot / block_tokens) as usize * self.view.block_stride
+                + (slot % block_tokens) as usize * self.view.token_stride;
+            for head in 0..self.heads {
+                let key = self.base.wrapping_add(place + head * self.view.head_stride);
+                // SAFETY: the slot lies in a block of the layout, the pairs in the head: `rows`
+                // compared them; that nobody else uses it is the caller's promise. The halves do
+                // not overlap, and bytes have no alignment.
+                unsafe {
+                    match shift.style {
+                        RopeStyle::Neox => {
+                            let first = key.cast::<E::Bytes>();
+                            let (first, second) =
+                                (from_raw_parts_mut(first, half), from_raw_parts_mut(first.wrapping_add(half), half));
+                            let pairs = first.iter_mut().zip(second).zip(turns.of_pairs(token));
+                            pairs.for_each(|((first, second), by)| turn_pair::<E>(first, second, by));
+                        }
+                        RopeStyle::GptJ => {
+                            let pairs = from_raw_parts_mut(key.cast::<[E::Bytes; 2]>(), half);
+                            let pairs = pairs.iter_mut().zip(turns.of_pairs(token));
+                            pairs.for_each(|([first, second], by)| turn_pair::<E>(first, second, by));
                         }
                     }
                 }
@@ -380,18 +436,29 @@ unsafe fn read_elements<E: Element>(base: *const u8, to: &mut [f32]) {
     to.iter_mut().zip(elements).for_each(|(to, bytes)| *to = E::load(*bytes));
 }
 
-/// PairTurns keys in host memory, on the calling thread; what a GPU device does by its kernel.
+/// Turns the keys of all these shifts on the calling thread; all are checked before the first is
+/// turned.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidInput`] where the shift does not suit the paged KV (the message says how),
-/// or lies in device memory.
-pub(super) fn shift_on_host(kv: &PagedKv, shift: &RopeShift) -> Result<()> {
-    let rows = shift.rows(kv)?;
+/// [`ErrorKind::InvalidInput`] where a shift does not suit the paged KV (the message says how), or
+/// that lies in device memory.
+pub(super) fn turn_on_host(kv: &PagedKv, shifts: &[RopeShift]) -> Result<()> {
+    let rows = shifts.iter().map(|shift| shift.rows(kv)).collect::<Result<Vec<_>>>()?;
     if kv.place() != MemorySpace::Host {
         return Err(invalid(format!("the host device cannot turn keys in {:?}", kv.place())));
     }
-    // SAFETY: the place is the host, also the table's, which `rows` compared; what others do with
-    // the slots meanwhile is excluded by whoever hands out slots, as for scatters.
-    unsafe { rows.turn_on_host() };
+    for alike in rows.chunk_by(|a, b| a.shift.turns_like(b.shift)) {
+        let Some(first) = alike.first() else { continue };
+        let (tokens, mut turns) = (first.shift.plan.chunk_tokens(), PairTurns::new(first.half));
+        for start in (0..tokens).step_by(WINDOW_TOKENS) {
+            let window = start..(start + WINDOW_TOKENS).min(tokens);
+            // SAFETY: the place is the host, also the table's, which `rows` compared; what others do
+            // with the slots meanwhile is excluded by whoever hands out slots, as for scatters.
+            unsafe {
+                turns.make(first, window.clone());
+                alike.iter().for_each(|rows| rows.turn(&turns, window.clone()));
+            }
+        }
+    }
     Ok(())
 }

@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::rope::{RopeShift, shift_on_host};
+use super::rope::{RopeShift, turn_on_host};
 use super::{
     Device, Fence, Gate, GatherJob, Gathered, HostMemory, KvMemory, PagedKv, ScatterJob, Scattered, StagingOptions,
     StagingPool,
@@ -116,7 +116,7 @@ impl HostDevice {
     /// in host memory.
     pub fn rope_shift(&self, kv: &PagedKv, shift: &RopeShift, gate: &Gate) -> Result<bool> {
         let Some(_guard) = gate.enter() else { return Ok(false) };
-        shift_on_host(kv, shift).map(|()| true)
+        turn_on_host(kv, std::slice::from_ref(shift)).map(|()| true)
     }
 }
 
@@ -148,9 +148,7 @@ impl Device for HostDevice {
     }
 
     fn turn_keys(&self, kv: &PagedKv, shifts: &[RopeShift], _after: &[Fence]) -> Result<()> {
-        // All are checked before the first is turned.
-        shifts.iter().try_for_each(|shift| shift.rows(kv).map(drop))?;
-        shifts.iter().try_for_each(|shift| self.rope_shift(kv, shift, &Gate::new()).map(drop))
+        turn_on_host(kv, shifts)
     }
 
     fn alloc_kv(&self, len: usize) -> Result<Arc<dyn KvMemory>> {
