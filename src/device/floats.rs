@@ -78,10 +78,9 @@ fn f32_to_f16(value: f32) -> u16 {
 #[inline]
 fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
-    if value.is_nan() {
-        return (bits >> 16 | 0x40) as u16;
-    }
-    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+    // Both, and a choice: so loops over it become vectors.
+    let (quiet, rounded) = (bits | 0x40_0000, bits.wrapping_add(0x7fff + (bits >> 16 & 1)));
+    ((if value.is_nan() { quiet } else { rounded }) >> 16) as u16
 }
 
 #[cfg(test)]

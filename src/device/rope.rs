@@ -173,12 +173,12 @@ impl PairTurns {
         }
     }
 
-    /// Those of one token.
+    /// Cosines and sines of one token.
     #[inline(always)]
-    fn of_pairs(&self, token: usize) -> impl Iterator<Item = (f32, f32)> {
+    fn of(&self, token: usize) -> (&[f32], &[f32]) {
         let at = (token - self.first) * self.half;
-        let [cosines, sines] = [&self.cosines, &self.sines].map(|all| all.get(at..at + self.half).unwrap_or_default());
-        cosines.iter().copied().zip(sines.iter().copied())
+        let of_token = at..at + self.half;
+        (self.cosines.get(of_token.clone()).unwrap_or_default(), self.sines.get(of_token).unwrap_or_default())
     }
 }
 
@@ -192,12 +192,48 @@ fn mapped(shift: &RopeShift, window: Range<usize>) -> impl Iterator<Item = (usiz
     tokens.skip_while(move |(token, _)| *token < window.start).take_while(move |(token, _)| *token < window.end)
 }
 
+/// Pairs that are loaded, turned and stored together. Of a loop over single pairs the
+/// compiler makes no vectors where it does not know that the halves lie apart.
+const LANES: usize = 16;
+
+/// Turns the pairs of the elements of two halves.
+#[inline(always)]
+fn turn_halves<E: Element>(first: &mut [E::Bytes], second: &mut [E::Bytes], (cosines, sines): (&[f32], &[f32])) {
+    let ((first, first_rest), (second, second_rest)) =
+        (first.as_chunks_mut::<LANES>(), second.as_chunks_mut::<LANES>());
+    let ((cosines, cosines_rest), (sines, sines_rest)) = (cosines.as_chunks::<LANES>(), sines.as_chunks::<LANES>());
+    for ((first, second), (&cosines, &sines)) in first.iter_mut().zip(second).zip(cosines.iter().zip(sines)) {
+        let (x, y) = (first.map(E::load), second.map(E::load));
+        let parts = || x.into_iter().zip(y).zip(cosines.into_iter().zip(sines));
+        for (to, ((x, y), by)) in first.iter_mut().zip(parts()) {
+            *to = E::store(turned(x, y, by).0);
+        }
+        for (to, ((x, y), by)) in second.iter_mut().zip(parts()) {
+            *to = E::store(turned(x, y, by).1);
+        }
+    }
+    let rest = first_rest.iter_mut().zip(second_rest).zip(cosines_rest.iter().zip(sines_rest));
+    rest.for_each(|((first, second), (&cosine, &sine))| turn_pair::<E>(first, second, (cosine, sine)));
+}
+
+/// The same for neighbours.
+#[inline(always)]
+fn turn_neighbours<E: Element>(pairs: &mut [[E::Bytes; 2]], (cosines, sines): (&[f32], &[f32])) {
+    let pairs = pairs.iter_mut().zip(cosines.iter().zip(sines));
+    pairs.for_each(|([first, second], (&cosine, &sine))| turn_pair::<E>(first, second, (cosine, sine)));
+}
+
+/// A pair, turned.
+#[inline(always)]
+fn turned(x: f32, y: f32, (cosine, sine): (f32, f32)) -> (f32, f32) {
+    (x * cosine - y * sine, y * cosine + x * sine)
+}
+
 /// Turns one pair.
 #[inline(always)]
-fn turn_pair<E: Element>(first: &mut E::Bytes, second: &mut E::Bytes, (cosine, sine): (f32, f32)) {
-    let (x, y) = (E::load(*first), E::load(*second));
-    *first = E::store(x * cosine - y * sine);
-    *second = E::store(y * cosine + x * sine);
+fn turn_pair<E: Element>(first: &mut E::Bytes, second: &mut E::Bytes, by: (f32, f32)) {
+    let (x, y) = turned(E::load(*first), E::load(*second), by);
+    (*first, *second) = (E::store(x), E::store(y));
 }
 
 impl RopeTable {
@@ -394,13 +430,11 @@ impl Rows<'_> {
                             let first = key.cast::<E::Bytes>();
                             let (first, second) =
                                 (from_raw_parts_mut(first, half), from_raw_parts_mut(first.wrapping_add(half), half));
-                            let pairs = first.iter_mut().zip(second).zip(turns.of_pairs(token));
-                            pairs.for_each(|((first, second), by)| turn_pair::<E>(first, second, by));
+                            turn_halves::<E>(first, second, turns.of(token));
                         }
                         RopeStyle::GptJ => {
                             let pairs = from_raw_parts_mut(key.cast::<[E::Bytes; 2]>(), half);
-                            let pairs = pairs.iter_mut().zip(turns.of_pairs(token));
-                            pairs.for_each(|([first, second], by)| turn_pair::<E>(first, second, by));
+                            turn_neighbours::<E>(pairs, turns.of(token));
                         }
                     }
                 }
