@@ -41,6 +41,18 @@ def test_objects_come_back(objs: forebay.ObjectStore) -> None:
     assert "forebay_objects_up 1" in objs.metrics()
 
 
+@pytest.mark.parametrize(("dtype", "is_coded"), [("bfloat16", True), ("torch.bfloat16", True), ("float16", False), (None, False)])
+def test_values_of_bfloat16_take_less_space_and_come_back(cache: Path, dtype: str | None, is_coded: bool) -> None:
+    wide = np.random.default_rng(5).normal(size=1 << 20).astype(np.float32)
+    value = (wide.view(np.uint32) >> 16).astype(np.uint16)
+    with forebay.ObjectStore(config(cache) | {"codec": "exp4"}) as store:
+        assert store.put({"a": [value[:300_001], value[300_001:]]}, dtype=dtype) == [True]
+        assert (store.stats()["live_bytes"] < value.nbytes * 0.77) == is_coded
+        out = np.zeros_like(value)
+        assert store.get({"a": out}) == [True] and np.array_equal(out, value)
+        assert "forebay_object_codec_misfits_total 0" in store.metrics()
+
+
 def test_the_capacity_may_stand_beside_the_directory(cache: Path) -> None:
     settings = config(cache)
     settings["gds_config"]["capacity"] = settings.pop("capacity")

@@ -128,6 +128,7 @@ metric_table! {
     PARTS = Counter "forebay_object_parts_total" [] "Parts written of objects larger than 16 MiB.";
     DIRECT = Counter "forebay_object_direct_bytes_total" [] "Bytes read into and written from registered memory without a copy.";
     THERE = Counter "forebay_object_already_there_total" [] "Keys put that were there already, or were being stored: answered with yes, nothing written.";
+    MISFITS = Counter "forebay_object_codec_misfits_total" [] "Slots whose bytes did not fit the codec, and that were begun again without it.";
     PENDING = Gauge "forebay_object_pending_keys" [] "Keys of batches under way.";
     DISK = Gauge "forebay_object_disk_bytes" [] "Bytes that all files below the cache directories take, of all processes.";
     LIVE = Gauge "forebay_object_live_bytes" [] "Bytes of objects' slots that can be found.";
@@ -178,6 +179,7 @@ impl ObjectCounters {
         e.value(&PARTS, &[], stats.parts as f64);
         e.value(&DIRECT, &[], stats.direct_bytes as f64);
         e.value(&THERE, &[], stats.already_there as f64);
+        e.value(&MISFITS, &[], stats.log.as_ref().map_or(0.0, |l| l.codec_misfits as f64));
         e.value(&PENDING, &[], stats.pending_keys as f64);
         e.value(&DISK, &[], stats.log.as_ref().map_or(0.0, |l| l.disk_bytes as f64));
         e.value(&LIVE, &[], stats.log.as_ref().map_or(0.0, |l| l.live_bytes as f64));

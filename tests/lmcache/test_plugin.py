@@ -72,6 +72,25 @@ def test_what_a_lookup_has_locked_survives_until_it_is_unlocked(cache: Path) -> 
         assert found(over, locked) == [False] * 3
 
 
+def test_values_of_bfloat16_are_coded_and_the_same_and_others_stored_as_they_are(cache: Path) -> None:
+    def value(dtype: torch.dtype, fill: float) -> TensorMemoryObj:
+        data = (torch.randn(MIB, generator=torch.Generator().manual_seed(7)) * fill).to(dtype)
+        shape = MemoryObjMetadata(
+            shape=data.shape, dtype=dtype, address=0, phy_size=2 * MIB, fmt=MemoryFormat.BINARY_BUFFER, ref_count=1
+        )
+        return TensorMemoryObj(raw_data=data.view(torch.uint8), metadata=shape, parent_allocator=None)
+
+    with adapter(spec(cache, codec="exp4")) as over:
+        sizes = []
+        for number, dtype in ((1, torch.bfloat16), (2, torch.float16)):
+            before = over.report_status()["live_bytes"]
+            store(over, {number: value(dtype, 1)})
+            sizes.append(over.report_status()["live_bytes"] - before)
+            target = {number: value(dtype, 0)}
+            assert load(over, target) == [True] and same(target[number], value(dtype, 1))
+        assert sizes[0] < 0.77 * 2 * MIB < 2 * MIB <= sizes[1], sizes
+
+
 def test_lmcache_hears_what_is_stored_read_evicted_and_deleted(cache: Path) -> None:
     heard = Heard()
     with adapter(spec(cache, capacity="256MiB")) as over:

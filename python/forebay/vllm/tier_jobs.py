@@ -260,8 +260,11 @@ class Transfers:
         if not missing:
             self._end(job, job.keys, 0)
             return
-        values = {k: self._rows.buffer(r) for k, r in missing.items()}
-        batch = self._submit(lambda: self._store.submit_put(values, dtype=self._dtype))
+
+        def put() -> int:
+            return self._store.submit_put({k: self._rows.buffer(r) for k, r in missing.items()}, dtype=self._dtype)
+
+        batch = self._submit(put)
         if batch is None:
             self._end(job, tuple(job.present), 0)
         else:
