@@ -4,7 +4,7 @@
 //! still says that the key lies where it was read. What fails its check on the way is not moved.
 //!
 //! Invariant: a copy has no header while removals know nothing of it. It gets one when its original
-//! lies in a condemned segment, for which they wait.
+//! lies in a condemned segment, for which they wait, and is still served.
 
 use std::sync::Arc;
 

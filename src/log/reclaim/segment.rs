@@ -6,8 +6,8 @@
 //! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is
 //!    left alone. Lookups and loads look at the same mark, so that a lookup finds nothing that a
 //!    load would not;
-//! 3. *complete* the copies with their headers; flush; *publish* them; their records are durable
-//!    before the originals go;
+//! 3. *complete* the copies of what is still served with their headers; flush; *publish* them; their
+//!    records are durable before the originals go;
 //! 4. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
 //! 5. *erase*: the segment becomes a hole; its entries leave the table.
 //!
