@@ -351,6 +351,72 @@ fn nothing_is_left_for_later_in_the_code() {
     assert_clean("unfinished", &findings);
 }
 
+/// The lists of mutants, by name; the pages that hold their results.
+fn mutants() -> Vec<(String, serde_json::Value)> {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mutants");
+    let paths = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let lists = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
+    let read = |path: PathBuf| {
+        let list = serde_json::from_str(&fs::read_to_string(&path).unwrap());
+        (path.file_stem().unwrap().to_string_lossy().into_owned(), list.unwrap_or_else(|e| panic!("{path:?}: {e}")))
+    };
+    lists.map(read).collect()
+}
+
+/// What is wrong with a mutant: [`run.py`](mutants/run.py) would call it an error of the list.
+fn wrong_with(mutant: &serde_json::Value, commands: &serde_json::Value, source: &str) -> Option<String> {
+    let text = |name: &str| mutant.get(name).and_then(|value| value.as_str()).unwrap_or_default();
+    let found = source.matches(text("old")).count();
+    if text("old").is_empty() || found != 1 {
+        return Some(format!("its old text occurs {found} times in {}, not once", text("file")));
+    }
+    if text("old") == text("new") {
+        return Some("it changes nothing".into());
+    }
+    commands.get(text("by")).is_none().then(|| format!("no command is called {:?}", text("by")))
+}
+
+/// They are run seldom, and would rot unseen.
+#[test]
+fn the_mutants_fit_the_sources_and_have_a_row_in_their_page() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let pages =
+        ["tests/mutants/README.md", "kernels/README.md"].map(|page| fs::read_to_string(root.join(page)).unwrap());
+    let (mut findings, mut seen) = (Vec::new(), 0);
+    for (list, of_list) in mutants() {
+        let mut names = std::collections::BTreeSet::new();
+        for mutant in of_list["mutants"].as_array().unwrap() {
+            let [name, file, why] = ["name", "file", "why"].map(|key| mutant[key].as_str().unwrap_or_default());
+            let source = fs::read_to_string(root.join(file)).unwrap_or_default();
+            let row = format!("| {name} | `{file}` | {why} | ");
+            let has_row = pages.iter().any(|page| page.contains(&row));
+            let more = [(!names.insert(name), "its name is taken"), (!has_row, "its page has no row of it")];
+            let more = more.into_iter().filter(|(is_so, _)| *is_so).map(|(_, what)| what.to_owned());
+            let wrong = wrong_with(mutant, &of_list["commands"], &source).into_iter().chain(more);
+            findings.extend(wrong.map(|what| format!("{list}: {name}: {what}")));
+            seen += 1;
+        }
+    }
+    assert!(seen > 200, "the check does not see the mutants: {seen}");
+    assert_clean("correct tests/mutants/*.json, or run tests/mutants/run.py with --update", &findings);
+}
+
+#[test]
+fn the_check_of_mutants_sees_what_does_not_fit() {
+    let commands = serde_json::json!({"fast": {}});
+    let wrong = |old: &str, by: &str, source: &str| {
+        let mutant = serde_json::json!({"file": "x.rs", "old": old, "new": "a - b", "by": by});
+        wrong_with(&mutant, &commands, source)
+    };
+    assert_eq!(wrong("a + b", "fast", "let c = a + b;"), None);
+    for (old, by, source) in
+        [("a + b", "fast", "a * b"), ("a + b", "fast", "a + b, a + b"), ("a - b", "fast", "a - b"), ("", "fast", "a")]
+    {
+        assert!(wrong(old, by, source).is_some(), "{old:?} in {source:?}");
+    }
+    assert!(wrong("a + b", "slow", "a + b").is_some());
+}
+
 /// Folders directly inside `parent` that hold sources, with their names.
 fn rooms_in(root: &Path, parent: &str) -> Vec<String> {
     let mut rooms: Vec<String> = fs::read_dir(root.join(parent))

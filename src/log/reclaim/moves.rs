@@ -4,7 +4,7 @@
 //! still says that the key lies where it was read. What fails its check on the way is not moved.
 //!
 //! Invariant: a copy has no header while removals know nothing of it. It gets one when its original
-//! lies in a condemned segment, for which they wait.
+//! lies in a condemned segment, for which they wait, and is still served.
 
 use std::sync::Arc;
 
@@ -66,19 +66,22 @@ pub(super) fn copy_slot(volume: &Volume, own: &Arc<Lane>, from: &Lane, record: &
 }
 
 /// Gives copies their headers, and makes them durable: without that a crash could leave the record
-/// of a copy without its bytes, and with it lose the original that it stands for.
+/// of a copy without its bytes, and with it lose the original that it stands for. Gives back the
+/// records that are no longer what they were, as those of what was removed while it was copied:
+/// their copies never get a header, which a power cut might leave.
 ///
 /// # Errors
 /// Those of the drive: none of them is readable, as far as the drive still takes that.
-pub(super) fn complete(own: &Lane, copies: &[Copy]) -> Result<()> {
-    if copies.is_empty() {
-        return Ok(());
+pub(super) fn complete(own: &Lane, from: &Lane, copies: &mut Vec<Copy>) -> Result<Vec<Record>> {
+    let gone: Vec<Copy> = copies.extract_if(.., |copy| !copy.is_wanted(from)).collect();
+    if !copies.is_empty() {
+        let done = copies.iter().try_for_each(|copy| copy.write_header(own)).and_then(|()| own.flush_data());
+        if done.is_err() {
+            copies.iter().try_for_each(|copy| copy.blank(own))?;
+        }
+        done?;
     }
-    let done = copies.iter().try_for_each(|copy| copy.write_header(own)).and_then(|()| own.flush_data());
-    if done.is_err() {
-        copies.iter().try_for_each(|copy| copy.blank(own))?;
-    }
-    done
+    Ok(gone.iter().map(|copy| copy.record).collect())
 }
 
 /// Makes complete copies count. Gives back the records that are no longer what they were.
@@ -100,6 +103,11 @@ pub(super) fn publish_copies(volume: &Volume, own: &Arc<Lane>, from: &Lane, copi
 }
 
 impl Copy {
+    /// Whether its original is still served. Of a condemned segment nothing is removed any more.
+    fn is_wanted(&self, from: &Lane) -> bool {
+        !self.claim.is_removed() && slot_in_table(from, &self.record).is_some()
+    }
+
     fn write_header(&self, own: &Lane) -> Result<()> {
         let offset = own.slot_offset(self.place.segment, self.place.page) + u64::from(self.header_at);
         own.write(&own.data, offset, self.hold.on(aligned(&self.header)?.into()))
@@ -163,12 +171,16 @@ fn rewrite(
     Ok((page, header_crc))
 }
 
+/// The number of a record's slot in the table, if it is served from there.
+fn slot_in_table(lane: &Lane, record: &Record) -> Option<u32> {
+    let (entry, slot) = lane.table().get_slot(&record.key)?;
+    let is_here = (entry.seq, entry.segment, entry.epoch) == (record.sequence, record.segment, record.epoch);
+    is_here.then_some(slot)
+}
+
 /// Publishes the copy, unless the key has been removed, or reported bad, since it was read.
 fn publish(own: &Lane, (from, claim): (&Lane, &KeyClaim), old: &Record, moved: Record) -> Result<bool> {
-    let Some((entry, slot)) = from.table().get_slot(&old.key) else { return Ok(false) };
-    if (entry.seq, entry.segment, entry.epoch) != (old.sequence, old.segment, old.epoch) {
-        return Ok(false);
-    }
+    let Some(slot) = slot_in_table(from, old) else { return Ok(false) };
     let uses = from.state().map_or((0, 0), |state| state.usage.recency().get(slot));
     let mut state = own.state()?;
     let (table, shared) = (own.table(), own.shared());

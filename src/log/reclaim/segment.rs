@@ -6,8 +6,8 @@
 //! 2. *condemn*: what is left is served no more, and nobody gets a lease; a segment with a lease is
 //!    left alone. Lookups and loads look at the same mark, so that a lookup finds nothing that a
 //!    load would not;
-//! 3. *complete* the copies with their headers; flush; *publish* them; their records are durable
-//!    before the originals go;
+//! 3. *complete* the copies of what is still served with their headers; flush; *publish* them; their
+//!    records are durable before the originals go;
 //! 4. *free*: the region says so, durably: a crash must not bring back the place of what was moved;
 //! 5. *erase*: the segment becomes a hole; its entries leave the table.
 //!
@@ -192,7 +192,7 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     let own = volume.own().ok_or_else(|| Error::new(ErrorKind::Closed, "the drive is closed"))?;
     let records = journal::known_records(lane, (victim.segment, victim.epoch))?;
     let mut plan = plan(volume, victim, &records)?;
-    let copies = copy(volume, &own, victim, &mut plan);
+    let mut copies = copy(volume, &own, victim, &mut plan);
     // A removal of this process waits until the entries are gone, or does not find the segment
     // condemned.
     let _one = lane.erasing.lock();
@@ -203,7 +203,7 @@ fn reclaim(volume: &Volume, victim: &Victim) -> Result<bool> {
     }
     // Only now: of a slot that no entry names, its original or its copy lies in a condemned segment,
     // and removals, those of other processes too, wait for that.
-    moves::complete(&own, &copies)?;
+    plan.drop.extend(moves::complete(&own, lane, &mut copies)?);
     let has_moved = !copies.is_empty();
     plan.drop.extend(moves::publish_copies(volume, &own, lane, copies)?);
     let now_s = volume.ctx.now_s();

@@ -5,6 +5,7 @@ mod support;
 
 mod admit;
 mod basics;
+mod beside;
 mod damage;
 mod evicted;
 mod faults;

@@ -32,9 +32,8 @@ pub(super) struct Reservation {
 impl Reservation {
     /// Whether some lane serves this key by now.
     pub(super) fn is_there(&self, key: &ChunkKey) -> bool {
-        let now_s = self.lane.ctx.now_s();
         // What lies below a floor, or has expired, may still be in a table.
-        self.lanes.all.iter().any(|lane| lane.get(key).is_some_and(|e| shows(&self.shard, &e, now_s)))
+        self.lanes.all.iter().any(|lane| lane.get(key).is_some_and(|e| shows(&self.shard, &e, &self.lane.ctx)))
     }
 }
 

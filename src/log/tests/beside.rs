@@ -1,0 +1,158 @@
+//! A removal beside a move: whichever step of the move it begins at, and whichever process removes,
+//! no slot of the key can be read from the moment at which the removal has returned.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, bounded};
+use parking_lot::Mutex;
+
+use super::support::*;
+use crate::error::Result;
+use crate::format::PAGE_BYTES;
+use crate::format::slot::SlotHeader;
+use crate::io::{self, Faulty};
+use crate::log::lane::Lane;
+use crate::log::reclaim::steps;
+use crate::log::{Log, LogOptions, Turn};
+
+/// What is moved, and what of it is removed meanwhile.
+const MOVED: [u64; 3] = [2, 4, 6];
+const REMOVED: u64 = 4;
+
+/// What a removal said, and how many slots could be read when it had returned.
+type End = (Result<Vec<bool>>, usize);
+
+/// A removal that begins before a write or flush of a move.
+struct Beside {
+    remover: Arc<Log>,
+    at: usize,
+    lanes: Vec<Arc<Lane>>,
+    /// How many there were so far.
+    steps: usize,
+    begun: Option<Receiver<End>>,
+    end: Option<End>,
+    /// Slots that could be read at later steps.
+    later: usize,
+}
+
+/// Slots of the removed key that can be read.
+fn readable(lanes: &[Arc<Lane>]) -> usize {
+    let is_of = |page: &&[u8]| SlotHeader::decode(page).is_ok_and(|(header, _)| header.key == key(REMOVED));
+    let slots = |lane: &Arc<Lane>| {
+        let bytes = std::fs::read(lane.data.path()).unwrap();
+        (0..bytes.len()).step_by(PAGE_BYTES).map(|at| &bytes[at..]).filter(is_of).count()
+    };
+    lanes.iter().map(slots).sum()
+}
+
+impl Beside {
+    /// A step of the move is about to be done.
+    fn meet(&mut self) {
+        if self.steps == self.at {
+            let (tx, rx) = bounded(1);
+            let (remover, lanes) = (Arc::clone(&self.remover), self.lanes.clone());
+            thread::spawn(move || {
+                let removed = remover.remove(&[key(REMOVED)]);
+                drop(remover);
+                tx.send((removed, readable(&lanes))).unwrap();
+            });
+            // Where it waits for the move, that must go on.
+            let waits = self.lanes.iter().any(|lane| lane.shared().is_some_and(|s| s.has_condemned()));
+            self.end = rx.recv_timeout(Duration::from_millis(if waits { 50 } else { 20_000 })).ok();
+            self.begun = Some(rx);
+        } else if self.begun.is_some() {
+            self.end = self.end.take().or_else(|| self.begun.as_ref()?.try_recv().ok());
+        }
+        if self.end.is_some() {
+            self.later += readable(&self.lanes);
+        }
+        self.steps += 1;
+    }
+}
+
+type Hook = Arc<Mutex<Option<(ThreadId, Beside)>>>;
+
+/// A log in which nothing happens by itself, and moves meet what is hooked in.
+fn hooked(dir: &Path) -> (Arc<Log>, Hook) {
+    let hook: Hook = Arc::default();
+    let for_factory = Arc::clone(&hook);
+    let factory = move |_: usize, _: &Path, options: &io::IoOptions| {
+        let mut drive = io::open_drive(options)?;
+        let hook = Arc::clone(&for_factory);
+        drive.write = Arc::new(Faulty::new(drive.write, move |_, _| {
+            // Not those of the removal itself, for which the mover waits.
+            if let Some(mut hooked) = hook.try_lock()
+                && let Some((mover, beside)) = &mut *hooked
+                && *mover == thread::current().id()
+            {
+                beside.meet();
+            }
+            None
+        }));
+        Ok(drive)
+    };
+    (Log::open(LogOptions { foreground: true, drive_factory: Some(Arc::new(factory)), ..small(dir) }).unwrap(), hook)
+}
+
+fn small(dir: &Path) -> LogOptions {
+    LogOptions {
+        segment_bytes: Some(128 << 10),
+        policy: crate::index::Reclaim::Lru,
+        reclaim_write_budget: 0.5,
+        ..options(dir)
+    }
+}
+
+/// A removal that begins at one step of a move; how many steps that has.
+fn remove_at(at: usize, by_other: bool, of_adopted: bool) -> usize {
+    let case = format!("at step {at}, by another process: {by_other}, of an adopted lane: {of_adopted}");
+    let dir = temp();
+    let (log, hook) = hooked(dir.path());
+    if of_adopted {
+        let dead = Log::open(small(dir.path())).unwrap();
+        (0..10).for_each(|n| assert!(store(&dead, n)));
+        dead.flush().unwrap();
+        dead.abandon();
+        drop(dead);
+        log.turn(Turn::Scan);
+        assert_eq!(log.stats().adopted_lanes, 1);
+    } else {
+        (0..10).for_each(|n| assert!(store(&log, n)));
+        log.seal(soon()).unwrap();
+    }
+    // Copies go where this one lies.
+    assert!(store(&log, 20));
+    log.turn(Turn::Maintain);
+    for n in MOVED {
+        assert_eq!(log.lookup(&[key(n)]), 1);
+        log.turn(Turn::Maintain);
+    }
+    let foreign = by_other.then(|| Log::open(small(dir.path())).unwrap());
+    let remover = Arc::clone(foreign.as_ref().unwrap_or(&log));
+    let lanes: Vec<_> = log.volumes[0].lanes().held().cloned().collect();
+    let beside = Beside { remover, at, lanes, steps: 0, begun: None, end: None, later: 0 };
+    *hook.lock() = Some((thread::current().id(), beside));
+    assert!(steps::reclaim_one(&log.volumes[0]), "{case}");
+    let (_, mut beside) = hook.lock().take().unwrap();
+    if let Some(begun) = beside.begun {
+        let end = beside.end.take().unwrap_or_else(|| begun.recv_timeout(Duration::from_secs(20)).unwrap());
+        assert!(end.0.is_ok(), "{case}: {:?}", end.0);
+        assert_eq!((end.1, beside.later, readable(&beside.lanes)), (0, 0, 0), "slots that can be read, {case}");
+        assert!(!has(&log, REMOVED), "{case}");
+    }
+    assert!(MOVED.iter().all(|n| *n == REMOVED || has(&log, *n)), "{case}");
+    assert!(log.stats().moved >= 2, "{case}, moved: {}", log.stats().moved);
+    beside.steps
+}
+
+#[test]
+fn what_is_removed_at_any_step_of_a_move_cannot_be_read_when_the_removal_has_returned() {
+    for (by_other, of_adopted) in [(true, false), (true, true), (false, false), (false, true)] {
+        let steps = remove_at(usize::MAX, by_other, of_adopted);
+        assert!(steps > 2 * MOVED.len(), "the move is not seen: {steps} steps");
+        (0..steps).for_each(|at| assert!(remove_at(at, by_other, of_adopted) > 0));
+    }
+}
