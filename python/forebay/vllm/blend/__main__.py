@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("file", type=Path, metavar="FILE", help="JSON lines")
     shared.add_argument("--model", required=True, help="the server's model, as `vllm serve` takes it")
     shared.add_argument("--cache-dir", required=True, metavar="DIR", help="the server's cache directory")
-    shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting of the server's cache, such as chunk_size=512")
+    more = "another setting of the server's cache, such as chunk_size=512"
+    shared.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
     anchor = shared.add_mutually_exclusive_group()
     anchor.add_argument("--anchor", default="", metavar="TEXT", help="what segments are stored behind, where a line does not say it")
     anchor.add_argument("--anchor-file", type=Path, metavar="FILE", help="the same from a file, every byte of it")
@@ -140,7 +141,8 @@ class _Run(Generic[Line]):
 
     def __init__(self, llm: Any, found: list[Line]) -> None:
         self.lines, self.failed = found, 0
-        self._llm, self._blend, self._anchor = llm, None, []
+        # Opened before the first line: a server that cannot blend is told once.
+        self._llm, self._blend, self._anchor = llm, Blend(llm), []
         self._tokenizer = llm.get_tokenizer() if any(line.has_text() for line in found) else None
         self._began = self._shown = time.monotonic()
 
@@ -170,7 +172,7 @@ class _Run(Generic[Line]):
 
     def behind(self, anchor: list[int]) -> Blend:
         """What stores behind this anchor; opened anew where it is another than before."""
-        if self._blend is None or self._anchor != anchor:
+        if self._anchor != anchor:
             self._blend, self._anchor = Blend(self._llm, anchor), anchor
         return self._blend
 

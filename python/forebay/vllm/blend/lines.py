@@ -107,7 +107,8 @@ def _lines(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, dict[str,
 def _segment(number: int, line: dict[str, Any], anchor: Given) -> Segment:
     if "segment" not in line:
         raise Wrong(f"line {number} has no segment: a text, or a list of token ids")
-    return Segment(number, _given(number, "segment", line["segment"]), _given(number, "anchor", line.get("anchor", anchor), may_be_empty=True))
+    behind = _given(number, "anchor", line.get("anchor", anchor), may_be_empty=True)
+    return Segment(number, _given(number, "segment", line["segment"]), behind)
 
 
 def _prompt(number: int, line: dict[str, Any], anchor: Given) -> Prompt:
@@ -130,7 +131,8 @@ def _prompt(number: int, line: dict[str, Any], anchor: Given) -> Prompt:
 def _placed(number: int, line: dict[str, Any], listed: list[Any], how: dict[str, Any]) -> Prompt:
     tokens = _given(number, "tokens", line["tokens"])
     if isinstance(tokens, str) or "question" in line:
-        raise Wrong(f"line {number}: tokens is a list of token ids, the whole prompt; for texts leave it out and give anchor, segments and question")
+        why = "tokens is a list of token ids, the whole prompt; for texts leave it out and give anchor, segments and question"
+        raise Wrong(f"line {number}: {why}")
     if not all(_is_ids(place) and len(place) == 2 for place in listed):
         raise Wrong(f"line {number}: segments beside tokens are places, [start, end] each")
     places = [(start, end) for start, end in listed]
