@@ -3,7 +3,8 @@
 Each text is four segments of 160 tokens between a system prompt of 24 and 96 tokens that follow. The segments are stored apart, behind the system
 prompt, and blended. The distributions of the 96 tokens are compared with those of a full prefill: the mean Kullback-Leibler divergence, and how often
 the likeliest token is the same. Texts are windows of this repository's own pages. The other table is blend_recall.py's. Usage: blend_quality.py
-[--only quality|recall] [--texts N] [--prompts N] [--write]; by the Python of environment.py, with forebay installed. Everything is computed in float32.
+[--only quality|recall] [--texts N] [--prompts N] [--write]; by the Python of environment.py, with forebay installed. Everything is computed in
+float32.
 """
 
 from __future__ import annotations
@@ -141,7 +142,10 @@ def write(name: str, said: str, lines: list[str]) -> None:
     before, _, rest = PAGE.read_text().partition(begin)
     said = f"{said}, measured at {commit}, {time.strftime('%Y-%m-%d')}:"
     PAGE.write_text("\n".join([before + begin, said, "", *lines, end + rest.split(end)[1]]))
-    listed = [re.sub(r'"commit": "\w+"', f'"commit": "{commit}"', line) if COMMANDS[name] in line else line for line in FIGURES.read_text().splitlines()]
+    listed = [
+        re.sub(r'"commit": "\w+"', f'"commit": "{commit}"', line) if COMMANDS[name] in line else line
+        for line in FIGURES.read_text().splitlines()
+    ]
     FIGURES.write_text("\n".join(listed) + "\n")
 
 

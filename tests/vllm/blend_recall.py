@@ -1,7 +1,7 @@
 """Whether a blended prompt's question is still answered from its documents: the second table of docs/blend.md, by blend_quality.py.
 
-Each prompt is a beginning, which is the anchor, four documents and a question. Each document has a fact, a place and the name of its keeper, among other
-sentences. The question is about one of the places, whose document is never the first: it stands elsewhere than where it was stored, right behind the
+Each prompt is a beginning, which is the anchor, four documents and a question. Each document has a fact, a place and the name of its keeper, among
+other sentences. The question is about one of the places, whose document is never the first: it stands elsewhere than where it was stored, right behind the
 anchor. The answer is the likeliest of eight names, each of one token: the four of the documents, and four that stand nowhere. So one answer of eight
 is right by chance, and one of four where a name of the documents is taken at random.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 SEED = 5
 SYSTEM = "Answer the question from these documents.\n\n"
-FACT = "The keeper of {place} is {name}."
-QUESTION = "Question: Who is the keeper of {place}?\nAnswer: The keeper of {place} is"
+TITLE, FACT = "{place} station.", "The keeper of {place} is called {name}."
+QUESTION = "Question: What is the keeper of {place} called?\nAnswer: The keeper of {place} is called"
 DOCUMENTS, NAMED, SENTENCES = 4, 8, 4
 NAMES = (
     "Anna Peter Maria Thomas Sarah David Laura Robert Emma Daniel Julia Martin Alice George Helen Oliver Clara Henry Rosa Simon Lucy Paul Eva Frank "
@@ -97,7 +97,7 @@ def prompts(encode: Callable[[str], list[int]], count: int) -> list[Prompt]:
 def _document(source: random.Random, place: str, name: str) -> str:
     said = [of.format(number=source.randrange(12, 90), of=source.choice(THINGS)) for of in source.sample(OTHERS, SENTENCES)]
     said.insert(source.randrange(SENTENCES + 1), FACT.format(place=place, name=name))
-    return " ".join(said) + "\n\n"
+    return " ".join([TITLE.format(place=place), *said]) + "\n\n"
 
 
 def measured(llm: Any, count: int) -> Answers:
