@@ -49,8 +49,8 @@ def prompt_of(order: tuple[int, ...], question: list[int]) -> tuple[list[int], l
 class Server:
     """vLLM with a cache."""
 
-    def __init__(self, model: str, cache: Path, **more: Any) -> None:
-        """As a user starts it, with small steps; `more` settings of the cache."""
+    def __init__(self, model: str, cache: Path, workers: int = 1, **more: Any) -> None:
+        """As a user starts it, with small steps and so many tensor-parallel workers; `more` settings of the cache."""
         transfer = {
             "kv_connector": "ForebayConnector",
             "kv_role": "kv_both",
@@ -59,6 +59,7 @@ class Server:
         self.llm = LLM(
             model,
             dtype="float32",
+            tensor_parallel_size=workers,
             enforce_eager=True,
             max_model_len=1024,
             max_num_seqs=8,

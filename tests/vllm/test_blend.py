@@ -18,12 +18,12 @@ from conftest import HERE, PATIENCE_S, environment, settings
 COVERED, REUSED = 416, 378
 
 
-def run(script: str, folder: Path, model: str, separate: bool = False) -> dict[str, Any]:
+def run(script: str, folder: Path, model: str, *more: str, separate: bool = False) -> dict[str, Any]:
     """What a script writes."""
-    command = [sys.executable, HERE / script, model, folder / "cache", folder / "result.json"]
-    done = subprocess.run(
-        command, env=environment(folder, separate), cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    command = [sys.executable, HERE / script, model, folder / "cache", folder / "result.json", *more]
+    # A script looks into workers of other processes by functions of its own.
+    variables = environment(folder, separate) | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return json.loads((folder / "result.json").read_text())  # type: ignore[no-any-return]
 
@@ -145,6 +145,38 @@ def test_blends_between_the_steps_of_other_requests_change_none_of_their_tokens(
     assert live["blended"][1]["tokens"] == live["whole"]
 
 
+@pytest.fixture(scope="module")
+def parallel(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What blending_parallel.py saw with one worker, and with two."""
+    one, two = (
+        run("blending_parallel.py", tmp_path_factory.mktemp(f"workers{workers}"), model, str(workers), separate=True) for workers in (1, 2)
+    )
+    return one, two
+
+
+def test_two_workers_blend_as_one_does(parallel: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    one, two = parallel
+    assert len(two["shards"]) == 2, two["shards"]
+    assert two["plain"] == one["plain"]
+    for select in ("none", "first-k", "query", "deviation", "stores", "script"):
+        assert two[select] == one[select], select
+        assert two[select]["cached"] == COVERED
+    assert two["none"]["tokens"] != two["plain"], "blends must show"
+    assert two["query"]["tokens"] == two["script"]["tokens"]
+    for select in ("first-k", "query", "deviation"):
+        assert two[f"all {select}"]["tokens"] == two["plain"], select
+        assert two[f"all {select}"]["counts"]["blend_segments_reused"] == 3, "counted once, not by each worker"
+
+
+def test_what_one_of_two_workers_has_lost_is_computed_by_both(parallel: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _, two = parallel
+    assert two["cleared"] == [False, True]
+    for why, count in (("flipped", "blend_computed_failed"), ("lost", "blend_computed_missing"), ("missing", "blend_computed_missing")):
+        assert two[why]["tokens"] == two["plain"], why
+        assert two[why]["counts"][count] == 1, (why, two[why]["counts"])
+    assert two["whole again"] == two["none"], "stored anew by the worker that had lost it"
+
+
 def test_a_model_with_sliding_windows_is_refused_by_name(models: Callable[..., str], tmp_path: Path) -> None:
     code = (
         "import json, sys; from vllm import LLM; from forebay.vllm.blend import Blend, BlendError\n"
@@ -183,7 +215,6 @@ def configuration(**change: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"parallel_config__tensor_parallel_size": 2}, "tensor parallelism of 2"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism of 2"),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism of 2"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism of 2"),
@@ -204,6 +235,37 @@ def test_configurations_are_refused_by_name(change: dict[str, Any], name: str) -
     refuse.configuration(configuration())
     with pytest.raises(Unsupported, match=name):
         refuse.configuration(configuration(**change))
+
+
+#: What each of two workers does; argument: a file that they meet in, and the worker's number.
+AGREEING = """
+import json, sys, types
+import torch, torch.distributed, vllm.distributed
+rank = int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+group = types.SimpleNamespace(rank_in_group=rank, world_size=2, cpu_group=torch.distributed.group.WORLD)
+vllm.distributed.get_tp_group = lambda: group
+from forebay.vllm.blend.ranks import Ranks
+ranks = Ranks()
+flags = ranks.all([True, rank == 0, rank == 1, False])
+total = ranks.total(torch.tensor([0.1, 1e8, 3.0]) * (rank + 1))
+print(json.dumps([flags, ranks.all([]), total.tolist(), total.numpy().tobytes().hex()]))
+ranks.leave(ValueError("all of them refuse it"))
+ranks.leave(RuntimeError("this one alone"))
+"""
+
+
+@pytest.mark.ci
+def test_workers_agree_to_the_last_bit_and_one_that_fails_alone_leaves(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", AGREEING, tmp_path / "meeting", str(rank)] for rank in (0, 1)]
+    started = [subprocess.Popen(one, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for one in commands]
+    said = [one.communicate(timeout=PATIENCE_S) for one in started]
+    assert [one.returncode for one in started] == [1, 1], said
+    assert all("worker " in errors and "this one alone" in errors for _, errors in said), said
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    assert first == second
+    assert first[:2] == [[True, False, False, False], []]
+    assert first[2] == pytest.approx([0.3, 3e8, 9.0])
 
 
 @pytest.mark.ci

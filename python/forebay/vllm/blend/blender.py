@@ -9,6 +9,9 @@ turned must be what the model computes there, but for rounding. A few tokens of 
 compared on every use. It catches a wrong rotation, rows in a wrong order and KV of another model.
 
 What computes does so in `Steps`: a running server takes them one by one, a script all at once.
+
+With tensor parallelism every worker blends its own heads. What they find, load and choose they
+agree on (`ranks.py`): a segment is reused by all of them or by none.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.vllm import geometry, identity
 from forebay.vllm.blend import refuse, selection
 from forebay.vllm.blend.nested import Nested, Steps, finish
+from forebay.vllm.blend.ranks import Ranks
 from forebay.vllm.blend.segments import Dimensions, Rotary, Rows, Segments
 
 if TYPE_CHECKING:
@@ -54,6 +58,10 @@ class Asked:
         return min(-(-self.segments[-1][1] // block), (len(self.tokens) - 1) // block) * block
 
 
+class NotStored(ValueError):
+    """What was computed could not be stored; on some worker at least, and told on all."""
+
+
 @dataclass
 class Mixed:
     """A prompt's KV in the scratch memory, before anything is computed anew."""
@@ -81,7 +89,8 @@ class Blender:
         self._most_tokens = config.model_config.max_model_len
         self._of = _dimensions(self._nested, config.model_config.dtype)
         rotary = _rotary(runner.get_model(), self._nested.names)
-        made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of)
+        self.ranks = Ranks()
+        made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of, (self.ranks.rank, self.ranks.count))
         engine = forebay.Engine(self._connector.settings, made, device="cpu")
         self._segments = Segments(engine, self._of, rotary)
 
@@ -89,9 +98,9 @@ class Blender:
         """Closes the namespace of segments."""
         self._segments.close()
 
-    def has(self, anchor: list[int], segment: list[int]) -> bool:
-        """Whether a segment is stored."""
-        return self._segments.has(anchor, segment)
+    def has(self, anchor: list[int], segments: list[list[int]]) -> list[bool]:
+        """Of each segment, whether all workers have stored it."""
+        return self.ranks.all([self._segments.has(anchor, segment) for segment in segments])
 
     def store(self, anchor: list[int], segment: list[int]) -> int:
         """Computes and stores a segment; how many tokens were computed."""
@@ -100,7 +109,7 @@ class Blender:
         self._check_length(len(anchor + segment))
         (stored,) = finish(self.storing(anchor, [segment])) or (None,)
         if stored is not None and stored[1] is not None:
-            raise RuntimeError(f"a segment of {len(segment)} tokens was not stored: {stored[1]}")
+            raise NotStored(f"a segment of {len(segment)} tokens was not stored: {stored[1]}")
         return 0 if stored is None else len(anchor + segment)
 
     def storing(self, anchor: list[int], segments: list[list[int]]) -> Steps[list[tuple[int, str | None]]]:
@@ -109,7 +118,7 @@ class Blender:
         The anchor is computed once, with the first: whatever a request asks for, it costs no more
         than its prompt has tokens.
         """
-        missing = [segment for segment in segments if not self.has(anchor, segment)]
+        missing = [segment for segment, has in zip(segments, self.has(anchor, segments), strict=True) if not has]
         ends = [len(anchor) + len(segment) for segment in missing]
         done: list[tuple[int, str | None]] = []
         if not missing:
@@ -122,7 +131,7 @@ class Blender:
             yield from self._nested.steps(
                 list(range(first, end)), lambda layer, at, _, keys, values: rows.put(layer, at, (keys, values))
             )
-            done.append((len(segment), self._segments.store(anchor, segment, rows)))
+            done.append((len(segment), self._stored(self._segments.store(anchor, segment, rows))))
             first = len(anchor)
         return done
 
@@ -136,13 +145,14 @@ class Blender:
         if covered == 0:
             raise ValueError(f"a prompt of {len(asked.tokens)} tokens has no whole block of {block}; nothing could be loaded for it")
         prompt = asked.tokens[:covered]
-        if self._connector.has(prompt, salt):
+        if self.ranks.all([self._connector.has(prompt, salt)]) == [True]:
             return {"covered": covered, "states": [], "reused": 0, "recomputed": 0, "was_there": True}
         mixed = self.mix(asked)
         chosen = self.blend(asked, mixed, covered)
         reused = sum(min(end, covered) - start for start, end in mixed.reused if start < covered)
-        if (why := self._connector.store(prompt, dict(zip(self._nested.names, self._nested.scratch, strict=True)), salt)) is not None:
-            raise RuntimeError(f"a blended prompt of {covered} tokens was not stored: {why}")
+        caches = dict(zip(self._nested.names, self._nested.scratch, strict=True))
+        if (why := self._stored(self._connector.store(prompt, caches, salt))) is not None:
+            raise NotStored(f"a blended prompt of {covered} tokens was not stored: {why}")
         return {
             "covered": covered,
             "states": mixed.states,
@@ -150,6 +160,11 @@ class Blender:
             "recomputed": len(chosen),
             "was_there": False,
         }
+
+    def _stored(self, why: str | None) -> str | None:
+        """None where all workers have stored it, otherwise why not."""
+        (everywhere,) = self.ranks.all([why is None])
+        return None if everywhere else why or "another worker did not store its part; its log says why"
 
     def check_layer(self, select: str | list[int], layer: int) -> None:
         """`ValueError` where the layer to compare is none of this model's."""
@@ -170,18 +185,19 @@ class Blender:
         # Behind its anchor only can a segment be followed by others.
         wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
         loads: list[tuple[Future[bool] | None, bool]] = []
-        for start, end in asked.segments:
-            loading = self._segments.begin(asked.anchor, asked.tokens[start:end], mixed.rows, start, wants_anchor)
-            loads.append((loading, loading is not None and wants_anchor))
-            wants_anchor = wants_anchor and loading is None
+        found = self.has(asked.anchor, [asked.tokens[start:end] for start, end in asked.segments])
+        for (start, end), there in zip(asked.segments, found, strict=True):
+            begun = self._segments.begin(asked.anchor, asked.tokens[start:end], mixed.rows, start, wants_anchor) if there else None
+            loads.append((begun, there and wants_anchor))
+            wants_anchor = wants_anchor and not there
         try:
             yield 0
             for (start, end), (loading, has_anchor) in zip(asked.segments, loads, strict=True):
                 if loading is None:
                     state = "missing"
-                elif not loading.result():
+                elif self.ranks.all([loading.result()]) == [False]:
                     state = "failed"
-                elif not (yield from self._gate(mixed.rows, start, end)):
+                elif self.ranks.all([(yield from self._gate(mixed.rows, start, end))]) == [False]:
                     state = "gate"
                 else:
                     state = "reused"
@@ -238,8 +254,9 @@ class Blender:
         if asked.select == "first-k":
             return selection.first(choice, asked.ratio)
         score = self._deviations if asked.select == "deviation" else self._attention
+        # Of this worker's heads.
         scores = yield from score(asked, mixed, holes)
-        return selection.largest(scores, rows, asked.ratio)
+        return selection.largest(self.ranks.total(scores), rows, asked.ratio)
 
     def _deviations(self, asked: Asked, mixed: Mixed, holes: list[int]) -> Steps[torch.Tensor]:
         """The layers before the check layer are computed for all rows, and keep what they got."""

@@ -104,15 +104,16 @@ class Blend:
 
     def _call(self, method: str, *args: Any) -> Any:
         try:
-            (said,) = self._llm.collective_rpc(method, args=args)
+            said = self._llm.collective_rpc(method, args=args)
         except AttributeError as error:
             raise BlendError(_NO_WORKER) from error
         except Exception as error:
             # From an engine in a process of its own comes the text alone.
             raise BlendError(_NO_WORKER if method in str(error) else f"{method}: {error}") from error
-        if "error" in said:
-            raise BlendError(said["error"])
-        return said["result"]
+        # Workers agree on what they do; an error may be of one.
+        if errors := [one["error"] for one in said if "error" in one]:
+            raise BlendError(errors[0])
+        return said[0]["result"]
 
 
 def salt(anchor: list[int], segments: list[tuple[int, int]], how: tuple[Any, ...], tenant: str | None) -> str:

@@ -9,6 +9,7 @@ Invariants:
 - In one step no more rows are computed than vLLM's own step may have (`max_num_batched_tokens`),
   whatever the jobs are.
 - A job that fails writes no block and is reported as a failed load: vLLM then computes the request.
+- All tensor-parallel workers do the same passes in the same step, and a job fails on all of them.
 - Every job is reported exactly once, also where its request was aborted: vLLM keeps the blocks
   until then.
 """
@@ -47,7 +48,7 @@ class Job:
     """Segments that are missing are computed and stored first."""
 
 
-class Unusable(Exception):
+class Unusable(ValueError):
     """No segment could be reused; the text is the cause, a word for the counters."""
 
 
@@ -98,7 +99,8 @@ class Live:
             self._count("requests")
         except Unusable as why:
             self._fail(job, str(why))
-        except Exception:
+        except Exception as error:
+            self._blender.ranks.leave(error)
             logger.exception("request %s could not be blended and is computed", job.req_id)
             self._fail(job, "error")
         self._over.add(job.req_id)
@@ -118,7 +120,7 @@ class Live:
                 self._count("segments_stored" if why is None else "segments_not_stored")
                 if why is not None:
                     logger.warning("a segment of %d tokens was not stored: %s", length, why)
-        if not any(blender.has(asked.anchor, segment) for segment in segments):
+        if not any(blender.has(asked.anchor, segments)):
             raise Unusable("missing")
         mixed = yield from blender.mixing(asked)
         for state in mixed.states:
@@ -150,7 +152,8 @@ class Live:
     def counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         grown, self._counts = {name: count for name, count in self._counts.items() if count}, Counter()
-        return grown
+        # All workers count the same, and vLLM adds up what they say.
+        return grown if self._blender.ranks.rank == 0 else {}
 
     def close(self) -> None:
         """Closes the namespace of segments."""

@@ -17,7 +17,6 @@ def configuration(config: VllmConfig) -> None:
     """Refuses what the configuration alone shows."""
     parallel, model = config.parallel_config, config.model_config
     sizes = {
-        "tensor parallelism": parallel.tensor_parallel_size,
         "pipeline parallelism": parallel.pipeline_parallel_size,
         "data parallelism": parallel.data_parallel_size,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1),

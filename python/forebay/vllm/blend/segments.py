@@ -8,12 +8,15 @@ is verified, and its keys are turned to their new positions.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("vllm.forebay")
 
 #: Rows of memory come in blocks of so many, which is all that the engine needs to know of it.
 BLOCK = 16
@@ -82,8 +85,9 @@ class Segments:
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="forebay-segment")
 
     @staticmethod
-    def geometry(model: str, fingerprint: str, of: Dimensions) -> Any:
-        """Of K and V as plain planes, under a name that no whole prompt's KV has."""
+    def geometry(model: str, fingerprint: str, of: Dimensions, tp: tuple[int, int]) -> Any:
+        """Of K and V as plain planes, under a name that no whole prompt's KV has. `tp` is the worker
+        and how many there are: each has heads of its own."""
         import forebay
 
         return forebay.Geometry(
@@ -95,30 +99,43 @@ class Segments:
             planes=2,
             fingerprint=fingerprint,
             identity={"kv": "segments"},
+            tp=tp,
         )
 
     def has(self, anchor: list[int], segment: list[int]) -> bool:
-        """Whether all of a segment is stored."""
+        """Whether all of a segment is stored; also not where the cache cannot say."""
         chain = anchor + segment
-        return bool(self._engine.lookup(chain) == len(chain))
+        try:
+            return bool(self._engine.lookup(chain) == len(chain))
+        except Exception:
+            logger.exception("a segment of %d tokens could not be looked up", len(segment))
+            return False
 
     def store(self, anchor: list[int], segment: list[int], rows: Rows) -> str | None:
         """Stores a segment from the rows of *anchor, then segment*; why not, where it is not
         stored."""
         chain = anchor + segment
-        store = self._engine.store(chain, rows.paged, list(range(len(chain))), layout="PBTHD", save_unfull=True, wait_for_staging=True)
-        result = store.wait()
+        try:
+            slots = list(range(len(chain)))
+            result = self._engine.store(chain, rows.paged, slots, layout="PBTHD", save_unfull=True, wait_for_staging=True).wait()
+        except Exception as error:  # noqa: BLE001 - the cache is at fault, and the request is computed
+            return f"{type(error).__name__}: {error}"
         return None if self.has(anchor, segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
 
-    def begin(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> Future[bool] | None:
+    def begin(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> Future[bool]:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
-        where that is wanted. None where it is not stored. The future says whether all of it arrived
-        as it was stored; its keys are turned to their places then."""
-        if not self.has(anchor, segment):
-            return None
+        where that is wanted. The future says whether all of it arrived as it was stored; its keys
+        are turned to their places then. It raises nothing."""
         return self._threads.submit(self._load, anchor, segment, rows, start, with_anchor)
 
     def _load(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> bool:
+        try:
+            return self._loaded(anchor, segment, rows, start, with_anchor)
+        except Exception:
+            logger.exception("a segment of %d tokens could not be loaded", len(segment))
+            return False
+
+    def _loaded(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> bool:
         behind, chain, end = len(anchor), anchor + segment, start + len(segment)
         first = list(range(behind)) if with_anchor else [-1] * behind
         load = self._engine.load(chain, rows.paged, first + list(range(start, end)), layout="PBTHD")

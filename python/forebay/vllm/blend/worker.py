@@ -48,21 +48,38 @@ class BlendWorker:
 
         def opened() -> None:
             from forebay.vllm.blend.blender import Blender, running_connector
+            from forebay.vllm.blend.ranks import Ranks
 
             if (before := getattr(self, "forebay_blender", None)) is not None:
                 self.forebay_blender = None
                 before.close()
-            self.forebay_blender, self.forebay_anchor = Blender(self.model_runner, running_connector()), anchor
+            made, why = _made_or_why(lambda: Blender(self.model_runner, running_connector()))
+            # All of them or none: what they do next they do together.
+            if Ranks().all([made is not None]) == [False]:
+                if made is not None:
+                    made.close()
+                raise why or ValueError("another worker cannot blend; its log says why")
+            self.forebay_blender, self.forebay_anchor = made, anchor
 
         return _answer(opened)
 
+    def _blending(self, call: Callable[[], Any]) -> dict[str, Any]:
+        def together() -> Any:
+            try:
+                return call()
+            except Exception as error:
+                self.forebay_blender.ranks.leave(error)
+                raise
+
+        return _answer(together)
+
     def forebay_blend_store(self, segment: list[int]) -> dict[str, Any]:
         """`Blend.store`."""
-        return _answer(lambda: self.forebay_blender.store(self.forebay_anchor, segment))
+        return self._blending(lambda: self.forebay_blender.store(self.forebay_anchor, segment))
 
     def forebay_blend_has(self, segment: list[int]) -> dict[str, Any]:
         """`Blend.has`."""
-        return _answer(lambda: self.forebay_blender.has(self.forebay_anchor, segment))
+        return self._blending(lambda: self.forebay_blender.has(self.forebay_anchor, [segment])[0])
 
     def forebay_blend_prompt(
         self,
@@ -82,7 +99,15 @@ class BlendWorker:
             asked = Asked(tokens, places, select, ratio, check_layer, self.forebay_anchor)
             return self.forebay_blender.blend_and_store(asked, salt)  # type: ignore[no-any-return]
 
-        return _answer(blended)
+        return self._blending(blended)
+
+
+def _made_or_why(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:  # noqa: BLE001 - raised by the caller
+        logger.warning("blending cannot be opened: %s", error)
+        return None, error
 
 
 def _answer(call: Callable[[], Any]) -> dict[str, Any]:
