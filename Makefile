@@ -159,8 +159,8 @@ vllm-s3: python
 	$(CARGO) build --locked -p forebay --example s3-server
 	python=$$($(VLLM)) && cd tests/vllm && FOREBAY_S3_SERVER=$(CURDIR)/target/debug/examples/s3-server $$python -m pytest -q -s test_s3.py
 
-# What blending costs in quality, on SmolLM2-135M-Instruct: writes the tables of docs/blend.md; QUALITYTIME on two quiet cores. ONLY=quality or
-# ONLY=recall measures one of them.
+# What blending costs in quality, on SmolLM2-135M-Instruct: writes the tables of docs/blend.md. ONLY=quality, ten minutes on two quiet cores, or
+# ONLY=recall, twenty beside other work, measures one of them.
 blend-quality: python
 	python=$$($(VLLM)) && $$python tests/vllm/blend_quality.py --write $(if $(ONLY),--only $(ONLY))
 
