@@ -93,14 +93,14 @@ def _settings(asked: argparse.Namespace) -> dict[str, str]:
 
     if not Path(asked.cache_dir).is_dir():
         raise ValueError(f"{asked.cache_dir} is no directory; name the server's cache directory, or make it on a local drive")
-    given = {"cache_dir": asked.cache_dir}
+    given = {"cache_dir": str(Path(asked.cache_dir).absolute())}
     for item in asked.set:
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"--set {item}: write KEY=VALUE")
         given[key] = value
     try:
-        settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="--set")
+        settings({key: value for key, value in given.items() if key not in ("namespace", "fingerprint")}, name="--cache-dir and --set")
     except forebay.ForebayError as error:
         raise ValueError(str(error)) from error
     return given
