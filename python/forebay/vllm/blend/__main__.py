@@ -124,13 +124,16 @@ def _started(model: str, settings: dict[str, str], options: list[str]) -> Any:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
         raise BlendError(f"vLLM cannot be imported ({error}): use the Python that the server runs in, {sys.executable} is not it") from error
-    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=f"{NAME} … --")).parse_args(["--model", model, *options])
-    started = EngineArgs.from_cli_args(parsed)
-    if started.kv_transfer_config is not None:
-        raise BlendError("--kv-transfer-config behind --: leave it out, and give the settings in it by --set")
-    started.kv_transfer_config = KVTransferConfig(kv_connector="ForebayConnector", kv_role="kv_both", kv_connector_extra_config=settings)
-    started.worker_extension_cls = EXTENSION
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=f"{NAME} … --"))
+    parsed = parser.parse_args(["--model", model, *options])
+    if parsed.kv_transfer_config is not None:
+        parser.error("--kv-transfer-config: leave it out, and give the settings in it by --set")
     try:
+        started = EngineArgs.from_cli_args(parsed)
+        started.kv_transfer_config = KVTransferConfig(
+            kv_connector="ForebayConnector", kv_role="kv_both", kv_connector_extra_config=settings
+        )
+        started.worker_extension_cls = EXTENSION
         return LLM.from_engine_args(started)
     except Exception as error:
         raise BlendError(f"vLLM did not start: {error}") from error
