@@ -160,9 +160,10 @@ vllm-s3: python
 	$(CARGO) build --locked -p forebay --example s3-server
 	python=$$($(VLLM)) && cd tests/vllm && FOREBAY_S3_SERVER=$(CURDIR)/target/debug/examples/s3-server $$python -m pytest -q -s test_s3.py
 
-# What blending costs in quality, on SmolLM2-135M-Instruct: writes the table of docs/blend.md; ten minutes on two quiet cores.
+# What blending costs in quality, on SmolLM2-135M-Instruct: writes the tables of docs/blend.md. ONLY=quality, ten minutes on two quiet cores, or
+# ONLY=recall, twenty beside other work, measures one of them.
 blend-quality: python
-	python=$$($(VLLM)) && $$python tests/vllm/blend_quality.py --write
+	python=$$($(VLLM)) && $$python tests/vllm/blend_quality.py --write $(if $(ONLY),--only $(ONLY))
 
 # vLLM's schedulers, of 0.32 and 0.33, around a runner that knows every byte of KV: two minutes each. FOREBAY_SOAK_SEEDS=1000 for more.
 vllm-harness: python

@@ -1,9 +1,10 @@
-"""What blending costs in quality, with real vLLM and SmolLM2-135M-Instruct: writes the table of docs/blend.md.
+"""What blending costs in quality, with real vLLM and SmolLM2-135M-Instruct: writes the tables of docs/blend.md.
 
 Each text is four segments of 160 tokens between a system prompt of 24 and 96 tokens that follow. The segments are stored apart, behind the system
 prompt, and blended. The distributions of the 96 tokens are compared with those of a full prefill: the mean Kullback-Leibler divergence, and how often
-the likeliest token is the same. Texts are windows of this repository's own pages. Usage: blend_quality.py [--texts N] [--write]; by the Python of
-environment.py, with forebay installed. Everything is computed in float32.
+the likeliest token is the same. Texts are windows of this repository's own pages. The other table is blend_recall.py's. Usage: blend_quality.py
+[--only quality|recall] [--texts N] [--prompts N] [--write]; by the Python of environment.py, with forebay installed. Everything is computed in
+float32.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE, FIGURES = ROOT / "docs/blend.md", ROOT / "docs/figures.json"
-BEGIN, END = "<!-- blend_quality.py begins -->", "<!-- blend_quality.py ends -->"
 SYSTEM = "You are given a document. Read all of it with care, then continue it in the same style.\n\n"
 SEGMENTS, SEGMENT, TAIL, SYSTEM_TOKENS = 4, 160, 96, 24
 SEED, RESAMPLES = 5, 2000
+#: How figures.json names what measures each table.
+COMMANDS = {"quality": '"make blend-quality ONLY=quality"', "recall": '"make blend-quality ONLY=recall"'}
 #: What is blended: selector and ratio.
 ARMS = [("none", 0.0)] + [(select, ratio) for select in ("query", "deviation", "first-k", "random") for ratio in (0.05, 0.15, 0.3)]
 ARMS += [("first-k", 1.0)]
@@ -54,17 +56,14 @@ def interval(values: list[float]) -> tuple[float, float, float]:
     return sum(values) / len(values), means[RESAMPLES // 40], means[-RESAMPLES // 40 - 1]
 
 
-def measured(count: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Divergence and agreement of every text, by arm."""
+def started(folder: Path) -> Any:
+    """vLLM with the model and a cache in `folder`."""
     import smollm
     from conftest import settings
     from vllm import LLM
 
-    from forebay.vllm.blend import Blend
-    from forebay.vllm.blend.blender import Asked
-
     transfer = {"kv_connector": "ForebayConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings(folder / "cache")}
-    llm = LLM(
+    return LLM(
         str(smollm.made()),
         dtype="float32",
         enforce_eager=True,
@@ -74,6 +73,13 @@ def measured(count: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
         worker_extension_cls="forebay.vllm.blend.worker.BlendWorker",
         kv_transfer_config=transfer,
     )
+
+
+def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float]]]:
+    """Divergence and agreement of every text, by arm."""
+    from forebay.vllm.blend import Blend
+    from forebay.vllm.blend.blender import Asked
+
     tokenizer = llm.get_tokenizer()
     system = tokenizer.encode(SYSTEM, add_special_tokens=False)[:SYSTEM_TOKENS]
     places = [(len(system) + SEGMENT * n, len(system) + SEGMENT * (n + 1)) for n in range(SEGMENTS)]
@@ -129,14 +135,15 @@ def table(found: dict[str, list[tuple[float, float]]]) -> list[str]:
     return lines
 
 
-def write(lines: list[str], count: int) -> None:
-    """Puts the table into the page, and its commit into the list of figures."""
+def write(name: str, said: str, lines: list[str]) -> None:
+    """Puts a table into the page between its marks, and its commit into the list of figures."""
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=7", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    said = f"{count} texts, measured at {commit}, {time.strftime('%Y-%m-%d')}:"
-    PAGE.write_text("\n".join([before + BEGIN, said, "", *lines, END + rest.split(END)[1]]))
+    begin, end = f"<!-- blend_{name}.py begins -->", f"<!-- blend_{name}.py ends -->"
+    before, _, rest = PAGE.read_text().partition(begin)
+    said = f"{said}, measured at {commit}, {time.strftime('%Y-%m-%d')}:"
+    PAGE.write_text("\n".join([before + begin, said, "", *lines, end + rest.split(end)[1]]))
     listed = [
-        re.sub(r'"commit": "\w+"', f'"commit": "{commit}"', line) if '"make blend-quality"' in line else line
+        re.sub(r'"commit": "\w+"', f'"commit": "{commit}"', line) if COMMANDS[name] in line else line
         for line in FIGURES.read_text().splitlines()
     ]
     FIGURES.write_text("\n".join(listed) + "\n")
@@ -145,19 +152,28 @@ def write(lines: list[str], count: int) -> None:
 def main() -> None:
     """Measures, prints, and with --write writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--texts", type=int, default=20)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/blend.md")
+    parser.add_argument("--only", choices=[*COMMANDS], help="one of the tables [default: both]")
+    parser.add_argument("--texts", type=int, default=20, help="of the table of quality")
+    parser.add_argument("--prompts", type=int, default=60, help="of the table of recall")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/blend.md")
     asked = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import blend_recall
     from conftest import environment
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(environment(Path(os.environ.get("HOME", folder))))
-        found = measured(asked.texts, Path(folder))
-        lines = table(found)
-        print("\n".join(lines))
-        if asked.write:
-            write(lines, asked.texts)
+        llm = started(Path(folder))
+        if asked.only != "recall":
+            lines = table(measured(llm, asked.texts))
+            print("\n".join(lines))
+            if asked.write:
+                write("quality", f"{asked.texts} texts", lines)
+        if asked.only != "quality":
+            lines = blend_recall.table(blend_recall.measured(llm, asked.prompts))
+            print("\n".join(lines))
+            if asked.write:
+                write("recall", f"{asked.prompts} prompts", lines)
 
 
 if __name__ == "__main__":

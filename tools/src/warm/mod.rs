@@ -36,6 +36,7 @@ use sink::{DryRun, Imported, Sink};
 
 /// Options of `forebay warm`.
 #[derive(Debug, Args)]
+#[command(after_help = BLEND_HELP)]
 pub(crate) struct WarmArgs {
     #[command(subcommand)]
     command: WarmCommand,
@@ -92,6 +93,12 @@ pub(crate) struct ImportArgs {
     #[arg(long)]
     pub(crate) threads: bool,
 }
+
+const BLEND_HELP: &str = "\
+Segments that are reused at any position of a prompt, and blended prompts, are written by Python with a vLLM of its \
+own (docs/blend.md):
+  python -m forebay.vllm.blend store segments.jsonl --model MODEL --cache-dir DIR
+  python -m forebay.vllm.blend blend prompts.jsonl --model MODEL --cache-dir DIR";
 
 const AFTER_HELP: &str = "\
 A dump holds token ids and the KV of every layer; docs/warm.md names the tensors. Importing is resumable: chunks that \
