@@ -30,6 +30,10 @@ COMMANDS = {"quality": '"make blend-quality ONLY=quality"', "recall": '"make ble
 #: What is blended: selector and ratio.
 ARMS = [("none", 0.0)] + [(select, ratio) for select in ("query", "deviation", "first-k", "random") for ratio in (0.05, 0.15, 0.3)]
 ARMS += [("first-k", 1.0)]
+#: What is also blended of segments that were stored without an anchor.
+BARE = [("none", 0.0), ("query", 0.15), ("deviation", 0.15), ("random", 0.15)]
+#: What their names end with.
+WITHOUT = "without an anchor"
 
 
 def windows(tokenizer: Any, count: int) -> list[list[int]]:
@@ -99,13 +103,13 @@ def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float]]]:
             if anchored:
                 blender.mix(Asked(tokens, [], "none", 0.0))
                 whole.append(logits(blender, range(len(tokens))))
-            for select, ratio in ARMS if anchored else ARMS[:1]:
+            for select, ratio in ARMS if anchored else BARE:
                 rows = sorted(source.sample(range(places[0][0], last), round(ratio * (last - places[0][0]))))
                 asked = Asked(tokens, places, rows if select == "random" else select, ratio, anchor=system if anchored else [])
                 mixed = blender.mix(asked)
                 assert mixed.states == ["reused"] * SEGMENTS, mixed.states
                 blender.blend(asked, mixed, last)
-                name = f"{select} {ratio:.0%}" if anchored else "none 0% without an anchor"
+                name = f"{select} {ratio:.0%}" if anchored else f"{select} {ratio:.0%} {WITHOUT}"
                 found.setdefault(name, []).append(compared(whole[number], logits(blender, range(last, len(tokens)))))
             print(f"text {number + 1} of {count}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return found
@@ -123,12 +127,12 @@ NAMES = {
 def table(found: dict[str, list[tuple[float, float]]]) -> list[str]:
     """The rows of the page."""
     lines = ["| computed anew | share | KL to a full prefill (95 % interval) | same likeliest token |", "|---|---|---|---|"]
-    order = ["none 0% without an anchor"] + [f"{select} {ratio:.0%}" for select, ratio in ARMS]
+    order = [f"{select} {ratio:.0%} {WITHOUT}" for select, ratio in BARE] + [f"{select} {ratio:.0%}" for select, ratio in ARMS]
     for name in order:
         mean, low, high = interval([kl for kl, _ in found[name]])
         same, same_low, same_high = interval([same for _, same in found[name]])
         select, share, *more = name.split(" ", 2)
-        what = "`none`, stored without an anchor" if more else "all" if share == "100%" else NAMES[select]
+        what = f"{NAMES[select].split(':')[0]}, stored {WITHOUT}" if more else "all" if share == "100%" else NAMES[select]
         lines.append(
             f"| {what} | {share[:-1]} % | {mean:.4f} ({low:.4f} to {high:.4f}) | {100 * same:.1f} % ({100 * same_low:.1f} to {100 * same_high:.1f}) |"
         )
