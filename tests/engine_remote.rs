@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
 use forebay::config::Codec;
-use forebay::connector::{EngineLookup, PrefixLookup};
+use forebay::connector::{EngineLookup, PrefixLookup, WorkerMeta};
 use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
 use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::key::Extra;
@@ -442,6 +442,44 @@ fn what_has_been_uploaded_and_what_is_gone_is_told_to_who_asks() {
     one.clear().unwrap();
     let gone = told(&one);
     assert!(all(&q, false).iter().all(|chunk| gone.contains(chunk)), "{gone:?}");
+}
+
+#[test]
+fn what_another_process_removed_is_told_also_where_it_was_missing_before_and_is_uploaded_anew() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (a, b) = (Machine::new(&server), Machine::new(&server));
+    let one = a.open();
+    let mut lookup = EngineLookup::new(vec![Arc::new(b.open())]);
+    assert!(one.take_remote_changes(9).is_empty() && lookup.remote_gone().is_empty(), "from now on");
+    let p = prompt(&one, N, 1);
+    let first = p.keys()[0];
+    let misses = |lookup: &mut EngineLookup, req: &str| {
+        while lookup.stored_tokens(req, &p).unwrap().is_none() {
+            std::thread::yield_now();
+        }
+        lookup.remote_gone()
+    };
+    assert_eq!(misses(&mut lookup, "before"), [first]);
+    assert_eq!(misses(&mut lookup, "soon after"), [], "not asked again");
+    a.upload(&one, 1);
+    let uploaded = |engine: &Engine| {
+        let changes = engine.take_remote_changes(9).into_iter();
+        changes.map(|(key, is_there)| (key.0, is_there)).collect::<Vec<_>>()
+    };
+    let report = WorkerMeta { remote: uploaded(&one), ..WorkerMeta::default() };
+    assert_eq!(report.remote.len(), 3);
+    lookup.reported(&report);
+    a.open().clear().unwrap();
+    assert_eq!(misses(&mut lookup, "again"), [first]);
+    // Who uploaded it does not take it for being there.
+    a.upload(&one, 1);
+    let changes = uploaded(&one);
+    for (key, _) in report.remote {
+        let of = changes.iter().filter(|(changed, _)| *changed == key).map(|(_, is_there)| *is_there);
+        assert_eq!(of.collect::<Vec<_>>(), [false, true]);
+    }
+    assert_eq!(server.puts().iter().max(), Some(&2));
 }
 
 #[test]

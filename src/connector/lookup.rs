@@ -128,6 +128,10 @@ impl PrefixLookup for EngineLookup {
         remote_gone(self.engines.iter().map(AsRef::as_ref))
     }
 
+    fn reported(&mut self, report: &WorkerMeta) {
+        uploaded(self.engines.iter().map(AsRef::as_ref), report);
+    }
+
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
         self.pins.pin(self.engines.iter().map(AsRef::as_ref), (req_id, prompt, tokens), patience)
     }
@@ -146,6 +150,15 @@ impl PrefixLookup for EngineLookup {
 pub(super) fn remote_gone<'a>(engines: impl Iterator<Item = &'a Engine>) -> Vec<ChunkKey> {
     let changes = engines.flat_map(|engine| engine.take_remote_changes(usize::MAX));
     changes.filter_map(|(key, is_there)| (!is_there).then_some(key)).collect()
+}
+
+/// What a worker has uploaded is looked for again, also where it was missing a moment ago: otherwise
+/// nobody would learn that it has been removed since.
+pub(super) fn uploaded<'a>(engines: impl Iterator<Item = &'a Engine>, report: &WorkerMeta) {
+    let keys: Vec<ChunkKey> = report.remote.iter().filter(|(_, there)| *there).map(|(key, _)| ChunkKey(*key)).collect();
+    if !keys.is_empty() {
+        engines.for_each(|engine| engine.uploaded_by_others(&keys));
+    }
 }
 
 /// What is on its way from the remote tier for requests that wait. A request is fetched for once.

@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote_gone};
+use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote_gone, uploaded};
 use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
 use crate::config::{CacheIdentity, Settings};
@@ -228,6 +228,7 @@ impl PrefixLookup for RanksLookup {
         for answer in &report.answers {
             self.answered(report.rank, *answer);
         }
+        uploaded(self.tables.values(), report);
     }
 
     fn wanted(&mut self) -> Option<PendingQuestion> {

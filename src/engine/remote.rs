@@ -41,6 +41,12 @@ impl Engine {
         self.inner.remote.as_ref().map(|remote| remote.take_changes(most)).unwrap_or_default()
     }
 
+    /// Other processes have uploaded these chunks: a fetch that has not found them a moment ago looks
+    /// for them again.
+    pub fn uploaded_by_others(&self, keys: &[ChunkKey]) {
+        self.inner.remote.iter().for_each(|remote| remote.put_by_others(keys));
+    }
+
     /// Whether there is a remote tier to fetch from.
     #[must_use]
     pub fn has_remote(&self) -> bool {

@@ -316,6 +316,11 @@ impl Remote {
         self.shared.known.take_changes(most)
     }
 
+    /// Other processes have uploaded these: a fetch that did not find them before asks again.
+    pub fn put_by_others(&self, keys: &[ChunkKey]) {
+        self.shared.known.put_by_others(keys);
+    }
+
     /// Counters.
     #[must_use]
     pub fn stats(&self) -> RemoteStats {

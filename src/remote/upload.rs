@@ -169,9 +169,6 @@ async fn one(active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, perm
 /// Uploads a chunk; its bytes, or `None` where it was there.
 async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, RemoteCause> {
     let known = shared.known.get(key);
-    if matches!(known, Some(RemotePresence::There(_))) {
-        return Ok(None);
-    }
     let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
     let name = shared.name_of(key, chunk.tenant);
     let replaces = known == Some(RemotePresence::Damaged);
@@ -181,6 +178,10 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
                 return Ok(None);
+            }
+            // Others have removed it since: that is told before the upload is.
+            Err(RemoteCause::Absent) if known.is_some_and(|known| matches!(known, RemotePresence::There(_))) => {
+                shared.known.set(key, RemotePresence::Absent);
             }
             Err(RemoteCause::Absent) => {}
             Err(cause) => return Err(cause),
