@@ -483,6 +483,48 @@ fn what_another_process_removed_is_told_also_where_it_was_missing_before_and_is_
 }
 
 #[test]
+fn a_partial_last_chunk_is_uploaded_and_found_by_the_same_prompt() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let (mut a, mut b) = (Machine::new(&server), Machine::new(&server));
+    (a.world.settings.save_unfull_chunk, b.world.settings.save_unfull_chunk) = (true, true);
+    let (one, two) = (a.open(), b.open());
+    let n = N + CHUNK / 2;
+    let (p, kv) = (prompt(&one, n, 1), a.world.kv().like_kv(1));
+    assert_eq!(store(&one, &p, &kv, slots(n, 1)).stored, 4);
+    assert!(one.wait_uploaded(later()).unwrap());
+    assert_eq!(remote(&one).uploaded, 4);
+    assert_eq!(fetch(&two, &p), Fetched { chunks: 4, stopped: None });
+    let to = b.world.kv();
+    assert_eq!(load(&two, &p, &to, slots(n, 2)).tokens, n);
+    assert_same("with its end", (&kv, &slots(n, 1)), (&to, &slots(n, 2)));
+    assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "a drive has all of it");
+    // A server's partial chunks end with its blocks.
+    let mut lookup = EngineLookup::new(vec![Arc::new(b.open())]);
+    lookup.ends_at_multiples_of(CHUNK / 4);
+    two.log().unwrap().clear().unwrap();
+    let longer = prompt(&two, n + CHUNK / 4 - 1, 1);
+    let found = loop {
+        if let Some(tokens) = lookup.stored_tokens("r", &longer).unwrap() {
+            break tokens;
+        }
+        std::thread::yield_now();
+    };
+    assert_eq!(found, n);
+    // Another end is another chunk, and one that nobody has asked for is not looked for.
+    assert_eq!(fetch(&two, &prompt(&two, n - 1, 1)), Fetched { chunks: 0, stopped: Some("absent") });
+    b.world.settings.save_unfull_chunk = false;
+    let heads = server.requests(&Method::HEAD);
+    let without = b.open();
+    assert_eq!(fetch(&without, &prompt(&without, n - 1, 1)), Fetched { chunks: 0, stopped: None });
+    assert_eq!(server.requests(&Method::HEAD), heads);
+    // What is removed is removed with its end.
+    one.remove(&p).unwrap();
+    two.log().unwrap().clear().unwrap();
+    assert_eq!(fetch(&two, &prompt(&two, n, 1)).chunks, 0);
+}
+
+#[test]
 fn a_directory_is_a_store_too() {
     let shared = tempfile::tempdir().unwrap();
     let (mut a, mut b) = (World::plain(), World::plain());

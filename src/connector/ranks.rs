@@ -201,6 +201,10 @@ impl PrefixLookup for RanksLookup {
         Ok(Some(least.min(upto)))
     }
 
+    fn ends_at_multiples_of(&mut self, tokens: usize) {
+        self.fetches.multiple = tokens;
+    }
+
     fn computes(&mut self, tokens_per_s: Option<f64>) {
         self.fetches.computes(tokens_per_s);
     }

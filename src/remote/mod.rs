@@ -241,16 +241,16 @@ impl Remote {
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 
-    /// Deletes the objects of `keys`. What is being uploaded is deleted too, once its chunk has
-    /// left the drive.
+    /// Deletes the objects of `keys`, and of `others`, of which nobody is told. What is being uploaded
+    /// is deleted too, once its chunk has left the drive.
     ///
     /// # Errors
     /// Where the store did not answer, or refuses: some of them may still be there.
-    pub fn remove(&self, keys: &[ChunkKey], tenant: u64) -> Result<()> {
+    pub fn remove(&self, (keys, others): (&[ChunkKey], &[ChunkKey]), tenant: u64) -> Result<()> {
         let shared = Arc::clone(&self.shared);
-        let keys = keys.to_vec();
+        let (keys, others) = (keys.to_vec(), others.to_vec());
         self.delete(async move {
-            let names = keys.iter().map(|key| shared.name_of(key, tenant)).collect();
+            let names = keys.iter().chain(&others).map(|key| shared.name_of(key, tenant)).collect();
             shared.bucket.delete(names).await?;
             keys.iter().for_each(|key| shared.known.set(key, RemotePresence::Absent));
             Ok(())
