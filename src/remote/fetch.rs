@@ -7,15 +7,17 @@
 
 use std::cmp::Reverse;
 use std::ops::Range;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::try_join_all;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
-use tokio::task::AbortHandle;
+use tokio::task::{AbortHandle, JoinError, JoinHandle};
 
 use super::bucket::PART_BYTES;
 use super::known::RemotePresence;
@@ -33,6 +35,8 @@ use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 
 /// Chunks of one prompt that are fetched at once.
 pub(super) const AT_ONCE: usize = 4;
+/// Bytes of which the CRC is taken at once, while the processor's cache still has them.
+const CHECKED_AT_ONCE: usize = 256 << 10;
 /// How often a put that found no room, or its key being stored by another, is tried again.
 const TRY_AGAIN: Duration = Duration::from_millis(5);
 
@@ -173,6 +177,23 @@ pub(super) fn start(
     Fetch { state, task: Some(task.abort_handle()) }
 }
 
+/// A task that ends when nobody waits for it any more.
+struct AbortedTask<T>(JoinHandle<T>);
+
+impl<T> Future for AbortedTask<T> {
+    type Output = Result<T, JoinError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(cx)
+    }
+}
+
+impl<T> Drop for AbortedTask<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// Fetches; why it stopped before the end.
 async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state: &FetchState) -> Option<RemoteCause> {
     // Most prompts are nowhere: one question tells, before several are asked at once.
@@ -181,11 +202,13 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
     if let Err(cause) = find(shared, to, &first).await {
         return Some(cause);
     }
-    let mut chunks = futures_util::stream::iter(wanted)
-        .map(|wanted| async move { bring(shared, to, &wanted, turn).await })
-        .buffered(AT_ONCE);
+    let bring_one = |wanted: Wanted| {
+        let (shared, to) = (Arc::clone(shared), to.clone());
+        AbortedTask(tokio::spawn(async move { bring(&shared, &to, &wanted, turn).await }))
+    };
+    let mut chunks = futures_util::stream::iter(wanted).map(bring_one).buffered(AT_ONCE);
     while let Some(end) = chunks.next().await {
-        match end {
+        match end.unwrap_or(Err(RemoteCause::Closed)) {
             Ok(bytes) => count(shared, state, bytes),
             Err(cause) => return Some(cause),
         }
@@ -230,7 +253,6 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
 
 /// Brings one chunk; bytes of its slot, 0 where a drive has it already.
 pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
-    let mut permit = None;
     let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
     let chunk_tokens = u64::from(to.log.geometry().chunk_tokens);
     (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * chunk_tokens);
@@ -241,9 +263,6 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
         let Some(codec) = find(shared, to, wanted).await? else { return Ok(0) };
         let layout = to.log.chunk_layout(wanted.tokens, codec);
         spec.codec = codec;
-        if permit.is_none() {
-            permit = Some(shared.fetch_staging.take(layout.slot_bytes).await?);
-        }
         match to.log.begin_put(spec.clone()) {
             Ok(PutOutcome::Started(put)) => {
                 let end = fill(shared, to, (wanted, &layout, turn), put).await;
@@ -302,6 +321,8 @@ async fn part(
     (wanted, layout): (&Wanted, &SlotLayout),
     (at, len): (u64, usize),
 ) -> Result<(Option<SlotHeader>, PieceCrcs), RemoteCause> {
+    // In the order in which parts are asked for, so that the prompt's beginning comes first.
+    let _permit = shared.fetch_staging.take(len as u64).await?;
     let name = shared.name_of(&wanted.key, wanted.tenant);
     let header_at = u64::from(layout.header_offset);
     // The header comes with the first part.
@@ -309,24 +330,25 @@ async fn part(
     let mut piece = memory_for(shared, frame, (at, len))?;
     let from = at - header.len() as u64 - header_at;
     let range = from..at - header_at + len as u64;
-    let mut taken = 0;
+    let (mut taken, mut checked, mut crcs) = (0, 0, PieceCrcs::new());
     let take = |bytes: &[u8]| {
         let (first, rest) = bytes.split_at(bytes.len().min(header.len().saturating_sub(taken)));
         copy_to(&mut header, taken, first);
-        let at = (taken + first.len()).saturating_sub(header.len());
-        copy_to(piece.as_mut_slice(), at, rest);
+        let start = (taken + first.len()).saturating_sub(header.len());
+        copy_to(piece.as_mut_slice(), start, rest);
         taken += bytes.len();
+        let there = taken.saturating_sub(header.len());
+        if there >= (checked + CHECKED_AT_ONCE).min(len)
+            && let Some(some) = piece.as_mut_slice().get_mut(checked..there)
+        {
+            crcs.extend(object::check_piece(layout, at + checked as u64, some));
+            checked = there;
+        }
     };
     shared.bucket.get(&name, (range, object::object_bytes(layout)), take).await?;
     let options = to.log.options();
     let check = |bytes: &[u8]| object::check_header(bytes, wanted, (&shared.place(), layout), options.clock.unix_s());
     let header = if header.is_empty() { None } else { Some(check(&header)?) };
-    let of = layout.clone();
-    let check = move || {
-        let crcs = object::check_piece(&of, at, piece.as_mut_slice());
-        (piece, crcs)
-    };
-    let (piece, crcs) = tokio::task::spawn_blocking(check).await.map_err(|_| RemoteCause::Closed)?;
     let request = |done| slot.request(at, piece, done);
     let written = transfer::submit(&**slot.queue(), options.io_timeout, request).await?;
     let spare = written.buf.filter(|piece| frame.is_none_or(|frame| !frame.holds(piece)));

@@ -57,7 +57,9 @@ use stats::{RemoteCause, Counters};
 use transfer::{Bound, SparePieces};
 use upload::Uploads;
 
-/// Threads that take CRCs, and on which the store's crate does what blocks.
+/// Threads that receive, and check what has come.
+const THREADS: usize = 2;
+/// Threads that take CRCs of uploads, and on which the store's crate does what blocks.
 const BLOCKING_THREADS: usize = 4;
 
 /// What the tier is opened with.
@@ -180,7 +182,8 @@ impl Remote {
             fetch_staging: Bound::new(half),
             spare_pieces: SparePieces::default(),
         });
-        let runtime = Builder::new_current_thread()
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(THREADS)
             .enable_all()
             .max_blocking_threads(BLOCKING_THREADS)
             .thread_name("forebay-remote")
