@@ -341,7 +341,7 @@ async fn part(
         if there >= (checked + CHECKED_AT_ONCE).min(len)
             && let Some(some) = piece.as_mut_slice().get_mut(checked..there)
         {
-            crcs.extend(object::check_piece(layout, at + checked as u64, some));
+            object::check_piece(layout, at + checked as u64, some, &mut crcs);
             checked = there;
         }
     };

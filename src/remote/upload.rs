@@ -225,8 +225,9 @@ async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Byte
     let (layers, of) = (header.layers.clone(), layout.clone());
     let verified = move || {
         let cuts = object::cuts(&of, READ_BYTES).zip(&mut pieces);
-        let crcs = cuts.map(|((at, _), piece)| object::check_piece(&of, at, piece.as_mut_slice()));
-        object::verify(crcs, &layers).then_some(pieces)
+        let mut crcs = object::PieceCrcs::new();
+        cuts.for_each(|((at, _), piece)| object::check_piece(&of, at, piece.as_mut_slice(), &mut crcs));
+        object::verify([crcs], &layers).then_some(pieces)
     };
     let verified = tokio::task::spawn_blocking(verified).await.map_err(|_| RemoteCause::Closed)?;
     let pieces = verified.ok_or_else(bad)?;

@@ -91,6 +91,8 @@ def test_an_upload_is_told_when_all_ranks_have_it_and_taken_back_when_a_fetch_mi
     first = set(stored["REMOTE"].block_hashes)
     until(server, lambda: first <= told(BlockRemoved, "REMOTE") and first <= told(BlockRemoved, "LOCAL"))
     assert told(BlockRemoved, "REMOTE") <= told(BlockStored, "REMOTE")
+    # It is computed and stored anew, and so uploaded anew.
+    until(server, lambda: [type(e) for e in server.events if e.locality == "REMOTE" and first <= set(e.block_hashes)][-1] is BlockStored)
     server.check_outputs()
     server.close()
 
