@@ -4,92 +4,23 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;
+#[path = "remote_world/machine.rs"]
+mod machine;
 mod remote_world;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
-use forebay::config::Codec;
-use forebay::connector::{EngineLookup, PrefixLookup, WorkerMeta};
-use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
+use engine_world::{CHUNK, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
+use forebay::connector::{EngineLookup, PrefixLookup};
+use forebay::engine::{Engine, Prompt, StoreRequest};
 use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::key::Extra;
 use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use hyper::Method;
+use machine::{Fetched, Machine, N, fetch, later, remote, wait};
 use remote_world::{BUCKET, Server, Spoil};
-
-const N: usize = 3 * CHUNK;
-
-/// A machine whose cache uses the store of `server`.
-struct Machine {
-    world: World,
-    env: Vec<(String, String)>,
-}
-
-impl Machine {
-    fn new(server: &Server) -> Self {
-        Self::with(Shape::plain(), server)
-    }
-
-    fn with(shape: Shape, server: &Server) -> Self {
-        let prefix = shape.name.replace(' ', "-");
-        let mut world = World::new(shape);
-        world.settings.remote_url = Some(format!("s3://{BUCKET}/some/{prefix}"));
-        world.settings.remote_timeout_ms = 2000;
-        // Of use to the larger shapes only.
-        world.settings.codec = Codec::Exp4;
-        Self { world, env: server.env() }
-    }
-
-    fn open(&self) -> Engine {
-        let mut options = self.world.options();
-        options.remote_env = Some(self.env.clone());
-        Engine::open_with(options).unwrap()
-    }
-
-    /// Stores a prompt made of `seed`, and waits until it is uploaded.
-    fn upload(&self, engine: &Engine, seed: u32) -> (Prompt, Kv) {
-        let (p, kv) = (prompt(engine, N, seed), self.world.kv().like_kv(seed));
-        assert_eq!(store(engine, &p, &kv, slots(N, 1)).stored, 3);
-        assert!(engine.wait_uploaded(later()).unwrap());
-        (p, kv)
-    }
-
-    /// Loads what the cache has of a prompt, compares it, and gives the number of tokens.
-    fn check(&self, engine: &Engine, p: &Prompt, from: &Kv) -> usize {
-        let kv = self.world.kv();
-        let found = load(engine, p, &kv, slots(N, 2)).tokens;
-        let map = |seed: usize| slots(N, seed)[..found].to_vec();
-        assert_same("loaded", (from, &map(1)), (&kv, &map(2)));
-        found
-    }
-}
-
-fn later() -> Instant {
-    Instant::now() + Duration::from_secs(60)
-}
-
-fn remote(engine: &Engine) -> RemoteStats {
-    engine.stats().unwrap().remote
-}
-
-/// What has come of a fetch: the chunks brought, and why it stopped.
-#[derive(Debug, PartialEq, Eq)]
-struct Fetched {
-    chunks: usize,
-    stopped: Option<&'static str>,
-}
-
-fn wait(fetch: &Fetch) -> Fetched {
-    assert!(fetch.wait(later()), "it ends by its own deadline");
-    Fetched { chunks: fetch.chunks(), stopped: fetch.stopped() }
-}
-
-fn fetch(engine: &Engine, p: &Prompt) -> Fetched {
-    wait(&engine.fetch(p, later()).unwrap())
-}
 
 #[test]
 fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {
@@ -442,86 +373,6 @@ fn what_has_been_uploaded_and_what_is_gone_is_told_to_who_asks() {
     one.clear().unwrap();
     let gone = told(&one);
     assert!(all(&q, false).iter().all(|chunk| gone.contains(chunk)), "{gone:?}");
-}
-
-#[test]
-fn what_another_process_removed_is_told_also_where_it_was_missing_before_and_is_uploaded_anew() {
-    let root = tempfile::tempdir().unwrap();
-    let server = Server::start(root.path());
-    let (a, b) = (Machine::new(&server), Machine::new(&server));
-    let one = a.open();
-    let mut lookup = EngineLookup::new(vec![Arc::new(b.open())]);
-    assert!(one.take_remote_changes(9).is_empty() && lookup.remote_gone().is_empty(), "from now on");
-    let p = prompt(&one, N, 1);
-    let first = p.keys()[0];
-    let misses = |lookup: &mut EngineLookup, req: &str| {
-        while lookup.stored_tokens(req, &p).unwrap().is_none() {
-            std::thread::yield_now();
-        }
-        lookup.remote_gone()
-    };
-    assert_eq!(misses(&mut lookup, "before"), [first]);
-    assert_eq!(misses(&mut lookup, "soon after"), [], "not asked again");
-    a.upload(&one, 1);
-    let uploaded = |engine: &Engine| {
-        let changes = engine.take_remote_changes(9).into_iter();
-        changes.map(|(key, is_there)| (key.0, is_there)).collect::<Vec<_>>()
-    };
-    let report = WorkerMeta { remote: uploaded(&one), ..WorkerMeta::default() };
-    assert_eq!(report.remote.len(), 3);
-    lookup.reported(&report);
-    a.open().clear().unwrap();
-    assert_eq!(misses(&mut lookup, "again"), [first]);
-    // Who uploaded it does not take it for being there.
-    a.upload(&one, 1);
-    let changes = uploaded(&one);
-    for (key, _) in report.remote {
-        let of = changes.iter().filter(|(changed, _)| *changed == key).map(|(_, is_there)| *is_there);
-        assert_eq!(of.collect::<Vec<_>>(), [false, true]);
-    }
-    assert_eq!(server.puts().iter().max(), Some(&2));
-}
-
-#[test]
-fn a_partial_last_chunk_is_uploaded_and_found_by_the_same_prompt() {
-    let root = tempfile::tempdir().unwrap();
-    let server = Server::start(root.path());
-    let (mut a, mut b) = (Machine::new(&server), Machine::new(&server));
-    (a.world.settings.save_unfull_chunk, b.world.settings.save_unfull_chunk) = (true, true);
-    let (one, two) = (a.open(), b.open());
-    let n = N + CHUNK / 2;
-    let (p, kv) = (prompt(&one, n, 1), a.world.kv().like_kv(1));
-    assert_eq!(store(&one, &p, &kv, slots(n, 1)).stored, 4);
-    assert!(one.wait_uploaded(later()).unwrap());
-    assert_eq!(remote(&one).uploaded, 4);
-    assert_eq!(fetch(&two, &p), Fetched { chunks: 4, stopped: None });
-    let to = b.world.kv();
-    assert_eq!(load(&two, &p, &to, slots(n, 2)).tokens, n);
-    assert_same("with its end", (&kv, &slots(n, 1)), (&to, &slots(n, 2)));
-    assert_eq!(fetch(&two, &p), Fetched { chunks: 0, stopped: None }, "a drive has all of it");
-    // A server's partial chunks end with its blocks.
-    let mut lookup = EngineLookup::new(vec![Arc::new(b.open())]);
-    lookup.ends_at_multiples_of(CHUNK / 4);
-    two.log().unwrap().clear().unwrap();
-    let longer = prompt(&two, n + CHUNK / 4 - 1, 1);
-    let found = loop {
-        if let Some(tokens) = lookup.stored_tokens("r", &longer).unwrap() {
-            break tokens;
-        }
-        std::thread::yield_now();
-    };
-    assert_eq!(found, n);
-    // Another end is another chunk, and one that nobody has asked for is not looked for.
-    assert_eq!(fetch(&two, &prompt(&two, n - 1, 1)), Fetched { chunks: 0, stopped: Some("absent") });
-    b.world.settings.save_unfull_chunk = false;
-    let heads = server.requests(&Method::HEAD);
-    let without = b.open();
-    assert_eq!(fetch(&without, &prompt(&without, n - 1, 1)), Fetched { chunks: 0, stopped: None });
-    assert_eq!(server.requests(&Method::HEAD), heads);
-    // What is removed is removed with its end.
-    one.remove(&p).unwrap();
-    two.log().unwrap().clear().unwrap();
-    assert_eq!(fetch(&two, &prompt(&two, n, 1)).chunks, 0);
 }
 
 #[test]
