@@ -1,8 +1,8 @@
 //! The remote tier beside bare ranged reads of the same objects, over a real S3 server in this
 //! process: reads whose bytes are dropped, and reads that do with them what a fetch does too. And
 //! loads from the drive while the server hangs, beside loads while it does not. The drive is measured
-//! too, by writes of as many bytes that come from nowhere: no fetch can be faster than those. Of all
-//! it says how much processor time they take, the server's apart.
+//! too, by writes of as many bytes that come from nowhere: no fetch can be faster than those. What all
+//! of it takes of the processors is said too, with the server's part, which is always the same.
 //!
 //! `cargo bench -p forebay --bench remote -- DIR [CHUNKS]`: DIR is a directory on a drive, CHUNKS how
 //! many chunks of 32 MiB are moved in each run. Runs alternate; the median of the pairs counts.
@@ -35,9 +35,7 @@ use remote_world::{BUCKET, Server, Spoil};
 const PART_BYTES: u64 = 8 << 20;
 const AT_ONCE: usize = 4;
 const ALL: [Then; 3] = [Then::Dropped, Then::Kept, Then::Written];
-/// Threads of the server, as the kernel names them.
-const SERVER: &str = "s3-server";
-const RUNS: usize = 7;
+const RUNS: usize = 15;
 const LOADS: usize = 15;
 const LONG: Duration = Duration::from_secs(120);
 
@@ -48,45 +46,35 @@ fn seconds(run: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Processor seconds so far: of the server's threads, and of the others.
-fn processor() -> [f64; 2] {
-    let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
-    let mut server = 0.0;
-    for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
-        if read(&task.path().join("comm")).trim() == SERVER {
-            let ns = read(&task.path().join("schedstat"));
-            server += ns.split_whitespace().next().map_or(0.0, |ns| ns.parse::<f64>().unwrap()) / 1e9;
-        }
-    }
-    // With threads that have ended: user and system time in hundredths of a second.
-    let stat = read(Path::new("/proc/self/stat"));
+/// Processor seconds of this process so far, in hundredths: user and system time, with threads that have
+/// ended.
+fn processor() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let fields = stat.rsplit(')').next().unwrap().split_whitespace();
-    let all: f64 = fields.skip(11).take(2).map(|ticks| ticks.parse::<f64>().unwrap() / 100.0).sum();
-    [server, all - server]
+    fields.skip(11).take(2).map(|ticks| ticks.parse::<f64>().unwrap() / 100.0).sum()
 }
 
 /// What was measured: seconds of each run, and processor seconds of all.
 #[derive(Default)]
 struct Runs {
     seconds: Vec<f64>,
-    processor: [f64; 2],
+    processor: f64,
 }
 
 impl Runs {
     fn add(&mut self, run: impl FnOnce()) {
         let before = processor();
         self.seconds.push(seconds(run));
-        let after = processor();
-        (0..2).for_each(|of| self.processor[of] += after[of] - before[of]);
+        self.processor += processor() - before;
     }
 
     fn say(&self, what: &str, bytes: u64, fetch: &Self) {
         let mib = bytes as f64 / f64::from(1 << 20);
         let ratios = self.seconds.iter().zip(&fetch.seconds).map(|(this, fetch)| this / fetch).collect();
-        let [server, client] = self.processor.map(|s| s * 1e6 / mib / self.seconds.len() as f64);
         println!(
-            "{what:<28} {:>5.0} MiB/s; a fetch has {:.3} times that; processor: server {server:>4.0}, client {client:>4.0} us/MiB",
+            "{what:<28} {:>5.0} MiB/s, {:>4.0} us of a processor per MiB; a fetch has {:.3} times that rate",
             mib / median(self.seconds.clone()),
+            self.processor * 1e6 / mib / self.seconds.len() as f64,
             median(ratios),
         );
     }

@@ -7,17 +7,15 @@
 
 use std::cmp::Reverse;
 use std::ops::Range;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::try_join_all;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
-use tokio::task::{AbortHandle, JoinError, JoinHandle};
+use tokio::task::AbortHandle;
 
 use super::bucket::PART_BYTES;
 use super::known::RemotePresence;
@@ -177,23 +175,6 @@ pub(super) fn start(
     Fetch { state, task: Some(task.abort_handle()) }
 }
 
-/// A task that ends when nobody waits for it any more.
-struct AbortedTask<T>(JoinHandle<T>);
-
-impl<T> Future for AbortedTask<T> {
-    type Output = Result<T, JoinError>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.0).poll(cx)
-    }
-}
-
-impl<T> Drop for AbortedTask<T> {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
 /// Fetches; why it stopped before the end.
 async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state: &FetchState) -> Option<RemoteCause> {
     // Most prompts are nowhere: one question tells, before several are asked at once.
@@ -202,13 +183,11 @@ async fn run(shared: &Arc<Shared>, to: &Destination, wanted: Vec<Wanted>, state:
     if let Err(cause) = find(shared, to, &first).await {
         return Some(cause);
     }
-    let bring_one = |wanted: Wanted| {
-        let (shared, to) = (Arc::clone(shared), to.clone());
-        AbortedTask(tokio::spawn(async move { bring(&shared, &to, &wanted, turn).await }))
-    };
-    let mut chunks = futures_util::stream::iter(wanted).map(bring_one).buffered(AT_ONCE);
+    let mut chunks = futures_util::stream::iter(wanted)
+        .map(|wanted| async move { bring(shared, to, &wanted, turn).await })
+        .buffered(AT_ONCE);
     while let Some(end) = chunks.next().await {
-        match end.unwrap_or(Err(RemoteCause::Closed)) {
+        match end {
             Ok(bytes) => count(shared, state, bytes),
             Err(cause) => return Some(cause),
         }
@@ -253,6 +232,7 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
 
 /// Brings one chunk; bytes of its slot, 0 where a drive has it already.
 pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
+    let mut permit = None;
     let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
     let chunk_tokens = u64::from(to.log.geometry().chunk_tokens);
     (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * chunk_tokens);
@@ -263,6 +243,9 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
         let Some(codec) = find(shared, to, wanted).await? else { return Ok(0) };
         let layout = to.log.chunk_layout(wanted.tokens, codec);
         spec.codec = codec;
+        if permit.is_none() {
+            permit = Some(shared.fetch_staging.take(layout.slot_bytes).await?);
+        }
         match to.log.begin_put(spec.clone()) {
             Ok(PutOutcome::Started(put)) => {
                 let end = fill(shared, to, (wanted, &layout, turn), put).await;
@@ -321,8 +304,6 @@ async fn part(
     (wanted, layout): (&Wanted, &SlotLayout),
     (at, len): (u64, usize),
 ) -> Result<(Option<SlotHeader>, PieceCrcs), RemoteCause> {
-    // In the order in which parts are asked for, so that the prompt's beginning comes first.
-    let _permit = shared.fetch_staging.take(len as u64).await?;
     let name = shared.name_of(&wanted.key, wanted.tenant);
     let header_at = u64::from(layout.header_offset);
     // The header comes with the first part.
