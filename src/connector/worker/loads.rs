@@ -179,7 +179,7 @@ impl Worker {
     fn end_loads(&mut self, mut over: Vec<Loading>) {
         over.sort_by_key(|loading| loading.load.times().end);
         for Loading { order, load } in over {
-            let (result, times, (hits, chunks)) = (load.wait(), load.times(), load.from_memory());
+            let (result, times, (hits, chunks)) = (load.wait(), load.times(), load.memory_hits());
             // Once it is dropped nothing writes the blocks any more, also where it timed out.
             drop(load);
             let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;

@@ -269,8 +269,8 @@ impl Load {
 
     /// How many of its chunks were in memory when it began, and of how many.
     #[must_use]
-    pub fn from_memory(&self) -> (usize, usize) {
-        self.inner.state.lock().from_memory()
+    pub fn memory_hits(&self) -> (usize, usize) {
+        self.inner.state.lock().memory_hits()
     }
 
     /// When it began and when it ended; until now while it runs.

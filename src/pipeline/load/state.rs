@@ -254,7 +254,7 @@ impl LoadState {
 
     /// Of the chunks that something was wanted of, how many were in memory when the load began, and how
     /// many there are.
-    pub(super) fn from_memory(&self) -> (usize, usize) {
+    pub(super) fn memory_hits(&self) -> (usize, usize) {
         let wanted = || self.chunks.iter().filter(|c| c.wanted.iter().any(|wanted| *wanted));
         (wanted().filter(|c| c.from_memory).count(), wanted().count())
     }
