@@ -66,22 +66,40 @@ fn units(bytes: u64) -> u32 {
     u32::try_from(bytes.div_ceil(UNIT).max(1)).unwrap_or(u32::MAX).min(u32::MAX >> 4)
 }
 
-/// Submits a request and waits for its end.
-pub(super) async fn submit(
+/// A request that was submitted, or is still to be where the queue was full.
+pub(super) struct Submitted {
+    end: oneshot::Receiver<Completion>,
+    rejected: Option<Box<Request>>,
+}
+
+/// Submits a request, without waiting for anything.
+pub(super) fn begin(
     queue: &dyn Queue,
     timeout: Duration,
     request: impl FnOnce(Done) -> Request,
-) -> Result<Completion, RemoteCause> {
+) -> Result<Submitted, RemoteCause> {
     let (told, end) = oneshot::channel();
-    let mut request = request(Box::new(move |completion| drop(told.send(completion)))).timeout(timeout);
-    while let Err(rejected) = queue.submit(request) {
-        if rejected.error.kind() != ErrorKind::Busy {
-            return Err(RemoteCause::Drive);
+    let request = request(Box::new(move |completion| drop(told.send(completion)))).timeout(timeout);
+    match queue.submit(request) {
+        Ok(()) => Ok(Submitted { end, rejected: None }),
+        Err(rejected) if rejected.error.kind() == ErrorKind::Busy => {
+            Ok(Submitted { end, rejected: Some(rejected.request) })
         }
-        request = *rejected.request;
-        tokio::time::sleep(RETRY).await;
+        Err(_) => Err(RemoteCause::Drive),
     }
-    let completion = end.await.map_err(|_| RemoteCause::Closed)?;
+}
+
+/// Waits for the end of a request.
+pub(super) async fn end(queue: &dyn Queue, mut submitted: Submitted) -> Result<Completion, RemoteCause> {
+    while let Some(request) = submitted.rejected.take() {
+        tokio::time::sleep(RETRY).await;
+        match queue.submit(*request) {
+            Ok(()) => {}
+            Err(rejected) if rejected.error.kind() == ErrorKind::Busy => submitted.rejected = Some(rejected.request),
+            Err(_) => return Err(RemoteCause::Drive),
+        }
+    }
+    let completion = submitted.end.await.map_err(|_| RemoteCause::Closed)?;
     match &completion.result {
         Ok(()) => Ok(completion),
         Err(_) => Err(RemoteCause::Drive),

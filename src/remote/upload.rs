@@ -249,6 +249,7 @@ async fn piece(log: &Log, chunk: &Chunk, (offset, len): (u64, usize)) -> Result<
     let drive = log.drive(chunk.drive).ok_or(RemoteCause::Closed)?;
     let buf = object::memory(len)?;
     let request = |done| Request::read(Arc::clone(&chunk.file), chunk.slot_offset + offset, buf, done);
-    let completion = transfer::submit(&*drive.read, log.options().io_timeout, request).await?;
+    let read = transfer::begin(&*drive.read, log.options().io_timeout, request)?;
+    let completion = transfer::end(&*drive.read, read).await?;
     completion.buf.ok_or(RemoteCause::Drive)
 }
