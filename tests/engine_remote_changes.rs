@@ -9,9 +9,11 @@ mod remote_world;
 
 use std::sync::Arc;
 
-use engine_world::{CHUNK, assert_same, load, prompt, slots, store};
+use engine_world::{CHUNK, Shape, assert_same, load, prompt, slots, store};
+use forebay::config::Codec;
 use forebay::connector::{EngineLookup, PrefixLookup, WorkerMeta};
 use forebay::engine::Engine;
+use forebay::geometry::{LayerKind, LayerSpec};
 use hyper::Method;
 use machine::{Fetched, Machine, N, fetch, later, remote};
 use remote_world::Server;
@@ -94,4 +96,30 @@ fn a_partial_last_chunk_is_uploaded_and_found_by_the_same_prompt() {
     one.remove(&p).unwrap();
     two.log().unwrap().clear().unwrap();
     assert_eq!(fetch(&two, &prompt(&two, n, 1)).chunks, 0);
+}
+
+#[test]
+fn a_chunk_of_several_pieces_comes_whole_to_the_drive_and_into_memory() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    let shape = Shape { name: "long", specs: vec![LayerSpec::kv(LayerKind::Full, 8, 1024); 5], ..Shape::plain() };
+    let mut a = Machine::with(shape.clone(), &server);
+    a.world.settings.codec = Codec::None;
+    let one = a.open();
+    let (p, kv) = a.upload(&one, 1);
+    for memory in [false, true] {
+        let mut b = Machine::with(shape.clone(), &server);
+        (b.world.settings.local_cpu, b.world.settings.max_local_cpu_size) = (memory, 32 << 20);
+        let two = b.open();
+        assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
+        assert!(remote(&two).fetched_bytes > 3 * (2 << 20), "more than is written at once");
+        assert_eq!(b.check(&two, &p, &kv), N);
+        assert_eq!(two.stats().unwrap().memory.hits, if memory { 3 } else { 0 });
+        let log = two.log().unwrap();
+        assert!(p.keys().iter().all(|key| log.contains(key)));
+        drop((log, two));
+        // From the drive, without what memory had.
+        b.world.settings.local_cpu = false;
+        assert_eq!(b.check(&b.open(), &p, &kv), N);
+    }
 }
