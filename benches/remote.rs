@@ -225,7 +225,11 @@ fn main() {
     let path = home.path().join("written");
     let file =
         OpenOptions::new().write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT).open(path).unwrap();
-    let part = AlignedBuf::zeroed(PART_BYTES as usize).unwrap();
+    let mut part = AlignedBuf::zeroed(PART_BYTES as usize).unwrap();
+    // What is all zeros some drives do not write.
+    part.chunks_exact_mut(8).enumerate().for_each(|(n, to)| {
+        to.copy_from_slice(&(n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    });
     write_alone(&file, &part, bytes);
     let mib_per_s = |seconds: f64| bytes as f64 / f64::from(1 << 20) / seconds;
     // Otherwise it is the limit, and no measure of anything.
