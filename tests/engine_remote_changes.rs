@@ -102,7 +102,7 @@ fn a_partial_last_chunk_is_uploaded_and_found_by_the_same_prompt() {
 fn a_chunk_of_several_pieces_comes_whole_to_the_drive_and_into_memory() {
     let root = tempfile::tempdir().unwrap();
     let server = Server::start(root.path());
-    let shape = Shape { name: "long", specs: vec![LayerSpec::kv(LayerKind::Full, 8, 1024); 5], ..Shape::plain() };
+    let shape = Shape { name: "long", specs: vec![LayerSpec::kv(LayerKind::Full, 8, 1024); 10], ..Shape::plain() };
     let mut a = Machine::with(shape.clone(), &server);
     a.world.settings.codec = Codec::None;
     let one = a.open();
