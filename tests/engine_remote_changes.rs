@@ -110,6 +110,7 @@ fn a_chunk_of_several_pieces_comes_whole_to_the_drive_and_into_memory() {
     for memory in [false, true] {
         let mut b = Machine::with(shape.clone(), &server);
         (b.world.settings.local_cpu, b.world.settings.max_local_cpu_size) = (memory, 32 << 20);
+        b.world.settings.codec = Codec::None;
         let two = b.open();
         assert_eq!(fetch(&two, &p), Fetched { chunks: 3, stopped: None });
         assert!(remote(&two).fetched_bytes > 3 * (2 << 20), "more than is written at once");
