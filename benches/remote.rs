@@ -1,6 +1,8 @@
 //! The remote tier beside bare ranged reads of the same objects, over a real S3 server in this
 //! process: reads whose bytes are dropped, and reads that do with them what a fetch does too. And
-//! loads from the drive while the server hangs, beside loads while it does not.
+//! loads from the drive while the server hangs, beside loads while it does not. The drive is measured
+//! too, by writes of as many bytes that come from nowhere: no fetch can be faster than those. What all
+//! of it takes of the processors is said too, with the server's part, which is always the same.
 //!
 //! `cargo bench -p forebay --bench remote -- DIR [CHUNKS]`: DIR is a directory on a drive, CHUNKS how
 //! many chunks of 32 MiB are moved in each run. Runs alternate; the median of the pairs counts.
@@ -9,8 +11,8 @@
 #[path = "../tests/remote_world/mod.rs"]
 mod remote_world;
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +23,7 @@ use forebay::config::{Capacity, MinFree, Settings};
 use forebay::device::{HostDevice, HostOptions, PagedKv};
 use forebay::engine::{Backpressure, Engine, EngineOptions, LoadRequest, Prompt, StoreRequest};
 use forebay::geometry::Geometry;
+use forebay::io::AlignedBuf;
 use forebay::key::Extra;
 use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
 use futures_util::{StreamExt, TryStreamExt};
@@ -32,7 +35,7 @@ use remote_world::{BUCKET, Server, Spoil};
 const PART_BYTES: u64 = 8 << 20;
 const AT_ONCE: usize = 4;
 const ALL: [Then; 3] = [Then::Dropped, Then::Kept, Then::Written];
-const RUNS: usize = 7;
+const RUNS: usize = 15;
 const LOADS: usize = 15;
 const LONG: Duration = Duration::from_secs(120);
 
@@ -41,6 +44,58 @@ fn seconds(run: impl FnOnce()) -> f64 {
     let start = Instant::now();
     run();
     start.elapsed().as_secs_f64()
+}
+
+/// Processor seconds of this process so far, in hundredths: user and system time, with threads that have
+/// ended.
+fn processor() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields = stat.rsplit(')').next().unwrap().split_whitespace();
+    fields.skip(11).take(2).map(|ticks| ticks.parse::<f64>().unwrap() / 100.0).sum()
+}
+
+/// What was measured: seconds of each run, and processor seconds of all.
+#[derive(Default)]
+struct Runs {
+    seconds: Vec<f64>,
+    processor: f64,
+}
+
+impl Runs {
+    fn add(&mut self, run: impl FnOnce()) {
+        let before = processor();
+        self.seconds.push(seconds(run));
+        self.processor += processor() - before;
+    }
+
+    fn say(&self, what: &str, bytes: u64, fetch: &Self) {
+        let mib = bytes as f64 / f64::from(1 << 20);
+        let ratios = self.seconds.iter().zip(&fetch.seconds).map(|(this, fetch)| this / fetch).collect();
+        println!(
+            "{what:<28} {:>5.0} MiB/s, {:>4.0} us of a processor per MiB; a fetch has {:.3} times that rate",
+            mib / median(self.seconds.clone()),
+            self.processor * 1e6 / mib / self.seconds.len() as f64,
+            median(ratios),
+        );
+    }
+}
+
+/// Writes a file that is there anew, without the page cache, in parts as a fetch does.
+fn write_alone(file: &File, part: &AlignedBuf, bytes: u64) {
+    let next = std::sync::atomic::AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE * 4 {
+            scope.spawn(|| {
+                loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed) * PART_BYTES;
+                    if at >= bytes {
+                        return;
+                    }
+                    file.write_all_at(part, at).unwrap();
+                }
+            });
+        }
+    });
 }
 
 fn median(mut all: Vec<f64>) -> f64 {
@@ -167,37 +222,42 @@ fn main() {
     let objects: Vec<ObjectMeta> = runtime.block_on(bare.list(None).try_collect()).unwrap();
     let objects: Vec<_> = objects.into_iter().filter(|object| !object.location.as_ref().ends_with(".json")).collect();
     let bytes: u64 = objects.iter().map(|object| object.size).sum();
+    let path = home.path().join("written");
+    let file =
+        OpenOptions::new().write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT).open(path).unwrap();
+    let mut part = AlignedBuf::zeroed(PART_BYTES as usize).unwrap();
+    // What is all zeros some drives do not write.
+    part.chunks_exact_mut(8).enumerate().for_each(|(n, to)| {
+        to.copy_from_slice(&(n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    });
+    write_alone(&file, &part, bytes);
     let mib_per_s = |seconds: f64| bytes as f64 / f64::from(1 << 20) / seconds;
-    for answers in ["the server reads files", "the server answers from memory"] {
-        let home = folder();
-        let two = open(home.path(), &server);
-        let (mut reads, mut fetches) = (vec![Vec::new(); ALL.len()], Vec::new());
-        for run in 0..=RUNS {
-            two.log().unwrap().clear().unwrap();
-            let bare = |then| seconds(|| assert_eq!(runtime.block_on(read(&bare, &objects, (then, dir))), bytes));
-            let of_reads = ALL.map(bare);
-            let of_fetch = seconds(|| {
-                let fetch = two.fetch(&p, Instant::now() + LONG).unwrap();
-                assert!(fetch.wait(Instant::now() + LONG));
-                assert_eq!((fetch.chunks(), fetch.stopped()), (chunks, None));
-            });
-            // The first one warms up.
-            if run > 0 {
-                reads.iter_mut().zip(of_reads).for_each(|(all, seconds)| all.push(seconds));
-                fetches.push(of_fetch);
-            }
+    // Otherwise it is the limit, and no measure of anything.
+    server.remember();
+    let home = folder();
+    let two = open(home.path(), &server);
+    let mut reads: Vec<Runs> = ALL.iter().map(|_| Runs::default()).collect();
+    let (mut fetches, mut writes) = (Runs::default(), Runs::default());
+    for run in 0..=RUNS {
+        two.log().unwrap().clear().unwrap();
+        let bare = |then| assert_eq!(runtime.block_on(read(&bare, &objects, (then, dir))), bytes);
+        let fetch = || {
+            let fetch = two.fetch(&p, Instant::now() + LONG).unwrap();
+            assert!(fetch.wait(Instant::now() + LONG));
+            assert_eq!((fetch.chunks(), fetch.stopped()), (chunks, None));
+        };
+        ALL.iter().zip(&mut reads).for_each(|(then, of)| of.add(|| bare(*then)));
+        writes.add(|| write_alone(&file, &part, bytes));
+        fetches.add(fetch);
+        if run == 0 {
+            // That was to warm up.
+            reads.iter_mut().chain([&mut writes, &mut fetches]).for_each(|of| *of = Runs::default());
         }
-        println!("{answers}: fetched to a drive {:.0} MiB/s", mib_per_s(median(fetches.clone())));
-        for (then, of) in ALL.iter().zip(reads) {
-            let ratios = of.iter().zip(&fetches).map(|(read, fetch)| read / fetch).collect();
-            println!(
-                "  bare ranged reads, {:<18} {:>5.0} MiB/s; a fetch has {:.3} times that",
-                format!("{then:?}").to_lowercase(),
-                mib_per_s(median(of)),
-                median(ratios)
-            );
-        }
-        server.remember();
+    }
+    fetches.say("fetched to a drive", bytes, &fetches);
+    writes.say("the drive alone, written", bytes, &fetches);
+    for (then, of) in ALL.iter().zip(&reads) {
+        of.say(&format!("bare ranged reads, {}", format!("{then:?}").to_lowercase()), bytes, &fetches);
     }
 
     let load = || {

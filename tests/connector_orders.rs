@@ -162,6 +162,41 @@ fn stores_that_ended_at_once_are_looked_at_in_turns_and_none_holds_a_block_meanw
 }
 
 #[test]
+fn loads_from_memory_are_measured_apart_from_those_that_read_a_drive() {
+    let mut world = World::plain();
+    (world.settings.local_cpu, world.settings.max_local_cpu_size) = (true, 8 << 20);
+    let engine = Arc::new(world.open());
+    let mut a = pair(&world, &engine, 5, 1);
+    a.store("a", 64, vec![(1..17).collect()]);
+    a.stores_end();
+    let report = a.w.build_connector_worker_meta().unwrap();
+    let keys = engine.prompt(&engine_world::tokens(64, 1), &Extra::default()).keys().to_vec();
+    let mut memory = report.memory.clone();
+    memory.sort_unstable();
+    let mut all: Vec<_> = keys.iter().map(|key| (key.0, true)).collect();
+    all.sort_unstable();
+    assert_eq!(memory, all);
+    let loaded = |of: &mut Pair, req_id: &str| {
+        let meta = of.order_load(req_id, 66, &[(20..37).collect()]);
+        of.w.start_load_kv(meta, None);
+        of.received();
+        let report = of.w.build_connector_worker_meta().unwrap();
+        assert_eq!((report.load_s > 0.0, report.memory_s > 0.0), (report.loaded_tokens > 0, report.memory_tokens > 0));
+        of.s.request_finished(req_id, None);
+        (report.loaded_tokens, report.memory_tokens)
+    };
+    assert_eq!(loaded(&mut a, "b"), (0, 64), "all of it from memory");
+    drop((a, engine));
+    let engine = Arc::new(world.open());
+    let kv = world.kv();
+    let start = engine_world::prompt(&engine, CHUNK, 1);
+    assert_eq!(engine_world::load(&engine, &start, &kv, engine_world::slots(CHUNK, 2)).tokens, CHUNK);
+    let mut a = pair(&world, &engine, 9, 1);
+    assert_eq!(loaded(&mut a, "c"), (48, 0), "beside a drive, memory is not measured");
+    assert_eq!(loaded(&mut a, "d"), (0, 64));
+}
+
+#[test]
 fn what_was_generated_reaches_the_policy_through_the_worker() {
     let mut world = World::plain();
     (world.settings.admission, world.settings.admission_loss) = (Admission::Adaptive, 0.3);

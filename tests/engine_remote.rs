@@ -4,92 +4,23 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod engine_world;
+#[path = "remote_world/machine.rs"]
+mod machine;
 mod remote_world;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use engine_world::{CHUNK, Kv, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
-use forebay::config::Codec;
+use engine_world::{CHUNK, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
 use forebay::connector::{EngineLookup, PrefixLookup};
-use forebay::engine::{Engine, Fetch, Prompt, RemoteStats, StoreRequest};
+use forebay::engine::{Engine, Prompt, StoreRequest};
 use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::key::Extra;
 use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use hyper::Method;
+use machine::{Fetched, Machine, N, fetch, later, remote, wait};
 use remote_world::{BUCKET, Server, Spoil};
-
-const N: usize = 3 * CHUNK;
-
-/// A machine whose cache uses the store of `server`.
-struct Machine {
-    world: World,
-    env: Vec<(String, String)>,
-}
-
-impl Machine {
-    fn new(server: &Server) -> Self {
-        Self::with(Shape::plain(), server)
-    }
-
-    fn with(shape: Shape, server: &Server) -> Self {
-        let prefix = shape.name.replace(' ', "-");
-        let mut world = World::new(shape);
-        world.settings.remote_url = Some(format!("s3://{BUCKET}/some/{prefix}"));
-        world.settings.remote_timeout_ms = 2000;
-        // Of use to the larger shapes only.
-        world.settings.codec = Codec::Exp4;
-        Self { world, env: server.env() }
-    }
-
-    fn open(&self) -> Engine {
-        let mut options = self.world.options();
-        options.remote_env = Some(self.env.clone());
-        Engine::open_with(options).unwrap()
-    }
-
-    /// Stores a prompt made of `seed`, and waits until it is uploaded.
-    fn upload(&self, engine: &Engine, seed: u32) -> (Prompt, Kv) {
-        let (p, kv) = (prompt(engine, N, seed), self.world.kv().like_kv(seed));
-        assert_eq!(store(engine, &p, &kv, slots(N, 1)).stored, 3);
-        assert!(engine.wait_uploaded(later()).unwrap());
-        (p, kv)
-    }
-
-    /// Loads what the cache has of a prompt, compares it, and gives the number of tokens.
-    fn check(&self, engine: &Engine, p: &Prompt, from: &Kv) -> usize {
-        let kv = self.world.kv();
-        let found = load(engine, p, &kv, slots(N, 2)).tokens;
-        let map = |seed: usize| slots(N, seed)[..found].to_vec();
-        assert_same("loaded", (from, &map(1)), (&kv, &map(2)));
-        found
-    }
-}
-
-fn later() -> Instant {
-    Instant::now() + Duration::from_secs(60)
-}
-
-fn remote(engine: &Engine) -> RemoteStats {
-    engine.stats().unwrap().remote
-}
-
-/// What has come of a fetch: the chunks brought, and why it stopped.
-#[derive(Debug, PartialEq, Eq)]
-struct Fetched {
-    chunks: usize,
-    stopped: Option<&'static str>,
-}
-
-fn wait(fetch: &Fetch) -> Fetched {
-    assert!(fetch.wait(later()), "it ends by its own deadline");
-    Fetched { chunks: fetch.chunks(), stopped: fetch.stopped() }
-}
-
-fn fetch(engine: &Engine, p: &Prompt) -> Fetched {
-    wait(&engine.fetch(p, later()).unwrap())
-}
 
 #[test]
 fn what_one_cache_stores_another_finds_and_each_object_is_uploaded_once() {

@@ -33,6 +33,9 @@ pub trait PrefixLookup: Send {
     /// Whatever keeps it from answering; the scheduler takes it as nothing stored, and counts it.
     fn stored_tokens(&mut self, req_id: &str, prompt: &Prompt) -> Result<Option<usize>>;
 
+    /// Loads end at a multiple of so many tokens: so do partial chunks.
+    fn ends_at_multiples_of(&mut self, _tokens: usize) {}
+
     /// How many tokens per second the server computes, where that is known: what would come slower
     /// is not waited for.
     fn computes(&mut self, _tokens_per_s: Option<f64>) {}
@@ -116,6 +119,10 @@ impl PrefixLookup for EngineLookup {
         Ok(Some(least(engines(), prompt)?.unwrap_or(0)))
     }
 
+    fn ends_at_multiples_of(&mut self, tokens: usize) {
+        self.fetches.multiple = tokens;
+    }
+
     fn computes(&mut self, tokens_per_s: Option<f64>) {
         self.fetches.computes(tokens_per_s);
     }
@@ -126,6 +133,10 @@ impl PrefixLookup for EngineLookup {
 
     fn remote_gone(&mut self) -> Vec<ChunkKey> {
         remote_gone(self.engines.iter().map(AsRef::as_ref))
+    }
+
+    fn reported(&mut self, report: &WorkerMeta) {
+        uploaded(self.engines.iter().map(AsRef::as_ref), report);
     }
 
     fn pin(&mut self, req_id: &str, prompt: &Prompt, tokens: usize, patience: Duration) -> Result<usize> {
@@ -148,9 +159,20 @@ pub(super) fn remote_gone<'a>(engines: impl Iterator<Item = &'a Engine>) -> Vec<
     changes.filter_map(|(key, is_there)| (!is_there).then_some(key)).collect()
 }
 
+/// What a worker has uploaded is looked for again, also where it was missing a moment ago: otherwise
+/// nobody would learn that it has been removed since.
+pub(super) fn uploaded<'a>(engines: impl Iterator<Item = &'a Engine>, report: &WorkerMeta) {
+    let keys: Vec<ChunkKey> = report.remote.iter().filter(|(_, there)| *there).map(|(key, _)| ChunkKey(*key)).collect();
+    if !keys.is_empty() {
+        engines.for_each(|engine| engine.uploaded_by_others(&keys));
+    }
+}
+
 /// What is on its way from the remote tier for requests that wait. A request is fetched for once.
 #[derive(Debug, Default)]
 pub(super) struct Fetches {
+    /// Where a partial chunk may end; 0 for anywhere.
+    pub(super) multiple: usize,
     /// Per request, one fetch of each engine; none once they are over.
     of: HashMap<String, Vec<Fetch>>,
     /// What they bring, and what the server computes, in tokens per second.
@@ -201,7 +223,8 @@ impl Fetches {
             }
         };
         let deadline = Instant::now() + patience;
-        let fetches = engines.map(|engine| engine.fetch(prompt, deadline)).collect::<Result<_>>()?;
+        let upto = prompt.len() / self.multiple.max(1) * self.multiple.max(1);
+        let fetches = engines.map(|engine| engine.fetch_upto(prompt, upto, deadline)).collect::<Result<_>>()?;
         self.of.insert(req_id.to_owned(), fetches);
         Ok(self.still_coming(req_id, prompt))
     }

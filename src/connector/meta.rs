@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 6;
+const VERSION: u8 = 7;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -191,10 +191,17 @@ pub struct WorkerMeta {
     pub failed: Vec<String>,
     /// Chunks stored since the last report.
     pub stored: Vec<StoredChunk>,
-    /// Tokens loaded since the last report.
+    /// Tokens loaded from drives since the last report.
     pub loaded_tokens: u64,
-    /// Seconds in which loads were under way for them; those of several at once count once.
+    /// Seconds in which such loads were under way; those of several at once count once.
     pub load_s: f64,
+    /// Tokens of loads that found everything in memory, since the last report.
+    pub memory_tokens: u64,
+    /// As `load_s`, of such loads.
+    pub memory_s: f64,
+    /// Keys of chunks that have come into this worker's memory tier (`true`) or left it, in order, as
+    /// far as one report takes them.
+    pub memory: Vec<([u8; 32], bool)>,
     /// Keys of chunks that were dropped for room here since the last report, as far as one report
     /// takes them.
     pub evicted: Vec<[u8; 32]>,
@@ -223,9 +230,11 @@ impl WorkerMeta {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let report: Self = read(bytes, "a worker's report")?;
         // Means are taken of it: what is no number would stay in them for ever.
-        match report.load_s {
-            seconds if seconds.is_finite() && seconds >= 0.0 => Ok(report),
-            wrong => Err(Error::new(ErrorKind::InvalidInput, format!("a worker reports {wrong} seconds of loading"))),
+        match [report.load_s, report.memory_s].into_iter().find(|seconds| !seconds.is_finite() || *seconds < 0.0) {
+            None => Ok(report),
+            Some(wrong) => {
+                Err(Error::new(ErrorKind::InvalidInput, format!("a worker reports {wrong} seconds of loading")))
+            }
         }
     }
 }

@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote_gone};
+use super::lookup::{Fetches, PendingQuestion, Pins, PrefixLookup, least, remote_gone, uploaded};
 use super::meta::WorkerMeta;
 use super::worker_identity::WorkerIdentity;
 use crate::config::{CacheIdentity, Settings};
@@ -201,6 +201,10 @@ impl PrefixLookup for RanksLookup {
         Ok(Some(least.min(upto)))
     }
 
+    fn ends_at_multiples_of(&mut self, tokens: usize) {
+        self.fetches.multiple = tokens;
+    }
+
     fn computes(&mut self, tokens_per_s: Option<f64>) {
         self.fetches.computes(tokens_per_s);
     }
@@ -228,6 +232,7 @@ impl PrefixLookup for RanksLookup {
         for answer in &report.answers {
             self.answered(report.rank, *answer);
         }
+        uploaded(self.tables.values(), report);
     }
 
     fn wanted(&mut self) -> Option<PendingQuestion> {

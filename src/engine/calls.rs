@@ -150,14 +150,19 @@ impl Engine {
             // after the same parent.
             keys.extend((1..prompt.chunk_tokens()).map_while(|len| prompt.partial_key(at, len)));
         }
-        let removed = log.remove(&keys)?.iter().filter(|there| **there).count();
+        let there = log.remove(&keys)?;
         inner.sweep_memory(&log);
         if let Some(remote) = &inner.remote {
-            remote.remove(prompt.keys(), prompt.tenant())?;
+            let is_told = |at: usize| at < prompt.keys().len() || there.get(at).is_some_and(|there| *there);
+            let (told, mut others): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(at, _)| is_told(*at));
+            // Partial chunks that no drive here has are in the store only where servers upload such.
+            others.retain(|_| inner.options.settings.save_unfull_chunk);
+            let [told, others] = [told, others].map(|some| some.into_iter().map(|(_, key)| *key).collect::<Vec<_>>());
+            remote.remove((told.as_slice(), others.as_slice()), prompt.tenant())?;
             // What was fetched before it was deleted there.
-            log.remove(prompt.keys())?;
+            log.remove(&keys)?;
         }
-        Ok(removed)
+        Ok(there.into_iter().filter(|there| *there).count())
     }
 
     /// Removes everything stored under a cache salt; how many chunks that were.
@@ -206,6 +211,14 @@ impl Engine {
     #[must_use]
     pub fn take_evicted(&self, most: usize) -> Vec<ChunkKey> {
         self.log().map(|log| log.take_evicted(most)).unwrap_or_default()
+    }
+
+    /// Up to `most` chunks that have come into the memory tier (`true`) or left it, in order, since the
+    /// last call; a bounded number of them waits to be taken. Nothing where another process has the
+    /// memory.
+    #[must_use]
+    pub fn take_memory_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+        self.inner.pipeline.memory().map(|tier| tier.take_changes(most)).unwrap_or_default()
     }
 
     /// The keys of a prompt's full chunks, to talk about them with other programs.

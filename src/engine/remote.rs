@@ -9,28 +9,35 @@ use crate::key::ChunkKey;
 use crate::remote::{Fetch, Wanted};
 
 impl Engine {
-    /// Starts to bring the full chunks of `prompt` that no drive here has from the remote tier to a
-    /// drive, and into the memory tier where there is one: in order, until the first that is not
-    /// there, and no longer than until `deadline`. Returns at once; lookups find what has come.
+    /// Starts to bring the chunks of `prompt` that no drive here has from the remote tier to a drive,
+    /// and into the memory tier where there is one: in order, until the first that is not there,
+    /// and no longer than until `deadline`. With the setting `save_unfull_chunk` the prompt's partial
+    /// last chunk is one of them, where one of just its length was uploaded. Returns at once; lookups find what has come.
     /// Without a remote tier, in a cache that is read only, and where nothing is missing, it is
     /// over at once.
     ///
     /// # Errors
     /// As [`Engine::lookup`].
     pub fn fetch(&self, prompt: &Prompt, deadline: Instant) -> Result<Fetch> {
+        self.fetch_upto(prompt, prompt.len(), deadline)
+    }
+
+    /// As [`Engine::fetch`], of a prompt's first `tokens`: a partial chunk ends there.
+    pub(crate) fn fetch_upto(&self, prompt: &Prompt, tokens: usize, deadline: Instant) -> Result<Fetch> {
         let inner = self.check()?;
         inner.check_prompt(prompt)?;
         let remote = inner.remote.as_ref().filter(|_| inner.options.settings.mode == Mode::Rw);
         let (Some(remote), Some(log)) = (remote, inner.log()) else { return Ok(Fetch::nothing()) };
-        let there = prompt.keys().iter().take_while(|key| log.contains(key)).count();
-        let tokens = inner.geometry.chunk_tokens;
-        let wanted = prompt
-            .keys()
-            .iter()
-            .enumerate()
-            .skip(there)
-            .map(|(at, &key)| Wanted::new(key, prompt.parent_of(at), (tokens, at as u32), prompt.tenant()));
-        Ok(remote.fetch((log, inner.pipeline.memory().cloned()), wanted.collect(), deadline))
+        let chunk = inner.geometry.chunk_tokens;
+        let (full, rest) = (tokens / chunk.max(1) as usize, tokens % chunk.max(1) as usize);
+        let there = prompt.keys().iter().take(full).take_while(|key| log.contains(key)).count();
+        let wanted =
+            |at: usize, key, tokens| Wanted::new(key, prompt.parent_of(at), (tokens, at as u32), prompt.tenant());
+        let chunks = prompt.keys().iter().enumerate().take(full).skip(there).map(|(at, &key)| wanted(at, key, chunk));
+        let has_partial = rest > 0 && inner.options.settings.save_unfull_chunk;
+        let partial = has_partial.then(|| prompt.partial_key(full, rest)).flatten().filter(|key| !log.contains(key));
+        let wanted = chunks.chain(partial.map(|key| wanted(full, key, rest as u32))).collect();
+        Ok(remote.fetch((log, inner.pipeline.memory().cloned()), wanted, deadline))
     }
 
     /// Up to `most` chunks that the remote tier has got (`true`) or does not have any more, in the
@@ -39,6 +46,12 @@ impl Engine {
     #[must_use]
     pub fn take_remote_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         self.inner.remote.as_ref().map(|remote| remote.take_changes(most)).unwrap_or_default()
+    }
+
+    /// Other processes have uploaded these chunks: a fetch that has not found them a moment ago looks
+    /// for them again.
+    pub fn uploaded_by_others(&self, keys: &[ChunkKey]) {
+        self.inner.remote.iter().for_each(|remote| remote.put_by_others(keys));
     }
 
     /// Whether there is a remote tier to fetch from.

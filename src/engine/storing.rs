@@ -117,8 +117,7 @@ impl EngineInner {
             let tokens = chunk.tokens.len() as u32;
             let mut put = Box::new(PutSpec { root, preferred_drive, ..self.put_spec(&log, request, chunk) });
             let log = Arc::clone(&log);
-            // Partial chunks are of use to the next request of their own machine only.
-            let remote = self.remote.clone().filter(|_| tokens == self.geometry.chunk_tokens);
+            let remote = self.remote.clone();
             plan.chunks.push(StoreChunk {
                 layout: log.chunk_layout(tokens, SlotCodec::None),
                 tokens,

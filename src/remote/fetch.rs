@@ -22,6 +22,7 @@ use super::known::RemotePresence;
 use super::object::{self, PieceCrcs, Wanted};
 use super::stats::RemoteCause;
 use super::store::RemoteObject;
+use super::transfer::Submitted;
 use super::{Shared, restore, transfer};
 use crate::error::ErrorKind;
 use crate::format::layout::{SlotCodec, SlotLayout};
@@ -33,6 +34,10 @@ use crate::tier::{Filling, FrameId, MemoryTier, Rank};
 
 /// Chunks of one prompt that are fetched at once.
 pub(super) const AT_ONCE: usize = 4;
+/// Bytes of which the CRC is taken at once, while the processor's cache still has them.
+const CHECKED_AT_ONCE: usize = 256 << 10;
+/// Bytes that are written at once, while the rest of a part is still coming.
+const WRITTEN_AT_ONCE: usize = 2 << 20;
 /// How often a put that found no room, or its key being stored by another, is tried again.
 const TRY_AGAIN: Duration = Duration::from_millis(5);
 
@@ -275,7 +280,8 @@ async fn fill(
     let rank = Rank { turn, depth: Reverse(wanted.depth) };
     let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
     let slot = SlotWriter::new(put);
-    let parts = object::cuts(layout, PART_BYTES).map(|cut| part(shared, (to, frame.as_ref(), &slot), (wanted, layout), cut));
+    let chunk = ComingChunk { shared, to, frame: frame.as_ref(), slot: &slot, layout };
+    let parts = object::cuts(layout, PART_BYTES).map(|cut| part(chunk, wanted, cut));
     let (headers, crcs): (Vec<_>, Vec<_>) = try_join_all(parts).await?.into_iter().unzip();
     let header = headers.into_iter().flatten().next().ok_or(RemoteCause::Corrupt)?;
     if !object::verify(crcs, &header.layers) {
@@ -294,44 +300,124 @@ async fn fill(
     Ok(())
 }
 
+/// Where what comes of one chunk's object goes.
+#[derive(Clone, Copy)]
+struct ComingChunk<'a> {
+    shared: &'a Shared,
+    to: &'a Destination,
+    frame: Option<&'a Filling>,
+    slot: &'a SlotWriter,
+    layout: &'a SlotLayout,
+}
+
 /// Reads a part of an object, checks it and writes it to the slot; the header, where it comes with
 /// this part, and the CRCs of the rest.
 async fn part(
-    shared: &Shared,
-    (to, frame, slot): (&Destination, Option<&Filling>, &SlotWriter),
-    (wanted, layout): (&Wanted, &SlotLayout),
+    chunk: ComingChunk<'_>,
+    wanted: &Wanted,
     (at, len): (u64, usize),
 ) -> Result<(Option<SlotHeader>, PieceCrcs), RemoteCause> {
+    let ComingChunk { shared, to, layout, .. } = chunk;
     let name = shared.name_of(&wanted.key, wanted.tenant);
     let header_at = u64::from(layout.header_offset);
     // The header comes with the first part.
     let mut header = vec![0; if at == object::data_offset(layout) { layout.header_bytes as usize } else { 0 }];
-    let mut piece = memory_for(shared, frame, (at, len))?;
     let from = at - header.len() as u64 - header_at;
     let range = from..at - header_at + len as u64;
+    let mut writer = PartWriter::new(chunk, at..at + len as u64);
     let mut taken = 0;
     let take = |bytes: &[u8]| {
         let (first, rest) = bytes.split_at(bytes.len().min(header.len().saturating_sub(taken)));
         copy_to(&mut header, taken, first);
-        let at = (taken + first.len()).saturating_sub(header.len());
-        copy_to(piece.as_mut_slice(), at, rest);
         taken += bytes.len();
+        writer.take(rest);
     };
     shared.bucket.get(&name, (range, object::object_bytes(layout)), take).await?;
     let options = to.log.options();
     let check = |bytes: &[u8]| object::check_header(bytes, wanted, (&shared.place(), layout), options.clock.unix_s());
     let header = if header.is_empty() { None } else { Some(check(&header)?) };
-    let of = layout.clone();
-    let check = move || {
-        let crcs = object::check_piece(&of, at, piece.as_mut_slice());
-        (piece, crcs)
-    };
-    let (piece, crcs) = tokio::task::spawn_blocking(check).await.map_err(|_| RemoteCause::Closed)?;
-    let request = |done| slot.request(at, piece, done);
-    let written = transfer::submit(&**slot.queue(), options.io_timeout, request).await?;
-    let spare = written.buf.filter(|piece| frame.is_none_or(|frame| !frame.holds(piece)));
-    spare.into_iter().for_each(|piece| shared.spare_pieces.put(piece));
-    Ok((header, crcs))
+    Ok((header, writer.end().await?))
+}
+
+/// Takes the bytes of a part as they come, and writes them piece by piece.
+struct PartWriter<'a> {
+    chunk: ComingChunk<'a>,
+    /// What is still to come, within the slot, from the piece on that is being filled.
+    left: Range<u64>,
+    piece: Option<Buf>,
+    /// Of the piece, bytes that have come, and bytes whose CRC has been taken.
+    filled: usize,
+    checked: usize,
+    crcs: PieceCrcs,
+    writes: Vec<Submitted>,
+    failed: Option<RemoteCause>,
+}
+
+impl<'a> PartWriter<'a> {
+    fn new(chunk: ComingChunk<'a>, left: Range<u64>) -> Self {
+        let (writes, crcs) = (Vec::new(), PieceCrcs::new());
+        Self { chunk, left, piece: None, filled: 0, checked: 0, crcs, writes, failed: None }
+    }
+
+    fn take(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() && self.failed.is_none() {
+            match self.take_some(bytes) {
+                Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
+                Err(cause) => self.failed = Some(cause),
+            }
+        }
+    }
+
+    /// Takes what has room in the piece; how many bytes.
+    fn take_some(&mut self, bytes: &[u8]) -> Result<usize, RemoteCause> {
+        let ComingChunk { shared, frame, layout, .. } = self.chunk;
+        let at = self.left.start;
+        let mut piece = match self.piece.take() {
+            Some(piece) => piece,
+            None => memory_for(shared, frame, (at, (self.left.end - at).min(WRITTEN_AT_ONCE as u64) as usize))?,
+        };
+        let some = bytes.get(..piece.len() - self.filled).unwrap_or(bytes);
+        if some.is_empty() {
+            return Err(RemoteCause::Corrupt);
+        }
+        copy_to(piece.as_mut_slice(), self.filled, some);
+        self.filled += some.len();
+        if self.filled >= (self.checked + CHECKED_AT_ONCE).min(piece.len())
+            && let Some(unchecked) = piece.as_mut_slice().get_mut(self.checked..self.filled)
+        {
+            object::check_piece(layout, at + self.checked as u64, unchecked, &mut self.crcs);
+            self.checked = self.filled;
+        }
+        if self.filled < piece.len() {
+            self.piece = Some(piece);
+        } else {
+            self.write(piece)?;
+        }
+        Ok(some.len())
+    }
+
+    fn write(&mut self, piece: Buf) -> Result<(), RemoteCause> {
+        let (slot, at) = (self.chunk.slot, self.left.start);
+        self.left.start += piece.len() as u64;
+        (self.filled, self.checked) = (0, 0);
+        let timeout = self.chunk.to.log.options().io_timeout;
+        self.writes.push(transfer::begin(&**slot.queue(), timeout, |done| slot.request(at, piece, done))?);
+        Ok(())
+    }
+
+    /// Waits until all is written; its CRCs.
+    async fn end(self) -> Result<PieceCrcs, RemoteCause> {
+        let ComingChunk { shared, frame, slot, .. } = self.chunk;
+        if let Some(cause) = self.failed {
+            return Err(cause);
+        }
+        for write in self.writes {
+            let written = transfer::end(&**slot.queue(), write).await?;
+            let spare = written.buf.filter(|piece| frame.is_none_or(|frame| !frame.holds(piece)));
+            spare.into_iter().for_each(|piece| shared.spare_pieces.put(piece));
+        }
+        Ok(self.crcs)
+    }
 }
 
 fn memory_for(shared: &Shared, frame: Option<&Filling>, (at, len): (u64, usize)) -> Result<Buf, RemoteCause> {

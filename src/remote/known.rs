@@ -71,6 +71,17 @@ impl KnownObjects {
         }
     }
 
+    /// Others have put these: that they were not there counts no longer.
+    pub(super) fn put_by_others(&self, keys: &[ChunkKey]) {
+        let mut all = self.answers.lock();
+        for key in keys {
+            if all.last(key).is_some_and(|(presence, _)| *presence == RemotePresence::Absent) {
+                all.young.remove(key);
+                all.old.remove(key);
+            }
+        }
+    }
+
     /// Everything is asked anew.
     pub(super) fn forget(&self) {
         *self.answers.lock() = Generations::default();
@@ -140,6 +151,20 @@ mod tests {
         (0..2 * MOST_CHANGES).for_each(|n| known.set(&key(n), there));
         let kept = known.take_changes(usize::MAX);
         assert_eq!((kept.len(), kept.last()), (MOST_CHANGES, Some(&(key(2 * MOST_CHANGES - 1), true))));
+    }
+
+    #[test]
+    fn what_others_have_put_is_asked_for_again_and_no_other_answer_is_forgotten() {
+        let known = KnownObjects::default();
+        let there = Some(RemotePresence::There(SlotCodec::None));
+        known.set(&key(0), RemotePresence::Absent);
+        known.set(&key(1), RemotePresence::Absent);
+        known.set(&key(2), RemotePresence::There(SlotCodec::None));
+        known.set(&key(3), RemotePresence::Damaged);
+        known.put_by_others(&[key(0), key(2), key(3), key(4)]);
+        let answers = [0, 1, 2, 3, 4].map(|n| known.get(&key(n)));
+        let (absent, damaged) = (Some(RemotePresence::Absent), Some(RemotePresence::Damaged));
+        assert_eq!(answers, [None, absent, there, damaged, None]);
     }
 
     #[test]

@@ -14,7 +14,7 @@
 //! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
 //!   store says so.
 //!
-//! Everything runs on one thread of its own. The files: `bucket` (requests), `breaker`, `known`
+//! Everything runs on a few threads of its own. The files: `bucket` (requests), `breaker`, `known`
 //! (answers kept for a while), `object` (what is in an object), `upload`, `fetch`, `restore` (all
 //! that is there, without a prompt), `transfer` (the log's queues), `stats`; `store` for tools. This room knows no devices, no paged memory and no tokens.
 
@@ -57,7 +57,9 @@ use stats::{RemoteCause, Counters};
 use transfer::{Bound, SparePieces};
 use upload::Uploads;
 
-/// Threads that take CRCs, and on which the store's crate does what blocks.
+/// Threads that receive, and check what has come.
+const THREADS: usize = 2;
+/// Threads that take CRCs of uploads, and on which the store's crate does what blocks.
 const BLOCKING_THREADS: usize = 4;
 
 /// What the tier is opened with.
@@ -180,7 +182,8 @@ impl Remote {
             fetch_staging: Bound::new(half),
             spare_pieces: SparePieces::default(),
         });
-        let runtime = Builder::new_current_thread()
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(THREADS)
             .enable_all()
             .max_blocking_threads(BLOCKING_THREADS)
             .thread_name("forebay-remote")
@@ -241,16 +244,16 @@ impl Remote {
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 
-    /// Deletes the objects of `keys`. What is being uploaded is deleted too, once its chunk has
-    /// left the drive.
+    /// Deletes the objects of `keys`, and of `others`, of which nobody is told. What is being uploaded
+    /// is deleted too, once its chunk has left the drive.
     ///
     /// # Errors
     /// Where the store did not answer, or refuses: some of them may still be there.
-    pub fn remove(&self, keys: &[ChunkKey], tenant: u64) -> Result<()> {
+    pub fn remove(&self, (keys, others): (&[ChunkKey], &[ChunkKey]), tenant: u64) -> Result<()> {
         let shared = Arc::clone(&self.shared);
-        let keys = keys.to_vec();
+        let (keys, others) = (keys.to_vec(), others.to_vec());
         self.delete(async move {
-            let names = keys.iter().map(|key| shared.name_of(key, tenant)).collect();
+            let names = keys.iter().chain(&others).map(|key| shared.name_of(key, tenant)).collect();
             shared.bucket.delete(names).await?;
             keys.iter().for_each(|key| shared.known.set(key, RemotePresence::Absent));
             Ok(())
@@ -314,6 +317,11 @@ impl Remote {
     #[must_use]
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         self.shared.known.take_changes(most)
+    }
+
+    /// Other processes have uploaded these: a fetch that did not find them before asks again.
+    pub fn put_by_others(&self, keys: &[ChunkKey]) {
+        self.shared.known.put_by_others(keys);
     }
 
     /// Counters.

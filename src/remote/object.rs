@@ -91,27 +91,30 @@ pub(super) fn cuts(layout: &SlotLayout, step: u64) -> impl Iterator<Item = (u64,
 /// CRCs of the parts of extents that a piece holds, by layer.
 pub(super) type PieceCrcs = Vec<(usize, Hasher)>;
 
-/// The CRCs of a piece that begins at `at` within the slot. Padding, which has no CRC and is zero on
-/// a drive, is cleared.
-pub(super) fn check_piece(layout: &SlotLayout, at: u64, piece: &mut [u8]) -> PieceCrcs {
+/// Adds the CRCs of a piece that begins at `at` within the slot, where the one before ends. Padding,
+/// which has no CRC and is zero on a drive, is cleared.
+pub(super) fn check_piece(layout: &SlotLayout, at: u64, piece: &mut [u8], crcs: &mut PieceCrcs) {
     let len = piece.len() as u64;
     let within = |from: u64, to: u64| {
         let (from, to) = (from.clamp(at, at + len) - at, to.clamp(at, at + len) - at);
         from as usize..to as usize
     };
-    let mut crcs = PieceCrcs::new();
     for (layer, extent) in layout.extents.iter().enumerate() {
         let (end, padded) = (extent.offset + u64::from(extent.len), extent.offset + u64::from(extent.padded_len));
         if let Some(bytes) = piece.get(within(extent.offset, end)).filter(|bytes| !bytes.is_empty()) {
-            let mut hasher = Hasher::new();
-            hasher.update(bytes);
-            crcs.push((layer, hasher));
+            match crcs.last_mut() {
+                Some((last, hasher)) if *last == layer => hasher.update(bytes),
+                _ => {
+                    let mut hasher = Hasher::new();
+                    hasher.update(bytes);
+                    crcs.push((layer, hasher));
+                }
+            }
         }
         if let Some(padding) = piece.get_mut(within(end, padded)) {
             padding.fill(0);
         }
     }
-    crcs
 }
 
 /// Whether all pieces together, in order, hold extents with these CRCs.
@@ -155,9 +158,14 @@ mod tests {
         let layers: Vec<LayerEntry> =
             layout.extents.iter().map(|e| LayerEntry { offset: e.offset, len: e.len, crc: of(&slot, e) }).collect();
         let mut check = |step: u64| {
-            let pieces: Vec<PieceCrcs> = cuts(&layout, step)
-                .map(|(at, len)| check_piece(&layout, at, &mut slot[at as usize..][..len]))
-                .collect();
+            let (mut pieces, mut whole) = (Vec::new(), PieceCrcs::new());
+            for (at, len) in cuts(&layout, step) {
+                let mut crcs = PieceCrcs::new();
+                check_piece(&layout, at, &mut slot[at as usize..][..len], &mut crcs);
+                check_piece(&layout, at, &mut slot[at as usize..][..len], &mut whole);
+                pieces.push(crcs);
+            }
+            assert!(whole.len() == layers.len() && verify([whole], &layers), "one after the other");
             verify(pieces.iter().cloned(), &layers) && !verify(pieces.into_iter().skip(1), &layers)
         };
         assert!([4096, 12_288, 1 << 20, 8 << 20].into_iter().all(&mut check));
@@ -166,7 +174,8 @@ mod tests {
             assert!(padding.iter().all(|b| *b == 0));
         }
         slot[start + 12_345] ^= 1;
-        let all = check_piece(&layout, start as u64, &mut slot[start..]);
+        let mut all = PieceCrcs::new();
+        check_piece(&layout, start as u64, &mut slot[start..], &mut all);
         assert!(!verify([all], &layers));
     }
 }

@@ -66,22 +66,40 @@ fn units(bytes: u64) -> u32 {
     u32::try_from(bytes.div_ceil(UNIT).max(1)).unwrap_or(u32::MAX).min(u32::MAX >> 4)
 }
 
-/// Submits a request and waits for its end.
-pub(super) async fn submit(
+/// A request that was submitted, or is still to be where the queue was full.
+pub(super) struct Submitted {
+    end: oneshot::Receiver<Completion>,
+    rejected: Option<Box<Request>>,
+}
+
+/// Submits a request, without waiting for anything.
+pub(super) fn begin(
     queue: &dyn Queue,
     timeout: Duration,
     request: impl FnOnce(Done) -> Request,
-) -> Result<Completion, RemoteCause> {
+) -> Result<Submitted, RemoteCause> {
     let (told, end) = oneshot::channel();
-    let mut request = request(Box::new(move |completion| drop(told.send(completion)))).timeout(timeout);
-    while let Err(rejected) = queue.submit(request) {
-        if rejected.error.kind() != ErrorKind::Busy {
-            return Err(RemoteCause::Drive);
+    let request = request(Box::new(move |completion| drop(told.send(completion)))).timeout(timeout);
+    match queue.submit(request) {
+        Ok(()) => Ok(Submitted { end, rejected: None }),
+        Err(rejected) if rejected.error.kind() == ErrorKind::Busy => {
+            Ok(Submitted { end, rejected: Some(rejected.request) })
         }
-        request = *rejected.request;
-        tokio::time::sleep(RETRY).await;
+        Err(_) => Err(RemoteCause::Drive),
     }
-    let completion = end.await.map_err(|_| RemoteCause::Closed)?;
+}
+
+/// Waits for the end of a request.
+pub(super) async fn end(queue: &dyn Queue, mut submitted: Submitted) -> Result<Completion, RemoteCause> {
+    while let Some(request) = submitted.rejected.take() {
+        tokio::time::sleep(RETRY).await;
+        match queue.submit(*request) {
+            Ok(()) => {}
+            Err(rejected) if rejected.error.kind() == ErrorKind::Busy => submitted.rejected = Some(rejected.request),
+            Err(_) => return Err(RemoteCause::Drive),
+        }
+    }
+    let completion = submitted.end.await.map_err(|_| RemoteCause::Closed)?;
     match &completion.result {
         Ok(()) => Ok(completion),
         Err(_) => Err(RemoteCause::Drive),
@@ -90,7 +108,52 @@ pub(super) async fn submit(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::Instant;
+
     use super::*;
+    use crate::error::Error;
+    use crate::io::{DirectFile, FileOptions, IoStats, Rejected};
+
+    /// A queue that is full for so many requests, and then ends each at once.
+    struct FullQueue(AtomicU32, Arc<IoStats>);
+
+    impl Queue for FullQueue {
+        fn submit(&self, request: Request) -> Result<(), Rejected> {
+            if self.0.load(Ordering::Relaxed) > 0 {
+                self.0.fetch_sub(1, Ordering::Relaxed);
+                return Err(Rejected { request: Box::new(request), error: Error::new(ErrorKind::Busy, "full") });
+            }
+            let (now, result) = (Instant::now(), Ok(()));
+            (request.done)(Completion { result, buf: request.buf, submitted: now, finished: now });
+            Ok(())
+        }
+
+        fn stats(&self) -> &Arc<IoStats> {
+            &self.1
+        }
+
+        fn close(&self, _deadline: Instant) -> crate::error::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_request_that_finds_the_queue_full_is_tried_again_until_there_is_room() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let place = tempfile::NamedTempFile::new().unwrap();
+        let options = FileOptions { direct: false, ..FileOptions::read_write() };
+        let file = Arc::new(DirectFile::open(place.path(), options).unwrap());
+        for full in [0, 1, 5] {
+            let queue = FullQueue(AtomicU32::new(full), Arc::default());
+            let buf = object::memory(4096).unwrap();
+            let request = |done| Request::write(Arc::clone(&file), 0, buf, done);
+            let submitted = begin(&queue, Duration::from_secs(9), request).unwrap();
+            assert_eq!(queue.0.load(Ordering::Relaxed), full.saturating_sub(1), "nobody has waited");
+            let over = runtime.block_on(end(&queue, submitted)).unwrap();
+            assert_eq!((over.buf.unwrap().len(), queue.0.load(Ordering::Relaxed)), (4096, 0));
+        }
+    }
 
     #[test]
     fn pieces_are_used_again_and_their_number_never_grows_by_other_lengths() {

@@ -169,9 +169,6 @@ async fn one(active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, perm
 /// Uploads a chunk; its bytes, or `None` where it was there.
 async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Option<u64>, RemoteCause> {
     let known = shared.known.get(key);
-    if matches!(known, Some(RemotePresence::There(_))) {
-        return Ok(None);
-    }
     let chunk = log.locate(key, LEASE).ok_or(RemoteCause::Gone)?;
     let name = shared.name_of(key, chunk.tenant);
     let replaces = known == Some(RemotePresence::Damaged);
@@ -181,6 +178,10 @@ async fn upload(shared: &Shared, log: &Arc<Log>, key: &ChunkKey) -> Result<Optio
                 let codec = object::codec_of(log, chunk.tokens, size);
                 shared.known.set(key, codec.map_or(RemotePresence::Damaged, RemotePresence::There));
                 return Ok(None);
+            }
+            // Others have removed it since: that is told before the upload is.
+            Err(RemoteCause::Absent) if known.is_some_and(|known| matches!(known, RemotePresence::There(_))) => {
+                shared.known.set(key, RemotePresence::Absent);
             }
             Err(RemoteCause::Absent) => {}
             Err(cause) => return Err(cause),
@@ -224,8 +225,9 @@ async fn read(shared: &Shared, log: &Arc<Log>, chunk: &Chunk) -> Result<Vec<Byte
     let (layers, of) = (header.layers.clone(), layout.clone());
     let verified = move || {
         let cuts = object::cuts(&of, READ_BYTES).zip(&mut pieces);
-        let crcs = cuts.map(|((at, _), piece)| object::check_piece(&of, at, piece.as_mut_slice()));
-        object::verify(crcs, &layers).then_some(pieces)
+        let mut crcs = object::PieceCrcs::new();
+        cuts.for_each(|((at, _), piece)| object::check_piece(&of, at, piece.as_mut_slice(), &mut crcs));
+        object::verify([crcs], &layers).then_some(pieces)
     };
     let verified = tokio::task::spawn_blocking(verified).await.map_err(|_| RemoteCause::Closed)?;
     let pieces = verified.ok_or_else(bad)?;
@@ -247,6 +249,7 @@ async fn piece(log: &Log, chunk: &Chunk, (offset, len): (u64, usize)) -> Result<
     let drive = log.drive(chunk.drive).ok_or(RemoteCause::Closed)?;
     let buf = object::memory(len)?;
     let request = |done| Request::read(Arc::clone(&chunk.file), chunk.slot_offset + offset, buf, done);
-    let completion = transfer::submit(&*drive.read, log.options().io_timeout, request).await?;
+    let read = transfer::begin(&*drive.read, log.options().io_timeout, request)?;
+    let completion = transfer::end(&*drive.read, read).await?;
     completion.buf.ok_or(RemoteCause::Drive)
 }

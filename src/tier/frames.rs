@@ -14,6 +14,7 @@ use crate::device::{
     Frame, FrameFill, HugePages, MemorySpace, RegionOptions, SharedRegion, StagingOptions, StagingPool,
 };
 use crate::error::{Error, ErrorKind, Result};
+use crate::key::ChunkKey;
 
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = 2 << 20;
@@ -170,6 +171,10 @@ impl Frames {
 
     pub(super) fn used_bytes(&self) -> u64 {
         (self.pool.taken() * self.pool.slot_bytes()) as u64
+    }
+
+    pub(super) fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+        self.ranked.lock().take_changes(most)
     }
 
     pub(super) fn used_and_wasted(&self) -> (u64, u64) {

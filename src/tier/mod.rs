@@ -260,6 +260,17 @@ impl MemoryTier {
         }
     }
 
+    /// Up to `most` chunks that have come into memory (`true`) and left it since the last call, in
+    /// order, the first time with what is there; a bounded number of them waits to be taken. Told by
+    /// the process that has the frames; to the others nothing is told.
+    #[must_use]
+    pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+        match self.share.place() {
+            Place::Own(frames) => frames.take_changes(most),
+            _ => Vec::new(),
+        }
+    }
+
     /// Of the chunks that prefetches brought, how many a load has found, and how many left before;
     /// counted by the process that has the frames.
     #[must_use]

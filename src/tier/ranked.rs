@@ -5,12 +5,15 @@
 //! used last is what it uses next.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::FrameId;
 use crate::device::Frame;
 use crate::key::ChunkKey;
+
+/// Changes that wait to be taken: 2 MiB.
+const MOST_CHANGES: usize = 1 << 16;
 
 /// How long a chunk stays: the least goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,6 +44,9 @@ pub(super) struct Ranked {
     /// Chunks of prefetches that a load has used, and that left unused.
     pub(super) used: u64,
     pub(super) wasted: u64,
+    /// Chunks that have come (`true`) and gone since they were last taken; `None` where nobody has
+    /// asked.
+    changes: Option<VecDeque<(ChunkKey, bool)>>,
 }
 
 impl Ranked {
@@ -79,6 +85,7 @@ impl Ranked {
         let before = self.take(&key);
         self.order.insert((held.rank, key.0));
         self.frames.insert(key, held);
+        self.changed(key, true);
         before
     }
 
@@ -107,6 +114,23 @@ impl Ranked {
         let held = self.frames.remove(key)?;
         self.wasted += u64::from(held.is_unused);
         self.order.remove(&(held.rank, key.0));
+        self.changed(*key, false);
         Some(held)
+    }
+
+    /// Takes up to `most` changes; the first ones are of what is there.
+    pub(super) fn take_changes(&mut self, most: usize) -> Vec<(ChunkKey, bool)> {
+        let there = &self.frames;
+        let changes = self.changes.get_or_insert_with(|| there.keys().map(|key| (*key, true)).collect());
+        let count = most.min(changes.len());
+        changes.drain(..count).collect()
+    }
+
+    fn changed(&mut self, key: ChunkKey, is_there: bool) {
+        let Some(changes) = self.changes.as_mut() else { return };
+        if changes.len() == MOST_CHANGES {
+            changes.pop_front();
+        }
+        changes.push_back((key, is_there));
     }
 }

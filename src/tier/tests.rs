@@ -56,6 +56,22 @@ fn what_was_used_last_stays_and_heads_stay_longest() {
 }
 
 #[test]
+fn what_has_come_and_gone_is_told_in_order_and_first_what_is_there() {
+    let tier = tier(2);
+    assert!(fill(&tier, id(1), rank(1, 0)) && fill(&tier, id(2), rank(2, 0)) && fill(&tier, id(3), rank(3, 0)));
+    let told = |most| tier.take_changes(most).into_iter().map(|(key, there)| (key.0[0], there)).collect::<Vec<_>>();
+    let mut first = told(9);
+    first.sort_unstable();
+    assert_eq!(first, [(2, true), (3, true)]);
+    assert!(fill(&tier, id(4), rank(4, 0)));
+    assert!(fill(&tier, FrameId { sequence: 2, ..id(4) }, rank(5, 0)));
+    assert_eq!(told(2), [(2, false), (4, true)]);
+    assert_eq!(told(9), [(3, false), (4, false), (4, true)], "another put of it");
+    tier.retain(|_| false);
+    assert_eq!((told(9), told(9)), (vec![(4, false)], Vec::new()), "once");
+}
+
+#[test]
 fn a_frame_in_use_is_not_given_to_another_chunk() {
     let tier = tier(2);
     assert!(fill(&tier, id(1), rank(1, 0)) && fill(&tier, id(2), rank(2, 0)));

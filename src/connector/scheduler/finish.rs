@@ -115,7 +115,8 @@ impl Scheduler {
         // Before what they have uploaded since.
         self.see_remote_gone();
         for report in &output.workers {
-            self.rates.loaded(report.loaded_tokens, report.load_s);
+            self.rates.loaded(report);
+            self.in_memory.reported(report);
             for req_id in self.unverified.reported(report) {
                 self.lookup.unpin(&req_id);
             }

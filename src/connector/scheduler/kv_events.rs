@@ -159,7 +159,8 @@ impl EventLog {
             }
         }
         for (key, is_there) in &report.remote {
-            if *is_there { self.uploaded(report.rank, ChunkKey(*key)) } else { self.remote_gone(ChunkKey(*key)) }
+            let (rank, key) = (report.rank, ChunkKey(*key));
+            if *is_there { self.uploaded(rank, key) } else { self.part_gone(rank, key) }
         }
         // After what was stored: a worker names only what is not there when it reports.
         for key in &report.evicted {
@@ -183,6 +184,16 @@ impl EventLog {
         if copies.ranks.len() >= self.writers && self.known.map.contains_key(&key) {
             *copies = RemoteCopies { ranks: HashSet::new(), is_told: true };
             self.events.remote.push((key.0, true));
+        }
+    }
+
+    /// A rank's part of a chunk is gone. What others have uploaded since it was told stays.
+    fn part_gone(&mut self, rank: u32, key: ChunkKey) {
+        match self.remote.map.get_mut(&key) {
+            Some(copies) if !copies.is_told => {
+                copies.ranks.remove(&rank);
+            }
+            _ => self.remote_gone(key),
         }
     }
 

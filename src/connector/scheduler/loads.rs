@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::super::meta::{LoadOrder, StepMeta, WorkerMeta};
+use super::in_memory::LoadParts;
 use super::tracker::{RequestLoad, Tracker};
 use super::{Matched, Scheduler};
 use crate::error::{Error, ErrorKind, Result};
@@ -89,7 +90,8 @@ impl Scheduler {
             self.stats.joined += 1;
             return Matched { tokens: None, asynchronous };
         }
-        if self.rates.refuses_load() {
+        let parts = self.in_memory.parts(&tracker.prompt, (num_computed, stop));
+        if self.rates.refuses_load(parts) {
             self.stats.slower_than_computing += 1;
             return nothing;
         }
@@ -99,7 +101,9 @@ impl Scheduler {
             return nothing;
         }
         let rest = tracker.prompt.len().saturating_sub(num_computed + tokens);
-        let both = (self.sync_tokens + tokens, self.sync_computed + rest);
+        let mut together = self.sync_load;
+        together += self.in_memory.parts(&tracker.prompt, (num_computed, num_computed + tokens));
+        let both = (together, self.sync_computed + rest);
         let most = Duration::from_millis(self.options.max_sync_stall_ms);
         let stalls = self.options.layerwise && self.rates.stalls(both, most);
         self.stats.stalling += u64::from(stalls);
@@ -173,7 +177,7 @@ impl Scheduler {
             self.loading.insert(*key, until);
         }
         if !tracker.asynchronous {
-            self.sync_tokens += stop - computed;
+            self.sync_load += self.in_memory.parts(&tracker.prompt, (computed, stop));
             self.sync_computed += tracker.prompt.len().saturating_sub(stop);
         }
         self.ordered.push(req_id.to_owned());
@@ -182,7 +186,7 @@ impl Scheduler {
 
     /// Puts the loads that were ordered into a step.
     pub(super) fn send_loads(&mut self, meta: &mut StepMeta) {
-        (self.sync_tokens, self.sync_computed) = (0, 0);
+        (self.sync_load, self.sync_computed) = (LoadParts::default(), 0);
         for req_id in std::mem::take(&mut self.ordered) {
             let Some(tracker) = self.requests.get_mut(&req_id) else { continue };
             let RequestLoad::Ordered { computed, stop } = tracker.load else { continue };

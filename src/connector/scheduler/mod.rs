@@ -19,6 +19,7 @@ use crate::error::Result;
 use crate::key::{ChunkKey, Extra};
 
 mod finish;
+mod in_memory;
 mod kv_events;
 mod loads;
 mod prefetches;
@@ -259,8 +260,9 @@ pub struct Scheduler {
     held: finish::HeldRequests,
     prefetches: prefetches::Prefetches,
     rates: rates::Rates,
+    in_memory: in_memory::InMemory,
     /// Tokens that are loaded within the next step.
-    sync_tokens: usize,
+    sync_load: in_memory::LoadParts,
     /// Tokens of those requests' prompts that are computed meanwhile, in this step or later ones.
     sync_computed: usize,
     unverified: loads::UnverifiedLoads,
@@ -276,8 +278,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// As [`ConnectorOptions::validate`].
-    pub fn new(options: ConnectorOptions, lookup: Box<dyn PrefixLookup>) -> Result<Self> {
+    pub fn new(options: ConnectorOptions, mut lookup: Box<dyn PrefixLookup>) -> Result<Self> {
         options.validate()?;
+        lookup.ends_at_multiples_of(options.block_multiple());
         let workers = options.workers;
         Ok(Self {
             held: finish::HeldRequests::new(workers),
@@ -291,7 +294,8 @@ impl Scheduler {
             acknowledged: Vec::new(),
             loading: HashMap::new(),
             prefetches: prefetches::Prefetches::default(),
-            sync_tokens: 0,
+            in_memory: in_memory::InMemory::default(),
+            sync_load: in_memory::LoadParts::default(),
             sync_computed: 0,
             unverified: loads::UnverifiedLoads::new(workers),
             puts_off: false,

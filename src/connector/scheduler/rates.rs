@@ -1,5 +1,5 @@
 //! How fast the server computes and how fast it is loaded for, as it is measured, and which of the
-//! two is quicker for a request.
+//! two is quicker for a request. Loads from memory and loads from drives have a rate each.
 //!
 //! Computing is measured here and not by the workers: on an accelerator they see launches only. A
 //! step begins when it is scheduled, or when the output of the one before has come if that is later,
@@ -10,6 +10,9 @@
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
+
+use super::super::meta::WorkerMeta;
+use super::in_memory::LoadParts;
 
 /// Measurements that are remembered.
 const KEPT: usize = 15;
@@ -72,7 +75,9 @@ struct OpenStep {
 /// What was measured.
 #[derive(Debug, Default)]
 pub(super) struct Rates {
-    loading: MeasuredRate,
+    /// Of loads that read a drive, and of loads that find everything in memory.
+    drives: MeasuredRate,
+    memory: MeasuredRate,
     computing: MeasuredRate,
     refusals: Refusals,
     steps: VecDeque<OpenStep>,
@@ -109,9 +114,10 @@ impl Rates {
         self.last_output = Some(now);
     }
 
-    /// Loads of so many tokens took so many seconds.
-    pub(super) fn loaded(&mut self, tokens: u64, seconds: f64) {
-        self.loading.add(tokens as f64, seconds);
+    /// What a worker has loaded.
+    pub(super) fn loaded(&mut self, report: &WorkerMeta) {
+        self.drives.add(report.loaded_tokens as f64, report.load_s);
+        self.memory.add(report.memory_tokens as f64, report.memory_s);
     }
 
     /// Tokens that the server computes in a second, where that is known well enough to refuse loads.
@@ -120,18 +126,31 @@ impl Rates {
     }
 
     /// Whether a load is to be refused because computing is faster.
-    pub(super) fn refuses_load(&mut self) -> bool {
-        let loading = if self.set.is_some() { self.loading.per_s() } else { self.loading.settled() };
+    pub(super) fn refuses_load(&mut self, parts: LoadParts) -> bool {
+        let rate = if self.set.is_some() { MeasuredRate::per_s } else { MeasuredRate::settled };
+        let takes = self.takes_s(parts, rate);
+        let loading = takes.map(|takes| (parts.memory + parts.drives) as f64 / takes);
         let computing = self.computing();
         self.refusals.refuses(loading, computing)
     }
 
-    /// Whether loading so many tokens is predicted to take more than `most` longer than computing
-    /// others meanwhile; not before a load was measured.
-    pub(super) fn stalls(&self, (tokens, computed): (usize, usize), most: Duration) -> bool {
-        let s = |tokens: usize, rate: Option<f64>| rate.map_or(0.0, |rate| tokens as f64 / rate);
+    /// Seconds that a load is predicted to take, where that was measured. Beside a drive, memory that
+    /// was never measured takes none.
+    fn takes_s(&self, parts: LoadParts, rate: impl Fn(&MeasuredRate) -> Option<f64>) -> Option<f64> {
+        let s = |tokens: usize, of: &MeasuredRate| rate(of).map(|rate| tokens as f64 / rate);
+        match (parts.memory, parts.drives) {
+            (memory, 0) => s(memory, &self.memory),
+            (0, drives) => s(drives, &self.drives),
+            (memory, drives) => Some(s(drives, &self.drives)? + s(memory, &self.memory).unwrap_or(0.0)),
+        }
+    }
+
+    /// Whether loading so much is predicted to take more than `most` longer than computing so many
+    /// tokens meanwhile; not before such a load was measured.
+    pub(super) fn stalls(&self, (parts, computed): (LoadParts, usize), most: Duration) -> bool {
         let computing = self.set.or_else(|| self.computing.per_s());
-        s(tokens, self.loading.per_s()) - s(computed, computing) > most.as_secs_f64()
+        let computing_s = computing.map_or(0.0, |rate| computed as f64 / rate);
+        self.takes_s(parts, MeasuredRate::per_s).unwrap_or(0.0) - computing_s > most.as_secs_f64()
     }
 }
 
@@ -140,6 +159,16 @@ mod tests {
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
+    const DRIVES: LoadParts = LoadParts { memory: 0, drives: 100 };
+    const MEMORY: LoadParts = LoadParts { memory: 100, drives: 0 };
+
+    fn from_drives(tokens: u64, seconds: f64) -> WorkerMeta {
+        WorkerMeta { loaded_tokens: tokens, load_s: seconds, ..WorkerMeta::default() }
+    }
+
+    fn from_memory(tokens: u64, seconds: f64) -> WorkerMeta {
+        WorkerMeta { memory_tokens: tokens, memory_s: seconds, ..WorkerMeta::default() }
+    }
 
     /// Rates with `n` steps of 1000 tokens in 100 ms each.
     fn computed(n: u64) -> (Rates, Instant) {
@@ -195,53 +224,71 @@ mod tests {
     fn nothing_is_refused_before_both_are_measured_often_and_then_all_but_one_in_some() {
         let (mut rates, _) = computed(KEPT as u64);
         for _ in 1..KEPT {
-            rates.loaded(100, 1.0);
-            assert!(!rates.refuses_load());
+            rates.loaded(&from_drives(100, 1.0));
+            assert!(!rates.refuses_load(DRIVES));
         }
-        rates.loaded(100, 1.0);
-        let refused = (0..32).filter(|_| rates.refuses_load()).count();
+        rates.loaded(&from_drives(100, 1.0));
+        let refused = (0..32).filter(|_| rates.refuses_load(DRIVES)).count();
         assert_eq!(refused, 30);
         let (mut rates, _) = computed(KEPT as u64 - 1);
-        (0..KEPT).for_each(|_| rates.loaded(100, 1.0));
-        assert!(!rates.refuses_load(), "a step short");
+        (0..KEPT).for_each(|_| rates.loaded(&from_drives(100, 1.0)));
+        assert!(!rates.refuses_load(DRIVES), "a step short");
     }
 
     #[test]
     fn strange_measurements_decide_nothing() {
         let (mut rates, _) = computed(KEPT as u64);
-        (0..KEPT).for_each(|_| rates.loaded(20_000, 1.0));
-        (0..KEPT / 2).for_each(|_| rates.loaded(1, 10.0));
-        assert!(!rates.refuses_load());
-        (0..KEPT / 2).for_each(|_| rates.loaded(1, 10.0));
-        assert!(rates.refuses_load());
-        rates.loaded(0, 1.0);
-        rates.loaded(1, 0.0);
-        (0..KEPT).for_each(|_| rates.loaded(20_000, 1.0));
-        assert!(!rates.refuses_load(), "loads are fast again");
+        (0..KEPT).for_each(|_| rates.loaded(&from_drives(20_000, 1.0)));
+        (0..KEPT / 2).for_each(|_| rates.loaded(&from_drives(1, 10.0)));
+        assert!(!rates.refuses_load(DRIVES));
+        (0..KEPT / 2).for_each(|_| rates.loaded(&from_drives(1, 10.0)));
+        assert!(rates.refuses_load(DRIVES));
+        rates.loaded(&from_drives(0, 1.0));
+        rates.loaded(&from_drives(1, 0.0));
+        (0..KEPT).for_each(|_| rates.loaded(&from_drives(20_000, 1.0)));
+        assert!(!rates.refuses_load(DRIVES), "loads are fast again");
+    }
+
+    #[test]
+    fn a_load_from_memory_is_decided_by_the_rate_of_memory_and_one_from_a_drive_by_the_drives() {
+        let (mut rates, _) = computed(KEPT as u64);
+        (0..KEPT).for_each(|_| rates.loaded(&from_drives(100, 1.0)));
+        assert!(rates.refuses_load(DRIVES), "10,000 tokens a second are computed");
+        assert!(!rates.refuses_load(MEMORY), "memory was never measured");
+        let mixed = |memory, drives| LoadParts { memory, drives };
+        assert!(!rates.refuses_load(mixed(9999, 1)) && rates.refuses_load(mixed(50, 50)), "a drive beside memory");
+        (0..KEPT).for_each(|_| rates.loaded(&from_memory(100_000, 1.0)));
+        assert!(rates.refuses_load(DRIVES) && !rates.refuses_load(MEMORY));
+        assert!(!rates.refuses_load(mixed(15_000, 1)), "0.16 s, and 1.5 s to compute");
+        (0..KEPT).for_each(|_| rates.loaded(&from_memory(100, 1.0)));
+        (0..KEPT).for_each(|_| rates.loaded(&from_drives(100_000, 1.0)));
+        assert!(rates.refuses_load(MEMORY) && !rates.refuses_load(DRIVES), "and the other way round");
+        assert!(rates.refuses_load(mixed(1000, 1)), "10 s, and 0.1 s to compute");
     }
 
     #[test]
     fn what_the_operator_says_counts_at_once() {
         let mut rates = Rates::new(Some(1000.0));
-        assert!(!rates.refuses_load());
-        rates.loaded(500, 1.0);
-        assert!(rates.refuses_load());
+        assert!(!rates.refuses_load(DRIVES));
+        rates.loaded(&from_drives(500, 1.0));
+        assert!(rates.refuses_load(DRIVES));
         assert_eq!(Rates::new(Some(7.0)).computing(), Some(7.0));
     }
 
     #[test]
     fn computing_hides_a_load_within_its_step() {
-        let stalls = |rates: &Rates| rates.stalls((4800, 3200), 20 * MS);
+        let stalls = |rates: &Rates| rates.stalls((LoadParts { memory: 0, drives: 4800 }, 3200), 20 * MS);
         let mut rates = Rates::default();
         assert!(!stalls(&rates), "nothing measured yet");
-        rates.loaded(4800, 0.1);
+        rates.loaded(&from_drives(4800, 0.1));
         assert!(stalls(&rates), "100 ms are more than 20, and nothing is known of computing");
         rates.computing.add(3200.0, 0.05);
         assert!(stalls(&rates), "50 ms longer than computing the rest");
         (0..2).for_each(|_| rates.computing.add(3200.0, 0.09));
         assert!(!stalls(&rates));
+        assert!(!rates.stalls((LoadParts { memory: 4800, drives: 0 }, 0), 20 * MS), "memory was never measured");
         let mut rates = Rates::new(Some(32_000.0));
-        rates.loaded(4800, 0.1);
+        rates.loaded(&from_drives(4800, 0.1));
         assert!(!stalls(&rates), "the operator knows how long computing takes");
     }
 }

@@ -124,6 +124,26 @@ fn what_a_fetch_does_not_find_is_taken_back_before_later_uploads_are_told() {
 }
 
 #[test]
+fn after_others_removed_it_a_chunk_is_told_again_when_every_worker_has_uploaded_it_anew() {
+    let mut s = side_with(32, |o| (o.events, o.workers) = (true, 2));
+    s.on_new_request("a", 100);
+    s.get_num_new_matched_tokens("a", 0);
+    let key = s.s.take_events().found[0].key;
+    say(&mut s, uploads(0, vec![(key, true)]));
+    say(&mut s, uploads(1, vec![(key, true)]));
+    assert_eq!(s.s.take_events().remote, [(key, true)]);
+    let anew = || vec![(key, false), (key, true)];
+    say(&mut s, uploads(0, anew()));
+    assert_eq!(s.s.take_events().remote, [(key, false)]);
+    say(&mut s, uploads(1, anew()));
+    assert_eq!(s.s.take_events().remote, [(key, true)], "the other one's new upload counts");
+    s.told.miss_remote(key);
+    say(&mut s, uploads(0, anew()));
+    say(&mut s, uploads(0, anew()));
+    assert_eq!(s.s.take_events().remote, [(key, false)], "one worker twice is not two");
+}
+
+#[test]
 fn nothing_is_remembered_where_nobody_asks() {
     let mut s = side(32);
     s.on_new_request("a", 100);

@@ -1,6 +1,7 @@
 //! Lookups, answers, allocations.
 
 use super::*;
+use crate::geometry::{DType, Geometry, LayerSpec};
 
 #[test]
 fn the_last_token_is_left_to_compute_and_loads_are_whole_blocks_of_every_group() {
@@ -203,6 +204,39 @@ fn loads_that_are_measured_to_be_slower_than_computing_are_not_offered() {
     assert_eq!(offered[14..].iter().filter(|tokens| **tokens == Some(48)).count(), 1, "one of 16: {offered:?}");
     let fast: Vec<_> = (0..8).map(|n| step(&format!("fast {n}"), 1e-12)).collect();
     assert_eq!(fast[7], Some(48), "{fast:?}");
+}
+
+#[test]
+fn a_load_from_the_memory_of_all_ranks_is_decided_by_the_rate_of_memory() {
+    let mut s = side_with(48, |o| (o.recompute_tokens_per_s, o.workers) = (Some(1000.0), 2));
+    let say = |s: &mut Side, report| {
+        s.s.update_connector_output(&StepOutput { workers: vec![report], ..StepOutput::default() });
+    };
+    let slow = WorkerMeta { loaded_tokens: 500, load_s: 1.0, ..WorkerMeta::default() };
+    say(&mut s, WorkerMeta { memory_tokens: 5000, memory_s: 1.0, ..slow });
+    s.on_new_request("a", 100);
+    let offered = |s: &mut Side| (0..32).filter(|_| s.get_num_new_matched_tokens("a", 0) == Some(48)).count();
+    assert_eq!(offered(&mut s), 2, "from drives, one of 16");
+    let keys = Prompt::new(&tokens(100), CHUNK as u32, &Extra::default()).keys().to_vec();
+    let memory = |rank, chunks: std::ops::Range<usize>, there| {
+        let memory = keys[chunks].iter().map(|key| (key.0, there)).collect();
+        WorkerMeta { rank, memory, ..WorkerMeta::default() }
+    };
+    say(&mut s, memory(0, 0..4, true));
+    say(&mut s, memory(1, 0..1, true));
+    assert_eq!(offered(&mut s), 2, "a rank reads two chunks");
+    say(&mut s, memory(1, 1..3, true));
+    assert_eq!(offered(&mut s), 32);
+    assert_eq!(s.get_num_new_matched_tokens("a", 16), Some(32));
+    say(&mut s, memory(0, 1..3, false));
+    assert_eq!(offered(&mut s), 2, "two chunks have left it");
+    say(&mut s, memory(0, 1..3, true));
+    let anew = Some(WorkerIdentity::of(
+        &Geometry::new("m", DType::named("uint8").unwrap(), vec![LayerSpec::opaque(4, 64)], CHUNK as u32).unwrap(),
+        None,
+    ));
+    say(&mut s, WorkerMeta { identity: anew, ..memory(1, 0..1, true) });
+    assert_eq!(offered(&mut s), 2, "a worker that started anew has what it says since");
 }
 
 #[test]

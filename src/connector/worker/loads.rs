@@ -179,13 +179,20 @@ impl Worker {
     fn end_loads(&mut self, mut over: Vec<Loading>) {
         over.sort_by_key(|loading| loading.load.times().end);
         for Loading { order, load } in over {
-            let (result, times) = (load.wait(), load.times());
+            let (result, times, (hits, chunks)) = (load.wait(), load.times(), load.memory_hits());
             // Once it is dropped nothing writes the blocks any more, also where it timed out.
             drop(load);
             let loaded = result.tokens.min(order.stop).saturating_sub(order.computed) as u64;
             self.stats.loaded_tokens += loaded;
-            self.report.loaded_tokens += loaded;
-            self.report.load_s += self.busy.add(&times).as_secs_f64();
+            if hits == chunks {
+                self.report.memory_tokens += loaded;
+                self.report.memory_s += self.busy_memory.add(&times).as_secs_f64();
+            } else {
+                // What it had from memory beside the drive says nothing of either.
+                let chunk = u64::from(self.engine.geometry().chunk_tokens);
+                self.report.loaded_tokens += loaded.saturating_sub(hits as u64 * chunk);
+                self.report.load_s += self.busy.add(&times).as_secs_f64();
+            }
             if result.tokens < order.stop {
                 self.load_failed(&order, (result.tokens, &result.failed_blocks));
             }

@@ -22,7 +22,8 @@ use crate::error::Result;
 mod loads;
 mod saves;
 
-/// Keys of evicted chunks that one report takes, and of chunks in the remote tier: 32 KiB each.
+/// Keys of evicted chunks that one report takes, of chunks in the remote tier, and of chunks in memory:
+/// 32 KiB each.
 const EVICTED: usize = 1024;
 
 /// Requests that came to an end on this worker.
@@ -143,8 +144,9 @@ pub struct Worker {
     /// What is read ahead, or was, for requests that wait.
     prefetches: HashMap<String, Prefetch>,
     step: u64,
-    /// When loads were under way.
+    /// When loads were under way that read a drive, and when others were.
     busy: BusyTime,
+    busy_memory: BusyTime,
     /// The last step that the scheduler was told of.
     told_step: u64,
     /// What the scheduler has not acknowledged yet.
@@ -181,6 +183,7 @@ impl Worker {
             prefetches: HashMap::new(),
             step: 0,
             busy: BusyTime::default(),
+            busy_memory: BusyTime::default(),
             told_step: 0,
             report: WorkerMeta::default(),
             stats: WorkerStats::default(),
@@ -271,12 +274,15 @@ impl Worker {
             let remote = self.engine.take_remote_changes(EVICTED).into_iter();
             self.report.remote = remote.map(|(key, is_there)| (key.0, is_there)).collect();
         }
+        let memory = self.engine.take_memory_changes(EVICTED).into_iter();
+        self.report.memory = memory.map(|(key, is_there)| (key.0, is_there)).collect();
         let gathered_step = self.gathered_step();
         let has_changed = gathered_step != self.report.gathered_step
             || self.report.loaded_step != self.told_step
             || !self.report.failed.is_empty()
             || !self.report.stored.is_empty()
-            || self.report.loaded_tokens > 0
+            || self.report.loaded_tokens + self.report.memory_tokens > 0
+            || !self.report.memory.is_empty()
             || !self.report.answers.is_empty()
             || !self.report.evicted.is_empty()
             || !self.report.remote.is_empty()

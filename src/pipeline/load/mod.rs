@@ -267,6 +267,12 @@ impl Load {
         self.inner.state.lock().finished
     }
 
+    /// How many of its chunks were in memory when it began, and of how many.
+    #[must_use]
+    pub fn memory_hits(&self) -> (usize, usize) {
+        self.inner.state.lock().memory_hits()
+    }
+
     /// When it began and when it ended; until now while it runs.
     #[must_use]
     pub fn times(&self) -> Range<Instant> {

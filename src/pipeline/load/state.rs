@@ -252,6 +252,13 @@ impl LoadState {
         None
     }
 
+    /// Of the chunks that something was wanted of, how many were in memory when the load began, and how
+    /// many there are.
+    pub(super) fn memory_hits(&self) -> (usize, usize) {
+        let wanted = || self.chunks.iter().filter(|c| c.wanted.iter().any(|wanted| *wanted));
+        (wanted().filter(|c| c.from_memory).count(), wanted().count())
+    }
+
     /// The next scatter out of memory, with its bytes; none for now or for ever. On the way, what
     /// is not in memory any more is asked of the drive.
     pub(super) fn next_in_memory(&mut self) -> Option<(ReadStep, Buf)> {

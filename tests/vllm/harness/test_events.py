@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +66,7 @@ def test_an_eviction_is_told_when_it_happens(tmp_path: Path, device: str, policy
     server.close()
 
 
-def test_an_upload_is_told_when_all_ranks_have_it(tmp_path: Path, device: str) -> None:
+def test_an_upload_is_told_when_all_ranks_have_it_and_taken_back_when_a_fetch_misses_it(tmp_path: Path, device: str) -> None:
     url = (tmp_path / "store").as_uri()
     patient = {"max_held_blocks": 1000, "gather_patience_ms": 20_000, "load_timeout_ms": 20_000, "remote_url": url}
     server = Server(Shape(ranks=2, blocks=128, batch_tokens=1024, events=True, device=device, settings=patient), tmp_path)
@@ -81,6 +83,17 @@ def test_an_upload_is_told_when_all_ranks_have_it(tmp_path: Path, device: str) -
     assert stored["REMOTE"].token_ids == stored["LOCAL"].token_ids
     assert stored["REMOTE"].medium == stored["LOCAL"].medium == "STORAGE"
     assert not told(BlockRemoved, "LOCAL") | told(BlockRemoved, "REMOTE")
+    purge = [sys.executable, "-m", "forebay", "purge", str(tmp_path / "cache"), "--all", "--yes", "--remote", url]
+    subprocess.run(purge, check=True)
+    server.reset()
+    server.ask("again", asked, 2)
+    server.drain()
+    first = set(stored["REMOTE"].block_hashes)
+    until(server, lambda: first <= told(BlockRemoved, "REMOTE") and first <= told(BlockRemoved, "LOCAL"))
+    assert told(BlockRemoved, "REMOTE") <= told(BlockStored, "REMOTE")
+    # It is computed and stored anew, and so uploaded anew.
+    until(server, lambda: [type(e) for e in server.events if e.locality == "REMOTE" and first <= set(e.block_hashes)][-1] is BlockStored)
+    server.check_outputs()
     server.close()
 
 
