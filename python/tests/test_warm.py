@@ -39,9 +39,12 @@ def warming(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "forebay", "warm", "prompts", str(tmp_path / "prompts.jsonl")]
     command += ["--launch", "a-model", "--cache-dir", str(tmp_path), "--python", sys.executable, "--", "--dtype", "float32"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    # Shells start what runs in the background with SIGINT ignored, and it is inherited.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    signal.signal(signal.SIGINT, before)
     try:
         yield process
     finally:
