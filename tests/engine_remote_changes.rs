@@ -93,9 +93,21 @@ fn a_partial_last_chunk_is_uploaded_and_found_by_the_same_prompt() {
     assert_eq!(fetch(&without, &prompt(&without, n - 1, 1)), Fetched { chunks: 0, stopped: None });
     assert_eq!(server.requests(&Method::HEAD), heads);
     // What is removed is removed with its end.
+    let before = objects(root.path());
     one.remove(&p).unwrap();
+    assert_eq!(before - objects(root.path()), 4, "three whole chunks and the end");
     two.log().unwrap().clear().unwrap();
     assert_eq!(fetch(&two, &prompt(&two, n, 1)).chunks, 0);
+}
+
+/// Files that are objects, below the server's directory.
+fn objects(dir: &std::path::Path) -> usize {
+    let below = |entry: std::fs::DirEntry| match entry.path() {
+        path if path.is_dir() => objects(&path),
+        // The server's own.
+        path => usize::from(!path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'))),
+    };
+    std::fs::read_dir(dir).unwrap().map(|entry| below(entry.unwrap())).sum()
 }
 
 #[test]
