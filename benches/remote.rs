@@ -46,8 +46,7 @@ fn seconds(run: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Processor seconds of this process so far, in hundredths: user and system time, with threads that have
-/// ended.
+/// Processor seconds of this process so far, in steps of 10 ms, with threads that have ended.
 fn processor() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let fields = stat.rsplit(')').next().unwrap().split_whitespace();

@@ -6,10 +6,10 @@ mod objects_world;
 
 use std::os::unix::fs::FileExt;
 
-use forebay::config::{Capacity, Codec, Settings};
+use forebay::config::{Codec, Settings};
 use forebay::device::HostMemory;
 use forebay::key::object_key;
-use forebay::log::fsck::{RawLane, RebuildOptions, deep, lanes, rebuild};
+use forebay::log::fsck::{RawLane, deep, lanes};
 use forebay::objects::{
     KeyResult, ObjectCause, ObjectGet, ObjectMemory, ObjectOptions, ObjectPut, ObjectStore, PutOptions,
 };
@@ -189,49 +189,14 @@ fn fsck_finds_nothing_wrong_and_a_lost_index_is_made_anew() {
     let raw: Vec<RawLane> = found.iter().map(|f| RawLane::read(f).unwrap()).collect();
     let looked = deep(&found, &raw, 0, &|_| {}).unwrap();
     assert!(looked.bad.is_empty() && looked.slots > SIZES.len() as u64, "{looked:?}");
-    for index in files(dir.path(), "index.kv") {
-        std::fs::remove_file(index).unwrap();
-    }
-    for lane in lanes(dir.path()).unwrap() {
-        rebuild(&lane, None, RebuildOptions { dry_run: false, backup: false }, &|_| ()).unwrap();
-    }
+    rebuild_index(dir.path());
     check_sizes(&open_with(dir.path(), Codec::None));
 }
 
 #[test]
 fn what_reclaim_moves_is_still_whole() {
-    let dir = dir();
-    let mut settings = with_codec(dir.path(), Codec::Exp4);
-    settings.capacity = Capacity::Bytes(200 << 20);
-    settings.reclaim_write_budget = 1.0;
-    let store = ObjectStore::open_with(options(&settings)).unwrap();
-    let names: Vec<String> = (0..60).map(|n| format!("hot {n}")).collect();
-    let hot: Vec<&str> = names.iter().map(String::as_str).collect();
-    let len = |n: usize| 30_000 + n * 300;
-    for round in 0..40 {
-        if let Some(some) = hot.get(round * 4..round * 4 + 4) {
-            for (key, n) in some.iter().zip(round * 4..) {
-                assert!(put_bytes(&store, key, numbers(key, len(n))).ok);
-            }
-            assert_eq!(delete(&store, &[some[0], some[2]]), [true; 2]);
-        }
-        for cold in ["a", "b"] {
-            put(&store, vec![object(&format!("cold {cold} {round}"), 1, 12 * MIB)]);
-        }
-        exists(&store, &hot);
-    }
-    assert!(store.stats().log.unwrap().moved > 0, "nothing was moved: the test does not test it");
-    let found = hot.iter().enumerate().filter(|(n, key)| match get_one(&store, key, len(*n)) {
-        Ok(bytes) => {
-            assert!(n % 2 == 1 && bytes == numbers(key, len(*n)), "{key}");
-            true
-        }
-        Err(cause) => {
-            assert_eq!(cause, ObjectCause::NotFound, "{key}");
-            false
-        }
-    });
-    assert!(found.count() > 0, "none of the moved objects is found");
+    let put_one = |store: &ObjectStore, key: &str, len| put_bytes(store, key, numbers(key, len)).ok;
+    check_moves(dir().path(), Codec::Exp4, |n| 30_000 + n * 300, put_one, numbers);
 }
 
 #[test]

@@ -3,9 +3,9 @@
 
 mod objects_world;
 
-use forebay::config::{Capacity, DriveSettings, Placement, Settings};
-use forebay::log::fsck::{LaneDir, RawLane, RebuildOptions, deep, lanes, rebuild};
-use forebay::objects::{ObjectCause, ObjectStore};
+use forebay::config::{Codec, DriveSettings, Placement, Settings};
+use forebay::log::fsck::{LaneDir, RawLane, deep, lanes};
+use forebay::objects::ObjectStore;
 use objects_world::*;
 
 const MIB: usize = 1 << 20;
@@ -82,40 +82,8 @@ fn fsck_finds_nothing_wrong_with_objects() {
 
 #[test]
 fn what_reclaim_moves_is_still_found() {
-    let dir = dir();
-    let mut settings = settings(dir.path());
-    settings.capacity = Capacity::Bytes(200 << 20);
-    settings.reclaim_write_budget = 1.0;
-    let store = ObjectStore::open_with(options(&settings)).unwrap();
-    let names: Vec<String> = (0..60).map(|n| format!("hot {n}")).collect();
-    let hot: Vec<&str> = names.iter().map(String::as_str).collect();
-    let len = |n: usize| 100 + n * 300;
-    let moved = || store.stats().log.unwrap().moved;
-    for round in 0..40 {
-        if let Some(some) = hot.get(round * 4..round * 4 + 4) {
-            // Some in every segment, so that keeping them means moving them; every other one is
-            // gone by then.
-            let items = some.iter().zip(round * 4..).map(|(key, n)| object(key, 1, len(n)));
-            assert!(put(&store, items.collect()).all_ok());
-            assert_eq!(delete(&store, &[some[0], some[2]]), [true; 2]);
-        }
-        for cold in ["a", "b"] {
-            put(&store, vec![object(&format!("cold {cold} {round}"), 1, 12 * MIB)]);
-        }
-        exists(&store, &hot);
-    }
-    assert!(moved() > 0, "nothing was moved: the test does not test it");
-    let found = hot.iter().enumerate().filter(|(n, key)| match get_one(&store, key, 20_000) {
-        Ok(bytes) => {
-            assert!(n % 2 == 1 && bytes == value(key, 1, len(*n)), "{key}");
-            true
-        }
-        Err(cause) => {
-            assert_eq!(cause, ObjectCause::NotFound, "{key}");
-            false
-        }
-    });
-    assert!(found.count() > 0, "none of the moved objects is found");
+    let put_one = |store: &ObjectStore, key: &str, len| put_one(store, key, 1, len).ok;
+    check_moves(dir().path(), Codec::None, |n| 100 + n * 300, put_one, |key, len| value(key, 1, len));
 }
 
 #[test]
@@ -128,12 +96,7 @@ fn objects_survive_the_loss_of_the_index() {
     assert!(put(&store, vec![object("old", 2, 90), object("b", 2, 50)]).all_ok());
     close(&store);
     drop(store);
-    for index in files(dir.path(), "index.kv") {
-        std::fs::remove_file(index).unwrap();
-    }
-    for files in lanes(dir.path()).unwrap() {
-        rebuild(&files, None, RebuildOptions { dry_run: false, backup: false }, &|_| ()).unwrap();
-    }
+    rebuild_index(dir.path());
     let store = open(dir.path());
     for (key, version, len) in [("a", 1, 40), ("b", 2, 50), ("one", 1, 100_000), ("parts", 1, 20 * MIB), ("old", 2, 90)]
     {

@@ -194,7 +194,7 @@ impl PyObjectStore {
 
     /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of buffers that together
     /// hold it. An object that is there already stays as it is, and counts as stored. One answer for each key, in order.
-    /// `dtype` is that of the values, as text or torch's own: where it is bfloat16 the setting `codec` may code them.
+    /// `dtype` is that of the values, as text or torch's own: the setting `codec` may code bfloat16.
     #[pyo3(signature = (items, ttl_s=None, dtype=None))]
     fn put(
         &self,

@@ -11,8 +11,9 @@ use crate::remote::{Fetch, Wanted};
 impl Engine {
     /// Starts to bring the chunks of `prompt` that no drive here has from the remote tier to a drive,
     /// and into the memory tier where there is one: in order, until the first that is not there,
-    /// and no longer than until `deadline`. With the setting `save_unfull_chunk` the prompt's partial
-    /// last chunk is one of them, where one of just its length was uploaded. Returns at once; lookups find what has come.
+    /// and no longer than until `deadline`. With the setting `save_unfull_chunk` the prompt's
+    /// partial last chunk is one of them, where one of just its length was uploaded. Returns at
+    /// once; lookups find what has come.
     /// Without a remote tier, in a cache that is read only, and where nothing is missing, it is
     /// over at once.
     ///

@@ -7,8 +7,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay::config::{Capacity, MinFree, OnOpenFailure, Settings};
+use forebay::config::{Capacity, Codec, MinFree, OnOpenFailure, Settings};
 use forebay::io::{Fault, Faulty, Request, open_drive};
+use forebay::log::fsck::{RebuildOptions, lanes, rebuild};
 use forebay::log::{Clock, DriveFactory, SystemClock};
 use forebay::objects::{
     KeyResult, ObjectCause, ObjectCompletion, ObjectGet, ObjectMemory, ObjectOptions, ObjectPut, ObjectStore,
@@ -170,6 +171,55 @@ pub(crate) fn files(dir: &Path, name: &str) -> Vec<std::path::PathBuf> {
         }
     }
     found
+}
+
+/// Removes the indexes of a closed cache, and makes them anew from the slots.
+pub(crate) fn rebuild_index(dir: &Path) {
+    for index in files(dir, "index.kv") {
+        std::fs::remove_file(index).unwrap();
+    }
+    for lane in lanes(dir).unwrap() {
+        rebuild(&lane, None, RebuildOptions { dry_run: false, backup: false }, &|_| ()).unwrap();
+    }
+}
+
+/// Puts objects that are asked for, by `put_one`, among others that are not, until reclaim has moved
+/// some; every other one is gone by then. What is found of them must have the bytes of `bytes_of`.
+pub(crate) fn check_moves(
+    dir: &Path,
+    codec: Codec,
+    len: impl Fn(usize) -> usize,
+    put_one: impl Fn(&ObjectStore, &str, usize) -> bool,
+    bytes_of: impl Fn(&str, usize) -> Vec<u8>,
+) {
+    let mut settings = settings(dir);
+    (settings.codec, settings.capacity, settings.reclaim_write_budget) = (codec, Capacity::Bytes(200 << 20), 1.0);
+    let store = ObjectStore::open_with(options(&settings)).unwrap();
+    let names: Vec<String> = (0..60).map(|n| format!("hot {n}")).collect();
+    let hot: Vec<&str> = names.iter().map(String::as_str).collect();
+    for round in 0..40 {
+        if let Some(some) = hot.get(round * 4..round * 4 + 4) {
+            // Some in every segment, so that keeping them means moving them.
+            assert!(some.iter().zip(round * 4..).all(|(key, n)| put_one(&store, key, len(n))));
+            assert_eq!(delete(&store, &[some[0], some[2]]), [true; 2]);
+        }
+        for cold in ["a", "b"] {
+            put(&store, vec![object(&format!("cold {cold} {round}"), 1, 12 << 20)]);
+        }
+        exists(&store, &hot);
+    }
+    assert!(store.stats().log.unwrap().moved > 0, "nothing was moved: the test does not test it");
+    let found = hot.iter().enumerate().filter(|(n, key)| match get_one(&store, key, len(*n)) {
+        Ok(bytes) => {
+            assert!(n % 2 == 1 && bytes == bytes_of(key, len(*n)), "{key}");
+            true
+        }
+        Err(cause) => {
+            assert_eq!(cause, ObjectCause::NotFound, "{key}");
+            false
+        }
+    });
+    assert!(found.count() > 0, "none of the moved objects is found");
 }
 
 /// A clock that the test moves.

@@ -22,8 +22,8 @@ use crate::error::Result;
 mod loads;
 mod saves;
 
-/// Keys of evicted chunks that one report takes, of chunks in the remote tier, and of chunks in memory:
-/// 32 KiB each.
+/// Keys that one report takes of evicted chunks, of chunks in the remote tier, and of chunks in
+/// memory: 32 KiB each.
 const EVICTED: usize = 1024;
 
 /// Requests that came to an end on this worker.

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from forebay.vllm.blend import lines
+from forebay.vllm.blend import lines, refuse
 from forebay.vllm.blend.client import Blend, BlendError
 
 NAME = "python -m forebay.vllm.blend"
-EXTENSION = "forebay.vllm.blend.worker.BlendWorker"
 
 _EPILOG = """\
 Lines of `store`: {"segment": …, "anchor": …}. Lines of `blend`: {"anchor": …, "segments": […], "question": …}, each
@@ -133,7 +132,7 @@ def _started(model: str, settings: dict[str, str], options: list[str]) -> Any:
         started.kv_transfer_config = KVTransferConfig(
             kv_connector="ForebayConnector", kv_role="kv_both", kv_connector_extra_config=settings
         )
-        started.worker_extension_cls = EXTENSION
+        started.worker_extension_cls = refuse.EXTENSION
         return LLM.from_engine_args(started)
     except Exception as error:
         raise BlendError(f"vLLM did not start: {error}") from error
