@@ -38,7 +38,7 @@ class Hook:
         self.lib = ctypes.CDLL(path)
         self.lib.fb_error.restype = ctypes.c_char_p
         self.lib.fb_open.restype = ctypes.c_void_p
-        self.lib.fb_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_bool]
+        self.lib.fb_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_bool, ctypes.c_bool]
         for name, more in [("fb_bytes", []), ("fb_move", [ctypes.c_uint32]), ("fb_check", []), ("fb_feed_stop", [])]:
             function = getattr(self.lib, name)
             function.restype, function.argtypes = ctypes.c_double, [ctypes.c_void_p, *more]
@@ -51,8 +51,8 @@ class Hook:
             raise RuntimeError(self.lib.fb_error().decode())
         return value
 
-    def open(self, device, model, chunks, ctas, checksums=True):
-        handle = self.lib.fb_open(device.encode(), model.encode(), chunks, ctas, checksums)
+    def open(self, device, model, chunks, ctas, checksums=True, coded=False):
+        handle = self.lib.fb_open(device.encode(), model.encode(), chunks, ctas, checksums, coded)
         if handle is None:
             raise RuntimeError(self.lib.fb_error().decode())
         return Opened(self, handle)
@@ -133,12 +133,12 @@ class Bench:
 
     # -- what is measured -------------------------------------------------------------------------------------------------
     def kernels(self):
-        chunks = 2 if self.args.dry_run else 64
+        chunks = 2 if self.args.dry_run else 32
         for ctas, name in [(0, "no limit of thread blocks"), (DEFAULT_CTAS, f"{DEFAULT_CTAS} thread blocks, the default")]:
-            for checksums, crc in [(False, "without CRC"), (True, "with CRC")]:
-                opened = self.hook.open(self.args.device, self.model, chunks, ctas, checksums)
+            for checksums, coded, crc in [(False, False, "without CRC"), (True, False, "with CRC"), (True, True, "with CRC and exp4")]:
+                opened = self.hook.open(self.args.device, self.model, chunks, ctas, checksums, coded)
                 for what, verb in [(SCATTER, "scatter"), (GATHER, "gather")]:
-                    target = {(0, False): ">= 0.80", (0, True): ">= 0.40"}.get((ctas, checksums), ">= 50 GB/s") if what == SCATTER else ""
+                    target = {(0, False): ">= 0.80", (0, True): ">= 0.40"}.get((ctas, checksums), ">= 50 GB/s") if what == SCATTER and not coded else ""
                     title = f"{verb} {crc} against a device-to-device copy, {name}"
                     ours = lambda: opened.bytes / opened.move(what)
                     if self.needs_torch(title):
@@ -165,7 +165,7 @@ class Bench:
         return json.loads(done.stdout)["jobs"][0]
 
     def drive(self, directory):
-        size = 16 * MIB if self.args.dry_run else 8 * GIB
+        size = 16 * MIB if self.args.dry_run else self.args.size * GIB
         cache, raw = os.path.join(directory, "cache"), ["--bs", "1m", "--iodepth", 32, "--size", size, "--directory", directory, "--name", "raw"]
         prompt = [] if self.args.dry_run else ["--tokens", 2048]
         kv = ["--model", self.model, "--size", size, "--directory", cache, "--keep", *prompt]
@@ -199,6 +199,26 @@ class Bench:
             us = max(1, int(plain_ms * 1e3 * share / layers))
             runs = [self.forebay("--rw", "layerload", *kv, "--device", self.args.device, "--compute-us", us)["forebay"]["overlap_efficiency"] for _ in range(self.pairs_of)]
             self.row(f"layers, attention {share} x load: (max + min/L) / wall", ">= 0.95", f"{statistics.median(runs):.3f} (min {min(runs):.3f}, max {max(runs):.3f})")
+
+    def memory(self, directory):
+        """Loads of what the memory tier has, against PyTorch's copies from pinned memory."""
+        size = 16 * MIB if self.args.dry_run else self.args.size * GIB
+        prompt = [] if self.args.dry_run else ["--tokens", 2048]
+        load = ["--rw", "load", "--model", self.model, "--size", size, *prompt, "--local-cpu", 2 * size, "--device", self.args.device]
+
+        def ours(*more):
+            # A new cache each time: its stores bring everything into memory, after a restart it would be empty.
+            return self.forebay(*load, "--directory", os.path.join(directory, "memory"), *more)
+
+        def rate():
+            job = ours()
+            return job["read"]["io_bytes"] / (job["read"]["runtime"] / 1e3)
+
+        job = ours("--verify")
+        found = job["forebay"]
+        self.row("wrong bytes loaded from the memory tier", "0", f"{found.get('wrong_bytes')}", f"{found.get('memory_hits')} chunks were in memory")
+        if self.needs_torch("loads from the memory tier against copies from pinned memory"):
+            self.pairs("load from the memory tier to paged KV against PyTorch's copy from pinned memory", ">= 0.80", rate, self.torch_copy(GIB, "pinned"), 3)
 
     def attention(self):
         """Attention of 8B shapes on PyTorch's stream, alone and while loads are fed from pinned memory."""
@@ -303,7 +323,8 @@ def main():
     p.add_argument("--device", default="cuda:0")
     p.add_argument("--directory", default=".", help="where the cache and raw files go: a local NVMe drive")
     p.add_argument("--pairs", type=int, default=5)
-    p.add_argument("--only", default="kernels,pinned,drive,attention,prefill", help="parts to run, separated by commas")
+    p.add_argument("--size", type=int, default=8, help="GiB that are loaded from the drive at once")
+    p.add_argument("--only", default="kernels,pinned,drive,memory,attention,prefill", help="parts to run, separated by commas")
     p.add_argument("--write", default="docs/benchmarks-gpu.md")
     p.add_argument("--dry-run", action="store_true")
     args = p.parse_args()
@@ -312,7 +333,7 @@ def main():
     directory = tempfile.mkdtemp(prefix="forebay-gpu-", dir=args.directory)
     try:
         for part in args.only.split(","):
-            getattr(bench, part)(*([directory] if part == "drive" else []))
+            getattr(bench, part)(*([directory] if part in ("drive", "memory") else []))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for what in bench.left_out:

@@ -8,15 +8,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use engine_world::{CHUNK, Shape, TestClock, World, assert_same, flip, load, matched, prompt, slots, store, tokens};
+use engine_world::on::{On, on_host_and_gpu};
+use engine_world::{
+    CHUNK, Kv, Shape, TestClock, World, assert_same, flip, load, matched, prompt, slots, store, tokens,
+};
 use forebay::config::Capacity;
 use forebay::engine::{Engine, LoadRequest, MemoryStats, StoreRequest};
 use forebay::io::{Fault, Op};
 use forebay::key::Extra;
 
 /// A world whose engine keeps chunks in memory.
-fn world(shape: Shape, bytes: u64) -> World {
-    let mut w = World::new(shape);
+fn world(on: On, shape: Shape, bytes: u64) -> World {
+    keeping(on(World::new(shape)), bytes)
+}
+
+fn keeping(mut w: World, bytes: u64) -> World {
     w.settings.local_cpu = true;
     w.settings.max_local_cpu_size = bytes;
     w
@@ -26,10 +32,9 @@ fn memory(engine: &Engine) -> MemoryStats {
     engine.stats().unwrap().memory
 }
 
-#[test]
-fn every_layout_is_stored_into_memory_and_loaded_from_there_and_read_after_a_restart() {
+fn every_layout_is_stored_into_memory_and_loaded_from_there_and_read_after_a_restart(on: On) {
     for shape in Shape::all() {
-        let w = world(shape.clone(), 8 << 20);
+        let w = world(on, shape.clone(), 8 << 20);
         let n = 3 * CHUNK;
         let (from, to) = (slots(n, 1), slots(n, 2));
         let a = w.kv().filled(1);
@@ -51,9 +56,8 @@ fn every_layout_is_stored_into_memory_and_loaded_from_there_and_read_after_a_res
     }
 }
 
-#[test]
-fn what_is_removed_or_expired_is_not_served_and_its_memory_is_free() {
-    let mut w = world(Shape::plain(), 1 << 20);
+fn what_is_removed_or_expired_is_not_served_and_its_memory_is_free(on: On) {
+    let mut w = world(on, Shape::plain(), 1 << 20);
     let clock = TestClock::new();
     w.clock = Some(Arc::clone(&clock) as _);
     let engine = w.open();
@@ -102,9 +106,8 @@ fn what_is_removed_or_expired_is_not_served_and_its_memory_is_free() {
     gone("expired", &old);
 }
 
-#[test]
-fn what_another_process_removes_is_not_served() {
-    let w = world(Shape::plain(), 1 << 20);
+fn what_another_process_removes_is_not_served(on: On) {
+    let w = world(on, Shape::plain(), 1 << 20);
     let (one, other) = (w.open(), w.open());
     let (n, map) = (2 * CHUNK, slots(2 * CHUNK, 1));
     let (a, p) = (w.kv().filled(1), prompt(&one, n, 1));
@@ -117,9 +120,8 @@ fn what_another_process_removes_is_not_served() {
     assert!(b.everything().iter().all(|byte| *byte == 0) && memory(&one).hits == 2);
 }
 
-#[test]
-fn damage_on_the_drive_does_not_reach_what_is_in_memory() {
-    let w = world(Shape::plain(), 1 << 20);
+fn damage_on_the_drive_does_not_reach_what_is_in_memory(on: On) {
+    let w = world(on, Shape::plain(), 1 << 20);
     let engine = w.open();
     let (n, map) = (2 * CHUNK, slots(2 * CHUNK, 1));
     let (a, p) = (w.kv().filled(1), prompt(&engine, n, 1));
@@ -133,31 +135,44 @@ fn damage_on_the_drive_does_not_reach_what_is_in_memory() {
     assert_same("from memory", (&a, &map), (&b, &map));
 }
 
-#[test]
-fn a_drive_that_answers_no_reads_holds_up_no_load_from_memory() {
+fn a_drive_that_is_late_holds_up_no_load_from_memory(on: On) {
     let armed = Arc::new(AtomicBool::new(false));
     let switch = Arc::clone(&armed);
-    let mut w = World::plain()
-        .with_read_faults(move |_, r| (r.op == Op::Read && switch.load(Ordering::SeqCst)).then_some(Fault::Hang));
-    w.settings.local_cpu = true;
-    w.settings.max_local_cpu_size = 1 << 20;
+    let late = Fault::Delay(Duration::from_secs(10));
+    let faulty = World::plain()
+        .with_read_faults(move |_, r| (r.op == Op::Read && switch.load(Ordering::SeqCst)).then_some(late));
+    let mut w = keeping(on(faulty), 200 << 10);
+    w.settings.io_timeout_ms = 60_000;
     let engine = w.open();
     let (n, map) = (2 * CHUNK, slots(2 * CHUNK, 1));
-    let (a, p) = (w.kv().filled(1), prompt(&engine, n, 1));
+    let (a, p, others) = (w.kv().filled(1), prompt(&engine, n, 1), (2..10).map(|seed| prompt(&engine, n, seed)));
+    let others: Vec<_> = others.collect();
+    for other in &others {
+        store(&engine, other, &a, map.clone());
+    }
     assert_eq!(store(&engine, &p, &a, map.clone()).stored, 2);
+    // It stays in memory, whatever others bring.
+    let kept = engine.prefetch(&p, 0..n).unwrap();
+    assert_eq!(kept.wait().in_memory, 2);
     armed.store(true, Ordering::SeqCst);
-    let b = w.kv();
-    let mut request = LoadRequest::new(&p, &b.kv, map.clone());
-    request.timeout_ms = Some(60_000);
-    assert_eq!(engine.load(request).unwrap().wait().tokens, n);
+    // What is not in memory any more waits for the drive, and holds all the staging that it can get.
+    let (waiting, b) = (w.kv(), w.kv());
+    let start = |p, kv: &Kv| {
+        let mut request = LoadRequest::new(p, &kv.kv, map.clone());
+        request.timeout_ms = Some(60_000);
+        engine.load(request).unwrap()
+    };
+    let hung: Vec<_> = others.iter().map(|other| start(other, &waiting)).collect();
+    let result = start(&p, &b).wait();
+    assert_eq!(result.tokens, n, "{result:?}");
     assert_same("from memory", (&a, &map), (&b, &map));
+    assert!(hung.iter().any(|load| !load.is_finished()));
 }
 
 /// Prompts that do not all fit the memory, nor the drive, loaded, stored, removed and dropped by
 /// several threads: every token that a load promises has its bytes.
-#[test]
-fn no_wrong_byte_while_chunks_come_and_go() {
-    let mut w = world(Shape::plain(), 200 << 10);
+fn no_wrong_byte_while_chunks_come_and_go(on: On) {
+    let mut w = world(on, Shape::plain(), 200 << 10);
     w.settings.capacity = Capacity::Bytes(16 << 20);
     let engine = w.open();
     let (n, loaded) = (4 * CHUNK, AtomicU64::new(0));
@@ -193,9 +208,18 @@ fn no_wrong_byte_while_chunks_come_and_go() {
     assert!(loaded.into_inner() > 0 && stats.hits > 0 && stats.evicted > 0 && stats.damaged == 0, "{stats:?}");
 }
 
-#[test]
-fn a_memory_that_holds_no_chunk_is_refused_with_the_setting() {
-    let w = world(Shape::plain(), 1000);
+fn a_memory_that_holds_no_chunk_is_refused_with_the_setting(on: On) {
+    let w = world(on, Shape::plain(), 1000);
     let e = Engine::open_with(w.options()).unwrap_err().to_string();
     assert!(e.contains("max_local_cpu_size: 1000 bytes, a chunk takes"), "{e}");
+}
+
+on_host_and_gpu! {
+    every_layout_is_stored_into_memory_and_loaded_from_there_and_read_after_a_restart
+    what_is_removed_or_expired_is_not_served_and_its_memory_is_free
+    what_another_process_removes_is_not_served
+    damage_on_the_drive_does_not_reach_what_is_in_memory
+    a_drive_that_is_late_holds_up_no_load_from_memory
+    no_wrong_byte_while_chunks_come_and_go
+    a_memory_that_holds_no_chunk_is_refused_with_the_setting
 }

@@ -6,13 +6,14 @@ mod engine_world;
 
 use std::time::Duration;
 
+use engine_world::on::{On, on_host_and_gpu};
 use engine_world::{CHUNK, Shape, World, assert_same, flip, load, matched, prompt, slots, store};
 use forebay::config::Codec;
 use forebay::engine::{Engine, PrefetchResult, PrefetchStats, Prompt};
 use forebay::engine::{LoadRequest, StoreRequest};
 
-fn world(shape: Shape) -> World {
-    let mut w = World::new(shape);
+fn world(on: On, shape: Shape) -> World {
+    let mut w = on(World::new(shape));
     w.settings.local_cpu = true;
     w.settings.max_local_cpu_size = 8 << 20;
     // Of use to the larger shapes only.
@@ -29,10 +30,9 @@ fn prefetch(engine: &Engine, prompt: &Prompt) -> PrefetchResult {
     engine.prefetch(prompt, 0..prompt.len()).unwrap().wait()
 }
 
-#[test]
-fn every_layout_is_loaded_from_memory_after_a_prefetch_in_another_process() {
+fn every_layout_is_loaded_from_memory_after_a_prefetch_in_another_process(on: On) {
     for shape in Shape::all() {
-        let w = world(shape.clone());
+        let w = world(on, shape.clone());
         let (n, from, to) = (3 * CHUNK, slots(3 * CHUNK, 1), slots(3 * CHUNK, 2));
         let (a, b) = (w.kv().like_kv(1), w.kv());
         let p = {
@@ -52,9 +52,8 @@ fn every_layout_is_loaded_from_memory_after_a_prefetch_in_another_process() {
     }
 }
 
-#[test]
-fn it_begins_where_it_is_told_to_and_ends_at_the_end_of_what_is_stored() {
-    let mut w = world(Shape::plain());
+fn it_begins_where_it_is_told_to_and_ends_at_the_end_of_what_is_stored(on: On) {
+    let mut w = world(on, Shape::plain());
     w.settings.save_unfull_chunk = true;
     let (n, map) = (3 * CHUNK + 12, slots(3 * CHUNK + 12, 1));
     let (a, b) = (w.kv().filled(1), w.kv());
@@ -81,9 +80,8 @@ fn it_begins_where_it_is_told_to_and_ends_at_the_end_of_what_is_stored() {
     assert_eq!(prefetch(&engine, &prompt(&engine, n, 2)), PrefetchResult::default(), "nothing of it is stored");
 }
 
-#[test]
-fn what_is_damaged_is_not_brought_and_what_is_removed_is_not_served() {
-    let w = world(Shape::plain());
+fn what_is_damaged_is_not_brought_and_what_is_removed_is_not_served(on: On) {
+    let w = world(on, Shape::plain());
     let (n, map) = (2 * CHUNK, slots(2 * CHUNK, 1));
     let a = w.kv().filled(1);
     let engine = w.open();
@@ -107,9 +105,8 @@ fn what_is_damaged_is_not_brought_and_what_is_removed_is_not_served() {
     assert_eq!(engine.stats().unwrap().memory.used_bytes, 0);
 }
 
-#[test]
-fn with_the_tier_off_it_is_over_at_once_and_says_so() {
-    let w = World::plain();
+fn with_the_tier_off_it_is_over_at_once_and_says_so(on: On) {
+    let w = on(World::plain());
     let engine = w.open();
     let p = prompt(&engine, CHUNK, 1);
     assert_eq!(prefetch(&engine, &p), PrefetchResult { off: true, ..PrefetchResult::default() });
@@ -117,9 +114,8 @@ fn with_the_tier_off_it_is_over_at_once_and_says_so() {
 
 /// Prefetches and loads of the same prompts, cancelled and dropped by several threads: every token
 /// that a load promises has its bytes, and nothing stays held.
-#[test]
-fn no_wrong_byte_while_prefetches_and_loads_race() {
-    let mut w = world(Shape::plain());
+fn no_wrong_byte_while_prefetches_and_loads_race(on: On) {
+    let mut w = world(on, Shape::plain());
     w.settings.max_local_cpu_size = 300 << 10;
     let engine = w.open();
     let n = 4 * CHUNK;
@@ -152,4 +148,12 @@ fn no_wrong_byte_while_prefetches_and_loads_race() {
     let stats = stats(&engine);
     assert!(stats.read > 0 && stats.used > 0 && stats.failed == 0, "{stats:?}");
     assert_eq!((stats.requests, stats.active, stats.held_bytes), (180, 0, 0));
+}
+
+on_host_and_gpu! {
+    every_layout_is_loaded_from_memory_after_a_prefetch_in_another_process
+    it_begins_where_it_is_told_to_and_ends_at_the_end_of_what_is_stored
+    what_is_damaged_is_not_brought_and_what_is_removed_is_not_served
+    with_the_tier_off_it_is_over_at_once_and_says_so
+    no_wrong_byte_while_prefetches_and_loads_race
 }

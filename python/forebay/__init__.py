@@ -5,6 +5,7 @@
 
 from forebay import _forebay
 from forebay._cli import program_path as _program_path
+from forebay._cufile import use_wheel as _use_wheel
 from forebay._forebay import (
     Busy,
     Cancelled,
@@ -80,3 +81,4 @@ __all__ = [
 # The engine tries cuFile in a process of its own, which is this package's program.
 if (_program := _program_path()) is not None:
     _forebay._set_program(_program)
+_use_wheel()

@@ -179,3 +179,16 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     env = {**os.environ, "FOREBAY_ALLOW_ANY_FILESYSTEM": "true", "FOREBAY_MIN_FREE": "0", "FOREBAY_CAPACITY": "64MiB"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0 and "512 of 600 tokens" in done.stdout, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("place", ["cu13/lib", "cufile/lib"])
+def test_the_libcufile_of_pytorchs_wheels_is_found(tmp_path: Path, place: str) -> None:
+    library = tmp_path / "nvidia" / place / "libcufile.so.0"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    command = [sys.executable, "-c", "import os, forebay; print(os.environ['FOREBAY_CUFILE_PATH'])"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    for named in ("", "/named/by/the/user"):
+        env = {**os.environ, "PYTHONPATH": path, "FOREBAY_CUFILE_PATH": named}
+        said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+        assert said == (named or str(library))

@@ -12,17 +12,20 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
 use super::region::{HostRegion, RegionOptions};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Buf, IoBuf, MemRegion, MemorySpace};
+use crate::io::{Buf, IoBuf, MemRegion, MemorySpace, Mover, Pin};
 
 /// The seals of the file.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// A mapping that other processes may have too.
 pub struct SharedRegion {
+    /// Before the mapping: what was pinned must be mapped until it no longer is.
+    pins: Mutex<Vec<Pin>>,
     region: HostRegion,
     file: OwnedFd,
 }
@@ -38,8 +41,7 @@ impl SharedRegion {
         let file = rustix::fs::memfd_create("forebay-memory", flags).map_err(failed)?;
         rustix::fs::ftruncate(&file, len.next_multiple_of(4096) as u64).map_err(failed)?;
         rustix::fs::fcntl_add_seals(&file, SEALS | SealFlags::SEAL).map_err(failed)?;
-        let region = HostRegion::of_file(file.as_fd(), len, options)?;
-        Ok(Arc::new(Self { region, file }))
+        Self::map(file, len, options)
     }
 
     /// The region of `len` bytes that another process has made.
@@ -55,8 +57,27 @@ impl SharedRegion {
         if !seals.contains(SEALS) || !is_long {
             return Err(Error::new(ErrorKind::InvalidInput, "shared memory without its seals or its length"));
         }
+        Self::map(file, len, options)
+    }
+
+    fn map(file: OwnedFd, len: usize, options: &RegionOptions) -> Result<Arc<Self>> {
         let region = HostRegion::of_file(file.as_fd(), len, options)?;
-        Ok(Arc::new(Self { region, file }))
+        Ok(Arc::new(Self { pins: Mutex::default(), region, file }))
+    }
+
+    /// Pins the bytes in `range` for an accelerator, as long as the region lives.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] where they are not in the region; what the driver says.
+    pub fn pin(&self, range: &Range<usize>, mover: &dyn Mover) -> Result<()> {
+        if range.is_empty() || range.end > self.region.len() {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("{range:?} is not in the shared memory")));
+        }
+        let start = self.region.as_mut_ptr().wrapping_add(range.start);
+        // SAFETY: inside the mapping, which goes after the pins.
+        let pin = unsafe { mover.pin(start, range.len())? };
+        self.pins.lock().push(pin);
+        Ok(())
     }
 
     /// The descriptor for other processes.
@@ -66,7 +87,8 @@ impl SharedRegion {
     }
 
     /// Takes the memory behind `range` away: whoever uses it next finds zeros in other memory, also
-    /// where a transfer of a process that has died still goes into the old one.
+    /// where a transfer of a process that has died still goes into the old one. An accelerator for
+    /// which it was pinned, by whatever process, still uses the old one.
     ///
     /// # Errors
     /// What the operating system says.

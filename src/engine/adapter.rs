@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::SlotLayout;
-use crate::io::{Buf, Done, Rejected, Request};
+use crate::io::{Buf, Done, IoPath, Rejected, Request};
 use crate::log::{Bad, Chunk, Log, PutOutcome, PutSpec, Refusal, SlotWriter};
 use crate::pipeline::{BeginPut, Begun, ChunkSink, ChunkSource, MissCause, ShedCause};
 use crate::remote::Remote;
@@ -37,6 +37,13 @@ impl ChunkSource for LogSource {
 
     fn frame_id(&self) -> Option<FrameId> {
         Some(FrameId { key: self.chunk.key, sequence: self.chunk.sequence })
+    }
+
+    fn is_direct(&self) -> bool {
+        self.log
+            .drive(self.chunk.drive)
+            .and_then(|drive| drive.report.device.as_ref())
+            .is_some_and(|path| path.active() != IoPath::Bounce)
     }
 
     fn check_header(&self, bytes: &[u8]) -> Result<Vec<u32>> {

@@ -8,7 +8,7 @@ use crate::device::{self, Device, StagingOptions, StagingPool};
 use crate::error::{Error, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::geometry::{Geometry, LayerKind};
-use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace};
+use crate::io::{CufileChoice, DeviceSide, IoOptions, MemorySpace, Mover};
 use crate::log::{IsLoading, Log, LogOptions, Opening};
 use crate::pipeline::{PipelineOptions, min_slot_bytes};
 use crate::remote::{Remote, RemoteOptions};
@@ -85,25 +85,30 @@ pub(super) fn pipeline_options(
     let host = device.place() == MemorySpace::Host;
     let whole_group_bytes = if host { WHOLE_GROUP_BYTES } else { DEVICE_GROUP_BYTES };
     let best = whole_group_bytes + (layout.header_offset + layout.header_bytes) as usize;
-    let pool = |bytes: usize, key: &str| -> Result<Arc<StagingPool>> {
-        let slot_bytes = best.min(bytes / LEAST_SLOTS).max(least);
+    let pool_of = |(bytes, key): (usize, &str), slot_bytes: usize| -> Result<Arc<StagingPool>> {
         device
             .staging_pool(&StagingOptions::of_settings(settings, bytes, slot_bytes))
             .map_err(|e| Error::new(e.kind(), format!("{key}: {bytes} bytes, extents need {least}")).source(e))
     };
+    let pool = |of: (usize, &'static str)| pool_of(of, best.min(of.0 / LEAST_SLOTS).max(least));
+    // For what comes from memory, as much.
     let stores = settings.gpu_staging / STORE_SHARE;
-    let (loads, stores) = if host {
-        ((settings.staging, "staging"), (settings.store_staging, "store_staging"))
-    } else {
-        ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging"))
+    let hits = device.mover().filter(|_| settings.local_cpu);
+    let (loads, stores) = match (host, &hits) {
+        (true, _) => ((settings.staging, "staging"), (settings.store_staging, "store_staging")),
+        (false, None) => ((settings.gpu_staging - stores, "gpu_staging"), (stores, "gpu_staging")),
+        (false, Some(_)) => ((settings.gpu_staging - 2 * stores, "gpu_staging"), (stores, "gpu_staging")),
     };
-    let memory = memory_tier(settings, geometry, host)?;
-    let load_pool = pool(loads.0, loads.1)?;
-    let store_pool = pool(stores.0, stores.1)?;
+    let memory = memory_tier(settings, geometry, hits.clone())?;
+    let load_pool = pool(loads)?;
+    let store_pool = pool(stores)?;
+    // What is read and what comes from memory is cut into the same groups.
+    let hits = hits.map(|mover| Ok::<_, Error>((mover, pool_of(stores, load_pool.slot_bytes())?))).transpose()?;
     Ok(PipelineOptions {
         load_pool,
         store_pool,
         memory,
+        hits,
         group_bytes: GROUP_BYTES,
         whole_group_bytes,
         window_bytes: window_bytes(settings, host),
@@ -114,13 +119,13 @@ pub(super) fn pipeline_options(
     })
 }
 
-/// The memory tier, where the settings ask for one and KV lies in host memory.
-fn memory_tier(settings: &Settings, geometry: &Geometry, host: bool) -> Result<Option<Arc<MemoryTier>>> {
+/// The memory tier, where the settings ask for one; pinned for the accelerator of `mover`.
+fn memory_tier(
+    settings: &Settings,
+    geometry: &Geometry,
+    mover: Option<Arc<dyn Mover>>,
+) -> Result<Option<Arc<MemoryTier>>> {
     if !settings.local_cpu {
-        return Ok(None);
-    }
-    if !host {
-        tracing::warn!("local_cpu has no effect: the memory tier does not serve KV in a GPU's memory yet");
         return Ok(None);
     }
     // A frame of coded chunks has no room for one that does not fit the codec. Who asks for the
@@ -132,7 +137,7 @@ fn memory_tier(settings: &Settings, geometry: &Geometry, host: bool) -> Result<O
     let options = StagingOptions::of_settings(settings, bytes, usize::try_from(chunk).unwrap_or(usize::MAX));
     let context =
         |e: Error| Error::new(e.kind(), format!("max_local_cpu_size: {size} bytes, a chunk takes {chunk}")).source(e);
-    MemoryTier::shared(&options).map(Some).map_err(context)
+    MemoryTier::shared(&options, mover).map(Some).map_err(context)
 }
 
 /// The remote tier, where the settings name one.

@@ -5,6 +5,7 @@
 //! passes it in [`DeviceSide`].
 #![expect(unsafe_code, reason = "copies name memory by its address only")]
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
@@ -34,6 +35,9 @@ impl fmt::Debug for Copying {
     }
 }
 
+/// Host memory is pinned as long as this lives.
+pub type Pin = Box<dyn Any + Send + Sync>;
+
 /// Copies between host memory and one accelerator's. Submitting never blocks; what goes wrong comes
 /// through `done`.
 pub trait Mover: Send + Sync + 'static {
@@ -59,6 +63,19 @@ pub trait Mover: Send + Sync + 'static {
     /// What the operating system or the driver says.
     fn pinned(&self, bytes: usize) -> Result<Arc<dyn MemRegion>>;
 
+    /// Makes host memory that is there already as fast as that of [`Mover::pinned`], until the answer
+    /// is dropped.
+    ///
+    /// # Errors
+    /// `Unsupported` where this accelerator has no such memory; what the driver says.
+    ///
+    /// # Safety
+    /// `len` bytes at `host`, whole pages, must stay mapped, to the same memory, as long as the answer
+    /// lives.
+    unsafe fn pin(&self, _host: *mut u8, _len: usize) -> Result<Pin> {
+        Err(Error::new(ErrorKind::Unsupported, "this accelerator pins no memory"))
+    }
+
     /// Fresh memory of the accelerator, for a read whose own memory a hung call may still write to.
     /// Nothing needs it while all is well.
     ///
@@ -74,6 +91,30 @@ pub trait Mover: Send + Sync + 'static {
     /// # Errors
     /// What the driver says.
     fn bind_thread(&self) -> Result<()>;
+}
+
+/// Copies the first `len` bytes of a buffer to another: one is in host memory, the other one in the
+/// accelerator's. `done` gets both when neither is used any more; it is called as that of [`Copying`].
+pub fn copy_buf(
+    mover: &dyn Mover,
+    (from, to): (Buf, Buf),
+    len: usize,
+    done: impl FnOnce(Result<()>, (Buf, Buf)) + Send + 'static,
+) {
+    let is_in = from.place() == MemorySpace::Host && to.place() == mover.place();
+    let is_out = from.place() == mover.place() && to.place() == MemorySpace::Host;
+    if !(is_in || is_out) || len > from.len() || len > to.len() || to.is_shared() {
+        let why = format!("no copy of {len} bytes from {from:?} to {to:?}");
+        return done(Err(Error::new(ErrorKind::InvalidInput, why)), (from, to));
+    }
+    let (device, host) = if is_in { (&to, &from) } else { (&from, &to) };
+    let (device, host) = (device.as_mut_ptr() as u64, host.as_mut_ptr());
+    let copying = Copying { device, host, len, done: Box::new(move |result| done(result, (from, to))) };
+    // SAFETY: `len` bytes of each of the buffers, which `done` owns; the one that is written is its
+    // alone.
+    unsafe {
+        if is_in { mover.to_device(copying) } else { mover.to_host(copying) }
+    }
 }
 
 /// Whether and how cuFile is used for an accelerator's memory.

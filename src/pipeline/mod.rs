@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use crate::device::{Device, StagingPool};
 use crate::error::Result;
+use crate::io::Mover;
 use crate::tier::MemoryTier;
 
 mod cause;
@@ -48,14 +49,17 @@ pub use store::{
 };
 
 /// Limits of a pipeline.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct PipelineOptions {
     /// Staging of loads; a slot must hold the largest extent ([`min_slot_bytes`]).
     pub load_pool: Arc<StagingPool>,
     /// Staging of stores; the same holds.
     pub store_pool: Arc<StagingPool>,
-    /// Chunks kept in memory; `None` for none, and where staging is not the host's.
+    /// Chunks kept in memory.
     pub memory: Option<Arc<MemoryTier>>,
+    /// Where staging is not the host's: the copies between it and `memory`, and staging for what comes
+    /// from there, so that it never waits for a drive.
+    pub hits: Option<(Arc<dyn Mover>, Arc<StagingPool>)>,
     /// Extents of one chunk are read and written together up to this many bytes, where layers
     /// matter.
     pub group_bytes: usize,

@@ -36,6 +36,11 @@ pub trait ChunkSource: Send + Sync {
         None
     }
 
+    /// Whether its bytes go from the drive to an accelerator without passing through the host's memory.
+    fn is_direct(&self) -> bool {
+        false
+    }
+
     /// Told that the chunk could not be read or is not what was stored, so that later lookups miss
     /// it.
     fn report_bad(&self, cause: MissCause);

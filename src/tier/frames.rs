@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -27,6 +27,8 @@ pub(super) struct Frames {
     ranked: Mutex<Ranked>,
     turns: AtomicU64,
     evicted: Arc<AtomicU64>,
+    /// An accelerator has addresses of their memory, here or in another process.
+    is_pinned: AtomicBool,
     /// Frames that nobody gets any more, as another process may still use them.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
 }
@@ -69,7 +71,8 @@ impl Frames {
 
     fn over(pool: Arc<StagingPool>, region: Option<Arc<SharedRegion>>, evicted: Arc<AtomicU64>) -> Arc<Self> {
         let (ranked, kept) = (Mutex::default(), Mutex::default());
-        Arc::new(Self { pool, region, ranked, turns: AtomicU64::new(0), evicted, kept })
+        let is_pinned = AtomicBool::new(false);
+        Arc::new(Self { pool, region, ranked, turns: AtomicU64::new(0), evicted, is_pinned, kept })
     }
 
     pub(super) fn region(&self) -> Option<&Arc<SharedRegion>> {
@@ -128,9 +131,18 @@ impl Frames {
         self.ranked.lock().ids()
     }
 
+    /// An accelerator copies from and to them, here or in another process.
+    pub(super) fn are_pinned(&self) {
+        self.is_pinned.store(true, Ordering::Release);
+    }
+
     /// A frame comes back that a process was filling when it died. A drive may still write into
-    /// its memory: nobody gets that again.
+    /// its memory: nobody gets that again. Where it is pinned it cannot be replaced either, as an
+    /// accelerator would go on with the old memory.
     pub(super) fn take_back(&self, fill: FrameFill) {
+        if self.is_pinned.load(Ordering::Acquire) {
+            return self.keep(fill);
+        }
         let at = fill.offset().map(|at| at..at + self.pool.slot_bytes());
         let replaced = at.zip(self.region.as_ref()).map(|(at, region)| region.replace(&at));
         match replaced {

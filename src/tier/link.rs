@@ -50,12 +50,13 @@ struct LentFrame {
 }
 
 impl FrameLink {
-    /// Connects to the process that has the frames of a directory.
+    /// Connects to the process that has the frames of a directory; `pins` where they are to be pinned
+    /// for an accelerator.
     ///
     /// # Errors
     /// `Busy` where it does not listen yet; `Unsupported` where its frames are others; what the
     /// operating system says.
-    pub(super) fn new(dir: &Path, options: &StagingOptions, bell: &Arc<EventFd>) -> Result<Arc<Self>> {
+    pub(super) fn new(dir: &Path, options: &StagingOptions, pins: bool, bell: &Arc<EventFd>) -> Result<Arc<Self>> {
         let failed = |e: std::io::Error| Error::io("cannot reach the process that has the memory tier's frames", e);
         let socket = socket().map_err(failed)?;
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).map_err(|e| failed(e.into()))?;
@@ -68,7 +69,7 @@ impl FrameLink {
             _ => failed(e),
         })?;
         let frame_bytes = options.slot_bytes;
-        let hello = Ask::Hello { version: VERSION, frame_bytes: frame_bytes as u64 };
+        let hello = Ask::Hello { version: VERSION, frame_bytes: frame_bytes as u64, pins };
         message::send(&socket, &hello, None).map_err(failed)?;
         let mut answers = vec![0; MOST_BYTES];
         steps::before_answer(&socket).map_err(failed)?;
@@ -114,7 +115,6 @@ impl FrameLink {
         self.frames
     }
 
-    #[cfg(test)]
     pub(super) fn region(&self) -> &Arc<SharedRegion> {
         &self.region
     }

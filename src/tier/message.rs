@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Goes up with every change to the messages.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// Bytes of a message at most.
 pub(super) const MOST_BYTES: usize = 64 << 10;
 /// Ids in one message at most.
@@ -34,7 +34,7 @@ pub(super) struct UsedAt {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Ask {
     /// The first message; answered by `Welcome` with the memory's descriptor, or by `Refused`.
-    Hello { version: u32, frame_bytes: u64 },
+    Hello { version: u32, frame_bytes: u64, pins: bool },
     /// Answered by `Frame` or `Nothing`.
     Find { id: Id, place: UsedAt, is_use: bool },
     /// Answered by `Frame` or `Nothing`.

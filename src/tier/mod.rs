@@ -31,13 +31,14 @@ use parking_lot::Mutex;
 
 use crate::device::{Frame, FrameFill, StagingOptions};
 use crate::error::Result;
-use crate::io::Buf;
+use crate::io::{Buf, Mover};
 use crate::key::ChunkKey;
 
 mod frames;
 mod link;
 mod message;
 mod owner;
+mod pin;
 mod ranked;
 mod share;
 mod steps;
@@ -129,16 +130,17 @@ impl MemoryTier {
     /// says of the memory.
     pub fn new(options: &StagingOptions) -> Result<Arc<Self>> {
         let frames = Frames::private(options)?;
-        Ok(Self::with(Share::new(options, Place::Own(frames))?))
+        Ok(Self::with(Share::new(options, Place::Own(frames), None)?))
     }
 
     /// A tier whose frames all processes share that [share](Self::share_in) the same directory; it
-    /// has none before.
+    /// has none before. They are pinned for the accelerator of `mover`, which takes all of their
+    /// memory at once.
     ///
     /// # Errors
     /// As [`MemoryTier::new`].
-    pub fn shared(options: &StagingOptions) -> Result<Arc<Self>> {
-        Ok(Self::with(Share::new(&Frames::shareable(options)?, Place::Nowhere)?))
+    pub fn shared(options: &StagingOptions, mover: Option<Arc<dyn Mover>>) -> Result<Arc<Self>> {
+        Ok(Self::with(Share::new(&Frames::shareable(options)?, Place::Nowhere, mover)?))
     }
 
     fn with(share: Arc<Share>) -> Arc<Self> {

@@ -193,9 +193,12 @@ impl Owner {
     /// The answer, where there is one; `None` for what nobody may say.
     pub(super) fn answer(&self, peer: &mut Peer, ask: Ask) -> Option<Option<Answer>> {
         let frames = &self.frames;
-        if let Ask::Hello { version, frame_bytes } = ask {
+        if let Ask::Hello { version, frame_bytes, pins } = ask {
             let own = frames.frame_bytes() as u64;
             peer.is_welcome = (version, frame_bytes) == (VERSION, own);
+            if peer.is_welcome && pins {
+                frames.are_pinned();
+            }
             return Some(Some(if peer.is_welcome {
                 Answer::Welcome { frames: frames.count() as u64 }
             } else {

@@ -3,6 +3,7 @@
 //! The thread lends frames where this process has them. Elsewhere it waits for the end of the
 //! process that has them, and then tries to be the next one.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,10 +16,11 @@ use rustix::event::{PollFd, PollFlags};
 use super::frames::Frames;
 use super::link::FrameLink;
 use super::owner::Owner;
+use super::pin::Pinning;
 use super::steps;
 use crate::device::{StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::EventFd;
+use crate::io::{EventFd, Mover};
 
 /// How often a process without frames tries again.
 const AGAIN: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -41,6 +43,17 @@ pub(super) struct Share {
     evicted: Arc<AtomicU64>,
     bell: Arc<EventFd>,
     is_over: AtomicBool,
+    /// Of the accelerator that copies from and to the frames.
+    mover: Option<MoverOf>,
+}
+
+/// An accelerator's copies; there is nothing to see of them.
+struct MoverOf(Arc<dyn Mover>);
+
+impl fmt::Debug for MoverOf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.0.place())
+    }
 }
 
 /// The thread; ends when this is dropped.
@@ -59,14 +72,15 @@ enum Joined {
 }
 
 impl Share {
-    pub(super) fn new(options: &StagingOptions, place: Place) -> Result<Arc<Self>> {
+    pub(super) fn new(options: &StagingOptions, place: Place, mover: Option<Arc<dyn Mover>>) -> Result<Arc<Self>> {
         let options = StagingOptions { slot_bytes: StagingPool::rounded(options.slot_bytes)?, ..*options };
         let evicted = match &place {
             Place::Own(frames) => frames.evicted(),
             _ => Arc::default(),
         };
         let (bell, is_over) = (Arc::new(EventFd::new()?), AtomicBool::new(false));
-        Ok(Arc::new(Self { place: RwLock::new(place), options, evicted, bell, is_over }))
+        let mover = mover.map(MoverOf);
+        Ok(Arc::new(Self { place: RwLock::new(place), options, evicted, bell, is_over, mover }))
     }
 
     pub(super) fn place(&self) -> Place {
@@ -93,12 +107,18 @@ impl Share {
 
     /// Takes the lock of the directory, or connects to who has it.
     fn join(&self, dir: &Path) -> Result<Joined> {
-        let make = || Frames::shared(&self.options, &self.evicted);
+        let make = || {
+            let frames = Frames::shared(&self.options, &self.evicted)?;
+            if self.mover.is_some() {
+                frames.are_pinned();
+            }
+            Ok(frames)
+        };
         for _ in 0..STARTING.0 {
             if let Some(owner) = Owner::new(dir, make)? {
                 return Ok(Joined::Owner(owner));
             }
-            match FrameLink::new(dir, &self.options, &self.bell) {
+            match FrameLink::new(dir, &self.options, self.mover.is_some(), &self.bell) {
                 Ok(link) => return Ok(Joined::User(link)),
                 Err(e) if e.kind() == ErrorKind::Busy && !self.is_over() => steps::sleep(STARTING.1),
                 Err(e) => return Err(e),
@@ -127,7 +147,21 @@ impl Share {
         role
     }
 
+    /// Pins the frames, where they are for an accelerator.
+    fn pin(&self, role: &Joined) -> Option<Pinning> {
+        let MoverOf(mover) = self.mover.as_ref()?;
+        let region = match role {
+            Joined::Nothing => return None,
+            Joined::Owner(owner) => owner.frames.region()?,
+            Joined::User(link) => link.region(),
+        };
+        Pinning::start(region, self.options.slot_bytes, mover)
+            .inspect_err(|error| tracing::warn!(%error, "the memory tier is not pinned for the GPU"))
+            .ok()
+    }
+
     fn run(&self, dir: &Path, mut role: Joined, mut said: Option<ErrorKind>) {
+        let mut pinning = self.pin(&role);
         while !self.is_over() {
             match &role {
                 Joined::Owner(owner) => owner.serve(&self.bell, || self.is_over()),
@@ -142,9 +176,11 @@ impl Share {
             }
             steps::step();
             *self.place.write() = Place::Nowhere;
+            drop(pinning.take());
             drop(std::mem::replace(&mut role, Joined::Nothing));
             if !self.is_over() {
                 role = self.take_role(dir, &mut said);
+                pinning = self.pin(&role);
             }
         }
         *self.place.write() = Place::Nowhere;

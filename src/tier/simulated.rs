@@ -168,7 +168,7 @@ impl World<'_> {
         let Some(owner) = &self.owner else { return };
         let socket = File::open("/dev/null").unwrap().into();
         let mut peer = Peer::new(socket);
-        let hello = Ask::Hello { version: VERSION, frame_bytes: owner.frames.frame_bytes() as u64 };
+        let hello = Ask::Hello { version: VERSION, frame_bytes: owner.frames.frame_bytes() as u64, pins: false };
         assert!(matches!(owner.answer(&mut peer, hello), Some(Some(Answer::Welcome { .. }))));
         let file = owner.frames.region().unwrap().file().try_clone_to_owned().unwrap();
         let wishes = RegionOptions { hugepages: HugePages::Off, numa: None };

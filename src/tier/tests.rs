@@ -1,7 +1,10 @@
+#![expect(unsafe_code, reason = "an accelerator whose copies do nothing")]
+
 use std::cmp::Reverse;
 
 use super::*;
 use crate::device::HugePages;
+use crate::io::{Copying, MemRegion, MemorySpace, Pin};
 
 pub(super) mod turns;
 mod world;
@@ -130,12 +133,102 @@ fn chunks_that_do_not_fit_or_would_waste_a_frame_stay_out() {
 
 /// A process with frames in a directory, and the connection of another one.
 fn owner_and_link(dir: &Path) -> (Arc<MemoryTier>, Arc<FrameLink>) {
+    owner_and_pinning_link(dir, None, false)
+}
+
+fn owner_and_pinning_link(
+    dir: &Path,
+    mover: Option<Arc<dyn Mover>>,
+    pins: bool,
+) -> (Arc<MemoryTier>, Arc<FrameLink>) {
     let options = StagingOptions { bytes: 2 * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
-    let owner = MemoryTier::shared(&options).unwrap();
+    let owner = MemoryTier::shared(&options, mover).unwrap();
     owner.share_in(dir).unwrap();
     let bell = Arc::new(crate::io::EventFd::new().unwrap());
-    (owner, FrameLink::new(dir, &Frames::shareable(&options).unwrap(), &bell).unwrap())
+    (owner, FrameLink::new(dir, &Frames::shareable(&options).unwrap(), pins, &bell).unwrap())
 }
+
+/// An accelerator that notes what is pinned for it.
+#[derive(Default)]
+struct PinNotes(Arc<Mutex<Vec<(usize, usize)>>>);
+
+/// Something that was pinned, until it is dropped.
+struct Pinned(Arc<Mutex<Vec<(usize, usize)>>>, usize);
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.0.lock().retain(|(start, _)| *start != self.1);
+    }
+}
+
+impl Mover for PinNotes {
+    fn place(&self) -> MemorySpace {
+        MemorySpace::Device(0)
+    }
+    // SAFETY: nothing is copied.
+    unsafe fn to_device(&self, copying: Copying) {
+        (copying.done)(Ok(()));
+    }
+    // SAFETY: nothing is copied.
+    unsafe fn to_host(&self, copying: Copying) {
+        (copying.done)(Ok(()));
+    }
+    fn pinned(&self, _: usize) -> crate::Result<Arc<dyn MemRegion>> {
+        unreachable!()
+    }
+    // SAFETY: the memory is not looked at.
+    unsafe fn pin(&self, host: *mut u8, len: usize) -> crate::Result<Pin> {
+        self.0.lock().push((host as usize, len));
+        Ok(Box::new(Pinned(Arc::clone(&self.0), host as usize)))
+    }
+    fn bind_thread(&self) -> crate::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn all_of_the_memory_is_pinned_until_nobody_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let notes = Arc::new(PinNotes::default());
+    let (owner, link) = owner_and_pinning_link(dir.path(), Some(Arc::clone(&notes) as _), false);
+    assert!(fill(&owner, id(1), rank(1, 0)));
+    let start = frames(&owner).region().unwrap().as_mut_ptr() as usize;
+    while notes.0.lock().is_empty() {
+        std::thread::yield_now();
+    }
+    assert_eq!(*notes.0.lock(), [(start, 2 * FRAME)]);
+    let view = owner.get(id(1), rank(2, 0)).unwrap().view(0..FRAME).unwrap();
+    owner.close();
+    drop((owner, link));
+    assert_eq!(notes.0.lock().len(), 1, "somebody may still copy from it");
+    drop(view);
+    assert_eq!(notes.0.lock().len(), 0);
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn pinned_frames_that_a_dead_process_was_filling_are_left_out() {
+    for (mover, pins) in [(Some(Arc::new(PinNotes::default()) as _), false), (None, true)] {
+        let dir = tempfile::tempdir().unwrap();
+        let (owner, link) = owner_and_pinning_link(dir.path(), mover, pins);
+        let (filling, _) = link.reserve(&id(2), rank(1, 0)).unwrap();
+        assert!(fill(&owner, id(1), rank(1, 0)));
+        let (frame, ..) = link.find(&id(1), rank(1, 0), true).unwrap();
+        rustix::net::shutdown(link.socket(), rustix::net::Shutdown::Both).unwrap();
+        // The one that was read comes back, in the place of chunk 1; the other one does not.
+        let again = loop {
+            match owner.reserve(id(3), FRAME as u64, rank(3, 0)) {
+                Some(again) => break again,
+                None => std::thread::yield_now(),
+            }
+        };
+        assert!(owner.reserve(id(4), FRAME as u64, rank(4, 0)).is_none());
+        drop((again, frame, filling));
+        assert_eq!(frames(&owner).free(), 1);
+    }
+}
+
 
 /// Waits until the owner has heard of it: it answers on a thread of its own.
 fn wait_free(owner: &MemoryTier, free: usize) {
@@ -213,6 +306,6 @@ fn nonsense_closes_a_connection_and_nothing_else() {
     assert!(owner.get(id(1), rank(2, 0)).is_some());
     let other = StagingOptions { bytes: 4 * FRAME, slot_bytes: 2 * FRAME, hugepages: HugePages::Off, numa: None };
     let bell = Arc::new(crate::io::EventFd::new().unwrap());
-    let refused = FrameLink::new(dir.path(), &other, &bell).unwrap_err();
+    let refused = FrameLink::new(dir.path(), &other, false, &bell).unwrap_err();
     assert_eq!(refused.kind(), crate::error::ErrorKind::Unsupported);
 }

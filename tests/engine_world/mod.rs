@@ -2,6 +2,8 @@
 //! into.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub(crate) mod on;
+
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

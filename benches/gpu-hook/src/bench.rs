@@ -11,7 +11,7 @@ use forebay::device::cuda::{CudaDevice, CudaOptions};
 use forebay::device::{
     Device, Gate, GatherJob, HostMemory, HugePages, PagedKv, Part, ScatterJob, StagingOptions, StagingPool, open_device,
 };
-use forebay::format::layout::SlotLayout;
+use forebay::format::layout::{SlotCodec, SlotLayout};
 use forebay::geometry::Geometry;
 use forebay::io::{Buf, Copying, MemRegion, Mover};
 use forebay::paged::{ChunkPlan, KvLayout, KvShape, Packing, PagedLayout};
@@ -56,6 +56,8 @@ pub struct Kernels {
     pub max_ctas: u32,
     /// Whether they take checksums.
     pub checksums: bool,
+    /// What the chunks are coded with.
+    pub codec: SlotCodec,
 }
 
 impl Kernels {
@@ -63,7 +65,7 @@ impl Kernels {
         let Some(ordinal) = device.strip_prefix("cuda:").and_then(|n| n.parse().ok()) else {
             return open_device(device, &Settings::default());
         };
-        let Self { max_ctas, checksums } = self;
+        let Self { max_ctas, checksums, .. } = self;
         Ok(CudaDevice::open(&CudaOptions { ordinal, max_ctas, checksums, ..CudaOptions::default() })?)
     }
 }
@@ -105,12 +107,13 @@ impl Bench {
         let device = kernels.open(device)?;
         let geometry = Geometry::preset(model)?;
         let tokens = geometry.chunk_tokens as usize;
-        let layout = SlotLayout::of_chunk(&geometry, geometry.chunk_tokens);
+        let layout = SlotLayout::of_coded_chunk(&geometry, geometry.chunk_tokens, kernels.codec);
         let num_blocks = (chunks.max(1) * tokens / BLOCK_TOKENS as usize) as u32;
         let shape = KvShape { layout: KvLayout::Nhd, packing: Packing::Outer, block_tokens: BLOCK_TOKENS, num_blocks };
         let paged = PagedLayout::per_layer(&geometry.layers, shape)?;
         let memories = paged.memory_bytes().iter().map(|&len| device.alloc_kv(len)).collect::<Result<Vec<_>>>()?;
         let kv = PagedKv::over(memories, paged)?;
+        like_kv(&kv)?;
         let plans =
             (0..chunks.max(1)).map(|c| plan(c, tokens, num_blocks).map(Arc::new)).collect::<Result<Vec<_>>>()?;
         let units = units(&layout, chunks.max(1));
@@ -130,13 +133,18 @@ impl Bench {
         let mover = device.mover();
         let total: usize = units.iter().map(|u| u.len).sum();
         let pinned = mover.as_ref().map(|m| m.pinned(total)).transpose()?;
-        let bytes = chunks.max(1) as u64 * layout.extents.iter().map(|e| u64::from(e.len)).sum::<u64>();
+        let bytes = chunks.max(1) as u64 * layout.payload();
+        let coded = layout.codec() != SlotCodec::None;
         let bench = Self(Arc::new(Inner { device, mover, kv, layout, tokens, plans, units, pool, pinned, bytes }));
         bench.fill();
+        if coded {
+            // What is decoded must have been encoded.
+            bench.run(Move::Gather)?;
+        }
         Ok(bench)
     }
 
-    /// Payload bytes that a run moves.
+    /// Bytes of KV that a run moves.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.0.bytes
@@ -322,6 +330,25 @@ fn tell(told: &Sender<Result<()>>, error: Option<Error>) {
     let _ = told.send(error.map_or(Ok(()), Err));
 }
 
+/// Fills paged KV with numbers whose exponents are as near to each other as those of real KV.
+fn like_kv(kv: &PagedKv) -> Result<()> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut piece = vec![0; 8 << 20];
+    for value in piece.chunks_exact_mut(2) {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        // Sign and fraction at random, one exponent of eight.
+        let bits = (state >> 32) as u16;
+        let exponent = 120 + (state >> 61) as u16;
+        value.copy_from_slice(&(bits & 0x807f | exponent << 7).to_le_bytes());
+    }
+    for memory in kv.memories() {
+        for at in (0..memory.len()).step_by(piece.len()) {
+            memory.write_at(at, piece.get(..piece.len().min(memory.len() - at)).unwrap_or_default())?;
+        }
+    }
+    Ok(())
+}
+
 /// Chunk `chunk` in blocks of its own, in an order that is not theirs in memory.
 fn plan(chunk: usize, tokens: usize, num_blocks: u32) -> Result<ChunkPlan> {
     let block = BLOCK_TOKENS as usize;
@@ -358,11 +385,13 @@ mod tests {
 
     #[test]
     fn scatter_and_gather_run_on_the_host_and_pinned_moves_say_why_not() {
-        let bench = Bench::open("host", "tiny", 2, Kernels { max_ctas: 0, checksums: true }).unwrap();
-        assert!(bench.bytes() > 0);
-        bench.run(Move::Scatter).unwrap();
-        bench.run(Move::Gather).unwrap();
-        assert_eq!(bench.run(Move::PinnedToPaged).unwrap_err().kind(), ErrorKind::Unsupported);
+        for codec in [SlotCodec::None, SlotCodec::Exp4] {
+            let bench = Bench::open("host", "tiny", 2, Kernels { max_ctas: 0, checksums: true, codec }).unwrap();
+            assert!(bench.bytes() > 0);
+            bench.run(Move::Gather).unwrap();
+            bench.run(Move::Scatter).unwrap();
+            assert_eq!(bench.run(Move::PinnedToPaged).unwrap_err().kind(), ErrorKind::Unsupported);
+        }
         assert!(Move::of(5).is_err());
     }
 }

@@ -12,6 +12,7 @@ mod feed;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 
+use forebay::format::layout::SlotCodec;
 use forebay::{Error, ErrorKind, Result};
 
 pub use bench::{Bench, Kernels, Move};
@@ -55,7 +56,8 @@ pub extern "C" fn fb_error() -> *const c_char {
 }
 
 /// Opens `chunks` chunks of `model` on `device` (`host`, `cuda:0`), with kernels of at most
-/// `max_ctas` thread blocks (0: no limit), that take checksums or not. Null where that fails.
+/// `max_ctas` thread blocks (0: no limit), that take checksums or not and code with exp4 or not. Null
+/// where that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_open(
     device: *const c_char,
@@ -63,9 +65,12 @@ pub extern "C" fn fb_open(
     chunks: u32,
     max_ctas: u32,
     checksums: bool,
+    coded: bool,
 ) -> *mut Hook {
     let open = || {
-        let bench = Bench::open(&text(device)?, &text(model)?, chunks as usize, Kernels { max_ctas, checksums })?;
+        let codec = if coded { SlotCodec::Exp4 } else { SlotCodec::None };
+        let kernels = Kernels { max_ctas, checksums, codec };
+        let bench = Bench::open(&text(device)?, &text(model)?, chunks as usize, kernels)?;
         Ok(Box::into_raw(Box::new(Hook { bench, feed: None })))
     };
     told(open(), std::ptr::null_mut())

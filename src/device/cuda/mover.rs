@@ -18,13 +18,13 @@ use super::driver::CudaError;
 use super::events::{CudaPoint, EventPool};
 use super::job::contained;
 use super::memory::DeviceRegion;
-use super::pinned::PinnedRegion;
+use super::pinned::{PinnedRegion, Registered};
 use super::streams::OwnStream;
 use super::threads;
 use crate::device::region::{HugePages, RegionOptions};
 use crate::device::staging::StagingPool;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{Buf, Copying, MemRegion, MemorySpace, Mover};
+use crate::io::{Buf, Copying, MemRegion, MemorySpace, Mover, Pin};
 
 /// Copies for one GPU. Dropping it finishes all of them first.
 pub(super) struct CudaMover {
@@ -182,6 +182,14 @@ impl Mover for CudaMover {
         let wishes = RegionOptions { hugepages: HugePages::Transparent, numa: self.numa };
         let region = PinnedRegion::new(&self.context, bytes, &wishes)?;
         Ok(region)
+    }
+
+    // SAFETY: the caller's promise is passed on with the address.
+    unsafe fn pin(&self, host: *mut u8, len: usize) -> Result<Pin> {
+        self.context.usable()?;
+        // SAFETY: the contract of `Mover::pin`.
+        let registered = unsafe { Registered::new(&self.context, host, len)? };
+        Ok(Box::new(registered))
     }
 
     fn spare(&self, bytes: usize) -> Result<Buf> {

@@ -20,11 +20,47 @@ use crate::io::MemRegion;
 const PORTABLE: u32 = sys::CU_MEMHOSTREGISTER_PORTABLE;
 const PAGE_BYTES: usize = 4096;
 
+/// Host memory that is registered with the driver until this is dropped.
+#[derive(Debug)]
+pub(super) struct Registered {
+    context: Arc<Context>,
+    host: usize,
+}
+
+impl Registered {
+    /// Registers `len` bytes at `host`.
+    ///
+    /// # Safety
+    /// They must stay mapped, to the same memory, as long as the value lives.
+    pub(super) unsafe fn new(context: &Arc<Context>, host: *mut u8, len: usize) -> CudaResult<Self> {
+        let _entered = context.enter()?;
+        // SAFETY: the contract; `drop` unregisters it.
+        let code = unsafe { sys::cuMemHostRegister_v2(host.cast(), len, PORTABLE) };
+        check("cuMemHostRegister", code).map_err(|e| context.seen(e))?;
+        Ok(Self { context: Arc::clone(context), host: host as usize })
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if !self.context.is_ours() {
+            return;
+        }
+        let _entered = self.context.enter();
+        // SAFETY: registered in `new`; whoever copies through it holds this value.
+        let code = unsafe { sys::cuMemHostUnregister(self.host as *mut c_void) };
+        if let Err(e) = check("cuMemHostUnregister", code) {
+            self.context.seen(e);
+            tracing::debug!(error = %e, "host memory could not be unregistered");
+        }
+    }
+}
+
 /// Anonymous memory, registered where the driver allows it.
 pub(super) struct PinnedRegion {
-    context: Arc<Context>,
+    /// Before the mapping, which must be there until it is unregistered.
+    _registered: Option<Registered>,
     region: Arc<HostRegion>,
-    registered: bool,
 }
 
 impl PinnedRegion {
@@ -36,23 +72,16 @@ impl PinnedRegion {
             // before they are pinned.
             unsafe { region.as_mut_ptr().add(offset).write_volatile(0) };
         }
-        let registered = register(context, &region);
+        // SAFETY: the whole of the mapping, which the value keeps longer than this.
+        let registered = unsafe { Registered::new(context, region.as_mut_ptr(), region.len()) };
         if let Err(error) = &registered {
             tracing::warn!(
                 %error, bytes = len, gpu = context.ordinal(),
                 "host memory could not be registered with the GPU; copies through it are slower (raise RLIMIT_MEMLOCK)"
             );
         }
-        Ok(Arc::new(Self { context: Arc::clone(context), region, registered: registered.is_ok() }))
+        Ok(Arc::new(Self { _registered: registered.ok(), region }))
     }
-}
-
-fn register(context: &Context, region: &HostRegion) -> CudaResult {
-    let _entered = context.enter()?;
-    // SAFETY: the whole of a live mapping, which stays until `PinnedRegion::drop` has unregistered
-    // it.
-    let code = unsafe { sys::cuMemHostRegister_v2(region.as_mut_ptr().cast(), region.len(), PORTABLE) };
-    check("cuMemHostRegister", code).map_err(|e| context.seen(e))
 }
 
 // SAFETY: the mapping lives as long as the value; the id is the region's.
@@ -65,21 +94,6 @@ unsafe impl MemRegion for PinnedRegion {
     }
     fn len(&self) -> usize {
         self.region.len()
-    }
-}
-
-impl Drop for PinnedRegion {
-    fn drop(&mut self) {
-        if !self.registered || !self.context.is_ours() {
-            return;
-        }
-        let _entered = self.context.enter();
-        // SAFETY: registered in `new`; whoever copies through it holds this value.
-        let code = unsafe { sys::cuMemHostUnregister(self.region.as_mut_ptr().cast()) };
-        if let Err(e) = check("cuMemHostUnregister", code) {
-            self.context.seen(e);
-            tracing::debug!(error = %e, "host memory could not be unregistered");
-        }
     }
 }
 

@@ -26,7 +26,7 @@ use super::state::{ChunkMemory, ReadStep};
 use super::{Load, LoadChunk, LoadInner, LoadResult, LoadSpec, LoadState};
 use crate::device::{Device, Gate, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::{AlignedBuf, Buf, MemorySpace, Rejected, Request};
+use crate::io::{AlignedBuf, Buf, MemorySpace, Mover, Rejected, Request};
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::groups::{GroupLimits, layer_groups};
 use crate::pipeline::{PipelineOptions, PipelineStats};
@@ -64,6 +64,8 @@ type Wipe = (Arc<LoadInner>, (usize, Vec<usize>));
 struct Turns {
     wipes: VecDeque<Wipe>,
     queue: VecDeque<Arc<LoadInner>>,
+    /// Loads of which something waits in memory to be copied to an accelerator.
+    hits: VecDeque<Arc<LoadInner>>,
     /// A slot whose read was refused by a full queue.
     spare: Option<Buf>,
     blocked: bool,
@@ -111,11 +113,15 @@ impl LoadPump {
         });
         let weak = Arc::downgrade(&pump);
         let hooked: Weak<Self> = Weak::clone(&weak);
-        pump.pool.on_free(Arc::new(move || {
+        let on_free: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
             if let Some(pump) = hooked.upgrade() {
                 pump.kick();
             }
-        }));
+        });
+        if let Some((_, hits)) = &options.hits {
+            hits.on_free(Arc::clone(&on_free));
+        }
+        pump.pool.on_free(on_free);
         let watched = Arc::clone(&pump);
         let thread = thread::Builder::new()
             .name("forebay-loads".to_owned())
@@ -147,7 +153,7 @@ impl LoadPump {
         let limits =
             GroupLimits { group_bytes, layerwise: spec.layerwise, slot_bytes: self.pool.slot_bytes(), header_apart };
         let groups = layer_groups(&layouts, limits)?;
-        let memory = self.options.memory.as_ref().map(|tier| in_memory(tier, &spec)).unwrap_or_default();
+        let memory = self.options.memory.as_ref().map(|tier| in_memory(tier, &spec, header_apart)).unwrap_or_default();
         let state = LoadState::new(&spec, groups, header_apart, memory);
         let finished = state.finished;
         if finished {
@@ -196,12 +202,23 @@ impl LoadPump {
 
     /// A load that may have had nothing left to read has something again.
     pub(super) fn enqueue(&self, load: &Arc<LoadInner>) {
-        let mut turns = self.turns.lock();
-        if !turns.queue.iter().any(|other| Arc::ptr_eq(other, load)) {
-            turns.queue.push_back(Arc::clone(load));
-        }
-        drop(turns);
+        enlisted(&mut self.turns.lock().queue, load);
         self.kick();
+    }
+
+    /// As [`LoadPump::enqueue`], of what is in memory. `false` where that needs no copy: the device
+    /// reaches the host's memory.
+    pub(super) fn enqueue_hits(&self, load: &Arc<LoadInner>) -> bool {
+        if self.options.hits.is_some() {
+            enlisted(&mut self.turns.lock().hits, load);
+            self.kick();
+        }
+        self.options.hits.is_some()
+    }
+
+    /// The copies between the host's memory and the device's, where that is another.
+    pub(super) fn mover(&self) -> Option<&Arc<dyn Mover>> {
+        self.options.hits.as_ref().map(|(mover, _)| mover)
     }
 
     /// Something changed that may let a read go on.
@@ -227,8 +244,12 @@ impl LoadPump {
             load.wipe(wipe, buf);
             return true;
         }
-        let Some((load, step, buf)) = self.next() else { return false };
-        let Some((source, request)) = load.request(&step, buf) else { return true };
+        if let Some((load, step, frame, slot)) = self.next_hit() {
+            load.copy_in(step, frame, slot);
+            return true;
+        }
+        let Some((load, step, buf, slot)) = self.next() else { return false };
+        let Some((source, request)) = load.request(&step, buf, slot) else { return true };
         self.reading.fetch_add(step.span.len, Ordering::AcqRel);
         let Err(Rejected { request, error }) = source.submit(request) else { return true };
         self.reading.fetch_sub(step.span.len, Ordering::AcqRel);
@@ -289,7 +310,39 @@ impl LoadPump {
         turns.wipes.pop_front().map(|wipe| (wipe, buf))
     }
 
-    fn next(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf)> {
+    /// What is copied from memory next, with the staging that it is copied to.
+    fn next_hit(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf, Buf)> {
+        let (_, pool) = self.options.hits.as_ref()?;
+        loop {
+            let mut turns = self.turns.lock();
+            if turns.hits.is_empty() {
+                return None;
+            }
+            let slot = pool.try_take()?;
+            let load = turns.hits.pop_front()?;
+            drop(turns);
+            let (next, reads) = {
+                let mut state = load.state.lock();
+                (state.next_in_memory(), state.has_steps())
+            };
+            let mut turns = self.turns.lock();
+            let Some((step, frame)) = next else {
+                if reads {
+                    enlisted(&mut turns.queue, &load);
+                }
+                drop(turns);
+                // After the lock: its hook kicks.
+                drop(slot);
+                continue;
+            };
+            enlisted(&mut turns.hits, &load);
+            return Some((load, step, frame, slot));
+        }
+    }
+
+    /// The next read: its load, the memory that it goes to, and where that is not staging, the staging
+    /// that its bytes are copied to.
+    fn next(&self) -> Option<(Arc<LoadInner>, ReadStep, Buf, Option<Buf>)> {
         loop {
             let mut turns = self.turns.lock();
             let reading = self.reading.load(Ordering::Acquire);
@@ -309,8 +362,8 @@ impl LoadPump {
             let (step, frame, more) = match &load {
                 Some(load) => {
                     let mut state = load.state.lock();
-                    let step = state.next_step();
-                    let frame = step.as_ref().and_then(|step| state.frame_part(step));
+                    let mut step = state.next_step();
+                    let frame = step.as_mut().and_then(|step| state.frame_part(step));
                     (step, frame, state.has_steps())
                 }
                 None => (None, None, false),
@@ -321,15 +374,16 @@ impl LoadPump {
             }
             match (load, step) {
                 (Some(load), Some(step)) => {
-                    let buf = match frame {
-                        Some(frame) => {
+                    let (buf, slot) = match frame {
+                        Some(frame) if buf.place() == MemorySpace::Host => {
                             turns.spare = Some(buf);
-                            Some(frame)
+                            (Some(frame), None)
                         }
-                        None => turns.for_step(&step, buf),
+                        Some(frame) => (Some(frame), Some(buf)),
+                        None => (turns.for_step(&step, buf), None),
                     };
                     if let Some(buf) = buf {
-                        return Some((load, step, buf));
+                        return Some((load, step, buf, slot));
                     }
                     load.state.lock().unread(step);
                     turns.queue.push_front(load);
@@ -371,7 +425,10 @@ impl LoadPump {
             watch.active.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
             self.watch_changed.notify_all();
         }
-        self.turns.lock().queue.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
+        let mut turns = self.turns.lock();
+        turns.queue.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
+        turns.hits.retain(|l| !std::ptr::eq(Arc::as_ptr(l), load));
+        drop(turns);
         (self.on_finished)();
         self.kick();
     }
@@ -461,9 +518,17 @@ impl LoadPump {
     }
 }
 
+/// Puts a load at the end of a queue, once.
+fn enlisted(queue: &mut VecDeque<Arc<LoadInner>>, load: &Arc<LoadInner>) {
+    if !queue.iter().any(|other| Arc::ptr_eq(other, load)) {
+        queue.push_back(Arc::clone(load));
+    }
+}
+
 /// Where the chunks of a load lie beside the drive. What is in memory is found, and kept there,
-/// before frames are taken for the others, heads of the prefix first.
-fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec) -> Vec<ChunkMemory> {
+/// before frames are taken for the others, heads of the prefix first. What comes to an accelerator
+/// without passing through the host's memory does not come into memory.
+fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec, for_accelerator: bool) -> Vec<ChunkMemory> {
     let (turn, layers) = (tier.turn(), spec.kv.layout().num_layers());
     let rank = |at: usize| Rank { turn, depth: Reverse(at as u32) };
     let find = |(at, chunk): (usize, &LoadChunk)| {
@@ -474,6 +539,7 @@ fn in_memory(tier: &Arc<MemoryTier>, spec: &LoadSpec) -> Vec<ChunkMemory> {
     for (at, (chunk, memory)) in spec.chunks.iter().zip(&mut memory).enumerate() {
         let is_whole = || (0..layers).all(|l| chunk.plan_of(l).is_some_and(|plan| !plan.is_empty()));
         if matches!(memory, ChunkMemory::Not)
+            && !(for_accelerator && chunk.source.is_direct())
             && let Some(id) = chunk.source.frame_id().filter(|_| is_whole())
             && let Some(filling) = tier.reserve(id, chunk.source.layout().slot_bytes, rank(at))
         {

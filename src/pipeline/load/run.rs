@@ -16,28 +16,35 @@ use super::LoadInner;
 use super::state::{LoadState, ReadStep};
 use crate::device::{Part, ScatterJob, Scattered};
 use crate::error::Result;
-use crate::io::{Buf, Completion, Request};
+use crate::io::{Buf, Completion, Request, copy_buf};
 use crate::pipeline::cause::MissCause;
 use crate::pipeline::seam::ChunkSource;
 
 impl LoadInner {
-    /// The read of `step` into `buf`; `None` where the load has let its chunks go.
-    pub(super) fn request(self: &Arc<Self>, step: &ReadStep, buf: Buf) -> Option<(Arc<dyn ChunkSource>, Request)> {
+    /// The read of `step` into `buf`, from where it is copied to `slot` if there is one; `None` where
+    /// the load has let its chunks go.
+    pub(super) fn request(
+        self: &Arc<Self>,
+        step: &ReadStep,
+        buf: Buf,
+        slot: Option<Buf>,
+    ) -> Option<(Arc<dyn ChunkSource>, Request)> {
         let source = Arc::clone(&self.chunks.lock().get(step.chunk)?.source);
         let (load, told) = (Arc::clone(self), step.clone());
-        let done = Box::new(move |completion: Completion| load.read_done(told, completion));
+        let done = Box::new(move |completion: Completion| load.read_done(told, completion, slot));
         let request = source.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
         Some((source, request))
     }
 
-    fn read_done(self: &Arc<Self>, step: ReadStep, Completion { result, buf, .. }: Completion) {
+    fn read_done(self: &Arc<Self>, step: ReadStep, Completion { result, buf, .. }: Completion, slot: Option<Buf>) {
         let pump = Arc::clone(&self.pump);
         pump.read_ended(&step, result.is_ok());
         match (result, buf) {
-            (Ok(()), Some(buf)) => {
-                self.scatter(step, buf);
-            }
+            (Ok(()), Some(buf)) => match slot {
+                Some(slot) => self.copy_in(step, buf, slot),
+                None => drop(self.scatter(step, buf)),
+            },
             (Ok(()), None) => self.fail(step.chunk, MissCause::Internal),
             (Err(e), buf) => {
                 drop(buf);
@@ -48,9 +55,40 @@ impl LoadInner {
         pump.kick();
     }
 
+    /// Copies the bytes of a step from memory to staging on the device, and scatters them.
+    pub(super) fn copy_in(self: &Arc<Self>, step: ReadStep, frame: Buf, slot: Buf) {
+        let Some(mover) = self.pump.mover() else { return self.not_copied(&step, MissCause::Internal) };
+        let (load, len) = (Arc::clone(self), frame.len());
+        copy_buf(&**mover, (frame, slot), len, move |result, (frame, slot)| {
+            // Before it is judged: a frame is full once nobody has a part of it.
+            drop(frame);
+            match result {
+                Ok(()) if load.scatter(step.clone(), slot) || !step.in_memory => {}
+                Ok(()) => {
+                    load.state.lock().end_in_memory();
+                    load.feed();
+                }
+                Err(e) => {
+                    tracing::debug!(chunk = step.chunk, error = %e, "a copy from memory failed");
+                    load.not_copied(&step, MissCause::of(&e));
+                }
+            }
+        });
+    }
+
+    fn not_copied(self: &Arc<Self>, step: &ReadStep, cause: MissCause) {
+        if step.in_memory {
+            self.state.lock().end_in_memory();
+        }
+        self.fail(step.chunk, cause);
+    }
+
     /// Scatters what is in memory, as far as its turn allows; what turns out not to be there any
     /// more is read.
     pub(super) fn feed(self: &Arc<Self>) {
+        if self.pump.enqueue_hits(self) {
+            return;
+        }
         loop {
             let mut state = self.state.lock();
             let Some((step, frame)) = state.next_in_memory() else {
@@ -130,8 +168,6 @@ impl LoadInner {
             _ => Ok(None),
         };
         let Scattered { staging, crcs, skipped, skipped_blocks, error } = out;
-        // Staging lies in a region, frames do not.
-        let framed = staging.region().is_none() && self.state.lock().is_framed(step.chunk, &staging);
         drop(staging);
         let moved = !skipped && error.is_none();
         let scattered = match error {
@@ -139,7 +175,7 @@ impl LoadInner {
             None => Some(Ok((crcs, skipped_blocks.is_empty()))),
             Some(e) => Some(Err(e)),
         };
-        let bad = scattered.and_then(|outcome| self.judge((&step, framed), &wanted, outcome, header));
+        let bad = scattered.and_then(|outcome| self.judge(&step, &wanted, outcome, header));
         let reported = bad.is_some_and(|cause| self.report(step.chunk, cause));
         self.update(|state| {
             state.end_report(reported);
@@ -165,7 +201,7 @@ impl LoadInner {
     /// it came out of memory, to be read from the drive.
     fn judge(
         &self,
-        (step, framed): (&ReadStep, bool),
+        step: &ReadStep,
         wanted: &[usize],
         scattered: Result<(Vec<u32>, bool)>,
         header: Result<Option<Vec<u32>>>,
@@ -190,7 +226,7 @@ impl LoadInner {
                 return None;
             }
             let bad = judge(&mut state, step.chunk, header, extents);
-            if framed {
+            if step.framed {
                 state.framed(step.chunk, wanted.len());
             }
             return bad;

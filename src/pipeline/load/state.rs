@@ -61,6 +61,8 @@ pub(super) struct ReadStep {
     pub(super) header: bool,
     /// The bytes are in memory.
     pub(super) in_memory: bool,
+    /// They are read into the frame that the chunk comes into.
+    pub(super) framed: bool,
     pub(super) span: GroupSpan,
 }
 
@@ -291,18 +293,14 @@ impl LoadState {
         self.from_memory -= 1;
     }
 
-    /// The part of a frame that is being filled with what `step` reads.
-    pub(super) fn frame_part(&self, step: &ReadStep) -> Option<Buf> {
-        match &self.chunks.get(step.chunk)?.memory {
-            ChunkMemory::Filling(fill) => fill.part(step.span.frame_range()),
+    /// The part of a frame that is being filled with the layers that `step` reads.
+    pub(super) fn frame_part(&self, step: &mut ReadStep) -> Option<Buf> {
+        let part = match &self.chunks.get(step.chunk)?.memory {
+            ChunkMemory::Filling(fill) if !step.layers.is_empty() => fill.part(step.span.frame_range()),
             _ => None,
-        }
-    }
-
-    /// Whether `staging` is a part of the frame that the chunk comes into.
-    pub(super) fn is_framed(&self, chunk: usize, staging: &Buf) -> bool {
-        let memory = self.chunks.get(chunk).map(|c| &c.memory);
-        matches!(memory, Some(ChunkMemory::Filling(fill)) if fill.holds(staging))
+        };
+        step.framed = part.is_some();
+        part
     }
 
     /// So many layers in the frame of a chunk have been judged; the chunk is in memory once all
@@ -623,7 +621,7 @@ impl LoadState {
 impl ReadStep {
     /// A read of layers of a chunk from its drive.
     fn new(state: &LoadChunkState, chunk: usize, layers: Range<usize>, header: bool) -> Option<Self> {
-        Some(Self { chunk, span: GroupSpan::of(&state.layout, &layers, header)?, layers, header, in_memory: false })
+        Some(Self { chunk, span: GroupSpan::of(&state.layout, &layers, header)?, layers, header, in_memory: false, framed: false })
     }
 }
 

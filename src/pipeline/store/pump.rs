@@ -22,7 +22,7 @@ use super::{
 };
 use crate::device::{Device, Fence, Gate, PagedKv, StagingPool, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::MemorySpace;
+use crate::io::{MemorySpace, Mover};
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::groups::min_slot_bytes;
 use crate::pipeline::{PipelineOptions, PipelineStats};
@@ -132,6 +132,11 @@ impl StorePump {
 
     pub(super) fn io_timeout(&self) -> Duration {
         self.options.io_timeout
+    }
+
+    /// The copies between the host's memory and the device's, where that is another.
+    pub(super) fn mover(&self) -> Option<&Arc<dyn Mover>> {
+        self.options.hits.as_ref().map(|(mover, _)| mover)
     }
 
     pub(super) fn memory(&self) -> Option<&Arc<MemoryTier>> {

@@ -8,7 +8,7 @@ use super::StoreInner;
 use super::state::{NextStep, StoreStep};
 use crate::device::{GatherJob, Gathered};
 use crate::error::{ErrorKind, Result};
-use crate::io::{Buf, Completion, Rejected, Request};
+use crate::io::{Buf, Completion, Rejected, Request, copy_buf};
 use crate::pipeline::cause::ShedCause;
 use crate::pipeline::seam::{Begun, ChunkSink};
 use crate::tier::{Filling, Rank};
@@ -50,13 +50,21 @@ impl StoreInner {
                     }
                     *self.no_room_since.lock() = None;
                 }
-                NextStep::Gather(step, frame) => match frame.or_else(|| self.pump.pool().try_take()) {
-                    Some(buf) => self.gather(step, buf),
-                    None => {
-                        self.state.lock().ungather(&step);
-                        return Pause::NoStaging;
+                NextStep::Gather(step, frame) => {
+                    // What an accelerator gathers lies in its own memory first.
+                    let (buf, frame) = match frame {
+                        Some(frame) if self.pump.mover().is_none() => (Some(frame), None),
+                        frame => (self.pump.pool().try_take(), frame),
+                    };
+                    match buf {
+                        Some(buf) => self.gather(step, buf, frame),
+                        None => {
+                            drop(frame);
+                            self.state.lock().ungather(&step);
+                            return Pause::NoStaging;
+                        }
                     }
-                },
+                }
             }
         }
     }
@@ -69,7 +77,7 @@ impl StoreInner {
         tier.reserve(sink.frame_id()?, bytes, Rank { turn: self.turn, depth })
     }
 
-    fn gather(self: &Arc<Self>, step: StoreStep, staging: Buf) {
+    fn gather(self: &Arc<Self>, step: StoreStep, staging: Buf, frame: Option<Buf>) {
         let Some((parts, after)) = self.state.lock().submit(&step) else { return };
         let store = Arc::clone(self);
         let launched = {
@@ -84,11 +92,11 @@ impl StoreInner {
             gate: Arc::clone(&self.gate),
             after,
             launched: Some(Box::new(launched)),
-            done: Box::new(move |out| store.gather_done(step, out)),
+            done: Box::new(move |out| store.gather_done(step, out, frame)),
         });
     }
 
-    fn gather_done(self: &Arc<Self>, step: StoreStep, out: Gathered) {
+    fn gather_done(self: &Arc<Self>, step: StoreStep, out: Gathered, frame: Option<Buf>) {
         if let Some(e) = &out.error {
             tracing::warn!(error = %e, "a gather failed");
         }
@@ -102,8 +110,9 @@ impl StoreInner {
         let mut misfitting = None;
         let mut sink = None;
         self.update(|state| {
-            if out.staging.region().is_none() {
-                state.gathered_into(&step, &out.staging);
+            // Staging lies in a region, frames do not.
+            if frame.is_some() || out.staging.region().is_none() {
+                state.gathered_into(&step, frame.as_ref().unwrap_or(&out.staging));
             }
             misfitting = if out.misfit { state.misfit(&step) } else { None };
             sink = state.gathered(&step, crcs);
@@ -113,12 +122,33 @@ impl StoreInner {
             self.update(|state| state.begun_again(&step, begin));
         }
         let Some(sink) = sink else {
-            drop(out.staging);
+            drop((out.staging, frame));
             return self.pump.notify();
         };
+        match frame.zip(self.pump.mover()) {
+            None => self.write_from(step, sink, out.staging),
+            Some((frame, mover)) => {
+                let (store, len) = (Arc::clone(self), frame.len());
+                copy_buf(&**mover, (out.staging, frame), len, move |result, (staging, frame)| {
+                    drop(staging);
+                    match result {
+                        Ok(()) => store.write_from(step, sink, frame),
+                        Err(e) => {
+                            tracing::warn!(error = %e, "a copy into memory failed");
+                            drop(frame);
+                            store.update(|state| state.not_written(&step, ShedCause::of(&e)));
+                            store.pump.notify();
+                        }
+                    }
+                });
+            }
+        }
+    }
+
+    fn write_from(self: &Arc<Self>, step: StoreStep, sink: Arc<dyn ChunkSink>, buf: Buf) {
         let (store, told) = (Arc::clone(self), step.clone());
         let done = Box::new(move |completion: Completion| store.write_done(&told, completion));
-        let request = sink.request(step.span.offset, out.staging, done).timeout(self.pump.io_timeout());
+        let request = sink.request(step.span.offset, buf, done).timeout(self.pump.io_timeout());
         let request = Request { buf_offset: step.span.buf_offset, len: step.span.len, ..request };
         self.write(step, sink, request);
     }

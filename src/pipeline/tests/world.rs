@@ -111,6 +111,7 @@ impl World {
             load_pool: pool(load_slots),
             store_pool: pool(store_slots),
             memory: None,
+            hits: None,
             group_bytes: EXTENT,
             whole_group_bytes: EXTENT,
             window_bytes: 1 << 30,

@@ -232,7 +232,7 @@ impl World {
     fn start(self: &Arc<Self>, number: usize) {
         let (bytes, slot_bytes) = (FRAMES * FRAME, FRAME);
         let options = StagingOptions { bytes, slot_bytes, hugepages: HugePages::Off, numa: None };
-        let tier = MemoryTier::shared(&options).unwrap();
+        let tier = MemoryTier::shared(&options, None).unwrap();
         let is_closing = Arc::new(AtomicBool::new(false));
         let process = Process { number, tier: Arc::downgrade(&tier), is_closing: Arc::clone(&is_closing) };
         self.processes.lock().push(process);
