@@ -174,7 +174,7 @@ class Bench:
         rate = lambda job: job["read"]["io_bytes"] / (job["read"]["runtime"] / 1e3 if job["read"].get("runtime") else 1e-9)
         host = lambda: rate(self.forebay("--rw", "read", *raw, "--ioengine", "uring"))
         paths = {}
-        for engine in ("auto", "uring", "threads", "cufile"):
+        for engine in self.args.engines.split(","):
             load = ["--rw", "load", *kv, "--device", self.args.device, "--ioengine", engine]
             try:
                 job = self.forebay(*load, "--verify")
@@ -323,6 +323,7 @@ def main():
     p.add_argument("--device", default="cuda:0")
     p.add_argument("--directory", default=".", help="where the cache and raw files go: a local NVMe drive")
     p.add_argument("--pairs", type=int, default=5)
+    p.add_argument("--engines", default="auto,uring,threads,cufile", help="ways from the drive to measure")
     p.add_argument("--size", type=int, default=8, help="GiB that are loaded from the drive at once")
     p.add_argument("--only", default="kernels,pinned,drive,memory,attention,prefill", help="parts to run, separated by commas")
     p.add_argument("--write", default="docs/benchmarks-gpu.md")

@@ -108,11 +108,42 @@ extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
 
 // What a CTA shares that codes a segment.
 struct Exp4Shared {
-    u32 counts[256];  // how often each exponent was seen; then whether it has a code; then the escapes of 64 values
-    u8 codes[256];    // of exponents
+    u32 counts[256];   // how often each exponent was seen; then a number of each thread's
+    u32 sums[16];      // of sixteen of these
+    u32 seen, chosen;  // entries of the lists below
+    u8 list[256];      // exponents that were seen, in any order
+    u8 picked[EXP4_ENTRIES];  // those that have codes, in any order
+    u8 codes[256];     // of exponents
     u8 dictionary[EXP4_ENTRIES];
     u8 escapes[EXP4_GROUPS];  // of each group of values
 };
+
+// The number of escapes of each segment, between the two kernels that encode: behind the values.
+__device__ __forceinline__ u32* exp4_counts(const Coded& extent) {
+    return (u32*)(extent.raw + 2 * (u64)exp4_blocks(extent) * EXP4_BLOCK_VALUES);
+}
+
+// The sum of a number of each thread's, and of those of the threads before this one. All threads must come here.
+__device__ __forceinline__ u32 exp4_sum(Exp4Shared& shared, u32 number, u32& before) {
+    shared.counts[threadIdx.x] = number;
+    __syncthreads();
+    if (threadIdx.x < 16) {
+        u32 sum = 0;
+        for (u32 i = 0; i < 16; ++i) sum += shared.counts[threadIdx.x * 16 + i];
+        shared.sums[threadIdx.x] = sum;
+    }
+    __syncthreads();
+    u32 all = 0;
+    before = 0;
+    for (u32 i = 0; i < 16; ++i) {
+        if (i == threadIdx.x / 16) before = all;
+        all += shared.sums[i];
+    }
+    for (u32 i = threadIdx.x / 16 * 16; i < threadIdx.x; ++i) before += shared.counts[i];
+    // Everybody has added up before the next numbers come.
+    __syncthreads();
+    return all;
+}
 
 // Eight values from value `from` of the extent on; those beyond its end are zeros.
 __device__ __forceinline__ uint4 exp4_load(const Coded& extent, u32 from) {
@@ -142,31 +173,27 @@ __device__ __forceinline__ void exp4_count(Exp4Shared& shared, const Coded& exte
 // first. A thread decides on one exponent.
 __device__ __forceinline__ void exp4_choose(Exp4Shared& shared) {
     const u32 exponent = threadIdx.x, mine = shared.counts[exponent];
-    u32 seen = 0, highest = 0, ahead = 0;
+    if (threadIdx.x == 0) shared.seen = shared.chosen = 0;
+    __syncthreads();
+    if (mine > 0) shared.list[atomicAdd(&shared.seen, 1u)] = (u8)exponent;
+    __syncthreads();
+    const u32 seen = shared.seen;
+    u32 highest = 0, above = 0, ahead = 0;
 #pragma unroll 1
-    for (u32 other = 0; other < 256; ++other) {
-        const u32 count = shared.counts[other];
-        if (count == 0) continue;
-        seen += 1;
-        highest = other;
+    for (u32 i = 0; i < seen; ++i) {
+        const u32 other = shared.list[i], count = shared.counts[other];
+        highest = other > highest ? other : highest;
+        above += other > exponent;
         ahead += count > mine || (count == mine && other < exponent);
     }
-    bool chosen = ahead < EXP4_ENTRIES;
-    if (mine == 0) {
-        u32 nearer = 0;
-#pragma unroll 1
-        for (u32 other = 0; other < 256; ++other) {
-            if (shared.counts[other] != 0) continue;
-            nearer += exponent < highest ? other > exponent && other < highest : other < exponent;
-        }
-        chosen = seen + nearer < EXP4_ENTRIES;
-    }
-    __syncthreads();
-    shared.counts[exponent] = chosen;
+    // Ahead of one that was not seen: all that were, and of the others those between it and the highest, or those below it.
+    if (mine == 0) ahead = seen + (exponent < highest ? highest - exponent - above : exponent - seen);
+    const bool chosen = ahead < EXP4_ENTRIES;
+    if (chosen) shared.picked[atomicAdd(&shared.chosen, 1u)] = (u8)exponent;
     __syncthreads();
     u32 code = 0;
-#pragma unroll 1
-    for (u32 other = 0; other < exponent; ++other) code += shared.counts[other];
+#pragma unroll
+    for (u32 i = 0; i < EXP4_ENTRIES; ++i) code += shared.picked[i] < exponent;
     shared.codes[exponent] = chosen ? (u8)code : (u8)EXP4_NO_CODE;
     if (chosen) shared.dictionary[code] = (u8)exponent;
     __syncthreads();
@@ -189,48 +216,72 @@ __device__ __forceinline__ u32 exp4_group(const Exp4Shared& shared, const Coded&
     return escapes;
 }
 
-// Writes the blocks of a segment; the number of its escapes, and of those before this thread's groups.
-__device__ __forceinline__ u32 exp4_write_blocks(Exp4Shared& shared, const Coded& extent, u32 segment, u32& before) {
+// Writes the blocks of a segment; the number of its escapes.
+__device__ __forceinline__ u32 exp4_write_blocks(Exp4Shared& shared, const Coded& extent, u32 segment) {
     const u32 blocks = exp4_blocks_of(extent, segment), first = segment * EXP4_SEGMENT_BLOCKS;
-    shared.counts[threadIdx.x] = 0;
     // A thread has eight values and those that lie 64 further, whose codes share bytes.
+    u32 escapes = 0;
     for (u32 i = threadIdx.x; i < blocks * 8; i += FOREBAY_THREADS) {
         const u32 block = i / 8, at = i % 8 * EXP4_GROUP, value = (first + block) * EXP4_BLOCK_VALUES + at;
         u64 low, high, low_bytes, high_bytes;
-        shared.escapes[block * 16 + i % 8] = (u8)exp4_group(shared, extent, value, low, low_bytes);
-        shared.escapes[block * 16 + 8 + i % 8] = (u8)exp4_group(shared, extent, value + EXP4_BLOCK_CODES, high, high_bytes);
+        escapes += exp4_group(shared, extent, value, low, low_bytes);
+        escapes += exp4_group(shared, extent, value + EXP4_BLOCK_CODES, high, high_bytes);
         const u64 to = extent.coded + (u64)(first + block) * EXP4_BLOCK_BYTES;
         *(u64*)(to + at) = low | high << 4;
         *(u64*)(to + EXP4_BLOCK_CODES + at) = low_bytes;
         *(u64*)(to + 2 * EXP4_BLOCK_CODES + at) = high_bytes;
     }
-    __syncthreads();
-    if (threadIdx.x < blocks * 2) {
-        u32 sum = 0;
-        for (u32 i = 0; i < 8; ++i) sum += shared.escapes[threadIdx.x * 8 + i];
-        shared.counts[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    u32 all = 0;
-    before = 0;
-#pragma unroll 1
-    for (u32 i = 0; i < 256; ++i) {
-        if (i == threadIdx.x) before = all;
-        all += shared.counts[i];
-    }
-    return all;
+    u32 before;
+    return exp4_sum(shared, escapes, before);
 }
 
-// Lists the escapes of this thread's eight groups of a segment, from `place` of the extent's list on.
-__device__ __forceinline__ void exp4_list_escapes(const Exp4Shared& shared, const Coded& extent, u32 segment, u32 place) {
-    if (shared.counts[threadIdx.x] == 0) return;
-    const u32 at = threadIdx.x * 8 * EXP4_GROUP;
-    u8* to = (u8*)(exp4_list(extent) + (u64)place * EXP4_ESCAPE_BYTES);
+// Values to blocks, and of each segment its dictionary and how many escapes it has; a tile is a segment.
+extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
+    forebay_encode_exp4(const Coded* extents, u32 count, u32 num_tiles, u32*) {
+    __shared__ Exp4Shared shared;
+    for (u64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+        const Coded extent = extents[find_owner(extents, count, (u32)tile)];
+        const u32 segment = (u32)tile - extent.first_tile, from = segment * EXP4_SEGMENT_VALUES;
+        const u32 values = exp4_blocks_of(extent, segment) * EXP4_BLOCK_VALUES;
+        u32 escapes = 0;
 #pragma unroll 1
-    for (u32 i = at; i < at + 8 * EXP4_GROUP; ++i) {
-        const u32 index = segment * EXP4_SEGMENT_VALUES + i;
-        if (index >= extent.values) return;
-        const u32 exponent = *(const u16*)(extent.raw + 2 * (u64)index) >> 7 & 255u;
+        for (u32 step = EXP4_SAMPLE_STEP;; step = 1) {
+            exp4_count(shared, extent, from, values, step);
+            exp4_choose(shared);
+            escapes = exp4_write_blocks(shared, extent, segment);
+            if (step == 1 || escapes <= EXP4_MOST_LIKELY_ESCAPES) break;
+        }
+        u8* entry = (u8*)(exp4_tail(extent) + (u64)segment * EXP4_SEGMENT_TAIL);
+        if (threadIdx.x < EXP4_ENTRIES) entry[threadIdx.x] = shared.dictionary[threadIdx.x];
+        if (threadIdx.x == 0) exp4_counts(extent)[segment] = escapes;
+        // Nobody counts for the next segment before everybody has taken the dictionary.
+        __syncthreads();
+    }
+}
+
+// Lists the escapes of a segment that has been written, from `place` of the extent's list on.
+__device__ __forceinline__ void exp4_list_escapes(Exp4Shared& shared, const Coded& extent, u32 segment, u32 place) {
+    const u8* entry = (const u8*)(exp4_tail(extent) + (u64)segment * EXP4_SEGMENT_TAIL);
+    shared.codes[threadIdx.x] = EXP4_NO_CODE;
+    __syncthreads();
+    if (threadIdx.x < EXP4_ENTRIES) shared.codes[entry[threadIdx.x]] = (u8)threadIdx.x;
+    __syncthreads();
+    // Neighbouring threads count neighbouring groups; a thread lists eight groups in a row.
+    const u32 from = segment * EXP4_SEGMENT_VALUES, groups = exp4_blocks_of(extent, segment) * (EXP4_BLOCK_VALUES / EXP4_GROUP);
+    for (u32 i = threadIdx.x; i < EXP4_GROUPS; i += FOREBAY_THREADS) {
+        u64 codes, bytes;
+        shared.escapes[i] = i < groups ? (u8)exp4_group(shared, extent, from + i * EXP4_GROUP, codes, bytes) : 0;
+    }
+    __syncthreads();
+    u32 own = 0, before;
+    for (u32 i = 0; i < 8; ++i) own += shared.escapes[threadIdx.x * 8 + i];
+    exp4_sum(shared, own, before);
+    if (own == 0) return;
+    u8* to = (u8*)(exp4_list(extent) + (u64)(place + before) * EXP4_ESCAPE_BYTES);
+#pragma unroll 1
+    for (u32 i = threadIdx.x * 8 * EXP4_GROUP; i < (threadIdx.x + 1) * 8 * EXP4_GROUP; ++i) {
+        if (from + i >= extent.values) return;
+        const u32 exponent = *(const u16*)(extent.raw + 2 * (u64)(from + i)) >> 7 & 255u;
         if (shared.codes[exponent] != EXP4_NO_CODE) continue;
         to[0] = (u8)i;
         to[1] = (u8)(i >> 8);
@@ -239,42 +290,36 @@ __device__ __forceinline__ void exp4_list_escapes(const Exp4Shared& shared, cons
     }
 }
 
-// Values to coded extents; a tile is an extent, as its escapes lie one after another. `fits` of each: 0 where it has more of
-// them than there is room for, and its coded bytes mean nothing.
+// The rest of what `forebay_encode_exp4` has begun, which knows nothing of other segments: their escapes lie one after another.
+// A tile is a segment. `fits` of each extent: 0 where it has more of them than there is room for, and its coded bytes mean
+// nothing.
 extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
-    forebay_encode_exp4(const Coded* extents, u32 count, u32 num_tiles, u32* fits) {
+    forebay_list_exp4(const Coded* extents, u32 count, u32 num_tiles, u32* fits) {
     __shared__ Exp4Shared shared;
-    for (u64 tile = blockIdx.x; tile < num_tiles && tile < count; tile += gridDim.x) {
-        const Coded extent = extents[tile];
-        const u32 segments = exp4_segments(extent), room = exp4_room(extent);
-        u32 listed = 0;
-        bool fit = true;
-#pragma unroll 1
-        for (u32 segment = 0; fit && segment < segments; ++segment) {
-            const u32 from = segment * EXP4_SEGMENT_VALUES;
-            const u32 values = exp4_blocks_of(extent, segment) * EXP4_BLOCK_VALUES;
-            u32 before = 0, escapes = 0;
-#pragma unroll 1
-            for (u32 step = EXP4_SAMPLE_STEP;; step = 1) {
-                exp4_count(shared, extent, from, values, step);
-                exp4_choose(shared);
-                escapes = exp4_write_blocks(shared, extent, segment, before);
-                if (step == 1 || escapes <= EXP4_MOST_LIKELY_ESCAPES) break;
-                // Everybody has added up the counts before they are begun anew.
-                __syncthreads();
-            }
-            fit = escapes <= room - listed;
-            if (fit) {
-                exp4_list_escapes(shared, extent, segment, listed + before);
-                listed += escapes;
-                u8* entry = (u8*)(exp4_tail(extent) + (u64)segment * EXP4_SEGMENT_TAIL);
-                if (threadIdx.x < EXP4_ENTRIES) entry[threadIdx.x] = shared.dictionary[threadIdx.x];
-                if (threadIdx.x == 0) *(u32*)(entry + EXP4_ENTRIES) = listed;
-            }
-            __syncthreads();
+    for (u64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+        const u32 index = find_owner(extents, count, (u32)tile);
+        const Coded extent = extents[index];
+        const u32 segment = (u32)tile - extent.first_tile, segments = exp4_segments(extent), room = exp4_room(extent);
+        const u32* counts = exp4_counts(extent);
+        u32 to_here = 0, to_end = 0, unused;
+        for (u32 i = threadIdx.x; i < segments; i += FOREBAY_THREADS) {
+            to_end += counts[i];
+            if (i < segment) to_here += counts[i];
         }
-        const u64 rest = exp4_list(extent) + (u64)listed * EXP4_ESCAPE_BYTES, end = extent.coded + extent.bytes;
-        for (u64 to = rest + threadIdx.x; fit && to < end; to += FOREBAY_THREADS) *(u8*)to = 0;
-        if (threadIdx.x == 0) fits[tile] = fit;
+        to_here = exp4_sum(shared, to_here, unused);
+        to_end = exp4_sum(shared, to_end, unused);
+        const bool is_last = segment == segments - 1;
+        if (is_last && threadIdx.x == 0) fits[index] = to_end <= room;
+        if (to_end <= room) {
+            const u32 escapes = counts[segment];
+            if (escapes > 0) exp4_list_escapes(shared, extent, segment, to_here);
+            if (threadIdx.x == 0) {
+                *(u32*)(exp4_tail(extent) + (u64)segment * EXP4_SEGMENT_TAIL + EXP4_ENTRIES) = to_here + escapes;
+            }
+            const u64 rest = exp4_list(extent) + (u64)to_end * EXP4_ESCAPE_BYTES, end = extent.coded + extent.bytes;
+            for (u64 to = rest + threadIdx.x; is_last && to < end; to += FOREBAY_THREADS) *(u8*)to = 0;
+        }
+        // Codes and counts of escapes are this segment's until everybody has listed its own.
+        __syncthreads();
     }
 }

@@ -289,3 +289,12 @@ extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
     __shared__ CrcTables shared;
     reshape<false, true>(planes, num_planes, num_tiles, tile_crcs, &shared);
 }
+
+// Descriptors, from host memory that the GPU can read to its own, in groups. The driver's copies would wait behind the large
+// ones that bring KV.
+extern "C" __global__ void __launch_bounds__(FOREBAY_THREADS, 4)
+    forebay_upload(const Group* from, u32 groups, u32, u32* to) {
+    for (u32 i = blockIdx.x * FOREBAY_THREADS + threadIdx.x; i < groups; i += gridDim.x * FOREBAY_THREADS) {
+        ((Group*)to)[i] = from[i];
+    }
+}

@@ -8,7 +8,7 @@ rm -rf "$out"
 mkdir -p "$out/tests"
 "$cargo" build --release --locked -p forebay-tools -p forebay-gpu-hook
 cp target/release/forebay target/release/libforebay_gpu_hook.so "$out/"
-for name in cuda_reshape cuda_order engine_cuda cufile_gpu; do
+for name in cuda_reshape cuda_order engine_cuda engine_memory engine_prefetch cufile_gpu; do
     "$cargo" test --locked -p forebay --test "$name" --no-run --message-format=json >"$out/build.json"
     built=$(python3 -c '
 import json, sys

@@ -123,7 +123,8 @@ inline void test_exp4(Random& random, Launcher& launcher) {
     for (u32 i = random.between(1, 3); i > 0; --i) {
         values.push_back(exp4_values(random));
         const std::size_t count = values.back().size(), blocks = (count + 127) / 128;
-        raw.emplace_back(blocks * 256);
+        // Behind the values, the numbers of escapes.
+        raw.emplace_back(blocks * 256 + (blocks + 127) / 128 * 4);
         raw.back().fill(random);
         std::memcpy(raw.back().data(), values.back().data(), 2 * count);
         coded.emplace_back(exp4_bytes(count));
@@ -141,7 +142,8 @@ inline void test_exp4(Random& random, Launcher& launcher) {
     Memory descriptors = memory_of(extents), fits(count * sizeof(u32));
     u32* const fit = reinterpret_cast<u32*>(fits.data());
     std::fill(fit, fit + count, 7u);
-    launcher.run("forebay_encode_exp4", ctas, descriptors.data(), count, count, fit);
+    launcher.run("forebay_encode_exp4", ctas, descriptors.data(), count, segments, nullptr);
+    launcher.run("forebay_list_exp4", ctas, descriptors.data(), count, segments, fit);
     std::vector<u32> kinds;
     for (u32 i = 0; i < count; ++i) {
         const std::vector<u8> expected = exp4_encoded(values[i], coded[i].size());

@@ -197,7 +197,8 @@ impl LaunchBatch {
             KvDirection::OutOfKv => vec![
                 over(Kernel::Gather, &self.plain, place.blob, 0),
                 over(Kernel::GatherOnly, &self.values, values, 0),
-                of(Kernel::Encode, coded, self.coded.len(), self.coded.len(), first_fit),
+                of(Kernel::Encode, coded, self.coded.len(), self.segments, first_fit),
+                of(Kernel::List, coded, self.coded.len(), self.segments, first_fit),
                 sums,
             ],
         };

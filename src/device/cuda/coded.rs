@@ -45,9 +45,10 @@ impl LaunchCoded {
     }
 }
 
-/// Bytes of scratch memory that the values of an extent take: whole blocks.
+/// Bytes of scratch memory that an extent takes: whole blocks of its values, and the number of each
+/// segment's escapes.
 pub(super) fn scratch_bytes(shape: CodedShape) -> usize {
-    shape.blocks() * BLOCK_RAW_BYTES
+    shape.blocks() * BLOCK_RAW_BYTES + (shape.segments() * size_of::<u32>()).next_multiple_of(BLOCK_RAW_BYTES)
 }
 
 /// A lane's memory for values. What has become too small is kept until the lane goes, so that

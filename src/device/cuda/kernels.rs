@@ -41,14 +41,31 @@ pub(super) enum Kernel {
     GatherOnly,
     /// Coded extents to values.
     Decode,
-    /// Values to coded extents; says of each whether it fits.
+    /// Values to coded extents without their lists of escapes.
     Encode,
+    /// Those lists; says of each extent whether it fits.
+    List,
     RopeShift,
+    /// Descriptors from host memory to the GPU's; their number is that of groups of
+    /// [`UPLOAD_BYTES`], a tile is [`THREADS`] groups, and the words are where they go.
+    Upload,
 }
 
+/// Bytes that a thread of [`Kernel::Upload`] copies at once.
+pub(super) const UPLOAD_BYTES: usize = 16;
+
 impl Kernel {
-    const ALL: [Self; 7] =
-        [Self::Scatter, Self::Gather, Self::ScatterOnly, Self::GatherOnly, Self::Decode, Self::Encode, Self::RopeShift];
+    const ALL: [Self; 9] = [
+        Self::Scatter,
+        Self::Gather,
+        Self::ScatterOnly,
+        Self::GatherOnly,
+        Self::Decode,
+        Self::Encode,
+        Self::List,
+        Self::RopeShift,
+        Self::Upload,
+    ];
 
     /// Its name in the PTX.
     pub(super) fn name(self, checked: bool) -> &'static CStr {
@@ -59,7 +76,9 @@ impl Kernel {
             Self::Gather | Self::GatherOnly => c"forebay_gather",
             Self::Decode => c"forebay_decode_exp4",
             Self::Encode => c"forebay_encode_exp4",
+            Self::List => c"forebay_list_exp4",
             Self::RopeShift => c"forebay_rope_shift",
+            Self::Upload => c"forebay_upload",
         }
     }
 }

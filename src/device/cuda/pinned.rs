@@ -134,11 +134,6 @@ impl MappedPinned {
         self.device
     }
 
-    /// Address on the host.
-    pub(super) fn host(&self) -> *mut u8 {
-        self.host.as_ptr()
-    }
-
     /// The bytes, to be written.
     ///
     /// # Safety

@@ -10,8 +10,10 @@ use std::sync::Arc;
 
 use super::context::Context;
 use super::driver::CudaResult;
+use super::kernels::{Kernel, Kernels, Launch, UPLOAD_BYTES};
 use super::memory::DeviceAlloc;
 use super::pinned::MappedPinned;
+use super::plane::THREADS;
 use super::streams::OwnStream;
 
 /// Bytes of descriptors that jobs are merged up to.
@@ -57,14 +59,14 @@ impl LaunchSlot {
     }
 
     /// Makes room for descriptors of `bytes` and checksums of `tiles`, and enqueues the upload of
-    /// what `encode` makes of the address of the descriptors.
+    /// what `encode` makes of the address of the descriptors, by `max_ctas` CTAs at most.
     ///
     /// # Safety
     /// No launch of this slot may be under way, and the slot must be left alone until the stream
     /// has passed the upload.
     pub(super) unsafe fn upload(
         &mut self,
-        stream: &OwnStream,
+        (kernels, stream, max_ctas): (&Kernels, &OwnStream, u32),
         (bytes, tiles): (usize, usize),
         encode: impl FnOnce(u64) -> Vec<u8>,
     ) -> CudaResult {
@@ -79,8 +81,18 @@ impl LaunchSlot {
         if let Some(upload) = upload.get_mut(..blob.len()) {
             upload.copy_from_slice(&blob);
         }
-        // SAFETY: the slot keeps both memories, and its owner leaves them alone (contract).
-        unsafe { stream.copy_in(self.now.blob.address(), self.now.upload.host(), blob.len()) }
+        let groups = blob.len().div_ceil(UPLOAD_BYTES) as u32;
+        let upload = Launch {
+            kernel: Kernel::Upload,
+            planes: self.now.upload.device(),
+            num_planes: groups,
+            num_tiles: groups.div_ceil(THREADS),
+            tile_crcs: self.now.blob.address(),
+            max_ctas,
+        };
+        // SAFETY: the slot keeps both memories, which are whole groups, and its owner leaves them alone
+        // (contract).
+        unsafe { kernels.launch(stream, upload) }
     }
 
     /// Address of the descriptors on the GPU.

@@ -122,7 +122,11 @@ impl Executor {
         let size = (batch.blob_bytes(), batch.num_words() as usize);
         // SAFETY: the slot was free, and the launch keeps it until the completing thread has seen
         // the stream pass what is submitted here.
-        unsafe { slot.upload(stream, size, |blob| batch.encode(BatchPlace { blob, scratch, words: 0 }))? };
+        unsafe {
+            slot.upload((&self.kernels, stream, self.max_ctas), size, |blob| {
+                batch.encode(BatchPlace { blob, scratch, words: 0 })
+            })?
+        };
         let place = BatchPlace { blob: slot.blob(), scratch, words: slot.crcs() };
         for launch in batch.launches(way, place, self.kernels.are_checked()) {
             let launch = Launch { max_ctas: self.max_ctas, ..launch };

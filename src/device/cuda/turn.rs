@@ -53,7 +53,11 @@ impl CudaDevice {
             }
             // SAFETY: the last call has waited for its launch; the lock is held until this one is
             // over.
-            unsafe { slot.upload(stream, (batch.blob_bytes(), 0), |address| batch.encode(address))? };
+            unsafe {
+                slot.upload((&self.kernels, stream, self.max_ctas), (batch.blob_bytes(), 0), |address| {
+                    batch.encode(address)
+                })?
+            };
             let launch = Launch {
                 kernel: Kernel::RopeShift,
                 planes: slot.blob(),

@@ -187,7 +187,8 @@ API int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
     memcpy(values->back().data(), params[i], found->params[i]);
   }
   State& g = G();
-  g.counters["launches"]++;
+  // Those of descriptors go with the launch of their kernels.
+  g.counters[found->name == "forebay_upload" ? "uploads" : "launches"]++;
   g.counters["largest_grid"] = std::max<uint64_t>(g.counters["largest_grid"], (uint64_t)gx * gy * gz);
   std::string name = found->name;
   return submit(lock, s, [=] {

@@ -38,6 +38,8 @@ extern "C" int forebay_shim_launch(const char* name, const unsigned grid[3], con
         {"forebay_gather_crc", run<Plane, forebay_gather_crc>},
         {"forebay_decode_exp4", run<Coded, forebay_decode_exp4>},
         {"forebay_encode_exp4", run<Coded, forebay_encode_exp4>},
+        {"forebay_list_exp4", run<Coded, forebay_list_exp4>},
+        {"forebay_upload", run<Group, forebay_upload>},
         {"forebay_rope_shift", run<Rope, forebay_rope_shift>},
     };
     if (block[0] != FOREBAY_THREADS || block[1] != 1 || block[2] != 1 || grid[1] != 1 || grid[2] != 1) return 3;

@@ -21,6 +21,8 @@ const NON_BLOCKING: c_uint = 1;
 const PORTABLE_AND_MAPPED: c_uint = 3;
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 const AT_LEAST: c_uint = 0;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+const RELAXED: c_int = 2;
 /// Holds that a process can make.
 const WORDS: usize = 4096;
 
@@ -152,11 +154,14 @@ impl Holds {
     /// Runs `copy` with a stream that waits for no other, and waits for its end.
     fn copy(&self, lib: &Standin, copy: impl FnOnce(u64)) {
         let own = self.own(lib);
-        let mut popped = 0u64;
+        let (mut popped, mut mode) = (0u64, RELAXED);
+        // A capture of global mode forbids all threads to wait for streams, but those that say so.
+        ok!(lib, "cuThreadExchangeStreamCaptureMode", &raw mut mode => *mut c_int);
         ok!(lib, "cuCtxPushCurrent_v2", own.context => u64);
         copy(own.stream);
         ok!(lib, "cuStreamSynchronize", own.stream => u64);
         ok!(lib, "cuCtxPopCurrent_v2", &raw mut popped => *mut u64);
+        ok!(lib, "cuThreadExchangeStreamCaptureMode", &raw mut mode => *mut c_int);
     }
 
     pub(crate) fn peek(&self, lib: &Standin, address: u64, len: usize) -> Vec<u8> {

@@ -46,11 +46,14 @@ impl Extents {
             tiles += shape.segments() as u32;
         }
         let count = self.shapes.len() as u32;
-        let (name, tiles) = if encode { (c"forebay_encode_exp4", count) } else { (c"forebay_decode_exp4", tiles) };
+        let kernels: &[_] =
+            if encode { &[c"forebay_encode_exp4", c"forebay_list_exp4"] } else { &[c"forebay_decode_exp4"] };
         let (blob, mut fits) = (words_of(&blob, blob.len()), vec![7; self.shapes.len()]);
         let args = (blob.as_ptr() as u64, count, tiles, fits.as_mut_ptr() as u64);
-        // SAFETY: the descriptors name memory of this value, of the lengths that the shapes say.
-        unsafe { standin_kernels::launch(name, ctas, args) }.unwrap();
+        for name in kernels {
+            // SAFETY: the descriptors name memory of this value, of the lengths that the shapes say.
+            unsafe { standin_kernels::launch(name, ctas, args) }.unwrap();
+        }
         fits
     }
 }
