@@ -34,8 +34,9 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale
     heads, asking = keys.shape[1], queries.shape[0]
     grouped = (queries.float() * scale).unflatten(1, (heads, queries.shape[1] // heads))
     # Among the queries' own rows alone there are later ones.
-    later = torch.arange(first_query, keys.shape[0])[None] > (first_query + torch.arange(asking))[:, None]
-    mass = torch.zeros(keys.shape[0])
+    places = torch.arange(first_query, keys.shape[0], device=keys.device)
+    later = places[None] > places[:asking, None]
+    mass = torch.zeros(keys.shape[0], device=keys.device)
     for head in range(heads):
         logits = torch.matmul(grouped[:, head].transpose(0, 1), keys[:, head].float().T)
         logits[..., first_query:].masked_fill_(later, float("-inf"))
