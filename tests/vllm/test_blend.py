@@ -295,6 +295,7 @@ def test_attention_is_a_softmax_over_earlier_rows() -> None:
             logits = torch.stack([queries[query, head] @ keys[row, head // 2] * 0.5 for row in range(8 + query)])
             wanted[: 8 + query] += logits.softmax(0)
     assert torch.allclose(mass, wanted, atol=1e-5)
+    assert torch.allclose(selection.attention(queries, keys, 7, 0.5, at_once=2), wanted, atol=1e-5)
     assert selection.largest(mass, [2, 3, 4, 5], 0.5) == sorted(sorted([2, 3, 4, 5], key=lambda row: -float(mass[row]))[:2])
 
 
