@@ -307,7 +307,8 @@ def test_scores_are_computed_where_a_gpus_rows_are() -> None:
     from forebay.vllm.blend import selection
     from forebay.vllm.blend.segments import Dimensions, Rows
 
-    # Tensors without memory: where each would be is known, and two places in one operation are an error.
+    # Tensors without memory: where each would be is known, and two places in one operation are an
+    # error.
     with FakeTensorMode():
         gpu = torch.device("cuda", 0)
         rows, at = Rows(Dimensions(2, 2, 8, torch.bfloat16), 20, gpu), torch.arange(3, 7, device=gpu)

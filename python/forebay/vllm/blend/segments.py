@@ -136,8 +136,8 @@ class Segments:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
         where that is wanted. The future says whether all of it arrived as it was stored; its keys
         are turned to their places then. It raises nothing."""
-        # The caller's stream, not that of the thread which loads: memory that is new to these rows may
-        # still be in use there.
+        # The caller's stream, not the loading thread's: what had this memory before the rows may
+        # still be read there.
         return self._threads.submit(self._load, anchor, segment, rows, start, with_anchor, stream(rows.device))
 
     def _load(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: Numbers of a layer's logits that a GPU computes at once: a quarter of a gigabyte, with their softmax.
+#: Logits that a GPU computes at once: a quarter of a gigabyte, with their softmax.
 GPU_LOGITS = 1 << 25
 
 
@@ -38,7 +38,8 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale
     (rows, heads, _), asking = keys.shape, queries.shape[0]
     group = queries.shape[1] // heads
     if at_once == 0:
-        # One at a time stays in a processor's caches; a GPU would wait for the host between so many small kernels.
+        # One at a time stays in a processor's caches; a GPU would wait for the host between so many
+        # small kernels.
         at_once = max(1, GPU_LOGITS // (group * asking * rows)) if keys.is_cuda else 1
     grouped = (queries.float() * scale).unflatten(1, (heads, group)).permute(1, 2, 0, 3)
     # Among the queries' own rows alone there are later ones.
