@@ -295,4 +295,38 @@ def test_attention_is_a_softmax_over_earlier_rows() -> None:
             logits = torch.stack([queries[query, head] @ keys[row, head // 2] * 0.5 for row in range(8 + query)])
             wanted[: 8 + query] += logits.softmax(0)
     assert torch.allclose(mass, wanted, atol=1e-5)
+    assert torch.allclose(selection.attention(queries, keys, 7, 0.5, at_once=2), wanted, atol=1e-5)
     assert selection.largest(mass, [2, 3, 4, 5], 0.5) == sorted(sorted([2, 3, 4, 5], key=lambda row: -float(mass[row]))[:2])
+
+
+@pytest.mark.ci
+def test_scores_are_computed_where_a_gpus_rows_are() -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from forebay.vllm.blend import selection
+    from forebay.vllm.blend.segments import Dimensions, Rows
+
+    # Tensors without memory: where each would be is known, and two places in one operation are an
+    # error.
+    with FakeTensorMode():
+        gpu = torch.device("cuda", 0)
+        rows, at = Rows(Dimensions(2, 2, 8, torch.bfloat16), 20, gpu), torch.arange(3, 7, device=gpu)
+        fresh = torch.empty(4, 2, 8, dtype=torch.bfloat16, device=gpu)
+        rows.put(1, at, (fresh, fresh))
+        assert selection.deviation((fresh, fresh), (rows.keys(1)[at], rows.values(1)[at])).device == gpu
+        assert selection.attention(torch.empty(4, 4, 8, device=gpu), rows.keys(1)[:12], 8, 0.5).device == gpu
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "refused"), [("cpu", False), ("cuda", False), ("xpu", True)])
+def test_devices_that_nothing_has_run_on_are_refused_by_name(kind: str, refused: bool) -> None:
+    import torch
+
+    from forebay.vllm.blend import refuse
+    from forebay.vllm.geometry import Unsupported
+
+    # What is refused next, whatever the device.
+    runner = SimpleNamespace(device=torch.device(kind), attn_groups=[[], []])
+    with pytest.raises(Unsupported, match=f"KV on {kind}" if refused else "2 KV cache groups"):
+        refuse.runner(runner)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.vllm import geometry, identity
 from forebay.vllm.blend import refuse, selection
-from forebay.vllm.blend.nested import Nested, Steps, finish
+from forebay.vllm.blend.nested import Nested, Steps, finish, pieces
 from forebay.vllm.blend.ranks import Ranks
-from forebay.vllm.blend.segments import Dimensions, Rotary, Rows, Segments
+from forebay.vllm.blend.segments import Dimensions, Rotary, Rows, Segments, stream
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -91,7 +91,7 @@ class Blender:
         rotary = _rotary(runner.get_model(), self._nested.names)
         self.ranks = Ranks()
         made = Segments.geometry(config.model_config.model, identity.fingerprint(config, ""), self._of, (self.ranks.rank, self.ranks.count))
-        engine = forebay.Engine(self._connector.settings, made, device="cpu")
+        engine = forebay.Engine(self._connector.settings, made, device=self._nested.device)
         self._segments = Segments(engine, self._of, rotary)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Blender:
             return done
         # Memory for the longest of them, which keeps the anchor.
         self._begin(anchor + max(missing, key=len))
-        rows, first = Rows(self._of, max(ends)), 0
+        rows, first = Rows(self._of, max(ends), self._nested.device), 0
         for segment, end in zip(missing, ends, strict=True):
             self._begin(anchor + segment)
             yield from self._nested.steps(
@@ -180,7 +180,7 @@ class Blender:
         import torch
 
         self._begin(asked.tokens)
-        mixed = Mixed(Rows(self._of, len(asked.tokens)))
+        mixed = Mixed(Rows(self._of, len(asked.tokens), self._nested.device))
         behind = len(asked.anchor)
         # Behind its anchor only can a segment be followed by others.
         wants_anchor = 0 < behind <= asked.segments[0][0] and asked.tokens[:behind] == asked.anchor if asked.segments else False
@@ -212,8 +212,9 @@ class Blender:
             for loading, _ in loads:
                 if loading is not None:
                     loading.cancel()
-        for start, end in [(0, mixed.exact), *mixed.reused]:
-            rows = torch.arange(start, end)
+        loaded = [row for start, end in [(0, mixed.exact), *mixed.reused] for row in range(start, end)]
+        for start, end in (run for part in pieces(loaded, len(loaded)) for run in part):
+            rows = torch.arange(start, end, device=self._nested.device)
             for layer in range(self._of.layers):
                 self._nested.write(layer, rows, mixed.rows.keys(layer)[start:end], mixed.rows.values(layer)[start:end])
         return mixed
@@ -256,14 +257,14 @@ class Blender:
         score = self._deviations if asked.select == "deviation" else self._attention
         # Of this worker's heads.
         scores = yield from score(asked, mixed, holes)
-        return selection.largest(self.ranks.total(scores), rows, asked.ratio)
+        return selection.largest(self.ranks.total(scores.cpu()), rows, asked.ratio)
 
     def _deviations(self, asked: Asked, mixed: Mixed, holes: list[int]) -> Steps[torch.Tensor]:
         """The layers before the check layer are computed for all rows, and keep what they got."""
         import torch
 
         check = asked.check_layer
-        scores = torch.zeros(len(asked.tokens))
+        scores = torch.zeros(len(asked.tokens), device=self._nested.device)
 
         def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
             if layer == check:
@@ -281,15 +282,17 @@ class Blender:
         import torch
 
         last = asked.segments[-1][1]
-        mass = torch.zeros(len(asked.tokens))
+        mass = torch.zeros(len(asked.tokens), device=self._nested.device)
 
         def seen(layer: int, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
             mixed.rows.put(layer, rows, (keys, values))
-            if int(rows[-1]) >= last:
-                asking, end = rows >= last, int(rows[-1]) + 1
-                first = int(rows[asking][0])
+            # Not read from `rows`: the host would wait for a GPU in every layer.
+            places, end = self._nested.runs, self._nested.runs[-1][1]
+            if end > last:
+                asking = sum(min(to, last) - start for start, to in places if start < last)
+                first = min(max(start, last) for start, to in places if to > last)
                 scale = self._nested.layers[layer].impl.scale
-                mass[:end] += selection.attention(queries[asking], mixed.rows.keys(layer)[:end], first, scale)
+                mass[:end] += selection.attention(queries[asking:], mixed.rows.keys(layer)[:end], first, scale)
             # What the last layer makes of it is of no use: holes are computed again among the
             # chosen tokens.
             return layer == self._of.layers - 1
@@ -307,11 +310,11 @@ class Blender:
 
         def seen(layer: int, at: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
             nonlocal ok
+            pairs = ((keys.float(), rows.keys(0)[at].float()), (values.float(), rows.values(0)[at].float()))
             tolerance = TOLERANCE[self._of.type_name]
-            for fresh, loaded in ((keys, rows.keys(0)[at]), (values, rows.values(0)[at])):
-                apart = (fresh.float() - loaded.float()).abs().max()
-                # Not a number is no match either.
-                ok = ok and bool(apart <= tolerance * fresh.float().abs().max())
+            # Not a number is no match either.
+            close = [(fresh - loaded).abs().max() <= tolerance * fresh.abs().max() for fresh, loaded in pairs]
+            ok = ok and bool(torch.stack(close).all())
             return True
 
         yield from self._nested.steps(sample, seen)
@@ -344,7 +347,13 @@ class Connector:
         shape = dataclasses.replace(self._shape, num_blocks=_server_blocks(self._shape, caches))
         views = self._engine.paged_kv([of.view for of in geometry.views(shape, caches)], layout="BTHD")
         store = self._engine.store(
-            tokens, views, list(range(len(tokens))), extra=_extra(salt), save_unfull=True, wait_for_staging=True
+            tokens,
+            views,
+            list(range(len(tokens))),
+            extra=_extra(salt),
+            stream=stream(caches[self._shape.layers[0].name].device),
+            save_unfull=True,
+            wait_for_staging=True,
         )
         result = store.wait()
         return None if self.has(tokens, salt) else f"the cache took {result.stored} chunks: {result.sheds or 'see the log of forebay'}"

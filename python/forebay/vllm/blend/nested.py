@@ -11,7 +11,8 @@ Invariants:
   it is over, also after an error. A pass neither reads nor writes a block of the server; `copy_to`
   alone writes, whole blocks that its caller has been given.
 - A pass runs in the worker's own thread, between two steps of the server or behind a step's forward
-  pass; never inside that pass.
+  pass; never inside that pass. On a GPU all of it, `write` and `copy_to` too, goes to the stream of
+  the server's steps, which is that thread's: what comes before is read, what comes after waits.
 - Passes over the same prompt go in ascending positions: a row attends to what the rows before it
   have when it runs.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -53,7 +55,11 @@ class Nested:
 
     def __init__(self, runner: Any) -> None:
         """For a runner that `refuse.runner` lets through."""
-        self._model, self._config, self._device = runner.get_model(), runner.vllm_config, runner.device
+        self._model, self._config = runner.get_model(), runner.vllm_config
+        #: Where the server's KV is, and all that passes compute.
+        self.device: torch.device = runner.device
+        #: Runs `(start, end)` of the pass that `seen` is called in.
+        self.runs: list[tuple[int, int]] = []
         self._groups = [(group, self._builder(group)) for group in runner.attn_groups[0]]
         #: Layer names in the order in which they are computed; a layer's number is its index.
         self.names: list[str] = []
@@ -68,16 +74,24 @@ class Nested:
         self._tokens: torch.Tensor
 
     def _builder(self, group: Any) -> Any:
-        # Never the runner's own: some keep buffers that a second build would overwrite.
-        of = group.get_metadata_builder(0)
-        return type(of)(of.kv_cache_spec, group.layer_names, self._config, self._device)
+        # Never the runner's own: some keep buffers that a second build would overwrite. Nor one for
+        # CUDA graphs: its buffers hold no more sequences than the server has, and here each run of
+        # rows is one.
+        of, config = group.get_metadata_builder(0), copy(self._config)
+        config.compilation_config = copy(config.compilation_config)
+        config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).NONE
+        return type(of)(of.kv_cache_spec, group.layer_names, config, self.device)
+
+    def there(self, made: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host's where the server's KV is; the host does not wait for that."""
+        return made if self.device.type == "cpu" else made.pin_memory().to(self.device, non_blocking=True)
 
     def begin(self, tokens: list[int], blocks: int) -> None:
         """A new prompt; its memory has at least so many of the kernel's blocks. What was in it is
         not cleared."""
         import torch
 
-        self._tokens = torch.tensor(tokens)
+        self._tokens = self.there(torch.tensor(tokens))
         if self.scratch and self.scratch[0].shape[0] >= blocks:
             return
         self.scratch = []
@@ -88,7 +102,7 @@ class Nested:
                 raise ValueError(f"{name}: blocks of shape {tuple(of.shape)} and strides {of.stride()} do not lie one after the other")
             stride = of.stride()
             # Zeros: rows behind a run are masked, and must be numbers.
-            made = torch.zeros((blocks, *of.shape[1:]), dtype=of.dtype).flatten().as_strided((blocks, *of.shape[1:]), stride)
+            made = torch.zeros((blocks, *of.shape[1:]), dtype=of.dtype, device=self.device).flatten().as_strided((blocks, *of.shape[1:]), stride)
             self.scratch.append(made)
 
     @contextmanager
@@ -112,7 +126,7 @@ class Nested:
         count in the kernel's blocks."""
         import torch
 
-        to = torch.tensor(blocks)
+        to = self.there(torch.tensor(blocks))
         for layer, mine in zip(self.layers, self.scratch, strict=True):
             layer.kv_cache[to] = mine[first : first + len(blocks)]
 
@@ -137,7 +151,8 @@ class Nested:
     def _pass(self, runs: list[tuple[int, int]], seen: Seen | None) -> torch.Tensor | None:
         import torch
 
-        rows = torch.cat([torch.arange(start, end) for start, end in runs])
+        self.runs = runs
+        rows = self.there(torch.cat([torch.arange(start, end) for start, end in runs]))
         # One table for all: the prompt's blocks are those of the scratch memory in order, so that a
         # row's slot is the row.
         handles = ExitStack()
@@ -170,11 +185,11 @@ class Nested:
         starts = torch.zeros(len(runs) + 1, dtype=torch.int32)
         starts[1:] = lengths.cumsum(0)
         ends = torch.tensor([end for _, end in runs], dtype=torch.int32)
-        blocks = torch.arange(self.scratch[0].shape[0], dtype=torch.int32)
+        blocks = torch.arange(self.scratch[0].shape[0], dtype=torch.int32, device=self.device)
         common = CommonAttentionMetadata(
-            query_start_loc=starts,
+            query_start_loc=self.there(starts),
             query_start_loc_cpu=starts,
-            seq_lens=ends,
+            seq_lens=self.there(ends),
             num_reqs=len(runs),
             num_actual_tokens=len(rows),
             max_query_len=int(lengths.max()),

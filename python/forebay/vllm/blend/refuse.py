@@ -55,8 +55,8 @@ def runner(of: Any) -> None:
     """Refuses what vLLM's model runner shows: device, KV cache groups, attention backends, layers."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-    if of.device.type != "cpu":
-        raise _no(f"KV on {of.device.type}", "it has run with vLLM on a CPU only")
+    if of.device.type not in ("cpu", "cuda"):
+        raise _no(f"KV on {of.device.type}", "use a CPU or an NVIDIA GPU")
     if len(of.attn_groups) != 1:
         raise _no(f"{len(of.attn_groups)} KV cache groups", "use a model whose layers all have full attention")
     layers = of.vllm_config.compilation_config.static_forward_context

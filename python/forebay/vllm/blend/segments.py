@@ -52,15 +52,16 @@ class Rotary:
 
 
 class Rows:
-    """K and V of the tokens of one prompt, row by row, in host memory."""
+    """K and V of the tokens of one prompt, row by row, where the server's KV is."""
 
-    def __init__(self, of: Dimensions, tokens: int) -> None:
+    def __init__(self, of: Dimensions, tokens: int, device: torch.device) -> None:
         """Memory for at least so many tokens; what is in it means nothing before it is written."""
         import torch
 
         blocks = -(-max(tokens, 1) // BLOCK)
         shape = (2, blocks, BLOCK, of.heads, of.head_size)
-        self.paged = [torch.empty(shape, dtype=of.dtype) for _ in range(of.layers)]
+        self.paged = [torch.empty(shape, dtype=of.dtype, device=device) for _ in range(of.layers)]
+        self.device = device
         self._flat = [layer.view(2, blocks * BLOCK, of.heads, of.head_size) for layer in self.paged]
 
     def keys(self, layer: int) -> torch.Tensor:
@@ -74,6 +75,13 @@ class Rows:
     def put(self, layer: int, rows: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Writes K and V of these rows."""
         self._flat[layer][0][rows], self._flat[layer][1][rows] = kv
+
+
+def stream(device: torch.device) -> int | None:
+    """That of this thread, where the device has streams."""
+    import torch
+
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 class Segments:
@@ -117,7 +125,9 @@ class Segments:
         chain = anchor + segment
         try:
             slots = list(range(len(chain)))
-            result = self._engine.store(chain, rows.paged, slots, layout="PBTHD", save_unfull=True, wait_for_staging=True).wait()
+            result = self._engine.store(
+                chain, rows.paged, slots, stream=stream(rows.device), layout="PBTHD", save_unfull=True, wait_for_staging=True
+            ).wait()
         except Exception as error:  # noqa: BLE001 - the cache is at fault, and the request is computed
             return f"{type(error).__name__}: {error}"
         return None if self.has(anchor, segment) else f"the cache took {result.stored} of its chunks: {result.sheds or 'see the log of forebay'}"
@@ -126,19 +136,21 @@ class Segments:
         """Begins to load a segment to the rows from `start` on, and its anchor to the first rows
         where that is wanted. The future says whether all of it arrived as it was stored; its keys
         are turned to their places then. It raises nothing."""
-        return self._threads.submit(self._load, anchor, segment, rows, start, with_anchor)
+        # The caller's stream, not the loading thread's: what had this memory before the rows may
+        # still be read there.
+        return self._threads.submit(self._load, anchor, segment, rows, start, with_anchor, stream(rows.device))
 
-    def _load(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> bool:
+    def _load(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
         try:
-            return self._loaded(anchor, segment, rows, start, with_anchor)
+            return self._loaded(anchor, segment, rows, start, with_anchor, after)
         except Exception:
             logger.exception("a segment of %d tokens could not be loaded", len(segment))
             return False
 
-    def _loaded(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool) -> bool:
+    def _loaded(self, anchor: list[int], segment: list[int], rows: Rows, start: int, with_anchor: bool, after: int | None) -> bool:
         behind, chain, end = len(anchor), anchor + segment, start + len(segment)
         first = list(range(behind)) if with_anchor else [-1] * behind
-        load = self._engine.load(chain, rows.paged, first + list(range(start, end)), layout="PBTHD")
+        load = self._engine.load(chain, rows.paged, first + list(range(start, end)), stream=after, layout="PBTHD")
         if load.wait().tokens != len(chain):
             return False
         for rotary in self._rotary:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+#: Logits that a GPU computes at once: a quarter of a gigabyte, with their softmax.
+GPU_LOGITS = 1 << 25
+
 
 def budget(rows: int, ratio: float) -> int:
     """How many of `rows` tokens a ratio means."""
@@ -24,22 +27,29 @@ def largest(scores: torch.Tensor, rows: list[int], ratio: float) -> list[int]:
     return sorted(rows[at] for at in order[: budget(len(rows), ratio)])
 
 
-def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale: float) -> torch.Tensor:
+def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale: float, at_once: int = 0) -> torch.Tensor:
     """How much one layer's queries attend to each key, summed over queries and heads: `[row]`.
 
     `queries` are `[query, query head, element]` of the positions from `first_query` on, `keys` `[row, KV head, element]` from position 0 on.
+    So many KV heads are computed at once; 0 means as many as suit the device.
     """
     import torch
 
-    heads, asking = keys.shape[1], queries.shape[0]
-    grouped = (queries.float() * scale).unflatten(1, (heads, queries.shape[1] // heads))
+    (rows, heads, _), asking = keys.shape, queries.shape[0]
+    group = queries.shape[1] // heads
+    if at_once == 0:
+        # One at a time stays in a processor's caches; a GPU would wait for the host between so many
+        # small kernels.
+        at_once = max(1, GPU_LOGITS // (group * asking * rows)) if keys.is_cuda else 1
+    grouped = (queries.float() * scale).unflatten(1, (heads, group)).permute(1, 2, 0, 3)
     # Among the queries' own rows alone there are later ones.
-    later = torch.arange(first_query, keys.shape[0])[None] > (first_query + torch.arange(asking))[:, None]
-    mass = torch.zeros(keys.shape[0])
-    for head in range(heads):
-        logits = torch.matmul(grouped[:, head].transpose(0, 1), keys[:, head].float().T)
+    places = torch.arange(first_query, rows, device=keys.device)
+    later = places[None] > places[:asking, None]
+    mass = torch.zeros(rows, device=keys.device)
+    for part, of in zip(grouped.split(at_once), keys.permute(1, 2, 0).split(at_once), strict=True):
+        logits = torch.matmul(part.flatten(1, 2), of.float()).unflatten(1, (group, asking))
         logits[..., first_query:].masked_fill_(later, float("-inf"))
-        mass += logits.softmax(-1).sum((0, 1))
+        mass += logits.softmax(-1).sum((0, 1, 2))
     return mass
 
 
