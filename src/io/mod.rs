@@ -49,6 +49,8 @@ pub use event::EventFd;
 pub use faulty::{Fault, Faulty, Plan};
 pub use file::{Alignment, DirectFile, FileOptions};
 pub use mount::{Disk, DiskFile, Mount, file_len, mount, mounted_bytes};
+#[cfg(test)]
+pub(crate) use mover::PinNotes;
 pub use mover::{Copying, CufileChoice, DeviceSide, Mover, Pin, copy_buf};
 pub(crate) use os::trim_heap;
 pub use os::{boot_clock_ns, file_system_bytes};

@@ -142,3 +142,55 @@ pub struct DeviceSide {
     /// Bytes of host memory through which bytes go that have no direct way, per queue.
     pub pinned_bytes: usize,
 }
+
+/// An accelerator that copies nothing and notes what is pinned for it, for tests.
+#[cfg(test)]
+#[derive(Default)]
+pub(crate) struct PinNotes(Arc<parking_lot::Mutex<Vec<(usize, usize)>>>);
+
+#[cfg(test)]
+impl PinNotes {
+    /// Address and length of what is pinned now.
+    pub(crate) fn pinned(&self) -> Vec<(usize, usize)> {
+        self.0.lock().clone()
+    }
+}
+
+#[cfg(test)]
+mod notes {
+    use super::*;
+
+    /// Something that was pinned, until it is dropped.
+    struct Pinned(Arc<parking_lot::Mutex<Vec<(usize, usize)>>>, usize);
+
+    impl Drop for Pinned {
+        fn drop(&mut self) {
+            self.0.lock().retain(|(start, _)| *start != self.1);
+        }
+    }
+
+    impl Mover for PinNotes {
+        fn place(&self) -> MemorySpace {
+            MemorySpace::Device(0)
+        }
+        // SAFETY: nothing is copied.
+        unsafe fn to_device(&self, copying: Copying) {
+            (copying.done)(Ok(()));
+        }
+        // SAFETY: nothing is copied.
+        unsafe fn to_host(&self, copying: Copying) {
+            (copying.done)(Ok(()));
+        }
+        fn pinned(&self, _: usize) -> Result<Arc<dyn MemRegion>> {
+            Err(Error::new(ErrorKind::Unsupported, "not asked for"))
+        }
+        // SAFETY: the memory is not looked at.
+        unsafe fn pin(&self, host: *mut u8, len: usize) -> Result<Pin> {
+            self.0.lock().push((host as usize, len));
+            Ok(Box::new(Pinned(Arc::clone(&self.0), host as usize)))
+        }
+        fn bind_thread(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+}

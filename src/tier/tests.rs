@@ -1,10 +1,8 @@
-#![expect(unsafe_code, reason = "an accelerator whose copies do nothing")]
-
 use std::cmp::Reverse;
 
 use super::*;
 use crate::device::HugePages;
-use crate::io::{Copying, MemRegion, MemorySpace, Pin};
+use crate::io::{MemRegion, PinNotes};
 
 pub(super) mod turns;
 mod world;
@@ -148,44 +146,6 @@ fn owner_and_pinning_link(
     (owner, FrameLink::new(dir, &Frames::shareable(&options).unwrap(), pins, &bell).unwrap())
 }
 
-/// An accelerator that notes what is pinned for it.
-#[derive(Default)]
-struct PinNotes(Arc<Mutex<Vec<(usize, usize)>>>);
-
-/// Something that was pinned, until it is dropped.
-struct Pinned(Arc<Mutex<Vec<(usize, usize)>>>, usize);
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        self.0.lock().retain(|(start, _)| *start != self.1);
-    }
-}
-
-impl Mover for PinNotes {
-    fn place(&self) -> MemorySpace {
-        MemorySpace::Device(0)
-    }
-    // SAFETY: nothing is copied.
-    unsafe fn to_device(&self, copying: Copying) {
-        (copying.done)(Ok(()));
-    }
-    // SAFETY: nothing is copied.
-    unsafe fn to_host(&self, copying: Copying) {
-        (copying.done)(Ok(()));
-    }
-    fn pinned(&self, _: usize) -> crate::Result<Arc<dyn MemRegion>> {
-        unreachable!()
-    }
-    // SAFETY: the memory is not looked at.
-    unsafe fn pin(&self, host: *mut u8, len: usize) -> crate::Result<Pin> {
-        self.0.lock().push((host as usize, len));
-        Ok(Box::new(Pinned(Arc::clone(&self.0), host as usize)))
-    }
-    fn bind_thread(&self) -> crate::Result<()> {
-        Ok(())
-    }
-}
-
 #[test]
 #[cfg_attr(miri, ignore = "Miri knows no memfd")]
 fn all_of_the_memory_is_pinned_until_nobody_has_it() {
@@ -194,16 +154,16 @@ fn all_of_the_memory_is_pinned_until_nobody_has_it() {
     let (owner, link) = owner_and_pinning_link(dir.path(), Some(Arc::clone(&notes) as _), false);
     assert!(fill(&owner, id(1), rank(1, 0)));
     let start = frames(&owner).region().unwrap().as_mut_ptr() as usize;
-    while notes.0.lock().is_empty() {
+    while notes.pinned().is_empty() {
         std::thread::yield_now();
     }
-    assert_eq!(*notes.0.lock(), [(start, 2 * FRAME)]);
+    assert_eq!(notes.pinned(), [(start, 2 * FRAME)]);
     let view = owner.get(id(1), rank(2, 0)).unwrap().view(0..FRAME).unwrap();
     owner.close();
     drop((owner, link));
-    assert_eq!(notes.0.lock().len(), 1, "somebody may still copy from it");
+    assert_eq!(notes.pinned().len(), 1, "somebody may still copy from it");
     drop(view);
-    assert_eq!(notes.0.lock().len(), 0);
+    assert_eq!(notes.pinned().len(), 0);
 }
 
 #[test]
