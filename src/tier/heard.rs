@@ -68,7 +68,9 @@ impl Heard {
     /// Up to `most` chunks that have come (`true`) or gone since they were last told.
     pub(super) fn take(&mut self, most: usize) -> Vec<(ChunkKey, bool)> {
         let told: Vec<ChunkKey> = self.pending.iter().take(most).copied().collect();
-        told.iter().for_each(|key| drop(self.pending.remove(key)));
+        for key in &told {
+            self.pending.remove(key);
+        }
         told.into_iter().map(|key| (key, self.there.contains(&key))).collect()
     }
 }
