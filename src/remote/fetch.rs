@@ -305,7 +305,8 @@ async fn fill(
 struct ComingChunk<'a> {
     shared: &'a Shared,
     to: &'a Destination,
-    /// What the chunk has of the bound on memory; each part gives its share back when it is written.
+    /// What the chunk has of the bound on memory; each part gives its share back when it is
+    /// written.
     room: &'a Room,
     frame: Option<&'a Filling>,
     slot: &'a SlotWriter,

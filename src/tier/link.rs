@@ -184,8 +184,8 @@ impl FrameLink {
         }
     }
 
-    /// Asks what has come and gone since it was last asked; one message says not all of it where that
-    /// is much.
+    /// Asks what has come and gone since it was last asked; one message says not all of it where
+    /// that is much.
     pub(super) fn hear(&self, heard: &Mutex<Heard>) {
         let from = heard.lock().next();
         match self.ask(&Ask::Changes { from }) {

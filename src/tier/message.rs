@@ -59,8 +59,8 @@ pub(super) enum Answer {
     Nothing,
     Frame { lease: u32, offset: u64, crcs: Vec<u32> },
     Ids { ids: Vec<Id> },
-    /// `next` is the number of the first one that is not among them; nothing but that where none was
-    /// asked for, or where those before it are not known any more.
+    /// `next` is the number of the first one that is not among them; nothing but that where none
+    /// was asked for, or where those before it are not known any more.
     Changes { next: u64, changes: Option<Vec<([u8; 32], bool)>> },
 }
 

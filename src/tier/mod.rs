@@ -262,8 +262,8 @@ impl MemoryTier {
     }
 
     /// Up to `most` chunks that have come into memory (`true`) and left it since the last call, in
-    /// order, the first time with what is there; a bounded number of them waits to be taken. What the
-    /// frames of another process have in them is told a while later, from the first call on.
+    /// order, the first time with what is there; a bounded number of them waits to be taken. What
+    /// the frames of another process have in them is told a while later, from the first call on.
     #[must_use]
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let place = self.share.place();

@@ -46,8 +46,9 @@ impl InMemory {
         }
     }
 
-    /// Where the tokens `start..stop` of a prompt come from, in order: those of chunks after each other
-    /// in one place together. Every rank loads its part of a chunk: it is as slow as the slowest.
+    /// Where the tokens `start..stop` of a prompt come from, in order: those of chunks after each
+    /// other in one place together. Every rank loads its part of a chunk: it is as slow as the
+    /// slowest.
     pub(super) fn runs(&self, prompt: &Prompt, (start, stop): (usize, usize)) -> Vec<LoadParts> {
         let chunk = prompt.chunk_tokens().max(1);
         let has = |key: &ChunkKey| !self.0.is_empty() && self.0.values().all(|chunks| chunks.contains(key));

@@ -1,6 +1,6 @@
 //! How fast the server computes and how fast it is loaded for, as it is measured, and which of the
-//! two is quicker for a request, or for which part of it. Loads from memory and loads from drives have
-//! a rate each.
+//! two is quicker for a request, or for which part of it. Loads from memory and loads from drives
+//! have a rate each.
 //!
 //! Computing is measured here and not by the workers: on an accelerator they see launches only. A
 //! step begins when it is scheduled, or when the output of the one before has come if that is later,
@@ -132,10 +132,10 @@ impl Rates {
         self.set.or_else(|| self.computing.settled())
     }
 
-    /// How many tokens of a load to make, from its beginning on, so that loading these and computing
-    /// the others takes the least time: none where computing all is faster, and never fewer than
-    /// `least` otherwise. `runs`: its tokens in order, by where they lie. Within a run every token
-    /// takes as long as the next, so a load ends with one of them.
+    /// How many tokens of a load to make, from its beginning on, so that loading these and
+    /// computing the others takes the least time: none where computing all is faster, and never
+    /// fewer than `least` otherwise. `runs`: its tokens in order, by where they lie. Within a run
+    /// every token takes as long as the next, so a load ends with one of them.
     pub(super) fn tokens_that_pay(&mut self, runs: &[LoadParts], least: usize) -> usize {
         let all = runs.iter().map(LoadParts::tokens).sum();
         let rate = if self.set.is_some() { MeasuredRate::per_s } else { MeasuredRate::settled };
