@@ -60,7 +60,8 @@ impl Heard {
     }
 
     fn set(&mut self, key: ChunkKey, is_there: bool) {
-        if if is_there { self.there.insert(key) } else { self.there.remove(&key) } {
+        let is_new = if is_there { self.there.insert(key) } else { self.there.remove(&key) };
+        if is_new {
             self.pending.insert(key);
         }
     }

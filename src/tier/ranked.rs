@@ -151,7 +151,7 @@ impl Ranked {
             }
             changes.push_back((key, is_there));
         };
-        self.changes.as_mut().map(push);
+        self.changes.iter_mut().for_each(push);
         if let Some((last, next)) = &mut self.numbered {
             push(last);
             *next += 1;

@@ -55,10 +55,9 @@ impl InMemory {
         let mut runs: Vec<LoadParts> = Vec::new();
         for at in start / chunk..stop.div_ceil(chunk) {
             let tokens = stop.min((at + 1) * chunk).saturating_sub(start.max(at * chunk));
-            let next = match prompt.keys().get(at).is_some_and(has) {
-                true => LoadParts { memory: tokens, drives: 0 },
-                false => LoadParts { memory: 0, drives: tokens },
-            };
+            let is_in_memory = prompt.keys().get(at).is_some_and(has);
+            let (memory, drives) = if is_in_memory { (tokens, 0) } else { (0, tokens) };
+            let next = LoadParts { memory, drives };
             match runs.last_mut() {
                 Some(last) if (last.memory > 0) == (next.memory > 0) => *last += next,
                 _ => runs.push(next),
