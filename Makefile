@@ -4,7 +4,7 @@ PYTHON ?= python3
 FOREBAY := target/release/forebay
 CUFILE_LIB := target/cufile/libcufile.path
 
-.PHONY: codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
+.PHONY: vllm-gpu codec-proof demo test build lint unit doc python wheel vllm-ci vllm-test vllm-harness vllm-demo lmcache-ci lmcache-test comparison bench-lmcache sglang-ci sglang-test sglang-gpu cufile check-abi bench charts figures micro kernels kernels-check fuzz miri sanitize loom soak shutdown mutants gpu-pack test-gpu bench-gpu package clean overlap blend-quality blend-speed remote-faults vllm-s3
 
 build:
 	$(CARGO) build --release --locked -p forebay-tools
@@ -211,6 +211,12 @@ sglang-test: python
 sglang-gpu:
 	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" hicache
 	tests/gpu/sglang.sh "$(MODEL)" "$(DIRECTORY)" linker
+
+# Real vLLM on this machine's GPU: answers of loaded KV after restarts, kills and damage, and times to the first token. `python` has vLLM and
+# Forebay; PARTS are those that `python tests/gpu/vllm.py --help` names.
+PARTS ?= same,restart,damage,killed,layerwise,memory,server,drive,ram,blend
+vllm-gpu:
+	python tests/gpu/vllm.py --drive "$(DIRECTORY)" --out target/vllm-gpu --parts $(PARTS)
 
 # vLLM's server on a small model with Forebay: a long prompt, a restart, the same prompt; times to the first token.
 vllm-demo: python

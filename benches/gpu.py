@@ -297,6 +297,7 @@ class Bench:
             except OSError:
                 return ""
         self.notes["GPU"] = said("nvidia-smi", "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total", "--format=csv,noheader")
+        self.notes["commit"] = self.args.commit or said("git", "rev-parse", "--short", "HEAD")
         self.notes["PyTorch"] = self.torch.__version__ if self.torch else "none"
         self.notes["probe"] = said(self.args.forebay, "probe", "--json", self.args.directory)[:4000]
 
@@ -304,7 +305,7 @@ class Bench:
         with open(path, "w", encoding="utf-8") as out:
             print("# On a GPU: what was measured\n", file=out)
             print("Written by `make bench-gpu` (benches/gpu.py); how each figure is taken is said there.\n", file=out)
-            for key in ("GPU", "PyTorch"):
+            for key in ("commit", "GPU", "PyTorch"):
                 print(f"- {key}: {self.notes.get(key) or 'unknown'}", file=out)
             print(f"- **{self.notes.get('gds', 'GDS DMA never run: nothing was loaded from a drive')}**\n", file=out)
             print("| What | Target | Figure | Detail |\n|---|---|---|---|", file=out)
@@ -322,6 +323,7 @@ def main():
     p.add_argument("--hook", default="target/gpu/libforebay_gpu_hook.so")
     p.add_argument("--device", default="cuda:0")
     p.add_argument("--directory", default=".", help="where the cache and raw files go: a local NVMe drive")
+    p.add_argument("--commit", help="of the programs; by default that of the working tree")
     p.add_argument("--pairs", type=int, default=5)
     p.add_argument("--engines", default="auto,uring,threads,cufile", help="ways from the drive to measure")
     p.add_argument("--size", type=int, default=8, help="GiB that are loaded from the drive at once")

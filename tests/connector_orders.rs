@@ -43,6 +43,11 @@ fn pair(world: &World, engine: &Arc<Engine>, seed: u32, groups: usize) -> Pair {
 }
 
 impl Pair {
+    /// The scheduler knows which worker this is.
+    fn acknowledge(&mut self) {
+        self.w.start_load_kv(StepMeta { acknowledged: vec![0], ..StepMeta::default() }, None);
+    }
+
     fn on_new_request(&mut self, req_id: &str, n: usize) {
         self.s.on_new_request(AddRequest::new(req_id, &engine_world::tokens(n, 1), &Extra::default()));
     }
@@ -170,6 +175,9 @@ fn loads_from_memory_are_measured_apart_from_those_that_read_a_drive() {
     a.store("a", 64, vec![(1..17).collect()]);
     a.stores_end();
     let report = a.w.build_connector_worker_meta().unwrap();
+    assert!(report.identity.is_some() && report.memory.is_empty(), "with the next one that would be forgotten");
+    a.acknowledge();
+    let report = a.w.build_connector_worker_meta().unwrap();
     let keys = engine.prompt(&engine_world::tokens(64, 1), &Extra::default()).keys().to_vec();
     let mut memory = report.memory.clone();
     memory.sort_unstable();
@@ -182,6 +190,7 @@ fn loads_from_memory_are_measured_apart_from_those_that_read_a_drive() {
         of.received();
         let report = of.w.build_connector_worker_meta().unwrap();
         assert_eq!((report.load_s > 0.0, report.memory_s > 0.0), (report.loaded_tokens > 0, report.memory_tokens > 0));
+        assert_eq!(report.loaded_tokens + report.beside_tokens + report.memory_tokens, 64);
         of.s.request_finished(req_id, None);
         (report.loaded_tokens, report.memory_tokens)
     };
@@ -194,6 +203,31 @@ fn loads_from_memory_are_measured_apart_from_those_that_read_a_drive() {
     let mut a = pair(&world, &engine, 9, 1);
     assert_eq!(loaded(&mut a, "c"), (48, 0), "beside a drive, memory is not measured");
     assert_eq!(loaded(&mut a, "d"), (0, 64));
+}
+
+#[test]
+fn a_worker_says_what_is_in_the_memory_of_another_process_too() {
+    let mut world = World::plain();
+    (world.settings.local_cpu, world.settings.max_local_cpu_size) = (true, 8 << 20);
+    let (one, two) = (Arc::new(world.open()), Arc::new(world.open()));
+    assert!(two.memory_stats().is_attached);
+    let mut a = pair(&world, &one, 5, 1);
+    a.store("a", 64, vec![(1..17).collect()]);
+    a.stores_end();
+    let mut b = pair(&world, &two, 9, 1);
+    b.acknowledge();
+    let mut said = Vec::new();
+    let begun = Instant::now();
+    while said.len() < 4 {
+        assert!(begun.elapsed() < Duration::from_secs(10), "{said:?}");
+        said.extend(b.w.build_connector_worker_meta().into_iter().flat_map(|report| report.memory));
+        std::thread::yield_now();
+    }
+    said.sort_unstable();
+    let prompt = engine_world::prompt(&two, 64, 1);
+    let mut all: Vec<_> = prompt.keys().iter().map(|key| (key.0, true)).collect();
+    all.sort_unstable();
+    assert_eq!(said, all);
 }
 
 #[test]

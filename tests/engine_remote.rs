@@ -13,10 +13,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_world::{CHUNK, Shape, TestClock, World, assert_same, load, matched, prompt, slots, store, tokens};
+use forebay::config::{Capacity, Codec};
 use forebay::connector::{EngineLookup, PrefixLookup};
+use forebay::device::PagedKv;
 use forebay::engine::{Engine, Prompt, StoreRequest};
 use forebay::format::layout::{SlotCodec, SlotLayout};
+use forebay::geometry::{LayerKind, LayerSpec};
 use forebay::key::Extra;
+use forebay::paged::{KvLayout, KvShape, Packing, PagedLayout};
 use forebay::remote::{Remote, RemoteOptions, RemoteStore};
 use hyper::Method;
 use machine::{Fetched, Machine, N, fetch, later, remote, wait};
@@ -109,6 +113,43 @@ fn a_fetch_fills_memory_too_and_ends_at_the_first_chunk_that_is_not_there() {
     assert_eq!(fetch(&two, &longer).stopped, Some("absent"));
     assert_eq!(server.requests(&Method::HEAD), heads);
     assert_eq!(remote(&two).missed("absent"), 2);
+}
+
+#[test]
+fn a_chunk_begins_to_come_when_a_part_of_the_one_before_is_written() {
+    let root = tempfile::tempdir().unwrap();
+    let server = Server::start(root.path());
+    // Chunks of 16 MiB come in two parts.
+    let shape = Shape { specs: vec![LayerSpec::kv(LayerKind::Full, 128, 1024); 4], ..Shape::plain() };
+    let large = |mut machine: Machine| {
+        let s = &mut machine.world.settings;
+        (s.codec, s.capacity, s.remote_timeout_ms) = (Codec::None, Capacity::Bytes(256 << 20), 60_000);
+        (s.staging, s.store_staging) = (32 << 20, 32 << 20);
+        // Half of it is for fetches: one chunk, and not quite a second one.
+        s.remote_staging = 52 << 20;
+        machine
+    };
+    let (a, b) = (large(Machine::with(shape.clone(), &server)), large(Machine::with(shape, &server)));
+    let (one, two) = (a.open(), b.open());
+    let p = prompt(&one, 2 * CHUNK, 1);
+    let dims = KvShape { layout: KvLayout::Nhd, packing: Packing::Split, block_tokens: CHUNK as u32, num_blocks: 2 };
+    let (kv, _) = PagedKv::alloc_zeroed(PagedLayout::per_layer(&a.world.shape.specs, dims).unwrap()).unwrap();
+    let stored = one.store(StoreRequest::new(&p, &kv, (0..2 * CHUNK as i64).collect::<Vec<_>>())).unwrap();
+    stored.all_layers();
+    assert_eq!(stored.wait().stored, 2);
+    assert!(one.wait_uploaded(later()).unwrap());
+    let reads = AtomicU64::new(0);
+    server.spoil(move |method, _| match method {
+        &Method::GET if reads.fetch_add(1, Ordering::Relaxed) == 1 => Spoil::Stall,
+        _ => Spoil::No,
+    });
+    let coming = two.fetch(&p, later()).unwrap();
+    let begun = Instant::now();
+    while server.requests(&Method::GET) < 4 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "the second chunk waits for the whole of the first one");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(coming.chunks(), 0, "a part of the first one does not come");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::key::{ChunkKey, Extra, LoraId, MmItem};
 
 /// First byte of every message; scheduler and workers come from one release.
-const VERSION: u8 = 7;
+const VERSION: u8 = 8;
 
 /// Tokens of a request that the workers do not know yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -195,6 +195,8 @@ pub struct WorkerMeta {
     pub loaded_tokens: u64,
     /// Seconds in which such loads were under way; those of several at once count once.
     pub load_s: f64,
+    /// Tokens that these loads found in memory.
+    pub beside_tokens: u64,
     /// Tokens of loads that found everything in memory, since the last report.
     pub memory_tokens: u64,
     /// As `load_s`, of such loads.

@@ -22,7 +22,7 @@ use super::known::RemotePresence;
 use super::object::{self, PieceCrcs, Wanted};
 use super::stats::RemoteCause;
 use super::store::RemoteObject;
-use super::transfer::Submitted;
+use super::transfer::{Room, Submitted};
 use super::{Shared, restore, transfer};
 use crate::error::ErrorKind;
 use crate::format::layout::{SlotCodec, SlotLayout};
@@ -235,7 +235,7 @@ async fn find(shared: &Shared, to: &Destination, wanted: &Wanted) -> Result<Opti
 
 /// Brings one chunk; bytes of its slot, 0 where a drive has it already.
 pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, turn: u64) -> Result<u64, RemoteCause> {
-    let mut permit = None;
+    let mut room = None;
     let mut spec = Box::new(PutSpec::chunk(wanted.key, wanted.parent, wanted.tokens, wanted.depth));
     let chunk_tokens = u64::from(to.log.geometry().chunk_tokens);
     (spec.tenant, spec.start_position) = (wanted.tenant, u64::from(wanted.depth) * chunk_tokens);
@@ -246,12 +246,13 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
         let Some(codec) = find(shared, to, wanted).await? else { return Ok(0) };
         let layout = to.log.chunk_layout(wanted.tokens, codec);
         spec.codec = codec;
-        if permit.is_none() {
-            permit = Some(shared.fetch_staging.take(layout.slot_bytes).await?);
-        }
+        let room = match &room {
+            Some(room) => room,
+            None => room.insert(shared.fetch_staging.take(layout.slot_bytes).await?),
+        };
         match to.log.begin_put(spec.clone()) {
             Ok(PutOutcome::Started(put)) => {
-                let end = fill(shared, to, (wanted, &layout, turn), put).await;
+                let end = fill((shared, to, room), (wanted, &layout, turn), put).await;
                 match end {
                     Err(RemoteCause::Absent) => shared.known.set(&wanted.key, RemotePresence::Absent),
                     Err(RemoteCause::Corrupt) => shared.known.set(&wanted.key, RemotePresence::Damaged),
@@ -271,8 +272,7 @@ pub(super) async fn bring(shared: &Shared, to: &Destination, wanted: &Wanted, tu
 
 /// Reads a chunk's object into its slot.
 async fn fill(
-    shared: &Shared,
-    to: &Destination,
+    (shared, to, room): (&Shared, &Destination, &Room),
     (wanted, layout, turn): (&Wanted, &SlotLayout, u64),
     put: Put,
 ) -> Result<(), RemoteCause> {
@@ -280,7 +280,7 @@ async fn fill(
     let rank = Rank { turn, depth: Reverse(wanted.depth) };
     let frame = to.memory.as_ref().and_then(|memory| memory.reserve(id, layout.slot_bytes, rank));
     let slot = SlotWriter::new(put);
-    let chunk = ComingChunk { shared, to, frame: frame.as_ref(), slot: &slot, layout };
+    let chunk = ComingChunk { shared, to, room, frame: frame.as_ref(), slot: &slot, layout };
     let parts = object::cuts(layout, PART_BYTES).map(|cut| part(chunk, wanted, cut));
     let (headers, crcs): (Vec<_>, Vec<_>) = try_join_all(parts).await?.into_iter().unzip();
     let header = headers.into_iter().flatten().next().ok_or(RemoteCause::Corrupt)?;
@@ -305,6 +305,9 @@ async fn fill(
 struct ComingChunk<'a> {
     shared: &'a Shared,
     to: &'a Destination,
+    /// What the chunk has of the bound on memory; each part gives its share back when it is
+    /// written.
+    room: &'a Room,
     frame: Option<&'a Filling>,
     slot: &'a SlotWriter,
     layout: &'a SlotLayout,
@@ -336,7 +339,9 @@ async fn part(
     let options = to.log.options();
     let check = |bytes: &[u8]| object::check_header(bytes, wanted, (&shared.place(), layout), options.clock.unix_s());
     let header = if header.is_empty() { None } else { Some(check(&header)?) };
-    Ok((header, writer.end().await?))
+    let crcs = writer.end().await?;
+    chunk.room.free(len as u64);
+    Ok((header, crcs))
 }
 
 /// Takes the bytes of a part as they come, and writes them piece by piece.

@@ -31,9 +31,24 @@ impl Bound {
     }
 
     /// Waits for room for `bytes`, or for all there is where that is less.
-    pub(super) async fn take(&self, bytes: u64) -> Result<OwnedSemaphorePermit, RemoteCause> {
+    pub(super) async fn take(&self, bytes: u64) -> Result<Room, RemoteCause> {
         let wanted = units(bytes).min(self.all);
-        Arc::clone(&self.free).acquire_many_owned(wanted).await.map_err(|_| RemoteCause::Closed)
+        let permit = Arc::clone(&self.free).acquire_many_owned(wanted).await.map_err(|_| RemoteCause::Closed)?;
+        Ok(Room(Mutex::new((permit, bytes))))
+    }
+}
+
+/// Room in memory, with the bytes that still need it; given back with this, or by and by.
+#[derive(Debug)]
+pub(super) struct Room(Mutex<(OwnedSemaphorePermit, u64)>);
+
+impl Room {
+    /// So many bytes need no memory any more: others can have what the rest does not need.
+    pub(super) fn free(&self, bytes: u64) {
+        let (permit, left) = &mut *self.0.lock();
+        *left = left.saturating_sub(bytes);
+        let spare = permit.num_permits().saturating_sub(units(*left) as usize);
+        drop(permit.split(spare));
     }
 }
 
@@ -153,6 +168,26 @@ mod tests {
             let over = runtime.block_on(end(&queue, submitted)).unwrap();
             assert_eq!((over.buf.unwrap().len(), queue.0.load(Ordering::Relaxed)), (4096, 0));
         }
+    }
+
+    #[test]
+    fn room_is_given_back_by_and_by_and_never_more_than_the_rest_leaves() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let bound = Bound::new(10 * UNIT);
+        let take = |units: u64| runtime.block_on(bound.take(units * UNIT)).unwrap();
+        let free = |room: &Room, units: u64| {
+            room.free(units * UNIT);
+            bound.free.available_permits()
+        };
+        let (a, b) = (take(6), take(3));
+        assert_eq!((free(&a, 2), free(&b, 1), free(&a, 1)), (3, 4, 5));
+        drop(a);
+        assert_eq!((bound.free.available_permits(), free(&b, 9)), (8, 9), "a unit stays for what is no whole one");
+        drop(b);
+        let more_than_all = take(25);
+        assert_eq!((free(&more_than_all, 10), free(&more_than_all, 10)), (0, 5), "the rest still fills it, then half");
+        drop(more_than_all);
+        assert_eq!(bound.free.available_permits(), 10);
     }
 
     #[test]

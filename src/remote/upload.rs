@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use parking_lot::{Condvar, Mutex};
-use tokio::sync::{Notify, OwnedSemaphorePermit};
+use tokio::sync::Notify;
 
 use super::known::RemotePresence;
 use super::object;
 use super::stats::RemoteCause;
-use super::{Shared, transfer};
+use super::transfer::{self, Room};
+use super::Shared;
 use crate::format::layout::SlotCodec;
 use crate::io::Request;
 use crate::key::ChunkKey;
@@ -133,12 +134,12 @@ pub(super) async fn run(shared: Arc<Shared>) {
             continue;
         };
         let bytes = log.chunk_layout(log.geometry().chunk_tokens, SlotCodec::None).slot_bytes;
-        let Ok(permit) = shared.upload_staging.take(bytes).await else { return };
+        let Ok(room) = shared.upload_staging.take(bytes).await else { return };
         if shared.bucket.is_up() {
-            tokio::spawn(one(active, log, chunk, permit));
+            tokio::spawn(one(active, log, chunk, room));
         } else {
             // One at a time tries whether it works again; the others wait.
-            one(active, log, chunk, permit).await;
+            one(active, log, chunk, room).await;
             if !shared.bucket.is_up() {
                 tokio::time::sleep(LOOK_AGAIN).await;
             }
@@ -146,10 +147,10 @@ pub(super) async fn run(shared: Arc<Shared>) {
     }
 }
 
-async fn one(active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, permit: OwnedSemaphorePermit) {
+async fn one(active: ActiveUpload, log: Arc<Log>, mut chunk: WaitingUpload, room: Room) {
     let shared = &active.0;
     let end = upload(shared, &log, &chunk.key).await;
-    drop(permit);
+    drop(room);
     let counters = &shared.counters;
     match end {
         Ok(Some(bytes)) => {

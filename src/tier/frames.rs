@@ -189,6 +189,10 @@ impl Frames {
         self.ranked.lock().take_changes(most)
     }
 
+    pub(super) fn changes_from(&self, from: Option<u64>, most: usize) -> (Option<Vec<(ChunkKey, bool)>>, u64) {
+        self.ranked.lock().changes_from(from, most)
+    }
+
     pub(super) fn used_and_wasted(&self) -> (u64, u64) {
         let ranked = self.ranked.lock();
         (ranked.used, ranked.wasted)

@@ -8,6 +8,7 @@
 //! - What the other process says is checked: an offset that is no frame's is a miss.
 
 use std::any::Any;
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::net::{RecvFlags, sockopt};
 
+use super::heard::Heard;
 use super::message::{self, Answer, Ask, MOST_BYTES, MOST_IDS, UsedAt, VERSION};
 use super::owner::{at_socket, socket};
 use super::{FrameId, Rank, steps};
@@ -166,6 +168,11 @@ impl FrameLink {
 
     /// Has the chunks dropped that `keep` does not want.
     pub(super) fn retain(&self, keep: &dyn Fn(&FrameId) -> bool) {
+        self.list(|ids| self.forget(&ids.filter(|id| !keep(id)).collect::<Vec<_>>()));
+    }
+
+    /// Asks what is there, and gives it to `each`, some at a time.
+    fn list(&self, mut each: impl FnMut(&mut dyn Iterator<Item = FrameId>)) {
         let mut after = None;
         while let Some(Answer::Ids { ids }) = self.ask(&Ask::List { after }) {
             let Some(last) = ids.iter().map(|(key, _)| *key).max().filter(|last| after.is_none_or(|a| *last > a))
@@ -173,8 +180,25 @@ impl FrameLink {
                 return;
             };
             after = Some(last);
-            let ids = ids.into_iter().map(|(key, sequence)| FrameId { key: ChunkKey(key), sequence });
-            self.forget(&ids.filter(|id| !keep(id)).collect::<Vec<_>>());
+            each(&mut ids.into_iter().map(|(key, sequence)| FrameId { key: ChunkKey(key), sequence }));
+        }
+    }
+
+    /// Asks what has come and gone since it was last asked; one message says not all of it where
+    /// that is much.
+    pub(super) fn hear(&self, heard: &Mutex<Heard>) {
+        let from = heard.lock().next();
+        match self.ask(&Ask::Changes { from }) {
+            Some(Answer::Changes { next, changes: Some(changes) }) => {
+                let changes: Vec<_> = changes.into_iter().map(|(key, is_there)| (ChunkKey(key), is_there)).collect();
+                heard.lock().changed(&changes, next);
+            }
+            Some(Answer::Changes { next, changes: None }) => {
+                let mut all = HashSet::new();
+                self.list(|ids| all.extend(ids.map(|id| id.key)));
+                heard.lock().listed(&all, next);
+            }
+            _ => {}
         }
     }
 

@@ -47,6 +47,8 @@ pub(super) enum Ask {
     Release { lease: u32 },
     /// No answer.
     Forget { ids: Vec<Id> },
+    /// Answered by `Changes`: those from a number on.
+    Changes { from: Option<u64> },
 }
 
 /// From the process that has the frames.
@@ -57,6 +59,9 @@ pub(super) enum Answer {
     Nothing,
     Frame { lease: u32, offset: u64, crcs: Vec<u32> },
     Ids { ids: Vec<Id> },
+    /// `next` is the number of the first one that is not among them; nothing but that where none
+    /// was asked for, or where those before it are not known any more.
+    Changes { next: u64, changes: Option<Vec<([u8; 32], bool)>> },
 }
 
 /// Sends a message, with a descriptor where there is one. Never waits.

@@ -35,6 +35,7 @@ use crate::io::{Buf, Mover};
 use crate::key::ChunkKey;
 
 mod frames;
+mod heard;
 mod link;
 mod message;
 mod owner;
@@ -263,14 +264,17 @@ impl MemoryTier {
     }
 
     /// Up to `most` chunks that have come into memory (`true`) and left it since the last call, in
-    /// order, the first time with what is there; a bounded number of them waits to be taken. Told by
-    /// the process that has the frames; to the others nothing is told.
+    /// order, the first time with what is there; a bounded number of them waits to be taken. What
+    /// the frames of another process have in them is told a while later, from the first call on.
     #[must_use]
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
-        match self.share.place() {
-            Place::Own(frames) => frames.take_changes(most),
-            _ => Vec::new(),
+        let place = self.share.place();
+        let mut changes = self.share.take_heard(most);
+        // What left another's frames before these were there comes first.
+        if let Place::Own(frames) = place {
+            changes.extend(frames.take_changes(most - changes.len()));
         }
+        changes
     }
 
     /// Of the chunks that prefetches brought, how many a load has found, and how many left before;

@@ -247,6 +247,11 @@ impl Owner {
                 ids.into_iter().for_each(|id| drop(frames.remove(&id_of(id))));
                 None
             }
+            Ask::Changes { from } => {
+                let (changes, next) = frames.changes_from(from, MOST_IDS);
+                let changes = changes.map(|some| some.into_iter().map(|(key, is_there)| (key.0, is_there)).collect());
+                Some(Answer::Changes { next, changes })
+            }
             Ask::Hello { .. } => None,
         })
     }

@@ -47,6 +47,9 @@ pub(super) struct Ranked {
     /// Chunks that have come (`true`) and gone since they were last taken; `None` where nobody has
     /// asked.
     changes: Option<VecDeque<(ChunkKey, bool)>>,
+    /// The last of them for other processes, and the number of the next one; `None` where none has
+    /// asked.
+    numbered: Option<(VecDeque<(ChunkKey, bool)>, u64)>,
 }
 
 impl Ranked {
@@ -126,11 +129,32 @@ impl Ranked {
         changes.drain(..count).collect()
     }
 
-    fn changed(&mut self, key: ChunkKey, is_there: bool) {
-        let Some(changes) = self.changes.as_mut() else { return };
-        if changes.len() == MOST_CHANGES {
-            changes.pop_front();
+    /// Up to `most` changes from number `from` on, where they are known, and the number of the next
+    /// one.
+    pub(super) fn changes_from(&mut self, from: Option<u64>, most: usize) -> (Option<Vec<(ChunkKey, bool)>>, u64) {
+        let (last, next) = self.numbered.get_or_insert_with(Default::default);
+        let first = *next - last.len() as u64;
+        match from.filter(|from| (first..=*next).contains(from)) {
+            Some(from) => {
+                let some: Vec<_> = last.iter().skip((from - first) as usize).take(most).copied().collect();
+                let next = from + some.len() as u64;
+                (Some(some), next)
+            }
+            None => (None, *next),
         }
-        changes.push_back((key, is_there));
+    }
+
+    fn changed(&mut self, key: ChunkKey, is_there: bool) {
+        let push = |changes: &mut VecDeque<_>| {
+            if changes.len() == MOST_CHANGES {
+                changes.pop_front();
+            }
+            changes.push_back((key, is_there));
+        };
+        self.changes.iter_mut().for_each(push);
+        if let Some((last, next)) = &mut self.numbered {
+            push(last);
+            *next += 1;
+        }
     }
 }

@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags};
 
 use super::frames::Frames;
+use super::heard::Heard;
 use super::link::FrameLink;
 use super::owner::Owner;
 use super::pin::Pinning;
@@ -21,9 +22,12 @@ use super::steps;
 use crate::device::{StagingOptions, StagingPool};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{EventFd, Mover};
+use crate::key::ChunkKey;
 
 /// How often a process without frames tries again.
 const AGAIN: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How often a process asks what another's frames have in them, where somebody wants to know.
+const HEARD_EVERY: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// How long the process that has the lock may take until it listens, and how often that is tried.
 const STARTING: (u32, Duration) = (20, Duration::from_millis(10));
 
@@ -40,6 +44,7 @@ pub(super) enum Place {
 pub(super) struct Share {
     place: RwLock<Place>,
     options: StagingOptions,
+    heard: Mutex<Heard>,
     evicted: Arc<AtomicU64>,
     bell: Arc<EventFd>,
     is_over: AtomicBool,
@@ -79,8 +84,8 @@ impl Share {
             _ => Arc::default(),
         };
         let (bell, is_over) = (Arc::new(EventFd::new()?), AtomicBool::new(false));
-        let mover = mover.map(MoverOf);
-        Ok(Arc::new(Self { place: RwLock::new(place), options, evicted, bell, is_over, mover }))
+        let (heard, mover) = (Mutex::default(), mover.map(MoverOf));
+        Ok(Arc::new(Self { place: RwLock::new(place), options, heard, evicted, bell, is_over, mover }))
     }
 
     pub(super) fn place(&self) -> Place {
@@ -93,6 +98,15 @@ impl Share {
 
     pub(super) fn evicted(&self) -> &AtomicU64 {
         &self.evicted
+    }
+
+    /// Up to `most` chunks that have come into another process's frames (`true`) or left them.
+    pub(super) fn take_heard(&self, most: usize) -> Vec<(ChunkKey, bool)> {
+        let mut heard = self.heard.lock();
+        if heard.want() {
+            self.bell.set();
+        }
+        heard.take(most)
     }
 
     /// The thread is to end.
@@ -166,8 +180,13 @@ impl Share {
             match &role {
                 Joined::Owner(owner) => owner.serve(&self.bell, || self.is_over()),
                 Joined::User(link) => {
-                    self.wait(Some(PollFd::from_borrowed_fd(link.socket(), PollFlags::RDHUP)), None);
+                    let is_asking = self.heard.lock().is_asking();
+                    let other = PollFd::from_borrowed_fd(link.socket(), PollFlags::RDHUP);
+                    self.wait(Some(other), is_asking.then_some(&HEARD_EVERY));
                     if !self.is_over() && !link.is_over() && !is_gone(link) {
+                        if self.heard.lock().is_asking() {
+                            link.hear(&self.heard);
+                        }
                         continue;
                     }
                     link.end();
@@ -177,6 +196,7 @@ impl Share {
             steps::step();
             *self.place.write() = Place::Nowhere;
             drop(pinning.take());
+            self.heard.lock().all_gone();
             drop(std::mem::replace(&mut role, Joined::Nothing));
             if !self.is_over() {
                 role = self.take_role(dir, &mut said);

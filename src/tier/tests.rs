@@ -189,6 +189,76 @@ fn pinned_frames_that_a_dead_process_was_filling_are_left_out() {
     }
 }
 
+#[test]
+#[cfg_attr(miri, ignore = "Miri knows no memfd")]
+fn what_another_process_has_in_its_frames_is_told_and_goes_with_that_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = StagingOptions { bytes: 3 * FRAME, slot_bytes: FRAME, hugepages: HugePages::Off, numa: None };
+    let open = || {
+        let tier = MemoryTier::shared(&options, None).unwrap();
+        tier.share_in(dir.path()).unwrap();
+        tier
+    };
+    let owner = open();
+    assert!(fill(&owner, id(1), rank(1, 0)));
+    let user = open();
+    assert!(user.stats().is_attached);
+    let mut told = std::collections::BTreeMap::new();
+    let mut wait_for = |user: &MemoryTier, keys: &[u8]| {
+        let begun = std::time::Instant::now();
+        while told.iter().filter(|(_, there)| **there).map(|(key, _)| *key).ne(keys.iter().copied()) {
+            assert!(begun.elapsed().as_secs() < 20, "{told:?} instead of {keys:?}");
+            let changes = user.take_changes(1);
+            assert!(changes.len() <= 1);
+            told.extend(changes.into_iter().map(|(key, there)| (key.0[0], there)));
+            std::thread::yield_now();
+        }
+    };
+    wait_for(&user, &[1]);
+    assert!(fill(&owner, id(2), rank(2, 0)) && fill(&user, id(3), rank(3, 0)));
+    wait_for(&user, &[1, 2, 3]);
+    // The owner counts the other's turns from 0.
+    assert!(fill(&owner, id(4), rank(4, 0)));
+    wait_for(&user, &[1, 2, 4]);
+    owner.retain(|id| id.key.0[0] != 1);
+    wait_for(&user, &[2, 4]);
+    owner.close();
+    while user.stats().is_attached || user.frames() == 0 {
+        std::thread::yield_now();
+    }
+    wait_for(&user, &[]);
+    assert!(fill(&user, id(2), rank(5, 0)));
+    wait_for(&user, &[2]);
+}
+
+#[test]
+fn who_asks_too_late_for_changes_lists_all_and_loses_none() {
+    let owner = tier(2);
+    let frames = frames(&owner);
+    let mut heard = heard::Heard::default();
+    let told = |heard: &mut heard::Heard| {
+        let mut told: Vec<_> = heard.take(9).into_iter().map(|(key, there)| (key.0[0], there)).collect();
+        told.sort_unstable();
+        told
+    };
+    assert!(fill(&owner, id(1), rank(1, 0)));
+    assert_eq!(frames.changes_from(Some(0), 9), (Some(vec![]), 0), "nobody had asked");
+    assert_eq!(frames.changes_from(None, 9), (None, 0));
+    assert_eq!(frames.changes_from(Some(1), 9), (None, 0), "a number of another owner's");
+    assert!(fill(&owner, id(2), rank(2, 0)) && fill(&owner, id(3), rank(3, 0)));
+    let all = frames.ids().iter().map(|id| id.key).collect();
+    heard.listed(&all, 0);
+    assert_eq!(told(&mut heard), [(2, true), (3, true)]);
+    let (some, next) = frames.changes_from(heard.next(), 2);
+    assert_eq!((some.as_ref().unwrap().len(), next), (2, 2));
+    heard.changed(&some.unwrap(), next);
+    let (some, next) = frames.changes_from(heard.next(), 2);
+    assert_eq!((some.as_ref().unwrap().len(), next), (1, 3));
+    heard.changed(&some.unwrap(), next);
+    assert!(told(&mut heard).into_iter().all(|(key, there)| there == (key > 1)), "they were in the list already");
+    heard.all_gone();
+    assert_eq!((told(&mut heard), heard.next()), (vec![(2, false), (3, false)], None));
+}
 
 /// Waits until the owner has heard of it: it answers on a thread of its own.
 fn wait_free(owner: &MemoryTier, free: usize) {

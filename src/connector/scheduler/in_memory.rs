@@ -46,15 +46,37 @@ impl InMemory {
         }
     }
 
-    /// Where the tokens `start..stop` of a prompt come from. Every rank loads its part of a chunk: it
-    /// is as slow as the slowest.
-    pub(super) fn parts(&self, prompt: &Prompt, (start, stop): (usize, usize)) -> LoadParts {
-        let (chunk, all) = (prompt.chunk_tokens().max(1), stop.saturating_sub(start));
+    /// Where the tokens `start..stop` of a prompt come from, in order: those of chunks after each
+    /// other in one place together. Every rank loads its part of a chunk: it is as slow as the
+    /// slowest.
+    pub(super) fn runs(&self, prompt: &Prompt, (start, stop): (usize, usize)) -> Vec<LoadParts> {
+        let chunk = prompt.chunk_tokens().max(1);
         let has = |key: &ChunkKey| !self.0.is_empty() && self.0.values().all(|chunks| chunks.contains(key));
-        let of_chunk = |at: usize| stop.min((at + 1) * chunk) - start.max(at * chunk);
-        let chunks = start / chunk..stop.div_ceil(chunk);
-        let memory = chunks.filter(|at| prompt.keys().get(*at).is_some_and(has)).map(of_chunk).sum::<usize>();
-        LoadParts { memory, drives: all.saturating_sub(memory) }
+        let mut runs: Vec<LoadParts> = Vec::new();
+        for at in start / chunk..stop.div_ceil(chunk) {
+            let tokens = stop.min((at + 1) * chunk).saturating_sub(start.max(at * chunk));
+            let is_in_memory = prompt.keys().get(at).is_some_and(has);
+            let (memory, drives) = if is_in_memory { (tokens, 0) } else { (0, tokens) };
+            let next = LoadParts { memory, drives };
+            match runs.last_mut() {
+                Some(last) if (last.memory > 0) == (next.memory > 0) => *last += next,
+                _ => runs.push(next),
+            }
+        }
+        runs
+    }
+
+    /// As [`runs`](Self::runs), all of them together.
+    pub(super) fn parts(&self, prompt: &Prompt, range: (usize, usize)) -> LoadParts {
+        let mut parts = LoadParts::default();
+        self.runs(prompt, range).into_iter().for_each(|run| parts += run);
+        parts
+    }
+}
+
+impl LoadParts {
+    pub(super) fn tokens(&self) -> usize {
+        self.memory + self.drives
     }
 }
 

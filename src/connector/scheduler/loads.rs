@@ -90,11 +90,14 @@ impl Scheduler {
             self.stats.joined += 1;
             return Matched { tokens: None, asynchronous };
         }
-        let parts = self.in_memory.parts(&tracker.prompt, (num_computed, stop));
-        if self.rates.refuses_load(parts) {
+        let runs = self.in_memory.runs(&tracker.prompt, (num_computed, stop));
+        let pays = self.rates.tokens_that_pay(&runs, self.options.min_load_tokens);
+        if pays == 0 {
             self.stats.slower_than_computing += 1;
             return nothing;
         }
+        self.stats.cut_short += u64::from(pays < tokens);
+        let stop = num_computed + pays;
         let pinned = self.lookup.pin(req_id, &tracker.prompt, stop, patience).unwrap_or(0).min(stop);
         let tokens = (pinned / multiple * multiple).saturating_sub(num_computed);
         if tokens == 0 {

@@ -174,6 +174,8 @@ pub struct SchedulerStats {
     pub lookup_errors: u64,
     /// Loads not offered because computing is faster.
     pub slower_than_computing: u64,
+    /// Loads offered only up to where computing the rest is faster.
+    pub cut_short: u64,
     /// Requests for which nothing was fetched from the remote tier because computing is faster.
     pub not_fetched: u64,
     /// Loads that would have run within a step and held it up for too long.
@@ -193,7 +195,7 @@ pub struct SchedulerStats {
 impl SchedulerStats {
     /// The counts that only grow, by name.
     #[must_use]
-    pub fn counters(&self) -> [(&'static str, u64); 19] {
+    pub fn counters(&self) -> [(&'static str, u64); 20] {
         // Taken apart, so that none is forgotten.
         let Self {
             requests: _,
@@ -213,6 +215,7 @@ impl SchedulerStats {
             given_up,
             lookup_errors,
             slower_than_computing,
+            cut_short,
             not_fetched,
             stalling,
             questions,
@@ -234,6 +237,7 @@ impl SchedulerStats {
             ("given_up", given_up),
             ("lookup_errors", lookup_errors),
             ("slower_than_computing", slower_than_computing),
+            ("cut_short", cut_short),
             ("not_fetched", not_fetched),
             ("stalling", stalling),
             ("questions", questions),

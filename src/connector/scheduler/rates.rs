@@ -1,5 +1,6 @@
 //! How fast the server computes and how fast it is loaded for, as it is measured, and which of the
-//! two is quicker for a request. Loads from memory and loads from drives have a rate each.
+//! two is quicker for a request, or for which part of it. Loads from memory and loads from drives
+//! have a rate each.
 //!
 //! Computing is measured here and not by the workers: on an accelerator they see launches only. A
 //! step begins when it is scheduled, or when the output of the one before has come if that is later,
@@ -58,9 +59,13 @@ pub(in crate::connector) struct Refusals(u64);
 impl Refusals {
     /// Whether what brings `rate` tokens per second is refused where `computing` is as fast as that.
     pub(in crate::connector) fn refuses(&mut self, rate: Option<f64>, computing: Option<f64>) -> bool {
-        let is_slower = matches!((rate, computing), (Some(rate), Some(computing)) if rate < computing);
-        self.0 += u64::from(is_slower);
-        is_slower && !self.0.is_multiple_of(TRY_EVERY)
+        matches!((rate, computing), (Some(rate), Some(computing)) if rate < computing) && self.refuses_next()
+    }
+
+    /// Whether the next one that is slower is refused.
+    fn refuses_next(&mut self) -> bool {
+        self.0 += 1;
+        !self.0.is_multiple_of(TRY_EVERY)
     }
 }
 
@@ -116,8 +121,10 @@ impl Rates {
 
     /// What a worker has loaded.
     pub(super) fn loaded(&mut self, report: &WorkerMeta) {
-        self.drives.add(report.loaded_tokens as f64, report.load_s);
         self.memory.add(report.memory_tokens as f64, report.memory_s);
+        // Otherwise drives would seem slow that had little to do beside memory, and be left alone.
+        let beside_s = self.memory.per_s().map_or(0.0, |rate| report.beside_tokens as f64 / rate);
+        self.drives.add(report.loaded_tokens as f64, report.load_s - beside_s);
     }
 
     /// Tokens that the server computes in a second, where that is known well enough to refuse loads.
@@ -125,24 +132,33 @@ impl Rates {
         self.set.or_else(|| self.computing.settled())
     }
 
-    /// Whether a load is to be refused because computing is faster.
-    pub(super) fn refuses_load(&mut self, parts: LoadParts) -> bool {
+    /// How many tokens of a load to make, from its beginning on, so that loading these and
+    /// computing the others takes the least time: none where computing all is faster, and never
+    /// fewer than `least` otherwise. `runs`: its tokens in order, by where they lie. Within a run
+    /// every token takes as long as the next, so a load ends with one of them.
+    pub(super) fn tokens_that_pay(&mut self, runs: &[LoadParts], least: usize) -> usize {
+        let all = runs.iter().map(LoadParts::tokens).sum();
         let rate = if self.set.is_some() { MeasuredRate::per_s } else { MeasuredRate::settled };
-        let takes = self.takes_s(parts, rate);
-        let loading = takes.map(|takes| (parts.memory + parts.drives) as f64 / takes);
-        let computing = self.computing();
-        self.refusals.refuses(loading, computing)
+        let Some(computing) = self.computing() else { return all };
+        let (mut parts, mut best, mut most_saved) = (LoadParts::default(), 0, 0.0);
+        for run in runs {
+            parts += *run;
+            // What was never measured is loaded, and measured by that.
+            let Some(takes) = self.takes_s(parts, rate) else { return all };
+            let saved = parts.tokens() as f64 / computing - takes;
+            if saved >= most_saved && parts.tokens() >= least {
+                (best, most_saved) = (parts.tokens(), saved);
+            }
+        }
+        if best < all && !self.refusals.refuses_next() { all } else { best }
     }
 
-    /// Seconds that a load is predicted to take, where that was measured. Beside a drive, memory that
-    /// was never measured takes none.
+    /// Seconds that a load is predicted to take, where that was measured. Memory that was never
+    /// measured takes none.
     fn takes_s(&self, parts: LoadParts, rate: impl Fn(&MeasuredRate) -> Option<f64>) -> Option<f64> {
         let s = |tokens: usize, of: &MeasuredRate| rate(of).map(|rate| tokens as f64 / rate);
-        match (parts.memory, parts.drives) {
-            (memory, 0) => s(memory, &self.memory),
-            (0, drives) => s(drives, &self.drives),
-            (memory, drives) => Some(s(drives, &self.drives)? + s(memory, &self.memory).unwrap_or(0.0)),
-        }
+        let memory = s(parts.memory, &self.memory).unwrap_or(0.0);
+        Some(memory + if parts.drives == 0 { 0.0 } else { s(parts.drives, &self.drives)? })
     }
 
     /// Whether loading so much is predicted to take more than `most` longer than computing so many
@@ -168,6 +184,10 @@ mod tests {
 
     fn from_memory(tokens: u64, seconds: f64) -> WorkerMeta {
         WorkerMeta { memory_tokens: tokens, memory_s: seconds, ..WorkerMeta::default() }
+    }
+
+    fn refuses(rates: &mut Rates, parts: LoadParts) -> bool {
+        rates.tokens_that_pay(&[parts], 0) == 0
     }
 
     /// Rates with `n` steps of 1000 tokens in 100 ms each.
@@ -225,14 +245,14 @@ mod tests {
         let (mut rates, _) = computed(KEPT as u64);
         for _ in 1..KEPT {
             rates.loaded(&from_drives(100, 1.0));
-            assert!(!rates.refuses_load(DRIVES));
+            assert!(!refuses(&mut rates, DRIVES));
         }
         rates.loaded(&from_drives(100, 1.0));
-        let refused = (0..32).filter(|_| rates.refuses_load(DRIVES)).count();
+        let refused = (0..32).filter(|_| refuses(&mut rates, DRIVES)).count();
         assert_eq!(refused, 30);
         let (mut rates, _) = computed(KEPT as u64 - 1);
         (0..KEPT).for_each(|_| rates.loaded(&from_drives(100, 1.0)));
-        assert!(!rates.refuses_load(DRIVES), "a step short");
+        assert!(!refuses(&mut rates, DRIVES), "a step short");
     }
 
     #[test]
@@ -240,38 +260,77 @@ mod tests {
         let (mut rates, _) = computed(KEPT as u64);
         (0..KEPT).for_each(|_| rates.loaded(&from_drives(20_000, 1.0)));
         (0..KEPT / 2).for_each(|_| rates.loaded(&from_drives(1, 10.0)));
-        assert!(!rates.refuses_load(DRIVES));
+        assert!(!refuses(&mut rates, DRIVES));
         (0..KEPT / 2).for_each(|_| rates.loaded(&from_drives(1, 10.0)));
-        assert!(rates.refuses_load(DRIVES));
+        assert!(refuses(&mut rates, DRIVES));
         rates.loaded(&from_drives(0, 1.0));
         rates.loaded(&from_drives(1, 0.0));
         (0..KEPT).for_each(|_| rates.loaded(&from_drives(20_000, 1.0)));
-        assert!(!rates.refuses_load(DRIVES), "loads are fast again");
+        assert!(!refuses(&mut rates, DRIVES), "loads are fast again");
     }
 
     #[test]
     fn a_load_from_memory_is_decided_by_the_rate_of_memory_and_one_from_a_drive_by_the_drives() {
         let (mut rates, _) = computed(KEPT as u64);
         (0..KEPT).for_each(|_| rates.loaded(&from_drives(100, 1.0)));
-        assert!(rates.refuses_load(DRIVES), "10,000 tokens a second are computed");
-        assert!(!rates.refuses_load(MEMORY), "memory was never measured");
-        let mixed = |memory, drives| LoadParts { memory, drives };
-        assert!(!rates.refuses_load(mixed(9999, 1)) && rates.refuses_load(mixed(50, 50)), "a drive beside memory");
+        assert!(refuses(&mut rates, DRIVES), "10,000 tokens a second are computed");
+        assert!(!refuses(&mut rates, MEMORY), "memory was never measured");
         (0..KEPT).for_each(|_| rates.loaded(&from_memory(100_000, 1.0)));
-        assert!(rates.refuses_load(DRIVES) && !rates.refuses_load(MEMORY));
-        assert!(!rates.refuses_load(mixed(15_000, 1)), "0.16 s, and 1.5 s to compute");
+        assert!(refuses(&mut rates, DRIVES) && !refuses(&mut rates, MEMORY));
         (0..KEPT).for_each(|_| rates.loaded(&from_memory(100, 1.0)));
         (0..KEPT).for_each(|_| rates.loaded(&from_drives(100_000, 1.0)));
-        assert!(rates.refuses_load(MEMORY) && !rates.refuses_load(DRIVES), "and the other way round");
-        assert!(rates.refuses_load(mixed(1000, 1)), "10 s, and 0.1 s to compute");
+        assert!(refuses(&mut rates, MEMORY) && !refuses(&mut rates, DRIVES), "and the other way round");
+    }
+
+    #[test]
+    fn a_load_ends_where_computing_the_rest_takes_less_time() {
+        let (memory, drives) = (|n| LoadParts { memory: n, drives: 0 }, |n| LoadParts { memory: 0, drives: n });
+        // 0.1 ms a token to compute, 0.01 from memory, 1 from a drive.
+        let (mut rates, _) = computed(KEPT as u64);
+        (0..KEPT).for_each(|_| rates.loaded(&from_drives(1000, 1.0)));
+        (0..KEPT).for_each(|_| rates.loaded(&from_memory(100_000, 1.0)));
+        let mut pays = |runs: &[LoadParts], least| {
+            // One in so many is made as a whole.
+            let both = [rates.tokens_that_pay(runs, least), rates.tokens_that_pay(runs, least)];
+            both.into_iter().min().unwrap()
+        };
+        assert_eq!(pays(&[memory(500), drives(500)], 0), 500, "its beginning pays, the whole does not");
+        assert_eq!(pays(&[memory(10_000), drives(500)], 0), 10_000, "nor does its end, where the whole pays");
+        assert_eq!(pays(&[drives(10), memory(500)], 0), 510, "what follows a drive pays for it");
+        assert_eq!(pays(&[drives(49), memory(500)], 0), 549, "44 ms lost, 45 won");
+        assert_eq!(pays(&[drives(51), memory(500)], 0), 0, "46 ms lost, 45 won");
+        let runs = [memory(100), drives(10), memory(200), drives(90), memory(20), drives(1), memory(9)];
+        assert_eq!((pays(&runs, 0), pays(&runs[..2], 0), pays(&runs[..4], 0)), (310, 100, 310));
+        assert_eq!(pays(&[memory(500), drives(500)], 501), 0, "loads of fewer tokens are not wanted");
+        assert_eq!(pays(&[memory(500), drives(1)], 501), 501, "but this one, if with a drive");
+        let of_32: Vec<_> = (0..32).map(|_| rates.tokens_that_pay(&[memory(500), drives(500)], 0)).collect();
+        assert_eq!(of_32.iter().filter(|tokens| **tokens == 1000).count(), 2, "to measure drives again: {of_32:?}");
+        let (mut rates, _) = computed(KEPT as u64);
+        assert_eq!(rates.tokens_that_pay(&[memory(500), drives(500)], 0), 1000, "nothing is measured");
+        (0..KEPT).for_each(|_| rates.loaded(&from_drives(1000, 1.0)));
+        assert_eq!(rates.tokens_that_pay(&[memory(500), drives(500)], 0), 500, "memory was never measured");
+    }
+
+    #[test]
+    fn what_came_from_memory_beside_a_drive_does_not_make_the_drive_slow() {
+        let mut rates = Rates::default();
+        let beside = |beside_tokens, load_s| WorkerMeta { beside_tokens, ..from_drives(100, load_s) };
+        rates.loaded(&beside(1000, 1.0));
+        assert_eq!(rates.drives.per_s(), Some(100.0), "how long memory takes is not known");
+        let mut rates = Rates::default();
+        rates.loaded(&from_memory(2000, 1.0));
+        rates.loaded(&beside(1000, 1.0));
+        assert_eq!(rates.drives.per_s(), Some(200.0), "half of it was memory's");
+        rates.loaded(&beside(2000, 1.0));
+        assert_eq!(rates.drives.last.len(), 1, "a load that was as fast as memory says nothing of the drive");
     }
 
     #[test]
     fn what_the_operator_says_counts_at_once() {
         let mut rates = Rates::new(Some(1000.0));
-        assert!(!rates.refuses_load(DRIVES));
+        assert!(!refuses(&mut rates, DRIVES));
         rates.loaded(&from_drives(500, 1.0));
-        assert!(rates.refuses_load(DRIVES));
+        assert!(refuses(&mut rates, DRIVES));
         assert_eq!(Rates::new(Some(7.0)).computing(), Some(7.0));
     }
 

@@ -240,6 +240,32 @@ fn a_load_from_the_memory_of_all_ranks_is_decided_by_the_rate_of_memory() {
 }
 
 #[test]
+fn of_a_load_that_does_not_pay_as_a_whole_the_beginning_that_pays_is_offered() {
+    let mut s = side_with(96, |o| (o.recompute_tokens_per_s, o.join_loads) = (Some(1000.0), false));
+    let keys = Prompt::new(&tokens(100), CHUNK as u32, &Extra::default()).keys().to_vec();
+    let rates =
+        WorkerMeta { loaded_tokens: 100, load_s: 1.0, memory_tokens: 5000, memory_s: 1.0, ..WorkerMeta::default() };
+    let memory = [0, 1, 3].map(|at: usize| (keys[at].0, true)).to_vec();
+    s.s.update_connector_output(&StepOutput { workers: vec![WorkerMeta { memory, ..rates }], ..StepOutput::default() });
+    s.on_new_request("a", 100);
+    assert_eq!(s.get_num_new_matched_tokens("a", 0), Some(32), "two chunks, and not the one after the gap");
+    s.update_state_after_alloc("a", 25, 32);
+    assert_eq!(loaded(&s.idle()), [(0, 32)]);
+    s.received("a");
+    let meta = s.first("a", (32, 100));
+    assert_eq!(saved(&meta), [], "what is computed anew is there, and not stored again");
+    s.on_new_request("b", 100);
+    assert_eq!(s.get_num_new_matched_tokens("b", 20), Some(12), "beyond what the server has");
+    assert_eq!((s.stats().cut_short, s.stats().slower_than_computing), (2, 0));
+    assert_eq!(s.get_num_new_matched_tokens("b", 32), Some(0), "what is left begins on a drive");
+    assert_eq!((s.stats().cut_short, s.stats().slower_than_computing), (2, 1));
+    s.on_new_request("c", 100);
+    let offered: Vec<_> = (0..32).map(|_| s.get_num_new_matched_tokens("c", 0)).collect();
+    assert_eq!(offered.iter().filter(|tokens| **tokens == Some(96)).count(), 2, "one of 16, to measure again");
+    assert_eq!(offered.iter().filter(|tokens| **tokens == Some(32)).count(), 30);
+}
+
+#[test]
 fn layerwise_loads_run_within_their_step() {
     let mut s = side_with(48, |o| o.layerwise = true);
     s.on_new_request("a", 100);

@@ -188,9 +188,9 @@ impl Worker {
                 self.report.memory_tokens += loaded;
                 self.report.memory_s += self.busy_memory.add(&times).as_secs_f64();
             } else {
-                // What it had from memory beside the drive says nothing of either.
-                let chunk = u64::from(self.engine.geometry().chunk_tokens);
-                self.report.loaded_tokens += loaded.saturating_sub(hits as u64 * chunk);
+                let beside = loaded.min(hits as u64 * u64::from(self.engine.geometry().chunk_tokens));
+                self.report.loaded_tokens += loaded - beside;
+                self.report.beside_tokens += beside;
                 self.report.load_s += self.busy.add(&times).as_secs_f64();
             }
             if result.tokens < order.stop {

@@ -274,7 +274,9 @@ impl Worker {
             let remote = self.engine.take_remote_changes(EVICTED).into_iter();
             self.report.remote = remote.map(|(key, is_there)| (key.0, is_there)).collect();
         }
-        let memory = self.engine.take_memory_changes(EVICTED).into_iter();
+        // With each report that has an identity the scheduler forgets what was in memory.
+        let most = if self.identity.is_some() { 0 } else { EVICTED };
+        let memory = self.engine.take_memory_changes(most).into_iter();
         self.report.memory = memory.map(|(key, is_there)| (key.0, is_there)).collect();
         let gathered_step = self.gathered_step();
         let has_changed = gathered_step != self.report.gathered_step

@@ -1,0 +1,77 @@
+//! What a process that uses another's frames has heard of the chunks in them. How fast a load is
+//! depends on it, and nothing else does: it may be late.
+//!
+//! Invariants: nothing is asked before somebody wants to know; what is kept is bounded by what the
+//! other process has, and by [`MOST_PENDING`].
+
+use std::collections::HashSet;
+
+use super::message::MOST_IDS;
+use crate::key::ChunkKey;
+
+/// Chunks that wait to be told: when there are more, the other process is not asked.
+const MOST_PENDING: usize = 1 << 16;
+
+/// Chunks in another process's frames.
+#[derive(Debug, Default)]
+pub(super) struct Heard {
+    is_wanted: bool,
+    /// The number of the change to ask for; `None` where all is to be listed.
+    next: Option<u64>,
+    there: HashSet<ChunkKey>,
+    /// Chunks that have come or gone since they were told.
+    pending: HashSet<ChunkKey>,
+}
+
+impl Heard {
+    /// Somebody wants to know from now on; whether nobody did before.
+    pub(super) fn want(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_wanted, true)
+    }
+
+    /// Whether the other process is to be asked.
+    pub(super) fn is_asking(&self) -> bool {
+        self.is_wanted && self.pending.len() < MOST_PENDING
+    }
+
+    pub(super) fn next(&self) -> Option<u64> {
+        self.next
+    }
+
+    /// What has come and gone; the next change has the number `next`.
+    pub(super) fn changed(&mut self, changes: &[(ChunkKey, bool)], next: u64) {
+        debug_assert!(changes.len() <= MOST_IDS, "they came in one message");
+        changes.iter().for_each(|(key, is_there)| self.set(*key, *is_there));
+        self.next = Some(next);
+    }
+
+    /// What is there; changes from the number `next` on may be in it already.
+    pub(super) fn listed(&mut self, all: &HashSet<ChunkKey>, next: u64) {
+        let gone: Vec<ChunkKey> = self.there.difference(all).copied().collect();
+        gone.into_iter().for_each(|key| self.set(key, false));
+        all.iter().for_each(|key| self.set(*key, true));
+        self.next = Some(next);
+    }
+
+    /// The other process is gone, and its frames with it.
+    pub(super) fn all_gone(&mut self) {
+        self.listed(&HashSet::new(), 0);
+        self.next = None;
+    }
+
+    fn set(&mut self, key: ChunkKey, is_there: bool) {
+        let is_new = if is_there { self.there.insert(key) } else { self.there.remove(&key) };
+        if is_new {
+            self.pending.insert(key);
+        }
+    }
+
+    /// Up to `most` chunks that have come (`true`) or gone since they were last told.
+    pub(super) fn take(&mut self, most: usize) -> Vec<(ChunkKey, bool)> {
+        let told: Vec<ChunkKey> = self.pending.iter().take(most).copied().collect();
+        for key in &told {
+            self.pending.remove(key);
+        }
+        told.into_iter().map(|key| (key, self.there.contains(&key))).collect()
+    }
+}
