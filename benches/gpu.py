@@ -337,6 +337,9 @@ def main():
     try:
         for part in args.only.split(","):
             getattr(bench, part)(*([directory] if part in ("drive", "memory") else []))
+            if not args.dry_run:
+                # After each part: a machine that is lent may be taken away.
+                bench.write(args.write)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for what in bench.left_out:
@@ -344,7 +347,6 @@ def main():
     if args.dry_run:
         print(f"dry run: {len(bench.rows)} rows, {bench.notes.get('gds', '')}")
     else:
-        bench.write(args.write)
         print(open(args.write, encoding="utf-8").read())
 
 

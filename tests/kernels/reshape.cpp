@@ -232,6 +232,16 @@ void test_shim(Launcher& launcher) {
     launcher.check(run<Plane, disagree>({1, 1, 1}, {256, 1, 1}, args) == 2, "a barrier that one thread does not reach");
 }
 
+// Descriptors arrive as they are, and nothing beside them.
+void test_upload(Random& random, Launcher& launcher) {
+    const u32 groups = random.of({1u, 2u, 255u, 256u, 257u, 1000u, random.between(1, 5000)});
+    Memory from(groups * 16), to(groups * 16);
+    from.fill(random);
+    to.fill(random);
+    launcher.run("forebay_upload", random.of({1u, 2u, 7u, 40u}), from.data(), groups, (groups + 255) / 256, (u32*)to.data());
+    launcher.check(to.copy() == from.copy(), "descriptors of " + std::to_string(groups) + " groups");
+}
+
 void test_all(u64 seed, u64 cases, bool chatty) {
     for (u64 i = seed; i < seed + cases; ++i) {
         Random random(i);
@@ -241,6 +251,8 @@ void test_all(u64 seed, u64 cases, bool chatty) {
         test_rope(random, launcher);
         launcher.what = "seed " + std::to_string(i) + ", exp4";
         test_exp4(random, launcher);
+        launcher.what = "seed " + std::to_string(i) + ", upload";
+        test_upload(random, launcher);
     }
     if (chatty) std::printf("%llu cases from seed %llu on\n", (unsigned long long)cases, (unsigned long long)seed);
 }
