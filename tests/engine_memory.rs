@@ -155,18 +155,19 @@ fn a_drive_that_is_late_holds_up_no_load_from_memory(on: On) {
     let kept = engine.prefetch(&p, 0..n).unwrap();
     assert_eq!(kept.wait().in_memory, 2);
     armed.store(true, Ordering::SeqCst);
-    // What is not in memory any more waits for the drive, and holds all the staging that it can get.
+    // What came first is not in memory any more. It waits for the drive, and holds all the staging that
+    // it can get.
     let (waiting, b) = (w.kv(), w.kv());
     let start = |p, kv: &Kv| {
         let mut request = LoadRequest::new(p, &kv.kv, map.clone());
         request.timeout_ms = Some(60_000);
         engine.load(request).unwrap()
     };
-    let hung: Vec<_> = others.iter().map(|other| start(other, &waiting)).collect();
+    let hung: Vec<_> = others.iter().take(6).map(|other| start(other, &waiting)).collect();
     let result = start(&p, &b).wait();
     assert_eq!(result.tokens, n, "{result:?}");
     assert_same("from memory", (&a, &map), (&b, &map));
-    assert!(hung.iter().any(|load| !load.is_finished()));
+    assert!(hung.iter().all(|load| !load.is_finished()), "it waited with them");
 }
 
 /// Prompts that do not all fit the memory, nor the drive, loaded, stored, removed and dropped by
