@@ -54,7 +54,8 @@ class Server:
         transfer = {
             "kv_connector": "ForebayConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": settings(cache, **more),
+            # What is stored is loaded, however slow the machine is at the time.
+            "kv_connector_extra_config": settings(cache, recompute_tokens_per_s=1, **more),
         }
         self.llm = LLM(
             model,
