@@ -207,7 +207,7 @@ class Bench:
         load = ["--rw", "load", "--model", self.model, "--size", size, *prompt, "--local-cpu", 2 * size, "--device", self.args.device]
 
         def ours(*more):
-            # A new cache each time: its stores bring everything into memory, after a restart it would be empty.
+            # A new cache each time: its stores bring everything into memory.
             return self.forebay(*load, "--directory", os.path.join(directory, "memory"), *more)
 
         def rate():

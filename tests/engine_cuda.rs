@@ -115,32 +115,30 @@ fn coded_kv_comes_back_byte_for_byte_whoever_has_coded_it() {
 }
 
 #[test]
-fn hits_in_the_memory_tier_reach_gpu_memory_byte_for_byte() {
-    for codec in [Codec::None, Codec::Exp4] {
-        for shape in Shape::that_gain() {
-            standin().set_delays(5, 300);
-            let name = shape.name;
-            let mut w = world(shape, 0);
-            w.settings.codec = codec;
-            (w.settings.local_cpu, w.settings.max_local_cpu_size) = (true, 8 << 20);
-            let (n, from, to) = (3 * CHUNK, slots(3 * CHUNK, 1), slots(3 * CHUNK, 2));
-            let a = w.kv().like_kv(3);
-            for restarted in [false, true] {
-                let engine = w.open();
-                let p = prompt(&engine, n, 1);
-                assert_eq!(store(&engine, &p, &a, from.clone()).stored, if restarted { 0 } else { 3 }, "{name}");
-                for round in 0..2 {
-                    let (b, read) = (w.kv(), engine.stats().unwrap().read_bytes);
-                    let result = load(&engine, &p, &b, to.clone());
-                    assert_eq!(result.tokens, n, "{name}: {result:?}");
-                    same(name, (&a, &from), (&b, &to));
-                    let is_read = engine.stats().unwrap().read_bytes > read;
-                    assert_eq!(is_read, restarted && round == 0, "{name}, {codec:?}");
-                }
-                let memory = engine.stats().unwrap().memory;
-                assert_eq!((memory.filled, memory.damaged), (3, 0), "{name}");
-                engine.close(Instant::now() + LONG).unwrap();
+fn coded_hits_in_the_memory_tier_reach_gpu_memory_byte_for_byte() {
+    for shape in Shape::that_gain() {
+        standin().set_delays(5, 300);
+        let name = shape.name;
+        let mut w = world(shape, 0);
+        w.settings.codec = Codec::Exp4;
+        (w.settings.local_cpu, w.settings.max_local_cpu_size) = (true, 8 << 20);
+        let (n, from, to) = (3 * CHUNK, slots(3 * CHUNK, 1), slots(3 * CHUNK, 2));
+        let a = w.kv().like_kv(3);
+        for restarted in [false, true] {
+            let engine = w.open();
+            let p = prompt(&engine, n, 1);
+            assert_eq!(store(&engine, &p, &a, from.clone()).stored, if restarted { 0 } else { 3 }, "{name}");
+            for round in 0..2 {
+                let (b, read) = (w.kv(), engine.stats().unwrap().read_bytes);
+                let result = load(&engine, &p, &b, to.clone());
+                assert_eq!(result.tokens, n, "{name}: {result:?}");
+                same(name, (&a, &from), (&b, &to));
+                let is_read = engine.stats().unwrap().read_bytes > read;
+                assert_eq!(is_read, restarted && round == 0, "{name}");
             }
+            let memory = engine.stats().unwrap().memory;
+            assert_eq!((memory.filled, memory.damaged), (3, 0), "{name}");
+            engine.close(Instant::now() + LONG).unwrap();
         }
     }
     standin().assert_never_waited();

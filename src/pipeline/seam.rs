@@ -36,7 +36,7 @@ pub trait ChunkSource: Send + Sync {
         None
     }
 
-    /// Whether its bytes go from the drive to an accelerator without passing through the host's memory.
+    /// Whether its bytes go from the drive to an accelerator without the pipeline's host memory.
     fn is_direct(&self) -> bool {
         false
     }

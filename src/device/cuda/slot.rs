@@ -90,8 +90,8 @@ impl LaunchSlot {
             tile_crcs: self.now.blob.address(),
             max_ctas,
         };
-        // SAFETY: the slot keeps both memories, which are whole groups, and its owner leaves them alone
-        // (contract).
+        // SAFETY: the slot keeps both memories, which are whole groups, and its owner leaves them
+        // alone (contract).
         unsafe { kernels.launch(stream, upload) }
     }
 
