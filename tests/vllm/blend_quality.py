@@ -29,7 +29,9 @@ SEED, RESAMPLES = 5, 2000
 COMMANDS = {"quality": '"make blend-quality ONLY=quality"', "recall": '"make blend-quality ONLY=recall"'}
 #: What is blended: selector and ratio.
 ARMS = [("none", 0.0)] + [(select, ratio) for select in ("query", "deviation", "first-k", "random") for ratio in (0.05, 0.15, 0.3)]
-ARMS += [("first-k", 1.0)]
+#: `deviation` with several check layers: their shares, and what these are in the mean over the model's 30 layers.
+LAYERS, SHARES, MEAN = [1, 10, 20], [0.2, 0.15, 0.1], 0.15
+ARMS += [("layers", MEAN), ("first-k", 1.0)]
 #: What is also blended of segments that were stored without an anchor.
 BARE = [("none", 0.0), ("query", 0.15), ("deviation", 0.15), ("random", 0.15)]
 #: What their names end with.
@@ -101,11 +103,12 @@ def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float]]]:
             for start, end in places:
                 blend.store(tokens[start:end])
             if anchored:
-                blender.mix(Asked(tokens, [], "none", 0.0))
+                blender.mix(Asked(tokens, [], "none", [0.0]))
                 whole.append(logits(blender, range(len(tokens))))
             for select, ratio in ARMS if anchored else BARE:
                 rows = sorted(source.sample(range(places[0][0], last), round(ratio * (last - places[0][0]))))
-                asked = Asked(tokens, places, rows if select == "random" else select, ratio, anchor=system if anchored else [])
+                by = {"random": (rows, [ratio], [1]), "layers": ("deviation", SHARES, LAYERS)}.get(select, (select, [ratio], [1]))
+                asked = Asked(tokens, places, *by, anchor=system if anchored else [])
                 mixed = blender.mix(asked)
                 assert mixed.states == ["reused"] * SEGMENTS, mixed.states
                 blender.blend(asked, mixed, last)
@@ -118,6 +121,7 @@ def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float]]]:
 NAMES = {
     "query": "`query`: what the tokens after the segments attend to most",
     "deviation": "`deviation`: what differs most in layer 1",
+    "layers": f"`deviation` in layers {LAYERS[0]}, {LAYERS[1]} and {LAYERS[2]}: {SHARES[0]:.0%}, {SHARES[1]:.0%} and {SHARES[2]:.0%}",
     "first-k": "`first-k`: the beginning of each segment",
     "random": "random tokens, for comparison",
     "none": "`none`",

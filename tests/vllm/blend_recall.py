@@ -124,11 +124,11 @@ def measured(llm: Any, count: int) -> Answers:
         for document in prompt.documents:
             blend.store(document)
         for arm, whole in ((WITHOUT, anchor + prompt.question), (WHOLE, tokens)):
-            blender.mix(Asked(whole, [], "none", 0.0))
+            blender.mix(Asked(whole, [], "none", [0.0]))
             takes(arm, prompt, range(len(whole)))
         for select, ratio in ARMS:
             drawn = sorted(source.sample(range(places[0][0], last), round(ratio * (last - places[0][0]))))
-            asked = Asked(tokens, places, drawn if select == "random" else select, ratio, anchor=anchor)
+            asked = Asked(tokens, places, drawn if select == "random" else select, [ratio], anchor=anchor)
             mixed = blender.mix(asked)
             assert mixed.states == ["reused"] * DOCUMENTS, mixed.states
             blender.blend(asked, mixed, last)

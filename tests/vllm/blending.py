@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from vllm import LLM, SamplingParams
 
 from forebay.vllm.blend import Blend, BlendError
 from forebay.vllm.blend.blender import Asked
+from forebay.vllm.blend.nested import pieces
 from forebay.vllm.blend.segments import Rotary
 
 #: Tokens of a block, and of a step.
 BLOCK, STEP = 32, 128
+#: Several check layers of the model's four, and their shares.
+LAYERS, SHARES = [1, 2, 3], [0.6, 0.4, 0.1]
 SOURCE = random.Random(SEED)
 
 
@@ -142,7 +146,7 @@ def runs(server: Server) -> dict[str, Any]:
     prompt, _ = prompt_of((0, 1), QUESTION)
     blender = server.blender
     nested, rows = blender._nested, [*range(37, 53), 130, 131, *range(300, 341)]
-    blender.mix(Asked(prompt, [], "none", 0.0))
+    blender.mix(Asked(prompt, [], "none", [0.0]))
     kept: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
 
     def keep(where: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -171,7 +175,7 @@ def layer_zero(server: Server) -> dict[str, Any]:
     """Keys and values of layer 0 of segments at other places, against fresh ones: every row."""
     prompt, places = prompt_of((1, 2, 0), QUESTION)
     blender = server.blender
-    mixed = blender.mix(Asked(prompt, places, "none", 0.0, anchor=ANCHOR))
+    mixed = blender.mix(Asked(prompt, places, "none", [0.0], anchor=ANCHOR))
     found: dict[str, Any] = {}
 
     def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -183,6 +187,57 @@ def layer_zero(server: Server) -> dict[str, Any]:
     blender._nested.forward([row for start, end in places for row in range(start, end)], seen)
     assert mixed.states == ["reused"] * 3, mixed.states
     return found
+
+
+def dropping(server: Server) -> dict[str, Any]:
+    """Several check layers, against one pass over the model's own layers that drops rows between them."""
+    prompt, places = prompt_of((1, 2, 0), QUESTION)
+    blender, nested = server.blender, server.blender._nested
+    model, shares = nested._model.model, dict(zip(LAYERS, SHARES, strict=True))
+    asked = Asked(prompt, places, "deviation", SHARES, LAYERS, ANCHOR)
+    until = asked.covered(BLOCK)
+    mixed = blender.mix(asked)
+    stored = [of[: until // nested.block].clone() for of in nested.scratch]
+    chosen = blender.blend(asked, mixed, until)
+    got = [of[: until // nested.block].clone() for of in nested.scratch]
+    mixed = blender.mix(asked)
+    reused = {row for start, end in mixed.reused for row in range(start, end)}
+    kept, count = sorted(reused), len(reused)
+    rows = torch.tensor([row for row in range(until) if row in reused or row >= mixed.exact])
+
+    def through(number: int, rows: torch.Tensor, hidden: torch.Tensor, residual: Any, seen: Any = None) -> Any:
+        runs = [run for part in pieces(rows.tolist(), len(rows)) for run in part]
+        with ExitStack() as handles, nested._bound(), nested._context(rows, runs):
+            if seen is not None:
+                hook = nested.layers[number].register_forward_pre_hook(nested._hook(number, rows, seen), with_kwargs=True)
+                handles.callback(hook.remove)
+            return model.layers[number](rows, hidden.clone(), None if residual is None else residual.clone())
+
+    found: dict[int, float] = {}
+
+    def far(layer: int, at: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for number, row in enumerate(at.tolist()):
+            pairs = (keys[number], mixed.rows.keys(layer)[row]), (values[number], mixed.rows.values(layer)[row])
+            found[row] = sum(float(((new - old) ** 2).sum()) for new, old in pairs)
+
+    with torch.inference_mode():
+        hidden, residual = model.embed_input_ids(nested._tokens[rows]), None
+        for number in range(len(model.layers)):
+            if number in shares:
+                # Its keys and values do not depend on what it attends to.
+                before = nested.scratch[number].clone()
+                through(number, rows, hidden, residual, far)
+                nested.scratch[number].copy_(before)
+                kept = sorted(sorted(kept, key=lambda row: -found[row])[: round(shares[number] * count)])
+                stays = torch.tensor([row in kept or row not in reused for row in rows.tolist()])
+                rows, hidden, residual = rows[stays], hidden[stays], residual[stays]
+            hidden, residual = through(number, rows, hidden, residual)
+    pairs = [(mine, of[: until // nested.block]) for mine, of in zip(got, nested.scratch, strict=True)]
+    return {
+        "chosen": [chosen == kept, len(chosen)],
+        "apart": max(float((mine - theirs).abs().max()) for mine, theirs in pairs),
+        "changed": [float((mine - old).abs().max()) for mine, old in zip(got, stored, strict=True)],
+    }
 
 
 def arms(server: Server, blend: Blend) -> dict[str, Any]:
@@ -200,6 +255,10 @@ def arms(server: Server, blend: Blend) -> dict[str, Any]:
             "recomputed": blended.recomputed,
             "again": again.was_there and again.salt == blended.salt,
         }
+    layered = blend.blend(prompt, places, select="deviation", ratio=SHARES, check_layer=LAYERS)
+    seen["layers"] = server.generate(layered.prompt) | {"recomputed": layered.recomputed, "reused": layered.reused}
+    every = blend.blend(prompt, places, select="deviation", ratio=[1, 1.0, 1], check_layer=(1, 2, 3))
+    seen["layers, all"] = server.generate(every.prompt)["tokens"] == plain
     seen["full ratio"] = {
         select: server.generate(blend.blend(prompt, places, select=select, ratio=1.0).prompt)["tokens"] == plain
         for select in ("first-k", "query", "deviation")
@@ -263,6 +322,11 @@ def refused(blend: Blend) -> dict[str, str]:
         "outside": {"segments": [(10, 20)], "select": [25]},
         "question": {"segments": [(10, 100)], "select": "query"},
         "layer": {"segments": [(0, 40)], "select": "deviation", "check_layer": 9},
+        "shares": {"segments": [(0, 40)], "select": "deviation", "ratio": [0.3, 0.1]},
+        "descending": {"segments": [(0, 40)], "select": "deviation", "ratio": [0.3, 0.1], "check_layer": [2, 1]},
+        "growing": {"segments": [(0, 40)], "select": "deviation", "ratio": [0.1, 0.3], "check_layer": [1, 2]},
+        "several": {"segments": [(0, 40)], "select": "first-k", "ratio": [0.3, 0.1]},
+        "last layer": {"segments": [(0, 40)], "select": "deviation", "ratio": [0.3, 0.1], "check_layer": [1, 4]},
         "short": {"segments": [(2, 9)], "select": "none", "tokens": prompt[:20]},
         "long": {"segments": [(2, 9)], "select": "none", "tokens": tokens(1100)},
     }
@@ -285,6 +349,7 @@ def main() -> None:
     seen["exactness"] = exactness(server, blend)
     seen["runs"] = runs(server)
     seen["layer zero"] = layer_zero(server)
+    seen["dropping"] = dropping(server)
     seen["arms"] = arms(server, blend)
     seen["refused"] = refused(blend)
     seen["holes"] = holes(server, blend, Path(cache))

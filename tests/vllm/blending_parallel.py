@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from blending import ANCHOR, QUESTION, SEGMENTS, Server, prompt_of, tokens
+from blending import ANCHOR, LAYERS, QUESTION, SEGMENTS, SHARES, Server, prompt_of, tokens
 from test_damage import flip_bits
 from vllm import SamplingParams
 
@@ -87,6 +87,8 @@ def main() -> None:
     again = blend.blend(prompt, places, select="query", ratio=0.15)
     assert server.llm.reset_prefix_cache()
     seen["script"] = server.generate(made.prompt) | {"states": [one.state for one in made.segments], "recomputed": made.recomputed, "again": again.was_there}
+    layered = blend.blend(prompt, places, select="deviation", ratio=SHARES, check_layer=LAYERS)
+    seen["layers"] = server.generate(layered.prompt) | {"recomputed": layered.recomputed}
     # What one worker has lost none of them uses.
     spaces = set(server.llm.collective_rpc(flushed))
     shards = sorted(folder for space in spaces for folder in (Path(cache) / space).glob("pp*"))

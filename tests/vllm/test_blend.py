@@ -75,6 +75,24 @@ def test_keys_of_layer_0_at_other_places_are_fresh_ones_but_for_rounding(seen: d
 
 
 @pytest.mark.ci
+def test_several_check_layers_give_what_dropping_rows_between_layers_does(seen: dict[str, Any]) -> None:
+    dropping = seen["dropping"]
+    assert dropping["chosen"] == [True, round(0.1 * REUSED)]
+    assert min(dropping["changed"]) > 1e-2, "something must have been computed anew in every layer"
+    # Kernels of other shapes round otherwise.
+    assert dropping["apart"] < 1e-4, dropping
+
+
+@pytest.mark.ci
+def test_the_last_check_layers_share_is_computed_to_the_end(seen: dict[str, Any]) -> None:
+    arms = seen["arms"]
+    assert arms["layers"]["recomputed"] == round(0.1 * REUSED)
+    assert arms["layers"]["recomputed"] + arms["layers"]["reused"] == REUSED
+    assert arms["layers"]["cached"] == COVERED
+    assert arms["layers, all"], "with all tokens at each check layer the answer is vLLM's own"
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("select", ["none", "first-k", "query", "deviation"])
 def test_each_selector_computes_its_share_and_the_rest_is_loaded(seen: dict[str, Any], select: str) -> None:
     arm, share = seen["arms"][select], 0 if select == "none" else round(0.15 * REUSED)
@@ -130,6 +148,11 @@ def test_arguments_that_make_no_sense_are_named(seen: dict[str, Any]) -> None:
         "outside": "position 25",
         "question": "no token follows",
         "layer": "check_layer is 9",
+        "shares": "one share for each layer",
+        "descending": "ascending order",
+        "growing": "no share may be larger",
+        "several": "deviation alone",
+        "last layer": "check_layer is 4",
         "short": "no whole block of 32",
         "long": "max_model_len",
     }
@@ -163,6 +186,8 @@ def test_two_workers_blend_as_one_does(parallel: tuple[dict[str, Any], dict[str,
         assert two[select]["cached"] == COVERED
     assert two["none"]["tokens"] != two["plain"], "blends must show"
     assert two["query"]["tokens"] == two["script"]["tokens"]
+    assert two["layers"] == one["layers"]
+    assert two["layers"]["recomputed"] == round(0.1 * REUSED)
     for select in ("first-k", "query", "deviation"):
         assert two[f"all {select}"]["tokens"] == two["plain"], select
         assert two[f"all {select}"]["counts"]["blend_segments_reused"] == 3, "counted once, not by each worker"
@@ -296,7 +321,7 @@ def test_attention_is_a_softmax_over_earlier_rows() -> None:
             wanted[: 8 + query] += logits.softmax(0)
     assert torch.allclose(mass, wanted, atol=1e-5)
     assert torch.allclose(selection.attention(queries, keys, 7, 0.5, at_once=2), wanted, atol=1e-5)
-    assert selection.largest(mass, [2, 3, 4, 5], 0.5) == sorted(sorted([2, 3, 4, 5], key=lambda row: -float(mass[row]))[:2])
+    assert selection.largest(mass, [2, 3, 4, 5], 2) == sorted(sorted([2, 3, 4, 5], key=lambda row: -float(mass[row]))[:2])
 
 
 @pytest.mark.ci

@@ -68,6 +68,52 @@ def test_what_a_blend_depends_on_is_part_of_its_hashes() -> None:
     assert planned(blend_select="none")[0] == planned(blend_select="none", tokens=PROMPT[:-1] + [7])[0]
 
 
+def test_several_check_layers_have_a_share_each() -> None:
+    given = {"blend_check_layers": [1, 8, 16], "blend_recompute_ratios": [0.2, 0.15, 0.1]}
+
+    def job(**asking: Any) -> tuple[str, list[float], list[int]]:
+        plans = planner(**given)
+        assert plans.takes(request(**asking))
+        plans.matched("a", 0)
+        plans.allocated("a", list(range(10)), 160)
+        (made,) = plans.jobs()
+        return made.asked.select, made.asked.ratios, made.asked.check_layers
+
+    assert job() == ("deviation", [0.2, 0.15, 0.1], [1, 8, 16])
+    assert job(blend_ratio=[0.5, 0.5, 0.25])[1] == [0.5, 0.5, 0.25]
+    hashes = []
+    for shares in ([0.2, 0.15, 0.1], [0.2, 0.15, 0.05]):
+        asked = request(blend_ratio=shares)
+        assert planner(**given).takes(asked)
+        hashes.append(asked.block_hashes[0])
+    assert hashes[0] != hashes[1]
+    # Others have no check layers: the first share is theirs.
+    assert job(blend_select="query")[:2] == ("query", [0.2])
+    assert job(blend_select="first-k", blend_ratio=0.3)[:2] == ("first-k", [0.3])
+    for wrong in (0.3, [0.3, 0.2], [0.1, 0.2, 0.3], "0.2", [0.2, None, 0.1]):
+        plans = planner(**given)
+        assert not plans.takes(request(blend_ratio=wrong)), wrong
+        assert plans.counts() == {"blend_computed_invalid": 1}
+
+
+@pytest.mark.parametrize(
+    ("layers", "ratios", "words"),
+    [
+        ([], [0.2, 0.1], "one share for each layer"),
+        ([1, 2], [], "one share for each layer"),
+        ([1, 2], [0.2, 0.1, 0.05], "one share for each layer"),
+        ([2, 1], [0.2, 0.1], "ascending"),
+        ([1, 1], [0.2, 0.1], "ascending"),
+        ([1, 2], [0.1, 0.2], "no share may be larger"),
+        ([], [1.5], "0 to 1"),
+    ],
+)
+def test_settings_that_make_no_sense_together_are_refused(layers: list[int], ratios: list[float], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as said:
+        planner(blend_check_layers=layers, blend_recompute_ratios=ratios)
+    assert str(said.value).startswith(f"blend_recompute_ratios is {ratios}, blend_check_layers {layers}: ")
+
+
 def test_a_request_whose_blend_failed_is_the_one_that_came() -> None:
     for salt in (None, "tenant"):
         asked, plans = request(salt=salt), planner()

@@ -47,8 +47,9 @@ class Asked:
     tokens: list[int]
     segments: list[tuple[int, int]]
     select: str | list[int]
-    ratio: float
-    check_layer: int = 1
+    ratios: list[float]
+    """One share, or with `deviation` one for each check layer."""
+    check_layers: list[int] = field(default_factory=lambda: [1])
     anchor: list[int] = field(default_factory=list)
     """Tokens that the segments are stored behind."""
 
@@ -139,7 +140,7 @@ class Blender:
         """Blends a prompt and stores it, as far as whole blocks of the server, under `salt` in the
         connector's namespace."""
         self._check_length(len(asked.tokens))
-        self.check_layer(asked.select, asked.check_layer)
+        self.check_layers(asked.select, asked.check_layers)
         block = self._connector.block_tokens
         covered = asked.covered(block)
         if covered == 0:
@@ -166,10 +167,10 @@ class Blender:
         (everywhere,) = self.ranks.all([why is None])
         return None if everywhere else why or "another worker did not store its part; its log says why"
 
-    def check_layer(self, select: str | list[int], layer: int) -> None:
-        """`ValueError` where the layer to compare is none of this model's."""
-        if select == "deviation" and not 0 < layer < self._of.layers:
-            raise ValueError(f"check_layer is {layer}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
+    def check_layers(self, select: str | list[int], layers: list[int]) -> None:
+        """`ValueError` where a layer to compare is none of this model's."""
+        if select == "deviation" and (wrong := [layer for layer in layers if not 0 < layer < self._of.layers]):
+            raise ValueError(f"check_layer is {wrong[0]}: of {self._of.layers} layers it may be 1 to {self._of.layers - 1}")
 
     def mix(self, asked: Asked) -> Mixed:
         """Loads the prompt's segments into the scratch memory; holes are not computed yet."""
@@ -250,21 +251,42 @@ class Blender:
         rows = [row for start, end in choice for row in range(start, end)]
         if isinstance(asked.select, list):
             return sorted({*asked.select} & {*rows})
-        if asked.select == "none" or asked.ratio == 0 or not rows:
+        if asked.select == "none" or asked.ratios[0] == 0 or not rows:
             return []
         if asked.select == "first-k":
-            return selection.first(choice, asked.ratio)
-        score = self._deviations if asked.select == "deviation" else self._attention
+            return selection.first(choice, asked.ratios[0])
+        if asked.select == "deviation":
+            return (yield from self._deviating(asked, mixed, rows, holes))
         # Of this worker's heads.
-        scores = yield from score(asked, mixed, holes)
-        return selection.largest(self.ranks.total(scores.cpu()), rows, asked.ratio)
+        scores = yield from self._attention(asked, mixed, holes)
+        return selection.largest(self.ranks.total(scores.cpu()), rows, selection.budget(len(rows), asked.ratios[0]))
 
-    def _deviations(self, asked: Asked, mixed: Mixed, holes: list[int]) -> Steps[torch.Tensor]:
-        """The layers before the check layer are computed for all rows, and keep what they got."""
+    def _deviating(self, asked: Asked, mixed: Mixed, rows: list[int], holes: list[int]) -> Steps[list[int]]:
+        """Those of `rows` that are computed to the last layer.
+
+        Each check layer keeps a share of them. Between two check layers only those of the first are
+        computed, so those that the second drops keep what they got before it, and their stored KV
+        from it on. A pass begins at layer 0 again: its rows get there what they got before.
+        """
+        chosen = rows
+        # All reused rows, not only those that may be chosen: they stand before others.
+        computed = [row for start, end in mixed.reused for row in range(start, end)]
+        for layer, ratio in zip(asked.check_layers, asked.ratios, strict=True):
+            count = selection.budget(len(rows), ratio)
+            if count < len(chosen):
+                scores = yield from self._deviations(mixed, layer, computed, holes)
+                chosen = selection.largest(self.ranks.total(scores.cpu()), chosen, count)
+                computed = chosen
+            if not chosen:
+                break
+        return chosen
+
+    def _deviations(self, mixed: Mixed, check: int, computed: list[int], holes: list[int]) -> Steps[torch.Tensor]:
+        """The layers before the check layer are computed for these rows, which keep what they got."""
         import torch
 
-        check = asked.check_layer
-        scores = torch.zeros(len(asked.tokens), device=self._nested.device)
+        end = max(computed) + 1
+        scores = torch.zeros(end, device=self._nested.device)
 
         def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
             if layer == check:
@@ -272,9 +294,7 @@ class Blender:
                 scores[rows] = selection.deviation((keys, values), stored)
             return layer == check
 
-        everything = [row for start, end in mixed.reused for row in range(start, end)]
-        end = max(everything) + 1
-        yield from self._nested.steps(sorted({*everything, *(row for row in holes if row < end)}), seen)
+        yield from self._nested.steps(sorted({*computed, *(row for row in holes if row < end)}), seen)
         return scores
 
     def _attention(self, asked: Asked, mixed: Mixed, holes: list[int]) -> Steps[torch.Tensor]:

@@ -83,22 +83,23 @@ class Blend:
         segments: Sequence[tuple[int, int]],
         *,
         select: str | Sequence[int] = "query",
-        ratio: float = 0.15,
-        check_layer: int = 1,
+        ratio: float | Sequence[float] = 0.15,
+        check_layer: int | Sequence[int] = 1,
         cache_salt: str | None = None,
     ) -> Blended:
         """Blends a prompt and stores its beginning, up to the last segment's end, for the request that follows.
 
         `segments` are the `(start, end)` of segments in `tokens`, in ascending order. `select` says which of their tokens are computed
-        anew: a share of `ratio`, or the very positions. `check_layer` is the layer that `deviation` compares. `cache_salt` is the tenant's
-        own: only requests with it meet this blend.
+        anew: a share of `ratio`, or the very positions. `check_layer` is the layer that `deviation` compares; with several, each has its own
+        share. `cache_salt` is the tenant's own: only requests with it meet this blend.
         """
         tokens = [int(token) for token in tokens]
         given = [(int(start), int(end)) for start, end in segments]
         chosen: str | list[int] = select if isinstance(select, str) else sorted({int(row) for row in select})
-        check(tokens, given, chosen, ratio)
-        blended_as = salt(self._anchor, given, (chosen, ratio, check_layer), cache_salt)
-        said = self._call("forebay_blend_prompt", tokens, given, chosen, float(ratio), int(check_layer), blended_as)
+        ratios, layers = shares(ratio), numbers(check_layer)
+        check(tokens, given, chosen, ratios, layers)
+        blended_as = salt(self._anchor, given, (chosen, ratios, layers), cache_salt)
+        said = self._call("forebay_blend_prompt", tokens, given, chosen, ratios, layers, blended_as)
         states = [SegmentState(start, end, state) for (start, end), state in zip(given, said["states"])]
         return Blended(tokens, blended_as, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
 
@@ -127,7 +128,31 @@ _NO_WORKER = (
 )
 
 
-def check(tokens: list[int], segments: list[tuple[int, int]], select: str | list[int], ratio: float) -> None:
+def shares(ratio: Any) -> list[float]:
+    """A share, or several, as a list."""
+    return [float(one) for one in (ratio if isinstance(ratio, (list, tuple)) else [ratio])]
+
+
+def numbers(layer: Any) -> list[int]:
+    """A layer, or several, as a list."""
+    return [int(one) for one in (layer if isinstance(layer, (list, tuple)) else [layer])]
+
+
+def check_shares(ratios: Sequence[float], layers: Sequence[int]) -> None:
+    """`BlendError` where these shares cannot be those of these check layers."""
+    if wrong := [ratio for ratio in ratios if not 0 <= ratio <= 1]:
+        raise BlendError(f"ratio is {wrong[0]}: it is a share of the segments' tokens, 0 to 1")
+    if len(ratios) != len(layers) or not ratios:
+        raise BlendError(f"ratio has {len(ratios)} shares, check_layer {len(layers)} layers: give one share for each layer")
+    if list(layers) != sorted(set(layers)):
+        raise BlendError(f"check_layer is {list(layers)}: give the layers in ascending order")
+    if list(ratios) != sorted(ratios, reverse=True):
+        raise BlendError(f"ratio is {list(ratios)}: a later layer computes tokens of the earlier one, so no share may be larger than the one before")
+
+
+def check(
+    tokens: list[int], segments: list[tuple[int, int]], select: str | list[int], ratios: list[float], layers: Sequence[int] = (1,)
+) -> None:
     """`BlendError` for what makes no sense."""
     if not segments:
         raise BlendError("no segments: give the (start, end) of at least one, or generate from the prompt as it is")
@@ -140,8 +165,9 @@ def check(tokens: list[int], segments: list[tuple[int, int]], select: str | list
         before = end
     if isinstance(select, str) and select not in SELECTORS:
         raise BlendError(f"select is {select!r}: use one of {', '.join(SELECTORS)}, or a list of positions")
-    if not 0 <= ratio <= 1:
-        raise BlendError(f"ratio is {ratio}: it is a share of the segments' tokens, 0 to 1")
+    if select != "deviation" and len(ratios) != 1:
+        raise BlendError(f"ratio has {len(ratios)} shares: several go with check layers, which select deviation alone has")
+    check_shares(ratios, layers if select == "deviation" else [1])
     if not isinstance(select, str):
         if outside := [row for row in select if not any(start <= row < end for start, end in segments)]:
             raise BlendError(f"position {outside[0]} is to be computed anew, which lies in no segment")

@@ -122,7 +122,7 @@ def _prompt(number: int, line: dict[str, Any], anchor: Given) -> Prompt:
     try:
         # As if each letter were a token: what is wrong with the places, the selector or the ratio.
         tokens, places, _ = made.encoded(lambda part: [0] * len(part))
-        client.check(tokens, places, how.get("select", "query"), float(how.get("ratio", 0.15)))
+        client.check(tokens, places, how.get("select", "query"), client.shares(how.get("ratio", 0.15)), client.numbers(how.get("check_layer", 1)))
     except (client.BlendError, TypeError, ValueError) as error:
         raise Wrong(f"line {number}: {error}") from error
     return made
@@ -137,7 +137,7 @@ def _placed(number: int, line: dict[str, Any], listed: list[Any], how: dict[str,
         raise Wrong(f"line {number}: segments beside tokens are places, [start, end] each")
     places = [(start, end) for start, end in listed]
     try:
-        client.check(tokens, places, "none", 0.0)
+        client.check(tokens, places, "none", [0.0])
     except client.BlendError as error:
         raise Wrong(f"line {number}: {error}") from error
     behind = line.get("anchor", places[0][0])

@@ -55,11 +55,11 @@ class Unusable(ValueError):
 class Live:
     """The jobs of one worker, one after the other."""
 
-    def __init__(self, runner: Any, connector: Connector, select: str, check_layer: int) -> None:
+    def __init__(self, runner: Any, connector: Connector, select: str, check_layers: list[int]) -> None:
         """`geometry.Unsupported` where this server cannot blend, `ValueError` where these defaults
         make no sense for its model."""
         self._blender = Blender(runner, connector)
-        self._blender.check_layer(select, check_layer)
+        self._blender.check_layers(select, check_layers)
         self._most_rows = int(runner.vllm_config.scheduler_config.max_num_batched_tokens)
         self._waiting: deque[Job] = deque()
         self._under_way: tuple[Job, Steps[None]] | None = None
@@ -113,7 +113,7 @@ class Live:
 
     def _steps(self, job: Job) -> Steps[None]:
         asked, blender = job.asked, self._blender
-        blender.check_layer(asked.select, asked.check_layer)
+        blender.check_layers(asked.select, asked.check_layers)
         segments = [asked.tokens[start:end] for start, end in asked.segments]
         if job.stores:
             for length, why in (yield from blender.storing(asked.anchor, segments)):

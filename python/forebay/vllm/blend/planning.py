@@ -74,7 +74,7 @@ class Planner:
     def __init__(self, vllm_config: VllmConfig, block_tokens: int, settings: Settings) -> None:
         """For a server that `refuse.live` lets through; `ValueError` for settings that make no
         sense."""
-        self._select, self._ratio, self._layer = defaults(settings)
+        self._select, self._ratios, self._layers = defaults(settings)
         text = settings.resolved[separator.KEY]
         self._separator = [] if text is None else separator.of_server(vllm_config.model_config, text)
         self._block, self._hashes = block_tokens, bool(vllm_config.cache_config.enable_prefix_caching)
@@ -104,7 +104,7 @@ class Planner:
         plan = _Plan(request, asked, covered, bool(params.get(STORES)), request.cache_salt)
         # The choice depends on what follows the last segment.
         question = asked.tokens[asked.segments[-1][1] :] if asked.select == "query" else []
-        how = (asked.select, asked.ratio, asked.check_layer, question)
+        how = (asked.select, asked.ratios, asked.check_layers, question)
         before = list(request.block_hashes)
         _salted(request, client.salt(asked.anchor, asked.segments, how, plan.tenant))
         if (before or self._hashes) and not _differ(before, request.block_hashes):
@@ -119,16 +119,18 @@ class Planner:
 
     def _asked(self, params: dict[str, Any], tokens: list[int]) -> Asked:
         places = self._places(params, tokens)
-        select, ratio = params.get(SELECT, self._select), float(params.get(RATIO, self._ratio))
+        select = params.get(SELECT, self._select)
         if not isinstance(select, str):
             raise client.BlendError(f"{SELECT} is {select!r}: use one of {', '.join(client.SELECTORS)}")
-        client.check(tokens, places, select, ratio)
+        # Of several in the settings, which are for `deviation`, others take the first.
+        ratios = client.shares(params.get(RATIO, self._ratios if select == "deviation" else self._ratios[:1]))
+        client.check(tokens, places, select, ratios, self._layers)
         if SEGMENTS not in params and select == "query" and tokens[-len(self._separator) :] == self._separator:
             raise client.BlendError(f"{SELECT} is query, and no token follows the last separator: put the question there, or select otherwise")
         behind = _whole(ANCHOR, params.get(ANCHOR, places[0][0]))
         if not 0 <= behind <= places[0][0]:
             raise client.BlendError(f"{ANCHOR} is {behind}: the first segment begins at {places[0][0]}, and the anchor ends there or before")
-        return Asked(list(tokens), places, select, ratio, self._layer, list(tokens[:behind]))
+        return Asked(list(tokens), places, select, ratios, self._layers, list(tokens[:behind]))
 
     def _places(self, params: dict[str, Any], tokens: list[int]) -> list[tuple[int, int]]:
         if SEGMENTS in params:
@@ -193,15 +195,15 @@ class Planner:
         return grown
 
 
-def defaults(settings: Settings) -> tuple[str, float, int]:
-    """Selector, ratio and layer to compare that the settings ask for."""
+def defaults(settings: Settings) -> tuple[str, list[float], list[int]]:
+    """Selector, shares and layers to compare that the settings ask for."""
     layers, ratios = settings.resolved["blend_check_layers"], settings.resolved["blend_recompute_ratios"]
-    for key, values in (("blend_check_layers", layers), ("blend_recompute_ratios", ratios)):
-        if len(values) > 1:
-            raise ValueError(f"{key} is {values}: give one; all layers of the chosen tokens are computed anew")
-    if ratios and not 0 <= ratios[0] <= 1:
-        raise ValueError(f"blend_recompute_ratios is {ratios}: it is a share of the segments' tokens, 0 to 1")
-    return "deviation" if layers else "query", float(ratios[0]) if ratios else 0.15, int(layers[0]) if layers else 1
+    shares, compared = client.shares(ratios or [0.15]), client.numbers(layers or [1])
+    try:
+        client.check_shares(shares, compared)
+    except client.BlendError as error:
+        raise ValueError(f"blend_recompute_ratios is {ratios}, blend_check_layers {layers}: {error}") from error
+    return "deviation" if layers else "query", shares, compared
 
 
 def _whole(key: str, value: Any) -> int:

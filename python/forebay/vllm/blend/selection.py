@@ -21,10 +21,10 @@ def first(segments: list[tuple[int, int]], ratio: float) -> list[int]:
     return [row for start, end in segments for row in range(start, start + budget(end - start, ratio))]
 
 
-def largest(scores: torch.Tensor, rows: list[int], ratio: float) -> list[int]:
-    """Those of `rows` with the largest `scores[row]`, in ascending order; of equal ones the earlier."""
+def largest(scores: torch.Tensor, rows: list[int], count: int) -> list[int]:
+    """The `count` of `rows` with the largest `scores[row]`, in ascending order; of equal ones the earlier."""
     order = scores[rows].argsort(descending=True, stable=True).tolist()
-    return sorted(rows[at] for at in order[: budget(len(rows), ratio)])
+    return sorted(rows[at] for at in order[:count])
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale: float, at_once: int = 0) -> torch.Tensor:

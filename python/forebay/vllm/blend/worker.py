@@ -86,8 +86,8 @@ class BlendWorker:
         tokens: list[int],
         segments: list[tuple[int, int]],
         select: str | list[int],
-        ratio: float,
-        check_layer: int,
+        ratios: list[float],
+        check_layers: list[int],
         salt: str,
     ) -> dict[str, Any]:
         """`Blend.blend`."""
@@ -96,7 +96,7 @@ class BlendWorker:
             from forebay.vllm.blend.blender import Asked
 
             places = [(start, end) for start, end in segments]
-            asked = Asked(tokens, places, select, ratio, check_layer, self.forebay_anchor)
+            asked = Asked(tokens, places, select, ratios, check_layers, self.forebay_anchor)
             return self.forebay_blender.blend_and_store(asked, salt)  # type: ignore[no-any-return]
 
         return self._blending(blended)
