@@ -262,6 +262,15 @@ def test_configurations_are_refused_by_name(change: dict[str, Any], name: str) -
         refuse.configuration(configuration(**change))
 
 
+@pytest.mark.ci
+def test_a_connector_of_several_groups_is_refused_by_name() -> None:
+    from forebay.vllm.blend.blender import Connector
+    from forebay.vllm.geometry import Unsupported
+
+    with pytest.raises(Unsupported, match="2 KV cache groups"):
+        Connector(None, SimpleNamespace(block_tokens=(16, 16)), {})  # type: ignore[arg-type]
+
+
 #: What each of two workers does; argument: a file that they meet in, and the worker's number.
 AGREEING = """
 import json, sys, types

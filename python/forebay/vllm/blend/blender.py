@@ -354,6 +354,7 @@ class Connector:
 
     def __init__(self, engine: Any, shape: geometry.Shape, settings: dict[str, Any]) -> None:
         """The worker's engine, what it stores, and its settings."""
+        refuse.groups(len(shape.block_tokens))
         self._engine, self._shape, self.settings = engine, shape, settings
         (self.block_tokens,) = shape.block_tokens
 

@@ -51,14 +51,19 @@ def live(config: VllmConfig, layerwise: bool) -> None:
         raise _no("workers that do not know the model to the connector", f"start with --worker-extension-cls {EXTENSION}")
 
 
+def groups(count: int) -> None:
+    """Refuses several KV cache groups."""
+    if count != 1:
+        raise _no(f"{count} KV cache groups", "use a model whose layers all have full attention")
+
+
 def runner(of: Any) -> None:
     """Refuses what vLLM's model runner shows: device, KV cache groups, attention backends, layers."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if of.device.type not in ("cpu", "cuda"):
         raise _no(f"KV on {of.device.type}", "use a CPU or an NVIDIA GPU")
-    if len(of.attn_groups) != 1:
-        raise _no(f"{len(of.attn_groups)} KV cache groups", "use a model whose layers all have full attention")
+    groups(len(of.attn_groups))
     layers = of.vllm_config.compilation_config.static_forward_context
     for group in of.attn_groups[0]:
         spec = group.kv_cache_spec
