@@ -203,8 +203,7 @@ def options(vllm_config: VllmConfig, kv: Shape, settings: Settings) -> dict[str,
         "events": events_wanted(vllm_config),
         "workers": kv.ranks.workers,
         "writers": kv.own * kv.ranks.pp,
-        # KV in a GPU's memory has no memory tier.
-        "prefetch": settings.prefetch and vllm_config.device_config.device_type == "cpu",
+        "prefetch": settings.prefetch,
         # A request may only wait for another one's load where vLLM then finds the blocks in its own prefix cache.
         "join_loads": bool(vllm_config.cache_config.enable_prefix_caching),
     }
