@@ -3,7 +3,7 @@
 Each text is four segments of 160 tokens between a system prompt of 24 and 96 tokens that follow. The segments are stored apart, behind the system
 prompt, and blended. The distributions of the 96 tokens are compared with those of a full prefill: the mean Kullback-Leibler divergence, and how often
 the likeliest token is the same. Texts are windows of this repository's own pages. The other table is blend_recall.py's. Usage: blend_quality.py
-[--only quality|recall] [--texts N] [--prompts N] [--write]; by the Python of environment.py, with forebay installed. Everything is computed in
+[--only quality|recall] [--texts N] [--prompts N] [--write | --select NAMES]; by the Python of environment.py, with forebay installed. Everything is computed in
 float32.
 """
 
@@ -164,7 +164,13 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=20, help="of the table of quality")
     parser.add_argument("--prompts", type=int, default=60, help="of the table of recall")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/blend.md")
+    parser.add_argument("--select", help="quality of these alone, printed only: " + ",".join(NAMES))
     asked = parser.parse_args()
+    if asked.select is not None:
+        if unknown := sorted({*asked.select.split(",")} - {*NAMES}):
+            parser.error(f"--select {unknown[0]}: give some of {','.join(NAMES)}")
+        asked.only, asked.write, BARE[:] = "quality", False, []
+        ARMS[:] = [(select, ratio) for select, ratio in ARMS if select in asked.select.split(",")]
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     import blend_recall
     from conftest import environment
