@@ -29,7 +29,7 @@ SEED, RESAMPLES = 5, 2000
 COMMANDS = {"quality": '"make blend-quality ONLY=quality"', "recall": '"make blend-quality ONLY=recall"'}
 #: What is blended: selector and ratio.
 ARMS = [("none", 0.0)] + [(select, ratio) for select in ("query", "deviation", "first-k", "random") for ratio in (0.05, 0.15, 0.3)]
-#: `deviation` with several check layers: their shares, and what these are in the mean over the model's 30 layers.
+#: `deviation` with several check layers: the layers, their shares, and the mean of these.
 LAYERS, SHARES, MEAN = [1, 10, 20], [0.2, 0.15, 0.1], 0.15
 ARMS += [("layers", MEAN), ("first-k", 1.0)]
 #: What is also blended of segments that were stored without an anchor.

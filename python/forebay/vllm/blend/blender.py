@@ -277,8 +277,6 @@ class Blender:
                 scores = yield from self._deviations(mixed, layer, computed, holes)
                 chosen = selection.largest(self.ranks.total(scores.cpu()), chosen, count)
                 computed = chosen
-            if not chosen:
-                break
         return chosen
 
     def _deviations(self, mixed: Mixed, check: int, computed: list[int], holes: list[int]) -> Steps[torch.Tensor]:
