@@ -56,7 +56,7 @@ pub use base::description::geometry_of;
 pub use base::lock;
 pub use base::options::{DriveFactory, DriveOptions, IsLoading, LogOptions, Mode, OnIncompatible, Placement};
 pub use base::spec::{OBJECT_TLV_BYTES, PutSpec};
-pub use base::stats::{ChunkInfo, DriveStats, LogStats, Sheds};
+pub use base::stats::{ChunkInfo, DriveStats, LogStats};
 pub use base::wear::WearStats;
 pub use lane::{Hold, Lane};
 pub use opening::{OpenLog, Opening};
@@ -271,7 +271,7 @@ impl Log {
     /// The counters. Counts the bytes of all files, so it is not for every request.
     #[must_use]
     pub fn stats(&self) -> LogStats {
-        let mut stats = LogStats { sheds: self.ctx.sheds.get(), ..LogStats::default() };
+        let mut stats = LogStats::default();
         self.ctx.counters.fill(&mut stats);
         stats.admission_names = self.ctx.admit.names();
         for volume in &self.volumes {

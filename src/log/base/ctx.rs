@@ -10,7 +10,7 @@ use super::eviction_feed::EvictionFeed;
 use super::in_flight::InFlight;
 use super::options::{LogOptions, Mode};
 use super::spec::OBJECT_TLV_BYTES;
-use super::stats::{LogCounters, ShedCounters};
+use super::stats::LogCounters;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::layout::{SlotCodec, SlotLayout};
 use crate::index::{BootId, Entry, EntryKind, Holder, LeaseEnv};
@@ -20,7 +20,6 @@ use crate::index::{BootId, Entry, EntryKind, Holder, LeaseEnv};
 pub(in crate::log) struct Ctx {
     pub(in crate::log) options: LogOptions,
     pub(in crate::log) counters: LogCounters,
-    pub(in crate::log) sheds: ShedCounters,
     pub(in crate::log) evicted: EvictionFeed,
     pub(in crate::log) admit: Admit,
     pub(in crate::log) codec: CodecChoice,
@@ -44,7 +43,6 @@ impl Ctx {
             full_coded: SlotLayout::of_coded_chunk(&options.geometry, options.geometry.chunk_tokens, SlotCodec::Exp4),
             options,
             counters: LogCounters::default(),
-            sheds: ShedCounters::default(),
             evicted: EvictionFeed::default(),
             in_flight: Arc::default(),
             bad_told_ns: AtomicU64::new(0),

@@ -35,12 +35,9 @@ pub struct LogStats {
     /// Puts of what was stored already, or was stored by another process meanwhile: nothing was
     /// kept of them.
     pub already_there: u64,
-    /// Puts refused, by cause.
-    pub sheds: Sheds,
-    /// Payload bytes of chunks that the admission policy did not want; their number is
-    /// [`Sheds::policy`].
+    /// Payload bytes of chunks that the admission policy did not want.
     pub policy_refused_bytes: u64,
-    /// Slot bytes of puts beyond the write budget; their number is [`Sheds::budget`].
+    /// Slot bytes of puts beyond the write budget.
     pub budget_refused_bytes: u64,
     /// Names that the admission policy remembers.
     pub admission_names: u64,
@@ -84,23 +81,6 @@ pub struct LogStats {
     pub leases_refused: u64,
     /// Per drive, in the order of the options.
     pub drives: Vec<DriveStats>,
-}
-
-/// Puts refused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sheds {
-    /// No free segment was ready, or no room is left.
-    pub no_space: u64,
-    /// The drive is out of use after errors, or is being drained.
-    pub drive: u64,
-    /// The log is read-only.
-    pub read_only: u64,
-    /// The admission policy did not want the chunk.
-    pub policy: u64,
-    /// The drive's write budget is used up.
-    pub budget: u64,
-    /// The tenant is at its quota.
-    pub quota: u64,
 }
 
 /// One drive.
@@ -225,29 +205,5 @@ impl Count {
 
     pub(in crate::log) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
-    }
-}
-
-/// Puts refused, live.
-#[derive(Debug, Default)]
-pub(in crate::log) struct ShedCounters {
-    pub(in crate::log) no_space: Count,
-    pub(in crate::log) drive: Count,
-    pub(in crate::log) read_only: Count,
-    pub(in crate::log) policy: Count,
-    pub(in crate::log) budget: Count,
-    pub(in crate::log) quota: Count,
-}
-
-impl ShedCounters {
-    pub(in crate::log) fn get(&self) -> Sheds {
-        Sheds {
-            no_space: self.no_space.get(),
-            drive: self.drive.get(),
-            read_only: self.read_only.get(),
-            policy: self.policy.get(),
-            budget: self.budget.get(),
-            quota: self.quota.get(),
-        }
     }
 }

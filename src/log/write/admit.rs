@@ -51,7 +51,6 @@ impl Log {
         let geometry = &self.ctx.options.geometry;
         let bytes: u64 = refused.iter().map(|c| geometry.chunk_bytes(c.tokens as usize) as u64).sum();
         self.ctx.counters.policy_refused_bytes.add(bytes);
-        self.ctx.sheds.policy.add(refused.len() as u64);
         admitted
     }
 

@@ -48,12 +48,7 @@ impl Log {
     }
 
     fn begin(&self, mut spec: Box<PutSpec>, deadline: Option<Instant>) -> Result<PutOutcome> {
-        let sheds = &self.ctx.sheds;
-        self.ctx.check_writable().inspect_err(|e| {
-            if e.kind() == ErrorKind::Unsupported {
-                sheds.read_only.add(1);
-            }
-        })?;
+        self.ctx.check_writable()?;
         let layout = match &spec.layout {
             Some(layout) => layout.clone(),
             None => {
@@ -77,13 +72,9 @@ impl Log {
         let volume = self.choose(&spec)?;
         let quota = match claim_quota(volume, &spec, layout.slot_bytes, deadline) {
             Ok(claim) => claim,
-            Err(refusal) => {
-                sheds.quota.add(1);
-                return Ok(PutOutcome::NotAdmitted(refusal, spec));
-            }
+            Err(refusal) => return Ok(PutOutcome::NotAdmitted(refusal, spec)),
         };
         if !volume.wear.admits(layout.slot_bytes, volume.written()) {
-            sheds.budget.add(1);
             self.ctx.counters.budget_refused_bytes.add(layout.slot_bytes);
             return Ok(PutOutcome::NotAdmitted(Refusal::Budget, spec));
         }
@@ -136,10 +127,7 @@ impl Log {
                 there(&spec.parent).filter(|v| v.takes_puts()).or_else(|| self.by_hash(&spec.key))
             }
         };
-        chosen.ok_or_else(|| {
-            self.ctx.sheds.drive.add(1);
-            Error::new(ErrorKind::Busy, "no drive accepts stores")
-        })
+        chosen.ok_or_else(|| Error::new(ErrorKind::Busy, "no drive accepts stores"))
     }
 
     /// Of the drives that take puts, the one with the greatest hash together with the key: adding
@@ -182,12 +170,8 @@ impl Log {
             lane.work.notify_one();
             match waiting.wait(volume, &lane, state) {
                 Ok(Some(again)) => state = again,
-                Ok(None) => {
-                    self.ctx.sheds.no_space.add(1);
-                    return Ok(None);
-                }
+                Ok(None) => return Ok(None),
                 Err(e) => {
-                    self.ctx.sheds.no_space.add(1);
                     let why = "what the key named before could not be made unreadable in time";
                     return Err(if leaving { Error::new(ErrorKind::NoSpace, why).at(&lane.dir) } else { e });
                 }
@@ -205,7 +189,6 @@ fn is_leaving(volume: &Volume, lane: &Lane, key: &ChunkKey) -> bool {
 
 fn check_writable(lane: &Lane, state: &LaneState) -> Result<()> {
     if state.pending.is_broken() {
-        lane.ctx.sheds.no_space.add(1);
         return Err(Error::new(ErrorKind::Busy, "the lane accepts no stores after write errors").at(&lane.dir));
     }
     Ok(())
