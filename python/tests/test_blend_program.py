@@ -44,6 +44,8 @@ PLACED: dict[str, Any] = {"tokens": [*range(100)], "segments": [[10, 20], [30, 4
         ("blend", PLACED | {"select": [25]}, "position 25"),
         ("blend", {"segments": ["a"], "question": "a", "ratio": 1.5}, "ratio is 1.5"),
         ("blend", {"segments": ["a"], "question": "a", "ratio": "much"}, "line 1: could not convert"),
+        ("blend", {"segments": ["a"], "question": "a", "select": "deviation", "threshold": -1}, "threshold is -1.0"),
+        ("blend", {"segments": ["a"], "question": "a", "threshold": 0.1}, "threshold is for what select deviation compares"),
         ("blend", PLACED | {"tokens": "a text"}, "tokens is a list of token ids"),
         ("blend", PLACED | {"question": "a"}, "tokens is a list of token ids"),
         ("blend", PLACED | {"segments": ["a"]}, "segments beside tokens are places"),

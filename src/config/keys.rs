@@ -203,20 +203,14 @@ fn distance(a: &str, b: &str) -> usize {
 
 /// Warnings about settings that ask for something that is not active.
 pub(super) fn not_active(given: &Layer, settings: &Settings) -> Vec<Warning> {
-    let asks = |key: &str, feature: Feature| match feature {
+    let asks = |feature: Feature| match feature {
         // Off is what is meant where local_cpu says so, and a slip where nothing does.
         Feature::HostTier => !given.contains_key("local_cpu") && settings.max_local_cpu_size > 0,
-        // Where it is on, thresholds alone do nothing.
-        Feature::Blending if settings.enable_blending => key == "blend_thresholds",
         Feature::Blending => !given.contains_key("enable_blending"),
         Feature::Rdma => settings.enable_rdma,
     };
     let words = |feature: Feature| match feature {
         Feature::HostTier => ("is off, the setting has no effect", "set local_cpu: true to turn it on"),
-        Feature::Blending if settings.enable_blending => (
-            "has no thresholds, in LMCache neither: the setting has no effect",
-            "leave it out; blend_recompute_ratios sets how many tokens are computed anew",
-        ),
         Feature::Blending => {
             ("is off, the setting has no effect", "set enable_blending: true to turn it on, in vLLM's connector")
         }
@@ -224,9 +218,9 @@ pub(super) fn not_active(given: &Layer, settings: &Settings) -> Vec<Warning> {
     };
     NOT_ACTIVE
         .iter()
-        .filter_map(|(key, feature)| Some((key, *feature, given.get(key)?)))
-        .filter(|(key, feature, _)| asks(key, *feature))
-        .map(|(_, feature, given)| Warning {
+        .filter_map(|(key, feature)| Some((*feature, given.get(key)?)))
+        .filter(|(feature, _)| asks(*feature))
+        .map(|(feature, given)| Warning {
             kind: WarningKind::NotActive(feature),
             key: given.written.clone(),
             origin: Some(given.origin.clone()),

@@ -27,11 +27,14 @@ SEGMENTS, SEGMENT, TAIL, SYSTEM_TOKENS = 4, 160, 96, 24
 SEED, RESAMPLES = 5, 2000
 #: How figures.json names what measures each table.
 COMMANDS = {"quality": '"make blend-quality ONLY=quality"', "recall": '"make blend-quality ONLY=recall"'}
-#: What is blended: selector and ratio.
+#: What is blended: selector, and ratio or threshold.
 ARMS = [("none", 0.0)] + [(select, ratio) for select in ("query", "deviation", "first-k", "random") for ratio in (0.05, 0.15, 0.3)]
 #: `deviation` with several check layers: the layers, their shares, and the mean of these.
 LAYERS, SHARES, MEAN = [1, 10, 20], [0.2, 0.15, 0.1], 0.15
-ARMS += [("layers", MEAN), ("first-k", 1.0)]
+ARMS += [("layers", MEAN)]
+#: `deviation` by thresholds alone.
+ARMS += [("threshold", threshold) for threshold in (0.2, 0.4)]
+ARMS += [("first-k", 1.0)]
 #: What is also blended of segments that were stored without an anchor.
 BARE = [("none", 0.0), ("query", 0.15), ("deviation", 0.15), ("random", 0.15)]
 #: What their names end with.
@@ -81,8 +84,8 @@ def started(folder: Path) -> Any:
     )
 
 
-def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float]]]:
-    """Divergence and agreement of every text, by arm."""
+def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float, float]]]:
+    """Divergence, agreement and share of tokens computed anew of every text, by arm."""
     from forebay.vllm.blend import Blend
     from forebay.vllm.blend.blender import Asked
 
@@ -96,7 +99,8 @@ def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float]]]:
         return blender.logits(blender.forward(list(rows))[-TAIL:])
 
     for anchored in (True, False):
-        blend = Blend(llm, system if anchored else ())
+        anchor = system if anchored else []
+        blend = Blend(llm, anchor)
         (blender,) = llm.collective_rpc(lambda worker: worker.forebay_blender)
         for number, tokens in enumerate(texts):
             began = time.monotonic()
@@ -107,13 +111,17 @@ def measured(llm: Any, count: int) -> dict[str, list[tuple[float, float]]]:
                 whole.append(logits(blender, range(len(tokens))))
             for select, ratio in ARMS if anchored else BARE:
                 rows = sorted(source.sample(range(places[0][0], last), round(ratio * (last - places[0][0]))))
-                by = {"random": (rows, [ratio], [1]), "layers": ("deviation", SHARES, LAYERS)}.get(select, (select, [ratio], [1]))
-                asked = Asked(tokens, places, *by, anchor=system if anchored else [])
+                by = {
+                    "random": (rows, [ratio], [1], anchor, []),
+                    "layers": ("deviation", SHARES, LAYERS, anchor, []),
+                    "threshold": ("deviation", [1.0], [1], anchor, [ratio]),
+                }.get(select, (select, [ratio], [1], anchor, []))
+                asked = Asked(tokens, places, *by)
                 mixed = blender.mix(asked)
                 assert mixed.states == ["reused"] * SEGMENTS, mixed.states
-                blender.blend(asked, mixed, last)
+                share = len(blender.blend(asked, mixed, last)) / (last - places[0][0])
                 name = f"{select} {ratio:.0%}" if anchored else f"{select} {ratio:.0%} {WITHOUT}"
-                found.setdefault(name, []).append(compared(whole[number], logits(blender, range(last, len(tokens)))))
+                found.setdefault(name, []).append((*compared(whole[number], logits(blender, range(last, len(tokens)))), share))
             print(f"text {number + 1} of {count}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return found
 
@@ -122,23 +130,26 @@ NAMES = {
     "query": "`query`: what the tokens after the segments attend to most",
     "deviation": "`deviation`: what differs most in layer 1",
     "layers": f"`deviation` in layers {LAYERS[0]}, {LAYERS[1]} and {LAYERS[2]}: {SHARES[0]:.0%}, {SHARES[1]:.0%} and {SHARES[2]:.0%}",
+    "threshold": "`deviation`: what differs in layer 1 by so much of its size",
     "first-k": "`first-k`: the beginning of each segment",
     "random": "random tokens, for comparison",
     "none": "`none`",
 }
 
 
-def table(found: dict[str, list[tuple[float, float]]]) -> list[str]:
+def table(found: dict[str, list[tuple[float, float, float]]]) -> list[str]:
     """The rows of the page."""
     lines = ["| computed anew | share | KL to a full prefill (95 % interval) | same likeliest token |", "|---|---|---|---|"]
     order = [f"{select} {ratio:.0%} {WITHOUT}" for select, ratio in BARE] + [f"{select} {ratio:.0%}" for select, ratio in ARMS]
     for name in order:
-        mean, low, high = interval([kl for kl, _ in found[name]])
-        same, same_low, same_high = interval([same for _, same in found[name]])
-        select, share, *more = name.split(" ", 2)
-        what = f"{NAMES[select].split(':')[0]}, stored {WITHOUT}" if more else "all" if share == "100%" else NAMES[select]
+        kls, sames, shares = zip(*found[name], strict=True)
+        mean, low, high = interval([*kls])
+        same, same_low, same_high = interval([*sames])
+        select, given, *more = name.split(" ", 2)
+        what = f"{NAMES[select].split(':')[0]}, stored {WITHOUT}" if more else "all" if given == "100%" else NAMES[select]
+        what = what.replace("so much of its size", f"{given[:-1]} % of its size")
         lines.append(
-            f"| {what} | {share[:-1]} % | {mean:.4f} ({low:.4f} to {high:.4f}) | {100 * same:.1f} % ({100 * same_low:.1f} to {100 * same_high:.1f}) |"
+            f"| {what} | {100 * sum(shares) / len(shares):.0f} % | {mean:.4f} ({low:.4f} to {high:.4f}) | {100 * same:.1f} % ({100 * same_low:.1f} to {100 * same_high:.1f}) |"
         )
     return lines
 

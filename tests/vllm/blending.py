@@ -240,6 +240,42 @@ def dropping(server: Server) -> dict[str, Any]:
     }
 
 
+def thresholds(server: Server) -> dict[str, Any]:
+    """What a threshold chooses, against how far each token is, counted here."""
+    prompt, places = prompt_of((1, 2, 0), QUESTION)
+    blender, found = server.blender, {}
+    mixed = blender.mix(Asked(prompt, places, "none", [0.0], anchor=ANCHOR))
+
+    def far(layer: int, at: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        for number, row in enumerate(at.tolist() if layer == 1 else []):
+            new = torch.cat([keys[number], values[number]]).double()
+            old = torch.cat([mixed.rows.keys(1)[row], mixed.rows.values(1)[row]]).double()
+            found[row] = (float((new - old).norm()), float(new.norm()))
+        return layer == 1
+
+    until, reused = Asked(prompt, places, "none", [0.0]).covered(BLOCK), [row for start, end in places for row in range(start, end)]
+    blender._nested.forward(list(range(mixed.exact, places[-1][1])), far)
+    reused = [row for row in reused if row < until]
+    share = sorted(found[row][0] / found[row][1] for row in reused)
+    # Between two tokens' shares: rounding decides nothing.
+    middle = (share[len(share) // 2 - 1] + share[len(share) // 2]) / 2
+
+    def chosen(ratios: list[float], given: list[float]) -> list[int]:
+        asked = Asked(prompt, places, "deviation", ratios, LAYERS[: len(ratios)], ANCHOR, given)
+        return blender.blend(asked, blender.mix(asked), until)
+
+    over = [row for row in reused if found[row][0] >= middle * found[row][1]]
+    most = sorted(reused, key=lambda row: -found[row][0])[: round(0.3 * len(reused))]
+    return {
+        "share": [share[0], middle, share[-1]],
+        "all": [chosen([1.0], [middle]) == over, len(over), len(reused)],
+        "some": [chosen([0.3], [middle]) == sorted({*over} & {*most}), len({*over} & {*most}), len(most)],
+        "none": chosen([1.0], [100.0]),
+        "later": chosen([1.0, 1.0], [100.0, 0.0]) + chosen([1.0, 1.0], [0.0, 100.0]),
+        "first": chosen([1.0, 1.0], [middle, 0.0]) == over,
+    }
+
+
 def arms(server: Server, blend: Blend) -> dict[str, Any]:
     """Each selector, and a second order of the same segments; then the plain prompt again."""
     seen: dict[str, Any] = {}
@@ -259,6 +295,8 @@ def arms(server: Server, blend: Blend) -> dict[str, Any]:
     seen["layers"] = server.generate(layered.prompt) | {"recomputed": layered.recomputed, "reused": layered.reused}
     every = blend.blend(prompt, places, select="deviation", ratio=[1, 1.0, 1], check_layer=(1, 2, 3))
     seen["layers, all"] = server.generate(every.prompt)["tokens"] == plain
+    bounded = blend.blend(prompt, places, select="deviation", ratio=1.0, threshold=100)
+    seen["threshold"] = {"recomputed": bounded.recomputed, "other": bounded.salt != blend.blend(prompt, places, select="deviation", ratio=1.0).salt}
     seen["full ratio"] = {
         select: server.generate(blend.blend(prompt, places, select=select, ratio=1.0).prompt)["tokens"] == plain
         for select in ("first-k", "query", "deviation")
@@ -327,6 +365,9 @@ def refused(blend: Blend) -> dict[str, str]:
         "growing": {"segments": [(0, 40)], "select": "deviation", "ratio": [0.1, 0.3], "check_layer": [1, 2]},
         "several": {"segments": [(0, 40)], "select": "first-k", "ratio": [0.3, 0.1]},
         "last layer": {"segments": [(0, 40)], "select": "deviation", "ratio": [0.3, 0.1], "check_layer": [1, 4]},
+        "threshold": {"segments": [(0, 40)], "select": "deviation", "threshold": -0.1},
+        "thresholds": {"segments": [(0, 40)], "select": "deviation", "threshold": [0.1, 0.1]},
+        "compared": {"segments": [(0, 40)], "select": "first-k", "threshold": 0.1},
         "short": {"segments": [(2, 9)], "select": "none", "tokens": prompt[:20]},
         "long": {"segments": [(2, 9)], "select": "none", "tokens": tokens(1100)},
     }
@@ -350,6 +391,7 @@ def main() -> None:
     seen["runs"] = runs(server)
     seen["layer zero"] = layer_zero(server)
     seen["dropping"] = dropping(server)
+    seen["thresholds"] = thresholds(server)
     seen["arms"] = arms(server, blend)
     seen["refused"] = refused(blend)
     seen["holes"] = holes(server, blend, Path(cache))

@@ -84,6 +84,18 @@ def test_several_check_layers_give_what_dropping_rows_between_layers_does(seen: 
 
 
 @pytest.mark.ci
+def test_a_threshold_computes_those_tokens_alone_that_are_so_far(seen: dict[str, Any]) -> None:
+    thresholds = seen["thresholds"]
+    right, over, of = thresholds["all"]
+    assert right and 0.4 * of < over < 0.6 * of, thresholds
+    right, both, most = thresholds["some"]
+    assert right and 0 < both < most, thresholds
+    assert thresholds["none"] == thresholds["later"] == []
+    assert thresholds["first"]
+    assert seen["arms"]["threshold"] == {"recomputed": 0, "other": True}
+
+
+@pytest.mark.ci
 def test_the_last_check_layers_share_is_computed_to_the_end(seen: dict[str, Any]) -> None:
     arms = seen["arms"]
     assert arms["layers"]["recomputed"] == round(0.1 * REUSED)
@@ -153,6 +165,9 @@ def test_arguments_that_make_no_sense_are_named(seen: dict[str, Any]) -> None:
         "growing": "no share may be larger",
         "several": "deviation alone",
         "last layer": "check_layer is 4",
+        "threshold": "threshold is -0.1",
+        "thresholds": "one threshold for each layer",
+        "compared": "threshold is for what select deviation compares",
         "short": "no whole block of 32",
         "long": "max_model_len",
     }

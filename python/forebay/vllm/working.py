@@ -64,7 +64,7 @@ class WorkerHalf:
         from forebay.vllm.blend.planning import defaults
         from forebay.vllm.blend.worker import runner_of
 
-        select, _, check_layers = defaults(self._settings)
+        select, _, check_layers, _ = defaults(self._settings)
         return Live(runner_of(self._config), Connector(*self.for_blending()), select, check_layers)
 
     def for_blending(self) -> tuple[Any, geometry.Shape, dict[str, Any]]:

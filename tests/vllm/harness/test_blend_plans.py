@@ -25,7 +25,7 @@ PLACES = [[20, 90], [90, 150]]
 def planner(**given: Any) -> Planner:
     """Of a server with prefix caching; `given` are its settings, and `model` its model's configuration."""
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True), model_config=given.pop("model", None))
-    settings = SimpleNamespace(resolved={"blend_check_layers": [], "blend_recompute_ratios": [], "blend_special_str": None} | given)
+    settings = SimpleNamespace(resolved={"blend_check_layers": [], "blend_recompute_ratios": [], "blend_thresholds": [], "blend_special_str": None} | given)
     return Planner(config, BLOCK_TOKENS, settings)  # type: ignore[arg-type]
 
 
@@ -57,6 +57,8 @@ def test_what_a_blend_depends_on_is_part_of_its_hashes() -> None:
         {"salt": "tenant"},
         {"blend_ratio": 0.3},
         {"blend_select": "none"},
+        {"blend_select": "deviation"},
+        {"blend_select": "deviation", "blend_threshold": 0.1},
         {"blend_anchor": 8},
         {"places": PLACES[:1]},
         {"tokens": PROMPT[:-1] + [7]},
@@ -96,22 +98,48 @@ def test_several_check_layers_have_a_share_each() -> None:
         assert plans.counts() == {"blend_computed_invalid": 1}
 
 
+def test_thresholds_are_those_of_what_is_compared() -> None:
+    def thresholds(given: dict[str, Any], **asking: Any) -> list[float]:
+        plans = planner(blend_thresholds=[0.1, 0.2], **given)
+        assert plans.takes(request(**asking))
+        plans.matched("a", 0)
+        plans.allocated("a", list(range(10)), 160)
+        (made,) = plans.jobs()
+        return made.asked.thresholds
+
+    given = {"blend_check_layers": [1, 8], "blend_recompute_ratios": [0.2, 0.1]}
+    assert thresholds(given) == [0.1, 0.2]
+    assert thresholds(given, blend_threshold=[0, 3]) == [0.0, 3.0]
+    assert thresholds(given, blend_select="query") == [], "nothing is compared"
+    for wrong in (0.1, [0.1], [0.1, -0.1], [0.1, float("nan")], "high"):
+        plans = planner(**given)
+        assert not plans.takes(request(blend_threshold=wrong)), wrong
+        assert plans.counts() == {"blend_computed_invalid": 1}
+    assert not planner().takes(request(blend_select="query", blend_threshold=0.1)), "it would have no effect"
+
+
 @pytest.mark.parametrize(
-    ("layers", "ratios", "words"),
+    ("layers", "ratios", "thresholds", "words"),
     [
-        ([], [0.2, 0.1], "one share for each layer"),
-        ([1, 2], [], "one share for each layer"),
-        ([1, 2], [0.2, 0.1, 0.05], "one share for each layer"),
-        ([2, 1], [0.2, 0.1], "ascending"),
-        ([1, 1], [0.2, 0.1], "ascending"),
-        ([1, 2], [0.1, 0.2], "no share may be larger"),
-        ([], [1.5], "0 to 1"),
+        ([], [0.2, 0.1], [], "one share for each layer"),
+        ([1, 2], [], [], "one share for each layer"),
+        ([1, 2], [0.2, 0.1, 0.05], [], "one share for each layer"),
+        ([2, 1], [0.2, 0.1], [], "ascending"),
+        ([1, 1], [0.2, 0.1], [], "ascending"),
+        ([1, 2], [0.1, 0.2], [], "no share may be larger"),
+        ([], [1.5], [], "0 to 1"),
+        ([], [], [-0.1], "0 or more"),
+        ([], [], [0.1, 0.2], "one threshold for each layer"),
+        ([1, 2], [0.2, 0.1], [0.1], "one threshold for each layer"),
     ],
 )
-def test_settings_that_make_no_sense_together_are_refused(layers: list[int], ratios: list[float], words: str) -> None:
+def test_settings_that_make_no_sense_together_are_refused(
+    layers: list[int], ratios: list[float], thresholds: list[float], words: str
+) -> None:
     with pytest.raises(ValueError, match=words) as said:
-        planner(blend_check_layers=layers, blend_recompute_ratios=ratios)
-    assert str(said.value).startswith(f"blend_recompute_ratios is {ratios}, blend_check_layers {layers}: ")
+        planner(blend_check_layers=layers, blend_recompute_ratios=ratios, blend_thresholds=thresholds)
+    named = f"blend_recompute_ratios is {ratios}, blend_check_layers {layers}, blend_thresholds {thresholds}: "
+    assert str(said.value).startswith(named)
 
 
 def test_a_request_whose_blend_failed_is_the_one_that_came() -> None:

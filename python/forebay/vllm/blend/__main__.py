@@ -27,7 +27,7 @@ NAME = "python -m forebay.vllm.blend"
 _EPILOG = """\
 Lines of `store`: {"segment": …, "anchor": …}. Lines of `blend`: {"anchor": …, "segments": […], "question": …}, each
 of it a text or a list of token ids; or {"tokens": […], "segments": [[start, end], …]}; with either select, ratio,
-check_layer and cache_salt as in docs/blend.md.
+check_layer, threshold and cache_salt as in docs/blend.md.
 
 Options behind -- are those of `vllm serve`: give all that the server has which change its KV, such as --dtype.
 docs/blend.md is the guide."""

@@ -52,6 +52,8 @@ class Asked:
     check_layers: list[int] = field(default_factory=lambda: [1])
     anchor: list[int] = field(default_factory=list)
     """Tokens that the segments are stored behind."""
+    thresholds: list[float] = field(default_factory=list)
+    """None, or one for each check layer."""
 
     def covered(self, block: int) -> int:
         """Tokens that are blended: whole blocks, as far as it is worth it, and never the last
@@ -264,18 +266,21 @@ class Blender:
     def _deviating(self, asked: Asked, mixed: Mixed, rows: list[int], holes: list[int]) -> Steps[list[int]]:
         """Those of `rows` that are computed to the last layer.
 
-        Each check layer keeps a share of them. Between two check layers only those of the first are
+        Each check layer keeps a share of them at most, and those alone that deviate by its
+        threshold. Between two check layers only those of the first are
         computed, so those that the second drops keep what they got before it, and their stored KV
         from it on. A pass begins at layer 0 again: its rows get there what they got before.
         """
         chosen = rows
         # All reused rows, not only those that may be chosen: they stand before others.
         computed = [row for start, end in mixed.reused for row in range(start, end)]
-        for layer, ratio in zip(asked.check_layers, asked.ratios, strict=True):
+        thresholds = asked.thresholds or [0.0] * len(asked.ratios)
+        for layer, ratio, threshold in zip(asked.check_layers, asked.ratios, thresholds, strict=True):
             count = selection.budget(len(rows), ratio)
-            if count < len(chosen):
+            if chosen and (count < len(chosen) or threshold > 0):
                 scores = yield from self._deviations(mixed, layer, computed, holes)
-                chosen = selection.largest(self.ranks.total(scores.cpu()), chosen, count)
+                both = self.ranks.total(scores.cpu())
+                chosen = selection.beyond(both, selection.largest(both[0], chosen, count), threshold)
                 computed = chosen
         return chosen
 
@@ -284,12 +289,12 @@ class Blender:
         import torch
 
         end = max(computed) + 1
-        scores = torch.zeros(end, device=self._nested.device)
+        scores = torch.zeros(2, end, device=self._nested.device)
 
         def seen(layer: int, rows: torch.Tensor, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
             if layer == check:
                 stored = mixed.rows.keys(layer)[rows], mixed.rows.values(layer)[rows]
-                scores[rows] = selection.deviation((keys, values), stored)
+                scores[:, rows] = selection.deviation((keys, values), stored)
             return layer == check
 
         yield from self._nested.steps(sorted({*computed, *(row for row in holes if row < end)}), seen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,21 +86,22 @@ class Blend:
         select: str | Sequence[int] = "query",
         ratio: float | Sequence[float] = 0.15,
         check_layer: int | Sequence[int] = 1,
+        threshold: float | Sequence[float] = (),
         cache_salt: str | None = None,
     ) -> Blended:
         """Blends a prompt and stores its beginning, up to the last segment's end, for the request that follows.
 
         `segments` are the `(start, end)` of segments in `tokens`, in ascending order. `select` says which of their tokens are computed
         anew: a share of `ratio`, or the very positions. `check_layer` is the layer that `deviation` compares; with several, each has its own
-        share. `cache_salt` is the tenant's own: only requests with it meet this blend.
+        share. Tokens that deviate there by less than `threshold` of their own size are not computed anew. `cache_salt` is the tenant's own: only requests with it meet this blend.
         """
         tokens = [int(token) for token in tokens]
         given = [(int(start), int(end)) for start, end in segments]
         chosen: str | list[int] = select if isinstance(select, str) else sorted({int(row) for row in select})
-        ratios, layers = shares(ratio), numbers(check_layer)
-        check(tokens, given, chosen, ratios, layers)
-        blended_as = salt(self._anchor, given, (chosen, ratios, layers), cache_salt)
-        said = self._call("forebay_blend_prompt", tokens, given, chosen, ratios, layers, blended_as)
+        ratios, layers, thresholds = shares(ratio), numbers(check_layer), shares(threshold)
+        check(tokens, given, chosen, ratios, layers, thresholds)
+        blended_as = salt(self._anchor, given, (chosen, ratios, layers, thresholds), cache_salt)
+        said = self._call("forebay_blend_prompt", tokens, given, chosen, ratios, layers, thresholds, blended_as)
         states = [SegmentState(start, end, state) for (start, end), state in zip(given, said["states"])]
         return Blended(tokens, blended_as, said["covered"], states, said["reused"], said["recomputed"], said["was_there"])
 
@@ -129,7 +131,7 @@ _NO_WORKER = (
 
 
 def shares(ratio: Any) -> list[float]:
-    """A share, or several, as a list."""
+    """A share or a threshold, or several, as a list."""
     return [float(one) for one in (ratio if isinstance(ratio, (list, tuple)) else [ratio])]
 
 
@@ -138,8 +140,8 @@ def numbers(layer: Any) -> list[int]:
     return [int(one) for one in (layer if isinstance(layer, (list, tuple)) else [layer])]
 
 
-def check_shares(ratios: Sequence[float], layers: Sequence[int]) -> None:
-    """`BlendError` where these shares cannot be those of these check layers."""
+def check_shares(ratios: Sequence[float], layers: Sequence[int], thresholds: Sequence[float] = ()) -> None:
+    """`BlendError` where these shares and thresholds cannot be those of these check layers."""
     if wrong := [ratio for ratio in ratios if not 0 <= ratio <= 1]:
         raise BlendError(f"ratio is {wrong[0]}: it is a share of the segments' tokens, 0 to 1")
     if len(ratios) != len(layers) or not ratios:
@@ -148,10 +150,19 @@ def check_shares(ratios: Sequence[float], layers: Sequence[int]) -> None:
         raise BlendError(f"check_layer is {list(layers)}: give the layers in ascending order")
     if list(ratios) != sorted(ratios, reverse=True):
         raise BlendError(f"ratio is {list(ratios)}: a later layer computes tokens of the earlier one, so no share may be larger than the one before")
+    if wrong := [threshold for threshold in thresholds if not 0 <= threshold < math.inf]:
+        raise BlendError(f"threshold is {wrong[0]}: it is a share of a token's own size, 0 or more")
+    if len(thresholds) not in (0, len(layers)):
+        raise BlendError(f"there are {len(thresholds)} thresholds, check_layer has {len(layers)} layers: give one threshold for each layer, or none")
 
 
 def check(
-    tokens: list[int], segments: list[tuple[int, int]], select: str | list[int], ratios: list[float], layers: Sequence[int] = (1,)
+    tokens: list[int],
+    segments: list[tuple[int, int]],
+    select: str | list[int],
+    ratios: list[float],
+    layers: Sequence[int] = (1,),
+    thresholds: Sequence[float] = (),
 ) -> None:
     """`BlendError` for what makes no sense."""
     if not segments:
@@ -167,7 +178,9 @@ def check(
         raise BlendError(f"select is {select!r}: use one of {', '.join(SELECTORS)}, or a list of positions")
     if select != "deviation" and len(ratios) != 1:
         raise BlendError(f"ratio has {len(ratios)} shares: several go with check layers, which select deviation alone has")
-    check_shares(ratios, layers if select == "deviation" else [1])
+    if select != "deviation" and thresholds:
+        raise BlendError("threshold is for what select deviation compares: leave it out, or select deviation")
+    check_shares(ratios, layers if select == "deviation" else [1], thresholds)
     if not isinstance(select, str):
         if outside := [row for row in select if not any(start <= row < end for start, end in segments)]:
             raise BlendError(f"position {outside[0]} is to be computed anew, which lies in no segment")

@@ -20,7 +20,7 @@ Encode = Callable[[Given], list[int]]
 
 #: What a line may have.
 OF_SEGMENT = ("segment", "anchor")
-OF_PROMPT = ("tokens", "segments", "anchor", "question", "select", "ratio", "check_layer", "cache_salt")
+OF_PROMPT = ("tokens", "segments", "anchor", "question", "select", "ratio", "check_layer", "threshold", "cache_salt")
 
 
 class Wrong(ValueError):
@@ -115,14 +115,15 @@ def _prompt(number: int, line: dict[str, Any], anchor: Given) -> Prompt:
     listed = line.get("segments")
     if not isinstance(listed, list) or not listed:
         raise Wrong(f"line {number} has no segments: a list of texts, of lists of token ids, or beside tokens of places [start, end]")
-    how = {key: line[key] for key in ("select", "ratio", "check_layer", "cache_salt") if key in line}
+    how = {key: line[key] for key in ("select", "ratio", "check_layer", "threshold", "cache_salt") if key in line}
     if "tokens" not in line and not isinstance(how.get("select", ""), str):
         raise Wrong(f"line {number}: select names positions, which are known beside tokens alone")
     made = _placed(number, line, listed, how) if "tokens" in line else _in_parts(number, line, listed, anchor, how)
     try:
         # As if each letter were a token: what is wrong with the places, the selector or the ratio.
         tokens, places, _ = made.encoded(lambda part: [0] * len(part))
-        client.check(tokens, places, how.get("select", "query"), client.shares(how.get("ratio", 0.15)), client.numbers(how.get("check_layer", 1)))
+        ratios, thresholds = client.shares(how.get("ratio", 0.15)), client.shares(how.get("threshold", ()))
+        client.check(tokens, places, how.get("select", "query"), ratios, client.numbers(how.get("check_layer", 1)), thresholds)
     except (client.BlendError, TypeError, ValueError) as error:
         raise Wrong(f"line {number}: {error}") from error
     return made

@@ -35,8 +35,14 @@ logger = logging.getLogger("vllm.forebay")
 #: In a request's `kv_transfer_params`. Either asks for a blend: true for the segments between
 #: separators, or the segments' places in its tokens.
 BLEND = "forebay.blend"
-#: Places, and three more for the blend.
-SEGMENTS, SELECT, RATIO, STORES = "forebay.segments", "forebay.blend_select", "forebay.blend_ratio", "forebay.store_segments"
+#: Places, and what else a blend may have.
+SEGMENTS, SELECT, RATIO, THRESHOLD, STORES = (
+    "forebay.segments",
+    "forebay.blend_select",
+    "forebay.blend_ratio",
+    "forebay.blend_threshold",
+    "forebay.store_segments",
+)
 #: How many of the first tokens the segments are stored behind; without it all that stand before the
 #: first segment.
 ANCHOR = "forebay.blend_anchor"
@@ -74,7 +80,7 @@ class Planner:
     def __init__(self, vllm_config: VllmConfig, block_tokens: int, settings: Settings) -> None:
         """For a server that `refuse.live` lets through; `ValueError` for settings that make no
         sense."""
-        self._select, self._ratios, self._layers = defaults(settings)
+        self._select, self._ratios, self._layers, self._thresholds = defaults(settings)
         text = settings.resolved[separator.KEY]
         self._separator = [] if text is None else separator.of_server(vllm_config.model_config, text)
         self._block, self._hashes = block_tokens, bool(vllm_config.cache_config.enable_prefix_caching)
@@ -104,7 +110,7 @@ class Planner:
         plan = _Plan(request, asked, covered, bool(params.get(STORES)), request.cache_salt)
         # The choice depends on what follows the last segment.
         question = asked.tokens[asked.segments[-1][1] :] if asked.select == "query" else []
-        how = (asked.select, asked.ratios, asked.check_layers, question)
+        how = (asked.select, asked.ratios, asked.check_layers, asked.thresholds, question)
         before = list(request.block_hashes)
         _salted(request, client.salt(asked.anchor, asked.segments, how, plan.tenant))
         if (before or self._hashes) and not _differ(before, request.block_hashes):
@@ -123,14 +129,16 @@ class Planner:
         if not isinstance(select, str):
             raise client.BlendError(f"{SELECT} is {select!r}: use one of {', '.join(client.SELECTORS)}")
         # Of several in the settings, which are for `deviation`, others take the first.
-        ratios = client.shares(params.get(RATIO, self._ratios if select == "deviation" else self._ratios[:1]))
-        client.check(tokens, places, select, ratios, self._layers)
+        compares = select == "deviation"
+        ratios = client.shares(params.get(RATIO, self._ratios if compares else self._ratios[:1]))
+        thresholds = client.shares(params.get(THRESHOLD, self._thresholds if compares else []))
+        client.check(tokens, places, select, ratios, self._layers, thresholds)
         if SEGMENTS not in params and select == "query" and tokens[-len(self._separator) :] == self._separator:
             raise client.BlendError(f"{SELECT} is query, and no token follows the last separator: put the question there, or select otherwise")
         behind = _whole(ANCHOR, params.get(ANCHOR, places[0][0]))
         if not 0 <= behind <= places[0][0]:
             raise client.BlendError(f"{ANCHOR} is {behind}: the first segment begins at {places[0][0]}, and the anchor ends there or before")
-        return Asked(list(tokens), places, select, ratios, self._layers, list(tokens[:behind]))
+        return Asked(list(tokens), places, select, ratios, self._layers, list(tokens[:behind]), thresholds)
 
     def _places(self, params: dict[str, Any], tokens: list[int]) -> list[tuple[int, int]]:
         if SEGMENTS in params:
@@ -195,15 +203,15 @@ class Planner:
         return grown
 
 
-def defaults(settings: Settings) -> tuple[str, list[float], list[int]]:
-    """Selector, shares and layers to compare that the settings ask for."""
-    layers, ratios = settings.resolved["blend_check_layers"], settings.resolved["blend_recompute_ratios"]
+def defaults(settings: Settings) -> tuple[str, list[float], list[int], list[float]]:
+    """Selector, shares, layers to compare and thresholds that the settings ask for."""
+    layers, ratios, thresholds = (settings.resolved[f"blend_{name}"] for name in ("check_layers", "recompute_ratios", "thresholds"))
     shares, compared = client.shares(ratios or [0.15]), client.numbers(layers or [1])
     try:
-        client.check_shares(shares, compared)
+        client.check_shares(shares, compared, thresholds)
     except client.BlendError as error:
-        raise ValueError(f"blend_recompute_ratios is {ratios}, blend_check_layers {layers}: {error}") from error
-    return "deviation" if layers else "query", shares, compared
+        raise ValueError(f"blend_recompute_ratios is {ratios}, blend_check_layers {layers}, blend_thresholds {thresholds}: {error}") from error
+    return "deviation" if layers else "query", shares, compared, list(thresholds)
 
 
 def _whole(key: str, value: Any) -> int:

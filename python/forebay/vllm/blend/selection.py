@@ -54,6 +54,14 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, first_query: int, scale
 
 
 def deviation(fresh: tuple[torch.Tensor, torch.Tensor], stored: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """How far keys and values are from the stored ones: `[row]`."""
-    pairs = zip(fresh, stored, strict=True)
-    return sum(((new.float() - old.float()) ** 2).sum((-1, -2)) for new, old in pairs)  # type: ignore[return-value]
+    """How far keys and values are from the stored ones, and how large they are; both squared: `[2, row]`."""
+    import torch
+
+    squares = [((new.float() - old.float()) ** 2, new.float() ** 2) for new, old in zip(fresh, stored, strict=True)]
+    return torch.stack([sum(kind).sum((-1, -2)) for kind in zip(*squares)])
+
+
+def beyond(deviations: torch.Tensor, rows: list[int], threshold: float) -> list[int]:
+    """Those of `rows` that are at least `threshold` of their own size away."""
+    far, size = deviations[:, rows]
+    return [row for row, is_far in zip(rows, (far >= threshold**2 * size).tolist()) if is_far]

@@ -88,6 +88,7 @@ class BlendWorker:
         select: str | list[int],
         ratios: list[float],
         check_layers: list[int],
+        thresholds: list[float],
         salt: str,
     ) -> dict[str, Any]:
         """`Blend.blend`."""
@@ -96,7 +97,7 @@ class BlendWorker:
             from forebay.vllm.blend.blender import Asked
 
             places = [(start, end) for start, end in segments]
-            asked = Asked(tokens, places, select, ratios, check_layers, self.forebay_anchor)
+            asked = Asked(tokens, places, select, ratios, check_layers, self.forebay_anchor, thresholds)
             return self.forebay_blender.blend_and_store(asked, salt)  # type: ignore[no-any-return]
 
         return self._blending(blended)
