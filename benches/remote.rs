@@ -4,8 +4,9 @@
 //! too, by writes of as many bytes that come from nowhere: no fetch can be faster than those. What all
 //! of it takes of the processors is said too, with the server's part, which is always the same.
 //!
-//! `cargo bench -p forebay --bench remote -- DIR [CHUNKS]`: DIR is a directory on a drive, CHUNKS how
-//! many chunks of 32 MiB are moved in each run. Runs alternate; the median of the pairs counts.
+//! `cargo bench -p forebay --bench remote -- DIR [CHUNKS [GBITS]]`: DIR is a directory on a drive,
+//! CHUNKS how many chunks of 32 MiB are moved in each run, GBITS the rate of the network between (in
+//! Gbit/s; none: the memory of this machine). Runs alternate; the median of the pairs counts.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement")]
 
 #[path = "../tests/remote_world/mod.rs"]
@@ -200,6 +201,7 @@ fn main() {
         return;
     };
     let chunks = args.next().map_or(8, |n| n.parse::<usize>().unwrap());
+    let gbits = args.next().map(|n| n.parse::<f64>().unwrap());
     let dir = Path::new(&dir);
     let folder = || tempfile::tempdir_in(dir).unwrap();
     let (root, home) = (folder(), folder());
@@ -233,6 +235,7 @@ fn main() {
     let mib_per_s = |seconds: f64| bytes as f64 / f64::from(1 << 20) / seconds;
     // Otherwise it is the limit, and no measure of anything.
     server.remember();
+    gbits.into_iter().for_each(|gbits| server.limit(gbits * 1e9 / 8.0));
     let home = folder();
     let two = open(home.path(), &server);
     let mut reads: Vec<Runs> = ALL.iter().map(|_| Runs::default()).collect();

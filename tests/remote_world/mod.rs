@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -27,6 +27,8 @@ use tokio::sync::oneshot;
 pub(crate) const BUCKET: &str = "kv-cache";
 const ACCESS: &str = "test";
 const SECRET: &str = "not-a-secret";
+/// What a limited network sends at once: many, as a timer is late by a millisecond.
+const PACKET_BYTES: usize = 1 << 20;
 
 /// What happens to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,6 +85,22 @@ struct Shared {
     puts: Mutex<HashMap<String, u64>>,
     /// Answers to reads by path and range, where they are remembered.
     answers: Mutex<Option<HashMap<String, (Parts, Bytes)>>>,
+    network: Mutex<Option<Network>>,
+}
+
+/// A network that remembered answers go through: all of them share its rate.
+struct Network {
+    bytes_per_s: f64,
+    /// When it has sent what was given to it.
+    idle_at: Instant,
+}
+
+impl Network {
+    /// When `bytes` more have gone.
+    fn sent_at(&mut self, bytes: usize) -> Instant {
+        self.idle_at = self.idle_at.max(Instant::now()) + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);
+        self.idle_at
+    }
 }
 
 /// The server. Dropping it kills it, with its connections.
@@ -114,6 +132,7 @@ impl Server {
             methods: Mutex::default(),
             puts: Mutex::default(),
             answers: Mutex::default(),
+            network: Mutex::default(),
         });
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let listener = runtime.block_on(tokio::net::TcpListener::bind(address)).unwrap();
@@ -145,6 +164,11 @@ impl Server {
     /// is no measure of anything.
     pub(crate) fn remember(&self) {
         *self.shared.answers.lock() = Some(HashMap::new());
+    }
+
+    /// From now on what is remembered is answered at this rate, all answers together.
+    pub(crate) fn limit(&self, bytes_per_s: f64) {
+        *self.shared.network.lock() = Some(Network { bytes_per_s, idle_at: Instant::now() });
     }
 
     pub(crate) fn requests(&self, method: &Method) -> u64 {
@@ -202,7 +226,9 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> io::Result<R
     let range = request.headers().get("range").map(|range| format!("{path} {range:?}"));
     let remembered = shared.answers.lock().as_ref().and_then(|all| all.get(range.as_ref()?).cloned());
     if let Some((head, bytes)) = remembered.filter(|_| method == Method::GET) {
-        return Ok(Response::from_parts(head, whole(bytes)));
+        let is_limited = shared.network.lock().is_some();
+        let body = if is_limited { through_network(shared, bytes) } else { whole(bytes) };
+        return Ok(Response::from_parts(head, body));
     }
     let (head, body) = request.into_parts();
     let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
@@ -248,6 +274,21 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> io::Result<R
         _ => whole(bytes),
     };
     Ok(Response::from_parts(head, body))
+}
+
+/// A body whose packets come when the network has sent them.
+fn through_network(shared: Arc<Shared>, bytes: Bytes) -> AnyBody {
+    body_of(stream::unfold((shared, bytes), |(shared, mut left)| async move {
+        if left.is_empty() {
+            return None;
+        }
+        let some = left.split_to(left.len().min(PACKET_BYTES));
+        let sent_at = shared.network.lock().as_mut().map(|network| network.sent_at(some.len()));
+        if let Some(sent_at) = sent_at {
+            tokio::time::sleep_until(sent_at.into()).await;
+        }
+        Some((Ok(some), (shared, left)))
+    }))
 }
 
 fn whole(bytes: Bytes) -> AnyBody {
