@@ -1,20 +1,29 @@
 //! Puts and gets of objects: throughput and processor time, through staging, straight from and into
-//! registered memory, and coded. Every byte is checked by the store.
+//! registered memory, and coded. Every byte is checked by the store. Beside them files of the same
+//! values, written and read without the page cache and unchecked.
 //!
 //! `cargo bench -p forebay --bench objects -- DIR [MIB]`: DIR is a directory on the drive to be
 //! measured, MIB how much is moved in each run. The runs of one size alternate; the median of seven
 //! counts.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement")]
 
+use std::fs::OpenOptions;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use forebay::config::{Capacity, Codec, MinFree, Settings};
 use forebay::device::HostMemory;
+use forebay::io::AlignedBuf;
 use forebay::objects::{ObjectGet, ObjectMemory, ObjectPut, ObjectStore, PutOptions};
 
 const LONG: Duration = Duration::from_secs(120);
 const RUNS: usize = 7;
 const WAYS: [&str; 3] = ["staged", "direct", "coded"];
+const FILES: &str = "files";
+/// Of files, under way at once.
+const AT_ONCE: usize = 8;
 
 /// Processor seconds of this process, in steps of 10 ms.
 fn cpu_s() -> f64 {
@@ -40,6 +49,24 @@ fn median(mut all: Vec<(f64, f64)>) -> (f64, f64) {
     (rate, all[at].1)
 }
 
+/// Each value to or from a file of its own, as large as it is.
+fn files(dir: &Path, (values, size): (&mut [u8], usize), writes: bool) {
+    let next = Mutex::new(values.chunks_exact_mut(size).enumerate());
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                loop {
+                    let Some((n, value)) = next.lock().unwrap().next() else { return };
+                    let mut options = OpenOptions::new();
+                    options.read(!writes).write(writes).create(writes).truncate(writes).custom_flags(libc::O_DIRECT);
+                    let file = options.open(dir.join(n.to_string())).unwrap();
+                    if writes { file.write_all_at(value, 0).unwrap() } else { file.read_exact_at(value, 0).unwrap() }
+                }
+            });
+        }
+    });
+}
+
 fn main() {
     let mut args = std::env::args().skip(1).filter(|a| !a.starts_with("--"));
     let Some(dir) = args.next() else {
@@ -62,14 +89,22 @@ fn main() {
     };
     let numbers: Vec<u8> = (0..total as u64 / 2).flat_map(number).collect();
     arena.write(0, &numbers).unwrap();
+    let mut values = AlignedBuf::zeroed(total).unwrap();
+    values.copy_from_slice(&numbers);
     drop(numbers);
     stores[1].register_memory(&arena).unwrap();
     println!("{:>10} {:>4} {:>8} {:>8} {:>12}", "size", "op", "way", "GiB/s", "CPU s/GiB");
     for size in [32 << 20, 2 << 20, 256 << 10] {
         let memory = |n: usize| ObjectMemory::new(&arena, n * size, size).unwrap();
         let keys: Vec<Vec<u8>> = (0..total / size).map(|n| n.to_string().into_bytes()).collect();
-        let mut all: [[Vec<(f64, f64)>; WAYS.len()]; 2] = Default::default();
+        let mut all: [[Vec<(f64, f64)>; WAYS.len() + 1]; 2] = Default::default();
         for _ in 0..RUNS {
+            let folder = tempfile::tempdir_in(&dir).unwrap();
+            for (op, of) in all.iter_mut().enumerate() {
+                of[WAYS.len()].push(measure(total, || files(folder.path(), (&mut values, size), op == 0)));
+                rustix::fs::syncfs(std::fs::File::open(&dir).unwrap()).unwrap();
+            }
+            drop(folder);
             for (way, store) in stores.iter().enumerate() {
                 store.clear().unwrap();
                 let puts: Vec<_> =
@@ -78,8 +113,8 @@ fn main() {
                     let options = PutOptions { bfloat16: WAYS[way] == "coded", ..PutOptions::default() };
                     let id = store.submit_put(puts, options).unwrap();
                     assert!(store.wait(id, LONG).unwrap().all_ok());
-                    store.flush().unwrap();
                 }));
+                store.flush().unwrap();
                 let gets: Vec<_> =
                     keys.iter().enumerate().map(|(n, key)| ObjectGet { key: key.clone(), target: memory(n) }).collect();
                 all[1][way].push(measure(total, || {
@@ -89,7 +124,7 @@ fn main() {
             }
         }
         for (op, ways) in ["put", "get"].iter().zip(all) {
-            for (way, runs) in WAYS.iter().zip(ways) {
+            for (way, runs) in WAYS.iter().chain([&FILES]).zip(ways) {
                 let (rate, cpu) = median(runs);
                 println!("{:>6} KiB {op:>4} {way:>8} {rate:>8.2} {cpu:>12.3}", size >> 10);
             }
