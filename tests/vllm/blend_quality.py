@@ -33,7 +33,7 @@ ARMS = [("none", 0.0)] + [(select, ratio) for select in ("query", "deviation", "
 LAYERS, SHARES, MEAN = [1, 10, 20], [0.2, 0.15, 0.1], 0.15
 ARMS += [("layers", MEAN)]
 #: `deviation` by thresholds alone.
-ARMS += [("threshold", threshold) for threshold in (0.2, 0.4)]
+ARMS += [("threshold", threshold) for threshold in (0.03, 0.06)]
 ARMS += [("first-k", 1.0)]
 #: What is also blended of segments that were stored without an anchor.
 BARE = [("none", 0.0), ("query", 0.15), ("deviation", 0.15), ("random", 0.15)]
