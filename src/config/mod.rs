@@ -1,13 +1,17 @@
 //! Settings: one [`Settings`] struct, filled from a file, the environment and code, in this order
 //! of rising precedence.
 //!
-//! Every limit of the engine is a field here with its unit, and every bad value has its own error
-//! with advice; the rooms above read typed fields and parse nothing. `docs/configuration.md` lists
-//! every key, and a test keeps it complete. The module `dir` checks the cache directories and opens
-//! what lies inside them without following a symlink out.
+//! Every limit that an operator may set is a field here with its unit, and every bad value has its
+//! own error with advice; the rooms above read typed fields and parse nothing.
+//! `docs/configuration.md` lists every key, and a test keeps it complete.
 //!
-//! This room must not open the cache, start threads, or know any other room but `error`; the
-//! environment and the files it reads are injected through [`Loader`].
+//! The files: `load` (the sources and their order), `keys` (the names of a setting), `value`
+//! (sizes, percentages, times), `choices` (the types of settings), `validate` (ranges), `warning`,
+//! `place` (whether two processes name the same cache), and `dir`, which checks the cache
+//! directories and opens what lies inside them without following a symlink out.
+//!
+//! This room must not open the cache, start threads, or know any other room but `error`. Settings
+//! are read from the environment and from files through [`Loader`] alone, so that a test sets both.
 
 use std::path::Path;
 use std::time::Duration;

@@ -16,6 +16,10 @@
 //!   not before.
 //! - An answer of [`Scheduler::get_num_new_matched_tokens`] holds nothing: it may be dropped.
 //!
+//! The files: `scheduler/`, `worker/`, `meta` (their messages), `options`, `lookup` and `ranks`
+//! (how much of a prompt every rank has stored), `worker_identity`, `busy` (time in which transfers
+//! ran).
+//!
 //! This room knows no Python, no server's types, no files and no I/O; it must not block a step on a
 //! drive.
 

@@ -11,6 +11,11 @@
 //! - A job calls `done` exactly once, outside the gate and outside locks, also when it fails.
 //! - This room does no I/O: to the io room its memory is an `IoBuf`. It knows no chunk keys, files
 //!   or indexes.
+//!
+//! The files: `host/` and `cuda/` (the two devices), `job` and `parts` (what a device is asked for,
+//! and its checks), `gate` (how a caller takes its memory back), `fence` (points in a stream),
+//! `memory` (the caller's), `region`, `staging`, `frame` and `shared` (our own), `rope` and
+//! `floats` (rotation of keys), `open` (devices by name).
 
 use std::sync::Arc;
 

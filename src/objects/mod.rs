@@ -1,8 +1,8 @@
-//! Objects beside KV chunks in the same log: a string key up to 1 KiB to bytes of any size from 1 B
-//! to 1 GiB.
+//! Objects beside KV chunks in the same log: keys of 1 B to 1 KiB, values of 1 B to 1 GiB, both of
+//! any bytes.
 //!
 //! Serving stacks that bring their own layout plug in here. A submit takes a batch, never waits and
-//! never calls back; its end is found by [`ObjectStore::drain_completions`], and
+//! never calls back. [`ObjectStore::drain_completions`] gives the batches that have ended, and
 //! [`ObjectStore::event_fd`] is readable exactly while there is one to take. `docs/objects.md` has
 //! the guarantees and the failure cases.
 //!
@@ -11,12 +11,17 @@
 //!   checked.
 //! - The caller's memory is not touched after its batch has ended, however it ended. Registered
 //!   memory that the kernel has keeps its batch from ending; other memory the kernel never has.
-//! - The end of a batch is seen only after its submit has returned; a submit answers for
-//!   everything.
-//! - A completion is taken once: by who waits for it where the batch was begun so, else by who is
-//!   first.
-//! - What is stored is never written over: a key answers with the bytes of one put, or not at all.
-//! - What is full is refused with a cause; nothing waits for it.
+//! - A completion is not drained before the submit of its batch has returned, and has a result for
+//!   every key, refused ones too.
+//! - A completion is taken once. That of [`ObjectStore::begin`] goes to [`ObjectStore::wait`]
+//!   alone, any other to whichever call is first.
+//! - A stored object is never overwritten: a get returns the bytes of one put, or fails.
+//! - Keys for which a queue has no room are refused with a cause; no submit waits for room.
+//!
+//! The files: `request` and `batch` (what callers hand in and get), `completions`, `core` (what the
+//! others share), `work` (the workers' queues), `put` and `get` (plans of a batch), `write` and
+//! `read` (one slot), `direct` (transfers without a copy), `removal`, `listing`, `pins`, `losses`
+//! (evicted and damaged objects), `names` (keys and parts), `open`, `stats`.
 //!
 //! This room knows no tokens, layers or paged memory.
 //!

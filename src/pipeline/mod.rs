@@ -1,9 +1,13 @@
 //! Layer-wise load and store: from slots to the caller's paged memory and back, with bounded
 //! staging.
 //!
-//! The pipeline knows chunks only through the traits of [`seam`](ChunkSource): something that can
-//! be read, something that can be written and committed. It knows the caller's memory only through
-//! a [`Device`], and never waits for the caller.
+//! The pipeline knows chunks only through the traits of `seam`: a [`ChunkSource`] can be read, a
+//! [`ChunkSink`] can be written and committed. It knows the caller's memory only through a
+//! [`Device`], and never waits for the caller.
+//!
+//! The files: `load/` and `store/` (each with its bookkeeping in `state`, its steps in `run`, and
+//! what comes next in `pump`), `prefetch`, `groups` (extents that move together), `order` (fences
+//! of each layer), `cause` (why chunks were missed or shed), `stats`.
 //!
 //! Invariants:
 //! - No byte is reported as loaded before its extent's CRC has been compared with the slot's

@@ -14,9 +14,11 @@
 //! - Every failure is a miss, or a chunk that is not uploaded; a removal that does not reach the
 //!   store says so.
 //!
-//! Everything runs on a few threads of its own. The files: `bucket` (requests), `breaker`, `known`
-//! (answers kept for a while), `object` (what is in an object), `upload`, `fetch`, `restore` (all
-//! that is there, without a prompt), `transfer` (the log's queues), `stats`; `store` for tools. This room knows no devices, no paged memory and no tokens.
+//! Everything runs on a few threads of its own. The files: `bucket` (requests), `breaker` (when a
+//! failing store is left alone), `known` (answers kept for a while), `object` (what is in an
+//! object), `upload`, `fetch`, `restore` (all that is there, without a prompt), `transfer` (the
+//! log's queues), `stats`; `store` for tools. This room knows no devices, no paged memory and no
+//! tokens.
 
 use std::fmt;
 use std::sync::Arc;

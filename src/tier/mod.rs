@@ -1,23 +1,26 @@
 //! The memory tier: chunks that were loaded or stored lately, kept in host memory above the drives.
 //!
-//! The tier is inclusive: what it has, a drive has too, and it answers only for a chunk that a
-//! lookup has just found there, with the same sequence. So what was removed, has expired or lies
-//! below a floor is not served from memory either, and nothing here has to be told of it.
+//! The tier is inclusive: what it has, a drive has too, and it is asked only for a chunk that a
+//! lookup has just found there, by key and sequence. So what was removed, has expired or lies below
+//! a floor is not served from memory either, without any notice to this room.
 //!
 //! A frame holds the extents of one chunk, each where it lies in the chunk's slot. Loads read into
 //! it, and stores gather into it, instead of into staging: nothing is copied to fill the tier. A
 //! prefetch reads into frames for loads to come. A frame is served once all its extents have
 //! verified, or were written and published. Whoever takes bytes out of it takes their CRCs again.
 //!
-//! The processes that share a shard have one copy: one of them has the `frames`, and the
-//! others use them through a `link`.
+//! The processes that share a shard have one copy: one of them has the `frames`, and the others use
+//! them through a `link`. The other files: `share` (which of the two this process does), `owner`
+//! (lends frames), `message` (what they send each other), `ranked` (which frame goes next), `heard`
+//! (what a borrower knows of the frames), `pin` (for an accelerator), `steps` (where tests take
+//! turns), `simulated`.
 //!
 //! Invariants:
 //! - A frame is in use, and not given to another chunk, as long as anybody has a [`Hit`], a
 //!   [`Filling`] or a buffer of it, in whatever process.
 //! - What is held is at most the bytes of the settings.
 //! - Nothing here does I/O to a drive. Only a process that uses another's frames waits, for that
-//!   one's answer and not for long.
+//!   process's answer and for a bounded time.
 //!
 //! This room knows no drives, no paged memory and no tokens.
 
@@ -81,7 +84,7 @@ pub struct MemoryStats {
     pub is_attached: bool,
 }
 
-/// Where a frame that is being filled comes from, and where hits come from.
+/// The memory tier of one process: frames of its own, or a link to those of another process.
 pub struct MemoryTier {
     share: Arc<Share>,
     sharing: Mutex<Option<Sharing>>,
@@ -170,7 +173,7 @@ impl MemoryTier {
         Ok(())
     }
 
-    /// Has no frames any more; another process may have them from now on. What is in use stays.
+    /// Gives the frames up: another process may become their owner. Frames in use stay valid.
     pub fn close(&self) {
         self.share.end();
         let sharing = self.sharing.lock().take();

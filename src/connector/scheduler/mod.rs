@@ -5,6 +5,10 @@
 //! goes when the server says that the request is finished, and at the latest when its blocks are
 //! reported as sent. A request that it does not know costs nothing and is never an error: servers
 //! ask about requests that were added before the connector wanted them.
+//!
+//! The files: `tracker` (one request), `loads` (from a lookup to a load), `saves`, `finish`
+//! (requests that end), `prefetches`, `in_memory` (what workers have in memory), `rates` (loading
+//! against computing), `kv_events`.
 
 use std::collections::HashMap;
 use std::time::Instant;
