@@ -73,8 +73,8 @@ pub trait Device: Send + Sync {
     #[cfg_attr(not(feature = "internals"), doc(hidden))]
     fn gather(&self, job: GatherJob);
 
-    /// Turns keys in place to other positions, after `after`, and waits for it. No load or store
-    /// may use their slots meanwhile.
+    /// Rotates attention keys in place to other positions, after the points `after`, and waits
+    /// until that is done. No load or store may use their slots meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where a shift does not suit the

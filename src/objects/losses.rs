@@ -20,8 +20,8 @@ const MOST: usize = 1 << 16;
 pub struct Evicted {
     /// Their digests ([`object_digest`](super::object_digest)), each at least once.
     pub digests: Vec<[u8; 32]>,
-    /// How many more there were since the store was opened that nobody took in time: with a number
-    /// that grows, accounts are to be made anew.
+    /// How many more there were since the store was opened that nobody took in time. When this
+    /// grows, whoever keeps a list of stored objects has to make it anew.
     pub missed: u64,
 }
 

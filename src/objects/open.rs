@@ -34,12 +34,13 @@ const MAX_PENDING_KEYS: usize = 1 << 16;
 /// What an object store is opened with.
 #[derive(Clone)]
 pub struct ObjectOptions {
-    /// Settings; those of chunks, layers and devices do not matter.
+    /// Settings; those of chunks, layers and devices have no effect.
     pub settings: Settings,
     /// What gives the objects' bytes their meaning; stores with different namespaces do not see
     /// each other's objects.
     pub namespace: String,
-    /// Keys under way beyond which more are refused with `QueueFull`.
+    /// Most keys under way; further ones are refused with
+    /// [`QueueFull`](super::ObjectCause::QueueFull).
     pub max_pending_keys: usize,
     /// Bytes of a segment; `None` follows from the capacity. A segment holds at least one part of
     /// an object.

@@ -186,9 +186,9 @@ pub struct SchedulerStats {
     pub stalling: u64,
     /// Ranks whose cache the scheduler cannot see, and asks about.
     pub unseen_ranks: usize,
-    /// Questions to them.
+    /// Questions to those ranks.
     pub questions: u64,
-    /// Answers that asked the server to wait until they have said what they have.
+    /// Answers that asked the server to wait until those ranks have answered.
     pub asking: u64,
     /// Prefetches ordered for requests that wait.
     pub prefetches: u64,
@@ -345,7 +345,7 @@ impl Scheduler {
     }
 
     /// Forgets what was found stored, so that everything is looked up anew; for a server that
-    /// resets its caches.
+    /// resets its caches. Always true, for servers that want to know whether it was done.
     pub fn reset_cache(&mut self) -> bool {
         for (req_id, tracker) in &mut self.requests {
             tracker.forget_stored();

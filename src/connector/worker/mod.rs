@@ -139,8 +139,8 @@ pub struct Worker {
     received: Vec<String>,
     failed_blocks: HashSet<u32>,
     failed_requests: HashSet<String>,
-    /// What was answered to the scheduler is kept from eviction until it is loaded, or for the
-    /// time-out of loads.
+    /// Leases on what was answered to the scheduler, until it is loaded, for at most the time-out
+    /// of loads.
     pins: HashMap<String, Lookup>,
     /// What is read ahead, or was, for requests that wait.
     prefetches: HashMap<String, Prefetch>,
@@ -148,7 +148,7 @@ pub struct Worker {
     /// When loads were under way that read a drive, and when others were.
     busy: BusyTime,
     busy_memory: BusyTime,
-    /// The last step that the scheduler was told of.
+    /// The last [`WorkerMeta::loaded_step`] that was reported.
     told_step: u64,
     /// What the scheduler has not acknowledged yet.
     identity: Option<WorkerIdentity>,

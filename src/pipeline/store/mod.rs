@@ -63,12 +63,12 @@ impl Default for Backpressure {
     }
 }
 
-/// Layers that are computed when a store begins: all of them.
+/// When all layers of a store are computed, where that is known as it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Computed {
-    /// Now.
+    /// They are computed.
     Now,
-    /// By what was submitted to this stream until now.
+    /// When the work submitted to this stream until now is over.
     On(Stream),
 }
 
