@@ -62,7 +62,7 @@ class Asked:
 
 
 class NotStored(ValueError):
-    """What was computed could not be stored; on some worker at least, and told on all."""
+    """The computed KV could not be stored on some worker; raised on all of them."""
 
 
 @dataclass
@@ -246,7 +246,7 @@ class Blender:
         return self._nested.forward(rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of hidden states."""
+        """Logits of these hidden states."""
         return self._nested.logits(hidden)
 
     def _choose(self, asked: Asked, mixed: Mixed, choice: list[tuple[int, int]], holes: list[int]) -> Steps[list[int]]:
@@ -394,7 +394,7 @@ def _extra(salt: str) -> dict[str, str]:
 
 
 def running_connector() -> Connector:
-    """That of this process's worker."""
+    """The connector of this process's worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from forebay.vllm.connector import ForebayConnector
