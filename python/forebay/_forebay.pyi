@@ -136,7 +136,7 @@ class Prompt:
     def __len__(self) -> int: ...
 
 class Lookup:
-    """How many tokens of a prompt are stored; pinned chunks are not evicted while it lives, for at most `pin_ms`."""
+    """How many tokens of a prompt are stored. Their chunks are not evicted while it lives, for at most the time asked for."""
 
     @property
     def tokens(self) -> int: ...

@@ -1,4 +1,4 @@
-//! The object store for Python: bytes under string keys, in batches.
+//! The object store for Python: bytes under keys (`str` or `bytes`), in batches.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -266,8 +266,9 @@ impl PyObjectStore {
         Ok(py.detach(|| store.count_prefix(&keys)))
     }
 
-    /// Keeps objects from eviction for `ttl_s` seconds, or until `unpin`, which each pin needs one of. Which of the keys are
-    /// pinned: not those that are not stored, nor what goes beyond `lease_share`.
+    /// Keeps objects from eviction for `ttl_s` seconds, or until each pin is taken back by an
+    /// `unpin`. Says for each key whether it is pinned: not where it is not stored, or where leases
+    /// would exceed `lease_share`.
     fn pin(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, ttl_s: f64) -> PyResult<Vec<bool>> {
         let (store, keys, time) = (self.get_store()?, self::keys(keys)?, seconds("ttl_s", ttl_s)?);
         Ok(py.detach(|| store.pin(&keys, time)))
@@ -280,8 +281,9 @@ impl PyObjectStore {
         Ok(())
     }
 
-    /// Up to `limit` objects whose keys begin with `prefix`: (key, length) pairs, in no order of the keys; `after` is the last
-    /// key of the list before, to go on. Reads a page of the drive for each object that it looks at.
+    /// Up to `limit` objects whose keys begin with `prefix`: (key, length in bytes) pairs, in the
+    /// order of their digests. To go on, give the last key of the previous list as `after`. Reads a
+    /// page of the drive for each object that it looks at.
     #[pyo3(signature = (prefix=None, limit=1000, after=None))]
     fn list<'py>(
         &self,
@@ -303,8 +305,9 @@ impl PyObjectStore {
         py.detach(|| store.clear()).py()
     }
 
-    /// The digests (`object_digest`) of objects that this process has seen go since the last call: evicted by it, or found
-    /// damaged. Nothing is kept before the first call. `evicted_missed` says how many more there were that nobody took in time.
+    /// The digests (`object_digest`) of objects that this process has evicted, or found damaged,
+    /// since the last call. Nothing is recorded before the first call. `evicted_missed` says how
+    /// many more there were that nobody took in time.
     fn drain_evicted<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let store = self.get_store()?;
         let gone = py.detach(|| store.drain_evicted());
@@ -312,8 +315,8 @@ impl PyObjectStore {
         Ok(gone.digests.iter().map(|digest| PyBytes::new(py, digest)).collect())
     }
 
-    /// Objects that went and that `drain_evicted` will not tell, as of its last call: when it grows, accounts are to be made
-    /// anew.
+    /// Evicted or damaged objects that `drain_evicted` had no room to keep, as of its last call:
+    /// when this grows, a list of stored objects has to be made anew.
     #[getter]
     fn evicted_missed(&self) -> u64 {
         self.evicted_missed.load(Ordering::Relaxed)
@@ -333,7 +336,8 @@ impl PyObjectStore {
         Ok(self.get_store()?.event_fd())
     }
 
-    /// Ends a batch now; its buffers are the caller's when this returns. False where it has ended
+    /// Ends a batch now. Its buffers are the caller's when this returns; registered memory that the
+    /// kernel still uses is only when the batch's completion comes. False where it has ended
     /// already.
     fn cancel(&self, py: Python<'_>, id: u64) -> PyResult<bool> {
         let store = self.get_store()?;
