@@ -1,8 +1,8 @@
 //! Stores: the caller's layers gathered into staging, written to slots, committed.
 //!
-//! The caller says which layers are computed; the rest happens on its own. The calls return at
-//! once: what staging, queues or the drive cannot take is shed and counted, unless the caller asked
-//! to wait for staging.
+//! The caller says which layers are computed; the rest happens on its own. Only [`Store::release`]
+//! and the calls named `wait` block. What staging, queues or the drive cannot take is shed and
+//! counted, unless the caller chose [`Backpressure::Wait`].
 
 use std::fmt;
 use std::future::Future;
