@@ -2,7 +2,8 @@
 //!
 //! An [`Engine`] joins one geometry, one device and one cache: keys from tokens, places from the
 //! log, bytes through the pipeline. The calls of the forward path ([`Engine::lookup`],
-//! [`Engine::load`], [`Engine::store`], [`Engine::prefetch`]) return without waiting for a drive.
+//! [`Engine::load`], [`Engine::store`], [`Engine::prefetch`]) return without waiting for a drive;
+//! only a load with `enable_async_loading` off waits.
 //!
 //! Invariants:
 //! - A cache that cannot be opened, or is closed, never stops the server: lookups miss, loads miss,

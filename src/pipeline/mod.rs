@@ -10,8 +10,9 @@
 //! of each layer), `cause` (why chunks were missed or shed), `stats`.
 //!
 //! Invariants:
-//! - No byte is reported as loaded before its extent's CRC has been compared with the slot's
-//!   header.
+//! - No byte counts in a load's result before its extent's CRC has been compared with the one
+//!   stored with the chunk. On an accelerator a layer is ready earlier, when its copies are
+//!   submitted: see [`LayerReady`].
 //! - Staging is held from the submission of a read to the end of its scatter, and from a gather to
 //!   the end of its write; never while waiting for the caller. Loads and stores have pools of their
 //!   own.

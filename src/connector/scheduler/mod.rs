@@ -1,10 +1,10 @@
 //! The scheduler's side: it knows every request's tokens and blocks, and says what the workers load
 //! and store in each step.
 //!
-//! Invariants: it opens no device, does no I/O and waits for nothing; what it holds for a request
-//! goes when the server says that the request is finished, and at the latest when its blocks are
-//! reported as sent. A request that it does not know costs nothing and is never an error: servers
-//! ask about requests that were added before the connector wanted them.
+//! Invariants: it opens no device, does no I/O and waits for nothing, its [`PrefixLookup`] apart.
+//! What it holds for a request goes when the server says that the request is finished, and at the
+//! latest when its blocks are reported as sent. A request that it does not know costs nothing and
+//! is never an error: servers ask about requests that were added before the connector wanted them.
 //!
 //! The files: `tracker` (one request), `loads` (from a lookup to a load), `saves`, `finish`
 //! (requests that end), `prefetches`, `in_memory` (what workers have in memory), `rates` (loading
