@@ -21,15 +21,17 @@ use crate::wait::in_slices;
 
 const CLOSE_TIMEOUT_MS: u64 = 30_000;
 
-/// What a batch came to, as a named tuple: `id` (what the submit returned), `kind` (`put`, `get`, `exists` or `delete`),
-/// `results` (the answer for each key, in the order of the submit), `lengths` (bytes of each object that was put or got, or for
-/// which a buffer had another length), `causes` (why the answer is no, None where it is yes) and `error` (in words, the first
-/// failure; that a key is not there is none).
+/// What a batch came to, as a named tuple: `id` (what the submit returned), `kind` (`put`, `get`,
+/// `exists` or `delete`), `results` (the answer for each key, in the order of the submit),
+/// `lengths` (bytes of each object that was put or got, or for which a buffer had another length),
+/// `causes` (why the answer is no, None where it is yes) and `error` (in words, the first failure;
+/// that a key is not there is none).
 const COMPLETION: [&str; 6] = ["id", "kind", "results", "lengths", "causes", "error"];
 
 static COMPLETION_TYPE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-/// The class of completions, made once: `collections.namedtuple` is a tuple to who takes it apart, at the price of one.
+/// The class of completions, made once: `collections.namedtuple` is a tuple to who takes it apart,
+/// at the price of one.
 pub(crate) fn completion_type(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     let made = COMPLETION_TYPE.get_or_try_init(py, || {
         let arguments = [("module", "forebay")].into_py_dict(py)?;
@@ -65,8 +67,9 @@ impl PyObjectStore {
         self.store.as_ref().ok_or_else(|| crate::error::closed("object store"))
     }
 
-    /// Submits what was asked for, or a batch in its place that says what is wrong with it. The GIL is held throughout, so
-    /// that no other thread of Python sees the completion before the number is returned.
+    /// Submits what was asked for, or a batch in its place that says what is wrong with it. The GIL
+    /// is held throughout, so that no other thread of Python sees the completion before the number
+    /// is returned.
     fn submit<T>(
         &self,
         kind: BatchKind,
@@ -192,9 +195,10 @@ impl PyObjectStore {
         Ok(py.detach(|| store.is_up()))
     }
 
-    /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of buffers that together
-    /// hold it. An object that is there already stays as it is, and counts as stored. One answer for each key, in order.
-    /// `dtype` is that of the values, as text or torch's own: the setting `codec` may code bfloat16.
+    /// Stores values under keys: a dict, or (key, value) pairs. A value is a buffer, or a list of
+    /// buffers that together hold it. An object that is there already stays as it is, and counts as
+    /// stored. One answer for each key, in order. `dtype` is that of the values, as text or torch's
+    /// own: the setting `codec` may code bfloat16.
     #[pyo3(signature = (items, ttl_s=None, dtype=None))]
     fn put(
         &self,
@@ -207,8 +211,8 @@ impl PyObjectStore {
         self.run(py, ObjectRequest::Put(puts, options))
     }
 
-    /// Reads objects into buffers: a dict, or (key, value) pairs, as for `put`. The buffers of a value must have the
-    /// object's length together. An answer for each key, in order.
+    /// Reads objects into buffers: a dict, or (key, value) pairs, as for `put`. The buffers of a
+    /// value must have the object's length together. An answer for each key, in order.
     fn get(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         self.run(py, ObjectRequest::Get(gets(items)?))
     }
@@ -322,8 +326,8 @@ impl PyObjectStore {
         self.evicted_missed.load(Ordering::Relaxed)
     }
 
-    /// Declares memory into which objects are read, and from which they are written, without a copy where it is aligned
-    /// to 4 KiB. It is kept until the store is closed and gone.
+    /// Declares memory into which objects are read, and from which they are written, without a copy
+    /// where it is aligned to 4 KiB. It is kept until the store is closed and gone.
     fn register_memory(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>) -> PyResult<()> {
         let (store, memory) = (self.get_store()?, self::buffer(buffer, true)?);
         let Some(memory) = memory else { return Ok(()) };

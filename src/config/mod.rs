@@ -256,8 +256,8 @@ pub struct Settings {
     /// Text that separates segments, for requests that ask for a blend and do not say where their
     /// segments are; `None` for no such requests.
     pub blend_special_str: Option<String>,
-    /// How far a token must be from what is stored, as a share of its own size, to be computed anew:
-    /// one for each of `blend_check_layers`, or none.
+    /// How far a token must be from what is stored, as a share of its own size, to be computed
+    /// anew: one for each of `blend_check_layers`, or none.
     #[serde(deserialize_with = "value::loose")]
     pub blend_thresholds: Vec<f64>,
 }

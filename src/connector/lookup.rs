@@ -160,8 +160,8 @@ pub(super) fn remote_gone<'a>(engines: impl Iterator<Item = &'a Engine>) -> Vec<
     changes.filter_map(|(key, is_there)| (!is_there).then_some(key)).collect()
 }
 
-/// What a worker has uploaded is looked for again, also where it was missing a moment ago: otherwise
-/// nobody would learn that it has been removed since.
+/// What a worker has uploaded is looked for again, also where it was missing a moment ago:
+/// otherwise nobody would learn that it has been removed since.
 pub(super) fn uploaded<'a>(engines: impl Iterator<Item = &'a Engine>, report: &WorkerMeta) {
     let keys: Vec<ChunkKey> = report.remote.iter().filter(|(_, there)| *there).map(|(key, _)| ChunkKey(*key)).collect();
     if !keys.is_empty() {

@@ -362,7 +362,8 @@ impl ObjectStore {
     /// Makes every put durable that has been answered.
     ///
     /// # Errors
-    /// What the drive says of a write or a flush; [`ErrorKind::Closed`] where the store is disabled or closed.
+    /// What the drive says of a write or a flush; [`ErrorKind::Closed`] where the store is disabled
+    /// or closed.
     pub fn flush(&self) -> Result<()> {
         self.check()?;
         self.open_log()?.flush()

@@ -21,8 +21,8 @@ use crate::log::{Clock, DriveFactory, Log, LogOptions, Opening};
 const KIND: &str = "forebay objects 1";
 /// Bytes that are moved at a time.
 const PIECE_BYTES: usize = 1 << 20;
-/// Staging slots are at least this long: a header lies in the first piece, and a coded extent beside
-/// it.
+/// Staging slots are at least this long: a header lies in the first piece, and a coded extent
+/// beside it.
 const LEAST_PIECE_BYTES: usize = OBJECT_EXTENT_BYTES;
 /// Staging is cut into at least this many slots, where their least size allows.
 const LEAST_SLOTS: usize = 8;

@@ -167,8 +167,8 @@ impl ObjectMemory {
 }
 
 impl ObjectMemory {
-    /// Codes the bytes to `coded`, which has as many as `shape` says; the CRC of the coded bytes, or
-    /// `None` where they do not fit. Nothing is read once `gate` is closed.
+    /// Codes the bytes to `coded`, which has as many as `shape` says; the CRC of the coded bytes,
+    /// or `None` where they do not fit. Nothing is read once `gate` is closed.
     pub(super) fn code_out(&self, shape: CodedShape, coded: &mut [u8], gate: &Gate) -> Outcome<Option<u32>> {
         let _inside = gate.enter().ok_or(ObjectCause::Cancelled)?;
         let mut from = self.tiles();

@@ -62,8 +62,8 @@ pub struct PipelineOptions {
     pub store_pool: Arc<StagingPool>,
     /// Chunks kept in memory.
     pub memory: Option<Arc<MemoryTier>>,
-    /// Where staging is not the host's: the copies between it and `memory`, and staging for what comes
-    /// from there, so that it never waits for a drive.
+    /// Where staging is not the host's: the copies between it and `memory`, and staging for what
+    /// comes from there, so that it never waits for a drive.
     pub hits: Option<(Arc<dyn Mover>, Arc<StagingPool>)>,
     /// Extents of one chunk are read and written together up to this many bytes, where layers
     /// matter.

@@ -94,8 +94,9 @@ impl KnownObjects {
         self.changed(gone.young.into_keys().chain(gone.old.into_keys()).map(|key| (key, false)));
     }
 
-    /// Takes up to `most` changes, keys of objects that have come (`true`) or are not there, and begins to
-    /// keep them where nobody has asked before. Those that nobody takes for long are forgotten.
+    /// Takes up to `most` changes, keys of objects that have come (`true`) or are not there, and
+    /// begins to keep them where nobody has asked before. Those that nobody takes for long are
+    /// forgotten.
     pub(super) fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let mut changes = self.changes.lock();
         let changes = changes.get_or_insert_default();

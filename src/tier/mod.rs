@@ -64,7 +64,8 @@ pub struct FrameId {
 /// Counters of the tier; those of events only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
-    /// Bytes that it may hold; 0 where there is no tier, and where the frames are another process's.
+    /// Bytes that it may hold; 0 where there is no tier, and where the frames are another
+    /// process's.
     pub bytes: u64,
     /// Of these, bytes of frames that hold a chunk or are being filled.
     pub used_bytes: u64,
