@@ -171,8 +171,8 @@ pub struct StoreRequest {
     pub ttl: Option<Duration>,
     /// Whether layers are given one by one; `None` as the settings say.
     pub layerwise: Option<bool>,
-    /// Whether all layers are computed already, or by what was submitted to a stream; otherwise the
-    /// [`Store`](super::Store) is told.
+    /// When all layers are computed, where that is known now; otherwise the caller says it to the
+    /// [`Store`](super::Store), layer by layer or for all.
     pub computed: Option<Computed>,
 }
 

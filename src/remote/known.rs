@@ -1,5 +1,6 @@
 //! What is known of the remote store without asking it: a bounded memory of answers, each of which
-//! counts for a while. Where somebody asks, what answers have changed is told on.
+//! counts for a while. Changes of answers are listed for KV events, from the first request for
+//! them on.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};

@@ -247,8 +247,9 @@ impl Remote {
         fetch::start(&self.shared, &self.runtime, (to, fetch::FetchOrder::Listed(objects, most)), deadline)
     }
 
-    /// Deletes the objects of `keys`, and of `others`, of which nobody is told. What is being
-    /// uploaded is deleted too, once its chunk has left the drive.
+    /// Deletes the objects of `keys` and of `others`. Only those of `keys` are listed by
+    /// [`take_changes`](Self::take_changes). What is being uploaded is deleted too, once its chunk
+    /// has left the drive.
     ///
     /// # Errors
     /// Where the store did not answer, or refuses: some of them may still be there.

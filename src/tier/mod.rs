@@ -77,9 +77,9 @@ pub struct MemoryStats {
     pub loaded_bytes: u64,
     /// Chunks that came into it from loads, stores and prefetches.
     pub filled: u64,
-    /// Chunks that went to make room.
+    /// Chunks that were evicted for others.
     pub evicted: u64,
-    /// Chunks that no longer had their CRC, and were read from the drive.
+    /// Chunks that failed their CRC in memory, and were read from the drive.
     pub damaged: u64,
     /// The frames are those of another process.
     pub is_attached: bool,
@@ -267,9 +267,9 @@ impl MemoryTier {
         }
     }
 
-    /// Up to `most` chunks that have come into memory (`true`) and left it since the last call, in
-    /// order, the first time with what is there; a bounded number of them waits to be taken. What
-    /// the frames of another process have in them is told a while later, from the first call on.
+    /// Takes up to `most` chunks that have come into memory (`true`) or left it (`false`) since the
+    /// last call, in order; the first call begins with what is there. A bounded number is kept.
+    /// Changes in another process's frames come somewhat later, from the first call on.
     #[must_use]
     pub fn take_changes(&self, most: usize) -> Vec<(ChunkKey, bool)> {
         let place = self.share.place();
